@@ -1,0 +1,1 @@
+"""DiLoCo, Streaming DiLoCo and their scaling laws, in JAX."""
