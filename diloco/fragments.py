@@ -145,15 +145,16 @@ class Schedule:
     return self.is_sent(p, t - min(self.taus))
 
   def in_flight(self, t: int) -> dict[int, int]:
-    """Fragments that are still on the wire for some replica after step t.
+    """Fragments on the wire after step t: sent, outer update still to come.
 
     Returns:
       {p: step at which it was sent}. Since tau < H, a fragment is in flight at
-      most once.
+      most once. Replicas that merge later than the earliest need nothing kept:
+      they merge the outer parameters, which stay until the next outer update.
     """
     flying = {}
     for p in range(self.num_fragments):
-      for sent in range(max(t - max(self.taus) + 1, 1), t + 1):
+      for sent in range(max(t - min(self.taus) + 1, 1), t + 1):
         if self.is_sent(p, sent):
           flying[p] = sent
     return flying
