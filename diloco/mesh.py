@@ -1,0 +1,140 @@
+"""The device mesh and the one table that says how every array lies on it.
+
+Two axes: `replica` (the placement that DrJAX maps over; slow links between its
+members) and `fsdp` (inside one replica; fast links). A parameter with weight axes
+(a, b) is sharded as (fsdp, None) where fsdp divides a, else kept whole; a leading
+layer axis is never sharded; a leading replica axis lies on `replica`.
+"""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.config import ConfigError, trained_replicas
+
+REPLICA, FSDP = "replica", "fsdp"
+
+
+def make_mesh(c, devices=None) -> Mesh:
+  """The replica x fsdp mesh of a resolved config.
+
+  Axes are of type Auto: with explicit axes `with_sharding_constraint` to a
+  replicated spec does nothing, silently.
+
+  Args:
+    c: resolved config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
+    devices: devices to use, default all of them.
+
+  Raises:
+    ConfigError: the layout does not fit the devices, the replicas or the batch.
+  """
+  devices = jax.devices() if devices is None else devices
+  n, m = len(devices), trained_replicas(c)
+  replica, fsdp = c.mesh.replica, c.mesh.fsdp
+  if not replica and fsdp:
+    replica = n // fsdp
+  if not replica:
+    replica = max(k for k in range(1, m + 1) if m % k == 0 and n % k == 0)
+  fsdp = fsdp or max(n // replica, 1)
+  if replica * fsdp != n:
+    raise ConfigError(
+      f"mesh.replica * mesh.fsdp is {replica} * {fsdp}, but there are {n} devices;"
+      f" choose two factors of {n}, or 0 to derive them."
+    )
+  if m % replica:
+    raise ConfigError(
+      f"mesh.replica is {replica}, which does not divide the {m} trained replicas;"
+      " choose a divisor, or 0."
+    )
+  rows = c.train.batch_size // (m * c.train.accumulate)
+  if rows % fsdp:
+    raise ConfigError(
+      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences; raise"
+      f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
+    )
+  grid = np.asarray(devices).reshape(replica, fsdp)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=(AxisType.Auto,) * 2)
+
+
+def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
+  """Partition of one parameter without a replica axis.
+
+  Args:
+    path: key path of the leaf; under `blocks` the first axis is the layer.
+    shape: its shape.
+    fsdp: size of the fsdp axis.
+  """
+  layer_axes = (None,) if _key(path[0]) == "blocks" else ()
+  weight = shape[len(layer_axes) :]
+  sharded = len(weight) > 0 and fsdp > 1 and weight[0] % fsdp == 0
+  return P(*layer_axes, FSDP) if sharded else P()
+
+
+def specs(tree, mesh: Mesh, replicated: bool = False):
+  """Partition specs of a parameter-shaped tree.
+
+  Args:
+    tree: arrays or shapes under `blocks` and/or `embed`.
+    mesh: the device mesh.
+    replicated: whether the leaves lead with the replica axis.
+  """
+
+  def spec(path, leaf):
+    shape = leaf.shape[1:] if replicated else leaf.shape
+    inner = weight_spec(path, shape, mesh.shape[FSDP])
+    return P(REPLICA, *inner) if replicated else inner
+
+  return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(tree, mesh: Mesh, replicated: bool = False):
+  """NamedShardings of a parameter-shaped tree, see `specs`."""
+  return jax.tree.map(
+    lambda spec: NamedSharding(mesh, spec),
+    specs(tree, mesh, replicated),
+    is_leaf=lambda x: isinstance(x, P),
+  )
+
+
+def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False):
+  """NamedShardings of an optimizer state.
+
+  Subtrees shaped like the parameters (moments) lie like them; everything else
+  (step counts) is whole, apart from the replica axis.
+  """
+  structure = jax.tree.structure(params)
+
+  def like_params(x) -> bool:
+    return jax.tree.structure(x) == structure
+
+  def place(x):
+    if like_params(x):
+      return shardings(x, mesh, replicated)
+    return NamedSharding(mesh, P(REPLICA) if replicated else P())
+
+  return jax.tree.map(place, opt_state, is_leaf=like_params)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`."""
+  return NamedSharding(mesh, P(REPLICA, FSDP))
+
+
+def eval_sharding(mesh: Mesh) -> NamedSharding:
+  """Evaluation tokens [B, L]: sequences over all devices."""
+  return NamedSharding(mesh, P((REPLICA, FSDP)))
+
+
+def table(params, mesh: Mesh) -> str:
+  """One line per parameter: name, shape and partition, without replica axis."""
+  rows = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    name = "/".join(_key(k) for k in path)
+    spec = weight_spec(path, leaf.shape, mesh.shape[FSDP])
+    rows.append(f"{name:<24} {leaf.shape!s:<20} {spec}")
+  return "\n".join(rows)
+
+
+def _key(entry) -> str:
+  return str(getattr(entry, "key", getattr(entry, "name", entry)))

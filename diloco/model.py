@@ -1,0 +1,186 @@
+"""The decoder: Chinchilla-style as in NanoDO, with QK-LayerNorm.
+
+Pre-LayerNorm without bias, learned positions, GELU feed-forward, no biases, tied
+head; logits and softmax in float32. Layers are stacked on a leading axis and
+scanned, so compile time does not grow with depth and a fragment is a set of indices.
+
+Parameters: {'embed': {tokens_VxD, positions_LxD, norm_D}, 'blocks': {name: NxAxB}}.
+Letters: B sequences, L positions, D width, H heads, K head size, F feed-forward
+width, V vocabulary, N layers.
+"""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+BOS_ID = 2  # NanoDO's ids: pad 0, eos 1, bos 2, unk 3.
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDims:
+  """The numbers that define the model; fields as in `config.model`."""
+
+  num_layers: int
+  dim: int
+  num_heads: int
+  ff_dim: int
+  vocab_size: int
+  seq_len: int
+  qk_norm: bool = True
+  dtype: str = "bfloat16"
+  param_dtype: str = "float32"
+  remat: bool = False
+
+  @classmethod
+  def from_config(cls, c) -> "ModelDims":
+    return cls(**{f.name: c.model[f.name] for f in dataclasses.fields(cls)})
+
+
+class Attention(nn.Module):
+  """Causal self-attention with LayerNorm on queries and keys."""
+
+  dims: ModelDims
+
+  @nn.compact
+  def __call__(self, x_BxLxD):
+    m = self.dims
+    split = (*x_BxLxD.shape[:-1], m.num_heads, m.dim // m.num_heads)
+    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (
+      _linear(self, name, x_BxLxD, m.dim).reshape(split) for name in ("q", "k", "v")
+    )
+    if m.qk_norm:
+      q_BxLxHxK = _norm(m, "q_norm")(q_BxLxHxK)
+      k_BxLxHxK = _norm(m, "k_norm")(k_BxLxHxK)
+    # Scores are scaled by 1/sqrt(K) and their softmax is taken in float32.
+    y_BxLxHxK = jax.nn.dot_product_attention(
+      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True
+    )
+    return _linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim)
+
+
+class FeedForward(nn.Module):
+  """GELU feed-forward of width F."""
+
+  dims: ModelDims
+
+  @nn.compact
+  def __call__(self, x_BxLxD):
+    y_BxLxF = jax.nn.gelu(_linear(self, "up", x_BxLxD, self.dims.ff_dim))
+    return _linear(self, "down", y_BxLxF, self.dims.dim)
+
+
+class Block(nn.Module):
+  """Pre-norm transformer block; a scan carries the activations through N of them."""
+
+  dims: ModelDims
+
+  @nn.compact
+  def __call__(self, x_BxLxD, _):
+    m = self.dims
+    x_BxLxD += Attention(m, name="attention")(_norm(m, "attention_norm")(x_BxLxD))
+    x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
+    return x_BxLxD, None
+
+
+class Embed(nn.Module):
+  """Token embedding, positions and final norm: what is not in a block."""
+
+  dims: ModelDims
+
+  def setup(self):
+    m = self.dims
+    init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+    dtype = jnp.dtype(m.param_dtype)
+    self.tokens_VxD = self.param("tokens", init, (m.vocab_size, m.dim), dtype)
+    self.positions_LxD = self.param("positions", init, (m.seq_len, m.dim), dtype)
+    self.norm = _norm(m, "norm")
+
+  def __call__(self, ids_BxL):
+    dtype = jnp.dtype(self.dims.dtype)
+    length = ids_BxL.shape[1]
+    x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
+    return x_BxLxD + self.positions_LxD[:length].astype(dtype)
+
+  def final_norm(self, x_BxLxD):
+    return self.norm(x_BxLxD)
+
+
+class Decoder(nn.Module):
+  """Maps input ids to the hidden states before the tied head."""
+
+  dims: ModelDims
+
+  def setup(self):
+    self.embed = Embed(self.dims)
+    block = Block
+    if self.dims.remat:
+      block = nn.remat(Block, prevent_cse=False)
+    stack = nn.scan(
+      block,
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=self.dims.num_layers,
+    )
+    self.blocks = stack(self.dims)
+
+  def __call__(self, ids_BxL):
+    """Hidden states.
+
+    Args:
+      ids_BxL: int32 input ids, already shifted right.
+
+    Returns:
+      x_BxLxD after the final norm, in the compute dtype.
+    """
+    x_BxLxD, _ = self.blocks(self.embed(ids_BxL), None)
+    return self.embed.final_norm(x_BxLxD)
+
+
+def init_params(dims: ModelDims, key: jax.Array) -> dict:
+  """Parameters of one replica: {'embed': ..., 'blocks': leaves with layer axis N}."""
+  ids_BxL = jnp.zeros((1, dims.seq_len), jnp.int32)
+  return dict(Decoder(dims).init(key, ids_BxL)["params"])
+
+
+def hidden_states(dims: ModelDims, params: dict, ids_BxL: jax.Array) -> jax.Array:
+  """x_BxLxD after the final norm, in the compute dtype."""
+  return Decoder(dims).apply({"params": params}, ids_BxL)
+
+
+def shift_right(tokens_BxL: jax.Array) -> jax.Array:
+  """Inputs that predict `tokens_BxL`: BOS, then all tokens but the last."""
+  return jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
+
+
+def flops_per_token(c) -> float:
+  """Training FLOPs per token: 6 N and the attention scores, 12 N_layers D L.
+
+  Forward and backward, matrix products only (PaLM, appendix B); the causal half
+  of the scores is counted in full, positions and norms are not.
+  """
+  m = c.model
+  blocks = m.num_layers * (4 * m.dim**2 + 2 * m.dim * m.ff_dim)
+  return 6.0 * (blocks + m.vocab_size * m.dim) + 12.0 * m.num_layers * m.dim * m.seq_len
+
+
+def _norm(m: ModelDims, name: str) -> nn.LayerNorm:
+  return nn.LayerNorm(
+    use_bias=False,
+    dtype=jnp.dtype(m.dtype),
+    param_dtype=jnp.dtype(m.param_dtype),
+    name=name,
+  )
+
+
+def _linear(module: nn.Module, name: str, x, features: int):
+  """x @ W without bias; weights are stored (in, out) and cast to x's dtype."""
+  m = module.dims  # type: ignore[attr-defined]
+  kernel = module.param(
+    name,
+    nn.initializers.xavier_uniform(),
+    (x.shape[-1], features),
+    jnp.dtype(m.param_dtype),
+  )
+  return jnp.einsum("...a,ab->...b", x, kernel.astype(x.dtype))
