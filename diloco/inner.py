@@ -1,0 +1,141 @@
+"""The inner step: AdamW on every replica by itself, one jitted program.
+
+Replicas are a leading axis that DrJAX maps; nothing is exchanged between them.
+"""
+
+from typing import NamedTuple
+
+import drjax
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco import loss as loss_lib
+from diloco import model as model_lib
+from diloco.config import trained_replicas
+from diloco.mesh import REPLICA
+
+
+class InnerMetrics(NamedTuple):
+  """What every replica says of its step; each float32[M], sharded by replica."""
+
+  loss: jax.Array  # Mean cross entropy over the replica's tokens, nats.
+  grad_norm: jax.Array  # Global L2 norm before clipping.
+  update_norm: jax.Array  # Global L2 norm of the parameters' change.
+
+
+def learning_rate(c) -> optax.Schedule:
+  """Linear warm-up, then a cosine to `final_fraction` of the peak at step T.
+
+  The step that finishes as number t is taken with the rate at t - 1, so the first
+  step of a warm-up has rate 0 only if warmup_steps > 0.
+  """
+  peak, steps = c.inner.learning_rate, c.train.steps
+  warmup = min(c.inner.warmup_steps, steps)
+  return optax.join_schedules(
+    [
+      optax.linear_schedule(0.0, peak, warmup),
+      optax.cosine_decay_schedule(
+        peak, max(steps - warmup, 1), alpha=c.inner.final_fraction
+      ),
+    ],
+    [warmup],
+  )
+
+
+def make_optimizer(c) -> optax.GradientTransformation:
+  """AdamW on clipped gradients (2501.18512, 3.2; 2503.09799, 3).
+
+  Decoupled weight decay, by default lambda = 1/T multiplied by the schedule
+  relative to its peak: dividing it by the peak before the common factor of the
+  rate does that (Wang & Aitchison, 2024). With `rate` it is multiplied by the rate.
+  """
+  decay = c.inner.weight_decay
+  if c.inner.weight_decay_scaling == "schedule" and c.inner.learning_rate:
+    decay /= c.inner.learning_rate
+  clip = optax.clip_by_global_norm(c.inner.clip_norm)
+  return optax.chain(
+    clip if c.inner.clip_norm else optax.identity(),
+    optax.scale_by_adam(c.inner.b1, c.inner.b2, c.inner.eps),
+    optax.add_decayed_weights(decay),
+    optax.scale_by_learning_rate(learning_rate(c)),
+  )
+
+
+def make_inner_step(c, optimizer: optax.GradientTransformation):
+  """Builds the jitted step of all replicas.
+
+  Args:
+    c: resolved config.
+    optimizer: the inner optimizer.
+
+  Returns:
+    step(params, opt_state, tokens_MxBxL, trainable) -> (params, opt_state,
+    InnerMetrics). Params and optimizer state lead with M and are donated.
+    `trainable` is None or FedPart's mask, see `fedpart_mask`.
+  """
+  dims = model_lib.ModelDims.from_config(c)
+  accumulate = c.train.accumulate
+
+  def loss_fn(params, tokens_BxL):
+    x_BxLxD = model_lib.hidden_states(dims, params, model_lib.shift_right(tokens_BxL))
+    weights_BxL = jnp.ones(tokens_BxL.shape, jnp.float32)
+    nll, z2 = loss_lib.token_losses(
+      x_BxLxD, params["embed"]["tokens"], tokens_BxL, weights_BxL, c.model.loss_chunk
+    )
+    return (nll + c.model.z_loss * z2) / tokens_BxL.size, nll / tokens_BxL.size
+
+  def gradients(params, tokens_BxL):
+    grad_fn = jax.grad(loss_fn, has_aux=True)
+    if accumulate == 1:
+      return grad_fn(params, tokens_BxL)
+    # Every `accumulate`-th sequence forms a microbatch, so that each of them has its
+    # share of every fsdp shard of B.
+    micro = tokens_BxL.reshape(-1, accumulate, tokens_BxL.shape[1]).swapaxes(0, 1)
+
+    def body(total, tokens):
+      return jax.tree.map(jnp.add, total, grad_fn(params, tokens)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad_fn, params, micro[0]))
+    total, _ = jax.lax.scan(body, zeros, micro)
+    return jax.tree.map(lambda x: x / accumulate, total)
+
+  def replica_step(params, opt_state, tokens_BxL, trainable):
+    grads, nll = gradients(params, tokens_BxL)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    if trainable is not None:
+      updates = jax.tree.map(jnp.multiply, updates, trainable)
+    metrics = InnerMetrics(nll, optax.global_norm(grads), optax.global_norm(updates))
+    return optax.apply_updates(params, updates), opt_state, metrics
+
+  @drjax.program(placements={REPLICA: trained_replicas(c)})
+  def step(params, opt_state, tokens_MxBxL, trainable):
+    def one(params, opt_state, tokens_BxL):
+      return replica_step(params, opt_state, tokens_BxL, trainable)
+
+    return drjax.map_fn(one, (params, opt_state, tokens_MxBxL))
+
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def fedpart_mask(params, fragment) -> dict:
+  """FedPart's mask (2501.18512, 3.3.1): 1 where the fragment trains, else 0.
+
+  Args:
+    params: one replica's parameters or their shapes.
+    fragment: the next `Fragment` to be sent.
+
+  Returns:
+    A tree like `params`; under `blocks` float32 (N, 1, ...), else a scalar. The
+    program takes it as an argument, so it is compiled once for all fragments.
+  """
+  layers = jnp.zeros(len(jax.tree.leaves(params["blocks"])[0])).at[
+    jnp.asarray(fragment.layers, jnp.int32)
+  ]
+  layers_N = layers.set(1.0)
+  return {
+    "blocks": jax.tree.map(
+      lambda x: layers_N.reshape(-1, *[1] * (x.ndim - 1)), params["blocks"]
+    ),
+    "embed": jax.tree.map(lambda _: jnp.float32(fragment.embed), params["embed"]),
+  }

@@ -1,0 +1,367 @@
+"""The outer step: Algorithm 2 of Streaming DiLoCo (2501.18512), lines 6 to 12.
+
+Per fragment p: `send` forms every replica's outer gradient and its packed codes,
+`update` decodes them, averages in float32 and steps the outer optimizer, `merge`
+mixes the result into the replicas. `outer_step` walks the schedule. DiLoCo is the
+case of one fragment, tau = 0, alpha = 0.
+
+The outer parameters live per fragment: each fragment has its own outer parameters
+and its own optimizer state, so an update can touch no other fragment. All fragments
+of one shape share one compiled program; their layers are an argument.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco import config as config_lib
+from diloco import mesh as mesh_lib
+from diloco.fragments import Fragment, Schedule
+from diloco.wire import exchange
+from diloco.wire.payload import make_codec_from_config
+
+Tree = Any
+
+
+@flax.struct.dataclass
+class OuterState:
+  """What the outer optimizer owns; only `outer_step` changes it.
+
+  Attributes:
+    theta: per fragment, its outer parameters: {'blocks': (n, ...)} and/or
+      {'embed': ...}, float32, sharded over fsdp, the same on every replica.
+    opt_state: per fragment, its outer optimizer's state.
+    in_flight: {str(p): payload} of the fragments sent and not yet applied, uint8
+      [M, fsdp, bytes].
+  """
+
+  theta: tuple[Tree, ...]
+  opt_state: tuple[Tree, ...]
+  in_flight: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """A send or a receive of one fragment, with its device-side metrics."""
+
+  kind: str  # "send" or "receive"
+  fragment: int
+  step: int
+  payload_bytes: int  # Of one replica; 0 for a receive.
+  metrics: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+  """The compiled pieces of the outer step and the plan they follow."""
+
+  schedule: Schedule
+  fragments: tuple[Fragment, ...]
+  layers: tuple[jax.Array, ...]  # int32 (n,) per fragment.
+  seed: int
+  init: Any
+  send: Any
+  update: Any
+  merge: Any
+
+
+def make_optimizer(c) -> optax.GradientTransformation:
+  """The outer optimizer by name; gradients are not clipped.
+
+  Raises:
+    ConfigError: optax has no optimizer of that name.
+  """
+  name, rate = c.outer.optimizer, c.outer.learning_rate
+  if name == "nesterov":
+    return optax.sgd(rate, c.outer.momentum, nesterov=True)
+  if name == "sgd":
+    return optax.sgd(rate, c.outer.momentum or None)
+  if name.startswith("_") or not callable(getattr(optax, name, None)):
+    raise config_lib.ConfigError(
+      f"outer.optimizer is {name!r}, which is neither nesterov, sgd nor an optax"
+      " optimizer; choose one, for example adam."
+    )
+  optimizer = getattr(optax, name)(rate)
+  if not isinstance(optimizer, optax.GradientTransformation):
+    raise config_lib.ConfigError(
+      f"outer.optimizer is {name!r}, which is in optax but is no optimizer; choose"
+      " nesterov, sgd or an optax optimizer such as adam."
+    )
+  return optimizer
+
+
+def take(params_M: Tree, theta: Tree, layers: jax.Array) -> Tree:
+  """The part of the replicas' parameters that a fragment holds.
+
+  Args:
+    params_M: parameters of all replicas, leaves (M, N, ...) and (M, ...).
+    theta: any tree with the fragment's structure.
+    layers: int32 (n,), its layers.
+
+  Returns:
+    Leaves (M, n, ...) under `blocks` and (M, ...) under `embed`.
+  """
+  part = {}
+  if "blocks" in theta:
+    part["blocks"] = jax.tree.map(lambda x: x[:, layers], params_M["blocks"])
+  if "embed" in theta:
+    part["embed"] = params_M["embed"]
+  return part
+
+
+def put(params_M: Tree, part_M: Tree, layers: jax.Array) -> Tree:
+  """The inverse of `take`: parameters with the fragment's part replaced."""
+  params_M = dict(params_M)
+  if "blocks" in part_M:
+    params_M["blocks"] = jax.tree.map(
+      lambda x, y: x.at[:, layers].set(y), params_M["blocks"], part_M["blocks"]
+    )
+  if "embed" in part_M:
+    params_M["embed"] = part_M["embed"]
+  return params_M
+
+
+def merge_part(x_M: jax.Array, theta: jax.Array, mask_M: jax.Array, alpha: float):
+  """theta_m <- alpha theta_m + (1 - alpha) theta where mask_M (line 12)."""
+  mixed = theta[None]
+  if alpha:
+    mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * mixed
+  mask = mask_M.reshape(-1, *[1] * theta.ndim)
+  return jnp.where(mask, mixed.astype(x_M.dtype), x_M)
+
+
+def make_outer(c, mesh) -> Outer:
+  """Builds the outer step of a resolved config on a mesh.
+
+  Raises:
+    ConfigError: a name is unknown.
+  """
+  optimizer = make_optimizer(c)
+  codec = make_codec_from_config(c)
+  alpha, replicas = c.overlap.alpha, config_lib.trained_replicas(c)
+  fragments = config_lib.make_fragments(c)
+  whole = NamedSharding(mesh, P())
+
+  def constrain(theta, opt_state):
+    place = jax.lax.with_sharding_constraint
+    return (
+      place(theta, mesh_lib.shardings(theta, mesh)),
+      place(opt_state, mesh_lib.optimizer_shardings(opt_state, theta, mesh)),
+    )
+
+  @jax.jit
+  def init_fragment(params_M, like, layers):
+    theta = jax.tree.map(
+      lambda x: x[0].astype(jnp.float32), take(params_M, like, layers)
+    )
+    return constrain(theta, optimizer.init(theta))
+
+  def init(params_M: Tree) -> OuterState:
+    """Outer parameters = the first replica's, which all replicas share at start."""
+    pairs = [
+      init_fragment(params_M, _structure(f), l) for f, l in zip(fragments, layers)
+    ]
+    thetas, opt_states = zip(*pairs)
+    return OuterState(tuple(thetas), tuple(opt_states), {})
+
+  @jax.jit
+  def send(params_M, theta, layers, key):
+    """Lines 7 and 8: outer gradients, encoded per replica and unreduced."""
+    delta_M = jax.tree.map(
+      lambda t, x_M: t[None] - x_M.astype(jnp.float32),
+      theta,
+      take(params_M, theta, layers),
+    )
+    keys_M = jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(replicas))
+    payload = exchange.encode(codec, mesh, delta_M, keys_M)
+    # What the codes lose, from the sender's own decoding: nothing is exchanged.
+    sent_M = exchange.decode_own(codec, mesh, payload, theta)
+    error_M = _norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
+    delta_norm_M = _norms(delta_M)
+    metrics = {
+      "outer_grad_norm": delta_norm_M,
+      "quantization_error": error_M / jnp.maximum(delta_norm_M, 1e-30),
+    }
+    return exchange.transmit(mesh, payload, c.wire.exchange), metrics
+
+  def update(theta, opt_state, payload):
+    """Lines 10 and 11: decode, mean in float32, outer optimizer."""
+    if c.wire.exchange == "psum":
+      delta, cosine = exchange.reduce_own(codec, mesh, payload, theta, replicas)
+    else:
+      delta_M = exchange.decode_all(codec, mesh, payload, theta)
+      delta, cosine = _mean(delta_M), _mean_cosine(delta_M)
+    updates, opt_state = optimizer.update(delta, opt_state, theta)
+    theta, opt_state = constrain(optax.apply_updates(theta, updates), opt_state)
+    metrics = {
+      "outer_grad_mean_norm": optax.global_norm(delta),
+      "outer_update_norm": optax.global_norm(updates),
+      "outer_grad_cosine": cosine,
+    }
+    return theta, opt_state, metrics
+
+  def merge(params_M, theta, layers, mask_M):
+    """Line 12, for the replicas in `mask_M`."""
+    part_M = jax.tree.map(
+      lambda x_M, t: merge_part(x_M, t, mask_M, alpha),
+      take(params_M, theta, layers),
+      theta,
+    )
+    return put(params_M, part_M, layers)
+
+  layers = tuple(
+    jax.device_put(np.asarray(f.layers, np.int32), whole) for f in fragments
+  )
+  return Outer(
+    schedule=config_lib.make_schedule(c),
+    fragments=fragments,
+    layers=layers,
+    seed=c.seed,
+    init=init,
+    send=send,
+    update=jax.jit(update, donate_argnums=(0, 1)),
+    merge=jax.jit(merge, donate_argnums=0),
+  )
+
+
+def outer_step(
+  outer: Outer, t: int, params_M: Tree, state: OuterState, draining: bool = False
+) -> tuple[Tree, OuterState, list[Event]]:
+  """What happens between replicas after inner step t (Algorithm 2, lines 6-12).
+
+  Args:
+    outer: from `make_outer`.
+    t: finished inner steps.
+    params_M: parameters of all replicas; donated if a fragment arrives.
+    state: outer state; the fragments that arrive are donated.
+    draining: whether training has ended, so that nothing new is sent.
+
+  Returns:
+    New parameters, new outer state, and what happened.
+  """
+  events = []
+  for p in () if draining else outer.schedule.sends(t):
+    state, event = send_fragment(outer, t, p, params_M, state)
+    events.append(event)
+  for p, mask in outer.schedule.arrivals(t):
+    if outer.schedule.is_outer_step(p, t):
+      if str(p) not in state.in_flight:
+        continue  # Draining: it was never sent.
+      state, event = receive_fragment(outer, t, p, state)
+      events.append(event)
+    elif outer.schedule.last_outer_step(p, t) == 0:
+      continue
+    params_M = outer.merge(params_M, state.theta[p], outer.layers[p], np.asarray(mask))
+  return params_M, state, events
+
+
+def drain(
+  outer: Outer, last: int, params_M: Tree, state: OuterState
+) -> tuple[Tree, OuterState, list[Event]]:
+  """Receives what is still in flight after the last inner step."""
+  events = []
+  for t in range(last + 1, last + max(outer.schedule.taus) + 1):
+    params_M, state, more = outer_step(outer, t, params_M, state, draining=True)
+    events += more
+  return params_M, state, events
+
+
+def sync_all(
+  outer: Outer, t: int, params_M: Tree, state: OuterState
+) -> tuple[Tree, OuterState, list[Event]]:
+  """Synchronises every fragment at once, after `drain` (outer.final_sync)."""
+  events = []
+  everyone = np.ones(len(outer.schedule.taus), bool)
+  for p in range(len(outer.fragments)):
+    state, sent = send_fragment(outer, t, p, params_M, state)
+    state, received = receive_fragment(outer, t, p, state)
+    params_M = outer.merge(params_M, state.theta[p], outer.layers[p], everyone)
+    events += [sent, received]
+  return params_M, state, events
+
+
+def send_fragment(
+  outer: Outer, t: int, p: int, params_M: Tree, state: OuterState
+) -> tuple[OuterState, Event]:
+  """Puts fragment p's outer gradients on the wire."""
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(outer.seed), t), p)
+  payload, metrics = outer.send(params_M, state.theta[p], outer.layers[p], key)
+  state = state.replace(in_flight={**state.in_flight, str(p): payload})
+  size = payload.nbytes // payload.shape[0]
+  return state, Event("send", p, t, size, metrics)
+
+
+def receive_fragment(
+  outer: Outer, t: int, p: int, state: OuterState
+) -> tuple[OuterState, Event]:
+  """Applies fragment p's mean outer gradient to its outer parameters."""
+  in_flight = dict(state.in_flight)
+  theta, opt_state, metrics = outer.update(
+    state.theta[p], state.opt_state[p], in_flight.pop(str(p))
+  )
+  state = OuterState(
+    theta=_replace(state.theta, p, theta),
+    opt_state=_replace(state.opt_state, p, opt_state),
+    in_flight=in_flight,
+  )
+  return state, Event("receive", p, t, 0, metrics)
+
+
+def assemble(outer: Outer, state: OuterState, like: Tree) -> Tree:
+  """The outer parameters of the whole model, each fragment as of its last sync.
+
+  Args:
+    outer: from `make_outer`.
+    state: outer state.
+    like: parameters of one replica, or their shapes.
+
+  Returns:
+    One replica's tree, float32.
+  """
+  full_M = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), jnp.float32), like)
+  for theta, layers in zip(state.theta, outer.layers):
+    full_M = _place(full_M, theta, layers)
+  return jax.tree.map(lambda x: x[0], full_M)
+
+
+@jax.jit
+def _place(full_M, theta, layers):
+  return put(full_M, jax.tree.map(lambda x: x[None], theta), layers)
+
+
+def _structure(fragment: Fragment) -> dict[str, None]:
+  keys = {"blocks": bool(fragment.layers), "embed": fragment.embed}
+  return {key: None for key, present in keys.items() if present}
+
+
+def _replace(items: tuple, index: int, item) -> tuple:
+  return (*items[:index], item, *items[index + 1 :])
+
+
+def _mean(delta_M: Tree) -> Tree:
+  return jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
+
+
+def _norms(tree_M: Tree) -> jax.Array:
+  """Global L2 norm of each replica's tree, float32[M]."""
+  return jax.vmap(optax.global_norm)(tree_M)
+
+
+def _mean_cosine(delta_M: Tree) -> jax.Array:
+  """Mean cosine similarity over the pairs of replicas; NaN for M = 1.
+
+  With unit vectors u_m, |sum u_m|^2 = M + sum over pairs i != j of cos_ij.
+  """
+  norms_M = jnp.maximum(_norms(delta_M), 1e-30)
+  m = norms_M.shape[0]
+  if m == 1:
+    return jnp.float32(jnp.nan)
+  total = jax.tree.map(lambda x_M: jnp.tensordot(1 / norms_M, x_M, axes=1), delta_M)
+  return (optax.global_norm(total) ** 2 - m) / (m * (m - 1))

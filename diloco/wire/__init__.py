@@ -1,0 +1,1 @@
+"""What replicas send to each other: number formats, packing, compressors, exchange."""
