@@ -166,7 +166,7 @@ def make_outer(c, mesh) -> Outer:
   def init(params_M: Tree) -> OuterState:
     """Outer parameters = the first replica's, which all replicas share at start."""
     pairs = [
-      init_fragment(params_M, _structure(f), l) for f, l in zip(fragments, layers)
+      init_fragment(params_M, _structure(f), ids) for f, ids in zip(fragments, layers)
     ]
     thetas, opt_states = zip(*pairs)
     return OuterState(tuple(thetas), tuple(opt_states), {})

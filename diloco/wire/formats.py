@@ -75,9 +75,7 @@ def parse_format(name: str) -> Format:
   match = re.fullmatch(r"e(\d)m(\d)(fn)?", name)
   if match and (not match[3] or name in _RESERVED):
     x, y = int(match[1]), int(match[2])
-    if 1 <= x and 2 <= 1 + x + y <= 8:
-      # One exponent bit leaves no room for a bias of 2^0 - 1 = 0 and a subnormal
-      # range at once; 0 is what the rule gives and what eXmY uses.
+    if x >= 1 and 2 <= 1 + x + y <= 8:
       bias = (1 << (x - 1)) - 1
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
   raise ValueError(
@@ -96,12 +94,16 @@ def _split(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   sign = (bits >> 31).astype(jnp.int32)
   field, fraction = magnitude >> 23, magnitude & 0x7FFFFF
   shift = jnp.where(field == 0, jax.lax.clz(fraction) - 8, 0)
-  mantissa = jnp.where(field == 0, fraction << jnp.minimum(shift, 31), fraction | 1 << 23)
+  mantissa = jnp.where(
+    field == 0, fraction << jnp.minimum(shift, 31), fraction | 1 << 23
+  )
   exponent = jnp.maximum(field, 1) - 127 - shift
   return sign, exponent, mantissa
 
 
-def scale_exponents(fmt: Format, amax: jax.Array, stochastic: bool = False) -> jax.Array:
+def scale_exponents(
+  fmt: Format, amax: jax.Array, stochastic: bool = False
+) -> jax.Array:
   """The shared exponent k of blocks whose largest magnitudes are `amax`.
 
   The smallest k for which amax / 2^k rounds to a value of the format without
@@ -117,23 +119,21 @@ def scale_exponents(fmt: Format, amax: jax.Array, stochastic: bool = False) -> j
   Returns:
     int32, like amax.
   """
-  top = fmt.max_value
+  top_exponent = (fmt.max_code >> fmt.mantissa_bits) - fmt.bias
   if stochastic:
-    limit, inclusive = top, True
+    limit, inclusive = fmt.max_value, True
   else:
     # Halfway to the value that would follow the largest; a tie goes to the even
     # code, so it stays in range only if the largest code is even.
-    step = fmt.magnitude(fmt.max_code) - fmt.magnitude(fmt.max_code - 1)
-    if fmt.max_code % (1 << fmt.mantissa_bits) == 0 and fmt.mantissa_bits == 0:
-      step = top  # Without mantissa the next value is twice the largest.
-    limit, inclusive = top + step / 2, fmt.max_code % 2 == 0
+    limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
+    inclusive = fmt.max_code % 2 == 0
   _, limit_exponent, limit_mantissa = _split(jnp.float32(limit))
   _, exponent, mantissa = _split(amax)
   beyond = mantissa > limit_mantissa if inclusive else mantissa >= limit_mantissa
   k = exponent - limit_exponent + beyond
   lowest = -126 - (fmt.min_exponent - fmt.mantissa_bits)
-  highest = min(127, 127 - (fmt.max_code.bit_length() and _top_exponent(fmt)))
-  return jnp.clip(jnp.where(mantissa == 0, lowest, k), max(lowest, -127), highest)
+  k = jnp.where(mantissa == 0, lowest, k)
+  return jnp.clip(k, lowest, min(127, 127 - top_exponent))
 
 
 def encode(
@@ -198,8 +198,3 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
   quantum = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
   value = mantissa.astype(jnp.float32) * quantum
   return jnp.where(negative == 1, -value, value)
-
-
-def _top_exponent(fmt: Format) -> int:
-  """Exponent of the largest value."""
-  return (fmt.max_code >> fmt.mantissa_bits) - fmt.bias
