@@ -66,6 +66,7 @@ class Outer:
   fragments: tuple[Fragment, ...]
   layers: tuple[jax.Array, ...]  # int32 (n,) per fragment.
   seed: int
+  payload_sharding: NamedSharding
   init: Any
   send: Any
   update: Any
@@ -189,7 +190,8 @@ def make_outer(c, mesh) -> Outer:
       "outer_grad_norm": delta_norm_M,
       "quantization_error": error_M / jnp.maximum(delta_norm_M, 1e-30),
     }
-    return exchange.transmit(mesh, payload, c.wire.exchange), metrics
+    place = exchange.transmitted(mesh, c.wire.exchange)
+    return jax.lax.with_sharding_constraint(payload, place), metrics
 
   def update(theta, opt_state, payload):
     """Lines 10 and 11: decode, mean in float32, outer optimizer."""
@@ -224,6 +226,7 @@ def make_outer(c, mesh) -> Outer:
     fragments=fragments,
     layers=layers,
     seed=c.seed,
+    payload_sharding=exchange.transmitted(mesh, c.wire.exchange),
     init=init,
     send=send,
     update=jax.jit(update, donate_argnums=(0, 1)),
@@ -312,6 +315,17 @@ def receive_fragment(
     in_flight=in_flight,
   )
   return state, Event("receive", p, t, 0, metrics)
+
+
+def payload_struct(outer: Outer, p: int, params_M: Tree, state: OuterState):
+  """Shape, type and sharding of fragment p's payload; nothing is computed."""
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  payload, _ = jax.eval_shape(
+    outer.send, params_M, state.theta[p], outer.layers[p], key
+  )
+  return jax.ShapeDtypeStruct(
+    payload.shape, payload.dtype, sharding=outer.payload_sharding
+  )
 
 
 def assemble(outer: Outer, state: OuterState, like: Tree) -> Tree:

@@ -47,13 +47,12 @@ def encode(codec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array) -> jax.Array:
   )(delta_M, keys_M)
 
 
-def transmit(mesh: Mesh, payload: jax.Array, exchange: str) -> jax.Array:
-  """Sends every payload to every replica: one all-gather of uint8.
+def transmitted(mesh: Mesh, exchange: str) -> NamedSharding:
+  """Where payloads lie once transmitted; going there is one all-gather of uint8.
 
-  With `psum` nothing is sent here; the reference reduces decoded values later.
+  With `psum` they stay where they are: the reference reduces decoded values later.
   """
-  spec = P(None, FSDP) if exchange == "gather" else P(REPLICA, FSDP)
-  return jax.lax.with_sharding_constraint(payload, NamedSharding(mesh, spec))
+  return NamedSharding(mesh, P(None if exchange == "gather" else REPLICA, FSDP))
 
 
 def decode_all(codec, mesh: Mesh, payload: jax.Array, like: Tree) -> Tree:

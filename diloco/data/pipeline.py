@@ -1,0 +1,163 @@
+"""Packed sequences: per-replica shards for training, a fixed set for evaluation.
+
+Replica r of M reads the documents r, r+M, r+2M, ... and no others, shuffled anew in
+every epoch. Documents end with EOS, are concatenated and cut into sequences of
+exactly L tokens; the model shifts them right itself, so every token is a target
+exactly once. All algorithms see the same M shards.
+"""
+
+import dataclasses
+from typing import Any
+
+import grain.python as grain
+import numpy as np
+from grain import experimental
+
+from diloco.config import ConfigError
+from diloco.data.sources import Source, make_source
+from diloco.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSet:
+  """Held-out text, packed.
+
+  Attributes:
+    tokens: int32 [K, B, L], K batches; padded with 0.
+    weights: float32 [K, B, L], 0 where padded.
+    num_tokens: tokens that count, EOS included.
+    num_bytes: UTF-8 bytes of the text that these tokens stand for.
+  """
+
+  tokens: np.ndarray
+  weights: np.ndarray
+  num_tokens: int
+  num_bytes: int
+
+
+class TrainIterator:
+  """Endless batches int32 [R, B, L] for R replicas, with an exact position."""
+
+  def __init__(self, replicas: list[Any]):
+    self._replicas = replicas
+
+  def __iter__(self) -> "TrainIterator":
+    return self
+
+  def __next__(self) -> np.ndarray:
+    return np.stack([next(r)["tokens"] for r in self._replicas])
+
+  def get_state(self) -> list[dict[str, Any]]:
+    """The position after the last batch taken, as JSON."""
+    return [r.get_state() for r in self._replicas]
+
+  def set_state(self, state: list[dict[str, Any]]) -> None:
+    """Goes to a position from `get_state`: the same batches follow."""
+    if len(state) != len(self._replicas):
+      raise ConfigError(
+        f"replicas is {len(self._replicas)}, but the saved data position is of"
+        f" {len(state)} replicas; resume with replicas={len(state)}."
+      )
+    for replica, position in zip(self._replicas, state):
+      replica.set_state(position)
+
+  def close(self) -> None:
+    """Ends the background threads; the iterator cannot be used any more."""
+    for replica in self._replicas:
+      replica.close()
+
+
+def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterator:
+  """The training batches of some replicas.
+
+  Args:
+    c: resolved config.
+    replica_ids: which replicas' shards to read, default all M.
+
+  Returns:
+    An iterator of int32 [R, train.batch_size / M, L].
+
+  Raises:
+    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+  """
+  source, tokenizer = make_source(c, "train"), _load(c)
+  if len(source) < c.replicas:
+    raise ConfigError(
+      f"replicas is {c.replicas}, but data.source {c.data.source!r} has only"
+      f" {len(source)} training documents; use at most that many replicas."
+    )
+  ids = range(c.replicas) if replica_ids is None else replica_ids
+  return TrainIterator([_shard(c, source, tokenizer, r) for r in ids])
+
+
+def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
+  """Replica r's endless stream of batches [B, L]."""
+  length = c.model.seq_len
+  documents = grain.MapDataset.source(source)[replica :: c.replicas]
+  tokens = (
+    documents.seed(c.seed)
+    .shuffle()
+    .repeat()
+    .map(lambda text: {"tokens": encode_document(tokenizer, text)})
+    .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+  )
+  packed = experimental.ConcatThenSplitIterDataset(
+    tokens, length_struct={"tokens": length}
+  )
+  batches = packed.batch(c.train.batch_size // c.replicas, drop_remainder=True)
+  if c.data.prefetch:
+    batches = experimental.ThreadPrefetchIterDataset(
+      batches, prefetch_buffer_size=c.data.prefetch
+    )
+  return iter(batches)
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
+  """int32 ids of a document, ended by EOS."""
+  return np.asarray([*tokenizer.encode(text), EOS_ID], np.int32)
+
+
+def make_eval_set(c) -> EvalSet:
+  """The first `eval.tokens` held-out tokens (all of them if 0), packed in order.
+
+  Where the budget cuts a document, its bytes are counted in proportion to its tokens.
+
+  Raises:
+    ConfigError: data are missing or empty.
+  """
+  source, tokenizer = make_source(c, "eval"), _load(c)
+  pieces: list[np.ndarray] = []
+  count, num_bytes = 0, 0.0
+  budget = c.eval.tokens or np.inf
+  for i in range(len(source)):
+    if count >= budget:
+      break
+    text = source[i]
+    ids = encode_document(tokenizer, text)
+    kept = int(min(len(ids), budget - count))
+    pieces.append(ids[:kept])
+    count += kept
+    num_bytes += len(text.encode("utf-8")) * kept / len(ids)
+  if not count:
+    raise ConfigError(
+      f"data.source is {c.data.source!r}, whose held-out part is empty; give it more"
+      " documents or another data.eval_split."
+    )
+  rows, length = c.eval.batch_size, c.model.seq_len
+  shape = (-(-count // (rows * length)), rows, length)
+  tokens = np.zeros(shape, np.int32)
+  weights = np.zeros(shape, np.float32)
+  tokens.reshape(-1)[:count] = np.concatenate(pieces)
+  weights.reshape(-1)[:count] = 1
+  return EvalSet(tokens, weights, count, round(num_bytes))
+
+
+def _load(c) -> Tokenizer:
+  tokenizer = load_tokenizer(c.data.tokenizer)
+  if tokenizer.vocab_size > c.model.vocab_size:
+    raise ConfigError(
+      f"model.vocab_size is {c.model.vocab_size}, but data.tokenizer"
+      f" {c.data.tokenizer!r} has {tokenizer.vocab_size} pieces; raise"
+      f" model.vocab_size to at least {tokenizer.vocab_size}."
+    )
+  return tokenizer

@@ -1,0 +1,56 @@
+"""SentencePiece with NanoDO's ids: pad 0, eos 1, bos 2, unk 3."""
+
+import pathlib
+from collections.abc import Sequence
+
+import sentencepiece
+
+from diloco.config import ConfigError
+
+PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
+_SHIPPED = pathlib.Path(__file__).parent / "tokenizers"
+
+
+class Tokenizer:
+  """Text to ids and back."""
+
+  def __init__(self, path: pathlib.Path):
+    self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    m = self._model
+    ids = (m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id())
+    if ids != (PAD_ID, EOS_ID, BOS_ID, UNK_ID):
+      raise ConfigError(
+        f"data.tokenizer is {str(path)!r}, whose ids of pad, eos, bos, unk are {ids};"
+        " train one with 0, 1, 2, 3, see scripts/train_tokenizer.py."
+      )
+
+  @property
+  def vocab_size(self) -> int:
+    """Pieces, special ones included."""
+    return self._model.get_piece_size()
+
+  def encode(self, text: str) -> list[int]:
+    """Ids of a text, without BOS and EOS."""
+    return self._model.encode(text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of ids; special ones vanish."""
+    return self._model.decode([int(i) for i in ids])
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+  """A tokenizer by path to a .model, or by the name of one in this package.
+
+  Raises:
+    ConfigError: there is no such model.
+  """
+  path = pathlib.Path(name)
+  if not name.endswith(".model"):
+    path = _SHIPPED / f"{name}.model"
+  if not path.is_file():
+    shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
+    raise ConfigError(
+      f"data.tokenizer is {name!r}, but there is no file {path}; give the path of a"
+      f" SentencePiece .model or one of: {shipped}."
+    )
+  return Tokenizer(path)

@@ -1,0 +1,125 @@
+"""Where a run's numbers go: JSON lines, TensorBoard, Weights & Biases, one picture."""
+
+import contextlib
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import ml_collections
+
+
+class MetricsWriter:
+  """Appends records to metrics.jsonl and mirrors their scalars elsewhere.
+
+  Every line is one JSON object with `kind` (step, send, receive or eval) and
+  `step`. The file is only ever appended to: after a resume the steps since the
+  checkpoint appear again, with the same numbers, and `read` keeps the last.
+  """
+
+  def __init__(self, workdir: pathlib.Path, c: ml_collections.FrozenConfigDict):
+    self._file = (workdir / "metrics.jsonl").open("a")
+    self._tensorboard: Any = None
+    self._wandb: Any = None
+    if c.log.tensorboard:
+      import tensorboardX
+
+      self._tensorboard = tensorboardX.SummaryWriter(
+        str(workdir / "tensorboard"), flush_secs=30
+      )
+    if c.log.wandb_project:
+      import wandb
+
+      self._wandb = wandb.init(
+        project=c.log.wandb_project,
+        config=c.to_dict(),
+        dir=str(workdir),
+        resume="allow",
+      )
+
+  def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    """Records plain Python numbers and lists of them."""
+    # NaN is no JSON; it stands for "not defined here" (a cosine at M = 1).
+    clean = {k: _finite(v) for k, v in values.items()}
+    self._file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
+    prefix = f"fragment_{values['fragment']}" if "fragment" in values else kind
+    scalars = dict(_scalars(prefix, clean))
+    if self._tensorboard:
+      for name, value in scalars.items():
+        self._tensorboard.add_scalar(name, value, step)
+    if self._wandb:
+      self._wandb.log(scalars, step=step)
+
+  def flush(self) -> None:
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+    if self._tensorboard:
+      self._tensorboard.close()
+    if self._wandb:
+      self._wandb.finish()
+
+
+def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
+  """The records of one kind in order of steps; of repeated ones the last.
+
+  A last line cut short by a kill is left out.
+  """
+  records = {}
+  with (workdir / "metrics.jsonl").open() as lines:
+    for line in lines:
+      with contextlib.suppress(json.JSONDecodeError):
+        record = json.loads(line)
+        if record["kind"] == kind:
+          records[record["step"], record.get("fragment")] = record
+  return [records[key] for key in sorted(records, key=lambda k: (k[0], k[1] or 0))]
+
+
+def plot_loss(workdir: pathlib.Path, title: str) -> pathlib.Path:
+  """Draws the loss curve of a run from its metrics into loss.png."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot as plt
+
+  steps, evals = read(workdir), read(workdir, "eval")
+  figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+  axes.plot(
+    [r["step"] for r in steps],
+    [r["loss"] for r in steps],
+    lw=0.8,
+    label="training, mean of replicas",
+  )
+  if evals:
+    axes.plot(
+      [r["step"] for r in evals],
+      [r["loss_outer"] for r in evals],
+      "o",
+      color="black",
+      ms=4,
+      label="held-out, outer parameters",
+    )
+  axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=title)
+  axes.grid(alpha=0.3)
+  axes.legend()
+  path = workdir / "loss.png"
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+  return path
+
+
+def _finite(value):
+  if isinstance(value, list):
+    return [_finite(v) for v in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+def _scalars(prefix: str, values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+  for name, value in values.items():
+    for i, v in enumerate(value) if isinstance(value, list) else ((None, value),):
+      if isinstance(v, int | float):
+        yield f"{prefix}/{name}" + ("" if i is None else f"/replica_{i}"), v

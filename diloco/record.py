@@ -1,0 +1,209 @@
+"""What a run says while it runs and at its end.
+
+Device metrics are fetched one step late, so that logging never waits for the step
+that was just launched.
+"""
+
+import collections
+import contextlib
+import math
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from diloco import config as config_lib
+from diloco import hardware, metrics
+from diloco.evaluate import EvalResult
+from diloco.inner import InnerMetrics, learning_rate
+from diloco.model import flops_per_token
+from diloco.outer import Event
+from diloco.wire import ledger as ledger_lib
+
+
+class TrainingDiverged(RuntimeError):
+  """A loss or gradient is NaN or infinite: says where, and what can be restored."""
+
+
+class Recorder:
+  """Progress bar, metrics files, divergence check, byte ledger and summary."""
+
+  def __init__(self, c, workdir: pathlib.Path, start: int, ledger, last_checkpoint):
+    self._config, self._workdir = c, workdir
+    self._ledger, self._last_checkpoint = ledger, last_checkpoint
+    self._writer = metrics.MetricsWriter(workdir, c)
+    self._schedule = learning_rate(c)
+    self._pending: collections.deque = collections.deque()
+    self._tokens_per_step = c.train.batch_size * c.model.seq_len
+    peak = hardware.peak_flops(jax.devices()[0].device_kind)
+    self._peak = peak * jax.device_count() if peak else None
+    self._began = time.perf_counter()
+    # Training time and steps after the first step of this process, which compiles.
+    self._clock: float | None = None
+    self._busy, self._steps = 0.0, 0
+    self._last_sync = "none yet"
+    self._bar = tqdm.tqdm(
+      total=c.train.steps,
+      initial=start,
+      unit="step",
+      desc=c.algorithm,
+      dynamic_ncols=True,
+      mininterval=0.2 if sys.stderr.isatty() else 15,
+    )
+
+  def step(self, t: int, inner: InnerMetrics, events: list[Event]) -> None:
+    """Takes note of inner step t and of what was sent and received after it."""
+    self._pending.append((t, inner, events))
+    while len(self._pending) > 1:
+      self._write_oldest()
+
+  def flush(self) -> None:
+    """Waits for all steps and writes them."""
+    while self._pending:
+      self._write_oldest()
+    self._writer.flush()
+
+  @contextlib.contextmanager
+  def pause(self):
+    """Takes evaluation and checkpoints out of the training time."""
+    self.flush()
+    yield
+    self._clock = time.perf_counter() if self._clock else None
+
+  def evaluation(self, t: int, results: dict[str, EvalResult]) -> None:
+    """Writes held-out losses by kind of parameters."""
+    values = {f"loss_{which}": r.loss for which, r in results.items()}
+    values["bits_per_byte"] = results["outer"].bits_per_byte
+    self._writer.write("eval", t, values)
+
+  def events(self, events: list[Event]) -> None:
+    """Writes sends and receives, and books the bytes."""
+    for event in events:
+      values = {k: np.asarray(v).tolist() for k, v in event.metrics.items()}
+      if event.kind == "send":
+        sent = self._ledger.record(event.fragment, event.step, event.payload_bytes)
+        values["bytes"] = sent
+        self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
+      else:
+        self._last_sync = f"fragment {event.fragment} @ {event.step}"
+      self._writer.write(event.kind, event.step, {"fragment": event.fragment, **values})
+
+  def _write_oldest(self) -> None:
+    t, inner, events = self._pending.popleft()
+    inner = InnerMetrics(*(np.asarray(x) for x in jax.device_get(inner)))
+    self._check_finite(t, inner.loss.tolist(), "loss")
+    self._check_finite(t, inner.grad_norm.tolist(), "gradient norm")
+    rate = self._tick()
+    self.events(events)
+    loss = float(inner.loss.mean())
+    if t % self._config.log.every == 0:
+      values = {
+        "tokens": t * self._tokens_per_step,
+        "loss": loss,
+        "loss_per_replica": inner.loss.tolist(),
+        "grad_norm": float(inner.grad_norm.mean()),
+        "grad_norm_per_replica": inner.grad_norm.tolist(),
+        "update_norm": float(inner.update_norm.mean()),
+        "learning_rate": float(self._schedule(t - 1)),
+        "bytes_sent": self._ledger.total,
+        "tokens_per_s": rate,
+      }
+      if self._peak and rate:
+        values["mfu"] = rate * flops_per_token(self._config) / self._peak
+      self._writer.write("step", t, values)
+    self._bar.set_postfix_str(
+      f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
+      refresh=False,
+    )
+    self._bar.update(t - self._bar.n)
+
+  def _tick(self) -> float | None:
+    """Books the time since the last step; mean tokens/s so far."""
+    now = time.perf_counter()
+    if self._clock is not None:
+      self._busy += now - self._clock
+      self._steps += 1
+    self._clock = now
+    return self._steps * self._tokens_per_step / self._busy if self._steps else None
+
+  def _check_finite(self, t: int, per_replica: list[float], what: str) -> None:
+    for m, value in enumerate(per_replica):
+      if not math.isfinite(value):
+        self._writer.flush()
+        saved = self._last_checkpoint()
+        good = f"step {saved}" if saved is not None else "none"
+        raise TrainingDiverged(
+          f"the {what} of replica {m} is {value} at step {t}; last good checkpoint:"
+          f" {good}, in {self._workdir / 'checkpoints'}."
+        )
+
+  def summary(self, results: dict[str, EvalResult]) -> dict[str, Any]:
+    """What summary.json holds; bytes are those one replica sends."""
+    c, ledger = self._config, self._ledger
+    params = config_lib.num_params(c)
+    reference = ledger_lib.data_parallel_bytes(c.replicas, params, c.train.steps)
+    sent, peak = ledger.total, ledger.peak
+    if c.algorithm == "data_parallel":
+      sent, peak = int(reference), int(reference / c.train.steps)
+    return {
+      "algorithm": c.algorithm,
+      "replicas": c.replicas,
+      "steps": c.train.steps,
+      "tokens": c.train.tokens,
+      "params": params,
+      "eval_loss": {which: r.loss for which, r in results.items()},
+      "perplexity": results["outer"].perplexity,
+      "bits_per_byte": results["outer"].bits_per_byte,
+      "bytes_sent_per_replica": sent,
+      "bytes_data_parallel_per_replica": int(reference),
+      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+      "peak_bytes_per_sync": peak,
+      "syncs": ledger.syncs,
+      "fragments": {
+        p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
+      },
+      "tokens_per_s": self._steps * self._tokens_per_step / self._busy
+      if self._steps
+      else None,
+      "wall_s": time.perf_counter() - self._began,
+      "device": jax.devices()[0].device_kind,
+      "devices": jax.device_count(),
+      "jax": jax.__version__,
+    }
+
+  def report(self, summary: dict, outer: EvalResult, text: str, picture) -> None:
+    """Prints the end of the run for a person."""
+    self._bar.close()
+    losses = summary["eval_loss"]
+    ratio = summary["bytes_ratio_to_data_parallel"]
+    lines = [
+      "",
+      f"evaluation   outer parameters {outer.loss:.4f} nats/token, perplexity"
+      f" {outer.perplexity:.2f}, {outer.bits_per_byte:.4f} bits/byte",
+      f"             replicas' mean {losses['mean']:.4f}, first replica"
+      f" {losses['first']:.4f}",
+      f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
+      f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
+      "             data-parallel would have sent"
+      f" {summary['bytes_data_parallel_per_replica']:,}"
+      + (f": {ratio:,.1f} times as many" if ratio else ""),
+      f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
+      f" {summary['wall_s']:.0f} s in all",
+    ]
+    if text:
+      lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
+    lines += [
+      f"checkpoint   {self._workdir / 'checkpoints'}",
+      f"metrics      {self._workdir / 'metrics.jsonl'} and tensorboard/",
+      f"loss curve   {picture}",
+      f"summary      {self._workdir / 'summary.json'}",
+    ]
+    print("\n".join(lines))
+
+  def close(self) -> None:
+    self._bar.close()
+    self._writer.close()

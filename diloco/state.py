@@ -1,0 +1,59 @@
+"""Everything that training changes, in one dataclass, and how it begins."""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco import config as config_lib
+from diloco import mesh as mesh_lib
+from diloco import model as model_lib
+from diloco.outer import Outer, OuterState
+
+
+@flax.struct.dataclass
+class TrainState:
+  """The arrays of a run; M is 1 for data-parallel.
+
+  Attributes:
+    params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
+      `model.param_dtype`; changed by the inner step and by merges.
+    opt_state: inner optimizer state, every leaf leading with M; never synchronised.
+    outer: outer parameters, outer optimizer state and payloads in flight; None for
+      data-parallel.
+  """
+
+  params: Any
+  opt_state: Any
+  outer: OuterState | None
+
+
+def abstract_params(c) -> dict:
+  """Shapes and types of one replica's parameters."""
+  dims = model_lib.ModelDims.from_config(c)
+  return jax.eval_shape(lambda k: model_lib.init_params(dims, k), jax.random.key(0))
+
+
+def init_state(
+  c, mesh, optimizer: optax.GradientTransformation, outer: Outer | None
+) -> TrainState:
+  """Replicas that share one initialisation, drawn from the seed where it will lie."""
+  replicas = config_lib.trained_replicas(c)
+  dims = model_lib.ModelDims.from_config(c)
+
+  def init(key):
+    params = model_lib.init_params(dims, key)
+    params_M = jax.tree.map(
+      lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), params
+    )
+    return params_M, jax.vmap(optimizer.init)(params_M)
+
+  params_M, opt_state_M = jax.eval_shape(init, jax.random.key(0))
+  places = (
+    mesh_lib.shardings(params_M, mesh, replicated=True),
+    mesh_lib.optimizer_shardings(opt_state_M, params_M, mesh, replicated=True),
+  )
+  params_M, opt_state_M = jax.jit(init, out_shardings=places)(jax.random.key(c.seed))
+  return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
