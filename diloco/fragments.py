@@ -126,8 +126,14 @@ class Schedule:
     """Fragments sent at the end of inner step t (line 6)."""
     return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
 
-  def arrivals(self, t: int) -> list[tuple[int, tuple[bool, ...]]]:
+  def arrivals(
+    self, t: int, last_send: int | None = None
+  ) -> list[tuple[int, tuple[bool, ...]]]:
     """Fragments that some replica merges after inner step t (line 9).
+
+    Args:
+      t: finished inner steps.
+      last_send: step after which nothing is sent any more, None if there is none.
 
     Returns:
       Pairs (p, mask) where mask[m] says whether replica m merges fragment p now.
@@ -135,7 +141,10 @@ class Schedule:
     """
     found = []
     for p in range(self.num_fragments):
-      mask = tuple(self.is_sent(p, t - tau) for tau in self.taus)
+      mask = tuple(
+        self.is_sent(p, t - tau) and (last_send is None or t - tau <= last_send)
+        for tau in self.taus
+      )
       if any(mask):
         found.append((p, mask))
     return found

@@ -105,7 +105,7 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     updates, opt_state = optimizer.update(grads, opt_state, params)
     if trainable is not None:
       updates = jax.tree.map(jnp.multiply, updates, trainable)
-    metrics = InnerMetrics(nll, optax.global_norm(grads), optax.global_norm(updates))
+    metrics = InnerMetrics(nll, optax.tree.norm(grads), optax.tree.norm(updates))
     return optax.apply_updates(params, updates), opt_state, metrics
 
   @drjax.program(placements={REPLICA: trained_replicas(c)})

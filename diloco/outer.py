@@ -203,8 +203,8 @@ def make_outer(c, mesh) -> Outer:
     updates, opt_state = optimizer.update(delta, opt_state, theta)
     theta, opt_state = constrain(optax.apply_updates(theta, updates), opt_state)
     metrics = {
-      "outer_grad_mean_norm": optax.global_norm(delta),
-      "outer_update_norm": optax.global_norm(updates),
+      "outer_grad_mean_norm": optax.tree.norm(delta),
+      "outer_update_norm": optax.tree.norm(updates),
       "outer_grad_cosine": cosine,
     }
     return theta, opt_state, metrics
@@ -235,7 +235,11 @@ def make_outer(c, mesh) -> Outer:
 
 
 def outer_step(
-  outer: Outer, t: int, params_M: Tree, state: OuterState, draining: bool = False
+  outer: Outer,
+  t: int,
+  params_M: Tree,
+  state: OuterState,
+  last_send: int | None = None,
 ) -> tuple[Tree, OuterState, list[Event]]:
   """What happens between replicas after inner step t (Algorithm 2, lines 6-12).
 
@@ -244,23 +248,20 @@ def outer_step(
     t: finished inner steps.
     params_M: parameters of all replicas; donated if a fragment arrives.
     state: outer state; the fragments that arrive are donated.
-    draining: whether training has ended, so that nothing new is sent.
+    last_send: step after which nothing is sent, None while training.
 
   Returns:
     New parameters, new outer state, and what happened.
   """
   events = []
-  for p in () if draining else outer.schedule.sends(t):
-    state, event = send_fragment(outer, t, p, params_M, state)
-    events.append(event)
-  for p, mask in outer.schedule.arrivals(t):
+  if last_send is None or t <= last_send:
+    for p in outer.schedule.sends(t):
+      state, event = send_fragment(outer, t, p, params_M, state)
+      events.append(event)
+  for p, mask in outer.schedule.arrivals(t, last_send):
     if outer.schedule.is_outer_step(p, t):
-      if str(p) not in state.in_flight:
-        continue  # Draining: it was never sent.
       state, event = receive_fragment(outer, t, p, state)
       events.append(event)
-    elif outer.schedule.last_outer_step(p, t) == 0:
-      continue
     params_M = outer.merge(params_M, state.theta[p], outer.layers[p], np.asarray(mask))
   return params_M, state, events
 
@@ -271,7 +272,7 @@ def drain(
   """Receives what is still in flight after the last inner step."""
   events = []
   for t in range(last + 1, last + max(outer.schedule.taus) + 1):
-    params_M, state, more = outer_step(outer, t, params_M, state, draining=True)
+    params_M, state, more = outer_step(outer, t, params_M, state, last_send=last)
     events += more
   return params_M, state, events
 
@@ -365,7 +366,7 @@ def _mean(delta_M: Tree) -> Tree:
 
 def _norms(tree_M: Tree) -> jax.Array:
   """Global L2 norm of each replica's tree, float32[M]."""
-  return jax.vmap(optax.global_norm)(tree_M)
+  return jax.vmap(optax.tree.norm)(tree_M)
 
 
 def _mean_cosine(delta_M: Tree) -> jax.Array:
@@ -378,4 +379,4 @@ def _mean_cosine(delta_M: Tree) -> jax.Array:
   if m == 1:
     return jnp.float32(jnp.nan)
   total = jax.tree.map(lambda x_M: jnp.tensordot(1 / norms_M, x_M, axes=1), delta_M)
-  return (optax.global_norm(total) ** 2 - m) / (m * (m - 1))
+  return (optax.tree.norm(total) ** 2 - m) / (m * (m - 1))
