@@ -156,7 +156,8 @@ def encode(
   sign, exponent, mantissa = _split(x)
   field = exponent - k + fmt.bias  # Exponent field of a normal result.
   # Bits to drop; a subnormal result (field < 1) drops more of the same mantissa.
-  drop = jnp.clip(23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0), 0, 26)
+  depth = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
+  drop = jnp.minimum(depth, 26)  # All 24 bits, and room for the half.
   kept = mantissa >> drop
   rest = mantissa - (kept << drop)
   # Codes of a normal exponent field e start at e << y; the hidden bit adds one e.
@@ -166,8 +167,9 @@ def encode(
     half = 1 << (drop - 1)
     up = (rest > half) | ((rest == half) & (code & 1 == 1))
   else:
+    # Up with probability rest / 2^depth, in units of 2^-26.
     threshold = (random_bits >> 6).astype(jnp.int32) >> (26 - drop)
-    up = threshold < rest
+    up = threshold < rest >> jnp.minimum(depth - drop, 31)
   code = jnp.minimum(code + up, fmt.max_code)
   code = code | sign << (fmt.bits - 1)
   return code.astype(jnp.uint8)

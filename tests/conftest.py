@@ -1,0 +1,26 @@
+"""Shared by all tests: one CPU device, and a config that trains in seconds."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import ml_collections
+import pytest
+
+from diloco import config as config_lib
+
+
+@pytest.fixture
+def tiny() -> ml_collections.ConfigDict:
+  """Two replicas, three block fragments and the embedding, on the embedded text."""
+  c = config_lib.default_config()
+  c.sync_every, c.fragments.size = 4, 1
+  c.model.update({"num_layers": 3, "dim": 16, "num_heads": 2, "vocab_size": 2048})
+  c.model.seq_len, c.model.dtype = 16, "float32"
+  c.inner.warmup_steps = 2
+  c.train.batch_size, c.train.steps = 4, 12
+  c.eval.tokens, c.eval.batch_size = 256, 4
+  c.checkpoint.every = 5
+  c.wire.block_size = 16
+  c.log.sample_tokens, c.log.tensorboard = 4, False
+  return c

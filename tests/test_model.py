@@ -1,0 +1,166 @@
+"""Model and loss against plain NumPy, and the papers' parameter counts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import loss as loss_lib
+from diloco import model as model_lib
+
+DIMS = model_lib.ModelDims(3, 16, 2, 32, 50, 12, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def params():
+  return model_lib.init_params(DIMS, jax.random.key(0))
+
+
+def norm(x, scale):
+  mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+  return (x - mean) / np.sqrt(var + 1e-6) * scale
+
+
+def numpy_decoder(params, ids):
+  """One sequence, float64."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = p["embed"]["tokens"][ids] + p["embed"]["positions"][: len(ids)]
+  heads, size = DIMS.num_heads, DIMS.dim // DIMS.num_heads
+  for layer in range(DIMS.num_layers):
+    b = jax.tree.map(lambda a, i=layer: a[i], p["blocks"])
+    h, att = norm(x, b["attention_norm"]["scale"]), b["attention"]
+    q, k, v = (
+      (h @ att[n]).reshape(len(ids), heads, size).swapaxes(0, 1) for n in "qkv"
+    )
+    q, k = norm(q, att["q_norm"]["scale"]), norm(k, att["k_norm"]["scale"])
+    scores = q @ k.swapaxes(1, 2) / np.sqrt(size)
+    scores[:, np.triu(np.ones((len(ids),) * 2, bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    x = x + (weights @ v).swapaxes(0, 1).reshape(len(ids), -1) @ att["out"]
+    h = norm(x, b["ff_norm"]["scale"]) @ b["ff"]["up"]
+    gelu = h / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+    x = x + gelu @ b["ff"]["down"]
+  return norm(x, p["embed"]["norm"]["scale"])
+
+
+def test_hidden_states_agree_with_numpy(params):
+  # Scales away from one, so that a norm that ignores its scale is noticed.
+  params = jax.tree.map(
+    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
+  )
+  ids = np.random.default_rng(0).integers(0, 50, (2, 12))
+  x = model_lib.hidden_states(DIMS, params, jnp.asarray(ids))
+  for row, mine in zip(ids, np.asarray(x)):
+    np.testing.assert_allclose(mine, numpy_decoder(params, row), rtol=2e-4, atol=2e-4)
+
+
+def test_a_position_sees_only_what_comes_before(params):
+  ids = np.random.default_rng(1).integers(4, 50, (1, 12))
+  other = ids.copy()
+  other[0, 7] = 3
+  a, b = (
+    np.asarray(
+      model_lib.hidden_states(DIMS, params, model_lib.shift_right(jnp.asarray(i)))
+    )
+    for i in (ids, other)
+  )
+  np.testing.assert_array_equal(a[0, :8], b[0, :8])
+  assert np.abs(a[0, 8:] - b[0, 8:]).min(axis=0).max() > 0
+  inputs = model_lib.shift_right(jnp.asarray(ids))
+  assert inputs[0, 0] == model_lib.BOS_ID
+  np.testing.assert_array_equal(inputs[0, 1:], ids[0, :-1])
+
+
+def test_rematerialisation_changes_nothing_but_memory(params):
+  ids = jnp.asarray(np.random.default_rng(2).integers(0, 50, (2, 12)))
+  f = lambda d: jax.grad(lambda p: (model_lib.hidden_states(d, p, ids) ** 2).sum())
+  plain, remat = f(DIMS)(params), f(dataclasses.replace(DIMS, remat=True))(params)
+  close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+  jax.tree.map(close, plain, remat)
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_logits():
+  dims = dataclasses.replace(DIMS, dtype="bfloat16", param_dtype="bfloat16")
+  params = model_lib.init_params(dims, jax.random.key(0))
+  assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+  x = model_lib.hidden_states(dims, params, jnp.zeros((1, 12), jnp.int32))
+  assert x.dtype == jnp.bfloat16
+  nll, z2 = loss_lib.token_losses(
+    x, params["embed"]["tokens"], jnp.zeros((1, 12), jnp.int32), jnp.ones((1, 12))
+  )
+  assert nll.dtype == z2.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 3, 12])
+def test_loss_in_chunks_is_the_loss(chunk):
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(2, 12, 8)).astype(np.float32)
+  head = rng.normal(size=(20, 8)).astype(np.float32)
+  targets, weights = rng.integers(0, 20, (2, 12)), rng.integers(0, 2, (2, 12))
+  logits = x.astype(np.float64) @ head.T
+  log_z = np.log(np.exp(logits).sum(-1))
+  nll = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+  f = lambda x: loss_lib.token_losses(
+    x, jnp.asarray(head), jnp.asarray(targets), jnp.float32(weights), chunk
+  )
+  np.testing.assert_allclose(f(x)[0], (nll * weights).sum(), rtol=1e-5)
+  np.testing.assert_allclose(f(x)[1], (log_z**2 * weights).sum(), rtol=1e-5)
+  gradient = jax.grad(lambda x: f(x)[0])(x)
+  probs = np.exp(logits - log_z[..., None])
+  probs[np.arange(2)[:, None], np.arange(12), targets] -= 1
+  np.testing.assert_allclose(
+    gradient, (probs * weights[..., None]) @ head, rtol=1e-4, atol=1e-5
+  )
+
+
+def test_chunked_loss_never_holds_all_logits():
+  x, head = jnp.zeros((2, 64, 8)), jnp.zeros((1000, 8))
+  targets, weights = jnp.zeros((2, 64), jnp.int32), jnp.ones((2, 64))
+
+  def compiled(chunk):
+    f = lambda x, h: loss_lib.token_losses(x, h, targets, weights, chunk)[0]
+    return jax.jit(jax.grad(f, argnums=(0, 1))).lower(x, head).compile()
+
+  all_logits = 2 * 64 * 1000 * 4
+  assert compiled(0).memory_analysis().temp_size_in_bytes >= all_logits
+  assert compiled(8).memory_analysis().temp_size_in_bytes < all_logits / 2
+
+
+@pytest.mark.parametrize(
+  ("layers", "heads", "vocab", "millions"),
+  [
+    (6, 8, 32768, 35.7),
+    (9, 12, 32768, 88.9),
+    (12, 16, 32768, 184.5),
+    (15, 20, 32768, 336.9),
+    (18, 24, 32768, 559.9),
+    (24, 32, 32768, 1275),
+    (30, 40, 32768, 2443),
+    (36, 48, 32768, 4178),
+    (48, 64, 32768, 9798),
+  ],
+)
+def test_parameter_counts_give_the_papers_names(layers, heads, vocab, millions):
+  c = config_lib.default_config()
+  c.train.steps = 1
+  c.model.update(
+    {"num_layers": layers, "num_heads": heads, "dim": 64 * heads, "vocab_size": vocab}
+  )
+  count = config_lib.num_params(config_lib.resolve(c), with_positions_and_norms=False)
+  assert count == pytest.approx(millions * 1e6, rel=2e-3)
+
+
+def test_the_counted_parameters_are_those_of_the_model():
+  c = config_lib.default_config()
+  c.train.steps = 1
+  c.model.update({"num_layers": 3, "num_heads": 2, "dim": 16, "vocab_size": 50})
+  r = config_lib.resolve(c)
+  params = jax.eval_shape(
+    lambda k: model_lib.init_params(model_lib.ModelDims.from_config(r), k),
+    jax.random.key(0),
+  )
+  assert config_lib.num_params(r) == sum(x.size for x in jax.tree.leaves(params))

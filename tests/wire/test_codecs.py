@@ -1,0 +1,159 @@
+"""Packing, compressors and payloads: exact sizes and round trips."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.wire import bits, codecs, payload
+
+KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 101])
+def test_packing_round_trip_and_exact_size(width, n):
+  codes = np.random.default_rng(n).integers(0, 1 << width, n).astype(np.uint8)
+  packed = bits.pack(codes, width)
+  assert packed.shape == (math.ceil(n * width / 8),)
+  np.testing.assert_array_equal(bits.unpack(packed, width, n), codes)
+
+
+def test_two_codes_of_four_bits_fill_a_byte():
+  np.testing.assert_array_equal(bits.pack(jnp.uint8([0x1, 0xF, 0x2]), 4), [0xF1, 0x02])
+
+
+def codec(name="quantize", row=1, **options) -> codecs.Codec:
+  return codecs.make_codec(name, codecs.Options(**options), row)
+
+
+@pytest.mark.parametrize(
+  ("name", "options", "n", "s", "expected"),
+  [
+    ("quantize", {"format": "fp32"}, 2, 10, 80),
+    ("quantize", {"format": "bf16"}, 2, 10, 40),
+    ("quantize", {"format": "e3m0", "block_size": 4}, 2, 10, 10 + 2 * 3),
+    ("quantize", {"format": "e3m0", "block_size": 0}, 2, 10, 10 + 2),
+    ("quantize", {"format": "e2m3", "block_size": 5}, 1, 10, 8 + 2),
+    ("quantize", {"format": "e1m0", "block_size": 16}, 1, 100, 25 + 7),
+    # k = 3 of 30: indices of 5 bits, values of 32.
+    ("topk", {"format": "fp32", "density": 0.1}, 2, 30, math.ceil(2 * 3 * 5 / 8) + 24),
+    ("random", {"format": "fp32", "density": 0.1}, 2, 30, 8 + 24),
+    ("dare", {"format": "bf16", "density": 0.5}, 1, 9, 8 + 10),
+  ],
+)
+def test_sizes_are_exact_and_as_announced(name, options, n, s, expected):
+  c = codec(name, **options)
+  assert c.nbytes(n, s) == expected
+  code = c.encode(jnp.ones((n, s)), KEY)
+  assert (code.dtype, code.shape) == (jnp.uint8, (expected,))
+
+
+def test_a_small_tensor_never_costs_more_than_float32():
+  for s in range(1, 40):
+    assert codec(format="e3m0", block_size=128).nbytes(1, s) <= 4 * s
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn", "e2m3", "e3m0"])
+def test_values_that_the_format_has_come_back(fmt):
+  x = np.float32([[1, -2, 4, 0.5, 0, 2, -1], [0, 0, 0, 0, 0, 0, 0]]) * 2.0**-20
+  c = codec(format=fmt, block_size=4)
+  np.testing.assert_array_equal(c.decode(c.encode(x, KEY), 2, 7), x)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 8), st.integers(0, 9))
+def test_blocks_do_not_see_each_other(n, s, block, seed):
+  rng = np.random.default_rng(seed)
+  x = (rng.normal(size=(n, s)) * 10.0 ** rng.integers(-9, 9, (n, 1))).astype(np.float32)
+  c = codec(format="e3m0", block_size=block)
+  whole = np.asarray(c.decode(c.encode(x, KEY), n, s))
+  one = codec(format="e3m0", block_size=0)
+  for layer in range(n):
+    for start in range(0, s, block):
+      part = x[layer : layer + 1, start : start + block]
+      alone = one.decode(one.encode(part, KEY), 1, part.shape[1])
+      np.testing.assert_array_equal(whole[layer, start : start + block], alone[0])
+
+
+def test_relative_error_of_e3m0_within_its_range():
+  x = np.random.default_rng(0).uniform(0.5, 16, (1, 512)).astype(np.float32)
+  c = codec(format="e3m0", block_size=512)
+  error = np.abs(np.asarray(c.decode(c.encode(x, KEY), 1, 512)) - x) / x
+  assert error.max() <= 1 / 3 + 1e-6  # Halfway between 2^k and 2^(k+1).
+
+
+def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
+  x = np.ones((1, 8), np.float32)
+  x[0, 1], x[0, 6] = np.nan, 1
+  c = codec(format="e3m0", block_size=4)
+  y = np.asarray(c.decode(c.encode(x, KEY), 1, 8))
+  assert np.isnan(y[0, :4]).all()
+  np.testing.assert_array_equal(y[0, 4:], 1)
+  x[0, 1] = np.inf
+  assert np.isnan(np.asarray(c.decode(c.encode(x, KEY), 1, 8))[0, :4]).all()
+
+
+def test_topk_keeps_the_largest_and_drops_the_rest():
+  x = np.random.default_rng(1).normal(size=(3, 50)).astype(np.float32)
+  c = codec("topk", format="fp32", density=0.2)
+  y = np.asarray(c.decode(c.encode(x, KEY), 3, 50))
+  for layer in range(3):
+    kept = np.sort(np.argsort(-np.abs(x[layer]))[:10])
+    np.testing.assert_array_equal(np.flatnonzero(y[layer]), kept)
+    np.testing.assert_array_equal(y[layer, kept], x[layer, kept])
+
+
+@pytest.mark.parametrize(("name", "factor"), [("random", 1.0), ("dare", 4.0)])
+def test_random_subsets_are_unindexed_and_rescaled(name, factor):
+  x = np.random.default_rng(2).normal(size=(2, 80)).astype(np.float32)
+  c = codec(name, format="fp32", density=0.25)
+  y = np.asarray(c.decode(c.encode(x, KEY), 2, 80))
+  assert (np.count_nonzero(y, axis=1) == 20).all()
+  np.testing.assert_allclose(y[y != 0], factor * x[y != 0], rtol=1e-6)
+  other = np.asarray(c.decode(c.encode(x, jax.random.key(1)), 2, 80))
+  assert np.any((y != 0) != (other != 0))
+
+
+@pytest.mark.parametrize("name", list(codecs.COMPRESSORS))
+def test_trees_round_trip_like_their_leaves(name):
+  rng = np.random.default_rng(3)
+  tree = {
+    "blocks": {"w": rng.normal(size=(2, 3, 5)), "norm": rng.normal(size=(2, 5))},
+    "embed": {"tokens": rng.normal(size=(7, 5))},
+  }
+  tree = jax.tree.map(jnp.float32, tree)
+  make = lambda row: codec(name, row, format="bf16", density=0.5)
+  code = jax.jit(lambda t, k: payload.encode_tree(make, t, k))(tree, KEY)
+  assert code.shape == (payload.tree_nbytes(make, tree),)
+  decoded = payload.decode_tree(make, code, jax.eval_shape(lambda: tree))
+  i = 0
+  for group, leaves in (("blocks", ("norm", "w")), ("embed", ("tokens",))):
+    for leaf in leaves:
+      x = tree[group][leaf]
+      n = 2 if group == "blocks" else 1
+      flat, key = x.reshape(n, -1), jax.random.fold_in(KEY, i)
+      c = make(x.shape[-1])
+      alone = c.decode(c.encode(flat, key), *flat.shape).reshape(x.shape)
+      np.testing.assert_array_equal(decoded[group][leaf], alone)
+      i += 1
+
+
+def test_row_scales_follow_the_last_axis():
+  x = jnp.float32([[[1.0, 1.0], [1e-6, 1e-6]]])  # (n=1, 2, 2)
+  make = lambda row: codec("quantize", row, format="e3m0", block_size=codecs.ROW)
+  tree = {"blocks": {"w": x}}
+  assert payload.tree_nbytes(make, tree) == 2 + 2
+  y = payload.decode_tree(make, payload.encode_tree(make, tree, KEY), tree)
+  np.testing.assert_allclose(y["blocks"]["w"], x, rtol=0.34)
+
+
+def test_unknown_compressor():
+  with pytest.raises(
+    ValueError, match=r"wire.compressor is 'zip'; choose one of quant"
+  ):
+    codec("zip")

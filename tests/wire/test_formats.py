@@ -1,0 +1,157 @@
+"""eXmY codecs against ml_dtypes, value tables and brute force in float64."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco.wire import formats
+
+ML_DTYPES = {
+  "e2m1": ml_dtypes.float4_e2m1fn,
+  "e2m3": ml_dtypes.float6_e2m3fn,
+  "e3m2": ml_dtypes.float6_e3m2fn,
+  "e3m4": ml_dtypes.float8_e3m4,
+  "e4m3": ml_dtypes.float8_e4m3,
+  "e4m3fn": ml_dtypes.float8_e4m3fn,
+  "e5m2": ml_dtypes.float8_e5m2,
+}
+GENERAL = [f"e{x}m{y}" for x in range(1, 8) for y in range(7) if 2 <= 1 + x + y <= 8]
+ZERO = jnp.int32(0)
+
+encode = jax.jit(formats.encode, static_argnums=0)
+decode = jax.jit(formats.decode, static_argnums=0)
+scale_exponents = jax.jit(formats.scale_exponents, static_argnums=(0, 2))
+
+
+def all_bf16() -> np.ndarray:
+  x = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+  return x[np.isfinite(x)]
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_agrees_with_ml_dtypes_on_all_bf16_values(name):
+  fmt, x = formats.parse_format(name), all_bf16()
+  theirs = x.astype(ML_DTYPES[name])
+  in_range = np.abs(x) <= fmt.max_value
+  assert float(ml_dtypes.finfo(ML_DTYPES[name]).max) == fmt.max_value
+  codes = np.asarray(encode(fmt, x, ZERO))
+  np.testing.assert_array_equal(codes[in_range], theirs.view(np.uint8)[in_range])
+  values = np.asarray(decode(fmt, codes, ZERO))
+  np.testing.assert_array_equal(values[in_range], theirs.astype(np.float32)[in_range])
+  np.testing.assert_array_equal(
+    values[~in_range], np.sign(x[~in_range]) * fmt.max_value
+  )
+
+
+def test_e3m0_is_zero_and_seven_powers_of_two():
+  fmt = formats.parse_format("e3m0")
+  values = np.asarray(decode(fmt, np.arange(16, dtype=np.uint8), ZERO))
+  positive = [0, 0.25, 0.5, 1, 2, 4, 8, 16]
+  np.testing.assert_array_equal(values, positive + [-v for v in positive])
+  assert np.signbit(values[8])
+  assert fmt.bits == 4
+  assert fmt.max_value / fmt.magnitude(1) == 64
+
+
+def test_e3m0_midpoints_go_to_the_even_code_and_large_values_saturate():
+  fmt = formats.parse_format("e3m0")
+  midpoints = np.float32([0.125, 0.375, 0.75, 1.5, 3, 6, 12])
+  np.testing.assert_array_equal(encode(fmt, midpoints, ZERO), [0, 2, 2, 4, 4, 6, 6])
+  below, above = np.nextafter(midpoints, 0), np.nextafter(midpoints, np.float32(99))
+  np.testing.assert_array_equal(encode(fmt, below, ZERO), range(7))
+  np.testing.assert_array_equal(encode(fmt, above, ZERO), range(1, 8))
+  huge = np.float32([17, 1e30, -np.finfo(np.float32).max])
+  np.testing.assert_array_equal(encode(fmt, huge, ZERO), [7, 7, 15])
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_every_code_survives_a_round_trip(name):
+  fmt = formats.parse_format(name)
+  codes = np.arange(fmt.max_code + 1, dtype=np.uint8)
+  for k in (-30, 0, 5):
+    values = decode(fmt, codes, jnp.int32(k))
+    table = np.float32([fmt.magnitude(int(c)) * 2.0**k for c in codes])
+    np.testing.assert_array_equal(values, table)
+    np.testing.assert_array_equal(encode(fmt, values, jnp.int32(k)), codes)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+  st.sampled_from(GENERAL),
+  st.lists(
+    st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=9
+  ),
+)
+def test_nearest_value_under_the_smallest_scale_by_brute_force(name, block):
+  fmt = formats.parse_format(name)
+  x = np.zeros(9, np.float32)
+  x[: len(block)] = block
+  amax = np.abs(x).max()
+  k = int(scale_exponents(fmt, amax))
+  table = np.array([fmt.magnitude(c) for c in range(fmt.max_code + 1)])
+  # The step after the largest value continues its binade.
+  top = (fmt.max_code >> fmt.mantissa_bits) - fmt.bias
+  limit = table[-1] + 2.0 ** (top - fmt.mantissa_bits) / 2
+  fits = lambda k: (
+    np.float64(amax) / 2.0**k < limit
+    or (np.float64(amax) / 2.0**k == limit and fmt.max_code % 2 == 0)
+  )
+  lowest = -126 - (fmt.min_exponent - fmt.mantissa_bits)
+  highest = min(127, 127 - top)
+  if lowest < k < highest:
+    assert fits(k)
+    assert not fits(k - 1)
+  assert lowest <= k <= highest
+  codes = np.asarray(encode(fmt, x, jnp.int32(k)))
+  values = np.asarray(decode(fmt, codes, jnp.int32(k)), np.float64)
+  distance = np.abs(np.abs(x.astype(np.float64))[:, None] - table * 2.0**k)
+  np.testing.assert_array_equal(
+    np.abs(np.abs(x.astype(np.float64)) - np.abs(values)), distance.min(axis=1)
+  )
+  magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
+  ties = (distance == distance.min(axis=1, keepdims=True)).sum(axis=1) > 1
+  assert not np.any(magnitude[ties] % 2)
+  np.testing.assert_array_equal(codes >> (fmt.bits - 1), np.signbit(x))
+
+
+def test_subnormal_float32_inputs():
+  fmt = formats.parse_format("e3m0")
+  tiny = np.float32([1e-40, -3e-42, 0.0, 1e-45])
+  k = scale_exponents(fmt, np.abs(tiny).max())
+  # Every nonzero decoded value is a normal float32, so nothing depends on whether
+  # a backend flushes subnormals; what is smaller becomes zero.
+  assert int(k) == -126 + 2
+  np.testing.assert_array_equal(np.abs(decode(fmt, encode(fmt, tiny, k), k)), 0)
+  edge = np.float32([2.0**-126, 2.0**-127 * 1.25, 2.0**-127])
+  k = scale_exponents(fmt, edge.max())
+  np.testing.assert_array_equal(
+    decode(fmt, encode(fmt, edge, k), k), np.float32([2.0**-126, 2.0**-126, 0])
+  )
+
+
+@pytest.mark.parametrize("name", ["e3m0", "e2m1", "e4m3fn", "e1m1"])
+def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
+  fmt = formats.parse_format(name)
+  x = np.float32([0.3, -0.9, 1.7, 0.011, 5.0, -3.3])
+  k = scale_exponents(fmt, np.abs(x).max(), True)
+  draws = 40_000
+  random_bits = jax.random.bits(jax.random.key(0), (draws, len(x)))
+  tiled = jnp.broadcast_to(x, random_bits.shape)
+  values = np.asarray(decode(fmt, formats.encode(fmt, tiled, k, random_bits), k))
+  table = np.array([fmt.magnitude(c) for c in range(fmt.max_code + 1)]) * 2.0 ** int(k)
+  for i, v in enumerate(np.abs(x)):
+    above = table[np.searchsorted(table, v)]
+    below = table[np.searchsorted(table, v, side="right") - 1]
+    assert set(np.abs(values[:, i])) <= {np.float32(above), np.float32(below)}
+    spread = (above - below) / 2 / np.sqrt(draws)
+    assert abs(np.abs(values[:, i]).mean(dtype=np.float64) - v) <= 5 * spread + 1e-7
+
+
+@pytest.mark.parametrize("name", ["e3m9", "e0m3", "fp4", "e8m0", "e2m1fn", ""])
+def test_unknown_formats(name):
+  with pytest.raises(ValueError, match=r"wire.format is"):
+    formats.parse_format(name)
