@@ -36,6 +36,20 @@ def main(argv) -> None:
     sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
+def parse_flags(argv):
+  """Parses flags; a config field that does not exist is told in one sentence."""
+  try:
+    return app.parse_flags_with_usage(argv)
+  except (AttributeError, KeyError, TypeError, FileNotFoundError) as error:
+    given = " ".join(a for a in argv if a.startswith("--config"))
+    print(
+      f"error: {given}: {str(error).strip()} is no field or file, or its value has"
+      " another type; diloco/config.py lists all fields.",
+      file=sys.stderr,
+    )
+    sys.exit(2)
+
+
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "workdir"])
-  app.run(main)
+  app.run(main, flags_parser=parse_flags)

@@ -42,6 +42,7 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
   """
   c = config_lib.resolve(config)
   workdir = pathlib.Path(workdir)
+  stop = _StopOnSigterm()
   mesh = mesh_lib.make_mesh(c)
   with jax.set_mesh(mesh), contextlib.closing(data_lib.make_train_iterator(c)) as data:
     run = _build(c, mesh, data)
@@ -50,7 +51,6 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
     start, state, record = _restore(run, checkpoints)
     ledger = ledger_lib.Ledger(**record["ledger"])
     recorder = Recorder(c, workdir, start, ledger, lambda: checkpoints.latest)
-    stop = _StopOnSigterm()
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.

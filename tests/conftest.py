@@ -10,8 +10,7 @@ import pytest
 from diloco import config as config_lib
 
 
-@pytest.fixture
-def tiny() -> ml_collections.ConfigDict:
+def tiny_config() -> ml_collections.ConfigDict:
   """Two replicas, three block fragments and the embedding, on the embedded text."""
   c = config_lib.default_config()
   c.sync_every, c.fragments.size = 4, 1
@@ -24,3 +23,9 @@ def tiny() -> ml_collections.ConfigDict:
   c.wire.block_size = 16
   c.log.sample_tokens, c.log.tensorboard = 4, False
   return c
+
+
+@pytest.fixture
+def tiny() -> ml_collections.ConfigDict:
+  """A fresh `tiny_config`."""
+  return tiny_config()

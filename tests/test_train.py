@@ -1,0 +1,243 @@
+"""Whole runs: resumption bit for bit, signals, divergence, checkpoints, algorithms."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import inner, metrics, record, state, train
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def losses(workdir):
+  return {r["step"]: r["loss_per_replica"] for r in metrics.read(workdir)}
+
+
+def params_of(workdir):
+  """All arrays of the last checkpoint, by path."""
+  import orbax.checkpoint as ocp
+
+  folder = max((workdir / "checkpoints").iterdir(), key=lambda p: int(p.name))
+  tree = ocp.StandardCheckpointer().restore((folder / "state").absolute())
+  return {
+    jax.tree_util.keystr(path): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A run of the tiny config that was never stopped."""
+  workdir = tmp_path_factory.mktemp("finished")
+  code, stderr = run(workdir)
+  assert code == 0, stderr
+  return workdir
+
+
+def command(workdir, *args):
+  return [
+    sys.executable,
+    "-m",
+    "diloco.main",
+    f"--config={ROOT / 'tests' / 'tiny_config.py'}",
+    f"--workdir={workdir}",
+    *args,
+  ]
+
+
+def start(workdir, *args, **kwargs):
+  """Runs the command with the tests' folder importable, for tiny_config.py."""
+  path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+  return subprocess.Popen(
+    command(workdir, *args), cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, **kwargs
+  )
+
+
+def run(workdir, *args):
+  process = start(workdir, *args, stderr=subprocess.PIPE, text=True)
+  _, stderr = process.communicate(timeout=300)
+  return process.returncode, stderr
+
+
+def test_the_summary_says_what_was_done(finished):
+  s = json.loads((finished / "summary.json").read_text())
+  assert (s["algorithm"], s["replicas"], s["steps"]) == ("streaming", 2, 12)
+  assert s["tokens"] == 12 * 4 * 16
+  assert set(s["eval_loss"]) == {"outer", "mean", "first"}
+  assert all(4 < v < 9 for v in s["eval_loss"].values())
+  sends, receives = metrics.read(finished, "send"), metrics.read(finished, "receive")
+  assert s["bytes_sent_per_replica"] == sum(r["bytes"] for r in sends)
+  assert s["syncs"] == len(sends) == len(receives)
+  assert s["peak_bytes_per_sync"] == max(r["bytes"] for r in sends)
+  expected = 2 * s["params"] * 12  # Ring all-reduce of 16 bits, M = 2.
+  ratio = expected / s["bytes_sent_per_replica"]
+  assert s["bytes_ratio_to_data_parallel"] == pytest.approx(ratio)
+  for r in sends:
+    assert 0 < r["quantization_error"][0] < 0.5
+  assert all(-1 <= r["outer_grad_cosine"] <= 1 for r in receives)
+  for name in ("loss.png", "metrics.jsonl", "checkpoints"):
+    assert (finished / name).exists()
+
+
+def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
+  # In flight at the checkpoint of step 5: fragments sent at 4 (tau = 2: not yet
+  # received), so the payloads come from the checkpoint.
+  process = start(tmp_path)
+  deadline = time.time() + 120
+  while time.time() < deadline and process.poll() is None:
+    done = list((tmp_path / "checkpoints").glob("5/_CHECKPOINT_METADATA"))
+    if done:
+      break
+    time.sleep(0.01)
+  process.send_signal(signal.SIGKILL)
+  process.wait()
+  assert run(tmp_path)[0] == 0
+  assert losses(tmp_path) == losses(finished)
+  mine, theirs = params_of(tmp_path), params_of(finished)
+  assert mine.keys() == theirs.keys()
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+  a, b = (json.loads((w / "summary.json").read_text()) for w in (tmp_path, finished))
+  for field in (
+    "eval_loss",
+    "bytes_sent_per_replica",
+    "peak_bytes_per_sync",
+    "fragments",
+  ):
+    assert a[field] == b[field]
+
+
+def test_sigterm_saves_and_exits_cleanly(finished, tmp_path):
+  process = start(
+    tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE, text=True
+  )
+  deadline = time.time() + 120
+  while time.time() < deadline and process.poll() is None:
+    lines = tmp_path / "metrics.jsonl"
+    if lines.exists():
+      break
+    time.sleep(0.01)
+  process.send_signal(signal.SIGTERM)
+  _, stderr = process.communicate(timeout=120)
+  assert process.returncode == 0, stderr
+  assert "SIGTERM: saved step" in stderr
+  assert not (tmp_path / "summary.json").exists()
+  assert run(tmp_path, "--config.checkpoint.every=0")[0] == 0
+  assert losses(tmp_path) == losses(finished)
+
+
+def test_a_finished_run_is_not_trained_again(finished, tmp_path):
+  shutil.copytree(finished, tmp_path / "copy")
+  before = json.loads((finished / "summary.json").read_text())
+  assert run(tmp_path / "copy")[0] == 0
+  after = json.loads((tmp_path / "copy" / "summary.json").read_text())
+  assert after["eval_loss"] == before["eval_loss"]
+  assert after["bytes_sent_per_replica"] == before["bytes_sent_per_replica"]
+  assert losses(tmp_path / "copy") == losses(finished)
+
+
+def test_another_config_is_refused_with_the_difference(finished, tmp_path):
+  shutil.copytree(finished, tmp_path / "copy")
+  code, stderr = run(tmp_path / "copy", "--config.outer.learning_rate=0.7")
+  assert code == 2
+  assert "outer.learning_rate: 0.4 -> 0.7" in stderr
+  assert "checkpoint of step 12 made with another config" in stderr
+
+
+def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished, workdir)
+  newest = workdir / "checkpoints" / "12"
+  for part in (newest / "state").rglob("*"):
+    if part.is_file() and "METADATA" not in part.name:
+      part.unlink()
+  code, stderr = run(workdir)
+  assert code == 0, stderr
+  assert "Checkpoint of step 12 is incomplete" in stderr
+  assert "Going on from the checkpoint of step 10" in stderr
+  assert losses(workdir) == losses(finished)
+
+
+def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
+  tiny.inner.learning_rate, tiny.inner.clip_norm = 1e30, 0.0
+  tiny.inner.warmup_steps = 0
+  tiny.checkpoint.every = 1
+  with pytest.raises(record.TrainingDiverged) as error:
+    train.train(tiny, tmp_path)
+  assert "replica 0 is nan at step" in str(error.value)
+  assert "last good checkpoint:" in str(error.value)
+
+
+@pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
+def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
+  tiny.algorithm = algorithm
+  summary = train.train(tiny, tmp_path)
+  sends = metrics.read(tmp_path, "send")
+  if algorithm == "data_parallel":
+    assert summary["bytes_ratio_to_data_parallel"] == 1
+    assert sends == []
+    assert len(set(summary["eval_loss"].values())) == 1
+    assert len(metrics.read(tmp_path)[0]["loss_per_replica"]) == 1
+  else:
+    assert [r["step"] for r in sends] == [4, 8, 12]
+    assert sends[0]["bytes"] == 4 * summary["params"]
+
+
+def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
+  # Before anything was learned all have the same parameters: the first losses agree.
+  first = {}
+  for algorithm in ("data_parallel", "diloco", "streaming"):
+    tiny.algorithm, tiny.train.steps = algorithm, 1
+    train.train(tiny, tmp_path / algorithm)
+    first[algorithm] = metrics.read(tmp_path / algorithm)[0]["loss"]
+  assert first["diloco"] == first["streaming"]
+  assert first["data_parallel"] == pytest.approx(first["diloco"], rel=1e-6)
+
+
+def test_fedpart_trains_only_the_next_fragment(tiny):
+  tiny.outer.fedpart = True
+  c = config_lib.resolve(tiny)
+  like = state.abstract_params(c)
+  fragment = config_lib.make_fragments(c)[1]
+  mask = inner.fedpart_mask(like, fragment)
+  optimizer = inner.make_optimizer(c)
+  step = inner.make_inner_step(c, optimizer)
+  params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), like)
+  before = jax.tree.map(np.asarray, params_M)
+  tokens = jnp.ones((2, 2, 16), jnp.int32)
+  opt_state = jax.vmap(optimizer.init)(params_M)
+  for _ in range(2):  # The rate of the first warm-up step is zero.
+    params_M, opt_state, _ = step(params_M, opt_state, tokens, mask)
+  w, old = np.asarray(params_M["blocks"]["ff"]["up"]), before["blocks"]["ff"]["up"]
+  moved = np.any(w != old, axis=(0, 2, 3))
+  assert tuple(np.flatnonzero(moved)) == fragment.layers
+  np.testing.assert_array_equal(params_M["embed"]["tokens"], before["embed"]["tokens"])
+
+
+def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
+  def compiled(layers):
+    tiny.model.num_layers, tiny.train.steps = layers, 12
+    tiny.sync_every = 6
+    jax.clear_caches()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+      caplog.clear()
+      train.train(tiny, tmp_path / str(layers))
+    names = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
+    wanted = ("step", "send", "update", "merge", "init_fragment")
+    return {w: sum(f"jit({w})" in n or f" {w} " in n for n in names) for w in wanted}
+
+  few, many = compiled(2), compiled(6)
+  assert few == many
+  assert few["step"] == 1
+  assert few["send"] == 2  # Block fragments and the embedding.
