@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from diloco import config as config_lib
+from diloco.outer import OuterState
 from diloco.state import TrainState
 
 # Fields that may change between a run and its continuation: they do not enter what
@@ -150,9 +151,9 @@ def _tree(state: TrainState) -> dict[str, Any]:
 def _state(tree: dict[str, Any], like: TrainState) -> TrainState:
   outer = like.outer
   if outer:
-    outer = outer.replace(
+    outer = OuterState(
       theta=tuple(tree["theta"]),
       opt_state=tuple(tree["outer_opt_state"]),
       in_flight=tree.get("in_flight", {}),
     )
-  return like.replace(params=tree["params"], opt_state=tree["opt_state"], outer=outer)
+  return TrainState(tree["params"], tree["opt_state"], outer)

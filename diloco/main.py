@@ -30,7 +30,7 @@ def main(argv) -> None:
   from diloco import record, train
 
   try:
-    train.train(_CONFIG.value, _WORKDIR.value)
+    train.train(_CONFIG.value, str(_WORKDIR.value))
   except (ConfigError, record.TrainingDiverged) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2 if isinstance(error, ConfigError) else 1)

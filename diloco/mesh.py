@@ -6,6 +6,8 @@ members) and `fsdp` (inside one replica; fast links). A parameter with weight ax
 layer axis is never sharded; a leading replica axis lies on `replica`.
 """
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -103,7 +105,7 @@ def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False)
   Subtrees shaped like the parameters (moments) lie like them; everything else
   (step counts) is whole, apart from the replica axis.
   """
-  structure = jax.tree.structure(params)
+  structure: Any = jax.tree.structure(params)
 
   def like_params(x) -> bool:
     return jax.tree.structure(x) == structure

@@ -10,6 +10,7 @@ width, V vocabulary, N layers.
 """
 
 import dataclasses
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -146,7 +147,8 @@ def init_params(dims: ModelDims, key: jax.Array) -> dict:
 
 def hidden_states(dims: ModelDims, params: dict, ids_BxL: jax.Array) -> jax.Array:
   """x_BxLxD after the final norm, in the compute dtype."""
-  return Decoder(dims).apply({"params": params}, ids_BxL)
+  x_BxLxD = Decoder(dims).apply({"params": params}, ids_BxL)
+  return cast(jax.Array, x_BxLxD)
 
 
 def shift_right(tokens_BxL: jax.Array) -> jax.Array:
@@ -176,7 +178,7 @@ def _norm(m: ModelDims, name: str) -> nn.LayerNorm:
 
 def _linear(module: nn.Module, name: str, x, features: int):
   """x @ W without bias; weights are stored (in, out) and cast to x's dtype."""
-  m = module.dims  # type: ignore[attr-defined]
+  m = module.dims
   kernel = module.param(
     name,
     nn.initializers.xavier_uniform(),

@@ -297,7 +297,8 @@ def send_fragment(
   """Puts fragment p's outer gradients on the wire."""
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(outer.seed), t), p)
   payload, metrics = outer.send(params_M, state.theta[p], outer.layers[p], key)
-  state = state.replace(in_flight={**state.in_flight, str(p): payload})
+  in_flight = {**state.in_flight, str(p): payload}
+  state = OuterState(state.theta, state.opt_state, in_flight)
   size = payload.nbytes // payload.shape[0]
   return state, Event("send", p, t, size, metrics)
 

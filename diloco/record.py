@@ -94,7 +94,7 @@ class Recorder:
 
   def _write_oldest(self) -> None:
     t, inner, events = self._pending.popleft()
-    inner = InnerMetrics(*(np.asarray(x) for x in jax.device_get(inner)))
+    inner = jax.device_get(inner)
     self._check_finite(t, inner.loss.tolist(), "loss")
     self._check_finite(t, inner.grad_norm.tolist(), "gradient norm")
     rate = self._tick()

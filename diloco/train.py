@@ -61,8 +61,8 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
       params, opt_state, metrics = run.inner_step(
         state.params, state.opt_state, tokens_MxBxL, run.trainable(t)
       )
-      outer, events = state.outer, []
-      if run.outer:
+      outer, events = state.outer, list[outer_lib.Event]()
+      if run.outer and outer:
         params, outer, events = outer_lib.outer_step(run.outer, t, params, outer)
       state = state_lib.TrainState(params, opt_state, outer)
       recorder.step(t, metrics, events)
@@ -114,7 +114,7 @@ class _Run:
 
   def outer_params(self, state: state_lib.TrainState):
     """The parameters that a run stands for: the outer ones (2501.18512, Table 3)."""
-    if self.outer is None:
+    if self.outer is None or state.outer is None:
       return evaluate_lib.first_replica(state.params)
     like = state_lib.abstract_params(self.config)
     return outer_lib.assemble(self.outer, state.outer, like)
@@ -145,13 +145,15 @@ def _restore(run: _Run, checkpoints: Checkpoints):
   fresh = state_lib.init_state(c, run.mesh, run.optimizer, run.outer)
 
   def state_at(step: int, record: dict) -> state_lib.TrainState:
-    if run.outer is None or record["finished"]:
+    outer = fresh.outer
+    if run.outer is None or outer is None or record["finished"]:
       return fresh
     in_flight = {
-      str(p): outer_lib.payload_struct(run.outer, p, fresh.params, fresh.outer)
+      str(p): outer_lib.payload_struct(run.outer, p, fresh.params, outer)
       for p in run.outer.schedule.in_flight(step)
     }
-    return fresh.replace(outer=fresh.outer.replace(in_flight=in_flight))
+    outer = outer_lib.OuterState(outer.theta, outer.opt_state, in_flight)
+    return state_lib.TrainState(fresh.params, fresh.opt_state, outer)
 
   restored = checkpoints.restore(state_at)
   if restored is None:
@@ -179,7 +181,7 @@ def _finish(run: _Run, t: int, state, recorder: Recorder):
     params, outer, more = outer_lib.sync_all(run.outer, t, params, outer)
     events += more
   recorder.events(events)
-  return state.replace(params=params, outer=outer)
+  return state_lib.TrainState(params, state.opt_state, outer)
 
 
 def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):

@@ -1,8 +1,7 @@
-"""The outer step against a second float64 reference (tests/algorithm2.py).
+"""The outer step against the float64 reference of Algorithm 2 (tests/reference.py).
 
-That reference was written without sight of the package, of its tests or of
-tests/reference.py; the settings are drawn more widely here: schedules down to H=1,
-ragged fragments, up to four replicas, blocks, and states before draining.
+The reference was written without sight of the package. Drawn are schedules down to
+H=1, ragged fragments, up to four replicas, blocks, and states before draining.
 
 The package is driven as the training loop drives it, through `make_outer`,
 `outer_step`, `drain` and `assemble`; only the inner step is replaced, by a table of
@@ -14,12 +13,12 @@ import functools
 import json
 from pathlib import Path
 
-import algorithm2 as ref
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference as ref
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -111,7 +110,7 @@ def compiled(program: Program):
 
 @dataclasses.dataclass
 class Snapshot:
-  """The package's side of `algorithm2.Result`; moments per name, as parameters."""
+  """The package's side of `reference.Result`; moments per name, as parameters."""
 
   outer: ref.Params
   replicas: list[ref.Params]
