@@ -1,0 +1,37 @@
+"""Tokens per second of the training pipeline on one core.
+
+taskset -c 0 python scripts/bench_data.py --config=configs/sample.py
+"""
+
+import time
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+from diloco import config as config_lib
+from diloco.data import make_train_iterator
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to read and how.")
+_BATCHES = flags.DEFINE_integer("batches", 1000, "Batches per measurement.")
+
+
+def main(argv) -> None:
+  del argv
+  print(f"{'prefetch':>8} {'tokens':>12} {'seconds':>8} {'tokens/s':>12}")
+  for prefetch in (0, 2):
+    c = ml_collections.ConfigDict(_CONFIG.value.to_dict())
+    c.data.prefetch = prefetch
+    iterator = make_train_iterator(config_lib.resolve(c))
+    next(iterator)
+    start, tokens = time.perf_counter(), 0
+    for _ in range(_BATCHES.value):
+      tokens += next(iterator).size
+    seconds = time.perf_counter() - start
+    iterator.close()
+    print(f"{prefetch:>8} {tokens:>12,} {seconds:>8.2f} {tokens / seconds:>12,.0f}")
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("config")
+  app.run(main)

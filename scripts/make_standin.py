@@ -1,0 +1,82 @@
+"""Writes a small stand-in for a TFDS text data set from the embedded text.
+
+  python scripts/make_standin.py --name=c4/en:3.1.0 --data_dir=/tmp/tfds
+  python -m diloco.main --config=configs/sample.py --workdir=/tmp/c4 \
+    --config.data.source=tfds:c4/en:3.1.0 --config.data.data_dir=/tmp/tfds
+
+Name, version, features and splits are those of the real data set, so that the very
+same loading code runs without it. Needs no TensorFlow and no network.
+"""
+
+import pathlib
+
+import tensorflow_datasets as tfds
+from absl import app, flags
+
+from diloco.config import default_config
+from diloco.data import make_source
+
+_NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where TFDS data sets lie.")
+
+FEATURES = {
+  "c4": ("text", "url", "content-type", "content-length", "timestamp"),
+  "dolma": ("id", "text", "added", "created", "source"),
+}
+# Dolma has no validation split: use slices such as train[99%:].
+SPLITS = {
+  "c4": {"train": "train", "validation": "eval"},
+  "dolma": {"train": "train"},
+}
+
+
+def write(name: str, data_dir: str) -> pathlib.Path:
+  """Writes the stand-in as array_record; returns its folder.
+
+  Args:
+    name: <data set>[/<config>]:<version>, the data set a key of FEATURES.
+    data_dir: root of TFDS data sets.
+
+  Raises:
+    ValueError: there is no stand-in for that data set.
+  """
+  path, version = name.split(":")
+  dataset, _, config = path.partition("/")
+  if dataset not in FEATURES:
+    raise ValueError(f"--name is {name!r}; choose one of {', '.join(FEATURES)}.")
+  features = tfds.features.FeaturesDict(
+    {f: tfds.features.Text() for f in FEATURES[dataset]}
+  )
+
+  class Standin(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version(version)
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
+    name = dataset
+
+    def _info(self):
+      return tfds.core.DatasetInfo(builder=self, features=features)
+
+    def _split_generators(self, dl_manager):
+      del dl_manager
+      return {s: self._generate_examples(ours) for s, ours in SPLITS[dataset].items()}
+
+    def _generate_examples(self, split):
+      source = make_source(default_config(), split)
+      for i in range(len(source)):
+        yield i, {f: source[i] if f == "text" else "" for f in FEATURES[dataset]}
+
+  builder = Standin(
+    data_dir=data_dir, config=config or None, file_format="array_record"
+  )
+  builder.download_and_prepare()
+  return pathlib.Path(builder.data_path)
+
+
+def main(argv) -> None:
+  del argv
+  print(write(_NAME.value, _DATA_DIR.value))
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("data_dir")
+  app.run(main)

@@ -1,0 +1,203 @@
+"""Sources, tokenizer, packing, shards and positions."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco.config import ConfigError
+from diloco.data import pipeline
+from diloco.data.tokenizer import EOS_ID
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def numbered(tiny, tmp_path):
+  """12 documents, the i-th of which repeats one word that only it has."""
+  words = "war peace law trade navy army land gold bank corn iron wool".split()  # noqa: SIM905
+  for i, word in enumerate(words):
+    (tmp_path / f"{i:02}.txt").write_text(" ".join([word] * (20 + 3 * i)))
+  tiny.data.source = f"files:{tmp_path}/*.txt"
+  tiny.model.seq_len, tiny.train.batch_size = 8, 4
+  return config_lib.resolve(tiny)
+
+
+def batches(c, count, **kwargs):
+  iterator = data_lib.make_train_iterator(c, **kwargs)
+  taken = [next(iterator) for _ in range(count)]
+  iterator.close()
+  return taken
+
+
+def test_the_seed_determines_the_batches(tiny):
+  a, b = (batches(config_lib.resolve(tiny), 4) for _ in range(2))
+  np.testing.assert_array_equal(a, b)
+  assert a[0].shape == (2, 2, 16)
+  assert a[0].dtype == np.int32
+  tiny.seed = 1
+  assert np.any(batches(config_lib.resolve(tiny), 4)[0] != a[0])
+
+
+def test_a_token_is_seen_by_exactly_one_replica_per_epoch(numbered):
+  c = numbered
+  source, tokenizer = (
+    data_lib.make_source(c, "train"),
+    data_lib.load_tokenizer(c.data.tokenizer),
+  )
+  documents = [
+    pipeline.encode_document(tokenizer, source[i]) for i in range(len(source))
+  ]
+  sizes = [sum(map(len, documents[r::2])) for r in range(2)]
+  for r in range(2):
+    # Whole epochs of one replica: three of them, read to the last full batch.
+    count = 3 * sizes[r] // (2 * 8)
+    stream = np.concatenate([b[0].ravel() for b in batches(c, count, replica_ids=[r])])
+    for epoch in range(2):
+      seen = stream[epoch * sizes[r] : (epoch + 1) * sizes[r]]
+      assert Counter(seen.tolist()) == Counter(np.concatenate(documents[r::2]).tolist())
+    # Every document ends with EOS and is whole: the stream is documents in a row.
+    firsts = [tuple(d) for d in np.split(stream, np.flatnonzero(stream == EOS_ID) + 1)]
+    assert set(firsts[:-1]) == {tuple(d) for d in documents[r::2]}
+  words = [set(np.concatenate(documents[r::2])) - {EOS_ID} for r in range(2)]
+  assert words[0].isdisjoint(words[1])
+
+
+def test_epochs_are_shuffled_anew(numbered):
+  sizes = 400
+  stream = np.concatenate(
+    [b[0].ravel() for b in batches(numbered, sizes // 4, replica_ids=[0])]
+  )
+  order = [d[0] for d in np.split(stream, np.flatnonzero(stream == EOS_ID) + 1)[:-1]]
+  n = len(set(order))
+  epochs = [tuple(order[i * n : (i + 1) * n]) for i in range(len(order) // n)]
+  assert len(set(epochs)) > 1
+  assert all(set(e) == set(order) for e in epochs)
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("stop", [1, 7])
+def test_a_position_restores_bit_for_bit(numbered, prefetch, stop):
+  fields = numbered.to_dict()
+  fields["data"]["prefetch"] = prefetch
+  c = config_lib.resolve(ConfigDict(fields))
+  iterator = data_lib.make_train_iterator(c)
+  for _ in range(stop):
+    next(iterator)
+  position = json.loads(json.dumps(iterator.get_state()))
+  expected = [next(iterator) for _ in range(9)]
+  iterator.close()
+  again = data_lib.make_train_iterator(c)
+  again.set_state(position)
+  np.testing.assert_array_equal([next(again) for _ in range(9)], expected)
+  again.close()
+
+
+def test_some_replicas_are_the_rows_of_all(tiny):
+  c = config_lib.resolve(tiny)
+  both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
+  np.testing.assert_array_equal([b[1:] for b in both], second)
+
+
+def test_evaluation_counts_every_token_once(numbered):
+  c = numbered
+  source, tokenizer = (
+    data_lib.make_source(c, "eval"),
+    data_lib.load_tokenizer(c.data.tokenizer),
+  )
+  stream = np.concatenate(
+    [pipeline.encode_document(tokenizer, source[i]) for i in range(len(source))]
+  )
+  fields = c.to_dict()
+  fields["eval"]["tokens"] = 0
+  whole = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
+  counted = whole.tokens[whole.weights > 0]
+  np.testing.assert_array_equal(counted, stream)
+  assert whole.num_tokens == len(stream) == whole.weights.sum()
+  assert whole.num_bytes == sum(len(source[i].encode()) for i in range(len(source)))
+  fields["eval"]["tokens"] = 10
+  cut = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
+  assert cut.num_tokens == 10
+  np.testing.assert_array_equal(cut.tokens[cut.weights > 0], stream[:10])
+
+
+def test_held_out_documents_are_not_trained_on(tiny):
+  train, held_out = (data_lib.make_source(tiny, s) for s in ("train", "eval"))
+  texts = [{s[i] for i in range(len(s))} for s in (train, held_out)]
+  assert texts[0].isdisjoint(texts[1])
+  assert len(train) + len(held_out) >= 240
+
+
+def test_text_comes_back_exactly_and_any_byte_is_representable(tiny):
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  assert tokenizer.vocab_size == 2048
+  held_out = data_lib.make_source(tiny, "eval")
+  for text in [held_out[0], "tab\t, two  spaces,\n\nlines, Ω, 字, \x07"]:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert 3 not in tokenizer.encode(text)
+
+
+def test_a_unigram_model_on_the_held_out_text(tiny):
+  # What a model without context reaches: the number to beat.
+  c = config_lib.resolve(tiny)
+  tokenizer, train = (
+    data_lib.load_tokenizer("sotu_2048"),
+    data_lib.make_source(c, "train"),
+  )
+  counts = np.ones(2048)
+  for i in range(0, len(train), 4):
+    np.add.at(counts, pipeline.encode_document(tokenizer, train[i]), 1)
+  held_out = data_lib.make_source(c, "eval")
+  text = held_out[5]
+  ids = pipeline.encode_document(tokenizer, text)
+  nats = -np.log(counts[ids] / counts.sum()).sum()
+  assert 2.2 < nats / math.log(2) / len(text.encode()) < 2.9
+
+
+def test_tfds_takes_the_same_path(tiny, tmp_path):
+  subprocess.run(
+    [sys.executable, "scripts/make_standin.py", f"--data_dir={tmp_path}"],
+    cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    check=True,
+    capture_output=True,
+  )
+  tiny.eval.tokens = 3000
+  direct = config_lib.resolve(tiny)
+  tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(tmp_path)
+  tfds = config_lib.resolve(tiny)
+  a, b = (data_lib.make_source(c, "train") for c in (direct, tfds))
+  assert sorted(a[i] for i in range(len(a))) == sorted(b[i] for i in range(len(b)))
+  assert batches(tfds, 2)[0].shape == (2, 2, 16)
+  tiny.data.train_split = "train[:50%]"
+  half = data_lib.make_source(config_lib.resolve(tiny), "train")
+  assert len(half) == len(a) // 2
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"data.source": "c4"}, "data.source is 'c4'; choose sotu"),
+    ({"data.source": "files:/nowhere/*.txt"}, "no file matches '/nowhere/"),
+    (
+      {"data.source": "tfds:c4/en:3.1.0", "data.data_dir": "/nowhere"},
+      "cannot be read",
+    ),
+    ({"data.tokenizer": "nosuch"}, "data.tokenizer is 'nosuch', but there is no file"),
+    ({"model.vocab_size": 100}, "model.vocab_size is 100, but data.tokenizer"),
+    ({"replicas": 500, "train.batch_size": 500}, "replicas is 500, but data.source"),
+  ],
+)
+def test_errors_name_field_value_and_remedy(tiny, fields, message):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(ConfigError, match=message):
+    data_lib.make_train_iterator(config_lib.resolve(tiny))
