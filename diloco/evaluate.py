@@ -43,7 +43,7 @@ def make_evaluate(c, mesh, eval_set):
   Returns:
     evaluate(params) -> EvalResult.
   """
-  dims = model_lib.ModelDims.from_config(c)
+  dims = model_lib.ModelDims.from_config(c, (mesh_lib.REPLICA, mesh_lib.FSDP))
   sharding = mesh_lib.eval_sharding(mesh)
 
   @jax.jit

@@ -13,7 +13,7 @@ import optax
 from diloco import loss as loss_lib
 from diloco import model as model_lib
 from diloco.config import trained_replicas
-from diloco.mesh import REPLICA
+from diloco.mesh import FSDP, REPLICA
 
 
 class InnerMetrics(NamedTuple):
@@ -74,7 +74,7 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     InnerMetrics). Params and optimizer state lead with M and are donated.
     `trainable` is None or FedPart's mask, see `fedpart_mask`.
   """
-  dims = model_lib.ModelDims.from_config(c)
+  dims = model_lib.ModelDims.from_config(c, batch_axes=(FSDP,))
   accumulate = c.train.accumulate
 
   def loss_fn(params, tokens_BxL):

@@ -15,13 +15,18 @@ from typing import cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 BOS_ID = 2  # NanoDO's ids: pad 0, eos 1, bos 2, unk 3.
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelDims:
-  """The numbers that define the model; fields as in `config.model`."""
+  """The numbers that define the model; fields as in `config.model`.
+
+  `batch_axes` names the mesh axes over which sequences lie; activations are held to
+  them, so that weights are gathered and not activations resharded.
+  """
 
   num_layers: int
   dim: int
@@ -33,10 +38,12 @@ class ModelDims:
   dtype: str = "bfloat16"
   param_dtype: str = "float32"
   remat: bool = False
+  batch_axes: tuple[str, ...] = ()
 
   @classmethod
-  def from_config(cls, c) -> "ModelDims":
-    return cls(**{f.name: c.model[f.name] for f in dataclasses.fields(cls)})
+  def from_config(cls, c, batch_axes: tuple[str, ...] = ()) -> "ModelDims":
+    names = {f.name for f in dataclasses.fields(cls)} - {"batch_axes"}
+    return cls(**{name: c.model[name] for name in names}, batch_axes=batch_axes)
 
 
 class Attention(nn.Module):
@@ -81,8 +88,9 @@ class Block(nn.Module):
   def __call__(self, x_BxLxD, _):
     m = self.dims
     x_BxLxD += Attention(m, name="attention")(_norm(m, "attention_norm")(x_BxLxD))
+    x_BxLxD = _by_sequence(m, x_BxLxD)
     x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
-    return x_BxLxD, None
+    return _by_sequence(m, x_BxLxD), None
 
 
 class Embed(nn.Module):
@@ -102,7 +110,8 @@ class Embed(nn.Module):
     dtype = jnp.dtype(self.dims.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
-    return x_BxLxD + self.positions_LxD[:length].astype(dtype)
+    x_BxLxD += self.positions_LxD[:length].astype(dtype)
+    return _by_sequence(self.dims, x_BxLxD)
 
   def final_norm(self, x_BxLxD):
     return self.norm(x_BxLxD)
@@ -165,6 +174,13 @@ def flops_per_token(c) -> float:
   m = c.model
   blocks = m.num_layers * (4 * m.dim**2 + 2 * m.dim * m.ff_dim)
   return 6.0 * (blocks + m.vocab_size * m.dim) + 12.0 * m.num_layers * m.dim * m.seq_len
+
+
+def _by_sequence(m: ModelDims, x_BxLxD: jax.Array) -> jax.Array:
+  """Holds activations to the layout of the batch."""
+  if not m.batch_axes:
+    return x_BxLxD
+  return jax.lax.with_sharding_constraint(x_BxLxD, P(m.batch_axes))
 
 
 def _norm(m: ModelDims, name: str) -> nn.LayerNorm:

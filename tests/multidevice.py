@@ -1,0 +1,103 @@
+"""Runs in a process of its own with 8 forced host devices; prints JSON.
+
+Trains the same few steps on several layouts of the mesh and reads the collectives of
+the compiled programs.
+"""
+
+import json
+import sys
+
+import conftest
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco import config as config_lib
+from diloco import hlo, inner, outer, state
+from diloco import mesh as mesh_lib
+
+STEPS = 6
+
+
+def make_config(**fields):
+  c = conftest.tiny_config()
+  c.model.dim, c.model.num_heads, c.model.vocab_size = 32, 2, 64
+  c.train.batch_size, c.sync_every, c.overlap.tau = 16, 3, 1
+  c.wire.block_size = 8
+  c.update_from_flattened_dict(fields)
+  return config_lib.resolve(c)
+
+
+def losses(devices: int, **fields) -> list[list[float]]:
+  """Loss of each replica at each step, on random tokens."""
+  c = make_config(**fields)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  found = []
+  with jax.set_mesh(mesh):
+    optimizer = inner.make_optimizer(c)
+    step, plan = inner.make_inner_step(c, optimizer), outer.make_outer(c, mesh)
+    s = state.init_state(c, mesh, optimizer, plan)
+    params, opt_state, outer_state = s.params, s.opt_state, s.outer
+    for t in range(1, STEPS + 1):
+      shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
+      tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
+      tokens = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
+      params, opt_state, metrics = step(params, opt_state, tokens, None)
+      params, outer_state, _ = outer.outer_step(plan, t, params, outer_state)
+      found.append(np.asarray(metrics.loss).tolist())
+  return found
+
+
+def traffic(devices: int, **fields) -> dict:
+  """Collectives across replicas of the inner step, a send and an update."""
+  c = make_config(**fields)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  with jax.set_mesh(mesh):
+    optimizer = inner.make_optimizer(c)
+    step, plan = inner.make_inner_step(c, optimizer), outer.make_outer(c, mesh)
+    s = state.init_state(c, mesh, optimizer, plan)
+    shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
+    tokens = jax.device_put(jnp.zeros(shape, jnp.int32), mesh_lib.batch_sharding(mesh))
+    key = jax.random.key(0)
+    theta, layers = s.outer.theta[0], plan.layers[0]
+    payload = outer.payload_struct(plan, 0, s.params, s.outer)
+    programs = {
+      "inner": step.lower(s.params, s.opt_state, tokens, None),
+      "send": plan.send.lower(s.params, theta, layers, key),
+      "update": plan.update.lower(theta, s.outer.opt_state[0], payload),
+      "merge": plan.merge.lower(s.params, theta, layers, np.ones(c.replicas, bool)),
+    }
+    crossing = {
+      name: [
+        [x.kind, x.dtype, x.nbytes]
+        for x in hlo.across_replicas(p.compile().as_text(), mesh)
+      ]
+      for name, p in programs.items()
+    }
+  crossing["payload_shape"] = list(payload.shape)
+  return crossing
+
+
+def main() -> None:
+  layouts = {
+    "1": (1, {}),
+    "2": (2, {}),
+    "4": (4, {}),
+    "8": (8, {}),
+    "fsdp": (4, {"mesh.replica": 1, "mesh.fsdp": 4}),
+    "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
+    "four_on_one": (1, {"replicas": 4}),
+  }
+  result = {
+    "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
+    "traffic": {
+      "2": traffic(2),
+      "8": traffic(8),
+      "psum": traffic(2, **{"wire.exchange": "psum"}),
+    },
+  }
+  json.dump(result, sys.stdout)
+
+
+if __name__ == "__main__":
+  main()

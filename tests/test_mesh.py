@@ -1,0 +1,116 @@
+"""Layouts of the mesh: same numbers on all, and what crosses between replicas."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import hlo, state
+from diloco import mesh as mesh_lib
+
+TESTS = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def multidevice():
+  path = os.pathsep.join(
+    [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+  )
+  flags = "--xla_force_host_platform_device_count=8"
+  result = subprocess.run(
+    [sys.executable, TESTS / "multidevice.py"],
+    env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr[-3000:]
+  return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("layout", ["2", "4", "8", "fsdp"])
+def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
+  losses = multidevice["losses"]
+  np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
+
+
+def test_several_replicas_on_one_device(multidevice):
+  losses = multidevice["losses"]
+  np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
+
+
+@pytest.mark.parametrize("layout", ["2", "8"])
+def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
+  traffic = multidevice["traffic"][layout]
+  assert traffic["inner"] == traffic["update"] == traffic["merge"] == []
+  replicas, shards, size = traffic["payload_shape"]
+  [[kind, dtype, nbytes]] = traffic["send"]
+  assert (kind, dtype) == ("all-gather", "u8")
+  # On each device: its fsdp shard of the payloads of all replicas.
+  assert nbytes == replicas * size
+  assert shards == int(layout) // 2
+
+
+def test_the_reference_reduces_float32(multidevice):
+  traffic = multidevice["traffic"]["psum"]
+  assert traffic["send"] == []
+  assert {(kind, dtype) for kind, dtype, _ in traffic["update"]} == {
+    ("all-reduce", "f32")
+  }
+
+
+def test_every_large_parameter_is_sharded(tiny):
+  c = config_lib.resolve(tiny)
+  params = state.abstract_params(c)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    spec = mesh_lib.weight_spec(path, leaf.shape, 2)
+    assert mesh_lib.FSDP in spec
+    position = spec.index(mesh_lib.FSDP)
+    assert leaf.shape[position] % 2 == 0
+    # Never the layer axis: a fragment is a set of its indices.
+    assert position == (1 if path[0].key == "blocks" else 0)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:1])
+  table = mesh_lib.table(params, mesh)
+  assert len(table.splitlines()) == len(jax.tree.leaves(params))
+  assert "blocks/ff/up" in table
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"mesh.replica": 2}, r"mesh.replica \* mesh.fsdp is 2 \* 1, but there are 1 dev"),
+    ({"mesh.fsdp": 4}, "but there are 1 devices; choose two factors of 1"),
+  ],
+)
+def test_layouts_that_do_not_fit(tiny, fields, message):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(config_lib.ConfigError, match=message):
+    mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1])
+
+
+def test_hlo_groups_in_all_notations():
+  named = "replica_groups=mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
+  text = f"""
+  %a = u8[2,1,40]{{2,1,0}} all-gather(u8[1,1,40] %p), replica_groups=[2,2]<=[2,2]T(1,0)
+  %b = (f32[8], f32[16]{{0}}) all-gather-start(f32[8] %q), replica_groups={{{{0,1}},{{2,3}}}}
+  %d = f32[4]{{0}} all-reduce(f32[4] %r), replica_groups=mesh['a'=2,'b'=3] {{'b'}}, to_apply
+  %e = (f32[4]{{0}}, f32[]) all-reduce(%r), {named}
+  %c = f32[3,5]{{1,0}} add(f32[3,5] %x, f32[3,5] %y)
+  """
+  a, b, d, e, f = hlo.collectives(text)
+  assert (a.dtype, a.nbytes, a.groups) == (
+    "u8",
+    math.prod((2, 1, 40)),
+    ((0, 2), (1, 3)),
+  )
+  assert (b.kind, b.shape, b.groups) == ("all-gather", (16,), ((0, 1), (2, 3)))
+  assert d.groups == ((0, 1, 2), (3, 4, 5))
+  assert (e.nbytes, f.nbytes) == (16, 4)
+  assert e.groups == f.groups == ((0, 1, 2), (3, 4, 5))
