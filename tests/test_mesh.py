@@ -96,15 +96,15 @@ def test_layouts_that_do_not_fit(tiny, fields, message):
 
 
 def test_hlo_groups_in_all_notations():
-  named = "replica_groups=mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
-  text = f"""
-  %a = u8[2,1,40]{{2,1,0}} all-gather(u8[1,1,40] %p), replica_groups=[2,2]<=[2,2]T(1,0)
-  %b = (f32[8], f32[16]{{0}}) all-gather-start(f32[8] %q), replica_groups={{{{0,1}},{{2,3}}}}
-  %d = f32[4]{{0}} all-reduce(f32[4] %r), replica_groups=mesh['a'=2,'b'=3] {{'b'}}, to_apply
-  %e = (f32[4]{{0}}, f32[]) all-reduce(%r), {named}
-  %c = f32[3,5]{{1,0}} add(f32[3,5] %x, f32[3,5] %y)
-  """
-  a, b, d, e, f = hlo.collectives(text)
+  permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
+  lines = [
+    "%a = u8[2,1,40]{2,1,0} all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0)",
+    "%b = (f32[8], f32[16]) all-gather-start(%q), replica_groups={{0,1},{2,3}}",
+    "%d = f32[4]{0} all-reduce(%r), replica_groups=mesh['a'=2,'b'=3] {'b'}, to_apply",
+    f"%e = (f32[4]{{0}}, f32[]) all-reduce(%r, %s), replica_groups={permuted}",
+    "%c = f32[3,5]{1,0} add(f32[3,5] %x, f32[3,5] %y)",
+  ]
+  a, b, d, e, f = hlo.collectives("\n".join(lines))
   assert (a.dtype, a.nbytes, a.groups) == (
     "u8",
     math.prod((2, 1, 40)),

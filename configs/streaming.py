@@ -1,0 +1,62 @@
+"""The models of Streaming DiLoCo (arXiv 2501.18512), 35M to 4B, on C4 or Dolma.
+
+  python -m diloco.main --config=configs/streaming.py:1B --workdir=...
+  python -m diloco.main --config=configs/streaming.py:1B,data=dolma,tokens=100e9 ...
+
+The argument names the scale, then any of M, H, data (c4 or dolma) and tokens. Shapes
+and budgets are those of Table 2, whose "hidden" column is the feed-forward width;
+M = 2, fragments of 3 layers, strided, tau = 1, alpha = 0, E3M0, outer Nesterov at 0.4
+(Sections 3.2 and 3.3). Length is 1,024 on C4 and 2,048 on Dolma. The paper states
+neither the inner learning rate nor the batch: both are the power laws of 2503.09799
+for M = 2, see configs/chinchilla.py.
+"""
+
+import math
+
+from diloco.config import default_config
+
+# Scale: layers, heads (of size 64), billions of training tokens.
+SCALES = {
+  "35M": (6, 8, 0.7),
+  "100M": (9, 12, 1.5),
+  "200M": (12, 16, 3.5),
+  "300M": (15, 20, 6),
+  "500M": (18, 24, 11),
+  "1B": (24, 32, 25),
+  "4B": (36, 48, 83),
+}
+
+
+def get_config(arg: str = "35M"):
+  scale, *rest = arg.split(",")
+  options = dict(item.split("=") for item in rest)
+  data = options.get("data", "c4")
+  unknown = set(options) - {"M", "H", "data", "tokens"}
+  if scale not in SCALES or unknown or data not in ("c4", "dolma"):
+    raise ValueError(
+      f"--config=configs/streaming.py:{arg} is not understood; write a scale of"
+      f" {', '.join(SCALES)}, then M=, H=, data=c4 or dolma, tokens=, by commas."
+    )
+  layers, heads, billions = SCALES[scale]
+  c = default_config()
+  c.replicas = int(options.get("M", 2))
+  c.sync_every = int(options.get("H", 100))
+  c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
+  c.model.vocab_size = 32_000
+  c.model.seq_len = 1024 if data == "c4" else 2048
+  c.model.remat, c.model.loss_chunk = True, 256
+
+  n = 12 * layers * c.model.dim**2 + c.model.vocab_size * c.model.dim
+  c.inner.learning_rate = 3978.82 * n**-0.780
+  sequences = 0.00769 * n**0.479 * 2048 / c.model.seq_len
+  c.train.batch_size = max(2 ** round(math.log2(sequences)), c.replicas)
+  c.train.tokens = int(float(options.get("tokens", billions * 1e9)))
+
+  c.data.tokenizer = "c4_32k.model"
+  if data == "c4":
+    c.data.source = "tfds:c4/en:3.1.0"
+  else:
+    c.data.source = "tfds:dolma:1.0.0"
+    c.data.train_split, c.data.eval_split = "train[:99%]", "train[99%:]"
+  c.eval.every, c.eval.tokens = 1000, 2**22
+  return c
