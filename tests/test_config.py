@@ -114,4 +114,12 @@ def test_the_command_says_one_sentence_and_fails(tmp_path):
   assert unknown.returncode == 2
   assert "tua" in unknown.stderr.strip().splitlines()[-1]
   assert "Traceback" not in unknown.stderr
+  for flag in ("--config.wire.format=e9m9", "--config.wire.compressor=zip"):
+    wrong = run_main("--config=configs/sample.py", f"--workdir={tmp_path}", flag)
+    assert wrong.returncode == 2
+    assert wrong.stderr.strip().splitlines()[-1].startswith("error: wire.")
   assert not list(tmp_path.iterdir())
+  scale = run_main("--config=configs/chinchilla.py:7B", f"--workdir={tmp_path}")
+  assert scale.returncode != 0
+  assert "write a scale of 35M" in scale.stderr
+  assert "Traceback" not in scale.stderr

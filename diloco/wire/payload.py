@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from diloco.config import ConfigError
 from diloco.wire import codecs
 
 Tree = Any
@@ -20,12 +21,15 @@ def make_codec_from_config(c):
   """A function from row length to the `Codec` that `config.wire` describes.
 
   Raises:
-    ValueError: a name is unknown.
+    ConfigError: a name is unknown.
   """
   w = c.wire
   options = codecs.Options(w.format, w.block_size, w.rounding, w.density)
   make = lambda row: codecs.make_codec(w.compressor, options, row)
-  make(1)  # Unknown names fail here, not while tracing.
+  try:
+    make(1)  # Unknown names fail here, not while tracing.
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
   return make
 
 
