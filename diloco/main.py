@@ -37,17 +37,20 @@ def main(argv) -> None:
 
 
 def parse_flags(argv):
-  """Parses flags; a config field that does not exist is told in one sentence."""
+  """Parses flags; what is wrong with them is told in one sentence."""
   try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError, TypeError, FileNotFoundError) as error:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    # Errors of a config file come with its traceback; the last line says it.
+    message = str(error).strip().splitlines()[-1].strip()
+  except (AttributeError, KeyError, TypeError) as error:
     given = " ".join(a for a in argv if a.startswith("--config"))
-    print(
-      f"error: {given}: {str(error).strip()} is no field or file, or its value has"
-      " another type; diloco/config.py lists all fields.",
-      file=sys.stderr,
+    message = (
+      f"{given}: {str(error).strip()} is no field, or its value has another type;"
+      " diloco/config.py lists all fields."
     )
-    sys.exit(2)
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(2)
 
 
 if __name__ == "__main__":
