@@ -43,6 +43,8 @@ def parse_flags(argv):
   except flags.Error as error:
     # Errors of a config file come with its traceback; the last line says it.
     message = str(error).strip().splitlines()[-1].strip()
+  except OSError as error:
+    message = " ".join(str(error).split())
   except (AttributeError, KeyError, TypeError) as error:
     given = " ".join(a for a in argv if a.startswith("--config"))
     message = (

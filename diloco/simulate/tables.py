@@ -1,0 +1,135 @@
+"""The papers' tables, ours against theirs, cell by cell."""
+
+import csv
+import dataclasses
+import importlib.resources
+
+import numpy as np
+
+from diloco.simulate.utilisation import Assumptions, Workload, utilisation
+
+# The papers' bandwidths in Gbit/s.
+GRID = np.logspace(-1, 3, 50)
+TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
+PARAMS = {"1B": 1e9, "10B": 10e9, "100B": 100e9, "405B": 405e9, "671B": 671e9}
+# Layers of the architectures of Table 6, which the paper does not repeat.
+TABLE_6_LAYERS = {"chinchilla": 48, "llama3": 126, "deepseek_v3": 61}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A row of a table: grid points in Gbit/s per target; None is beyond the grid."""
+
+  name: str
+  ours: tuple[float | None, ...]
+  paper: tuple[float | None, ...]
+
+  @property
+  def distances(self) -> list[int]:
+    """Grid points between ours and the paper's, per cell.
+
+    Two neighbouring points below 0.5 Gbit/s print alike: the nearer one counts.
+    """
+    return [
+      min(abs(i - j) for i in _indices(a) for j in _indices(b))
+      for a, b in zip(self.ours, self.paper)
+    ]
+
+
+def read(name: str) -> list[dict[str, str]]:
+  """A table of `diloco/simulate/papers`."""
+  path = importlib.resources.files("diloco.simulate") / "papers" / f"{name}.csv"
+  with path.open() as file:
+    return list(csv.DictReader(file))
+
+
+def printed(gbits: float) -> float:
+  """As the papers print: rounded twice."""
+  return round(round(float(gbits), 2), 1)
+
+
+def grid_points(work: Workload, a: Assumptions) -> tuple[float | None, ...]:
+  """The printed bandwidth for each target."""
+  reached = utilisation(work, GRID * 1e9, a)
+  found: list[float | None] = []
+  for target in TARGETS:
+    first = int(np.argmax(reached >= target)) if reached[-1] >= target else len(GRID)
+    index = max(first - a.report_below, 0)
+    found.append(printed(GRID[index]) if index < len(GRID) else None)
+  return tuple(found)
+
+
+def table4(a: Assumptions | None = None) -> list[Row]:
+  """Streaming DiLoCo, Table 4: 1B, 10B and 100B; H = 100, fragments of 3, tau = 1."""
+  a = a or Assumptions()
+  rows = []
+  for line in read("streaming_table4_bandwidth_for_cu"):
+    method = line["method"]
+    work = Workload.of_equal_layers(
+      PARAMS[line["model"]],
+      int(line["layers"]),
+      float(line["step_time_s"]),
+      method="streaming" if "streaming" in method else method,
+      tau=1 if "overlap" in method else 0,
+      bits=4 if "fp4" in method else None,
+    )
+    rows.append(Row(f"{line['model']} {method}", grid_points(work, a), _paper(line)))
+  return rows
+
+
+def table6(a: Assumptions | None = None) -> list[Row]:
+  """Scaling Laws, Table 6: Chinchilla 10B, Llama 3 405B, DeepSeek-V3 671B."""
+  a = a or Assumptions()
+  rows = []
+  for line in read("scaling_table6_cu"):
+    method, _, cadence = line["method"].partition("_H")
+    work = Workload.of_equal_layers(
+      PARAMS[line["size"]],
+      TABLE_6_LAYERS[line["architecture"]],
+      float(line["step_time_s"]),
+      method=method,
+      sync_every=int(cadence or 1),
+    )
+    name = f"{line['architecture']} {line['size']} {line['method']}"
+    rows.append(Row(name, grid_points(work, a), _paper(line)))
+  return rows
+
+
+def show(rows: list[Row]) -> str:
+  """The table as text; the last line counts the cells."""
+  head = "".join(f"{f'CU {t:.0%}':>17}" for t in TARGETS)
+  lines = [f"{'Gbit/s, ours/paper':<38}{head}"]
+  for row in rows:
+    cells = [f"{_text(o)}/{_text(p)}" for o, p in zip(row.ours, row.paper)]
+    marks = ["" if d == 0 else f" ({d})" for d in row.distances]
+    lines.append(
+      f"{row.name:<38}" + "".join(f"{c + m:>17}" for c, m in zip(cells, marks))
+    )
+  lines.append(summary(rows))
+  return "\n".join(lines)
+
+
+def summary(rows: list[Row]) -> str:
+  """`exact X/n, within one grid point Y/n`."""
+  distances = [d for row in rows for d in row.distances]
+  exact, near = (sum(d <= limit for d in distances) for limit in (0, 1))
+  n = len(distances)
+  return f"exact {exact}/{n}, within one grid point {near}/{n}"
+
+
+def _paper(line: dict[str, str]) -> tuple[float | None, ...]:
+  cells = [line[f"gbits_cu{t * 100:.0f}"] for t in TARGETS]
+  # 1000.0+ is the last grid point: more is not on the grid.
+  return tuple(float(c.rstrip("+")) for c in cells)
+
+
+def _indices(gbits: float | None) -> list[int]:
+  """Grid points that print as this number."""
+  if gbits is None:
+    return [len(GRID)]
+  distance = np.abs(np.array([printed(g) for g in GRID]) - gbits)
+  return np.flatnonzero(distance == distance.min()).tolist()
+
+
+def _text(gbits: float | None) -> str:
+  return "-" if gbits is None else f"{gbits:g}"
