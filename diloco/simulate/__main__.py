@@ -9,6 +9,7 @@ python -m diloco.simulate utilisation --params=1e9 --layers=24 --step_time=0.1 \
 
 import argparse
 import json
+import pathlib
 import sys
 
 from diloco.simulate import tables
@@ -28,8 +29,15 @@ def make_parser() -> argparse.ArgumentParser:
   for name, text in (
     ("table4", "Streaming DiLoCo's Table 4, ours against paper"),
     ("table6", "Scaling Laws' Table 6, ours against paper"),
+    ("table1", "Streaming DiLoCo's Table 1, hours at 1 Gbit/s"),
   ):
     commands.add_parser(name, help=text).add_argument("--json", action="store_true")
+  one = commands.add_parser("figure", help="draw one figure, such as s4 or c10")
+  one.add_argument("name")
+  every = commands.add_parser("figures", help="draw all figures")
+  for p in (one, every):
+    p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
+    p.add_argument("--json", action="store_true")
   for name, text in (
     ("utilisation", "what is reached on a link"),
     ("bandwidth", "what link is needed"),
@@ -59,6 +67,19 @@ def run(args: argparse.Namespace) -> dict | list:
     if not args.json:
       print(tables.show(rows))
     return [{"name": r.name, "ours": r.ours, "paper": r.paper} for r in rows]
+  if args.command == "table1":
+    hours = tables.table1()
+    if not args.json:
+      print(tables.show_table1(hours))
+    return hours
+  if args.command in ("figure", "figures"):
+    from diloco.simulate import figures
+
+    names = [args.name] if args.command == "figure" else list(figures.FIGURES)
+    drawn = [str(p) for name in names for p in figures.draw(name, args.output)]
+    if not args.json:
+      print("\n".join(drawn))
+    return drawn
   work = Workload.of_equal_layers(
     args.params,
     args.layers,

@@ -95,6 +95,51 @@ def table6(a: Assumptions | None = None) -> list[Row]:
   return rows
 
 
+def table1(a: Assumptions | None = None) -> list[dict[str, float | str]]:
+  """Hours of Streaming DiLoCo's Table 1: 1B parameters, at infinity and at 1 Gbit/s.
+
+  The hours at infinity are the paper's (0.1 s per step); those at 1 Gbit/s are they
+  over the utilisation there. Terabits are what one of two workers sends: 16 bits per
+  parameter and step, or 4 bits every H = 100 steps.
+  """
+  a = a or Assumptions()
+  rows: list[dict[str, float | str]] = []
+  for line in read("streaming_table1_dolma"):
+    streaming = line["method"].startswith("streaming")
+    work = Workload.of_equal_layers(
+      PARAMS["1B"],
+      24,
+      0.1,
+      method="streaming" if streaming else "data_parallel",
+      tau=1 if streaming else 0,
+      bits=4 if streaming else None,
+    )
+    hours = float(line["hours_inf_gbits"])
+    steps = hours * 3600 / work.step_time
+    per_step = 4 / work.sync_every if streaming else a.bits_per_value
+    rows.append(
+      {
+        "name": f"{line['method']} {line['token_budget']}",
+        "hours": hours / float(utilisation(work, [1e9], a)[0]),
+        "paper_hours": float(line["hours_1_gbits"]),
+        "terabits": steps * PARAMS["1B"] * per_step / 1e12,
+        "paper_terabytes": float(line["terabytes_exchanged"]),
+      }
+    )
+  return rows
+
+
+def show_table1(rows: list[dict[str, float | str]]) -> str:
+  """Table 1 as text."""
+  lines = [f"{'at 1 Gbit/s':<32}{'hours':>9}{'paper':>9}{'Tbit':>9}{'paper TB':>10}"]
+  lines += [
+    f"{r['name']:<32}{r['hours']:>9.2f}{r['paper_hours']:>9.2f}"
+    f"{r['terabits']:>9.1f}{r['paper_terabytes']:>10.1f}"
+    for r in rows
+  ]
+  return "\n".join(lines)
+
+
 def show(rows: list[Row]) -> str:
   """The table as text; the last line counts the cells."""
   head = "".join(f"{f'CU {t:.0%}':>17}" for t in TARGETS)

@@ -1,0 +1,92 @@
+"""The wall-clock model against Appendix A by hand, Table 1's hours, and the figures."""
+
+import math
+
+import pytest
+
+from diloco.simulate import figures, tables
+from diloco.simulate import wallclock as wc
+
+LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
+
+
+def test_all_reduce_in_units_by_hand():
+  # 2 * 16 Gbit over 10 Gbit/s, three quarters of it, and 10 ms.
+  assert wc.all_reduce_time(16e9, 4, LOW) == pytest.approx(2 * 1.6 * 0.75 + 0.01)
+  assert wc.all_reduce_time(16e9, 1, LOW) == 0
+
+
+def test_compute_time_is_6nd_over_rq():
+  run = wc.Training(1.3e9, 26e9, 2**20)
+  r = 2**20 / 16_384
+  assert wc.chips(1.3e9, 2**20) == r
+  assert wc.compute_time(run) == pytest.approx(6 * 1.3e9 * 26e9 / (r * 300e12))
+  # Doubling the batch doubles the chips, for every N.
+  for n in (35e6, 10e9):
+    assert wc.chips(n, 2**22) == 2 * wc.chips(n, 2**21)
+
+
+@pytest.mark.parametrize(("method", "replicas"), [("data_parallel", 2), ("diloco", 1)])
+def test_crossing_datacentres_at_every_step(method, replicas):
+  run = wc.Training(1e9, 20e9, 2**20, method=method, replicas=replicas, sync_every=30)
+  r, steps = 64, 20e9 / 2**20
+  wide = 2 * 16e9 / 10e9 * (1 - 1 / r) + 0.01
+  extra = 1 if method == "data_parallel" else 1 + 1 / 30
+  assert wc.communication_time(run) == pytest.approx(wide * steps * extra)
+
+
+def test_diloco_with_replicas_crosses_every_h_steps():
+  run = wc.Training(1e9, 20e9, 2**20, replicas=4, sync_every=30)
+  r, steps = 64, 20e9 / 2**20
+  inner = 2 * 16e9 / 400e9 * (1 - 4 / r) + 1e-4
+  outer = 2 * 16e9 / 10e9 * (1 - 1 / r) + 0.01
+  assert wc.communication_time(run) == pytest.approx(steps * (inner + outer / 30))
+  streaming = wc.Training(
+    1e9, 20e9, 2**20, replicas=4, sync_every=30, method="streaming"
+  )
+  assert wc.total_time(streaming) == wc.total_time(run)
+  # Overlapped: the outer steps are hidden while compute takes longer.
+  hidden = wc.Training(1e9, 20e9, 2**20, replicas=4, sync_every=30, method="overlapped")
+  assert wc.communication_time(hidden) == pytest.approx(steps * inner)
+  slow = wc.Training(
+    1e9,
+    20e9,
+    2**20,
+    replicas=4,
+    sync_every=30,
+    method="overlapped",
+    across=wc.Network(1e8, 0.01),
+  )
+  assert wc.communication_time(slow) > wc.communication_time(hidden)
+
+
+def test_table_1_hours_within_five_per_cent():
+  for row in tables.table1():
+    assert row["hours"] == pytest.approx(row["paper_hours"], rel=0.05)
+    # The paper's terabytes are near our terabits, eight times fewer bytes.
+    assert row["terabits"] == pytest.approx(row["paper_terabytes"], rel=0.15)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"tokens": 0}, "tokens is 0; give a positive number"),
+    ({"params": math.nan}, "params is nan"),
+    ({"method": "ring"}, "method is 'ring'; choose one of"),
+    ({"across": wc.Network(0, 0)}, "network is .*; give positive bits per second"),
+  ],
+)
+def test_errors_name_field_value_and_remedy(fields, message):
+  with pytest.raises(ValueError, match=message):
+    wc.Training(**{"params": 1e9, "tokens": 20e9, "batch_tokens": 2**20, **fields})
+
+
+def test_every_figure_draws(tmp_path):
+  streaming, scaling = (3, 4, 7, 9, 14, 15, 16), (6, 10, 12)
+  expected = {f"s{n}" for n in streaming} | {f"c{n}" for n in scaling}
+  assert set(figures.FIGURES) == expected
+  for name in ("s3", "s7", "s14", "c6", "c12"):
+    for path in figures.draw(name, tmp_path):
+      assert path.stat().st_size > 5000
+  with pytest.raises(ValueError, match="figure is 's99'; choose one of s3"):
+    figures.draw("s99", tmp_path)
