@@ -5,14 +5,17 @@ python -m diloco.simulate table6
 python -m diloco.simulate bandwidth --params=1e9 --layers=24 --step_time=0.1
 python -m diloco.simulate utilisation --params=1e9 --layers=24 --step_time=0.1 \
   --gbits=2
+python -m diloco.simulate frontier --params=1e9 --layers=24 --step_time=0.1 --gbits=1
+python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
 
-from diloco.simulate import tables
+from diloco.simulate import own, tables
 from diloco.simulate.utilisation import (
   METHODS,
   Workload,
@@ -41,23 +44,51 @@ def make_parser() -> argparse.ArgumentParser:
   for name, text in (
     ("utilisation", "what is reached on a link"),
     ("bandwidth", "what link is needed"),
+    ("frontier", "which H, fragments, tau and bits reach a target on a link"),
   ):
     p = commands.add_parser(name, help=text)
-    p.add_argument("--params", type=float, required=True, help="parameters")
-    p.add_argument("--layers", type=int, required=True, help="transformer layers")
-    p.add_argument("--step_time", type=float, required=True, help="seconds of compute")
+    model = p.add_argument_group("the model: a config, or plain numbers")
+    model.add_argument("--config", help="such as configs/chinchilla.py:1.3B,M=2")
+    model.add_argument("--chips", type=int, default=1, help="with --config")
+    model.add_argument("--peak_tflops", type=float, default=197, help="per chip")
+    model.add_argument("--mfu", type=float, default=0.4, help="share of the peak")
+    model.add_argument("--params", type=float, help="parameters")
+    model.add_argument("--layers", type=int, help="transformer layers")
+    model.add_argument("--step_time", type=float, help="seconds of compute per step")
+    p.add_argument("--json", action="store_true")
+    if name != "bandwidth":
+      p.add_argument("--gbits", type=float, required=True, help="Gbit/s of the link")
+    if name != "utilisation":
+      p.add_argument("--target", type=float, default=0.95, help="utilisation")
+    if name == "frontier":
+      continue
+    p.add_argument("--plot", type=pathlib.Path, help="draw the curve into this file")
     p.add_argument("--method", choices=METHODS, default="streaming")
     p.add_argument("--sync_every", type=int, default=100, help="H")
     p.add_argument("--fragment_size", type=int, default=3, help="layers per fragment")
     p.add_argument("--tau", type=int, default=1, help="overlapped inner steps")
     p.add_argument("--bits", type=float, default=4, help="bits per value on the link")
     p.add_argument("--latency", type=float, default=0.0, help="seconds per reduction")
-    p.add_argument("--json", action="store_true")
-    if name == "utilisation":
-      p.add_argument("--gbits", type=float, required=True, help="Gbit/s of the link")
-    else:
-      p.add_argument("--target", type=float, default=0.95, help="utilisation")
   return parser
+
+
+def workload(args: argparse.Namespace) -> Workload:
+  """What the arguments describe: a config of ours, or plain numbers."""
+  if args.config:
+    c = own.load_config(args.config)
+    seconds = args.step_time or own.step_time(
+      c, args.chips, args.peak_tflops * 1e12, args.mfu
+    )
+    return own.workload(c, seconds)
+  for name in ("params", "layers", "step_time"):
+    if getattr(args, name) is None:
+      raise ValueError(f"--{name} is missing; give it, or a --config.")
+  settings = {}
+  if args.command != "frontier":
+    names = ("method", "sync_every", "fragment_size", "bits", "latency")
+    settings = {name: getattr(args, name) for name in names}
+    settings["tau"] = args.tau if args.method == "streaming" else 0
+  return Workload.of_equal_layers(args.params, args.layers, args.step_time, **settings)
 
 
 def run(args: argparse.Namespace) -> dict | list:
@@ -80,37 +111,61 @@ def run(args: argparse.Namespace) -> dict | list:
     if not args.json:
       print("\n".join(drawn))
     return drawn
-  work = Workload.of_equal_layers(
-    args.params,
-    args.layers,
-    args.step_time,
-    method=args.method,
-    sync_every=args.sync_every,
-    fragment_size=args.fragment_size,
-    tau=args.tau if args.method == "streaming" else 0,
-    bits=args.bits,
-    latency=args.latency,
-  )
+  return answer(args, workload(args))
+
+
+def answer(args: argparse.Namespace, work: Workload) -> dict:
+  """Answers a question about one workload."""
+  if args.command == "frontier":
+    choices = own.frontier(
+      sum(work.params_per_layer),
+      work.layers,
+      work.step_time,
+      args.gbits * 1e9,
+      args.target,
+    )
+    found = [dataclasses.asdict(choice) for choice in choices]
+    if not args.json:
+      print_frontier(found)
+    return {"choices": found, "sources": own.SOURCES}
   if args.command == "utilisation":
-    reached = float(utilisation(work, [args.gbits * 1e9])[0])
-    answer = {"gbits": args.gbits, "utilisation": reached}
+    reached = float(utilisation(work, [args.gbits * 1e9], own.OWN)[0])
+    said = {"gbits": args.gbits, "utilisation": reached}
   else:
-    gbits = required_bandwidth(work, args.target) / 1e9
-    answer = {"target": args.target, "gbits": gbits}
+    needed = required_bandwidth(work, args.target, own.OWN)
+    said = {"gbits": needed / 1e9, "utilisation": args.target}
+  said["step_time_s"] = work.step_time
   if not args.json:
-    print("\n".join(f"{k:<12} {v:.4g}" for k, v in answer.items()))
-  return answer
+    print("\n".join(f"{k:<12} {v:.4g}" for k, v in said.items()))
+  if args.plot:
+    from diloco.simulate import figures
+
+    figures.plot_own(work, args.plot, said["gbits"])
+  return said
+
+
+def print_frontier(found: list[dict]) -> None:
+  """A line per choice, then where the penalties come from."""
+  columns = ("sync_every", "fragment_size", "tau", "bits")
+  print("".join(f"{c:>14}" for c in columns) + f"{'utilisation':>14}{'loss, %':>10}")
+  for choice in found:
+    cells = "".join(f"{choice[c]:>14}" for c in columns)
+    print(f"{cells}{choice['utilisation']:>14.3f}{choice['loss_per_cent']:>+10.2f}")
+  if not found:
+    print("no setting of the papers' ablations reaches the target on this link")
+  for name, source in own.SOURCES.items():
+    print(f"{name}: {source}")
 
 
 def main(argv: list[str] | None = None) -> int:
   args = make_parser().parse_args(argv)
   try:
-    answer = run(args)
+    said = run(args)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   if args.json:
-    print(json.dumps(answer))
+    print(json.dumps(said))
   return 0
 
 

@@ -246,6 +246,16 @@ def figure_c12():
   return figure
 
 
+def plot_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
+  """Draws one workload's utilisation over bandwidth and marks one bandwidth."""
+  figure, axes = _axes()
+  _curves(axes[0][0], {f"{work.method}, H = {work.sync_every}": work}, "")
+  axes[0][0].axvline(gbits, color="black", lw=0.8, ls=":")
+  path.parent.mkdir(parents=True, exist_ok=True)
+  figure.savefig(path, dpi=110)
+  _pyplot().close(figure)
+
+
 FIGURES = {
   name.removeprefix("figure_"): function
   for name, function in list(globals().items())

@@ -60,6 +60,8 @@ class Workload:
     tau: inner steps that hide a reduction.
     bits: per value on the link; None takes the assumptions'.
     latency: seconds added to every reduction.
+    plan: (offset, layers) of each fragment, sent at offset, offset + H, ...; None
+      makes it of fragment_size and pattern.
   """
 
   params_per_layer: tuple[float, ...]
@@ -71,6 +73,7 @@ class Workload:
   tau: int = 0
   bits: float | None = None
   latency: float = 0.0
+  plan: tuple[tuple[int, tuple[int, ...]], ...] | None = None
 
   def __post_init__(self):
     if self.method not in METHODS:
@@ -125,14 +128,21 @@ class Workload:
       return set(range(self.layers))
     if self.method == "diloco":
       return set(range(self.layers)) if step % h == 0 else set()
-    fragments = self.fragments()
+    return {
+      layer
+      for offset, layers in self.plan or self._own_plan(a)
+      if (step - offset) % h == 0
+      for layer in layers
+    }
+
+  def _own_plan(self, a: Assumptions) -> list[tuple[int, tuple[int, ...]]]:
+    fragments, h = self.fragments(), self.sync_every
     slots = len(fragments) + a.embedding_slot
-    layers: set[int] = set()
-    for p, members in enumerate(fragments):
-      offset = p * (h // slots) if a.embedding_slot else p * h // slots
-      if (step - offset) % h == 0:
-        layers.update(members)
-    return layers
+    apart = h // slots
+    return [
+      (p * apart if a.embedding_slot else p * h // slots, layers)
+      for p, layers in enumerate(fragments)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
