@@ -55,6 +55,11 @@ def make_mesh(c, devices=None) -> Mesh:
       f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences; raise"
       f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
     )
+  if c.eval.batch_size % n:
+    raise ConfigError(
+      f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
+      f" choose a multiple of {n}."
+    )
   grid = np.asarray(devices).reshape(replica, fsdp)
   return Mesh(grid, (REPLICA, FSDP), axis_types=(AxisType.Auto,) * 2)
 

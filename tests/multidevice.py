@@ -23,7 +23,7 @@ def make_config(**fields):
   c = conftest.tiny_config()
   c.model.dim, c.model.num_heads, c.model.vocab_size = 32, 2, 64
   c.train.batch_size, c.sync_every, c.overlap.tau = 16, 3, 1
-  c.wire.block_size = 8
+  c.wire.block_size, c.eval.batch_size = 8, 8
   c.update_from_flattened_dict(fields)
   return config_lib.resolve(c)
 

@@ -95,6 +95,14 @@ def test_layouts_that_do_not_fit(tiny, fields, message):
     mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1])
 
 
+def test_evaluation_batches_must_divide_over_the_devices(tiny):
+  tiny.eval.batch_size = 5
+  with pytest.raises(
+    config_lib.ConfigError, match=r"eval.batch_size is 5, which 2 dev"
+  ):
+    mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1] * 2)
+
+
 def test_hlo_groups_in_all_notations():
   permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
   lines = [
