@@ -7,6 +7,7 @@ exactly once. All algorithms see the same M shards.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import grain.python as grain
@@ -59,12 +60,25 @@ class TrainIterator:
         f" {len(state)} replicas; resume with replicas={len(state)}."
       )
     for replica, position in zip(self._replicas, state):
-      replica.set_state(position)
+      replica.set_state(_tuples(position))
 
   def close(self) -> None:
     """Ends the background threads; the iterator cannot be used any more."""
     for replica in self._replicas:
       replica.close()
+
+
+def _tuples(position):
+  """Lists as tuples, which JSON does not have.
+
+  grain's packer knows an empty remainder by comparing with a tuple; given a list it
+  would take a document that was read in full as not read at all.
+  """
+  if isinstance(position, Mapping):
+    return {key: _tuples(value) for key, value in position.items()}
+  if isinstance(position, list | tuple):
+    return tuple(_tuples(value) for value in position)
+  return position
 
 
 def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterator:

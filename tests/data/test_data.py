@@ -102,6 +102,62 @@ def test_a_position_restores_bit_for_bit(numbered, prefetch, stop):
   again.close()
 
 
+class IdDocuments:
+  """Documents that are tokens already: id i occurs once, in document order."""
+
+  def __init__(self, lengths):
+    ends = np.cumsum(lengths)
+    self.tokens = [np.arange(e - n, e) + 10 for n, e in zip(lengths, ends)]
+
+  def __len__(self):
+    return len(self.tokens)
+
+  def __getitem__(self, index):
+    return self.tokens[index]
+
+
+class IdTokenizer:
+  vocab_size = 2048
+
+  def encode(self, document):
+    return document
+
+
+@pytest.fixture
+def set_documents(monkeypatch):
+  """Makes all sources IdDocuments of the given lengths, without their EOS."""
+
+  def set_lengths(lengths):
+    documents = IdDocuments(lengths)
+    monkeypatch.setattr(pipeline, "make_source", lambda c, split: documents)
+    monkeypatch.setattr(pipeline, "load_tokenizer", lambda name: IdTokenizer())
+    return documents.tokens
+
+  return set_lengths
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+# With EOS: documents that fill sequences of 8 exactly, always, at times or seldom.
+@pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])
+def test_every_position_restores_bit_for_bit(tiny, set_documents, lengths, prefetch):
+  set_documents(lengths)
+  tiny.model.seq_len, tiny.data.prefetch = 8, prefetch
+  c = config_lib.resolve(tiny)
+  iterator, positions, expected = data_lib.make_train_iterator(c), [], []
+  for _ in range(9):
+    positions.append(json.dumps(iterator.get_state()))
+    expected.append(next(iterator))
+  iterator.close()
+  for step, position in enumerate(positions):
+    again = data_lib.make_train_iterator(c)
+    again.set_state(json.loads(position))
+    assert json.dumps(again.get_state()) == position
+    np.testing.assert_array_equal(
+      [next(again) for _ in range(9 - step)], expected[step:]
+    )
+    again.close()
+
+
 def test_some_replicas_are_the_rows_of_all(tiny):
   c = config_lib.resolve(tiny)
   both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
