@@ -7,12 +7,11 @@ exactly once. All algorithms see the same M shards.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import grain.python as grain
 import numpy as np
-from grain import experimental
 
 from diloco.config import ConfigError
 from diloco.data.sources import Source, make_source
@@ -41,6 +40,9 @@ class TrainIterator:
 
   def __init__(self, replicas: list[Any]):
     self._replicas = replicas
+    # Also at exit: a thread that the ending interpreter kills inside C++ prints
+    # tracebacks, or aborts the process and hides its exit code.
+    self._finalizer = weakref.finalize(self, _close_all, replicas)
 
   def __iter__(self) -> "TrainIterator":
     return self
@@ -64,8 +66,12 @@ class TrainIterator:
 
   def close(self) -> None:
     """Ends the background threads; the iterator cannot be used any more."""
-    for replica in self._replicas:
-      replica.close()
+    self._finalizer()
+
+
+def _close_all(replicas: list[Any]) -> None:
+  while replicas:
+    replicas.pop().close()
 
 
 def _tuples(position):
@@ -106,6 +112,8 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
 
 def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
   """Replica r's endless stream of batches [B, L]."""
+  import grain  # Imports JAX, which those who only read text do not need.
+
   length = c.model.seq_len
   documents = grain.MapDataset.source(source)[replica :: c.replicas]
   tokens = (
@@ -115,12 +123,12 @@ def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
     .map(lambda text: {"tokens": encode_document(tokenizer, text)})
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
   )
-  packed = experimental.ConcatThenSplitIterDataset(
+  packed = grain.experimental.ConcatThenSplitIterDataset(
     tokens, length_struct={"tokens": length}
   )
   batches = packed.batch(c.train.batch_size // c.replicas, drop_remainder=True)
   if c.data.prefetch:
-    batches = experimental.ThreadPrefetchIterDataset(
+    batches = grain.experimental.ThreadPrefetchIterDataset(
       batches, prefetch_buffer_size=c.data.prefetch
     )
   return iter(batches)

@@ -239,6 +239,36 @@ def test_tfds_takes_the_same_path(tiny, tmp_path):
   assert len(half) == len(a) // 2
 
 
+def run_python(program):
+  return subprocess.run(
+    [sys.executable, "-c", program],
+    cwd=ROOT,
+    env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+
+
+def test_reading_text_imports_neither_jax_nor_tensorflow():
+  run = run_python(
+    "import sys; from diloco import config, data;"
+    "c = config.default_config(); c.eval.tokens = 1000;"
+    "data.make_source(c, 'train')[0]; data.make_eval_set(c);"
+    "assert not {'jax', 'tensorflow', 'pandas'} & set(sys.modules), sys.modules"
+  )
+  assert run.returncode == 0, run.stderr
+
+
+def test_a_run_that_crashes_with_batches_ahead_keeps_its_exit_code():
+  run = run_python(
+    "from conftest import tiny_config; from diloco import config, data;"
+    "it = data.make_train_iterator(config.resolve(tiny_config())); next(it);"
+    "raise SystemExit(3)"
+  )
+  assert (run.returncode, run.stderr) == (3, "")
+
+
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
