@@ -142,14 +142,14 @@ def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
 def make_eval_set(c) -> EvalSet:
   """The first `eval.tokens` held-out tokens (all of them if 0), packed in order.
 
-  Where the budget cuts a document, its bytes are counted in proportion to its tokens.
+  Where the budget cuts a document, the bytes of what is left of it are counted.
 
   Raises:
     ConfigError: data are missing or empty.
   """
   source, tokenizer = make_source(c, "eval"), _load(c)
   pieces: list[np.ndarray] = []
-  count, num_bytes = 0, 0.0
+  count, num_bytes = 0, 0
   budget = c.eval.tokens or np.inf
   for i in range(len(source)):
     if count >= budget:
@@ -159,7 +159,10 @@ def make_eval_set(c) -> EvalSet:
     kept = int(min(len(ids), budget - count))
     pieces.append(ids[:kept])
     count += kept
-    num_bytes += len(text.encode("utf-8")) * kept / len(ids)
+    cut = kept < len(ids)
+    num_bytes += (
+      tokenizer.prefix_bytes(text, kept) if cut else len(text.encode("utf-8"))
+    )
   if not count:
     raise ConfigError(
       f"data.source is {c.data.source!r}, whose held-out part is empty; give it more"
@@ -171,7 +174,7 @@ def make_eval_set(c) -> EvalSet:
   weights = np.zeros(shape, np.float32)
   tokens.reshape(-1)[:count] = np.concatenate(pieces)
   weights.reshape(-1)[:count] = 1
-  return EvalSet(tokens, weights, count, round(num_bytes))
+  return EvalSet(tokens, weights, count, num_bytes)
 
 
 def _load(c) -> Tokenizer:

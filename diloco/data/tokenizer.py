@@ -37,6 +37,16 @@ class Tokenizer:
     """The text of ids; special ones vanish."""
     return self._model.decode([int(i) for i in ids])
 
+  def prefix_bytes(self, text: str, num_tokens: int) -> int:
+    """UTF-8 bytes of `text` for which its first tokens stand.
+
+    Exact for every model, normalising ones too. A character that is several tokens,
+    one for each byte, counts when its last one is in.
+    """
+    offsets = self._model.encode_as_offset_mapping(text)["offsets"]
+    end = offsets[num_tokens][0] if num_tokens < len(offsets) else len(text)
+    return len(text[:end].encode("utf-8"))
+
 
 def load_tokenizer(name: str) -> Tokenizer:
   """A tokenizer by path to a .model, or by the name of one in this package.

@@ -10,6 +10,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ml_collections import ConfigDict
 
 from diloco import config as config_lib
@@ -184,6 +186,47 @@ def test_evaluation_counts_every_token_once(numbered):
   cut = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
   assert cut.num_tokens == 10
   np.testing.assert_array_equal(cut.tokens[cut.weights > 0], stream[:10])
+
+
+def test_a_budget_counts_the_bytes_of_its_tokens(numbered):
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  text = data_lib.make_source(numbered, "eval")[0]
+  fields = numbered.to_dict()
+  for budget in (1, 5, 10, 19):
+    fields["eval"]["tokens"] = budget
+    cut = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
+    prefix = tokenizer.decode(tokenizer.encode(text)[:budget])
+    assert cut.num_bytes == len(prefix.encode("utf-8"))
+
+
+def test_bytes_of_a_character_of_several_tokens():
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  # After the space that the model puts first: a, three bytes of one character, b.
+  text, count = "a\u4e16b", len(tokenizer.encode("a\u4e16b"))
+  sizes = [tokenizer.prefix_bytes(text, n) for n in range(count + 2)]
+  assert sizes[0] == 0
+  assert sizes[-4:] == [1, 4, 5, 5]
+  assert sizes == sorted(sizes)
+
+
+TEXT = st.text(
+  # U+2581 is SentencePiece's space.
+  st.characters(exclude_characters="\u2581\0", exclude_categories=["Cs"]),
+  max_size=40,
+)
+
+
+@given(TEXT, st.integers(0, 80))
+def test_bytes_are_those_of_the_decoded_prefix(text, num_tokens):
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  ids = tokenizer.encode(text)
+  assert tokenizer.decode(ids) == text
+  prefix = text.encode("utf-8")[: tokenizer.prefix_bytes(text, num_tokens)]
+  prefix.decode("utf-8")  # Whole characters.
+  # What is left undecoded is at most a character cut within its bytes.
+  decoded = tokenizer.decode(ids[:num_tokens]).encode("utf-8")
+  assert decoded[: len(prefix)] == prefix
+  assert set(decoded[len(prefix) :].decode("utf-8")) <= {"\ufffd"}
 
 
 def test_held_out_documents_are_not_trained_on(tiny):
