@@ -325,6 +325,7 @@ def difference(old: dict, new: dict, prefix: str = "") -> list[str]:
 
 # Smallest value that each numeric field may have.
 _LEAST = {
+  "seed": 0,
   "replicas": 1,
   "sync_every": 1,
   "outer.learning_rate": 0,

@@ -116,9 +116,11 @@ def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
 
   length = c.model.seq_len
   documents = grain.MapDataset.source(source)[replica :: c.replicas]
+  # A seed for each replica: with one for all, shards of one length would be read in
+  # one order, and replicas would see neighbouring documents at the same time.
+  seed = int(np.random.SeedSequence([c.seed, replica]).generate_state(1)[0])
   tokens = (
-    documents.seed(c.seed)
-    .shuffle()
+    documents.shuffle(seed=seed)
     .repeat()
     .map(lambda text: {"tokens": encode_document(tokenizer, text)})
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))

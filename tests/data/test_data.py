@@ -160,6 +160,16 @@ def test_every_position_restores_bit_for_bit(tiny, set_documents, lengths, prefe
     again.close()
 
 
+def test_replicas_read_their_shards_in_orders_of_their_own(tiny, set_documents):
+  set_documents([7] * 40)
+  tiny.model.seq_len = 8
+  # Documents fill sequences: index within the shard, in the order they are read.
+  first_ids = np.stack(batches(config_lib.resolve(tiny), 10))[..., 0]
+  order_0, order_1 = ((first_ids[:, r].ravel() - 10) // 7 // 2 for r in range(2))
+  assert sorted(order_0) == sorted(order_1) == list(range(20))
+  assert np.mean(order_0 == order_1) < 0.5
+
+
 def test_some_replicas_are_the_rows_of_all(tiny):
   c = config_lib.resolve(tiny)
   both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
