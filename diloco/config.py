@@ -139,6 +139,9 @@ def default_config() -> ml_collections.ConfigDict:
   c.data.data_dir = ""
   # A SentencePiece .model by path, or the name of one in diloco/data/tokenizers.
   c.data.tokenizer = "sotu_2048"
+  # Packed sequences of a replica that are shuffled among themselves; 0: none are.
+  # Else the consecutive sequences of a long document fill whole batches.
+  c.data.shuffle_window = 0
   # Batches prepared ahead by a background thread; 0 prepares them in line.
   c.data.prefetch = 2
 
@@ -344,6 +347,7 @@ _LEAST = {
   "model.loss_chunk": 0,
   "model.z_loss": 0,
   "data.prefetch": 0,
+  "data.shuffle_window": 0,
   "eval.every": 0,
   "eval.tokens": 0,
   "eval.batch_size": 1,

@@ -118,9 +118,9 @@ def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
   documents = grain.MapDataset.source(source)[replica :: c.replicas]
   # A seed for each replica: with one for all, shards of one length would be read in
   # one order, and replicas would see neighbouring documents at the same time.
-  seed = int(np.random.SeedSequence([c.seed, replica]).generate_state(1)[0])
+  seeds = np.random.SeedSequence([c.seed, replica]).generate_state(2)
   tokens = (
-    documents.shuffle(seed=seed)
+    documents.shuffle(seed=int(seeds[0]))
     .repeat()
     .map(lambda text: {"tokens": encode_document(tokenizer, text)})
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
@@ -128,6 +128,10 @@ def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
   packed = grain.experimental.ConcatThenSplitIterDataset(
     tokens, length_struct={"tokens": length}
   )
+  if c.data.shuffle_window > 1:
+    packed = grain.experimental.WindowShuffleIterDataset(
+      packed, window_size=c.data.shuffle_window, seed=int(seeds[1])
+    )
   batches = packed.batch(c.train.batch_size // c.replicas, drop_remainder=True)
   if c.data.prefetch:
     batches = grain.experimental.ThreadPrefetchIterDataset(

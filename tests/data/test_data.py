@@ -138,11 +138,14 @@ def set_documents(monkeypatch):
   return set_lengths
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize(("prefetch", "window"), [(0, 0), (3, 0), (0, 5), (3, 5)])
 # With EOS: documents that fill sequences of 8 exactly, always, at times or seldom.
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])
-def test_every_position_restores_bit_for_bit(tiny, set_documents, lengths, prefetch):
+def test_every_position_restores_bit_for_bit(
+  tiny, set_documents, lengths, prefetch, window
+):
   set_documents(lengths)
+  tiny.data.shuffle_window = window
   tiny.model.seq_len, tiny.data.prefetch = 8, prefetch
   c = config_lib.resolve(tiny)
   iterator, positions, expected = data_lib.make_train_iterator(c), [], []
@@ -158,6 +161,18 @@ def test_every_position_restores_bit_for_bit(tiny, set_documents, lengths, prefe
       [next(again) for _ in range(9 - step)], expected[step:]
     )
     again.close()
+
+
+def test_the_window_shuffles_packed_sequences_and_loses_none(tiny, set_documents):
+  set_documents([800])
+  tiny.replicas, tiny.train.batch_size, tiny.model.seq_len = 1, 1, 8
+  plain = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0].tolist()
+  tiny.data.shuffle_window = 20
+  mixed = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0].tolist()
+  for start in range(0, 60, 20):
+    window = slice(start, start + 20)
+    assert plain[window] != mixed[window]
+    assert sorted(plain[window]) == sorted(mixed[window])
 
 
 def test_replicas_read_their_shards_in_orders_of_their_own(tiny, set_documents):
