@@ -33,6 +33,9 @@ def get_config():
   c.train.batch_size = 16
   c.train.steps = 800
 
+  # The addresses are long: without a window, a batch would come from one of them.
+  c.data.shuffle_window = 1024
+
   c.eval.every = 200
   c.eval.tokens = 65_536
   c.checkpoint.every = 200
