@@ -21,7 +21,7 @@ from diloco import hardware, metrics
 from diloco.evaluate import EvalResult
 from diloco.inner import InnerMetrics, learning_rate
 from diloco.model import flops_per_token
-from diloco.outer import Event
+from diloco.sync import Event
 from diloco.wire import ledger as ledger_lib
 
 

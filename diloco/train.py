@@ -20,6 +20,7 @@ from diloco import mesh as mesh_lib
 from diloco import metrics as metrics_lib
 from diloco import outer as outer_lib
 from diloco import state as state_lib
+from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
 from diloco.record import Recorder
 from diloco.wire import ledger as ledger_lib
@@ -61,9 +62,9 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
       params, opt_state, metrics = run.inner_step(
         state.params, state.opt_state, tokens_MxBxL, run.trainable(t)
       )
-      outer, events = state.outer, list[outer_lib.Event]()
+      outer, events = state.outer, list[sync_lib.Event]()
       if run.outer and outer:
-        params, outer, events = outer_lib.outer_step(run.outer, t, params, outer)
+        params, outer, events = sync_lib.outer_step(run.outer, t, params, outer)
       state = state_lib.TrainState(params, opt_state, outer)
       recorder.step(t, metrics, events)
 
@@ -149,7 +150,7 @@ def _restore(run: _Run, checkpoints: Checkpoints):
     if run.outer is None or outer is None or record["finished"]:
       return fresh
     in_flight = {
-      str(p): outer_lib.payload_struct(run.outer, p, fresh.params, outer)
+      str(p): sync_lib.payload_struct(run.outer, p, fresh.params, outer)
       for p in run.outer.schedule.in_flight(step)
     }
     outer = outer_lib.OuterState(outer.theta, outer.opt_state, in_flight)
@@ -176,9 +177,9 @@ def _finish(run: _Run, t: int, state, recorder: Recorder):
   """Receives what is in flight and, if asked for, synchronises everything."""
   if run.outer is None:
     return state
-  params, outer, events = outer_lib.drain(run.outer, t, state.params, state.outer)
+  params, outer, events = sync_lib.drain(run.outer, t, state.params, state.outer)
   if run.config.outer.final_sync:
-    params, outer, more = outer_lib.sync_all(run.outer, t, params, outer)
+    params, outer, more = sync_lib.sync_all(run.outer, t, params, outer)
     events += more
   recorder.events(events)
   return state_lib.TrainState(params, state.opt_state, outer)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco import config as config_lib
-from diloco import hlo, inner, outer, state
+from diloco import hlo, inner, outer, state, sync
 from diloco import mesh as mesh_lib
 
 STEPS = 6
@@ -43,7 +43,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
       tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
       tokens = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
       params, opt_state, metrics = step(params, opt_state, tokens, None)
-      params, outer_state, _ = outer.outer_step(plan, t, params, outer_state)
+      params, outer_state, _ = sync.outer_step(plan, t, params, outer_state)
       found.append(np.asarray(metrics.loss).tolist())
   return found
 
@@ -60,7 +60,7 @@ def traffic(devices: int, **fields) -> dict:
     tokens = jax.device_put(jnp.zeros(shape, jnp.int32), mesh_lib.batch_sharding(mesh))
     key = jax.random.key(0)
     theta, layers = s.outer.theta[0], plan.layers[0]
-    payload = outer.payload_struct(plan, 0, s.params, s.outer)
+    payload = sync.payload_struct(plan, 0, s.params, s.outer)
     programs = {
       "inner": step.lower(s.params, s.opt_state, tokens, None),
       "send": plan.send.lower(s.params, theta, layers, key),

@@ -12,6 +12,7 @@ import pytest
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
+from diloco import sync as sync_lib
 
 LAYERS, WIDTH, ROWS = 5, 6, 7
 
@@ -57,12 +58,12 @@ def run(c, theta, increments, final_sync=False):
     for t, step in enumerate(increments, start=1):
       step_M = jax.tree.map(lambda *x: jnp.stack(x), *[as_jax(u) for u in step])
       params_M = jax.tree.map(jnp.add, params_M, step_M)
-      params_M, state, new = outer_lib.outer_step(outer, t, params_M, state)
+      params_M, state, new = sync_lib.outer_step(outer, t, params_M, state)
       events += new
-    params_M, state, new = outer_lib.drain(outer, len(increments), params_M, state)
+    params_M, state, new = sync_lib.drain(outer, len(increments), params_M, state)
     events += new
     if final_sync:
-      params_M, state, new = outer_lib.sync_all(outer, len(increments), params_M, state)
+      params_M, state, new = sync_lib.sync_all(outer, len(increments), params_M, state)
       events += new
     theta = outer_lib.assemble(outer, state, as_jax(theta))
   get = lambda tree: jax.tree.map(np.asarray, tree)

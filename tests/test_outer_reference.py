@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
+from diloco import sync as sync_lib
 from diloco.fragments import Schedule
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -146,10 +147,10 @@ def run(program: Program, H: int, taus, T: int, start, inner):
     state = outer.init(params_M)
     for t in range(1, T + 1):
       params_M = inner(params_M, t)
-      params_M, state, more = outer_lib.outer_step(outer, t, params_M, state)
+      params_M, state, more = sync_lib.outer_step(outer, t, params_M, state)
       events += more
     before = snapshot(program, outer, params_M, state, events, start)
-    params_M, state, more = outer_lib.drain(outer, T, params_M, state)
+    params_M, state, more = sync_lib.drain(outer, T, params_M, state)
     return before, snapshot(program, outer, params_M, state, events + more, start)
 
 
