@@ -36,10 +36,20 @@ class EvalSet:
 
 
 class TrainIterator:
-  """Endless batches int32 [R, B, L] for R replicas, with an exact position."""
+  """Endless batches int32 [R, B, L] for R replicas, with an exact position.
 
-  def __init__(self, replicas: list[Any]):
+  A replica's batches depend on the config and its id alone, not on which process
+  reads them or what else that process reads. So any division of the replicas over
+  processes gives the same run, and positions, kept by replica id, resume on any
+  other. A process that holds only some sequences of a replica reads that replica's
+  whole stream and takes its rows: B is small and reading is much faster than
+  training, which makes the simple way the exact one.
+  """
+
+  def __init__(self, replicas: dict[int, Any], num_documents: int):
+    """Takes over the replicas' iterators, by replica id and in batch order."""
     self._replicas = replicas
+    self._num_documents = num_documents
     # Also at exit: a thread that the ending interpreter kills inside C++ prints
     # tracebacks, or aborts the process and hides its exit code.
     self._finalizer = weakref.finalize(self, _close_all, replicas)
@@ -48,30 +58,56 @@ class TrainIterator:
     return self
 
   def __next__(self) -> np.ndarray:
-    return np.stack([next(r)["tokens"] for r in self._replicas])
+    return np.stack([next(r)["tokens"] for r in self._replicas.values()])
 
-  def get_state(self) -> list[dict[str, Any]]:
-    """The position after the last batch taken, as JSON."""
-    return [r.get_state() for r in self._replicas]
+  def get_state(self) -> dict[str, dict[str, Any]]:
+    """The position after the last batch taken, as JSON.
 
-  def set_state(self, state: list[dict[str, Any]]) -> None:
-    """Goes to a position from `get_state`: the same batches follow."""
-    if len(state) != len(self._replicas):
+    Returns:
+      For each replica id held here, as a string, the number of training documents and
+      the position in its stream. Updating a dict with those of all processes gives
+      the position of the run.
+    """
+    return {
+      str(i): {"documents": self._num_documents, "position": r.get_state()}
+      for i, r in self._replicas.items()
+    }
+
+  def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Goes to a position from `get_state`: the same batches follow.
+
+    Args:
+      state: positions of at least the replicas held here, of any number of processes.
+
+    Raises:
+      ConfigError: a replica is missing, or the documents are other ones.
+    """
+    missing = [str(i) for i in self._replicas if str(i) not in state]
+    if missing:
       raise ConfigError(
-        f"replicas is {len(self._replicas)}, but the saved data position is of"
-        f" {len(state)} replicas; resume with replicas={len(state)}."
+        f"The saved data position is of replicas {', '.join(state) or '(none)'}, but"
+        f" replica {', '.join(missing)} is to go on; join the positions of all"
+        " processes, or resume with as many replicas as were saved."
       )
-    for replica, position in zip(self._replicas, state):
-      replica.set_state(_tuples(position))
+    for i in self._replicas:
+      saved = state[str(i)]["documents"]
+      if saved != self._num_documents:
+        raise ConfigError(
+          f"The saved data position is in {saved} training documents, but data.source"
+          f" now has {self._num_documents}; restore the former data, or start anew in"
+          " another --workdir."
+        )
+    for i, replica in self._replicas.items():
+      replica.set_state(_tuples(state[str(i)]["position"]))
 
   def close(self) -> None:
     """Ends the background threads; the iterator cannot be used any more."""
     self._finalizer()
 
 
-def _close_all(replicas: list[Any]) -> None:
+def _close_all(replicas: dict[int, Any]) -> None:
   while replicas:
-    replicas.pop().close()
+    replicas.popitem()[1].close()
 
 
 def _tuples(position):
@@ -92,7 +128,8 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
 
   Args:
     c: resolved config.
-    replica_ids: which replicas' shards to read, default all M.
+    replica_ids: whose batches, in the order of R; default all M. A process of a
+      larger run gives the replicas that it trains, wholly or in part.
 
   Returns:
     An iterator of int32 [R, train.batch_size / M, L].
@@ -107,7 +144,14 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
       f" {len(source)} training documents; use at most that many replicas."
     )
   ids = range(c.replicas) if replica_ids is None else replica_ids
-  return TrainIterator([_shard(c, source, tokenizer, r) for r in ids])
+  for r in ids:
+    if not 0 <= r < c.replicas:
+      raise ConfigError(
+        f"replicas is {c.replicas}, but the data of replica {r} are asked for; choose"
+        f" ids from 0 to {c.replicas - 1}."
+      )
+  shards = {r: _shard(c, source, tokenizer, r) for r in ids}
+  return TrainIterator(shards, len(source))
 
 
 def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):

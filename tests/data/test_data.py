@@ -191,6 +191,58 @@ def test_some_replicas_are_the_rows_of_all(tiny):
   np.testing.assert_array_equal([b[1:] for b in both], second)
 
 
+def split_positions(c, groups, steps):
+  """The joined position after some steps of processes with the given replicas."""
+  position = {}
+  for ids in groups:
+    iterator = data_lib.make_train_iterator(c, replica_ids=ids)
+    for _ in range(steps):
+      next(iterator)
+    position.update(json.loads(json.dumps(iterator.get_state())))
+    iterator.close()
+  return position
+
+
+GROUPS = ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3], [1], [2], [0]], [[2, 0, 3], [1]])
+
+
+@pytest.mark.parametrize("before", GROUPS)
+def test_any_division_into_processes_goes_on_from_any_other(numbered, before):
+  fields = numbered.to_dict()
+  fields["replicas"], fields["overlap"]["taus"] = 4, ()
+  c = config_lib.resolve(ConfigDict(fields))
+  # 14 batches of 8 tokens are beyond the first epoch of each replica.
+  expected = np.stack(batches(c, 20))
+  position = split_positions(c, before, steps=14)
+  for after in GROUPS:
+    for ids in after:
+      iterator = data_lib.make_train_iterator(c, replica_ids=ids)
+      iterator.set_state(position)
+      rows = np.stack([next(iterator) for _ in range(6)])
+      iterator.close()
+      np.testing.assert_array_equal(rows, expected[14:, ids])
+
+
+def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
+  set_documents([7] * 12)
+  c = config_lib.resolve(tiny)
+  position = split_positions(c, [[1]], steps=1)
+  iterator = data_lib.make_train_iterator(c)
+  with pytest.raises(ConfigError, match="is of replicas 1, but replica 0 is to go on"):
+    iterator.set_state(position)
+  iterator.close()
+  set_documents([7] * 13)
+  iterator = data_lib.make_train_iterator(c, replica_ids=[1])
+  with pytest.raises(ConfigError, match="in 12 training documents, but"):
+    iterator.set_state(position)
+  iterator.close()
+
+
+def test_the_data_of_a_replica_that_is_not_there_are_refused(tiny):
+  with pytest.raises(ConfigError, match="data of replica 2 are asked for"):
+    data_lib.make_train_iterator(config_lib.resolve(tiny), replica_ids=[2])
+
+
 def test_evaluation_counts_every_token_once(numbered):
   c = numbered
   source, tokenizer = (
