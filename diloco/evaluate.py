@@ -56,7 +56,9 @@ def make_evaluate(c, mesh, eval_set):
 
   def evaluate(params) -> EvalResult:
     sums = [
-      batch_loss(params, *jax.device_put((tokens, weights), sharding))
+      batch_loss(
+        params, mesh_lib.place(tokens, sharding), mesh_lib.place(weights, sharding)
+      )
       for tokens, weights in zip(eval_set.tokens, eval_set.weights)
     ]
     total = float(np.sum(jax.device_get(sums), dtype=np.float64))

@@ -3,9 +3,13 @@
 python -m diloco.main --config=configs/sample.py --workdir=/tmp/sample
 python -m diloco.main --config=configs/sample.py --workdir=/tmp/dp \\
   --config.algorithm=data_parallel
+
+Several processes train together when each is started with --coordinator,
+--num_processes and --process_id, or with --distributed=auto; see docs/cluster.md.
 """
 
 import sys
+import traceback
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -20,6 +24,24 @@ _WORKDIR = flags.DEFINE_string(
   None,
   "Where checkpoints, metrics and the summary go; resumed if it exists.",
 )
+_COORDINATOR = flags.DEFINE_string(
+  "coordinator", None, "host:port of process 0, for a run of several processes."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+  "num_processes", None, "Processes of the run, all together.", lower_bound=1
+)
+_PROCESS_ID = flags.DEFINE_integer(
+  "process_id", None, "Which of them this is, from 0.", lower_bound=0
+)
+_DISTRIBUTED = flags.DEFINE_enum(
+  "distributed",
+  "manual",
+  ["manual", "auto"],
+  "auto: coordinator, number and id come from Slurm, Open MPI, GKE or Cloud TPU.",
+)
+_TIMEOUT = flags.DEFINE_integer(
+  "initialization_timeout", 300, "Seconds for all processes to come.", lower_bound=1
+)
 
 
 def main(argv) -> None:
@@ -27,13 +49,31 @@ def main(argv) -> None:
     raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
   # After the flags are parsed, so that --help and flag errors answer at once.
-  from diloco import record, train
+  from diloco import distributed, record, train
 
+  peers = distributed.Peers()
   try:
-    train.train(_CONFIG.value, str(_WORKDIR.value))
-  except (ConfigError, record.TrainingDiverged) as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2 if isinstance(error, ConfigError) else 1)
+    peers = distributed.initialize(
+      _COORDINATOR.value,
+      _NUM_PROCESSES.value,
+      _PROCESS_ID.value,
+      auto=_DISTRIBUTED.value == "auto",
+      timeout=_TIMEOUT.value,
+      remedy=f"The same command goes on from the last checkpoint in {_WORKDIR.value}.",
+    )
+    train.train(_CONFIG.value, str(_WORKDIR.value), peers)
+    peers.close()
+  except (ConfigError, record.TrainingDiverged, distributed.ProcessLost) as error:
+    distributed.say(f"error: {error}")
+    code = 2 if isinstance(error, ConfigError) else 1
+    peers.fail(str(error), code)
+    sys.exit(code)
+  except Exception as error:
+    if peers.count == 1:
+      raise
+    peers.await_loss()
+    traceback.print_exc()
+    peers.fail(f"{type(error).__name__}: {error}")
 
 
 def parse_flags(argv):

@@ -123,6 +123,31 @@ def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False)
   return jax.tree.map(place, opt_state, is_leaf=like_params)
 
 
+def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """An array that every process has puts its parts on the devices.
+
+  Unlike device_put on several processes, nothing is compared or exchanged: a process
+  may leave out what belongs on the devices of others.
+  """
+  return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def local_replicas(c, mesh: Mesh) -> list[int]:
+  """The replicas of whose batches this process's devices take a part."""
+  batch_M = np.zeros((c.replicas, c.train.batch_size // c.replicas), np.int32)
+  batch_M += np.arange(c.replicas, dtype=np.int32)[:, None]
+  batch = by_replica(c, batch_M)
+  indices = batch_sharding(mesh).addressable_devices_indices_map(batch.shape)
+  return sorted({int(r) for index in indices.values() for r in np.unique(batch[index])})
+
+
+def by_replica(c, tokens_MxB: np.ndarray) -> np.ndarray:
+  """Data-parallel's one replica takes the batches of all M: [1, M B, ...]."""
+  if c.algorithm != "data_parallel":
+    return tokens_MxB
+  return tokens_MxB.reshape(1, -1, *tokens_MxB.shape[2:])
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`."""
   return NamedSharding(mesh, P(REPLICA, FSDP))

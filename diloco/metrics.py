@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -18,10 +19,19 @@ class MetricsWriter:
   checkpoint appear again, with the same numbers, and `read` keeps the last.
   """
 
-  def __init__(self, workdir: pathlib.Path, c: ml_collections.FrozenConfigDict):
-    self._file = (workdir / "metrics.jsonl").open("a")
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    c: ml_collections.FrozenConfigDict,
+    enabled: bool = True,
+  ):
+    """Opens the files; not `enabled`, on all processes but one, it writes nothing."""
+    path = workdir / "metrics.jsonl" if enabled else pathlib.Path(os.devnull)
+    self._file = path.open("a")
     self._tensorboard: Any = None
     self._wandb: Any = None
+    if not enabled:
+      return
     if c.log.tensorboard:
       import tensorboardX
 

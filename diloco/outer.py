@@ -208,7 +208,7 @@ def make_outer(c, mesh) -> Outer:
     return put(params_M, part_M, layers)
 
   layers = tuple(
-    jax.device_put(np.asarray(f.layers, np.int32), whole) for f in fragments
+    mesh_lib.place(np.asarray(f.layers, np.int32), whole) for f in fragments
   )
   return Outer(
     schedule=config_lib.make_schedule(c),

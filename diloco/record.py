@@ -1,7 +1,8 @@
 """What a run says while it runs and at its end.
 
 Device metrics are fetched one step late, so that logging never waits for the step
-that was just launched.
+that was just launched. Of several processes each reads the metrics of its replicas;
+process 0 writes them once it has those of all.
 """
 
 import collections
@@ -18,6 +19,7 @@ import tqdm
 
 from diloco import config as config_lib
 from diloco import hardware, metrics
+from diloco.distributed import Peers
 from diloco.evaluate import EvalResult
 from diloco.inner import InnerMetrics, learning_rate
 from diloco.model import flops_per_token
@@ -32,10 +34,12 @@ class TrainingDiverged(RuntimeError):
 class Recorder:
   """Progress bar, metrics files, divergence check, byte ledger and summary."""
 
-  def __init__(self, c, workdir: pathlib.Path, start: int, ledger, last_checkpoint):
+  def __init__(
+    self, c, workdir: pathlib.Path, start: int, ledger, last_checkpoint, peers: Peers
+  ):
     self._config, self._workdir = c, workdir
-    self._ledger, self._last_checkpoint = ledger, last_checkpoint
-    self._writer = metrics.MetricsWriter(workdir, c)
+    self._ledger, self._last_checkpoint, self._peers = ledger, last_checkpoint, peers
+    self._writer = metrics.MetricsWriter(workdir, c, enabled=peers.index == 0)
     self._schedule = learning_rate(c)
     self._pending: collections.deque = collections.deque()
     self._tokens_per_step = c.train.batch_size * c.model.seq_len
@@ -52,6 +56,7 @@ class Recorder:
       unit="step",
       desc=c.algorithm,
       dynamic_ncols=True,
+      disable=peers.index > 0,
       mininterval=0.2 if sys.stderr.isatty() else 15,
     )
 
@@ -59,12 +64,14 @@ class Recorder:
     """Takes note of inner step t and of what was sent and received after it."""
     self._pending.append((t, inner, events))
     while len(self._pending) > 1:
-      self._write_oldest()
+      self._report_oldest()
+    self._write(wait=False)
 
   def flush(self) -> None:
     """Waits for all steps and writes them."""
     while self._pending:
-      self._write_oldest()
+      self._report_oldest()
+    self._write(wait=True)
     self._writer.flush()
 
   @contextlib.contextmanager
@@ -82,35 +89,53 @@ class Recorder:
 
   def events(self, events: list[Event]) -> None:
     """Writes sends and receives, and books the bytes."""
+    self._report_events(events)
+    self._write(wait=True)
+
+  def _report_oldest(self) -> None:
+    t, inner, events = self._pending.popleft()
+    values = {k: _local(v) for k, v in inner._asdict().items()}
+    self._check_finite(t, values["loss"], "loss")
+    self._check_finite(t, values["grad_norm"], "gradient norm")
+    rate = self._tick()
+    self._report_events(events)
+    extra = {"bytes_sent": self._ledger.total, "tokens_per_s": rate}
+    self._peers.report(["step", t, values, extra])
+
+  def _report_events(self, events: list[Event]) -> None:
     for event in events:
-      values = {k: np.asarray(v).tolist() for k, v in event.metrics.items()}
+      values = {k: _local(v) for k, v in event.metrics.items()}
+      extra = {"fragment": event.fragment}
       if event.kind == "send":
         sent = self._ledger.record(event.fragment, event.step, event.payload_bytes)
-        values["bytes"] = sent
+        extra["bytes"] = sent
         self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
       else:
         self._last_sync = f"fragment {event.fragment} @ {event.step}"
-      self._writer.write(event.kind, event.step, {"fragment": event.fragment, **values})
+      self._peers.report([event.kind, event.step, values, extra])
 
-  def _write_oldest(self) -> None:
-    t, inner, events = self._pending.popleft()
-    inner = jax.device_get(inner)
-    self._check_finite(t, inner.loss.tolist(), "loss")
-    self._check_finite(t, inner.grad_norm.tolist(), "gradient norm")
-    rate = self._tick()
-    self.events(events)
-    loss = float(inner.loss.mean())
+  def _write(self, wait: bool) -> None:
+    """Writes what all processes have reported; process 0 only."""
+    for reports in self._peers.reports(wait):
+      kind, step, _, extra = reports[0]
+      values = {k: _join([r[2][k] for r in reports]) for k in reports[0][2]}
+      if kind == "step":
+        self._write_step(step, values, extra)
+      else:
+        self._writer.write(kind, step, {**extra, **values})
+
+  def _write_step(self, t: int, inner: dict[str, list[float]], extra: dict) -> None:
+    loss, rate = float(np.mean(inner["loss"])), extra["tokens_per_s"]
     if t % self._config.log.every == 0:
       values = {
         "tokens": t * self._tokens_per_step,
         "loss": loss,
-        "loss_per_replica": inner.loss.tolist(),
-        "grad_norm": float(inner.grad_norm.mean()),
-        "grad_norm_per_replica": inner.grad_norm.tolist(),
-        "update_norm": float(inner.update_norm.mean()),
+        "loss_per_replica": inner["loss"],
+        "grad_norm": float(np.mean(inner["grad_norm"])),
+        "grad_norm_per_replica": inner["grad_norm"],
+        "update_norm": float(np.mean(inner["update_norm"])),
         "learning_rate": float(self._schedule(t - 1)),
-        "bytes_sent": self._ledger.total,
-        "tokens_per_s": rate,
+        **extra,
       }
       if self._peak and rate:
         values["mfu"] = rate * flops_per_token(self._config) / self._peak
@@ -130,8 +155,8 @@ class Recorder:
     self._clock = now
     return self._steps * self._tokens_per_step / self._busy if self._steps else None
 
-  def _check_finite(self, t: int, per_replica: list[float], what: str) -> None:
-    for m, value in enumerate(per_replica):
+  def _check_finite(self, t: int, per_replica: list, what: str) -> None:
+    for m, value in per_replica:
       if not math.isfinite(value):
         self._writer.flush()
         saved = self._last_checkpoint()
@@ -207,3 +232,22 @@ class Recorder:
   def close(self) -> None:
     self._bar.close()
     self._writer.close()
+
+
+def _local(x: jax.Array) -> Any:
+  """What of a metric this process tells: [replica, value] pairs, or a number."""
+  if x.ndim == 0:
+    return float(np.asarray(x))
+  pairs: list[tuple[int, float]] = []
+  for shard in x.addressable_shards:
+    if shard.replica_id == 0:  # Copies lie on the other devices of the replica.
+      values = np.asarray(shard.data).tolist()
+      pairs += enumerate(values, start=shard.index[0].start or 0)
+  return pairs
+
+
+def _join(parts: list[Any]) -> Any:
+  """One metric of all replicas, from what `_local` found on every process."""
+  if not isinstance(parts[0], list):
+    return parts[0]
+  return [value for _, value in sorted(dict(p for part in parts for p in part).items())]

@@ -5,11 +5,11 @@ import dataclasses
 import json
 import pathlib
 import signal
-import sys
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from diloco import config as config_lib
 from diloco import data as data_lib
@@ -22,17 +22,21 @@ from diloco import outer as outer_lib
 from diloco import state as state_lib
 from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
+from diloco.distributed import Peers, say
 from diloco.record import Recorder
 from diloco.wire import ledger as ledger_lib
 
 
-def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
+def train(
+  config, workdir: str | pathlib.Path, peers: Peers | None = None
+) -> dict[str, Any]:
   """Trains a model as `config` says, resuming from `workdir` if it has a checkpoint.
 
   Args:
     config: ConfigDict with the fields of `default_config`.
     workdir: receives checkpoints/, metrics.jsonl, tensorboard/, loss.png and
-      summary.json.
+      summary.json. Several processes need one that all of them see.
+    peers: the processes that train together, all in this function; default this one.
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early.
@@ -43,22 +47,24 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
   """
   c = config_lib.resolve(config)
   workdir = pathlib.Path(workdir)
-  stop = _StopOnSigterm()
+  peers = peers or Peers()
+  stop = _StopOnSigterm(peers)
   mesh = mesh_lib.make_mesh(c)
-  with jax.set_mesh(mesh), contextlib.closing(data_lib.make_train_iterator(c)) as data:
-    run = _build(c, mesh, data)
+  shards = data_lib.make_train_iterator(c, mesh_lib.local_replicas(c, mesh))
+  with jax.set_mesh(mesh), contextlib.closing(shards) as data:
+    run = _build(c, mesh, data, peers)
     workdir.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(workdir, c)
     start, state, record = _restore(run, checkpoints)
     ledger = ledger_lib.Ledger(**record["ledger"])
-    recorder = Recorder(c, workdir, start, ledger, lambda: checkpoints.latest)
+    recorder = Recorder(c, workdir, start, ledger, lambda: checkpoints.latest, peers)
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.
       checkpoints.save(t, state, _record(run, ledger, finished))
 
     for t in range(start + 1, c.train.steps + 1):
-      tokens_MxBxL = jax.device_put(_by_replica(c, next(run.data)), run.batch_sharding)
+      tokens_MxBxL = _to_devices(run, next(run.data))
       params, opt_state, metrics = run.inner_step(
         state.params, state.opt_state, tokens_MxBxL, run.trainable(t)
       )
@@ -71,15 +77,17 @@ def train(config, workdir: str | pathlib.Path) -> dict[str, Any]:
       if c.eval.every and t % c.eval.every == 0 and t < c.train.steps:
         with recorder.pause():
           recorder.evaluation(t, {"outer": run.evaluate(run.outer_params(state))})
-      last = stop.requested or t == c.train.steps
+      stopping = stop.agreed(t) and t < c.train.steps
+      last = stopping or t == c.train.steps
       if not last and c.checkpoint.every and t % c.checkpoint.every == 0:
         with recorder.pause():
           save(t)
-      if stop.requested and t < c.train.steps:
+      if stopping:
         save(t)
         checkpoints.close()
         recorder.close()
-        _say(f"SIGTERM: saved step {t} in {workdir}; the same command goes on.")
+        if peers.index == 0:
+          say(f"SIGTERM: saved step {t} in {workdir}; the same command goes on.")
         return {}
 
     if not record["finished"]:
@@ -104,6 +112,7 @@ class _Run:
   outer: outer_lib.Outer | None
   evaluate: Any
   batch_sharding: Any
+  peers: Peers
 
   def trainable(self, t: int):
     """FedPart's mask for inner step t, None without it."""
@@ -121,7 +130,7 @@ class _Run:
     return outer_lib.assemble(self.outer, state.outer, like)
 
 
-def _build(c, mesh, data) -> _Run:
+def _build(c, mesh, data, peers: Peers) -> _Run:
   """Data, programs and evaluation; every error of the config comes from here."""
   tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
   eval_set = data_lib.make_eval_set(c)
@@ -137,6 +146,7 @@ def _build(c, mesh, data) -> _Run:
     outer=outer_lib.make_outer(c, mesh) if streaming else None,
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     batch_sharding=mesh_lib.batch_sharding(mesh),
+    peers=peers,
   )
 
 
@@ -161,13 +171,17 @@ def _restore(run: _Run, checkpoints: Checkpoints):
     ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas))
     return 0, fresh, {"ledger": ledger, "finished": False}
   run.data.set_state(restored.record["data"])
-  _say(f"Going on from the checkpoint of step {restored.step}.")
+  if run.peers.index == 0:
+    say(f"Going on from the checkpoint of step {restored.step}.")
   return restored.step, restored.state, restored.record
 
 
 def _record(run: _Run, ledger: ledger_lib.Ledger, finished: bool) -> dict[str, Any]:
+  position = dict[str, Any]()
+  for part in run.peers.all_gather(run.data.get_state()):
+    position.update(part)
   return {
-    "data": run.data.get_state(),
+    "data": position,
     "ledger": dataclasses.asdict(ledger),
     "finished": finished,
   }
@@ -204,34 +218,40 @@ def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
     )
     text = run.tokenizer.decode([*prompt, *ids])
   title = f"{c.algorithm}, M={c.replicas}, H={c.sync_every}"
-  picture = metrics_lib.plot_loss(workdir, title)
   summary = recorder.summary(results)
-  (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-  recorder.report(summary, results["outer"], text, picture)
+  if run.peers.index == 0:
+    picture = metrics_lib.plot_loss(workdir, title)
+    (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    recorder.report(summary, results["outer"], text, picture)
   return summary
 
 
-def _by_replica(c, tokens_MxBxL: np.ndarray) -> np.ndarray:
-  """Data-parallel's one replica takes the batches of all M: [1, M B, L]."""
-  if c.algorithm != "data_parallel":
-    return tokens_MxBxL
-  return tokens_MxBxL.reshape(1, -1, tokens_MxBxL.shape[-1])
-
-
-def _say(line: str) -> None:
-  print(line, file=sys.stderr)
+def _to_devices(run: _Run, tokens_RxBxL: np.ndarray) -> jax.Array:
+  """The global batch [M, B, L], from those replicas that this process reads."""
+  c = run.config
+  tokens_MxBxL = np.zeros((c.replicas, *tokens_RxBxL.shape[1:]), np.int32)
+  tokens_MxBxL[mesh_lib.local_replicas(c, run.mesh)] = tokens_RxBxL
+  return mesh_lib.place(mesh_lib.by_replica(c, tokens_MxBxL), run.batch_sharding)
 
 
 class _StopOnSigterm:
   """Notes that SIGTERM came; the loop saves and ends after its step."""
 
-  def __init__(self):
-    self.requested = False
+  def __init__(self, peers: Peers):
+    self._alone, self._requested = peers.count == 1, False
+    if not self._alone:
+      return  # JAX notes the signal and lets all processes agree on a step.
     try:
       signal.signal(signal.SIGTERM, self._note)
     except ValueError:
-      _say("Not in the main thread: SIGTERM will not save a checkpoint.")
+      say("Not in the main thread: SIGTERM will not save a checkpoint.")
+
+  def agreed(self, t: int) -> bool:
+    """Whether all processes end after step t; to be asked after every step."""
+    if self._alone:
+      return self._requested
+    return multihost_utils.reached_preemption_sync_point(t)
 
   def _note(self, signum, frame):
     del signum, frame
-    self.requested = True
+    self._requested = True

@@ -1,0 +1,115 @@
+"""Starts N processes of one run on this machine.
+
+  python scripts/launch_local.py -n 4 -- --config=configs/sample.py --workdir=/tmp/run
+
+Everything after `--` goes to every `diloco.main`. Their output lines are prefixed with
+the number of the process. When one fails the others get a few seconds to say so
+themselves and are ended then; SIGTERM and SIGINT are passed on to all. The exit code
+is that of the first that failed. With --devices=K each has K forced CPU devices.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+GRACE = 20.0  # Seconds to end by themselves after one has failed.
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("-n", type=int, required=True, help="number of processes")
+  parser.add_argument("--devices", type=int, default=0, help="CPU devices of each")
+  parser.add_argument("args", nargs="+", help="-- and the arguments of diloco.main")
+  options = parser.parse_args()
+  if options.n < 1:
+    parser.error(f"-n is {options.n}; start at least 1 process")
+  port = free_port()
+  processes = [start(i, options, port) for i in range(options.n)]
+  forward_signals(processes)
+  threads = [
+    threading.Thread(target=copy, args=(i, p.stdout)) for i, p in enumerate(processes)
+  ]
+  for thread in threads:
+    thread.start()
+  code = wait(processes)
+  for thread in threads:
+    thread.join()
+  return code
+
+
+def free_port() -> int:
+  with socket.socket() as s:
+    s.bind(("", 0))
+    return s.getsockname()[1]
+
+
+def start(i: int, options, port: int) -> subprocess.Popen:
+  env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+  if options.devices:
+    flag = f"--xla_force_host_platform_device_count={options.devices}"
+    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
+  return subprocess.Popen(
+    [
+      sys.executable,
+      "-m",
+      "diloco.main",
+      f"--coordinator=localhost:{port}",
+      f"--num_processes={options.n}",
+      f"--process_id={i}",
+      *options.args,
+    ],
+    env=env,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    start_new_session=True,  # Ctrl-C reaches them once, through us.
+  )
+
+
+def copy(i: int, stream) -> None:
+  """Prints a process's lines; a progress bar's carriage returns end lines as well."""
+  for line in iter(stream.readline, b""):
+    for part in line.decode(errors="replace").splitlines():
+      if part.strip():
+        sys.stdout.write(f"[{i}] {part}\n")
+    sys.stdout.flush()
+
+
+def forward_signals(processes: list[subprocess.Popen]) -> None:
+  def forward(signum, frame):
+    del frame
+    for p in processes:
+      if p.poll() is None:
+        p.send_signal(signum)
+
+  signal.signal(signal.SIGTERM, forward)
+  signal.signal(signal.SIGINT, forward)
+
+
+def wait(processes: list[subprocess.Popen]) -> int:
+  """Waits for all; after a failure ends what is left. Returns the exit code."""
+  code, deadline = 0, None
+  while any(p.poll() is None for p in processes):
+    for i, p in enumerate(processes):
+      if p.poll() and not code:
+        # A signal as the shell tells it.
+        code = p.returncode if p.returncode > 0 else 128 - p.returncode
+        deadline = time.monotonic() + GRACE
+        how = f"code {code}" if p.returncode > 0 else f"signal {-p.returncode}"
+        print(f"process {i} ended with {how}.", file=sys.stderr)
+    if deadline and time.monotonic() > deadline:
+      for p in processes:
+        if p.poll() is None:
+          p.kill()
+    time.sleep(0.1)
+  return code or next((abs(p.returncode) for p in processes if p.returncode), 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
