@@ -49,6 +49,10 @@ def default_config() -> ml_collections.ConfigDict:
   # alpha, the weight of the local parameters in the merge: 0 discards the local
   # updates made during the overlap, 0.5 averages, 1 never listens.
   c.overlap.alpha = 0.0
+  # device: devices exchange payloads while they train and hold the outer state.
+  # host: processes exchange them over TCP, and hosts hold the outer state. Both give
+  # the same results; see diloco/transport.py.
+  c.overlap.transport = "device"
 
   c.outer = ml_collections.ConfigDict()
   # nesterov, sgd or the name of an optax optimizer (adam, lion, ...).
@@ -225,6 +229,7 @@ def validate(c) -> None:
   _choice("algorithm", c.algorithm, ALGORITHMS)
   _choice("wire.rounding", c.wire.rounding, ("nearest", "stochastic"))
   _choice("wire.exchange", c.wire.exchange, ("gather", "psum"))
+  _choice("overlap.transport", c.overlap.transport, ("device", "host"))
   _choice(
     "inner.weight_decay_scaling", c.inner.weight_decay_scaling, ("schedule", "rate")
   )
@@ -238,6 +243,11 @@ def validate(c) -> None:
     value = _get(c, field)
     if not 0 <= value <= 1:
       raise ConfigError(f"{field} is {value}; choose a value from 0 to 1.")
+  if c.overlap.transport == "host" and c.wire.exchange == "psum":
+    raise ConfigError(
+      "overlap.transport is host, but wire.exchange is psum, which reduces on the"
+      " devices; choose gather."
+    )
   if not 0 < c.wire.density <= 1:
     raise ConfigError(
       f"wire.density is {c.wire.density}; choose a share above 0 and up to 1."

@@ -168,6 +168,19 @@ class Schedule:
           flying[p] = sent
     return flying
 
+  def hiding_steps(self, t: int) -> int:
+    """Inner steps that hide the exchange of what is sent at the end of step t.
+
+    They end at the next send or arrival of any fragment; 0 if nothing is sent at t
+    or if it is waited for.
+    """
+    if not self.sends(t) or min(self.taus) == 0:
+      return 0
+    k = 1
+    while not self.sends(t + k) and not self.arrivals(t + k):
+      k += 1
+    return k
+
   def last_outer_step(self, p: int, t: int) -> int:
     """The step of fragment p's most recent outer update, 0 if none by step t."""
     newest = t - min(self.taus) - self.offset(p)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.config import ConfigError, trained_replicas
 
 REPLICA, FSDP = "replica", "fsdp"
+AXIS_TYPES = (AxisType.Auto,) * 2
 
 
 def make_mesh(c, devices=None) -> Mesh:
@@ -61,7 +62,7 @@ def make_mesh(c, devices=None) -> Mesh:
       f" choose a multiple of {n}."
     )
   grid = np.asarray(devices).reshape(replica, fsdp)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=(AxisType.Auto,) * 2)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
 def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:

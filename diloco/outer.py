@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco.fragments import Fragment, Schedule
+from diloco.transport import Transport, make_transport
 from diloco.wire import exchange
 from diloco.wire.payload import make_codec_from_config
 
@@ -53,12 +53,11 @@ class Outer:
 
   schedule: Schedule
   fragments: tuple[Fragment, ...]
-  layers: tuple[jax.Array, ...]  # int32 (n,) per fragment.
+  layers: tuple[np.ndarray, ...]  # int32 (n,) per fragment.
   seed: int
-  payload_sharding: NamedSharding
+  transport: Transport
   init: Any
   send: Any
-  update: Any
   merge: Any
 
 
@@ -131,32 +130,26 @@ def make_outer(c, mesh) -> Outer:
   """Builds the outer step of a resolved config on a mesh.
 
   Raises:
-    ConfigError: a name is unknown.
+    ConfigError: a name is unknown, or the transport does not fit the processes.
   """
-  optimizer = make_optimizer(c)
-  codec = make_codec_from_config(c)
+  optimizer, codec = make_optimizer(c), make_codec_from_config(c)
   alpha, replicas = c.overlap.alpha, config_lib.trained_replicas(c)
   fragments = config_lib.make_fragments(c)
-  whole = NamedSharding(mesh, P())
-
-  def constrain(theta, opt_state):
-    place = jax.lax.with_sharding_constraint
-    return (
-      place(theta, mesh_lib.shardings(theta, mesh)),
-      place(opt_state, mesh_lib.optimizer_shardings(opt_state, theta, mesh)),
-    )
+  layers = tuple(np.asarray(f.layers, np.int32) for f in fragments)
+  transport = make_transport(c, mesh, lambda m: make_update(c, optimizer, codec, m))
 
   @jax.jit
   def init_fragment(params_M, like, layers):
     theta = jax.tree.map(
       lambda x: x[0].astype(jnp.float32), take(params_M, like, layers)
     )
-    return constrain(theta, optimizer.init(theta))
+    return _constrain(mesh, theta, optimizer.init(theta))
 
   def init(params_M: Tree) -> OuterState:
     """Outer parameters = the first replica's, which all replicas share at start."""
     pairs = [
-      init_fragment(params_M, _structure(f), ids) for f, ids in zip(fragments, layers)
+      transport.keep(init_fragment(params_M, _structure(f), ids))
+      for f, ids in zip(fragments, layers)
     ]
     thetas, opt_states = zip(*pairs)
     return OuterState(tuple(thetas), tuple(opt_states), {})
@@ -179,24 +172,7 @@ def make_outer(c, mesh) -> Outer:
       "outer_grad_norm": delta_norm_M,
       "quantization_error": error_M / jnp.maximum(delta_norm_M, 1e-30),
     }
-    place = exchange.transmitted(mesh, c.wire.exchange)
-    return jax.lax.with_sharding_constraint(payload, place), metrics
-
-  def update(theta, opt_state, payload):
-    """Lines 10 and 11: decode, mean in float32, outer optimizer."""
-    if c.wire.exchange == "psum":
-      delta, cosine = exchange.reduce_own(codec, mesh, payload, theta, replicas)
-    else:
-      delta_M = exchange.decode_all(codec, mesh, payload, theta)
-      delta, cosine = _mean(delta_M), _mean_cosine(delta_M)
-    updates, opt_state = optimizer.update(delta, opt_state, theta)
-    theta, opt_state = constrain(optax.apply_updates(theta, updates), opt_state)
-    metrics = {
-      "outer_grad_mean_norm": optax.tree.norm(delta),
-      "outer_update_norm": optax.tree.norm(updates),
-      "outer_grad_cosine": cosine,
-    }
-    return theta, opt_state, metrics
+    return payload, metrics
 
   def merge(params_M, theta, layers, mask_M):
     """Line 12, for the replicas in `mask_M`."""
@@ -207,19 +183,54 @@ def make_outer(c, mesh) -> Outer:
     )
     return put(params_M, part_M, layers)
 
-  layers = tuple(
-    mesh_lib.place(np.asarray(f.layers, np.int32), whole) for f in fragments
-  )
   return Outer(
     schedule=config_lib.make_schedule(c),
     fragments=fragments,
     layers=layers,
     seed=c.seed,
-    payload_sharding=exchange.transmitted(mesh, c.wire.exchange),
+    transport=transport,
     init=init,
     send=send,
-    update=jax.jit(update, donate_argnums=(0, 1)),
     merge=jax.jit(merge, donate_argnums=0),
+  )
+
+
+def make_update(c, optimizer: optax.GradientTransformation, codec, mesh: Mesh):
+  """Lines 10 and 11: decode, mean in float32, outer optimizer.
+
+  Args:
+    c: resolved config.
+    optimizer: the outer optimizer.
+    codec: from `make_codec_from_config`.
+    mesh: where the outer state lies.
+
+  Returns:
+    update(theta, opt_state, payload) -> (theta, opt_state, metrics), not compiled.
+  """
+
+  def update(theta, opt_state, payload):
+    if c.wire.exchange == "psum":
+      delta, cosine = exchange.reduce_own(codec, mesh, payload, theta, c.replicas)
+    else:
+      delta_M = exchange.decode_all(codec, mesh, payload, theta)
+      delta, cosine = _mean(delta_M), _mean_cosine(delta_M)
+    updates, opt_state = optimizer.update(delta, opt_state, theta)
+    theta, opt_state = _constrain(mesh, optax.apply_updates(theta, updates), opt_state)
+    metrics = {
+      "outer_grad_mean_norm": optax.tree.norm(delta),
+      "outer_update_norm": optax.tree.norm(updates),
+      "outer_grad_cosine": cosine,
+    }
+    return theta, opt_state, metrics
+
+  return update
+
+
+def _constrain(mesh: Mesh, theta: Tree, opt_state: Tree):
+  place = jax.lax.with_sharding_constraint
+  return (
+    place(theta, mesh_lib.shardings(theta, mesh)),
+    place(opt_state, mesh_lib.optimizer_shardings(opt_state, theta, mesh)),
   )
 
 
@@ -236,7 +247,7 @@ def assemble(outer: Outer, state: OuterState, like: Tree) -> Tree:
   """
   full_M = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), jnp.float32), like)
   for theta, layers in zip(state.theta, outer.layers):
-    full_M = _place(full_M, theta, layers)
+    full_M = _place(full_M, outer.transport.fetch(theta), layers)
   return jax.tree.map(lambda x: x[0], full_M)
 
 

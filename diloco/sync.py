@@ -8,9 +8,11 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco.outer import Outer, OuterState
+from diloco.wire import exchange
 
 Tree = Any
 
@@ -54,7 +56,7 @@ def outer_step(
     if outer.schedule.is_outer_step(p, t):
       state, event = receive_fragment(outer, t, p, state)
       events.append(event)
-    params_M = outer.merge(params_M, state.theta[p], outer.layers[p], np.asarray(mask))
+    params_M = merge_fragment(outer, p, params_M, state, np.asarray(mask))
   return params_M, state, events
 
 
@@ -78,7 +80,7 @@ def sync_all(
   for p in range(len(outer.fragments)):
     state, sent = send_fragment(outer, t, p, params_M, state)
     state, received = receive_fragment(outer, t, p, state)
-    params_M = outer.merge(params_M, state.theta[p], outer.layers[p], everyone)
+    params_M = merge_fragment(outer, p, params_M, state, everyone)
     events += [sent, received]
   return params_M, state, events
 
@@ -88,7 +90,9 @@ def send_fragment(
 ) -> tuple[OuterState, Event]:
   """Puts fragment p's outer gradients on the wire."""
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(outer.seed), t), p)
-  payload, metrics = outer.send(params_M, state.theta[p], outer.layers[p], key)
+  theta = outer.transport.fetch(state.theta[p])
+  payload, metrics = outer.send(params_M, theta, outer.layers[p], key)
+  outer.transport.start(p, payload, state.theta[p], state.opt_state[p])
   in_flight = {**state.in_flight, str(p): payload}
   state = OuterState(state.theta, state.opt_state, in_flight)
   size = payload.nbytes // payload.shape[0]
@@ -100,8 +104,9 @@ def receive_fragment(
 ) -> tuple[OuterState, Event]:
   """Applies fragment p's mean outer gradient to its outer parameters."""
   in_flight = dict(state.in_flight)
-  theta, opt_state, metrics = outer.update(
-    state.theta[p], state.opt_state[p], in_flight.pop(str(p))
+  payload = in_flight.pop(str(p))
+  theta, opt_state, metrics = outer.transport.finish(
+    p, payload, state.theta[p], state.opt_state[p]
   )
   state = OuterState(
     theta=_replace(state.theta, p, theta),
@@ -111,15 +116,83 @@ def receive_fragment(
   return state, Event("receive", p, t, 0, metrics)
 
 
-def payload_struct(outer: Outer, p: int, params_M: Tree, state: OuterState):
-  """Shape, type and sharding of fragment p's payload; nothing is computed."""
-  key = jax.eval_shape(lambda: jax.random.key(0))
-  payload, _ = jax.eval_shape(
-    outer.send, params_M, state.theta[p], outer.layers[p], key
-  )
-  return jax.ShapeDtypeStruct(
-    payload.shape, payload.dtype, sharding=outer.payload_sharding
-  )
+def merge_fragment(
+  outer: Outer, p: int, params_M: Tree, state: OuterState, mask_M: np.ndarray
+) -> Tree:
+  """Mixes fragment p's outer parameters into the replicas of the mask."""
+  theta = outer.transport.fetch(state.theta[p])
+  return outer.merge(params_M, theta, outer.layers[p], mask_M)
+
+
+def make_hidden_exchange(inner_step, mesh):
+  """Builds the program that runs inner steps while payloads are exchanged.
+
+  Nothing waits for the exchange until the steps are done, so that XLA can run it
+  beside them.
+
+  Args:
+    inner_step: from `diloco.inner.make_inner_step`.
+    mesh: the device mesh.
+
+  Returns:
+    steps(params, opt_state, tokens, trainable, payloads) -> (params, opt_state,
+    [InnerMetrics of each step], transmitted payloads). `tokens` holds [M, B, L] of
+    each of the K steps, `payloads` what was sent just before the first; params and
+    optimizer state are donated.
+  """
+
+  def steps(params, opt_state, tokens, trainable, payloads):
+    received = [exchange.start(mesh, payload) for payload in payloads]
+
+    def body(carry, tokens_MxBxL):
+      params, opt_state, metrics = inner_step(*carry, tokens_MxBxL, trainable)
+      return (params, opt_state), metrics
+
+    carry, metrics = jax.lax.scan(body, (params, opt_state), jnp.stack(tokens))
+    # Without it XLA may wait for the exchange before the steps.
+    carry, received = jax.lax.optimization_barrier((carry, received))
+    arrived = [exchange.finish(mesh, x, r) for x, r in zip(payloads, received)]
+    at = lambda k: jax.tree.map(lambda x_K: x_K[k], metrics)
+    by_step = [at(k) for k in range(len(tokens))]
+    return *carry, by_step, arrived
+
+  return jax.jit(steps, donate_argnums=(0, 1))
+
+
+def sent_at(outer: Outer, t: int, state: OuterState) -> dict[str, jax.Array]:
+  """The payloads that were sent at the end of step t, by fragment."""
+  return {str(p): state.in_flight[str(p)] for p in outer.schedule.sends(t)}
+
+
+def publish(outer: Outer, state: OuterState) -> OuterState:
+  """Outer state as all processes can save it together, once nothing is exchanged."""
+  outer.transport.settle()
+  theta, opt_state = outer.transport.publish((state.theta, state.opt_state))
+  return OuterState(theta, opt_state, state.in_flight)
+
+
+def adopt(outer: Outer, state: OuterState) -> OuterState:
+  """The inverse of `publish`."""
+  theta, opt_state = outer.transport.adopt((state.theta, state.opt_state))
+  return OuterState(theta, opt_state, state.in_flight)
+
+
+def payload_struct(outer: Outer, p: int, params_M: Tree, theta: Tree):
+  """Shape, type and sharding of fragment p's payload; nothing is computed.
+
+  Args:
+    outer: from `make_outer`.
+    p: the fragment.
+    params_M: parameters of all replicas, or their shapes.
+    theta: the outer parameters of the fragment, or their shapes.
+  """
+
+  def send(params_M, theta):
+    return outer.send(params_M, theta, outer.layers[p], jax.random.key(0))[0]
+
+  payload = jax.eval_shape(send, params_M, theta)
+  place = outer.transport.encoded
+  return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
 
 
 def _replace(items: tuple, index: int, item) -> tuple:

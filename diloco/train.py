@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -61,23 +62,18 @@ def train(
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.
-      checkpoints.save(t, state, _record(run, ledger, finished))
+      checkpoints.save(t, _publish(run, state), _record(run, ledger, finished))
 
-    for t in range(start + 1, c.train.steps + 1):
-      tokens_MxBxL = _to_devices(run, next(run.data))
-      params, opt_state, metrics = run.inner_step(
-        state.params, state.opt_state, tokens_MxBxL, run.trainable(t)
-      )
-      outer, events = state.outer, list[sync_lib.Event]()
-      if run.outer and outer:
-        params, outer, events = sync_lib.outer_step(run.outer, t, params, outer)
-      state = state_lib.TrainState(params, opt_state, outer)
-      recorder.step(t, metrics, events)
+    for steps in run.stretches(start):
+      state, metrics, events = _train(run, steps, state)
+      for t, of_step in zip(steps, metrics):
+        recorder.step(t, of_step, events if t == steps[-1] else [])
 
+      t = steps[-1]
       if c.eval.every and t % c.eval.every == 0 and t < c.train.steps:
         with recorder.pause():
           recorder.evaluation(t, {"outer": run.evaluate(run.outer_params(state))})
-      stopping = stop.agreed(t) and t < c.train.steps
+      stopping = stop.agreed(steps) and t < c.train.steps
       last = stopping or t == c.train.steps
       if not last and c.checkpoint.every and t % c.checkpoint.every == 0:
         with recorder.pause():
@@ -109,10 +105,34 @@ class _Run:
   tokenizer: Any
   optimizer: Any
   inner_step: Any
+  hidden_exchange: Any
   outer: outer_lib.Outer | None
   evaluate: Any
   batch_sharding: Any
   peers: Peers
+
+  def stretches(self, start: int) -> Iterator[range]:
+    """The inner steps after `start`, in ranges that run without a look between them.
+
+    Single steps, but for those that hide an exchange in one program with it.
+    """
+    c, t = self.config, start
+    while t < c.train.steps:
+      hiding = 0
+      if self.outer and self.outer.transport.hides():
+        hiding = self.outer.schedule.hiding_steps(t)
+      stops = [
+        every - t % every for every in (c.eval.every, c.checkpoint.every) if every
+      ]
+      length = min(max(hiding, 1), c.train.steps - t, *stops)
+      yield range(t + 1, t + length + 1)
+      t += length
+
+  def hiding_steps(self, t: int) -> int:
+    """Inner steps after t that are one program with the exchange of what t sent."""
+    if self.outer is None or not self.outer.transport.hides():
+      return 0
+    return self.outer.schedule.hiding_steps(t)
 
   def trainable(self, t: int):
     """FedPart's mask for inner step t, None without it."""
@@ -126,6 +146,7 @@ class _Run:
     """The parameters that a run stands for: the outer ones (2501.18512, Table 3)."""
     if self.outer is None or state.outer is None:
       return evaluate_lib.first_replica(state.params)
+    self.outer.transport.settle()  # What follows may use all processes' devices.
     like = state_lib.abstract_params(self.config)
     return outer_lib.assemble(self.outer, state.outer, like)
 
@@ -135,6 +156,7 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
   tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
   eval_set = data_lib.make_eval_set(c)
   optimizer = inner_lib.make_optimizer(c)
+  inner_step = inner_lib.make_inner_step(c, optimizer)
   streaming = c.algorithm != "data_parallel"
   return _Run(
     config=c,
@@ -142,12 +164,37 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
     data=data,
     tokenizer=tokenizer,
     optimizer=optimizer,
-    inner_step=inner_lib.make_inner_step(c, optimizer),
+    inner_step=inner_step,
+    hidden_exchange=sync_lib.make_hidden_exchange(inner_step, mesh),
     outer=outer_lib.make_outer(c, mesh) if streaming else None,
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     batch_sharding=mesh_lib.batch_sharding(mesh),
     peers=peers,
   )
+
+
+def _train(run: _Run, steps: range, state: state_lib.TrainState):
+  """Inner steps and the outer step after the last one: (state, metrics, events)."""
+  params, opt_state, outer = state.params, state.opt_state, state.outer
+  batches = [_to_devices(run, next(run.data)) for _ in steps]
+  trainable = run.trainable(steps[0])
+  if run.outer and outer and run.hiding_steps(steps[0] - 1):
+    sent = sync_lib.sent_at(run.outer, steps[0] - 1, outer)
+    params, opt_state, metrics, arrived = run.hidden_exchange(
+      params, opt_state, batches, trainable, list(sent.values())
+    )
+    in_flight = {**outer.in_flight, **dict(zip(sent, arrived))}
+    outer = dataclasses.replace(outer, in_flight=in_flight)
+  else:
+    [tokens_MxBxL] = batches
+    params, opt_state, of_step = run.inner_step(
+      params, opt_state, tokens_MxBxL, trainable
+    )
+    metrics = [of_step]
+  events = list[sync_lib.Event]()
+  if run.outer and outer:
+    params, outer, events = sync_lib.outer_step(run.outer, steps[-1], params, outer)
+  return state_lib.TrainState(params, opt_state, outer), metrics, events
 
 
 def _restore(run: _Run, checkpoints: Checkpoints):
@@ -158,13 +205,13 @@ def _restore(run: _Run, checkpoints: Checkpoints):
   def state_at(step: int, record: dict) -> state_lib.TrainState:
     outer = fresh.outer
     if run.outer is None or outer is None or record["finished"]:
-      return fresh
+      return _publish(run, fresh)
     in_flight = {
-      str(p): sync_lib.payload_struct(run.outer, p, fresh.params, outer)
+      str(p): sync_lib.payload_struct(run.outer, p, fresh.params, outer.theta[p])
       for p in run.outer.schedule.in_flight(step)
     }
-    outer = outer_lib.OuterState(outer.theta, outer.opt_state, in_flight)
-    return state_lib.TrainState(fresh.params, fresh.opt_state, outer)
+    outer = dataclasses.replace(outer, in_flight=in_flight)
+    return _publish(run, dataclasses.replace(fresh, outer=outer))
 
   restored = checkpoints.restore(state_at)
   if restored is None:
@@ -173,7 +220,18 @@ def _restore(run: _Run, checkpoints: Checkpoints):
   run.data.set_state(restored.record["data"])
   if run.peers.index == 0:
     say(f"Going on from the checkpoint of step {restored.step}.")
-  return restored.step, restored.state, restored.record
+  state = restored.state
+  if run.outer and state.outer:
+    outer = sync_lib.adopt(run.outer, state.outer)
+    state = dataclasses.replace(state, outer=outer)
+  return restored.step, state, restored.record
+
+
+def _publish(run: _Run, state: state_lib.TrainState) -> state_lib.TrainState:
+  """The state as all processes can save it together."""
+  if run.outer is None or state.outer is None:
+    return state
+  return dataclasses.replace(state, outer=sync_lib.publish(run.outer, state.outer))
 
 
 def _record(run: _Run, ledger: ledger_lib.Ledger, finished: bool) -> dict[str, Any]:
@@ -246,11 +304,12 @@ class _StopOnSigterm:
     except ValueError:
       say("Not in the main thread: SIGTERM will not save a checkpoint.")
 
-  def agreed(self, t: int) -> bool:
-    """Whether all processes end after step t; to be asked after every step."""
+  def agreed(self, steps: range) -> bool:
+    """Whether all processes end after these steps; to be asked about every step."""
     if self._alone:
       return self._requested
-    return multihost_utils.reached_preemption_sync_point(t)
+    reached = [multihost_utils.reached_preemption_sync_point(t) for t in steps]
+    return any(reached)
 
   def _note(self, signum, frame):
     del signum, frame

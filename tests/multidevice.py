@@ -60,11 +60,18 @@ def traffic(devices: int, **fields) -> dict:
     tokens = jax.device_put(jnp.zeros(shape, jnp.int32), mesh_lib.batch_sharding(mesh))
     key = jax.random.key(0)
     theta, layers = s.outer.theta[0], plan.layers[0]
-    payload = sync.payload_struct(plan, 0, s.params, s.outer)
+    payload = sync.payload_struct(plan, 0, s.params, s.outer.theta[0])
+    sent = jax.ShapeDtypeStruct(
+      payload.shape, payload.dtype, sharding=plan.transport.transmitted
+    )
+    hidden = sync.make_hidden_exchange(step, mesh)
+    several = [tokens] * 3
     programs = {
       "inner": step.lower(s.params, s.opt_state, tokens, None),
       "send": plan.send.lower(s.params, theta, layers, key),
-      "update": plan.update.lower(theta, s.outer.opt_state[0], payload),
+      "hidden": hidden.lower(s.params, s.opt_state, several, None, [payload]),
+      "transmit": plan.transport.transmit.lower(payload),
+      "update": plan.transport.update.lower(theta, s.outer.opt_state[0], sent),
       "merge": plan.merge.lower(s.params, theta, layers, np.ones(c.replicas, bool)),
     }
     crossing = {

@@ -4,6 +4,10 @@ Every device encodes its own fsdp shard of its own replicas, so that exactly the
 packed bytes of a fragment cross the replica axis, once. Payloads are uint8
 [M, fsdp, bytes]: sharded by replica when encoded, whole on every replica once
 transmitted.
+
+Each group of replicas sends its payload to every other one: a permutation by every
+distance, the bytes of an all-gather. XLA for TPUs runs permutations beside other
+work, but not the all-gather of one slice.
 """
 
 from typing import Any
@@ -47,12 +51,63 @@ def encode(codec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array) -> jax.Array:
   )(delta_M, keys_M)
 
 
+def encoded(mesh: Mesh) -> NamedSharding:
+  """Where payloads lie once encoded: on the devices of the replica that sends."""
+  return NamedSharding(mesh, P(REPLICA, FSDP))
+
+
 def transmitted(mesh: Mesh, exchange: str) -> NamedSharding:
-  """Where payloads lie once transmitted; going there is one all-gather of uint8.
+  """Where payloads lie once transmitted.
 
   With `psum` they stay where they are: the reference reduces decoded values later.
   """
-  return NamedSharding(mesh, P(None if exchange == "gather" else REPLICA, FSDP))
+  return NamedSharding(mesh, P(None, FSDP)) if exchange == "gather" else encoded(mesh)
+
+
+def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
+  """Sends an encoded payload to the groups of replicas at every distance.
+
+  Args:
+    mesh: the device mesh, with n groups along the replica axis.
+    payload: uint8 [M, fsdp, bytes], as `encoded`.
+
+  Returns:
+    n - 1 arrays of payload's shape and sharding: on group i, number s holds the
+    payload of group i - s - 1 modulo n.
+  """
+  n = mesh.shape[REPLICA]
+
+  def local(own):
+    distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
+    return tuple(jax.lax.ppermute(own, REPLICA, pairs) for pairs in distances)
+
+  spec = P(REPLICA, FSDP)
+  return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec,) * (n - 1))(
+    payload
+  )
+
+
+def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
+  """Puts what `start` returned into the order of the replicas; exchanges nothing.
+
+  Returns:
+    uint8 [M, fsdp, bytes], as `transmitted`.
+  """
+  n = mesh.shape[REPLICA]
+
+  def local(own, received):
+    by_distance = jnp.stack([own, *received])
+    order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
+    return by_distance[order].reshape(-1, *own.shape[1:])
+
+  spec = P(REPLICA, FSDP)
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(spec, (spec,) * (n - 1)),
+    out_specs=P(None, FSDP),
+    check_vma=False,
+  )(payload, received)
 
 
 def decode_all(codec, mesh: Mesh, payload: jax.Array, like: Tree) -> Tree:

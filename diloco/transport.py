@@ -1,0 +1,260 @@
+"""How payloads get from send to update, and where the outer state lives meanwhile.
+
+`device`: outer state and exchange are the devices'. The exchange is part of the
+program that runs the inner steps after the send (`diloco.sync.make_hidden_exchange`).
+XLA runs it beside them on TPUs and GPUs, not on CPUs.
+
+`host`: outer parameters and momentum live in the hosts' memory. Packed codes are
+copied there, and a background thread exchanges them over TCP, decodes them and steps
+the outer optimizer, while the devices train. For links between sites.
+
+Both compute the same, and a fragment is merged at the step that the schedule says: if
+an exchange is late, training waits.
+"""
+
+import time
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco import mesh as mesh_lib
+from diloco.config import ConfigError
+from diloco.mesh import FSDP, REPLICA
+from diloco.wire import exchange
+
+Tree = Any
+
+
+class ExchangeFailed(RuntimeError):
+  """A payload could not be exchanged: another process is probably gone."""
+
+
+def make_transport(c, mesh: Mesh, make_update) -> "Transport":
+  """The transport of a resolved config.
+
+  Args:
+    c: resolved config.
+    mesh: the device mesh.
+    make_update: function from a mesh to the update that runs on it, see
+      `diloco.outer.make_update`.
+
+  Raises:
+    ConfigError: a replica's devices belong to several processes (host).
+  """
+  if c.overlap.transport == "host":
+    return HostTransport(mesh, make_update)
+  return DeviceTransport(mesh, make_update, c.wire.exchange)
+
+
+class DeviceTransport:
+  """Outer state on the devices, payloads from device to device.
+
+  Attributes:
+    mesh: the device mesh.
+    encoded: where payloads lie once encoded.
+    transmitted: where they lie once transmitted.
+    transmit: jitted exchange by itself, for what no inner step can hide.
+    update: jitted update of a transmitted payload; theta and state are donated.
+  """
+
+  def __init__(self, mesh: Mesh, make_update, exchange_name: str):
+    self.mesh = mesh
+    self.encoded = exchange.encoded(mesh)
+    self.transmitted = exchange.transmitted(mesh, exchange_name)
+    self.transmit = jax.jit(lambda x: exchange.finish(mesh, x, exchange.start(mesh, x)))
+    self.update = jax.jit(make_update(mesh), donate_argnums=(0, 1))
+
+  def hides(self) -> bool:
+    """Whether an exchange has to be part of a program of inner steps to be hidden."""
+    return not self.encoded.is_equivalent_to(self.transmitted, 3)
+
+  def keep(self, tree: Tree) -> Tree:
+    """Outer state of one fragment, from the devices to where it lives."""
+    return tree
+
+  def fetch(self, theta: Tree) -> Tree:
+    """Outer parameters of one fragment, from where they live to the devices."""
+    return theta
+
+  def start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
+    """Begins to exchange fragment p's payload, which was just encoded."""
+
+  def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
+    """Updates the outer state of fragment p: (theta, opt_state, metrics)."""
+    del p
+    if not payload.sharding.is_equivalent_to(self.transmitted, payload.ndim):
+      payload = self.transmit(payload)
+    return self.update(theta, opt_state, payload)
+
+  def settle(self) -> None:
+    """Waits until nothing is exchanged in the background."""
+
+  def publish(self, tree: Tree) -> Tree:
+    """Outer state as arrays that all processes can save together."""
+    return tree
+
+  def adopt(self, tree: Tree) -> Tree:
+    """The inverse of `publish`."""
+    return tree
+
+
+class HostTransport:
+  """Outer state in the hosts' memory, payloads from host to host.
+
+  Every process keeps the whole outer state and updates it by itself, from the
+  payloads of all; there is one exchange at a time, in the order of the sends.
+  """
+
+  def __init__(self, mesh: Mesh, make_update):
+    self.mesh = mesh
+    self.encoded = exchange.encoded(mesh)
+    self._rows = _rows_of_processes(mesh)
+    # The first CPU device of every process; of this process, a mesh by itself.
+    firsts = {d.process_index: d for d in reversed(jax.devices("cpu"))}
+    self._hosts = _column(firsts[p] for p in sorted(firsts))
+    self._host = _column([firsts[jax.process_index()]])
+    hosts = self._hosts
+    self._transmit = jax.jit(
+      lambda x: exchange.finish(hosts, x, exchange.start(hosts, x))
+    )
+    # Nothing is donated: until a fragment arrives its old state can be asked for.
+    self.update = jax.jit(make_update(self._host))
+    self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
+    self._jobs: dict[int, futures.Future] = {}
+
+  def hides(self) -> bool:
+    """See `DeviceTransport.hides`."""
+    return False
+
+  def keep(self, tree: Tree) -> Tree:
+    """See `DeviceTransport.keep`."""
+    return jax.device_put(
+      jax.tree.map(_whole_copy, tree), NamedSharding(self._host, P())
+    )
+
+  def fetch(self, theta: Tree) -> Tree:
+    """See `DeviceTransport.fetch`."""
+    return jax.tree.map(
+      lambda x, place: mesh_lib.place(np.asarray(x), place),
+      theta,
+      mesh_lib.shardings(theta, self.mesh),
+    )
+
+  def start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
+    """See `DeviceTransport.start`."""
+    for shard in payload.addressable_shards:
+      shard.data.copy_to_host_async()
+    self._jobs[p] = self._thread.submit(self._exchange, payload, theta, opt_state)
+
+  def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
+    """See `DeviceTransport.finish`; the metrics also say how long it waited."""
+    if p not in self._jobs:  # Sent before this process resumed.
+      self.start(p, payload, theta, opt_state)
+    began = time.perf_counter()
+    try:
+      theta, opt_state, metrics = self._jobs.pop(p).result()
+    except Exception as error:
+      reason = str(error).strip().splitlines()[0] if str(error) else repr(error)
+      raise ExchangeFailed(
+        f"the exchange of fragment {p} failed ({reason}); another process is probably"
+        " gone, so start all again with the same command to go on from the last"
+        " checkpoint."
+      ) from error
+    waited = np.float32(time.perf_counter() - began)
+    return theta, opt_state, {**metrics, "waited_s": waited}
+
+  def settle(self) -> None:
+    """See `DeviceTransport.settle`.
+
+    Two threads that start collectives between the same processes could start them in
+    another order on each.
+    """
+    futures.wait(self._jobs.values())
+
+  def publish(self, tree: Tree) -> Tree:
+    """See `DeviceTransport.publish`."""
+    whole = NamedSharding(self._hosts, P())
+    return jax.tree.map(
+      lambda x: jax.make_array_from_single_device_arrays(
+        x.shape, whole, [x.addressable_data(0)]
+      ),
+      tree,
+    )
+
+  def adopt(self, tree: Tree) -> Tree:
+    """See `DeviceTransport.adopt`."""
+    whole = NamedSharding(self._host, P())
+    return jax.tree.map(
+      lambda x: jax.make_array_from_single_device_arrays(
+        x.shape, whole, [x.addressable_data(0)]
+      ),
+      tree,
+    )
+
+  def _exchange(self, payload: jax.Array, theta: Tree, opt_state: Tree):
+    """What the background thread does for one fragment."""
+    codes = self._transmit_codes(payload)
+    with jax.set_mesh(self._host):
+      codes = jax.device_put(codes, NamedSharding(self._host, P()))
+      return jax.block_until_ready(self.update(theta, opt_state, codes))
+
+  def _transmit_codes(self, payload: jax.Array) -> np.ndarray:
+    """The payloads of all replicas, uint8 [M, fsdp, bytes], in host memory."""
+    own = self._rows[jax.process_index()]
+    codes = np.zeros(payload.shape, np.uint8)
+    for shard in payload.addressable_shards:
+      codes[shard.index] = np.asarray(shard.data)
+    if len(self._rows) == 1:
+      return codes
+    with jax.set_mesh(self._hosts):
+      rows = len(codes) // self.mesh.shape[REPLICA]
+      mine = np.concatenate([codes[r * rows : (r + 1) * rows] for r in own])
+      sharding = NamedSharding(self._hosts, P(REPLICA))
+      sent = jax.make_array_from_process_local_data(sharding, mine, payload.shape)
+      found = np.asarray(self._transmit(sent).addressable_data(0))
+      order = np.concatenate(self._rows)
+      found = found.reshape(len(order), rows, *found.shape[1:])
+      return found[np.argsort(order)].reshape(payload.shape)
+
+
+Transport = DeviceTransport | HostTransport
+
+
+def _column(devices) -> Mesh:
+  """A mesh of one device per replica group."""
+  grid = np.asarray(list(devices), dtype=object).reshape(-1, 1)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=mesh_lib.AXIS_TYPES)
+
+
+def _rows_of_processes(mesh: Mesh) -> list[list[int]]:
+  """The groups of replicas (rows of the mesh) that each process holds."""
+  rows: dict[int, list[int]] = {}
+  for r, row in enumerate(mesh.devices):
+    owners = sorted({d.process_index for d in row})
+    if len(owners) > 1:
+      raise ConfigError(
+        f"overlap.transport is host, but the devices of mesh row {r} belong to the"
+        f" processes {', '.join(map(str, owners))}; lower mesh.fsdp to the devices of"
+        " one process, or choose device."
+      )
+    rows.setdefault(owners[0], []).append(r)
+  held = [rows[p] for p in sorted(rows)]
+  if len({len(r) for r in held}) > 1:
+    raise ConfigError(
+      "overlap.transport is host, but the processes hold different numbers of mesh"
+      f" rows: {', '.join(str(len(r)) for r in held)}; choose mesh.replica so that"
+      " they are equal, or choose device."
+    )
+  return held
+
+
+def _whole_copy(x: jax.Array) -> np.ndarray:
+  """An array of which this process's devices hold every part, in host memory."""
+  whole = np.empty(x.shape, x.dtype)
+  for shard in x.addressable_shards:
+    whole[shard.index] = np.asarray(shard.data)
+  return whole
