@@ -73,8 +73,8 @@ def quantize(options: Options, row: int) -> Codec:
     n, s = x_NxS.shape
     block = block_of(s)
     x_NxKxB = _blocks(x_NxS, block)
-    amax_NxK = jnp.abs(x_NxKxB).max(axis=-1)
-    finite_NxK = jnp.isfinite(amax_NxK)  # The maximum of a NaN is a NaN.
+    amax_NxK = formats.largest_magnitude(x_NxKxB)
+    finite_NxK = jnp.isfinite(amax_NxK)
     k_NxK = formats.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
     noise = jax.random.bits(key, x_NxKxB.shape) if stochastic else None
     codes = formats.encode(fmt, x_NxKxB, k_NxK[..., None], noise)

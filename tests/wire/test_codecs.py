@@ -98,6 +98,60 @@ def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
   assert np.isnan(np.asarray(c.decode(c.encode(x, KEY), 1, 8))[0, :4]).all()
 
 
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("quantize", {"format": "e3m0", "block_size": 128}),
+    ("quantize", {"format": "e3m0", "block_size": 96}),
+    ("quantize", {"format": "e3m0", "block_size": codecs.WHOLE_TENSOR}),
+    ("quantize", {"format": "e3m0", "block_size": codecs.ROW}),
+    ("quantize", {"format": "e2m1", "block_size": 16}),
+    ("quantize", {"format": "e4m3fn", "rounding": "stochastic"}),
+    ("quantize", {"format": "bf16"}),
+    ("topk", {"format": "e3m0"}),
+    ("random", {"format": "e3m0", "density": 0.5}),
+    ("dare", {"format": "e2m1", "density": 0.5}),
+  ],
+)
+def test_non_finite_values_are_never_lost_at_real_sizes(name, options):
+  # On arrays of some thousand values and more, XLA's CPU reductions are other kernels
+  # than on small ones, and a maximum of floats then drops every NaN.
+  m, row = 2, 1000
+  subset = name in ("random", "dare")  # Drawing one sorts: slow on CPU.
+  s = 100_003 if subset else 1_000_003
+  c = codec(name, row, **options)
+  encode = jax.jit(jax.vmap(c.encode))
+  decode = jax.jit(jax.vmap(lambda code: c.decode(code, 1, s)))
+  keys_M = jax.random.split(KEY, m)
+  x_Mx1xS = np.random.default_rng(4).normal(size=(m, 1, s)).astype(np.float32)
+  where = np.array([0, 127, 128, 5000, 65_536, 99_968, 99_999, s - 1])
+  kept = np.ones(len(where), bool)
+  if subset:
+    kept = np.asarray(decode(encode(np.ones_like(x_Mx1xS), keys_M)))[1, 0, where] != 0
+    assert kept.any()
+  for bad in (np.nan, np.inf):
+    x_Mx1xS[1, 0, where[::2]], x_Mx1xS[1, 0, where[1::2]] = bad, -bad
+    y_Mx1xS = np.asarray(decode(encode(x_Mx1xS, keys_M)))
+    assert not np.isfinite(y_Mx1xS[1, 0, where[kept]]).any()
+    assert np.isfinite(y_Mx1xS[0]).all()
+    if name == "quantize" and options["format"] != "bf16":
+      size = options.get("block_size", 128)
+      size = {codecs.WHOLE_TENSOR: s, codecs.ROW: row}.get(size, size)
+      blocks = np.isin(np.arange(s) // size, where // size)
+      np.testing.assert_array_equal(np.isnan(y_Mx1xS[1, 0]), blocks)
+
+
+def test_topk_finds_values_beyond_the_integers_of_float32():
+  s = 2**24 + 11
+  where = [0, 2**24 - 1, 2**24 + 1, 2**24 + 3, s - 1]
+  x = np.zeros((1, s), np.float32)
+  x[0, where] = [1, -2, 4, -8, 16]
+  c = codec("topk", format="e3m0", density=5 / s)
+  y = np.asarray(jax.jit(lambda x: c.decode(c.encode(x, KEY), 1, s))(x))
+  np.testing.assert_array_equal(np.flatnonzero(y), where)
+  np.testing.assert_array_equal(y[0, where], x[0, where])
+
+
 def test_topk_keeps_the_largest_and_drops_the_rest():
   x = np.random.default_rng(1).normal(size=(3, 50)).astype(np.float32)
   c = codec("topk", format="fp32", density=0.2)

@@ -155,3 +155,13 @@ def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
 def test_unknown_formats(name):
   with pytest.raises(ValueError, match=r"wire.format is"):
     formats.parse_format(name)
+
+
+@pytest.mark.parametrize("n", [1, 7, 96, 128, 4097, 100_000])
+def test_largest_magnitude_is_numpys(n):
+  bits = np.random.default_rng(n).integers(0, 1 << 32, (30, n), dtype=np.uint32)
+  bits[10:20] &= 0xBFFFFFFF  # Finite: the top bit of the exponent is off.
+  bits[20:] &= 0x807FFFFF  # Subnormal, which XLA flushes where it computes.
+  x = bits.view(np.float32)
+  got = np.asarray(jax.jit(formats.largest_magnitude)(x))
+  np.testing.assert_array_equal(got, np.abs(x).max(axis=-1))
