@@ -33,7 +33,7 @@ class TrainState:
 def abstract_params(c) -> dict:
   """Shapes and types of one replica's parameters."""
   dims = model_lib.ModelDims.from_config(c)
-  return jax.eval_shape(lambda k: model_lib.init_params(dims, k), jax.random.key(0))
+  return jax.eval_shape(lambda: model_lib.init_params(dims, jax.random.key(0)))
 
 
 def init_state(
