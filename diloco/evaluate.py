@@ -43,14 +43,20 @@ def make_evaluate(c, mesh, eval_set):
   Returns:
     evaluate(params) -> EvalResult.
   """
-  dims = model_lib.ModelDims.from_config(c, (mesh_lib.REPLICA, mesh_lib.FSDP))
+  axes = (mesh_lib.REPLICA, mesh_lib.FSDP)
+  dims = model_lib.ModelDims.from_config(c, axes)
   sharding = mesh_lib.eval_sharding(mesh)
 
   @jax.jit
   def batch_loss(params, tokens_BxL, weights_BxL):
     x_BxLxD = model_lib.hidden_states(dims, params, model_lib.shift_right(tokens_BxL))
     nll, _ = loss_lib.token_losses(
-      x_BxLxD, params["embed"]["tokens"], tokens_BxL, weights_BxL, c.model.loss_chunk
+      x_BxLxD,
+      params["embed"]["tokens"],
+      tokens_BxL,
+      weights_BxL,
+      c.model.loss_chunk,
+      batch_axes=axes,
     )
     return nll
 

@@ -81,7 +81,12 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     x_BxLxD = model_lib.hidden_states(dims, params, model_lib.shift_right(tokens_BxL))
     weights_BxL = jnp.ones(tokens_BxL.shape, jnp.float32)
     nll, z2 = loss_lib.token_losses(
-      x_BxLxD, params["embed"]["tokens"], tokens_BxL, weights_BxL, c.model.loss_chunk
+      x_BxLxD,
+      params["embed"]["tokens"],
+      tokens_BxL,
+      weights_BxL,
+      c.model.loss_chunk,
+      batch_axes=(FSDP,),
     )
     return (nll + c.model.z_loss * z2) / tokens_BxL.size, nll / tokens_BxL.size
 

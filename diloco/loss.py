@@ -5,6 +5,7 @@ Letters: B sequences, L positions, C positions per chunk, D width, V vocabulary.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 
 def token_losses(
@@ -13,6 +14,7 @@ def token_losses(
   targets_BxL: jax.Array,
   weights_BxL: jax.Array,
   chunk: int = 0,
+  batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
   """Sums of the cross entropy and of the squared log-partition over tokens.
 
@@ -25,6 +27,8 @@ def token_losses(
     targets_BxL: int32 ids to predict.
     weights_BxL: float32 weight of each token.
     chunk: positions C per chunk, a divisor of L; 0 takes all at once.
+    batch_axes: mesh axes over which B lies; logits are held to them. Without it XLA
+      may split the vocabulary of a chunk over the replicas, an all-to-all per chunk.
 
   Returns:
     (sum of -log p(target) in nats, sum of log(Z)^2), float32 scalars.
@@ -35,6 +39,8 @@ def token_losses(
     logits_BxCxV = jnp.einsum(
       "bcd,vd->bcv", x_BxCxD, head_VxD, preferred_element_type=jnp.float32
     )
+    if batch_axes:
+      logits_BxCxV = jax.lax.with_sharding_constraint(logits_BxCxV, P(batch_axes))
     log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     target_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)
     nll_BxC = log_z_BxC - target_BxC[..., 0]

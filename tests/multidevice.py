@@ -100,6 +100,7 @@ def main() -> None:
     "traffic": {
       "2": traffic(2),
       "8": traffic(8),
+      "chunked": traffic(8, **{"model.loss_chunk": 4}),
       "psum": traffic(2, **{"wire.exchange": "psum"}),
     },
   }
