@@ -27,7 +27,7 @@ class MetricsWriter:
   ):
     """Opens the files; not `enabled`, on all processes but one, it writes nothing."""
     path = workdir / "metrics.jsonl" if enabled else pathlib.Path(os.devnull)
-    self._file = path.open("a")
+    self._file = path.open("a", buffering=1)  # By lines, so that it can be followed.
     self._tensorboard: Any = None
     self._wandb: Any = None
     if not enabled:

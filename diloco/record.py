@@ -99,7 +99,13 @@ class Recorder:
     self._check_finite(t, values["grad_norm"], "gradient norm")
     rate = self._tick()
     self._report_events(events)
-    extra = {"bytes_sent": self._ledger.total, "tokens_per_s": rate}
+    if t % self._config.log.every and t < self._config.train.steps:
+      return  # What is not written is not told either: links may be slow.
+    extra = {
+      "time": time.time(),
+      "bytes_sent": self._ledger.total,
+      "tokens_per_s": rate,
+    }
     self._peers.report(["step", t, values, extra])
 
   def _report_events(self, events: list[Event]) -> None:
