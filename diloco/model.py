@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-BOS_ID = 2  # NanoDO's ids: pad 0, eos 1, bos 2, unk 3.
+# NanoDO's ids: pad 0, eos 1, bos 2, unk 3.
+EOS_ID, BOS_ID = 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Attention(nn.Module):
   dims: ModelDims
 
   @nn.compact
-  def __call__(self, x_BxLxD):
+  def __call__(self, x_BxLxD, cache=None, start=None):
     m = self.dims
     split = (*x_BxLxD.shape[:-1], m.num_heads, m.dim // m.num_heads)
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (
@@ -61,11 +62,20 @@ class Attention(nn.Module):
     if m.qk_norm:
       q_BxLxHxK = _norm(m, "q_norm")(q_BxLxHxK)
       k_BxLxHxK = _norm(m, "k_norm")(k_BxLxHxK)
+    seen_LxS = None
+    if cache is not None:
+      cache = {
+        "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k_BxLxHxK, start, 1),
+        "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v_BxLxHxK, start, 1),
+      }
+      k_BxLxHxK, v_BxLxHxK = cache["k"], cache["v"]  # All S positions of the cache.
+      query_L = start + jnp.arange(x_BxLxD.shape[1])
+      seen_LxS = query_L[:, None] >= jnp.arange(k_BxLxHxK.shape[1])
     # Scores are scaled by 1/sqrt(K) and their softmax is taken in float32.
     y_BxLxHxK = jax.nn.dot_product_attention(
-      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True
+      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=seen_LxS, is_causal=cache is None
     )
-    return _linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim)
+    return _linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim), cache
 
 
 class FeedForward(nn.Module):
@@ -85,12 +95,14 @@ class Block(nn.Module):
   dims: ModelDims
 
   @nn.compact
-  def __call__(self, x_BxLxD, _):
+  def __call__(self, x_BxLxD, cache, start):
     m = self.dims
-    x_BxLxD += Attention(m, name="attention")(_norm(m, "attention_norm")(x_BxLxD))
-    x_BxLxD = _by_sequence(m, x_BxLxD)
+    y_BxLxD, cache = Attention(m, name="attention")(
+      _norm(m, "attention_norm")(x_BxLxD), cache, start
+    )
+    x_BxLxD = _by_sequence(m, x_BxLxD + y_BxLxD)
     x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
-    return _by_sequence(m, x_BxLxD), None
+    return _by_sequence(m, x_BxLxD), cache
 
 
 class Embed(nn.Module):
@@ -106,11 +118,15 @@ class Embed(nn.Module):
     self.positions_LxD = self.param("positions", init, (m.seq_len, m.dim), dtype)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL):
+  def __call__(self, ids_BxL, start):
     dtype = jnp.dtype(self.dims.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
-    x_BxLxD += self.positions_LxD[:length].astype(dtype)
+    if start is None:
+      positions_LxD = self.positions_LxD[:length]
+    else:
+      positions_LxD = jax.lax.dynamic_slice_in_dim(self.positions_LxD, start, length)
+    x_BxLxD += positions_LxD.astype(dtype)
     return _by_sequence(self.dims, x_BxLxD)
 
   def final_norm(self, x_BxLxD):
@@ -131,21 +147,24 @@ class Decoder(nn.Module):
       block,
       variable_axes={"params": 0},
       split_rngs={"params": True},
+      in_axes=(0, nn.broadcast),  # Each layer's cache; the position is for all.
       length=self.dims.num_layers,
     )
     self.blocks = stack(self.dims)
 
-  def __call__(self, ids_BxL):
+  def __call__(self, ids_BxL, cache=None, start=None):
     """Hidden states.
 
     Args:
       ids_BxL: int32 input ids, already shifted right.
+      cache: from `init_cache`, to read and extend; None without one.
+      start: int32, the position of the first id; None with no cache.
 
     Returns:
-      x_BxLxD after the final norm, in the compute dtype.
+      x_BxLxD after the final norm, in the compute dtype, and the new cache.
     """
-    x_BxLxD, _ = self.blocks(self.embed(ids_BxL), None)
-    return self.embed.final_norm(x_BxLxD)
+    x_BxLxD, cache = self.blocks(self.embed(ids_BxL, start), cache, start)
+    return self.embed.final_norm(x_BxLxD), cache
 
 
 def init_params(dims: ModelDims, key: jax.Array) -> dict:
@@ -156,8 +175,32 @@ def init_params(dims: ModelDims, key: jax.Array) -> dict:
 
 def hidden_states(dims: ModelDims, params: dict, ids_BxL: jax.Array) -> jax.Array:
   """x_BxLxD after the final norm, in the compute dtype."""
-  x_BxLxD = Decoder(dims).apply({"params": params}, ids_BxL)
+  x_BxLxD, _ = Decoder(dims).apply({"params": params}, ids_BxL)
   return cast(jax.Array, x_BxLxD)
+
+
+def init_cache(dims: ModelDims, batch: int) -> dict[str, jax.Array]:
+  """An empty key-value cache: {'k', 'v'}, each (N, B, seq_len, H, K), compute dtype."""
+  m = dims
+  shape = (m.num_layers, batch, m.seq_len, m.num_heads, m.dim // m.num_heads)
+  return {name: jnp.zeros(shape, jnp.dtype(m.dtype)) for name in ("k", "v")}
+
+
+def decode(dims: ModelDims, params: dict, ids_BxL: jax.Array, cache: dict, start):
+  """`hidden_states` of ids that follow those already in the cache.
+
+  Args:
+    dims: the model.
+    params: of one replica.
+    ids_BxL: int32 input ids at positions start, ..., start + L - 1.
+    cache: from `init_cache` or the last call; what it holds from `start` on is not
+      seen and is overwritten.
+    start: int32; start + L must not exceed seq_len (it is not checked).
+
+  Returns:
+    x_BxLxD as `hidden_states` gives for these positions, and the extended cache.
+  """
+  return Decoder(dims).apply({"params": params}, ids_BxL, cache, start)
 
 
 def shift_right(tokens_BxL: jax.Array) -> jax.Array:
