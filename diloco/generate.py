@@ -6,13 +6,18 @@ The outer parameters of the newest checkpoint continue the prompt. --temperature
 greedy; --top_k=40 draws from the 40 likeliest tokens only.
 """
 
+import argparse
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from diloco import model as model_lib
+from diloco import restore
+from diloco.config import ConfigError
+from diloco.data import load_tokenizer
 
 
 def make_generate(c):
@@ -114,3 +119,41 @@ def _padded(window: list[int], seq_len: int) -> np.ndarray:
   ids_1xC = np.zeros((1, min(1 << (used - 1).bit_length(), seq_len)), np.int32)
   ids_1xC[0, :used] = [model_lib.BOS_ID, *window]
   return ids_1xC
+
+
+def make_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m diloco.generate", description="Continues a prompt."
+  )
+  parser.add_argument("--workdir", required=True, help="of a run, or an export")
+  parser.add_argument("--step", type=int, help="default: the newest checkpoint")
+  parser.add_argument("--prompt", default="", help="empty: the begin of a document")
+  parser.add_argument("--tokens", type=int, default=128, help="at most")
+  parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
+  parser.add_argument("--top_k", type=int, default=0, help="0 keeps all tokens")
+  parser.add_argument("--seed", type=int, default=0)
+  return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+  args = make_parser().parse_args(argv)
+  try:
+    for name in ("tokens", "temperature", "top_k"):
+      if not getattr(args, name) >= 0:
+        raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
+    model = restore.load(args.workdir, args.step)
+    tokenizer = load_tokenizer(model.config.data.tokenizer)
+  except ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  prompt = tokenizer.encode(args.prompt)
+  with jax.set_mesh(model.mesh):
+    new = make_generate(model.config)(
+      model.params, prompt, args.tokens, args.temperature, args.seed, args.top_k
+    )
+  print(tokenizer.decode([*prompt, *new]))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -65,6 +65,13 @@ def make_mesh(c, devices=None) -> Mesh:
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
+def make_inference_mesh(devices=None) -> Mesh:
+  """1 x n: one model, without replicas, sharded over all devices."""
+  devices = jax.devices() if devices is None else devices
+  grid = np.asarray(devices).reshape(1, -1)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=(AxisType.Auto,) * 2)
+
+
 def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
   """Partition of one parameter without a replica axis.
 
