@@ -17,6 +17,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SCALE_BIAS = 127
 # The scale byte of a block that held a NaN or an infinity, as in OCP's E8M0.
@@ -84,23 +85,6 @@ def parse_format(name: str) -> Format:
   )
 
 
-def _split(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Sign, exponent and 24-bit mantissa: |x| = mantissa * 2^(exponent - 23).
-
-  The mantissa of a nonzero value has its top bit (2^23) set, also for subnormals.
-  """
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-  magnitude = (bits & 0x7FFFFFFF).astype(jnp.int32)
-  sign = (bits >> 31).astype(jnp.int32)
-  field, fraction = magnitude >> 23, magnitude & 0x7FFFFF
-  shift = jnp.where(field == 0, jax.lax.clz(fraction) - 8, 0)
-  mantissa = jnp.where(
-    field == 0, fraction << jnp.minimum(shift, 31), fraction | 1 << 23
-  )
-  exponent = jnp.maximum(field, 1) - 127 - shift
-  return sign, exponent, mantissa
-
-
 def largest_magnitude(x: jax.Array) -> jax.Array:
   """The largest |x| along the last axis; NaN or infinity where x has one.
 
@@ -148,12 +132,13 @@ def scale_exponents(
     # code, so it stays in range only if the largest code is even.
     limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
     inclusive = fmt.max_code % 2 == 0
-  _, limit_exponent, limit_mantissa = _split(jnp.float32(limit))
-  _, exponent, mantissa = _split(amax)
-  beyond = mantissa > limit_mantissa if inclusive else mantissa >= limit_mantissa
-  k = exponent - limit_exponent + beyond
+  limit_bits = int(np.float32(limit).view(np.int32))
+  # What the limit's fraction lacks to the next power of two, added to the bits of
+  # amax, carries into the exponent field just where amax is beyond the limit.
+  lacking = (1 << 23) - (limit_bits & 0x7FFFFF) - inclusive
+  bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+  k = ((bits + lacking) >> 23) - (limit_bits >> 23)
   lowest = -126 - (fmt.min_exponent - fmt.mantissa_bits)
-  k = jnp.where(mantissa == 0, lowest, k)
   return jnp.clip(k, lowest, min(127, 127 - top_exponent))
 
 
@@ -168,14 +153,18 @@ def encode(
   Args:
     fmt: the format.
     x: float32, finite.
-    k: int32 scale exponents, broadcastable to x.
+    k: int32 scale exponents from `scale_exponents`, broadcastable to x.
     random_bits: uint32 like x for stochastic rounding; None rounds to nearest.
 
   Returns:
     uint8 codes: sign bit above the magnitude.
   """
-  sign, exponent, mantissa = _split(x)
-  field = exponent - k + fmt.bias  # Exponent field of a normal result.
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+  sign = jax.lax.shift_right_logical(bits, 31)
+  field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+  # |x| = mantissa * 2^(field - 150); a subnormal x has no hidden bit.
+  mantissa |= jnp.where(field > 0, 1 << 23, 0)
+  field = jnp.maximum(field, 1) - 127 - k + fmt.bias  # Of a normal result.
   # Bits to drop; a subnormal result (field < 1) drops more of the same mantissa.
   depth = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
   drop = jnp.minimum(depth, 26)  # All 24 bits, and room for the half.
