@@ -2,7 +2,8 @@
 
 A checkpoint holds the train state with the fragments in flight, and a JSON record
 with the config, the data position and the byte ledger. Random numbers need no state:
-they are functions of (seed, step, fragment, replica). Saving is asynchronous.
+they are functions of (seed, step, fragment, replica). Saving is asynchronous. All
+processes write and read, and any number of them and of devices resumes any other.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from absl import logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from diloco import config as config_lib
 from diloco.outer import OuterState
@@ -49,7 +52,10 @@ class Checkpoints:
       options=ocp.CheckpointManagerOptions(
         max_to_keep=c.checkpoint.keep, enable_async_checkpointing=True
       ),
-      item_names=("state", "record"),
+      item_handlers={
+        "state": ocp.StandardCheckpointHandler(),
+        "record": ocp.JsonCheckpointHandler(),
+      },
     )
 
   @property
@@ -86,13 +92,23 @@ class Checkpoints:
       check_same_config(record["config"], self._config, step)
       like = state_at(step, record)
       try:
-        target = ocp.args.StandardRestore(jax.tree.map(_abstract, _tree(like)))
+        target = ocp.args.StandardRestore(self._target(step, like))
         tree = self._restore(step, state=target).state
       except (ValueError, OSError, KeyError) as error:
         _skip(step, error)
         continue
       return Restored(step, _state(tree, like), record)
     return None
+
+  def _target(self, step: int, like: TrainState):
+    """What to restore: `like`, with payloads of the layout in which they were sent."""
+    target = jax.tree.map(_abstract, _tree(like))
+    if target.get("in_flight"):
+      saved = self._manager.item_metadata(step).state["in_flight"]
+      target["in_flight"] = {
+        p: _foreign(x, tuple(saved[p].shape)) for p, x in target["in_flight"].items()
+      }
+    return target
 
   def _restore(self, step: int, **items):
     return self._manager.restore(step, args=ocp.args.Composite(**items))
@@ -135,6 +151,14 @@ def _skip(step: int, error: Exception) -> None:
 
 def _abstract(x):
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _foreign(x: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+  """A payload [M, fsdp, bytes] of another mesh; see `diloco.wire.exchange`."""
+  if shape == x.shape:
+    return x
+  place = NamedSharding(x.sharding.mesh, P(x.sharding.spec[0]))
+  return jax.ShapeDtypeStruct(shape, x.dtype, sharding=place)
 
 
 def _tree(state: TrainState) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Every device encodes its own fsdp shard of its own replicas, so that exactly the
 packed bytes of a fragment cross the replica axis, once. Payloads are uint8
 [M, fsdp, bytes]: sharded by replica when encoded, whole on every replica once
-transmitted.
+transmitted. A payload in flight may come out of the checkpoint of a mesh with another
+fsdp axis: its shards lie together then, and it is decoded by its own layout, to
+exactly the values that were sent.
 
 Each group of replicas sends its payload to every other one: a permutation by every
 distance, the bytes of an all-gather. XLA for TPUs runs permutations beside other
@@ -81,7 +83,7 @@ def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
     distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
     return tuple(jax.lax.ppermute(own, REPLICA, pairs) for pairs in distances)
 
-  spec = P(REPLICA, FSDP)
+  spec = _spec(mesh, payload, REPLICA)
   return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec,) * (n - 1))(
     payload
   )
@@ -100,12 +102,12 @@ def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
     order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
     return by_distance[order].reshape(-1, *own.shape[1:])
 
-  spec = P(REPLICA, FSDP)
+  spec = _spec(mesh, payload, REPLICA)
   return jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(spec, (spec,) * (n - 1)),
-    out_specs=P(None, FSDP),
+    out_specs=_spec(mesh, payload, None),
     check_vma=False,
   )(payload, received)
 
@@ -127,6 +129,9 @@ def reduce_own(codec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int)
     (mean over the replicas, like `like`; NaN in place of the cosine similarity,
     which needs the unreduced values).
   """
+  if _foreign(mesh, payload):
+    own_M = decode_own(codec, mesh, payload, like)
+    return jax.tree.map(lambda x_M: x_M.mean(axis=0), own_M), jnp.float32(jnp.nan)
   specs = mesh_lib.specs(like, mesh)
 
   def local(payload):
@@ -140,8 +145,24 @@ def reduce_own(codec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int)
   return mean, jnp.float32(jnp.nan)
 
 
+def _foreign(mesh: Mesh, payload: jax.Array) -> bool:
+  return payload.shape[1] != mesh.shape[FSDP]
+
+
+def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
+  return P(replica) if _foreign(mesh, payload) else P(replica, FSDP)
+
+
 def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
   specs = mesh_lib.specs(like, mesh)
+  if _foreign(mesh, payload):
+    places = jax.tree.map(
+      lambda spec: NamedSharding(mesh, P(replica, *spec)),
+      specs,
+      is_leaf=lambda x: isinstance(x, P),
+    )
+    values = _decode_foreign(codec, payload, like)
+    return jax.lax.with_sharding_constraint(values, places)
   return jax.shard_map(
     lambda payload: _decode_local(codec, payload, like, specs, mesh),
     mesh=mesh,
@@ -151,6 +172,30 @@ def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
     ),
     check_vma=False,
   )(payload)
+
+
+def _decode_foreign(codec, payload: jax.Array, like: Tree) -> Tree:
+  """Decodes payloads of any layout [M, F, bytes], all F shards, to leaves (M, ...)."""
+  shards = payload.shape[1]
+  specs = jax.tree_util.tree_map_with_path(
+    lambda path, x: mesh_lib.weight_spec(path, x.shape, shards), like
+  )
+
+  def shard(x, spec: P):
+    axis = spec.index(FSDP) if FSDP in spec else None
+    shape = [n // shards if i == axis else n for i, n in enumerate(x.shape)]
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def join(x_MxF, spec: P):
+    if FSDP not in spec:
+      return x_MxF[:, 0]  # Every shard holds all of it.
+    axis = 1 + spec.index(FSDP)
+    return jnp.concatenate([x_MxF[:, i] for i in range(shards)], axis=axis)
+
+  decode_one = lambda code: payload_lib.decode_tree(
+    codec, code, jax.tree.map(shard, like, specs)
+  )
+  return jax.tree.map(join, jax.vmap(jax.vmap(decode_one))(payload), specs)
 
 
 def _decode_local(codec, payload, like: Tree, specs: Tree, mesh: Mesh) -> Tree:

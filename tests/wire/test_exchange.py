@@ -1,0 +1,56 @@
+"""Payloads of another fsdp layout than the mesh's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import mesh as mesh_lib
+from diloco.wire import exchange, payload
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("compressor", ["quantize", "topk"])
+def test_a_payload_of_another_layout_has_the_values_that_were_sent(
+  tiny, shards, compressor
+):
+  tiny.wire.compressor = compressor
+  c = config_lib.resolve(tiny)
+  codec = payload.make_codec_from_config(c)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:1])
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  # Weight axes of 8 are divided; 5 is not, so that every shard holds all of it.
+  delta_M = {
+    "blocks": {"w": draw(2, 3, 8, 6), "odd": draw(2, 3, 5)},
+    "embed": {"tokens": draw(2, 8, 4)},
+  }
+  keys = jax.random.split(jax.random.key(1), 2)
+  codes, values = [], []
+  for s in range(shards):
+    mine = slice(s * 8 // shards, (s + 1) * 8 // shards)
+    part_M = {
+      "blocks": {**delta_M["blocks"], "w": delta_M["blocks"]["w"][:, :, mine]},
+      "embed": {"tokens": delta_M["embed"]["tokens"][:, mine]},
+    }
+    encode = lambda tree, key: payload.encode_tree(codec, tree, key)
+    codes.append(jax.vmap(encode)(part_M, keys))
+    one = jax.tree.map(lambda x: x[0], part_M)
+    decoded = [payload.decode_tree(codec, code, one) for code in codes[-1]]
+    values.append(jax.tree.map(lambda *x: np.stack(x), *decoded))
+
+  like = jax.tree.map(lambda x: x[0], delta_M)
+  found = exchange.decode_all(codec, mesh, jnp.stack(codes, axis=1), like)
+  np.testing.assert_array_equal(
+    found["blocks"]["w"], np.concatenate([v["blocks"]["w"] for v in values], axis=2)
+  )
+  np.testing.assert_array_equal(found["blocks"]["odd"], values[0]["blocks"]["odd"])
+  np.testing.assert_array_equal(
+    found["embed"]["tokens"],
+    np.concatenate([v["embed"]["tokens"] for v in values], axis=1),
+  )
+  mean, _ = exchange.reduce_own(codec, mesh, jnp.stack(codes, axis=1), like, 2)
+  np.testing.assert_allclose(
+    mean["blocks"]["w"], np.mean(found["blocks"]["w"], axis=0), rtol=1e-6
+  )
