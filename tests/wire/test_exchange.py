@@ -10,8 +10,7 @@ from diloco import mesh as mesh_lib
 from diloco.wire import exchange, payload
 
 
-@pytest.mark.parametrize("shards", [2, 4])
-@pytest.mark.parametrize("compressor", ["quantize", "topk"])
+@pytest.mark.parametrize(("shards", "compressor"), [(2, "topk"), (4, "quantize")])
 def test_a_payload_of_another_layout_has_the_values_that_were_sent(
   tiny, shards, compressor
 ):
@@ -27,6 +26,9 @@ def test_a_payload_of_another_layout_has_the_values_that_were_sent(
     "embed": {"tokens": draw(2, 8, 4)},
   }
   keys = jax.random.split(jax.random.key(1), 2)
+  encode = jax.jit(jax.vmap(lambda tree, key: payload.encode_tree(codec, tree, key)))
+  decode_one = lambda code, like: payload.decode_tree(codec, code, like)
+  decode = jax.jit(jax.vmap(decode_one, in_axes=(0, None)))
   codes, values = [], []
   for s in range(shards):
     mine = slice(s * 8 // shards, (s + 1) * 8 // shards)
@@ -34,14 +36,12 @@ def test_a_payload_of_another_layout_has_the_values_that_were_sent(
       "blocks": {**delta_M["blocks"], "w": delta_M["blocks"]["w"][:, :, mine]},
       "embed": {"tokens": delta_M["embed"]["tokens"][:, mine]},
     }
-    encode = lambda tree, key: payload.encode_tree(codec, tree, key)
-    codes.append(jax.vmap(encode)(part_M, keys))
-    one = jax.tree.map(lambda x: x[0], part_M)
-    decoded = [payload.decode_tree(codec, code, one) for code in codes[-1]]
-    values.append(jax.tree.map(lambda *x: np.stack(x), *decoded))
+    codes.append(encode(part_M, keys))
+    values.append(decode(codes[-1], jax.tree.map(lambda x: x[0], part_M)))
 
   like = jax.tree.map(lambda x: x[0], delta_M)
-  found = exchange.decode_all(codec, mesh, jnp.stack(codes, axis=1), like)
+  sent = jnp.stack(codes, axis=1)
+  found = jax.jit(lambda x: exchange.decode_all(codec, mesh, x, like))(sent)
   np.testing.assert_array_equal(
     found["blocks"]["w"], np.concatenate([v["blocks"]["w"] for v in values], axis=2)
   )
@@ -50,7 +50,8 @@ def test_a_payload_of_another_layout_has_the_values_that_were_sent(
     found["embed"]["tokens"],
     np.concatenate([v["embed"]["tokens"] for v in values], axis=1),
   )
-  mean, _ = exchange.reduce_own(codec, mesh, jnp.stack(codes, axis=1), like, 2)
+  reduced = jax.jit(lambda x: exchange.reduce_own(codec, mesh, x, like, 2))
+  mean, _ = reduced(sent)
   np.testing.assert_allclose(
     mean["blocks"]["w"], np.mean(found["blocks"]["w"], axis=0), rtol=1e-6
   )
