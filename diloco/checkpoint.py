@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco import config as config_lib
+from diloco.distributed import Peers
 from diloco.outer import OuterState
 from diloco.state import TrainState
 
@@ -45,8 +46,8 @@ class Restored:
 class Checkpoints:
   """The checkpoints of one working directory."""
 
-  def __init__(self, workdir: pathlib.Path, c):
-    self._config = c
+  def __init__(self, workdir: pathlib.Path, c, peers: Peers | None = None):
+    self._config, self._peers = c, peers or Peers()
     self._manager = ocp.CheckpointManager(
       (workdir / "checkpoints").absolute(),
       options=ocp.CheckpointManagerOptions(
@@ -73,7 +74,7 @@ class Checkpoints:
     )
 
   def restore(self, state_at) -> Restored | None:
-    """The newest complete checkpoint, or None if there is none.
+    """The newest checkpoint that all processes find complete, or None.
 
     Args:
       state_at: function from (step, record) to a TrainState of that step's
@@ -83,22 +84,28 @@ class Checkpoints:
       ConfigError: the checkpoint belongs to another config; the message shows the
         fields that differ.
     """
-    for step in sorted(self._manager.all_steps(), reverse=True):
-      try:
-        record = self._restore(step, record=ocp.args.JsonRestore()).record
-      except (ValueError, OSError, KeyError) as error:
-        _skip(step, error)
-        continue
-      check_same_config(record["config"], self._config, step)
-      like = state_at(step, record)
-      try:
-        target = ocp.args.StandardRestore(self._target(step, like))
-        tree = self._restore(step, state=target).state
-      except (ValueError, OSError, KeyError) as error:
-        _skip(step, error)
-        continue
-      return Restored(step, _state(tree, like), record)
+    steps = self._peers.all_gather(sorted(self._manager.all_steps(), reverse=True))[0]
+    for step in steps:
+      restored = self._try_restore(step, state_at)
+      if all(self._peers.all_gather(restored is not None)):
+        return restored
     return None
+
+  def _try_restore(self, step: int, state_at) -> Restored | None:
+    try:
+      record = self._restore(step, record=ocp.args.JsonRestore()).record
+    except (ValueError, OSError, KeyError) as error:
+      _skip(step, error)
+      return None
+    check_same_config(record["config"], self._config, step)
+    like = state_at(step, record)
+    try:
+      target = ocp.args.StandardRestore(self._target(step, like))
+      tree = self._restore(step, state=target).state
+    except (ValueError, OSError, KeyError) as error:
+      _skip(step, error)
+      return None
+    return Restored(step, _state(tree, like), record)
 
   def _target(self, step: int, like: TrainState):
     """What to restore: `like`, with payloads of the layout in which they were sent."""

@@ -13,7 +13,9 @@ import collections
 import contextlib
 import json
 import os
+import pathlib
 import queue
+import secrets
 import socket
 import sys
 import threading
@@ -212,6 +214,28 @@ def initialize(
     coordinator, num_processes, process_id, devices, initialization_timeout=timeout
   )
   return Peers(process_id, num_processes, sockets, remedy)
+
+
+def make_shared(folder: pathlib.Path, peers: Peers) -> None:
+  """Makes a folder that all processes write to.
+
+  Raises:
+    ConfigError: it is another folder on the machines of some processes.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  probe = folder / peers.all_gather(f".shared-{secrets.token_hex(8)}")[0]
+  if peers.index == 0 and peers.count > 1:
+    probe.touch()
+  peers.all_gather(None)
+  seen = peers.all_gather(peers.count == 1 or probe.exists())
+  if peers.index == 0:
+    probe.unlink(missing_ok=True)
+  if not all(seen):
+    blind = [p for p, sees in enumerate(seen) if not sees]
+    raise ConfigError(
+      f"--workdir is {folder}, which {_name(blind)} of {peers.count} does not share"
+      " with process 0; put it on a file system that all machines mount."
+    )
 
 
 def say(line: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -61,7 +62,7 @@ def make_mesh(c, devices=None) -> Mesh:
       f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
       f" choose a multiple of {n}."
     )
-  grid = np.asarray(devices).reshape(replica, fsdp)
+  grid = device_grid(devices, replica, fsdp)
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
@@ -69,7 +70,34 @@ def make_inference_mesh(devices=None) -> Mesh:
   """1 x n: one model, without replicas, sharded over all devices."""
   devices = jax.devices() if devices is None else devices
   grid = np.asarray(devices).reshape(1, -1)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=(AxisType.Auto,) * 2)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
+def device_grid(devices, replica: int, fsdp: int) -> np.ndarray:
+  """Devices [replica, fsdp], such that slow links lie between rows if they can.
+
+  Slices come first (between those of a TPU there is only the data-centre network),
+  then processes: whole rows belong to each of them where the numbers allow it.
+  Inside a TPU slice neighbours on the fsdp axis are neighbours on the torus.
+  """
+  slices: dict[int, list[Any]] = {}
+  order = lambda d: (_slice(d), d.process_index, d.id)
+  for device in sorted(devices, key=order):
+    slices.setdefault(_slice(device), []).append(device)
+  rows = replica // len(slices) or 1  # Of one slice; a replica may take several.
+  blocks = []
+  for part in slices.values():
+    block = np.asarray(part)
+    if part[0].platform == "tpu" and len(part) % rows == 0:
+      block = mesh_utils.create_device_mesh(
+        (rows, len(part) // rows), part, allow_split_physical_axes=True
+      )
+    blocks.append(block.ravel())
+  return np.concatenate(blocks).reshape(replica, fsdp)
+
+
+def _slice(device) -> int:
+  return getattr(device, "slice_index", None) or 0
 
 
 def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:

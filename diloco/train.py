@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from diloco import config as config_lib
 from diloco import data as data_lib
+from diloco import distributed
 from diloco import evaluate as evaluate_lib
 from diloco import generate as generate_lib
 from diloco import inner as inner_lib
@@ -54,8 +55,8 @@ def train(
   shards = data_lib.make_train_iterator(c, mesh_lib.local_replicas(c, mesh))
   with jax.set_mesh(mesh), contextlib.closing(shards) as data:
     run = _build(c, mesh, data, peers)
-    workdir.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(workdir, c)
+    distributed.make_shared(workdir, peers)
+    checkpoints = Checkpoints(workdir, c, peers)
     start, state, record = _restore(run, checkpoints)
     ledger = ledger_lib.Ledger(**record["ledger"])
     recorder = Recorder(c, workdir, start, ledger, lambda: checkpoints.latest, peers)

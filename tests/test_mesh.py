@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -124,3 +125,22 @@ def test_hlo_groups_in_all_notations():
   assert d.groups == ((0, 1, 2), (3, 4, 5))
   assert (e.nbytes, f.nbytes) == (16, 4)
   assert e.groups == f.groups == ((0, 1, 2), (3, 4, 5))
+
+
+@pytest.mark.parametrize(
+  ("replica", "slices", "processes"),
+  [(1, 2, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1)],
+)
+def test_rows_of_replicas_lie_within_slices_and_processes(replica, slices, processes):
+  # Two slices of two processes with four devices each, in no order.
+  devices = [
+    types.SimpleNamespace(slice_index=s, process_index=2 * s + p, id=i, platform="gpu")
+    for i in range(4)
+    for p in range(2)
+    for s in range(2)
+  ]
+  grid = mesh_lib.device_grid(devices, replica, 16 // replica)
+  assert len({id(d) for d in grid.ravel()}) == 16
+  for row in grid:
+    assert len({d.slice_index for d in row}) == slices
+    assert len({d.process_index for d in row}) == processes
