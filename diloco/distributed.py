@@ -119,7 +119,8 @@ class Peers:
     if self.count > 1:
       self.all_gather(None)
       self._closing = True
-      jax.distributed.shutdown()
+      if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
 
   def _send(self, p: int, kind: str, value: Any) -> None:
     line = json.dumps([kind, value]).encode() + b"\n"
@@ -207,7 +208,7 @@ def initialize(
     raise ConfigError(f"--coordinator is {coordinator!r}; write host:port.")
   if num_processes == 1:
     return Peers()
-  sockets = _meet(host.strip("[]"), int(port), num_processes, process_id, timeout)
+  sockets = meet(host.strip("[]"), int(port), num_processes, process_id, timeout)
   # Without this the processes' CPU devices cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
@@ -260,8 +261,24 @@ def _detect(coordinator, num_processes, process_id, timeout: int):
   return found
 
 
-def _meet(host: str, port: int, count: int, index: int, timeout: int):
-  """Connects everyone with process 0: {process: socket}, see `Peers`."""
+def meet(
+  host: str, port: int, count: int, index: int, timeout: int
+) -> dict[int, socket.socket]:
+  """Connects all processes with process 0, which listens at host:port.
+
+  Args:
+    host: where the others find process 0.
+    port: its port; free again when this returns.
+    count: processes in all.
+    index: this one.
+    timeout: seconds for all to come.
+
+  Returns:
+    {process: socket}, as `Peers` takes it.
+
+  Raises:
+    ProcessLost: not all came, or one with another id or count than it should have.
+  """
   deadline = time.monotonic() + timeout
   if index:
     sockets = {0: _join(host, port, count, index, timeout, deadline)}

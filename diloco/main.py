@@ -14,7 +14,7 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco.config import ConfigError
+from diloco import config as config_lib
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -49,10 +49,11 @@ def main(argv) -> None:
     raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
   # After the flags are parsed, so that --help and flag errors answer at once.
-  from diloco import distributed, record, train
+  from diloco import distributed, record, train, transport
 
   peers = distributed.Peers()
   try:
+    config_lib.resolve(_CONFIG.value)  # Its errors need not wait for the others.
     peers = distributed.initialize(
       _COORDINATOR.value,
       _NUM_PROCESSES.value,
@@ -63,16 +64,24 @@ def main(argv) -> None:
     )
     train.train(_CONFIG.value, str(_WORKDIR.value), peers)
     peers.close()
-  except (ConfigError, record.TrainingDiverged, distributed.ProcessLost) as error:
+  except (
+    config_lib.ConfigError,
+    record.TrainingDiverged,
+    transport.ExchangeFailed,
+    distributed.ProcessLost,
+  ) as error:
+    if isinstance(error, transport.ExchangeFailed):
+      peers.await_loss()
     distributed.say(f"error: {error}")
-    code = 2 if isinstance(error, ConfigError) else 1
+    code = 2 if isinstance(error, config_lib.ConfigError) else 1
     peers.fail(str(error), code)
     sys.exit(code)
-  except Exception as error:
+  except (Exception, KeyboardInterrupt) as error:
     if peers.count == 1:
       raise
-    peers.await_loss()
-    traceback.print_exc()
+    if isinstance(error, Exception):
+      peers.await_loss()
+      traceback.print_exc()
     peers.fail(f"{type(error).__name__}: {error}")
 
 
