@@ -98,5 +98,3 @@ def get_sweep() -> Sweep:
       ),
     ],
   )
-
-

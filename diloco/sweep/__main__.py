@@ -16,11 +16,17 @@ from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
 
-_SWEEP = flags.DEFINE_string("sweep", "", "A file with get_sweep(), e.g. configs/ladder.py.")
+_SWEEP = flags.DEFINE_string(
+  "sweep", "", "A file with get_sweep(), e.g. configs/ladder.py."
+)
 _RESULTS = flags.DEFINE_string("results", None, "Where runs and the table are kept.")
 _PARALLEL = flags.DEFINE_integer("parallel", 1, "Most runs at a time.", lower_bound=1)
-_CORES = flags.DEFINE_integer("cores", 0, "CPU cores for each run; 0: all.", lower_bound=0)
-_EXPORT = flags.DEFINE_string("export", "", "Write the table as CSV to this file and end.")
+_CORES = flags.DEFINE_integer(
+  "cores", 0, "CPU cores for each run; 0: all.", lower_bound=0
+)
+_EXPORT = flags.DEFINE_string(
+  "export", "", "Write the table as CSV to this file and end."
+)
 _SHOW = flags.DEFINE_bool("show", False, "Show how far the sweep is and end.")
 _RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
 
@@ -47,7 +53,9 @@ def run() -> int:
   results = pathlib.Path(_RESULTS.value)
   if _EXPORT.value:
     if not (results / "results.sqlite").is_file():
-      raise ValueError(f"--results={results} holds no results.sqlite; run a sweep first.")
+      raise ValueError(
+        f"--results={results} holds no results.sqlite; run a sweep first."
+      )
     rows = table.Table(results).rows()
     count = table.export(rows, pathlib.Path(_EXPORT.value))
     print(f"{count} runs written to {_EXPORT.value}")

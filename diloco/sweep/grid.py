@@ -141,9 +141,7 @@ def search(
     assert best is not None
     if loss == math.inf:
       return Search([], None, loss, "failed", points=tuple(points))
-    grown = [
-      p for a in grid.axes for p in _beside(a, best) if key(p) not in known
-    ]
+    grown = [p for a in grid.axes for p in _beside(a, best) if key(p) not in known]
     if not grown:
       edge = tuple(a.name for a in grid.axes if _touches(a, best))
       state = "edge" if edge else "interior"
@@ -199,7 +197,9 @@ def _touches(axis: Axis, point: Point) -> bool:
 
 def _check_axis(grid: Grid, axis: Axis) -> None:
   if not axis.values:
-    raise ValueError(f"axis {axis.name!r} of grid {grid.name!r} is empty; give it values.")
+    raise ValueError(
+      f"axis {axis.name!r} of grid {grid.name!r} is empty; give it values."
+    )
   if len(set(axis.values)) < len(axis.values):
     raise ValueError(
       f"axis {axis.name!r} of grid {grid.name!r} has a value twice in {axis.values};"

@@ -41,9 +41,7 @@ class Local:
       first = slot * self._cores
       chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
       command.append(",".join(map(str, sorted(set(chosen)))))
-    process = subprocess.Popen(
-      command, env=self._environment, stdin=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL)
     self._jobs[run] = slot, process
 
   def running(self, run: pathlib.Path) -> bool:
@@ -66,9 +64,7 @@ class Local:
       process.wait()
 
 
-def job_environment(
-  results: pathlib.Path, extra: Mapping[str, str]
-) -> dict[str, str]:
+def job_environment(results: pathlib.Path, extra: Mapping[str, str]) -> dict[str, str]:
   """This process's environment for runs: compiled programs are kept and shared."""
   cache = {
     "JAX_COMPILATION_CACHE_DIR": str(results / "compiled"),

@@ -13,7 +13,9 @@ def lines(cells: list, rows: list[dict]) -> list[str]:
     cells: `runner.Cell`s.
     rows: of the table.
   """
-  count = {s: sum(r["status"] == s for r in rows) for s in ("done", "running", "failed")}
+  count = {
+    s: sum(r["status"] == s for r in rows) for s in ("done", "running", "failed")
+  }
   wide = max((len(describe(c.cell)) for c in cells), default=4)
   out = [f"{'grid':<12} {'cell':<{wide}} {'state':<9} {'runs':>7} {'loss':>8}  best"]
   for c in cells:

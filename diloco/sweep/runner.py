@@ -137,7 +137,10 @@ class Driver:
       directory = self._directory(row["name"])
       if row["status"] != "running" or self._backend.running(directory):
         continue
-      summary, ended = _read(directory / "summary.json"), _read(directory / "ended.json")
+      summary, ended = (
+        _read(directory / "summary.json"),
+        _read(directory / "ended.json"),
+      )
       if summary is not None:
         self._table.finish(row["name"], summary)
       elif ended is not None and ended["returncode"]:
@@ -245,5 +248,3 @@ def _read(path: pathlib.Path) -> dict | None:
     return json.loads(path.read_text())
   except (FileNotFoundError, json.JSONDecodeError):
     return None
-
-
