@@ -60,27 +60,37 @@ def get_sweep() -> Sweep:
   def from_size(size: str):
     return lambda cell: {**cell, "size": size}
 
-  def without(*names: str, **changed):
-    return lambda cell: {k: v for k, v in cell.items() if k not in names} | changed
+  def without(name: str):
+    return lambda cell: {k: v for k, v in cell.items() if k != name}
 
   everyone = algorithms + diloco
   cadences = [c for h in (1, 5, 30) for c in cells("s1", diloco, sync_every=h)]
+  more_tokens = [c for o in (4, 16) for c in cells("s1", everyone, overtrain=o)]
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
+      # Every size first, then what explains, then more tuning of the larger sizes.
       Grid("s1 dp", cells("s1", algorithms), (lr, batch)),
       Grid("s1", cells("s1", diloco), (lr, batch, outer)),
-      Grid("s2 dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
-      Grid("s2", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
-      Grid("s3", cells("s3", everyone), (lr, batch), from_size("s2")),
-      Grid("s4", cells("s4", everyone), (lr,), from_size("s3")),
+      Grid("s2", cells("s2", everyone), (lr,), from_size("s1")),
+      Grid("s3", cells("s3", everyone), (), from_size("s2")),
+      Grid("s4", cells("s4", everyone), (), from_size("s3")),
       Grid("s5", cells("s5", everyone), (), from_size("s4")),
       Grid("cadence", cadences, (outer,), without("sync_every")),
+      Grid("overtrain", more_tokens, (), without("overtrain")),
       Grid(
-        "overtrain",
-        [c for o in (4, 16) for c in cells("s1", everyone, overtrain=o)]
-        + cells("s2", everyone, overtrain=4),
+        "seeds",
+        [c for s in (1, 2) for c in cells("s1", everyone, seed=s)],
+        (),
+        without("seed"),
+      ),
+      Grid("s2 batch dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
+      Grid("s2 batch", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
+      Grid("s3 tuned", cells("s3", everyone), (lr, batch), from_size("s2")),
+      Grid(
+        "overtrain s2",
+        cells("s2", everyone, overtrain=4),
         (),
         without("overtrain"),
       ),
@@ -89,12 +99,6 @@ def get_sweep() -> Sweep:
         [{**c, "size": "s2"} for c in cadences],
         (outer,),
         without("sync_every"),
-      ),
-      Grid(
-        "seeds",
-        [c for s in (1, 2) for c in cells("s1", everyone, seed=s)],
-        (),
-        without("seed"),
       ),
     ],
   )

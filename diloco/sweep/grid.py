@@ -70,7 +70,8 @@ class Sweep:
 
   Attributes:
     config: makes the config of a point.
-    grids: searched in order; a cell may start from one of an earlier or the same.
+    grids: searched in order; a cell may start from one of an earlier or the same. A
+      later grid may search the cells of an earlier one along more axes.
     environment: variables of the runs' processes.
   """
 
@@ -79,13 +80,13 @@ class Sweep:
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    seen: set[str] = set()
     for grid in self.grids:
+      seen: set[str] = set()
       for cell in grid.cells:
         if key(cell) in seen:
           raise ValueError(
-            f"grid {grid.name!r} has the cell {describe(cell)} twice, or an earlier"
-            " grid has it; each cell is searched once: remove one."
+            f"grid {grid.name!r} has the cell {describe(cell)} twice; each cell of a"
+            " grid is searched once: remove one."
           )
         seen.add(key(cell))
       for axis in grid.axes:
