@@ -24,13 +24,28 @@ class InnerMetrics(NamedTuple):
   update_norm: jax.Array  # Global L2 norm of the parameters' change.
 
 
-def learning_rate(c) -> optax.Schedule:
+class Tuned(NamedTuple):
+  """What a sweep varies, as arguments of the compiled step: runs share one program."""
+
+  learning_rate: jax.Array | float  # Peak.
+  weight_decay: jax.Array | float  # What decays, relative to the common factor.
+
+
+def tuned(c) -> Tuned:
+  """The config's values of them."""
+  decay = c.inner.weight_decay
+  if c.inner.weight_decay_scaling == "schedule" and c.inner.learning_rate:
+    decay /= c.inner.learning_rate
+  return Tuned(c.inner.learning_rate, decay)
+
+
+def learning_rate(c, peak: jax.Array | float | None = None) -> optax.Schedule:
   """Linear warm-up, then a cosine to `final_fraction` of the peak at step T.
 
   The step that finishes as number t is taken with the rate at t - 1, so the first
   step of a warm-up has rate 0 only if warmup_steps > 0.
   """
-  peak, steps = c.inner.learning_rate, c.train.steps
+  peak, steps = c.inner.learning_rate if peak is None else peak, c.train.steps
   warmup = min(c.inner.warmup_steps, steps)
   return optax.join_schedules(
     [
@@ -43,22 +58,20 @@ def learning_rate(c) -> optax.Schedule:
   )
 
 
-def make_optimizer(c) -> optax.GradientTransformation:
+def make_optimizer(c, values: Tuned | None = None) -> optax.GradientTransformation:
   """AdamW on clipped gradients (2501.18512, 3.2; 2503.09799, 3).
 
   Decoupled weight decay, by default lambda = 1/T multiplied by the schedule
   relative to its peak: dividing it by the peak before the common factor of the
   rate does that (Wang & Aitchison, 2024). With `rate` it is multiplied by the rate.
   """
-  decay = c.inner.weight_decay
-  if c.inner.weight_decay_scaling == "schedule" and c.inner.learning_rate:
-    decay /= c.inner.learning_rate
+  values = values or tuned(c)
   clip = optax.clip_by_global_norm(c.inner.clip_norm)
   return optax.chain(
     clip if c.inner.clip_norm else optax.identity(),
     optax.scale_by_adam(c.inner.b1, c.inner.b2, c.inner.eps),
-    optax.add_decayed_weights(decay),
-    optax.scale_by_learning_rate(learning_rate(c)),
+    optax.add_decayed_weights(values.weight_decay),
+    optax.scale_by_learning_rate(learning_rate(c, values.learning_rate)),
   )
 
 
@@ -70,9 +83,10 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     optimizer: the inner optimizer.
 
   Returns:
-    step(params, opt_state, tokens_MxBxL, trainable) -> (params, opt_state,
-    InnerMetrics). Params and optimizer state lead with M and are donated.
-    `trainable` is None or FedPart's mask, see `fedpart_mask`.
+    step(params, opt_state, tokens_MxBxL, trainable, values=None) -> (params,
+    opt_state, InnerMetrics). Params and optimizer state lead with M and are donated.
+    `trainable` is None or FedPart's mask, see `fedpart_mask`; `values` are `Tuned`,
+    the config's if None.
   """
   dims = model_lib.ModelDims.from_config(c, batch_axes=(FSDP,))
   accumulate = c.train.accumulate
@@ -105,18 +119,19 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     total, _ = jax.lax.scan(body, zeros, micro)
     return jax.tree.map(lambda x: x / accumulate, total)
 
-  def replica_step(params, opt_state, tokens_BxL, trainable):
+  def replica_step(params, opt_state, tokens_BxL, trainable, values):
     grads, nll = gradients(params, tokens_BxL)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
+    update = make_optimizer(c, values).update if values else optimizer.update
+    updates, opt_state = update(grads, opt_state, params)
     if trainable is not None:
       updates = jax.tree.map(jnp.multiply, updates, trainable)
     metrics = InnerMetrics(nll, optax.tree.norm(grads), optax.tree.norm(updates))
     return optax.apply_updates(params, updates), opt_state, metrics
 
   @drjax.program(placements={REPLICA: trained_replicas(c)})
-  def step(params, opt_state, tokens_MxBxL, trainable):
+  def step(params, opt_state, tokens_MxBxL, trainable, values=None):
     def one(params, opt_state, tokens_BxL):
-      return replica_step(params, opt_state, tokens_BxL, trainable)
+      return replica_step(params, opt_state, tokens_BxL, trainable, values)
 
     return drjax.map_fn(one, (params, opt_state, tokens_MxBxL))
 

@@ -189,7 +189,7 @@ def _train(run: _Run, steps: range, state: state_lib.TrainState):
   else:
     [tokens_MxBxL] = batches
     params, opt_state, of_step = run.inner_step(
-      params, opt_state, tokens_MxBxL, trainable
+      params, opt_state, tokens_MxBxL, trainable, inner_lib.tuned(run.config)
     )
     metrics = [of_step]
   events = list[sync_lib.Event]()

@@ -1,0 +1,88 @@
+"""Runs a sweep.
+
+python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
+python -m diloco.sweep --results=/tmp/ladder --export=ladder.csv
+python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --show
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+from absl import app, flags
+
+from diloco.sweep import progress, table
+from diloco.sweep.grid import Sweep
+from diloco.sweep.local import Local
+from diloco.sweep.runner import Driver, drive
+
+_SWEEP = flags.DEFINE_string(
+  "sweep", "", "A file with get_sweep(), e.g. configs/ladder.py."
+)
+_RESULTS = flags.DEFINE_string("results", None, "Where runs and the table are kept.")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "Most runs at a time.", lower_bound=1)
+_CORES = flags.DEFINE_integer(
+  "cores", 0, "CPU cores for each run; 0: all.", lower_bound=0
+)
+_EXPORT = flags.DEFINE_string(
+  "export", "", "Write the table as CSV to this file and end."
+)
+_SHOW = flags.DEFINE_bool("show", False, "Show how far the sweep is and end.")
+_RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
+
+
+def load_sweep(path: str) -> Sweep:
+  """The sweep of a file.
+
+  Raises:
+    ValueError: no file, or none with get_sweep().
+  """
+  if not pathlib.Path(path).is_file():
+    raise ValueError(f"--sweep={path!r} is no file; name one, e.g. configs/ladder.py.")
+  spec = importlib.util.spec_from_file_location("sweep_file", path)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  if not hasattr(module, "get_sweep"):
+    raise ValueError(f"--sweep={path} has no get_sweep(); see configs/ladder.py.")
+  return module.get_sweep()
+
+
+def run() -> int:
+  """What the flags ask for; returns the exit status."""
+  results = pathlib.Path(_RESULTS.value)
+  if _EXPORT.value:
+    if not (results / "results.sqlite").is_file():
+      raise ValueError(
+        f"--results={results} holds no results.sqlite; run a sweep first."
+      )
+    rows = table.Table(results).rows()
+    count = table.export(rows, pathlib.Path(_EXPORT.value))
+    print(f"{count} runs written to {_EXPORT.value}")
+    return 0
+  sweep = load_sweep(_SWEEP.value)
+  backend = Local(_PARALLEL.value, _CORES.value, results, sweep.environment)
+  if _RETRY.value:
+    table.Table(results).forget_failed()
+  driver = Driver(sweep, results, backend)
+  if _SHOW.value:
+    rows = driver.rows()
+    print("\n".join(progress.lines(driver.cells({r["name"]: r for r in rows}), rows)))
+    return 0
+  finished = drive(driver, progress.Live())
+  return 0 if finished else 1
+
+
+def main(argv) -> None:
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  try:
+    sys.exit(run())
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("results")
+  app.run(main)

@@ -1,0 +1,94 @@
+"""One run: `diloco.main` in a process of its own, its end noted in its directory.
+
+python -m diloco.sweep.job RUN [CORE,...]
+
+RUN holds config.json. A lock on RUN/lock is held as long as the trainer lives, even
+if who started it is gone, so that no run is ever trained by two processes.
+"""
+
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def run(directory: str, cores: Sequence[int] = ()) -> int:
+  """Trains what config.json says and writes ended.json: {returncode, error}.
+
+  Args:
+    directory: of the run.
+    cores: to which the trainer is bound; none: all.
+
+  Returns:
+    The trainer's exit status; 0 without a summary.json means that it was asked to
+    stop and has saved; -1 that another process trains this run.
+  """
+  here = pathlib.Path(directory)
+  with (here / "lock").open("w") as lock, (here / "log.txt").open("ab") as log:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return -1
+    (here / "ended.json").unlink(missing_ok=True)
+    if cores and hasattr(os, "sched_setaffinity"):
+      os.sched_setaffinity(0, cores)
+    saved = pathlib.Path(__file__).with_name("saved.py")
+    start = log.tell()
+    trainer = subprocess.Popen(
+      [
+        *(sys.executable, "-m", "diloco.main"),
+        f"--config={saved}:{here / 'config.json'}",
+        f"--workdir={here}",
+      ],
+      stdout=log,
+      stderr=log,
+      pass_fds=(lock.fileno(),),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, lambda *_: trainer.send_signal(signal.SIGTERM))
+    code = trainer.wait()
+    error = _error(here / "log.txt", start, code) if code else ""
+    _write(here / "ended.json", {"returncode": code, "error": error})
+  return code
+
+
+def alive(directory: pathlib.Path) -> bool:
+  """Whether some process trains this run."""
+  try:
+    with (directory / "lock").open("r+") as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except FileNotFoundError:
+    return False
+  except BlockingIOError:
+    return True
+  return False
+
+
+def _error(log: pathlib.Path, start: int, code: int) -> str:
+  """The trainer's own sentence, or the last line of its log."""
+  with log.open("rb") as file:
+    file.seek(start)
+    lines = file.read().decode(errors="replace").splitlines()
+  said = [line for line in lines if line.startswith("error: ")]
+  if said:
+    return said[-1].removeprefix("error: ")
+  if code < 0:
+    return f"killed by signal {-code} ({signal.Signals(-code).name}); see {log}."
+  last = next((line for line in reversed(lines) if line.strip()), "no output")
+  return f"exit status {code}: {last.strip()}"
+
+
+def _write(path: pathlib.Path, value: dict) -> None:
+  """Whole or not at all."""
+  part = path.with_suffix(".part")
+  part.write_text(json.dumps(value))
+  part.replace(path)
+
+
+if __name__ == "__main__":
+  chosen = [int(core) for core in sys.argv[2].split(",")] if len(sys.argv) > 2 else []
+  sys.exit(run(sys.argv[1], chosen) != 0)

@@ -1,0 +1,188 @@
+"""The results: one SQLite table, a row per run, written by the driver alone."""
+
+import contextlib
+import csv
+import datetime
+import json
+import pathlib
+import sqlite3
+import subprocess
+from typing import Any
+
+from diloco import config as config_lib
+
+# Column, type and meaning; `name` is the digest of the config, so that a config that
+# two grids ask for is run once.
+COLUMNS = {
+  "name": "TEXT PRIMARY KEY",
+  "point": "TEXT",  # JSON: what the sweep file was asked for.
+  "config": "TEXT",  # JSON: every field, resolved.
+  "revision": "TEXT",  # Git revision of the code, with -dirty if it was changed.
+  "status": "TEXT",  # running, done or failed.
+  "error": "TEXT",  # Why it failed, one line.
+  "attempts": "INTEGER",  # Times it was started.
+  "started": "TEXT",  # UTC.
+  "finished": "TEXT",
+  "params": "INTEGER",
+  "tokens": "INTEGER",
+  "steps": "INTEGER",
+  "loss": "REAL",  # Held-out, of the outer parameters, nats per token.
+  "loss_mean": "REAL",  # Of the replicas' mean.
+  "loss_first": "REAL",  # Of replica 0.
+  "bits_per_byte": "REAL",
+  "bytes_sent": "INTEGER",  # By one replica, in all.
+  "peak_bytes": "INTEGER",  # By one replica, at one sync.
+  "syncs": "INTEGER",
+  "tokens_per_s": "REAL",
+  "wall_s": "REAL",
+  "device": "TEXT",
+}
+
+# What an exported row says of the config, by column name.
+EXPORTED_FIELDS = {
+  "algorithm": "algorithm",
+  "replicas": "replicas",
+  "sync_every": "sync_every",
+  "outer_learning_rate": "outer.learning_rate",
+  "outer_momentum": "outer.momentum",
+  "learning_rate": "inner.learning_rate",
+  "batch_sequences": "train.batch_size",
+  "seq_len": "model.seq_len",
+  "num_layers": "model.num_layers",
+  "dim": "model.dim",
+  "vocab_size": "model.vocab_size",
+  "seed": "seed",
+}
+
+
+class Table:
+  """The table of one results directory."""
+
+  def __init__(self, results: pathlib.Path):
+    results.mkdir(parents=True, exist_ok=True)
+    self._db = sqlite3.connect(results / "results.sqlite", timeout=60)
+    self._db.row_factory = sqlite3.Row
+    self._db.execute("PRAGMA journal_mode=WAL")
+    columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
+    with self._db:
+      self._db.execute(f"CREATE TABLE IF NOT EXISTS runs ({columns})")
+
+  def rows(self) -> list[dict[str, Any]]:
+    """All runs, in the order in which they were first started."""
+    found = self._db.execute("SELECT * FROM runs ORDER BY rowid")
+    return [dict(row) for row in found]
+
+  def start(self, name: str, point: dict, config: dict, revision: str) -> None:
+    """Books that a run starts, or starts again."""
+    with self._db:
+      self._db.execute(
+        "INSERT INTO runs (name, point, config, attempts) VALUES (?, ?, ?, 0)"
+        " ON CONFLICT (name) DO NOTHING",
+        (name, json.dumps(point, sort_keys=True), json.dumps(config)),
+      )
+      self._db.execute(
+        "UPDATE runs SET status = 'running', error = NULL, revision = ?, started = ?,"
+        " attempts = attempts + 1 WHERE name = ?",
+        (revision, _now(), name),
+      )
+
+  def finish(self, name: str, summary: dict) -> None:
+    """Books the summary of a run that ended well."""
+    losses = summary["eval_loss"]
+    self._update(
+      name,
+      status="done",
+      finished=_now(),
+      params=summary["params"],
+      tokens=summary["tokens"],
+      steps=summary["steps"],
+      loss=losses["outer"],
+      loss_mean=losses["mean"],
+      loss_first=losses["first"],
+      bits_per_byte=summary["bits_per_byte"],
+      bytes_sent=summary["bytes_sent_per_replica"],
+      peak_bytes=summary["peak_bytes_per_sync"],
+      syncs=summary["syncs"],
+      tokens_per_s=summary["tokens_per_s"],
+      wall_s=summary["wall_s"],
+      device=summary["device"],
+    )
+
+  def fail(self, name: str, error: str) -> None:
+    """Books a failure with its reason."""
+    self._update(name, status="failed", error=error, finished=_now())
+
+  def forget_failed(self) -> None:
+    """Lets failed runs run again."""
+    with self._db:
+      self._db.execute("DELETE FROM runs WHERE status = 'failed'")
+
+  def _update(self, name: str, **values) -> None:
+    sets = ", ".join(f"{column} = ?" for column in values)
+    with self._db:
+      self._db.execute(
+        f"UPDATE runs SET {sets} WHERE name = ?", (*values.values(), name)
+      )
+
+  def close(self) -> None:
+    self._db.close()
+
+
+def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
+  """Writes the finished and failed runs as CSV; returns how many.
+
+  The fields in which runs can differ get columns of their own; `config` keeps, as
+  JSON, what else differs from `default_config`.
+  """
+  default = json.loads(json.dumps(config_lib.default_config().to_dict()))
+  shown = [c for c in COLUMNS if c not in ("point", "config", "attempts", "started")]
+  ended = [row for row in rows if row["status"] in ("done", "failed")]
+  with path.open("w", newline="") as file:
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([*EXPORTED_FIELDS, *shown, "config"])
+    for row in ended:
+      config = json.loads(row["config"])
+      fields = [_field(config, f) for f in EXPORTED_FIELDS.values()]
+      rest = _rest(config, default)
+      values = [_digits(row[c]) for c in shown]
+      writer.writerow([*fields, *values, json.dumps(rest, sort_keys=True)])
+  return len(ended)
+
+
+def git_revision() -> str:
+  """Revision of the code that runs, `-dirty` if it was changed; unknown without git."""
+  with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    return subprocess.run(
+      ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+      cwd=pathlib.Path(__file__).parent,
+      capture_output=True,
+      check=True,
+      text=True,
+    ).stdout.strip()
+  return "unknown"
+
+
+def _field(config: dict, name: str):
+  for part in name.split("."):
+    config = config[part]
+  return config
+
+
+def _rest(config: dict, default: dict, prefix: str = "") -> dict:
+  """{field: value} where config differs from default and no column tells it."""
+  found: dict[str, Any] = {}
+  for k, value in config.items():
+    field = f"{prefix}{k}"
+    if isinstance(value, dict):
+      found |= _rest(value, default[k], f"{field}.")
+    elif value != default[k] and field not in EXPORTED_FIELDS.values():
+      found[field] = value
+  return found
+
+
+def _digits(value):
+  return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _now() -> str:
+  return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
