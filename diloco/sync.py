@@ -135,17 +135,17 @@ def make_hidden_exchange(inner_step, mesh):
     mesh: the device mesh.
 
   Returns:
-    steps(params, opt_state, tokens, trainable, payloads) -> (params, opt_state,
-    [InnerMetrics of each step], transmitted payloads). `tokens` holds [M, B, L] of
-    each of the K steps, `payloads` what was sent just before the first; params and
-    optimizer state are donated.
+    steps(params, opt_state, tokens, trainable, payloads, values=None) -> (params,
+    opt_state, [InnerMetrics of each step], transmitted payloads). `tokens` holds
+    [M, B, L] of each of the K steps, `payloads` what was sent just before the first;
+    params and optimizer state are donated.
   """
 
-  def steps(params, opt_state, tokens, trainable, payloads):
+  def steps(params, opt_state, tokens, trainable, payloads, values=None):
     received = [exchange.start(mesh, payload) for payload in payloads]
 
     def body(carry, tokens_MxBxL):
-      params, opt_state, metrics = inner_step(*carry, tokens_MxBxL, trainable)
+      params, opt_state, metrics = inner_step(*carry, tokens_MxBxL, trainable, values)
       return (params, opt_state), metrics
 
     carry, metrics = jax.lax.scan(body, (params, opt_state), jnp.stack(tokens))

@@ -107,6 +107,7 @@ class _Run:
   optimizer: Any
   inner_step: Any
   hidden_exchange: Any
+  tuned: inner_lib.Tuned
   outer: outer_lib.Outer | None
   evaluate: Any
   batch_sharding: Any
@@ -167,6 +168,7 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
     optimizer=optimizer,
     inner_step=inner_step,
     hidden_exchange=sync_lib.make_hidden_exchange(inner_step, mesh),
+    tuned=inner_lib.tuned(c),
     outer=outer_lib.make_outer(c, mesh) if streaming else None,
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     batch_sharding=mesh_lib.batch_sharding(mesh),
@@ -182,14 +184,14 @@ def _train(run: _Run, steps: range, state: state_lib.TrainState):
   if run.outer and outer and run.hiding_steps(steps[0] - 1):
     sent = sync_lib.sent_at(run.outer, steps[0] - 1, outer)
     params, opt_state, metrics, arrived = run.hidden_exchange(
-      params, opt_state, batches, trainable, list(sent.values())
+      params, opt_state, batches, trainable, list(sent.values()), run.tuned
     )
     in_flight = {**outer.in_flight, **dict(zip(sent, arrived))}
     outer = dataclasses.replace(outer, in_flight=in_flight)
   else:
     [tokens_MxBxL] = batches
     params, opt_state, of_step = run.inner_step(
-      params, opt_state, tokens_MxBxL, trainable, inner_lib.tuned(run.config)
+      params, opt_state, tokens_MxBxL, trainable, run.tuned
     )
     metrics = [of_step]
   events = list[sync_lib.Event]()

@@ -117,3 +117,18 @@ def test_errors_name_field_value_and_remedy(kwargs, message):
 def test_tau_must_be_below_h():
   with pytest.raises(ValueError, match=r"overlap.tau is 5, but sync_every is 5"):
     Schedule(2, 5, (0, 5))
+
+
+@given(p=st.integers(1, 6), h=st.integers(1, 12), data=st.data())
+def test_what_hides_an_exchange_ends_before_anything_else_happens(p, h, data):
+  taus = tuple(data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=3)))
+  schedule = Schedule(p, h, taus)
+  happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
+  for t in range(1, 4 * h):
+    k = schedule.hiding_steps(t)
+    if not schedule.sends(t) or min(taus) == 0:
+      assert k == 0
+      continue
+    assert 1 <= k <= min(taus)
+    assert happens(t + k)
+    assert not any(happens(s) for s in range(t + 1, t + k))

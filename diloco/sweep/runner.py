@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from diloco import config as config_lib
 from diloco.sweep import grid as grid_lib
-
 from diloco.sweep.grid import Grid, Point, Search, Sweep
 from diloco.sweep.table import Table, git_revision
 
