@@ -91,6 +91,7 @@ def main() -> None:
     "2": (2, {}),
     "4": (4, {}),
     "8": (8, {}),
+    "host": (8, {"overlap.transport": "host"}),
     "fsdp": (4, {"mesh.replica": 1, "mesh.fsdp": 4}),
     "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
     "four_on_one": (1, {"replicas": 4}),
