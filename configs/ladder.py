@@ -12,8 +12,14 @@ starts from the best point of the one before. docs/ladder.md has the results.
 from diloco.config import default_config
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
-# Size: layers, width. Heads of 16; vocabulary 2,048, so that N is 0.1M to 0.65M.
-SIZES = {"s1": (3, 32), "s2": (3, 48), "s3": (4, 64), "s4": (4, 80), "s5": (5, 88)}
+# Size: layers, heads, width; with a vocabulary of 2,048 N is 0.1M to 0.55M.
+SIZES = {
+  "s1": (3, 2, 32),
+  "s2": (3, 3, 48),
+  "s3": (4, 4, 56),
+  "s4": (5, 4, 64),
+  "s5": (5, 5, 80),
+}
 TOKENS_PER_PARAMETER = 2
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
@@ -22,14 +28,14 @@ ROOT2 = 2**0.5
 def get_config(point: Point):
   """The config of a point: size, algorithm, replicas, lr, batch and, of DiLoCo,
   outer_lr; sync_every, overtrain and seed where they are varied."""
-  layers, width = SIZES[point["size"]]
+  layers, heads, width = SIZES[point["size"]]
   c = default_config()
   c.algorithm, c.replicas = point["algorithm"], point["replicas"]
   c.sync_every = point.get("sync_every", 10)
   c.seed = point.get("seed", 0)
   # Rounds are few, so the outer momentum has to be shorter than the papers' 0.9.
   c.outer.learning_rate, c.outer.momentum = point.get("outer_lr", 0.6), 0.5
-  c.model.num_layers, c.model.dim, c.model.num_heads = layers, width, width // 16
+  c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
   c.model.vocab_size, c.model.seq_len = VOCABULARY, LENGTH
   c.model.dtype, c.model.remat = "float32", True
 
@@ -65,40 +71,28 @@ def get_sweep() -> Sweep:
 
   everyone = algorithms + diloco
   cadences = [c for h in (1, 5, 30) for c in cells("s1", diloco, sync_every=h)]
+  seeds = [c for s in (1, 2) for c in cells("s1", everyone, seed=s)]
   more_tokens = [c for o in (4, 16) for c in cells("s1", everyone, overtrain=o)]
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
-      # Every size first, then what explains, then more tuning of the larger sizes.
+      # Every size first, then what explains, then more tuning: whenever the sweep is
+      # stopped, what is there can be read.
+      Grid("s1 lr", cells("s1", everyone), (lr,)),
+      Grid("s2", cells("s2", everyone), (), from_size("s1")),
+      Grid("s3", cells("s3", everyone), (), from_size("s1")),
+      Grid("s4", cells("s4", everyone), (), from_size("s1")),
       Grid("s1 dp", cells("s1", algorithms), (lr, batch)),
       Grid("s1", cells("s1", diloco), (lr, batch, outer)),
-      Grid("s2", cells("s2", everyone), (lr,), from_size("s1")),
-      Grid("s3", cells("s3", everyone), (), from_size("s2")),
-      Grid("s4", cells("s4", everyone), (), from_size("s3")),
-      Grid("s5", cells("s5", everyone), (), from_size("s4")),
-      Grid("cadence", cadences, (outer,), without("sync_every")),
+      Grid("s5", cells("s5", everyone), (), from_size("s1")),
       Grid("overtrain", more_tokens, (), without("overtrain")),
-      Grid(
-        "seeds",
-        [c for s in (1, 2) for c in cells("s1", everyone, seed=s)],
-        (),
-        without("seed"),
-      ),
-      Grid("s2 batch dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
-      Grid("s2 batch", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
+      Grid("cadence", cadences, (outer,), without("sync_every")),
+      Grid("seeds", seeds, (), without("seed")),
+      Grid("s2 dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
+      Grid("s2 tuned", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
       Grid("s3 tuned", cells("s3", everyone), (lr, batch), from_size("s2")),
-      Grid(
-        "overtrain s2",
-        cells("s2", everyone, overtrain=4),
-        (),
-        without("overtrain"),
-      ),
-      Grid(
-        "cadence s2",
-        [{**c, "size": "s2"} for c in cadences],
-        (outer,),
-        without("sync_every"),
-      ),
+      Grid("s4 tuned", cells("s4", everyone), (lr,), from_size("s3")),
+      Grid("s5 tuned", cells("s5", everyone), (), from_size("s4")),
     ],
   )

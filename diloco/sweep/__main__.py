@@ -1,8 +1,10 @@
-"""Runs a sweep.
+r"""Runs a sweep.
 
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
-python -m diloco.sweep --results=/tmp/ladder --export=ladder.csv
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --show
+python -m diloco.sweep --results=/tmp/ladder --export=ladder.csv
+python -m diloco.sweep --sweep=... --results=/shared/sweep --backend=slurm \
+  --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 """
 
 import importlib.util
@@ -24,6 +26,13 @@ _PARALLEL = flags.DEFINE_integer("parallel", 1, "Most runs at a time.", lower_bo
 _CORES = flags.DEFINE_integer(
   "cores", 0, "CPU cores for each run; 0: all.", lower_bound=0
 )
+_BACKEND = flags.DEFINE_enum(
+  "backend",
+  "local",
+  ["local", "slurm", "submitit"],
+  "local: processes of this machine; slurm: jobs; submitit: its local executor.",
+)
+_OPTIONS = flags.DEFINE_list("slurm_options", [], "Options of submitit: name=value,...")
 _EXPORT = flags.DEFINE_string(
   "export", "", "Write the table as CSV to this file and end."
 )
@@ -40,12 +49,29 @@ def load_sweep(path: str) -> Sweep:
   if not pathlib.Path(path).is_file():
     raise ValueError(f"--sweep={path!r} is no file; name one, e.g. configs/ladder.py.")
   spec = importlib.util.spec_from_file_location("sweep_file", path)
-  assert spec is not None and spec.loader is not None
+  if spec is None or spec.loader is None:
+    raise ValueError(f"--sweep={path!r} is no Python file; see configs/ladder.py.")
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   if not hasattr(module, "get_sweep"):
     raise ValueError(f"--sweep={path} has no get_sweep(); see configs/ladder.py.")
   return module.get_sweep()
+
+
+def make_backend(sweep: Sweep, results: pathlib.Path):
+  """Where the flags say that runs are executed."""
+  if _BACKEND.value == "local":
+    return Local(_PARALLEL.value, _CORES.value, results, sweep.environment)
+  from diloco.sweep.slurm import Slurm
+
+  options: dict[str, int | str] = {}
+  for item in _OPTIONS.value:
+    name, equals, value = item.partition("=")
+    if not equals:
+      raise ValueError(f"--slurm_options has {item!r}; write name=value, by commas.")
+    options[name] = int(value) if value.isdigit() else value
+  cluster = "slurm" if _BACKEND.value == "slurm" else "local"
+  return Slurm(_PARALLEL.value, results, sweep.environment, options, cluster)
 
 
 def run() -> int:
@@ -61,7 +87,7 @@ def run() -> int:
     print(f"{count} runs written to {_EXPORT.value}")
     return 0
   sweep = load_sweep(_SWEEP.value)
-  backend = Local(_PARALLEL.value, _CORES.value, results, sweep.environment)
+  backend = make_backend(sweep, results)
   if _RETRY.value:
     table.Table(results).forget_failed()
   driver = Driver(sweep, results, backend)

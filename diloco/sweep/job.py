@@ -13,15 +13,20 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def run(directory: str, cores: Sequence[int] = ()) -> int:
+def run(
+  directory: str,
+  cores: Sequence[int] = (),
+  environment: Mapping[str, str] | None = None,
+) -> int:
   """Trains what config.json says and writes ended.json: {returncode, error}.
 
   Args:
     directory: of the run.
     cores: to which the trainer is bound; none: all.
+    environment: of the trainer; this process's if None.
 
   Returns:
     The trainer's exit status; 0 without a summary.json means that it was asked to
@@ -46,6 +51,7 @@ def run(directory: str, cores: Sequence[int] = ()) -> int:
       ],
       stdout=log,
       stderr=log,
+      env=None if environment is None else {**os.environ, **environment},
       pass_fds=(lock.fileno(),),
     )
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -41,7 +41,9 @@ class Local:
       first = slot * self._cores
       chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
       command.append(",".join(map(str, sorted(set(chosen)))))
-    process = subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL)
+    process = subprocess.Popen(
+      command, env={**os.environ, **self._environment}, stdin=subprocess.DEVNULL
+    )
     self._jobs[run] = slot, process
 
   def running(self, run: pathlib.Path) -> bool:
@@ -71,4 +73,4 @@ def job_environment(results: pathlib.Path, extra: Mapping[str, str]) -> dict[str
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
   }
-  return {**cache, **os.environ, **extra}
+  return {**cache, **extra}

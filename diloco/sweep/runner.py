@@ -127,6 +127,7 @@ class Driver:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(self._configs[name], indent=1))
     part.replace(path)
+    (directory / "ended.json").unlink(missing_ok=True)  # Of an earlier attempt.
     self._table.start(name, point, self._configs[name], self._revision)
     self._backend.start(directory)
 
@@ -204,7 +205,7 @@ class _Losses(dict):
 def drive(
   driver: Driver,
   show: Callable[[list[Cell], list[dict]], None],
-  pause: float = 1.0,
+  pause: float = 2.0,
 ) -> bool:
   """Runs a sweep to its end.
 

@@ -1,0 +1,237 @@
+"""The driver: resume, failures, kills, exports; most runs are faked."""
+
+import csv
+import json
+import math
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco.config import default_config
+from diloco.sweep import job
+from diloco.sweep.grid import Axis, Grid, Sweep, powers
+from diloco.sweep.runner import ATTEMPTS, Driver, drive
+from diloco.sweep.table import Table, export
+
+BEST = 2.0**-8
+
+
+def config(point):
+  c = default_config()
+  c.algorithm, c.replicas = "diloco", point["replicas"]
+  c.inner.learning_rate = point["lr"]
+  c.train.steps, c.train.batch_size = 10, 4
+  return c
+
+
+def make_sweep(**axis):
+  lr = Axis("lr", powers(2, -7, -7), ratio=2, **axis)
+  return Sweep(config, [Grid("g", [{"replicas": m} for m in (1, 2)], (lr,))])
+
+
+def summary_of(saved: dict) -> dict:
+  loss = 3 + abs(math.log2(saved["inner"]["learning_rate"] / BEST))
+  return {
+    "params": 100,
+    "tokens": saved["train"]["tokens"],
+    "steps": saved["train"]["steps"],
+    "eval_loss": {"outer": loss, "mean": loss, "first": loss},
+    "bits_per_byte": 1.0,
+    "bytes_sent_per_replica": 8,
+    "peak_bytes_per_sync": 4,
+    "syncs": 2,
+    "tokens_per_s": 5.0,
+    "wall_s": 1.0,
+    "device": "fake",
+  }
+
+
+class Fake:
+  """A backend whose runs end at once, as `end(run, config)` says."""
+
+  def __init__(self, end=None, slots=100):
+    self.started, self._end, self._slots = [], end or self.good, slots
+
+  @staticmethod
+  def good(run, saved):
+    (run / "summary.json").write_text(json.dumps(summary_of(saved)))
+
+  def start(self, run):
+    self.started.append(run.name)
+    self._end(run, json.loads((run / "config.json").read_text()))
+
+  def running(self, run):
+    return False
+
+  def slots(self):
+    return self._slots
+
+  def stop(self):
+    pass
+
+
+def finish(driver):
+  for _ in range(50):
+    cells = driver.step()
+    if all(c.search.state in ("interior", "edge", "failed") for c in cells):
+      return cells
+  raise AssertionError("the sweep does not end")
+
+
+def test_a_sweep_ends_with_interior_points_and_never_repeats_a_run(tmp_path):
+  backend = Fake()
+  cells = finish(Driver(make_sweep(), tmp_path, backend))
+  assert [c.search.best["lr"] for c in cells] == [BEST, BEST]
+  assert len(backend.started) == len(set(backend.started)) == 8
+  again = Fake()
+  finish(Driver(make_sweep(), tmp_path, again))
+  assert again.started == []
+
+
+def test_what_ended_while_the_driver_was_gone_is_booked_not_repeated(tmp_path):
+  first = Fake()
+  Driver(make_sweep(), tmp_path, first).step()  # Killed before it could collect.
+  assert {row["status"] for row in Table(tmp_path).rows()} == {"running"}
+  second = Fake()
+  finish(Driver(make_sweep(), tmp_path, second))
+  assert not set(first.started) & set(second.started)
+  rows = Table(tmp_path).rows()
+  assert {row["status"] for row in rows} == {"done"}
+  assert all(row["revision"] and row["loss"] >= 3 for row in rows)
+
+
+def test_failures_are_booked_with_their_error_and_the_sweep_goes_on(tmp_path):
+  def end(run, saved):
+    if saved["inner"]["learning_rate"] > BEST:
+      (run / "ended.json").write_text('{"returncode": 1, "error": "diverged at 3."}')
+    else:
+      Fake.good(run, saved)
+
+  sweep = Sweep(
+    config, [Grid("g", [{"replicas": 1}], (Axis("lr", powers(2, -9, -7), ratio=2),))]
+  )
+  cells = finish(Driver(sweep, tmp_path, Fake(end)))
+  assert cells[0].search.best["lr"] == BEST
+  failed = [row for row in Table(tmp_path).rows() if row["status"] == "failed"]
+  assert [row["error"] for row in failed] == ["diverged at 3."]
+  Table(tmp_path).forget_failed()
+  retried = Fake()
+  finish(Driver(sweep, tmp_path, retried))
+  assert retried.started == [failed[0]["name"]]
+
+
+def test_a_config_that_cannot_work_is_a_failed_run(tmp_path):
+  sweep = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
+  cells = finish(Driver(sweep, tmp_path, Fake()))
+  assert cells[0].search.state == "failed"
+  assert "train.batch_size is 4" in Table(tmp_path).rows()[0]["error"]
+
+
+def test_runs_that_vanish_are_resumed_and_at_last_given_up(tmp_path):
+  backend = Fake(lambda run, saved: None)
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
+  finish(Driver(sweep, tmp_path, backend))
+  assert len(backend.started) == ATTEMPTS
+  assert "vanished 5 times" in Table(tmp_path).rows()[0]["error"]
+
+
+def test_slots_bound_what_is_started(tmp_path):
+  backend = Fake(slots=0)
+  Driver(make_sweep(), tmp_path, backend).step()
+  assert backend.started == []
+
+
+def test_a_cell_that_starts_from_nothing_is_an_error(tmp_path):
+  grid = Grid("g", [{"replicas": 1}], (), like=lambda cell: {"replicas": 7})
+  with pytest.raises(ValueError, match="starts from replicas=7, which no grid"):
+    Driver(Sweep(config, [grid]), tmp_path, Fake()).step()
+
+
+def test_export_is_a_table_of_results_with_their_configs(tmp_path):
+  finish(Driver(make_sweep(), tmp_path, Fake()))
+  assert export(Table(tmp_path).rows(), tmp_path / "out.csv") == 8
+  with (tmp_path / "out.csv").open() as file:
+    rows = list(csv.DictReader(file))
+  assert {row["replicas"] for row in rows} == {"1", "2"}
+  assert {row["algorithm"] for row in rows} == {"diloco"}
+  best = min(rows, key=lambda row: float(row["loss"]))
+  assert float(best["learning_rate"]) == BEST
+  assert json.loads(best["config"])["train.steps"] == 10
+
+
+def test_the_sweep_imports_no_jax():
+  code = (
+    "import sys, diloco.sweep.__main__, diloco.sweep.slurm, diloco.sweep.figures;"
+    "sys.exit('jax' in sys.modules)"
+  )
+  assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_job_notes_the_trainers_own_sentence(tmp_path):
+  c = default_config()
+  (tmp_path / "config.json").write_text(json.dumps(c.to_dict()))
+  assert job.run(str(tmp_path)) == 2
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert ended["error"].startswith("train.steps is 0")
+  assert not job.alive(tmp_path)
+
+
+SWEEP_FILE = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest
+from diloco.sweep.grid import Axis, Grid, Sweep, powers
+
+def config(point):
+  c = conftest.tiny_config()
+  c.inner.learning_rate = point["lr"]
+  return c
+
+def get_sweep():
+  return Sweep(config, [Grid("g", [{{}}], (Axis("lr", (0.001, 0.002, 0.004)),))])
+"""
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_loses_no_finished_result(tmp_path):
+  """Kills the driver when one run is done; the second driver does the others only."""
+  tests = pathlib.Path(__file__).parents[1]
+  (tmp_path / "sweep.py").write_text(SWEEP_FILE.format(tests=str(tests)))
+  command = [
+    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    f"--results={tmp_path / 'results'}",
+  ]
+  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+  driver = subprocess.Popen(command, env=environment)
+  while not (done := _done(tmp_path / "results")):
+    assert driver.poll() is None
+    time.sleep(0.5)
+  driver.send_signal(signal.SIGKILL)
+  driver.wait()
+  assert subprocess.run(command, env=environment, check=False).returncode == 0
+  after = {row["name"]: row for row in Table(tmp_path / "results").rows()}
+  assert {row["status"] for row in after.values()} == {"done"}
+  assert len(after) == 3
+  for name, row in done.items():
+    assert after[name] == row
+
+
+def _done(results: pathlib.Path) -> dict:
+  if not (results / "results.sqlite").exists():
+    return {}
+  rows = Table(results).rows()
+  return {row["name"]: row for row in rows if row["status"] == "done"}
+
+
+def test_drive_stops_at_sigterm(tmp_path):
+  driver = Driver(make_sweep(), tmp_path, Fake(slots=0))
+
+  def show(cells, rows):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  assert drive(driver, show, pause=0.01) is False
