@@ -154,6 +154,11 @@ def default_config() -> ml_collections.ConfigDict:
   c.eval.every = 0
   # Held-out tokens per evaluation; 0: all.
   c.eval.tokens = 0
+  # Zero-shot tasks of every evaluation of the outer parameters, by commas: hellaswag,
+  # piqa, arc_easy, arc_easy_test, or paths of .jsonl items (diloco/tasks.py).
+  c.eval.tasks = ""
+  # Items per task, the first ones; 0: all.
+  c.eval.task_items = 0
   # Sequences per evaluation batch.
   c.eval.batch_size = 32
 
@@ -360,6 +365,7 @@ _LEAST = {
   "data.shuffle_window": 0,
   "eval.every": 0,
   "eval.tokens": 0,
+  "eval.task_items": 0,
   "eval.batch_size": 1,
   "checkpoint.every": 0,
   "checkpoint.keep": 1,

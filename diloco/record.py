@@ -7,6 +7,7 @@ process 0 writes them once it has those of all.
 
 import collections
 import contextlib
+import dataclasses
 import math
 import pathlib
 import sys
@@ -24,6 +25,7 @@ from diloco.evaluate import EvalResult
 from diloco.inner import InnerMetrics, learning_rate
 from diloco.model import flops_per_token
 from diloco.sync import Event
+from diloco.tasks import TaskResult
 from diloco.wire import ledger as ledger_lib
 
 
@@ -81,10 +83,15 @@ class Recorder:
     yield
     self._clock = time.perf_counter() if self._clock else None
 
-  def evaluation(self, t: int, results: dict[str, EvalResult]) -> None:
-    """Writes held-out losses by kind of parameters."""
+  def evaluation(
+    self, t: int, results: dict[str, EvalResult], scores: dict[str, TaskResult]
+  ) -> None:
+    """Writes held-out losses by kind of parameters, and accuracies by task."""
     values = {f"loss_{which}": r.loss for which, r in results.items()}
     values["bits_per_byte"] = results["outer"].bits_per_byte
+    for task, result in scores.items():
+      values[f"{task}_accuracy"] = result.accuracy
+      values[f"{task}_accuracy_norm"] = result.accuracy_norm
     self._writer.write("eval", t, values)
 
   def events(self, events: list[Event]) -> None:
@@ -172,7 +179,9 @@ class Recorder:
           f" {good}, in {self._workdir / 'checkpoints'}."
         )
 
-  def summary(self, results: dict[str, EvalResult]) -> dict[str, Any]:
+  def summary(
+    self, results: dict[str, EvalResult], scores: dict[str, TaskResult]
+  ) -> dict[str, Any]:
     """What summary.json holds; bytes are those one replica sends."""
     c, ledger = self._config, self._ledger
     params = config_lib.num_params(c)
@@ -189,6 +198,7 @@ class Recorder:
       "eval_loss": {which: r.loss for which, r in results.items()},
       "perplexity": results["outer"].perplexity,
       "bits_per_byte": results["outer"].bits_per_byte,
+      "tasks": {task: dataclasses.asdict(r) for task, r in scores.items()},
       "bytes_sent_per_replica": sent,
       "bytes_data_parallel_per_replica": int(reference),
       "bytes_ratio_to_data_parallel": reference / sent if sent else None,
@@ -217,6 +227,11 @@ class Recorder:
       f" {outer.perplexity:.2f}, {outer.bits_per_byte:.4f} bits/byte",
       f"             replicas' mean {losses['mean']:.4f}, first replica"
       f" {losses['first']:.4f}",
+      *(
+        f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
+        f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items"
+        for task, r in summary["tasks"].items()
+      ),
       f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
       f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
       "             data-parallel would have sent"

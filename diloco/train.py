@@ -21,6 +21,7 @@ from diloco import inner as inner_lib
 from diloco import mesh as mesh_lib
 from diloco import metrics as metrics_lib
 from diloco import outer as outer_lib
+from diloco import score as score_lib
 from diloco import state as state_lib
 from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
@@ -73,7 +74,9 @@ def train(
       t = steps[-1]
       if c.eval.every and t % c.eval.every == 0 and t < c.train.steps:
         with recorder.pause():
-          recorder.evaluation(t, {"outer": run.evaluate(run.outer_params(state))})
+          outer_params = run.outer_params(state)
+          scores = run.evaluate_tasks(outer_params)
+          recorder.evaluation(t, {"outer": run.evaluate(outer_params)}, scores)
       stopping = stop.agreed(steps) and t < c.train.steps
       last = stopping or t == c.train.steps
       if not last and c.checkpoint.every and t % c.checkpoint.every == 0:
@@ -110,6 +113,7 @@ class _Run:
   tuned: inner_lib.Tuned
   outer: outer_lib.Outer | None
   evaluate: Any
+  evaluate_tasks: Any
   batch_sharding: Any
   peers: Peers
 
@@ -171,6 +175,7 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
     tuned=inner_lib.tuned(c),
     outer=outer_lib.make_outer(c, mesh) if streaming else None,
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
+    evaluate_tasks=score_lib.make_evaluate_tasks(c, mesh, tokenizer),
     batch_sharding=mesh_lib.batch_sharding(mesh),
     peers=peers,
   )
@@ -269,7 +274,8 @@ def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
     "mean": run.evaluate(evaluate_lib.replica_mean(state.params)),
     "first": run.evaluate(evaluate_lib.first_replica(state.params)),
   }
-  recorder.evaluation(c.train.steps, results)
+  scores = run.evaluate_tasks(outer_params)
+  recorder.evaluation(c.train.steps, results, scores)
   recorder.flush()
   text = ""
   if c.log.sample_tokens:
@@ -279,7 +285,7 @@ def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
     )
     text = run.tokenizer.decode([*prompt, *ids])
   title = f"{c.algorithm}, M={c.replicas}, H={c.sync_every}"
-  summary = recorder.summary(results)
+  summary = recorder.summary(results, scores)
   if run.peers.index == 0:
     picture = metrics_lib.plot_loss(workdir, title)
     (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
