@@ -134,15 +134,18 @@ def default_config() -> ml_collections.ConfigDict:
   c.model.loss_chunk = 0
 
   c.data = ml_collections.ConfigDict()
-  # sotu (embedded text), tfds:<name>:<version> or files:<glob>.
+  # sotu (embedded text), tfds:<name>:<version>, files:<glob> of text or JSON lines, or
+  # arrays:<folder> of tokens from scripts/prepare_data.py.
   c.data.source = "sotu"
-  # Splits of a TFDS source, slices allowed: train[:99%].
+  # Splits of a TFDS source, slices allowed: train[:99%]; subfolders of arrays.
   c.data.train_split = "train"
   c.data.eval_split = "validation"
   # Where TFDS data sets lie; empty: TFDS's own default.
   c.data.data_dir = ""
   # A SentencePiece .model by path, or the name of one in diloco/data/tokenizers.
   c.data.tokenizer = "sotu_2048"
+  # Whether documents begin with BOS, as NanoDO's do; they always end with EOS.
+  c.data.add_bos = False
   # Packed sequences of a replica that are shuffled among themselves; 0: none are.
   # Else the consecutive sequences of a long document fill whole batches.
   c.data.shuffle_window = 0

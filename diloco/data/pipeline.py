@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import ConfigError
-from diloco.data.sources import Source, make_source
-from diloco.data.tokenizer import EOS_ID, Tokenizer, load_tokenizer
+from diloco.data.documents import Documents, make_documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +136,11 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
   Raises:
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
   """
-  source, tokenizer = make_source(c, "train"), _load(c)
-  if len(source) < c.replicas:
+  documents = make_documents(c, "train")
+  if len(documents) < c.replicas:
     raise ConfigError(
       f"replicas is {c.replicas}, but data.source {c.data.source!r} has only"
-      f" {len(source)} training documents; use at most that many replicas."
+      f" {len(documents)} training documents; use at most that many replicas."
     )
   ids = range(c.replicas) if replica_ids is None else replica_ids
   for r in ids:
@@ -150,23 +149,22 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
         f"replicas is {c.replicas}, but the data of replica {r} are asked for; choose"
         f" ids from 0 to {c.replicas - 1}."
       )
-  shards = {r: _shard(c, source, tokenizer, r) for r in ids}
-  return TrainIterator(shards, len(source))
+  return TrainIterator({r: _shard(c, documents, r) for r in ids}, len(documents))
 
 
-def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
+def _shard(c, documents: Documents, replica: int):
   """Replica r's endless stream of batches [B, L]."""
   import grain  # Imports JAX, which those who only read text do not need.
 
   length = c.model.seq_len
-  documents = grain.MapDataset.source(source)[replica :: c.replicas]
+  shard = grain.MapDataset.source(documents)[replica :: c.replicas]
   # A seed for each replica: with one for all, shards of one length would be read in
   # one order, and replicas would see neighbouring documents at the same time.
   seeds = np.random.SeedSequence([c.seed, replica]).generate_state(2)
   tokens = (
-    documents.shuffle(seed=int(seeds[0]))
+    shard.shuffle(seed=int(seeds[0]))
     .repeat()
-    .map(lambda text: {"tokens": encode_document(tokenizer, text)})
+    .map(lambda ids: {"tokens": ids})
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
   )
   packed = grain.experimental.ConcatThenSplitIterDataset(
@@ -184,11 +182,6 @@ def _shard(c, source: Source, tokenizer: Tokenizer, replica: int):
   return iter(batches)
 
 
-def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-  """int32 ids of a document, ended by EOS."""
-  return np.asarray([*tokenizer.encode(text), EOS_ID], np.int32)
-
-
 def make_eval_set(c) -> EvalSet:
   """The first `eval.tokens` held-out tokens (all of them if 0), packed in order.
 
@@ -197,22 +190,18 @@ def make_eval_set(c) -> EvalSet:
   Raises:
     ConfigError: data are missing or empty.
   """
-  source, tokenizer = make_source(c, "eval"), _load(c)
+  documents = make_documents(c, "eval")
   pieces: list[np.ndarray] = []
   count, num_bytes = 0, 0
   budget = c.eval.tokens or np.inf
-  for i in range(len(source)):
+  for i in range(len(documents)):
     if count >= budget:
       break
-    text = source[i]
-    ids = encode_document(tokenizer, text)
+    ids = documents[i]
     kept = int(min(len(ids), budget - count))
     pieces.append(ids[:kept])
     count += kept
-    cut = kept < len(ids)
-    num_bytes += (
-      tokenizer.prefix_bytes(text, kept) if cut else len(text.encode("utf-8"))
-    )
+    num_bytes += documents.num_bytes(i, kept)
   if not count:
     raise ConfigError(
       f"data.source is {c.data.source!r}, whose held-out part is empty; give it more"
@@ -227,12 +216,17 @@ def make_eval_set(c) -> EvalSet:
   return EvalSet(tokens, weights, count, num_bytes)
 
 
-def _load(c) -> Tokenizer:
-  tokenizer = load_tokenizer(c.data.tokenizer)
-  if tokenizer.vocab_size > c.model.vocab_size:
-    raise ConfigError(
-      f"model.vocab_size is {c.model.vocab_size}, but data.tokenizer"
-      f" {c.data.tokenizer!r} has {tokenizer.vocab_size} pieces; raise"
-      f" model.vocab_size to at least {tokenizer.vocab_size}."
-    )
-  return tokenizer
+def unigram_bits_per_byte(c) -> float:
+  """Bits per byte on `make_eval_set(c)` of a model that knows only token frequencies.
+
+  Token i has probability (n_i + 1) / (n + V), with n_i its count among the n training
+  tokens and V the rows of the embedding: what a trained model has to beat. Reads all
+  training documents once.
+  """
+  documents, held_out = make_documents(c, "train"), make_eval_set(c)
+  counts = np.ones(c.model.vocab_size)
+  for i in range(len(documents)):
+    counts += np.bincount(documents[i], minlength=len(counts))
+  nats = -np.log(counts / counts.sum())
+  total = (nats[held_out.tokens] * held_out.weights).sum()
+  return float(total / (np.log(2) * held_out.num_bytes))

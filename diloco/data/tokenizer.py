@@ -1,5 +1,6 @@
 """SentencePiece with NanoDO's ids: pad 0, eos 1, bos 2, unk 3."""
 
+import hashlib
 import pathlib
 from collections.abc import Sequence
 
@@ -12,10 +13,22 @@ _SHIPPED = pathlib.Path(__file__).parent / "tokenizers"
 
 
 class Tokenizer:
-  """Text to ids and back."""
+  """Text to ids and back.
+
+  Attributes:
+    sha256: of the model file, in hexadecimal.
+  """
 
   def __init__(self, path: pathlib.Path):
-    self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    proto = path.read_bytes()
+    self.sha256 = hashlib.sha256(proto).hexdigest()
+    try:
+      self._model = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    except RuntimeError as error:
+      raise ConfigError(
+        f"data.tokenizer is {str(path)!r}, which is no SentencePiece model; give a"
+        " file that scripts/train_tokenizer.py or SentencePiece wrote."
+      ) from error
     m = self._model
     ids = (m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id())
     if ids != (PAD_ID, EOS_ID, BOS_ID, UNK_ID):

@@ -18,6 +18,7 @@ from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco.config import ConfigError
 from diloco.data import pipeline
+from diloco.data.documents import encode_document
 from diloco.data.tokenizer import EOS_ID
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -56,9 +57,7 @@ def test_a_token_is_seen_by_exactly_one_replica_per_epoch(numbered):
     data_lib.make_source(c, "train"),
     data_lib.load_tokenizer(c.data.tokenizer),
   )
-  documents = [
-    pipeline.encode_document(tokenizer, source[i]) for i in range(len(source))
-  ]
+  documents = [encode_document(tokenizer, source[i]) for i in range(len(source))]
   sizes = [sum(map(len, documents[r::2])) for r in range(2)]
   for r in range(2):
     # Whole epochs of one replica: three of them, read to the last full batch.
@@ -105,11 +104,14 @@ def test_a_position_restores_bit_for_bit(numbered, prefetch, stop):
 
 
 class IdDocuments:
-  """Documents that are tokens already: id i occurs once, in document order."""
+  """Documents of ids that occur once, in document order, each ended by EOS."""
 
   def __init__(self, lengths):
     ends = np.cumsum(lengths)
-    self.tokens = [np.arange(e - n, e) + 10 for n, e in zip(lengths, ends)]
+    self.tokens = [
+      np.append(np.arange(e - n, e) + 10, EOS_ID).astype(np.int32)
+      for n, e in zip(lengths, ends)
+    ]
 
   def __len__(self):
     return len(self.tokens)
@@ -118,22 +120,13 @@ class IdDocuments:
     return self.tokens[index]
 
 
-class IdTokenizer:
-  vocab_size = 2048
-
-  def encode(self, document):
-    return document
-
-
 @pytest.fixture
 def set_documents(monkeypatch):
   """Makes all sources IdDocuments of the given lengths, without their EOS."""
 
   def set_lengths(lengths):
     documents = IdDocuments(lengths)
-    monkeypatch.setattr(pipeline, "make_source", lambda c, split: documents)
-    monkeypatch.setattr(pipeline, "load_tokenizer", lambda name: IdTokenizer())
-    return documents.tokens
+    monkeypatch.setattr(pipeline, "make_documents", lambda c, split: documents)
 
   return set_lengths
 
@@ -250,7 +243,7 @@ def test_evaluation_counts_every_token_once(numbered):
     data_lib.load_tokenizer(c.data.tokenizer),
   )
   stream = np.concatenate(
-    [pipeline.encode_document(tokenizer, source[i]) for i in range(len(source))]
+    [encode_document(tokenizer, source[i]) for i in range(len(source))]
   )
   fields = c.to_dict()
   fields["eval"]["tokens"] = 0
@@ -322,21 +315,28 @@ def test_text_comes_back_exactly_and_any_byte_is_representable(tiny):
     assert 3 not in tokenizer.encode(text)
 
 
+def test_a_unigram_model_in_closed_form(tiny, monkeypatch):
+  class Numbers(list):
+    def num_bytes(self, index, num_tokens):
+      return 5
+
+  splits = {
+    "train": Numbers([np.asarray([4, 4, 5, EOS_ID]), np.asarray([4, EOS_ID])]),
+    "eval": Numbers([np.asarray([4, 5, EOS_ID])]),
+  }
+  monkeypatch.setattr(pipeline, "make_documents", lambda c, split: splits[split])
+  tiny.model.vocab_size = 8
+  c = config_lib.resolve(tiny)
+  # Of 6 training tokens and 8 pieces: 4 thrice, 5 once, EOS twice, each plus one.
+  bits = -math.log2(4 / 14) - math.log2(2 / 14) - math.log2(3 / 14)
+  assert data_lib.unigram_bits_per_byte(c) == pytest.approx(bits / 5)
+
+
 def test_a_unigram_model_on_the_held_out_text(tiny):
   # What a model without context reaches: the number to beat.
-  c = config_lib.resolve(tiny)
-  tokenizer, train = (
-    data_lib.load_tokenizer("sotu_2048"),
-    data_lib.make_source(c, "train"),
-  )
-  counts = np.ones(2048)
-  for i in range(0, len(train), 4):
-    np.add.at(counts, pipeline.encode_document(tokenizer, train[i]), 1)
-  held_out = data_lib.make_source(c, "eval")
-  text = held_out[5]
-  ids = pipeline.encode_document(tokenizer, text)
-  nats = -np.log(counts[ids] / counts.sum()).sum()
-  assert 2.2 < nats / math.log(2) / len(text.encode()) < 2.9
+  tiny.eval.tokens = 0
+  bits = data_lib.unigram_bits_per_byte(config_lib.resolve(tiny))
+  assert 2.2 < bits < 2.6
 
 
 @pytest.fixture(scope="module")
@@ -423,7 +423,7 @@ def test_missing_tfds_data_say_what_where_and_how(tiny, standin, fields, says):
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (("array_record", "tfrecord"), r"stored as tfrecord.*tfds convert_format"),
+    (("array_record", "tfrecord"), r"stored as tfrecord.*prepare_data.py convert"),
     (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
   ],
 )

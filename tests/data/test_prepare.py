@@ -1,0 +1,489 @@
+"""Preparation: the same data come out, whatever is killed, and damage is noticed."""
+
+import gzip
+import itertools
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboardX.record_writer import RecordWriter
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco.config import ConfigError
+from diloco.data import files, pieces, prepare, records
+from diloco.data.arrays import TokenArrays
+from diloco.data.documents import make_documents
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def in_line(monkeypatch):
+  """Runs units in this process, one after the other."""
+
+  def run_units(function, units, *_):
+    for unit in units:
+      function(unit)
+
+  monkeypatch.setattr(prepare, "run_units", run_units)
+
+
+@pytest.fixture
+def lines(tmp_path):
+  """Three JSON-lines files of 100 documents with the glob that names them."""
+  folder = tmp_path / "lines"
+  folder.mkdir()
+  for f in range(3):
+    rows = [
+      {"text": f"Document {f} {i}: {'é' * (i % 7)}\nwith {i * i} words.", "id": i}
+      for i in range(100)
+    ]
+    text = "\n".join(json.dumps(r, ensure_ascii=i % 2 == 0) for i, r in enumerate(rows))
+    (folder / f"{f}.jsonl").write_text(text + "\n" * f)
+  return f"files:{folder}/*.jsonl"
+
+
+def contents(folder):
+  return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.name != ".lock"}
+
+
+def same_data(c, other):
+  for split in ("train", "eval"):
+    a, b = make_documents(c, split), make_documents(other, split)
+    assert len(a) == len(b) > 0
+    for i in range(len(a)):
+      np.testing.assert_array_equal(a[i], b[i])
+      for kept in (0, 1, len(a[i]) // 2, len(a[i])):
+        assert a.num_bytes(i, kept) == b.num_bytes(i, kept)
+
+
+def as_arrays(tiny, folder, **changes):
+  tiny.data.source = f"arrays:{folder}"
+  tiny.data.train_split, tiny.data.eval_split = "train", "eval"
+  tiny.data.update(changes)
+  return config_lib.resolve(tiny)
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_arrays_hold_the_documents_of_their_source(
+  tiny, lines, tmp_path, in_line, add_bos
+):
+  for split in ("train", "eval"):
+    made = prepare.tokenize(
+      lines, split, "sotu_2048", tmp_path / "arrays" / split, unit_size=1000
+    )
+    assert made["dtype"] == "uint16"
+    assert made["units"] > 10
+  tiny.data.source, tiny.data.add_bos = lines, add_bos
+  direct = config_lib.resolve(tiny)
+  arrays = as_arrays(tiny, tmp_path / "arrays")
+  same_data(direct, arrays)
+  a, b = (data_lib.make_eval_set(c) for c in (direct, arrays))
+  np.testing.assert_array_equal(a.tokens, b.tokens)
+  assert (a.num_tokens, a.num_bytes) == (b.num_tokens, b.num_bytes)
+  first = make_documents(arrays, "train")[0]
+  assert (first[0] == 2) == add_bos
+  assert first[-1] == 1
+
+
+def test_a_run_reads_the_same_batches_from_arrays(tiny, tmp_path, in_line):
+  direct = config_lib.resolve(tiny)
+  for split in ("train", "eval"):
+    prepare.tokenize("sotu", split, "sotu_2048", tmp_path / split, unit_size=1 << 20)
+  arrays = as_arrays(tiny, tmp_path)
+  a, b = (data_lib.make_train_iterator(c) for c in (direct, arrays))
+  for _ in range(40):
+    np.testing.assert_array_equal(next(a), next(b))
+  a.close()
+  b.close()
+
+
+def test_counts_are_exact(lines, tmp_path, in_line):
+  made = prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "a", unit_size=5000)
+  texts = [
+    json.loads(line)["text"]
+    for path in sorted(pathlib.Path(lines.removeprefix("files:")).parent.iterdir())
+    for line in path.read_text().splitlines()
+    if line
+  ]
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  assert made["documents"] == len(texts) == 300
+  assert made["bytes"] == sum(len(t.encode()) for t in texts)
+  assert made["tokens"] == sum(len(tokenizer.encode(t)) + 1 for t in texts)
+  # Arrays are plain .npy files of NumPy's own layout.
+  shards = [np.load(tmp_path / "a" / s["file"]) for s in made["shards"]]
+  assert [len(s) for s in shards] == [s["tokens"] for s in made["shards"]]
+  stream = np.concatenate(shards)
+  documents = np.split(stream, np.load(tmp_path / "a" / "ends.npy").astype(int))[:-1]
+  assert [tokenizer.decode(d.tolist()) for d in documents] == texts
+
+
+def test_large_vocabularies_take_four_bytes(lines, tmp_path, in_line, monkeypatch):
+  class Large:
+    sha256, vocab_size = "0", 70_000
+
+    def encode(self, text):
+      return [69_999] * len(text)
+
+  monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Large())
+  prepare._tokenizer.cache_clear()
+  made = prepare.tokenize(lines, "all", "large", tmp_path / "a")
+  prepare._tokenizer.cache_clear()
+  assert made["dtype"] == "uint32"
+  assert TokenArrays(tmp_path / "a", Large())[5][0] == 69_999
+
+
+class Killed(BaseException):
+  pass
+
+
+def test_after_a_kill_between_any_two_steps_nothing_is_lost_or_repeated(
+  lines, tmp_path, in_line, monkeypatch
+):
+  """Every write becomes visible by a rename: dies before and after each of them."""
+  options = (lines, "train", "sotu_2048")
+  prepare.tokenize(*options, tmp_path / "whole", unit_size=12000)
+  expected = contents(tmp_path / "whole")
+  rename, unlink = pathlib.Path.rename, pathlib.Path.unlink
+
+  def dies(real, when):
+    def change(self, *args, **kwargs):
+      when["left"] -= 1
+      if when["left"] == 0:
+        raise Killed
+      result = real(self, *args, **kwargs)
+      when["left"] -= 1
+      if when["left"] == 0:
+        raise Killed
+      return result
+
+    return change
+
+  folder = tmp_path / "broken"
+  for step in itertools.count(1):
+    when = {"left": step}
+    shutil.rmtree(folder, ignore_errors=True)
+    with monkeypatch.context() as patch:
+      patch.setattr(pathlib.Path, "rename", dies(rename, when))
+      patch.setattr(pathlib.Path, "unlink", dies(unlink, when))
+      try:
+        prepare.tokenize(*options, folder, unit_size=12000)
+      except Killed:
+        died = True
+      else:
+        died = False
+    prepare.tokenize(*options, folder, unit_size=12000)
+    assert contents(folder) == expected
+    if not died:
+      break
+  assert step > 30
+
+
+def command(*flags):
+  return subprocess.Popen(
+    [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *flags],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+
+
+def children(pid):
+  text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text()
+  return [int(child) for child in text.split()]
+
+
+@pytest.mark.parametrize("victim", ["parent", "worker"])
+def test_a_killed_process_ends_the_others_and_the_command_goes_on(tmp_path, victim):
+  flags = [
+    "tokenize",
+    "--source=sotu",
+    "--split=train",
+    f"--output={tmp_path}/broken",
+    "--workers=2",
+    "--unit_mb=1",
+  ]
+  process = command(*flags)
+  while not list(tmp_path.glob("broken/*.done.json")):
+    assert process.poll() is None
+    time.sleep(0.05)
+  workers = children(process.pid)
+  assert len(workers) >= 2
+  os.kill(process.pid if victim == "parent" else workers[-1], signal.SIGKILL)
+  _, errors = process.communicate(timeout=60)
+  if victim == "worker" and process.returncode:  # It may have been the last unit.
+    assert "start the same command again, it goes on" in errors
+    assert "Traceback" not in errors
+  deadline = time.time() + 20
+  while any(pathlib.Path(f"/proc/{w}").exists() for w in workers):
+    assert time.time() < deadline
+    time.sleep(0.1)
+  again = command(*flags)
+  output, errors = again.communicate(timeout=120)
+  assert again.returncode == 0, errors
+  assert "236 documents" in output
+  prepare.tokenize(
+    "sotu", "train", "sotu_2048", tmp_path / "whole", workers=1, unit_size=1 << 20
+  )
+  assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
+  folder = tmp_path / "a"
+  made = prepare.tokenize(lines, "train", "sotu_2048", folder)
+  assert prepare.tokenize(lines, "train", "sotu_2048", folder) == made
+  with pytest.raises(
+    ConfigError, match=r"another preparation .split: 'train' -> 'eval"
+  ):
+    prepare.tokenize(lines, "eval", "sotu_2048", folder)
+  pathlib.Path(lines.removeprefix("files:").replace("*", "0")).write_text(
+    '{"text": "changed"}'
+  )
+  with pytest.raises(ConfigError, match=r"another preparation .revision"):
+    prepare.tokenize(lines, "train", "sotu_2048", folder)
+  with (
+    prepare._lock(folder),
+    pytest.raises(ConfigError, match="another process is at work"),
+  ):
+    prepare.tokenize(lines, "train", "sotu_2048", folder)
+  (tmp_path / "b").mkdir()
+  (tmp_path / "b" / "thesis.tex").touch()
+  with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
+    prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "b")
+
+
+def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
+  c = as_arrays(tiny, tmp_path)
+  with pytest.raises(ConfigError, match=r"manifest.json does not exist; prepare it wi"):
+    make_documents(c, "train")
+  prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "train", unit_size=5000)
+  assert len(make_documents(c, "train")) == 300
+  manifest = tmp_path / "train" / "manifest.json"
+  good = manifest.read_text()
+  manifest.write_text(good.replace('"sha256": "', '"sha256": "0'))
+  with pytest.raises(ConfigError, match="made with the tokenizer sotu_2048"):
+    make_documents(c, "train")
+  manifest.write_text(good.replace('"version": 1', '"version": 0'))
+  with pytest.raises(ConfigError, match="is of version 0"):
+    make_documents(c, "train")
+  manifest.rename(tmp_path / "train" / "plan.json")
+  with pytest.raises(ConfigError, match="preparation is not finished; start the same"):
+    make_documents(c, "train")
+  manifest.write_text(good)
+  shard = next((tmp_path / "train").glob("00001-of-*.npy"))
+  shard.write_bytes(shard.read_bytes()[:-2])
+  with pytest.raises(ConfigError, match=r"whose file 00001-of-.* bytes instead of"):
+    make_documents(c, "train")
+  with pytest.raises(ConfigError, match="holds tokens, where text is needed"):
+    data_lib.make_source(c, "train")
+
+
+ROWS = st.lists(
+  st.one_of(st.just(""), st.text(max_size=20).map(lambda t: json.dumps({"text": t}))),
+  max_size=12,
+)
+
+
+@settings(max_examples=50)
+@given(ROWS, st.lists(st.integers(1, 300), max_size=4), st.sampled_from(["\n", "\r\n"]))
+def test_ranges_and_offsets_give_every_line_once(tmp_path_factory, rows, cuts, end):
+  path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+  path.write_bytes(end.join(rows).encode())
+  texts = [json.loads(row)["text"] for row in rows if row]
+  whole = list(files.read_lines(path))
+  assert [text for _, text in whole] == texts
+  bounds = [0, *sorted(cuts), None]
+  parts = [files.read_lines(path, a, b) for a, b in itertools.pairwise(bounds)]
+  assert list(itertools.chain(*parts)) == whole
+  assert files.line_offsets(path).tolist() == [offset for offset, _ in whole]
+  assert [files.read_line(path, offset) for offset, _ in whole] == texts
+
+
+def test_splits_of_files_are_disjoint_complete_and_near_their_share(lines):
+  splits = [
+    [t for p in pieces.make_pieces(lines, s, max_size=777) for t in pieces.read(p)]
+    for s in ("train", "eval", "all")
+  ]
+  assert sorted(splits[0] + splits[1]) == sorted(splits[2])
+  assert len(set(splits[2])) == 300
+  share = files.is_held_out(3, np.arange(0, 10**7, 337)).mean()
+  assert abs(share - 1 / files.HOLD_OUT_EVERY) < 0.003
+  assert [bool(files.is_held_out(i, 0)) for i in range(21)] == [True] + [False] * 19 + [
+    True
+  ]
+
+
+def test_compressed_lines_are_tokenized_and_no_run_reads_them_directly(
+  tiny, lines, tmp_path, in_line
+):
+  plain = pathlib.Path(lines.removeprefix("files:")).parent
+  for path in plain.iterdir():
+    (tmp_path / f"{path.stem}.json.gz").write_bytes(gzip.compress(path.read_bytes()))
+  source = f"files:{tmp_path}/*.json.gz"
+  for split in ("train", "eval"):
+    prepare.tokenize(source, split, "sotu_2048", tmp_path / "arrays" / split)
+  tiny.data.source = lines
+  direct = config_lib.resolve(tiny)
+  same_data(direct, as_arrays(tiny, tmp_path / "arrays"))
+  tiny.data.source = source
+  with pytest.raises(ConfigError, match=r"is compressed.*tokenize it once with"):
+    data_lib.make_source(tiny, "train")
+
+
+def test_lines_without_text_say_where(lines, tmp_path, in_line):
+  path = pathlib.Path(lines.removeprefix("files:").replace("*", "1"))
+  path.write_text('{"text": "good"}\n{"txt": "bad"}\n')
+  with pytest.raises(ValueError, match=r"1.jsonl has a line at byte 17 that is no"):
+    prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "a")
+
+
+@pytest.fixture(scope="module")
+def tfrecord(tmp_path_factory):
+  """C4's stand-in, and the same as three tfrecord files by another's writer."""
+  root = tmp_path_factory.mktemp("tfds")
+  run = subprocess.run(
+    [sys.executable, ROOT / "scripts/make_standin.py", f"--data_dir={root}/standin"],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    check=False,
+  )
+  assert run.returncode == 0, run.stderr
+  old, new = (root / d / "c4/en/3.1.0" for d in ("standin", "tfrecord"))
+  new.mkdir(parents=True)
+  info = json.loads((old / "dataset_info.json").read_text())
+  info["fileFormat"] = "tfrecord"
+  for split in info["splits"]:
+    name = split["name"]
+    (path,) = old.glob(f"c4-{name}.*")
+    rows = list(records.read_array_record(path))
+    count = 3 if name == "train" else 1
+    cuts = [len(rows) * i // count for i in range(count + 1)]
+    split["shardLengths"] = [str(b - a) for a, b in itertools.pairwise(cuts)]
+    for i, (a, b) in enumerate(itertools.pairwise(cuts)):
+      writer = RecordWriter(str(new / f"c4-{name}.tfrecord-{i:05}-of-{count:05}"))
+      for row in rows[a:b]:
+        writer.write(row)
+      writer.close()
+  (new / "dataset_info.json").write_text(json.dumps(info))
+  shutil.copy(old / "features.json", new / "features.json")
+  return root
+
+
+def test_tfrecord_becomes_array_record_with_the_same_batches(tiny, tfrecord, tmp_path):
+  options = ("tfds:c4/en:3.1.0", tmp_path, str(tfrecord / "tfrecord"))
+  folder = prepare.convert(*options, workers=2)
+  assert len(list(folder.glob("*.array_record-*"))) == 4
+  tiny.data.source = "tfds:c4/en:3.1.0"
+  tiny.data.data_dir = str(tfrecord / "standin")
+  standin = config_lib.resolve(tiny)
+  tiny.data.data_dir = str(tmp_path)
+  converted = config_lib.resolve(tiny)
+  a, b = (data_lib.make_train_iterator(c) for c in (standin, converted))
+  for _ in range(30):
+    np.testing.assert_array_equal(next(a), next(b))
+  a.close()
+  b.close()
+  before = {p: p.stat().st_mtime_ns for p in folder.glob("*record*")}
+  prepare.convert(*options)
+  assert {p: p.stat().st_mtime_ns for p in folder.glob("*record*")} == before
+
+
+def test_conversion_goes_on_after_a_kill_between_any_two_steps(
+  tfrecord, tmp_path, in_line, monkeypatch
+):
+  options = ("tfds:c4/en:3.1.0", tmp_path, str(tfrecord / "tfrecord"))
+  rename, folder = pathlib.Path.rename, tmp_path / "c4/en/3.1.0"
+
+  def dies_after(count):
+    left = iter([False] * count + [True])
+
+    def change(self, target):
+      if next(left, False):
+        raise Killed
+      return rename(self, target)
+
+    return change
+
+  for count in range(5):
+    with monkeypatch.context() as patch:
+      patch.setattr(pathlib.Path, "rename", dies_after(count % 2))
+      with pytest.raises(Killed):
+        prepare.convert(*options)
+    assert not (folder / "dataset_info.json").exists()
+  prepare.convert(*options)
+  assert not list(folder.glob(".*.tmp"))
+  rows = [
+    row
+    for path in sorted(folder.glob("c4-train.*"))
+    for row in records.read_array_record(path)
+  ]
+  (path,) = (tfrecord / "standin/c4/en/3.1.0").glob("c4-train.*")
+  assert rows == list(records.read_array_record(path))
+
+
+def test_arrays_from_tfrecord_slices_are_those_of_array_record(
+  tfrecord, tmp_path, in_line
+):
+  made = {}
+  for name, unit_size in (("standin", 1 << 19), ("tfrecord", 1 << 30)):
+    folder = tmp_path / name
+    made[name] = prepare.tokenize(
+      "tfds:c4/en:3.1.0",
+      "train[10%:90%]",
+      "sotu_2048",
+      folder,
+      str(tfrecord / name),
+      unit_size=unit_size,
+    )
+  assert made["standin"]["units"] > made["tfrecord"]["units"]
+  for key in ("documents", "tokens", "bytes"):
+    assert made["standin"][key] == made["tfrecord"][key]
+  tokenizer = data_lib.load_tokenizer("sotu_2048")
+  a, b = (TokenArrays(tmp_path / name, tokenizer) for name in made)
+  assert len(a) == 188
+  for i in range(len(a)):
+    np.testing.assert_array_equal(a[i], b[i])
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut", "short"])
+def test_damaged_tfrecord_is_never_converted(tfrecord, tmp_path, in_line, damage):
+  shutil.copytree(tfrecord / "tfrecord", tmp_path / "old")
+  path = tmp_path / "old/c4/en/3.1.0/c4-train.tfrecord-00001-of-00003"
+  content = bytearray(path.read_bytes())
+  if damage == "bit":
+    content[random.Random(0).randrange(len(content))] ^= 4
+  elif damage == "cut":
+    del content[-3:]
+  else:  # One record less, itself whole.
+    size = int.from_bytes(content[:8], "little")
+    del content[: size + 16]
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=r"tfrecord-00001-of-00003 (is cut|ends after)"):
+    prepare.convert("tfds:c4/en:3.1.0", tmp_path / "new", str(tmp_path / "old"))
+  assert not list((tmp_path / "new").rglob("dataset_info.json"))
+
+
+def test_records_agree_with_another_writer_bit_for_bit(tmp_path):
+  rng = np.random.default_rng(0)
+  rows = [rng.bytes(n) for n in (0, 1, 7, 8, 100, 70_000, 3)]
+  writer = RecordWriter(str(tmp_path / "a"))
+  for row in rows:
+    writer.write(row)
+  writer.close()
+  for skip in range(len(rows) + 2):
+    assert list(records.read_tfrecord(tmp_path / "a", skip)) == rows[skip:]
+  # RFC 3720, B.4: 32 bytes of zeros have the CRC 0x8A9136AA.
+  rotated = (0x8A9136AA >> 15 | 0x8A9136AA << 17) + 0xA282EAD8
+  assert records.masked_crc32c(bytes(32)) == rotated & 0xFFFFFFFF
