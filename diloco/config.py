@@ -130,6 +130,9 @@ def default_config() -> ml_collections.ConfigDict:
   c.model.param_dtype = "float32"
   # Whether blocks are rematerialised in the backward pass.
   c.model.remat = False
+  # Whether each document of a packed sequence is treated as if it were alone: it
+  # attends to itself only, from position 0 on. The papers do not say that they do.
+  c.model.segment_masks = False
   # Sequence positions whose logits exist at once; must divide seq_len; 0: all.
   c.model.loss_chunk = 0
 

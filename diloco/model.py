@@ -39,6 +39,7 @@ class ModelDims:
   dtype: str = "bfloat16"
   param_dtype: str = "float32"
   remat: bool = False
+  segment_masks: bool = False
   batch_axes: tuple[str, ...] = ()
 
   @classmethod
@@ -53,7 +54,7 @@ class Attention(nn.Module):
   dims: ModelDims
 
   @nn.compact
-  def __call__(self, x_BxLxD, cache=None, start=None):
+  def __call__(self, x_BxLxD, cache=None, start=None, segment_BxL=None):
     m = self.dims
     split = (*x_BxLxD.shape[:-1], m.num_heads, m.dim // m.num_heads)
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (
@@ -62,7 +63,7 @@ class Attention(nn.Module):
     if m.qk_norm:
       q_BxLxHxK = _norm(m, "q_norm")(q_BxLxHxK)
       k_BxLxHxK = _norm(m, "k_norm")(k_BxLxHxK)
-    seen_LxS = None
+    seen = None if segment_BxL is None else _same_segment(segment_BxL)
     if cache is not None:
       cache = {
         "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k_BxLxHxK, start, 1),
@@ -70,10 +71,10 @@ class Attention(nn.Module):
       }
       k_BxLxHxK, v_BxLxHxK = cache["k"], cache["v"]  # All S positions of the cache.
       query_L = start + jnp.arange(x_BxLxD.shape[1])
-      seen_LxS = query_L[:, None] >= jnp.arange(k_BxLxHxK.shape[1])
+      seen = query_L[:, None] >= jnp.arange(k_BxLxHxK.shape[1])
     # Scores are scaled by 1/sqrt(K) and their softmax is taken in float32.
     y_BxLxHxK = jax.nn.dot_product_attention(
-      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=seen_LxS, is_causal=cache is None
+      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=seen, is_causal=cache is None
     )
     return _linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim), cache
 
@@ -95,10 +96,10 @@ class Block(nn.Module):
   dims: ModelDims
 
   @nn.compact
-  def __call__(self, x_BxLxD, cache, start):
+  def __call__(self, x_BxLxD, cache, start, segment_BxL):
     m = self.dims
     y_BxLxD, cache = Attention(m, name="attention")(
-      _norm(m, "attention_norm")(x_BxLxD), cache, start
+      _norm(m, "attention_norm")(x_BxLxD), cache, start, segment_BxL
     )
     x_BxLxD = _by_sequence(m, x_BxLxD + y_BxLxD)
     x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
@@ -118,15 +119,17 @@ class Embed(nn.Module):
     self.positions_LxD = self.param("positions", init, (m.seq_len, m.dim), dtype)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL, start):
+  def __call__(self, ids_BxL, start, position_BxL=None):
     dtype = jnp.dtype(self.dims.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
-    if start is None:
-      positions_LxD = self.positions_LxD[:length]
+    if position_BxL is not None:
+      positions = jnp.take(self.positions_LxD, position_BxL, axis=0)
+    elif start is None:
+      positions = self.positions_LxD[:length]
     else:
-      positions_LxD = jax.lax.dynamic_slice_in_dim(self.positions_LxD, start, length)
-    x_BxLxD += positions_LxD.astype(dtype)
+      positions = jax.lax.dynamic_slice_in_dim(self.positions_LxD, start, length)
+    x_BxLxD += positions.astype(dtype)
     return _by_sequence(self.dims, x_BxLxD)
 
   def final_norm(self, x_BxLxD):
@@ -147,7 +150,8 @@ class Decoder(nn.Module):
       block,
       variable_axes={"params": 0},
       split_rngs={"params": True},
-      in_axes=(0, nn.broadcast),  # Each layer's cache; the position is for all.
+      # Each layer's cache; position and segments are for all.
+      in_axes=(0, nn.broadcast, nn.broadcast),
       length=self.dims.num_layers,
     )
     self.blocks = stack(self.dims)
@@ -163,7 +167,11 @@ class Decoder(nn.Module):
     Returns:
       x_BxLxD after the final norm, in the compute dtype, and the new cache.
     """
-    x_BxLxD, cache = self.blocks(self.embed(ids_BxL, start), cache, start)
+    segment_BxL = position_BxL = None
+    if self.dims.segment_masks and cache is None:
+      ids_BxL, segment_BxL, position_BxL = _documents(ids_BxL)
+    x_BxLxD = self.embed(ids_BxL, start, position_BxL)
+    x_BxLxD, cache = self.blocks(x_BxLxD, cache, start, segment_BxL)
     return self.embed.final_norm(x_BxLxD), cache
 
 
@@ -206,6 +214,27 @@ def decode(dims: ModelDims, params: dict, ids_BxL: jax.Array, cache: dict, start
 def shift_right(tokens_BxL: jax.Array) -> jax.Array:
   """Inputs that predict `tokens_BxL`: BOS, then all tokens but the last."""
   return jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
+
+
+def _documents(ids_BxL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Inputs in which every document begins as it would alone.
+
+  The EOS of a document is the input for the first token of the next one, so there the
+  next one begins: with BOS instead, at position 0, in a segment of its own.
+
+  Returns:
+    int32 ids, index of the document within the sequence, and position in it.
+  """
+  begins_BxL = ids_BxL == EOS_ID
+  index_BxL = jax.lax.broadcasted_iota(jnp.int32, ids_BxL.shape, 1)
+  first_BxL = jax.lax.cummax(jnp.where(begins_BxL, index_BxL, 0), axis=1)
+  segment_BxL = jnp.cumsum(begins_BxL, axis=1, dtype=jnp.int32)
+  return jnp.where(begins_BxL, BOS_ID, ids_BxL), segment_BxL, index_BxL - first_BxL
+
+
+def _same_segment(segment_BxL: jax.Array) -> jax.Array:
+  """Bool (B, 1, L, L): which positions belong to one document."""
+  return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
 
 
 def flops_per_token(c) -> float:

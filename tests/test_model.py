@@ -50,6 +50,62 @@ def test_a_position_sees_only_what_comes_before(params):
   np.testing.assert_array_equal(inputs[0, 1:], ids[0, :-1])
 
 
+def masked_states(params, tokens, **changes):
+  dims = dataclasses.replace(DIMS, segment_masks=True, **changes)
+  return model_lib.hidden_states(
+    dims, params, model_lib.shift_right(jnp.asarray(tokens))
+  )
+
+
+# Documents, EOS included, that fill a sequence of 12; the last is cut.
+@pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 1, 9, 1), (12,), (11, 1)])
+def test_masked_documents_are_what_they_are_alone(params, lengths):
+  rng = np.random.default_rng(sum(lengths[:1]))
+  documents = [[*rng.integers(4, 50, n - 1), model_lib.EOS_ID] for n in lengths]
+  documents[-1][-1] = 17
+  packed = masked_states(params, [np.concatenate(documents)])[0]
+  start = 0
+  for document in documents:
+    ids = np.asarray([model_lib.BOS_ID, *document[:-1]])
+    alone = numpy_decoder(params, ids)
+    np.testing.assert_allclose(
+      packed[start : start + len(document)], alone, rtol=2e-4, atol=2e-4
+    )
+    start += len(document)
+
+
+def test_without_masks_documents_see_the_ones_before(params):
+  tokens = np.asarray([[9, 8, 1, 7, 6, 5, 4, 9, 8, 7, 6, 5]])
+  other = tokens.copy()
+  other[0, 0] = 30
+  plain = lambda t: model_lib.hidden_states(
+    DIMS, params, model_lib.shift_right(jnp.asarray(t))
+  )
+  assert np.abs(plain(tokens) - plain(other))[0, 3:].max() > 1e-3
+  np.testing.assert_array_equal(
+    masked_states(params, tokens)[0, 3:], masked_states(params, other)[0, 3:]
+  )
+
+
+def test_masks_without_an_end_of_document_change_nothing(params):
+  tokens = np.random.default_rng(5).integers(4, 50, (2, 12))
+  plain = model_lib.hidden_states(
+    DIMS, params, model_lib.shift_right(jnp.asarray(tokens))
+  )
+  np.testing.assert_allclose(masked_states(params, tokens), plain, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_masks_computes_none(params):
+  ids = jnp.zeros((2, 12), jnp.int32)
+
+  def program(dims):
+    f = lambda p: model_lib.hidden_states(dims, p, ids).sum()
+    return str(jax.make_jaxpr(jax.grad(f))(params))
+
+  assert "cumsum" not in program(DIMS)
+  assert "cumsum" in program(dataclasses.replace(DIMS, segment_masks=True))
+
+
 def test_rematerialisation_changes_nothing_but_memory(params):
   ids = jnp.asarray(np.random.default_rng(2).integers(0, 50, (2, 12)))
   f = lambda d: jax.grad(lambda p: (model_lib.hidden_states(d, p, ids) ** 2).sum())
