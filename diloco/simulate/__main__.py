@@ -129,10 +129,10 @@ def answer(args: argparse.Namespace, work: Workload) -> dict:
       print_frontier(found)
     return {"choices": found, "sources": own.SOURCES}
   if args.command == "utilisation":
-    reached = float(utilisation(work, [args.gbits * 1e9], own.OWN)[0])
+    reached = float(utilisation(work, [args.gbits * 1e9])[0])
     said = {"gbits": args.gbits, "utilisation": reached}
   else:
-    needed = required_bandwidth(work, args.target, own.OWN)
+    needed = required_bandwidth(work, args.target)
     said = {"gbits": needed / 1e9, "utilisation": args.target}
   said["step_time_s"] = work.step_time
   if not args.json:

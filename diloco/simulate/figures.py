@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.simulate import wallclock
-from diloco.simulate.tables import GRID, PARAMS, TABLE_6_LAYERS
+from diloco.simulate.tables import GRID, PARAMS, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Assumptions, Node, Workload, utilisation
 
 COLORS = {
@@ -74,8 +74,7 @@ def _curves(axes, series: dict[str, Workload], title: str) -> None:
 def gantt(axes, work: Workload, rate: float, steps: int, title: str) -> None:
   """Draws the events of the first steps on the two resources."""
   nodes: list[Node] = []
-  # With so small an H there is no room for the slot of an embedding.
-  utilisation(work, [rate], Assumptions(steps=steps, embedding_slot=False), nodes)
+  utilisation(work, [rate], Assumptions(steps=steps), nodes)
   for n in nodes:
     row = 1 if n.resource == "compute" else 0
     axes.barh(
@@ -106,7 +105,7 @@ def figure_s4():
   figure, axes = _axes(3)
   for axis, (size, (layers, seconds)) in zip(axes[0], SIZES.items()):
     series = {
-      name: Workload.of_equal_layers(PARAMS[size], layers, seconds, **fields)
+      name: papers_workload(PARAMS[size], layers, seconds, **fields)
       for name, fields in SERIES.items()
     }
     _curves(axis, series, f"{size}, {seconds} s per step")
@@ -117,7 +116,7 @@ def figure_s7():
   """Sequential against strided fragments, 100B."""
   figure, axes = _axes()
   series = {
-    f"{pattern}, tau = {tau}": Workload.of_equal_layers(
+    f"{pattern}, tau = {tau}": papers_workload(
       100e9, 108, 4.9, pattern=pattern, tau=tau
     )
     for pattern in ("sequential", "strided")
@@ -131,7 +130,7 @@ def figure_s9():
   """Over tau, 100B."""
   figure, axes = _axes()
   series = {
-    f"tau = {tau}": Workload.of_equal_layers(100e9, 108, 4.9, tau=tau)
+    f"tau = {tau}": papers_workload(100e9, 108, 4.9, tau=tau)
     for tau in (0, 1, 2, 5, 10)
   }
   _curves(axes[0][0], series, "100B, 16 bits")
@@ -154,7 +153,7 @@ def figure_s15():
   figure, axes = _axes(3)
   for axis, seconds in zip(axes[0], (1.0, 5.0, 10.0)):
     series = {
-      name: Workload.of_equal_layers(100e9, 108, seconds, **fields)
+      name: papers_workload(100e9, 108, seconds, **fields)
       for name, fields in SERIES.items()
     }
     _curves(axis, series, f"100B, {seconds:g} s per step")
@@ -164,12 +163,11 @@ def figure_s15():
 def figure_s16():
   """Llama 3 405B and DeepSeek-V3 671B."""
   figure, axes = _axes(2)
-  models = (("llama3", "405B", 26.0), ("deepseek_v3", "671B", 20.0))
-  for axis, (name, size, seconds) in zip(axes[0], models):
+  models = {"llama3": "405B", "deepseek_v3": "671B"}
+  for axis, (name, size) in zip(axes[0], models.items()):
+    layers, seconds = TABLE_6[name]
     series = {
-      label: Workload.of_equal_layers(
-        PARAMS[size], TABLE_6_LAYERS[name], seconds, **fields
-      )
+      label: papers_workload(PARAMS[size], layers, seconds, **fields)
       for label, fields in SERIES.items()
     }
     _curves(axis, series, f"{name} {size}, {seconds:g} s per step")
@@ -179,15 +177,12 @@ def figure_s16():
 def figure_c10():
   """Over H for the three architectures of Table 6."""
   figure, axes = _axes(3)
-  models = (
-    ("chinchilla", "10B", 0.8),
-    ("llama3", "405B", 26.0),
-    ("deepseek_v3", "671B", 20.0),
-  )
-  for axis, (name, size, seconds) in zip(axes[0], models):
+  models = {"chinchilla": "10B", "llama3": "405B", "deepseek_v3": "671B"}
+  for axis, (name, size) in zip(axes[0], models.items()):
+    layers, seconds = TABLE_6[name]
     series = {
-      f"DiLoCo, H = {h}": Workload.of_equal_layers(
-        PARAMS[size], TABLE_6_LAYERS[name], seconds, method="diloco", sync_every=h
+      f"DiLoCo, H = {h}": papers_workload(
+        PARAMS[size], layers, seconds, method="diloco", sync_every=h
       )
       for h in (1, 10, 50, 100, 300)
     }

@@ -6,10 +6,7 @@ import math
 import pathlib
 
 from diloco import config as config_lib
-from diloco.simulate.utilisation import Assumptions, Workload, utilisation
-
-# Our own schedule needs no slot for an embedding: it has a fragment of its own.
-OWN = Assumptions(embedding_slot=False)
+from diloco.simulate.utilisation import Workload, utilisation
 
 
 def load_config(name: str):
@@ -141,7 +138,7 @@ def frontier(
             tau=tau,
             bits=bits,
           )
-          reached = float(utilisation(work, [rate], OWN)[0])
+          reached = float(utilisation(work, [rate])[0])
           if reached >= target:
             found.append(Choice(h, size, tau, bits, reached, loss_penalty(h, tau)))
   found.sort(key=lambda c: (c.loss_per_cent, -c.bits, abs(c.fragment_size - 3)))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from diloco import fragments as fragments_lib
+from diloco.wire import ledger
 
 METHODS = ("data_parallel", "diloco", "streaming")
 
@@ -25,25 +26,19 @@ class Assumptions:
   """What the papers leave open; one setting for all their tables.
 
   Attributes:
-    bits_per_value: of what is not quantised. 16 explains Table 4's data-parallel rows,
-      32 does not.
-    link_share: all-reduce volume over the model's. 1 is 2 (M-1)/M at M = 2.
-    steps: simulated steps; a multiple of every H of the tables, so that whole rounds
-      are averaged. More changes nothing as long as that holds.
+    bits_per_value: of what is not quantised. 16 explains the data-parallel rows, 32
+      does not.
+    steps: simulated steps. A multiple of H averages whole rounds, and then more
+      change next to nothing; other numbers leave the last round without its reduction.
     wait_for_last: whether what is still on the link at the end counts. Without it the
       last of few rounds would be free.
-    embedding_slot: whether the schedule has a slot for the embedding, a fragment that
-      the simulator, whose layers are all alike, otherwise does not know: fragment p
-      of P is sent at p * (H // (P + 1)), not p * H // P. Explains 10 more cells.
     report_below: whether a table shows the last grid point below the target, not the
       first that reaches it.
   """
 
   bits_per_value: float = 16
-  link_share: float = 1
   steps: int = 300
   wait_for_last: bool = True
-  embedding_slot: bool = True
   report_below: bool = True
 
 
@@ -55,6 +50,8 @@ class Workload:
     params_per_layer: parameters of each layer, first to last.
     step_time: seconds of pure compute per step.
     method: one of METHODS.
+    replicas: M. Data-parallel all-reduces gradients, 2 (M-1)/M of them on a link;
+      the others gather outer gradients, M-1 payloads. Both are 1 for M = 2.
     sync_every: H; data-parallel ignores it.
     fragment_size, pattern: of streaming, see `diloco.fragments`.
     tau: inner steps that hide a reduction.
@@ -67,6 +64,7 @@ class Workload:
   params_per_layer: tuple[float, ...]
   step_time: float
   method: str = "streaming"
+  replicas: int = 2
   sync_every: int = 100
   fragment_size: int = 3
   pattern: str = "strided"
@@ -95,6 +93,8 @@ class Workload:
       raise ValueError(f"latency is {self.latency}; give seconds of at least 0.")
     if self.bits is not None and not 0 < self.bits <= 64:
       raise ValueError(f"bits is {self.bits}; give bits per value from 1 to 64.")
+    if self.replicas < 1:
+      raise ValueError(f"replicas is {self.replicas}; M must be at least 1.")
     if self.sync_every < 1:
       raise ValueError(f"sync_every is {self.sync_every}; H must be at least 1.")
     if self.method == "streaming":
@@ -121,7 +121,14 @@ class Workload:
     made = fragments_lib.make_fragments(self.layers, self.fragment_size, self.pattern)
     return [f.layers for f in made if f.layers]
 
-  def reduced_after(self, step: int, a: Assumptions) -> set[int]:
+  @property
+  def copies(self) -> float:
+    """How often a reduced value crosses a replica's link, as the trainer counts it."""
+    if self.method == "data_parallel":
+      return ledger.all_reduce_bytes(self.replicas, 1)
+    return ledger.gather_bytes(self.replicas, 1)
+
+  def reduced_after(self, step: int) -> set[int]:
     """Layers whose reduction starts in the backward pass of step 1, 2, ..."""
     h = self.sync_every
     if self.method == "data_parallel":
@@ -130,19 +137,15 @@ class Workload:
       return set(range(self.layers)) if step % h == 0 else set()
     return {
       layer
-      for offset, layers in self.plan or self._own_plan(a)
+      for offset, layers in self.plan or self._own_plan()
       if (step - offset) % h == 0
       for layer in layers
     }
 
-  def _own_plan(self, a: Assumptions) -> list[tuple[int, tuple[int, ...]]]:
-    fragments, h = self.fragments(), self.sync_every
-    slots = len(fragments) + a.embedding_slot
-    apart = h // slots
-    return [
-      (p * apart if a.embedding_slot else p * h // slots, layers)
-      for p, layers in enumerate(fragments)
-    ]
+  def _own_plan(self) -> list[tuple[int, tuple[int, ...]]]:
+    fragments = self.fragments()
+    h, count = self.sync_every, len(fragments)
+    return [(p * h // count, layers) for p, layers in enumerate(fragments)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +198,7 @@ def utilisation(
   node = work.step_time / (3 * layers - 1)
   bits = work.bits if work.bits is not None else a.bits_per_value
   transfer = [
-    work.latency + p * bits * a.link_share / rate for p in work.params_per_layer
+    work.latency + p * bits * work.copies / rate for p in work.params_per_layer
   ]
   clock, link = np.zeros_like(rate), np.zeros_like(rate)
   # Per layer: (step whose forward pass needs it, time at which it is there).
@@ -211,7 +214,7 @@ def utilisation(
     clock = clock + node
 
   for step in range(1, a.steps + 1):
-    reduced = work.reduced_after(step, a)
+    reduced = work.reduced_after(step)
     for layer in range(layers):
       while waiting[layer] and waiting[layer][0][0] <= step:
         clock = np.maximum(clock, waiting[layer].pop(0)[1])

@@ -23,7 +23,7 @@ def test_a_config_keeps_its_parameters_schedule_and_bits():
   schedule = config_lib.make_schedule(c)
   for step in range(200, 301):
     sent = {layer for p in schedule.sends(step) for layer in work.plan[p][1]}
-    assert work.reduced_after(step, own.OWN) == sent
+    assert work.reduced_after(step) == sent
   whole = own.workload(own.load_config(f"{CONFIG},algorithm=diloco"), 0.5)
   assert whole.plan == ((0, tuple(range(25))),)
   assert whole.bits == 32
@@ -70,7 +70,7 @@ def test_the_command(capsys, tmp_path):
   said = json.loads(capsys.readouterr().out)
   assert picture.stat().st_size > 5000
   work = own.workload(own.load_config(CONFIG), said["step_time_s"])
-  reached = utilisation(work, [said["gbits"] * 1e9], own.OWN)[0]
+  reached = utilisation(work, [said["gbits"] * 1e9])[0]
   assert reached == pytest.approx(0.95, abs=2e-3)
   plain = ["--params=1e9", "--layers=24", "--step_time=0.1", "--gbits=1"]
   assert command.main(["frontier", *plain]) == 0

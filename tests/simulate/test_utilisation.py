@@ -118,19 +118,42 @@ def test_one_layer_in_closed_form():
   assert utilisation(work, [1e11])[0] == pytest.approx(0.2 / (0.2 + 0.16))
 
 
+def test_replicas_in_closed_form():
+  # Compute vanishes: all-reducing takes 2 (M-1)/M, gathering M-1 of what M=2 takes.
+  for m in (1, 2, 8):
+    for method, copies in (("data_parallel", 2 * (m - 1) / m), ("diloco", m - 1)):
+      work = Workload.of_equal_layers(
+        1e9, 4, 1e-6, method=method, replicas=m, sync_every=1, bits=16
+      )
+      seconds = 1e-6 + copies * 16e9 / 1e9
+      assert utilisation(work, [1e9])[0] == pytest.approx(1e-6 / seconds, rel=1e-5)
+
+
 def test_table_4():
   rows = tables.table4()
   distances = [d for row in rows for d in row.distances]
   assert len(distances) == 75
-  assert sum(d == 0 for d in distances) >= 65
+  assert sum(d == 0 for d in distances) >= 70
   assert max(distances) <= 1
+  for row in rows:
+    if "streaming" not in row.name:
+      assert row.distances == [0] * 5
 
 
 def test_table_6():
-  distances = [d for row in tables.table6() for d in row.distances]
-  assert len(distances) == 90
-  assert sum(d == 0 for d in distances) >= 51
-  assert sum(d <= 1 for d in distances) >= 89
+  rows = tables.table6()
+  assert len(rows) == 18
+  for row in rows:
+    assert row.distances == [0] * 5, row.name
+  # Only the 0.89 is ours: with the printed 0.8, the other two models still agree.
+  printed = {**tables.TABLE_6, "chinchilla": (48, 0.8)}
+  distances = [d for row in tables.table6(models=printed) for d in row.distances]
+  assert sum(d == 0 for d in distances) >= 73
+  assert max(distances) <= 1
+  for line in tables.read("scaling_table6_cu"):
+    digits = len(line["step_time_s"].partition(".")[2])
+    cut = int(tables.TABLE_6[line["architecture"]][1] * 10**digits) / 10**digits
+    assert cut == float(line["step_time_s"])
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -151,6 +174,7 @@ def test_required_bandwidth_is_just_enough(target, method):
     ({"bits": 0}, "bits is 0; give bits per value"),
     ({"latency": float("nan")}, "latency is nan"),
     ({"sync_every": 0}, "sync_every is 0; H must be at least 1"),
+    ({"replicas": 0}, "replicas is 0; M must be at least 1"),
   ],
 )
 def test_errors_name_field_value_and_remedy(fields, message):
@@ -177,7 +201,7 @@ def test_numbers_that_cannot_be():
 def test_the_command(capsys):
   assert command.main(["table4"]) == 0
   last = capsys.readouterr().out.strip().splitlines()[-1]
-  assert last == "exact 65/75, within one grid point 75/75"
+  assert last == "exact 70/75, within one grid point 75/75"
   model = ["--params=1e9", "--layers=24", "--step_time=0.1", "--json"]
   assert command.main(["bandwidth", *model, "--target=0.95"]) == 0
   gbits = json.loads(capsys.readouterr().out)["gbits"]
