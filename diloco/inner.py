@@ -1,6 +1,7 @@
 """The inner step: AdamW on every replica by itself, one jitted program.
 
-Replicas are a leading axis that DrJAX maps; nothing is exchanged between them.
+Replicas are a leading axis that DrJAX maps; nothing is exchanged between them. Of
+data-parallel this axis is 1, and the gradient is reduced over the whole mesh.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,7 @@ import optax
 
 from diloco import loss as loss_lib
 from diloco import model as model_lib
-from diloco.config import trained_replicas
-from diloco.mesh import FSDP, REPLICA
+from diloco.mesh import BOTH, FSDP, REPLICA
 
 
 class InnerMetrics(NamedTuple):
@@ -88,7 +88,8 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     `trainable` is None or FedPart's mask, see `fedpart_mask`; `values` are `Tuned`,
     the config's if None.
   """
-  dims = model_lib.ModelDims.from_config(c, batch_axes=(FSDP,))
+  data_parallel = c.algorithm == "data_parallel"
+  dims = model_lib.ModelDims.from_config(c, BOTH if data_parallel else (FSDP,))
   accumulate = c.train.accumulate
 
   def loss_fn(params, tokens_BxL):
@@ -128,13 +129,16 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     metrics = InnerMetrics(nll, optax.tree.norm(grads), optax.tree.norm(updates))
     return optax.apply_updates(params, updates), opt_state, metrics
 
-  @drjax.program(placements={REPLICA: trained_replicas(c)})
   def step(params, opt_state, tokens_MxBxL, trainable, values=None):
     def one(params, opt_state, tokens_BxL):
       return replica_step(params, opt_state, tokens_BxL, trainable, values)
 
-    return drjax.map_fn(one, (params, opt_state, tokens_MxBxL))
+    args = (params, opt_state, tokens_MxBxL)
+    # The one model of data-parallel is not placed on a replica.
+    return jax.vmap(one)(*args) if data_parallel else drjax.map_fn(one, args)
 
+  if not data_parallel:
+    step = drjax.program(placements={REPLICA: c.replicas})(step)
   return jax.jit(step, donate_argnums=(0, 1))
 
 

@@ -3,7 +3,8 @@
 Two axes: `replica` (the placement that DrJAX maps over; slow links between its
 members) and `fsdp` (inside one replica; fast links). A parameter with weight axes
 (a, b) is sharded as (fsdp, None) where fsdp divides a, else kept whole; a leading
-layer axis is never sharded; a leading replica axis lies on `replica`.
+layer axis is never sharded; a leading replica axis lies on `replica`. Data-parallel
+trains one model: along `replica` lie copies of it, each with its part of the batch.
 """
 
 from typing import Any
@@ -14,10 +15,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import ConfigError, trained_replicas
+from diloco.config import ConfigError
 
 REPLICA, FSDP = "replica", "fsdp"
 AXIS_TYPES = (AxisType.Auto,) * 2
+BOTH = (REPLICA, FSDP)
 
 
 def make_mesh(c, devices=None) -> Mesh:
@@ -34,7 +36,8 @@ def make_mesh(c, devices=None) -> Mesh:
     ConfigError: the layout does not fit the devices, the replicas or the batch.
   """
   devices = jax.devices() if devices is None else devices
-  n, m = len(devices), trained_replicas(c)
+  # Of data-parallel the copies of the one model that is trained.
+  n, m = len(devices), c.replicas
   replica, fsdp = c.mesh.replica, c.mesh.fsdp
   if not replica and fsdp:
     replica = n // fsdp
@@ -48,8 +51,8 @@ def make_mesh(c, devices=None) -> Mesh:
     )
   if m % replica:
     raise ConfigError(
-      f"mesh.replica is {replica}, which does not divide the {m} trained replicas;"
-      " choose a divisor, or 0."
+      f"mesh.replica is {replica}, which does not divide the {m} replicas; choose a"
+      " divisor, or 0."
     )
   rows = c.train.batch_size // (m * c.train.accumulate)
   if rows % fsdp:
@@ -126,7 +129,7 @@ def specs(tree, mesh: Mesh, replicated: bool = False):
   def spec(path, leaf):
     shape = leaf.shape[1:] if replicated else leaf.shape
     inner = weight_spec(path, shape, mesh.shape[FSDP])
-    return P(REPLICA, *inner) if replicated else inner
+    return P(_replica_axis(leaf, mesh), *inner) if replicated else inner
 
   return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -154,7 +157,7 @@ def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False)
   def place(x):
     if like_params(x):
       return shardings(x, mesh, replicated)
-    return NamedSharding(mesh, P(REPLICA) if replicated else P())
+    return NamedSharding(mesh, P(_replica_axis(x, mesh)) if replicated else P())
 
   return jax.tree.map(place, opt_state, is_leaf=like_params)
 
@@ -173,7 +176,8 @@ def local_replicas(c, mesh: Mesh) -> list[int]:
   batch_M = np.zeros((c.replicas, c.train.batch_size // c.replicas), np.int32)
   batch_M += np.arange(c.replicas, dtype=np.int32)[:, None]
   batch = by_replica(c, batch_M)
-  indices = batch_sharding(mesh).addressable_devices_indices_map(batch.shape)
+  sharding = batch_sharding(mesh, c.algorithm == "data_parallel")
+  indices = sharding.addressable_devices_indices_map(batch.shape)
   return sorted({int(r) for index in indices.values() for r in np.unique(batch[index])})
 
 
@@ -184,14 +188,17 @@ def by_replica(c, tokens_MxB: np.ndarray) -> np.ndarray:
   return tokens_MxB.reshape(1, -1, *tokens_MxB.shape[2:])
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`."""
-  return NamedSharding(mesh, P(REPLICA, FSDP))
+def batch_sharding(mesh: Mesh, data_parallel: bool = False) -> NamedSharding:
+  """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`.
+
+  Data-parallel's [1, M B, L]: sequences over both.
+  """
+  return NamedSharding(mesh, P(None, BOTH) if data_parallel else P(REPLICA, FSDP))
 
 
 def eval_sharding(mesh: Mesh) -> NamedSharding:
   """Evaluation tokens [B, L]: sequences over all devices."""
-  return NamedSharding(mesh, P((REPLICA, FSDP)))
+  return NamedSharding(mesh, P(BOTH))
 
 
 def table(params, mesh: Mesh) -> str:
@@ -202,6 +209,11 @@ def table(params, mesh: Mesh) -> str:
     spec = weight_spec(path, leaf.shape, mesh.shape[FSDP])
     rows.append(f"{name:<24} {leaf.shape!s:<20} {spec}")
   return "\n".join(rows)
+
+
+def _replica_axis(leaf, mesh: Mesh) -> str | None:
+  """The mesh axis of a leading replica axis; of one model's copies none."""
+  return REPLICA if leaf.shape[0] % mesh.shape[REPLICA] == 0 else None
 
 
 def _key(entry) -> str:

@@ -176,7 +176,7 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
     outer=outer_lib.make_outer(c, mesh) if streaming else None,
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     evaluate_tasks=score_lib.make_evaluate_tasks(c, mesh, tokenizer),
-    batch_sharding=mesh_lib.batch_sharding(mesh),
+    batch_sharding=mesh_lib.batch_sharding(mesh, not streaming),
     peers=peers,
   )
 

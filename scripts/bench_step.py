@@ -46,9 +46,8 @@ class Bench:
       m = config_lib.trained_replicas(c)
       shape = (m, c.train.batch_size // m, c.model.seq_len)
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
-      self.tokens = jax.device_put(
-        tokens.astype(np.int32), mesh_lib.batch_sharding(self.mesh)
-      )
+      sharding = mesh_lib.batch_sharding(self.mesh, c.algorithm == "data_parallel")
+      self.tokens = jax.device_put(tokens.astype(np.int32), sharding)
       start = time.perf_counter()
       self.step = (
         inner_lib.make_inner_step(c, optimizer)

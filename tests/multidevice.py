@@ -85,6 +85,40 @@ def traffic(devices: int, **fields) -> dict:
   return crossing
 
 
+def data_parallel(devices: int, **fields) -> dict:
+  """Losses, and the bytes of collectives across copies of the one model."""
+  c = make_config(algorithm="data_parallel", **fields)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  found = []
+  with jax.set_mesh(mesh):
+    optimizer = inner.make_optimizer(c)
+    s = state.init_state(c, mesh, optimizer, None)
+    params, opt_state = s.params, s.opt_state
+    step = inner.make_inner_step(c, optimizer)
+    for t in range(1, STEPS + 1):
+      shape = (1, c.train.batch_size, c.model.seq_len)
+      tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
+      tokens = jax.device_put(tokens, mesh_lib.batch_sharding(mesh, data_parallel=True))
+      if t == 1:
+        hlo_text = step.lower(params, opt_state, tokens, None).compile().as_text()
+      params, opt_state, metrics = step(params, opt_state, tokens, None)
+      found.append(np.asarray(metrics.loss).tolist())
+  crossing = hlo.across_replicas(hlo_text, mesh)
+  return {
+    "losses": found,
+    "kinds": sorted({x.kind for x in crossing}),
+    "bytes": sum(x.nbytes for x in crossing),
+    # The program names the reduction of a layer once, in the loop over layers.
+    "gradient": 4 * _params_of_one_layer_and_embedding(c),
+  }
+
+
+def _params_of_one_layer_and_embedding(c) -> int:
+  params = state.abstract_params(c)
+  layer = sum(x.size // c.model.num_layers for x in jax.tree.leaves(params["blocks"]))
+  return layer + sum(x.size for x in jax.tree.leaves(params["embed"]))
+
+
 def main() -> None:
   layouts = {
     "1": (1, {}),
@@ -97,6 +131,12 @@ def main() -> None:
     "four_on_one": (1, {"replicas": 4}),
   }
   result = {
+    "data_parallel": {
+      "1": data_parallel(1),
+      "2": data_parallel(2),
+      "8": data_parallel(8),
+      "accumulated": data_parallel(2, **{"train.accumulate": 2}),
+    },
     "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
     "traffic": {
       "2": traffic(2),

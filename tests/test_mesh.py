@@ -65,6 +65,19 @@ def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   assert shards == (1 if layout == "2" else 4)
 
 
+@pytest.mark.parametrize("layout", ["2", "8", "accumulated"])
+def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout):
+  found = multidevice["data_parallel"]
+  np.testing.assert_allclose(found[layout]["losses"], found["1"]["losses"], rtol=2e-4)
+
+
+def test_data_parallel_reduces_one_gradient_across_the_replica_axis(multidevice):
+  found = multidevice["data_parallel"]["2"]
+  assert found["kinds"] == ["all-reduce"]
+  # Float32, once, and a few scalars.
+  assert found["gradient"] <= found["bytes"] <= found["gradient"] + 64
+
+
 def test_the_reference_reduces_float32(multidevice):
   traffic = multidevice["traffic"]["psum"]
   assert traffic["send"] == traffic["inner"] == []
