@@ -1,8 +1,16 @@
 """Shared by all tests: one CPU device, and a config that trains in seconds."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs are compiled once for all tests, and for the processes that they start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+  os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache = tempfile.mkdtemp()
+  atexit.register(shutil.rmtree, _cache, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import ml_collections
 import pytest
