@@ -10,10 +10,11 @@ import drjax
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from diloco import loss as loss_lib
 from diloco import model as model_lib
-from diloco.mesh import BOTH, FSDP, REPLICA
+from diloco.mesh import FSDP, REPLICA
 
 
 class InnerMetrics(NamedTuple):
@@ -88,8 +89,7 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     `trainable` is None or FedPart's mask, see `fedpart_mask`; `values` are `Tuned`,
     the config's if None.
   """
-  data_parallel = c.algorithm == "data_parallel"
-  dims = model_lib.ModelDims.from_config(c, BOTH if data_parallel else (FSDP,))
+  dims = model_lib.ModelDims.from_config(c, batch_axes=(FSDP,))
   accumulate = c.train.accumulate
 
   def loss_fn(params, tokens_BxL):
@@ -120,8 +120,23 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
     total, _ = jax.lax.scan(body, zeros, micro)
     return jax.tree.map(lambda x: x / accumulate, total)
 
+  def mean_gradients(params, tokens_BxL):
+    # By hand: left to itself, XLA reduces the tied embedding's two gradients apart.
+    mean = lambda *args: jax.lax.pmean(gradients(*args), REPLICA)
+    whole, rows = P(), P(REPLICA)
+    return jax.shard_map(
+      mean,
+      in_specs=(whole, rows),
+      out_specs=whole,
+      axis_names={REPLICA},
+      check_vma=False,
+    )(params, tokens_BxL)
+
+  data_parallel = c.algorithm == "data_parallel"
+  gradients_of_step = mean_gradients if data_parallel else gradients
+
   def replica_step(params, opt_state, tokens_BxL, trainable, values):
-    grads, nll = gradients(params, tokens_BxL)
+    grads, nll = gradients_of_step(params, tokens_BxL)
     update = make_optimizer(c, values).update if values else optimizer.update
     updates, opt_state = update(grads, opt_state, params)
     if trainable is not None:

@@ -108,15 +108,8 @@ def data_parallel(devices: int, **fields) -> dict:
     "losses": found,
     "kinds": sorted({x.kind for x in crossing}),
     "bytes": sum(x.nbytes for x in crossing),
-    # The program names the reduction of a layer once, in the loop over layers.
-    "gradient": 4 * _params_of_one_layer_and_embedding(c),
+    "gradient": 4 * config_lib.num_params(c),
   }
-
-
-def _params_of_one_layer_and_embedding(c) -> int:
-  params = state.abstract_params(c)
-  layer = sum(x.size // c.model.num_layers for x in jax.tree.leaves(params["blocks"]))
-  return layer + sum(x.size for x in jax.tree.leaves(params["embed"]))
 
 
 def main() -> None:

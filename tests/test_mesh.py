@@ -71,11 +71,12 @@ def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout
   np.testing.assert_allclose(found[layout]["losses"], found["1"]["losses"], rtol=2e-4)
 
 
-def test_data_parallel_reduces_one_gradient_across_the_replica_axis(multidevice):
-  found = multidevice["data_parallel"]["2"]
+@pytest.mark.parametrize(("layout", "fsdp"), [("2", 1), ("8", 4), ("accumulated", 1)])
+def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
+  found = multidevice["data_parallel"][layout]
   assert found["kinds"] == ["all-reduce"]
-  # Float32, once, and a few scalars.
-  assert found["gradient"] <= found["bytes"] <= found["gradient"] + 64
+  # Float32, of each device its fsdp shard, and the loss.
+  assert found["bytes"] == found["gradient"] / fsdp + 4
 
 
 def test_the_reference_reduces_float32(multidevice):
