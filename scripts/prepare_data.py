@@ -14,6 +14,7 @@ What an interrupted run left unfinished is made anew, one file of each process a
 docs/data.md has sizes and rates.
 """
 
+import resource
 import sys
 import time
 
@@ -45,28 +46,34 @@ def main(argv) -> None:
   start = time.perf_counter()
   try:
     if command == "convert":
-      print(
+      says = str(
         prepare.convert(_SOURCE.value, _OUTPUT.value, _DATA_DIR.value, _WORKERS.value)
       )
-      return
-    made = prepare.tokenize(
-      _SOURCE.value,
-      _SPLIT.value,
-      _TOKENIZER.value,
-      _OUTPUT.value,
-      _DATA_DIR.value,
-      _WORKERS.value,
-      _UNIT_MB.value << 20,
-    )
+    else:
+      made = prepare.tokenize(
+        _SOURCE.value,
+        _SPLIT.value,
+        _TOKENIZER.value,
+        _OUTPUT.value,
+        _DATA_DIR.value,
+        _WORKERS.value,
+        _UNIT_MB.value << 20,
+      )
+      says = (
+        f"{_OUTPUT.value}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
+        f" {made['bytes']:,} bytes of text"
+      )
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
   except KeyboardInterrupt:
     print("Interrupted; the same command goes on.", file=sys.stderr)
     sys.exit(130)
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
   print(
-    f"{_OUTPUT.value}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
-    f" {made['bytes']:,} bytes of text, {time.perf_counter() - start:.1f} s"
+    f"{says}; {time.perf_counter() - start:.1f} s,"
+    f" {used.ru_utime + used.ru_stime:.1f} CPU seconds of the workers,"
+    f" {used.ru_maxrss >> 10} MiB in the largest"
   )
 
 

@@ -1,28 +1,19 @@
 """Data prepared once: text to token arrays, tfrecord to array_record.
 
-Work is cut into units, each of which makes one file under another name and renames it
-when it is complete. Whenever a run is killed, finished units stay and the others are
-made anew, so nothing is lost or repeated. Units depend on the data and the options
+Whenever a run is killed, finished units (see `diloco.data.units`) stay and the others
+are made anew, so nothing is lost or repeated. Units depend on the data and the options
 alone: any number of processes makes the same files.
 """
 
 import array
-import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
-import multiprocessing
 import os
 import pathlib
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
-import tqdm
 
 from diloco.config import ConfigError
 from diloco.data import arrays as arrays_lib
@@ -30,6 +21,7 @@ from diloco.data import pieces as pieces_lib
 from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
+from diloco.data.units import LOCK, lock, replacing, run_units, temporary, write_json
 
 # Bytes on disk of a unit: no more files than stay open while training, but neither so
 # small that files abound nor so large that a kill costs more than minutes.
@@ -116,7 +108,7 @@ def tokenize(
     for i, group in enumerate(groups)
   ]
   folder.mkdir(parents=True, exist_ok=True)
-  with _lock(folder):
+  with lock(folder):
     if not (folder / arrays_lib.MANIFEST).is_file():
       _check_plan(folder, plan)
       left = [u for u in units if not u.done_file.is_file()]
@@ -206,7 +198,7 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
     changed = [k for k in plan if old.get(k) != plan[k]]
     if changed:
       raise _other(folder, changed[0], old.get(changed[0]), plan[changed[0]])
-  elif left := [p.name for p in folder.iterdir() if p.name != _LOCK]:
+  elif left := [p.name for p in folder.iterdir() if p.name != LOCK]:
     raise ConfigError(
       f"--output is {str(folder)!r}, which holds other files ({left[0]}); choose an"
       " empty or a new folder."
@@ -268,7 +260,7 @@ def convert(
     for p in pieces_lib.make_pieces(f"tfds:{name}", split, data_dir)
   ]
   folder.mkdir(parents=True, exist_ok=True)
-  with _lock(folder):
+  with lock(folder):
     tasks = [(p, folder / _array_record_name(p.path)) for p in pieces]
     left = [task for task in tasks if not task[1].is_file()]
     done = sum(p.size for p, path in tasks if path.is_file())
@@ -292,123 +284,15 @@ def _convert_file(task: tuple[pieces_lib.Piece, pathlib.Path]) -> dict[str, int]
   from array_record.python import array_record_module
 
   piece, path = task
-  temporary = _temporary(path)
+  unfinished = temporary(path)
   # As TFDS writes them: each record by itself, for random access.
-  writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
+  writer = array_record_module.ArrayRecordWriter(str(unfinished), "group_size:1")
   size = 0
   for record in pieces_lib.read_records(piece):
     writer.write(record)
     size += len(record)
   writer.close()
-  with temporary.open("rb+") as file:
+  with unfinished.open("rb+") as file:
     os.fsync(file.fileno())
-  temporary.rename(path)
+  unfinished.rename(path)
   return {"documents": piece.stop - piece.start, "bytes": size}
-
-
-def run_units(
-  function: Callable[[Any], dict[str, int]],
-  units: Sequence[Any],
-  sizes: Sequence[int],
-  done: int,
-  workers: int,
-  what: str,
-) -> None:
-  """Runs `function` on all units over processes, with a progress bar in bytes.
-
-  Args:
-    function: of a module, so that processes find it; returns counts to show.
-    units: its arguments.
-    sizes: bytes of each.
-    done: bytes of units that were finished before.
-    workers: processes.
-    what: title of the bar.
-
-  Raises:
-    ConfigError: a process was killed.
-    Exception: the first one that a unit raised; finished units stay.
-  """
-  start, counts = time.perf_counter(), dict[str, int]()
-  pool = concurrent.futures.ProcessPoolExecutor(
-    max(min(workers, len(units)), 1),
-    mp_context=multiprocessing.get_context("spawn"),
-    initializer=_end_with,
-    initargs=(os.getpid(),),
-  )
-  total = done + sum(sizes)
-  with (
-    pool,
-    tqdm.tqdm(total=total, initial=done, desc=what, unit="B", unit_scale=True) as bar,
-  ):
-    futures = {pool.submit(function, u): size for u, size in zip(units, sizes)}
-    try:
-      for future in concurrent.futures.as_completed(futures):
-        for key, value in future.result().items():
-          counts[key] = counts.get(key, 0) + value
-        seconds = time.perf_counter() - start
-        bar.set_postfix_str(
-          ", ".join(f"{k} {v:,} ({v / seconds:,.0f}/s)" for k, v in counts.items()),
-          refresh=False,
-        )
-        bar.update(futures[future])
-    except concurrent.futures.process.BrokenProcessPool as error:
-      raise ConfigError(
-        f"A process of --workers={workers} was killed, perhaps for want of memory;"
-        " start the same command again, it goes on."
-      ) from error
-    finally:
-      pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _end_with(parent: int) -> None:
-  """Makes this process end soon after its parent was killed."""
-
-  def watch() -> None:
-    while os.getppid() == parent:
-      time.sleep(0.5)
-    os._exit(1)
-
-  threading.Thread(target=watch, daemon=True).start()
-
-
-def _temporary(path: pathlib.Path) -> pathlib.Path:
-  return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """A file that appears under its name only when it is complete and on disk."""
-  temporary = _temporary(path)
-  with temporary.open("wb+") as file:
-    yield file
-    file.flush()
-    os.fsync(file.fileno())
-  temporary.rename(path)
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file all at once."""
-  with replacing(path) as file:
-    file.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-_LOCK = ".lock"
-
-
-@contextlib.contextmanager
-def _lock(folder: pathlib.Path) -> Iterator[None]:
-  """Keeps a second preparation out, and clears away what a killed one left.
-
-  The system gives the lock up when the process ends, however it ends.
-  """
-  with (folder / _LOCK).open("w") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-      raise ConfigError(
-        f"--output is {str(folder)!r}, in which another process is at work; wait for"
-        " it."
-      ) from error
-    for unfinished in folder.glob(".*.tmp"):
-      unfinished.unlink(missing_ok=True)
-    yield

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from tensorboardX.record_writer import RecordWriter
 from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco.config import ConfigError
-from diloco.data import files, pieces, prepare, records
+from diloco.data import files, pieces, prepare, records, units
 from diloco.data.arrays import TokenArrays
 from diloco.data.documents import make_documents
 
@@ -32,9 +33,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 def in_line(monkeypatch):
   """Runs units in this process, one after the other."""
 
-  def run_units(function, units, *_):
-    for unit in units:
-      function(unit)
+  def run_units(function, tasks, *_):
+    for task in tasks:
+      function(task)
 
   monkeypatch.setattr(prepare, "run_units", run_units)
 
@@ -234,6 +235,7 @@ def test_a_killed_process_ends_the_others_and_the_command_goes_on(tmp_path, vict
   output, errors = again.communicate(timeout=120)
   assert again.returncode == 0, errors
   assert "236 documents" in output
+  assert not re.search(r" 0\.0 CPU seconds", output)
   prepare.tokenize(
     "sotu", "train", "sotu_2048", tmp_path / "whole", workers=1, unit_size=1 << 20
   )
@@ -254,7 +256,7 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
   with pytest.raises(ConfigError, match=r"another preparation .revision"):
     prepare.tokenize(lines, "train", "sotu_2048", folder)
   with (
-    prepare._lock(folder),
+    units.lock(folder),
     pytest.raises(ConfigError, match="another process is at work"),
   ):
     prepare.tokenize(lines, "train", "sotu_2048", folder)
