@@ -7,6 +7,8 @@ python -m diloco.simulate utilisation --params=1e9 --layers=24 --step_time=0.1 \
   --gbits=2
 python -m diloco.simulate frontier --params=1e9 --layers=24 --step_time=0.1 --gbits=1
 python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
+python -m diloco.simulate wallclock --params=1e9 --tokens=2e10 --batch_tokens=1048576 \
+  --replicas=2
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 import pathlib
 import sys
 
-from diloco.simulate import own, tables
+from diloco.simulate import own, tables, wallclock
 from diloco.simulate.utilisation import (
   METHODS,
   Workload,
@@ -60,6 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
       p.add_argument("--gbits", type=float, required=True, help="Gbit/s of the link")
     if name != "utilisation":
       p.add_argument("--target", type=float, default=0.95, help="utilisation")
+    p.add_argument("--replicas", type=int, default=2, help="M")
     if name == "frontier":
       continue
     p.add_argument("--plot", type=pathlib.Path, help="draw the curve into this file")
@@ -69,7 +72,52 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--tau", type=int, default=1, help="overlapped inner steps")
     p.add_argument("--bits", type=float, default=4, help="bits per value on the link")
     p.add_argument("--latency", type=float, default=0.0, help="seconds per reduction")
+  add_wallclock(commands)
   return parser
+
+
+def add_wallclock(commands) -> None:
+  p = commands.add_parser(
+    "wallclock", help="idealised hours of training, A of 2503.09799"
+  )
+  run = p.add_argument_group("the run: a config, or plain numbers")
+  run.add_argument("--config", help="such as configs/chinchilla.py:1.3B,M=2")
+  run.add_argument("--params", type=float, help="N")
+  run.add_argument("--tokens", type=float, help="D")
+  run.add_argument("--batch_tokens", type=float, help="global batch")
+  run.add_argument("--replicas", type=int, help="M")
+  run.add_argument("--sync_every", type=int, default=30, help="H")
+  run.add_argument(
+    "--outer_bits", type=float, default=16, help="bits per outer gradient"
+  )
+  p.add_argument("--bits", type=float, default=16, help="bits per inner gradient")
+  p.add_argument("--chips", type=float, help="R; default one for 16,384 tokens or more")
+  p.add_argument("--network", choices=wallclock.NETWORKS, default="low", help="across")
+  p.add_argument("--gbits", type=float, help="Gbit/s across, instead of the network's")
+  p.add_argument("--latency", type=float, help="seconds, instead of the network's")
+  p.add_argument("--json", action="store_true")
+
+
+def training(args: argparse.Namespace) -> wallclock.Training:
+  """The run that the arguments of `wallclock` describe."""
+  across = wallclock.NETWORKS[args.network]
+  if args.gbits is not None:
+    across = dataclasses.replace(across, bandwidth=args.gbits * 1e9)
+  if args.latency is not None:
+    across = dataclasses.replace(across, latency=args.latency)
+  rest = {"bits": args.bits, "chips": args.chips, "across": across}
+  if args.config:
+    return own.training(own.load_config(args.config), **rest)
+  names = ("params", "tokens", "batch_tokens", "replicas")
+  require(args, names)
+  fields = {name: getattr(args, name) for name in (*names, "sync_every", "outer_bits")}
+  return wallclock.Training(**fields, **rest)
+
+
+def require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
+  for name in names:
+    if getattr(args, name) is None:
+      raise ValueError(f"--{name} is missing; give it, or a --config.")
 
 
 def workload(args: argparse.Namespace) -> Workload:
@@ -80,13 +128,11 @@ def workload(args: argparse.Namespace) -> Workload:
       c, args.chips, args.peak_tflops * 1e12, args.mfu
     )
     return own.workload(c, seconds)
-  for name in ("params", "layers", "step_time"):
-    if getattr(args, name) is None:
-      raise ValueError(f"--{name} is missing; give it, or a --config.")
-  settings = {}
+  require(args, ("params", "layers", "step_time"))
+  settings = {"replicas": args.replicas}
   if args.command != "frontier":
     names = ("method", "sync_every", "fragment_size", "bits", "latency")
-    settings = {name: getattr(args, name) for name in names}
+    settings |= {name: getattr(args, name) for name in names}
     settings["tau"] = args.tau if args.method == "streaming" else 0
   return Workload.of_equal_layers(args.params, args.layers, args.step_time, **settings)
 
@@ -111,6 +157,11 @@ def run(args: argparse.Namespace) -> dict | list:
     if not args.json:
       print("\n".join(drawn))
     return drawn
+  if args.command == "wallclock":
+    rows = wallclock.compare(training(args))
+    if not args.json:
+      print_table(rows)
+    return rows
   return answer(args, workload(args))
 
 
@@ -123,6 +174,7 @@ def answer(args: argparse.Namespace, work: Workload) -> dict:
       work.step_time,
       args.gbits * 1e9,
       args.target,
+      work.replicas,
     )
     found = [dataclasses.asdict(choice) for choice in choices]
     if not args.json:
@@ -142,6 +194,14 @@ def answer(args: argparse.Namespace, work: Workload) -> dict:
 
     figures.plot_own(work, args.plot, said["gbits"])
   return said
+
+
+def print_table(rows: list[dict]) -> None:
+  """A line per row under the rows' names, in hours."""
+  print("".join(f"{name:>22}" for name in rows[0]))
+  for row in rows:
+    cells = (v if isinstance(v, str) else f"{v:.4g}" for v in row.values())
+    print("".join(f"{cell:>22}" for cell in cells))
 
 
 def print_frontier(found: list[dict]) -> None:

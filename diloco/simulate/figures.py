@@ -200,7 +200,7 @@ def figure_c6():
   figure, axes = _axes(3)
   sizes = [35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9, 4e9, 10e9]
   kinds: dict[str, dict[str, Any]] = {
-    "data-parallel": {"method": "data_parallel"},
+    "data-parallel": {"method": "data_parallel", "replicas": 1},
     "DiLoCo, M = 1": {"replicas": 1},
     "DiLoCo, M = 2": {"replicas": 2},
     "DiLoCo, M = 4": {"replicas": 4},
@@ -231,7 +231,9 @@ def figure_c12():
       ):
 
         def run(x, n=n, method=method, batch=batch, network=network):
-          return wallclock.Training(n, 20 * n * x, batch, method=method, across=network)
+          return wallclock.Training(
+            n, 20 * n * x, batch, replicas=2, method=method, across=network
+          )
 
         _hours(axis, run, [1, 4, 16], f"{n / 1e9:.2g}B {method}", style)
     axis.set(xscale="log", yscale="log", xlabel="overtraining", ylabel="hours")

@@ -6,6 +6,7 @@ import math
 import pathlib
 
 from diloco import config as config_lib
+from diloco.simulate import wallclock
 from diloco.simulate.utilisation import Workload, utilisation
 
 
@@ -64,10 +65,25 @@ def workload(c, seconds: float) -> Workload:
     params_per_layer=(embed,) + (block,) * m.num_layers,
     step_time=seconds,
     method="data_parallel" if c.algorithm == "data_parallel" else "streaming",
+    replicas=c.replicas,
     sync_every=c.sync_every,
     tau=min(c.overlap.taus),
     bits=16 if c.algorithm == "data_parallel" else wire_bits(c),
     plan=plan,
+  )
+
+
+def training(c, **kwargs) -> wallclock.Training:
+  """The run of a resolved config for the wall-clock model."""
+  batch = c.train.batch_size * c.model.seq_len
+  return wallclock.Training(
+    params=config_lib.num_params(c),
+    tokens=c.train.steps * batch,
+    batch_tokens=batch,
+    replicas=c.replicas,
+    sync_every=c.sync_every,
+    outer_bits=wire_bits(c),
+    **kwargs,
   )
 
 
@@ -114,7 +130,12 @@ def loss_penalty(sync_every: int, tau: int) -> float:
 
 
 def frontier(
-  params: float, layers: int, seconds: float, rate: float, target: float
+  params: float,
+  layers: int,
+  seconds: float,
+  rate: float,
+  target: float,
+  replicas: int = 2,
 ) -> list[Choice]:
   """Settings that reach `target` on a link of `rate` bits/s, least penalty first.
 
@@ -133,6 +154,7 @@ def frontier(
             params,
             layers,
             seconds,
+            replicas=replicas,
             sync_every=h,
             fragment_size=size,
             tau=tau,

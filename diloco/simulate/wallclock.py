@@ -19,6 +19,7 @@ class Network:
   latency: float
 
 
+METHODS = ("data_parallel", "diloco", "streaming", "overlapped")
 # The archetypes of A.3.
 NETWORKS = {
   "high": Network(400e9, 1e-4),
@@ -35,10 +36,12 @@ class Training:
     params: N.
     tokens: D.
     batch_tokens: global batch in tokens; steps are D / batch.
-    method: data_parallel, diloco, streaming or overlapped.
     replicas: M; data_parallel ignores it.
+    method: one of METHODS.
     sync_every: H.
-    bits: per parameter in an all-reduce.
+    bits: per parameter in the all-reduce of an inner step.
+    outer_bits: per parameter in that of an outer step.
+    chips: R; None takes the rule of `chips`.
     within: network inside a datacentre; the paper always takes the fast one.
     across: network between datacentres.
   """
@@ -46,22 +49,23 @@ class Training:
   params: float
   tokens: float
   batch_tokens: float
+  replicas: int
   method: str = "diloco"
-  replicas: int = 2
   sync_every: int = 30
   bits: float = 16
+  outer_bits: float = 16
+  chips: float | None = None
   within: Network = NETWORKS["high"]
   across: Network = NETWORKS["low"]
 
   def __post_init__(self):
-    methods = ("data_parallel", "diloco", "streaming", "overlapped")
-    if self.method not in methods:
+    if self.method not in METHODS:
       raise ValueError(
-        f"method is {self.method!r}; choose one of {', '.join(methods)}."
+        f"method is {self.method!r}; choose one of {', '.join(METHODS)}."
       )
-    for name in ("params", "tokens", "batch_tokens", "replicas", "sync_every", "bits"):
-      value = getattr(self, name)
-      if not (value > 0 and math.isfinite(value)):
+    for field in dataclasses.fields(self):
+      name, value = field.name, getattr(self, field.name)
+      if isinstance(value, (int, float)) and not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} is {value}; give a positive number.")
     for network in (self.within, self.across):
       if not (network.bandwidth > 0 and network.latency >= 0):
@@ -73,6 +77,11 @@ class Training:
   @property
   def steps(self) -> float:
     return self.tokens / self.batch_tokens
+
+  @property
+  def nodes(self) -> float:
+    """R."""
+    return self.chips or chips(self.params, self.batch_tokens)
 
 
 def chips(params: float, batch_tokens: float) -> float:
@@ -87,8 +96,7 @@ def chips(params: float, batch_tokens: float) -> float:
 
 def compute_time(run: Training) -> float:
   """6 N D / (R Q), seconds (A.1)."""
-  r = chips(run.params, run.batch_tokens)
-  return 6 * run.params * run.tokens / (r * CHIP_FLOPS)
+  return 6 * run.params * run.tokens / (run.nodes * CHIP_FLOPS)
 
 
 def all_reduce_time(bits: float, nodes: float, network: Network) -> float:
@@ -106,14 +114,15 @@ def communication_time(run: Training) -> float:
   DiLoCo in smaller pieces, each with its latency already counted per H steps.
   Overlapped hides the outer steps as long as H steps of compute take longer.
   """
-  r, size = chips(run.params, run.batch_tokens), run.bits * run.params
-  wide = all_reduce_time(size, r, run.across)
+  r, size = run.nodes, run.bits * run.params
+  wide = all_reduce_time(size, r, run.across) * run.steps
   if run.method == "data_parallel":
-    return wide * run.steps
+    return wide
+  outer_size = run.outer_bits * run.params
+  outer = all_reduce_time(outer_size, r, run.across) * run.steps / run.sync_every
   if run.replicas == 1:
-    return wide * run.steps * (1 + 1 / run.sync_every)
+    return wide + outer
   inner = all_reduce_time(size, r / run.replicas, run.within) * run.steps
-  outer = wide * run.steps / run.sync_every
   if run.method == "overlapped":
     return inner + max(outer - (compute_time(run) + inner), 0.0)
   return inner + outer
@@ -122,3 +131,19 @@ def communication_time(run: Training) -> float:
 def total_time(run: Training) -> float:
   """Compute plus communication, seconds (A.3)."""
   return compute_time(run) + communication_time(run)
+
+
+def compare(run: Training) -> list[dict[str, float | str]]:
+  """Hours of a run by every method, all else equal; its own method is not used."""
+  rows: list[dict[str, float | str]] = []
+  for method in METHODS:
+    one = dataclasses.replace(run, method=method)
+    rows.append(
+      {
+        "method": method,
+        "compute_hours": compute_time(one) / 3600,
+        "communication_hours": communication_time(one) / 3600,
+        "hours": total_time(one) / 3600,
+      }
+    )
+  return rows
