@@ -19,7 +19,8 @@ _BYTES = {
   "f32": 4,
 }
 _NAMES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_COLLECTIVE = re.compile(rf"= (.*?) ({_NAMES})(-start)?\((.*)")
+# Between the slices of a TPU pod a collective is a send and a recv (Megascale).
+_COLLECTIVE = re.compile(rf"%?([\w.-]+) = (.*?) ({_NAMES}|send)(-start)?\((.*)")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
@@ -29,13 +30,15 @@ class Collective:
   """One collective of a compiled program.
 
   Attributes:
-    kind: all-gather, all-reduce, ...
+    name: of the instruction.
+    kind: all-gather, all-reduce, ...; send for what goes to another slice.
     dtype: HLO type of the result, for example u8.
     shape: of the result on one device.
     groups: device ids that talk to each other; pairs for a permute; empty if all
       devices do or the notation is not known.
   """
 
+  name: str
   kind: str
   dtype: str
   shape: tuple[int, ...]
@@ -46,21 +49,54 @@ class Collective:
     """Bytes of the result on one device."""
     return math.prod(self.shape) * _BYTES[self.dtype]
 
+  def sent(self, devices: int) -> float:
+    """Bytes one device sends, mean over `devices`; reductions run on a ring."""
+    if self.kind == "send":
+      return self.nbytes
+    if self.kind == "collective-permute":
+      return self.nbytes * sum(a != b for a, b in self.groups) / devices
+    n = len(self.groups[0]) if self.groups else devices
+    of_result = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+    return self.nbytes * of_result.get(self.kind, (n - 1) / n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+  """When a collective runs beside the loops of a scheduled program.
+
+  Attributes:
+    collective: what is exchanged.
+    hidden: loops between its start and its end.
+    loops: loops in the program's entry computation.
+  """
+
+  collective: Collective
+  hidden: int
+  loops: int
+
 
 def collectives(hlo: str) -> list[Collective]:
-  """The collectives in the text of a compiled program, `compiled.as_text()`."""
+  """The collectives in the text of a compiled program, `compiled.as_text()`.
+
+  What stands in a loop is listed once.
+  """
   found = []
   for line in hlo.splitlines():
     match = _COLLECTIVE.search(line)
     if not match:
       continue
-    result, kind, start, rest = match.groups()
+    name, result, kind, start, rest = match.groups()
     arrays = _ARRAY.findall(result)
     # Several collectives may be combined into one with a tuple of results; the tuple
-    # of an async start ends with the output.
-    for dtype, shape in arrays[-1:] if start else arrays:
+    # of an async start holds operands, results and perhaps scalar contexts.
+    if kind == "send":
+      arrays = arrays[:1]
+    elif start:
+      arrays = [(dtype, shape) for dtype, shape in arrays if shape or dtype != "u32"]
+      arrays = arrays[-1:]
+    for dtype, shape in arrays:
       dims = tuple(int(d) for d in shape.split(",") if d)
-      found.append(Collective(kind, dtype, dims, _groups(rest)))
+      found.append(Collective(name, kind, dtype, dims, _groups(rest)))
   return found
 
 
@@ -68,7 +104,7 @@ def across_replicas(hlo: str, mesh) -> list[Collective]:
   """The collectives whose groups join devices of different replica coordinates.
 
   Args:
-    hlo: text of a program compiled for `mesh`.
+    hlo: text of a program compiled for `mesh`; no replica lies on two slices.
     mesh: the device mesh.
   """
   axis = mesh.axis_names.index(REPLICA)
@@ -81,6 +117,51 @@ def across_replicas(hlo: str, mesh) -> list[Collective]:
     if any(len({coordinate[d] for d in g}) > 1 for g in c.groups)
     or (not c.groups and mesh.devices.shape[axis] > 1)
   ]
+
+
+def replica_bytes(hlo: str, mesh) -> float:
+  """Bytes that one coordinate of the replica axis sends to the others.
+
+  The sum over its devices, for one run of a program in which nothing that crosses
+  stands in a loop; the ledger's bytes if there is one replica per coordinate.
+  """
+  devices = mesh.devices.size
+  per_device = sum(c.sent(devices) for c in across_replicas(hlo, mesh))
+  return per_device * devices / mesh.shape[REPLICA]
+
+
+def windows(hlo: str, mesh) -> list[Window]:
+  """When what crosses between replicas starts and ends, in the order of execution.
+
+  Args:
+    hlo: text of a scheduled program, compiled for `mesh`.
+    mesh: the device mesh.
+  """
+  lines = hlo[hlo.index("\nENTRY ") :].splitlines()
+  loops = [i for i, line in enumerate(lines) if " while(" in line]
+  found = []
+  for i, line in enumerate(lines):
+    for c in across_replicas(line, mesh):
+      end = _end(lines, line, c)
+      hidden = 0 if end is None else sum(i < k < end for k in loops)
+      found.append(Window(c, hidden, len(loops)))
+  return found
+
+
+def _end(lines: list[str], line: str, c: Collective) -> int | None:
+  """Where a collective is waited for; None if it is not asynchronous."""
+  done = rf" {c.kind}-done\(.*%{re.escape(c.name)}\b"
+  if c.kind == "send":  # What this one sends, that one receives.
+    rendezvous = re.search(r'_rendezvous="[^"]*"', line)
+    [recv] = (
+      m[1]
+      for x in lines
+      if rendezvous and rendezvous[0] in x
+      if (m := re.search(r"%?([\w.-]+) = .* recv\(", x))
+    )
+    done = rf" recv-done\(.*%{re.escape(recv)}\b"
+  ends = [k for k, x in enumerate(lines) if re.search(done, x)]
+  return ends[0] if ends else None
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:

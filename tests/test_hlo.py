@@ -1,0 +1,88 @@
+"""Compiled programs as text: asynchronous collectives, two slices, overlap.
+
+The lines are shortened from programs that XLA compiled for TPU v5e.
+"""
+
+import types
+
+import numpy as np
+import pytest
+
+from diloco import hlo
+
+PERMUTE = (
+  "  %collective-permute-start.1 = (u8[1,1,600]{2,1,0}, u8[1,1,600]{2,1,0:T(4,128)},"
+  " u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1,"
+  " source_target_pairs={{0,2},{1,3},{2,0},{3,1}}"
+)
+SEND = (
+  "  %send.3 = (u8[1,1,600]{2,1,0}, u32[], token[]) send(%p, %after-all.3),"
+  " channel_id=8, is_host_transfer=true, frontend_attributes={"
+  '_xla_host_transfer_rendezvous="ppermute.3_0",'
+  "_xla_megascale_target={{100000->200000},{200000->100000}}}"
+)
+RECV = SEND.replace("%send.3", "%recv.3").replace("send(%p, ", "recv(")
+LOOP = "  %while.2 = (s32[], f32[4]{0}) while(%tuple.1), condition=%c, body=%b"
+
+
+def mesh(replica=2, fsdp=2):
+  return types.SimpleNamespace(
+    axis_names=("replica", "fsdp"),
+    devices=np.zeros((replica, fsdp)),
+    shape={"replica": replica, "fsdp": fsdp},
+  )
+
+
+def program(*lines):
+  return "HloModule m, is_scheduled=true\n\nENTRY %main (p: u8[]) -> u8[] {\n" + (
+    "\n".join(lines) + "\n}\n"
+  )
+
+
+PERMUTED = "  %d = u8[1,1,600]{2,1,0} collective-permute-done(%collective-permute-start.1)"
+RECEIVED = "  %e = (u8[1,1,600]{2,1,0}, token[]) recv-done(%recv.3), channel_id=7"
+SENT = "  %f = token[] send-done(%send.3), channel_id=8"
+
+
+@pytest.mark.parametrize(
+  ("lines", "hidden", "loops"),
+  [
+    ((PERMUTE, LOOP, LOOP, PERMUTED), 2, 2),
+    ((LOOP, PERMUTE, LOOP, PERMUTED), 1, 2),
+    ((PERMUTE, PERMUTED, LOOP), 0, 1),
+    ((LOOP, PERMUTE, PERMUTED), 0, 1),
+    # The send ends early; what counts is when the other's payload is waited for.
+    ((SEND, RECV, SENT, LOOP, RECEIVED), 1, 1),
+    ((SEND, RECV, SENT, RECEIVED, LOOP), 0, 1),
+  ],
+)
+def test_how_many_loops_an_exchange_runs_beside(lines, hidden, loops):
+  [window] = hlo.windows(program(*lines), mesh())
+  assert (window.hidden, window.loops) == (hidden, loops)
+  assert (window.collective.dtype, window.collective.nbytes) == ("u8", 600)
+
+
+@pytest.mark.parametrize("line", [PERMUTE, SEND])
+def test_bytes_of_a_group_are_those_of_all_its_devices(line):
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * 600
+  assert hlo.replica_bytes(program(line), mesh(replica=1, fsdp=4)) == 0
+
+
+@pytest.mark.parametrize(
+  ("kind", "groups", "sent"),
+  [
+    ("all-gather", "{{0,2},{1,3}}", 1 / 2),
+    ("all-reduce", "{{0,1,2,3}}", 2 * 3 / 4),
+    ("reduce-scatter", "{{0,2},{1,3}}", 1),
+    ("all-to-all", "{{0,2},{1,3}}", 1 / 2),
+  ],
+)
+def test_bytes_sent_by_a_device(kind, groups, sent):
+  line = f"  %x = f32[100]{{0}} {kind}(%p), replica_groups={groups}"
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * 400 * sent
+
+
+def test_what_stays_inside_a_replica_does_not_count():
+  line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
+  assert hlo.replica_bytes(program(line), mesh()) == 0
+  assert hlo.windows(program(line), mesh()) == []
