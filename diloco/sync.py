@@ -135,26 +135,40 @@ def make_hidden_exchange(inner_step, mesh):
     mesh: the device mesh.
 
   Returns:
-    steps(params, opt_state, tokens, trainable, payloads, values=None) -> (params,
-    opt_state, [InnerMetrics of each step], transmitted payloads). `tokens` holds
-    [M, B, L] of each of the K steps, `payloads` what was sent just before the first;
-    params and optimizer state are donated.
+    steps(params, opt_state, tokens, trainable, payloads) -> (params, opt_state,
+    [InnerMetrics of each step], transmitted payloads). `tokens` holds [M, B, L] of
+    each of the K steps, `payloads` what was sent just before the first; params and
+    optimizer state are donated.
   """
 
-  def steps(params, opt_state, tokens, trainable, payloads, values=None):
+  def steps(params, opt_state, tokens, trainable, payloads):
     received = [exchange.start(mesh, payload) for payload in payloads]
 
-    def body(carry, tokens_MxBxL):
-      params, opt_state, metrics = inner_step(*carry, tokens_MxBxL, trainable, values)
-      return (params, opt_state), metrics
+    tokens_K = jnp.stack(tokens)
+    shapes = jax.eval_shape(inner_step, params, opt_state, tokens[0], trainable)[2]
+    zeros = lambda x: jnp.zeros((len(tokens), *x.shape), x.dtype)
+    metrics = jax.tree.map(zeros, shapes)
 
-    carry, metrics = jax.lax.scan(body, (params, opt_state), jnp.stack(tokens))
+    def step(k, carry):
+      params, opt_state, metrics = carry
+      args = params, opt_state, at(tokens_K, k), trainable
+      params, opt_state, of_step = inner_step(*args)
+      put = lambda x_K, x: x_K.at[k].set(x)
+      return params, opt_state, jax.tree.map(put, metrics, of_step)
+
+    # Behind a barrier XLA does not see how many steps there are: it would dissolve a
+    # loop of one, and begin the exchange when its layers are done.
+    count = jax.lax.optimization_barrier(jnp.int32(len(tokens)))
+    carry = jax.lax.fori_loop(0, count, step, (params, opt_state, metrics))
     # Without it XLA may wait for the exchange before the steps.
     carry, received = jax.lax.optimization_barrier((carry, received))
     arrived = [exchange.finish(mesh, x, r) for x, r in zip(payloads, received)]
-    at = lambda k: jax.tree.map(lambda x_K: x_K[k], metrics)
-    by_step = [at(k) for k in range(len(tokens))]
-    return *carry, by_step, arrived
+    params, opt_state, metrics = carry
+    by_step = [at(metrics, k) for k in range(len(tokens))]
+    return params, opt_state, by_step, arrived
+
+  def at(tree_K, k):
+    return jax.tree.map(lambda x_K: x_K[k], tree_K)
 
   return jax.jit(steps, donate_argnums=(0, 1))
 
