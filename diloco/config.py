@@ -63,6 +63,9 @@ def default_config() -> ml_collections.ConfigDict:
   c.outer.momentum = 0.9
   # Whether every fragment is synchronised once more after the last step.
   c.outer.final_sync = False
+  # Whether outer parameters and momentum wait in the host's memory and a fragment is
+  # fetched when it is sent, so that only it takes memory of the devices.
+  c.outer.offload = False
   # FedPart ablation (section 3.3.1): freeze all but the next fragment to be sent.
   c.outer.fedpart = False
 

@@ -135,13 +135,13 @@ def make_hidden_exchange(inner_step, mesh):
     mesh: the device mesh.
 
   Returns:
-    steps(params, opt_state, tokens, trainable, payloads) -> (params, opt_state,
-    [InnerMetrics of each step], transmitted payloads). `tokens` holds [M, B, L] of
-    each of the K steps, `payloads` what was sent just before the first; params and
-    optimizer state are donated.
+    steps(params, opt_state, tokens, trainable, payloads, values=None) -> (params,
+    opt_state, [InnerMetrics of each step], transmitted payloads). `tokens` holds
+    [M, B, L] of each of the K steps, `payloads` what was sent just before the first;
+    params and optimizer state are donated.
   """
 
-  def steps(params, opt_state, tokens, trainable, payloads):
+  def steps(params, opt_state, tokens, trainable, payloads, values=None):
     received = [exchange.start(mesh, payload) for payload in payloads]
 
     tokens_K = jnp.stack(tokens)
@@ -151,8 +151,10 @@ def make_hidden_exchange(inner_step, mesh):
 
     def step(k, carry):
       params, opt_state, metrics = carry
-      args = params, opt_state, at(tokens_K, k), trainable
-      params, opt_state, of_step = inner_step(*args)
+      tokens_MxBxL = at(tokens_K, k)
+      params, opt_state, of_step = inner_step(
+        params, opt_state, tokens_MxBxL, trainable, values
+      )
       put = lambda x_K, x: x_K.at[k].set(x)
       return params, opt_state, jax.tree.map(put, metrics, of_step)
 

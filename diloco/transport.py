@@ -43,15 +43,20 @@ def make_transport(c, mesh: Mesh, make_update) -> "Transport":
       `diloco.outer.make_update`.
 
   Raises:
-    ConfigError: a replica's devices belong to several processes (host).
+    ConfigError: a replica's devices belong to several processes (host), or the
+      devices' hosts have no pinned memory (outer.offload).
   """
   if c.overlap.transport == "host":
     return HostTransport(mesh, make_update)
-  return DeviceTransport(mesh, make_update, c.wire.exchange)
+  return DeviceTransport(mesh, make_update, c.wire.exchange, c.outer.offload)
 
 
 class DeviceTransport:
-  """Outer state on the devices, payloads from device to device.
+  """Payloads from device to device, outer state there or, offloaded, at their hosts.
+
+  Offloaded outer state lies in the pinned memory of each device's host, sharded as on
+  the devices. A fragment is copied to the devices when it is sent, beside the inner
+  steps that follow, and back once it is updated.
 
   Attributes:
     mesh: the device mesh.
@@ -61,8 +66,11 @@ class DeviceTransport:
     update: jitted update of a transmitted payload; theta and state are donated.
   """
 
-  def __init__(self, mesh: Mesh, make_update, exchange_name: str):
-    self.mesh = mesh
+  def __init__(self, mesh: Mesh, make_update, exchange_name: str, offload: bool):
+    if offload:
+      _check_pinned(mesh)
+    self.mesh, self._offload = mesh, offload
+    self._fetched: dict[int, tuple[Tree, Tree]] = {}
     self.encoded = exchange.encoded(mesh)
     self.transmitted = exchange.transmitted(mesh, exchange_name)
     self.transmit = jax.jit(lambda x: exchange.finish(mesh, x, exchange.start(mesh, x)))
@@ -74,21 +82,26 @@ class DeviceTransport:
 
   def keep(self, tree: Tree) -> Tree:
     """Outer state of one fragment, from the devices to where it lives."""
-    return tree
+    return _in_memory(tree, "pinned_host") if self._offload else tree
 
   def fetch(self, theta: Tree) -> Tree:
     """Outer parameters of one fragment, from where they live to the devices."""
-    return theta
+    return _in_memory(theta, "device") if self._offload else theta
 
   def start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
     """Begins to exchange fragment p's payload, which was just encoded."""
+    if self._offload:  # Copied while the devices go on with inner steps.
+      self._fetched[p] = self.fetch((theta, opt_state))
 
   def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
     """Updates the outer state of fragment p: (theta, opt_state, metrics)."""
-    del p
     if not payload.sharding.is_equivalent_to(self.transmitted, payload.ndim):
       payload = self.transmit(payload)
-    return self.update(theta, opt_state, payload)
+    if self._offload:
+      ahead = self._fetched.pop(p, None)  # None if sent before this process resumed.
+      theta, opt_state = ahead or self.fetch((theta, opt_state))
+    theta, opt_state, metrics = self.update(theta, opt_state, payload)
+    return *self.keep((theta, opt_state)), metrics
 
   def settle(self) -> None:
     """Waits until nothing is exchanged in the background."""
@@ -222,6 +235,27 @@ class HostTransport:
 
 
 Transport = DeviceTransport | HostTransport
+
+
+def _in_memory(tree: Tree, kind: str) -> Tree:
+  """Arrays with the same shards in another memory of their devices."""
+  return jax.tree.map(
+    lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
+  )
+
+
+def _check_pinned(mesh: Mesh) -> None:
+  device = mesh.devices.flat[0]
+  kinds = _memory_kinds(device)
+  if "pinned_host" not in kinds:
+    raise ConfigError(
+      f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
+      f" {', '.join(kinds) or 'none'}; leave it off, or set overlap.transport=host."
+    )
+
+
+def _memory_kinds(device) -> list[str]:
+  return [memory.kind for memory in device.addressable_memories()]
 
 
 def _column(devices) -> Mesh:

@@ -39,7 +39,7 @@ def program(*lines):
   )
 
 
-PERMUTED = "  %d = u8[1,1,600]{2,1,0} collective-permute-done(%collective-permute-start.1)"
+PERMUTED = "  %d = u8[600]{0} collective-permute-done(%collective-permute-start.1)"
 RECEIVED = "  %e = (u8[1,1,600]{2,1,0}, token[]) recv-done(%recv.3), channel_id=7"
 SENT = "  %f = token[] send-done(%send.3), channel_id=8"
 

@@ -153,3 +153,29 @@ def test_replicas_have_to_fit_the_processes(processes, message):
   mesh = type("FakeMesh", (), {"devices": grid})
   with pytest.raises(config_lib.ConfigError, match=message):
     transport_lib._rows_of_processes(mesh)
+
+
+def test_offloaded_outer_state_waits_at_the_host_and_changes_nothing(tiny):
+  expected = walk(*make(tiny, "device"))
+  c, mesh, outer = make(tiny, "device", **{"outer.offload": True})
+  found = walk(c, mesh, outer)
+  assert_same(expected[:2], found[:2])
+  with jax.set_mesh(mesh):
+    params_M = {
+      "blocks": {"w": jnp.zeros((c.replicas, c.model.num_layers, 6, 5))},
+      "embed": {"tokens": jnp.zeros((c.replicas, 7, 4))},
+    }
+    state = outer.init(params_M)
+    kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+    assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
+    state, _ = sync_lib.send_fragment(outer, 4, 1, params_M, state)
+    state, _ = sync_lib.receive_fragment(outer, 5, 1, state)
+    assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
+    assert kinds(outer.transport.fetch(state.theta[1])) == {"device"}
+
+
+def test_offloading_needs_pinned_memory(tiny, monkeypatch):
+  monkeypatch.setattr(transport_lib, "_memory_kinds", lambda device: ["device"])
+  message = "needs memory of kind pinned_host, but cpu has device"
+  with pytest.raises(config_lib.ConfigError, match=message):
+    make(tiny, "device", **{"outer.offload": True})
