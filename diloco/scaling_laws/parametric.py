@@ -1,52 +1,53 @@
 """Parametric forms of L(N, M), Section 6.5 of arXiv 2503.09799.
 
-Huber loss on logarithms, L-BFGS from random starts, selection on held-out data.
+Huber loss on logarithms, L-BFGS from random starts; held-out data choose the start.
+
+A, B and C enter as themselves. The objective is so flat along A that L-BFGS leaves A
+about where it started and fits the exponents to it, so the starts amount to a search
+over A in which the held-out data choose. No optimum explains the paper's Table 13: the
+optimum of its first form is the joint law of Table 10, whose residuals average 0.012 in
+Table 11, not the 0.0044 of Table 13. `train_only_held_out` is what the training data
+alone would choose.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, special
+from scipy import optimize
 
 from diloco.scaling_laws.fits import Array, Numbers, check_points
 
-# Each form maps parameters q and (log N, log M, M) to log L and its gradient in q.
-# A, B and C are positive and enter by their logarithms a, b, c, as in Hoffmann et
-# al. (2022): sums become log-sum-exp.
+# Maps q, log N, log M and M [n] to L [n] and its gradient [k, n].
 Value = tuple[Array, Array]
 
 
 def _product(q: Array, n: Array, m: Array, replicas: Array) -> Value:
   del replicas
-  return q[0] + q[1] * n + q[2] * m, np.stack([np.ones_like(n), n, m])
-
-
-def _with_constant(terms: Array, gradients: list[Array]) -> Value:
-  """log(sum_k exp terms_k) and its gradient: softmax times each term's own."""
-  value = special.logsumexp(terms, axis=0)
-  weights = np.exp(terms - value)
-  return value, np.concatenate([w * g for w, g in zip(weights, gradients)])
+  power = np.exp(q[1] * n + q[2] * m)
+  value = q[0] * power
+  return value, np.stack([power, value * n, value * m])
 
 
 def _product_plus(q: Array, n: Array, m: Array, replicas: Array) -> Value:
-  term, gradient = _product(q, n, m, replicas)
-  one = np.ones_like(n)
-  return _with_constant(np.stack([term, q[3] * one]), [gradient, one[None]])
+  value, gradient = _product(q[:3], n, m, replicas)
+  return value + q[3], np.concatenate([gradient, np.ones((1, len(n)))])
 
 
 def _exponent_plus(q: Array, n: Array, m: Array, replicas: Array) -> Value:
-  one = np.ones_like(n)
-  term = q[0] + (q[1] + q[2] * replicas) * n
-  gradient = np.stack([one, n, replicas * n])
-  return _with_constant(np.stack([term, q[3] * one]), [gradient, one[None]])
+  del m
+  power = np.exp((q[1] + q[2] * replicas) * n)
+  value = q[0] * power
+  slopes = [power, value * n, value * n * replicas, np.ones_like(n)]
+  return value + q[3], np.stack(slopes)
 
 
 def _sum_plus(q: Array, n: Array, m: Array, replicas: Array) -> Value:
-  one = np.ones_like(n)
-  terms = np.stack([q[0] + q[1] * n, q[2] + q[3] * m, q[4] * one])
-  gradients = [np.stack([one, n]), np.stack([one, m]), one[None]]
-  return _with_constant(terms, gradients)
+  del replicas
+  size, workers = np.exp(q[1] * n), np.exp(q[3] * m)
+  first, second = q[0] * size, q[2] * workers
+  slopes = [size, first * n, workers, second * m, np.ones_like(n)]
+  return first + second + q[4], np.stack(slopes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,50 +57,178 @@ class Form:
   Attributes:
     name: as the paper's Table 13 writes it.
     parameters: names in the order of q.
-    logs: which of them q holds as logarithms.
-    low, high: box of the random starts, in q.
-    log_value: q, log N, log M, M -> (log L [n], gradient [k, n]).
+    low, high: box of the random starts.
+    value: q, log N, log M, M -> (L [n], gradient [k, n]).
   """
 
   name: str
   parameters: tuple[str, ...]
-  logs: tuple[str, ...]
   low: tuple[float, ...]
   high: tuple[float, ...]
-  log_value: Callable[[Array, Array, Array, Array], Value]
+  value: Callable[[Array, Array, Array, Array], Value]
 
+
+# Objective where L would not be positive.
+_OUTSIDE = 1e3
 
 FORMS = (
   Form(
     "A*N^alpha*M^beta",
     ("A", "alpha", "beta"),
-    ("A",),
     (0, -0.5, 0),
-    (10, 0, 0.1),
+    (100, 0, 0.1),
     _product,
   ),
   Form(
     "A*N^alpha*M^beta+C",
     ("A", "alpha", "beta", "C"),
-    ("A", "C"),
-    (0, -0.5, 0, -3),
-    (10, 0, 0.1, 1),
+    (0, -0.5, 0, 0),
+    (100, 0, 0.1, 2),
     _product_plus,
   ),
   Form(
     "A*N^(alpha+beta*M)+C",
     ("A", "alpha", "beta", "C"),
-    ("A", "C"),
-    (0, -0.5, 0, -3),
-    (10, 0, 0.01, 1),
+    (0, -0.5, 0, 0),
+    (100, 0, 0.01, 2),
     _exponent_plus,
   ),
   Form(
     "A*N^alpha+B*M^beta+C",
     ("A", "alpha", "B", "beta", "C"),
-    ("A", "B", "C"),
-    (0, -0.5, -5, 0, -3),
-    (10, 0, 0, 1, 1),
+    (0, -0.5, 0, 0, 0),
+    (100, 0, 1, 1, 2),
     _sum_plus,
   ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """What the paper leaves open, with our choices.
+
+  Attributes:
+    delta: where the Huber loss turns linear, in log L. Residuals here are below
+      0.03, so that 0.1 or more is least squares; Hoffmann et al. use 1e-3.
+    starts: random starts (the paper's 256).
+    seed: of the starts.
+    max_steps: L-BFGS iterations at most.
+    gtol: L-BFGS stops where no component of the gradient is larger.
+  """
+
+  delta: float = 0.1
+  starts: int = 256
+  seed: int = 0
+  max_steps: int = 15_000
+  gtol: float = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class ParametricFit:
+  """The candidate chosen, and the one that the training loss alone would choose.
+
+  Attributes:
+    form: the family.
+    q: its parameters.
+    objective: Huber loss on the training points.
+    held_out: mean |log f - log L| on the held-out points; NaN without any.
+    train_only_held_out: the same of the candidate with the least objective.
+  """
+
+  form: Form
+  q: Array
+  objective: float
+  held_out: float
+  train_only_held_out: float
+
+  def __call__(self, params: Numbers, replicas: Numbers) -> Array:
+    """L at N parameters and M replicas, float64 [n]."""
+    n, m = np.asarray(params, float), np.asarray(replicas, float)
+    return self.form.value(self.q, np.log(n), np.log(m), m)[0]
+
+  @property
+  def values(self) -> dict[str, float]:
+    """Parameters by name."""
+    return dict(zip(self.form.parameters, map(float, self.q)))
+
+
+def fit_parametric(
+  form: Form,
+  params: Numbers,
+  replicas: Numbers,
+  losses: Numbers,
+  held_out: Numbers | None = None,
+  settings: Settings | None = None,
+) -> ParametricFit:
+  """Fits one form; the held-out points choose among the starts (Section 6.5).
+
+  Args:
+    form: one of FORMS.
+    params: N of each point [n].
+    replicas: M of each point [n].
+    losses: L of each point [n].
+    held_out: mask [n] of points kept from the optimiser; None takes the largest N.
+    settings: see Settings.
+
+  Raises:
+    ValueError: losses that are not positive, cells given twice, or fewer training
+      points than the form has parameters.
+  """
+  s = settings or Settings()
+  n, m, y = (np.asarray(v, float) for v in (params, replicas, losses))
+  check_points(n, y, m, form.name)
+  out = n == n.max() if held_out is None else np.asarray(held_out, bool)
+  if (~out).sum() < len(form.parameters):
+    raise ValueError(
+      f"{form.name} has {len(form.parameters)} parameters and {(~out).sum()} points"
+      " that are not held out; add runs at more sizes N or replica counts M."
+    )
+  rng = np.random.default_rng(s.seed)
+  starts = rng.uniform(form.low, form.high, (s.starts, len(form.low)))
+  found = [
+    c for c in (minimise(form, n[~out], m[~out], y[~out], q, s) for q in starts) if c
+  ]
+  if not found:
+    raise ValueError(
+      f"{form.name}: none of {s.starts} starts gave a finite fit; look for outliers"
+      " among the losses."
+    )
+
+  def error(candidate: tuple[float, Array]) -> float:
+    if not out.any():
+      return np.nan
+    value, _ = form.value(candidate[1], np.log(n[out]), np.log(m[out]), m[out])
+    if not (value > 0).all():
+      return np.inf
+    return float(np.abs(np.log(value) - np.log(y[out])).mean())
+
+  trained = min(found, key=lambda c: c[0])
+  chosen = min(found, key=error) if out.any() else trained
+  return ParametricFit(form, chosen[1], chosen[0], error(chosen), error(trained))
+
+
+def minimise(
+  form: Form, n: Array, m: Array, y: Array, start: Array, s: Settings
+) -> tuple[float, Array] | None:
+  """L-BFGS from one start: (objective, q), None where it left the numbers."""
+  log_n, log_m, log_y = np.log(n), np.log(m), np.log(y)
+
+  def objective(q: Array) -> tuple[float, Array]:
+    value, gradient = form.value(q, log_n, log_m, m)
+    if not (value > 0).all():
+      return _OUTSIDE, np.zeros_like(q)
+    r = np.log(value) - log_y
+    slope = np.clip(r, -s.delta, s.delta)
+    return float((slope * (r - slope / 2)).sum()), (gradient / value) @ slope
+
+  with np.errstate(all="ignore"):
+    result = optimize.minimize(
+      objective,
+      start,
+      jac=True,
+      method="L-BFGS-B",
+      options={"maxiter": s.max_steps, "maxfun": 4 * s.max_steps, "gtol": s.gtol},
+    )
+  if not (result.fun < _OUTSIDE and np.isfinite(result.x).all()):
+    return None
+  return float(result.fun), result.x
