@@ -48,9 +48,13 @@ class Fit:
   residuals: Array
   num_points: int
 
+  def __call__(self, params: float, replicas: float = 1) -> float:
+    """The law at N parameters and M replicas."""
+    return self.law(params, replicas)
+
   def interval(self, level: float = 0.9) -> dict[str, tuple[float, float]]:
     """Percentile interval of each parameter: {'A': (low, high), ...}."""
-    low, high = np.quantile(self.draws, _tails(level), axis=0)
+    low, high = np.quantile(self.draws, tails(level), axis=0)
     low[0], high[0] = np.exp(low[0]), np.exp(high[0])
     names = ("A", "alpha", "beta")
     return {k: (float(a), float(b)) for k, a, b in zip(names, low, high)}
@@ -66,7 +70,7 @@ class Fit:
     """
     x = _design([params], [replicas], self.draws.shape[1] == 3)[0]
     logs = (self.draws @ x)[:, None] + self.residuals[None, :]
-    low, high = np.exp(np.quantile(logs, _tails(level)))
+    low, high = np.exp(np.quantile(logs, tails(level)))
     return float(low), float(high)
 
 
@@ -245,7 +249,8 @@ def _design(params: Numbers, replicas: Numbers, joint: bool) -> Array:
   return np.stack(columns + ([np.log(replicas)] if joint else []), axis=1)
 
 
-def _tails(level: float) -> tuple[float, float]:
+def tails(level: float) -> tuple[float, float]:
+  """The two quantiles between which a share `level` lies."""
   if not 0 < level < 1:
     raise ValueError(f"level is {level}; choose a probability, such as 0.9.")
   return (1 - level) / 2, (1 + level) / 2

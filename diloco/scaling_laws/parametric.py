@@ -1,13 +1,13 @@
 """Parametric forms of L(N, M), Section 6.5 of arXiv 2503.09799.
 
-Huber loss on logarithms, L-BFGS from random starts; held-out data choose the start.
+`fit_parametric` is the paper's procedure: Huber loss on logarithms, L-BFGS from random
+starts, held-out data choose among the ends. A, B and C enter as themselves. The
+objective is so flat along A that L-BFGS leaves A about where it started and fits the
+exponents to it, so the starts amount to a search in which the held-out data choose. No
+optimum explains the paper's Table 13: the optimum of its first form is the joint law of
+Table 10, whose residuals average 0.012 in Table 11, not the 0.0044 of Table 13.
 
-A, B and C enter as themselves. The objective is so flat along A that L-BFGS leaves A
-about where it started and fits the exponents to it, so the starts amount to a search
-over A in which the held-out data choose. No optimum explains the paper's Table 13: the
-optimum of its first form is the joint law of Table 10, whose residuals average 0.012 in
-Table 11, not the 0.0044 of Table 13. `train_only_held_out` is what the training data
-alone would choose.
+`fit_optimum` converges, and knows its uncertainty.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy import optimize
 
-from diloco.scaling_laws.fits import Array, Numbers, check_points
+from diloco.scaling_laws.fits import Array, Numbers, check_points, tails
 
 # Maps q, log N, log M and M [n] to L [n] and its gradient [k, n].
 Value = tuple[Array, Array]
@@ -42,6 +42,13 @@ def _exponent_plus(q: Array, n: Array, m: Array, replicas: Array) -> Value:
   return value + q[3], np.stack(slopes)
 
 
+def _floor(q: Array, n: Array, m: Array, replicas: Array) -> Value:
+  del m, replicas
+  power = np.exp(q[1] * n)
+  value = q[0] * power
+  return value + q[2], np.stack([power, value * n, np.ones_like(n)])
+
+
 def _sum_plus(q: Array, n: Array, m: Array, replicas: Array) -> Value:
   del replicas
   size, workers = np.exp(q[1] * n), np.exp(q[3] * m)
@@ -58,6 +65,7 @@ class Form:
     name: as the paper's Table 13 writes it.
     parameters: names in the order of q.
     low, high: box of the random starts.
+    start: a point near the optimum for losses in nats, for `fit_optimum`.
     value: q, log N, log M, M -> (L [n], gradient [k, n]).
   """
 
@@ -65,11 +73,12 @@ class Form:
   parameters: tuple[str, ...]
   low: tuple[float, ...]
   high: tuple[float, ...]
+  start: tuple[float, ...]
   value: Callable[[Array, Array, Array, Array], Value]
 
 
-# Objective where L would not be positive.
-_OUTSIDE = 1e3
+# Objective where L would not be positive, and the L taken there.
+_OUTSIDE, _LEAST = 1e3, 1e-300
 
 FORMS = (
   Form(
@@ -77,6 +86,7 @@ FORMS = (
     ("A", "alpha", "beta"),
     (0, -0.5, 0),
     (100, 0, 0.1),
+    (20, -0.1, 0.01),
     _product,
   ),
   Form(
@@ -84,6 +94,7 @@ FORMS = (
     ("A", "alpha", "beta", "C"),
     (0, -0.5, 0, 0),
     (100, 0, 0.1, 2),
+    (30, -0.15, 0.02, 1),
     _product_plus,
   ),
   Form(
@@ -91,15 +102,22 @@ FORMS = (
     ("A", "alpha", "beta", "C"),
     (0, -0.5, 0, 0),
     (100, 0, 0.01, 2),
+    (30, -0.15, 3e-4, 1),
     _exponent_plus,
   ),
   Form(
     "A*N^alpha+B*M^beta+C",
     ("A", "alpha", "B", "beta", "C"),
-    (0, -0.5, 0, 0, 0),
+    (0, -0.5, 0, -1, 0),
     (100, 0, 1, 1, 2),
+    (30, -0.15, 0.1, 0.5, 1),
     _sum_plus,
   ),
+)
+
+# One algorithm's law with a floor C: the second form at a single M.
+FLOOR = Form(
+  "A*N^alpha+C", ("A", "alpha", "C"), (0, -0.5, 0), (100, 0, 2), (30, -0.15, 1), _floor
 )
 
 
@@ -232,3 +250,101 @@ def minimise(
   if not (result.fun < _OUTSIDE and np.isfinite(result.x).all()):
     return None
   return float(result.fun), result.x
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+  """The least-error parameters over all points, with their bootstrap.
+
+  Attributes:
+    form: the family.
+    q: its parameters, float64 [k].
+    draws: parameters of the resamples, float64 [S, k].
+    residuals: float64 [n], log L - log fit, scaled by sqrt(n / (n - k)).
+  """
+
+  form: Form
+  q: Array
+  draws: Array
+  residuals: Array
+
+  def __call__(self, params: float, replicas: float = 1) -> float:
+    """L at N parameters and M replicas."""
+    return float(_evaluate(self.form, self.q, [params], [replicas])[0][0])
+
+  @property
+  def values(self) -> dict[str, float]:
+    """Parameters by name."""
+    return dict(zip(self.form.parameters, map(float, self.q)))
+
+  def interval(self, level: float = 0.9) -> dict[str, tuple[float, float]]:
+    """Percentile interval of each parameter."""
+    low, high = np.quantile(self.draws, tails(level), axis=0)
+    return {k: (float(a), float(b)) for k, a, b in zip(self.form.parameters, low, high)}
+
+  def predict_interval(
+    self, params: float, replicas: float = 1, level: float = 0.9
+  ) -> tuple[float, float]:
+    """Interval for a new run at (N, M), as `fits.Fit.predict_interval`."""
+    values = [_evaluate(self.form, q, [params], [replicas])[0][0] for q in self.draws]
+    losses = np.outer(values, np.exp(self.residuals))
+    low, high = np.quantile(losses, tails(level))
+    return float(low), float(high)
+
+
+def fit_optimum(
+  form: Form,
+  params: Numbers,
+  replicas: Numbers,
+  losses: Numbers,
+  start: Numbers | None = None,
+  samples: int = 100,
+  seed: int = 0,
+) -> Optimum:
+  """The optimum that `fit_parametric` looks for and need not reach.
+
+  Trust-region least squares on log L, which is Huber's loss where residuals are small;
+  the bootstrap resamples residuals and starts from the optimum.
+
+  Args:
+    form: one of FORMS, or FLOOR for one M.
+    params, replicas, losses: N, M and L of the points [n].
+    start: parameters to start from, such as those of `fit_parametric`; None takes
+      the form's `start`.
+    samples: S, resamples.
+    seed: of the resampling.
+
+  Raises:
+    ValueError: bad points, or not more of them than the form has parameters.
+  """
+  n, m, y = (np.asarray(v, float) for v in (params, replicas, losses))
+  check_points(n, y, m, form.name)
+  spare = len(n) - len(form.parameters)
+  if spare < 1:
+    raise ValueError(
+      f"{form.name} has {len(form.parameters)} parameters and {len(n)} points; its"
+      f" uncertainty needs {len(form.parameters) + 1}: add runs."
+    )
+
+  def solve(start: Array, log_y: Array) -> Array:
+    def error(q: Array) -> Array:
+      return np.log(np.maximum(_evaluate(form, q, n, m)[0], _LEAST)) - log_y
+
+    def slope(q: Array) -> Array:
+      value, gradient = _evaluate(form, q, n, m)
+      return (gradient / np.maximum(value, _LEAST)).T
+
+    found = optimize.least_squares(error, start, slope, x_scale="jac", max_nfev=300)
+    return found.x
+
+  q = solve(np.asarray(form.start if start is None else start, float), np.log(y))
+  fitted = np.log(_evaluate(form, q, n, m)[0])
+  residuals = (np.log(y) - fitted) * np.sqrt(len(n) / spare)
+  noise = np.random.default_rng(seed).choice(residuals, (samples, len(n)))
+  return Optimum(form, q, np.array([solve(q, fitted + e) for e in noise]), residuals)
+
+
+def _evaluate(form: Form, q: Array, params: Numbers, replicas: Numbers) -> Value:
+  """L [n] and its gradient [k, n] at N and M, [n] each."""
+  n, m = np.asarray(params, float), np.asarray(replicas, float)
+  return form.value(q, np.log(n), np.log(m), m)

@@ -1,0 +1,311 @@
+"""Hyperparameters, budget and expected loss of a run, from the scaling laws.
+
+python -m diloco.recommend --params=4e9 --replicas=2
+python -m diloco.recommend --params=10B --replicas=4 --method=independent --json
+python -m diloco.recommend --params=700M --replicas=2 --results=my_runs.csv
+
+Laws: Tables 7 to 10 of Scaling Laws for DiLoCo (arXiv 2503.09799), or those fitted to
+one's own runs. N is 12 layers width^2 + 32,000 width. Imports no JAX.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+
+from diloco.scaling_laws import paper, results
+from diloco.scaling_laws.fits import PowerLaw
+
+METHODS = ("joint", "independent")
+
+# The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it, prints no
+# numbers, and says: on the grid 0.2, 0.4, ... 1.0, constant in N from 335M on, larger
+# for larger M. Printed are 0.4 for M = 2 (Streaming DiLoCo, Section 3.1) and 0.7 for
+# M = 8 (DiLoCo, arXiv 2311.08105, Section 3.1). The values here are the grid's that
+# rise with M and lie nearest to these two; those of M = 1 and 4 are our reading.
+OUTER_RATES = {1: 0.4, 2: 0.4, 4: 0.6, 8: 0.8}
+OUTER_SOURCE = (
+  "0.4 at M=2 and 0.7 at M=8 are printed; figure 7: rises with M, not with N"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+  """What to train with.
+
+  Attributes:
+    params: N.
+    replicas: M.
+    algorithm: data_parallel, diloco or streaming.
+    method: joint or independent.
+    learning_rate: peak of the inner learning rate.
+    batch_tokens: tokens per step over all replicas, as the law has it.
+    batch_sequences: sequences per step that the mesh can do, nearest to it.
+    seq_len: tokens per sequence.
+    outer_learning_rate: 0 for data_parallel, which has none.
+    steps: T.
+    tokens: T steps of the rounded batch.
+  """
+
+  params: float
+  replicas: int
+  algorithm: str
+  method: str
+  learning_rate: float
+  batch_tokens: float
+  batch_sequences: int
+  seq_len: int
+  outer_learning_rate: float
+  steps: int
+  tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+  """A loss with the interval for one new run (bootstrap of the law's residuals)."""
+
+  loss: float
+  low: float
+  high: float
+
+
+def recommend(
+  params: float,
+  replicas: int = 2,
+  method: str = "joint",
+  algorithm: str = "diloco",
+  overtrain: float = 1.0,
+  seq_len: int = paper.SEQ_LEN,
+  fsdp: int = 1,
+  tokens: float = 0.0,
+  laws: dict[str, results.Laws] | None = None,
+) -> Recommendation:
+  """Hyperparameters of one run.
+
+  Args:
+    params: N.
+    replicas: M.
+    method: joint takes the laws in N and M; independent those in N of this M alone.
+      data_parallel has only the latter.
+    algorithm: data_parallel, diloco or streaming, which takes DiLoCo's laws.
+    overtrain: multiplies the budget of 20 tokens per parameter.
+    seq_len: tokens per sequence.
+    fsdp: devices inside a replica, which must divide its sequences.
+    tokens: budget; 0 takes 20 N.
+    laws: of one's own runs; None takes the paper's.
+
+  Raises:
+    ValueError: a number is not positive, or there is no law for this M.
+  """
+  given = {"params": params, "replicas": replicas, "overtrain": overtrain}
+  for name, value in (given | {"seq_len": seq_len, "fsdp": fsdp}).items():
+    if not 0 < value < math.inf:
+      raise ValueError(f"{name} is {value}; give a positive number.")
+  plain = algorithm == "data_parallel"
+  rate, batch = _laws_of(law_name(algorithm, replicas, method), laws)
+  batch_tokens = batch(params, replicas)
+  budget = (tokens or paper.CHINCHILLA * params) * overtrain
+  sequences = round_batch(batch_tokens / seq_len, replicas * fsdp)
+  steps = int(budget // (sequences * seq_len))
+  if steps < 1:
+    raise ValueError(
+      f"params is {params:g}: its budget of {budget:g} tokens is less than one batch of"
+      f" {sequences} sequences of {seq_len}; shorten seq_len or raise overtrain."
+    )
+  return Recommendation(
+    params=params,
+    replicas=replicas,
+    algorithm=algorithm,
+    method="independent" if plain else method,
+    learning_rate=rate(params, replicas),
+    batch_tokens=batch_tokens,
+    batch_sequences=sequences,
+    seq_len=seq_len,
+    outer_learning_rate=0.0 if plain else outer_rate(replicas),
+    steps=steps,
+    tokens=steps * sequences * seq_len,
+  )
+
+
+def law_name(algorithm: str, replicas: int, method: str) -> str:
+  """data_parallel, joint or diloco_M<replicas>.
+
+  Raises:
+    ValueError: method is none of METHODS.
+  """
+  if method not in METHODS:
+    raise ValueError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
+  if algorithm == "data_parallel":
+    return algorithm
+  return "joint" if method == "joint" else f"diloco_M{replicas}"
+
+
+def outer_rate(replicas: int) -> float:
+  """Outer learning rate for M replicas: that of the nearest tabulated M below."""
+  return OUTER_RATES[max(m for m in OUTER_RATES if m <= replicas)]
+
+
+def round_batch(sequences: float, unit: int) -> int:
+  """The nearest unit * 2^k, k >= 0, by ratio.
+
+  The paper sweeps powers of two; `unit` = M * devices inside a replica is what has to
+  divide the batch. With unit a power of two the result is one.
+  """
+  return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
+
+
+def predict(
+  params: float,
+  replicas: int = 1,
+  method: str = "joint",
+  algorithm: str = "diloco",
+  laws: dict[str, results.Laws] | None = None,
+  level: float = 0.9,
+) -> Prediction:
+  """Evaluation loss at 20 tokens per parameter, with the interval for a new run.
+
+  Raises:
+    ValueError: there is no law for this M.
+  """
+  name = law_name(algorithm, replicas, method)
+  fit = paper.loss_fit(name) if laws is None else _own(laws, name).loss
+  return Prediction(
+    fit.law(params, replicas), *fit.predict_interval(params, replicas, level)
+  )
+
+
+def measured(params: float, algorithm: str, replicas: int, method: str) -> float | None:
+  """The paper's loss of this run, if it trained it (Tables 5 and 12), else None."""
+  name = "data_parallel" if algorithm == "data_parallel" else f"diloco_M{replicas}"
+  how = "independent" if algorithm == "data_parallel" else method
+  for scale in ("4B", "10B"):
+    sizes = [paper.model_sizes(s, [scale])[0] for s in paper.SIZES]
+    if min(sizes) <= params <= max(sizes):
+      for row in paper.read("table12_fit_extrapolation"):
+        if (row["algorithm"], row["fit"]) == (name, how):
+          return float(row[f"loss_{scale}"])
+  return None
+
+
+def _laws_of(
+  name: str, laws: dict[str, results.Laws] | None
+) -> tuple[PowerLaw, PowerLaw]:
+  """(inner learning rate, batch in tokens)."""
+  if laws is None:
+    return paper.law("inner_lr", name), paper.law("batch_size", name)
+  own = _own(laws, name)
+  return own.learning_rate.law, own.batch.law
+
+
+def _own(laws: dict[str, results.Laws], name: str) -> results.Laws:
+  """The law called `joint` or `diloco_M2` of one's own, of DiLoCo or streaming."""
+  wanted = name.removeprefix("diloco_")
+  for key in laws:
+    if wanted == key or key in (f"diloco_{wanted}", f"streaming_{wanted}"):
+      return laws[key]
+  raise ValueError(
+    f"the results have no law {name}, only {', '.join(laws)}; add runs, or choose"
+    " another method or number of replicas."
+  )
+
+
+def make_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m diloco.recommend",
+    description="Hyperparameters and expected loss from the scaling laws.",
+  )
+  add = parser.add_argument
+  add("--params", required=True, help="N, such as 4e9, 4B or 700M")
+  add("--replicas", type=int, default=2, help="M")
+  add("--method", choices=METHODS, default="joint")
+  add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
+  add("--overtrain", type=float, default=1.0, help="multiplies 20 tokens per parameter")
+  add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
+  add("--fsdp", type=int, default=1, help="devices inside a replica")
+  add("--results", help="CSV of your own runs instead of the paper's laws")
+  add("--where", default="", help="rows of --results, such as sync_every=30,seed=0")
+  add("--any", action="store_true", help="fit --results despite edges and gaps")
+  add("--json", action="store_true")
+  return parser
+
+
+def run(args: argparse.Namespace) -> dict:
+  """The recommendation, both losses and what was measured, as plain data.
+
+  Raises:
+    ValueError: the arguments or the results cannot work.
+  """
+  laws = None
+  if args.results:
+    where = dict(item.split("=", 1) for item in args.where.split(",") if "=" in item)
+    laws, _ = results.fit_runs(results.read_csv(args.results, where), not args.any)
+  n = paper.number(args.params)
+  found = recommend(
+    n,
+    args.replicas,
+    args.method,
+    args.algorithm,
+    args.overtrain,
+    args.seq_len,
+    args.fsdp,
+    laws=laws,
+  )
+  answer = dataclasses.asdict(found)
+  # The laws of the loss are for 20 tokens per parameter.
+  for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
+    expected = None
+    if args.overtrain == 1 and (laws is None or algorithm in laws or key == "loss"):
+      expected = predict(n, args.replicas, args.method, algorithm, laws)
+    answer[key] = expected and dataclasses.asdict(expected)
+    theirs = measured(n, algorithm, args.replicas, args.method)
+    answer[f"{key}_measured"] = theirs if laws is None and expected else None
+  return answer
+
+
+def show(answer: dict) -> str:
+  """The answer as text."""
+  m, plain = answer["replicas"], answer["algorithm"] == "data_parallel"
+  sequences, seq_len = answer["batch_sequences"], answer["seq_len"]
+  rows = [
+    ("algorithm", f"{answer['algorithm']}, M = {m}, {answer['method']} laws"),
+    ("learning rate", f"{answer['learning_rate']:.4g}"),
+    (
+      "batch",
+      f"{answer['batch_tokens']:,.0f} tokens; rounded {sequences * seq_len:,} tokens ="
+      f" {sequences} x {seq_len}",
+    ),
+    ("steps", f"{answer['steps']:,}"),
+    ("tokens", f"{answer['tokens']:,}"),
+    ("loss", _loss(answer, "loss")),
+  ]
+  if not plain:
+    outer = f"{answer['outer_learning_rate']:g}  ({OUTER_SOURCE})"
+    rows.insert(2, ("outer learning rate", outer))
+    rows.append(("data-parallel's loss", _loss(answer, "dp_loss")))
+  return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+
+def _loss(answer: dict, key: str) -> str:
+  p = answer[key]
+  if p is None:
+    return "no law: it holds for 20 tokens per parameter and the algorithms fitted"
+  text = f"{p['loss']:.3f}  [{p['low']:.3f}, {p['high']:.3f}] for 90% of runs"
+  theirs = answer[f"{key}_measured"]
+  return f"{text}; the paper measured {theirs:.3f}" if theirs else text
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Prints a recommendation; returns the exit status."""
+  args = make_parser().parse_args(argv)
+  try:
+    answer = run(args)
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  print(json.dumps(answer, indent=2) if args.json else show(answer))
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
