@@ -76,7 +76,7 @@ def make_backend(sweep: Sweep, results: pathlib.Path):
 
 def run() -> int:
   """What the flags ask for; returns the exit status."""
-  results = pathlib.Path(_RESULTS.value)
+  results = pathlib.Path(str(_RESULTS.value))
   if _EXPORT.value:
     if not (results / "results.sqlite").is_file():
       raise ValueError(
