@@ -79,7 +79,7 @@ def get_sweep() -> Sweep:
     grids=[
       # Every size first, then what explains, then more tuning: whenever the sweep is
       # stopped, what is there can be read.
-      Grid("s1 lr", cells("s1", everyone), (lr,)),
+      Grid("s1 lr", cells("s1", everyone), (lr, Axis("batch", (8,)))),
       Grid("s2", cells("s2", everyone), (), from_size("s1")),
       Grid("s3", cells("s3", everyone), (), from_size("s1")),
       Grid("s4", cells("s4", everyone), (), from_size("s1")),

@@ -193,7 +193,8 @@ def _beside(axis: Axis, point: Point) -> list[Point]:
 
 
 def _touches(axis: Axis, point: Point) -> bool:
-  return len(axis.neighbours(point[axis.name])) < 2
+  alone = not axis.ratio and len(axis.values) == 1
+  return not alone and len(axis.neighbours(point[axis.name])) < 2
 
 
 def _check_axis(grid: Grid, axis: Axis) -> None:

@@ -164,6 +164,11 @@ class Driver:
         self._refused[key] = str(error)
         self._table_refusal(point, str(error))
         return None
+      except KeyError as error:
+        raise ValueError(
+          f"the sweep file's config needs {error}, which the point"
+          f" {grid_lib.describe(point)} has not; add it to the cells or as an axis."
+        ) from error
       config = json.loads(json.dumps(resolved.to_dict()))
       name = digest(config)
       self._names[key], self._configs[name] = name, config

@@ -131,21 +131,32 @@ class Table:
 def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
   """Writes the finished and failed runs as CSV; returns how many.
 
-  The fields in which runs can differ get columns of their own; `config` keeps, as
-  JSON, what else differs from `default_config`.
+  The fields in which runs can differ get columns of their own, and so does what the
+  sweep file was asked for (point_size, ...); `config` keeps, as JSON, what else differs
+  from `default_config`.
   """
   default = json.loads(json.dumps(config_lib.default_config().to_dict()))
   shown = [c for c in COLUMNS if c not in ("point", "config", "attempts", "started")]
   ended = [row for row in rows if row["status"] in ("done", "failed")]
+  asked = sorted({name for row in ended for name in json.loads(row["point"])})
   with path.open("w", newline="") as file:
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow([*EXPORTED_FIELDS, *shown, "config"])
+    names = [f"point_{name}" for name in asked]
+    writer.writerow([*names, *EXPORTED_FIELDS, *shown, "config"])
     for row in ended:
+      point = json.loads(row["point"])
       config = json.loads(row["config"])
       fields = [_field(config, f) for f in EXPORTED_FIELDS.values()]
       rest = _rest(config, default)
       values = [_digits(row[c]) for c in shown]
-      writer.writerow([*fields, *values, json.dumps(rest, sort_keys=True)])
+      writer.writerow(
+        [
+          *(point.get(a, "") for a in asked),
+          *fields,
+          *values,
+          json.dumps(rest, sort_keys=True),
+        ]
+      )
   return len(ended)
 
 
