@@ -29,7 +29,7 @@ from diloco.config import ConfigError
 
 # Seconds until the operating system notices that a peer's machine is gone; JAX's
 # heartbeat takes longer and can only abort.
-_KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_COUNT = 20, 5, 4
+_KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_COUNT = 20, 5, 4  # 40 s in all.
 _GRACE = 5.0  # Seconds for others' errors to arrive before ours is told.
 
 
@@ -394,6 +394,8 @@ def _keep_alive(s: socket.socket) -> None:
     ("TCP_KEEPIDLE", _KEEPALIVE_IDLE),
     ("TCP_KEEPINTVL", _KEEPALIVE_INTERVAL),
     ("TCP_KEEPCNT", _KEEPALIVE_COUNT),
+    # The same limit where something was sent and is not acknowledged.
+    ("TCP_USER_TIMEOUT", 40_000),
   ):
     if hasattr(socket, option):  # Not everywhere under this name.
       s.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -62,10 +62,11 @@ def finish(process, timeout: float = 400) -> str:
 
 
 def records(workdir, kind):
-  """All records of a kind but for times, which no two runs share."""
-  timed = ("tokens_per_s", "waited_s")
+  """All records of a kind that two runs should share."""
+  left_out = ("kind", "tokens_per_s", "waited_s")  # Times no two runs share.
   return [
-    {k: v for k, v in r.items() if k not in timed} for r in metrics.read(workdir, kind)
+    {k: v for k, v in r.items() if k not in left_out}
+    for r in metrics.read(workdir, kind)
   ]
 
 
