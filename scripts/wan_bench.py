@@ -11,7 +11,7 @@ wan.csv, wan.md and wan.png.
 
 Utilisation is compute time over wall time. A step's compute time is the median over
 the steps of the same run, most of which exchange nothing; data-parallel has no such
-steps and takes the one of DiLoCo's run, which computes the same.
+steps and takes that of DiLoCo's run, which computes the same.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from diloco.simulate import own  # noqa: E402
 from diloco.simulate import utilisation as simulate_lib  # noqa: E402
 from diloco.wire import ledger as ledger_lib  # noqa: E402
 
-# In this order: data-parallel takes DiLoCo's compute time.
+# In this order: data-parallel takes the compute time of the run before it.
 METHODS = {
   "DiLoCo": {"algorithm": "diloco"},
   "data-parallel": {"algorithm": "data_parallel", "log.every": 1},
@@ -236,16 +236,12 @@ def all_reduce(c) -> float:
 
 
 def predicted(c, compute_s: float, rate: float) -> float:
-  """The simulator's utilisation, for the bytes that one replica sends."""
-  work, m = own.workload(c, compute_s), c.replicas
-  assumptions = dataclasses.replace(own.OWN, steps=3 * c.sync_every)
+  """The simulator's utilisation."""
+  work = own.workload(c, compute_s)
   if c.algorithm == "data_parallel":
     work = dataclasses.replace(work, bits=GRADIENT_BITS)
-    share = ledger_lib.all_reduce_bytes(m, 1)
-  else:
-    share = ledger_lib.gather_bytes(m, 1)
-  assumptions = dataclasses.replace(assumptions, link_share=share)
-  return float(simulate_lib.utilisation(work, [rate], assumptions)[0])
+  rounds = simulate_lib.Assumptions(steps=10 * c.sync_every)
+  return float(simulate_lib.utilisation(work, [rate], rounds)[0])
 
 
 def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: float):
@@ -298,8 +294,9 @@ def measure(options, network: netns.Network) -> list[dict]:
     c = resolved(options, method)
     phases = plan(options, method, compute_s)
     trace = run(options, method, phases, network)
-    if c.algorithm != "data_parallel" or compute_s is None:
+    if c.algorithm != "data_parallel":
       compute_s = trace.compute_seconds()
+    assert compute_s is not None
     for phase, set_at in zip(phases, trace.changes):
       rows.append(row(c, method, phase, set_at, trace, compute_s))
       print(line(rows[-1]), flush=True)
@@ -389,7 +386,11 @@ def parse(argv=None):
     help="seconds; data-parallel is not run at rates at which a step takes longer",
   )
   add("--timeout", type=float, default=900, help="seconds for each method")
-  return parser.parse_args(argv)
+  options = parser.parse_args(argv)
+  options.methods = [m for m in METHODS if m in options.methods]
+  if "data-parallel" in options.methods and "DiLoCo" not in options.methods:
+    parser.error("--methods: data-parallel takes DiLoCo's compute time; add DiLoCo")
+  return options
 
 
 def main() -> None:
