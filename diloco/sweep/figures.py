@@ -21,6 +21,7 @@ from typing import Any
 from diloco.simulate import wallclock
 
 Axes = Any
+OUTER = "best outer learning rate"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +163,11 @@ def figure_7(runs: Sequence[Run]):
   """Best outer learning rate against N, by M."""
   cells = best(_outer_swept(main_grid(runs)), lambda r: (r.replicas, r.params))
   if not cells:
-    raise Missing("no cell has two outer learning rates")
+    raise Missing("no cell has three outer learning rates")
   figure, (panel,) = _axes(1)
   for name, some in _by_curve(cells.values()).items():
     panel.plot([r.params for r in some], [r.outer_rate for r in some], "o-", label=name)
-  panel.set(xscale="log", xlabel="parameters N", ylabel="best outer learning rate")
+  panel.set(xscale="log", xlabel="parameters N", ylabel=OUTER)
   return _legend(figure, panel)
 
 
@@ -188,7 +189,7 @@ def figure_8(runs: Sequence[Run]):
       panel.plot(x, [statistics.mean(values[v]) for v in x], "o-", label=name)
       low, high = [min(values[v]) for v in x], [max(values[v]) for v in x]
       panel.fill_between(x, low, high, alpha=0.15)
-    panel.set(xscale="log", xlabel=label, ylabel="best outer learning rate")
+    panel.set(xscale="log", xlabel=label, ylabel=OUTER)
   return _legend(figure, panels[0])
 
 
@@ -344,7 +345,7 @@ def _cadences(runs: Sequence[Run]) -> list[Run]:
 
 
 def _outer_swept(runs: Sequence[Run]) -> list[Run]:
-  """DiLoCo runs of the cells in which several outer learning rates were tried."""
+  """DiLoCo runs of the cells in which three outer learning rates or more were tried."""
   rates = collections.defaultdict(set)
   for r in runs:
     rates[r.params, r.replicas, r.sync_every].add(r.outer_rate)
@@ -352,7 +353,7 @@ def _outer_swept(runs: Sequence[Run]) -> list[Run]:
     r
     for r in runs
     if r.algorithm != "data_parallel"
-    and len(rates[r.params, r.replicas, r.sync_every]) > 1
+    and len(rates[r.params, r.replicas, r.sync_every]) > 2
   ]
 
 
@@ -375,8 +376,7 @@ def _batches(runs: Sequence[Run]):
     points = [r for r in cells.values() if r.params == size]
     for name, some in _by_curve(points, lambda r: r.batch).items():
       panel.plot([r.batch for r in some], [r.loss for r in some], "o-", label=name)
-    panel.set_xscale("log", base=2)
-    panel.set(xlabel="batch (tokens)", title=f"N={size:,.0f}")
+    panel.set(xscale="log", xlabel="batch (tokens)", title=f"N={size:,.0f}")
   panels[0].set_ylabel("held-out loss, best rates")
   return _legend(figure, panels[0])
 
@@ -407,9 +407,21 @@ def _axes(columns: int):
 
 
 def _legend(figure, axes: Axes):
+  """Finishes a figure: grid, few ticks, one legend below the panels."""
+  from matplotlib import ticker
+
   for panel in figure.axes:
     panel.grid(alpha=0.3, which="both", lw=0.5)
-  axes.legend(fontsize=8)
+    for axis in (panel.xaxis, panel.yaxis):
+      if axis.get_scale() == "log":
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=6))
+        axis.set_major_formatter(ticker.EngFormatter(sep=""))
+        axis.set_minor_formatter(ticker.NullFormatter())
+    if panel.get_ylabel() == OUTER:
+      panel.set_ylim(0, 1.1)
+  columns = 2 if len(figure.axes) == 1 else 4
+  handles = axes.get_legend_handles_labels()
+  figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=8)
   return figure
 
 

@@ -1,0 +1,101 @@
+"""Figures and tables of a sweep from a made-up table; what is missing is said."""
+
+import csv
+import pathlib
+
+import pytest
+
+from diloco.sweep import figures
+
+FIELDS = [
+  "algorithm",
+  "replicas",
+  "params",
+  "sync_every",
+  "learning_rate",
+  "outer_learning_rate",
+  "batch_sequences",
+  "seq_len",
+  "tokens",
+  "seed",
+  "status",
+  "loss",
+]
+
+
+def write(path: pathlib.Path, rows) -> pathlib.Path:
+  with path.open("w", newline="") as file:
+    writer = csv.writer(file)
+    writer.writerow(FIELDS)
+    writer.writerows(rows)
+  return path
+
+
+def row(m, n, h=10, outer=0.6, batch=8, ratio=2, seed=0, loss=None, status="done"):
+  algorithm = "diloco" if m else "data_parallel"
+  loss = 5 + m / 10 - n / 1e6 if loss is None else loss
+  return algorithm, m or 1, n, h, 0.01, outer, batch, 64, n * ratio, seed, status, loss
+
+
+@pytest.fixture
+def table(tmp_path):
+  sizes, replicas = (100_000, 200_000), (0, 1, 2)
+  rows = [row(m, n, batch=b) for n in sizes for m in replicas for b in (4, 8, 16)]
+  rows += [row(m, n, outer=o) for n in sizes for m in (1, 2) for o in (0.4, 0.8)]
+  rows += [
+    row(m, n, h=h, outer=o)
+    for n in sizes
+    for m in (1, 2)
+    for h in (1, 30)
+    for o in (0.4, 0.6, 0.8)
+  ]
+  rows += [row(m, n, ratio=8) for n in sizes for m in replicas]
+  rows += [row(0, 100_000, seed=s, loss=4.9 + s / 100) for s in (1, 2)]
+  rows.append(row(2, 100_000, status="failed", loss=""))
+  return write(tmp_path / "table.csv", rows)
+
+
+def test_every_figure_is_drawn_and_small(table, tmp_path, capsys):
+  assert figures.main([str(table), f"--out={tmp_path}", "--prefix=x_"]) == 0
+  pictures = sorted(tmp_path.glob("x_*.png"))
+  assert len(pictures) == len(figures.FIGURES)
+  assert all(10_000 < p.stat().st_size < 100_000 for p in pictures)
+  assert "3 seeds" in capsys.readouterr().out
+
+
+def test_figures_draw_the_numbers_of_the_table(table):
+  runs = figures.read(table)
+  left, right = figures.figure_2(runs).axes
+  assert [line.get_label() for line in left.lines] == [
+    "data-parallel",
+    "DiLoCo, M=1",
+    "DiLoCo, M=2",
+  ]
+  assert list(left.lines[2].get_ydata()) == pytest.approx([5.1, 5.1 - 0.1])
+  assert list(right.lines[0].get_ydata()) == pytest.approx(
+    [100 * (5.0 / 4.9 - 1), 100 * (4.9 / 4.8 - 1)]
+  )
+  assert figures.table_4(runs)[2].startswith("| 100,000 | 4.9000 | 5.0000 (+2.04%) |")
+
+
+def test_main_grid_leaves_ablations_out(table):
+  main = figures.main_grid(figures.read(table))
+  assert {(r.sync_every, r.seed, r.overtrain) for r in main} == {(10, 0, 1)}
+
+
+def test_missing_ablations_are_said(tmp_path, capsys):
+  path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1)])
+  assert figures.main([str(path), f"--out={tmp_path}"]) == 0
+  said = capsys.readouterr().out
+  assert "figure 11: left out, no run is overtrained" in said
+  assert "figure 4: left out, no size has three batches" in said
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [("a,b\n1,2\n", "has no finished run"), ("status,loss\ndone,3\n", "is no table")],
+)
+def test_files_that_are_no_tables(tmp_path, text, message, capsys):
+  (tmp_path / "t.csv").write_text(text)
+  assert figures.main([str(tmp_path / "t.csv")]) == 2
+  assert message in capsys.readouterr().err
