@@ -15,7 +15,8 @@ import math
 import sys
 
 from diloco.scaling_laws import paper, results
-from diloco.scaling_laws.fits import PowerLaw
+from diloco.scaling_laws.fits import Fit, PowerLaw
+from diloco.scaling_laws.parametric import Optimum
 
 METHODS = ("joint", "independent")
 
@@ -46,6 +47,7 @@ class Recommendation:
     outer_learning_rate: 0 for data_parallel, which has none.
     steps: T.
     tokens: T steps of the rounded batch.
+    notes: sentences on where the laws are stretched.
   """
 
   params: float
@@ -59,6 +61,7 @@ class Recommendation:
   outer_learning_rate: float
   steps: int
   tokens: int
+  notes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,31 @@ def recommend(
     outer_learning_rate=0.0 if plain else outer_rate(replicas),
     steps=steps,
     tokens=steps * sequences * seq_len,
+    notes=_notes(params, replicas, batch_tokens, sequences * seq_len, laws is None),
   )
+
+
+def _notes(
+  params: float, replicas: int, batch: float, rounded: int, of_paper: bool
+) -> tuple[str, ...]:
+  found = []
+  # A hair beyond the exact sizes of 35M and 10B.
+  if of_paper and not 34e6 < params < 10.1e9:
+    found.append(
+      f"N = {params:g} is beyond what the laws were fitted to, 35M to 2.4B, and tried"
+      " at, 4B and 10B: sweep nearby."
+    )
+  if of_paper and replicas > 8:
+    found.append(
+      f"M = {replicas} is beyond the 8 replicas that the laws were fitted to; the outer"
+      " rate is that of 8: sweep it."
+    )
+  if not 0.6 < rounded / batch < 1.7:
+    found.append(
+      f"the rounded batch is {rounded / batch:.1f} times the law's: fewer replicas, a"
+      " shorter seq_len or a smaller fsdp would allow a nearer one."
+    )
+  return tuple(found)
 
 
 def law_name(algorithm: str, replicas: int, method: str) -> str:
@@ -161,18 +188,31 @@ def predict(
   method: str = "joint",
   algorithm: str = "diloco",
   laws: dict[str, results.Laws] | None = None,
+  floor: bool = False,
   level: float = 0.9,
 ) -> Prediction:
   """Evaluation loss at 20 tokens per parameter, with the interval for a new run.
+
+  Args:
+    params: N.
+    replicas: M.
+    method: joint or independent.
+    algorithm: data_parallel, diloco or streaming.
+    laws: of one's own runs; None takes the paper's.
+    floor: whether the paper's law gets a constant that the loss does not go below.
+    level: of the interval.
 
   Raises:
     ValueError: there is no law for this M.
   """
   name = law_name(algorithm, replicas, method)
-  fit = paper.loss_fit(name) if laws is None else _own(laws, name).loss
-  return Prediction(
-    fit.law(params, replicas), *fit.predict_interval(params, replicas, level)
-  )
+  law: Fit | Optimum
+  if laws is not None:
+    law = _own(laws, name).loss
+  else:
+    law = paper.floor_fit(name) if floor else paper.loss_fit(name)
+  interval = law.predict_interval(params, replicas, level)
+  return Prediction(law(params, replicas), *interval)
 
 
 def measured(params: float, algorithm: str, replicas: int, method: str) -> float | None:
@@ -238,8 +278,8 @@ def run(args: argparse.Namespace) -> dict:
   """
   laws = None
   if args.results:
-    where = dict(item.split("=", 1) for item in args.where.split(",") if "=" in item)
-    laws, _ = results.fit_runs(results.read_csv(args.results, where), not args.any)
+    runs = results.read_csv(args.results, results.parse_where(args.where))
+    laws, _ = results.fit_runs(runs, strict=not args.any)
   n = paper.number(args.params)
   found = recommend(
     n,
@@ -252,14 +292,17 @@ def run(args: argparse.Namespace) -> dict:
     laws=laws,
   )
   answer = dataclasses.asdict(found)
-  # The laws of the loss are for 20 tokens per parameter.
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
-    expected = None
-    if args.overtrain == 1 and (laws is None or algorithm in laws or key == "loss"):
-      expected = predict(n, args.replicas, args.method, algorithm, laws)
-    answer[key] = expected and dataclasses.asdict(expected)
+    # The laws of the loss are for 20 tokens per parameter.
+    there = laws is None or algorithm in laws or key == "loss"
+    for suffix in ("", "_floor"):
+      answer[key + suffix] = None
+      if args.overtrain == 1 and there and not (laws and suffix):
+        floor = suffix == "_floor"
+        p = predict(n, args.replicas, args.method, algorithm, laws, floor)
+        answer[key + suffix] = dataclasses.asdict(p)
     theirs = measured(n, algorithm, args.replicas, args.method)
-    answer[f"{key}_measured"] = theirs if laws is None and expected else None
+    answer[f"{key}_measured"] = None if laws or args.overtrain != 1 else theirs
   return answer
 
 
@@ -283,16 +326,21 @@ def show(answer: dict) -> str:
     outer = f"{answer['outer_learning_rate']:g}  ({OUTER_SOURCE})"
     rows.insert(2, ("outer learning rate", outer))
     rows.append(("data-parallel's loss", _loss(answer, "dp_loss")))
+  rows += [("note", note) for note in answer["notes"]]
   return "\n".join(f"{name:<22}{value}" for name, value in rows)
 
 
 def _loss(answer: dict, key: str) -> str:
-  p = answer[key]
+  p, floor, theirs = (answer[key + suffix] for suffix in ("", "_floor", "_measured"))
   if p is None:
     return "no law: it holds for 20 tokens per parameter and the algorithms fitted"
-  text = f"{p['loss']:.3f}  [{p['low']:.3f}, {p['high']:.3f}] for 90% of runs"
-  theirs = answer[f"{key}_measured"]
-  return f"{text}; the paper measured {theirs:.3f}" if theirs else text
+  parts = [f"{p['loss']:.3f} [{p['low']:.3f}, {p['high']:.3f}]"]
+  if floor:
+    interval = f"[{floor['low']:.3f}, {floor['high']:.3f}]"
+    parts.append(f"with a floor {floor['loss']:.3f} {interval}")
+  if theirs:
+    parts.append(f"the paper measured {theirs:.3f}")
+  return "; ".join(parts)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """Scaling laws from the command line.
 
 python -m diloco.scaling_laws tables
-python -m diloco.scaling_laws tables --sizes=exact --json
+python -m diloco.scaling_laws tables --sizes=nominal --json
+python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
 """
 
 import argparse
@@ -9,7 +10,7 @@ import dataclasses
 import json
 import sys
 
-from diloco.scaling_laws import paper, tables
+from diloco.scaling_laws import paper, results, tables
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -19,20 +20,64 @@ def make_parser() -> argparse.ArgumentParser:
   )
   commands = parser.add_subparsers(dest="command", required=True)
   p = commands.add_parser("tables", help="every table, ours / the paper's")
-  p.add_argument("--sizes", choices=paper.SIZES, help="which N; see paper.py")
+  p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
+  p.add_argument("--json", action="store_true")
+  p = commands.add_parser("fit", help="laws of your own runs")
+  p.add_argument("csv", help="see results.read_csv for its columns")
+  p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
+  p.add_argument("--any", action="store_true", help="fit despite edges and gaps")
   p.add_argument("--json", action="store_true")
   return parser
+
+
+def fit(args: argparse.Namespace) -> dict:
+  """Laws of a CSV: {name: {quantity: {parameter: value and interval}}}.
+
+  Raises:
+    ValueError: the runs cannot be fitted.
+  """
+  runs = results.read_csv(args.csv, results.parse_where(args.where))
+  laws, problems = results.fit_runs(runs, strict=not args.any)
+  found: dict[str, dict] = {}
+  for name, law in laws.items():
+    found[name] = {}
+    for quantity in ("loss", "learning_rate", "batch"):
+      one = getattr(law, quantity)
+      found[name][quantity] = {
+        k: {"value": getattr(one.law, k), "interval": interval}
+        for k, interval in one.interval().items()
+      }
+  if not args.json:
+    print("value [90% bootstrap interval]; batch in tokens")
+    for name, quantities in found.items():
+      for quantity, parameters in quantities.items():
+        text = "  ".join(f"{k} {show(**p)}" for k, p in parameters.items())
+        print(f"{name:<18}{quantity:<15}{text}")
+    print("\n".join(f"note: {p}" for p in problems), end="\n" if problems else "")
+  return found
+
+
+def show(value: float, interval: tuple[float, float]) -> str:
+  return f"{value:.5g} [{interval[0]:.5g}, {interval[1]:.5g}]"
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs one command; returns the exit status."""
   args = make_parser().parse_args(argv)
-  found = tables.all_tables(args.sizes)
+  try:
+    if args.command == "fit":
+      answer: dict | list = fit(args)
+    else:
+      found = tables.all_tables(args.sizes)
+      answer = [dataclasses.asdict(t) for t in found]
+      if not args.json:
+        print("ours [90% bootstrap interval] / paper\n")
+        print("\n\n".join(tables.show(t) for t in found))
+  except (ValueError, OSError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
   if args.json:
-    print(json.dumps([dataclasses.asdict(t) for t in found], indent=2))
-  else:
-    print("ours [90% bootstrap interval] / paper\n")
-    print("\n\n".join(tables.show(t) for t in found))
+    print(json.dumps(answer, indent=2))
   return 0
 
 

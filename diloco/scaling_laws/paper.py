@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diloco.scaling_laws import parametric
 from diloco.scaling_laws.fits import Array, Fit, PowerLaw, fit_power_law
 
 # Tokens per sequence; the unit of the paper's batch laws.
@@ -132,3 +133,18 @@ def loss_fit(algorithm: str, sizes: str = "words") -> Fit:
   law("loss", algorithm)  # Says which algorithms there are.
   name = f"the loss of {algorithm}"
   return fit_power_law(model_sizes(sizes), losses(algorithm), name=name)
+
+
+@functools.cache
+def floor_fit(name: str, sizes: str = "words") -> parametric.Optimum:
+  """A power law with a constant added: A N^alpha M^beta + C for `joint`, else of an
+  algorithm alone A N^alpha + C. It foresees 4B and 10B better (Tables 5 and 12).
+
+  Raises:
+    ValueError: the paper has no losses of the algorithm.
+  """
+  if name == "joint":
+    return parametric.fit_optimum(parametric.FORMS[1], *loss_grid(sizes))
+  law("loss", name)  # Says which algorithms there are.
+  n, y = model_sizes(sizes), losses(name)
+  return parametric.fit_optimum(parametric.FLOOR, n, np.ones_like(n), y)

@@ -1,7 +1,6 @@
 """The paper's tables (arXiv 2503.09799), ours against theirs, cell by cell."""
 
 import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -192,7 +191,10 @@ def extrapolation(sizes: str = "words") -> Table:
     replicas = 1 if algorithm == "data_parallel" else int(algorithm[-1])
     name = "joint" if fit == "joint" else algorithm
     laws: dict[str, Fit | parametric.Optimum]
-    laws = {"": paper.loss_fit(name, sizes), " with floor": floor_fit(name, sizes)}
+    laws = {
+      "": paper.loss_fit(name, sizes),
+      " with floor": paper.floor_fit(name, sizes),
+    }
     scales = ("4B", "10B")
     for suffix, law in laws.items():
       rows[f"{algorithm} {fit}{suffix}"] = tuple(
@@ -205,16 +207,6 @@ def extrapolation(sizes: str = "words") -> Table:
       )
   title = f"Tables 5 and 12: loss at 4B and 10B, {sizes} N"
   return Table(title, ("4B", "10B"), ("4B", "10B"), rows)
-
-
-@functools.cache
-def floor_fit(name: str, sizes: str = "words") -> parametric.Optimum:
-  """A power law with a constant added: A N^alpha M^beta + C for `joint`, else of an
-  algorithm alone A N^alpha + C."""
-  if name == "joint":
-    return parametric.fit_optimum(parametric.FORMS[1], *paper.loss_grid(sizes))
-  n, y = paper.model_sizes(sizes), paper.losses(name)
-  return parametric.fit_optimum(parametric.FLOOR, n, np.ones_like(n), y)
 
 
 def all_tables(sizes: str | None = None) -> list[Table]:
