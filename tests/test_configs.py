@@ -6,6 +6,8 @@ import pathlib
 import pytest
 
 from diloco import config as config_lib
+from diloco import recommend
+from diloco.scaling_laws import paper
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 
@@ -76,18 +78,51 @@ def test_dolma_and_overtraining():
   assert (c.sync_every, c.train.tokens) == (100, pytest.approx(7.2e9, rel=1e-3))
 
 
-def test_the_batch_law_is_in_sequences():
-  # Table 9 for data-parallel at N = 35e6: 30 sequences of 2,048 tokens.
-  module, _ = load("chinchilla")
-  a, alpha = module.BATCH["data_parallel"]
-  assert a * 35e6**alpha == pytest.approx(30, abs=1)
+def test_hyperparameters_are_those_of_the_laws():
+  for arg, how in (
+    ("1.3B,M=4", ("joint", "streaming")),
+    ("1.3B,M=4,method=independent,algorithm=diloco", ("independent", "diloco")),
+  ):
+    _, c = load("chinchilla", arg)
+    n = paper.num_params(c.model.num_layers, c.model.dim)
+    hyper = recommend.recommend(n, 4, *how)
+    assert c.inner.learning_rate == hyper.learning_rate
+    assert c.train.batch_size == hyper.batch_sequences
+    assert c.outer.learning_rate == hyper.outer_learning_rate == 0.6
+  _, c = load("chinchilla", "1.3B,M=4,algorithm=data_parallel")
+  assert c.inner.learning_rate == paper.law("inner_lr", "data_parallel")(n)
 
 
-@pytest.mark.parametrize("name", ["chinchilla", "streaming"])
-@pytest.mark.parametrize("arg", ["7B", "35M,K=2"])
+@pytest.mark.parametrize("size", ["10M", "60M", "700M", "3e9", "7B", "70B"])
+@pytest.mark.parametrize("replicas", [1, 3, 16])
+def test_any_other_size_has_the_nearest_shape_of_the_family(size, replicas):
+  _, c = load("chinchilla", f"{size},M={replicas}")
+  n = paper.num_params(c.model.num_layers, c.model.dim)
+  assert n == pytest.approx(paper.number(size), rel=0.2)
+  assert c.model.num_layers == pytest.approx(0.75 * c.model.num_heads, abs=0.5)
+  assert c.train.tokens == pytest.approx(20 * n, rel=0.01)
+  assert c.train.batch_size % replicas == 0
+
+
+@pytest.mark.parametrize(
+  ("name", "arg"),
+  [
+    ("chinchilla", "7X"),
+    ("chinchilla", "2M"),
+    ("chinchilla", "35M,K=2"),
+    ("chinchilla", "35M,M"),
+    ("streaming", "7B"),
+    ("streaming", "35M,K=2"),
+  ],
+)
 def test_arguments_that_are_not_understood(name, arg):
-  with pytest.raises(ValueError, match="is not understood; write a scale of 35M"):
+  with pytest.raises(ValueError, match=r"is not understood; write a s.* of 35M"):
     load(name, arg)
+
+
+def test_independent_laws_exist_for_few_replicas():
+  with pytest.raises(ValueError, match="no law of its own for diloco_M3"):
+    load("chinchilla", "35M,M=3,method=independent")
 
 
 def test_the_sample_is_small_and_has_at_least_four_fragments():

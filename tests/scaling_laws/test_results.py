@@ -1,0 +1,164 @@
+"""A table of one's own runs: best of each cell, laws, and what can be wrong with it."""
+
+import csv
+import dataclasses
+
+import pytest
+
+from diloco.scaling_laws import __main__ as cli
+from diloco.scaling_laws import results
+from diloco.scaling_laws.fits import PowerLaw
+
+LOSS, RATE = PowerLaw(20, -0.1, 0.02), PowerLaw(10, -0.5, 0.1)
+BATCH = PowerLaw(2, 0.5, 0.3)
+SIZES = (1e6, 1e7, 1e8)
+
+
+def make_runs(replicas=(1, 2, 4), algorithm="diloco"):
+  """Runs around the optima of known laws; the loss is a bowl in log lr and log B."""
+  found = []
+  for n in SIZES:
+    for m in replicas:
+      for i in (-1, 0, 1):
+        for j in (-1, 0, 1):
+          found.append(
+            results.Run(
+              algorithm,
+              n,
+              m,
+              LOSS(n, m) * (1 + 0.01 * (i**2 + j**2)),
+              RATE(n, m) * 2 ** (i / 2),
+              BATCH(n, m) * 2.0**j,
+              0.6,
+            )
+          )
+  return found
+
+
+def write(path, rows):
+  with open(path, "w", newline="") as file:
+    writer = csv.DictWriter(file, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+  return str(path)
+
+
+def as_rows(runs):
+  rows = []
+  for run in runs:
+    row = dataclasses.asdict(run)
+    rows.append({**row, "batch_sequences": row.pop("batch") / 64, "seq_len": 64})
+  return rows
+
+
+def test_laws_are_recovered_from_a_full_sweep():
+  laws, problems = results.fit_runs(make_runs() + make_runs((1,), "data_parallel"))
+  assert problems == []
+  names = ["data_parallel", *(f"diloco_M{m}" for m in (1, 2, 4)), "diloco_joint"]
+  assert list(laws) == names
+  joint = laws["diloco_joint"]
+  pairs = ((joint.loss, LOSS), (joint.learning_rate, RATE), (joint.batch, BATCH))
+  for found, true in pairs:
+    assert dataclasses.astuple(found.law) == pytest.approx(dataclasses.astuple(true))
+  assert laws["diloco_M2"].batch(1e9) == pytest.approx(BATCH(1e9, 2))
+
+
+def test_the_best_batch_lies_between_powers_of_two():
+  runs = [
+    results.Run("diloco", 1e6, 2, 3 + (i - 10.3) ** 2 / 100, 0.01, 2.0**i)
+    for i in (9, 10, 11)
+  ]
+  best = results.best_of_cells(runs)["diloco", 1e6, 2]
+  assert best.run.batch == 2**10
+  assert best.batch == pytest.approx(2**10.3)
+  assert best.problems == ()
+
+
+def test_a_best_point_on_the_edge():
+  runs = [r for r in make_runs() if not (r.params == 1e7 and r.batch > BATCH(1e7, 4))]
+  runs = [r for r in runs if r.replicas == 4]
+  message = (
+    "diloco at N = 1e.07, M = 4: the best batch, .*, is the largest of 2 tried;"
+    " extend the grid to larger ones until the best is interior. .1 more"
+  )
+  with pytest.raises(ValueError, match=message):
+    results.fit_runs(runs)
+  laws, problems = results.fit_runs(runs, strict=False)
+  assert len(problems) == 2
+  assert laws["diloco_M4"].loss.law.alpha == pytest.approx(LOSS.alpha)
+
+
+def test_a_missing_cell_is_named():
+  runs = [r for r in make_runs() if (r.params, r.replicas) != (1e8, 2)]
+  with pytest.raises(ValueError, match=r"diloco has no run at N = 1e.08, M = 2"):
+    results.fit_runs(runs)
+  laws, problems = results.fit_runs(runs, strict=False)
+  assert len(problems) == 1
+  assert laws["diloco_joint"].loss.law.beta == pytest.approx(LOSS.beta)
+
+
+def test_duplicates_are_named():
+  runs = make_runs()
+  with pytest.raises(ValueError, match=r"two runs of diloco at N = 1e.06, M = 1 have"):
+    results.best_of_cells([*runs, runs[0]])
+
+
+@pytest.mark.parametrize(
+  ("field", "value"), [("loss", 0.0), ("loss", float("nan")), ("learning_rate", -1.0)]
+)
+def test_numbers_without_a_logarithm(field, value):
+  runs = make_runs()
+  runs[5] = dataclasses.replace(runs[5], **{field: value})
+  with pytest.raises(ValueError, match=f"{field} is .* leave the run out or repeat it"):
+    results.fit_runs(runs)
+
+
+def test_too_few_sizes():
+  runs = [r for r in make_runs() if r.params == 1e6]
+  with pytest.raises(
+    ValueError, match=r"has 1 size, N = 1e.06; a law needs at least 2"
+  ):
+    results.fit_runs(runs)
+  with pytest.raises(ValueError, match="there are no runs; add some"):
+    results.fit_runs([])
+
+
+def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
+  rows = [{**row, "status": "done", "sync_every": 30} for row in as_rows(make_runs())]
+  rows.append({**rows[0], "sync_every": "100", "loss": 1.0})
+  rows.append({**rows[0], "status": "failed", "loss": ""})
+  path = write(tmp_path / "runs.csv", rows)
+  with pytest.raises(ValueError, match="two runs of"):
+    results.fit_runs(results.read_csv(path))
+  runs = results.read_csv(path, {"sync_every": "30"})
+  assert len(runs) == len(make_runs())
+  assert runs[0].batch == pytest.approx(make_runs()[0].batch)
+  assert cli.main(["fit", path, "--where=sync_every=30"]) == 0
+  line = capsys.readouterr().out.splitlines()[-3]
+  assert line.startswith("diloco_joint      loss")
+  assert "A 20 [20, 20]" in line
+  assert cli.main(["fit", path]) == 2
+  assert capsys.readouterr().err.startswith("error: two runs of diloco")
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"loss": "high"}, "line 2 of .* has 'high' as loss; give a number"),
+    ({"batch_sequences": ""}, "has None as batch_tokens"),
+    ({"algorithm": ""}, "names no algorithm"),
+  ],
+)
+def test_csv_errors_name_the_line(tmp_path, change, message):
+  rows = as_rows(make_runs())
+  rows[0] |= change
+  with pytest.raises(ValueError, match=message):
+    results.read_csv(write(tmp_path / "runs.csv", rows))
+
+
+def test_where_errors(tmp_path):
+  path = write(tmp_path / "runs.csv", as_rows(make_runs()))
+  with pytest.raises(ValueError, match="names the column 'seed', but"):
+    results.read_csv(path, {"seed": "0"})
+  with pytest.raises(ValueError, match="where has 'seed'; write column=value"):
+    results.parse_where("seed")

@@ -1,0 +1,179 @@
+"""Recommendations: the printed laws, rounding, the paper's runs, one's own results."""
+
+import csv
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco import recommend as lib
+from diloco.scaling_laws import paper, results
+from diloco.scaling_laws.fits import PowerLaw
+
+
+def test_joint_is_table_10():
+  found = lib.recommend(4e9, 2)
+  assert found.learning_rate == pytest.approx(22256 * 4e9**-0.8827 * 2**0.2929)
+  batch = 0.00709 * 4e9**0.4695 * 2**0.3399 * 2048
+  assert found.batch_tokens == pytest.approx(batch)
+  assert found.batch_sequences == 256
+  assert found.tokens == found.steps * 256 * 2048
+  assert 80e9 - found.tokens < 256 * 2048
+  assert found.notes == ()
+
+
+def test_independent_is_tables_8_and_9_and_data_parallel_has_no_other():
+  found = lib.recommend(1.3e9, 4, "independent")
+  assert found.learning_rate == pytest.approx(4512.99 * 1.3e9**-0.789)
+  assert found.batch_tokens == pytest.approx(0.00535 * 1.3e9**0.510 * 2048)
+  plain = lib.recommend(1.3e9, 4, "joint", "data_parallel")
+  assert plain.learning_rate == pytest.approx(16319.2 * 1.3e9**-0.819)
+  assert (plain.method, plain.outer_learning_rate) == ("independent", 0)
+
+
+def test_overtraining_multiplies_the_budget_only():
+  once, four = lib.recommend(90e6), lib.recommend(90e6, overtrain=4)
+  assert four.tokens == pytest.approx(4 * once.tokens, rel=1e-3)
+  assert four.learning_rate == once.learning_rate
+
+
+@given(st.floats(0.1, 1e6), st.integers(1, 24))
+def test_rounded_batches_are_multiples_within_a_factor_sqrt_2(sequences, unit):
+  rounded = lib.round_batch(sequences, unit)
+  assert rounded % unit == 0
+  assert math.log2(rounded / unit).is_integer()
+  if sequences > unit:
+    assert 2**-0.501 < rounded / sequences < 2**0.501
+  else:
+    assert rounded == unit
+
+
+def test_outer_rates_rise_with_replicas_on_the_papers_grid():
+  rates = [lib.outer_rate(m) for m in range(1, 20)]
+  assert rates == sorted(rates)
+  assert set(rates) <= {0.2, 0.4, 0.6, 0.8, 1.0}
+
+
+def test_losses_beside_the_papers_runs():
+  # Table 12: 4B and 10B, measured; the law with a floor is nearer to both.
+  for params, dp, two in ((4e9, 2.224, 2.220), (10e9, 2.090, 2.086)):
+    for algorithm, theirs in (("data_parallel", dp), ("diloco", two)):
+      assert lib.measured(params, algorithm, 2, "joint") == theirs
+      plain = lib.predict(params, 2, algorithm=algorithm)
+      floor = lib.predict(params, 2, algorithm=algorithm, floor=True)
+      assert plain.low < plain.loss < plain.high < 1.05 * plain.low
+      assert plain.loss < floor.loss
+      assert floor.loss == pytest.approx(theirs, rel=0.012)
+  assert lib.measured(4e9, "diloco", 8, "joint") is None
+  assert lib.measured(2e9, "diloco", 2, "joint") is None
+
+
+def test_predictions_at_fitted_sizes_are_near_the_data():
+  for n, loss in zip(paper.model_sizes(), paper.losses("diloco_M4")):
+    found = lib.predict(n, 4, "independent")
+    assert found.loss == pytest.approx(loss, rel=0.02)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "note"),
+  [
+    ((1e6, 2), "N = 1e.06 is beyond what the laws were fitted to"),
+    ((1e9, 16), "M = 16 is beyond the 8 replicas"),
+    ((35e6, 8, "joint", "diloco", 1, 2048, 64), "rounded batch is .* times the law's"),
+  ],
+)
+def test_stretched_laws_are_said(arguments, note):
+  (found,) = lib.recommend(*arguments).notes
+  assert re.search(note, found)
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"params": -1}, "params is -1; give a positive number"),
+    ({"replicas": 0}, "replicas is 0"),
+    ({"fsdp": 0}, "fsdp is 0"),
+    ({"overtrain": math.nan}, "overtrain is nan"),
+    ({"method": "best"}, "method is 'best'; choose one of joint, independent"),
+    ({"replicas": 3, "method": "independent"}, "no law of its own for diloco_M3"),
+    ({"params": 100}, "less than one batch of"),
+  ],
+)
+def test_errors(change, message):
+  with pytest.raises(ValueError, match=message):
+    lib.recommend(**{"params": 1e9, **change})
+
+
+def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys):
+  loss, rate = PowerLaw(30, -0.12, 0.05), PowerLaw(5, -0.4, 0.2)
+  rows = [
+    {
+      "algorithm": "streaming",
+      "params": n,
+      "replicas": m,
+      "loss": loss(n, m) * (1 + 0.01 * abs(i)),
+      "learning_rate": rate(n, m) * 2 ** (i / 2),
+      "batch_tokens": 4096,
+      "outer_learning_rate": 0.4,
+    }
+    for n in (1e6, 2e6, 4e6)
+    for m in (1, 2)
+    for i in (-1, 0, 1)
+  ]
+  path = tmp_path / "runs.csv"
+  with open(path, "w", newline="") as file:
+    writer = csv.DictWriter(file, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+  laws, _ = results.fit_runs(results.read_csv(path))
+  found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
+  assert found.learning_rate == pytest.approx(rate(1e7, 4))
+  assert found.batch_sequences == 64
+  assert lib.predict(1e7, 4, laws=laws).loss == pytest.approx(loss(1e7, 4))
+  with pytest.raises(ValueError, match="the results have no law diloco_M4, only"):
+    lib.predict(1e7, 4, "independent", laws=laws)
+  arguments = ["--params=1e7", f"--results={path}", "--seq_len=64", "--json"]
+  assert lib.main(arguments) == 0
+  answer = json.loads(capsys.readouterr().out)
+  assert answer["loss"]["loss"] == pytest.approx(loss(1e7, 2))
+  assert answer["dp_loss"] is None
+  assert answer["loss_measured"] is None
+
+
+def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
+  assert lib.main(["--params=4B", "--replicas=2"]) == 0
+  text = capsys.readouterr().out
+  for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
+    assert part in text
+  assert "figure 7" in text
+  assert lib.main(["--params=4B", "--overtrain=2", "--algorithm=data_parallel"]) == 0
+  text = capsys.readouterr().out
+  assert "no law: it holds for 20 tokens per parameter" in text
+  assert "outer" not in text
+  assert lib.main(["--params=big"]) == 2
+  assert capsys.readouterr().err.startswith("error: size is 'big'")
+  assert lib.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
+
+
+def test_no_jax_is_imported():
+  code = (
+    "import sys, diloco.recommend, diloco.scaling_laws.__main__;"
+    " print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax')])"
+  )
+  found = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True
+  )
+  assert found.stdout.strip() == "[]"
+
+
+def test_json_is_the_dataclass(capsys):
+  lib.main(["--params=1e9", "--json"])
+  answer = json.loads(capsys.readouterr().out)
+  expected = dataclasses.asdict(lib.recommend(1e9))
+  assert {k: answer[k] for k in expected} == {**expected, "notes": []}
