@@ -1,12 +1,17 @@
 """Chinchilla-optimal runs of Scaling Laws for DiLoCo (arXiv 2503.09799).
 
   python -m diloco.main --config=configs/chinchilla.py:1.3B,M=2 --workdir=...
+  python -m diloco.main --config=configs/chinchilla.py:550M,M=2,overtrain=16 ...
+  python scripts/list_configs.py configs/chinchilla.py
 
 The argument names the size, then any of M (replicas), H, algorithm, method (joint or
-independent) and overtrain (multiplies D = 20 N). The sizes of Table 3, 35M to 10B, have
-its shapes and budgets; any other from 10M on has the nearest shape of the same family,
-width 64 * heads and 3 layers for 4 heads. Learning rates and batch are those of
-`diloco.recommend`; its docstrings have their sources. The paper's H is 30.
+independent), overtrain (multiplies D = 20 N; 1, 4 and 16 in the paper, on Dolma) and
+data (c4 or dolma). The sizes of Table 3, 35M to 10B, have its shapes and budgets; any
+other from 10M on has the nearest shape of the same family, width 64 * heads and 3
+layers for 4 heads. Learning rates and batch are those of `diloco.recommend`; its
+docstrings have their sources. The paper's H is 30. `RUNS` lists the paper's runs, whose
+algorithm is diloco; the default is streaming. Overtrained models are held out on Dolma
+here, on C4 in the paper.
 """
 
 import math
@@ -24,21 +29,39 @@ SCALES = {
   )
   for row in paper.read("table3_models")
 }
-OPTIONS = ("M", "H", "algorithm", "method", "overtrain")
+OPTIONS = ("M", "H", "algorithm", "method", "overtrain", "data")
+
+# What the paper trains: the grid of Table 4, extrapolations of Table 5, Section 5.2.
+# Of the overtrained sizes it says only that they vary.
+_ALGORITHMS = (
+  "algorithm=data_parallel",
+  *(f"algorithm=diloco,M={m}" for m in (1, 2, 4, 8)),
+)
+RUNS = (
+  *(f"{s},{a}" for s in SCALES for a in _ALGORITHMS[: 4 if s in ("4B", "10B") else 5]),
+  *(
+    f"{s},{a},overtrain={factor}"
+    for s in SCALES
+    if s not in ("4B", "10B")
+    for a in _ALGORITHMS[:4]
+    for factor in (1, 4, 16)
+  ),
+)
 
 
 def get_config(arg: str = "35M"):
   size, *rest = arg.split(",")
   try:
     options = dict(item.split("=") for item in rest)
-    if set(options) - set(OPTIONS):
+    data = options.get("data", "dolma" if "overtrain" in options else "c4")
+    if set(options) - set(OPTIONS) or data not in ("c4", "dolma"):
       raise ValueError
     layers, heads, tokens = SCALES[size] if size in SCALES else shape(size)
   except ValueError:
     raise ValueError(
       f"--config=configs/chinchilla.py:{arg} is not understood; write a size of"
-      f" {', '.join(SCALES)} or any other from 10M on, then {'=, '.join(OPTIONS)}= by"
-      " commas."
+      f" {', '.join(SCALES)} or any other from 10M on, then {'=, '.join(OPTIONS)}= (c4"
+      " or dolma) by commas."
     ) from None
   c = default_config()
   c.algorithm = options.get("algorithm", "streaming")
@@ -62,6 +85,9 @@ def get_config(arg: str = "35M"):
     c.outer.learning_rate = hyper.outer_learning_rate
 
   c.data.source, c.data.tokenizer = "tfds:c4/en:3.1.0", "c4_32k.model"
+  if data == "dolma":
+    c.data.source = "tfds:dolma:1.0.0"
+    c.data.train_split, c.data.eval_split = "train[:99%]", "train[99%:]"
   c.eval.every, c.eval.tokens = 1000, 2**22
   return c
 

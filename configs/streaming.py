@@ -2,13 +2,15 @@
 
   python -m diloco.main --config=configs/streaming.py:1B --workdir=...
   python -m diloco.main --config=configs/streaming.py:1B,data=dolma,tokens=100e9 ...
+  python scripts/list_configs.py configs/streaming.py
 
-The argument names the scale, then any of M, H, data (c4 or dolma) and tokens. Shapes
+The argument names the scale, then any of M, H, algorithm, data (c4 or dolma) and
+tokens; `RUNS` lists the paper's, Tables 5 to 7. Shapes
 and budgets are those of Table 2, whose "hidden" column is the feed-forward width;
 M = 2, fragments of 3 layers, strided, tau = 1, alpha = 0, E3M0, outer Nesterov at 0.4
 (Sections 3.2 and 3.3). Length is 1,024 on C4 and 2,048 on Dolma. The paper states
 neither the inner learning rate nor the batch: both are the power laws of 2503.09799
-for M = 2, see configs/chinchilla.py.
+for M = 2, see configs/chinchilla.py. On Dolma the batch grows with M (Table 7).
 """
 
 import math
@@ -26,19 +28,37 @@ SCALES = {
   "4B": (36, 48, 83),
 }
 
+_METHODS = (
+  "algorithm=data_parallel",
+  "H=100",
+  "algorithm=diloco,H=30",
+  "H=30",
+)
+RUNS = (
+  *(f"{s},{m}" for s in SCALES for m in _METHODS[: 2 if s == "4B" else 4]),
+  *(f"{s},M=4,H={h}" for s in SCALES if s != "4B" for h in (30, 100)),
+  *(
+    f"1B,data=dolma,tokens={tokens},{m}"
+    for m in ("algorithm=data_parallel", "M=2", "M=4")
+    for tokens in ("25e9", "100e9", "250e9")
+  ),
+)
+
 
 def get_config(arg: str = "35M"):
   scale, *rest = arg.split(",")
   options = dict(item.split("=") for item in rest)
   data = options.get("data", "c4")
-  unknown = set(options) - {"M", "H", "data", "tokens"}
+  unknown = set(options) - {"M", "H", "algorithm", "data", "tokens"}
   if scale not in SCALES or unknown or data not in ("c4", "dolma"):
     raise ValueError(
       f"--config=configs/streaming.py:{arg} is not understood; write a scale of"
-      f" {', '.join(SCALES)}, then M=, H=, data=c4 or dolma, tokens=, by commas."
+      f" {', '.join(SCALES)}, then M=, H=, algorithm=, data=c4 or dolma, tokens=, by"
+      " commas."
     )
   layers, heads, billions = SCALES[scale]
   c = default_config()
+  c.algorithm = options.get("algorithm", "streaming")
   c.replicas = int(options.get("M", 2))
   c.sync_every = int(options.get("H", 100))
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
@@ -50,6 +70,8 @@ def get_config(arg: str = "35M"):
   c.inner.learning_rate = 3978.82 * n**-0.780
   sequences = 0.00769 * n**0.479 * 2048 / c.model.seq_len
   c.train.batch_size = max(2 ** round(math.log2(sequences)), c.replicas)
+  if data == "dolma":
+    c.train.batch_size = c.train.batch_size * c.replicas // 2
   c.train.tokens = int(float(options.get("tokens", billions * 1e9)))
 
   c.data.tokenizer = "c4_32k.model"

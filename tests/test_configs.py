@@ -1,15 +1,18 @@
 """The papers' configs: every scale resolves to the papers' shapes and budgets."""
 
+import csv
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 
 from diloco import config as config_lib
-from diloco import recommend
+from diloco import metrics, recommend, train
 from diloco.scaling_laws import paper
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+PAPERS = pathlib.Path(__file__).parent / "papers"
 
 
 def load(name, arg=None):
@@ -21,53 +24,167 @@ def load(name, arg=None):
   return module, config_lib.resolve(module.get_config(*([arg] if arg else [])))
 
 
-# arXiv 2503.09799, Table 3, with the 70M of its first row corrected to 700M.
-TABLE_3 = """35M,6,8,512,2048,700000000
-90M,9,12,768,3072,1800000000
-180M,12,16,1024,4096,3600000000
-330M,15,20,1280,5120,6600000000
-550M,18,24,1536,6144,11000000000
-1.3B,24,32,2048,8192,26000000000
-2.4B,30,40,2560,10240,48000000000
-4B,36,48,3072,12288,80000000000
-10B,48,64,4096,16384,200000000000"""
-
-# arXiv 2501.18512, Table 2: feed-forward width, layers, heads, billions of tokens.
-TABLE_2 = """35M,2048,6,8,0.7
-100M,3072,9,12,1.5
-200M,4096,12,16,3.5
-300M,5120,15,20,6
-500M,6144,18,24,11
-1B,8192,24,32,25
-4B,12288,36,48,83"""
+def read(table):
+  """The rows of a table of the papers, as printed."""
+  with (PAPERS / f"{table}.csv").open() as file:
+    return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("row", TABLE_3.splitlines())
+def tokens(text):
+  """'1.5B' -> 1.5e9."""
+  return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
+
+
+@pytest.mark.parametrize("row", paper.read("table3_models"), ids=lambda r: r["scale"])
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_scaling_laws_table_3(row, replicas):
-  scale, layers, heads, dim, ff, tokens = row.split(",")
-  _, c = load("chinchilla", f"{scale},M={replicas}")
+  _, c = load("chinchilla", f"{row['scale']},M={replicas}")
   m = c.model
-  shape = (m.num_layers, m.num_heads, m.dim, m.ff_dim)
-  assert shape == tuple(map(int, (layers, heads, dim, ff)))
+  for ours, theirs in (
+    (m.num_layers, row["layers"]),
+    (m.num_heads, row["heads"]),
+    (m.dim, row["qkv_dim"]),
+    (m.ff_dim, row["hidden_dim"]),
+  ):
+    assert ours == int(theirs)
   per_step = c.train.batch_size * 2048
-  assert 0 <= int(tokens) - c.train.tokens < per_step
+  assert 0 <= int(row["token_budget_tokens_corrected"]) - c.train.tokens < per_step
   n = config_lib.num_params(c, with_positions_and_norms=False)
   assert c.train.tokens / n == pytest.approx(20, rel=0.1)
   assert 1e-6 < c.inner.learning_rate < 0.02
   # Fragments keep their three layers, so deeper models have more of them.
-  assert len(config_lib.make_fragments(c)) == int(layers) // 3 + 1
+  assert len(config_lib.make_fragments(c)) == int(row["layers"]) // 3 + 1
 
 
-@pytest.mark.parametrize("row", TABLE_2.splitlines())
+@pytest.mark.parametrize(
+  "row", read("streaming_table2_architecture"), ids=lambda r: r["scale"]
+)
 def test_streaming_table_2(row):
-  scale, ff, layers, heads, billions = row.split(",")
-  _, c = load("streaming", scale)
-  assert (c.model.ff_dim, c.model.num_layers, c.model.num_heads) == tuple(
-    map(int, (ff, layers, heads))
-  )
-  assert c.train.tokens == pytest.approx(float(billions) * 1e9, rel=0.01)
+  _, c = load("streaming", row["scale"])
+  assert c.model.ff_dim == int(row["hidden_dim"])
+  assert c.model.num_layers == int(row["num_layers"])
+  assert c.model.num_heads == int(row["num_heads"])
+  assert c.train.tokens == pytest.approx(tokens(row["token_budget"]), rel=0.01)
   assert (c.model.vocab_size, c.model.seq_len, c.sync_every) == (32_000, 1024, 100)
+
+
+def streaming_runs():
+  """What RUNS of streaming.py says: {(scale, data, tokens, algorithm, M, H)}."""
+  module, _ = load("streaming")
+  found = set()
+  for arg in module.RUNS:
+    _, c = load("streaming", arg)
+    data = "dolma" if "dolma" in c.data.source else "c4"
+    h = 0 if c.algorithm == "data_parallel" else c.sync_every
+    rounded = float(f"{c.train.tokens:.2g}")
+    found.add((arg.split(",")[0], data, rounded, c.algorithm, c.replicas, h))
+  assert len(found) == len(module.RUNS)
+  return found
+
+
+def test_the_runs_are_those_of_tables_5_to_7():
+  sizes = {r["scale"]: r for r in read("streaming_table2_architecture")}
+  budget = {s: tokens(r["token_budget"]) for s, r in sizes.items()}
+  expected = set()
+  for r in read("streaming_table5_c4_scaling"):
+    if r["eval_loss"]:
+      name, _, h = r["method"].rpartition("_H")
+      h = int(h) if name else 0
+      algorithm = {"": "data_parallel", "diloco": "diloco"}.get(name, "streaming")
+      expected.add((r["scale"], "c4", budget[r["scale"]], algorithm, 2, h))
+  for r in read("streaming_table6_replicas"):
+    m, h = int(r["M"]), int(r["H"])
+    expected.add((r["scale"], "c4", budget[r["scale"]], "streaming", m, h))
+  for r in read("streaming_table7_dolma_replicas"):
+    name, _, m = r["method"].rpartition("_M")
+    algorithm = "streaming" if name else "data_parallel"
+    h = 100 if name else 0
+    m = int(m) if name else 2
+    expected.add(("1B", "dolma", tokens(r["token_budget"]), algorithm, m, h))
+  assert streaming_runs() == expected
+
+
+def test_the_runs_of_the_scaling_laws():
+  module, _ = load("chinchilla")
+  plain = [r for r in module.RUNS if "overtrain" not in r]
+  # Table 4: seven sizes, data-parallel and M = 1, 2, 4, 8; Table 5: two, without 8.
+  assert len(plain) == 7 * 5 + 2 * 4
+  more = [r for r in module.RUNS if "overtrain" in r]
+  assert len(more) == 7 * 4 * 3
+  assert len(set(module.RUNS)) == len(module.RUNS)
+  for arg in module.RUNS:
+    _, c = load("chinchilla", arg)
+    n = config_lib.num_params(c, with_positions_and_norms=False)
+    factor = int(arg.rpartition("overtrain=")[2]) if arg in more else 1
+    assert c.train.tokens / (20 * n * factor) == pytest.approx(1, rel=0.1)
+    assert ("dolma" in c.data.source) == (arg in more)
+    assert c.algorithm == "data_parallel" or c.sync_every == 30
+
+
+@pytest.fixture(scope="module")
+def listing():
+  spec = importlib.util.spec_from_file_location(
+    "list_configs", CONFIGS.parent / "scripts" / "list_configs.py"
+  )
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_listed_flops_are_those_of_table_5(listing):
+  # Table 5 has 6 N D of Table 2, but for three rows, where it has more.
+  ratio = {}
+  for r in read("streaming_table5_c4_scaling"):
+    if r["method"] == "data_parallel":
+      name = f"{CONFIGS}/streaming.py:{r['scale']},algorithm=data_parallel"
+      [row] = listing.rows([name])
+      ratio[r["scale"]] = float(r["flops"]) / row.flops
+  for scale, value in ratio.items():
+    close = {"100M": 1.2, "300M": 1.15, "500M": 1.27}.get(scale, 1)
+    assert value == pytest.approx(close, rel=0.05), scale
+
+
+def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
+  paper = {
+    (r["method"], r["token_budget"]): float(r["terabytes_exchanged"])
+    for r in read("streaming_table7_dolma_replicas")
+  }
+  arg = f"{CONFIGS}/streaming.py:1B,data=dolma,tokens="
+  first = listing.rows([f"{arg}25e9,algorithm=data_parallel", f"{arg}25e9"])
+  parallel, streaming = first
+  theirs = paper["data_parallel", "25B"] / paper["ours_M2", "25B"]
+  # 16 bits a step against 4 bits in 100 steps; we also count the scales, 1/64.
+  assert parallel.sent / streaming.sent == pytest.approx(
+    theirs / (1 + 1 / 64), rel=0.01
+  )
+  [more] = listing.rows([f"{arg}250e9"])
+  theirs = paper["ours_M2", "250B"] / paper["ours_M2", "25B"]
+  assert more.sent / streaming.sent == pytest.approx(theirs, rel=0.01)
+  # Twice the replicas take half the steps: half the rounds, each of as many bytes.
+  [four] = listing.rows([f"{arg}25e9,M=4"])
+  assert four.payload == streaming.payload
+  theirs = paper["ours_M4", "25B"] / paper["ours_M2", "25B"]
+  assert four.sent / 3 / streaming.sent == pytest.approx(theirs, rel=0.01)
+
+
+def test_the_list_counts_what_a_run_sends(listing, tiny, tmp_path):
+  tiny.log.sample_tokens, tiny.train.steps = 0, 9
+  summary = train.train(tiny, tmp_path)
+  row = listing.row("tiny", config_lib.resolve(tiny))
+  sends = metrics.read(tmp_path, "send")
+  assert row.sent == summary["bytes_sent_per_replica"] == sum(r["bytes"] for r in sends)
+  assert row.payload == max(r["bytes"] for r in sends)
+
+
+def test_the_list_as_a_command(listing, capsys):
+  arguments = [f"{CONFIGS}/sample.py", f"{CONFIGS}/chinchilla.py:10B,M=4"]
+  assert listing.main(arguments) == 0
+  head, sample, largest = capsys.readouterr().out.splitlines()
+  assert len({len(line) for line in (head, sample, largest)}) == 1
+  assert "9.8G" in largest
+  assert listing.main(["configs/none.py"]) == 2
+  assert "is no file; give for example" in capsys.readouterr().err
 
 
 def test_dolma_and_overtraining():
@@ -76,6 +193,7 @@ def test_dolma_and_overtraining():
   assert c.train.tokens == pytest.approx(100e9, rel=1e-3)
   _, c = load("chinchilla", "90M,M=1,overtrain=4,H=100")
   assert (c.sync_every, c.train.tokens) == (100, pytest.approx(7.2e9, rel=1e-3))
+  assert (c.data.source, c.data.eval_split) == ("tfds:dolma:1.0.0", "train[99%:]")
 
 
 def test_hyperparameters_are_those_of_the_laws():

