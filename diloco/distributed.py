@@ -27,9 +27,11 @@ import jax
 
 from diloco.config import ConfigError
 
-# Seconds until the operating system notices that a peer's machine is gone; JAX's
-# heartbeat takes longer and can only abort.
+# Seconds until the operating system notices that a peer's machine is gone.
 _KEEPALIVE_IDLE, _KEEPALIVE_INTERVAL, _KEEPALIVE_COUNT = 20, 5, 4  # 40 s in all.
+# JAX's own limit, after which it can only abort: long enough for a process that is
+# stopped for a while, since deaths are noticed without it.
+_HEARTBEAT = 600
 _GRACE = 5.0  # Seconds for others' errors to arrive before ours is told.
 
 
@@ -212,7 +214,12 @@ def initialize(
   # Without this the processes' CPU devices cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.distributed.initialize(
-    coordinator, num_processes, process_id, devices, initialization_timeout=timeout
+    coordinator,
+    num_processes,
+    process_id,
+    devices,
+    initialization_timeout=timeout,
+    heartbeat_timeout_seconds=_HEARTBEAT,
   )
   return Peers(process_id, num_processes, sockets, remedy)
 
