@@ -21,6 +21,7 @@ import json
 import os
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,8 @@ def plan(options, method: str, compute_s: float | None) -> list[Phase]:
     return phases
   schedule = config_lib.make_schedule(c)
   gap = c.sync_every // schedule.num_fragments
-  at = gap // 2
+  # In the second round every fragment is sent for the first time, which compiles.
+  at = 2 * c.sync_every - gap + gap // 2
   for rate in rates:
     # One gap of the schedule to settle.
     first = at + gap
@@ -395,6 +397,8 @@ def parse(argv=None):
 
 def main() -> None:
   options = parse()
+  # So that processes and namespaces are removed.
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   reason = netns.missing()
   if reason:
     sys.exit(f"error: {reason}.")
