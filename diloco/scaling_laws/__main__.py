@@ -2,12 +2,14 @@
 
 python -m diloco.scaling_laws tables
 python -m diloco.scaling_laws tables --sizes=nominal --json
+python -m diloco.scaling_laws figures --output=figures
 python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
 """
 
 import argparse
 import dataclasses
 import json
+import pathlib
 import sys
 
 from diloco.scaling_laws import paper, results, tables
@@ -21,6 +23,9 @@ def make_parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(dest="command", required=True)
   p = commands.add_parser("tables", help="every table, ours / the paper's")
   p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
+  p.add_argument("--json", action="store_true")
+  p = commands.add_parser("figures", help="figures 2 and 13")
+  p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
   p.add_argument("--json", action="store_true")
   p = commands.add_parser("fit", help="laws of your own runs")
   p.add_argument("csv", help="see results.read_csv for its columns")
@@ -67,6 +72,12 @@ def main(argv: list[str] | None = None) -> int:
   try:
     if args.command == "fit":
       answer: dict | list = fit(args)
+    elif args.command == "figures":
+      from diloco.scaling_laws import figures  # Matplotlib is slow to import.
+
+      answer = [str(path) for path in figures.draw(args.output)]
+      if not args.json:
+        print("\n".join(answer))
     else:
       found = tables.all_tables(args.sizes)
       answer = [dataclasses.asdict(t) for t in found]
