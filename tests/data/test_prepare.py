@@ -298,7 +298,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(ROWS, st.lists(st.integers(1, 300), max_size=4), st.sampled_from(["\n", "\r\n"]))
 def test_ranges_and_offsets_give_every_line_once(tmp_path_factory, rows, cuts, end):
   path = tmp_path_factory.mktemp("rows") / "a.jsonl"
