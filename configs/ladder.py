@@ -91,6 +91,15 @@ def get_sweep() -> Sweep:
       Grid("seeds", seeds, (), without("seed")),
       Grid("s2 dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
       Grid("s2 tuned", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
+      Grid(
+        "overtrain s2", cells("s2", everyone, overtrain=4), (), without("overtrain")
+      ),
+      Grid(
+        "cadence s2",
+        [{**c, "size": "s2"} for c in cadences],
+        (outer,),
+        without("sync_every"),
+      ),
       Grid("s3 tuned", cells("s3", everyone), (lr, batch), from_size("s2")),
       Grid("s4 tuned", cells("s4", everyone), (lr,), from_size("s3")),
       Grid("s5 tuned", cells("s5", everyone), (), from_size("s4")),
