@@ -72,7 +72,6 @@ def get_sweep() -> Sweep:
   everyone = algorithms + diloco
   cadences = [c for h in (1, 5, 30) for c in cells("s1", diloco, sync_every=h)]
   seeds = [c for s in (1, 2) for c in cells("s1", everyone, seed=s)]
-  more_tokens = [c for o in (4, 16) for c in cells("s1", everyone, overtrain=o)]
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
@@ -86,11 +85,23 @@ def get_sweep() -> Sweep:
       Grid("s1 dp", cells("s1", algorithms), (lr, batch)),
       Grid("s1", cells("s1", diloco), (lr, batch, outer)),
       Grid("s5", cells("s5", everyone), (), from_size("s1")),
-      Grid("overtrain", more_tokens, (), without("overtrain")),
+      Grid("overtrain", cells("s1", everyone, overtrain=4), (), without("overtrain")),
       Grid("cadence", cadences, (outer,), without("sync_every")),
       Grid("seeds", seeds, (), without("seed")),
       Grid("s2 dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
       Grid("s2 tuned", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
+      Grid(
+        "overtrain s2", cells("s2", everyone, overtrain=4), (), without("overtrain")
+      ),
+      Grid(
+        "cadence s2",
+        [{**c, "size": "s2"} for c in cadences],
+        (outer,),
+        without("sync_every"),
+      ),
+      Grid(
+        "overtrain 16", cells("s1", everyone, overtrain=16), (), without("overtrain")
+      ),
       Grid("s3 tuned", cells("s3", everyone), (lr, batch), from_size("s2")),
       Grid("s4 tuned", cells("s4", everyone), (lr,), from_size("s3")),
       Grid("s5 tuned", cells("s5", everyone), (), from_size("s4")),

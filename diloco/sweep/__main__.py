@@ -3,6 +3,7 @@ r"""Runs a sweep.
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --show
 python -m diloco.sweep --results=/tmp/ladder --export=ladder.csv
+python -m diloco.sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco.sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 """
@@ -35,6 +36,9 @@ _BACKEND = flags.DEFINE_enum(
 _OPTIONS = flags.DEFINE_list("slurm_options", [], "Options of submitit: name=value,...")
 _EXPORT = flags.DEFINE_string(
   "export", "", "Write the table as CSV to this file and end."
+)
+_IMPORT = flags.DEFINE_string(
+  "import", "", "Take the runs of an exported CSV file over and end."
 )
 _SHOW = flags.DEFINE_bool("show", False, "Show how far the sweep is and end.")
 _RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
@@ -85,6 +89,10 @@ def run() -> int:
     rows = table.Table(results).rows()
     count = table.export(rows, pathlib.Path(_EXPORT.value))
     print(f"{count} runs written to {_EXPORT.value}")
+    return 0
+  if _IMPORT.value:
+    count = table.load(pathlib.Path(_IMPORT.value), table.Table(results))
+    print(f"{count} runs of {_IMPORT.value} taken over into {results}")
     return 0
   sweep = load_sweep(_SWEEP.value)
   backend = make_backend(sweep, results)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from diloco.scaling_laws import results
 from diloco.simulate import wallclock
 
 Axes = Any
@@ -292,6 +293,34 @@ def table_best(runs: Sequence[Run]) -> list[str]:
   return lines
 
 
+def table_laws(runs: Sequence[Run]) -> list[str]:
+  """Power laws A N^alpha (M^beta) of the best runs, as Markdown, and what ails them."""
+  converted = [
+    results.Run(
+      r.algorithm,
+      r.params,
+      1 if r.algorithm == "data_parallel" else r.replicas,
+      r.loss,
+      r.rate,
+      r.batch,
+      0.0 if r.algorithm == "data_parallel" else r.outer_rate,
+    )
+    for r in main_grid(runs)
+  ]
+  try:
+    laws, problems = results.fit_runs(converted, strict=False)
+  except ValueError as error:
+    return [f"no laws: {error}"]
+  lines = [
+    "| runs | loss | learning rate | batch (tokens) |",
+    "|---|---|---|---|",
+  ]
+  for name, law in laws.items():
+    row = [_law(fit) for fit in (law.loss, law.learning_rate, law.batch)]
+    lines.append(f"| {name} | {' | '.join(row)} |")
+  return [*lines, "", *(f"- {problem}" for problem in problems)]
+
+
 def table_seeds(runs: Sequence[Run]) -> list[str]:
   """Spread over seeds of runs that differ in nothing else."""
   groups = collections.defaultdict(list)
@@ -321,6 +350,16 @@ def _run(row: dict[str, str], least: float) -> Run:
     seed=int(row["seed"]),
     loss=float(row["loss"]),
   )
+
+
+def _law(fit) -> str:
+  """A N^alpha with the interval of alpha; the same of M where it is joint."""
+  low, high = fit.interval()["alpha"]
+  text = f"{fit.law.A:.4g} N^{fit.law.alpha:.3f} [{low:.3f}, {high:.3f}]"
+  if fit.law.beta:
+    low, high = fit.interval()["beta"]
+    text += f" M^{fit.law.beta:.3f} [{low:.3f}, {high:.3f}]"
+  return text
 
 
 def _by_curve(
@@ -437,8 +476,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   args.out.mkdir(parents=True, exist_ok=True)
-  for lines in (table_4(runs), table_best(runs), table_seeds(runs)):
-    print("\n".join(lines) + "\n")
+  for table in (table_4, table_best, table_laws, table_seeds):
+    print("\n".join(table(runs)) + "\n")
   for number, draw in FIGURES.items():
     path = args.out / f"{args.prefix}{number}.png"
     try:

@@ -5,7 +5,6 @@ summary.json or ended.json. The driver can be killed at any moment and started a
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import pathlib
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 from diloco import config as config_lib
 from diloco.sweep import grid as grid_lib
 from diloco.sweep.grid import Grid, Point, Search, Sweep
-from diloco.sweep.table import Table, git_revision
+from diloco.sweep.table import Table, digest, git_revision
 
 # Times that a run is started again after it vanished without an end (killed, out of
 # memory, node lost) before it counts as failed.
@@ -241,11 +240,6 @@ def drive(
     for number, handler in previous.items():
       signal.signal(number, handler)
   return not stopped
-
-
-def digest(config: dict) -> str:
-  """A run's name: the same config has the same name on every machine."""
-  return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _read(path: pathlib.Path) -> dict | None:

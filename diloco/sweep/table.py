@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import datetime
+import hashlib
 import json
 import pathlib
 import sqlite3
@@ -117,6 +118,15 @@ class Table:
     with self._db:
       self._db.execute("DELETE FROM runs WHERE status = 'failed'")
 
+  def insert(self, row: dict[str, Any]) -> None:
+    """Adds a run that ended elsewhere, unless it is there."""
+    marks = ", ".join("?" for _ in row)
+    with self._db:
+      self._db.execute(
+        f"INSERT OR IGNORE INTO runs ({', '.join(row)}) VALUES ({marks})",
+        tuple(row.values()),
+      )
+
   def _update(self, name: str, **values) -> None:
     sets = ", ".join(f"{column} = ?" for column in values)
     with self._db:
@@ -160,6 +170,46 @@ def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
   return len(ended)
 
 
+def load(path: pathlib.Path, table: Table) -> int:
+  """Takes the finished runs of an exported file over into a table; returns how many.
+
+  A sweep then goes on from them as if it had run them here. Names are made anew from
+  the configs, so that fields which did not exist then have their defaults.
+
+  Raises:
+    ValueError: the file was not written by `export`.
+  """
+  with path.open(newline="") as file:
+    rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
+  for line, row in enumerate(rows, 2):
+    try:
+      config = config_lib.default_config()
+      fields = {name: row[column] for column, name in EXPORTED_FIELDS.items()}
+      config.update_from_flattened_dict(
+        {k: _parse(v, _field(config, k)) for k, v in fields.items()}
+        | {k: _tuple(v) for k, v in json.loads(row["config"]).items()}
+      )
+      resolved = json.loads(json.dumps(config_lib.resolve(config).to_dict()))
+      point = {k.removeprefix("point_"): v for k, v in row.items() if "point_" in k}
+      values = {k: row[k] or None for k in COLUMNS if k in row and k != "config"}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+      raise ValueError(
+        f"run {line - 1} of {path} cannot be taken over ({error}); give a file written"
+        " by --export."
+      ) from error
+    table.insert(
+      values
+      | {"name": digest(resolved), "config": json.dumps(resolved)}
+      | {"point": json.dumps(point, sort_keys=True), "attempts": 1}
+    )
+  return len(rows)
+
+
+def digest(config: dict) -> str:
+  """A run's name: the same config has the same name on every machine."""
+  return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def git_revision() -> str:
   """Revision of the code that runs, `-dirty` if it was changed; unknown without git."""
   with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -173,7 +223,7 @@ def git_revision() -> str:
   return "unknown"
 
 
-def _field(config: dict, name: str):
+def _field(config, name: str):
   for part in name.split("."):
     config = config[part]
   return config
@@ -189,6 +239,15 @@ def _rest(config: dict, default: dict, prefix: str = "") -> dict:
     elif value != default[k] and field not in EXPORTED_FIELDS.values():
       found[field] = value
   return found
+
+
+def _parse(text: str, like):
+  """A CSV cell as the type of the field's default."""
+  return type(like)(text)
+
+
+def _tuple(value):
+  return tuple(value) if isinstance(value, list) else value
 
 
 def _digits(value):

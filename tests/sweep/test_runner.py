@@ -16,7 +16,7 @@ from diloco.config import default_config
 from diloco.sweep import job
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
-from diloco.sweep.table import Table, export
+from diloco.sweep.table import Table, export, load
 
 BEST = 2.0**-8
 
@@ -162,6 +162,26 @@ def test_export_is_a_table_of_results_with_their_configs(tmp_path):
   best = min(rows, key=lambda row: float(row["loss"]))
   assert float(best["learning_rate"]) == BEST
   assert json.loads(best["config"])["train.steps"] == 10
+
+
+def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
+  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
+  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
+  table = Table(tmp_path / "b")
+  assert load(tmp_path / "out.csv", table) == load(tmp_path / "out.csv", table) == 8
+  again = Fake()
+  finish(Driver(make_sweep(), tmp_path / "b", again))
+  assert again.started == []
+  before = {r["name"]: r for r in Table(tmp_path / "a").rows()}
+  for row in table.rows():
+    assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
+    assert row["revision"] == before[row["name"]]["revision"]
+
+
+def test_a_file_that_is_no_export_is_refused(tmp_path):
+  (tmp_path / "t.csv").write_text("status,loss\ndone,3\n")
+  with pytest.raises(ValueError, match=r"run 1 of .* cannot be taken over"):
+    load(tmp_path / "t.csv", Table(tmp_path))
 
 
 def test_the_sweep_imports_no_jax():

@@ -1,0 +1,50 @@
+"""The ladder's sweep file: sizes as it says, every first point has a config."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from diloco import config as config_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ladder():
+  path = ROOT / "configs" / "ladder.py"
+  spec = importlib.util.spec_from_file_location("ladder", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_sizes_rise_from_a_tenth_of_a_million(ladder):
+  sizes = []
+  for size in ladder.SIZES:
+    point = {"size": size, "algorithm": "diloco", "replicas": 4, "lr": 0.01, "batch": 8}
+    c = config_lib.resolve(ladder.get_config(point))
+    n = config_lib.num_params(c)
+    assert 1.9 < c.train.tokens / n < 2.1
+    sizes.append(n)
+  assert sizes == sorted(sizes)
+  assert len(sizes) >= 5
+  assert 0.1e6 < sizes[0] < sizes[-1] < 3e6
+
+
+def test_ablations_change_what_they_say(ladder):
+  point = {"size": "s1", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
+  base = config_lib.resolve(ladder.get_config(point))
+  more = config_lib.resolve(
+    ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})
+  )
+  assert more.train.steps == 4 * base.train.steps
+  assert (base.sync_every, more.sync_every, more.seed) == (10, 30, 1)
+
+
+def test_the_sweep_is_valid_and_covers_all_algorithms(ladder):
+  cells = [cell for grid in ladder.get_sweep().grids for cell in grid.cells]
+  wanted = {("data_parallel", 1), ("diloco", 1), ("diloco", 2), ("diloco", 4)}
+  for size in ladder.SIZES:
+    here = [c for c in cells if c["size"] == size]
+    assert {(c["algorithm"], c["replicas"]) for c in here} == wanted
