@@ -132,19 +132,29 @@ def test_what_cannot_be_restored_is_said_in_one_sentence(trained, tmp_path):
     restore.load(copy)
 
 
-def test_any_number_of_devices_gives_the_same_parameters(trained, tmp_path):
+def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):
   if "data_parallel" in str(trained[0]):
     pytest.skip("one algorithm is enough")
   code = (
-    "import sys, numpy as np, jax; from diloco import export, restore;"
+    "import sys, numpy as np, jax; from diloco import evaluate, export, restore;"
     "m = restore.load(sys.argv[1]); q = m.params['blocks']['attention']['q'];"
     "assert len(q.sharding.device_set) == 4 and not q.sharding.is_fully_replicated;"
-    "assert m.config.eval.batch_size % 4 == 0; export.export(m, sys.argv[2])"
+    "assert m.config.eval.batch_size % 4 == 0; export.export(m, sys.argv[2]);"
+    "evaluate.main(sys.argv[3:])"
   )
   env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-  command = [sys.executable, "-c", code, str(trained[0]), str(tmp_path)]
+  workdir, out = str(trained[0]), str(tmp_path / "out")
+  items = ROOT / "tests" / "fixtures" / "items.jsonl"
+  args = [f"--workdir={workdir}", f"--tasks={items}"]
+  details = [tmp_path / f"{n}.jsonl" for n in (1, 4)]
+  command = [sys.executable, "-c", code, workdir, out, *args, f"--details={details[1]}"]
   subprocess.run(command, check=True, cwd=ROOT, env=env, timeout=300)
-  assert_same_bits(restore.load(tmp_path).params, trained[1])
+  assert_same_bits(restore.load(out).params, trained[1])
+  assert evaluate.main([*args, f"--details={details[0]}"]) == 0
+  one, four = ([json.loads(x) for x in d.read_text().splitlines()] for d in details)
+  assert len(one) == len(four) == 5
+  for a, b in zip(one, four):
+    np.testing.assert_allclose(a["scores"], b["scores"], rtol=1e-5)
 
 
 def test_commands(trained, tmp_path, capsys):
