@@ -18,7 +18,8 @@ def lines(cells: list, rows: list[dict]) -> list[str]:
   }
   wide = max((len(describe(c.cell)) for c in cells), default=4)
   name = max((len(c.grid.name) for c in cells), default=4)
-  out = [f"{"grid":<{name}} {'cell':<{wide}} {'state':<9} {'runs':>7} {'loss':>8}  best"]
+  head = f"{'grid':<{name}} {'cell':<{wide}} {'state':<9}"
+  out = [f"{head} {'runs':>7} {'loss':>8}  best"]
   for c in cells:
     s = c.search
     ended = len(s.points) - len(s.todo)
