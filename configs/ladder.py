@@ -2,7 +2,7 @@
 
   python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 
-The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: five sizes,
+The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: six sizes,
 data-parallel and DiLoCo with M = 1, 2, 4, every cell tuned until its best point is
 interior, then ablations of H, of the outer rate and of overtraining. The budget is
 D = 2 N tokens where the paper has 20 N, H is 10 where it has 30, and each larger size
@@ -12,13 +12,14 @@ starts from the best point of the one before. docs/ladder.md has the results.
 from diloco.config import default_config
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
-# Size: layers, heads, width; with a vocabulary of 2,048 N is 0.1M to 0.55M.
+# Layers, heads and width of each size, named by its parameters.
 SIZES = {
-  "s1": (3, 2, 32),
-  "s2": (3, 3, 48),
-  "s3": (4, 4, 56),
-  "s4": (5, 4, 64),
-  "s5": (5, 5, 80),
+  "105k": (3, 2, 32),
+  "142k": (3, 2, 40),
+  "185k": (3, 3, 48),
+  "269k": (4, 4, 56),
+  "382k": (5, 4, 64),
+  "554k": (5, 5, 80),
 }
 TOKENS_PER_PARAMETER = 2
 LENGTH, VOCABULARY = 64, 2048
@@ -70,40 +71,43 @@ def get_sweep() -> Sweep:
     return lambda cell: {k: v for k, v in cell.items() if k != name}
 
   everyone = algorithms + diloco
-  cadences = [c for h in (1, 5, 30) for c in cells("s1", diloco, sync_every=h)]
-  seeds = [c for s in (1, 2) for c in cells("s1", everyone, seed=s)]
+
+  def cadences(size: str, *every: int) -> list[Point]:
+    return [c for h in every for c in cells(size, diloco, sync_every=h)]
+
+  def longer(size: str, multiple: int) -> list[Point]:
+    return cells(size, everyone, overtrain=multiple)
+
+  larger = ("142k", "185k", "269k", "382k")
+  seeds = [c for s in (1, 2) for c in cells("105k", everyone, seed=s)]
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
       # Every size first, then what explains, then more tuning: whenever the sweep is
       # stopped, what is there can be read.
-      Grid("s1 lr", cells("s1", everyone), (lr, Axis("batch", (8,)))),
-      Grid("s2", cells("s2", everyone), (), from_size("s1")),
-      Grid("s3", cells("s3", everyone), (), from_size("s1")),
-      Grid("s4", cells("s4", everyone), (), from_size("s1")),
-      Grid("s1 dp", cells("s1", algorithms), (lr, batch)),
-      Grid("s1", cells("s1", diloco), (lr, batch, outer)),
-      Grid("s5", cells("s5", everyone), (), from_size("s1")),
-      Grid("overtrain", cells("s1", everyone, overtrain=4), (), without("overtrain")),
-      Grid("cadence", cadences, (outer,), without("sync_every")),
+      Grid("smallest lr", cells("105k", everyone), (lr, Axis("batch", (8,)))),
+      Grid(
+        "sizes",
+        [c for size in larger for c in cells(size, everyone)],
+        (),
+        from_size("105k"),
+      ),
+      Grid("batch dp", cells("105k", algorithms), (lr, batch)),
+      Grid("batch", cells("105k", diloco), (lr, batch, outer)),
+      Grid("overtrain", longer("105k", 4), (), without("overtrain")),
+      Grid("cadence", cadences("105k", 1, 30), (outer,), without("sync_every")),
+      Grid("lr 142k", cells("142k", everyone), (lr,), from_size("105k")),
+      Grid("lr 185k", cells("185k", everyone), (lr,), from_size("105k")),
       Grid("seeds", seeds, (), without("seed")),
-      Grid("s2 dp", cells("s2", algorithms), (lr, batch), from_size("s1")),
-      Grid("s2 tuned", cells("s2", diloco), (lr, batch, outer), from_size("s1")),
-      Grid(
-        "overtrain s2", cells("s2", everyone, overtrain=4), (), without("overtrain")
-      ),
-      Grid(
-        "cadence s2",
-        [{**c, "size": "s2"} for c in cadences],
-        (outer,),
-        without("sync_every"),
-      ),
-      Grid(
-        "overtrain 16", cells("s1", everyone, overtrain=16), (), without("overtrain")
-      ),
-      Grid("s3 tuned", cells("s3", everyone), (lr, batch), from_size("s2")),
-      Grid("s4 tuned", cells("s4", everyone), (lr,), from_size("s3")),
-      Grid("s5 tuned", cells("s5", everyone), (), from_size("s4")),
+      Grid("lr 269k", cells("269k", everyone), (lr,), from_size("185k")),
+      Grid("lr 382k", cells("382k", everyone), (lr,), from_size("269k")),
+      Grid("554k", cells("554k", everyone), (), from_size("382k")),
+      Grid("overtrain 185k", longer("185k", 4), (), without("overtrain")),
+      Grid("cadence 5", cadences("105k", 5), (outer,), without("sync_every")),
+      Grid("overtrain 16", longer("105k", 16), (), without("overtrain")),
+      Grid("cadence 185k", cadences("185k", 1, 30), (outer,), without("sync_every")),
+      Grid("batch dp 185k", cells("185k", algorithms), (lr, batch)),
+      Grid("batch 185k", cells("185k", diloco), (lr, batch, outer), from_size("105k")),
     ],
   )

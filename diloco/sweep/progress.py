@@ -17,7 +17,9 @@ def lines(cells: list, rows: list[dict]) -> list[str]:
     s: sum(r["status"] == s for r in rows) for s in ("done", "running", "failed")
   }
   wide = max((len(describe(c.cell)) for c in cells), default=4)
-  out = [f"{'grid':<12} {'cell':<{wide}} {'state':<9} {'runs':>7} {'loss':>8}  best"]
+  name = max((len(c.grid.name) for c in cells), default=4)
+  head = f"{'grid':<{name}} {'cell':<{wide}} {'state':<9}"
+  out = [f"{head} {'runs':>7} {'loss':>8}  best"]
   for c in cells:
     s = c.search
     ended = len(s.points) - len(s.todo)
@@ -25,7 +27,7 @@ def lines(cells: list, rows: list[dict]) -> list[str]:
     loss = f"{s.loss:.4f}" if s.best else "-"
     note = f"  at the bound of {', '.join(s.edge)}" if s.edge else ""
     out.append(
-      f"{c.grid.name:<12} {describe(c.cell):<{wide}} {s.state:<9}"
+      f"{c.grid.name:<{name}} {describe(c.cell):<{wide}} {s.state:<9}"
       f" {ended:>3}/{len(s.points):<3} {loss:>8}  {describe(tuned)}{note}"
     )
   ended_cells = sum(c.search.state in ("interior", "edge", "failed") for c in cells)

@@ -33,7 +33,7 @@ def test_sizes_rise_from_a_tenth_of_a_million(ladder):
 
 
 def test_ablations_change_what_they_say(ladder):
-  point = {"size": "s1", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
+  point = {"size": "105k", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
   base = config_lib.resolve(ladder.get_config(point))
   more = config_lib.resolve(
     ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from diloco.config import default_config
-from diloco.sweep import job
+from diloco.sweep import job, progress
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
 from diloco.sweep.table import Table, export, load
@@ -150,6 +150,15 @@ def test_a_cell_that_starts_from_nothing_is_an_error(tmp_path):
   grid = Grid("g", [{"replicas": 1}], (), like=lambda cell: {"replicas": 7})
   with pytest.raises(ValueError, match="starts from replicas=7, which no grid"):
     Driver(Sweep(config, [grid]), tmp_path, Fake()).step()
+
+
+def test_progress_names_every_cell_with_its_best_point(tmp_path):
+  driver = Driver(make_sweep(), tmp_path, Fake())
+  cells = finish(driver)
+  first, last = progress.lines(cells, driver.rows())[1::2]
+  assert first.split()[:5] == ["g", "replicas=1", "interior", "4/4", "3.0000"]
+  assert "lr=0.003906" in first
+  assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
 
 
 def test_export_is_a_table_of_results_with_their_configs(tmp_path):
