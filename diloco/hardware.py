@@ -1,4 +1,4 @@
-"""Peak matrix throughput of known accelerators, for model FLOPs utilisation."""
+"""Peak matrix throughput and memory of known accelerators."""
 
 # bfloat16 dense FLOP/s per chip, from the vendors' data sheets; keys are prefixes
 # of jax.Device.device_kind.
@@ -14,10 +14,29 @@ PEAK_FLOPS = {
   "NVIDIA H200": 989e12,
 }
 
+# Device memory per JAX device, from the vendors' data sheets.
+HBM_BYTES = {
+  "TPU v4": 32 * 2**30,
+  "TPU v5 lite": 16 * 2**30,
+  "TPU v5e": 16 * 2**30,
+  "TPU v5p": 95 * 2**30,
+  "TPU v5": 95 * 2**30,
+  "TPU v6": 32 * 2**30,
+}
+
 
 def peak_flops(device_kind: str) -> float | None:
   """Peak FLOP/s of a device kind, None where it is not known."""
-  for prefix, peak in PEAK_FLOPS.items():
+  return _of_kind(PEAK_FLOPS, device_kind)
+
+
+def hbm_bytes(device_kind: str) -> int | None:
+  """Device memory in bytes of a device kind, None where it is not known."""
+  return _of_kind(HBM_BYTES, device_kind)
+
+
+def _of_kind(table: dict, device_kind: str):
+  for prefix, value in table.items():
     if device_kind.startswith(prefix):
-      return peak
+      return value
   return None

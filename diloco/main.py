@@ -15,6 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco import config as config_lib
+from diloco.flag_errors import parse_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -83,25 +84,6 @@ def main(argv) -> None:
       peers.await_loss()
       traceback.print_exc()
     peers.fail(f"{type(error).__name__}: {error}")
-
-
-def parse_flags(argv):
-  """Parses flags; what is wrong with them is told in one sentence."""
-  try:
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    # Errors of a config file come with its traceback; the last line says it.
-    message = str(error).strip().splitlines()[-1].strip()
-  except OSError as error:
-    message = " ".join(str(error).split())
-  except (AttributeError, KeyError, TypeError) as error:
-    given = " ".join(a for a in argv if a.startswith("--config"))
-    message = (
-      f"{given}: {str(error).strip()} is no field, or its value has another type;"
-      " diloco/config.py lists all fields."
-    )
-  print(f"error: {message}", file=sys.stderr)
-  sys.exit(2)
 
 
 if __name__ == "__main__":

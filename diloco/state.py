@@ -36,10 +36,56 @@ def abstract_params(c) -> dict:
   return jax.eval_shape(lambda: model_lib.init_params(dims, jax.random.key(0)))
 
 
+def abstract_state(c, mesh, optimizer, outer: Outer | None) -> TrainState:
+  """Shapes, types and shardings of a fresh state; nothing is computed.
+
+  Outer state is given where programs use it, on the devices.
+  """
+
+  def place(tree, shardings):
+    return jax.tree.map(
+      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings
+    )
+
+  def placed(params, opt_state, replicated: bool):
+    return (
+      place(params, mesh_lib.shardings(params, mesh, replicated)),
+      place(
+        opt_state, mesh_lib.optimizer_shardings(opt_state, params, mesh, replicated)
+      ),
+    )
+
+  init = _make_init(c, optimizer)
+  params_M, opt_state_M = jax.eval_shape(lambda: init(jax.random.key(0)))
+  outer_state = None
+  if outer:
+    fresh = jax.eval_shape(outer.init, params_M)
+    pairs = [
+      placed(theta, opt_state, replicated=False)
+      for theta, opt_state in zip(fresh.theta, fresh.opt_state)
+    ]
+    thetas, opt_states = zip(*pairs)
+    outer_state = OuterState(tuple(thetas), tuple(opt_states), {})
+  params_M, opt_state_M = placed(params_M, opt_state_M, replicated=True)
+  return TrainState(params_M, opt_state_M, outer_state)
+
+
 def init_state(
   c, mesh, optimizer: optax.GradientTransformation, outer: Outer | None
 ) -> TrainState:
   """Replicas that share one initialisation, drawn from the seed where it will lie."""
+  init = _make_init(c, optimizer)
+  params_M, opt_state_M = jax.eval_shape(init, jax.random.key(0))
+  places = (
+    mesh_lib.shardings(params_M, mesh, replicated=True),
+    mesh_lib.optimizer_shardings(opt_state_M, params_M, mesh, replicated=True),
+  )
+  params_M, opt_state_M = jax.jit(init, out_shardings=places)(jax.random.key(c.seed))
+  return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
+
+
+def _make_init(c, optimizer):
+  """A function from a key to the parameters and optimizer state of all replicas."""
   replicas = config_lib.trained_replicas(c)
   dims = model_lib.ModelDims.from_config(c)
 
@@ -50,10 +96,4 @@ def init_state(
     )
     return params_M, jax.vmap(optimizer.init)(params_M)
 
-  params_M, opt_state_M = jax.eval_shape(init, jax.random.key(0))
-  places = (
-    mesh_lib.shardings(params_M, mesh, replicated=True),
-    mesh_lib.optimizer_shardings(opt_state_M, params_M, mesh, replicated=True),
-  )
-  params_M, opt_state_M = jax.jit(init, out_shardings=places)(jax.random.key(c.seed))
-  return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
+  return init

@@ -206,7 +206,11 @@ def payload_struct(outer: Outer, p: int, params_M: Tree, theta: Tree):
   def send(params_M, theta):
     return outer.send(params_M, theta, outer.layers[p], jax.random.key(0))[0]
 
-  payload = jax.eval_shape(send, params_M, theta)
+  # Shapes alone: outer parameters may lie at the host.
+  shapes = lambda tree: jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
+  )
+  payload = jax.eval_shape(send, shapes(params_M), shapes(theta))
   place = outer.transport.encoded
   return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
 

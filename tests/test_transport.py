@@ -168,7 +168,9 @@ def test_offloaded_outer_state_waits_at_the_host_and_changes_nothing(tiny):
     state = outer.init(params_M)
     kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
     assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
+    struct = sync_lib.payload_struct(outer, 1, params_M, state.theta[1])
     state, _ = sync_lib.send_fragment(outer, 4, 1, params_M, state)
+    assert state.in_flight["1"].shape == struct.shape
     state, _ = sync_lib.receive_fragment(outer, 5, 1, state)
     assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
     assert kinds(outer.transport.fetch(state.theta[1])) == {"device"}

@@ -1,0 +1,222 @@
+"""What a dry run tells: the programs on one topology, or the smallest that fits."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from diloco import config as config_lib
+from diloco import hardware, hlo, model, state
+from diloco import mesh as mesh_lib
+from diloco.aot.programs import Programs, nbytes
+from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
+from diloco.config import ConfigError
+
+
+def report(config, topology: str, slices: int, quick: bool = False):
+  """Yields the lines of a dry run of a config on a topology.
+
+  Args:
+    config: ConfigDict with the fields of `default_config`.
+    topology: chip and grid of a slice.
+    slices: how many of them.
+    quick: see `Programs.compile`.
+
+  Raises:
+    ConfigError: the config, the topology or the layout cannot work.
+  """
+  devices = describe(topology, slices)
+  c = config_lib.resolve(_fit_evaluation(config, len(devices)))
+  mesh = make_mesh(c, devices, slices)
+  programs = Programs(c, mesh)
+  hbm = _memory(devices)
+  m = config_lib.trained_replicas(c)
+  yield (
+    f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of"
+    f" {_size(hbm)}, mesh replica {mesh.shape[mesh_lib.REPLICA]} x fsdp"
+    f" {mesh.shape[mesh_lib.FSDP]}"
+  )
+  tokens = c.train.batch_size * c.model.seq_len
+  flops = model.flops_per_token(c) * tokens
+  yield (
+    f"{c.algorithm}, M={m}, {config_lib.num_params(c) / 1e6:,.0f}M parameters, batch"
+    f" {c.train.batch_size} x {c.model.seq_len} tokens in {c.train.accumulate} parts:"
+    f" {flops:.3g} FLOPs per step, {flops / len(devices):.3g} per device"
+  )
+  on_device, on_host = placed_state(c, programs.state)
+  yield "state on one device: " + _listed(on_device)
+  if on_host:
+    yield "state in the host's memory, per device: " + _listed(on_host)
+  if programs.payload is not None:
+    sent = math.prod(programs.payload.shape[1:])
+    yield f"largest payload: fragment {programs.fragment}, {sent:,} bytes per replica"
+  yield (
+    f"{'program':<26}{'compile':>8}{'arguments':>12}{'temporaries':>12}{'peak':>12}"
+    f"{'with state':>12}{'of HBM':>7}{'at the host':>12}  a replica sends"
+  )
+  most = 0
+  for name in programs.lower:
+    try:
+      x = programs.compile(name, quick)
+    except jax.errors.JaxRuntimeError as error:
+      raise ConfigError(f"{name} does not fit: {_reason(error)}") from error
+    total = x.peak + outside(programs.state, on_device, name)
+    most = max(most, total)
+    yield (
+      f"{name:<26}{x.compile_s:>6.1f} s{_size(x.arguments):>12}"
+      f"{_size(x.temporaries):>12}{_size(x.peak):>12}{_size(total):>12}"
+      f"{total / hbm:>7.1%}{_size(x.host):>12}  {x.crossing:,.0f} bytes"
+      + "".join(f"; {_told(w)}" for w in x.windows)
+    )
+  yield f"most memory on one device: {_size(most)} of {_size(hbm)}" + (
+    ", fits" if most <= hbm else ", does not fit"
+  )
+
+
+def find(config, chip: str, slices: int, quick: bool = False):
+  """Yields one line per slice tried, smallest first, until the inner step fits.
+
+  Microbatches are halved as long as that helps: train.accumulate grows from the
+  config's value. What cannot fit by its state alone is not compiled.
+
+  Args:
+    config: ConfigDict with the fields of `default_config`.
+    chip: a key of `TOPOLOGIES`.
+    slices: how many slices.
+    quick: see `Programs.compile`.
+
+  Raises:
+    ConfigError: there is no such chip, or nothing fits.
+  """
+  if chip not in TOPOLOGIES:
+    raise ConfigError(
+      f"--topology={chip} is no chip; choose of {', '.join(TOPOLOGIES)}, or give a"
+      f" grid as in {next(iter(TOPOLOGIES))}:4x4."
+    )
+  for grid in TOPOLOGIES[chip]:
+    topology = f"{chip}:{grid}"
+    devices = describe(topology, slices)
+    hbm = _memory(devices)
+    tried = ml_collections.ConfigDict(config.to_dict())
+    while True:
+      try:
+        c = config_lib.resolve(_fit_evaluation(tried, len(devices)))
+        programs = Programs(c, make_mesh(c, devices, slices))
+      except ConfigError as error:
+        yield f"{slices} x {topology}: {error}"
+        break
+      line = f"{slices} x {topology}, train.accumulate={c.train.accumulate}: "
+      on_device, _ = placed_state(c, programs.state)
+      state_bytes, saved = sum(on_device.values()), activations(c, programs.mesh)
+      if state_bytes > hbm:
+        yield f"{line}the state alone takes {_size(state_bytes)}"
+        break
+      if state_bytes + nbytes(programs.state.params) + saved <= hbm:
+        total = 0
+        try:
+          x = programs.compile("inner step", quick)
+          total = x.peak + outside(programs.state, on_device, x.name)
+        except jax.errors.JaxRuntimeError as error:
+          yield f"{line}does not fit: {_reason(error)}"
+        if 0 < total <= hbm:
+          yield f"{line}fits, {_size(total)} of {_size(hbm)}"
+          return
+        if total:
+          yield f"{line}does not fit, {_size(total)} of {_size(hbm)}"
+      else:
+        yield f"{line}activations do not fit beside the state"
+      tried.train.accumulate *= 2
+  raise ConfigError(f"no {chip} slice fits; shard more (mesh.fsdp) or lower the batch.")
+
+
+def placed_state(c, s: state.TrainState) -> tuple[dict[str, int], dict[str, int]]:
+  """Bytes of the state per device: in device memory, and in the host's."""
+  parts = resident(s)
+  away = [k for k in parts if k.startswith("outer ")]
+  if not (c.outer.offload or c.overlap.transport == "host"):
+    away = []
+  host = {k: parts.pop(k) for k in away}
+  return parts, host
+
+
+def outside(s: state.TrainState, on_device: dict[str, int], name: str) -> int:
+  """Bytes on a device of the state that a program does not take as its argument."""
+  parts = {
+    "inner optimizer": name in ("send", "exchange alone", "update", "merge"),
+    "parameters": name in ("exchange alone", "update"),
+    "outer parameters": True,
+    "outer optimizer": True,
+  }
+  total = sum(size for part, size in on_device.items() if parts[part])
+  if s.outer is None or "outer parameters" not in on_device:
+    return total
+  taken = 0
+  if name in ("send", "update", "merge"):
+    taken += max(nbytes(theta) for theta in s.outer.theta)
+  if name == "update":
+    taken += max(nbytes(opt_state) for opt_state in s.outer.opt_state)
+  return total - taken
+
+
+def activations(c, mesh) -> int:
+  """Bytes that a backward pass keeps of every block, at the least: its input."""
+  m = config_lib.trained_replicas(c)
+  rows = c.train.batch_size // (m * c.train.accumulate * mesh.shape[mesh_lib.FSDP])
+  here = m // mesh.shape[mesh_lib.REPLICA]
+  width = jnp.dtype(c.model.dtype).itemsize * c.model.dim
+  return here * rows * c.model.seq_len * width * c.model.num_layers
+
+
+def _fit_evaluation(config, devices: int):
+  """The config with an evaluation batch that the devices divide; it is not run."""
+  config = ml_collections.ConfigDict(config.to_dict())
+  config.eval.batch_size = devices * math.ceil(config.eval.batch_size / devices)
+  return config
+
+
+def _listed(parts: dict[str, int]) -> str:
+  each = ", ".join(f"{k} {_size(v)}" for k, v in parts.items())
+  return f"{each}; {_size(sum(parts.values()))} in all"
+
+
+def _size(nbytes: float) -> str:
+  """Bytes in the largest unit of which there is one."""
+  unit = max(0, min(3, int(math.log2(max(nbytes, 1)) // 10)))
+  return f"{nbytes / 1024**unit:.{2 * (unit > 0)}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+
+
+def _memory(devices) -> int:
+  found = hardware.hbm_bytes(devices[0].device_kind)
+  if found is None:
+    raise ConfigError(
+      f"the memory of a {devices[0].device_kind} is not known; add it to HBM_BYTES in"
+      " diloco/hardware.py."
+    )
+  return found
+
+
+def _told(w: hlo.Window) -> str:
+  c = w.collective
+  shape = ",".join(map(str, c.shape))
+  return f"{c.kind} {c.dtype}[{shape}] hidden by {w.hidden} of {w.loops} loops"
+
+
+def _reason(error: Exception) -> str:
+  """What XLA says of memory, in one sentence."""
+  text = " ".join(str(error).split())
+  size = r"(\d+\.\d+[KMG])"
+  used = re.search(rf"Used {size} of {size} hbm", text) or re.search(
+    rf"temporaries \({size}\) exceeds available HBM \({size}\)", text
+  )
+  return f"XLA needs {used[1]} of {used[2]}" if used else text[:200]
+
+
+def resident(s: state.TrainState) -> dict[str, int]:
+  """Bytes of the state on one device, by part."""
+  parts = {"parameters": s.params, "inner optimizer": s.opt_state}
+  if s.outer:
+    parts["outer parameters"] = s.outer.theta
+    parts["outer optimizer"] = s.outer.opt_state
+  return {name: nbytes(part) for name, part in parts.items()}

@@ -1,0 +1,143 @@
+"""The dry run: errors of the command, sizes of the state, and compiles with libtpu."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import inner, outer, state
+from diloco import mesh as mesh_lib
+from diloco.aot import report, topology
+from diloco.aot.programs import Programs, hidden_steps, nbytes
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="libtpu is not installed (pip install 'diloco[tpu]')",
+)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e"])
+def test_topologies_that_do_not_exist(name):
+  with pytest.raises(
+    config_lib.ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*v5p"
+  ):
+    topology.describe(name)
+
+
+def test_without_libtpu_the_error_names_the_extra(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(config_lib.ConfigError, match=r"pip install 'diloco\[tpu\]'"):
+    topology.describe("v5e:2x2")
+
+
+def test_a_chip_without_slices(tiny):
+  with pytest.raises(config_lib.ConfigError, match="--topology=v1 is no chip; choose"):
+    list(report.find(tiny, "v1", 1))
+
+
+def test_replicas_must_divide_over_the_slices(tiny):
+  c = config_lib.resolve(tiny)
+  with pytest.raises(config_lib.ConfigError, match=r"2 groups.*do not divide over 4"):
+    topology.make_mesh(c, jax.devices()[:1] * 2, slices=4)
+
+
+def test_shapes_are_those_of_a_real_state(tiny):
+  c = config_lib.resolve(tiny)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    optimizer, plan = inner.make_optimizer(c), outer.make_outer(c, mesh)
+    real = state.init_state(c, mesh, optimizer, plan)
+    drawn = state.abstract_state(c, mesh, optimizer, plan)
+  same = lambda a, b: (
+    (a.shape, a.dtype) == (b.shape, b.dtype)
+    and (a.sharding.is_equivalent_to(b.sharding, a.ndim))
+  )
+  assert jax.tree.all(jax.tree.map(same, real, drawn))
+  assert nbytes(drawn.params) == sum(x.nbytes for x in jax.tree.leaves(real.params))
+  on_device, at_host = report.placed_state(c, drawn)
+  assert not at_host
+  assert sum(on_device.values()) == nbytes(real)
+
+
+def test_offloaded_outer_state_is_counted_at_the_host(tiny):
+  tiny.outer.offload = True
+  c = config_lib.resolve(tiny)
+  drawn = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1])).state
+  on_device, at_host = report.placed_state(c, drawn)
+  n = config_lib.num_params(c)
+  assert at_host["outer parameters"] == 4 * n
+  # M replicas, each with float32 parameters.
+  assert on_device["parameters"] == 4 * n * c.replicas
+  assert report.outside(drawn, on_device, "inner step") == 0
+  assert report.outside(drawn, on_device, "merge") == on_device["inner optimizer"]
+
+
+def test_every_program_compiles_where_training_runs(tiny):
+  tiny.overlap.tau, tiny.outer.offload = 2, True
+  c = config_lib.resolve(tiny)
+  assert hidden_steps(c) == 1  # H=4 over four fragments: a send after every step.
+  programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
+  assert list(programs.lower)[:4] == ["inner step", "send", "merge", "update"]
+  found = [programs.compile(name) for name in programs.lower]
+  assert all(x.crossing == 0 and x.peak > 0 for x in found)
+
+
+def test_hidden_steps_end_at_the_next_event(tiny):
+  tiny.fragments.size, tiny.overlap.tau, tiny.sync_every = 3, 3, 8
+  assert hidden_steps(config_lib.resolve(tiny)) == 3
+  tiny.overlap.transport = "host"
+  assert hidden_steps(config_lib.resolve(tiny)) == 0
+
+
+SCRIPT = """
+import json, sys
+import conftest
+from diloco import config as config_lib
+from diloco.aot.programs import Programs
+from diloco.aot.topology import describe, make_mesh
+
+c = conftest.tiny_config()
+c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
+c.train.batch_size = c.eval.batch_size = 8
+c = config_lib.resolve(c)
+slices = int(sys.argv[1])
+devices = describe("v5e:2x2", slices)
+programs = Programs(c, make_mesh(c, devices, slices))
+x = programs.compile("exchange, 1 inner step", quick=True)
+[w] = x.windows
+print(json.dumps({
+  "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
+  "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
+}))
+"""
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
+def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
+  env = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)]),
+  }
+  result = subprocess.run(
+    [sys.executable, "-c", SCRIPT, str(slices)],
+    env=env,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  found = json.loads(result.stdout.splitlines()[-1])
+  assert (found["kind"], found["dtype"]) == (kind, "u8")
+  assert found["hidden"] == found["loops"] == 1
+  # A replica sends its packed payload once, and nothing else.
+  assert found["crossing"] == np.prod(found["payload"][1:])
