@@ -104,7 +104,7 @@ def main(argv) -> None:
   for workers in _WORKERS.value:
     shutil.rmtree(new, ignore_errors=True)
     for way, args in ways.items():
-      output = new if args[0] == "convert" else folder / "tokens"
+      output = new if args[0] == "convert" else folder / "tokens" / "train"
       if output != new:
         shutil.rmtree(output, ignore_errors=True)
       seconds, cpu, memory = measure(
