@@ -78,7 +78,7 @@ def get_sweep() -> Sweep:
   def longer(size: str, multiple: int) -> list[Point]:
     return cells(size, everyone, overtrain=multiple)
 
-  larger = ("142k", "185k", "269k", "382k")
+  larger = ("142k", "185k", "269k")
   seeds = [c for s in (1, 2) for c in cells("105k", everyone, seed=s)]
   return Sweep(
     config=get_config,
@@ -96,6 +96,7 @@ def get_sweep() -> Sweep:
       Grid("batch dp", cells("105k", algorithms), (lr, batch)),
       Grid("batch", cells("105k", diloco), (lr, batch, outer)),
       Grid("overtrain", longer("105k", 4), (), without("overtrain")),
+      Grid("382k", cells("382k", everyone), (), from_size("105k")),
       Grid("cadence", cadences("105k", 1, 30), (outer,), without("sync_every")),
       Grid("lr 142k", cells("142k", everyone), (lr,), from_size("105k")),
       Grid("lr 185k", cells("185k", everyone), (lr,), from_size("105k")),

@@ -10,105 +10,22 @@ which the table does not hold. A figure whose runs are missing is left out, and 
 
 import argparse
 import collections
-import csv
-import dataclasses
 import pathlib
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from diloco.scaling_laws import results
 from diloco.simulate import wallclock
+from diloco.sweep import tables
+from diloco.sweep.runs import Run, best, by_curve, main_grid, read
 
 Axes = Any
 OUTER = "best outer learning rate"
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """A finished run, as the exported table has it.
-
-  Attributes:
-    algorithm: data_parallel, diloco or streaming.
-    replicas: M.
-    params: N.
-    sync_every: H.
-    rate, outer_rate: inner and outer learning rate.
-    batch: tokens per step over all replicas.
-    tokens: D.
-    overtrain: D / N as a multiple of the table's smallest.
-    seed: of the run.
-    loss: held-out, nats per token.
-  """
-
-  algorithm: str
-  replicas: int
-  params: float
-  sync_every: int
-  rate: float
-  outer_rate: float
-  batch: float
-  tokens: float
-  overtrain: int
-  seed: int
-  loss: float
-
-  @property
-  def curve(self) -> str:
-    """Its name in legends."""
-    if self.algorithm == "data_parallel":
-      return "data-parallel"
-    name = "DiLoCo" if self.algorithm == "diloco" else self.algorithm
-    return f"{name}, M={self.replicas}"
-
-
 class Missing(ValueError):
   """The table has no runs for a figure."""
-
-
-def read(path: pathlib.Path) -> list[Run]:
-  """The finished runs of an exported table.
-
-  Raises:
-    ValueError: the file is no such table, or has no finished run.
-  """
-  with path.open(newline="") as file:
-    rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
-  if not rows:
-    raise ValueError(
-      f"{path} has no finished run; write it with python -m diloco.sweep --export."
-    )
-  try:
-    least = min(float(r["tokens"]) / float(r["params"]) for r in rows)
-    return [_run(row, least) for row in rows]
-  except (KeyError, ValueError) as error:
-    raise ValueError(
-      f"{path} is no table of a sweep ({error}); write it with python -m diloco.sweep"
-      " --export."
-    ) from error
-
-
-def main_grid(runs: Sequence[Run]) -> list[Run]:
-  """The runs of the main grid: most frequent H and seed, no overtraining."""
-  cadence = statistics.mode(r.sync_every for r in runs)
-  seed = statistics.mode(r.seed for r in runs)
-  return [
-    r
-    for r in runs
-    if (r.overtrain, r.seed) == (1, seed)
-    and (r.sync_every == cadence or r.algorithm == "data_parallel")
-  ]
-
-
-def best(runs: Iterable[Run], key: Callable[[Run], Any]) -> dict[Any, Run]:
-  """The run with the least loss for every value of `key`, in order of the values."""
-  found: dict[Any, Run] = {}
-  for run in runs:
-    k = key(run)
-    if k not in found or run.loss < found[k].loss:
-      found[k] = run
-  return dict(sorted(found.items()))
 
 
 def figure_2(runs: Sequence[Run]):
@@ -116,7 +33,7 @@ def figure_2(runs: Sequence[Run]):
   cells = best(main_grid(runs), lambda r: (r.curve, r.params))
   plain = {n: r.loss for (name, n), r in cells.items() if name == "data-parallel"}
   figure, (left, right) = _axes(2)
-  for name, some in _by_curve(cells.values()).items():
+  for name, some in by_curve(cells.values()).items():
     left.plot([r.params for r in some], [r.loss for r in some], "o-", label=name)
     shared = [r for r in some if r.params in plain]
     if name != "data-parallel" and shared:
@@ -152,7 +69,7 @@ def figure_6(runs: Sequence[Run]):
     raise Missing("no size has three batches")
   figure, axes = _axes(3)
   for panel, (name, network) in zip(axes, reversed(wallclock.NETWORKS.items())):
-    for curve, points in _by_curve(some).items():
+    for curve, points in by_curve(some).items():
       times = [wallclock.total_time(_training(r, network)) for r in points]
       panel.plot(times, [r.loss for r in points], "o-", label=curve)
     panel.set(xscale="log", xlabel="idealised time (s)", title=f"{name} bandwidth")
@@ -166,7 +83,7 @@ def figure_7(runs: Sequence[Run]):
   if not cells:
     raise Missing("no cell has three outer learning rates")
   figure, (panel,) = _axes(1)
-  for name, some in _by_curve(cells.values()).items():
+  for name, some in by_curve(cells.values()).items():
     panel.plot([r.params for r in some], [r.outer_rate for r in some], "o-", label=name)
   panel.set(xscale="log", xlabel="parameters N", ylabel=OUTER)
   return _legend(figure, panel)
@@ -182,7 +99,7 @@ def figure_8(runs: Sequence[Run]):
   for panel, field, label in zip(
     panels, ("sync_every", "params"), ("inner steps between syncs H", "parameters N")
   ):
-    for name, points in _by_curve(cells.values()).items():
+    for name, points in by_curve(cells.values()).items():
       values = collections.defaultdict(list)
       for r in points:
         values[getattr(r, field)].append(r.outer_rate)
@@ -204,7 +121,7 @@ def figure_9(runs: Sequence[Run]):
   figure, panels = _axes(len(sizes))
   for panel, size in zip(panels, sizes):
     points = [r for r in cells.values() if r.params == size]
-    for name, some in _by_curve(points, lambda r: r.sync_every).items():
+    for name, some in by_curve(points, lambda r: r.sync_every).items():
       panel.plot([r.sync_every for r in some], [r.loss for r in some], "o-", label=name)
     panel.set(
       xscale="log", xlabel="inner steps between syncs H", title=f"N={size:,.0f}"
@@ -229,7 +146,7 @@ def figure_11(runs: Sequence[Run]):
   styles = dict(
     zip(sorted({r.overtrain for r in cells.values()}), ("-", "--", ":", "-."))
   )
-  for i, (name, some) in enumerate(_by_curve(cells.values()).items()):
+  for i, (name, some) in enumerate(by_curve(cells.values()).items()):
     for multiple, style in styles.items():
       points = [r for r in some if r.overtrain == multiple]
       panel.plot(
@@ -253,125 +170,6 @@ FIGURES = {
   9: figure_9,
   11: figure_11,
 }
-
-
-def table_4(runs: Sequence[Run]) -> list[str]:
-  """Best loss of every cell and its difference to data-parallel, as Markdown."""
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve))
-  names = list(_by_curve(cells.values()))
-  lines = [
-    f"| N | {' | '.join(names)} |",
-    "|---" * (len(names) + 1) + "|",
-  ]
-  for size in sorted({n for n, _ in cells}):
-    plain = cells.get((size, "data-parallel"))
-    row = []
-    for name in names:
-      r = cells.get((size, name))
-      text = f"{r.loss:.4f}" if r else "-"
-      if r and plain and r is not plain:
-        text += f" ({100 * (r.loss / plain.loss - 1):+.2f}%)"
-      row.append(text)
-    lines.append(f"| {size:,.0f} | {' | '.join(row)} |")
-  return lines
-
-
-def table_best(runs: Sequence[Run]) -> list[str]:
-  """Hyperparameters of the best run of every cell, as Markdown."""
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve))
-  count = collections.Counter((r.params, r.curve) for r in main_grid(runs))
-  lines = [
-    "| N | algorithm | runs | learning rate | batch (tokens) | outer rate | loss |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  for (size, name), r in cells.items():
-    outer = "-" if name == "data-parallel" else f"{r.outer_rate:g}"
-    lines.append(
-      f"| {size:,.0f} | {name} | {count[size, name]} | {r.rate:.4g} | {r.batch:,.0f} |"
-      f" {outer} | {r.loss:.4f} |"
-    )
-  return lines
-
-
-def table_laws(runs: Sequence[Run]) -> list[str]:
-  """Power laws A N^alpha (M^beta) of the best runs, as Markdown, and what ails them."""
-  converted = [
-    results.Run(
-      r.algorithm,
-      r.params,
-      1 if r.algorithm == "data_parallel" else r.replicas,
-      r.loss,
-      r.rate,
-      r.batch,
-      0.0 if r.algorithm == "data_parallel" else r.outer_rate,
-    )
-    for r in main_grid(runs)
-  ]
-  try:
-    laws, problems = results.fit_runs(converted, strict=False)
-  except ValueError as error:
-    return [f"no laws: {error}"]
-  lines = [
-    "| runs | loss | learning rate | batch (tokens) |",
-    "|---|---|---|---|",
-  ]
-  for name, law in laws.items():
-    row = [_law(fit) for fit in (law.loss, law.learning_rate, law.batch)]
-    lines.append(f"| {name} | {' | '.join(row)} |")
-  return [*lines, "", *(f"- {problem}" for problem in problems)]
-
-
-def table_seeds(runs: Sequence[Run]) -> list[str]:
-  """Spread over seeds of runs that differ in nothing else."""
-  groups = collections.defaultdict(list)
-  for r in runs:
-    groups[dataclasses.replace(r, seed=0, loss=0.0)].append(r.loss)
-  lines = [
-    f"{r.curve}, N={r.params:,.0f}: {len(losses)} seeds, {statistics.mean(losses):.4f}"
-    f" +- {statistics.stdev(losses):.4f} (standard deviation)"
-    for r, losses in groups.items()
-    if len(losses) > 1
-  ]
-  return lines or ["no run was repeated with another seed"]
-
-
-def _run(row: dict[str, str], least: float) -> Run:
-  tokens, params = float(row["tokens"]), float(row["params"])
-  return Run(
-    algorithm=row["algorithm"],
-    replicas=int(row["replicas"]),
-    params=params,
-    sync_every=int(row["sync_every"]),
-    rate=float(row["learning_rate"]),
-    outer_rate=float(row["outer_learning_rate"]),
-    batch=float(row["batch_sequences"]) * float(row["seq_len"]),
-    tokens=tokens,
-    overtrain=round(tokens / params / least),
-    seed=int(row["seed"]),
-    loss=float(row["loss"]),
-  )
-
-
-def _law(fit) -> str:
-  """A N^alpha with the interval of alpha; the same of M where it is joint."""
-  low, high = fit.interval()["alpha"]
-  text = f"{fit.law.A:.4g} N^{fit.law.alpha:.3f} [{low:.3f}, {high:.3f}]"
-  if fit.law.beta:
-    low, high = fit.interval()["beta"]
-    text += f" M^{fit.law.beta:.3f} [{low:.3f}, {high:.3f}]"
-  return text
-
-
-def _by_curve(
-  runs: Iterable[Run], x: Callable[[Run], float] = lambda r: r.params
-) -> dict[str, list[Run]]:
-  """Runs by curve, data-parallel first, each in order of x (then of the batch)."""
-  curves = collections.defaultdict(list)
-  for r in runs:
-    curves[r.algorithm != "data_parallel", r.curve].append(r)
-  return {
-    k[1]: sorted(curves[k], key=lambda r: (x(r), r.batch)) for k in sorted(curves)
-  }
 
 
 def _cadences(runs: Sequence[Run]) -> list[Run]:
@@ -413,7 +211,7 @@ def _batches(runs: Sequence[Run]):
   figure, panels = _axes(len(sizes))
   for panel, size in zip(panels, sizes):
     points = [r for r in cells.values() if r.params == size]
-    for name, some in _by_curve(points, lambda r: r.batch).items():
+    for name, some in by_curve(points, lambda r: r.batch).items():
       panel.plot([r.batch for r in some], [r.loss for r in some], "o-", label=name)
     panel.set(xscale="log", xlabel="batch (tokens)", title=f"N={size:,.0f}")
   panels[0].set_ylabel("held-out loss, best rates")
@@ -476,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"error: {error}", file=sys.stderr)
     return 2
   args.out.mkdir(parents=True, exist_ok=True)
-  for table in (table_4, table_best, table_laws, table_seeds):
+  for table in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(table(runs)) + "\n")
   for number, draw in FIGURES.items():
     path = args.out / f"{args.prefix}{number}.png"

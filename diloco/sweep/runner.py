@@ -4,13 +4,15 @@ Everything that matters is on disk: the table and, per run, config.json, checkpo
 summary.json or ended.json. The driver can be killed at any moment and started again.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import pathlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from diloco import config as config_lib
@@ -98,6 +100,19 @@ class Driver:
           )
         waiting = later
     return found
+
+  @contextlib.contextmanager
+  def alone(self) -> Iterator[None]:
+    """Keeps other drivers off these results for as long as this process lives."""
+    with (self._results / "driver.lock").open("w") as lock:
+      try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError:
+        raise ValueError(
+          f"--results={self._results} has a driver already; use --show to look at it,"
+          " or another directory."
+        ) from None
+      yield
 
   def rows(self) -> list[dict[str, Any]]:
     return self._table.rows()
@@ -220,7 +235,15 @@ def drive(
 
   Returns:
     False if SIGTERM or SIGINT ended it early.
+
+  Raises:
+    ValueError: another driver works on these results.
   """
+  with driver.alone():
+    return _drive(driver, show, pause)
+
+
+def _drive(driver: Driver, show, pause: float) -> bool:
   stopped = False
 
   def stop(*_):

@@ -257,6 +257,13 @@ def _done(results: pathlib.Path) -> dict:
   return {row["name"]: row for row in rows if row["status"] == "done"}
 
 
+def test_two_drivers_do_not_share_results(tmp_path):
+  first, second = (Driver(make_sweep(), tmp_path, Fake()) for _ in range(2))
+  with first.alone(), pytest.raises(ValueError, match="has a driver already"):
+    drive(second, lambda cells, rows: None)
+  assert drive(second, lambda cells, rows: None, pause=0.01)
+
+
 def test_drive_stops_at_sigterm(tmp_path):
   driver = Driver(make_sweep(), tmp_path, Fake(slots=0))
 

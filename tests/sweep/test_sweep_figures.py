@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from diloco.sweep import figures
+from diloco.sweep import figures, tables
+from diloco.sweep import runs as runs_lib
 
 FIELDS = [
   "algorithm",
@@ -64,7 +65,7 @@ def test_every_figure_is_drawn_and_small(table, tmp_path, capsys):
 
 
 def test_figures_draw_the_numbers_of_the_table(table):
-  runs = figures.read(table)
+  runs = runs_lib.read(table)
   left, right = figures.figure_2(runs).axes
   assert [line.get_label() for line in left.lines] == [
     "data-parallel",
@@ -75,11 +76,11 @@ def test_figures_draw_the_numbers_of_the_table(table):
   assert list(right.lines[0].get_ydata()) == pytest.approx(
     [100 * (5.0 / 4.9 - 1), 100 * (4.9 / 4.8 - 1)]
   )
-  assert figures.table_4(runs)[2].startswith("| 100,000 | 4.9000 | 5.0000 (+2.04%) |")
+  assert tables.losses(runs)[2].startswith("| 100,000 | 4.9000 | 5.0000 (+2.04%) |")
 
 
 def test_main_grid_leaves_ablations_out(table):
-  main = figures.main_grid(figures.read(table))
+  main = runs_lib.main_grid(runs_lib.read(table))
   assert {(r.sync_every, r.seed, r.overtrain) for r in main} == {(10, 0, 1)}
 
 
