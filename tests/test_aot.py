@@ -109,7 +109,7 @@ c = config_lib.resolve(c)
 slices = int(sys.argv[1])
 devices = describe("v5e:2x2", slices)
 programs = Programs(c, make_mesh(c, devices, slices))
-x = programs.compile("exchange, 1 inner step", quick=True)
+x = programs.compile("exchange, 1 inner step")
 [w] = x.windows
 print(json.dumps({
   "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,

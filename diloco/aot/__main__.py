@@ -29,7 +29,7 @@ _SLICES = flags.DEFINE_integer(
   "slices", 1, "Slices of that shape, joined by the data-centre network."
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "Compile with XLA's least effort: sooner, about as much memory."
+  "quick", False, "XLA's least effort: sooner, about as much memory, no overlap."
 )
 
 
