@@ -23,9 +23,9 @@ from diloco.data.documents import encode_document
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.data.units import LOCK, lock, replacing, run_units, temporary, write_json
 
-# Bytes on disk of a unit: no more files than stay open while training, but neither so
-# small that files abound nor so large that a kill costs more than minutes.
-_LEAST_UNIT, _MOST_UNIT, _UNITS = 1 << 24, 1 << 31, 512
+# Bytes on disk of a unit: few enough arrays to stay open while training (files that
+# cannot be split may double them), none so large that a kill costs more than minutes.
+_LEAST_UNIT, _MOST_UNIT, _UNITS = 1 << 24, 1 << 31, 256
 _HEADER = 128  # Bytes of a .npy file before its data, whatever its length.
 
 
