@@ -14,17 +14,14 @@ import json
 import math
 import sys
 
-from diloco.scaling_laws import paper, results
-from diloco.scaling_laws.fits import Fit, PowerLaw
-from diloco.scaling_laws.parametric import Optimum
-
-METHODS = ("joint", "independent")
+from diloco.scaling_laws import paper, predict, results
+from diloco.scaling_laws.fits import PowerLaw
 
 # The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it, prints no
 # numbers, and says: on the grid 0.2, 0.4, ... 1.0, constant in N from 335M on, larger
-# for larger M. Printed are 0.4 for M = 2 (Streaming DiLoCo, Section 3.1) and 0.7 for
-# M = 8 (DiLoCo, arXiv 2311.08105, Section 3.1). The values here are the grid's that
-# rise with M and lie nearest to these two; those of M = 1 and 4 are our reading.
+# for larger M. Printed elsewhere are 0.4 (Streaming DiLoCo, Section 3.2, whose main
+# experiments have M = 2) and 0.7 for M = 8 (DiLoCo, arXiv 2311.08105). The values here
+# lie on the grid, rise with M and are near those two; M = 1 and 4 are our reading.
 OUTER_RATES = {1: 0.4, 2: 0.4, 4: 0.6, 8: 0.8}
 OUTER_SOURCE = (
   "0.4 at M=2 and 0.7 at M=8 are printed; figure 7: rises with M, not with N"
@@ -64,15 +61,6 @@ class Recommendation:
   notes: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-  """A loss with the interval for one new run (bootstrap of the law's residuals)."""
-
-  loss: float
-  low: float
-  high: float
-
-
 def recommend(
   params: float,
   replicas: int = 2,
@@ -106,7 +94,8 @@ def recommend(
     if not 0 < value < math.inf:
       raise ValueError(f"{name} is {value}; give a positive number.")
   plain = algorithm == "data_parallel"
-  rate, batch = _laws_of(law_name(algorithm, replicas, method), laws)
+  name = predict.law_name(algorithm, replicas, method)
+  rate, batch = _laws_of(name, algorithm, laws)
   batch_tokens = batch(params, replicas)
   budget = (tokens or paper.CHINCHILLA * params) * overtrain
   sequences = round_batch(batch_tokens / seq_len, replicas * fsdp)
@@ -155,19 +144,6 @@ def _notes(
   return tuple(found)
 
 
-def law_name(algorithm: str, replicas: int, method: str) -> str:
-  """data_parallel, joint or diloco_M<replicas>.
-
-  Raises:
-    ValueError: method is none of METHODS.
-  """
-  if method not in METHODS:
-    raise ValueError(f"method is {method!r}; choose one of {', '.join(METHODS)}.")
-  if algorithm == "data_parallel":
-    return algorithm
-  return "joint" if method == "joint" else f"diloco_M{replicas}"
-
-
 def outer_rate(replicas: int) -> float:
   """Outer learning rate for M replicas: that of the nearest tabulated M below."""
   return OUTER_RATES[max(m for m in OUTER_RATES if m <= replicas)]
@@ -182,72 +158,14 @@ def round_batch(sequences: float, unit: int) -> int:
   return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
 
 
-def predict(
-  params: float,
-  replicas: int = 1,
-  method: str = "joint",
-  algorithm: str = "diloco",
-  laws: dict[str, results.Laws] | None = None,
-  floor: bool = False,
-  level: float = 0.9,
-) -> Prediction:
-  """Evaluation loss at 20 tokens per parameter, with the interval for a new run.
-
-  Args:
-    params: N.
-    replicas: M.
-    method: joint or independent.
-    algorithm: data_parallel, diloco or streaming.
-    laws: of one's own runs; None takes the paper's.
-    floor: whether the paper's law gets a constant that the loss does not go below.
-    level: of the interval.
-
-  Raises:
-    ValueError: there is no law for this M.
-  """
-  name = law_name(algorithm, replicas, method)
-  law: Fit | Optimum
-  if laws is not None:
-    law = _own(laws, name).loss
-  else:
-    law = paper.floor_fit(name) if floor else paper.loss_fit(name)
-  interval = law.predict_interval(params, replicas, level)
-  return Prediction(law(params, replicas), *interval)
-
-
-def measured(params: float, algorithm: str, replicas: int, method: str) -> float | None:
-  """The paper's loss of this run, if it trained it (Tables 5 and 12), else None."""
-  name = "data_parallel" if algorithm == "data_parallel" else f"diloco_M{replicas}"
-  how = "independent" if algorithm == "data_parallel" else method
-  for scale in ("4B", "10B"):
-    sizes = [paper.model_sizes(s, [scale])[0] for s in paper.SIZES]
-    if min(sizes) <= params <= max(sizes):
-      for row in paper.read("table12_fit_extrapolation"):
-        if (row["algorithm"], row["fit"]) == (name, how):
-          return float(row[f"loss_{scale}"])
-  return None
-
-
 def _laws_of(
-  name: str, laws: dict[str, results.Laws] | None
+  name: str, algorithm: str, laws: dict[str, results.Laws] | None
 ) -> tuple[PowerLaw, PowerLaw]:
   """(inner learning rate, batch in tokens)."""
   if laws is None:
     return paper.law("inner_lr", name), paper.law("batch_size", name)
-  own = _own(laws, name)
+  own = predict.own_laws(laws, name, algorithm)
   return own.learning_rate.law, own.batch.law
-
-
-def _own(laws: dict[str, results.Laws], name: str) -> results.Laws:
-  """The law called `joint` or `diloco_M2` of one's own, of DiLoCo or streaming."""
-  wanted = name.removeprefix("diloco_")
-  for key in laws:
-    if wanted == key or key in (f"diloco_{wanted}", f"streaming_{wanted}"):
-      return laws[key]
-  raise ValueError(
-    f"the results have no law {name}, only {', '.join(laws)}; add runs, or choose"
-    " another method or number of replicas."
-  )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -258,7 +176,7 @@ def make_parser() -> argparse.ArgumentParser:
   add = parser.add_argument
   add("--params", required=True, help="N, such as 4e9, 4B or 700M")
   add("--replicas", type=int, default=2, help="M")
-  add("--method", choices=METHODS, default="joint")
+  add("--method", choices=predict.METHODS, default="joint")
   add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
   add("--overtrain", type=float, default=1.0, help="multiplies 20 tokens per parameter")
   add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
@@ -292,16 +210,18 @@ def run(args: argparse.Namespace) -> dict:
     laws=laws,
   )
   answer = dataclasses.asdict(found)
+  # The paper's laws of the loss are for 20 tokens per parameter; one's own are for
+  # whatever one's runs had.
+  known = laws is not None or args.overtrain == 1
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
-    # The laws of the loss are for 20 tokens per parameter.
-    there = laws is None or algorithm in laws or key == "loss"
-    for suffix in ("", "_floor"):
-      answer[key + suffix] = None
-      if args.overtrain == 1 and there and not (laws and suffix):
-        floor = suffix == "_floor"
-        p = predict(n, args.replicas, args.method, algorithm, laws, floor)
-        answer[key + suffix] = dataclasses.asdict(p)
-    theirs = measured(n, algorithm, args.replicas, args.method)
+    there = known and (laws is None or key == "loss" or algorithm in laws)
+    for floor in (False, True):
+      expected = None
+      if there and not (laws and floor):
+        p = predict.predict(n, args.replicas, args.method, algorithm, laws, floor)
+        expected = dataclasses.asdict(p)
+      answer[f"{key}_floor" if floor else key] = expected
+    theirs = predict.measured(n, algorithm, args.replicas, args.method)
     answer[f"{key}_measured"] = None if laws or args.overtrain != 1 else theirs
   return answer
 

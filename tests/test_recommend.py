@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import recommend as lib
-from diloco.scaling_laws import paper, results
+from diloco.scaling_laws import paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
 
@@ -64,19 +64,19 @@ def test_losses_beside_the_papers_runs():
   # Table 12: 4B and 10B, measured; the law with a floor is nearer to both.
   for params, dp, two in ((4e9, 2.224, 2.220), (10e9, 2.090, 2.086)):
     for algorithm, theirs in (("data_parallel", dp), ("diloco", two)):
-      assert lib.measured(params, algorithm, 2, "joint") == theirs
-      plain = lib.predict(params, 2, algorithm=algorithm)
-      floor = lib.predict(params, 2, algorithm=algorithm, floor=True)
+      assert predict.measured(params, algorithm, 2, "joint") == theirs
+      plain = predict.predict(params, 2, algorithm=algorithm)
+      floor = predict.predict(params, 2, algorithm=algorithm, floor=True)
       assert plain.low < plain.loss < plain.high < 1.05 * plain.low
       assert plain.loss < floor.loss
       assert floor.loss == pytest.approx(theirs, rel=0.012)
-  assert lib.measured(4e9, "diloco", 8, "joint") is None
-  assert lib.measured(2e9, "diloco", 2, "joint") is None
+  assert predict.measured(4e9, "diloco", 8, "joint") is None
+  assert predict.measured(2e9, "diloco", 2, "joint") is None
 
 
 def test_predictions_at_fitted_sizes_are_near_the_data():
   for n, loss in zip(paper.model_sizes(), paper.losses("diloco_M4")):
-    found = lib.predict(n, 4, "independent")
+    found = predict.predict(n, 4, "independent")
     assert found.loss == pytest.approx(loss, rel=0.02)
 
 
@@ -135,9 +135,9 @@ def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys):
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
   assert found.learning_rate == pytest.approx(rate(1e7, 4))
   assert found.batch_sequences == 64
-  assert lib.predict(1e7, 4, laws=laws).loss == pytest.approx(loss(1e7, 4))
+  assert predict.predict(1e7, 4, laws=laws).loss == pytest.approx(loss(1e7, 4))
   with pytest.raises(ValueError, match="the results have no law diloco_M4, only"):
-    lib.predict(1e7, 4, "independent", laws=laws)
+    predict.predict(1e7, 4, "independent", laws=laws)
   arguments = ["--params=1e7", f"--results={path}", "--seq_len=64", "--json"]
   assert lib.main(arguments) == 0
   answer = json.loads(capsys.readouterr().out)

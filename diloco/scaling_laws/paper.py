@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.scaling_laws import parametric
+from diloco.scaling_laws import optimum, parametric
 from diloco.scaling_laws.fits import Array, Fit, PowerLaw, fit_power_law
 
 # Tokens per sequence; the unit of the paper's batch laws.
@@ -136,7 +136,7 @@ def loss_fit(algorithm: str, sizes: str = "words") -> Fit:
 
 
 @functools.cache
-def floor_fit(name: str, sizes: str = "words") -> parametric.Optimum:
+def floor_fit(name: str, sizes: str = "words") -> optimum.Optimum:
   """A power law with a constant added: A N^alpha M^beta + C for `joint`, else of an
   algorithm alone A N^alpha + C. It foresees 4B and 10B better (Tables 5 and 12).
 
@@ -144,7 +144,7 @@ def floor_fit(name: str, sizes: str = "words") -> parametric.Optimum:
     ValueError: the paper has no losses of the algorithm.
   """
   if name == "joint":
-    return parametric.fit_optimum(parametric.FORMS[1], *loss_grid(sizes))
+    return optimum.fit_optimum(parametric.FORMS[1], *loss_grid(sizes))
   law("loss", name)  # Says which algorithms there are.
   n, y = model_sizes(sizes), losses(name)
-  return parametric.fit_optimum(parametric.FLOOR, n, np.ones_like(n), y)
+  return optimum.fit_optimum(parametric.FLOOR, n, np.ones_like(n), y)

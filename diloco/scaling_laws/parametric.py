@@ -7,7 +7,7 @@ exponents to it, so the starts amount to a search in which the held-out data cho
 optimum explains the paper's Table 13: the optimum of its first form is the joint law of
 Table 10, whose residuals average 0.012 in Table 11, not the 0.0044 of Table 13.
 
-`fit_optimum` converges, and knows its uncertainty.
+`optimum.py` converges, and knows its uncertainty.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy import optimize
 
-from diloco.scaling_laws.fits import Array, Numbers, check_points, tails
+from diloco.scaling_laws.fits import Array, Numbers, check_points
 
 # Maps q, log N, log M and M [n] to L [n] and its gradient [k, n].
 Value = tuple[Array, Array]
@@ -65,7 +65,7 @@ class Form:
     name: as the paper's Table 13 writes it.
     parameters: names in the order of q.
     low, high: box of the random starts.
-    start: a point near the optimum for losses in nats, for `fit_optimum`.
+    start: a point near the optimum for losses in nats, for `optimum.fit_optimum`.
     value: q, log N, log M, M -> (L [n], gradient [k, n]).
   """
 
@@ -76,9 +76,14 @@ class Form:
   start: tuple[float, ...]
   value: Callable[[Array, Array, Array, Array], Value]
 
+  def at(self, q: Array, params: Numbers, replicas: Numbers) -> Value:
+    """L [n] and its gradient [k, n] at N and M, [n] each."""
+    n, m = np.asarray(params, float), np.asarray(replicas, float)
+    return self.value(q, np.log(n), np.log(m), m)
 
-# Objective where L would not be positive, and the L taken there.
-_OUTSIDE, _LEAST = 1e3, 1e-300
+
+# Objective where L would not be positive.
+_OUTSIDE = 1e3
 
 FORMS = (
   Form(
@@ -161,8 +166,7 @@ class ParametricFit:
 
   def __call__(self, params: Numbers, replicas: Numbers) -> Array:
     """L at N parameters and M replicas, float64 [n]."""
-    n, m = np.asarray(params, float), np.asarray(replicas, float)
-    return self.form.value(self.q, np.log(n), np.log(m), m)[0]
+    return self.form.at(self.q, params, replicas)[0]
 
   @property
   def values(self) -> dict[str, float]:
@@ -250,101 +254,3 @@ def minimise(
   if not (result.fun < _OUTSIDE and np.isfinite(result.x).all()):
     return None
   return float(result.fun), result.x
-
-
-@dataclasses.dataclass(frozen=True)
-class Optimum:
-  """The least-error parameters over all points, with their bootstrap.
-
-  Attributes:
-    form: the family.
-    q: its parameters, float64 [k].
-    draws: parameters of the resamples, float64 [S, k].
-    residuals: float64 [n], log L - log fit, scaled by sqrt(n / (n - k)).
-  """
-
-  form: Form
-  q: Array
-  draws: Array
-  residuals: Array
-
-  def __call__(self, params: float, replicas: float = 1) -> float:
-    """L at N parameters and M replicas."""
-    return float(_evaluate(self.form, self.q, [params], [replicas])[0][0])
-
-  @property
-  def values(self) -> dict[str, float]:
-    """Parameters by name."""
-    return dict(zip(self.form.parameters, map(float, self.q)))
-
-  def interval(self, level: float = 0.9) -> dict[str, tuple[float, float]]:
-    """Percentile interval of each parameter."""
-    low, high = np.quantile(self.draws, tails(level), axis=0)
-    return {k: (float(a), float(b)) for k, a, b in zip(self.form.parameters, low, high)}
-
-  def predict_interval(
-    self, params: float, replicas: float = 1, level: float = 0.9
-  ) -> tuple[float, float]:
-    """Interval for a new run at (N, M), as `fits.Fit.predict_interval`."""
-    values = [_evaluate(self.form, q, [params], [replicas])[0][0] for q in self.draws]
-    losses = np.outer(values, np.exp(self.residuals))
-    low, high = np.quantile(losses, tails(level))
-    return float(low), float(high)
-
-
-def fit_optimum(
-  form: Form,
-  params: Numbers,
-  replicas: Numbers,
-  losses: Numbers,
-  start: Numbers | None = None,
-  samples: int = 100,
-  seed: int = 0,
-) -> Optimum:
-  """The optimum that `fit_parametric` looks for and need not reach.
-
-  Trust-region least squares on log L, which is Huber's loss where residuals are small;
-  the bootstrap resamples residuals and starts from the optimum.
-
-  Args:
-    form: one of FORMS, or FLOOR for one M.
-    params, replicas, losses: N, M and L of the points [n].
-    start: parameters to start from, such as those of `fit_parametric`; None takes
-      the form's `start`.
-    samples: S, resamples.
-    seed: of the resampling.
-
-  Raises:
-    ValueError: bad points, or not more of them than the form has parameters.
-  """
-  n, m, y = (np.asarray(v, float) for v in (params, replicas, losses))
-  check_points(n, y, m, form.name)
-  spare = len(n) - len(form.parameters)
-  if spare < 1:
-    raise ValueError(
-      f"{form.name} has {len(form.parameters)} parameters and {len(n)} points; its"
-      f" uncertainty needs {len(form.parameters) + 1}: add runs."
-    )
-
-  def solve(start: Array, log_y: Array) -> Array:
-    def error(q: Array) -> Array:
-      return np.log(np.maximum(_evaluate(form, q, n, m)[0], _LEAST)) - log_y
-
-    def slope(q: Array) -> Array:
-      value, gradient = _evaluate(form, q, n, m)
-      return (gradient / np.maximum(value, _LEAST)).T
-
-    found = optimize.least_squares(error, start, slope, x_scale="jac", max_nfev=300)
-    return found.x
-
-  q = solve(np.asarray(form.start if start is None else start, float), np.log(y))
-  fitted = np.log(_evaluate(form, q, n, m)[0])
-  residuals = (np.log(y) - fitted) * np.sqrt(len(n) / spare)
-  noise = np.random.default_rng(seed).choice(residuals, (samples, len(n)))
-  return Optimum(form, q, np.array([solve(q, fitted + e) for e in noise]), residuals)
-
-
-def _evaluate(form: Form, q: Array, params: Numbers, replicas: Numbers) -> Value:
-  """L [n] and its gradient [k, n] at N and M, [n] each."""
-  n, m = np.asarray(params, float), np.asarray(replicas, float)
-  return form.value(q, np.log(n), np.log(m), m)

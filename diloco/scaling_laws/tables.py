@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from diloco.scaling_laws import fits, paper, parametric
+from diloco.scaling_laws import fits, optimum, paper, parametric
 from diloco.scaling_laws.fits import Fit
 
 # Parameters of the forms of Section 6.5.
@@ -171,7 +171,7 @@ def parameters13(sizes: str = "nominal") -> Table:
   bootstrap intervals."""
   rows = {}
   for form in parametric.FORMS:
-    found = parametric.fit_optimum(form, *paper.loss_grid(sizes))
+    found = optimum.fit_optimum(form, *paper.loss_grid(sizes))
     intervals = found.interval()
     cells = {k: Cell(v, None, intervals[k]) for k, v in found.values.items()}
     rows[form.name] = tuple(cells.get(k, Cell(math.nan)) for k in COLUMNS13)
@@ -190,7 +190,7 @@ def extrapolation(sizes: str = "words") -> Table:
     algorithm, fit = line["algorithm"], line["fit"]
     replicas = 1 if algorithm == "data_parallel" else int(algorithm[-1])
     name = "joint" if fit == "joint" else algorithm
-    laws: dict[str, Fit | parametric.Optimum]
+    laws: dict[str, Fit | optimum.Optimum]
     laws = {
       "": paper.loss_fit(name, sizes),
       " with floor": paper.floor_fit(name, sizes),

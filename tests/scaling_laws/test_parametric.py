@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from diloco.scaling_laws import parametric
+from diloco.scaling_laws import optimum, parametric
 from diloco.scaling_laws.parametric import FLOOR, FORMS, Settings
 
 N = np.tile(np.geomspace(3e7, 3e9, 6), 4)
@@ -38,7 +38,7 @@ def test_gradients_are_derivatives(form):
 @pytest.mark.parametrize("form", TRUE, ids=lambda f: f.name)
 def test_the_optimum_recovers_a_form_without_noise(form):
   keep = M == 1 if form is FLOOR else M > 0
-  found = parametric.fit_optimum(form, N[keep], M[keep], losses(form)[keep], samples=2)
+  found = optimum.fit_optimum(form, N[keep], M[keep], losses(form)[keep], samples=2)
   assert tuple(found.values.values()) == pytest.approx(TRUE[form], rel=1e-3)
   assert found(1e10, 2) == pytest.approx(
     form.value(np.array(TRUE[form]), np.log([1e10]), np.log([2.0]), np.array([2.0]))[0][
@@ -52,7 +52,7 @@ def test_the_optimum_recovers_a_form_without_noise(form):
 def test_the_bootstrap_covers_the_truth():
   rng = np.random.default_rng(0)
   noisy = losses(FORMS[1]) * np.exp(rng.normal(0, 0.002, len(N)))
-  found = parametric.fit_optimum(FORMS[1], N, M, noisy, samples=100)
+  found = optimum.fit_optimum(FORMS[1], N, M, noisy, samples=100)
   for (low, high), true in zip(found.interval(0.99).values(), TRUE[FORMS[1]]):
     assert low < true < high
   assert np.ptp(found.interval()["C"]) < 0.5
@@ -76,4 +76,4 @@ def test_too_few_points():
   with pytest.raises(ValueError, match="5 parameters and 2 points"):
     parametric.fit_parametric(FORMS[3], N[some], M[some], y[some])
   with pytest.raises(ValueError, match="uncertainty needs 6: add runs"):
-    parametric.fit_optimum(FORMS[3], N[some], M[some], y[some])
+    optimum.fit_optimum(FORMS[3], N[some], M[some], y[some])
