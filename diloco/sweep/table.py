@@ -19,7 +19,7 @@ COLUMNS = {
   "point": "TEXT",  # JSON: what the sweep file was asked for.
   "config": "TEXT",  # JSON: every field, resolved.
   "revision": "TEXT",  # Git revision of the code, with -dirty if it was changed.
-  "status": "TEXT",  # running, interrupted (resumed when its turn comes), done or failed.
+  "status": "TEXT",  # running, interrupted (to be resumed), done or failed.
   "error": "TEXT",  # Why it failed, one line.
   "attempts": "INTEGER",  # Times it was started.
   "started": "TEXT",  # UTC.
