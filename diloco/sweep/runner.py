@@ -165,6 +165,8 @@ class Driver:
           f"vanished {row['attempts']} times without an end (killed, or out of"
           f" memory); see {directory / 'log.txt'}.",
         )
+      else:
+        self._table.interrupt(row["name"])
 
   def _name(self, point: Point) -> str | None:
     """The run of a point, None (and noted) if its config cannot work."""
@@ -216,7 +218,7 @@ class _Losses(dict):
     if name is None:
       return math.inf
     row = self._rows.get(name)
-    if row is None or row["status"] == "running":
+    if row is None or row["status"] in ("running", "interrupted"):
       return None
     return row["loss"] if row["status"] == "done" else math.inf
 

@@ -19,7 +19,7 @@ COLUMNS = {
   "point": "TEXT",  # JSON: what the sweep file was asked for.
   "config": "TEXT",  # JSON: every field, resolved.
   "revision": "TEXT",  # Git revision of the code, with -dirty if it was changed.
-  "status": "TEXT",  # running, done or failed.
+  "status": "TEXT",  # running, interrupted (to be resumed), done or failed.
   "error": "TEXT",  # Why it failed, one line.
   "attempts": "INTEGER",  # Times it was started.
   "started": "TEXT",  # UTC.
@@ -112,6 +112,10 @@ class Table:
   def fail(self, name: str, error: str) -> None:
     """Books a failure with its reason."""
     self._update(name, status="failed", error=error, finished=_now())
+
+  def interrupt(self, name: str) -> None:
+    """Books that a run is no longer running, but has not ended."""
+    self._update(name, status="interrupted")
 
   def forget_failed(self) -> None:
     """Lets failed runs run again."""
