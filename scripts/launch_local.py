@@ -4,8 +4,9 @@
 
 Everything after `--` goes to every `diloco.main`. Their output lines are prefixed with
 the number of the process. When one fails the others get a few seconds to say so
-themselves and are ended then; SIGTERM and SIGINT are passed on to all. The exit code
-is that of the first that failed. With --devices=K each has K forced CPU devices.
+themselves and are ended then; SIGTERM and SIGINT are passed on to all, and a second one
+kills them. The exit code is that of the first that failed. With --devices=K each has K
+forced CPU devices.
 """
 
 import argparse
@@ -82,11 +83,14 @@ def copy(i: int, stream) -> None:
 
 
 def forward_signals(processes: list[subprocess.Popen]) -> None:
+  received = []
+
   def forward(signum, frame):
     del frame
+    received.append(signum)
     for p in processes:
       if p.poll() is None:
-        p.send_signal(signum)
+        p.send_signal(signum if len(received) == 1 else signal.SIGKILL)
 
   signal.signal(signal.SIGTERM, forward)
   signal.signal(signal.SIGINT, forward)

@@ -52,13 +52,23 @@ def launch(tmp_path_factory):
 
   yield start
   for process in started:
-    if process.poll() is None:
-      process.terminate()
+    stop(process)
 
 
-def finish(process, timeout: float = 400) -> str:
+def stop(process) -> None:
+  """Kills the launcher's processes: the second signal does."""
+  while process.poll() is None:
+    process.terminate()
+    time.sleep(0.5)
+
+
+def finish(process, timeout: float = 1200) -> str:
   """Waits for success; the output."""
-  output, _ = process.communicate(timeout=timeout)
+  try:
+    output, _ = process.communicate(timeout=timeout)
+  except subprocess.TimeoutExpired:
+    stop(process)
+    raise
   assert process.returncode == 0, output[-5000:]
   return output
 
@@ -91,11 +101,12 @@ def rewind(workdir, to):
 
 
 def await_path(process, pattern: str, workdir: pathlib.Path) -> None:
-  deadline = time.time() + 300
+  deadline = time.time() + 900
   while time.time() < deadline and process.poll() is None:
     if list(workdir.glob(pattern)):
       return
     time.sleep(0.05)
+  stop(process)
   pytest.fail(f"no {pattern}: {process.communicate()[0][-5000:]}")
 
 
@@ -180,7 +191,7 @@ def test_after_a_killed_peer_the_same_command_goes_on(launch, two, tmp_path):
   run = launch(2, tmp_path)
   await_path(run, "checkpoints/21/_CHECKPOINT_METADATA", tmp_path)
   os.kill(pid_of(run, 1), signal.SIGKILL)
-  output, _ = run.communicate(timeout=120)
+  output, _ = run.communicate(timeout=600)
   assert run.returncode == 128 + signal.SIGKILL, output[-5000:]
   assert "[0] error: process 1 of 2 is gone. The same command goes on from" in output
   assert "process 1 ended with signal 9." in output
@@ -203,7 +214,7 @@ def test_sigterm_to_one_process_saves_the_same_step_on_all(launch, two, tmp_path
 
 def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
   run = launch(2, tmp_path, "--config.train.batch_size=3")
-  output, _ = run.communicate(timeout=120)
+  output, _ = run.communicate(timeout=600)
   assert run.returncode == 2
   assert "error: train.batch_size is 3" in output
 
