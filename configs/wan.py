@@ -13,6 +13,7 @@ def get_config():
   c.sync_every = 100
   c.fragments.size = 1
   c.overlap.tau = 5
+  c.overlap.transport = "host"
 
   c.model.num_layers = 4
   c.model.dim = 192

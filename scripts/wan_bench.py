@@ -7,11 +7,11 @@ its own if there are enough. Each method is one run of `diloco.main` with config
 in which the rate of the links is lowered from one setting to the next. What is measured
 begins some steps after the change and ends a whole number of rounds later. Bytes are
 those of the interfaces' counters, headers included. Needs root and iproute2. Writes
-wan.csv, wan.md and wan.png.
+wan.csv, wan.md and wan.png; what other methods have left there is kept.
 
 Utilisation is compute time over wall time. A step's compute time is the median over
-the steps of the same run, most of which exchange nothing; data-parallel has no such
-steps and takes that of DiLoCo's run, which computes the same.
+the same steps, most of which exchange nothing; data-parallel has no such steps and
+takes DiLoCo's at the same rate, which compute the same.
 """
 
 import argparse
@@ -40,17 +40,22 @@ from diloco.simulate import own  # noqa: E402
 from diloco.simulate import utilisation as simulate_lib  # noqa: E402
 from diloco.wire import ledger as ledger_lib  # noqa: E402
 
-# In this order: data-parallel takes the compute time of the run before it.
+# In this order: data-parallel takes DiLoCo's compute time.
 METHODS = {
   "DiLoCo": {"algorithm": "diloco"},
   "data-parallel": {"algorithm": "data_parallel", "log.every": 1},
   "Streaming": {"overlap.tau": 0, "wire.format": "fp32"},
-  "Streaming, overlap": {"overlap.transport": "host", "wire.format": "fp32"},
-  "Streaming, overlap, FP4": {"overlap.transport": "host", "wire.format": "e3m0"},
+  "Streaming, overlap": {"wire.format": "fp32"},
+  "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
 # Bits on the wire per value of data-parallel's gradient: XLA's CPU backend widens a
 # 16-bit all-reduce to 32 bits. The ledger and the papers count 16.
 GRADIENT_BITS = 32
+
+
+# Steps between a change of the rate, which follows the log, and what is measured; a
+# rate is changed so many steps after a send, when the fragment has arrived.
+SETTLE, AFTER_SEND = 20, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +98,12 @@ class Trace:
     inside = (r for r in self.records if phase.first < r["step"] <= phase.last)
     return sum(r.get(value) or 0 for r in inside if r["kind"] == kind)
 
-  def compute_seconds(self) -> float:
-    """Median seconds of a step; the first line of all is left out, it compiles."""
-    steps, times = np.asarray(sorted(self.step_times().items())[1:]).T
+  def compute_seconds(self, phase: Phase) -> float:
+    """Median seconds of a step within a phase."""
+    found = sorted(self.step_times().items())
+    steps, times = np.asarray(
+      [pair for pair in found if phase.first <= pair[0] <= phase.last]
+    ).T
     return float(np.median(np.diff(times) / np.diff(steps)))
 
 
@@ -113,12 +121,12 @@ def resolved(options, method: str):
   return config_lib.resolve(c)
 
 
-def plan(options, method: str, compute_s: float | None) -> list[Phase]:
+def plan(options, method: str, compute_s: float) -> list[Phase]:
   """The phases of a method's run, fastest rate first.
 
-  Rounds begin and end half-way between two sends, where nothing is under way unless
-  the link is too slow. A step of data-parallel at a slow rate takes many seconds: it
-  is measured over few, and rates at which it takes too long are left out.
+  Rounds begin and end between two sends, where nothing is under way. A step of
+  data-parallel at a slow rate takes many seconds: it is measured over few, and rates
+  at which it takes too long are left out.
   """
   c = resolved(options, method)
   rates = sorted(options.rates, reverse=True)
@@ -127,20 +135,20 @@ def plan(options, method: str, compute_s: float | None) -> list[Phase]:
     # The first steps compile.
     at, bits = 5, all_reduce(c) * 8
     for rate in rates:
-      seconds = bits / rate + (compute_s or 0.1)
+      seconds = bits / rate + compute_s
       if seconds <= options.longest_step:
-        first = at + 4
+        first = at + 3
         last = first + int(np.clip(options.seconds / seconds, 2, 40))
         phases.append(Phase(rate, at, first, last))
         at = last
     return phases
   schedule = config_lib.make_schedule(c)
   gap = c.sync_every // schedule.num_fragments
-  # In the second round every fragment is sent for the first time, which compiles.
-  at = 2 * c.sync_every - gap + gap // 2
+  # In the second round every fragment is sent for the first time, which compiles. Soon
+  # after a sync no replica is ahead of the others.
+  at = 2 * c.sync_every - gap + AFTER_SEND
   for rate in rates:
-    # One gap of the schedule to settle.
-    first = at + gap
+    first = at + min(gap, SETTLE)
     last = first + c.sync_every * options.rounds
     phases.append(Phase(rate, at, first, last))
     at = last
@@ -178,6 +186,9 @@ def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
   """One process per node, each with a log in workdir."""
   cores = sorted(os.sched_getaffinity(0))
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  # XLA makes as many threads as there are cores, here one, and an exchange in the
+  # background would occupy it.
+  env["PJRT_NPROC"] = "4"
   processes = []
   for i in range(options.replicas):
     argv = [
@@ -289,20 +300,62 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
   }
 
 
-def measure(options, network: netns.Network) -> list[dict]:
-  """All rows, method by method; prints each as it comes."""
-  rows, compute_s = [], None
-  for method in options.methods:
-    c = resolved(options, method)
-    phases = plan(options, method, compute_s)
-    trace = run(options, method, phases, network)
-    if c.algorithm != "data_parallel":
-      compute_s = trace.compute_seconds()
-    assert compute_s is not None
-    for phase, set_at in zip(phases, trace.changes):
-      rows.append(row(c, method, phase, set_at, trace, compute_s))
-      print(line(rows[-1]), flush=True)
-  return rows
+def measure(options, method: str, network: netns.Network, rows: list[dict]):
+  """The rows of a method; prints each.
+
+  Args:
+    options: of the command line.
+    method: its name.
+    network: with a node per replica.
+    rows: of other methods; data-parallel takes DiLoCo's compute times.
+
+  Raises:
+    RuntimeError: DiLoCo is missing at a rate.
+  """
+  c, diloco = resolved(options, method), rows_of(rows, "DiLoCo")
+  parallel = c.algorithm == "data_parallel"
+  compute = {r["rate_mbit_s"] * 1e6: r["compute_s_per_step"] for r in diloco}
+  if parallel and not {*options.rates} <= {*compute}:
+    raise RuntimeError(
+      "data-parallel needs DiLoCo at the same rates; measure it first."
+    )
+  phases = plan(options, method, max(compute.values(), default=0))
+  trace, found = run(options, method, phases, network), []
+  for phase, set_at in zip(phases, trace.changes):
+    seconds = compute[phase.rate] if parallel else trace.compute_seconds(phase)
+    found.append(row(c, method, phase, set_at, trace, seconds))
+    print(line(found[-1]), flush=True)
+  return found
+
+
+def rows_of(rows: list[dict], method: str) -> list[dict]:
+  """The rows of one method."""
+  return [r for r in rows if r["method"] == method]
+
+
+def load(options) -> list[dict]:
+  """The rows that earlier calls have left in the folder, of other methods."""
+  path = options.out / "wan.csv"
+  if not path.exists():
+    return []
+  with path.open() as file:
+    found = list(csv.DictReader(file))
+  rows = [
+    {k: v if k == "method" else float(v) for k, v in entry.items()} for entry in found
+  ]
+  return [r for r in rows if r["method"] not in options.methods]
+
+
+def save(options, rows: list[dict]) -> None:
+  """Writes the table, twice, and the picture."""
+  with (options.out / "wan.csv").open("w", newline="") as file:
+    writer = csv.DictWriter(file, rows[0].keys())
+    writer.writeheader()
+    writer.writerows(
+      {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows
+    )
+  (options.out / "wan.md").write_text(table(rows))
+  picture(options, rows, options.out / "wan.png")
 
 
 HEADER = (
@@ -328,9 +381,10 @@ def line(row: dict, reference: float | None = None) -> str:
 
 def table(rows: list[dict]) -> str:
   """All rows in markdown, by rate."""
-  parallel = [r["bytes_per_step"] for r in rows if r["method"] == "data-parallel"]
+  parallel = [r["bytes_per_step"] for r in rows_of(rows, "data-parallel")]
   reference = float(np.median(parallel)) if parallel else None
-  ordered = sorted(rows, key=lambda r: r["rate_mbit_s"])
+  order = [*METHODS]
+  ordered = sorted(rows, key=lambda r: (r["rate_mbit_s"], order.index(r["method"])))
   return "\n".join([HEADER, *(line(r, reference) for r in ordered)]) + "\n"
 
 
@@ -342,8 +396,9 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
   from matplotlib import pyplot as plt
 
   figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-  for i, method in enumerate(dict.fromkeys(r["method"] for r in rows)):
-    own_rows = [r for r in rows if r["method"] == method]
+  found = {r["method"] for r in rows}
+  for i, method in enumerate(m for m in METHODS if m in found):
+    own_rows = rows_of(rows, method)
     x = [r["rate_mbit_s"] for r in own_rows]
     color = f"C{i}"
     axes.plot(x, [r["utilisation"] for r in own_rows], "o-", color=color, label=method)
@@ -375,12 +430,12 @@ def parse(argv=None):
   add(
     "--rates",
     type=lambda text: [1e6 * float(x) for x in text.split(",")],
-    default=[2e6, 8e6, 32e6, 128e6, 512e6],
+    default=[4e6, 16e6, 64e6, 256e6, 1e9],
     help="comma-separated, in Mbit/s",
   )
   add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
   add("--rounds", type=int, default=1, help="rounds of H steps for each rate")
-  add("--seconds", type=float, default=15, help="for each rate of data-parallel")
+  add("--seconds", type=float, default=8, help="for each rate of data-parallel")
   add(
     "--longest_step",
     type=float,
@@ -389,9 +444,8 @@ def parse(argv=None):
   )
   add("--timeout", type=float, default=900, help="seconds for each method")
   options = parser.parse_args(argv)
+  # data-parallel needs DiLoCo's compute time.
   options.methods = [m for m in METHODS if m in options.methods]
-  if "data-parallel" in options.methods and "DiLoCo" not in options.methods:
-    parser.error("--methods: data-parallel takes DiLoCo's compute time; add DiLoCo")
   return options
 
 
@@ -403,15 +457,12 @@ def main() -> None:
   if reason:
     sys.exit(f"error: {reason}.")
   options.out.mkdir(parents=True, exist_ok=True)
+  rows = load(options)
   print(HEADER)
   with netns.star(options.replicas) as network:
-    rows = measure(options, network)
-  with (options.out / "wan.csv").open("w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0].keys())
-    writer.writeheader()
-    writer.writerows(rows)
-  (options.out / "wan.md").write_text(table(rows))
-  picture(options, rows, options.out / "wan.png")
+    for method in options.methods:
+      rows += measure(options, method, network, rows)
+      save(options, rows)
   print(f"\n{table(rows)}\n{options.out}/wan.csv, wan.md, wan.png")
 
 
