@@ -14,14 +14,13 @@ PEAK_FLOPS = {
   "NVIDIA H200": 989e12,
 }
 
-# Device memory per JAX device, from the vendors' data sheets.
+# Device memory that XLA gives to programs; TPU v5e has 16 GiB, v6e 32, v5p 96.
 HBM_BYTES = {
-  "TPU v4": 32 * 2**30,
-  "TPU v5 lite": 16 * 2**30,
-  "TPU v5e": 16 * 2**30,
-  "TPU v5p": 95 * 2**30,
-  "TPU v5": 95 * 2**30,
-  "TPU v6": 32 * 2**30,
+  "TPU v5 lite": int(15.75 * 2**30),
+  "TPU v5e": int(15.75 * 2**30),
+  "TPU v5p": int(95.74 * 2**30),
+  "TPU v5": int(95.74 * 2**30),
+  "TPU v6": int(31.25 * 2**30),
 }
 
 

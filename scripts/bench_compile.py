@@ -1,0 +1,79 @@
+"""How compiling depends on depth and on the number of fragments.
+
+  python scripts/bench_compile.py
+
+depth: seconds to compile the inner step of 6 and of 48 layers of one width, with
+16-bit activations and rematerialised blocks as in configs/chinchilla.py, medians of
+--repeats. fragments: everything that XLA compiles in a whole run of a small model,
+from initialisation to the last evaluation, for several numbers of fragments P.
+"""
+
+import tempfile
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+
+from diloco import config as config_lib
+from diloco import mesh as mesh_lib
+from diloco import train
+from diloco.aot.programs import Programs
+
+_DEPTHS = (6, 48)
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Compilations of each depth.")
+_DIM = flags.DEFINE_integer("dim", 512, "Width of the models whose depth is varied.")
+
+
+def small_config(layers: int, dim: int):
+  """A model of this depth, with 2,048 pieces and 128 positions."""
+  c = config_lib.default_config()
+  c.model.update({"num_layers": layers, "dim": dim, "num_heads": max(dim // 64, 1)})
+  c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": True})
+  c.train.batch_size, c.train.steps = 8, 48
+  return c
+
+
+def compile_seconds(layers: int, dim: int) -> float:
+  """Seconds to compile the inner step of so many layers."""
+  c = config_lib.resolve(small_config(layers, dim))
+  programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
+  jax.clear_caches()
+  return programs.compile("inner step").compile_s
+
+
+def count_programs(size: int) -> tuple[int, int]:
+  """Fragments, and programs compiled in a whole run, for fragments of this size."""
+  c = small_config(layers=12, dim=32)
+  c.fragments.size, c.sync_every = size, 16
+  c.model.dtype, c.log.tensorboard, c.eval.tokens = "float32", False, 4096
+  c.log.sample_tokens = 1
+  events = []
+  jax.clear_caches()
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, duration, **_: events.append(event)
+  )
+  with tempfile.TemporaryDirectory() as workdir:
+    train.train(c, workdir)
+  jax.monitoring.clear_event_listeners()
+  fragments = len(config_lib.make_fragments(config_lib.resolve(c)))
+  return fragments, events.count("/jax/core/compile/backend_compile_duration")
+
+
+def main(argv) -> None:
+  del argv
+  logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
+  print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
+  times = [
+    [compile_seconds(n, _DIM.value) for n in _DEPTHS] for _ in range(_REPEATS.value)
+  ]
+  few, many = np.median(times, axis=0)
+  for n, seconds in zip(_DEPTHS, (few, many)):
+    print(f"{n:>3} layers of width {_DIM.value}: compiled in {seconds:.2f} s")
+  print(f"48 to 6 layers: {many / few:.2f}")
+  for size in (12, 6, 3, 2, 1):
+    fragments, programs = count_programs(size)
+    print(f"P = {fragments:>2} fragments: {programs} programs compiled in a whole run")
+
+
+if __name__ == "__main__":
+  app.run(main)
