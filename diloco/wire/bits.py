@@ -24,18 +24,23 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
   n = codes.shape[-1]
   if bits == 8:
     return codes
-  group, size = _group(bits)
-  codes = _pad(codes, -n % group)
-  codes = codes.reshape(*codes.shape[:-1], -1, group)
+  # Eight codes, `bits` bytes of them, as two words of four: this keeps what computes
+  # the codes out of the loop over bytes, where XLA could not vectorise it on CPU.
+  codes = _pad(codes, -n % 8)
+  words = codes.reshape(*codes.shape[:-1], -1, 2, 4)
+  words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+  mask = (1 << bits) - 1
+  a, b, c, d = ((words >> 8 * i & mask) << bits * i for i in range(4))
+  words = a | b | c | d
+  low, high = words[..., 0], words[..., 1]
   out = []
-  for byte in range(size):
-    # All codes that have bits in this byte, shifted to their place in it.
-    value = jnp.zeros(codes.shape[:-1], jnp.uint8)
-    for i in range(byte * 8 // bits, min(-(-(byte + 1) * 8 // bits), group)):
-      shift = i * bits - byte * 8
-      code = codes[..., i]
-      value |= code << shift if shift >= 0 else code >> -shift
-    out.append(value)
+  for byte in range(bits):
+    # Where the high word's bits begin, counted from this byte.
+    start = 4 * bits - 8 * byte
+    value = low >> 8 * byte if start > 0 else jnp.zeros_like(low)
+    if start < 8:
+      value |= high << start if start >= 0 else high >> -start
+    out.append(value.astype(jnp.uint8))
   packed = jnp.stack(out, axis=-1)
   packed = packed.reshape(*packed.shape[:-2], -1)
   return packed[..., : packed_size(n, bits)]
