@@ -267,19 +267,23 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("table", type=pathlib.Path, help="an exported CSV file")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
   parser.add_argument("--prefix", default="", help="of the pictures' names")
+  parser.add_argument(
+    "--where", action="append", default=[], metavar="COLUMN=VALUE", help="of the rows"
+  )
+  parser.add_argument("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES)
   args = parser.parse_args(argv)
   try:
-    runs = read(args.table)
+    runs = read(args.table, args.where)
   except (OSError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   args.out.mkdir(parents=True, exist_ok=True)
   for table in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(table(runs)) + "\n")
-  for number, draw in FIGURES.items():
+  for number in args.only:
     path = args.out / f"{args.prefix}{number}.png"
     try:
-      draw(runs).savefig(path, dpi=80)
+      FIGURES[number](runs).savefig(path, dpi=80)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")

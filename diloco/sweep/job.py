@@ -6,6 +6,7 @@ RUN holds config.json. A lock on RUN/lock is held as long as the trainer lives, 
 if who started it is gone, so that no run is ever trained by two processes.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,7 +14,11 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+LOCKED = 75  # What exit statuses call a temporary failure.
+# Signals by which a program ends itself; others come from outside.
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
 def run(
@@ -21,7 +26,10 @@ def run(
   cores: Sequence[int] = (),
   environment: Mapping[str, str] | None = None,
 ) -> int:
-  """Trains what config.json says and writes ended.json: {returncode, error}.
+  """Trains what config.json says and writes ended.json: {failed, error}.
+
+  A trainer that a signal ended (stopped, preempted, out of memory) has not failed: it
+  is to be resumed.
 
   Args:
     directory: of the run.
@@ -29,15 +37,16 @@ def run(
     environment: of the trainer; this process's if None.
 
   Returns:
-    The trainer's exit status; 0 without a summary.json means that it was asked to
-    stop and has saved; -1 that another process trains this run.
+    The trainer's exit status, negative if a signal ended it; 0 without a
+    summary.json means that it was asked to stop and has saved. LOCKED if another
+    process trains this run.
   """
   here = pathlib.Path(directory)
   with (here / "lock").open("w") as lock, (here / "log.txt").open("ab") as log:
     try:
       fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-      return -1
+      return LOCKED
     (here / "ended.json").unlink(missing_ok=True)
     if cores and hasattr(os, "sched_setaffinity"):
       os.sched_setaffinity(0, cores)
@@ -54,12 +63,27 @@ def run(
       env=None if environment is None else {**os.environ, **environment},
       pass_fds=(lock.fileno(),),
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(number, lambda *_: trainer.send_signal(signal.SIGTERM))
-    code = trainer.wait()
-    error = _error(here / "log.txt", start, code) if code else ""
-    _write(here / "ended.json", {"returncode": code, "error": error})
+    with _forwarding(trainer):
+      code = trainer.wait()
+    failed = code > 0 or -code in CRASHES
+    error = _error(here / "log.txt", start, code) if failed else ""
+    _write(here / "ended.json", {"failed": failed, "error": error})
   return code
+
+
+@contextlib.contextmanager
+def _forwarding(trainer: subprocess.Popen) -> Iterator[None]:
+  """SIGTERM and SIGINT of this process reach the trainer as SIGTERM: it saves."""
+
+  def forward(*_):
+    trainer.send_signal(signal.SIGTERM)
+
+  previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)
 
 
 def alive(directory: pathlib.Path) -> bool:
@@ -83,7 +107,7 @@ def _error(log: pathlib.Path, start: int, code: int) -> str:
   if said:
     return said[-1].removeprefix("error: ")
   if code < 0:
-    return f"killed by signal {-code} ({signal.Signals(-code).name}); see {log}."
+    return f"crashed with {signal.Signals(-code).name}; see {log}."
   last = next((line for line in reversed(lines) if line.strip()), "no output")
   return f"exit status {code}: {last.strip()}"
 

@@ -157,7 +157,7 @@ class Driver:
       )
       if summary is not None:
         self._table.finish(row["name"], summary)
-      elif ended is not None and ended["returncode"]:
+      elif ended is not None and ended["failed"]:
         self._table.fail(row["name"], ended["error"])
       elif row["attempts"] >= ATTEMPTS:
         self._table.fail(

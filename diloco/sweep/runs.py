@@ -47,17 +47,29 @@ class Run:
     return f"{name}, M={self.replicas}"
 
 
-def read(path: pathlib.Path) -> list[Run]:
+def read(path: pathlib.Path, where: Sequence[str] = ()) -> list[Run]:
   """The finished runs of an exported table.
+
+  Args:
+    path: of the table.
+    where: `column=value`, which rows must have.
 
   Raises:
     ValueError: the file is no such table, or has no finished run.
   """
   with path.open(newline="") as file:
     rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
+  wanted = dict(item.split("=", 1) for item in where)
+  if rows and not set(wanted) <= set(rows[0]):
+    raise ValueError(
+      f"--where={' '.join(where)} names a column that {path} has not; it has"
+      f" {', '.join(rows[0])}."
+    )
+  rows = [row for row in rows if all(row[k] == v for k, v in wanted.items())]
   if not rows:
     raise ValueError(
-      f"{path} has no finished run; write it with python -m diloco.sweep --export."
+      f"{path} has no finished run{' with ' if where else ''}{' '.join(where)}; write"
+      " it with python -m diloco.sweep --export."
     )
   try:
     least = min(float(r["tokens"]) / float(r["params"]) for r in rows)

@@ -108,7 +108,7 @@ def test_what_ended_while_the_driver_was_gone_is_booked_not_repeated(tmp_path):
 def test_failures_are_booked_with_their_error_and_the_sweep_goes_on(tmp_path):
   def end(run, saved):
     if saved["inner"]["learning_rate"] > BEST:
-      (run / "ended.json").write_text('{"returncode": 1, "error": "diverged at 3."}')
+      (run / "ended.json").write_text('{"failed": true, "error": "diverged at 3."}')
     else:
       Fake.good(run, saved)
 
@@ -208,6 +208,26 @@ def test_a_job_notes_the_trainers_own_sentence(tmp_path):
   ended = json.loads((tmp_path / "ended.json").read_text())
   assert ended["error"].startswith("train.steps is 0")
   assert not job.alive(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_job_that_is_stopped_has_not_failed(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command)
+  while not _handles_sigterm(started.pid):
+    time.sleep(0.05)
+  started.send_signal(signal.SIGTERM)  # While the trainer is still importing.
+  started.wait()
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert ended == {"failed": False, "error": ""}
+
+
+def _handles_sigterm(pid: int) -> bool:
+  """Whether a process has a handler for SIGTERM, which Linux tells as a bit mask."""
+  status = pathlib.Path(f"/proc/{pid}/status").read_text()
+  caught = int(status.split("SigCgt:")[1].split()[0], 16)
+  return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 SWEEP_FILE = """

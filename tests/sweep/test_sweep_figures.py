@@ -84,6 +84,13 @@ def test_main_grid_leaves_ablations_out(table):
   assert {(r.sync_every, r.seed, r.overtrain) for r in main} == {(10, 0, 1)}
 
 
+def test_rows_are_chosen_by_column(table, tmp_path, capsys):
+  runs = runs_lib.read(table, ["batch_sequences=8", "seed=0"])
+  assert {r.batch for r in runs} == {8 * 64}
+  assert figures.main([str(table), "--where=nothing=8"]) == 2
+  assert "names a column" in capsys.readouterr().err
+
+
 def test_missing_ablations_are_said(tmp_path, capsys):
   path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1)])
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
