@@ -34,14 +34,14 @@ def figure_2(runs: Sequence[Run]):
   plain = {n: r.loss for (name, n), r in cells.items() if name == "data-parallel"}
   figure, (left, right) = _axes(2)
   for name, some in by_curve(cells.values()).items():
-    left.plot([r.params for r in some], [r.loss for r in some], "o-", label=name)
+    _line(left, name, [r.params for r in some], [r.loss for r in some])
     shared = [r for r in some if r.params in plain]
     if name != "data-parallel" and shared:
-      right.plot(
+      _line(
+        right,
+        name,
         [r.params for r in shared],
         [100 * (r.loss / plain[r.params] - 1) for r in shared],
-        "o-",
-        color=left.lines[-1].get_color(),
       )
   left.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="held-out loss")
   right.axhline(0, color="black", lw=0.8)
@@ -71,7 +71,7 @@ def figure_6(runs: Sequence[Run]):
   for panel, (name, network) in zip(axes, reversed(wallclock.NETWORKS.items())):
     for curve, points in by_curve(some).items():
       times = [wallclock.total_time(_training(r, network)) for r in points]
-      panel.plot(times, [r.loss for r in points], "o-", label=curve)
+      _line(panel, curve, times, [r.loss for r in points])
     panel.set(xscale="log", xlabel="idealised time (s)", title=f"{name} bandwidth")
   axes[0].set_ylabel(f"held-out loss, N={largest:,.0f}")
   return _legend(figure, axes[0])
@@ -84,7 +84,7 @@ def figure_7(runs: Sequence[Run]):
     raise Missing("no cell has three outer learning rates")
   figure, (panel,) = _axes(1)
   for name, some in by_curve(cells.values()).items():
-    panel.plot([r.params for r in some], [r.outer_rate for r in some], "o-", label=name)
+    _line(panel, name, [r.params for r in some], [r.outer_rate for r in some])
   panel.set(xscale="log", xlabel="parameters N", ylabel=OUTER)
   return _legend(figure, panel)
 
@@ -104,9 +104,9 @@ def figure_8(runs: Sequence[Run]):
       for r in points:
         values[getattr(r, field)].append(r.outer_rate)
       x = sorted(values)
-      panel.plot(x, [statistics.mean(values[v]) for v in x], "o-", label=name)
+      _line(panel, name, x, [statistics.mean(values[v]) for v in x])
       low, high = [min(values[v]) for v in x], [max(values[v]) for v in x]
-      panel.fill_between(x, low, high, alpha=0.15)
+      panel.fill_between(x, low, high, color=_color(name), alpha=0.15)
     panel.set(xscale="log", xlabel=label, ylabel=OUTER)
   return _legend(figure, panels[0])
 
@@ -122,7 +122,7 @@ def figure_9(runs: Sequence[Run]):
   for panel, size in zip(panels, sizes):
     points = [r for r in cells.values() if r.params == size]
     for name, some in by_curve(points, lambda r: r.sync_every).items():
-      panel.plot([r.sync_every for r in some], [r.loss for r in some], "o-", label=name)
+      _line(panel, name, [r.sync_every for r in some], [r.loss for r in some])
     panel.set(
       xscale="log", xlabel="inner steps between syncs H", title=f"N={size:,.0f}"
     )
@@ -143,9 +143,8 @@ def figure_11(runs: Sequence[Run]):
   if len({r.overtrain for r in cells.values()}) < 2:
     raise Missing("no run is overtrained")
   figure, (panel,) = _axes(1)
-  styles = dict(
-    zip(sorted({r.overtrain for r in cells.values()}), ("-", "--", ":", "-."))
-  )
+  multiples = sorted({r.overtrain for r in cells.values()})
+  styles = dict(zip(multiples, ("-", "--", ":", "-.")))
   for i, (name, some) in enumerate(by_curve(cells.values()).items()):
     for multiple, style in styles.items():
       points = [r for r in some if r.overtrain == multiple]
@@ -153,7 +152,7 @@ def figure_11(runs: Sequence[Run]):
         [6 * r.params * r.tokens for r in points],
         [r.loss for r in points],
         "o" + style,
-        color=f"C{i}",
+        color=_color(name),
         label=name if multiple == 1 else f"{multiple}x" if i == 0 else None,
       )
   panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel="held-out loss")
@@ -212,7 +211,7 @@ def _batches(runs: Sequence[Run]):
   for panel, size in zip(panels, sizes):
     points = [r for r in cells.values() if r.params == size]
     for name, some in by_curve(points, lambda r: r.batch).items():
-      panel.plot([r.batch for r in some], [r.loss for r in some], "o-", label=name)
+      _line(panel, name, [r.batch for r in some], [r.loss for r in some])
     panel.set(xscale="log", xlabel="batch (tokens)", title=f"N={size:,.0f}")
   panels[0].set_ylabel("held-out loss, best rates")
   return _legend(figure, panels[0])
@@ -228,6 +227,16 @@ def _training(run: Run, network: wallclock.Network) -> wallclock.Training:
     sync_every=run.sync_every,
     across=network,
   )
+
+
+def _color(name: str) -> str:
+  """The same color for an algorithm in every figure."""
+  known = ["data-parallel", *(f"DiLoCo, M={m}" for m in (1, 2, 4, 8))]
+  return f"C{known.index(name) if name in known else 5 + len(name) % 5}"
+
+
+def _line(panel: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None:
+  panel.plot(x, y, "o-", color=_color(name), label=name)
 
 
 def _axes(columns: int):
