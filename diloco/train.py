@@ -124,13 +124,9 @@ class _Run:
     """
     c, t = self.config, start
     while t < c.train.steps:
-      hiding = 0
-      if self.outer and self.outer.transport.hides():
-        hiding = self.outer.schedule.hiding_steps(t)
-      stops = [
-        every - t % every for every in (c.eval.every, c.checkpoint.every) if every
-      ]
-      length = min(max(hiding, 1), c.train.steps - t, *stops)
+      looks = [every for every in (c.eval.every, c.checkpoint.every) if every]
+      ends = [c.train.steps - t, *(every - t % every for every in looks)]
+      length = min(max(self.hiding_steps(t), 1), *ends)
       yield range(t + 1, t + length + 1)
       t += length
 
