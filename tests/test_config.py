@@ -119,7 +119,7 @@ def test_the_command_says_one_sentence_and_fails(tmp_path):
     assert wrong.returncode == 2
     assert wrong.stderr.strip().splitlines()[-1].startswith("error: wire.")
   assert not list(tmp_path.iterdir())
-  scale = run_main("--config=configs/chinchilla.py:7B", f"--workdir={tmp_path}")
+  scale = run_main("--config=configs/chinchilla.py:7X", f"--workdir={tmp_path}")
   assert scale.returncode == 2
-  assert "write a scale of 35M" in scale.stderr
+  assert "write a size of 35M" in scale.stderr
   assert "Traceback" not in scale.stderr

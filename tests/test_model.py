@@ -67,7 +67,7 @@ def test_masked_documents_are_what_they_are_alone(params, lengths):
   start = 0
   for document in documents:
     ids = np.asarray([model_lib.BOS_ID, *document[:-1]])
-    alone = numpy_decoder(params, ids)
+    alone = numpy_decoder(DIMS, params, ids)
     np.testing.assert_allclose(
       packed[start : start + len(document)], alone, rtol=2e-4, atol=2e-4
     )
