@@ -53,9 +53,8 @@ METHODS = {
 GRADIENT_BITS = 32
 
 
-# Steps between a change of the rate, which follows the log, and what is measured; a
-# rate is changed so many steps after a send, when the fragment has arrived.
-SETTLE, AFTER_SEND = 20, 10
+# Steps between a change of the rate, which follows the log, and what is measured.
+SETTLE = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +143,14 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
     return phases
   schedule = config_lib.make_schedule(c)
   gap = c.sync_every // schedule.num_fragments
-  # In the second round every fragment is sent for the first time, which compiles. Soon
-  # after a sync no replica is ahead of the others.
-  at = 2 * c.sync_every - gap + AFTER_SEND
+  # In the second round every fragment is sent for the first time, which compiles. In
+  # the middle between two sends nothing is under way, not even in sockets' buffers.
+  at = 2 * c.sync_every + gap // 2
   for rate in rates:
-    first = at + min(gap, SETTLE)
+    first = at + SETTLE
     last = first + c.sync_every * options.rounds
     phases.append(Phase(rate, at, first, last))
-    at = last
+    at = last + (at - last) % gap
   return phases
 
 
@@ -273,10 +272,14 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
   """
   times, steps = trace.step_times(), phase.last - phase.first
   begin, end = times[phase.first], times[phase.last]
-  if set_at > begin:
+  # Until the next send nothing is exchanged, and a rate may still change.
+  sends = [r["step"] for r in trace.records if r["kind"] == "send"]
+  quiet_until = min((t for t in sends if t > phase.first), default=phase.first + 1)
+  needed = max(when for t, when in times.items() if t < quiet_until)
+  if set_at > needed:
     raise RuntimeError(
-      f"{method} at {phase.rate / 1e6:g} Mbit/s: the rate was set {set_at - begin:.1f}"
-      " s after the measurement began; run again on a machine with less to do."
+      f"{method} at {phase.rate / 1e6:g} Mbit/s: the rate was set {set_at - needed:.1f}"
+      " s too late; run again on a machine with less to do."
     )
   wall = end - begin
   booked = all_reduce(c)
@@ -323,8 +326,11 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
   trace, found = run(options, method, phases, network), []
   for phase, set_at in zip(phases, trace.changes):
     seconds = compute[phase.rate] if parallel else trace.compute_seconds(phase)
-    found.append(row(c, method, phase, set_at, trace, seconds))
-    print(line(found[-1]), flush=True)
+    try:
+      found.append(row(c, method, phase, set_at, trace, seconds))
+      print(line(found[-1]), flush=True)
+    except RuntimeError as error:
+      print(f"left out: {error}", file=sys.stderr)
   return found
 
 
