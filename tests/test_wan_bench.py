@@ -22,7 +22,7 @@ def _load(name: str):
   return sys.modules[name]
 
 
-netns, bench = _load("netns"), _load("wan_bench")
+netns, _, bench = _load("netns"), _load("wan_run"), _load("wan_bench")
 
 
 def options(*argv):

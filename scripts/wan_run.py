@@ -1,0 +1,157 @@
+"""One training run over links whose rate changes, and what is seen of it."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import netns
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+CONFIG = "configs/wan.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+  """A rate in bits per second, measured over the steps first + 1 .. last of a run.
+
+  It is set once step `starts` is seen in the log, which is some steps late.
+  """
+
+  rate: float
+  starts: int
+  first: int
+  last: int
+
+
+@dataclasses.dataclass
+class Trace:
+  """What was seen of a run.
+
+  Attributes:
+    records: lines of metrics.jsonl.
+    samples: (seconds since the epoch, mean bytes sent by a node), in order of time.
+    changes: when each phase's rate was set.
+  """
+
+  records: list[dict] = dataclasses.field(default_factory=list)
+  samples: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+  changes: list[float] = dataclasses.field(default_factory=list)
+
+  def step_times(self) -> dict[int, float]:
+    """{step: when it was finished}."""
+    return {r["step"]: r["time"] for r in self.records if r["kind"] == "step"}
+
+  def sent(self, when: float) -> float:
+    """Bytes that a node had sent by then."""
+    return float(np.interp(when, *zip(*self.samples)))
+
+  def total(self, kind: str, value: str, phase: Phase) -> float:
+    """Sum of a value over the lines of a kind within a phase."""
+    inside = (r for r in self.records if phase.first < r["step"] <= phase.last)
+    return sum(r.get(value) or 0 for r in inside if r["kind"] == kind)
+
+  def compute_seconds(self, phase: Phase) -> float:
+    """Median seconds of a step within a phase."""
+    found = sorted(self.step_times().items())
+    steps, times = np.asarray(
+      [pair for pair in found if phase.first <= pair[0] <= phase.last]
+    ).T
+    return float(np.median(np.diff(times) / np.diff(steps)))
+
+
+def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> Trace:
+  """Trains once through all phases.
+
+  Args:
+    options: replicas, and timeout in seconds.
+    fields: of the config, what differs from CONFIG.
+    phases: in order.
+    network: with a node per replica.
+
+  Raises:
+    RuntimeError: a process failed, or the run took longer than allowed.
+  """
+  trace = Trace()
+  network.limit(None)
+  with tempfile.TemporaryDirectory(prefix="wan_") as folder:
+    workdir = pathlib.Path(folder)
+    processes = start(options, fields, network, workdir)
+    stop = threading.Event()
+    sampler = threading.Thread(target=sample, args=(network, trace, stop))
+    sampler.start()
+    try:
+      follow(options, phases, network, processes, workdir, trace)
+    finally:
+      stop.set()
+      sampler.join()
+      for process in processes:
+        process.kill()
+        process.wait()
+  return trace
+
+
+def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
+  """One process per node, each with a log in workdir."""
+  cores = sorted(os.sched_getaffinity(0))
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+  # XLA makes as many threads as there are cores, here one, and an exchange in the
+  # background would occupy it.
+  env["PJRT_NPROC"] = "4"
+  processes = []
+  for i in range(options.replicas):
+    argv = [
+      *("taskset", "-c", str(cores[i % len(cores)])),
+      *(sys.executable, "-m", "diloco.main", f"--config={CONFIG}"),
+      *(f"--config.{name}={value}" for name, value in fields.items()),
+      *(f"--workdir={workdir}/run", f"--coordinator={network.addresses[0]}:7777"),
+      *(f"--num_processes={options.replicas}", f"--process_id={i}"),
+    ]
+    with (workdir / f"{i}.log").open("w") as log:
+      processes.append(
+        subprocess.Popen(
+          network.command(i, argv), env=env, cwd=ROOT, stdout=log, stderr=log
+        )
+      )
+  return processes
+
+
+def sample(network: netns.Network, trace: Trace, stop: threading.Event) -> None:
+  """Reads the counters fifty times a second."""
+  nodes = range(len(network.names))
+  while not stop.wait(0.02):
+    sent = np.mean([network.counters(i)[1] for i in nodes])
+    trace.samples.append((time.time(), float(sent)))
+
+
+def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
+  """Reads metrics.jsonl as it grows, and sets the rate when a phase starts."""
+  path, position, step = workdir / "run/metrics.jsonl", 0, 0
+  deadline = time.time() + options.timeout
+  waiting = list(phases)
+  while step < phases[-1].last:
+    failed = [i for i, p in enumerate(processes) if p.poll() is not None]
+    if failed or time.time() > deadline:
+      log = (workdir / f"{(failed or [0])[0]}.log").read_text()[-3000:]
+      what = f"process {failed[0]} ended early" if failed else "the run took too long"
+      raise RuntimeError(f"{what}, at step {step}:\n{log}")
+    time.sleep(0.02)
+    if path.exists():
+      with path.open() as file:
+        file.seek(position)
+        for line in iter(file.readline, ""):
+          if not line.endswith("\n"):
+            break
+          position = file.tell()
+          trace.records.append(json.loads(line))
+    steps = [r["step"] for r in trace.records if r["kind"] == "step"]
+    step = max(steps, default=0)
+    if waiting and step >= waiting[0].starts:
+      network.limit(waiting.pop(0).rate)
+      trace.changes.append(time.time())
