@@ -44,8 +44,9 @@ def logits_of(params, x):
   return np.asarray(jnp.einsum("...d,vd->...v", x, params["embed"]["tokens"]))
 
 
-@pytest.mark.parametrize("chunks", [(12,), (5, 1, 1, 3, 2)])
-@pytest.mark.parametrize("qk_norm", [True, False])
+@pytest.mark.parametrize(
+  ("chunks", "qk_norm"), [((12,), True), ((5, 1, 1, 3, 2), True), ((5, 7), False)]
+)
 def test_cached_decoding_gives_the_logits_of_the_whole_forward(chunks, qk_norm):
   dims = dataclasses.replace(DIMS, qk_norm=qk_norm)
   params = make_params(dims)

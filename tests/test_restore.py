@@ -158,6 +158,8 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
 
 
 def test_commands(trained, tmp_path, capsys):
+  if "data_parallel" in str(trained[0]):
+    pytest.skip("one algorithm is enough")
   out = str(tmp_path / "out")
   assert export.main([f"--workdir={trained[0]}", f"--output={out}"]) == 0
   assert "model.safetensors" in capsys.readouterr().out
