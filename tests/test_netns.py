@@ -87,12 +87,13 @@ def test_counters_show_payload_and_headers():
   for (bytes0, packets0), (bytes1, packets1) in zip(before, after):
     for direction in range(2):
       # Never less than the payload; every 8948 bytes of it bring 66 of headers, and
-      # an acknowledgement at most.
+      # an acknowledgement at most. A busy machine sends some twice.
       moved = bytes1[direction] - bytes0[direction]
-      assert size * (1 + 66 / 8948) <= moved <= size * 1.03
+      assert size * (1 + 66 / 8948) <= moved <= size * 1.1
       # Segments are counted as frames, not as the kernel's bundles of them.
       assert moved / (packets1[direction] - packets0[direction]) <= netns.MTU + 14
-  assert after[0][0][1] - before[0][0][1] == after[1][0][0] - before[1][0][0]
+  sent, received = after[0][0][1] - before[0][0][1], after[1][0][0] - before[1][0][0]
+  assert abs(sent - received) < size / 100  # Farewells may be on their way.
 
 
 @needs_namespaces
