@@ -12,7 +12,7 @@ from diloco.config import default_config
 def get_config():
   c = default_config()
   c.replicas = 2
-  c.sync_every = 20
+  c.sync_every = 10
   c.fragments.size = 1
   c.overlap.tau = 1
   # Each fragment is synchronised 40 times in all. Momentum 0.9 remembers ten rounds
@@ -28,15 +28,15 @@ def get_config():
   c.model.dtype = "float32"
   c.model.remat = True  # On a CPU recomputing is faster than writing to memory.
 
-  c.inner.learning_rate = 3e-3
-  c.inner.warmup_steps = 50
-  c.train.batch_size = 16
-  c.train.steps = 800
+  c.inner.learning_rate = 4e-3
+  c.inner.warmup_steps = 25
+  c.train.batch_size = 32
+  c.train.steps = 400
 
   # The addresses are long: without a window, a batch would come from one of them.
   c.data.shuffle_window = 1024
 
-  c.eval.every = 200
+  c.eval.every = 100
   c.eval.tokens = 65_536
-  c.checkpoint.every = 200
+  c.checkpoint.every = 100
   return c

@@ -149,7 +149,8 @@ class Peers:
       if self._closing:
         return
       self._closing = True
-    say(f"error: {message}{' ' if self._remedy else ''}{self._remedy}")
+    # A progress bar may stand on the line.
+    say(f"\nerror: {message}{' ' if self._remedy else ''}{self._remedy}")
     if self.index == 0:
       self._tell("failed", message)
     self._leave(1)
