@@ -141,3 +141,25 @@ def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
   assert found["hidden"] == found["loops"] == 1
   # A replica sends its packed payload once, and nothing else.
   assert found["crossing"] == np.prod(found["payload"][1:])
+
+
+def test_a_report_of_this_machines_devices(tiny, monkeypatch):
+  # The same lines as for a TPU, of programs compiled for the CPU.
+  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
+  monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
+  lines = list(report.report(tiny, "cpu:1x1", 1))
+  assert lines[0].startswith("1 x cpu:1x1: 1 cpu of 1.00 GiB, mesh replica 1 x fsdp 1")
+  programs = {line.split("  ")[0].strip() for line in lines}
+  assert {"inner step", "send", "update", "merge"} <= programs
+  assert lines[-1].endswith("fits")
+
+
+def test_the_search_ends_where_the_inner_step_fits(tiny, monkeypatch):
+  monkeypatch.setattr(report, "TOPOLOGIES", {"cpu": ("1x1", "1x1")})
+  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
+  memory = iter([1000, 2**30])
+  monkeypatch.setattr(report, "_memory", lambda devices: next(memory))
+  small, enough = report.find(tiny, "cpu", 1)
+  assert "the state alone takes" in small
+  assert "fits" in enough
+  assert "does not fit" not in enough

@@ -243,3 +243,12 @@ def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
   assert few == many
   assert few["step"] == 1
   assert few["send"] == 2  # Block fragments and the embedding.
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path):
+  tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
+  first = train.train(tiny, tmp_path)
+  shutil.rmtree(tmp_path / "checkpoints" / "8")
+  again = train.train(tiny, tmp_path)
+  assert again["eval_loss"] == first["eval_loss"]
+  assert again["bytes_sent_per_replica"] == first["bytes_sent_per_replica"]
