@@ -188,6 +188,14 @@ def by_replica(c, tokens_MxB: np.ndarray) -> np.ndarray:
   return tokens_MxB.reshape(1, -1, *tokens_MxB.shape[2:])
 
 
+def state_shardings(params, opt_state, mesh: Mesh, replicated: bool = False):
+  """NamedShardings of parameters and of their optimizer's state, as a pair."""
+  return (
+    shardings(params, mesh, replicated),
+    optimizer_shardings(opt_state, params, mesh, replicated),
+  )
+
+
 def batch_sharding(mesh: Mesh, data_parallel: bool = False) -> NamedSharding:
   """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`.
 

@@ -227,10 +227,8 @@ def make_update(c, optimizer: optax.GradientTransformation, codec, mesh: Mesh):
 
 
 def _constrain(mesh: Mesh, theta: Tree, opt_state: Tree):
-  place = jax.lax.with_sharding_constraint
-  return (
-    place(theta, mesh_lib.shardings(theta, mesh)),
-    place(opt_state, mesh_lib.optimizer_shardings(opt_state, theta, mesh)),
+  return jax.lax.with_sharding_constraint(
+    (theta, opt_state), mesh_lib.state_shardings(theta, opt_state, mesh)
   )
 
 

@@ -42,17 +42,11 @@ def abstract_state(c, mesh, optimizer, outer: Outer | None) -> TrainState:
   Outer state is given where programs use it, on the devices.
   """
 
-  def place(tree, shardings):
-    return jax.tree.map(
-      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, shardings
-    )
-
   def placed(params, opt_state, replicated: bool):
-    return (
-      place(params, mesh_lib.shardings(params, mesh, replicated)),
-      place(
-        opt_state, mesh_lib.optimizer_shardings(opt_state, params, mesh, replicated)
-      ),
+    return jax.tree.map(
+      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+      (params, opt_state),
+      mesh_lib.state_shardings(params, opt_state, mesh, replicated),
     )
 
   init = _make_init(c, optimizer)
@@ -76,10 +70,7 @@ def init_state(
   """Replicas that share one initialisation, drawn from the seed where it will lie."""
   init = _make_init(c, optimizer)
   params_M, opt_state_M = jax.eval_shape(init, jax.random.key(0))
-  places = (
-    mesh_lib.shardings(params_M, mesh, replicated=True),
-    mesh_lib.optimizer_shardings(opt_state_M, params_M, mesh, replicated=True),
-  )
+  places = mesh_lib.state_shardings(params_M, opt_state_M, mesh, replicated=True)
   params_M, opt_state_M = jax.jit(init, out_shardings=places)(jax.random.key(c.seed))
   return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
 
