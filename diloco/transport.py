@@ -189,23 +189,11 @@ class HostTransport:
 
   def publish(self, tree: Tree) -> Tree:
     """See `DeviceTransport.publish`."""
-    whole = NamedSharding(self._hosts, P())
-    return jax.tree.map(
-      lambda x: jax.make_array_from_single_device_arrays(
-        x.shape, whole, [x.addressable_data(0)]
-      ),
-      tree,
-    )
+    return _whole_on(self._hosts, tree)
 
   def adopt(self, tree: Tree) -> Tree:
     """See `DeviceTransport.adopt`."""
-    whole = NamedSharding(self._host, P())
-    return jax.tree.map(
-      lambda x: jax.make_array_from_single_device_arrays(
-        x.shape, whole, [x.addressable_data(0)]
-      ),
-      tree,
-    )
+    return _whole_on(self._host, tree)
 
   def _exchange(self, payload: jax.Array, theta: Tree, opt_state: Tree):
     """What the background thread does for one fragment."""
@@ -283,6 +271,17 @@ def _rows_of_processes(mesh: Mesh) -> list[list[int]]:
       " they are equal, or choose device."
     )
   return held
+
+
+def _whole_on(mesh: Mesh, tree: Tree) -> Tree:
+  """Arrays that this process has whole, as whole on every device of a mesh."""
+  whole = NamedSharding(mesh, P())
+  return jax.tree.map(
+    lambda x: jax.make_array_from_single_device_arrays(
+      x.shape, whole, [x.addressable_data(0)]
+    ),
+    tree,
+  )
 
 
 def _whole_copy(x: jax.Array) -> np.ndarray:
