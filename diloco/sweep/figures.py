@@ -13,7 +13,7 @@ import collections
 import pathlib
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from diloco.simulate import wallclock
@@ -118,14 +118,9 @@ def figure_9(runs: Sequence[Run]):
   sizes = sorted({n for (n, _), c in count.items() if c > 1})
   if not sizes:
     raise Missing("no cell was run at two H")
-  figure, panels = _axes(len(sizes))
-  for panel, size in zip(panels, sizes):
-    points = [r for r in cells.values() if r.params == size]
-    for name, some in by_curve(points, lambda r: r.sync_every).items():
-      _line(panel, name, [r.sync_every for r in some], [r.loss for r in some])
-    panel.set(
-      xscale="log", xlabel="inner steps between syncs H", title=f"N={size:,.0f}"
-    )
+  figure, panels = _loss_by_size(
+    cells.values(), sizes, lambda r: r.sync_every, "inner steps between syncs H"
+  )
   panels[0].set_ylabel("held-out loss")
   return _legend(figure, panels[0])
 
@@ -207,14 +202,27 @@ def _batches(runs: Sequence[Run]):
   sizes = _swept(cells.values())
   if not sizes:
     raise Missing("no size has three batches")
-  figure, panels = _axes(len(sizes))
-  for panel, size in zip(panels, sizes):
-    points = [r for r in cells.values() if r.params == size]
-    for name, some in by_curve(points, lambda r: r.batch).items():
-      _line(panel, name, [r.batch for r in some], [r.loss for r in some])
-    panel.set(xscale="log", xlabel="batch (tokens)", title=f"N={size:,.0f}")
+  figure, panels = _loss_by_size(
+    cells.values(), sizes, lambda r: r.batch, "batch (tokens)"
+  )
   panels[0].set_ylabel("held-out loss, best rates")
   return _legend(figure, panels[0])
+
+
+def _loss_by_size(
+  runs: Iterable[Run],
+  sizes: Sequence[float],
+  of: Callable[[Run], float],
+  label: str,
+):
+  """A panel for each size: loss against what `of` takes of a run, a line per curve."""
+  figure, panels = _axes(len(sizes))
+  for panel, size in zip(panels, sizes):
+    points = [r for r in runs if r.params == size]
+    for name, some in by_curve(points, of).items():
+      _line(panel, name, [of(r) for r in some], [r.loss for r in some])
+    panel.set(xscale="log", xlabel=label, title=f"N={size:,.0f}")
+  return figure, panels
 
 
 def _training(run: Run, network: wallclock.Network) -> wallclock.Training:
