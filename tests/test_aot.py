@@ -118,9 +118,29 @@ print(json.dumps({
 """
 
 
-@needs_libtpu
-@pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
-def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
+CODEC = """
+import json, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from diloco.aot.topology import describe
+from diloco.wire.codecs import Options, make_codec
+
+place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
+codec, (n, s) = make_codec("quantize", Options(sys.argv[1]), 1024), (4, 2**18)
+draw = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+key = jax.eval_shape(lambda: jax.random.key(0))
+encode = jax.jit(codec.encode).lower(draw((n, s), jnp.float32), draw((), key.dtype))
+decode = jax.jit(lambda payload: codec.decode(payload, n, s)).lower(
+  draw((codec.nbytes(n, s),), jnp.uint8)
+)
+temporaries = lambda x: x.compile().memory_analysis().temp_size_in_bytes
+print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
+"""
+
+
+def run_with_libtpu(script: str, *args: str):
+  """What a script prints last, as JSON; libtpu wants a process of its own."""
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
@@ -129,14 +149,29 @@ def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
     "PYTHONPATH": os.pathsep.join([*sys.path, os.path.dirname(__file__)]),
   }
   result = subprocess.run(
-    [sys.executable, "-c", SCRIPT, str(slices)],
+    [sys.executable, "-c", script, *args],
     env=env,
     capture_output=True,
     text=True,
     check=False,
   )
   assert result.returncode == 0, result.stderr
-  found = json.loads(result.stdout.splitlines()[-1])
+  return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
+def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
+  # An axis of two codes, padded to 128 lanes, took over sixty times the values' memory.
+  encode, decode = run_with_libtpu(CODEC, name)
+  assert encode < 4
+  assert decode < 4
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
+def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
+  found = run_with_libtpu(SCRIPT, str(slices))
   assert (found["kind"], found["dtype"]) == (kind, "u8")
   assert found["hidden"] == found["loops"] == 1
   # A replica sends its packed payload once, and nothing else.

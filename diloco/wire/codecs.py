@@ -6,6 +6,7 @@ write the pair and name it in `COMPRESSORS`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -78,7 +79,10 @@ def quantize(options: Options, row: int) -> Codec:
     k_NxK = formats.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
     noise = jax.random.bits(key, x_NxKxB.shape) if stochastic else None
     codes = formats.encode(fmt, x_NxKxB, k_NxK[..., None], noise)
-    codes = codes.reshape(n, -1)[:, :s].reshape(-1)
+    # At once in XLA for TPU, which else computes them for each plane of the packing.
+    codes = jax.lax.optimization_barrier(codes)
+    if s % block:
+      codes = codes.reshape(n, -1)[:, :s]
     scales = jnp.where(finite_NxK, k_NxK + formats.SCALE_BIAS, formats.NAN_SCALE)
     return jnp.concatenate(
       [bits.pack(codes, fmt.bits), scales.astype(jnp.uint8).reshape(-1)]
@@ -116,7 +120,7 @@ def topk(options: Options, row: int) -> Codec:
     kept_NxK = jnp.take_along_axis(x_NxS, index_NxK, axis=-1)
     width = max(math.ceil(math.log2(s)), 1)
     index_bits = (index_NxK[..., None] >> jnp.arange(width)) & 1
-    index = bits.pack(index_bits.astype(jnp.uint8).reshape(-1), 1)
+    index = bits.pack(index_bits.astype(jnp.uint8), 1)
     return jnp.concatenate([index, values.encode(kept_NxK, key)])
 
   def decode(payload, n, s):
@@ -187,11 +191,19 @@ def _plain(width: int, dtype) -> Codec:
 
 
 def _to_bytes(x: jax.Array) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1)
+  """(n,) of w bytes each -> uint8 (w n,): all lowest bytes first, see `bits`."""
+  width = x.dtype.itemsize
+  word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}"))
+  starts = 8 * jnp.arange(width, dtype=word.dtype)
+  return (word >> starts[:, None]).astype(jnp.uint8).reshape(-1)
 
 
 def _from_bytes(x: jax.Array, dtype) -> jax.Array:
-  return jax.lax.bitcast_convert_type(x.reshape(-1, jnp.dtype(dtype).itemsize), dtype)
+  """The inverse of `_to_bytes`."""
+  width = jnp.dtype(dtype).itemsize
+  planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]
+  word = functools.reduce(jnp.bitwise_or, [p << 8 * i for i, p in enumerate(planes)])
+  return jax.lax.bitcast_convert_type(word, dtype)
 
 
 def _blocks(x_NxS: jax.Array, block: int) -> jax.Array:

@@ -23,8 +23,27 @@ def test_packing_round_trip_and_exact_size(width, n):
   np.testing.assert_array_equal(bits.unpack(packed, width, n), codes)
 
 
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7)])
+def test_packing_puts_every_bit_where_the_layout_says(width, shape):
+  codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
+  n, group = codes.size, 8 // math.gcd(width, 8)
+  size = group * width // 8
+  groups = n // group  # Whole ones, in planes; what remains is a group of its own.
+  expected = np.zeros((groups + 1) * size, int)
+  for index, code in enumerate(codes.reshape(-1)):
+    i, g = divmod(index, groups) if index < groups * group else (index % group, groups)
+    for bit in range(width):
+      byte, place = divmod(i * width + bit, 8)
+      at = byte * groups + g if g < groups else groups * size + byte
+      expected[at] |= (int(code) >> bit & 1) << place
+  packed = jax.jit(bits.pack, static_argnums=1)(codes, width)
+  np.testing.assert_array_equal(packed, expected[: bits.packed_size(n, width)])
+
+
 def test_two_codes_of_four_bits_fill_a_byte():
   np.testing.assert_array_equal(bits.pack(jnp.uint8([0x1, 0xF, 0x2]), 4), [0xF1, 0x02])
+  np.testing.assert_array_equal(bits.pack(jnp.uint8([1, 2, 3, 4]), 4), [0x31, 0x42])
 
 
 def codec(name="quantize", row=1, **options) -> codecs.Codec:
