@@ -92,7 +92,7 @@ def send_fragment(
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(outer.seed), t), p)
   theta = outer.transport.fetch(state.theta[p])
   payload, metrics = outer.send(params_M, theta, outer.layers[p], key)
-  outer.transport.start(p, payload, state.theta[p], state.opt_state[p])
+  outer.transport.start(p, payload, theta, state.theta[p], state.opt_state[p])
   in_flight = {**state.in_flight, str(p): payload}
   state = OuterState(state.theta, state.opt_state, in_flight)
   size = payload.nbytes // payload.shape[0]

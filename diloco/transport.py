@@ -84,14 +84,24 @@ class DeviceTransport:
     """Outer state of one fragment, from the devices to where it lives."""
     return _in_memory(tree, "pinned_host") if self._offload else tree
 
-  def fetch(self, theta: Tree) -> Tree:
-    """Outer parameters of one fragment, from where they live to the devices."""
-    return _in_memory(theta, "device") if self._offload else theta
+  def fetch(self, tree: Tree) -> Tree:
+    """Outer state of one fragment, from where it lives to the devices."""
+    return _in_memory(tree, "device") if self._offload else tree
 
-  def start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
-    """Begins to exchange fragment p's payload, which was just encoded."""
+  def start(
+    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
+  ) -> None:
+    """Begins to exchange fragment p's payload, which was just encoded.
+
+    Args:
+      p: the fragment.
+      payload: as `encoded`.
+      fetched: its outer parameters on the devices, from `fetch`.
+      theta: the same where they live.
+      opt_state: its optimizer's state where it lives.
+    """
     if self._offload:  # Copied while the devices go on with inner steps.
-      self._fetched[p] = self.fetch((theta, opt_state))
+      self._fetched[p] = fetched, self.fetch(opt_state)
 
   def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
     """Updates the outer state of fragment p: (theta, opt_state, metrics)."""
@@ -148,16 +158,22 @@ class HostTransport:
       jax.tree.map(_whole_copy, tree), NamedSharding(self._host, P())
     )
 
-  def fetch(self, theta: Tree) -> Tree:
-    """See `DeviceTransport.fetch`."""
+  def fetch(self, tree: Tree) -> Tree:
+    """See `DeviceTransport.fetch`; of outer parameters only."""
     return jax.tree.map(
       lambda x, place: mesh_lib.place(np.asarray(x), place),
-      theta,
-      mesh_lib.shardings(theta, self.mesh),
+      tree,
+      mesh_lib.shardings(tree, self.mesh),
     )
 
-  def start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
+  def start(
+    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
+  ) -> None:
     """See `DeviceTransport.start`."""
+    del fetched
+    self._start(p, payload, theta, opt_state)
+
+  def _start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
     for shard in payload.addressable_shards:
       shard.data.copy_to_host_async()
     self._jobs[p] = self._thread.submit(self._exchange, payload, theta, opt_state)
@@ -165,7 +181,7 @@ class HostTransport:
   def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
     """See `DeviceTransport.finish`; the metrics also say how long it waited."""
     if p not in self._jobs:  # Sent before this process resumed.
-      self.start(p, payload, theta, opt_state)
+      self._start(p, payload, theta, opt_state)
     began = time.perf_counter()
     try:
       theta, opt_state, metrics = self._jobs.pop(p).result()
