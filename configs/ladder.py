@@ -5,7 +5,7 @@
 The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: six sizes,
 data-parallel and DiLoCo with M = 1, 2, 4, every cell tuned until its best point is
 interior, then ablations of H, of the outer rate and of overtraining. The budget is
-D = 2 N tokens where the paper has 20 N, H is 10 where it has 30, and each larger size
+D = 6 N tokens where the paper has 20 N, H is 10 where it has 30, and each larger size
 starts from the best point of the one before. docs/ladder.md has the results.
 """
 
@@ -21,7 +21,7 @@ SIZES = {
   "382k": (5, 4, 64),
   "554k": (5, 5, 80),
 }
-TOKENS_PER_PARAMETER = 2
+TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
 
@@ -43,12 +43,13 @@ def get_config(point: Point):
   params = 12 * layers * width**2 + VOCABULARY * width
   budget = TOKENS_PER_PARAMETER * params * point.get("overtrain", 1)
   c.train.batch_size = point["batch"]
-  c.train.steps = round(budget / (point["batch"] * LENGTH))
+  # A multiple of every H below: the last sync is after the last inner step.
+  c.train.steps = 30 * round(budget / (point["batch"] * LENGTH * 30))
   c.inner.learning_rate = point["lr"]
   c.inner.warmup_steps = c.train.steps // 10
 
   c.data.shuffle_window = 256
-  c.eval.tokens, c.eval.batch_size = 32_768, 64
+  c.eval.tokens, c.eval.batch_size = 65_536, 64
   c.checkpoint.every, c.checkpoint.keep = 400, 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
   return c
@@ -56,10 +57,11 @@ def get_config(point: Point):
 
 def get_sweep() -> Sweep:
   lr = Axis("lr", (power(ROOT2, -13),), ratio=ROOT2)
-  batch = Axis("batch", (8,), ratio=2, low=4)
   outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
-  algorithms = [{"algorithm": "data_parallel", "replicas": 1}]
+  at_4 = Axis("batch", (4,))
+  data_parallel = [{"algorithm": "data_parallel", "replicas": 1}]
   diloco = [{"algorithm": "diloco", "replicas": m} for m in (1, 2, 4)]
+  everyone = data_parallel + diloco
 
   def cells(size: str, some, **more) -> list[Point]:
     return [{"size": size, **a, **more} for a in some]
@@ -70,47 +72,57 @@ def get_sweep() -> Sweep:
   def without(name: str):
     return lambda cell: {k: v for k, v in cell.items() if k != name}
 
-  everyone = algorithms + diloco
-
   def cadences(size: str, *every: int) -> list[Point]:
     return [c for h in every for c in cells(size, diloco, sync_every=h)]
 
-  def longer(size: str, multiple: int) -> list[Point]:
-    return cells(size, everyone, overtrain=multiple)
+  def seeds(size: str) -> list[Point]:
+    return [c for s in (1, 2) for c in cells(size, everyone, seed=s)]
 
-  larger = ("142k", "185k", "269k")
-  some = [algorithms[0], diloco[1]]
-  seeds = [c for s in (1, 2) for c in cells("105k", some, seed=s)]
+  def tuned(size: str, start: str) -> list[Grid]:
+    """Every hyperparameter of a size: a batch has a sequence for every replica."""
+    batches = {m: Axis("batch", (4,), ratio=2, low=m) for m in (1, 2, 4)}
+    return [
+      Grid(
+        f"all {size}", cells(size, data_parallel), (lr, batches[1]), from_size(start)
+      ),
+      *(
+        Grid(
+          f"all {size} M={cell['replicas']}",
+          [cell],
+          (lr, batches[cell["replicas"]], outer),
+          from_size(start),
+        )
+        for cell in cells(size, diloco)
+      ),
+    ]
+
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
       # Every size first, then what explains, then more tuning: whenever the sweep is
-      # stopped, what is there can be read. Up to `cadence` all is at B = 8.
-      Grid("smallest lr", cells("105k", everyone), (lr, Axis("batch", (8,)))),
-      Grid(
-        "sizes",
-        [c for size in larger for c in cells(size, everyone)],
-        (),
-        from_size("105k"),
-      ),
-      Grid("overtrain", longer("105k", 4), (), without("overtrain")),
-      Grid("seeds", seeds, (), without("seed")),
-      Grid("382k", cells("382k", everyone), (), from_size("105k")),
+      # stopped, what is there can be read.
+      Grid("smallest", cells("105k", everyone), (lr, at_4)),
+      Grid("142k", cells("142k", everyone), (), from_size("105k")),
+      Grid("185k", cells("185k", everyone), (), from_size("105k")),
+      Grid("269k", cells("269k", everyone), (), from_size("105k")),
       Grid("cadence", cadences("105k", 1, 30), (outer,), without("sync_every")),
-      Grid("batch dp", cells("105k", algorithms), (lr, batch)),
-      Grid("batch", cells("105k", diloco), (batch, outer), from_size("105k")),
-      Grid("lr 185k", cells("185k", everyone), (lr,), from_size("185k")),
-      Grid("lr 269k", cells("269k", everyone), (lr,), from_size("185k")),
-      Grid("lr 382k", cells("382k", everyone), (lr,), from_size("269k")),
-      Grid("lr 142k", cells("142k", everyone), (lr,), from_size("185k")),
-      Grid("554k", cells("554k", everyone), (), from_size("382k")),
-      Grid("all 105k", cells("105k", diloco), (lr, batch, outer), from_size("105k")),
-      Grid("overtrain 185k", longer("185k", 4), (), without("overtrain")),
-      Grid("cadence 5", cadences("105k", 5), (outer,), without("sync_every")),
-      Grid("overtrain 16", longer("105k", 16), (), without("overtrain")),
+      *tuned("105k", "105k"),
+      Grid("382k", cells("382k", everyone), (), from_size("185k")),
+      Grid("seeds", seeds("105k"), (), without("seed")),
+      Grid("overtrain", cells("105k", everyone, overtrain=4), (), without("overtrain")),
+      Grid("554k", cells("554k", everyone), (), from_size("269k")),
+      *tuned("185k", "185k"),
+      Grid("lr 382k", cells("382k", everyone), (lr,), from_size("382k")),
+      Grid("lr 269k", cells("269k", everyone), (lr,), from_size("269k")),
+      Grid("outer 382k", cells("382k", diloco), (outer,), from_size("382k")),
+      Grid("lr 142k", cells("142k", everyone), (lr,), from_size("142k")),
+      Grid("cadence 3", cadences("105k", 3), (outer,), without("sync_every")),
+      Grid("seeds 185k", seeds("185k"), (), without("seed")),
+      Grid("all 269k", cells("269k", diloco), (outer,), from_size("269k")),
       Grid("cadence 185k", cadences("185k", 1, 30), (outer,), without("sync_every")),
-      Grid("batch dp 185k", cells("185k", algorithms), (lr, batch)),
-      Grid("batch 185k", cells("185k", diloco), (lr, batch, outer), from_size("185k")),
+      Grid(
+        "overtrain 185k", cells("185k", everyone, overtrain=4), (), without("overtrain")
+      ),
     ],
   )

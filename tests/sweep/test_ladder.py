@@ -25,7 +25,7 @@ def test_sizes_rise_from_a_tenth_of_a_million(ladder):
     point = {"size": size, "algorithm": "diloco", "replicas": 4, "lr": 0.01, "batch": 8}
     c = config_lib.resolve(ladder.get_config(point))
     n = config_lib.num_params(c)
-    assert 1.9 < c.train.tokens / n < 2.1
+    assert 5.8 < c.train.tokens / n < 6.2
     sizes.append(n)
   assert sizes == sorted(sizes)
   assert len(sizes) >= 5
@@ -38,7 +38,9 @@ def test_ablations_change_what_they_say(ladder):
   more = config_lib.resolve(
     ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})
   )
-  assert more.train.steps == 4 * base.train.steps
+  assert more.train.steps == pytest.approx(4 * base.train.steps, abs=4 * 15)
+  # So that the last sync is after the last inner step.
+  assert base.train.steps % base.sync_every == more.train.steps % more.sync_every == 0
   assert (base.sync_every, more.sync_every, more.seed) == (10, 30, 1)
 
 
