@@ -76,7 +76,7 @@ def report(config, topology: str, slices: int, quick: bool = False):
 
 
 def find(config, chip: str, slices: int, quick: bool = False):
-  """Yields one line per slice tried, smallest first, until the inner step fits.
+  """Yields one line per slice tried, smallest first, until all programs fit.
 
   Microbatches are halved as long as that helps: train.accumulate grows from the
   config's value. What cannot fit by its state alone is not compiled.
@@ -114,21 +114,30 @@ def find(config, chip: str, slices: int, quick: bool = False):
         yield f"{line}the state alone takes {_size(state_bytes)}"
         break
       if state_bytes + nbytes(programs.state.params) + saved <= hbm:
-        total = 0
-        try:
-          x = programs.compile("inner step", quick)
-          total = x.peak + outside(programs.state, on_device, x.name)
-        except jax.errors.JaxRuntimeError as error:
-          yield f"{line}does not fit: {_reason(error)}"
-        if 0 < total <= hbm:
-          yield f"{line}fits, {_size(total)} of {_size(hbm)}"
+        fits, told = _fits(programs, on_device, hbm, quick)
+        yield line + told
+        if fits:
           return
-        if total:
-          yield f"{line}does not fit, {_size(total)} of {_size(hbm)}"
       else:
         yield f"{line}activations do not fit beside the state"
       tried.train.accumulate *= 2
   raise ConfigError(f"no {chip} slice fits; shard more (mesh.fsdp) or lower the batch.")
+
+
+def _fits(programs: Programs, on_device, hbm: int, quick: bool) -> tuple[bool, str]:
+  """Whether all programs fit, and a word on the largest or on one that does not."""
+  most, largest = 0, ""
+  for name in programs.lower:
+    try:
+      x = programs.compile(name, quick)
+    except jax.errors.JaxRuntimeError as error:
+      return False, f"{name} does not fit: {_reason(error)}"
+    total = x.peak + outside(programs.state, on_device, name)
+    if total > hbm:
+      return False, f"{name} does not fit, {_size(total)} of {_size(hbm)}"
+    if total > most:
+      most, largest = total, name
+  return True, f"fits, {_size(most)} of {_size(hbm)} in {largest}"
 
 
 def placed_state(c, s: state.TrainState) -> tuple[dict[str, int], dict[str, int]]:
