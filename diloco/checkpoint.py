@@ -29,6 +29,7 @@ FREE_FIELDS = (
   "eval.",
   "checkpoint.",
   "mesh.",
+  "overlap.transport",
   "data.data_dir",
   "data.prefetch",
 )

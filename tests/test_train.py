@@ -170,6 +170,19 @@ def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
   assert losses(workdir) == losses(finished)
 
 
+def test_a_run_goes_on_with_the_other_transport(finished, tmp_path):
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished, workdir)
+  shutil.rmtree(workdir / "checkpoints" / "12")
+  code, stderr = run(workdir, "--config.overlap.transport=host")
+  assert code == 0, stderr
+  assert "Going on from the checkpoint of step 10" in stderr
+  assert losses(workdir) == losses(finished)
+  mine, theirs = params_of(workdir), params_of(finished)
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+
+
 def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
   tiny.inner.learning_rate, tiny.inner.clip_norm = 1e30, 0.0
   tiny.inner.warmup_steps = 0
