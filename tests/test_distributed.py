@@ -173,7 +173,8 @@ def test_four_replicas_on_one_and_four_processes(launch, tmp_path, transport):
   args = ("--config.replicas=4", f"--config.overlap.transport={transport}")
   finish(launch(1, tmp_path / "one", *args))
   finish(launch(4, tmp_path / "four", *args))
-  assert_same_training(tmp_path / "four", tmp_path / "one", rtol=2e-5)
+  # Four replicas in one program and one in each of four are not the same kernels.
+  assert_same_training(tmp_path / "four", tmp_path / "one", rtol=2e-4)
 
 
 @pytest.mark.slow
