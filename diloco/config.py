@@ -288,6 +288,11 @@ def validate(c) -> None:
       f"model.loss_chunk is {c.model.loss_chunk}, which does not divide"
       f" model.seq_len = {c.model.seq_len}; choose a divisor, or 0."
     )
+  if not all(isinstance(tau, int) for tau in c.overlap.taus):
+    raise ConfigError(
+      f"overlap.taus is {tuple(c.overlap.taus)}; give integers by commas, one for each"
+      " replica."
+    )
   if len(c.overlap.taus) != c.replicas:
     raise ConfigError(
       f"overlap.taus is {tuple(c.overlap.taus)}, one tau for each of"
@@ -397,11 +402,11 @@ def _choice(field: str, value: str, choices: tuple[str, ...]) -> None:
     raise ConfigError(f"{field} is {value!r}; choose one of {', '.join(choices)}.")
 
 
-def _leaves(c, prefix: str = "") -> dict:
+def leaves(c, prefix: str = "") -> dict:
   found = {}
   for key, value in c.items():
     if isinstance(value, ml_collections.ConfigDict | dict):
-      found.update(_leaves(value, f"{prefix}{key}."))
+      found.update(leaves(value, f"{prefix}{key}."))
     else:
       found[f"{prefix}{key}"] = value
   return found
@@ -409,7 +414,7 @@ def _leaves(c, prefix: str = "") -> dict:
 
 def _check_fields(c) -> None:
   """Unknown, missing and non-finite fields are errors."""
-  known, given = _leaves(default_config()), _leaves(c)
+  known, given = leaves(default_config()), leaves(c)
   for field in given:
     if field not in known:
       raise ConfigError(

@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco import config as config_lib
-from diloco.flag_errors import parse_flags
+from diloco.command_line import make_folder, parse_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -46,15 +46,16 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  del argv
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
   # After the flags are parsed, so that --help and flag errors answer at once.
   from diloco import distributed, record, train, transport
 
   peers = distributed.Peers()
   try:
-    config_lib.resolve(_CONFIG.value)  # Its errors need not wait for the others.
+    # Their errors need not wait for the others.
+    config_lib.resolve(_CONFIG.value)
+    make_folder(str(_WORKDIR.value), "--workdir")
     peers = distributed.initialize(
       _COORDINATOR.value,
       _NUM_PROCESSES.value,

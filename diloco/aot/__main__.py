@@ -14,8 +14,8 @@ import sys
 from absl import app, flags
 from ml_collections import config_flags
 
+from diloco.command_line import parse_flags
 from diloco.config import ConfigError
-from diloco.flag_errors import parse_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -34,8 +34,7 @@ _QUICK = flags.DEFINE_bool(
 
 
 def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  del argv
   # libtpu looks for a TPU, and for other processes that use it, unless told not to.
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
