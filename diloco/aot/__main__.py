@@ -9,13 +9,11 @@ extra `tpu`; see docs/aot.md.
 """
 
 import os
-import sys
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from diloco.command_line import parse_flags
-from diloco.config import ConfigError
+from diloco import command_line
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -43,14 +41,10 @@ def main(argv) -> None:
 
   topology = str(_TOPOLOGY.value)
   run = report if ":" in topology else find
-  try:
-    for line in run(_CONFIG.value, topology, _SLICES.value, _QUICK.value):
-      print(line, flush=True)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+  for line in run(_CONFIG.value, topology, _SLICES.value, _QUICK.value):
+    print(line, flush=True)
 
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "topology"])
-  app.run(main, flags_parser=parse_flags)
+  command_line.run(main)

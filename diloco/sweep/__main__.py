@@ -8,12 +8,12 @@ python -m diloco.sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 """
 
-import importlib.util
 import pathlib
 import sys
 
-from absl import app, flags
+from absl import flags
 
+from diloco import command_line
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local
@@ -33,7 +33,7 @@ _BACKEND = flags.DEFINE_enum(
   ["local", "slurm", "submitit"],
   "local: processes of this machine; slurm: jobs; submitit: its local executor.",
 )
-_OPTIONS = flags.DEFINE_list("slurm_options", [], "Options of submitit: name=value,...")
+_OPTIONS = flags.DEFINE_string("slurm_options", "", "Of submitit: name=value,...")
 _EXPORT = flags.DEFINE_string(
   "export", "", "Write the table as CSV to this file and end."
 )
@@ -50,16 +50,8 @@ def load_sweep(path: str) -> Sweep:
   Raises:
     ValueError: no file, or none with get_sweep().
   """
-  if not pathlib.Path(path).is_file():
-    raise ValueError(f"--sweep={path!r} is no file; name one, e.g. configs/ladder.py.")
-  spec = importlib.util.spec_from_file_location("sweep_file", path)
-  if spec is None or spec.loader is None:
-    raise ValueError(f"--sweep={path!r} is no Python file; see configs/ladder.py.")
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not hasattr(module, "get_sweep"):
-    raise ValueError(f"--sweep={path} has no get_sweep(); see configs/ladder.py.")
-  return module.get_sweep()
+  example = "--sweep=configs/ladder.py"
+  return command_line.load_module(path, "get_sweep", example).get_sweep()
 
 
 def make_backend(sweep: Sweep, results: pathlib.Path):
@@ -68,12 +60,8 @@ def make_backend(sweep: Sweep, results: pathlib.Path):
     return Local(_PARALLEL.value, _CORES.value, results, sweep.environment)
   from diloco.sweep.slurm import Slurm
 
-  options: dict[str, int | str] = {}
-  for item in _OPTIONS.value:
-    name, equals, value = item.partition("=")
-    if not equals:
-      raise ValueError(f"--slurm_options has {item!r}; write name=value, by commas.")
-    options[name] = int(value) if value.isdigit() else value
+  given = command_line.parse_options(_OPTIONS.value, place="--slurm_options")
+  options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
   cluster = "slurm" if _BACKEND.value == "slurm" else "local"
   return Slurm(_PARALLEL.value, results, sweep.environment, options, cluster)
 
@@ -86,10 +74,12 @@ def run() -> int:
       raise ValueError(
         f"--results={results} holds no results.sqlite; run a sweep first."
       )
-    rows = table.Table(results).rows()
-    count = table.export(rows, pathlib.Path(_EXPORT.value))
+    path = pathlib.Path(_EXPORT.value)
+    command_line.make_folder(path.parent, "--export")
+    count = table.export(table.Table(results).rows(), path)
     print(f"{count} runs written to {_EXPORT.value}")
     return 0
+  command_line.make_folder(results, "--results")
   if _IMPORT.value:
     count = table.load(pathlib.Path(_IMPORT.value), table.Table(results))
     print(f"{count} runs of {_IMPORT.value} taken over into {results}")
@@ -108,8 +98,7 @@ def run() -> int:
 
 
 def main(argv) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unknown arguments: {' '.join(argv[1:])}")
+  del argv
   try:
     sys.exit(run())
   except (ValueError, OSError) as error:
@@ -119,4 +108,4 @@ def main(argv) -> None:
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("results")
-  app.run(main)
+  command_line.run(main)

@@ -6,6 +6,7 @@ RUN holds config.json. A lock on RUN/lock is held as long as the trainer lives, 
 if who started it is gone, so that no run is ever trained by two processes.
 """
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -120,5 +121,12 @@ def _write(path: pathlib.Path, value: dict) -> None:
 
 
 if __name__ == "__main__":
-  chosen = [int(core) for core in sys.argv[2].split(",")] if len(sys.argv) > 2 else []
-  sys.exit(run(sys.argv[1], chosen) != 0)
+  parser = argparse.ArgumentParser(prog="python -m diloco.sweep.job")
+  parser.add_argument("run", help="directory with a config.json")
+  parser.add_argument(
+    "cores", nargs="?", default=[], type=lambda text: [int(c) for c in text.split(",")]
+  )
+  args = parser.parse_args()
+  if not pathlib.Path(args.run, "config.json").is_file():
+    parser.error(f"{args.run} holds no config.json; name a run of a sweep")
+  sys.exit(run(args.run, args.cores) != 0)
