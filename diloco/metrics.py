@@ -89,13 +89,12 @@ def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
 
 def plot_loss(workdir: pathlib.Path, title: str) -> pathlib.Path:
   """Draws the loss curve of a run from its metrics into loss.png."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt
+  # Not by pyplot, whose backend is the caller's: a notebook draws on after training.
+  from matplotlib.figure import Figure
 
   steps, evals = read(workdir), read(workdir, "eval")
-  figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+  figure = Figure(figsize=(7, 4), layout="constrained")
+  axes = figure.subplots()
   axes.plot(
     [r["step"] for r in steps],
     [r["loss"] for r in steps],
@@ -116,7 +115,6 @@ def plot_loss(workdir: pathlib.Path, title: str) -> pathlib.Path:
   axes.legend()
   path = workdir / "loss.png"
   figure.savefig(path, dpi=120)
-  plt.close(figure)
   return path
 
 

@@ -1,0 +1,31 @@
+"""The metrics file is read back, and its picture leaves pyplot alone."""
+
+import json
+
+import matplotlib
+
+from diloco import metrics
+
+
+def test_loss_is_drawn_and_the_backend_stays(tmp_path):
+  records = [{"kind": "step", "step": t, "loss": 5 - t / 10} for t in (1, 2, 3)]
+  records.append({"kind": "eval", "step": 3, "loss_outer": 4.8})
+  lines = [json.dumps(r) for r in records]
+  (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+  before = matplotlib.get_backend()
+  try:
+    matplotlib.use("svg")
+    picture = metrics.plot_loss(tmp_path, "title")
+    assert matplotlib.get_backend().lower() == "svg"
+  finally:
+    matplotlib.use(before)
+  assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_of_repeated_steps_the_last_is_read(tmp_path):
+  records = [
+    {"kind": "step", "step": t, "loss": x} for t, x in ((1, 3), (2, 2), (1, 1))
+  ]
+  text = "\n".join(json.dumps(r) for r in records) + '\n{"kind": "st'
+  (tmp_path / "metrics.jsonl").write_text(text)
+  assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
