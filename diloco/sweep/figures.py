@@ -22,6 +22,10 @@ from diloco.sweep.runs import Run, best, by_curve, main_grid, read
 
 Axes = Any
 OUTER = "best outer learning rate"
+CURVES = ("data-parallel", *(f"DiLoCo, M={m}" for m in (1, 2, 4, 8)))
+MARKERS = "o^sDvP"
+FILLS = ("full", "none", "left", "top")
+UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
 
 
 class Missing(ValueError):
@@ -68,13 +72,22 @@ def figure_6(runs: Sequence[Run]):
   if not some:
     raise Missing("no size has three batches")
   figure, axes = _axes(3)
-  for panel, (name, network) in zip(axes, reversed(wallclock.NETWORKS.items())):
+  networks = dict(reversed(wallclock.NETWORKS.items()))
+  unit = _unit(
+    wallclock.total_time(_training(r, n)) for r in some for n in networks.values()
+  )
+  for panel, (name, network) in zip(axes, networks.items()):
     for curve, points in by_curve(some).items():
       times = [wallclock.total_time(_training(r, network)) for r in points]
-      _line(panel, curve, times, [r.loss for r in points])
-    panel.set(xscale="log", xlabel="idealised time (s)", title=f"{name} bandwidth")
+      _line(panel, curve, [s / UNITS[unit] for s in times], [r.loss for r in points])
+    panel.set(xscale="log", xlabel=f"idealised time ({unit})")
+    panel.set_title(f"{name} bandwidth")
   axes[0].set_ylabel(f"held-out loss, N={largest:,.0f}")
-  return _legend(figure, axes[0])
+  _legend(figure, axes[0])
+  for panel in axes:
+    # Not "10m": beside a unit a prefix reads as another one.
+    panel.xaxis.set_major_formatter("{x:g}")
+  return figure
 
 
 def figure_7(runs: Sequence[Run]):
@@ -82,9 +95,13 @@ def figure_7(runs: Sequence[Run]):
   cells = best(_outer_swept(main_grid(runs)), lambda r: (r.replicas, r.params))
   if not cells:
     raise Missing("no cell has three outer learning rates")
+  if len({r.params for r in cells.values()}) < 2:
+    raise Missing("outer learning rates were tried at one N only")
   figure, (panel,) = _axes(1)
-  for name, some in by_curve(cells.values()).items():
-    _line(panel, name, [r.params for r in some], [r.outer_rate for r in some])
+  spread = _spread(r.params for r in cells.values())
+  for i, (name, some) in enumerate(by_curve(cells.values()).items()):
+    x = _beside([r.params for r in some], i, spread)
+    _line(panel, name, x, [r.outer_rate for r in some])
   panel.set(xscale="log", xlabel="parameters N", ylabel=OUTER)
   return _legend(figure, panel)
 
@@ -95,17 +112,21 @@ def figure_8(runs: Sequence[Run]):
   cells = best(some, lambda r: (r.replicas, r.sync_every, r.params))
   if len({r.sync_every for r in cells.values()}) < 2:
     raise Missing("outer learning rates were tried at one H only")
-  figure, panels = _axes(2)
-  for panel, field, label in zip(
-    panels, ("sync_every", "params"), ("inner steps between syncs H", "parameters N")
-  ):
-    for name, points in by_curve(cells.values()).items():
+  fields = {"sync_every": "inner steps between syncs H", "params": "parameters N"}
+  if len({r.params for r in cells.values()}) < 2:
+    print("figure 8: the panel over N is left out, rates were tried at one N only")
+    del fields["params"]
+  figure, panels = _axes(len(fields))
+  for panel, (field, label) in zip(panels, fields.items()):
+    spread = _spread(getattr(r, field) for r in cells.values())
+    for i, (name, points) in enumerate(by_curve(cells.values()).items()):
       values = collections.defaultdict(list)
       for r in points:
         values[getattr(r, field)].append(r.outer_rate)
-      x = sorted(values)
-      _line(panel, name, x, [statistics.mean(values[v]) for v in x])
-      low, high = [min(values[v]) for v in x], [max(values[v]) for v in x]
+      x = _beside(sorted(values), i, spread)
+      rates = [values[v] for v in sorted(values)]
+      _line(panel, name, x, [statistics.mean(v) for v in rates])
+      low, high = [min(v) for v in rates], [max(v) for v in rates]
       panel.fill_between(x, low, high, color=_color(name), alpha=0.15)
     panel.set(xscale="log", xlabel=label, ylabel=OUTER)
   return _legend(figure, panels[0])
@@ -139,17 +160,15 @@ def figure_11(runs: Sequence[Run]):
     raise Missing("no run is overtrained")
   figure, (panel,) = _axes(1)
   multiples = sorted({r.overtrain for r in cells.values()})
-  styles = dict(zip(multiples, ("-", "--", ":", "-.")))
-  for i, (name, some) in enumerate(by_curve(cells.values()).items()):
-    for multiple, style in styles.items():
+  fills = dict(zip(multiples, FILLS))
+  for name, some in by_curve(cells.values()).items():
+    for multiple, fill in fills.items():
       points = [r for r in some if r.overtrain == multiple]
-      panel.plot(
-        [6 * r.params * r.tokens for r in points],
-        [r.loss for r in points],
-        "o" + style,
-        color=_color(name),
-        label=name if multiple == 1 else f"{multiple}x" if i == 0 else None,
-      )
+      x = [6 * r.params * r.tokens for r in points]
+      _line(panel, name, x, [r.loss for r in points], fillstyle=fill)
+  for multiple, fill in fills.items():
+    style = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
+    panel.plot([], [], label=f"{multiple:g}x tokens", **style)
   panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel="held-out loss")
   return _legend(figure, panel)
 
@@ -239,12 +258,40 @@ def _training(run: Run, network: wallclock.Network) -> wallclock.Training:
 
 def _color(name: str) -> str:
   """The same color for an algorithm in every figure."""
-  known = ["data-parallel", *(f"DiLoCo, M={m}" for m in (1, 2, 4, 8))]
-  return f"C{known.index(name) if name in known else 5 + len(name) % 5}"
+  return f"C{CURVES.index(name) if name in CURVES else 5 + len(name) % 5}"
 
 
-def _line(panel: Axes, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-  panel.plot(x, y, "o-", color=_color(name), label=name)
+def _line(
+  panel: Axes, name: str, x: Sequence[float], y: Sequence[float], **style
+) -> None:
+  """A curve in its color and marker, once in the key."""
+  # The later ones are smaller: what lies below stays visible.
+  i = CURVES.index(name) if name in CURVES else len(CURVES)
+  style = {"color": _color(name), "marker": MARKERS[i], "ms": 8 - i, **style}
+  known = panel.get_legend_handles_labels()[1]
+  panel.plot(x, y, label=None if name in known else name, **style)
+
+
+def _beside(x: Sequence[float], i: int, spread: float) -> list[float]:
+  """Shifts curve i aside on a logarithmic axis: best rates often coincide.
+
+  Args:
+    x: of its points.
+    i: which curve it is.
+    spread: largest over smallest x of all curves.
+  """
+  return [v * spread ** (0.03 * i) for v in x]
+
+
+def _spread(values: Iterable[float]) -> float:
+  found = list(values)
+  return max(found) / min(found)
+
+
+def _unit(seconds: Iterable[float]) -> str:
+  """The largest unit in which all of these times are at least 1, or the smallest."""
+  least = min(seconds)
+  return next((unit for unit, size in UNITS.items() if least >= size), "ms")
 
 
 def _axes(columns: int):

@@ -91,6 +91,59 @@ def test_rows_are_chosen_by_column(table, tmp_path, capsys):
   assert "names a column" in capsys.readouterr().err
 
 
+def test_idealised_time_has_its_unit_in_the_label_alone(table):
+  figure = figures.figure_6(runs_lib.read(table))
+  figure.canvas.draw()
+  for panel in figure.axes:
+    assert panel.get_xlabel() == "idealised time (ms)"
+    ticks = [label.get_text() for label in panel.get_xticklabels()]
+    assert any(ticks)
+    assert all(text == "" or float(text) > 0 for text in ticks)
+
+
+def test_a_unit_is_the_largest_in_which_no_time_is_below_one():
+  assert figures._unit([7200, 3600]) == "h"
+  assert figures._unit([7200, 3599]) == "s"
+  assert figures._unit([7200, 0.01]) == figures._unit([1e-5]) == "ms"
+
+
+@pytest.mark.parametrize("figure", [figures.figure_7, figures.figure_8])
+def test_curves_with_equal_rates_lie_side_by_side(table, figure):
+  for panel in figure(runs_lib.read(table)).axes:
+    one, two = panel.lines
+    assert list(one.get_ydata()) == list(two.get_ydata())
+    assert not {*one.get_xdata()} & {*two.get_xdata()}
+    assert one.get_marker() != two.get_marker()
+
+
+def test_rates_at_one_size_have_no_panel_over_sizes(tmp_path, capsys):
+  rows = [
+    row(m, 100_000, h=h, outer=o) for m in (1, 2) for h in (1, 10) for o in (4, 6, 8)
+  ]
+  path = write(tmp_path / "t.csv", rows)
+  assert figures.main([str(path), f"--out={tmp_path}", "--only", "7", "8"]) == 0
+  said = capsys.readouterr().out
+  assert "figure 7: left out, outer learning rates were tried at one N only" in said
+  assert "figure 8: the panel over N is left out" in said
+  assert len(figures.figure_8(runs_lib.read(path)).axes) == 1
+
+
+def test_overtraining_is_told_by_the_fill_and_the_algorithm_by_color(table):
+  figure = figures.figure_11(runs_lib.read(table))
+  (panel,) = figure.axes
+  drawn = [line for line in panel.lines if len(line.get_xdata())]
+  assert len(drawn) == 6
+  assert len({(line.get_color(), line.get_fillstyle()) for line in drawn}) == 6
+  assert len({line.get_color() for line in drawn}) == 3
+  (key,) = figure.legends
+  entries = dict(zip((t.get_text() for t in key.get_texts()), key.legend_handles))
+  assert [*entries][:3] == ["data-parallel", "DiLoCo, M=1", "DiLoCo, M=2"]
+  assert [*entries][3:] == ["1x tokens", "4x tokens"]
+  fills = {name: entries[name].get_fillstyle() for name in [*entries][3:]}
+  assert fills == {"1x tokens": "full", "4x tokens": "none"}
+  assert {entries[name].get_color() for name in fills} == {"grey"}
+
+
 def test_missing_ablations_are_said(tmp_path, capsys):
   path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1)])
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
