@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 LOCKED = 75  # What exit statuses call a temporary failure.
+# Signals that ask for an end; a trainer that does not handle them yet dies of them.
+STOPS = (signal.SIGTERM, signal.SIGINT)
 # Signals by which a program ends itself; others come from outside.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -29,8 +31,9 @@ def run(
 ) -> int:
   """Trains what config.json says and writes ended.json: {failed, error}.
 
-  A trainer that a signal ended (stopped, preempted, out of memory) has not failed: it
-  is to be resumed.
+  A trainer that was asked to stop has not failed: it is to be resumed. One that was
+  killed (out of memory) leaves no ended.json, as if this process were lost with it:
+  the driver resumes it as well, but not for ever.
 
   Args:
     directory: of the run.
@@ -67,8 +70,9 @@ def run(
     with _forwarding(trainer):
       code = trainer.wait()
     failed = code > 0 or -code in CRASHES
-    error = _error(here / "log.txt", start, code) if failed else ""
-    _write(here / "ended.json", {"failed": failed, "error": error})
+    if failed or -code in (0, *STOPS):
+      error = _error(here / "log.txt", start, code) if failed else ""
+      _write(here / "ended.json", {"failed": failed, "error": error})
   return code
 
 

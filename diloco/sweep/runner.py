@@ -20,8 +20,8 @@ from diloco.sweep import grid as grid_lib
 from diloco.sweep.grid import Grid, Point, Search, Sweep
 from diloco.sweep.table import Table, digest, git_revision
 
-# Times that a run is started again after it vanished without an end (killed, out of
-# memory, node lost) before it counts as failed.
+# Times in a row that a run may vanish without an end (killed, out of memory, node
+# lost) before it counts as failed. One that stopped and saved has not vanished.
 ATTEMPTS = 5
 
 
@@ -159,14 +159,16 @@ class Driver:
         self._table.finish(row["name"], summary)
       elif ended is not None and ended["failed"]:
         self._table.fail(row["name"], ended["error"])
-      elif row["attempts"] >= ATTEMPTS:
+      elif ended is not None:
+        self._table.interrupt(row["name"], vanished=0)
+      elif (vanished := (row["vanished"] or 0) + 1) < ATTEMPTS:
+        self._table.interrupt(row["name"], vanished)
+      else:
         self._table.fail(
           row["name"],
-          f"vanished {row['attempts']} times without an end (killed, or out of"
+          f"vanished {vanished} times in a row without an end (killed, or out of"
           f" memory); see {directory / 'log.txt'}.",
         )
-      else:
-        self._table.interrupt(row["name"])
 
   def _name(self, point: Point) -> str | None:
     """The run of a point, None (and noted) if its config cannot work."""

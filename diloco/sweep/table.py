@@ -37,7 +37,10 @@ COLUMNS = {
   "tokens_per_s": "REAL",
   "wall_s": "REAL",
   "device": "TEXT",
+  "vanished": "INTEGER",  # Ends in a row of which the run noted nothing.
 }
+# Columns that only the driver needs.
+_UNEXPORTED = ("point", "config", "attempts", "started", "vanished")
 
 # What an exported row says of the config, by column name.
 EXPORTED_FIELDS = {
@@ -67,6 +70,10 @@ class Table:
     columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
     with self._db:
       self._db.execute(f"CREATE TABLE IF NOT EXISTS runs ({columns})")
+      there = {row["name"] for row in self._db.execute("PRAGMA table_info(runs)")}
+      for name, kind in COLUMNS.items():
+        if name not in there:  # The table was made by code that had fewer.
+          self._db.execute(f"ALTER TABLE runs ADD COLUMN {name} {kind}")
 
   def rows(self) -> list[dict[str, Any]]:
     """All runs, in the order in which they were first started."""
@@ -113,9 +120,14 @@ class Table:
     """Books a failure with its reason."""
     self._update(name, status="failed", error=error, finished=_now())
 
-  def interrupt(self, name: str) -> None:
-    """Books that a run is no longer running, but has not ended."""
-    self._update(name, status="interrupted")
+  def interrupt(self, name: str, vanished: int) -> None:
+    """Books that a run is no longer running, but has not ended.
+
+    Args:
+      name: of the run.
+      vanished: ends in a row of which it noted nothing; 0 if it stopped and saved.
+    """
+    self._update(name, status="interrupted", vanished=vanished)
 
   def forget_failed(self) -> None:
     """Lets failed runs run again."""
@@ -150,7 +162,7 @@ def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
   from `default_config`.
   """
   default = json.loads(json.dumps(config_lib.default_config().to_dict()))
-  shown = [c for c in COLUMNS if c not in ("point", "config", "attempts", "started")]
+  shown = [c for c in COLUMNS if c not in _UNEXPORTED]
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({name for row in ended for name in json.loads(row["point"])})
   with path.open("w", newline="") as file:

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -140,6 +141,34 @@ def test_runs_that_vanish_are_resumed_and_at_last_given_up(tmp_path):
   assert "vanished 5 times" in Table(tmp_path).rows()[0]["error"]
 
 
+def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
+  """Stopped more often than a run may vanish, and vanished in between."""
+  ends = iter("svvsvssvsvg")  # s: stops and saves, v: vanishes, g: good.
+
+  def end(run, saved):
+    match next(ends):
+      case "s":
+        (run / "ended.json").write_text('{"failed": false, "error": ""}')
+      case "g":
+        Fake.good(run, saved)
+
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
+  for _ in range(11):  # Each time another driver.
+    Driver(sweep, tmp_path, Fake(end)).step()
+  finish(Driver(sweep, tmp_path, Fake(end)))
+  (row,) = Table(tmp_path).rows()
+  assert (row["status"], row["attempts"]) == ("done", 11)
+
+
+def test_a_table_of_older_code_gets_the_columns_that_it_lacks(tmp_path):
+  Table(tmp_path).start("a", {}, {}, "")
+  older = sqlite3.connect(tmp_path / "results.sqlite")
+  older.execute("ALTER TABLE runs DROP COLUMN vanished")
+  older.close()
+  (row,) = Table(tmp_path).rows()
+  assert (row["name"], row["vanished"]) == ("a", None)
+
+
 def test_slots_bound_what_is_started(tmp_path):
   backend = Fake(slots=0)
   Driver(make_sweep(), tmp_path, backend).step()
@@ -221,6 +250,19 @@ def test_a_job_that_is_stopped_has_not_failed(tmp_path):
   started.wait()
   ended = json.loads((tmp_path / "ended.json").read_text())
   assert ended == {"failed": False, "error": ""}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command)
+  children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
+  while not (trainer := children.read_text().split()):
+    time.sleep(0.05)
+  os.kill(int(trainer[0]), signal.SIGKILL)
+  started.wait()
+  assert not (tmp_path / "ended.json").exists()
 
 
 def _handles_sigterm(pid: int) -> bool:
