@@ -9,17 +9,19 @@ if who started it is gone, so that no run is ever trained by two processes.
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 LOCKED = 75  # What exit statuses call a temporary failure.
-# Signals that ask for an end; a trainer that does not handle them yet dies of them.
-STOPS = (signal.SIGTERM, signal.SIGINT)
+# Signals that ask for an end. Slurm announces a time limit or a preemption by SIGUSR2
+# where submitit submits, or by SIGUSR1 if SUBMITIT_PREEMPT_SIGNAL says so.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # Signals by which a program ends itself; others come from outside.
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -56,7 +58,8 @@ def run(
       os.sched_setaffinity(0, cores)
     saved = pathlib.Path(__file__).with_name("saved.py")
     start = log.tell()
-    trainer = subprocess.Popen(
+    trainer = functools.partial(
+      subprocess.Popen,
       [
         *(sys.executable, "-m", "diloco.main"),
         f"--config={saved}:{here / 'config.json'}",
@@ -67,25 +70,41 @@ def run(
       env=None if environment is None else {**os.environ, **environment},
       pass_fds=(lock.fileno(),),
     )
-    with _forwarding(trainer):
-      code = trainer.wait()
-    failed = code > 0 or -code in CRASHES
-    if failed or -code in (0, *STOPS):
-      error = _error(here / "log.txt", start, code) if failed else ""
-      _write(here / "ended.json", {"failed": failed, "error": error})
+    with _stoppable(trainer) as process:
+      code = process.wait()
+      failed = code > 0 or -code in CRASHES
+      if failed or -code in (0, *STOPS):
+        error = _error(here / "log.txt", start, code) if failed else ""
+        _write(here / "ended.json", {"failed": failed, "error": error})
   return code
 
 
 @contextlib.contextmanager
-def _forwarding(trainer: subprocess.Popen) -> Iterator[None]:
-  """SIGTERM and SIGINT of this process reach the trainer as SIGTERM: it saves."""
+def _stoppable(start: Callable[[], subprocess.Popen]) -> Iterator[subprocess.Popen]:
+  """A trainer to which STOPS of this process are told as SIGTERM: it saves.
+
+  The others are blocked in the trainer itself, since terminals and Slurm signal all
+  processes of a job, and a trainer would die of them without having saved.
+  """
+  trainer, asked = None, False
 
   def forward(*_):
-    trainer.send_signal(signal.SIGTERM)
+    nonlocal asked
+    asked = True
+    if trainer is not None:
+      trainer.send_signal(signal.SIGTERM)
 
-  previous = {s: signal.signal(s, forward) for s in (signal.SIGTERM, signal.SIGINT)}
+  previous = {s: signal.signal(s, forward) for s in STOPS}
   try:
-    yield
+    # What is blocked is so in the process that is started, too.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPS) - {signal.SIGTERM})
+    try:
+      trainer = start()
+    finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if asked:
+      trainer.send_signal(signal.SIGTERM)
+    yield trainer
   finally:
     for number, handler in previous.items():
       signal.signal(number, handler)

@@ -42,7 +42,10 @@ class Local:
       chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
       command.append(",".join(map(str, sorted(set(chosen)))))
     process = subprocess.Popen(
-      command, env={**os.environ, **self._environment}, stdin=subprocess.DEVNULL
+      command,
+      env={**os.environ, **self._environment},
+      stdin=subprocess.DEVNULL,
+      start_new_session=True,  # Ctrl-C is for the driver, which asks runs to save.
     )
     self._jobs[run] = slot, process
 

@@ -265,6 +265,44 @@ def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
   assert not (tmp_path / "ended.json").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_what_all_processes_of_a_job_are_told_stops_it_in_order(tmp_path, number):
+  """Ctrl-C comes from terminals, SIGUSR2 (or 1) from Slurm before a time limit."""
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command, start_new_session=True)
+  while not _handles_sigterm(started.pid):
+    time.sleep(0.05)
+  os.killpg(started.pid, number)
+  started.wait()
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert ended == {"failed": False, "error": ""}
+
+
+@pytest.mark.slow
+def test_ctrl_c_lets_runs_save(tmp_path):
+  tests = pathlib.Path(__file__).parents[1]
+  text = SWEEP_FILE.format(tests=str(tests))
+  text = text.replace("  return c", "  c.train.steps = 1_000_000\n  return c")
+  (tmp_path / "sweep.py").write_text(text)
+  command = [
+    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    f"--results={tmp_path}",
+  ]
+  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+  driver = subprocess.Popen(command, env=environment, start_new_session=True)
+  while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+    assert driver.poll() is None
+    time.sleep(0.2)
+  os.killpg(driver.pid, signal.SIGINT)  # A terminal signals the whole group.
+  assert driver.wait() == 1
+  (row,) = Table(tmp_path).rows()
+  assert (row["status"], row["vanished"]) == ("interrupted", 0)
+  log = (tmp_path / "runs" / row["name"] / "log.txt").read_text()
+  assert "SIGTERM: saved step" in log
+
+
 def _handles_sigterm(pid: int) -> bool:
   """Whether a process has a handler for SIGTERM, which Linux tells as a bit mask."""
   status = pathlib.Path(f"/proc/{pid}/status").read_text()
