@@ -143,7 +143,11 @@ class Driver:
     part.replace(path)
     (directory / "ended.json").unlink(missing_ok=True)  # Of an earlier attempt.
     self._table.start(name, point, self._configs[name], self._revision)
-    self._backend.start(directory)
+    try:
+      self._backend.start(directory)
+    except (ValueError, OSError):
+      self._table.interrupt(name, vanished=0)  # It never started.
+      raise
 
   def _collect(self) -> None:
     """Books the ends of runs that the table still has as running."""
