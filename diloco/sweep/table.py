@@ -66,7 +66,8 @@ class Table:
     results.mkdir(parents=True, exist_ok=True)
     self._db = sqlite3.connect(results / "results.sqlite", timeout=60)
     self._db.row_factory = sqlite3.Row
-    self._db.execute("PRAGMA journal_mode=WAL")
+    # WAL needs memory that all readers share, which network file systems do not have.
+    self._db.execute("PRAGMA journal_mode=DELETE")
     columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
     with self._db:
       self._db.execute(f"CREATE TABLE IF NOT EXISTS runs ({columns})")

@@ -160,6 +160,16 @@ def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
   assert (row["status"], row["attempts"]) == ("done", 11)
 
 
+def test_the_table_works_on_network_file_systems(tmp_path):
+  before = sqlite3.connect(tmp_path / "results.sqlite")
+  before.execute("PRAGMA journal_mode=WAL")  # As older code left it.
+  before.execute("CREATE TABLE other (a)")
+  before.close()
+  Table(tmp_path).start("a", {}, {}, "")
+  header = (tmp_path / "results.sqlite").read_bytes()[18:20]
+  assert header == b"\1\1"  # Rollback journal; 2 is WAL (sqlite.org/fileformat2).
+
+
 def test_a_table_of_older_code_gets_the_columns_that_it_lacks(tmp_path):
   Table(tmp_path).start("a", {}, {}, "")
   older = sqlite3.connect(tmp_path / "results.sqlite")
