@@ -27,7 +27,10 @@ class MetricsWriter:
   ):
     """Opens the files; not `enabled`, on all processes but one, it writes nothing."""
     path = workdir / "metrics.jsonl" if enabled else pathlib.Path(os.devnull)
+    torn = enabled and _ends_in_mid_line(path)
     self._file = path.open("a", buffering=1)  # By lines, so that it can be followed.
+    if torn:
+      self._file.write("\n")
     self._tensorboard: Any = None
     self._wandb: Any = None
     if not enabled:
@@ -75,7 +78,7 @@ class MetricsWriter:
 def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
   """The records of one kind in order of steps; of repeated ones the last.
 
-  A last line cut short by a kill is left out.
+  A line cut short by a kill is left out.
   """
   records = {}
   with (workdir / "metrics.jsonl").open() as lines:
@@ -116,6 +119,15 @@ def plot_loss(workdir: pathlib.Path, title: str) -> pathlib.Path:
   path = workdir / "loss.png"
   figure.savefig(path, dpi=120)
   return path
+
+
+def _ends_in_mid_line(path: pathlib.Path) -> bool:
+  """Whether the last line of a file, if there is one, was cut short by a kill."""
+  if not path.exists() or not path.stat().st_size:
+    return False
+  with path.open("rb") as file:
+    file.seek(-1, os.SEEK_END)
+    return file.read() != b"\n"
 
 
 def _finite(value):

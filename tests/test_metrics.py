@@ -1,9 +1,10 @@
-"""The metrics file is read back, and its picture leaves pyplot alone."""
+"""metrics.jsonl is read whatever a kill left behind; its picture leaves pyplot alone."""
 
 import json
 
 import matplotlib
 
+from diloco import config as config_lib
 from diloco import metrics
 
 
@@ -29,3 +30,25 @@ def test_of_repeated_steps_the_last_is_read(tmp_path):
   text = "\n".join(json.dumps(r) for r in records) + '\n{"kind": "st'
   (tmp_path / "metrics.jsonl").write_text(text)
   assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
+
+
+def write(workdir, c, *steps: int) -> None:
+  writer = metrics.MetricsWriter(workdir, c)
+  for step in steps:
+    writer.write("step", step, {"loss": float(step)})
+  writer.close()
+
+
+def test_a_line_cut_short_by_a_kill_takes_no_other_with_it(tiny, tmp_path):
+  c = config_lib.resolve(tiny)
+  write(tmp_path, c, 1, 2)
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(path.read_text()[:-7])
+  assert [r["step"] for r in metrics.read(tmp_path)] == [1]
+  write(tmp_path, c, 2, 3)
+  records = [(r["step"], r["loss"]) for r in metrics.read(tmp_path)]
+  assert records == [(1, 1.0), (2, 2.0), (3, 3.0)]
+  # Whole files are left as they are: no empty lines.
+  before = path.read_text()
+  write(tmp_path, c)
+  assert path.read_text() == before
