@@ -1,4 +1,4 @@
-"""metrics.jsonl is read whatever a kill left behind; its picture leaves pyplot alone."""
+"""metrics.jsonl is read whatever a kill left behind; its picture spares pyplot."""
 
 import json
 
