@@ -45,12 +45,14 @@ def train(
     The summary, as in summary.json; empty if SIGTERM ended the run early.
 
   Raises:
-    ConfigError: the config cannot work, or workdir holds a run of another config.
+    ConfigError: the config cannot work, `peers` are not JAX's processes, or workdir
+      holds a run of another config.
     TrainingDiverged: a loss or gradient became NaN or infinite.
   """
   c = config_lib.resolve(config)
   workdir = pathlib.Path(workdir)
   peers = peers or Peers()
+  _check_all_meet(peers)
   stop = _StopOnSigterm(peers)
   mesh = mesh_lib.make_mesh(c)
   shards = data_lib.make_train_iterator(c, mesh_lib.local_replicas(c, mesh))
@@ -97,6 +99,17 @@ def train(
     checkpoints.close()
     recorder.close()
     return summary
+
+
+def _check_all_meet(peers: Peers) -> None:
+  """Without it every process of JAX would write the same files, each with its part."""
+  if peers.count != jax.process_count():
+    raise config_lib.ConfigError(
+      f"peers are {peers.count} processes, but JAX's are {jax.process_count()}; join"
+      " them by diloco.distributed.initialize, instead of jax.distributed.initialize,"
+      " and hand its peers to train; on the command line by --distributed=auto or"
+      " --coordinator."
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,3 +265,10 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path):
   again = train.train(tiny, tmp_path)
   assert again["eval_loss"] == first["eval_loss"]
   assert again["bytes_sent_per_replica"] == first["bytes_sent_per_replica"]
+
+
+def test_processes_that_peers_do_not_know_are_refused(tiny, tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(config_lib.ConfigError, match=r"JAX's are 2; join them by"):
+    train.train(tiny, tmp_path)
+  assert not list(tmp_path.iterdir())
