@@ -1,7 +1,7 @@
 """What a run says while it runs and at its end.
 
-Device metrics are fetched one step late, so that logging never waits for the step
-that was just launched. Of several processes each reads the metrics of its replicas;
+Device metrics are fetched one launch late, so that logging never waits for the steps
+that were just launched. Of several processes each reads the metrics of its replicas;
 process 0 writes them once it has those of all.
 """
 
@@ -48,7 +48,7 @@ class Recorder:
     peak = hardware.peak_flops(jax.devices()[0].device_kind)
     self._peak = peak * jax.device_count() if peak else None
     self._began = time.perf_counter()
-    # Training time and steps after the first step of this process, which compiles.
+    # Training time and steps after the first ones of this process, which compile.
     self._clock: float | None = None
     self._busy, self._steps = 0.0, 0
     self._last_sync = "none yet"
@@ -62,9 +62,18 @@ class Recorder:
       mininterval=0.2 if sys.stderr.isatty() else 15,
     )
 
-  def step(self, t: int, inner: InnerMetrics, events: list[Event]) -> None:
-    """Takes note of inner step t and of what was sent and received after it."""
-    self._pending.append((t, inner, events))
+  def stretch(
+    self, steps: range, metrics: list[InnerMetrics], events: list[Event]
+  ) -> None:
+    """Takes note of inner steps that were launched together, and reports the last ones.
+
+    Args:
+      steps: the steps.
+      metrics: of each of them; on the devices, not waited for.
+      events: what was sent and received after the last.
+    """
+    _copy_to_host((metrics, [event.metrics for event in events]))
+    self._pending.append((steps, metrics, events))
     while len(self._pending) > 1:
       self._report_oldest()
     self._write(wait=False)
@@ -100,20 +109,22 @@ class Recorder:
     self._write(wait=True)
 
   def _report_oldest(self) -> None:
-    t, inner, events = self._pending.popleft()
-    values = {k: _local(v) for k, v in inner._asdict().items()}
-    self._check_finite(t, values["loss"], "loss")
-    self._check_finite(t, values["grad_norm"], "gradient norm")
-    rate = self._tick()
-    self._report_events(events)
-    if t % self._config.log.every and t < self._config.train.steps:
-      return  # What is not written is not told either: links may be slow.
-    extra = {
-      "time": time.time(),
-      "bytes_sent": self._ledger.total,
-      "tokens_per_s": rate,
-    }
-    self._peers.report(["step", t, values, extra])
+    steps, metrics, events = self._pending.popleft()
+    found = [{k: _local(v) for k, v in of._asdict().items()} for of in metrics]
+    rate = self._tick(len(steps))
+    for t, values in zip(steps, found):
+      self._check_finite(t, values["loss"], "loss")
+      self._check_finite(t, values["grad_norm"], "gradient norm")
+      if t == steps[-1]:
+        self._report_events(events)
+      if t % self._config.log.every and t < self._config.train.steps:
+        continue  # What is not written is not told either: links may be slow.
+      extra = {
+        "time": time.time(),
+        "bytes_sent": self._ledger.total,
+        "tokens_per_s": rate,
+      }
+      self._peers.report(["step", t, values, extra])
 
   def _report_events(self, events: list[Event]) -> None:
     for event in events:
@@ -159,12 +170,12 @@ class Recorder:
     )
     self._bar.update(t - self._bar.n)
 
-  def _tick(self) -> float | None:
-    """Books the time since the last step; mean tokens/s so far."""
+  def _tick(self, steps: int) -> float | None:
+    """Books so many steps and the time since the last ones; mean tokens/s so far."""
     now = time.perf_counter()
     if self._clock is not None:
       self._busy += now - self._clock
-      self._steps += 1
+      self._steps += steps
     self._clock = now
     return self._steps * self._tokens_per_step / self._busy if self._steps else None
 
@@ -255,10 +266,18 @@ class Recorder:
     self._writer.close()
 
 
+def _copy_to_host(tree: Any) -> None:
+  """Begins to fetch arrays, without waiting for what computes them."""
+  for x in jax.tree.leaves(tree):
+    x.copy_to_host_async()
+
+
 def _local(x: jax.Array) -> Any:
   """What of a metric this process tells: [replica, value] pairs, or a number."""
   if x.ndim == 0:
     return float(np.asarray(x))
+  if x.is_fully_replicated:
+    return list(enumerate(np.asarray(x).tolist()))
   pairs: list[tuple[int, float]] = []
   for shard in x.addressable_shards:
     if shard.replica_id == 0:  # Copies lie on the other devices of the replica.

@@ -55,9 +55,10 @@ def train(
   _check_all_meet(peers)
   stop = _StopOnSigterm(peers)
   mesh = mesh_lib.make_mesh(c)
-  shards = data_lib.make_train_iterator(c, mesh_lib.local_replicas(c, mesh))
+  own_replicas = mesh_lib.local_replicas(c, mesh)
+  shards = data_lib.make_train_iterator(c, own_replicas)
   with jax.set_mesh(mesh), contextlib.closing(shards) as data:
-    run = _build(c, mesh, data, peers)
+    run = _build(c, mesh, data, own_replicas, peers)
     distributed.make_shared(workdir, peers)
     checkpoints = Checkpoints(workdir, c, peers)
     start, state, record = _restore(run, checkpoints)
@@ -70,9 +71,7 @@ def train(
 
     for steps in run.stretches(start):
       state, metrics, events = _train(run, steps, state)
-      for t, of_step in zip(steps, metrics):
-        recorder.step(t, of_step, events if t == steps[-1] else [])
-
+      recorder.stretch(steps, metrics, events)
       t = steps[-1]
       if c.eval.every and t % c.eval.every == 0 and t < c.train.steps:
         with recorder.pause():
@@ -128,6 +127,7 @@ class _Run:
   evaluate: Any
   evaluate_tasks: Any
   batch_sharding: Any
+  own_replicas: list[int]  # Those whose batches this process reads.
   peers: Peers
 
   def stretches(self, start: int) -> Iterator[range]:
@@ -166,7 +166,7 @@ class _Run:
     return outer_lib.assemble(self.outer, state.outer, like)
 
 
-def _build(c, mesh, data, peers: Peers) -> _Run:
+def _build(c, mesh, data, own_replicas: list[int], peers: Peers) -> _Run:
   """Data, programs and evaluation; every error of the config comes from here."""
   tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
   eval_set = data_lib.make_eval_set(c)
@@ -186,6 +186,7 @@ def _build(c, mesh, data, peers: Peers) -> _Run:
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     evaluate_tasks=score_lib.make_evaluate_tasks(c, mesh, tokenizer),
     batch_sharding=mesh_lib.batch_sharding(mesh, not streaming),
+    own_replicas=own_replicas,
     peers=peers,
   )
 
@@ -306,7 +307,7 @@ def _to_devices(run: _Run, tokens_RxBxL: np.ndarray) -> jax.Array:
   """The global batch [M, B, L], from those replicas that this process reads."""
   c = run.config
   tokens_MxBxL = np.zeros((c.replicas, *tokens_RxBxL.shape[1:]), np.int32)
-  tokens_MxBxL[mesh_lib.local_replicas(c, run.mesh)] = tokens_RxBxL
+  tokens_MxBxL[run.own_replicas] = tokens_RxBxL
   return mesh_lib.place(mesh_lib.by_replica(c, tokens_MxBxL), run.batch_sharding)
 
 

@@ -193,7 +193,8 @@ class HostTransport:
         " checkpoint."
       ) from error
     waited = np.float32(time.perf_counter() - began)
-    return theta, opt_state, {**metrics, "waited_s": waited}
+    metrics["waited_s"] = jax.device_put(waited, NamedSharding(self._host, P()))
+    return theta, opt_state, metrics
 
   def settle(self) -> None:
     """See `DeviceTransport.settle`.
