@@ -17,8 +17,9 @@ here, on C4 in the paper.
 import math
 
 from diloco import recommend
-from diloco.config import default_config
-from diloco.scaling_laws import paper
+from diloco.command_line import parse_options
+from diloco.config import ALGORITHMS, ConfigError, default_config
+from diloco.scaling_laws import paper, predict
 
 # Size: layers, heads (of size 64), training tokens.
 SCALES = {
@@ -29,7 +30,14 @@ SCALES = {
   )
   for row in paper.read("table3_models")
 }
-OPTIONS = ("M", "H", "algorithm", "method", "overtrain", "data")
+OPTIONS = {
+  "M": int,
+  "H": int,
+  "algorithm": ALGORITHMS,
+  "method": predict.METHODS,
+  "overtrain": float,
+  "data": ("c4", "dolma"),
+}
 
 # What the paper trains: the grid of Table 4, extrapolations of Table 5, Section 5.2.
 # Of the overtrained sizes it says only that they vary.
@@ -50,23 +58,14 @@ RUNS = (
 
 
 def get_config(arg: str = "35M"):
-  size, *rest = arg.split(",")
-  try:
-    options = dict(item.split("=") for item in rest)
-    data = options.get("data", "dolma" if "overtrain" in options else "c4")
-    if set(options) - set(OPTIONS) or data not in ("c4", "dolma"):
-      raise ValueError
-    layers, heads, tokens = SCALES[size] if size in SCALES else shape(size)
-  except ValueError:
-    raise ValueError(
-      f"--config=configs/chinchilla.py:{arg} is not understood; write a size of"
-      f" {', '.join(SCALES)} or any other from 10M on, then {'=, '.join(OPTIONS)}= (c4"
-      " or dolma) by commas."
-    ) from None
+  size, _, rest = arg.partition(",")
+  options = parse_options(rest, OPTIONS)
+  data = options.get("data", "dolma" if "overtrain" in options else "c4")
+  layers, heads, tokens = SCALES[size] if size in SCALES else shape(size)
   c = default_config()
   c.algorithm = options.get("algorithm", "streaming")
-  c.replicas = int(options.get("M", 2))
-  c.sync_every = int(options.get("H", 30))
+  c.replicas = options.get("M", 2)
+  c.sync_every = options.get("H", 30)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
   c.model.vocab_size, c.model.seq_len = 32_768, paper.SEQ_LEN
   c.model.remat, c.model.loss_chunk = True, 256
@@ -76,7 +75,7 @@ def get_config(arg: str = "35M"):
     c.replicas,
     options.get("method", "joint"),
     c.algorithm,
-    float(options.get("overtrain", 1)),
+    options.get("overtrain", 1),
     tokens=tokens,
   )
   c.inner.learning_rate = hyper.learning_rate
@@ -96,16 +95,22 @@ def shape(size: str) -> tuple[int, int, int]:
   """Layers, heads and tokens for an N that Table 3 does not have.
 
   Raises:
-    ValueError: the size is no number, or the family has nothing within 20% of it.
+    ConfigError: the size is no number, or the family has nothing within 20% of it.
   """
-  params = paper.number(size)
+  unknown = ConfigError(
+    f"the size is {size!r}; write one of {', '.join(SCALES)}, or any other from 10M on."
+  )
+  try:
+    params = paper.number(size)
+  except ValueError:
+    raise unknown from None
 
   def distance(heads: int) -> float:
     return abs(math.log(paper.num_params(depth(heads), 64 * heads) / params))
 
   heads = min(range(4, 257), key=distance)
   if distance(heads) > math.log(1.2):
-    raise ValueError(f"there is no shape near {size}.")
+    raise unknown
   n = paper.num_params(depth(heads), 64 * heads)
   return depth(heads), heads, int(paper.CHINCHILLA * n)
 

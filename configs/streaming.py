@@ -15,7 +15,8 @@ for M = 2, see configs/chinchilla.py. On Dolma the batch grows with M (Table 7).
 
 import math
 
-from diloco.config import default_config
+from diloco.command_line import parse_options
+from diloco.config import ALGORITHMS, ConfigError, default_config
 
 # Scale: layers, heads (of size 64), billions of training tokens.
 SCALES = {
@@ -28,6 +29,13 @@ SCALES = {
   "4B": (36, 48, 83),
 }
 
+OPTIONS = {
+  "M": int,
+  "H": int,
+  "algorithm": ALGORITHMS,
+  "data": ("c4", "dolma"),
+  "tokens": float,
+}
 _METHODS = (
   "algorithm=data_parallel",
   "H=100",
@@ -46,21 +54,16 @@ RUNS = (
 
 
 def get_config(arg: str = "35M"):
-  scale, *rest = arg.split(",")
-  options = dict(item.split("=") for item in rest)
+  scale, _, rest = arg.partition(",")
+  if scale not in SCALES:
+    raise ConfigError(f"the scale is {scale!r}; write one of {', '.join(SCALES)}.")
+  options = parse_options(rest, OPTIONS)
   data = options.get("data", "c4")
-  unknown = set(options) - {"M", "H", "algorithm", "data", "tokens"}
-  if scale not in SCALES or unknown or data not in ("c4", "dolma"):
-    raise ValueError(
-      f"--config=configs/streaming.py:{arg} is not understood; write a scale of"
-      f" {', '.join(SCALES)}, then M=, H=, algorithm=, data=c4 or dolma, tokens=, by"
-      " commas."
-    )
   layers, heads, billions = SCALES[scale]
   c = default_config()
   c.algorithm = options.get("algorithm", "streaming")
-  c.replicas = int(options.get("M", 2))
-  c.sync_every = int(options.get("H", 100))
+  c.replicas = options.get("M", 2)
+  c.sync_every = options.get("H", 100)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
   c.model.vocab_size = 32_000
   c.model.seq_len = 1024 if data == "c4" else 2048
@@ -72,7 +75,7 @@ def get_config(arg: str = "35M"):
   c.train.batch_size = max(2 ** round(math.log2(sequences)), c.replicas)
   if data == "dolma":
     c.train.batch_size = c.train.batch_size * c.replicas // 2
-  c.train.tokens = int(float(options.get("tokens", billions * 1e9)))
+  c.train.tokens = int(options.get("tokens", billions * 1e9))
 
   c.data.tokenizer = "c4_32k.model"
   if data == "c4":

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from diloco import command_line, restore, score, tasks
 from diloco import data as data_lib
 from diloco import loss as loss_lib
 from diloco import mesh as mesh_lib
 from diloco import model as model_lib
-from diloco import restore, score, tasks
 from diloco.config import ConfigError
 
 # Which parameters can be evaluated (2501.18512, Table 3).
@@ -135,6 +135,9 @@ def make_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> dict[str, Any]:
   """Evaluates and writes the files; returns what evaluation_<step>.json holds."""
   model = restore.load(args.workdir, args.step)
+  command_line.make_folder(args.workdir, "--workdir")
+  if args.details:
+    command_line.make_folder(args.details.parent, "--details")
   c = ml_collections.ConfigDict(model.config.to_dict())
   c.eval.tasks, c.eval.task_items = args.tasks, args.items
   if args.data_dir is not None:

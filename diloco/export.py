@@ -16,7 +16,7 @@ import sys
 import jax
 import numpy as np
 
-from diloco import restore
+from diloco import command_line, restore
 from diloco.config import ConfigError
 from diloco.data import load_tokenizer
 
@@ -80,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
   args = make_parser().parse_args(argv)
   try:
+    command_line.make_folder(args.output, "--output")
     folder = export(restore.load(args.workdir, args.step), args.output)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 
+from diloco.command_line import parse_options
 from diloco.scaling_laws import paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
@@ -196,7 +197,7 @@ def run(args: argparse.Namespace) -> dict:
   """
   laws = None
   if args.results:
-    runs = results.read_csv(args.results, results.parse_where(args.where))
+    runs = results.read_csv(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(runs, strict=not args.any)
   n = paper.number(args.params)
   found = recommend(

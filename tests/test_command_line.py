@@ -139,6 +139,30 @@ def test_modules_and_the_function_they_need(tmp_path):
       command_line.load_module(path, "get_it", "configs/ladder.py")
 
 
+def test_options_by_name_and_type():
+  known = {"M": int, "rate": float, "note": str, "data": ("c4", "dolma")}
+  found = command_line.parse_options("M=2, rate=1e-3,note=a=b,data=c4,", known)
+  assert found == {"M": 2, "rate": 1e-3, "note": "a=b", "data": "c4"}
+  assert command_line.parse_options("") == {}
+  assert command_line.parse_options("x=1,y=a") == {"x": "1", "y": "a"}
+  allowed = "write M=<integer> rate=<number> note=<text> data=c4|dolma, by commas."
+  for text, remedy in (
+    ("M", allowed),
+    ("=3", allowed),
+    ("H=3", allowed),
+    ("M=2.5", "write M=<integer>."),
+    ("rate=inf", "write rate=<number>."),
+    ("data=mc4", "write data=c4|dolma."),
+  ):
+    with pytest.raises(ConfigError) as caught:
+      command_line.parse_options(text, known, "--options")
+    assert str(caught.value) == f"--options has {text!r}; {remedy}"
+  with pytest.raises(ConfigError, match="--where has 'foo'; write name=value, by comm"):
+    command_line.parse_options("foo", place="--where")
+  with pytest.raises(ConfigError, match="has M twice; give it once"):
+    command_line.parse_options("M=2,M=3", known)
+
+
 def run(*args: str) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, check=False

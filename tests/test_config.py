@@ -122,5 +122,5 @@ def test_the_command_says_one_sentence_and_fails(tmp_path):
   assert not list(tmp_path.iterdir())
   scale = run_main("--config=configs/chinchilla.py:7X", f"--workdir={tmp_path}")
   assert scale.returncode == 2
-  assert "write a size of 35M" in scale.stderr
+  assert "the size is '7X'; write one of 35M" in scale.stderr
   assert "Traceback" not in scale.stderr

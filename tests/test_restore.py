@@ -174,3 +174,8 @@ def test_commands(trained, tmp_path, capsys):
   assert capsys.readouterr().err == "error: --top_k is -1; it must be at least 0.\n"
   assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
   assert "holds no checkpoint yet" in capsys.readouterr().err
+  assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2
+  assert "--output is '/proc/none', where nothing" in capsys.readouterr().err
+  evaluated = [f"--workdir={trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
+  assert evaluate.main(evaluated) == 2
+  assert "--details is '/proc/none', where nothing" in capsys.readouterr().err

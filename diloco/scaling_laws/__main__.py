@@ -12,6 +12,7 @@ import json
 import pathlib
 import sys
 
+from diloco.command_line import make_folder, parse_options
 from diloco.scaling_laws import paper, results, tables
 
 
@@ -41,7 +42,7 @@ def fit(args: argparse.Namespace) -> dict:
   Raises:
     ValueError: the runs cannot be fitted.
   """
-  runs = results.read_csv(args.csv, results.parse_where(args.where))
+  runs = results.read_csv(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(runs, strict=not args.any)
   found: dict[str, dict] = {}
   for name, law in laws.items():
@@ -75,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     elif args.command == "figures":
       from diloco.scaling_laws import figures  # Matplotlib is slow to import.
 
-      answer = [str(path) for path in figures.draw(args.output)]
+      answer = [
+        str(path) for path in figures.draw(make_folder(args.output, "--output"))
+      ]
       if not args.json:
         print("\n".join(answer))
     else:

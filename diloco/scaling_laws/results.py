@@ -101,19 +101,6 @@ def read_csv(
   return runs
 
 
-def parse_where(text: str) -> dict[str, str]:
-  """`a=1,b=2` as {column: value}.
-
-  Raises:
-    ValueError: an item has no equals sign.
-  """
-  items = [item for item in text.split(",") if item]
-  for item in items:
-    if "=" not in item:
-      raise ValueError(f"where has {item!r}; write column=value, by commas.")
-  return dict(item.split("=", 1) for item in items)
-
-
 def make_run(row: Mapping[str, Any], place: str = "the row") -> Run:
   """A run from a row with the columns of `read_csv`.
 

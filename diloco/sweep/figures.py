@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from diloco.command_line import make_folder
 from diloco.simulate import wallclock
 from diloco.sweep import tables
 from diloco.sweep.runs import Run, best, by_curve, main_grid, read
@@ -338,10 +339,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   args = parser.parse_args(argv)
   try:
     runs = read(args.table, args.where)
+    make_folder(args.out, "--out")
   except (OSError, ValueError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  args.out.mkdir(parents=True, exist_ok=True)
   for table in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(table(runs)) + "\n")
   for number in args.only:

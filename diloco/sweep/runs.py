@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from diloco.command_line import parse_options
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -52,14 +54,14 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> list[Run]:
 
   Args:
     path: of the table.
-    where: `column=value`, which rows must have.
+    where: `column=value,...`, which rows must have.
 
   Raises:
     ValueError: the file is no such table, or has no finished run.
   """
   with path.open(newline="") as file:
     rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
-  wanted = dict(item.split("=", 1) for item in where)
+  wanted = parse_options(",".join(where), place="--where")
   if rows and not set(wanted) <= set(rows[0]):
     raise ValueError(
       f"--where={' '.join(where)} names a column that {path} has not; it has"

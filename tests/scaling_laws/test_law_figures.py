@@ -15,6 +15,8 @@ def test_the_command_writes_png_and_svg(tmp_path, capsys):
     with open(path, "rb") as file:
       head = file.read(100)
     assert head.startswith(b"\x89PNG" if path.endswith("png") else b"<?xml")
+  assert cli.main(["figures", f"--output={paths[0]}"]) == 2
+  assert f"--output is '{paths[0]}', where nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -160,5 +160,5 @@ def test_where_errors(tmp_path):
   path = write(tmp_path / "runs.csv", as_rows(make_runs()))
   with pytest.raises(ValueError, match="names the column 'seed', but"):
     results.read_csv(path, {"seed": "0"})
-  with pytest.raises(ValueError, match="where has 'seed'; write column=value"):
-    results.parse_where("seed")
+  with pytest.raises(ValueError, match="--where has 'seed'; write name=value"):
+    cli.fit(cli.make_parser().parse_args(["fit", "runs.csv", "--where=seed"]))

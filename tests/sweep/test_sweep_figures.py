@@ -89,6 +89,10 @@ def test_rows_are_chosen_by_column(table, tmp_path, capsys):
   assert {r.batch for r in runs} == {8 * 64}
   assert figures.main([str(table), "--where=nothing=8"]) == 2
   assert "names a column" in capsys.readouterr().err
+  assert figures.main([str(table), "--where=sync_every=8,seed"]) == 2
+  assert "--where has 'seed'; write name=value" in capsys.readouterr().err
+  assert figures.main([str(table), f"--out={table}"]) == 2
+  assert f"--out is '{table}', where nothing" in capsys.readouterr().err
 
 
 def test_idealised_time_has_its_unit_in_the_label_alone(table):
