@@ -141,7 +141,8 @@ class Driver:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(self._configs[name], indent=1))
     part.replace(path)
-    (directory / "ended.json").unlink(missing_ok=True)  # Of an earlier attempt.
+    for earlier in ("ended.json", "summary.json"):  # Of an attempt that failed.
+      (directory / earlier).unlink(missing_ok=True)
     self._table.start(name, point, self._configs[name], self._revision)
     try:
       self._backend.start(directory)
@@ -159,7 +160,14 @@ class Driver:
         _read(directory / "summary.json"),
         _read(directory / "ended.json"),
       )
-      if summary is not None:
+      loss = summary["eval_loss"]["outer"] if summary is not None else 0.0
+      if not math.isfinite(loss):
+        self._table.fail(
+          row["name"],
+          f"the held-out loss of the final evaluation is {loss}; see"
+          f" {directory / 'metrics.jsonl'}.",
+        )
+      elif summary is not None:
         self._table.finish(row["name"], summary)
       elif ended is not None and ended["failed"]:
         self._table.fail(row["name"], ended["error"])
@@ -226,7 +234,8 @@ class _Losses(dict):
     row = self._rows.get(name)
     if row is None or row["status"] in ("running", "interrupted"):
       return None
-    return row["loss"] if row["status"] == "done" else math.inf
+    # SQLite keeps NaN as NULL; older code booked such runs as done.
+    return math.inf if row["loss"] is None else row["loss"]
 
 
 def drive(

@@ -160,6 +160,27 @@ def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
   assert (row["status"], row["attempts"]) == ("done", 11)
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_a_failure_not_an_endless_loop(tmp_path, loss):
+  def end(run, saved):
+    summary = summary_of(saved)
+    summary["eval_loss"]["outer"] = loss
+    (run / "summary.json").write_text(json.dumps(summary))
+
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
+  backend = Fake(end)
+  (cell,) = finish(Driver(sweep, tmp_path, backend))
+  assert (cell.search.state, len(backend.started)) == ("failed", 1)
+  (row,) = Table(tmp_path).rows()
+  assert row["status"] == "failed"
+  assert f"final evaluation is {loss}" in row["error"]
+  Table(tmp_path).forget_failed()
+  vanishing = Fake(lambda run, saved: None)  # The old summary does not count.
+  Driver(sweep, tmp_path, vanishing).step()
+  Driver(sweep, tmp_path, vanishing).step()
+  assert len(vanishing.started) == 2
+
+
 def test_the_table_works_on_network_file_systems(tmp_path):
   before = sqlite3.connect(tmp_path / "results.sqlite")
   before.execute("PRAGMA journal_mode=WAL")  # As older code left it.
