@@ -6,6 +6,7 @@ they are functions of (seed, step, fragment, replica). Saving is asynchronous. A
 processes write and read, and any number of them and of devices resumes any other.
 """
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -131,9 +132,13 @@ class Checkpoints:
 def check_same_config(old: dict, config, step: int) -> None:
   """Refuses to continue a run under another config.
 
+  Fields that the run's code did not have yet count as their defaults.
+
   Raises:
     ConfigError: with the differing fields, old -> new.
   """
+  with contextlib.suppress(config_lib.ConfigError):  # Then the difference is told.
+    old = _json_config(config_lib.complete(old))
   lines = [
     line
     for line in config_lib.difference(old, _json_config(config))

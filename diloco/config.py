@@ -231,6 +231,15 @@ def resolve(config) -> ml_collections.FrozenConfigDict:
   return ml_collections.FrozenConfigDict(c)
 
 
+def complete(saved: dict) -> ml_collections.FrozenConfigDict:
+  """A config that was kept as JSON; fields that came later take their defaults.
+
+  Raises:
+    ConfigError: it has a field that is gone, or one that cannot work.
+  """
+  return resolve(ml_collections.ConfigDict(_merge(default_config().to_dict(), saved)))
+
+
 def validate(c) -> None:
   """Refuses what cannot work, before anything compiles.
 
@@ -395,6 +404,15 @@ def _get(c, field: str):
   for part in field.split("."):
     c = c[part]
   return c
+
+
+def _merge(default: dict, saved: dict) -> dict:
+  found = {**default}
+  for key, value in saved.items():
+    if isinstance(value, dict) and isinstance(default.get(key), dict):
+      value = _merge(default[key], value)
+    found[key] = tuple(value) if isinstance(value, list) else value  # JSON's tuples.
+  return found
 
 
 def _choice(field: str, value: str, choices: tuple[str, ...]) -> None:

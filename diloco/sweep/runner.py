@@ -57,6 +57,7 @@ class Driver:
     self._sweep, self._results, self._backend = sweep, results, backend
     self._table = Table(results)
     self._revision = git_revision()
+    self._known = self._table.names()
     self._names: dict[str, str] = {}  # Run's name by the point's key.
     self._configs: dict[str, dict] = {}  # Resolved config by the run's name.
     self._refused: dict[str, str] = {}  # Error by key of points without a config.
@@ -200,7 +201,7 @@ class Driver:
           f" {grid_lib.describe(point)} has not; add it to the cells or as an axis."
         ) from error
       config = json.loads(json.dumps(resolved.to_dict()))
-      name = digest(config)
+      name = self._known.get(digest(config), digest(config))
       self._names[key], self._configs[name] = name, config
     return self._names[key]
 

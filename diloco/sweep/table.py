@@ -12,8 +12,8 @@ from typing import Any
 
 from diloco import config as config_lib
 
-# Column, type and meaning; `name` is the digest of the config, so that a config that
-# two grids ask for is run once.
+# Column, type and meaning; `name` is the digest of the config when the run was first
+# started, so that a config that two grids ask for is run once.
 COLUMNS = {
   "name": "TEXT PRIMARY KEY",
   "point": "TEXT",  # JSON: what the sweep file was asked for.
@@ -80,6 +80,30 @@ class Table:
     """All runs, in the order in which they were first started."""
     found = self._db.execute("SELECT * FROM runs ORDER BY rowid")
     return [dict(row) for row in found]
+
+  def names(self) -> dict[str, str]:
+    """Name of the run by `digest` of its config, as this code would write it.
+
+    A run keeps the name that it was given. When the code has gained a field since,
+    the digest is another; then the run is taken to have had the field's default.
+    """
+    found: dict[str, str] = {}
+    done = set[str]()
+    fields = set(config_lib.leaves(config_lib.default_config()))
+    for row in self.rows():
+      config = json.loads(row["config"])
+      if set(config_lib.leaves(config)) != fields:
+        try:
+          config = config_lib.complete(config)
+        except (ValueError, TypeError):  # A field is gone: it is no run of this code.
+          continue
+        config = json.loads(json.dumps(config.to_dict()))
+      key = digest(config)
+      if key not in found or (row["status"] == "done" and key not in done):
+        found[key] = row["name"]
+      if row["status"] == "done":
+        done.add(key)
+    return found
 
   def start(self, name: str, point: dict, config: dict, revision: str) -> None:
     """Books that a run starts, or starts again."""

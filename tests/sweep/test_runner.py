@@ -13,11 +13,11 @@ import time
 
 import pytest
 
-from diloco.config import default_config
+from diloco.config import default_config, resolve
 from diloco.sweep import job, progress
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
-from diloco.sweep.table import Table, export, load
+from diloco.sweep.table import Table, digest, export, load
 
 BEST = 2.0**-8
 
@@ -189,6 +189,54 @@ def test_the_table_works_on_network_file_systems(tmp_path):
   Table(tmp_path).start("a", {}, {}, "")
   header = (tmp_path / "results.sqlite").read_bytes()[18:20]
   assert header == b"\1\1"  # Rollback journal; 2 is WAL (sqlite.org/fileformat2).
+
+
+def without(config: dict, field: str) -> dict:
+  """As code would have written it that did not have the field yet."""
+  group, name = field.split(".")
+  return {**config, group: {k: v for k, v in config[group].items() if k != name}}
+
+
+def test_runs_are_found_again_when_the_code_gains_a_field(tmp_path):
+  """Whatever had ended is done; what had not goes on in its own directory."""
+  sweep = Sweep(config, [Grid("g", [{"replicas": m} for m in (1, 2)], ())])
+  sweep = Sweep(lambda p: config({**p, "lr": 1}), sweep.grids)
+  finish(Driver(sweep, tmp_path / "new", Fake()))
+  older = Table(tmp_path / "old")
+  done, waiting = Table(tmp_path / "new").rows()
+  names = []
+  for row in (done, waiting):
+    written = without(json.loads(row["config"]), "outer.offload")
+    names.append(digest(written))
+    older.start(names[-1], json.loads(row["point"]), written, "older")
+  older.finish(names[0], summary_of(json.loads(done["config"])))
+  older.interrupt(names[1], vanished=0)
+  backend = Fake()
+  finish(Driver(sweep, tmp_path / "old", backend))
+  assert backend.started == [names[1]] != [waiting["name"]]
+  assert [row["name"] for row in older.rows()] == names
+  resumed = tmp_path / "old" / "runs" / names[1] / "config.json"
+  assert json.loads(resumed.read_text()) == json.loads(waiting["config"])
+
+
+def test_another_value_of_a_new_field_is_another_run(tmp_path):
+  def offloaded(point):
+    c = config(point)
+    c.outer.offload = True
+    return c
+
+  point = {"replicas": 1, "lr": 1}
+  written = json.loads(json.dumps(resolve(config(point)).to_dict()))
+  written = without(written, "outer.offload")
+  older = Table(tmp_path)
+  older.start(digest(written), point, written, "older")
+  older.finish(digest(written), summary_of(written))
+  gone = {**written, "gone": 1}  # Of code that had a field which this one has not.
+  older.start(digest(gone), point, gone, "older")
+  older.finish(digest(gone), summary_of(gone))
+  backend = Fake()
+  finish(Driver(Sweep(offloaded, [Grid("g", [point])]), tmp_path, backend))
+  assert len(backend.started) == 1
 
 
 def test_a_table_of_older_code_gets_the_columns_that_it_lacks(tmp_path):
