@@ -255,13 +255,17 @@ def _loss(answer: dict, key: str) -> str:
   p, floor, theirs = (answer[key + suffix] for suffix in ("", "_floor", "_measured"))
   if p is None:
     return "no law: it holds for 20 tokens per parameter and the algorithms fitted"
-  parts = [f"{p['loss']:.3f} [{p['low']:.3f}, {p['high']:.3f}]"]
+  parts = [_with_interval(p)]
   if floor:
-    interval = f"[{floor['low']:.3f}, {floor['high']:.3f}]"
-    parts.append(f"with a floor {floor['loss']:.3f} {interval}")
+    parts.append(f"with a floor {_with_interval(floor)}")
   if theirs:
     parts.append(f"the paper measured {theirs:.3f}")
   return "; ".join(parts)
+
+
+def _with_interval(p: dict) -> str:
+  span = "{:.3f}, {:.3f}".format(*p["interval"]) if p["interval"] else "-"
+  return f"{p['loss']:.3f} [{span}]"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -269,10 +273,10 @@ def main(argv: list[str] | None = None) -> int:
   args = make_parser().parse_args(argv)
   try:
     answer = run(args)
+    print(json.dumps(answer, indent=2, allow_nan=False) if args.json else show(answer))
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  print(json.dumps(answer, indent=2) if args.json else show(answer))
   return 0
 
 

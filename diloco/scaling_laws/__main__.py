@@ -14,6 +14,9 @@ import sys
 
 from diloco.command_line import make_folder, parse_options
 from diloco.scaling_laws import paper, results, tables
+from diloco.scaling_laws.fits import Interval
+
+_BOOTSTRAP = "resamples for bootstrap-t intervals; 0: Student's t"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -24,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
   commands = parser.add_subparsers(dest="command", required=True)
   p = commands.add_parser("tables", help="every table, ours / the paper's")
   p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
+  p.add_argument("--bootstrap", type=int, default=0, help=_BOOTSTRAP)
   p.add_argument("--json", action="store_true")
   p = commands.add_parser("figures", help="figures 2 and 13")
   p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
@@ -32,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
   p.add_argument("csv", help="see results.read_csv for its columns")
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
   p.add_argument("--any", action="store_true", help="fit despite edges and gaps")
+  p.add_argument("--bootstrap", type=int, default=0, help=_BOOTSTRAP)
   p.add_argument("--json", action="store_true")
   return parser
 
@@ -51,10 +56,10 @@ def fit(args: argparse.Namespace) -> dict:
       one = getattr(law, quantity)
       found[name][quantity] = {
         k: {"value": getattr(one.law, k), "interval": interval}
-        for k, interval in one.interval().items()
+        for k, interval in one.interval(samples=args.bootstrap).items()
       }
   if not args.json:
-    print("value [90% bootstrap interval]; batch in tokens")
+    print(f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens")
     for name, quantities in found.items():
       for quantity, parameters in quantities.items():
         text = "  ".join(f"{k} {show(**p)}" for k, p in parameters.items())
@@ -63,8 +68,13 @@ def fit(args: argparse.Namespace) -> dict:
   return found
 
 
-def show(value: float, interval: tuple[float, float]) -> str:
-  return f"{value:.5g} [{interval[0]:.5g}, {interval[1]:.5g}]"
+def show(value: float, interval: Interval) -> str:
+  span = f"{interval[0]:.5g}, {interval[1]:.5g}" if interval else "-"
+  return f"{value:.5g} [{span}]"
+
+
+def _method(samples: int) -> str:
+  return f"bootstrap-t of {samples} resamples" if samples > 0 else "Student's t"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,16 +92,16 @@ def main(argv: list[str] | None = None) -> int:
       if not args.json:
         print("\n".join(answer))
     else:
-      found = tables.all_tables(args.sizes)
+      found = tables.all_tables(args.sizes, args.bootstrap)
       answer = [dataclasses.asdict(t) for t in found]
       if not args.json:
-        print("ours [90% bootstrap interval] / paper\n")
+        print(f"ours [90% interval, {_method(args.bootstrap)}] / paper\n")
         print("\n\n".join(tables.show(t) for t in found))
+    if args.json:
+      print(json.dumps(answer, indent=2, allow_nan=False))
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
-  if args.json:
-    print(json.dumps(answer, indent=2))
   return 0
 
 

@@ -1,4 +1,4 @@
-"""Power laws by least squares on logarithms, with bootstrap uncertainty.
+"""Power laws by least squares on logarithms, with their uncertainty.
 
 Scaling Laws for DiLoCo (arXiv 2503.09799), Sections 6.1 to 6.3. Symbols: N
 parameters, M replicas, y a loss, a learning rate or a batch size.
@@ -9,9 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Array
+# (low, high); None where no point is spare, or where no float is large enough.
+Interval = tuple[float, float] | None
+PARAMETERS = ("A", "alpha", "beta")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,45 +37,100 @@ class PowerLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """A fitted law with what the bootstrap says about it.
+  """A fitted law and how sure it is, if log residuals are independent and Gaussian.
 
   Attributes:
     law: the least-squares fit.
-    draws: float64 [S, 2 or 3], log A, alpha and, if joint, beta of S resamples.
-    residuals: float64 [n], log y - log fit of each point, scaled by
-      sqrt(n / (n - k)) so that their spread estimates that of new points.
-    num_points: n.
+    design: float64 [n, k], columns 1, log N and, if joint, log M.
+    residuals: float64 [n], log y - log fit of each point.
   """
 
   law: PowerLaw
-  draws: Array
+  design: Array
   residuals: Array
-  num_points: int
 
   def __call__(self, params: float, replicas: float = 1) -> float:
     """The law at N parameters and M replicas."""
     return self.law(params, replicas)
 
-  def interval(self, level: float = 0.9) -> dict[str, tuple[float, float]]:
-    """Percentile interval of each parameter: {'A': (low, high), ...}."""
-    low, high = np.quantile(self.draws, tails(level), axis=0)
-    low[0], high[0] = np.exp(low[0]), np.exp(high[0])
-    names = ("A", "alpha", "beta")
-    return {k: (float(a), float(b)) for k, a, b in zip(names, low, high)}
+  @property
+  def spare(self) -> int:
+    """n - k, the residuals' degrees of freedom."""
+    points, parameters = self.design.shape
+    return points - parameters
+
+  def interval(self, level: float = 0.9, samples: int = 0) -> dict[str, Interval]:
+    """Interval of each parameter: {'A': (low, high), ...}.
+
+    Student's t, which holds the truth in a share `level` of all cases from n = k + 1
+    points on. Percentiles of bootstrapped parameters do in 65% for 90% at n = 3.
+
+    Args:
+      level: share of cases.
+      samples: if positive, quantiles of t come from so many resamples of the residuals,
+        each studentised (bootstrap-t), in place of Student's: no Gaussian is assumed.
+
+    Raises:
+      ValueError: level is no probability, or there are too few points to resample.
+    """
+    names = PARAMETERS[: self.design.shape[1]]
+    bounds = self._bounds(np.eye(len(names)), 0.0, level, samples)
+    if bounds is None:
+      return dict.fromkeys(names)
+    first = exponentials(bounds[0])
+    return {"A": first} | {
+      k: (float(a), float(b)) for k, (a, b) in zip(names[1:], bounds[1:])
+    }
 
   def predict_interval(
-    self, params: float, replicas: float = 1, level: float = 0.9
-  ) -> tuple[float, float]:
-    """Interval for a new observation at (N, M).
+    self, params: float, replicas: float = 1, level: float = 0.9, samples: int = 0
+  ) -> Interval:
+    """Interval for a new observation at (N, M): the law's error and one run's scatter.
 
-    Each resample's prediction is combined with a resampled residual. What no
-    resampling of points can know, that the law itself bends beyond the largest
-    N, is not in it.
+    What no residual can tell, that the law bends beyond the largest N, is not in it.
+    Arguments and errors are those of `interval`.
     """
-    x = _design([params], [replicas], self.draws.shape[1] == 3)[0]
-    logs = (self.draws @ x)[:, None] + self.residuals[None, :]
-    low, high = np.exp(np.quantile(logs, tails(level)))
-    return float(low), float(high)
+    x = _design([params], [replicas], self.design.shape[1] == 3)
+    bounds = self._bounds(x, 1.0, level, samples)
+    return None if bounds is None else exponentials(bounds[0])
+
+  def _bounds(
+    self, x: Array, scatter: float, level: float, samples: int
+  ) -> Array | None:
+    """Intervals [j, 2] of x [j, k] times the coefficients plus `scatter` residuals."""
+    sides = tails(level)
+    if not self.spare:
+      return None
+    coefficients = np.array([np.log(self.law.A), self.law.alpha, self.law.beta])
+    center = x @ coefficients[: self.design.shape[1]]
+    inverse = np.linalg.pinv(self.design)
+    # Standard errors in units of the residuals' standard deviation.
+    unit = np.sqrt(scatter + np.square(x @ inverse).sum(1))
+    if samples > 0:
+      t = np.quantile(self._resampled_t(x, scatter, unit, inverse, samples), sides, 0).T
+    else:
+      t = stats.t.ppf(sides, self.spare)
+    spread = np.sqrt(np.square(self.residuals).sum() / self.spare)
+    return center[:, None] + spread * unit[:, None] * t
+
+  def _resampled_t(
+    self, x: Array, scatter: float, unit: Array, inverse: npt.NDArray, samples: int
+  ) -> Array:
+    """(truth - estimate) / standard error of refits to resampled residuals [S, j]."""
+    if self.spare < 3:
+      raise ValueError(
+        f"samples is {samples}, but {len(self.residuals)} points for"
+        f" {len(inverse)} parameters are too few to resample; take samples=0, Student's"
+        f" t, or {len(inverse) + 3} points."
+      )
+    rng = np.random.default_rng(0)
+    noise = rng.choice(self.residuals, (samples, len(self.residuals)))
+    new = scatter * rng.choice(self.residuals, (samples, 1))
+    shift = noise @ inverse.T
+    left = noise - shift @ self.design.T
+    spread = np.sqrt(np.square(left).sum(1, keepdims=True) / self.spare)
+    # A resample of n equal residuals is fitted without error.
+    return (new - shift @ x.T) / (np.maximum(spread, 1e-30) * unit)
 
 
 def fit_power_law(
@@ -79,25 +138,20 @@ def fit_power_law(
   values: Numbers,
   replicas: Numbers | None = None,
   name: str = "the power law",
-  samples: int = 2000,
-  seed: int = 0,
 ) -> Fit:
   """Fits y = A N^alpha, or jointly y = A N^alpha M^beta (Sections 6.1 and 6.2).
 
-  Ordinary least squares on log y. The bootstrap resamples residuals, because
-  resampled points would often leave one or two distinct N of five to seven.
+  Ordinary least squares on log y.
 
   Args:
     params: N of each point [n].
     values: y of each point [n], positive.
     replicas: M of each point [n] for a joint law, None for a law in N alone.
     name: what is fitted, for errors.
-    samples: S, bootstrap resamples.
-    seed: of the bootstrap.
 
   Raises:
-    ValueError: values that are no positive numbers, cells given twice, or fewer
-      distinct sizes (or replica counts) than the law needs.
+    ValueError: values that are no positive numbers, cells given twice, too few or too
+      near sizes (or replica counts).
   """
   joint = replicas is not None
   n_, y_ = np.asarray(params, float), np.asarray(values, float)
@@ -117,17 +171,14 @@ def fit_power_law(
       f"{name} has {len(n_)} points for {x.shape[1]} parameters; add"
       f" {x.shape[1] - len(n_)} or more."
     )
-  inverse = np.linalg.pinv(x)
-  coefficients = inverse @ np.log(y_)
-  fitted = x @ coefficients
-  residuals = np.log(y_) - fitted
-  spare = len(n_) - x.shape[1]
-  residuals = residuals * np.sqrt(len(n_) / spare) if spare else residuals * np.nan
-  rng = np.random.default_rng(seed)
-  noise = rng.choice(residuals, (samples, len(n_)))
-  draws = (fitted + noise) @ inverse.T
+  coefficients = np.linalg.lstsq(x, np.log(y_))[0]
+  if abs(coefficients[0]) > 700:
+    raise ValueError(
+      f"{name} would have A = e^{coefficients[0]:.0f}: its sizes N are too near one"
+      " another for a law; add sizes further apart."
+    )
   law = PowerLaw(float(np.exp(coefficients[0])), *map(float, coefficients[1:]))
-  return Fit(law, draws, residuals, len(n_))
+  return Fit(law, x, np.log(y_) - x @ coefficients)
 
 
 def check_points(params: Array, values: Array, replicas: Array, name: str) -> None:
@@ -237,7 +288,7 @@ def leave_largest_out(
   held = n_ == n_.max()
   kept_m = None if replicas is None else m_[~held]
   what = f"{name} without N = {n_.max():g}"
-  law = fit_power_law(n_[~held], y_[~held], kept_m, what, samples=1).law
+  law = fit_power_law(n_[~held], y_[~held], kept_m, what).law
   return {
     int(m): residual(y, law(n, m)) for n, m, y in zip(n_[held], m_[held], y_[held])
   }
@@ -247,6 +298,13 @@ def _design(params: Numbers, replicas: Numbers, joint: bool) -> Array:
   """Columns 1, log N and, if joint, log M: float64 [n, 2 or 3]."""
   columns = [np.ones(len(params)), np.log(params)]
   return np.stack(columns + ([np.log(replicas)] if joint else []), axis=1)
+
+
+def exponentials(bounds: Array) -> Interval:
+  """exp of (low, high) as floats; None where they have no exponential."""
+  with np.errstate(over="ignore"):
+    low, high = map(float, np.exp(bounds))
+  return (low, high) if np.isfinite(high) else None
 
 
 def tails(level: float) -> tuple[float, float]:

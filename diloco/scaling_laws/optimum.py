@@ -1,11 +1,18 @@
-"""Parametric forms at their optimum, with bootstrap uncertainty."""
+"""Parametric forms at their optimum, with their uncertainty."""
 
 import dataclasses
 
 import numpy as np
-from scipy import optimize
+from scipy import optimize, stats
 
-from diloco.scaling_laws.fits import Array, Numbers, check_points, tails
+from diloco.scaling_laws.fits import (
+  Array,
+  Interval,
+  Numbers,
+  check_points,
+  exponentials,
+  tails,
+)
 from diloco.scaling_laws.parametric import Form
 
 # Taken for L where a form would not be positive.
@@ -14,18 +21,19 @@ _LEAST = 1e-300
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-  """The least-error parameters over all points, with their bootstrap.
+  """The least-error parameters over all points and how sure they are.
 
   Attributes:
     form: the family.
     q: its parameters, float64 [k].
-    draws: parameters of the resamples, float64 [S, k].
-    residuals: float64 [n], log L - log fit, scaled by sqrt(n / (n - k)).
+    params, replicas: N and M of the points, float64 [n].
+    residuals: float64 [n], log L - log fit.
   """
 
   form: Form
   q: Array
-  draws: Array
+  params: Array
+  replicas: Array
   residuals: Array
 
   def __call__(self, params: float, replicas: float = 1) -> float:
@@ -37,19 +45,60 @@ class Optimum:
     """Parameters by name."""
     return dict(zip(self.form.parameters, map(float, self.q)))
 
-  def interval(self, level: float = 0.9) -> dict[str, tuple[float, float]]:
-    """Percentile interval of each parameter."""
-    low, high = np.quantile(self.draws, tails(level), axis=0)
-    return {k: (float(a), float(b)) for k, a, b in zip(self.form.parameters, low, high)}
+  def interval(self, level: float = 0.9, samples: int = 0) -> dict[str, Interval]:
+    """Interval of each parameter: Student's t of the form made linear at the optimum.
+
+    Args:
+      level: share of cases in which the interval holds the truth.
+      samples: if positive, t comes from so many refits to resampled residuals, each
+        studentised (bootstrap-t).
+    """
+    bounds = self._bounds(level, samples)
+    names = self.form.parameters
+    return {k: (float(low), float(high)) for k, (low, high) in zip(names, bounds)}
 
   def predict_interval(
-    self, params: float, replicas: float = 1, level: float = 0.9
-  ) -> tuple[float, float]:
+    self, params: float, replicas: float = 1, level: float = 0.9, samples: int = 0
+  ) -> Interval:
     """Interval for a new run at (N, M), as `fits.Fit.predict_interval`."""
-    values = [self.form.at(q, [params], [replicas])[0][0] for q in self.draws]
-    losses = np.outer(values, np.exp(self.residuals))
-    low, high = np.quantile(losses, tails(level))
-    return float(low), float(high)
+    return exponentials(self._bounds(level, samples, (params, replicas))[0])
+
+  def _bounds(
+    self, level: float, samples: int, new: tuple[float, float] | None = None
+  ) -> Array:
+    """Intervals [j, 2] of the parameters, or of log L of a run at `new`."""
+    center, error = self._estimate(self.q, self.residuals, new)
+    if samples > 0:
+      t = np.quantile(self._resampled_t(center, samples, new), tails(level), 0).T
+    else:
+      t = stats.t.ppf(tails(level), len(self.residuals) - len(self.q))
+    return center[:, None] + error[:, None] * t
+
+  def _estimate(
+    self, q: Array, residuals: Array, new: tuple[float, float] | None
+  ) -> tuple[Array, Array]:
+    """Values and standard errors [j] of the parameters, or of log L of a run."""
+    inverse = np.linalg.pinv(_log_form(self.form, q, self.params, self.replicas)[1])
+    spread = np.sqrt(np.square(residuals).sum() / (len(residuals) - len(q)))
+    if new is None:
+      return q, spread * np.sqrt(np.square(inverse).sum(1))
+    value, slope = _log_form(self.form, q, [new[0]], [new[1]])
+    return value, spread * np.sqrt(1 + np.square(slope @ inverse).sum(1))
+
+  def _resampled_t(
+    self, center: Array, samples: int, new: tuple[float, float] | None
+  ) -> Array:
+    """(truth - estimate) / standard error of refits [S, j]."""
+    rng, found = np.random.default_rng(0), []
+    fitted = _log_form(self.form, self.q, self.params, self.replicas)[0]
+    for _ in range(samples):
+      log_y = fitted + rng.choice(self.residuals, len(self.residuals))
+      q = _solve(self.form, self.params, self.replicas, self.q, log_y)
+      left = log_y - _log_form(self.form, q, self.params, self.replicas)[0]
+      value, error = self._estimate(q, left, new)
+      truth = center + (0 if new is None else rng.choice(self.residuals))
+      found.append((truth - value) / np.maximum(error, 1e-30))
+    return np.array(found)
 
 
 def fit_optimum(
@@ -58,21 +107,16 @@ def fit_optimum(
   replicas: Numbers,
   losses: Numbers,
   start: Numbers | None = None,
-  samples: int = 100,
-  seed: int = 0,
 ) -> Optimum:
   """The optimum that `fit_parametric` looks for and need not reach.
 
-  Trust-region least squares on log L, which is Huber's loss where residuals are small;
-  the bootstrap resamples residuals and starts from the optimum.
+  Trust-region least squares on log L, which is Huber's loss where residuals are small.
 
   Args:
     form: one of FORMS, or FLOOR for one M.
     params, replicas, losses: N, M and L of the points [n].
     start: parameters to start from, such as those of `fit_parametric`; None takes
       the form's `start`.
-    samples: S, resamples.
-    seed: of the resampling.
 
   Raises:
     ValueError: bad points, or not more of them than the form has parameters.
@@ -85,20 +129,26 @@ def fit_optimum(
       f"{form.name} has {len(form.parameters)} parameters and {len(n)} points; its"
       f" uncertainty needs {len(form.parameters) + 1}: add runs."
     )
+  q = _solve(form, n, m, form.start if start is None else start, np.log(y))
+  return Optimum(form, q, n, m, np.log(y) - _log_form(form, q, n, m)[0])
 
-  def solve(start: Array, log_y: Array) -> Array:
-    def error(q: Array) -> Array:
-      return np.log(np.maximum(form.at(q, n, m)[0], _LEAST)) - log_y
 
-    def slope(q: Array) -> Array:
-      value, gradient = form.at(q, n, m)
-      return (gradient / np.maximum(value, _LEAST)).T
+def _solve(form: Form, n: Array, m: Array, start: Numbers, log_y: Array) -> Array:
+  """Parameters [k] of the least squares on log L."""
 
-    found = optimize.least_squares(error, start, slope, x_scale="jac", max_nfev=300)
-    return found.x
+  def error(q: Array) -> Array:
+    return _log_form(form, q, n, m)[0] - log_y
 
-  q = solve(np.asarray(form.start if start is None else start, float), np.log(y))
-  fitted = np.log(form.at(q, n, m)[0])
-  residuals = (np.log(y) - fitted) * np.sqrt(len(n) / spare)
-  noise = np.random.default_rng(seed).choice(residuals, (samples, len(n)))
-  return Optimum(form, q, np.array([solve(q, fitted + e) for e in noise]), residuals)
+  def slope(q: Array) -> Array:
+    return _log_form(form, q, n, m)[1]
+
+  first = np.asarray(start, float)
+  found = optimize.least_squares(error, first, slope, x_scale="jac", max_nfev=300)
+  return found.x
+
+
+def _log_form(form: Form, q: Array, n: Numbers, m: Numbers) -> tuple[Array, Array]:
+  """log L [n] and its derivatives [n, k]."""
+  value, gradient = form.at(q, n, m)
+  positive = np.maximum(value, _LEAST)
+  return np.log(positive), (gradient / positive).T

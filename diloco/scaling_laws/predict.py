@@ -3,7 +3,7 @@
 import dataclasses
 
 from diloco.scaling_laws import paper
-from diloco.scaling_laws.fits import Fit
+from diloco.scaling_laws.fits import Fit, Interval
 from diloco.scaling_laws.optimum import Optimum
 from diloco.scaling_laws.results import Laws
 
@@ -12,11 +12,10 @@ METHODS = ("joint", "independent")
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-  """A loss with the interval for one new run (bootstrap of the law's residuals)."""
+  """A loss with the interval for one new run; None where it cannot be known."""
 
   loss: float
-  low: float
-  high: float
+  interval: Interval
 
 
 def law_name(algorithm: str, replicas: int, method: str) -> str:
@@ -62,7 +61,7 @@ def predict(
   else:
     law = paper.floor_fit(name) if floor else paper.loss_fit(name)
   interval = law.predict_interval(params, replicas, level)
-  return Prediction(law(params, replicas), *interval)
+  return Prediction(law(params, replicas), interval)
 
 
 def measured(params: float, algorithm: str, replicas: int, method: str) -> float | None:

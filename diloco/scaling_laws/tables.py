@@ -1,9 +1,6 @@
 """The paper's tables (arXiv 2503.09799), ours against theirs, cell by cell."""
 
 import dataclasses
-import math
-
-import numpy as np
 
 from diloco.scaling_laws import fits, optimum, paper, parametric
 from diloco.scaling_laws.fits import Fit
@@ -14,9 +11,9 @@ COLUMNS13 = ("A", "alpha", "B", "beta", "C")
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """One number: ours, its bootstrap interval if it has one, and the paper's."""
+  """One number: ours, if there is one, its 90% interval if known, and the paper's."""
 
-  ours: float
+  ours: float | None
   paper: float | None = None
   interval: tuple[float, float] | None = None
 
@@ -46,11 +43,10 @@ class Table:
       deviations = {}
       for row, cells in self.rows.items():
         ours, theirs = cells[i].ours, cells[i].paper
-        if theirs is None:
+        if ours is None or theirs is None:
           continue
         d = abs(ours / theirs - 1) if column in self.relative else abs(ours - theirs)
-        if math.isfinite(d):
-          deviations[row] = d
+        deviations[row] = d
       if deviations:
         row = max(deviations, key=lambda r: deviations[r])
         found[column] = (deviations[row], row)
@@ -70,19 +66,20 @@ def table4() -> Table:
   return Table("Table 4: loss of DiLoCo, % above data-parallel", columns, (), rows)
 
 
-def table7(sizes: str = "words") -> Table:
+def table7(sizes: str = "words", samples: int = 0) -> Table:
   """Power laws for the loss, one per algorithm."""
   rows = {
-    a: _law_cells(paper.loss_fit(a, sizes), paper.law("loss", a))
+    a: _law_cells(paper.loss_fit(a, sizes), paper.law("loss", a), samples)
     for a in paper.ALGORITHMS
   }
   title = f"Table 7: L = A N^alpha, {sizes} N"
   return Table(title, ("A", "alpha"), ("A",), rows)
 
 
-def table10(sizes: str = "words") -> Table:
+def table10(sizes: str = "words", samples: int = 0) -> Table:
   """The joint law of the loss."""
-  cells = _law_cells(paper.loss_fit("joint", sizes), paper.law("loss", "joint"))
+  fit, theirs = paper.loss_fit("joint", sizes), paper.law("loss", "joint")
+  cells = _law_cells(fit, theirs, samples)
   title = f"Table 10: L = A N^alpha M^beta, {sizes} N"
   return Table(title, ("A", "alpha", "beta"), ("A",), {"loss": cells})
 
@@ -98,7 +95,7 @@ def table10_from_8_and_9(sizes: str = "words") -> Table:
   for table, source in (("inner_lr", 8), ("batch_size", 9)):
     laws = {r: paper.law(table, f"diloco_M{r}") for r in paper.REPLICAS}
     values = [laws[int(r)](size) for size, r in zip(n, m)]
-    law = fits.fit_power_law(n, values, m, name=table, samples=1).law
+    law = fits.fit_power_law(n, values, m, name=table).law
     theirs = paper.law(table, "joint")
     rows[f"{table}, from Table {source}"] = tuple(
       Cell(getattr(law, k), getattr(theirs, k)) for k in ("A", "alpha", "beta")
@@ -155,7 +152,7 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
     span = (min(residuals), max(residuals))
     rows[form.name] = (Cell(residuals[0], printed[form.name], span),)
     alone.append(f"{found[0].train_only_held_out:.4f}")
-  order = sorted(rows, key=lambda r: rows[r][0].ours)
+  order = sorted(rows, key=lambda r: rows[r][0].ours or 0.0)
   same = order == sorted(rows, key=lambda r: printed[r])
   note = (
     f"In brackets: range over {seeds} seeds of the starts."
@@ -166,20 +163,19 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   return Table(title, ("residual",), (), rows, note)
 
 
-def parameters13(sizes: str = "nominal") -> Table:
-  """Parameters of the four forms at the optimum over all 28 cells, with
-  bootstrap intervals."""
+def parameters13(sizes: str = "nominal", samples: int = 0) -> Table:
+  """Parameters of the four forms at the optimum over all 28 cells, with intervals."""
   rows = {}
   for form in parametric.FORMS:
     found = optimum.fit_optimum(form, *paper.loss_grid(sizes))
-    intervals = found.interval()
+    intervals = found.interval(samples=samples)
     cells = {k: Cell(v, None, intervals[k]) for k, v in found.values.items()}
-    rows[form.name] = tuple(cells.get(k, Cell(math.nan)) for k in COLUMNS13)
+    rows[form.name] = tuple(cells.get(k, Cell(None)) for k in COLUMNS13)
   title = f"Parameters of Table 13's forms at the optimum over all cells, {sizes} N"
   return Table(title, COLUMNS13, (), rows, "The paper prints none of them.")
 
 
-def extrapolation(sizes: str = "words") -> Table:
+def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
   """Tables 5 and 12: losses predicted for 4B and 10B beside the measured ones.
 
   The paper trained each with hyperparameters of an independent and of a joint fit; the
@@ -201,26 +197,40 @@ def extrapolation(sizes: str = "words") -> Table:
         Cell(
           law(size, replicas),
           float(line[f"loss_{scale}"]),
-          law.predict_interval(size, replicas),
+          law.predict_interval(size, replicas, samples=samples),
         )
         for scale, size in zip(scales, paper.model_sizes(sizes, scales))
       )
   title = f"Tables 5 and 12: loss at 4B and 10B, {sizes} N"
-  return Table(title, ("4B", "10B"), ("4B", "10B"), rows)
+  outside = [
+    sum(_outside(cells[i]) for row, cells in rows.items() if ("floor" in row) == floor)
+    for floor in (False, True)
+    for i in (0, 1)
+  ]
+  note = (
+    "Of {} measured losses each, outside the intervals: {} at 4B and {} at 10B; with"
+    " a floor {} and {}."
+  ).format(len(rows) // 2, *outside)
+  return Table(title, ("4B", "10B"), ("4B", "10B"), rows, note)
 
 
-def all_tables(sizes: str | None = None) -> list[Table]:
-  """Every table; without `sizes`, each with the N that comes nearest to the paper."""
+def all_tables(sizes: str | None = None, samples: int = 0) -> list[Table]:
+  """Every table; without `sizes`, each with the N that comes nearest to the paper.
+
+  Args:
+    sizes: one of `paper.SIZES`.
+    samples: of the bootstrap; 0 takes Student's intervals.
+  """
   first = sizes or "words"
   return [
     table4(),
-    table7(first),
-    table10(first),
+    table7(first, samples),
+    table10(first, samples),
     table10_from_8_and_9(first),
     table11(first),
     table13(sizes or "nominal"),
-    parameters13(sizes or "nominal"),
-    extrapolation(first),
+    parameters13(sizes or "nominal", samples),
+    extrapolation(first, samples),
   ]
 
 
@@ -240,18 +250,24 @@ def show(table: Table) -> str:
 
 
 def _text(cell: Cell) -> str:
-  if math.isnan(cell.ours):
+  if cell.ours is None:
     return "-"
   span = ""
-  if cell.interval and np.isfinite(cell.interval).all():
+  if cell.interval:
     span = f" [{cell.interval[0]:.5g}, {cell.interval[1]:.5g}]"
   printed = "" if cell.paper is None else f" / {cell.paper:g}"
   return f"{cell.ours:.5g}{span}{printed}"
 
 
-def _law_cells(fit: Fit, theirs: fits.PowerLaw) -> tuple[Cell, ...]:
-  interval = fit.interval()
+def _outside(cell: Cell) -> bool:
+  """Whether the paper's number is outside our interval."""
+  if cell.interval is None or cell.paper is None:
+    return False
+  return not cell.interval[0] <= cell.paper <= cell.interval[1]
+
+
+def _law_cells(fit: Fit, theirs: fits.PowerLaw, samples: int) -> tuple[Cell, ...]:
   return tuple(
-    Cell(getattr(fit.law, name), getattr(theirs, name), interval[name])
-    for name in interval
+    Cell(getattr(fit.law, name), getattr(theirs, name), interval)
+    for name, interval in fit.interval(samples=samples).items()
   )

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from diloco.scaling_laws import results
+from diloco.scaling_laws.fits import Fit
 from diloco.sweep.runs import Run, best, by_curve, main_grid
 
 
@@ -89,11 +90,12 @@ def seeds(runs: Sequence[Run]) -> list[str]:
   return lines or ["no run was repeated with another seed"]
 
 
-def _law(fit) -> str:
+def _law(fit: Fit) -> str:
   """A N^alpha with the interval of alpha; the same of M where it is joint."""
-  low, high = fit.interval()["alpha"]
-  text = f"{fit.law.A:.4g} N^{fit.law.alpha:.3f} [{low:.3f}, {high:.3f}]"
-  if fit.law.beta:
-    low, high = fit.interval()["beta"]
-    text += f" M^{fit.law.beta:.3f} [{low:.3f}, {high:.3f}]"
+  spans = {
+    k: f"[{i[0]:.3f}, {i[1]:.3f}]" if i else "[-]" for k, i in fit.interval().items()
+  }
+  text = f"{fit.law.A:.4g} N^{fit.law.alpha:.3f} {spans['alpha']}"
+  if "beta" in spans:
+    text += f" M^{fit.law.beta:.3f} {spans['beta']}"
   return text

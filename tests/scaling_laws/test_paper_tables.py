@@ -63,6 +63,19 @@ def test_a_floor_foresees_the_large_models_better():
       assert floor.interval[0] < floor.ours < floor.interval[1]
 
 
+def test_measured_losses_outside_the_intervals_are_counted():
+  table = tables.extrapolation()
+  outside = {(floor, i): 0 for floor in (False, True) for i in (0, 1)}
+  for name, cells in table.rows.items():
+    for i, cell in enumerate(cells):
+      low, high = cell.interval
+      outside["floor" in name, i] += cell.paper < low or cell.paper > high
+  assert table.note == (
+    "Of 7 measured losses each, outside the intervals: {} at 4B and {} at 10B; with a"
+    " floor {} and {}.".format(*outside.values())
+  )
+
+
 def test_the_batch_law_is_in_sequences_and_returned_in_tokens():
   # Table 9 for data-parallel at N = 35e6: 30 sequences of 2,048 tokens.
   law = paper.law("batch_size", "data_parallel")
@@ -82,12 +95,25 @@ def test_sizes():
 
 
 def test_show_names_the_largest_deviation(monkeypatch, capsys):
-  short = lambda sizes: [tables.table7(sizes or "words"), tables.parameters13("words")]
+  def short(sizes, samples):
+    sizes = sizes or "words"
+    return [tables.table7(sizes, samples), tables.parameters13("words")]
+
   monkeypatch.setattr(tables, "all_tables", short)
   assert cli.main(["tables"]) == 0
   text = capsys.readouterr().out
   assert "largest deviation in A: 0.10% (data_parallel)" in text
+  assert "90% interval, Student's t" in text
   assert "nan" not in text
   assert cli.main(["tables", "--json", "--sizes=nominal"]) == 0
-  first = json.loads(capsys.readouterr().out)[0]
+  out = capsys.readouterr().out
+  assert "NaN" not in out
+  first, second = json.loads(out)
   assert first["rows"]["diloco_M1"][0]["paper"] == 18.363
+  # A form without a floor has no C.
+  assert second["rows"]["A*N^alpha*M^beta"][-1]["ours"] is None
+  assert cli.main(["tables", "--json", "--sizes=nominal", "--bootstrap=500"]) == 0
+  resampled = json.loads(capsys.readouterr().out)[0]["rows"]["diloco_M1"][0]
+  student = first["rows"]["diloco_M1"][0]
+  assert resampled["ours"] == student["ours"]
+  assert resampled["interval"] != student["interval"]

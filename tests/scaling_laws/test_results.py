@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import json
 
 import pytest
 
@@ -139,6 +140,18 @@ def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
   assert "A 20 [20, 20]" in line
   assert cli.main(["fit", path]) == 2
   assert capsys.readouterr().err.startswith("error: two runs of diloco")
+
+
+def test_two_sizes_have_no_interval(tmp_path, capsys):
+  runs = [r for r in make_runs((1,)) if r.params < 1e8]
+  path = write(tmp_path / "runs.csv", as_rows(runs))
+  assert cli.main(["fit", path]) == 0
+  assert "alpha -0.1 [-]" in capsys.readouterr().out
+  assert cli.main(["fit", path, "--json"]) == 0
+  out = capsys.readouterr().out
+  assert "NaN" not in out
+  alpha = json.loads(out)["diloco_M1"]["loss"]["alpha"]
+  assert alpha == {"value": pytest.approx(-0.1), "interval": None}
 
 
 @pytest.mark.parametrize(
