@@ -171,6 +171,11 @@ def fit_power_law(
       f"{name} has {len(n_)} points for {x.shape[1]} parameters; add"
       f" {x.shape[1] - len(n_)} or more."
     )
+  if np.linalg.matrix_rank(x[:, 1:] - x[:, 1:].mean(0), rtol=1e-9) < x.shape[1] - 1:
+    raise ValueError(
+      f"{name} cannot tell N and M apart: N and M vary together; add a second M at one"
+      " N."
+    )
   coefficients = np.linalg.lstsq(x, np.log(y_))[0]
   if abs(coefficients[0]) > 700:
     raise ValueError(

@@ -143,6 +143,8 @@ def test_batches_that_show_no_minimum(batches, losses, message):
     ([1e6, 1e7, 1e8], [3, 2, 1], [1, 1, 1], "at 1 of the replica counts M"),
     ([1e6, 1e7], [3, 2, 1], None, "give one of each per point"),
     ([1e6, 1e7], [3, 2], [1, 2], "3 parameters"),
+    (N[:4], [4, 3, 2, 1], [1, 3, 10, 30], "N and M vary together; add a second M at"),
+    (np.array(N) ** 0.3, N, np.array(N) ** -1.7, "N and M vary together"),
     ([1e6, 1.0001e6], [4, 3], None, "too near one another for a law; add sizes"),
   ],
 )
