@@ -11,6 +11,7 @@ of one shape share one compiled program; their layers are an argument.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import flax.struct
@@ -49,13 +50,18 @@ class OuterState:
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-  """The compiled pieces of the outer step and the plan they follow."""
+  """The compiled pieces of the outer step and the plan they follow.
+
+  `fresh` computes the first outer state and may be traced; `init` also takes it to
+  where it lives.
+  """
 
   schedule: Schedule
   fragments: tuple[Fragment, ...]
   layers: tuple[np.ndarray, ...]  # int32 (n,) per fragment.
   seed: int
   transport: Transport
+  fresh: Any
   init: Any
   send: Any
   merge: Any
@@ -86,7 +92,7 @@ def make_optimizer(c) -> optax.GradientTransformation:
   return optimizer
 
 
-def take(params_M: Tree, theta: Tree, layers: jax.Array) -> Tree:
+def take(params_M: Tree, theta: Tree, layers: jax.Array | np.ndarray) -> Tree:
   """The part of the replicas' parameters that a fragment holds.
 
   Args:
@@ -145,10 +151,10 @@ def make_outer(c, mesh) -> Outer:
     )
     return _constrain(mesh, theta, optimizer.init(theta))
 
-  def init(params_M: Tree) -> OuterState:
+  def fresh(params_M: Tree, keep=lambda tree: tree) -> OuterState:
     """Outer parameters = the first replica's, which all replicas share at start."""
     pairs = [
-      transport.keep(init_fragment(params_M, _structure(f), ids))
+      keep(init_fragment(params_M, structure(f), ids))
       for f, ids in zip(fragments, layers)
     ]
     thetas, opt_states = zip(*pairs)
@@ -189,7 +195,8 @@ def make_outer(c, mesh) -> Outer:
     layers=layers,
     seed=c.seed,
     transport=transport,
-    init=init,
+    fresh=fresh,
+    init=lambda params_M: fresh(params_M, transport.keep),
     send=send,
     merge=jax.jit(merge, donate_argnums=0),
   )
@@ -243,9 +250,23 @@ def assemble(outer: Outer, state: OuterState, like: Tree) -> Tree:
   Returns:
     One replica's tree, float32.
   """
+  return join(map(outer.transport.fetch, state.theta), outer.layers, like)
+
+
+def join(thetas: Iterable[Tree], layers: Iterable[np.ndarray], like: Tree) -> Tree:
+  """The parameters of which each fragment holds a part.
+
+  Args:
+    thetas: parameters of the fragments, on the devices.
+    layers: int32 (n,) per fragment.
+    like: parameters of one replica, or their shapes.
+
+  Returns:
+    One replica's tree, float32.
+  """
   full_M = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), jnp.float32), like)
-  for theta, layers in zip(state.theta, outer.layers):
-    full_M = _place(full_M, outer.transport.fetch(theta), layers)
+  for theta, ids in zip(thetas, layers):
+    full_M = _place(full_M, theta, ids)
   return jax.tree.map(lambda x: x[0], full_M)
 
 
@@ -254,7 +275,8 @@ def _place(full_M, theta, layers):
   return put(full_M, jax.tree.map(lambda x: x[None], theta), layers)
 
 
-def _structure(fragment: Fragment) -> dict[str, None]:
+def structure(fragment: Fragment) -> dict[str, None]:
+  """A tree like a fragment's, as `take` needs it."""
   keys = {"blocks": bool(fragment.layers), "embed": fragment.embed}
   return {key: None for key, present in keys.items() if present}
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
@@ -165,11 +166,20 @@ def _outer_params(c, folder: pathlib.Path, mesh):
     [params] = _read(folder, {"params": like_M}, mesh, replicated=True).values()
     params = jax.tree.map(lambda x: x[0].astype(jnp.float32), params)
   else:
-    outer = outer_lib.make_outer(c, mesh)
-    theta = jax.eval_shape(outer.init, like_M).theta
-    [theta] = _read(folder, {"theta": list(theta)}, mesh, replicated=False).values()
-    params = outer_lib.assemble(outer, outer_lib.OuterState(tuple(theta), (), {}), like)
+    fragments = config_lib.make_fragments(c)
+    layers = [np.asarray(f.layers, np.int32) for f in fragments]
+    thetas = [_theta(like_M, f, ids) for f, ids in zip(fragments, layers)]
+    [thetas] = _read(folder, {"theta": thetas}, mesh, replicated=False).values()
+    params = outer_lib.join(thetas, layers, like)
   return jax.device_put(params, mesh_lib.shardings(params, mesh))
+
+
+def _theta(like_M, fragment, layers: np.ndarray):
+  """Shapes and types of a fragment's outer parameters."""
+  part_M = jax.eval_shape(
+    lambda x_M: outer_lib.take(x_M, outer_lib.structure(fragment), layers), like_M
+  )
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32), part_M)
 
 
 def _read(folder: pathlib.Path, item: dict, mesh, replicated: bool) -> dict:

@@ -53,7 +53,7 @@ def abstract_state(c, mesh, optimizer, outer: Outer | None) -> TrainState:
   params_M, opt_state_M = jax.eval_shape(lambda: init(jax.random.key(0)))
   outer_state = None
   if outer:
-    fresh = jax.eval_shape(outer.init, params_M)
+    fresh = jax.eval_shape(outer.fresh, params_M)
     pairs = [
       placed(theta, opt_state, replicated=False)
       for theta, opt_state in zip(fresh.theta, fresh.opt_state)

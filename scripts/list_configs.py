@@ -118,7 +118,7 @@ def traffic(c) -> tuple[int, int]:
     lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)
   )
   outer = outer_lib.make_outer(c, mesh_lib.make_inference_mesh(jax.devices()[:1]))
-  thetas = jax.eval_shape(outer.init, like_M).theta
+  thetas = jax.eval_shape(outer.fresh, like_M).theta
   sizes = [payload.tree_nbytes(codec, theta) for theta in thetas]
   schedule, h = outer.schedule, c.sync_every
   sends = [max((c.train.steps - schedule.offset(p)) // h, 0) for p in range(len(sizes))]

@@ -88,6 +88,17 @@ def test_every_program_compiles_where_training_runs(tiny):
   assert all(x.crossing == 0 and x.peak > 0 for x in found)
 
 
+def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
+  tiny.overlap.transport = "host"
+  c = config_lib.resolve(tiny)
+  programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
+  assert list(programs.lower) == ["inner step", "send", "merge"]
+  assert programs.compile("send").peak > 0
+  on_device, at_host = report.placed_state(c, programs.state)
+  assert at_host["outer parameters"] == 4 * config_lib.num_params(c)
+  assert not any(name.startswith("outer ") for name in on_device)
+
+
 def test_hidden_steps_end_at_the_next_event(tiny):
   tiny.fragments.size, tiny.overlap.tau, tiny.sync_every = 3, 3, 8
   assert hidden_steps(config_lib.resolve(tiny)) == 3

@@ -182,7 +182,7 @@ def test_the_list_counts_what_a_run_sends(listing, tiny, steps):
   params_M = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), state.abstract_params(c)
   )
-  thetas = jax.eval_shape(outer.init, params_M).theta
+  thetas = jax.eval_shape(outer.fresh, params_M).theta
   sizes = [
     sync.payload_struct(outer, p, params_M, theta).size // 3
     for p, theta in enumerate(thetas)

@@ -20,6 +20,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 @pytest.fixture(scope="module", params=["streaming", "data_parallel"])
 def trained(request, tmp_path_factory):
   """A run's directory, and the parameters that its last evaluation was of."""
+  workdir = tmp_path_factory.mktemp(request.param)
+  return workdir, train_in(workdir, algorithm=request.param)
+
+
+def train_in(workdir, **fields):
+  """Trains; the parameters that the last evaluation was of."""
   seen = []
   make = evaluate.make_evaluate
 
@@ -28,13 +34,13 @@ def trained(request, tmp_path_factory):
     return lambda params: seen.append(jax.device_get(params)) or run(params)
 
   c = conftest.tiny_config()
-  c.algorithm, c.train.steps, c.log.sample_tokens = request.param, 9, 0
+  c.train.steps, c.log.sample_tokens = 9, 0
   c.checkpoint.every, c.checkpoint.keep = 4, 5
-  workdir = tmp_path_factory.mktemp(request.param)
+  c.update_from_flattened_dict(fields)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(evaluate, "make_evaluate", spy)
     train.train(c, workdir)
-  return workdir, seen[0]  # Of the outer parameters, the mean and the first replica.
+  return seen[0]  # Of the outer parameters, the mean and the first replica.
 
 
 def assert_same_bits(a, b):
@@ -50,6 +56,17 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
   assert (model.step, model.config.train.steps) == (9, 9)
   assert {x.dtype for x in jax.tree.leaves(model.params)} == {np.dtype("float32")}
   assert_same_bits(model.params, params)
+
+
+@pytest.mark.parametrize(
+  "fields", [{"overlap.transport": "host"}, {"outer.offload": True}]
+)
+def test_outer_state_that_lived_at_the_host(fields, tmp_path, capsys):
+  params = train_in(tmp_path, **fields)
+  assert_same_bits(restore.load(tmp_path).params, params)
+  capsys.readouterr()
+  assert generate.main([f"--workdir={tmp_path}", "--prompt=The", "--tokens=2"]) == 0
+  assert capsys.readouterr().out.startswith("The")
 
 
 def test_an_earlier_checkpoint_and_an_unfinished_run(trained, tmp_path):
