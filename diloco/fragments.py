@@ -9,6 +9,7 @@ fragments, tau overlap in inner steps, t = 1..T finished inner steps.
 """
 
 import dataclasses
+import itertools
 
 PATTERNS = ("strided", "sequential", "whole")
 EMBEDDING_POSITIONS = ("last", "first")
@@ -181,19 +182,16 @@ class Schedule:
       k += 1
     return k
 
-  def last_outer_step(self, p: int, t: int) -> int:
-    """The step of fragment p's most recent outer update, 0 if none by step t."""
-    newest = t - min(self.taus) - self.offset(p)
-    rounds = newest // self.sync_every
-    if rounds < 1:
-      return 0
-    return rounds * self.sync_every + self.offset(p) + min(self.taus)
+  def groups(self) -> list[tuple[int, ...]]:
+    """Fragments that are always sent together: several in one only if H < P."""
+    fragments = range(self.num_fragments)
+    return [tuple(group) for _, group in itertools.groupby(fragments, self.offset)]
 
-  def next_to_send(self, t: int) -> int:
-    """The fragment whose send comes next, at step t or later (FedPart, 3.3.1)."""
+  def next_to_send(self, t: int) -> tuple[int, ...]:
+    """The group whose send comes next, at step t or later (FedPart, 3.3.1)."""
 
-    def wait(p: int) -> int:
-      first = self.sync_every + self.offset(p)
+    def wait(group: tuple[int, ...]) -> int:
+      first = self.sync_every + self.offset(group[0])
       return max(first - t, 0) if t <= first else -(t - first) % self.sync_every
 
-    return min(range(self.num_fragments), key=wait)
+    return min(self.groups(), key=wait)

@@ -4,16 +4,19 @@ Replicas are a leading axis that DrJAX maps; nothing is exchanged between them. 
 data-parallel this axis is 1, and the gradient is reduced over the whole mesh.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import drjax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
 from diloco import loss as loss_lib
 from diloco import model as model_lib
+from diloco.fragments import Fragment
 from diloco.mesh import FSDP, REPLICA
 
 
@@ -157,24 +160,23 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
   return jax.jit(step, donate_argnums=(0, 1))
 
 
-def fedpart_mask(params, fragment) -> dict:
-  """FedPart's mask (2501.18512, 3.3.1): 1 where the fragment trains, else 0.
+def fedpart_mask(params, fragments: Sequence[Fragment]) -> dict:
+  """FedPart's mask (2501.18512, 3.3.1): 1 where a fragment trains, else 0.
 
   Args:
     params: one replica's parameters or their shapes.
-    fragment: the next `Fragment` to be sent.
+    fragments: those that are sent next, together.
 
   Returns:
-    A tree like `params`; under `blocks` float32 (N, 1, ...), else a scalar. The
-    program takes it as an argument, so it is compiled once for all fragments.
+    A tree like `params` of NumPy arrays; under `blocks` float32 (N, 1, ...), else a
+    scalar. The program takes it as an argument, so it is compiled once for all.
   """
-  layers = jnp.zeros(len(jax.tree.leaves(params["blocks"])[0])).at[
-    jnp.asarray(fragment.layers, jnp.int32)
-  ]
-  layers_N = layers.set(1.0)
+  layers_N = np.zeros(jax.tree.leaves(params["blocks"])[0].shape[0], np.float32)
+  layers_N[[n for fragment in fragments for n in fragment.layers]] = 1
+  embed = np.float32(any(fragment.embed for fragment in fragments))
   return {
     "blocks": jax.tree.map(
       lambda x: layers_N.reshape(-1, *[1] * (x.ndim - 1)), params["blocks"]
     ),
-    "embed": jax.tree.map(lambda _: jnp.float32(fragment.embed), params["embed"]),
+    "embed": jax.tree.map(lambda _: embed, params["embed"]),
   }

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco import config as config_lib
 from diloco import data as data_lib
@@ -124,6 +125,7 @@ class _Run:
   hidden_exchange: Any
   tuned: inner_lib.Tuned
   outer: outer_lib.Outer | None
+  masks: dict[tuple[int, ...], Any]  # FedPart's, by the fragments that train.
   evaluate: Any
   evaluate_tasks: Any
   batch_sharding: Any
@@ -151,11 +153,9 @@ class _Run:
 
   def trainable(self, t: int):
     """FedPart's mask for inner step t, None without it."""
-    if not (self.outer and self.config.outer.fedpart):
+    if self.outer is None or not self.masks:
       return None
-    p = self.outer.schedule.next_to_send(t)
-    like = state_lib.abstract_params(self.config)
-    return inner_lib.fedpart_mask(like, self.outer.fragments[p])
+    return self.masks[self.outer.schedule.next_to_send(t)]
 
   def outer_params(self, state: state_lib.TrainState):
     """The parameters that a run stands for: the outer ones (2501.18512, Table 3)."""
@@ -173,6 +173,7 @@ def _build(c, mesh, data, own_replicas: list[int], peers: Peers) -> _Run:
   optimizer = inner_lib.make_optimizer(c)
   inner_step = inner_lib.make_inner_step(c, optimizer)
   streaming = c.algorithm != "data_parallel"
+  outer = outer_lib.make_outer(c, mesh) if streaming else None
   return _Run(
     config=c,
     mesh=mesh,
@@ -182,13 +183,27 @@ def _build(c, mesh, data, own_replicas: list[int], peers: Peers) -> _Run:
     inner_step=inner_step,
     hidden_exchange=sync_lib.make_hidden_exchange(inner_step, mesh),
     tuned=inner_lib.tuned(c),
-    outer=outer_lib.make_outer(c, mesh) if streaming else None,
+    outer=outer,
+    masks=_fedpart_masks(c, mesh, outer) if outer and c.outer.fedpart else {},
     evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
     evaluate_tasks=score_lib.make_evaluate_tasks(c, mesh, tokenizer),
     batch_sharding=mesh_lib.batch_sharding(mesh, not streaming),
     own_replicas=own_replicas,
     peers=peers,
   )
+
+
+def _fedpart_masks(c, mesh, outer: outer_lib.Outer) -> dict[tuple[int, ...], Any]:
+  """FedPart's mask of each group of fragments, whole on every device."""
+  like = state_lib.abstract_params(c)
+  whole = NamedSharding(mesh, PartitionSpec())
+  return {
+    group: jax.tree.map(
+      lambda x: mesh_lib.place(x, whole),
+      inner_lib.fedpart_mask(like, [outer.fragments[p] for p in group]),
+    )
+    for group in outer.schedule.groups()
+  }
 
 
 def _train(run: _Run, steps: range, state: state_lib.TrainState):

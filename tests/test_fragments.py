@@ -82,15 +82,20 @@ def test_in_flight_is_sent_and_not_yet_applied(schedule, t):
 
 
 @given(schedules, st.integers(0, 120))
-def test_last_outer_step_and_next_to_send_by_search(schedule, t):
+def test_next_to_send_by_search(schedule, t):
   h = schedule.sync_every
-  for p in range(schedule.num_fragments):
-    past = [s for s in range(1, t + 1) if schedule.is_outer_step(p, s)]
-    assert schedule.last_outer_step(p, t) == (past[-1] if past else 0)
   for s in range(max(t, 1), t + 3 * h + 1):
     if schedule.sends(s):
-      assert schedule.next_to_send(max(t, 1)) == schedule.sends(s)[0]
+      assert list(schedule.next_to_send(max(t, 1))) == schedule.sends(s)
       break
+
+
+@given(schedules)
+def test_every_fragment_is_next_at_some_step(schedule):
+  groups = schedule.groups()
+  assert [p for group in groups for p in group] == list(range(schedule.num_fragments))
+  h = schedule.sync_every
+  assert {schedule.next_to_send(t) for t in range(h + 1, 2 * h + 1)} == set(groups)
 
 
 @given(schedules)

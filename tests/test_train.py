@@ -17,6 +17,7 @@ import pytest
 from diloco import config as config_lib
 from diloco import inner, metrics, record, state, train
 from diloco import mesh as mesh_lib
+from diloco.distributed import Peers
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -224,7 +225,7 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
   c = config_lib.resolve(tiny)
   like = state.abstract_params(c)
   fragment = config_lib.make_fragments(c)[1]
-  mask = inner.fedpart_mask(like, fragment)
+  mask = inner.fedpart_mask(like, [fragment])
   optimizer = inner.make_optimizer(c)
   step = inner.make_inner_step(c, optimizer)
   params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), like)
@@ -238,6 +239,18 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
   moved = np.any(w != old, axis=(0, 2, 3))
   assert tuple(np.flatnonzero(moved)) == fragment.layers
   np.testing.assert_array_equal(params_M["embed"]["tokens"], before["embed"]["tokens"])
+
+
+@pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.
+def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
+  tiny.outer.fedpart, tiny.sync_every = True, sync_every
+  c = config_lib.resolve(tiny)
+  mesh = mesh_lib.make_mesh(c)
+  run = train._build(c, mesh, None, [], Peers())
+  found = [run.trainable(t) for t in range(sync_every + 1, 2 * sync_every + 1)]
+  trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)
+  assert all(np.all(x == 1) for x in jax.tree.leaves(trained))
+  assert not any(np.all(x == 1) for x in jax.tree.leaves(found[0]["blocks"]))
 
 
 def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):

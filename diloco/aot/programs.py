@@ -84,7 +84,7 @@ class Programs:
     if fedpart:
       like = state.abstract_params(c)
       trainable = jax.eval_shape(
-        lambda: inner.fedpart_mask(like, config_lib.make_fragments(c)[0])
+        lambda: inner.fedpart_mask(like, config_lib.make_fragments(c)[:1])
       )
     values = jax.eval_shape(lambda: jax.tree.map(jnp.float32, inner.tuned(c)))
     self.lower = {
