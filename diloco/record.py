@@ -240,7 +240,8 @@ class Recorder:
       f" {losses['first']:.4f}",
       *(
         f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
-        f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items"
+        f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
+        f" {100 * r['chance']:.0f}% by chance"
         for task, r in summary["tasks"].items()
       ),
       f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"

@@ -64,6 +64,7 @@ class TaskResult:
       choice, without the space before it (`acc_norm` of lm-evaluation-harness).
     stderr, stderr_norm: their standard errors, sqrt(p (1 - p) / (items - 1)).
     truncated: choices that did not fit into seq_len tokens together with the query.
+    chance: expected accuracy of a guess; items may differ in their choices.
   """
 
   items: int
@@ -72,6 +73,7 @@ class TaskResult:
   stderr: float
   stderr_norm: float
   truncated: int
+  chance: float
 
 
 def load_items(name: str, data_dir: str = "", limit: int = 0) -> list[Item]:
@@ -142,12 +144,8 @@ def result(
   p, p_norm = float(np.mean(right)), float(np.mean(right_norm))
   others = max(len(items) - 1, 1)
   error = lambda share: math.sqrt(share * (1 - share) / others)
-  return TaskResult(len(items), p, p_norm, error(p), error(p_norm), truncated)
-
-
-def chance(items: Sequence[Item]) -> float:
-  """Expected accuracy of a guess; items may differ in their number of choices."""
-  return float(np.mean([1 / len(item.choices) for item in items]))
+  chance = float(np.mean([1 / len(item.choices) for item in items]))
+  return TaskResult(len(items), p, p_norm, error(p), error(p_norm), truncated, chance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,20 +217,20 @@ def _read_items(path: pathlib.Path, name: str) -> list[Item]:
   items = []
   with opened(path, "rt", encoding="utf-8") as lines:
     for number, line in enumerate(lines, 1):
-      row = json.loads(line)
-      if "doc" in row:
-        if row["doc_id"] >= 1_000_000 or row["idx"] > 0:
-          continue
-        row = row["doc"]
       try:
+        row = json.loads(line)
+        if "doc" in row:
+          if row["doc_id"] >= 1_000_000 or row["idx"] > 0:
+            continue
+          row = row["doc"]
         item = Item(row["query"], tuple(row["choices"]), int(row["gold"]))
         valid = 0 <= item.gold < len(item.choices) and all(item.choices)
-      except (KeyError, TypeError):
+      except (KeyError, TypeError, ValueError):  # JSON errors are ValueErrors.
         valid = False
       if not valid:
         raise ConfigError(
-          f"eval.tasks has {name!r}, whose line {number} is no item; every line needs"
-          " query, choices (not empty) and gold (the index of the right one)."
+          f"eval.tasks has {name!r}, whose line {number} is no item; every line needs,"
+          " as JSON, query, choices (not empty) and gold (the index of the right one)."
         )
       items.append(item)
   return items

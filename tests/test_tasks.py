@@ -79,7 +79,7 @@ def test_accuracies_and_their_errors():
   assert (r.items, r.accuracy, r.accuracy_norm, r.truncated) == (4, 0.75, 0.25, 3)
   assert r.stderr == pytest.approx(np.std([1, 1, 1, 0], ddof=1) / math.sqrt(4))
   assert r.stderr_norm == pytest.approx(np.std([0, 0, 1, 0], ddof=1) / math.sqrt(4))
-  assert tasks.chance(items) == pytest.approx((1 / 2 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
+  assert r.chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
 
 
 def test_items_of_a_file(tmp_path):
@@ -102,7 +102,8 @@ def test_items_of_a_file(tmp_path):
     file.write("\n".join(map(json.dumps, rows)))
   found = tasks.load_items(str(path))
   assert [(i.query, i.choices) for i in found] == [(i.query, i.choices) for i in items]
-  for line in ('{"query": "q"}', '{"query": "q", "choices": ["a"], "gold": 1}'):
+  bad = ('{"query": "q"}', '{"query": "q", "choices": ["a"], "gold": 1}')
+  for line in (*bad, "\n", "{'query': 'q'}", "3", "null"):
     (tmp_path / "bad.jsonl").write_text(
       '{"query":"","choices":["a"],"gold":0}\n' + line
     )
@@ -230,9 +231,10 @@ def test_the_full_sets():
   for name, size in sizes.items():
     items = tasks.load_items(name, data_dir="/nowhere")
     assert len(items) == size
-    assert tasks.chance(items) == pytest.approx(chances[name], abs=1e-3)
+    chance = np.mean([1 / len(i.choices) for i in items])
+    assert chance == pytest.approx(chances[name], abs=1e-3)
     gold = np.bincount([i.gold for i in items]) / size
-    assert gold.max() < 2 * tasks.chance(items)
+    assert gold.max() < 2 * chance
   assert items[0].query.startswith("Question: ")
   assert items[0].query.count("Answer:") == 1  # Without the five shots.
 
