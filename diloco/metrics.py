@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,8 +49,13 @@ class MetricsWriter:
         project=c.log.wandb_project,
         config=c.to_dict(),
         dir=str(workdir),
+        id=_kept_id(workdir),
         resume="allow",
       )
+      # Steps may come again, after a resume, and in another order than theirs, at the
+      # end: W&B's own counter would drop them.
+      self._wandb.define_metric("inner_step")
+      self._wandb.define_metric("*", step_metric="inner_step")
 
   def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
     """Records plain Python numbers and lists of them."""
@@ -62,7 +68,7 @@ class MetricsWriter:
       for name, value in scalars.items():
         self._tensorboard.add_scalar(name, value, step)
     if self._wandb:
-      self._wandb.log(scalars, step=step)
+      self._wandb.log({**scalars, "inner_step": step})
 
   def flush(self) -> None:
     self._file.flush()
@@ -119,6 +125,14 @@ def plot_loss(workdir: pathlib.Path, title: str) -> pathlib.Path:
   path = workdir / "loss.png"
   figure.savefig(path, dpi=120)
   return path
+
+
+def _kept_id(workdir: pathlib.Path) -> str:
+  """The W&B run of a workdir: drawn once, so that a resumed run goes on in it."""
+  path = workdir / "wandb_id.txt"
+  if not path.exists():
+    path.write_text(secrets.token_hex(8) + "\n")
+  return path.read_text().strip()
 
 
 def _ends_in_mid_line(path: pathlib.Path) -> bool:

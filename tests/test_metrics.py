@@ -1,6 +1,8 @@
 """metrics.jsonl is read whatever a kill left behind; its picture spares pyplot."""
 
 import json
+import sys
+import types
 
 import matplotlib
 
@@ -30,6 +32,35 @@ def test_of_repeated_steps_the_last_is_read(tmp_path):
   text = "\n".join(json.dumps(r) for r in records) + '\n{"kind": "st'
   (tmp_path / "metrics.jsonl").write_text(text)
   assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
+
+
+def test_a_resumed_run_goes_on_in_its_run_of_wandb(tiny, tmp_path, monkeypatch):
+  runs = []
+
+  class Run:
+    def __init__(self, **kwargs):
+      self.kwargs, self.logged = kwargs, []
+      runs.append(self)
+
+    def define_metric(self, name, step_metric=None):
+      pass
+
+    def log(self, values):
+      self.logged.append(values)
+
+    def finish(self):
+      pass
+
+  fake = types.SimpleNamespace(init=Run)
+  monkeypatch.setitem(sys.modules, "wandb", fake)
+  tiny.log.wandb_project = "project"
+  c = config_lib.resolve(tiny)
+  for workdir in ("a", "a", "b"):
+    (tmp_path / workdir).mkdir(exist_ok=True)
+    write(tmp_path / workdir, c, 1)
+  first, again, other = (run.kwargs["id"] for run in runs)
+  assert first == again != other
+  assert runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
 
 
 def write(workdir, c, *steps: int) -> None:
