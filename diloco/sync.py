@@ -72,10 +72,15 @@ def drain(
 
 
 def sync_all(
-  outer: Outer, t: int, params_M: Tree, state: OuterState
+  outer: Outer, last: int, params_M: Tree, state: OuterState
 ) -> tuple[Tree, OuterState, list[Event]]:
-  """Synchronises every fragment at once, after `drain` (outer.final_sync)."""
+  """Synchronises every fragment at once, after `drain` (outer.final_sync).
+
+  It has a step of its own, the one after the last arrival: at `last` fragments may
+  have been sent by the schedule, whose random numbers and records these are not.
+  """
   events = []
+  t = last + max(outer.schedule.taus) + 1
   everyone = np.ones(len(outer.schedule.taus), bool)
   for p in range(len(outer.fragments)):
     state, sent = send_fragment(outer, t, p, params_M, state)

@@ -103,6 +103,18 @@ def test_alpha_one_leaves_replicas_untouched():
   jax.tree.map(np.testing.assert_array_equal, params_M, plain_M)
 
 
+def test_final_sync_is_none_of_the_scheduled_ones():
+  rng = np.random.default_rng(5)
+  increments = [[random_tree(rng) for _ in range(2)] for _ in range(6)]
+  c = make_config(**{"sync_every": 3, "overlap.tau": 1})
+  *_, events = run(c, random_tree(rng), increments, final_sync=True)
+  assert ("send", 6, 0) in events
+  assert len(set(events)) == len(events)
+  fragments = range(len(config_lib.make_fragments(config_lib.resolve(c))))
+  final = [(kind, 8, p) for p in fragments for kind in ("send", "receive")]
+  assert events[-len(final) :] == final
+
+
 def test_final_sync_leaves_replicas_and_outer_parameters_equal():
   rng = np.random.default_rng(5)
   increments = [[random_tree(rng) for _ in range(2)] for _ in range(5)]

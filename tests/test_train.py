@@ -196,7 +196,7 @@ def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
 
 @pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
 def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
-  tiny.algorithm = algorithm
+  tiny.algorithm, tiny.outer.final_sync = algorithm, True
   summary = train.train(tiny, tmp_path)
   sends = metrics.read(tmp_path, "send")
   if algorithm == "data_parallel":
@@ -205,8 +205,10 @@ def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
     assert len(set(summary["eval_loss"].values())) == 1
     assert len(metrics.read(tmp_path)[0]["loss_per_replica"]) == 1
   else:
-    assert [r["step"] for r in sends] == [4, 8, 12]
+    assert [r["step"] for r in sends] == [4, 8, 12, 13]  # The last is final_sync's.
     assert sends[0]["bytes"] == 4 * summary["params"]
+    assert summary["bytes_sent_per_replica"] == sum(r["bytes"] for r in sends)
+    assert summary["syncs"] == len(sends)
 
 
 def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
