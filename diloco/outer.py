@@ -60,6 +60,7 @@ class Outer:
   fragments: tuple[Fragment, ...]
   layers: tuple[np.ndarray, ...]  # int32 (n,) per fragment.
   seed: int
+  exchange: str  # As `config.wire.exchange`.
   transport: Transport
   fresh: Any
   init: Any
@@ -194,6 +195,7 @@ def make_outer(c, mesh) -> Outer:
     fragments=fragments,
     layers=layers,
     seed=c.seed,
+    exchange=c.wire.exchange,
     transport=transport,
     fresh=fresh,
     init=lambda params_M: fresh(params_M, transport.keep),

@@ -24,7 +24,7 @@ class Event:
   kind: str  # "send" or "receive"
   fragment: int
   step: int
-  payload_bytes: int  # Of one replica; 0 for a receive.
+  payload_bytes: int  # One replica's part in the exchange; 0 for a receive.
   metrics: dict[str, jax.Array]
 
 
@@ -101,6 +101,8 @@ def send_fragment(
   in_flight = {**state.in_flight, str(p): payload}
   state = OuterState(state.theta, state.opt_state, in_flight)
   size = payload.nbytes // payload.shape[0]
+  if outer.exchange == "psum":
+    size = exchange.reduced_bytes(outer.transport.mesh, theta)
   return state, Event("send", p, t, size, metrics)
 
 

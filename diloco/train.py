@@ -248,7 +248,7 @@ def _restore(run: _Run, checkpoints: Checkpoints):
 
   restored = checkpoints.restore(state_at)
   if restored is None:
-    ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas))
+    ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas, c.wire.exchange))
     return 0, fresh, {"ledger": ledger, "finished": False}
   run.data.set_state(restored.record["data"])
   if run.peers.index == 0:

@@ -24,7 +24,7 @@ from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
 from diloco import state as state_lib
-from diloco.wire import ledger, payload
+from diloco.wire import exchange, ledger, payload
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
@@ -117,13 +117,17 @@ def traffic(c) -> tuple[int, int]:
   like_M = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)
   )
-  outer = outer_lib.make_outer(c, mesh_lib.make_inference_mesh(jax.devices()[:1]))
+  mesh = mesh_lib.make_inference_mesh(jax.devices()[:1])
+  outer = outer_lib.make_outer(c, mesh)
   thetas = jax.eval_shape(outer.fresh, like_M).theta
-  sizes = [payload.tree_nbytes(codec, theta) for theta in thetas]
+  if c.wire.exchange == "psum":
+    sizes = [exchange.reduced_bytes(mesh, theta) for theta in thetas]
+  else:
+    sizes = [payload.tree_nbytes(codec, theta) for theta in thetas]
   schedule, h = outer.schedule, c.sync_every
   sends = [max((c.train.steps - schedule.offset(p)) // h, 0) for p in range(len(sizes))]
-  total = sum(ledger.gather_bytes(c.replicas, s) * k for s, k in zip(sizes, sends))
-  return max(sizes), total
+  bytes_of = lambda size: ledger.sync_bytes(c.wire.exchange, c.replicas, size)
+  return max(sizes), sum(bytes_of(size) * k for size, k in zip(sizes, sends))
 
 
 def table(found: list[Row]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from diloco import config as config_lib
 from diloco import hlo, inner, outer, state, sync
 from diloco import mesh as mesh_lib
+from diloco.wire import ledger
 
 STEPS = 6
 
@@ -61,6 +62,7 @@ def traffic(devices: int, **fields) -> dict:
     key = jax.random.key(0)
     theta, layers = s.outer.theta[0], plan.layers[0]
     payload = sync.payload_struct(plan, 0, s.params, s.outer.theta[0])
+    _, event = sync.send_fragment(plan, 1, 0, s.params, s.outer)
     sent = jax.ShapeDtypeStruct(
       payload.shape, payload.dtype, sharding=plan.transport.transmitted
     )
@@ -74,13 +76,14 @@ def traffic(devices: int, **fields) -> dict:
       "update": plan.transport.update.lower(theta, s.outer.opt_state[0], sent),
       "merge": plan.merge.lower(s.params, theta, layers, np.ones(c.replicas, bool)),
     }
-    crossing = {
-      name: [
-        [x.kind, x.dtype, x.nbytes]
-        for x in hlo.across_replicas(p.compile().as_text(), mesh)
-      ]
-      for name, p in programs.items()
-    }
+    texts = {name: p.compile().as_text() for name, p in programs.items()}
+  crossing = {
+    name: [[x.kind, x.dtype, x.nbytes] for x in hlo.across_replicas(text, mesh)]
+    for name, text in texts.items()
+  }
+  crossing["bytes"] = {n: hlo.replica_bytes(text, mesh) for n, text in texts.items()}
+  books = ledger.Ledger(c.replicas, c.wire.exchange)
+  crossing["booked"] = books.record(0, 1, event.payload_bytes)
   crossing["payload_shape"] = list(payload.shape)
   return crossing
 
@@ -136,6 +139,8 @@ def main() -> None:
       "8": traffic(8),
       "chunked": traffic(8, **{"model.loss_chunk": 4}),
       "psum": traffic(2, **{"wire.exchange": "psum"}),
+      "psum_8": traffic(8, **{"wire.exchange": "psum"}),
+      "psum_of_4": traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
     },
   }
   json.dump(result, sys.stdout)

@@ -173,9 +173,12 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
   assert four.sent / 3 / streaming.sent == pytest.approx(theirs, rel=0.01)
 
 
-@pytest.mark.parametrize("steps", [3, 9, 30])
-def test_the_list_counts_what_a_run_sends(listing, tiny, steps):
+@pytest.mark.parametrize(
+  ("steps", "exchange"), [(3, "gather"), (9, "gather"), (30, "gather"), (30, "psum")]
+)
+def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
   tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
+  tiny.wire.exchange = exchange
   c = config_lib.resolve(tiny)
   # The trainer's own payloads and schedule, step by step.
   outer = outer_lib.make_outer(c, mesh_lib.make_mesh(c))
@@ -187,7 +190,10 @@ def test_the_list_counts_what_a_run_sends(listing, tiny, steps):
     sync.payload_struct(outer, p, params_M, theta).size // 3
     for p, theta in enumerate(thetas)
   ]
-  books = ledger.Ledger(3)
+  if exchange == "psum":
+    values = [sum(x.size for x in jax.tree.leaves(theta)) for theta in thetas]
+    sizes = [4 * n for n in values]
+  books = ledger.Ledger(3, exchange)
   for t in range(1, steps + 1):
     for p in outer.schedule.sends(t):
       books.record(p, t, sizes[p])

@@ -81,8 +81,24 @@ def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   assert found["bytes"] == found["gradient"] / fsdp + 4
 
 
-def test_the_reference_reduces_float32(multidevice):
-  traffic = multidevice["traffic"]["psum"]
+@pytest.mark.parametrize(
+  ("layout", "program"),
+  [
+    ("2", "transmit"),
+    ("8", "transmit"),
+    ("psum", "update"),
+    ("psum_8", "update"),
+    ("psum_of_4", "update"),
+  ],
+)
+def test_the_ledger_books_what_the_programs_send(multidevice, layout, program):
+  traffic = multidevice["traffic"][layout]
+  assert traffic["booked"] == traffic["bytes"][program] > 0
+
+
+@pytest.mark.parametrize("layout", ["psum", "psum_8"])
+def test_the_reference_reduces_float32(multidevice, layout):
+  traffic = multidevice["traffic"][layout]
   assert traffic["send"] == traffic["inner"] == []
   assert {(kind, dtype) for kind, dtype, _ in traffic["update"]} == {
     ("all-reduce", "f32")

@@ -70,6 +70,7 @@ def workload(c, seconds: float) -> Workload:
     tau=min(c.overlap.taus),
     bits=16 if c.algorithm == "data_parallel" else wire_bits(c),
     plan=plan,
+    exchange=c.wire.exchange,
   )
 
 
@@ -88,8 +89,10 @@ def training(c, **kwargs) -> wallclock.Training:
 
 
 def wire_bits(c) -> float:
-  """Bits per value of a quantised payload, scales included."""
+  """Bits per value of a quantised payload, scales included; psum reduces float32."""
   w = c.wire
+  if w.exchange == "psum":
+    return 32.0
   if w.format in ("fp32", "bf16"):
     return {"fp32": 32.0, "bf16": 16.0}[w.format]
   digits = w.format.removesuffix("fn").removeprefix("e").split("m")

@@ -59,6 +59,7 @@ class Workload:
     latency: seconds added to every reduction.
     plan: (offset, layers) of each fragment, sent at offset, offset + H, ...; None
       makes it of fragment_size and pattern.
+    exchange: of outer gradients, gather or psum, which all-reduces them.
   """
 
   params_per_layer: tuple[float, ...]
@@ -72,6 +73,7 @@ class Workload:
   bits: float | None = None
   latency: float = 0.0
   plan: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+  exchange: str = "gather"
 
   def __post_init__(self):
     if self.method not in METHODS:
@@ -124,7 +126,7 @@ class Workload:
   @property
   def copies(self) -> float:
     """How often a reduced value crosses a replica's link, as the trainer counts it."""
-    if self.method == "data_parallel":
+    if self.method == "data_parallel" or self.exchange == "psum":
       return ledger.all_reduce_bytes(self.replicas, 1)
     return ledger.gather_bytes(self.replicas, 1)
 

@@ -12,6 +12,7 @@ distance, the bytes of an all-gather. XLA for TPUs runs permutations beside othe
 work, but not the all-gather of one slice.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -145,6 +146,18 @@ def reduce_own(codec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int)
   return mean, jnp.float32(jnp.nan)
 
 
+def reduced_bytes(mesh: Mesh, like: Tree) -> int:
+  """Bytes of float32 that a replica puts into `reduce_own`, over all its devices.
+
+  Args:
+    mesh: the device mesh.
+    like: a fragment's outer parameters, or their shapes.
+  """
+  shard = _shards(like, mesh_lib.specs(like, mesh), mesh)
+  values = sum(math.prod(x.shape) for x in jax.tree.leaves(shard))
+  return mesh.shape[FSDP] * jnp.dtype(jnp.float32).itemsize * values
+
+
 def _foreign(mesh: Mesh, payload: jax.Array) -> bool:
   return payload.shape[1] != mesh.shape[FSDP]
 
@@ -200,12 +213,17 @@ def _decode_foreign(codec, payload: jax.Array, like: Tree) -> Tree:
 
 def _decode_local(codec, payload, like: Tree, specs: Tree, mesh: Mesh) -> Tree:
   """Decodes this device's shard, uint8 [m, 1, bytes] -> leaves (m, ...)."""
-  shard = jax.tree.map(
+  shard = _shards(like, specs, mesh)
+  decode_one = lambda code: payload_lib.decode_tree(codec, code, shard)
+  return jax.vmap(decode_one)(payload[:, 0])
+
+
+def _shards(like: Tree, specs: Tree, mesh: Mesh) -> Tree:
+  """The shapes that one device holds of a fragment."""
+  return jax.tree.map(
     lambda x, spec: jax.ShapeDtypeStruct(
       NamedSharding(mesh, spec).shard_shape(x.shape), jnp.float32
     ),
     like,
     specs,
   )
-  decode_one = lambda code: payload_lib.decode_tree(codec, code, shard)
-  return jax.vmap(decode_one)(payload[:, 0])

@@ -50,6 +50,12 @@ def test_wire_bits_count_the_scales(tiny):
     assert own.wire_bits(config_lib.resolve(tiny)) == bits
 
 
+def test_psum_all_reduces_float32(tiny):
+  tiny.wire.exchange, tiny.replicas = "psum", 4
+  work = own.workload(config_lib.resolve(tiny), 1.0)
+  assert (work.bits, work.copies) == (32, 2 * 3 / 4)
+
+
 def test_the_frontier_reaches_the_target_and_no_choice_dominates_another():
   choices = own.frontier(1e9, 24, 0.1, 1e9, 0.95)
   assert choices
