@@ -6,11 +6,42 @@ rest. `resolve()` fills in what follows from other fields and `validate()` refus
 what cannot work, before anything compiles. This module imports no JAX.
 """
 
+import math
+
 import ml_collections
 
 from diloco import fragments as fragments_lib
 
 ALGORITHMS = ("data_parallel", "diloco", "streaming")
+# With momentum, and those of optax that need a learning rate and nothing else.
+OUTER_OPTIMIZERS = (
+  "nesterov",
+  "sgd",
+  "adabelief",
+  "adadelta",
+  "adafactor",
+  "adagrad",
+  "adam",
+  "adamax",
+  "adamaxw",
+  "adamw",
+  "adan",
+  "amsgrad",
+  "fromage",
+  "lamb",
+  "lars",
+  "lion",
+  "nadam",
+  "nadamw",
+  "novograd",
+  "optimistic_gradient_descent",
+  "radam",
+  "rmsprop",
+  "rprop",
+  "sign_sgd",
+  "sm3",
+  "yogi",
+)
 
 
 class ConfigError(ValueError):
@@ -55,7 +86,7 @@ def default_config() -> ml_collections.ConfigDict:
   c.overlap.transport = "device"
 
   c.outer = ml_collections.ConfigDict()
-  # nesterov, sgd or the name of an optax optimizer (adam, lion, ...).
+  # nesterov, sgd or an optax optimizer (adam, lion, ...): one of OUTER_OPTIMIZERS.
   c.outer.optimizer = "nesterov"
   # Constant. 0.4 in Streaming DiLoCo, 0.7 in DiLoCo, {0.2..1.0} in the scaling laws.
   c.outer.learning_rate = 0.4
@@ -224,6 +255,11 @@ def resolve(config) -> ml_collections.FrozenConfigDict:
   tokens_per_step = c.train.batch_size * c.model.seq_len
   if c.train.steps == 0 and tokens_per_step > 0:
     c.train.steps = c.train.tokens // tokens_per_step
+    if c.train.steps < 1:
+      raise ConfigError(
+        f"train.steps is 0 and train.tokens is {c.train.tokens}; set train.steps, or"
+        f" train.tokens to at least one batch of {tokens_per_step} tokens."
+      )
   c.train.tokens = c.train.steps * tokens_per_step
   validate(c)
   if c.inner.weight_decay < 0:
@@ -250,6 +286,7 @@ def validate(c) -> None:
     ConfigError: one sentence with the field, its value and the remedy.
   """
   _choice("algorithm", c.algorithm, ALGORITHMS)
+  _choice("outer.optimizer", c.outer.optimizer, OUTER_OPTIMIZERS)
   _choice("wire.rounding", c.wire.rounding, ("nearest", "stochastic"))
   _choice("wire.exchange", c.wire.exchange, ("gather", "psum"))
   _choice("overlap.transport", c.overlap.transport, ("device", "host"))
@@ -266,6 +303,12 @@ def validate(c) -> None:
     value = _get(c, field)
     if not 0 <= value <= 1:
       raise ConfigError(f"{field} is {value}; choose a value from 0 to 1.")
+  for field in ("outer.momentum", "inner.b1", "inner.b2"):
+    value = _get(c, field)
+    if not 0 <= value < 1:
+      raise ConfigError(f"{field} is {value}; choose a value from 0 to below 1.")
+  if not c.inner.eps > 0:
+    raise ConfigError(f"inner.eps is {c.inner.eps}; choose a value above 0.")
   if c.overlap.transport == "host" and c.wire.exchange == "psum":
     raise ConfigError(
       "overlap.transport is host, but wire.exchange is psum, which reduces on the"
@@ -274,12 +317,6 @@ def validate(c) -> None:
   if not 0 < c.wire.density <= 1:
     raise ConfigError(
       f"wire.density is {c.wire.density}; choose a share above 0 and up to 1."
-    )
-  if c.train.steps < 1:
-    raise ConfigError(
-      f"train.steps is 0 and train.tokens is {c.train.tokens}; set train.steps, or"
-      " train.tokens to at least one batch of"
-      f" {c.train.batch_size * c.model.seq_len} tokens."
     )
   if c.train.batch_size % (c.replicas * c.train.accumulate):
     raise ConfigError(
@@ -307,6 +344,11 @@ def validate(c) -> None:
       f"overlap.taus is {tuple(c.overlap.taus)}, one tau for each of"
       f" {len(c.overlap.taus)} replicas, but replicas is {c.replicas}; give one per"
       " replica or leave it empty."
+    )
+  if not all(isinstance(tau, int) for tau in c.overlap.taus):
+    raise ConfigError(
+      f"overlap.taus is {tuple(c.overlap.taus)}, but each tau counts inner steps; give"
+      " whole numbers."
     )
   try:
     make_schedule(c)
@@ -370,20 +412,21 @@ _LEAST = {
   "replicas": 1,
   "sync_every": 1,
   "outer.learning_rate": 0,
-  "outer.momentum": 0,
   "wire.block_size": -1,
   "inner.learning_rate": 0,
   "inner.warmup_steps": 0,
   "inner.clip_norm": 0,
-  "train.batch_size": 1,
-  "train.accumulate": 1,
   "model.num_layers": 1,
   "model.dim": 1,
   "model.num_heads": 1,
   "model.vocab_size": 4,
   "model.seq_len": 2,
+  "model.ff_dim": 1,
   "model.loss_chunk": 0,
   "model.z_loss": 0,
+  "train.batch_size": 1,
+  "train.accumulate": 1,
+  "train.steps": 1,
   "data.prefetch": 0,
   "data.shuffle_window": 0,
   "eval.every": 0,
@@ -445,5 +488,8 @@ def _check_fields(c) -> None:
         f"{field} is missing; start from default_config(), where it is"
         f" {known[field]!r}."
       )
-    if isinstance(given[field], float) and given[field] != given[field]:
-      raise ConfigError(f"{field} is NaN; its default is {known[field]!r}.")
+    if isinstance(given[field], float) and not math.isfinite(given[field]):
+      raise ConfigError(
+        f"{field} is {given[field]}; choose a finite number, its default is"
+        f" {known[field]!r}."
+      )

@@ -38,8 +38,26 @@ def make(**fields):
     ({"model.dtype": "int8"}, "model.dtype is 'int8'; choose one of float32"),
     ({"replicas": 0}, "replicas is 0; it must be at least 1"),
     ({"train.steps": 0}, "train.steps is 0 and train.tokens is 0; set train.steps"),
-    ({"inner.learning_rate": float("nan")}, "inner.learning_rate is NaN"),
-    ({"outer.momentum": -0.1}, "outer.momentum is -0.1; it must be at least 0"),
+    ({"train.steps": -5}, "train.steps is -5; it must be at least 1"),
+    (
+      {"train.steps": 0, "train.tokens": 10},
+      "train.steps is 0 and train.tokens is 10; .* one batch of 524288 tokens",
+    ),
+    ({"train.steps": 0, "model.seq_len": 0}, "model.seq_len is 0; it must be at least"),
+    ({"inner.learning_rate": float("nan")}, "inner.learning_rate is nan; choose a fin"),
+    ({"inner.learning_rate": float("inf")}, "inner.learning_rate is inf; choose a fin"),
+    ({"inner.b1": 1.0}, "inner.b1 is 1.0; choose a value from 0 to below 1"),
+    ({"inner.b2": -0.5}, "inner.b2 is -0.5; choose a value from 0 to below 1"),
+    ({"inner.eps": 0.0}, "inner.eps is 0.0; choose a value above 0"),
+    ({"outer.momentum": -0.1}, "outer.momentum is -0.1; choose a value from 0"),
+    (
+      {"outer.momentum": 1.5},
+      "outer.momentum is 1.5; choose a value from 0 to bel",
+    ),
+    ({"outer.optimizer": "clip"}, "outer.optimizer is 'clip'; choose one of nesterov"),
+    ({"outer.optimizer": "lbfgs"}, "outer.optimizer is 'lbfgs'; choose one of nest"),
+    ({"model.ff_dim": -3}, "model.ff_dim is -3; it must be at least 1"),
+    ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\), .* give whole numbers"),
   ],
 )
 def test_errors_name_field_value_and_remedy(fields, message):
