@@ -125,6 +125,7 @@ x = programs.compile("exchange, 1 inner step")
 print(json.dumps({
   "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
   "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
+  "shape": w.collective.shape,
 }))
 """
 
@@ -187,6 +188,8 @@ def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
   assert found["hidden"] == found["loops"] == 1
   # A replica sends its packed payload once, and nothing else.
   assert found["crossing"] == np.prod(found["payload"][1:])
+  # As one flat array: a TPU pads rows of bytes to four of them.
+  assert len(found["shape"]) == 1
 
 
 def test_a_report_of_this_machines_devices(tiny, monkeypatch):

@@ -75,19 +75,23 @@ def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
     payload: uint8 [M, fsdp, bytes], as `encoded`.
 
   Returns:
-    n - 1 arrays of payload's shape and sharding: on group i, number s holds the
-    payload of group i - s - 1 modulo n.
+    n - 1 arrays uint8 [payload.size], sharded like it: on group i, number s holds the
+    payload of group i - s - 1 modulo n. They are flat since a TPU pads rows of bytes to
+    four of them, and would send four times as much.
   """
   n = mesh.shape[REPLICA]
 
   def local(own):
     distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
-    return tuple(jax.lax.ppermute(own, REPLICA, pairs) for pairs in distances)
+    flat = own.reshape(-1)
+    return tuple(jax.lax.ppermute(flat, REPLICA, pairs) for pairs in distances)
 
-  spec = _spec(mesh, payload, REPLICA)
-  return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(spec,) * (n - 1))(
-    payload
-  )
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=_spec(mesh, payload, REPLICA),
+    out_specs=(_flat_spec(mesh, payload),) * (n - 1),
+  )(payload)
 
 
 def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
@@ -99,7 +103,7 @@ def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
   n = mesh.shape[REPLICA]
 
   def local(own, received):
-    by_distance = jnp.stack([own, *received])
+    by_distance = jnp.stack([own, *(x.reshape(own.shape) for x in received)])
     order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
     return by_distance[order].reshape(-1, *own.shape[1:])
 
@@ -107,7 +111,7 @@ def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(spec, (spec,) * (n - 1)),
+    in_specs=(spec, (_flat_spec(mesh, payload),) * (n - 1)),
     out_specs=_spec(mesh, payload, None),
     check_vma=False,
   )(payload, received)
@@ -164,6 +168,10 @@ def _foreign(mesh: Mesh, payload: jax.Array) -> bool:
 
 def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
   return P(replica) if _foreign(mesh, payload) else P(replica, FSDP)
+
+
+def _flat_spec(mesh: Mesh, payload: jax.Array) -> P:
+  return P(REPLICA) if _foreign(mesh, payload) else P((REPLICA, FSDP))
 
 
 def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
