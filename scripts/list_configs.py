@@ -14,7 +14,6 @@ is allocated.
 
 import argparse
 import dataclasses
-import importlib.util
 import pathlib
 import sys
 
@@ -24,6 +23,7 @@ from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
 from diloco import state as state_lib
+from diloco.command_line import load_config, load_module
 from diloco.wire import exchange, ledger, payload
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -51,31 +51,15 @@ class Row:
   flops: float
 
 
-def load(path: pathlib.Path):
-  """The module of a config file.
-
-  Raises:
-    ValueError: there is no such file.
-  """
-  if not path.is_file():
-    raise ValueError(f"{path} is no file; give for example configs/streaming.py:1B.")
-  spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 def rows(names: list[str]) -> list[Row]:
   """The runs that names such as `configs/streaming.py:1B,H=100` stand for."""
   found = []
   for name in names or map(str, DEFAULT):
     path, _, argument = name.partition(":")
-    module = load(pathlib.Path(path))
+    module = load_module(path, "get_config", "configs/streaming.py:1B")
     arguments = [argument] if argument else getattr(module, "RUNS", [""])
     for a in arguments:
-      c = config_lib.resolve(module.get_config(*([a] if a else [])))
+      c = load_config(f"{path}:{a}" if a else path)
       found.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
   return found
 

@@ -7,6 +7,8 @@ python -m diloco.simulate utilisation --params=1e9 --layers=24 --step_time=0.1 \
   --gbits=2
 python -m diloco.simulate frontier --params=1e9 --layers=24 --step_time=0.1 --gbits=1
 python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
+python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
+  --config.overlap.tau=5
 python -m diloco.simulate wallclock --params=1e9 --tokens=2e10 --batch_tokens=1048576 \
   --replicas=2
 """
@@ -15,8 +17,13 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import re
 import sys
+from collections.abc import Iterable
+from typing import Any
 
+from diloco.command_line import load_config, make_folder
+from diloco.config import ConfigError
 from diloco.simulate import own, tables, wallclock
 from diloco.simulate.utilisation import (
   METHODS,
@@ -24,6 +31,29 @@ from diloco.simulate.utilisation import (
   required_bandwidth,
   utilisation,
 )
+
+# Arguments that a config states, and the field that does.
+STATED = {
+  "params": "model.dim",
+  "layers": "model.num_layers",
+  "tokens": "train.tokens",
+  "batch_tokens": "train.batch_size",
+  "replicas": "replicas",
+  "method": "algorithm",
+  "sync_every": "sync_every",
+  "fragment_size": "fragments.size",
+  "tau": "overlap.tau",
+  "bits": "wire.format",
+  "outer_bits": "wire.format",
+}
+# Arguments from which the seconds of a config's step are worked out.
+COMPUTE = {"chips": 1, "peak_tflops": 197, "mfu": 0.4}
+# Arguments that mean nothing to a method.
+MEANINGLESS = {
+  "data_parallel": ("sync_every", "fragment_size", "tau"),
+  "diloco": ("fragment_size", "tau"),
+  "streaming": (),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,9 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
     p = commands.add_parser(name, help=text)
     model = p.add_argument_group("the model: a config, or plain numbers")
     model.add_argument("--config", help="such as configs/chinchilla.py:1.3B,M=2")
-    model.add_argument("--chips", type=int, default=1, help="with --config")
-    model.add_argument("--peak_tflops", type=float, default=197, help="per chip")
-    model.add_argument("--mfu", type=float, default=0.4, help="share of the peak")
+    model.add_argument("--chips", type=int, help="with --config; default 1")
+    model.add_argument("--peak_tflops", type=float, help="per chip; default 197")
+    model.add_argument("--mfu", type=float, help="share of the peak; default 0.4")
     model.add_argument("--params", type=float, help="parameters")
     model.add_argument("--layers", type=int, help="transformer layers")
     model.add_argument("--step_time", type=float, help="seconds of compute per step")
@@ -62,15 +92,15 @@ def make_parser() -> argparse.ArgumentParser:
       p.add_argument("--gbits", type=float, required=True, help="Gbit/s of the link")
     if name != "utilisation":
       p.add_argument("--target", type=float, default=0.95, help="utilisation")
-    p.add_argument("--replicas", type=int, default=2, help="M")
+    model.add_argument("--replicas", type=int, help="M; default 2")
     if name == "frontier":
       continue
     p.add_argument("--plot", type=pathlib.Path, help="draw the curve into this file")
-    p.add_argument("--method", choices=METHODS, default="streaming")
-    p.add_argument("--sync_every", type=int, default=100, help="H")
-    p.add_argument("--fragment_size", type=int, default=3, help="layers per fragment")
-    p.add_argument("--tau", type=int, default=1, help="overlapped inner steps")
-    p.add_argument("--bits", type=float, default=4, help="bits per value on the link")
+    model.add_argument("--method", choices=METHODS, help="default streaming")
+    model.add_argument("--sync_every", type=int, help="H; default 100")
+    model.add_argument("--fragment_size", type=int, help="in layers; default 3")
+    model.add_argument("--tau", type=int, help="overlapped inner steps; default 1")
+    model.add_argument("--bits", type=float, help="per value on the link; default 4")
     p.add_argument("--latency", type=float, default=0.0, help="seconds per reduction")
   add_wallclock(commands)
   return parser
@@ -86,10 +116,8 @@ def add_wallclock(commands) -> None:
   run.add_argument("--tokens", type=float, help="D")
   run.add_argument("--batch_tokens", type=float, help="global batch")
   run.add_argument("--replicas", type=int, help="M")
-  run.add_argument("--sync_every", type=int, default=30, help="H")
-  run.add_argument(
-    "--outer_bits", type=float, default=16, help="bits per outer gradient"
-  )
+  run.add_argument("--sync_every", type=int, help="H; default 30")
+  run.add_argument("--outer_bits", type=float, help="per outer gradient; default 16")
   p.add_argument("--bits", type=float, default=16, help="bits per inner gradient")
   p.add_argument("--chips", type=float, help="R; default one for 16,384 tokens or more")
   p.add_argument("--network", choices=wallclock.NETWORKS, default="low", help="across")
@@ -107,11 +135,49 @@ def training(args: argparse.Namespace) -> wallclock.Training:
     across = dataclasses.replace(across, latency=args.latency)
   rest = {"bits": args.bits, "chips": args.chips, "across": across}
   if args.config:
-    return own.training(own.load_config(args.config), **rest)
+    return own.training(load_config(args.config, args.overrides), **rest)
   names = ("params", "tokens", "batch_tokens", "replicas")
   require(args, names)
-  fields = {name: getattr(args, name) for name in (*names, "sync_every", "outer_bits")}
-  return wallclock.Training(**fields, **rest)
+  return wallclock.Training(**given(args, (*names, "sync_every", "outer_bits")), **rest)
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+  """Those of the arguments that are given, with their values."""
+  values = {name: getattr(args, name, None) for name in names}
+  return {name: value for name, value in values.items() if value is not None}
+
+
+def check(args: argparse.Namespace) -> None:
+  """Refuses arguments that would mean nothing beside the others.
+
+  Raises:
+    ConfigError: one is given.
+  """
+  config = getattr(args, "config", None)
+  if args.overrides and not config:
+    field = args.overrides[0].partition("=")[0]
+    raise ConfigError(f"{field} needs a --config before it.")
+  # The bits of wallclock are those of an inner gradient, of which a config has no word.
+  stated = [n for n in STATED if (args.command, n) != ("wallclock", "bits")]
+  for name in given(args, stated) if config else ():
+    raise ConfigError(
+      f"--{name} is given with --config, which states it; set --config.{STATED[name]}"
+      " instead."
+    )
+  if args.command == "wallclock":
+    return
+  for name in given(args, COMPUTE):
+    if not config or args.step_time is not None:
+      raise ConfigError(
+        f"--{name} is given, but the time of a step follows from it only with --config"
+        " and without --step_time; leave it out."
+      )
+  method = getattr(args, "method", None)
+  for name in given(args, MEANINGLESS[method or "streaming"]):
+    raise ConfigError(
+      f"--{name} is given with --method={method}, to which it means nothing; leave it"
+      " out."
+    )
 
 
 def require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
@@ -123,17 +189,18 @@ def require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
 def workload(args: argparse.Namespace) -> Workload:
   """What the arguments describe: a config of ours, or plain numbers."""
   if args.config:
-    c = own.load_config(args.config)
-    seconds = args.step_time or own.step_time(
-      c, args.chips, args.peak_tflops * 1e12, args.mfu
-    )
-    return own.workload(c, seconds)
+    c = load_config(args.config, args.overrides)
+    seconds = args.step_time
+    if seconds is None:
+      compute = COMPUTE | given(args, COMPUTE)
+      flops = compute["peak_tflops"] * 1e12
+      seconds = own.step_time(c, compute["chips"], flops, compute["mfu"])
+    work = own.workload(c, seconds)
+    return dataclasses.replace(work, **given(args, ("latency",)))
   require(args, ("params", "layers", "step_time"))
-  settings = {"replicas": args.replicas}
-  if args.command != "frontier":
-    names = ("method", "sync_every", "fragment_size", "bits", "latency")
-    settings |= {name: getattr(args, name) for name in names}
-    settings["tau"] = args.tau if args.method == "streaming" else 0
+  settings = {"bits": 4, "tau": 0 if args.command == "frontier" else 1}
+  names = ("replicas", "method", "sync_every", "fragment_size", "tau", "bits")
+  settings |= given(args, (*names, "latency"))
   return Workload.of_equal_layers(args.params, args.layers, args.step_time, **settings)
 
 
@@ -153,7 +220,8 @@ def run(args: argparse.Namespace) -> dict | list:
     from diloco.simulate import figures
 
     names = [args.name] if args.command == "figure" else list(figures.FIGURES)
-    drawn = [str(p) for name in names for p in figures.draw(name, args.output)]
+    folder = make_folder(args.output, "--output")
+    drawn = [str(p) for name in names for p in figures.draw(name, folder)]
     if not args.json:
       print("\n".join(drawn))
     return drawn
@@ -162,6 +230,8 @@ def run(args: argparse.Namespace) -> dict | list:
     if not args.json:
       print_table(rows)
     return rows
+  if getattr(args, "plot", None):
+    make_folder(args.plot.parent, "--plot")
   return answer(args, workload(args))
 
 
@@ -218,10 +288,15 @@ def print_frontier(found: list[dict]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-  args = make_parser().parse_args(argv)
+  parser = make_parser()
+  args, rest = parser.parse_known_args(argv)
+  args.overrides = [a for a in rest if re.match(r"--(no)?config\.\w", a)]
+  if len(args.overrides) < len(rest):
+    parser.error(f"unrecognized arguments: {' '.join(rest)}")
   try:
+    check(args)
     said = run(args)
-  except ValueError as error:
+  except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   if args.json:

@@ -1,33 +1,12 @@
 """The reader's own case: a config of ours as a workload, and what would suit a link."""
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
+import re
 
 from diloco import config as config_lib
 from diloco.simulate import wallclock
 from diloco.simulate.utilisation import Workload, utilisation
-
-
-def load_config(name: str):
-  """A resolved config from `path` or `path:argument`, as the trainer takes it.
-
-  Raises:
-    ValueError: there is no such file.
-  """
-  path, _, argument = name.partition(":")
-  if not pathlib.Path(path).is_file():
-    raise ValueError(
-      f"config is {name!r}, but there is no file {path}; give for example"
-      " configs/chinchilla.py:1.3B,M=2."
-    )
-  spec = importlib.util.spec_from_file_location("simulated_config", path)
-  assert spec is not None
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return config_lib.resolve(module.get_config(*([argument] if argument else [])))
 
 
 def step_time(c, chips: int, peak_flops: float, mfu: float) -> float:
@@ -47,7 +26,7 @@ def workload(c, seconds: float) -> Workload:
   """The workload of a resolved config, with the trainer's fragments and schedule.
 
   The embedding, with the positions and the final norm, counts as one more layer
-  before the first; scales are counted as one byte per block.
+  before the first; bits are the mean over all parameters.
 
   Args:
     c: resolved config.
@@ -89,15 +68,63 @@ def training(c, **kwargs) -> wallclock.Training:
 
 
 def wire_bits(c) -> float:
-  """Bits per value of a quantised payload, scales included; psum reduces float32."""
-  w = c.wire
-  if w.exchange == "psum":
+  """Bits per parameter that a replica sends in a round, scales and indices included.
+
+  Args:
+    c: resolved config; with wire.exchange psum float32 is reduced, whatever the codes.
+
+  Raises:
+    ConfigError: the compressor or the format is unknown.
+  """
+  if c.wire.exchange == "psum":
     return 32.0
-  if w.format in ("fp32", "bf16"):
-    return {"fp32": 32.0, "bf16": 16.0}[w.format]
-  digits = w.format.removesuffix("fn").removeprefix("e").split("m")
-  block = w.block_size if w.block_size > 0 else c.model.dim
-  return 1 + sum(map(int, digits)) + 8 / block
+  d, f, head = c.model.dim, c.model.ff_dim, c.model.dim // c.model.num_heads
+  # Values of each tensor, and of its rows: of a block, then of the embedding.
+  block = [(d * d, d)] * 4 + [(d * f, f), (f * d, d)] + [(d, d)] * 2
+  block += [(head, head)] * (2 if c.model.qk_norm else 0)
+  embed = [(c.model.vocab_size * d, d), (c.model.seq_len * d, d), (d, d)]
+  size = 0
+  for fragment in config_lib.make_fragments(c):
+    if fragment.layers:
+      size += sum(tensor_bytes(c.wire, len(fragment.layers), *t) for t in block)
+    if fragment.embed:
+      size += sum(tensor_bytes(c.wire, 1, *t) for t in embed)
+  return 8 * size / config_lib.num_params(c)
+
+
+def tensor_bytes(wire, layers: int, values: int, row: int) -> int:
+  """What a compressor of `diloco.wire.codecs` sends for a tensor; without JAX.
+
+  Args:
+    wire: `config.wire`.
+    layers: N, each compressed by itself.
+    values: S of each layer.
+    row: values of a row.
+  """
+  kept, side = max(math.ceil(round(wire.density * values, 6)), 1), 0
+  if wire.compressor == "quantize":
+    kept = values
+  elif wire.compressor == "topk":
+    index_bits = max(math.ceil(math.log2(values)), 1)
+    side = -(-layers * kept * index_bits // 8)
+  elif wire.compressor in ("random", "dare"):
+    side = 8  # A seed.
+  else:
+    raise config_lib.ConfigError(
+      f"wire.compressor is {wire.compressor!r}; choose one of quantize, topk, random,"
+      " dare."
+    )
+  if wire.format in ("fp32", "bf16"):
+    return side + layers * kept * {"fp32": 4, "bf16": 2}[wire.format]
+  digits = re.fullmatch(r"e([1-9])m(\d)(?:fn)?", wire.format)
+  bits = 1 + int(digits[1]) + int(digits[2]) if digits else 0
+  if not 2 <= bits <= 8:
+    raise config_lib.ConfigError(
+      f"wire.format is {wire.format!r}; choose fp32, bf16 or eXmY of 2 to 8 bits, for"
+      " example e3m0."
+    )
+  block = min({0: kept, -1: row}.get(wire.block_size, wire.block_size), kept)
+  return side + -(-layers * kept * bits // 8) + layers * -(-kept // block)
 
 
 @dataclasses.dataclass(frozen=True)

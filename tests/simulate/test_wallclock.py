@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+from diloco.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import figures, own, tables
 from diloco.simulate import wallclock as wc
@@ -88,8 +89,9 @@ def test_the_command(capsys):
   text = capsys.readouterr().out.splitlines()
   assert len(text) == 1 + len(wc.METHODS)
   assert text[0].split() == ["method", "compute_hours", "communication_hours", "hours"]
-  run = own.training(own.load_config(f"{config}:1.3B,M=2,H=100"))
-  assert (run.replicas, run.sync_every, run.outer_bits) == (2, 100, 4 + 8 / 128)
+  run = own.training(load_config(f"{config}:1.3B,M=2,H=100"))
+  assert (run.replicas, run.sync_every) == (2, 100)
+  assert run.outer_bits == pytest.approx(4 + 8 / 128, rel=1e-5)
   assert float(text[2].split()[-1]) == pytest.approx(
     wc.total_time(run) / 3600, rel=1e-3
   )
