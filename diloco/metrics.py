@@ -11,6 +11,8 @@ from typing import Any
 
 import ml_collections
 
+from diloco.config import ConfigError
+
 
 class MetricsWriter:
   """Appends records to metrics.jsonl and mirrors their scalars elsewhere.
@@ -43,8 +45,13 @@ class MetricsWriter:
         str(workdir / "tensorboard"), flush_secs=30
       )
     if c.log.wandb_project:
-      import wandb
-
+      try:
+        import wandb
+      except ImportError as error:
+        raise ConfigError(
+          f"log.wandb_project is {c.log.wandb_project!r}, but wandb is not installed:"
+          " pip install wandb, or '.[wandb]' from a clone."
+        ) from error
       self._wandb = wandb.init(
         project=c.log.wandb_project,
         config=c.to_dict(),

@@ -104,8 +104,8 @@ def import_safetensors():
     import safetensors.numpy
   except ImportError as error:
     raise ConfigError(
-      "the package safetensors is not installed, and exports are written in its"
-      " format; run `pip install safetensors` or `pip install 'diloco[export]'`."
+      "exports need safetensors, which is not installed: pip install safetensors, or"
+      " '.[export]' from a clone."
     ) from error
   return safetensors.numpy
 

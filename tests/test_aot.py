@@ -18,7 +18,7 @@ from diloco.aot.programs import Programs, hidden_steps, nbytes
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
-  reason="libtpu is not installed (pip install 'diloco[tpu]')",
+  reason="libtpu is not installed (pip install libtpu)",
 )
 
 
@@ -32,7 +32,7 @@ def test_topologies_that_do_not_exist(name):
 
 def test_without_libtpu_the_error_names_the_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(config_lib.ConfigError, match=r"pip install 'diloco\[tpu\]'"):
+  with pytest.raises(config_lib.ConfigError, match=r"pip install libtpu, or '.\[tpu"):
     topology.describe("v5e:2x2")
 
 

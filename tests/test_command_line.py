@@ -8,8 +8,10 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import command_line
+from diloco import command_line, metrics, restore
 from diloco.config import ConfigError
+from diloco.data import records
+from diloco.sweep import slurm
 
 ROOT = pathlib.Path(__file__).parents[1]
 SAMPLE = f"--config={ROOT}/configs/sample.py"
@@ -161,6 +163,26 @@ def test_options_by_name_and_type():
     command_line.parse_options("foo", place="--where")
   with pytest.raises(ConfigError, match="has M twice; give it once"):
     command_line.parse_options("M=2,M=3", known)
+
+
+@pytest.mark.parametrize(
+  ("package", "extra", "use"),
+  [
+    ("google-crc32c", "prepare", lambda tmp, c: records.masked_crc32c(b"")),
+    ("safetensors", "export", lambda tmp, c: restore.import_safetensors()),
+    ("submitit", "slurm", lambda tmp, c: slurm.Slurm(1, tmp, {}, {})),
+    ("wandb", "wandb", lambda tmp, c: metrics.MetricsWriter(tmp, c)),
+  ],
+)
+def test_packages_that_are_not_installed(package, extra, use, tmp_path, tiny):
+  tiny.log.wandb_project = "ours"
+  with pytest.MonkeyPatch.context() as patch:
+    for name in (package.replace("-", "_"), f"{package}.numpy"):
+      patch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError) as caught:
+      use(tmp_path, tiny)
+  remedy = f"is not installed: pip install {package}, or '.[{extra}]' from a clone."
+  assert str(caught.value).endswith(remedy)
 
 
 def run(*args: str) -> subprocess.CompletedProcess:

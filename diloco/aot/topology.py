@@ -35,7 +35,8 @@ def describe(topology: str, slices: int = 1) -> list[Any]:
     raise ConfigError(f"--slices is {slices}; it must be at least 1.")
   if importlib.util.find_spec("libtpu") is None:
     raise ConfigError(
-      "the dry run needs libtpu, which is not installed; pip install 'diloco[tpu]'."
+      "the dry run needs libtpu, which is not installed: pip install libtpu, or"
+      " '.[tpu]' from a clone."
     )
   # Unless told otherwise libtpu takes hosts to hold four chips or more.
   host = {"chips_per_host_bounds": (1, 1, 1)} if grid == "1x1" else {}

@@ -8,6 +8,8 @@ bits plus 0xA282EAD8. All checksums are checked: a damaged copy is never convert
 import os
 from collections.abc import Iterator
 
+from diloco.config import ConfigError
+
 
 class DamagedRecord(ValueError):
   """A file ends within a record, or a checksum is wrong."""
@@ -59,8 +61,9 @@ def masked_crc32c(block: bytes) -> int:
   try:
     import google_crc32c
   except ImportError as error:
-    raise ImportError(
-      "Reading TFRecord files needs google-crc32c; run `pip install google-crc32c`."
+    raise ConfigError(
+      "reading TFRecord files needs google-crc32c, which is not installed: pip install"
+      " google-crc32c, or '.[prepare]' from a clone."
     ) from error
   crc = google_crc32c.value(block)
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -47,7 +47,8 @@ class Slurm:
       import submitit
     except ImportError as error:
       raise ValueError(
-        "--backend=slurm needs submitit; install it with pip install 'diloco[slurm]'."
+        "this --backend needs submitit, which is not installed: pip install submitit,"
+        " or '.[slurm]' from a clone."
       ) from error
     self._folder = results.absolute() / "slurm"
     try:
