@@ -334,11 +334,6 @@ def validate(c) -> None:
       f"model.loss_chunk is {c.model.loss_chunk}, which does not divide"
       f" model.seq_len = {c.model.seq_len}; choose a divisor, or 0."
     )
-  if not all(isinstance(tau, int) for tau in c.overlap.taus):
-    raise ConfigError(
-      f"overlap.taus is {tuple(c.overlap.taus)}; give integers by commas, one for each"
-      " replica."
-    )
   if len(c.overlap.taus) != c.replicas:
     raise ConfigError(
       f"overlap.taus is {tuple(c.overlap.taus)}, one tau for each of"
