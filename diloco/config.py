@@ -334,16 +334,16 @@ def validate(c) -> None:
       f"model.loss_chunk is {c.model.loss_chunk}, which does not divide"
       f" model.seq_len = {c.model.seq_len}; choose a divisor, or 0."
     )
+  if not all(isinstance(tau, int) for tau in c.overlap.taus):
+    raise ConfigError(
+      f"overlap.taus is {tuple(c.overlap.taus)}, but each tau counts inner steps; give"
+      " whole numbers."
+    )
   if len(c.overlap.taus) != c.replicas:
     raise ConfigError(
       f"overlap.taus is {tuple(c.overlap.taus)}, one tau for each of"
       f" {len(c.overlap.taus)} replicas, but replicas is {c.replicas}; give one per"
       " replica or leave it empty."
-    )
-  if not all(isinstance(tau, int) for tau in c.overlap.taus):
-    raise ConfigError(
-      f"overlap.taus is {tuple(c.overlap.taus)}, but each tau counts inner steps; give"
-      " whole numbers."
     )
   try:
     make_schedule(c)

@@ -30,6 +30,7 @@ def make(**fields):
     ({"fragments.pattern": "odd"}, "fragments.pattern is 'odd'; choose one of strided"),
     ({"overlap.alpha": 1.5}, "overlap.alpha is 1.5; choose a value from 0 to 1"),
     ({"overlap.taus": (1, 2, 3)}, "overlap.taus is .1, 2, 3., one tau for each of 3"),
+    ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give whole numbers"),
     ({"wire.density": 0.0}, "wire.density is 0.0; choose a share above 0"),
     ({"wire.rounding": "up"}, "wire.rounding is 'up'; choose one of nearest"),
     ({"model.num_heads": 7}, "model.num_heads is 7, which does not divide model.dim"),
