@@ -29,6 +29,7 @@ from wan_run import CONFIG, ROOT, Phase, Trace, run
 sys.path.insert(0, str(ROOT))
 
 from diloco import config as config_lib
+from diloco.command_line import make_folder
 from diloco.simulate import own
 from diloco.simulate import utilisation as simulate_lib
 from diloco.wire import ledger as ledger_lib
@@ -320,7 +321,11 @@ def main() -> None:
   reason = netns.missing()
   if reason:
     sys.exit(f"error: {reason}.")
-  options.out.mkdir(parents=True, exist_ok=True)
+  try:
+    make_folder(options.out, "--out")
+  except config_lib.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
   rows = load(options)
   print(HEADER)
   with netns.star(options.replicas) as network:
