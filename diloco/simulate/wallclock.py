@@ -44,6 +44,10 @@ class Training:
     chips: R; None takes the rule of `chips`.
     within: network inside a datacentre; the paper always takes the fast one.
     across: network between datacentres.
+
+  Raises:
+    ValueError: a number is not positive, or there are fewer chips than two or than
+      replicas: the model's all-reduces would take no time.
   """
 
   params: float
@@ -73,6 +77,13 @@ class Training:
           f"network is {network}; give positive bits per second and a latency of at"
           " least 0 seconds."
         )
+    most = 1 if self.method == "data_parallel" else self.replicas
+    if self.nodes < max(2, most):
+      which = "chips is" if self.chips else "one chip for 16,384 tokens of the batch is"
+      raise ValueError(
+        f"{which} {self.nodes:.3g}, where {most} replica(s) need {max(2, most)} or more"
+        " to communicate; give more chips, or a larger batch."
+      )
 
   @property
   def steps(self) -> float:

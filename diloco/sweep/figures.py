@@ -72,11 +72,14 @@ def figure_6(runs: Sequence[Run]):
   some = [r for r in cells.values() if r.params == largest]
   if not some:
     raise Missing("no size has three batches")
-  figure, axes = _axes(3)
   networks = dict(reversed(wallclock.NETWORKS.items()))
-  unit = _unit(
-    wallclock.total_time(_training(r, n)) for r in some for n in networks.values()
-  )
+  try:
+    unit = _unit(
+      wallclock.total_time(_training(r, n)) for r in some for n in networks.values()
+    )
+  except ValueError as error:
+    raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
+  figure, axes = _axes(3)
   for panel, (name, network) in zip(axes, networks.items()):
     for curve, points in by_curve(some).items():
       times = [wallclock.total_time(_training(r, network)) for r in points]
