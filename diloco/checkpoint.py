@@ -4,10 +4,14 @@ A checkpoint holds the train state with the fragments in flight, and a JSON reco
 with the config, the data position and the byte ledger. Random numbers need no state:
 they are functions of (seed, step, fragment, replica). Saving is asynchronous. All
 processes write and read, and any number of them and of devices resumes any other.
+
+What cannot be read is moved to workdir/unreadable once an older checkpoint was
+restored: Orbax saves nothing at or below the newest step that it sees.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -19,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco import config as config_lib
-from diloco.distributed import Peers
+from diloco.distributed import Peers, say
 from diloco.outer import OuterState
 from diloco.state import TrainState
 
@@ -50,13 +54,15 @@ class Checkpoints:
 
   def __init__(self, workdir: pathlib.Path, c, peers: Peers | None = None):
     self._config, self._peers = c, peers or Peers()
+    self._workdir = workdir
+    self._states = ocp.StandardCheckpointHandler()
     self._manager = ocp.CheckpointManager(
       (workdir / "checkpoints").absolute(),
       options=ocp.CheckpointManagerOptions(
         max_to_keep=c.checkpoint.keep, enable_async_checkpointing=True
       ),
       item_handlers={
-        "state": ocp.StandardCheckpointHandler(),
+        "state": self._states,
         "record": ocp.JsonCheckpointHandler(),
       },
     )
@@ -66,17 +72,27 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, step: int, state: TrainState, record: dict[str, Any]) -> None:
-    """Starts saving; arrays are copied before it returns, so they may be donated."""
+    """Starts saving; arrays are copied before it returns, so they may be donated.
+
+    Raises:
+      ConfigError: there is a checkpoint of this step or a later one.
+    """
     record = {**record, "config": _json_config(self._config)}
-    self._manager.save(
+    saved = self._manager.save(
       step,
       args=ocp.args.Composite(
         state=ocp.args.StandardSave(_tree(state)), record=ocp.args.JsonSave(record)
       ),
     )
+    if not saved:
+      raise config_lib.ConfigError(
+        f"workdir is {str(self._workdir)!r}, where step {step} cannot be saved since a"
+        f" checkpoint of step {self.latest} is there; choose another --workdir, or move"
+        " that checkpoint away."
+      )
 
   def restore(self, state_at) -> Restored | None:
-    """The newest checkpoint that all processes find complete, or None.
+    """The newest checkpoint that can be read, or None if there is none at all.
 
     Args:
       state_at: function from (step, record) to a TrainState of that step's
@@ -84,43 +100,87 @@ class Checkpoints:
 
     Raises:
       ConfigError: the checkpoint belongs to another config; the message shows the
-        fields that differ.
+        fields that differ. Or no checkpoint can be read, or not by all processes.
     """
     steps = self._peers.all_gather(sorted(self._manager.all_steps(), reverse=True))[0]
-    for step in steps:
+    for passed, step in enumerate(steps):
       restored = self._try_restore(step, state_at)
-      if all(self._peers.all_gather(restored is not None)):
+      if restored is not None:
+        self._set_aside(steps[:passed])
         return restored
+    if steps:
+      raise config_lib.ConfigError(
+        f"workdir is {str(self._workdir)!r}, whose checkpoints (steps"
+        f" {', '.join(map(str, steps))}) cannot be read; choose another --workdir, or"
+        " move its checkpoints away to train from the start."
+      )
     return None
 
   def _try_restore(self, step: int, state_at) -> Restored | None:
-    try:
-      record = self._restore(step, record=ocp.args.JsonRestore()).record
-    except (ValueError, OSError, KeyError) as error:
-      _skip(step, error)
+    folder = self._manager.directory / str(step)
+    record = self._agreed(step, lambda: self._read_record(folder))
+    if record is None:
       return None
     check_same_config(record["config"], self._config, step)
     like = state_at(step, record)
-    try:
-      target = ocp.args.StandardRestore(self._target(step, like))
-      tree = self._restore(step, state=target).state
-    except (ValueError, OSError, KeyError) as error:
-      _skip(step, error)
-      return None
-    return Restored(step, _state(tree, like), record)
+    tree = self._agreed(step, lambda: self._read_state(folder, like))
+    return None if tree is None else Restored(step, _state(tree, like), record)
 
-  def _target(self, step: int, like: TrainState):
-    """What to restore: `like`, with payloads of the layout in which they were sent."""
+  def _agreed(self, step: int, read):
+    """What `read` returns, None if it fails on all processes.
+
+    Of Orbax it calls handlers alone, in which no process waits for another.
+
+    Raises:
+      ConfigError: it fails on some processes. Theirs is the fault then, and an older
+        checkpoint would be no remedy.
+    """
+    value, problem = None, None
+    try:
+      value = read()
+    except (ValueError, OSError, KeyError) as error:
+      problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    problems = self._peers.all_gather(problem)
+    unable = [p for p, x in enumerate(problems) if x is not None]
+    if not unable:
+      return value
+    if len(unable) < len(problems):
+      raise config_lib.ConfigError(
+        f"--workdir is {self._workdir}, whose checkpoint of step {step} process"
+        f" {unable[0]} cannot read ({problems[unable[0]]}) while others can; see that"
+        " it is the same folder on all machines, and start again."
+      )
+    if self._peers.index == 0:
+      logging.warning(
+        "Checkpoint of step %d is incomplete and is passed over: %s", step, problems[0]
+      )
+    return None
+
+  def _read_record(self, folder) -> dict[str, Any]:
+    return json.loads((folder / "record" / "metadata").read_text())
+
+  def _read_state(self, folder, like: TrainState) -> dict[str, Any]:
+    """Reads into `like`, and payloads into the layout in which they were sent."""
     target = jax.tree.map(_abstract, _tree(like))
     if target.get("in_flight"):
-      saved = self._manager.item_metadata(step).state["in_flight"]
+      saved = self._states.metadata(folder / "state")["in_flight"]
       target["in_flight"] = {
         p: _foreign(x, tuple(saved[p].shape)) for p, x in target["in_flight"].items()
       }
-    return target
+    return self._states.restore(folder / "state", args=ocp.args.StandardRestore(target))
 
-  def _restore(self, step: int, **items):
-    return self._manager.restore(step, args=ocp.args.Composite(**items))
+  def _set_aside(self, steps: list[int]) -> None:
+    """Moves checkpoints where they are in nobody's way."""
+    if not steps:
+      return
+    if self._peers.index == 0:
+      for step in steps:
+        to = _unused(self._workdir / "unreadable" / str(step))
+        to.parent.mkdir(exist_ok=True)
+        (self._workdir / "checkpoints" / str(step)).rename(to)
+        say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
+    self._peers.all_gather(None)
+    self._manager.reload()
 
   def wait(self) -> None:
     self._manager.wait_until_finished()
@@ -155,11 +215,10 @@ def _json_config(config) -> dict:
   return json.loads(json.dumps(config.to_dict()))
 
 
-def _skip(step: int, error: Exception) -> None:
-  reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-  logging.warning(
-    "Checkpoint of step %d is incomplete and is passed over: %s", step, reason
-  )
+def _unused(path: pathlib.Path) -> pathlib.Path:
+  """The path, with a number behind it if it exists."""
+  names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
+  return next(p for p in map(path.with_name, names) if not p.exists())
 
 
 def _abstract(x):

@@ -169,6 +169,12 @@ def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
   assert "Checkpoint of step 12 is incomplete" in stderr
   assert "Going on from the checkpoint of step 10" in stderr
   assert losses(workdir) == losses(finished)
+  # It stood in the way of the finished state.
+  assert "Moved the checkpoint of step 12, which cannot be read, to" in stderr
+  assert (workdir / "unreadable" / "12").is_dir()
+  mine, theirs = params_of(workdir), params_of(finished)
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
 def test_a_run_goes_on_with_the_other_transport(finished, tmp_path):
