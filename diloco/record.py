@@ -12,6 +12,7 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,24 +34,57 @@ class TrainingDiverged(RuntimeError):
   """A loss or gradient is NaN or infinite: says where, and what can be restored."""
 
 
+@dataclasses.dataclass
+class Spent:
+  """Time of a run, over the processes that went on from one another's checkpoints.
+
+  Attributes:
+    wall_s: seconds from a process's first step to what it saved last.
+    busy_s: seconds of training, without evaluation and checkpoints, nor the first
+      launch of every process, which compiles.
+    steps: inner steps of `busy_s`.
+  """
+
+  wall_s: float = 0.0
+  busy_s: float = 0.0
+  steps: int = 0
+
+
 class Recorder:
   """Progress bar, metrics files, divergence check, byte ledger and summary."""
 
   def __init__(
-    self, c, workdir: pathlib.Path, start: int, ledger, last_checkpoint, peers: Peers
+    self,
+    c,
+    workdir: pathlib.Path,
+    start: int,
+    ledger: ledger_lib.Ledger,
+    spent: Spent,
+    last_checkpoint: Callable[[], int | None],
+    peers: Peers,
   ):
+    """Opens the files.
+
+    Args:
+      c: resolved config.
+      workdir: where they lie.
+      start: inner steps that are done.
+      ledger: the bytes of those; booked on.
+      spent: the time of those; booked on.
+      last_checkpoint: the step of the newest checkpoint, None if there is none.
+      peers: the processes of the run.
+    """
     self._config, self._workdir = c, workdir
-    self._ledger, self._last_checkpoint, self._peers = ledger, last_checkpoint, peers
+    self._ledger, self._spent = ledger, spent
+    self._last_checkpoint, self._peers = last_checkpoint, peers
     self._writer = metrics.MetricsWriter(workdir, c, enabled=peers.index == 0)
     self._schedule = learning_rate(c)
     self._pending: collections.deque = collections.deque()
     self._tokens_per_step = c.train.batch_size * c.model.seq_len
     peak = hardware.peak_flops(jax.devices()[0].device_kind)
     self._peak = peak * jax.device_count() if peak else None
-    self._began = time.perf_counter()
-    # Training time and steps after the first ones of this process, which compile.
-    self._clock: float | None = None
-    self._busy, self._steps = 0.0, 0
+    self._began = time.perf_counter() - spent.wall_s
+    self._clock: float | None = None  # When the last steps were reported.
     self._last_sync = "none yet"
     self._bar = tqdm.tqdm(
       total=c.train.steps,
@@ -174,10 +208,20 @@ class Recorder:
     """Books so many steps and the time since the last ones; mean tokens/s so far."""
     now = time.perf_counter()
     if self._clock is not None:
-      self._busy += now - self._clock
-      self._steps += steps
+      self._spent.busy_s += now - self._clock
+      self._spent.steps += steps
     self._clock = now
-    return self._steps * self._tokens_per_step / self._busy if self._steps else None
+    return self._rate()
+
+  def _rate(self) -> float | None:
+    """Mean tokens/s so far."""
+    spent = self._spent
+    return spent.steps * self._tokens_per_step / spent.busy_s if spent.steps else None
+
+  def spent(self) -> Spent:
+    """The time so far, to be saved with a checkpoint."""
+    self._spent.wall_s = time.perf_counter() - self._began
+    return self._spent
 
   def _check_finite(self, t: int, per_replica: list, what: str) -> None:
     for m, value in per_replica:
@@ -218,24 +262,22 @@ class Recorder:
       "fragments": {
         p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
       },
-      "tokens_per_s": self._steps * self._tokens_per_step / self._busy
-      if self._steps
-      else None,
-      "wall_s": time.perf_counter() - self._began,
+      "tokens_per_s": self._rate(),
+      "wall_s": self.spent().wall_s,
       "device": jax.devices()[0].device_kind,
       "devices": jax.device_count(),
       "jax": jax.__version__,
     }
 
-  def report(self, summary: dict, outer: EvalResult, text: str, picture) -> None:
+  def report(self, summary: dict, text: str, picture: pathlib.Path) -> None:
     """Prints the end of the run for a person."""
     self._bar.close()
     losses = summary["eval_loss"]
     ratio = summary["bytes_ratio_to_data_parallel"]
     lines = [
       "",
-      f"evaluation   outer parameters {outer.loss:.4f} nats/token, perplexity"
-      f" {outer.perplexity:.2f}, {outer.bits_per_byte:.4f} bits/byte",
+      f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
+      f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
       f"             replicas' mean {losses['mean']:.4f}, first replica"
       f" {losses['first']:.4f}",
       *(

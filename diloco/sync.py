@@ -182,9 +182,24 @@ def make_hidden_exchange(inner_step, mesh):
   return jax.jit(steps, donate_argnums=(0, 1))
 
 
-def sent_at(outer: Outer, t: int, state: OuterState) -> dict[str, jax.Array]:
-  """The payloads that were sent at the end of step t, by fragment."""
-  return {str(p): state.in_flight[str(p)] for p in outer.schedule.sends(t)}
+def hide_exchange(outer: Outer, t: int, state: OuterState, program):
+  """Runs inner steps after t beside the exchange of what was sent at the end of t.
+
+  Args:
+    outer: from `make_outer`.
+    t: finished inner steps.
+    state: outer state, with payloads uint8 [M, fsdp, bytes] that were just encoded.
+    program: function from payloads to (params, opt_state, metrics, transmitted
+      payloads): that of `make_hidden_exchange`, given all else.
+
+  Returns:
+    (params, opt_state, metrics, outer state with the transmitted payloads).
+  """
+  sent = [str(p) for p in outer.schedule.sends(t)]
+  params_M, opt_state_M, metrics, arrived = program([state.in_flight[p] for p in sent])
+  in_flight = {**state.in_flight, **dict(zip(sent, arrived))}
+  state = dataclasses.replace(state, in_flight=in_flight)
+  return params_M, opt_state_M, metrics, state
 
 
 def publish(outer: Outer, state: OuterState) -> OuterState:

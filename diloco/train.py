@@ -5,7 +5,8 @@ import dataclasses
 import json
 import pathlib
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,8 +28,10 @@ from diloco import state as state_lib
 from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
 from diloco.distributed import Peers, say
-from diloco.record import Recorder
+from diloco.record import Recorder, Spent
 from diloco.wire import ledger as ledger_lib
+
+_SUMMARY = "summary.json"
 
 
 def train(
@@ -43,7 +46,8 @@ def train(
     peers: the processes that train together, all in this function; default this one.
 
   Returns:
-    The summary, as in summary.json; empty if SIGTERM ended the run early.
+    The summary, as in summary.json; empty if SIGTERM ended the run early. That of a
+    finished run is read, not made again.
 
   Raises:
     ConfigError: the config cannot work, `peers` are not JAX's processes, or workdir
@@ -54,40 +58,49 @@ def train(
   workdir = pathlib.Path(workdir)
   peers = peers or Peers()
   _check_all_meet(peers)
-  stop = _StopOnSigterm(peers)
-  mesh = mesh_lib.make_mesh(c)
-  own_replicas = mesh_lib.local_replicas(c, mesh)
-  shards = data_lib.make_train_iterator(c, own_replicas)
-  with jax.set_mesh(mesh), contextlib.closing(shards) as data:
+  with contextlib.ExitStack() as stack:
+    ends_after = stack.enter_context(_end_on_sigterm(peers))
+    mesh = mesh_lib.make_mesh(c)
+    stack.enter_context(jax.set_mesh(mesh))
+    own_replicas = mesh_lib.local_replicas(c, mesh)
+    data = data_lib.make_train_iterator(c, own_replicas)
+    stack.enter_context(contextlib.closing(data))
     run = _build(c, mesh, data, own_replicas, peers)
+    if run.outer:
+      stack.callback(run.outer.transport.close)
     distributed.make_shared(workdir, peers)
     checkpoints = Checkpoints(workdir, c, peers)
+    stack.enter_context(contextlib.closing(checkpoints))
     start, state, record = _restore(run, checkpoints)
     ledger = ledger_lib.Ledger(**record["ledger"])
-    recorder = Recorder(c, workdir, start, ledger, lambda: checkpoints.latest, peers)
+    spent = Spent(**record.get("spent", {}))
+    latest = lambda: checkpoints.latest
+    recorder = Recorder(c, workdir, start, ledger, spent, latest, peers)
+    stack.enter_context(contextlib.closing(recorder))
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.
-      checkpoints.save(t, _publish(run, state), _record(run, ledger, finished))
+      record = _record(run, ledger, recorder.spent(), finished)
+      checkpoints.save(t, _publish(run, state), record)
 
     for steps in run.stretches(start):
       state, metrics, events = _train(run, steps, state)
       recorder.stretch(steps, metrics, events)
+
       t = steps[-1]
       if c.eval.every and t % c.eval.every == 0 and t < c.train.steps:
         with recorder.pause():
           outer_params = run.outer_params(state)
           scores = run.evaluate_tasks(outer_params)
           recorder.evaluation(t, {"outer": run.evaluate(outer_params)}, scores)
-      stopping = stop.agreed(steps) and t < c.train.steps
+      stopping = ends_after(steps) and t < c.train.steps
       last = stopping or t == c.train.steps
       if not last and c.checkpoint.every and t % c.checkpoint.every == 0:
         with recorder.pause():
           save(t)
       if stopping:
         save(t)
-        checkpoints.close()
-        recorder.close()
+        checkpoints.wait()
         if peers.index == 0:
           say(f"SIGTERM: saved step {t} in {workdir}; the same command goes on.")
         return {}
@@ -95,10 +108,11 @@ def train(
     if not record["finished"]:
       state = _finish(run, c.train.steps, state, recorder)
       save(c.train.steps, finished=True)
-    summary = _summarise(run, state, recorder, workdir)
-    checkpoints.close()
-    recorder.close()
-    return summary
+    elif summary := _written_summary(workdir, peers):
+      if peers.index == 0:
+        recorder.report(summary, "", workdir / "loss.png")
+      return summary
+    return _summarise(run, state, recorder, workdir)
 
 
 def _check_all_meet(peers: Peers) -> None:
@@ -121,13 +135,13 @@ class _Run:
   data: Any
   tokenizer: Any
   optimizer: Any
-  inner_step: Any
-  hidden_exchange: Any
+  inner_step: Any  # From `inner.make_inner_step`.
+  hidden_exchange: Any  # From `sync.make_hidden_exchange`.
   tuned: inner_lib.Tuned
   outer: outer_lib.Outer | None
   masks: dict[tuple[int, ...], Any]  # FedPart's, by the fragments that train.
-  evaluate: Any
-  evaluate_tasks: Any
+  evaluate: Any  # From `evaluate.make_evaluate`.
+  evaluate_tasks: Any  # From `score.make_evaluate_tasks`.
   batch_sharding: Any
   own_replicas: list[int]  # Those whose batches this process reads.
   peers: Peers
@@ -207,19 +221,29 @@ def _fedpart_masks(c, mesh, outer: outer_lib.Outer) -> dict[tuple[int, ...], Any
 
 
 def _train(run: _Run, steps: range, state: state_lib.TrainState):
-  """Inner steps and the outer step after the last one: (state, metrics, events)."""
+  """Inner steps, and the outer step after the last of them.
+
+  Args:
+    run: the run.
+    steps: numbers of the K steps; K > 1 only where they hide an exchange.
+    state: before them, donated.
+
+  Returns:
+    (state after them, [InnerMetrics of each step, float32[M]], what was sent and
+    received after the last). Nothing is waited for.
+  """
   params, opt_state, outer = state.params, state.opt_state, state.outer
-  batches = [_to_devices(run, next(run.data)) for _ in steps]
+  tokens = [_to_devices(run, next(run.data)) for _ in steps]
   trainable = run.trainable(steps[0])
   if run.outer and outer and run.hiding_steps(steps[0] - 1):
-    sent = sync_lib.sent_at(run.outer, steps[0] - 1, outer)
-    params, opt_state, metrics, arrived = run.hidden_exchange(
-      params, opt_state, batches, trainable, list(sent.values()), run.tuned
+    program = lambda payloads: run.hidden_exchange(
+      params, opt_state, tokens, trainable, payloads, run.tuned
     )
-    in_flight = {**outer.in_flight, **dict(zip(sent, arrived))}
-    outer = dataclasses.replace(outer, in_flight=in_flight)
+    params, opt_state, metrics, outer = sync_lib.hide_exchange(
+      run.outer, steps[0] - 1, outer, program
+    )
   else:
-    [tokens_MxBxL] = batches
+    [tokens_MxBxL] = tokens
     params, opt_state, of_step = run.inner_step(
       params, opt_state, tokens_MxBxL, trainable, run.tuned
     )
@@ -267,13 +291,16 @@ def _publish(run: _Run, state: state_lib.TrainState) -> state_lib.TrainState:
   return dataclasses.replace(state, outer=sync_lib.publish(run.outer, state.outer))
 
 
-def _record(run: _Run, ledger: ledger_lib.Ledger, finished: bool) -> dict[str, Any]:
+def _record(
+  run: _Run, ledger: ledger_lib.Ledger, spent: Spent, finished: bool
+) -> dict[str, Any]:
   position = dict[str, Any]()
   for part in run.peers.all_gather(run.data.get_state()):
     position.update(part)
   return {
     "data": position,
     "ledger": dataclasses.asdict(ledger),
+    "spent": dataclasses.asdict(spent),
     "finished": finished,
   }
 
@@ -313,9 +340,18 @@ def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
   summary = recorder.summary(results, scores)
   if run.peers.index == 0:
     picture = metrics_lib.plot_loss(workdir, title)
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    recorder.report(summary, results["outer"], text, picture)
+    written = workdir / ("." + _SUMMARY)
+    written.write_text(json.dumps(summary, indent=2) + "\n")
+    written.replace(workdir / _SUMMARY)  # Whole or not there.
+    recorder.report(summary, text, picture)
   return summary
+
+
+def _written_summary(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
+  """The summary that process 0 finds, None if the run was cut short before it."""
+  path = workdir / _SUMMARY
+  found = json.loads(path.read_text()) if peers.index == 0 and path.exists() else None
+  return peers.all_gather(found)[0]
 
 
 def _to_devices(run: _Run, tokens_RxBxL: np.ndarray) -> jax.Array:
@@ -326,25 +362,26 @@ def _to_devices(run: _Run, tokens_RxBxL: np.ndarray) -> jax.Array:
   return mesh_lib.place(mesh_lib.by_replica(c, tokens_MxBxL), run.batch_sharding)
 
 
-class _StopOnSigterm:
-  """Notes that SIGTERM came; the loop saves and ends after its step."""
+@contextlib.contextmanager
+def _end_on_sigterm(peers: Peers) -> Iterator[Callable[[range], bool]]:
+  """Notes SIGTERM instead of dying of it, until training ends.
 
-  def __init__(self, peers: Peers):
-    self._alone, self._requested = peers.count == 1, False
-    if not self._alone:
-      return  # JAX notes the signal and lets all processes agree on a step.
-    try:
-      signal.signal(signal.SIGTERM, self._note)
-    except ValueError:
-      say("Not in the main thread: SIGTERM will not save a checkpoint.")
-
-  def agreed(self, steps: range) -> bool:
-    """Whether all processes end after these steps; to be asked about every step."""
-    if self._alone:
-      return self._requested
-    reached = [multihost_utils.reached_preemption_sync_point(t) for t in steps]
-    return any(reached)
-
-  def _note(self, signum, frame):
-    del signum, frame
-    self._requested = True
+  Yields:
+    Whether all processes end after some steps; to be asked about every step.
+  """
+  if peers.count > 1:  # JAX notes the signal and lets all processes agree on a step.
+    reached = multihost_utils.reached_preemption_sync_point
+    yield lambda steps: any(list(map(reached, steps)))  # Asked about each of them.
+    return
+  requested = threading.Event()
+  try:
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: requested.set())
+  except ValueError:
+    say("Not in the main thread: SIGTERM will not save a checkpoint.")
+    yield lambda steps: False
+    return
+  try:
+    yield lambda steps: requested.is_set()
+  finally:
+    # None is a handler that was not set from Python and cannot be.
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)

@@ -116,6 +116,9 @@ class DeviceTransport:
   def settle(self) -> None:
     """Waits until nothing is exchanged in the background."""
 
+  def close(self) -> None:
+    """Ends what runs in the background, without waiting for it."""
+
   def publish(self, tree: Tree) -> Tree:
     """Outer state as arrays that all processes can save together."""
     return tree
@@ -203,6 +206,10 @@ class HostTransport:
     another order on each.
     """
     futures.wait(self._jobs.values())
+
+  def close(self) -> None:
+    """See `DeviceTransport.close`."""
+    self._thread.shutdown(wait=False, cancel_futures=True)
 
   def publish(self, tree: Tree) -> Tree:
     """See `DeviceTransport.publish`."""

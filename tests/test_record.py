@@ -7,7 +7,7 @@ from diloco import config as config_lib
 from diloco import metrics
 from diloco.distributed import Peers
 from diloco.inner import InnerMetrics
-from diloco.record import Recorder
+from diloco.record import Recorder, Spent
 from diloco.sync import Event
 from diloco.wire.ledger import Ledger
 
@@ -28,9 +28,10 @@ class OnDevice:
     return np.ones(2)
 
 
-def make_recorder(tiny, workdir):
+def make_recorder(tiny, workdir, spent=None):
   c = config_lib.resolve(tiny)
-  return Recorder(c, workdir, 0, Ledger(c.replicas), lambda: None, Peers())
+  ledger = Ledger(c.replicas)
+  return Recorder(c, workdir, 0, ledger, spent or Spent(), lambda: None, Peers())
 
 
 def stretch(steps: range, log: list):
@@ -58,9 +59,10 @@ def test_nothing_is_fetched_of_what_was_just_launched(tiny, tmp_path):
 
 
 def test_speed_is_that_of_the_steps_after_the_first_launch(tiny, tmp_path, monkeypatch):
-  recorder = make_recorder(tiny, tmp_path)
-  clock = iter([100.0, 103.0, 105.0])  # When launches 1 to 3 were reported.
+  # The recorder was made, launches 1 to 3 were reported, time was asked for.
+  clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])
   monkeypatch.setattr("diloco.record.time.perf_counter", lambda: next(clock))
+  recorder = make_recorder(tiny, tmp_path)
   of_step = InnerMetrics(*[jnp.ones(2)] * 3)
   for steps in (range(1, 4), range(4, 7), range(7, 9)):
     recorder.stretch(steps, [of_step] * len(steps), [])
@@ -68,4 +70,18 @@ def test_speed_is_that_of_the_steps_after_the_first_launch(tiny, tmp_path, monke
   rates = [r["tokens_per_s"] for r in metrics.read(tmp_path)]
   tokens = tiny.train.batch_size * tiny.model.seq_len
   assert rates == [None] * 3 + [3 * tokens / 3] * 3 + [5 * tokens / 5] * 2
+  assert recorder.spent() == Spent(wall_s=17.0, busy_s=5.0, steps=5)
+  recorder.close()
+
+
+def test_a_resumed_run_counts_the_time_of_those_before(tiny, tmp_path, monkeypatch):
+  clock = iter([50.0, 60.0, 62.0, 65.0])
+  monkeypatch.setattr("diloco.record.time.perf_counter", lambda: next(clock))
+  saved = Spent(wall_s=100.0, busy_s=10.0, steps=5)
+  recorder = make_recorder(tiny, tmp_path, saved)
+  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
+  for t in (6, 7):
+    recorder.stretch(range(t, t + 1), [of_step], [])
+  recorder.flush()
+  assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
   recorder.close()

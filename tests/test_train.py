@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco import checkpoint, inner, metrics, record, state, sync, train, transport
 from diloco import config as config_lib
-from diloco import inner, metrics, record, state, train
 from diloco import mesh as mesh_lib
 from diloco.distributed import Peers
 
@@ -141,12 +141,18 @@ def test_sigterm_saves_and_exits_cleanly(finished, tmp_path):
 
 def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   shutil.copytree(finished, tmp_path / "copy")
-  before = json.loads((finished / "summary.json").read_text())
+  before = (finished / "summary.json").read_text()
   assert run(tmp_path / "copy")[0] == 0
-  after = json.loads((tmp_path / "copy" / "summary.json").read_text())
-  assert after["eval_loss"] == before["eval_loss"]
-  assert after["bytes_sent_per_replica"] == before["bytes_sent_per_replica"]
+  assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)
+  # Cut short between the last checkpoint and the summary.
+  (tmp_path / "copy" / "summary.json").unlink()
+  assert run(tmp_path / "copy")[0] == 0
+  after, before = (
+    json.loads((w / "summary.json").read_text()) for w in (tmp_path / "copy", finished)
+  )
+  for field in ("eval_loss", "bytes_sent_per_replica", "syncs", "tokens_per_s"):
+    assert after[field] == before[field]
 
 
 def test_another_config_is_refused_with_the_difference(finished, tmp_path):
@@ -286,6 +292,39 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path):
   again = train.train(tiny, tmp_path)
   assert again["eval_loss"] == first["eval_loss"]
   assert again["bytes_sent_per_replica"] == first["bytes_sent_per_replica"]
+  # Of each process all but the first step: 2 to 5, then 7 and 8.
+  for step, steps in ((5, 4), (8, 6)):
+    path = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
+    assert json.loads(path.read_text())["spent"]["steps"] == steps
+
+
+def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch):
+  closed = []
+
+  def note(cls):
+    close = cls.close
+    monkeypatch.setattr(cls, "close", lambda self: closed.append(cls) or close(self))
+
+  opened = (checkpoint.Checkpoints, record.Recorder, transport.HostTransport)
+  for cls in opened:
+    note(cls)
+
+  def handler(signum, frame):
+    pass
+
+  def fail(*args):
+    raise RuntimeError("out of memory")
+
+  monkeypatch.setattr(sync, "outer_step", fail)
+  before = signal.signal(signal.SIGTERM, handler)
+  tiny.overlap.transport = "host"
+  try:
+    with pytest.raises(RuntimeError, match="out of memory"):
+      train.train(tiny, tmp_path)
+    assert signal.getsignal(signal.SIGTERM) is handler
+  finally:
+    signal.signal(signal.SIGTERM, before)
+  assert sorted(closed, key=opened.index) == list(opened)
 
 
 def test_processes_that_peers_do_not_know_are_refused(tiny, tmp_path, monkeypatch):
