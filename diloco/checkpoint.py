@@ -28,7 +28,8 @@ from diloco.outer import OuterState
 from diloco.state import TrainState
 
 # Fields that may change between a run and its continuation: they do not enter what
-# is computed.
+# is computed, but for the codes of outer gradients, which are those of mesh.fsdp's
+# shards (diloco.wire.exchange.warn_of_other_shards).
 FREE_FIELDS = (
   "log.",
   "eval.",

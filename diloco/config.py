@@ -107,11 +107,13 @@ def default_config() -> ml_collections.ConfigDict:
   # streaming and fp32 for diloco.
   c.wire.format = "auto"
   # Consecutive values of one layer's tensor that share a power-of-two scale of one
-  # byte; 0 shares it over the whole tensor, -1 over a row. Silent in the papers.
+  # byte; 0 shares it over the whole tensor, -1 over a row. Silent in the papers. Of a
+  # tensor that mesh.fsdp divides, each device's shard is coded as if it were a tensor:
+  # blocks end with it, and so it is with the values that topk and random choose.
   c.wire.block_size = 128
   # nearest or stochastic.
   c.wire.rounding = "nearest"
-  # Share of the values that topk, random and dare keep.
+  # Share of the values that topk, random and dare keep, of each device's shard.
   c.wire.density = 0.1
   # gather: all-gather the packed codes, accumulate in float32. psum: all-reduce the
   # decoded float32 values, the reference against which gather is tested.
@@ -222,7 +224,8 @@ def default_config() -> ml_collections.ConfigDict:
   c.mesh = ml_collections.ConfigDict()
   # Devices along the replica axis, a divisor of M; 0: the largest that fits.
   c.mesh.replica = 0
-  # Devices along the fsdp axis, inside a replica; 0: all that are left.
+  # Devices along the fsdp axis, inside a replica; 0: all that are left. A run may go
+  # on with another one, but then outer gradients lose other bits, see wire.block_size.
   c.mesh.fsdp = 0
   return c
 

@@ -29,6 +29,7 @@ from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
 from diloco.distributed import Peers, say
 from diloco.record import Recorder, Spent
+from diloco.wire import exchange
 from diloco.wire import ledger as ledger_lib
 
 _SUMMARY = "summary.json"
@@ -275,6 +276,8 @@ def _restore(run: _Run, checkpoints: Checkpoints):
     ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas, c.wire.exchange))
     return 0, fresh, {"ledger": ledger, "finished": False}
   run.data.set_state(restored.record["data"])
+  shards = run.mesh.shape[mesh_lib.FSDP]
+  exchange.warn_of_other_shards(c, restored.record.get("fsdp"), shards)
   if run.peers.index == 0:
     say(f"Going on from the checkpoint of step {restored.step}.")
   state = restored.state
@@ -302,6 +305,7 @@ def _record(
     "ledger": dataclasses.asdict(ledger),
     "spent": dataclasses.asdict(spent),
     "finished": finished,
+    "fsdp": run.mesh.shape[mesh_lib.FSDP],
   }
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from diloco import config as config_lib
 from diloco import hlo, inner, outer, state, sync
 from diloco import mesh as mesh_lib
-from diloco.wire import ledger
+from diloco.wire import exchange, ledger
+from diloco.wire import payload as payload_lib
 
 STEPS = 6
 
@@ -115,6 +116,36 @@ def data_parallel(devices: int, **fields) -> dict:
   }
 
 
+def shards(compressor: str, rounding: str) -> dict[str, bool]:
+  """What two fsdp shards with the same values send, for two replicas."""
+  fields = {"wire.compressor": compressor, "wire.rounding": rounding}
+  c = make_config(**{"mesh.replica": 1, **fields})
+  codec = payload_lib.make_codec_from_config(c)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:2])
+  values = np.random.default_rng(0).standard_normal((2, 3, 32, 8)).astype(np.float32)
+  # 45 values are not divided: both devices hold all of them.
+  whole = values.reshape(2, 3, -1)[:, :, :45]
+  delta_M = {"blocks": {"twice": np.concatenate([values] * 2, axis=2), "odd": whole}}
+  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), delta_M)
+  keys_M = jax.random.split(jax.random.key(1), 2)
+  with jax.set_mesh(mesh):
+    sent = jax.jit(lambda x: exchange.encode(codec, mesh, x, keys_M))(delta_M)
+    found = jax.jit(lambda x: exchange.decode_all(codec, mesh, x, like))(sent)
+  alone = mesh_lib.make_mesh(make_config(), jax.devices()[:1])
+  with jax.set_mesh(alone):
+    moved = jnp.asarray(np.asarray(sent))
+    foreign = jax.jit(lambda x: exchange.decode_all(codec, alone, x, like))(moved)
+  same = lambda x, y: bool((np.asarray(x) == np.asarray(y)).all())
+  first, second = np.split(np.asarray(found["blocks"]["twice"]), 2, axis=2)
+  one, other = [shard.data for shard in found["blocks"]["odd"].addressable_shards]
+  return {
+    "halves_agree": same(first, second),
+    "some_arrive": bool(first.any() and second.any()),
+    "whole_leaves_agree": same(one, other),
+    "foreign_agrees": all(jax.tree.leaves(jax.tree.map(same, found, foreign))),
+  }
+
+
 def main() -> None:
   layouts = {
     "1": (1, {}),
@@ -134,6 +165,11 @@ def main() -> None:
       "accumulated": data_parallel(2, **{"train.accumulate": 2}),
     },
     "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
+    "shards": {
+      f"{compressor}, {rounding}": shards(compressor, rounding)
+      for compressor in ("quantize", "random")
+      for rounding in ("nearest", "stochastic")
+    },
     "traffic": {
       "2": traffic(2),
       "8": traffic(8),

@@ -67,6 +67,20 @@ def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   assert shards == (1 if layout == "2" else 4)
 
 
+@pytest.mark.parametrize("compressor", ["quantize", "random"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_shards_draw_apart_and_whole_leaves_together(multidevice, compressor, rounding):
+  found = multidevice["shards"][f"{compressor}, {rounding}"]
+  draws = compressor == "random" or rounding == "stochastic"
+  assert found.pop("halves_agree") == (not draws)
+  # On both devices, and for a mesh of one device that decodes both shards.
+  assert found == {
+    "some_arrive": True,
+    "whole_leaves_agree": True,
+    "foreign_agrees": True,
+  }
+
+
 @pytest.mark.parametrize("layout", ["2", "8", "accumulated"])
 def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout):
   found = multidevice["data_parallel"]

@@ -3,6 +3,10 @@
 A `Codec` is a pair of pure functions on a tensor of N layers with S values each,
 and the exact size of what it sends, side information included. To add a compressor,
 write the pair and name it in `COMPRESSORS`.
+
+A tensor is here what one device holds of it. Where `mesh.fsdp` divides a parameter,
+each shard is coded by itself, so that nothing is gathered: blocks, rows, subsets and
+the largest values are a shard's.
 """
 
 import dataclasses

@@ -1,11 +1,13 @@
 """How payloads cross from replica to replica on the device mesh.
 
 Every device encodes its own fsdp shard of its own replicas, so that exactly the
-packed bytes of a fragment cross the replica axis, once. Payloads are uint8
-[M, fsdp, bytes]: sharded by replica when encoded, whole on every replica once
-transmitted. A payload in flight may come out of the checkpoint of a mesh with another
-fsdp axis: its shards lie together then, and it is decoded by its own layout, to
-exactly the values that were sent.
+packed bytes of a fragment cross the replica axis, once. What the codes lose therefore
+depends on the fsdp axis: blocks, subsets and the largest values are a shard's.
+
+Payloads are uint8 [M, fsdp, bytes]: sharded by replica when encoded, whole on every
+replica once transmitted. A payload in flight may come out of the checkpoint of a mesh
+with another fsdp axis: its shards lie together then, and it is decoded by its own
+layout, to exactly the values that were sent.
 
 Each group of replicas sends its payload to every other one: a permutation by every
 distance, the bytes of an all-gather. XLA for TPUs runs permutations beside other
@@ -17,11 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco import mesh as mesh_lib
 from diloco.mesh import FSDP, REPLICA
+from diloco.wire import codecs
 from diloco.wire import payload as payload_lib
 
 Tree = Any
@@ -40,16 +44,20 @@ def encode(codec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array) -> jax.Array:
     uint8 [M, fsdp, bytes], on the devices of the replica that sends it.
   """
 
+  specs = mesh_lib.specs(delta_M, mesh, replicated=True)
+  sharded = [FSDP in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
+
   def local(delta_M, keys_M):
-    # All fsdp shards use the replica's key: a leaf that is not sharded must come out
-    # the same on each of them.
-    encode_one = lambda delta, key: payload_lib.encode_tree(codec, delta, key)
+    # A leaf that is not sharded must come out the same on every device: one key.
+    shard = jax.lax.axis_index(FSDP)
+    shards = [shard if s else None for s in sharded]
+    encode_one = lambda delta, key: payload_lib.encode_tree(codec, delta, key, shards)
     return jax.vmap(encode_one)(delta_M, keys_M)[:, None]
 
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(mesh_lib.specs(delta_M, mesh, replicated=True), P(REPLICA)),
+    in_specs=(specs, P(REPLICA)),
     out_specs=P(REPLICA, FSDP),
   )(delta_M, keys_M)
 
@@ -162,8 +170,35 @@ def reduced_bytes(mesh: Mesh, like: Tree) -> int:
   return mesh.shape[FSDP] * jnp.dtype(jnp.float32).itemsize * values
 
 
+def warn_of_other_shards(c, before: int | None, now: int) -> None:
+  """Says so if a run goes on with other shards, which its codes depend on.
+
+  Args:
+    c: resolved config.
+    before: size of the fsdp axis in the checkpoint's run, None if not recorded.
+    now: its size in this run.
+  """
+  plain = c.wire.compressor == "quantize" and c.wire.format in codecs.PLAIN
+  if before in (None, now) or plain or c.algorithm == "data_parallel":
+    return
+  logging.warning(
+    "mesh.fsdp was %d and is %d: each shard is coded by itself (wire.compressor %s,"
+    " wire.format %s), so outer gradients lose other bits than before; set mesh.fsdp=%d"
+    " if results have to be those of an uninterrupted run.",
+    before,
+    now,
+    c.wire.compressor,
+    c.wire.format,
+    before,
+  )
+
+
 def _foreign(mesh: Mesh, payload: jax.Array) -> bool:
   return payload.shape[1] != mesh.shape[FSDP]
+
+
+def _is_spec(x) -> bool:
+  return isinstance(x, P)
 
 
 def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
@@ -178,9 +213,7 @@ def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
   specs = mesh_lib.specs(like, mesh)
   if _foreign(mesh, payload):
     places = jax.tree.map(
-      lambda spec: NamedSharding(mesh, P(replica, *spec)),
-      specs,
-      is_leaf=lambda x: isinstance(x, P),
+      lambda spec: NamedSharding(mesh, P(replica, *spec)), specs, is_leaf=_is_spec
     )
     values = _decode_foreign(codec, payload, like)
     return jax.lax.with_sharding_constraint(values, places)
@@ -188,9 +221,7 @@ def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
     lambda payload: _decode_local(codec, payload, like, specs, mesh),
     mesh=mesh,
     in_specs=P(replica, FSDP),
-    out_specs=jax.tree.map(
-      lambda spec: P(replica, *spec), specs, is_leaf=lambda x: isinstance(x, P)
-    ),
+    out_specs=jax.tree.map(lambda spec: P(replica, *spec), specs, is_leaf=_is_spec),
     check_vma=False,
   )(payload)
 

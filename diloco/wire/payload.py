@@ -33,13 +33,17 @@ def make_codec_from_config(c):
   return make
 
 
-def encode_tree(make_codec, tree: Tree, key: jax.Array) -> jax.Array:
+def encode_tree(
+  make_codec, tree: Tree, key: jax.Array, shards: list[jax.Array | None] | None = None
+) -> jax.Array:
   """Packs a fragment's tree of float32 leaves.
 
   Args:
     make_codec: from `make_codec_from_config`.
     tree: {'blocks': leaves (n, ...)} and/or {'embed': leaves (...)}.
     key: PRNG key, used by stochastic rounding and random subsets.
+    shards: of each leaf in the order of the flattened tree, which shard of a tensor
+      it is, int32: shards draw apart from each other. None for a whole tensor.
 
   Returns:
     uint8 [tree_nbytes(make_codec, tree)].
@@ -48,6 +52,8 @@ def encode_tree(make_codec, tree: Tree, key: jax.Array) -> jax.Array:
   for i, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(tree)):
     n, s, row = _layout(path, leaf)
     leaf_key = jax.random.fold_in(key, i)
+    if shards and (shard := shards[i]) is not None:
+      leaf_key = jax.random.fold_in(leaf_key, shard)
     parts.append(make_codec(row).encode(leaf.reshape(n, s), leaf_key))
   return jnp.concatenate(parts)
 

@@ -10,6 +10,26 @@ from diloco import mesh as mesh_lib
 from diloco.wire import exchange, payload
 
 
+@pytest.mark.parametrize(
+  ("fields", "before", "warns"),
+  [
+    ({}, 4, True),
+    ({}, 2, False),
+    ({}, None, False),
+    ({"wire.format": "bf16"}, 4, False),
+    ({"wire.format": "bf16", "wire.compressor": "topk"}, 4, True),
+    ({"algorithm": "data_parallel"}, 4, False),
+  ],
+)
+def test_other_shards_are_told(tiny, monkeypatch, fields, before, warns):
+  said = []
+  warning = lambda message, *values: said.append(message % values)
+  monkeypatch.setattr(exchange.logging, "warning", warning)
+  tiny.update_from_flattened_dict(fields)
+  exchange.warn_of_other_shards(config_lib.resolve(tiny), before, 2)
+  assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns
+
+
 @pytest.mark.parametrize(("shards", "compressor"), [(2, "topk"), (4, "quantize")])
 def test_a_payload_of_another_layout_has_the_values_that_were_sent(
   tiny, shards, compressor
