@@ -8,16 +8,7 @@ import numpy as np
 
 from diloco.mesh import REPLICA
 
-_BYTES = {
-  "pred": 1,
-  "s8": 1,
-  "u8": 1,
-  "bf16": 2,
-  "f16": 2,
-  "s32": 4,
-  "u32": 4,
-  "f32": 4,
-}
+_TYPE = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")  # s32, bf16, f8e4m3fn
 _NAMES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 # Between the slices of a TPU pod a collective is a send and a recv (Megascale).
 _COLLECTIVE = re.compile(rf"%?([\w.-]+) = (.*?) ({_NAMES}|send)(-start)?\((.*)")
@@ -47,7 +38,7 @@ class Collective:
   @property
   def nbytes(self) -> int:
     """Bytes of the result on one device."""
-    return math.prod(self.shape) * _BYTES[self.dtype]
+    return math.prod(self.shape) * _type_bytes(self.dtype)
 
   def sent(self, devices: int) -> float:
     """Bytes one device sends, mean over `devices`; reductions run on a ring."""
@@ -146,6 +137,17 @@ def windows(hlo: str, mesh) -> list[Window]:
       hidden = 0 if end is None else sum(i < k < end for k in loops)
       found.append(Window(c, hidden, len(loops)))
   return found
+
+
+def _type_bytes(dtype: str) -> int:
+  """Bytes of one value; a type narrower than a byte takes one, as in XLA's default."""
+  match = _TYPE.fullmatch(dtype)
+  if not match and dtype != "pred":
+    raise ValueError(
+      f"a collective's HLO type is {dtype!r}, whose size is unknown; add it to _TYPE in"
+      " diloco/hlo.py."
+    )
+  return max(int(match[1]) // 8, 1) if match else 1
 
 
 def _end(lines: list[str], line: str, c: Collective) -> int | None:

@@ -86,3 +86,23 @@ def test_what_stays_inside_a_replica_does_not_count():
   line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
   assert hlo.replica_bytes(program(line), mesh()) == 0
   assert hlo.windows(program(line), mesh()) == []
+
+
+@pytest.mark.parametrize(
+  ("dtype", "size"),
+  [
+    *[("pred", 1), ("u4", 1), ("s8", 1), ("u16", 2), ("bf16", 2), ("f32", 4)],
+    *[("s64", 8), ("u64", 8), ("f64", 8), ("c64", 8), ("c128", 16)],
+    *[("f8e4m3fn", 1), ("f8e5m2", 1), ("f8e8m0fnu", 1), ("f4e2m1fn", 1)],
+  ],
+)
+def test_bytes_of_every_type(dtype, size):
+  line = f"  %x = {dtype}[100]{{0}} all-to-all(%p), replica_groups={{{{0,2}},{{1,3}}}}"
+  [collective] = hlo.collectives(line)
+  assert (collective.dtype, collective.nbytes) == (dtype, 100 * size)
+
+
+def test_an_unknown_type_is_named():
+  [collective] = hlo.collectives("  %x = q7[4]{0} all-reduce(%p), replica_groups={}")
+  with pytest.raises(ValueError, match="HLO type is 'q7', whose size is unknown; add"):
+    _ = collective.nbytes
