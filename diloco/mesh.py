@@ -117,38 +117,43 @@ def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
   return P(*layer_axes, FSDP) if sharded else P()
 
 
-def specs(tree, mesh: Mesh, replicated: bool = False):
+def specs(tree, mesh: Mesh, replicated: bool = False, data_parallel: bool = False):
   """Partition specs of a parameter-shaped tree.
 
   Args:
     tree: arrays or shapes under `blocks` and/or `embed`.
     mesh: the device mesh.
-    replicated: whether the leaves lead with the replica axis.
+    replicated: whether the leaves lead with the replica axis M.
+    data_parallel: whether that axis is the 1 of data-parallel, whose model is whole
+      at every coordinate of the mesh's replica axis.
   """
+  lead = _lead(replicated, data_parallel)
 
   def spec(path, leaf):
-    shape = leaf.shape[1:] if replicated else leaf.shape
-    inner = weight_spec(path, shape, mesh.shape[FSDP])
-    return P(_replica_axis(leaf, mesh), *inner) if replicated else inner
+    shape = leaf.shape[len(lead) :]
+    return P(*lead, *weight_spec(path, shape, mesh.shape[FSDP]))
 
   return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def shardings(tree, mesh: Mesh, replicated: bool = False):
+def shardings(tree, mesh: Mesh, replicated: bool = False, data_parallel: bool = False):
   """NamedShardings of a parameter-shaped tree, see `specs`."""
   return jax.tree.map(
     lambda spec: NamedSharding(mesh, spec),
-    specs(tree, mesh, replicated),
+    specs(tree, mesh, replicated, data_parallel),
     is_leaf=lambda x: isinstance(x, P),
   )
 
 
-def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False):
-  """NamedShardings of an optimizer state.
+def optimizer_shardings(
+  opt_state, params, mesh: Mesh, replicated: bool = False, data_parallel: bool = False
+):
+  """NamedShardings of an optimizer state, see `specs`.
 
   Subtrees shaped like the parameters (moments) lie like them; everything else
   (step counts) is whole, apart from the replica axis.
   """
+  lead = _lead(replicated, data_parallel)
   structure: Any = jax.tree.structure(params)
 
   def like_params(x) -> bool:
@@ -156,8 +161,8 @@ def optimizer_shardings(opt_state, params, mesh: Mesh, replicated: bool = False)
 
   def place(x):
     if like_params(x):
-      return shardings(x, mesh, replicated)
-    return NamedSharding(mesh, P(_replica_axis(x, mesh)) if replicated else P())
+      return shardings(x, mesh, replicated, data_parallel)
+    return NamedSharding(mesh, P(*lead))
 
   return jax.tree.map(place, opt_state, is_leaf=like_params)
 
@@ -188,11 +193,13 @@ def by_replica(c, tokens_MxB: np.ndarray) -> np.ndarray:
   return tokens_MxB.reshape(1, -1, *tokens_MxB.shape[2:])
 
 
-def state_shardings(params, opt_state, mesh: Mesh, replicated: bool = False):
+def state_shardings(
+  params, opt_state, mesh: Mesh, replicated: bool = False, data_parallel: bool = False
+):
   """NamedShardings of parameters and of their optimizer's state, as a pair."""
   return (
-    shardings(params, mesh, replicated),
-    optimizer_shardings(opt_state, params, mesh, replicated),
+    shardings(params, mesh, replicated, data_parallel),
+    optimizer_shardings(opt_state, params, mesh, replicated, data_parallel),
   )
 
 
@@ -219,9 +226,9 @@ def table(params, mesh: Mesh) -> str:
   return "\n".join(rows)
 
 
-def _replica_axis(leaf, mesh: Mesh) -> str | None:
-  """The mesh axis of a leading replica axis; of one model's copies none."""
-  return REPLICA if leaf.shape[0] % mesh.shape[REPLICA] == 0 else None
+def _lead(replicated: bool, data_parallel: bool) -> tuple[str | None, ...]:
+  """Where a leading replica axis lies, if there is one."""
+  return (None if data_parallel else REPLICA,) if replicated else ()
 
 
 def _key(entry) -> str:

@@ -46,7 +46,9 @@ def abstract_state(c, mesh, optimizer, outer: Outer | None) -> TrainState:
     return jax.tree.map(
       lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
       (params, opt_state),
-      mesh_lib.state_shardings(params, opt_state, mesh, replicated),
+      mesh_lib.state_shardings(
+        params, opt_state, mesh, replicated, c.algorithm == "data_parallel"
+      ),
     )
 
   init = _make_init(c, optimizer)
@@ -70,7 +72,9 @@ def init_state(
   """Replicas that share one initialisation, drawn from the seed where it will lie."""
   init = _make_init(c, optimizer)
   params_M, opt_state_M = jax.eval_shape(init, jax.random.key(0))
-  places = mesh_lib.state_shardings(params_M, opt_state_M, mesh, replicated=True)
+  places = mesh_lib.state_shardings(
+    params_M, opt_state_M, mesh, True, c.algorithm == "data_parallel"
+  )
   params_M, opt_state_M = jax.jit(init, out_shardings=places)(jax.random.key(c.seed))
   return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
 

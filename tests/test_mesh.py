@@ -156,6 +156,19 @@ def test_evaluation_batches_must_divide_over_the_devices(tiny):
     mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1] * 2)
 
 
+def test_where_a_leading_axis_lies_is_said_and_not_guessed(tiny):
+  c = config_lib.resolve(tiny)
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:1])
+  like = {"embed": {"x": np.zeros((1, 5))}, "blocks": {"y": np.zeros((1, 3, 5))}}
+  # The one model of data-parallel has no replicas, also where the numbers would allow.
+  for data_parallel, axis in ((True, None), (False, mesh_lib.REPLICA)):
+    params, [count, moments] = mesh_lib.state_shardings(
+      like, [np.zeros(1), like], mesh, replicated=True, data_parallel=data_parallel
+    )
+    for leaf in (count, *jax.tree.leaves((params, moments))):
+      assert leaf.spec[0] == axis
+
+
 def test_hlo_groups_in_all_notations():
   permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
   lines = [
