@@ -63,7 +63,7 @@ def export(model: restore.Model, output: str | pathlib.Path) -> pathlib.Path:
   }
   (folder / restore.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
   tokenizer = load_tokenizer(model.config.data.tokenizer)
-  (folder / restore.TOKENIZER).write_bytes(tokenizer._model.serialized_model_proto())
+  (folder / restore.TOKENIZER).write_bytes(tokenizer.serialized())
   return folder
 
 

@@ -42,6 +42,10 @@ class Tokenizer:
     self.vocab_size = len(self._theirs)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
 
+  def serialized(self) -> bytes:
+    """The SentencePiece model, as a .model file holds it."""
+    return self._model.serialized_model_proto()
+
   def encode(self, text: str) -> list[int]:
     """Ids of a text, without BOS and EOS."""
     ids = self._model.encode(text)

@@ -26,11 +26,21 @@ PLAIN = {"fp32": (4, jnp.float32), "bf16": (2, jnp.bfloat16)}
 
 
 class Codec(NamedTuple):
-  """encode(x_NxS, key) -> uint8[nbytes(N, S)]; decode(payload, N, S) -> float32."""
+  """What becomes of one tensor of N layers with S values each.
 
-  encode: Callable
-  decode: Callable
-  nbytes: Callable
+  Attributes:
+    encode: float32 (N, S) and a PRNG key -> uint8 (nbytes(N, S),).
+    decode: uint8 (nbytes(N, S),), N, S -> float32 (N, S).
+    nbytes: N, S -> bytes on the wire.
+  """
+
+  encode: Callable[[jax.Array, jax.Array], jax.Array]
+  decode: Callable[[jax.Array, int, int], jax.Array]
+  nbytes: Callable[[int, int], int]
+
+
+# From the length of a tensor's rows, see `wire.block_size`.
+MakeCodec = Callable[[int], Codec]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +190,12 @@ def dare(options: Options, row: int) -> Codec:
   return random(options, row, rescale=True)
 
 
-COMPRESSORS = {"quantize": quantize, "topk": topk, "random": random, "dare": dare}
+COMPRESSORS: dict[str, Callable[[Options, int], Codec]] = {
+  "quantize": quantize,
+  "topk": topk,
+  "random": random,
+  "dare": dare,
+}
 
 
 def _plain(width: int, dtype) -> Codec:

@@ -31,17 +31,20 @@ from diloco.wire import payload as payload_lib
 Tree = Any
 
 
-def encode(codec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array) -> jax.Array:
+def encode(
+  codec: codecs.MakeCodec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array
+) -> jax.Array:
   """Every replica's packed codes.
 
   Args:
-    codec: a compressor, see `diloco.wire.codecs`.
+    codec: from `payload.make_codec_from_config`.
     mesh: the device mesh.
-    delta_M: outer gradients of a fragment, float32, leading axis M.
-    keys_M: one PRNG key per replica, for stochastic compressors.
+    delta_M: outer gradients of a fragment, float32 leaves (M, n, ...) under `blocks`
+      and (M, ...) under `embed`, sharded as `mesh.specs` says of replicated trees.
+    keys_M: PRNG keys [M], one per replica, for stochastic compressors.
 
   Returns:
-    uint8 [M, fsdp, bytes], on the devices of the replica that sends it.
+    uint8 [M, fsdp, bytes], as `encoded`.
   """
 
   specs = mesh_lib.specs(delta_M, mesh, replicated=True)
@@ -63,12 +66,12 @@ def encode(codec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array) -> jax.Array:
 
 
 def encoded(mesh: Mesh) -> NamedSharding:
-  """Where payloads lie once encoded: on the devices of the replica that sends."""
+  """Where payloads [M, fsdp, bytes] lie once encoded: with the replica that sends."""
   return NamedSharding(mesh, P(REPLICA, FSDP))
 
 
 def transmitted(mesh: Mesh, exchange: str) -> NamedSharding:
-  """Where payloads lie once transmitted.
+  """Where payloads lie once transmitted: with `gather` all of them on every replica.
 
   With `psum` they stay where they are: the reference reduces decoded values later.
   """
@@ -102,8 +105,15 @@ def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
   )(payload)
 
 
-def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
+def finish(
+  mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]
+) -> jax.Array:
   """Puts what `start` returned into the order of the replicas; exchanges nothing.
+
+  Args:
+    mesh: the device mesh.
+    payload: uint8 [M, fsdp, bytes], as `encoded`: what was given to `start`.
+    received: what `start` returned, each like payload.
 
   Returns:
     uint8 [M, fsdp, bytes], as `transmitted`.
@@ -125,22 +135,53 @@ def finish(mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]):
   )(payload, received)
 
 
-def decode_all(codec, mesh: Mesh, payload: jax.Array, like: Tree) -> Tree:
-  """Decodes transmitted payloads: leaves float32 (M, ...), whole on every replica."""
+def decode_all(
+  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree
+) -> Tree:
+  """Decodes transmitted payloads.
+
+  Args:
+    codec: from `payload.make_codec_from_config`.
+    mesh: the device mesh.
+    payload: uint8 [M, F, bytes], as `transmitted`; F is mesh's fsdp axis, or another
+      if the payload comes out of a checkpoint.
+    like: the fragment's outer parameters, or their shapes.
+
+  Returns:
+    Like `like`, leaves float32 (M, ...): sharded over fsdp, whole on every replica.
+  """
   return _decode(codec, mesh, payload, like, replica=None)
 
 
-def decode_own(codec, mesh: Mesh, payload: jax.Array, like: Tree) -> Tree:
-  """Decodes payloads where they were encoded: leaves (M, ...) sharded by replica."""
+def decode_own(
+  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree
+) -> Tree:
+  """Decodes payloads where they were encoded; nothing is exchanged.
+
+  Args:
+    codec, mesh, like: as of `decode_all`.
+    payload: uint8 [M, F, bytes], as `encoded`.
+
+  Returns:
+    Like `like`, leaves float32 (M, ...): sharded by replica and over fsdp.
+  """
   return _decode(codec, mesh, payload, like, replica=REPLICA)
 
 
-def reduce_own(codec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int):
+def reduce_own(
+  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int
+) -> tuple[Tree, jax.Array]:
   """Reference exchange: all-reduce of decoded float32 values over the replicas.
 
+  Args:
+    codec, mesh, like: as of `decode_all`.
+    payload: uint8 [M, F, bytes], as `encoded`.
+    replicas: M.
+
   Returns:
-    (mean over the replicas, like `like`; NaN in place of the cosine similarity,
-    which needs the unreduced values).
+    (mean over the replicas: float32, shaped like `like`, sharded over fsdp and whole
+    on every replica; NaN, float32 [], in place of the cosine similarity, which needs
+    the unreduced values).
   """
   if _foreign(mesh, payload):
     own_M = decode_own(codec, mesh, payload, like)

@@ -17,7 +17,7 @@ from diloco.wire import codecs
 Tree = Any
 
 
-def make_codec_from_config(c):
+def make_codec_from_config(c) -> codecs.MakeCodec:
   """A function from row length to the `Codec` that `config.wire` describes.
 
   Raises:
@@ -34,7 +34,10 @@ def make_codec_from_config(c):
 
 
 def encode_tree(
-  make_codec, tree: Tree, key: jax.Array, shards: list[jax.Array | None] | None = None
+  make_codec: codecs.MakeCodec,
+  tree: Tree,
+  key: jax.Array,
+  shards: list[jax.Array | None] | None = None,
 ) -> jax.Array:
   """Packs a fragment's tree of float32 leaves.
 
@@ -58,8 +61,17 @@ def encode_tree(
   return jnp.concatenate(parts)
 
 
-def decode_tree(make_codec, payload: jax.Array, like: Tree) -> Tree:
-  """Unpacks what `encode_tree` packed; leaves are float32, shaped like `like`."""
+def decode_tree(make_codec: codecs.MakeCodec, payload: jax.Array, like: Tree) -> Tree:
+  """Unpacks what `encode_tree` packed.
+
+  Args:
+    make_codec: as for `encode_tree`.
+    payload: uint8 [tree_nbytes(make_codec, like)].
+    like: the tree that was packed, or its shapes.
+
+  Returns:
+    Leaves float32, shaped like `like`.
+  """
   leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
   out, start = [], 0
   for path, leaf in leaves:
@@ -71,7 +83,7 @@ def decode_tree(make_codec, payload: jax.Array, like: Tree) -> Tree:
   return jax.tree.unflatten(treedef, out)
 
 
-def tree_nbytes(make_codec, like: Tree) -> int:
+def tree_nbytes(make_codec: codecs.MakeCodec, like: Tree) -> int:
   """Bytes on the wire for a tree of these shapes."""
   total = 0
   for path, leaf in jax.tree_util.tree_leaves_with_path(like):

@@ -41,6 +41,16 @@ def train(path, ids, vocab_size=400):
 
 
 @pytest.mark.parametrize("ids", IDS)
+def test_a_written_model_is_the_same_tokenizer(tmp_path, ids):
+  first = train(tmp_path / "first.model", ids)
+  (tmp_path / "second.model").write_bytes(first.serialized())
+  second = tokenizer_lib.load_tokenizer(str(tmp_path / "second.model"))
+  text = "word7 49 and é"
+  assert second.encode(text) == first.encode(text)
+  assert second.decode(first.encode(text)) == text
+
+
+@pytest.mark.parametrize("ids", IDS)
 def test_special_ids_are_ours_and_text_comes_back(tmp_path, ids):
   tokenizer = train(tmp_path / "a.model", ids)
   raw = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
