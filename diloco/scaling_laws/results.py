@@ -5,12 +5,11 @@ learning rate, batch size and outer learning rate.
 """
 
 import collections
-import csv
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from diloco.scaling_laws import rows
 from diloco.scaling_laws.fits import Fit, fit_best_batch, fit_power_law
 
 
@@ -80,61 +79,33 @@ def read_csv(
     where: {column: value} that rows must have, such as {'sync_every': '30'}.
 
   Raises:
-    ValueError: a column is missing or a value is no number; says the line.
+    ValueError: no row is left, a column is missing or a value is no number; says the
+      line.
   """
-  where = where or {}
-  with open(path, newline="") as file:
-    reader = csv.DictReader(file)
-    rows = list(reader)
-    columns = reader.fieldnames or []
-  for column in where:
-    if column not in columns:
-      raise ValueError(
-        f"where names the column {column!r}, but {path} has {', '.join(columns)}."
-      )
-  runs = []
-  for line, row in enumerate(rows, 2):
-    if row.get("status", "done") != "done":
-      continue
-    if all(_same(row[k], v) for k, v in where.items()):
-      runs.append(make_run(row, f"line {line} of {path}"))
-  return runs
+  return [make_run(row) for row in rows.read(path, where)]
 
 
-def make_run(row: Mapping[str, Any], place: str = "the row") -> Run:
+def make_run(row: rows.Row) -> Run:
   """A run from a row with the columns of `read_csv`.
 
   Raises:
     ValueError: a column is missing or a value is no number.
   """
-
-  def value(column: str, default: float | None = None) -> float:
-    given = row.get(column)
-    if given in (None, "") and default is not None:
-      return default
-    try:
-      return float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-      raise ValueError(
-        f"{place} has {given!r} as {column}; give a number, or leave the run out."
-      ) from None
-
-  if not row.get("algorithm"):
-    raise ValueError(f"{place} names no algorithm; add the column algorithm.")
-  if row.get("batch_sequences") not in (None, ""):
-    batch = value("batch_sequences") * value("seq_len")
+  if row.has("batch_sequences"):
+    batch = row.number("batch_sequences") * row.number("seq_len")
   else:
-    batch = value("batch_tokens")
-  algorithm = str(row["algorithm"])
+    batch = row.number("batch_tokens")
+  algorithm = row.text("algorithm")
   plain = algorithm == "data_parallel"
+  outer = not plain and row.has("outer_learning_rate")
   return Run(
     algorithm,
-    value("params"),
-    1 if plain else int(value("replicas")),
-    value("loss"),
-    value("learning_rate"),
+    row.number("params"),
+    1 if plain else row.whole("replicas"),
+    row.number("loss"),
+    row.number("learning_rate"),
     batch,
-    0.0 if plain else value("outer_learning_rate", 0.0),
+    row.number("outer_learning_rate") if outer else 0.0,
   )
 
 
@@ -284,10 +255,3 @@ def _check(run: Run) -> None:
 
 def _describe(run: Run) -> str:
   return f"{run.algorithm} at N = {run.params:g}, M = {run.replicas}"
-
-
-def _same(text: str, value: str) -> bool:
-  try:
-    return float(text) == float(value)
-  except ValueError:
-    return text == value

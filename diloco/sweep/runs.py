@@ -1,7 +1,6 @@
 """The runs of an exported table, and how figures and tables choose among them."""
 
 import collections
-import csv
 import dataclasses
 import pathlib
 import statistics
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from diloco.command_line import parse_options
+from diloco.scaling_laws import rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,30 +57,11 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> list[Run]:
     where: `column=value,...`, which rows must have.
 
   Raises:
-    ValueError: the file is no such table, or has no finished run.
+    ValueError: the file is no such table, or has no finished run like that.
   """
-  with path.open(newline="") as file:
-    rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
-  wanted = parse_options(",".join(where), place="--where")
-  if rows and not set(wanted) <= set(rows[0]):
-    raise ValueError(
-      f"--where={' '.join(where)} names a column that {path} has not; it has"
-      f" {', '.join(rows[0])}."
-    )
-  rows = [row for row in rows if all(row[k] == v for k, v in wanted.items())]
-  if not rows:
-    raise ValueError(
-      f"{path} has no finished run{' with ' if where else ''}{' '.join(where)}; write"
-      " it with python -m diloco.sweep --export."
-    )
-  try:
-    least = min(float(r["tokens"]) / float(r["params"]) for r in rows)
-    return [_run(row, least) for row in rows]
-  except (KeyError, ValueError) as error:
-    raise ValueError(
-      f"{path} is no table of a sweep ({error}); write it with python -m diloco.sweep"
-      " --export."
-    ) from error
+  found = rows.read(path, parse_options(",".join(where), place="--where"))
+  least = min(row.number("tokens") / row.number("params") for row in found)
+  return [_run(row, least) for row in found]
 
 
 def main_grid(runs: Sequence[Run]) -> list[Run]:
@@ -117,18 +98,18 @@ def by_curve(
   }
 
 
-def _run(row: dict[str, str], least: float) -> Run:
-  tokens, params = float(row["tokens"]), float(row["params"])
+def _run(row: rows.Row, least: float) -> Run:
+  tokens, params = row.number("tokens"), row.number("params")
   return Run(
-    algorithm=row["algorithm"],
-    replicas=int(row["replicas"]),
+    algorithm=row.text("algorithm"),
+    replicas=row.whole("replicas"),
     params=params,
-    sync_every=int(row["sync_every"]),
-    rate=float(row["learning_rate"]),
-    outer_rate=float(row["outer_learning_rate"]),
-    batch=float(row["batch_sequences"]) * float(row["seq_len"]),
+    sync_every=row.whole("sync_every"),
+    rate=row.number("learning_rate"),
+    outer_rate=row.number("outer_learning_rate"),
+    batch=row.number("batch_sequences") * row.number("seq_len"),
     tokens=tokens,
     overtrain=round(tokens / params / least),
-    seed=int(row["seed"]),
-    loss=float(row["loss"]),
+    seed=row.whole("seed"),
+    loss=row.number("loss"),
   )

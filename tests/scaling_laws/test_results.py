@@ -158,8 +158,12 @@ def test_two_sizes_have_no_interval(tmp_path, capsys):
   ("change", "message"),
   [
     ({"loss": "high"}, "line 2 of .* has 'high' as loss; give a number"),
-    ({"batch_sequences": ""}, "has None as batch_tokens"),
-    ({"algorithm": ""}, "names no algorithm"),
+    ({"loss": "nan"}, "line 2 of .* has 'nan' as loss; give a number"),
+    ({"replicas": "inf"}, "line 2 of .* has 'inf' as replicas; give a number"),
+    ({"replicas": "2.5"}, "line 2 of .* has '2.5' as replicas; give a whole number"),
+    ({"learning_rate": ""}, "line 2 of .* has nothing as learning_rate; fill it in"),
+    ({"batch_sequences": ""}, "no column batch_tokens; .*runs.csv has algorithm, par"),
+    ({"algorithm": ""}, "line 2 of .* has nothing as algorithm"),
   ],
 )
 def test_csv_errors_name_the_line(tmp_path, change, message):
@@ -167,6 +171,47 @@ def test_csv_errors_name_the_line(tmp_path, change, message):
   rows[0] |= change
   with pytest.raises(ValueError, match=message):
     results.read_csv(write(tmp_path / "runs.csv", rows))
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
+  rows = [{k: v for k, v in r.items() if k != "params"} for r in as_rows(make_runs())]
+  with pytest.raises(
+    ValueError, match=r"no column params; .*runs.csv has algorithm, re"
+  ):
+    results.read_csv(write(tmp_path / "runs.csv", rows))
+
+
+@pytest.mark.parametrize("where", [None, {"seed": "0"}])
+@pytest.mark.parametrize(("cut", "said"), [("", "10 values"), (",0,1", "13 values")])
+def test_rows_of_another_length(tmp_path, where, cut, said):
+  rows = [{**row, "status": "done", "seed": 0} for row in as_rows(make_runs())]
+  path = tmp_path / "runs.csv"
+  write(path, rows)
+  lines = path.read_text().splitlines()
+  # The last line without its last value, or with one too many.
+  lines[-1] = lines[-1] + cut if cut else lines[-1].rpartition(",")[0]
+  path.write_text("\n".join(lines))
+  with pytest.raises(
+    ValueError, match=rf"line {len(lines)} of .* has {said} for 11 col"
+  ):
+    results.read_csv(path, where)
+
+
+def test_a_file_that_begins_with_a_byte_order_mark(tmp_path):
+  path = tmp_path / "runs.csv"
+  write(path, as_rows(make_runs()))
+  path.write_text(path.read_text(), encoding="utf-8-sig")
+  assert len(results.read_csv(path)) == len(make_runs())
+
+
+def test_a_filter_that_leaves_nothing_is_named(tmp_path, capsys):
+  rows = [{**row, "seed": i % 2} for i, row in enumerate(as_rows(make_runs()))]
+  path = write(tmp_path / "runs.csv", rows)
+  assert cli.main(["fit", path, "--where=seq_len=64.0,seed=7"]) == 2
+  said = capsys.readouterr().err
+  assert "has seq_len=64.0,seed=7: seed is '0', '1'; choose among these." in said
+  with pytest.raises(ValueError, match="has no finished run"):
+    results.read_csv(write(tmp_path / "f.csv", [{**rows[0], "status": "failed"}]))
 
 
 def test_where_errors(tmp_path):

@@ -89,10 +89,10 @@ def test_main_grid_leaves_ablations_out(table):
 
 
 def test_rows_are_chosen_by_column(table, tmp_path, capsys):
-  runs = runs_lib.read(table, ["batch_sequences=8", "seed=0"])
+  runs = runs_lib.read(table, ["batch_sequences=8.0", "seed=0"])
   assert {r.batch for r in runs} == {8 * 64}
   assert figures.main([str(table), "--where=nothing=8"]) == 2
-  assert "names a column" in capsys.readouterr().err
+  assert "names the column 'nothing'" in capsys.readouterr().err
   assert figures.main([str(table), "--where=sync_every=8,seed"]) == 2
   assert "--where has 'seed'; write name=value" in capsys.readouterr().err
   assert figures.main([str(table), f"--out={table}"]) == 2
@@ -163,7 +163,10 @@ def test_missing_ablations_are_said(tmp_path, capsys):
 
 @pytest.mark.parametrize(
   ("text", "message"),
-  [("a,b\n1,2\n", "has no finished run"), ("status,loss\ndone,3\n", "is no table")],
+  [
+    ("status,loss\nfailed,3\n", "has no finished run"),
+    ("status,loss\ndone,3\n", "no column tokens; "),
+  ],
 )
 def test_files_that_are_no_tables(tmp_path, text, message, capsys):
   (tmp_path / "t.csv").write_text(text)
