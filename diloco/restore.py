@@ -21,6 +21,7 @@ from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
 from diloco import state as state_lib
+from diloco.checkpoint import saved_config
 from diloco.config import ConfigError
 
 # What an export consists of, see diloco/export.py.
@@ -131,28 +132,12 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 
 def _config(saved: dict, where: pathlib.Path, mesh) -> ml_collections.FrozenConfigDict:
-  """The run's config on this mesh; fields that came later take their defaults."""
-  c = config_lib.default_config()
-  try:
-    c.update(_tuples(saved))
-    c = ml_collections.ConfigDict(config_lib.resolve(c).to_dict())
-  except (KeyError, TypeError) as error:
-    message = str(error).strip().splitlines()[0]
-    raise ConfigError(
-      f"workdir is {str(where)!r}, whose config this version does not read"
-      f" ({message}); use the version of diloco that wrote it."
-    ) from error
+  """The run's config on this mesh."""
+  c = ml_collections.ConfigDict(saved_config(saved, where).to_dict())
   n = mesh.size
   c.mesh.replica, c.mesh.fsdp = 0, 0
   c.eval.batch_size = -(-c.eval.batch_size // n) * n
   return ml_collections.FrozenConfigDict(c)
-
-
-def _tuples(value):
-  """JSON has no tuples; config fields that are sequences are."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(value) if isinstance(value, list) else value
 
 
 def _outer_params(c, folder: pathlib.Path, mesh):

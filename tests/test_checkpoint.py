@@ -93,6 +93,23 @@ def test_what_is_not_saved_is_an_error(c, tmp_path):
     checkpoints.save(11, state(11), RECORD)
 
 
+def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
+  save(tmp_path, c, [10])
+  file = tmp_path / "checkpoints" / "10" / "record" / "metadata"
+  record = json.loads(file.read_text())
+  del record["config"]["outer"]["fedpart"]
+  file.write_text(json.dumps(record))
+  assert checkpoint.Checkpoints(tmp_path, c).restore(like).step == 10
+  tiny.outer.fedpart = True  # What the old version did not know, it did not do.
+  other = checkpoint.Checkpoints(tmp_path, config_lib.resolve(tiny))
+  with pytest.raises(config_lib.ConfigError, match=r"outer.fedpart: False -> True\)"):
+    other.restore(like)
+  record["config"]["outer"]["gone"] = 1
+  file.write_text(json.dumps(record))
+  with pytest.raises(config_lib.ConfigError, match=r"gone is .*; use the version"):
+    checkpoint.Checkpoints(tmp_path, c).restore(like)
+
+
 def restore_as_two(workdir, c, read) -> list:
   """What each of two processes restores or raises; read(p, checkpoints) patches it."""
   ends = socket.socketpair()

@@ -183,11 +183,12 @@ def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
     np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
-def test_a_run_goes_on_with_the_other_transport(finished, tmp_path):
+@pytest.mark.parametrize("field", ["overlap.transport=host", "outer.offload=True"])
+def test_a_run_goes_on_with_its_outer_state_elsewhere(finished, tmp_path, field):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   shutil.rmtree(workdir / "checkpoints" / "12")
-  code, stderr = run(workdir, "--config.overlap.transport=host")
+  code, stderr = run(workdir, f"--config.{field}")
   assert code == 0, stderr
   assert "Going on from the checkpoint of step 10" in stderr
   assert losses(workdir) == losses(finished)
