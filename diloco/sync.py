@@ -54,9 +54,11 @@ def outer_step(
       events.append(event)
   for p, mask in outer.schedule.arrivals(t, last_send):
     if outer.schedule.is_outer_step(p, t):
-      state, event = receive_fragment(outer, t, p, state)
+      state, theta, event = receive_fragment(outer, t, p, state)
       events.append(event)
-    params_M = merge_fragment(outer, p, params_M, state, np.asarray(mask))
+    else:  # A replica with a larger tau: the update was at an earlier step.
+      theta = outer.transport.fetch(state.theta[p])
+    params_M = outer.merge(params_M, theta, outer.layers[p], np.asarray(mask))
   return params_M, state, events
 
 
@@ -84,8 +86,8 @@ def sync_all(
   everyone = np.ones(len(outer.schedule.taus), bool)
   for p in range(len(outer.fragments)):
     state, sent = send_fragment(outer, t, p, params_M, state)
-    state, received = receive_fragment(outer, t, p, state)
-    params_M = merge_fragment(outer, p, params_M, state, everyone)
+    state, theta, received = receive_fragment(outer, t, p, state)
+    params_M = outer.merge(params_M, theta, outer.layers[p], everyone)
     events += [sent, received]
   return params_M, state, events
 
@@ -108,11 +110,15 @@ def send_fragment(
 
 def receive_fragment(
   outer: Outer, t: int, p: int, state: OuterState
-) -> tuple[OuterState, Event]:
-  """Applies fragment p's mean outer gradient to its outer parameters."""
+) -> tuple[OuterState, Tree, Event]:
+  """Applies fragment p's mean outer gradient to its outer parameters.
+
+  Returns:
+    The new outer state, the fragment's outer parameters on the devices, and the event.
+  """
   in_flight = dict(state.in_flight)
   payload = in_flight.pop(str(p))
-  theta, opt_state, metrics = outer.transport.finish(
+  theta, opt_state, on_devices, metrics = outer.transport.finish(
     p, payload, state.theta[p], state.opt_state[p]
   )
   state = OuterState(
@@ -120,15 +126,7 @@ def receive_fragment(
     opt_state=_replace(state.opt_state, p, opt_state),
     in_flight=in_flight,
   )
-  return state, Event("receive", p, t, 0, metrics)
-
-
-def merge_fragment(
-  outer: Outer, p: int, params_M: Tree, state: OuterState, mask_M: np.ndarray
-) -> Tree:
-  """Mixes fragment p's outer parameters into the replicas of the mask."""
-  theta = outer.transport.fetch(state.theta[p])
-  return outer.merge(params_M, theta, outer.layers[p], mask_M)
+  return state, on_devices, Event("receive", p, t, 0, metrics)
 
 
 def make_hidden_exchange(inner_step, mesh):

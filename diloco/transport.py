@@ -14,7 +14,7 @@ an exchange is late, training waits.
 
 import time
 from concurrent import futures
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -33,7 +33,86 @@ class ExchangeFailed(RuntimeError):
   """A payload could not be exchanged: another process is probably gone."""
 
 
-def make_transport(c, mesh: Mesh, make_update) -> "Transport":
+class Transport(Protocol):
+  """What the outer step asks of a transport.
+
+  theta and opt_state are the outer parameters and outer optimizer state of one
+  fragment, float32 leaves (n, ...) under `blocks` and without n under `embed`. A
+  payload is uint8 [M, fsdp, bytes].
+
+  Attributes:
+    mesh: the device mesh.
+    encoded: where payloads lie once encoded.
+    update: jitted update of a transmitted payload, see `diloco.outer.make_update`.
+  """
+
+  mesh: Mesh
+  encoded: NamedSharding
+  update: Any
+
+  def hides(self) -> bool:
+    """Whether an exchange has to be part of a program of inner steps to be hidden."""
+    ...
+
+  def keep(self, tree: Tree) -> Tree:
+    """theta and opt_state, or one of them, from the devices to where they live."""
+    ...
+
+  def fetch(self, theta: Tree) -> Tree:
+    """theta from where it lives to the devices, sharded as on them."""
+    ...
+
+  def start(
+    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
+  ) -> None:
+    """Begins to exchange fragment p's payload, which was just encoded.
+
+    Args:
+      p: the fragment.
+      payload: as `encoded`.
+      fetched: its theta on the devices, from `fetch`.
+      theta: the same where it lives.
+      opt_state: where it lives.
+    """
+    ...
+
+  def finish(
+    self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
+  ) -> tuple[Tree, Tree, Tree, dict[str, jax.Array]]:
+    """Awaits fragment p's exchange and updates its outer state.
+
+    Args:
+      p: the fragment.
+      payload: as `encoded` or, exchanged beside inner steps, as transmitted.
+      theta: where it lives.
+      opt_state: where it lives.
+
+    Returns:
+      (theta, opt_state, theta on the devices, metrics): the first two where they live.
+
+    Raises:
+      ExchangeFailed: another process is probably gone.
+    """
+    ...
+
+  def settle(self) -> None:
+    """Waits until nothing is exchanged in the background."""
+    ...
+
+  def publish(self, tree: Tree) -> Tree:
+    """Outer state of all fragments as arrays that all processes can save together."""
+    ...
+
+  def adopt(self, tree: Tree) -> Tree:
+    """The inverse of `publish`."""
+    ...
+
+  def close(self) -> None:
+    """Ends what runs in the background, without waiting for it."""
+    ...
+
+
+def make_transport(c, mesh: Mesh, make_update) -> Transport:
   """The transport of a resolved config.
 
   Args:
@@ -43,8 +122,8 @@ def make_transport(c, mesh: Mesh, make_update) -> "Transport":
       `diloco.outer.make_update`.
 
   Raises:
-    ConfigError: a replica's devices belong to several processes (host), or the
-      devices' hosts have no pinned memory (outer.offload).
+    ConfigError: a replica's devices belong to several processes or JAX may not use
+      CPUs (host), or the devices' hosts have no pinned memory (outer.offload).
   """
   if c.overlap.transport == "host":
     return HostTransport(mesh, make_update)
@@ -59,11 +138,9 @@ class DeviceTransport:
   steps that follow, and back once it is updated.
 
   Attributes:
-    mesh: the device mesh.
-    encoded: where payloads lie once encoded.
-    transmitted: where they lie once transmitted.
+    transmitted: where payloads lie once transmitted.
     transmit: jitted exchange by itself, for what no inner step can hide.
-    update: jitted update of a transmitted payload; theta and state are donated.
+    update: donates theta and opt_state.
   """
 
   def __init__(self, mesh: Mesh, make_update, exchange_name: str, offload: bool):
@@ -77,55 +154,40 @@ class DeviceTransport:
     self.update = jax.jit(make_update(mesh), donate_argnums=(0, 1))
 
   def hides(self) -> bool:
-    """Whether an exchange has to be part of a program of inner steps to be hidden."""
     return not self.encoded.is_equivalent_to(self.transmitted, 3)
 
   def keep(self, tree: Tree) -> Tree:
-    """Outer state of one fragment, from the devices to where it lives."""
     return _in_memory(tree, "pinned_host") if self._offload else tree
 
-  def fetch(self, tree: Tree) -> Tree:
-    """Outer state of one fragment, from where it lives to the devices."""
-    return _in_memory(tree, "device") if self._offload else tree
+  def fetch(self, theta: Tree) -> Tree:
+    return _in_memory(theta, "device") if self._offload else theta
 
   def start(
     self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
   ) -> None:
-    """Begins to exchange fragment p's payload, which was just encoded.
-
-    Args:
-      p: the fragment.
-      payload: as `encoded`.
-      fetched: its outer parameters on the devices, from `fetch`.
-      theta: the same where they live.
-      opt_state: its optimizer's state where it lives.
-    """
     if self._offload:  # Copied while the devices go on with inner steps.
       self._fetched[p] = fetched, self.fetch(opt_state)
 
   def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
-    """Updates the outer state of fragment p: (theta, opt_state, metrics)."""
     if not payload.sharding.is_equivalent_to(self.transmitted, payload.ndim):
       payload = self.transmit(payload)
     if self._offload:
       ahead = self._fetched.pop(p, None)  # None if sent before this process resumed.
       theta, opt_state = ahead or self.fetch((theta, opt_state))
-    theta, opt_state, metrics = self.update(theta, opt_state, payload)
-    return *self.keep((theta, opt_state)), metrics
+    on_devices, opt_state, metrics = self.update(theta, opt_state, payload)
+    return self.keep(on_devices), self.keep(opt_state), on_devices, metrics
 
   def settle(self) -> None:
-    """Waits until nothing is exchanged in the background."""
-
-  def close(self) -> None:
-    """Ends what runs in the background, without waiting for it."""
+    pass  # Programs of the devices run in the order of their launches.
 
   def publish(self, tree: Tree) -> Tree:
-    """Outer state as arrays that all processes can save together."""
     return tree
 
   def adopt(self, tree: Tree) -> Tree:
-    """The inverse of `publish`."""
     return tree
+
+  def close(self) -> None:
+    pass
 
 
 class HostTransport:
@@ -140,7 +202,7 @@ class HostTransport:
     self.encoded = exchange.encoded(mesh)
     self._rows = _rows_of_processes(mesh)
     # The first CPU device of every process; of this process, a mesh by itself.
-    firsts = {d.process_index: d for d in reversed(jax.devices("cpu"))}
+    firsts = {d.process_index: d for d in reversed(_cpus())}
     self._hosts = _column(firsts[p] for p in sorted(firsts))
     self._host = _column([firsts[jax.process_index()]])
     # An all-gather: over TCP between two hosts Gloo takes 1.5 times as long as the
@@ -152,27 +214,23 @@ class HostTransport:
     self._jobs: dict[int, futures.Future] = {}
 
   def hides(self) -> bool:
-    """See `DeviceTransport.hides`."""
     return False
 
   def keep(self, tree: Tree) -> Tree:
-    """See `DeviceTransport.keep`."""
     return jax.device_put(
       jax.tree.map(_whole_copy, tree), NamedSharding(self._host, P())
     )
 
-  def fetch(self, tree: Tree) -> Tree:
-    """See `DeviceTransport.fetch`; of outer parameters only."""
+  def fetch(self, theta: Tree) -> Tree:
     return jax.tree.map(
       lambda x, place: mesh_lib.place(np.asarray(x), place),
-      tree,
-      mesh_lib.shardings(tree, self.mesh),
+      theta,
+      mesh_lib.shardings(theta, self.mesh),
     )
 
   def start(
     self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
   ) -> None:
-    """See `DeviceTransport.start`."""
     del fetched
     self._start(p, payload, theta, opt_state)
 
@@ -182,7 +240,6 @@ class HostTransport:
     self._jobs[p] = self._thread.submit(self._exchange, payload, theta, opt_state)
 
   def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
-    """See `DeviceTransport.finish`; the metrics also say how long it waited."""
     if p not in self._jobs:  # Sent before this process resumed.
       self._start(p, payload, theta, opt_state)
     began = time.perf_counter()
@@ -197,26 +254,20 @@ class HostTransport:
       ) from error
     waited = np.float32(time.perf_counter() - began)
     metrics["waited_s"] = jax.device_put(waited, NamedSharding(self._host, P()))
-    return theta, opt_state, metrics
+    return theta, opt_state, self.fetch(theta), metrics
 
   def settle(self) -> None:
-    """See `DeviceTransport.settle`.
-
-    Two threads that start collectives between the same processes could start them in
-    another order on each.
-    """
+    # Two threads that start collectives between the same processes could start them
+    # in another order on each.
     futures.wait(self._jobs.values())
 
   def close(self) -> None:
-    """See `DeviceTransport.close`."""
     self._thread.shutdown(wait=False, cancel_futures=True)
 
   def publish(self, tree: Tree) -> Tree:
-    """See `DeviceTransport.publish`."""
     return _whole_on(self._hosts, tree)
 
   def adopt(self, tree: Tree) -> Tree:
-    """See `DeviceTransport.adopt`."""
     return _whole_on(self._host, tree)
 
   def _exchange(self, payload: jax.Array, theta: Tree, opt_state: Tree):
@@ -245,9 +296,6 @@ class HostTransport:
       return found[np.argsort(order)].reshape(payload.shape)
 
 
-Transport = DeviceTransport | HostTransport
-
-
 def _in_memory(tree: Tree, kind: str) -> Tree:
   """Arrays with the same shards in another memory of their devices."""
   return jax.tree.map(
@@ -267,6 +315,17 @@ def _check_pinned(mesh: Mesh) -> None:
 
 def _memory_kinds(device) -> list[str]:
   return [memory.kind for memory in device.addressable_memories()]
+
+
+def _cpus() -> list[jax.Device]:
+  try:
+    return jax.devices("cpu")
+  except RuntimeError as error:  # JAX_PLATFORMS leaves them out.
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    raise ConfigError(
+      "overlap.transport is host, which computes outer steps on CPUs, but"
+      f" JAX_PLATFORMS is {platforms!r}; set it to '{platforms},cpu', or choose device."
+    ) from error
 
 
 def _column(devices) -> Mesh:

@@ -1,5 +1,6 @@
 """The two ways from send to update: same results, and what waits for what."""
 
+import dataclasses
 import threading
 
 import jax
@@ -163,9 +164,47 @@ def test_offloaded_outer_state_waits_at_the_host_and_changes_nothing(tiny):
     struct = sync_lib.payload_struct(outer, 1, params_M, state.theta[1])
     state, _ = sync_lib.send_fragment(outer, 4, 1, params_M, state)
     assert state.in_flight["1"].shape == struct.shape
-    state, _ = sync_lib.receive_fragment(outer, 5, 1, state)
+    state, theta, _ = sync_lib.receive_fragment(outer, 5, 1, state)
+    assert kinds(theta) == {"device"}
+    assert_same(jax.device_get(theta), jax.device_get(state.theta[1]))
     assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
     assert kinds(outer.transport.fetch(state.theta[1])) == {"device"}
+
+
+@pytest.mark.parametrize(("taus", "fetches"), [((1, 1), 2), ((1, 2), 3)])
+def test_offloaded_outer_state_is_copied_once_each_way(
+  tiny, monkeypatch, taus, fetches
+):
+  tiny.fragments.pattern = "whole"
+  c, mesh, outer = make(tiny, "device", **{"outer.offload": True})
+  schedule = dataclasses.replace(outer.schedule, taus=taus)
+  outer = dataclasses.replace(outer, schedule=schedule)
+  copied, copy = [], transport_lib._in_memory
+  monkeypatch.setattr(
+    transport_lib, "_in_memory", lambda x, kind: copied.append(kind) or copy(x, kind)
+  )
+  walk(c, mesh, outer, steps=c.sync_every)
+  # At first everything goes to the host, and at last theta comes for evaluation.
+  assert copied[0] == "pinned_host"
+  assert copied[-1] == "device"
+  # Between them a round: theta and optimizer state come and go, and theta comes again
+  # for a replica with a larger tau.
+  assert copied[1:-1].count("device") == fetches
+  assert copied[1:-1].count("pinned_host") == 2
+
+
+def test_hosts_compute_on_cpus_which_jax_has_to_use(tiny, monkeypatch):
+  devices = jax.devices()
+
+  def no_cpus(backend=None):
+    if backend == "cpu":
+      raise RuntimeError("Unknown backend cpu")
+    return devices
+
+  monkeypatch.setattr(jax, "devices", no_cpus)
+  monkeypatch.setattr(type(jax.config), "jax_platforms", "cuda")
+  with pytest.raises(config_lib.ConfigError, match=r"set it to 'cuda,cpu', or choose"):
+    make(tiny, "host")
 
 
 def test_offloading_needs_pinned_memory(tiny, monkeypatch):
