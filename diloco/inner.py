@@ -79,12 +79,11 @@ def make_optimizer(c, values: Tuned | None = None) -> optax.GradientTransformati
   )
 
 
-def make_inner_step(c, optimizer: optax.GradientTransformation):
+def make_inner_step(c):
   """Builds the jitted step of all replicas.
 
   Args:
     c: resolved config.
-    optimizer: the inner optimizer.
 
   Returns:
     step(params, opt_state, tokens_MxBxL, trainable, values=None) -> (params,
@@ -140,8 +139,8 @@ def make_inner_step(c, optimizer: optax.GradientTransformation):
 
   def replica_step(params, opt_state, tokens_BxL, trainable, values):
     grads, nll = gradients_of_step(params, tokens_BxL)
-    update = make_optimizer(c, values).update if values else optimizer.update
-    updates, opt_state = update(grads, opt_state, params)
+    optimizer = make_optimizer(c, values)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
     if trainable is not None:
       updates = jax.tree.map(jnp.multiply, updates, trainable)
     metrics = InnerMetrics(nll, optax.tree.norm(grads), optax.tree.norm(updates))

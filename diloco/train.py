@@ -186,7 +186,7 @@ def _build(c, mesh, data, own_replicas: list[int], peers: Peers) -> _Run:
   tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
   eval_set = data_lib.make_eval_set(c)
   optimizer = inner_lib.make_optimizer(c)
-  inner_step = inner_lib.make_inner_step(c, optimizer)
+  inner_step = inner_lib.make_inner_step(c)
   streaming = c.algorithm != "data_parallel"
   outer = outer_lib.make_outer(c, mesh) if streaming else None
   return _Run(

@@ -51,7 +51,7 @@ class Bench:
       self.tokens = jax.device_put(tokens.astype(np.int32), sharding)
       start = time.perf_counter()
       self.step = (
-        inner_lib.make_inner_step(c, optimizer)
+        inner_lib.make_inner_step(c)
         .lower(self.state.params, self.state.opt_state, self.tokens, None)
         .compile()
       )

@@ -37,7 +37,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
   found = []
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
-    step, plan = inner.make_inner_step(c, optimizer), outer.make_outer(c, mesh)
+    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
     s = state.init_state(c, mesh, optimizer, plan)
     params, opt_state, outer_state = s.params, s.opt_state, s.outer
     for t in range(1, STEPS + 1):
@@ -56,7 +56,7 @@ def traffic(devices: int, **fields) -> dict:
   mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
-    step, plan = inner.make_inner_step(c, optimizer), outer.make_outer(c, mesh)
+    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
     s = state.init_state(c, mesh, optimizer, plan)
     shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
     tokens = jax.device_put(jnp.zeros(shape, jnp.int32), mesh_lib.batch_sharding(mesh))
@@ -98,7 +98,7 @@ def data_parallel(devices: int, **fields) -> dict:
     optimizer = inner.make_optimizer(c)
     s = state.init_state(c, mesh, optimizer, None)
     params, opt_state = s.params, s.opt_state
-    step = inner.make_inner_step(c, optimizer)
+    step = inner.make_inner_step(c)
     for t in range(1, STEPS + 1):
       shape = (1, c.train.batch_size, c.model.seq_len)
       tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)

@@ -63,7 +63,7 @@ def run_step(c, params_M, tokens_MxBxL):
   with jax.set_mesh(mesh_lib.make_mesh(c)):
     copied = jax.tree.map(jnp.copy, params_M)
     opt_state = jax.vmap(optimizer.init)(copied)
-    step = inner.make_inner_step(c, optimizer)
+    step = inner.make_inner_step(c)
     return step(copied, opt_state, tokens_MxBxL, None)
 
 
@@ -105,16 +105,24 @@ def test_each_replica_is_clipped_and_stepped_by_itself(tiny):
   jax.tree.map(close, both["blocks"]["ff"], alone["blocks"]["ff"])
 
 
+def lowered(c, values=None) -> str:
+  mesh = mesh_lib.make_mesh(c)
+  with jax.set_mesh(mesh):
+    s = state.init_state(c, mesh, inner.make_optimizer(c), None)
+    tokens = jnp.zeros((2, 2, 16), jnp.int32)
+    step = inner.make_inner_step(c)
+    return step.lower(s.params, s.opt_state, tokens, None, values).as_text()
+
+
+def test_runs_of_other_rates_and_decays_share_a_program(tiny):
+  a = resolve(tiny, **{"inner.learning_rate": 0.01, "inner.weight_decay": 0.1})
+  b = resolve(tiny, **{"inner.learning_rate": 0.02, "inner.weight_decay": 0.3})
+  assert lowered(a, inner.tuned(a)) == lowered(b, inner.tuned(b))
+  assert lowered(a) != lowered(b)
+
+
 def test_the_program_does_not_grow_with_depth(tiny):
   def lines(layers):
-    c = resolve(tiny, **{"model.num_layers": layers})
-    mesh = mesh_lib.make_mesh(c)
-    with jax.set_mesh(mesh):
-      optimizer = inner.make_optimizer(c)
-      s = state.init_state(c, mesh, optimizer, None)
-      tokens = jnp.zeros((2, 2, 16), jnp.int32)
-      step = inner.make_inner_step(c, optimizer)
-      lowered = step.lower(s.params, s.opt_state, tokens, None)
-      return len(lowered.as_text().splitlines())
+    return len(lowered(resolve(tiny, **{"model.num_layers": layers})).splitlines())
 
   assert lines(3) == lines(24)

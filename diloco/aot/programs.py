@@ -66,7 +66,7 @@ class Programs:
   def _draw(self) -> None:
     c, mesh = self.c, self.mesh
     optimizer = inner.make_optimizer(c)
-    step = inner.make_inner_step(c, optimizer)
+    step = inner.make_inner_step(c)
     streaming = c.algorithm != "data_parallel"
     # A described device has no memory at its host to keep anything in.
     on_devices = ml_collections.ConfigDict(c.to_dict())
