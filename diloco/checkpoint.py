@@ -17,7 +17,6 @@ import pathlib
 from typing import Any
 
 import jax
-import ml_collections
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.sharding import NamedSharding
@@ -124,7 +123,7 @@ class Checkpoints:
     record = self._agreed(step, lambda: self._read_record(folder))
     if record is None:
       return None
-    check_same_config(saved_config(record["config"], self._workdir), self._config, step)
+    check_same_config(record["config"], self._config, step)
     like = state_at(step, record)
     tree = self._agreed(step, lambda: self._read_state(folder, like))
     return None if tree is None else Restored(step, _state(tree, like), record)
@@ -192,30 +191,8 @@ class Checkpoints:
     self._manager.close()
 
 
-def saved_config(saved: dict, where: pathlib.Path) -> ml_collections.FrozenConfigDict:
-  """The config of a record; fields that came later take their defaults.
-
-  Args:
-    saved: the config as it was saved.
-    where: where it was found.
-
-  Raises:
-    ConfigError: this version does not know its fields, or refuses their values.
-  """
-  c = config_lib.default_config()
-  try:
-    c.update(_tuples(saved))
-    return config_lib.resolve(c)
-  except (KeyError, TypeError, config_lib.ConfigError) as error:
-    message = str(error).strip().splitlines()[0].rstrip(".")
-    raise config_lib.ConfigError(
-      f"workdir is {str(where)!r}, whose config this version does not read"
-      f" ({message}); use the version of diloco that wrote it."
-    ) from error
-
-
-def check_same_config(old, config, step: int) -> None:
-  """Refuses to continue a run under another config; both are resolved.
+def check_same_config(old: dict, config, step: int) -> None:
+  """Refuses to continue a run under another config.
 
   Fields that the run's code did not have yet count as their defaults.
 
@@ -226,7 +203,7 @@ def check_same_config(old, config, step: int) -> None:
     old = _json_config(config_lib.complete(old))
   lines = [
     line
-    for line in config_lib.difference(_json_config(old), _json_config(config))
+    for line in config_lib.difference(old, _json_config(config))
     if not line.startswith(FREE_FIELDS)
   ]
   if lines:
@@ -244,13 +221,6 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
   """The path, with a number behind it if it exists."""
   names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
   return next(p for p in map(path.with_name, names) if not p.exists())
-
-
-def _tuples(value):
-  """JSON has no tuples; config fields that are sequences are."""
-  if isinstance(value, dict):
-    return {k: _tuples(v) for k, v in value.items()}
-  return tuple(value) if isinstance(value, list) else value
 
 
 def _abstract(x):

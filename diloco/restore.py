@@ -21,7 +21,6 @@ from diloco import config as config_lib
 from diloco import mesh as mesh_lib
 from diloco import outer as outer_lib
 from diloco import state as state_lib
-from diloco.checkpoint import saved_config
 from diloco.config import ConfigError
 
 # What an export consists of, see diloco/export.py.
@@ -133,7 +132,14 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 def _config(saved: dict, where: pathlib.Path, mesh) -> ml_collections.FrozenConfigDict:
   """The run's config on this mesh."""
-  c = ml_collections.ConfigDict(saved_config(saved, where).to_dict())
+  try:
+    c = ml_collections.ConfigDict(config_lib.complete(saved).to_dict())
+  except (TypeError, ConfigError) as error:
+    message = str(error).strip().splitlines()[0].rstrip(".")
+    raise ConfigError(
+      f"workdir is {str(where)!r}, whose config this version does not read"
+      f" ({message}); use the version of diloco that wrote it."
+    ) from error
   n = mesh.size
   c.mesh.replica, c.mesh.fsdp = 0, 0
   c.eval.batch_size = -(-c.eval.batch_size // n) * n
