@@ -166,6 +166,12 @@ def _laws_of(
   if laws is None:
     return paper.law("inner_lr", name), paper.law("batch_size", name)
   own = predict.own_laws(laws, name, algorithm)
+  if own.learning_rate is None or own.batch is None:
+    which = "batch" if own.learning_rate else "learning_rate"
+    raise ValueError(
+      f"the results have no law of the {which} for {name}: it was swept at fewer than"
+      " two sizes; sweep it, or choose another method or number of replicas."
+    )
   return own.learning_rate.law, own.batch.law
 
 

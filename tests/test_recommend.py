@@ -118,14 +118,16 @@ def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys):
       "algorithm": "streaming",
       "params": n,
       "replicas": m,
-      "loss": loss(n, m) * (1 + 0.01 * abs(i)),
+      "loss": loss(n, m) * (1 + 0.01 * (abs(i) + abs(j) + abs(k))),
       "learning_rate": rate(n, m) * 2 ** (i / 2),
-      "batch_tokens": 4096,
-      "outer_learning_rate": 0.4,
+      "batch_tokens": 4096 * 2**j,
+      "outer_learning_rate": 0.4 + 0.1 * k,
     }
     for n in (1e6, 2e6, 4e6)
     for m in (1, 2)
     for i in (-1, 0, 1)
+    for j in (-1, 0, 1)
+    for k in (-1, 0, 1)
   ]
   path = tmp_path / "runs.csv"
   with open(path, "w", newline="") as file:

@@ -49,12 +49,12 @@ def fit(args: argparse.Namespace) -> dict:
   """
   runs = results.read_csv(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(runs, strict=not args.any)
-  found: dict[str, dict] = {}
+  found: dict[str, dict[str, dict | None]] = {}
   for name, law in laws.items():
     found[name] = {}
     for quantity in ("loss", "learning_rate", "batch"):
       one = getattr(law, quantity)
-      found[name][quantity] = {
+      found[name][quantity] = one and {
         k: {"value": getattr(one.law, k), "interval": interval}
         for k, interval in one.interval(samples=args.bootstrap).items()
       }
@@ -62,8 +62,8 @@ def fit(args: argparse.Namespace) -> dict:
     print(f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens")
     for name, quantities in found.items():
       for quantity, parameters in quantities.items():
-        text = "  ".join(f"{k} {show(**p)}" for k, p in parameters.items())
-        print(f"{name:<18}{quantity:<15}{text}")
+        text = "  ".join(f"{k} {show(**p)}" for k, p in (parameters or {}).items())
+        print(f"{name:<18}{quantity:<15}{text or '-'}")
     print("\n".join(f"note: {p}" for p in problems), end="\n" if problems else "")
   return found
 

@@ -7,10 +7,13 @@ learning rate, batch size and outer learning rate.
 import collections
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from diloco.scaling_laws import rows
 from diloco.scaling_laws.fits import Fit, fit_best_batch, fit_power_law
+
+# What a cell's runs differ in.
+AXES = ("learning_rate", "batch", "outer_learning_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Run:
     loss: evaluation loss.
     learning_rate: inner peak learning rate.
     batch: tokens per step over all replicas.
-    outer_learning_rate: 0 where there is none.
+    outer_learning_rate: 0 where there is none, or where it is not known.
   """
 
   algorithm: str
@@ -48,21 +51,26 @@ class Best:
     run: the run with the least loss.
     batch: tokens at the minimum of the quadratic in log2 B (Section 6.1), or the best
       run's where fewer than three batch sizes or no interior minimum allow none.
+    swept: fields of which the cell has two values or more.
     problems: sentences about the cell's grid.
   """
 
   run: Run
   batch: float
+  swept: tuple[str, ...] = ()
   problems: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """Laws of one algorithm: loss, inner learning rate, batch in tokens."""
+  """Laws of one algorithm: loss, inner learning rate, batch in tokens.
+
+  None where a quantity was swept at fewer sizes (or replica counts) than a law needs.
+  """
 
   loss: Fit
-  learning_rate: Fit
-  batch: Fit
+  learning_rate: Fit | None
+  batch: Fit | None
 
 
 def read_csv(
@@ -140,8 +148,8 @@ def fit_runs(
 
   Args:
     runs: of any algorithms.
-    strict: whether a best point on the edge of its grid, a batch grid without an
-      interior minimum or a missing cell is an error.
+    strict: whether a best point on the edge of its grid, a hyperparameter that was not
+      swept, batches without an interior minimum or a missing cell is an error.
 
   Returns:
     Laws by name, `data_parallel`, `diloco_M2`, ... for each algorithm and M with two
@@ -153,9 +161,7 @@ def fit_runs(
   """
   best = best_of_cells(runs)
   problems = [p for b in best.values() for p in b.problems] + missing_cells(list(best))
-  if strict and problems:
-    more = f" ({len(problems) - 1} more of the kind.)" if len(problems) > 1 else ""
-    raise ValueError(problems[0] + more)
+  _refuse(problems if strict else [])
   groups = collections.defaultdict(list)
   joint = collections.defaultdict(list)
   for (algorithm, _, replicas), b in best.items():
@@ -171,12 +177,16 @@ def fit_runs(
         " add runs."
       )
     else:
-      found[name] = _laws(name, group, joint=False)
+      found[name] = _laws(name, group, False, problems)
   for name, group in joint.items():
     if len({b.run.replicas for b in group}) > 1 < len({b.run.params for b in group}):
-      found[name] = _laws(name, group, joint=True)
+      try:
+        found[name] = _laws(name, group, True, problems)
+      except ValueError as error:  # Cells are missing.
+        problems.append(str(error))
   if not found:
     raise ValueError(problems[-1] if problems else "there are no runs; add some.")
+  _refuse(problems if strict else [])
   return found, problems
 
 
@@ -194,23 +204,19 @@ def missing_cells(cells: Sequence[tuple[str, float, int]]) -> list[str]:
   ]
 
 
+def _refuse(problems: list[str]) -> None:
+  if problems:
+    more = f" ({len(problems) - 1} more of the kind.)" if len(problems) > 1 else ""
+    raise ValueError(problems[0] + more)
+
+
 def _best(runs: list[Run]) -> Best:
   run = min(runs, key=lambda r: r.loss)
   where = _describe(run)
-  problems = []
-  for field in ("learning_rate", "batch"):
-    values = {getattr(r, field) for r in runs}
-    value = getattr(run, field)
-    for side, beyond, end in (
-      ("smallest", "smaller", min(values)),
-      ("largest", "larger", max(values)),
-    ):
-      # A single value was not swept here, but taken from somewhere.
-      if len(values) > 1 and value == end:
-        problems.append(
-          f"{where}: the best {field}, {value:g}, is the {side} of {len(values)}"
-          f" tried; extend the grid to {beyond} ones until the best is interior."
-        )
+  # Data-parallel has no outer rate, and a table need not have its column.
+  axes = AXES if any(r.outer_learning_rate for r in runs) else AXES[:2]
+  swept = tuple(f for f in axes if len({getattr(r, f) for r in runs}) > 1)
+  problems = [p for p in (_axis_problem(run, runs, f, axes) for f in axes) if p]
   # Loss of the best rates at each batch (Section 6.1).
   losses: dict[float, float] = {}
   for r in runs:
@@ -225,21 +231,66 @@ def _best(runs: list[Run]) -> Best:
     problems.append(
       f"{where}: only 2 batch sizes were tried; the quadratic needs 3: add one."
     )
-  return Best(run, batch, tuple(problems))
+  return Best(run, batch, swept, tuple(problems))
 
 
-def _laws(name: str, group: list[Best], joint: bool) -> Laws:
-  n = [b.run.params for b in group]
-  m = [b.run.replicas for b in group] if joint else None
-  return Laws(
-    *(
-      fit_power_law(n, values, m, f"{what} of {name}")
-      for what, values in (
-        ("the loss", [b.run.loss for b in group]),
-        ("the learning rate", [b.run.learning_rate for b in group]),
-        ("the batch", [b.batch for b in group]),
-      )
+def _axis_problem(
+  run: Run, runs: list[Run], field: str, axes: Sequence[str]
+) -> str | None:
+  """What is wrong with the values of a field beside the best run, if anything.
+
+  Only runs that have the best one's other values can show that it is interior.
+  """
+  others = [f for f in axes if f != field]
+  beside = [r for r in runs if all(getattr(r, f) == getattr(run, f) for f in others)]
+  line = sorted({getattr(r, field) for r in beside})
+  value = getattr(run, field)
+  start = f"{_describe(run)}: the best {field}, {value:g}, is the"
+  at = " and ".join(f"{f} {getattr(run, f):g}" for f in others)
+  if len({getattr(r, field) for r in runs}) == 1:
+    return (
+      f"{_describe(run)}: {field} was not swept, all its runs have {value:g}; add runs"
+      " with smaller and larger ones."
     )
+  if len(line) == 1:
+    return f"{start} only one tried with {at}; add smaller and larger ones there."
+  if line[0] < value < line[-1]:
+    return None
+  side, beyond = ("smallest", "smaller") if value == line[0] else ("largest", "larger")
+  return (
+    f"{start} {side} of {len(line)} tried with {at}; extend the grid to {beyond} ones"
+    " until the best is interior."
+  )
+
+
+def _laws(name: str, group: list[Best], joint: bool, problems: list[str]) -> Laws:
+  """Laws of a group; to `problems` goes why there is none of a rate or a batch."""
+
+  def fit(what: str, some: list[Best], value: Callable[[Best], float]) -> Fit:
+    m = [b.run.replicas for b in some] if joint else None
+    n, values = [b.run.params for b in some], [value(b) for b in some]
+    return fit_power_law(n, values, m, f"the {what} of {name}")
+
+  def fit_swept(field: str, value: Callable[[Best], float]) -> Fit | None:
+    some = [b for b in group if field in b.swept]
+    sizes = len({b.run.params for b in some})
+    replicas = len({b.run.replicas for b in some})
+    try:
+      if sizes < 2 or (joint and replicas < 2):
+        of = f" and {replicas} replica count(s)" if joint else ""
+        raise ValueError(
+          f"{name} has no law of the {field}, which was swept at {sizes} size(s){of};"
+          " sweep it at 2 or more."
+        )
+      return fit(field, some, value)
+    except ValueError as error:
+      problems.append(str(error))
+      return None
+
+  return Laws(
+    fit("loss", group, lambda b: b.run.loss),
+    fit_swept("learning_rate", lambda b: b.run.learning_rate),
+    fit_swept("batch", lambda b: b.batch),
   )
 
 

@@ -71,7 +71,8 @@ def laws(runs: Sequence[Run]) -> list[str]:
     "|---|---|---|---|",
   ]
   for name, law in found.items():
-    row = [_law(fit) for fit in (law.loss, law.learning_rate, law.batch)]
+    fits = (law.loss, law.learning_rate, law.batch)
+    row = [_law(fit) if fit else "-" for fit in fits]
     lines.append(f"| {name} | {' | '.join(row)} |")
   return [*lines, "", *(f"- {problem}" for problem in problems)]
 

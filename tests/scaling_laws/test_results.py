@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -16,23 +17,24 @@ SIZES = (1e6, 1e7, 1e8)
 
 
 def make_runs(replicas=(1, 2, 4), algorithm="diloco"):
-  """Runs around the optima of known laws; the loss is a bowl in log lr and log B."""
+  """Runs around the optima of known laws; the loss is a bowl in all three rates."""
   found = []
   for n in SIZES:
     for m in replicas:
       for i in (-1, 0, 1):
         for j in (-1, 0, 1):
-          found.append(
-            results.Run(
-              algorithm,
-              n,
-              m,
-              LOSS(n, m) * (1 + 0.01 * (i**2 + j**2)),
-              RATE(n, m) * 2 ** (i / 2),
-              BATCH(n, m) * 2.0**j,
-              0.6,
+          for k in (-1, 0, 1) if algorithm != "data_parallel" else (0,):
+            found.append(
+              results.Run(
+                algorithm,
+                n,
+                m,
+                LOSS(n, m) * (1 + 0.01 * (i**2 + j**2 + k**2)),
+                RATE(n, m) * 2 ** (i / 2),
+                BATCH(n, m) * 2.0**j,
+                0.6 + 0.2 * k if algorithm != "data_parallel" else 0.0,
+              )
             )
-          )
   return found
 
 
@@ -66,8 +68,11 @@ def test_laws_are_recovered_from_a_full_sweep():
 
 def test_the_best_batch_lies_between_powers_of_two():
   runs = [
-    results.Run("diloco", 1e6, 2, 3 + (i - 10.3) ** 2 / 100, 0.01, 2.0**i)
+    results.Run(
+      "diloco", 1e6, 2, 3 + (i - 10.3) ** 2 / 100 + j**2, 0.01 + j / 1e3, 2.0**i
+    )
     for i in (9, 10, 11)
+    for j in (-1, 0, 1)
   ]
   best = results.best_of_cells(runs)["diloco", 1e6, 2]
   assert best.run.batch == 2**10
@@ -79,14 +84,94 @@ def test_a_best_point_on_the_edge():
   runs = [r for r in make_runs() if not (r.params == 1e7 and r.batch > BATCH(1e7, 4))]
   runs = [r for r in runs if r.replicas == 4]
   message = (
-    "diloco at N = 1e.07, M = 4: the best batch, .*, is the largest of 2 tried;"
-    " extend the grid to larger ones until the best is interior. .1 more"
+    "diloco at N = 1e.07, M = 4: the best batch, .*, is the largest of 2 tried with"
+    " learning_rate .* and outer_learning_rate 0.6; extend the grid to larger ones"
+    " until the best is interior. .1 more"
   )
   with pytest.raises(ValueError, match=message):
     results.fit_runs(runs)
   laws, problems = results.fit_runs(runs, strict=False)
   assert len(problems) == 2
   assert laws["diloco_M4"].loss.law.alpha == pytest.approx(LOSS.alpha)
+
+
+def test_neighbours_are_those_along_the_axis_through_the_best():
+  # The best rate has a larger and a smaller one, but the larger at another batch only.
+  def run(rate, batch, loss):
+    return results.Run("data_parallel", 1e6, 1, loss, rate, batch)
+
+  runs = [run(1, 8, 3.1), run(2, 8, 3.0), run(4, 16, 3.2), run(2, 4, 3.1)]
+  (best,) = results.best_of_cells(runs).values()
+  rate, batch = best.problems
+  assert "the best learning_rate, 2, is the largest of 2 tried with batch 8;" in rate
+  assert "the best batch, 8, is the largest of 2 tried with learning_rate 2;" in batch
+  runs = [run(2, 8, 3.0), run(4, 16, 3.2), run(1, 4, 3.1)]
+  (best,) = results.best_of_cells(runs).values()
+  assert "the only one tried with batch 8; add smaller and larger" in best.problems[0]
+  runs = [
+    run(a, b, 3 + abs(a - 2) + abs(b - 8))
+    for a, b in ((1, 8), (2, 8), (3, 8), (2, 4), (2, 16))
+  ]
+  (best,) = results.best_of_cells(runs).values()
+  assert best.problems == ()
+
+
+@pytest.mark.parametrize("end", [0, 2])
+def test_the_outer_rate_has_edges_too(end):
+  rates = [0.6 + 0.2 * k for k in (-1, 0, 1)]
+  keep = [rates[1], rates[end]]
+  runs = [r for r in make_runs((2,)) if r.outer_learning_rate in keep]
+  side = (
+    "largest of 2 tried with .* larger",
+    "",
+    "smallest of 2 tried with .* smaller",
+  )
+  with pytest.raises(
+    ValueError, match=f"best outer_learning_rate, 0.6, is the {side[end]}"
+  ):
+    results.fit_runs(runs)
+
+
+@pytest.mark.parametrize("field", results.AXES)
+def test_a_hyperparameter_that_was_not_swept(field):
+  best = {(r.params, r.replicas): r for r in sorted(make_runs(), key=lambda r: -r.loss)}
+  keep = lambda r: getattr(r, field) == getattr(best[r.params, r.replicas], field)
+  runs = [r for r in make_runs() if keep(r)]
+  message = rf"diloco at N = 1e\+06, M = 1: {field} was not swept, all .* add runs with"
+  with pytest.raises(ValueError, match=message):
+    results.fit_runs(runs)
+  laws, problems = results.fit_runs(runs, strict=False)
+  assert sum("was not swept" in p for p in problems) == 9
+  for name, law in laws.items():
+    assert law.loss.law.alpha == pytest.approx(LOSS.alpha)
+    assert (law.learning_rate is None) == (field == "learning_rate")
+    assert (law.batch is None) == (field == "batch")
+    said = [p for p in problems if f"{name} has no law of the {field}" in p]
+    assert len(said) == (field != "outer_learning_rate")
+  # Swept at two sizes is enough, and the third does not enter.
+  runs = [r for r in make_runs() if r.params > 1e6 or keep(r)]
+  laws, problems = results.fit_runs(runs, strict=False)
+  assert len(problems) == 3
+  if field == "batch":
+    assert laws["diloco_M2"].batch.law.alpha == pytest.approx(BATCH.alpha)
+    assert laws["diloco_M2"].batch.spare == 0
+
+
+def test_a_table_without_outer_rates():
+  runs = [r for r in make_runs() if r.outer_learning_rate == 0.6]
+  _, problems = results.fit_runs(
+    [dataclasses.replace(r, outer_learning_rate=0.0) for r in runs]
+  )
+  assert problems == []
+
+
+def test_cells_on_a_diagonal_have_no_joint_law():
+  runs = [
+    r for r in make_runs() if r.params == {1: 1e6, 2: 1e7, 4: 1e8}[r.replicas]
+  ] + make_runs((1,), "data_parallel")
+  laws, problems = results.fit_runs(runs, strict=False)
+  assert list(laws) == ["data_parallel"]
+  assert any("N and M vary together; add a second M at one N" in p for p in problems)
 
 
 def test_a_missing_cell_is_named():
@@ -140,6 +225,17 @@ def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
   assert "A 20 [20, 20]" in line
   assert cli.main(["fit", path]) == 2
   assert capsys.readouterr().err.startswith("error: two runs of diloco")
+
+
+def test_a_quantity_without_a_law_is_null(tmp_path, capsys):
+  runs = [r for r in make_runs((2,)) if r.batch == BATCH(r.params, 2)]
+  path = write(tmp_path / "runs.csv", as_rows(runs))
+  assert cli.main(["fit", path, "--any"]) == 0
+  out = capsys.readouterr().out
+  assert re.search(r"diloco_M2 +batch +-\n", out)
+  assert "note: diloco_M2 has no law of the batch, which was swept at 0 size(s)" in out
+  assert cli.main(["fit", path, "--any", "--json"]) == 0
+  assert json.loads(capsys.readouterr().out)["diloco_M2"]["batch"] is None
 
 
 def test_two_sizes_have_no_interval(tmp_path, capsys):
