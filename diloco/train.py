@@ -81,8 +81,8 @@ def train(
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.
-      record = _record(run, ledger, recorder.spent(), finished)
-      checkpoints.save(t, _publish(run, state), record)
+      spent = recorder.spent()
+      checkpoints.save(t, _publish(run, state), _record(run, ledger, spent, finished))
 
     for steps in run.stretches(start):
       state, metrics, events = _train(run, steps, state)
