@@ -43,6 +43,8 @@ class Recommendation:
     batch_sequences: sequences per step that the mesh can do, nearest to it.
     seq_len: tokens per sequence.
     outer_learning_rate: 0 for data_parallel, which has none.
+    outer_source: where it comes from.
+    tokens_per_param: D / N that the law of the loss is for.
     steps: T.
     tokens: T steps of the rounded batch.
     notes: sentences on where the laws are stretched.
@@ -57,6 +59,8 @@ class Recommendation:
   batch_sequences: int
   seq_len: int
   outer_learning_rate: float
+  outer_source: str
+  tokens_per_param: float
   steps: int
   tokens: int
   notes: tuple[str, ...] = ()
@@ -81,10 +85,10 @@ def recommend(
     method: joint takes the laws in N and M; independent those in N of this M alone.
       data_parallel has only the latter.
     algorithm: data_parallel, diloco or streaming, which takes DiLoCo's laws.
-    overtrain: multiplies the budget of 20 tokens per parameter.
+    overtrain: multiplies the budget.
     seq_len: tokens per sequence.
     fsdp: devices inside a replica, which must divide its sequences.
-    tokens: budget; 0 takes 20 N.
+    tokens: budget; 0 takes 20 N, or the tokens per parameter of one's own runs.
     laws: of one's own runs; None takes the paper's.
 
   Raises:
@@ -96,9 +100,11 @@ def recommend(
       raise ValueError(f"{name} is {value}; give a positive number.")
   plain = algorithm == "data_parallel"
   name = predict.law_name(algorithm, replicas, method)
-  rate, batch = _laws_of(name, algorithm, laws)
+  own = None if laws is None else predict.own_laws(laws, name, algorithm)
+  rate, batch = _laws_of(name, own)
   batch_tokens = batch(params, replicas)
-  budget = (tokens or paper.CHINCHILLA * params) * overtrain
+  per_param = _tokens_per_param(own)
+  budget = (tokens or per_param * params) * overtrain
   sequences = round_batch(batch_tokens / seq_len, replicas * fsdp)
   steps = int(budget // (sequences * seq_len))
   if steps < 1:
@@ -106,6 +112,7 @@ def recommend(
       f"params is {params:g}: its budget of {budget:g} tokens is less than one batch of"
       f" {sequences} sequences of {seq_len}; shorten seq_len or raise overtrain."
     )
+  outer, source = (0.0, "") if plain else _outer(replicas, own)
   return Recommendation(
     params=params,
     replicas=replicas,
@@ -115,34 +122,82 @@ def recommend(
     batch_tokens=batch_tokens,
     batch_sequences=sequences,
     seq_len=seq_len,
-    outer_learning_rate=0.0 if plain else outer_rate(replicas),
+    outer_learning_rate=outer,
+    outer_source=source,
+    tokens_per_param=per_param,
     steps=steps,
     tokens=steps * sequences * seq_len,
-    notes=_notes(params, replicas, batch_tokens, sequences * seq_len, laws is None),
+    notes=_notes(params, replicas, batch_tokens, sequences * seq_len, own),
   )
 
 
 def _notes(
-  params: float, replicas: int, batch: float, rounded: int, of_paper: bool
+  params: float, replicas: int, batch: float, rounded: int, own: results.Laws | None
 ) -> tuple[str, ...]:
   found = []
   # A hair beyond the exact sizes of 35M and 10B.
-  if of_paper and not 34e6 < params < 10.1e9:
+  if own is None and not 34e6 < params < 10.1e9:
     found.append(
       f"N = {params:g} is beyond what the laws were fitted to, 35M to 2.4B, and tried"
       " at, 4B and 10B: sweep nearby."
     )
-  if of_paper and replicas > 8:
+  if own is None and replicas > 8:
     found.append(
       f"M = {replicas} is beyond the 8 replicas that the laws were fitted to; the outer"
       " rate is that of 8: sweep it."
     )
+  if own is not None:
+    found += _notes_on_runs(params, replicas, own)
   if not 0.6 < rounded / batch < 1.7:
     found.append(
       f"the rounded batch is {rounded / batch:.1f} times the law's: fewer replicas, a"
       " shorter seq_len or a smaller fsdp would allow a nearer one."
     )
   return tuple(found)
+
+
+def _notes_on_runs(params: float, replicas: int, own: results.Laws) -> list[str]:
+  found = []
+  n, m = own.sizes, own.replicas
+  if not 0.99 * n[0] < params < 1.01 * n[-1]:
+    found.append(
+      f"N = {params:g} is beyond the runs' sizes, {n[0]:g} to {n[-1]:g}: sweep nearby."
+    )
+  if own.loss.law.beta and not m[0] <= replicas <= m[-1]:
+    found.append(
+      f"M = {replicas} is beyond the runs' replicas, {m[0]} to {m[-1]}: sweep it."
+    )
+  if own.tokens_per_param is None:
+    found.append(
+      "the results do not say how many tokens the runs had (no column tokens): the"
+      f" budget is {paper.CHINCHILLA} tokens per parameter, the loss is for theirs."
+    )
+  else:
+    least, most = own.tokens_per_param
+    if most > 1.1 * least:
+      found.append(
+        f"the runs had {least:.3g} to {most:.3g} tokens per parameter, which the law of"
+        " the loss mixes: choose rows of one budget by --where."
+      )
+  return found + list(own.problems)
+
+
+def _tokens_per_param(own: results.Laws | None) -> float:
+  """D / N of the budget: the runs' (their geometric middle), or the paper's."""
+  if own is None or own.tokens_per_param is None:
+    return float(paper.CHINCHILLA)
+  return math.sqrt(math.prod(own.tokens_per_param))
+
+
+def _outer(replicas: int, own: results.Laws | None) -> tuple[float, str]:
+  """The outer learning rate and where it comes from."""
+  if own is None:
+    return outer_rate(replicas), OUTER_SOURCE
+  if not own.outer_rates:
+    return outer_rate(replicas), f"the paper's, your runs name none; {OUTER_SOURCE}"
+  below = [m for m in own.outer_rates if m <= replicas]
+  m = max(below) if below else min(own.outer_rates)
+  return own.outer_rates[m], f"the best of your runs at M={m}"
 
 
 def outer_rate(replicas: int) -> float:
@@ -159,13 +214,10 @@ def round_batch(sequences: float, unit: int) -> int:
   return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
 
 
-def _laws_of(
-  name: str, algorithm: str, laws: dict[str, results.Laws] | None
-) -> tuple[PowerLaw, PowerLaw]:
+def _laws_of(name: str, own: results.Laws | None) -> tuple[PowerLaw, PowerLaw]:
   """(inner learning rate, batch in tokens)."""
-  if laws is None:
+  if own is None:
     return paper.law("inner_lr", name), paper.law("batch_size", name)
-  own = predict.own_laws(laws, name, algorithm)
   if own.learning_rate is None or own.batch is None:
     which = "batch" if own.learning_rate else "learning_rate"
     raise ValueError(
@@ -185,7 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
   add("--replicas", type=int, default=2, help="M")
   add("--method", choices=predict.METHODS, default="joint")
   add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
-  add("--overtrain", type=float, default=1.0, help="multiplies 20 tokens per parameter")
+  add("--overtrain", type=float, default=1.0, help="multiplies the budget")
   add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
   add("--fsdp", type=int, default=1, help="devices inside a replica")
   add("--results", help="CSV of your own runs instead of the paper's laws")
@@ -217,11 +269,13 @@ def run(args: argparse.Namespace) -> dict:
     laws=laws,
   )
   answer = dataclasses.asdict(found)
-  # The paper's laws of the loss are for 20 tokens per parameter; one's own are for
-  # whatever one's runs had.
-  known = laws is not None or args.overtrain == 1
+  # Laws of the loss are for the tokens per parameter of the runs they were fitted to.
+  known = args.overtrain == 1
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
     there = known and (laws is None or key == "loss" or algorithm in laws)
+    if laws and there and key == "dp_loss":
+      more = [p for p in laws[algorithm].problems if p not in answer["notes"]]
+      answer["notes"] = (*answer["notes"], *more)
     for floor in (False, True):
       expected = None
       if there and not (laws and floor):
@@ -246,11 +300,11 @@ def show(answer: dict) -> str:
       f" {sequences} x {seq_len}",
     ),
     ("steps", f"{answer['steps']:,}"),
-    ("tokens", f"{answer['tokens']:,}"),
+    ("tokens", f"{answer['tokens']:,} = {answer['tokens'] / answer['params']:.3g} N"),
     ("loss", _loss(answer, "loss")),
   ]
   if not plain:
-    outer = f"{answer['outer_learning_rate']:g}  ({OUTER_SOURCE})"
+    outer = f"{answer['outer_learning_rate']:g}  ({answer['outer_source']})"
     rows.insert(2, ("outer learning rate", outer))
     rows.append(("data-parallel's loss", _loss(answer, "dp_loss")))
   rows += [("note", note) for note in answer["notes"]]
@@ -260,7 +314,10 @@ def show(answer: dict) -> str:
 def _loss(answer: dict, key: str) -> str:
   p, floor, theirs = (answer[key + suffix] for suffix in ("", "_floor", "_measured"))
   if p is None:
-    return "no law: it holds for 20 tokens per parameter and the algorithms fitted"
+    return (
+      f"no law: it holds for {answer['tokens_per_param']:.3g} tokens per parameter and"
+      " the algorithms fitted"
+    )
   parts = [_with_interval(p)]
   if floor:
     parts.append(f"with a floor {_with_interval(floor)}")

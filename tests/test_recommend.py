@@ -111,17 +111,22 @@ def test_errors(change, message):
     lib.recommend(**{"params": 1e9, **change})
 
 
-def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys):
-  loss, rate = PowerLaw(30, -0.12, 0.05), PowerLaw(5, -0.4, 0.2)
-  rows = [
+OWN_LOSS, OWN_RATE = PowerLaw(30, -0.12, 0.05), PowerLaw(5, -0.4, 0.2)
+
+
+@pytest.fixture
+def own_rows():
+  """Streaming at M = 1 and 2 with 6 tokens per parameter; outer rates best at 0.4 M."""
+  return [
     {
       "algorithm": "streaming",
       "params": n,
       "replicas": m,
-      "loss": loss(n, m) * (1 + 0.01 * (abs(i) + abs(j) + abs(k))),
-      "learning_rate": rate(n, m) * 2 ** (i / 2),
+      "loss": OWN_LOSS(n, m) * (1 + 0.01 * (abs(i) + abs(j) + abs(k))),
+      "learning_rate": OWN_RATE(n, m) * 2 ** (i / 2),
       "batch_tokens": 4096 * 2**j,
-      "outer_learning_rate": 0.4 + 0.1 * k,
+      "outer_learning_rate": 0.4 * m + 0.1 * k,
+      "tokens": 6 * n,
     }
     for n in (1e6, 2e6, 4e6)
     for m in (1, 2)
@@ -129,24 +134,95 @@ def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys):
     for j in (-1, 0, 1)
     for k in (-1, 0, 1)
   ]
-  path = tmp_path / "runs.csv"
+
+
+def write(path, rows) -> str:
   with open(path, "w", newline="") as file:
     writer = csv.DictWriter(file, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
+  return str(path)
+
+
+def ask(capsys, *arguments) -> dict:
+  assert lib.main([*arguments, "--seq_len=64", "--json"]) == 0
+  return json.loads(capsys.readouterr().out)
+
+
+def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
+  path = write(tmp_path / "runs.csv", own_rows)
   laws, _ = results.fit_runs(results.read_csv(path))
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
-  assert found.learning_rate == pytest.approx(rate(1e7, 4))
+  assert found.learning_rate == pytest.approx(OWN_RATE(1e7, 4))
   assert found.batch_sequences == 64
-  assert predict.predict(1e7, 4, laws=laws).loss == pytest.approx(loss(1e7, 4))
+  assert predict.predict(1e7, 4, laws=laws).loss == pytest.approx(OWN_LOSS(1e7, 4))
   with pytest.raises(ValueError, match="the results have no law diloco_M4, only"):
     predict.predict(1e7, 4, "independent", laws=laws)
-  arguments = ["--params=1e7", f"--results={path}", "--seq_len=64", "--json"]
-  assert lib.main(arguments) == 0
-  answer = json.loads(capsys.readouterr().out)
-  assert answer["loss"]["loss"] == pytest.approx(loss(1e7, 2))
+  answer = ask(capsys, "--params=2e6", f"--results={path}")
+  assert answer["loss"]["loss"] == pytest.approx(OWN_LOSS(2e6, 2))
   assert answer["dp_loss"] is None
   assert answer["loss_measured"] is None
+  assert answer["notes"] == []
+
+
+def test_the_budget_and_the_outer_rate_are_those_of_ones_own_runs(
+  tmp_path, capsys, own_rows
+):
+  path = write(tmp_path / "runs.csv", own_rows)
+  answer = ask(capsys, "--params=4e6", f"--results={path}")
+  assert answer["tokens_per_param"] == pytest.approx(6)
+  assert answer["tokens"] == pytest.approx(6 * 4e6, rel=1e-3)
+  assert answer["outer_learning_rate"] == 0.8
+  assert answer["outer_source"] == "the best of your runs at M=2"
+  one = ask(capsys, "--params=4e6", "--replicas=1", f"--results={path}")
+  assert one["outer_learning_rate"] == 0.4
+  more = ask(capsys, "--params=4e6", f"--results={path}", "--overtrain=4")
+  assert more["tokens"] == pytest.approx(24 * 4e6, rel=1e-3)
+  assert more["loss"] is None
+  assert lib.main(["--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
+  assert "no law: it holds for 6 tokens per parameter" in capsys.readouterr().out
+
+
+def test_beyond_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
+  path = write(tmp_path / "runs.csv", own_rows)
+  answer = ask(capsys, "--params=1e9", "--replicas=4", f"--results={path}")
+  assert answer["notes"] == [
+    "N = 1e+09 is beyond the runs' sizes, 1e+06 to 4e+06: sweep nearby.",
+    "M = 4 is beyond the runs' replicas, 1 to 2: sweep it.",
+  ]
+  assert answer["outer_source"].endswith("M=2")
+
+
+def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
+  # No smaller batch at the largest N with M = 2, no tokens, and one cell is missing.
+  rows = [
+    {k: v for k, v in r.items() if k != "tokens"}
+    for r in own_rows
+    if (r["params"], r["replicas"], r["batch_tokens"]) != (4e6, 2, 2048)
+    and (r["params"], r["replicas"]) != (1e6, 1)
+  ]
+  path = write(tmp_path / "runs.csv", rows)
+  assert lib.main(["--params=4e6", f"--results={path}"]) == 2
+  assert "the best batch, 4096, is the smallest of 2" in capsys.readouterr().err
+  answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
+  tokens, edge, few, missing = answer["notes"]
+  assert "no column tokens): the budget is 20 tokens per parameter" in tokens
+  assert "best batch, 4096, is the smallest of 2 tried" in edge
+  assert "only 2 batch sizes were tried" in few
+  assert "streaming has no run at N = 1e+06, M = 1" in missing
+  assert lib.main(["--params=4e6", f"--results={path}", "--any"]) == 0
+  assert capsys.readouterr().out.count("\nnote") == 4
+  rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
+  answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
+  (note,) = answer["notes"]
+  assert note.startswith("the runs had 1 to 2 tokens per parameter")
+
+
+def test_without_a_law_of_the_batch_nothing_is_recommended(tmp_path, capsys, own_rows):
+  rows = [r for r in own_rows if r["batch_tokens"] == 4096]
+  path = write(tmp_path / "runs.csv", rows)
+  assert lib.main(["--params=4e6", f"--results={path}", "--any"]) == 2
+  assert "no law of the batch for joint: it was swept at" in capsys.readouterr().err
 
 
 def test_the_command_prints_both_losses_and_the_measured_ones(capsys):

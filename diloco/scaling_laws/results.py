@@ -28,6 +28,7 @@ class Run:
     learning_rate: inner peak learning rate.
     batch: tokens per step over all replicas.
     outer_learning_rate: 0 where there is none, or where it is not known.
+    tokens: D; 0 where it is not known.
   """
 
   algorithm: str
@@ -37,6 +38,7 @@ class Run:
   learning_rate: float
   batch: float
   outer_learning_rate: float = 0.0
+  tokens: float = 0.0
 
   @property
   def cell(self) -> tuple[str, float, int]:
@@ -63,14 +65,28 @@ class Best:
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """Laws of one algorithm: loss, inner learning rate, batch in tokens.
+  """Laws of one algorithm, and the runs that they hold for.
 
-  None where a quantity was swept at fewer sizes (or replica counts) than a law needs.
+  Attributes:
+    loss, learning_rate, batch: of the evaluation loss, the inner rate and the batch in
+      tokens; None where a quantity was swept at fewer sizes (or replica counts) than a
+      law needs.
+    sizes: all N, rising.
+    replicas: all M, rising.
+    tokens_per_param: least and most D / N; None where some D is not known.
+    outer_rates: best outer rate by M, at the largest N where it was swept, or else at
+      the largest N; without M whose outer rates are not known.
+    problems: sentences about the cells and about laws that there are none of.
   """
 
   loss: Fit
   learning_rate: Fit | None
   batch: Fit | None
+  sizes: tuple[float, ...]
+  replicas: tuple[int, ...]
+  tokens_per_param: tuple[float, float] | None
+  outer_rates: dict[int, float]
+  problems: tuple[str, ...] = ()
 
 
 def read_csv(
@@ -79,8 +95,8 @@ def read_csv(
   """Runs of a CSV file, such as a sweep exports.
 
   Columns: algorithm, params, replicas, loss, learning_rate, and batch_tokens or both
-  batch_sequences and seq_len; outer_learning_rate if there is one. Rows whose status
-  is not `done` are left out.
+  batch_sequences and seq_len; outer_learning_rate and tokens if they are known. Rows
+  whose status is not `done` are left out.
 
   Args:
     path: of the file.
@@ -114,6 +130,7 @@ def make_run(row: rows.Row) -> Run:
     row.number("learning_rate"),
     batch,
     row.number("outer_learning_rate") if outer else 0.0,
+    row.number("tokens") if row.has("tokens") else 0.0,
   )
 
 
@@ -160,7 +177,8 @@ def fit_runs(
     ValueError: bad runs; if strict, any problem; too few sizes for a single law.
   """
   best = best_of_cells(runs)
-  problems = [p for b in best.values() for p in b.problems] + missing_cells(list(best))
+  missing = missing_cells(list(best))
+  problems = [p for b in best.values() for p in b.problems] + [*missing.values()]
   _refuse(problems if strict else [])
   groups = collections.defaultdict(list)
   joint = collections.defaultdict(list)
@@ -177,31 +195,37 @@ def fit_runs(
         " add runs."
       )
     else:
-      found[name] = _laws(name, group, False, problems)
+      found[name] = _laws(name, group, False, missing)
   for name, group in joint.items():
     if len({b.run.replicas for b in group}) > 1 < len({b.run.params for b in group}):
       try:
-        found[name] = _laws(name, group, True, problems)
+        found[name] = _laws(name, group, True, missing)
       except ValueError as error:  # Cells are missing.
         problems.append(str(error))
   if not found:
     raise ValueError(problems[-1] if problems else "there are no runs; add some.")
+  # Those of cells are known already, those of the laws are not.
+  problems += dict.fromkeys(
+    p for law in found.values() for p in law.problems if p not in problems
+  )
   _refuse(problems if strict else [])
   return found, problems
 
 
-def missing_cells(cells: Sequence[tuple[str, float, int]]) -> list[str]:
-  """One sentence for every cell that a full grid of N and M would have."""
+def missing_cells(
+  cells: Sequence[tuple[str, float, int]],
+) -> dict[tuple[str, float, int], str]:
+  """A sentence for every cell that a full grid of N and M would have."""
   sizes = sorted({n for _, n, _ in cells})
   present = set(cells)
   wanted = sorted({(a, m) for a, _, m in cells})
-  return [
-    f"{algorithm} has no run at N = {n:g}, M = {m}, but other cells have this N; run"
-    " it, or fit without it (strict=False)."
+  return {
+    (algorithm, n, m): f"{algorithm} has no run at N = {n:g}, M = {m}, but other cells"
+    " have this N; run it, or fit without it (strict=False)."
     for algorithm, m in wanted
     for n in sizes
     if (algorithm, n, m) not in present
-  ]
+  }
 
 
 def _refuse(problems: list[str]) -> None:
@@ -263,8 +287,19 @@ def _axis_problem(
   )
 
 
-def _laws(name: str, group: list[Best], joint: bool, problems: list[str]) -> Laws:
-  """Laws of a group; to `problems` goes why there is none of a rate or a batch."""
+def _laws(
+  name: str,
+  group: list[Best],
+  joint: bool,
+  missing: Mapping[tuple[str, float, int], str],
+) -> Laws:
+  algorithms, sizes, replicas = (
+    tuple(sorted(set(x))) for x in zip(*(b.run.cell for b in group))
+  )
+  problems = [p for b in group for p in b.problems]
+  problems += [
+    p for (a, _, m), p in missing.items() if a in algorithms and m in replicas
+  ]
 
   def fit(what: str, some: list[Best], value: Callable[[Best], float]) -> Fit:
     m = [b.run.replicas for b in some] if joint else None
@@ -273,13 +308,12 @@ def _laws(name: str, group: list[Best], joint: bool, problems: list[str]) -> Law
 
   def fit_swept(field: str, value: Callable[[Best], float]) -> Fit | None:
     some = [b for b in group if field in b.swept]
-    sizes = len({b.run.params for b in some})
-    replicas = len({b.run.replicas for b in some})
+    n, m = (len({b.run.cell[i] for b in some}) for i in (1, 2))
     try:
-      if sizes < 2 or (joint and replicas < 2):
-        of = f" and {replicas} replica count(s)" if joint else ""
+      if n < 2 or (joint and m < 2):
+        of = f" and {m} replica count(s)" if joint else ""
         raise ValueError(
-          f"{name} has no law of the {field}, which was swept at {sizes} size(s){of};"
+          f"{name} has no law of the {field}, which was swept at {n} size(s){of};"
           " sweep it at 2 or more."
         )
       return fit(field, some, value)
@@ -287,10 +321,22 @@ def _laws(name: str, group: list[Best], joint: bool, problems: list[str]) -> Law
       problems.append(str(error))
       return None
 
+  ratios = [b.run.tokens / b.run.params for b in group]
+  # The last one of an M stays: swept before not swept, then large before small.
+  order = sorted(group, key=lambda b: (AXES[2] in b.swept, b.run.params))
   return Laws(
     fit("loss", group, lambda b: b.run.loss),
     fit_swept("learning_rate", lambda b: b.run.learning_rate),
     fit_swept("batch", lambda b: b.batch),
+    sizes,
+    replicas,
+    (min(ratios), max(ratios)) if all(ratios) else None,
+    {
+      b.run.replicas: b.run.outer_learning_rate
+      for b in order
+      if b.run.outer_learning_rate
+    },
+    tuple(problems),
   )
 
 

@@ -59,6 +59,7 @@ def laws(runs: Sequence[Run]) -> list[str]:
       r.rate,
       r.batch,
       0.0 if r.algorithm == "data_parallel" else r.outer_rate,
+      r.tokens,
     )
     for r in main_grid(runs)
   ]

@@ -278,18 +278,18 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
 
 
 @pytest.mark.parametrize("where", [None, {"seed": "0"}])
-@pytest.mark.parametrize(("cut", "said"), [("", "10 values"), (",0,1", "13 values")])
-def test_rows_of_another_length(tmp_path, where, cut, said):
+@pytest.mark.parametrize(("more", "by"), [("", -1), (",0,1", 2)])
+def test_rows_of_another_length(tmp_path, where, more, by):
   rows = [{**row, "status": "done", "seed": 0} for row in as_rows(make_runs())]
   path = tmp_path / "runs.csv"
   write(path, rows)
   lines = path.read_text().splitlines()
-  # The last line without its last value, or with one too many.
-  lines[-1] = lines[-1] + cut if cut else lines[-1].rpartition(",")[0]
+  # The last line without its last value, or with two too many.
+  lines[-1] = lines[-1] + more if more else lines[-1].rpartition(",")[0]
   path.write_text("\n".join(lines))
-  with pytest.raises(
-    ValueError, match=rf"line {len(lines)} of .* has {said} for 11 col"
-  ):
+  count = len(rows[0])
+  message = rf"line {len(lines)} of .* has {count + by} values for {count} columns"
+  with pytest.raises(ValueError, match=message):
     results.read_csv(path, where)
 
 
