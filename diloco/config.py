@@ -276,7 +276,7 @@ def complete(saved: dict) -> ml_collections.FrozenConfigDict:
   Raises:
     ConfigError: it has a field that is gone, or one that cannot work.
   """
-  return resolve(ml_collections.ConfigDict(_merge(default_config().to_dict(), saved)))
+  return resolve(ml_collections.ConfigDict(merge(default_config().to_dict(), saved)))
 
 
 def validate(c) -> None:
@@ -447,12 +447,13 @@ def _get(c, field: str):
   return c
 
 
-def _merge(default: dict, saved: dict) -> dict:
+def merge(default: dict, saved: dict) -> dict:
+  """Nested `saved` with what it lacks from `default`; JSON's lists become tuples."""
   found = {**default}
   for key, value in saved.items():
     if isinstance(value, dict) and isinstance(default.get(key), dict):
-      value = _merge(default[key], value)
-    found[key] = tuple(value) if isinstance(value, list) else value  # JSON's tuples.
+      value = merge(default[key], value)
+    found[key] = tuple(value) if isinstance(value, list) else value
   return found
 
 

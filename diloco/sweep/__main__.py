@@ -14,7 +14,7 @@ import sys
 from absl import flags
 
 from diloco import command_line
-from diloco.sweep import progress, table
+from diloco.sweep import csv_file, progress, table
 from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
@@ -76,12 +76,12 @@ def run() -> int:
       )
     path = pathlib.Path(_EXPORT.value)
     command_line.make_folder(path.parent, "--export")
-    count = table.export(table.Table(results).rows(), path)
+    count = csv_file.export(table.Table(results).rows(), path)
     print(f"{count} runs written to {_EXPORT.value}")
     return 0
   command_line.make_folder(results, "--results")
   if _IMPORT.value:
-    count = table.load(pathlib.Path(_IMPORT.value), table.Table(results))
+    count = csv_file.load(pathlib.Path(_IMPORT.value), table.Table(results))
     print(f"{count} runs of {_IMPORT.value} taken over into {results}")
     return 0
   sweep = load_sweep(_SWEEP.value)

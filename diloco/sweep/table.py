@@ -1,7 +1,6 @@
 """The results: one SQLite table, a row per run, written by the driver alone."""
 
 import contextlib
-import csv
 import datetime
 import hashlib
 import json
@@ -38,24 +37,6 @@ COLUMNS = {
   "wall_s": "REAL",
   "device": "TEXT",
   "vanished": "INTEGER",  # Ends in a row of which the run noted nothing.
-}
-# Columns that only the driver needs.
-_UNEXPORTED = ("point", "config", "attempts", "started", "vanished")
-
-# What an exported row says of the config, by column name.
-EXPORTED_FIELDS = {
-  "algorithm": "algorithm",
-  "replicas": "replicas",
-  "sync_every": "sync_every",
-  "outer_learning_rate": "outer.learning_rate",
-  "outer_momentum": "outer.momentum",
-  "learning_rate": "inner.learning_rate",
-  "batch_sequences": "train.batch_size",
-  "seq_len": "model.seq_len",
-  "num_layers": "model.num_layers",
-  "dim": "model.dim",
-  "vocab_size": "model.vocab_size",
-  "seed": "seed",
 }
 
 
@@ -159,13 +140,19 @@ class Table:
     with self._db:
       self._db.execute("DELETE FROM runs WHERE status = 'failed'")
 
-  def insert(self, row: dict[str, Any]) -> None:
-    """Adds a run that ended elsewhere, unless it is there."""
-    marks = ", ".join("?" for _ in row)
+  def insert(self, rows: list[dict[str, Any]]) -> None:
+    """Adds runs that are done elsewhere, all or none, unless they are done here too.
+
+    Args:
+      rows: of all columns.
+    """
+    marks = ", ".join(f":{name}" for name in COLUMNS)
+    sets = ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "name")
     with self._db:
-      self._db.execute(
-        f"INSERT OR IGNORE INTO runs ({', '.join(row)}) VALUES ({marks})",
-        tuple(row.values()),
+      self._db.executemany(
+        f"INSERT INTO runs ({', '.join(COLUMNS)}) VALUES ({marks})"
+        f" ON CONFLICT (name) DO UPDATE SET {sets} WHERE runs.status != 'done'",
+        rows,
       )
 
   def _update(self, name: str, **values) -> None:
@@ -177,73 +164,6 @@ class Table:
 
   def close(self) -> None:
     self._db.close()
-
-
-def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
-  """Writes the finished and failed runs as CSV; returns how many.
-
-  The fields in which runs can differ get columns of their own, and so does what the
-  sweep file was asked for (point_size, ...); `config` keeps, as JSON, what else differs
-  from `default_config`.
-  """
-  default = json.loads(json.dumps(config_lib.default_config().to_dict()))
-  shown = [c for c in COLUMNS if c not in _UNEXPORTED]
-  ended = [row for row in rows if row["status"] in ("done", "failed")]
-  asked = sorted({name for row in ended for name in json.loads(row["point"])})
-  with path.open("w", newline="") as file:
-    writer = csv.writer(file, lineterminator="\n")
-    names = [f"point_{name}" for name in asked]
-    writer.writerow([*names, *EXPORTED_FIELDS, *shown, "config"])
-    for row in ended:
-      point = json.loads(row["point"])
-      config = json.loads(row["config"])
-      fields = [_field(config, f) for f in EXPORTED_FIELDS.values()]
-      rest = _rest(config, default)
-      values = [_digits(row[c]) for c in shown]
-      writer.writerow(
-        [
-          *(point.get(a, "") for a in asked),
-          *fields,
-          *values,
-          json.dumps(rest, sort_keys=True),
-        ]
-      )
-  return len(ended)
-
-
-def load(path: pathlib.Path, table: Table) -> int:
-  """Takes the finished runs of an exported file over into a table; returns how many.
-
-  A sweep then goes on from them as if it had run them here. Names are made anew from
-  the configs, so that fields which did not exist then have their defaults.
-
-  Raises:
-    ValueError: the file was not written by `export`.
-  """
-  with path.open(newline="") as file:
-    rows = [row for row in csv.DictReader(file) if row.get("status") == "done"]
-  for line, row in enumerate(rows, 2):
-    try:
-      config = config_lib.default_config()
-      fields = {name: row[column] for column, name in EXPORTED_FIELDS.items()}
-      config.update_from_flattened_dict(
-        {k: _parse(v, _field(config, k)) for k, v in fields.items()}
-        | {k: _tuple(v) for k, v in json.loads(row["config"]).items()}
-      )
-      resolved = json.loads(json.dumps(config_lib.resolve(config).to_dict()))
-      point = {k.removeprefix("point_"): v for k, v in row.items() if "point_" in k}
-      values = {k: row[k] or None for k in COLUMNS if k in row and k != "config"}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-      raise ValueError(
-        f"run {line - 1} of {path} cannot be taken over ({error}); give a file written"
-        " by --export."
-      ) from error
-    table.insert(
-      values
-      | {"name": digest(resolved), "config": json.dumps(resolved)}
-      | {"point": json.dumps(point, sort_keys=True), "attempts": 1}
-    )
-  return len(rows)
 
 
 def digest(config: dict) -> str:
@@ -262,37 +182,6 @@ def git_revision() -> str:
       text=True,
     ).stdout.strip()
   return "unknown"
-
-
-def _field(config, name: str):
-  for part in name.split("."):
-    config = config[part]
-  return config
-
-
-def _rest(config: dict, default: dict, prefix: str = "") -> dict:
-  """{field: value} where config differs from default and no column tells it."""
-  found: dict[str, Any] = {}
-  for k, value in config.items():
-    field = f"{prefix}{k}"
-    if isinstance(value, dict):
-      found |= _rest(value, default[k], f"{field}.")
-    elif value != default[k] and field not in EXPORTED_FIELDS.values():
-      found[field] = value
-  return found
-
-
-def _parse(text: str, like):
-  """A CSV cell as the type of the field's default."""
-  return type(like)(text)
-
-
-def _tuple(value):
-  return tuple(value) if isinstance(value, list) else value
-
-
-def _digits(value):
-  return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _now() -> str:

@@ -15,9 +15,10 @@ import pytest
 
 from diloco.config import default_config, resolve
 from diloco.sweep import job, progress
+from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
-from diloco.sweep.table import Table, digest, export, load
+from diloco.sweep.table import Table, digest
 
 BEST = 2.0**-8
 
@@ -295,10 +296,72 @@ def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
     assert row["revision"] == before[row["name"]]["revision"]
 
 
-def test_a_file_that_is_no_export_is_refused(tmp_path):
-  (tmp_path / "t.csv").write_text("status,loss\ndone,3\n")
-  with pytest.raises(ValueError, match=r"run 1 of .* cannot be taken over"):
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"loss": ""}, "loss is '', but the run is done"),
+    ({"loss": "abc"}, "loss is 'abc', no real"),
+    ({"loss": "nan"}, "loss is 'nan', but the run is done"),
+    ({"params": "1.5"}, "params is '1.5', no integer"),
+    ({"replicas": "two"}, "'two'"),
+    ({"replicas": "3"}, "train.batch_size is 4, which replicas"),
+    ({"status": "well"}, "status is 'well', neither done nor failed"),
+    ({"config": "[]"}, "'list' object has no attribute"),
+    ({"config": '{"model.warp": 1}'}, "warp"),
+    ({None: ["more"]}, "as many cells"),
+  ],
+)
+def test_what_cannot_be_taken_over_is_told_with_its_line(tmp_path, change, message):
+  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
+  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
+  with (tmp_path / "out.csv").open() as file:
+    rows = list(csv.DictReader(file))
+  rows[4] |= change
+  with (tmp_path / "out.csv").open("w") as file:
+    writer = csv.writer(file)
+    writer.writerow(rows[0])
+    for row in rows:
+      writer.writerow([*(v for k, v in row.items() if k), *row.get(None, ())])
+  table = Table(tmp_path / "b")
+  with pytest.raises(ValueError, match=r"^line 6 of .* cannot be taken over") as error:
+    load(tmp_path / "out.csv", table)
+  assert message in str(error.value)
+  assert table.rows() == []  # All or none.
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "status,loss\ndone,3\n", "", "\0"])
+def test_a_file_that_is_no_export_is_refused(tmp_path, text):
+  (tmp_path / "t.csv").write_text(text)
+  with pytest.raises(ValueError, match=r"line 1 of .* has no column .*algorithm"):
     load(tmp_path / "t.csv", Table(tmp_path))
+
+
+def test_a_run_that_is_done_elsewhere_need_not_be_done_here(tmp_path):
+  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
+  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
+  never = Fake(lambda run, saved: None)
+  Driver(make_sweep(), tmp_path / "b", never).step()  # Both runs are booked, not done.
+  table = Table(tmp_path / "b")
+  assert len(table.rows()) == 2
+  load(tmp_path / "out.csv", table)
+  assert [row["status"] for row in table.rows()] == ["done"] * 8
+  again = Fake()
+  finish(Driver(make_sweep(), tmp_path / "b", again))
+  assert again.started == []
+
+
+def test_an_export_holds_runs_of_code_with_other_fields(tmp_path):
+  table = Table(tmp_path)
+  written = json.loads(json.dumps(resolve(config({"replicas": 1, "lr": 1})).to_dict()))
+  table.start("a", {}, without(written, "outer.learning_rate") | {"gone": 1}, "")
+  table.start("b", {}, {}, "")  # Its config could not be made.
+  table.fail("a", "lost")
+  table.fail("b", "refused")
+  assert export(table.rows(), tmp_path / "out.csv") == 2
+  with (tmp_path / "out.csv").open() as file:
+    first, _ = csv.DictReader(file)
+  assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
+  assert json.loads(first["config"])["gone"] == 1
 
 
 def test_the_sweep_imports_no_jax():
