@@ -262,7 +262,9 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
 
   figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
   found = {r["method"] for r in rows}
-  for i, method in enumerate(m for m in METHODS if m in found):
+  # In the order, and so the colors, of the simulated figures (simulate/figures.py).
+  order = ("data-parallel", *(m for m in METHODS if m != "data-parallel"))
+  for i, method in ((i, m) for i, m in enumerate(order) if m in found):
     own_rows = rows_of(rows, method)
     x = [r["rate_mbit_s"] for r in own_rows]
     color = f"C{i}"
@@ -280,7 +282,7 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
     title=f"Measured: {options.replicas} processes, H = {c.sync_every}",
   )
   axes.grid(alpha=0.3)
-  axes.legend(fontsize=8)
+  figure.legend(loc="outside right center", fontsize=8)
   figure.savefig(path, dpi=150)
 
 
