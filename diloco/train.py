@@ -276,10 +276,10 @@ def _restore(run: _Run, checkpoints: Checkpoints):
     ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas, c.wire.exchange))
     return 0, fresh, {"ledger": ledger, "finished": False}
   run.data.set_state(restored.record["data"])
-  shards = run.mesh.shape[mesh_lib.FSDP]
-  exchange.warn_of_other_shards(c, restored.record.get("fsdp"), shards)
   if run.peers.index == 0:
     say(f"Going on from the checkpoint of step {restored.step}.")
+    shards = run.mesh.shape[mesh_lib.FSDP]
+    exchange.warn_of_other_shards(c, restored.record.get("fsdp"), shards)
   state = restored.state
   if run.outer and state.outer:
     outer = sync_lib.adopt(run.outer, state.outer)

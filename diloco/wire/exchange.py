@@ -113,7 +113,7 @@ def finish(
   Args:
     mesh: the device mesh.
     payload: uint8 [M, fsdp, bytes], as `encoded`: what was given to `start`.
-    received: what `start` returned, each like payload.
+    received: what `start` returned, each flat and sharded like payload.
 
   Returns:
     uint8 [M, fsdp, bytes], as `transmitted`.
