@@ -15,7 +15,7 @@ import math
 import sys
 
 from diloco.command_line import parse_options
-from diloco.scaling_laws import paper, predict, results
+from diloco.scaling_laws import cells, paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
 # The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it, prints no
@@ -255,7 +255,7 @@ def run(args: argparse.Namespace) -> dict:
   """
   laws = None
   if args.results:
-    runs = results.read_csv(args.results, parse_options(args.where, place="--where"))
+    runs = cells.read_csv(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(runs, strict=not args.any)
   n = paper.number(args.params)
   found = recommend(

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import recommend as lib
-from diloco.scaling_laws import paper, predict, results
+from diloco.scaling_laws import cells, paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
 
@@ -151,7 +151,7 @@ def ask(capsys, *arguments) -> dict:
 
 def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
   path = write(tmp_path / "runs.csv", own_rows)
-  laws, _ = results.fit_runs(results.read_csv(path))
+  laws, _ = results.fit_runs(cells.read_csv(path))
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
   assert found.learning_rate == pytest.approx(OWN_RATE(1e7, 4))
   assert found.batch_sequences == 64

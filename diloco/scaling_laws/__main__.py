@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 from diloco.command_line import make_folder, parse_options
-from diloco.scaling_laws import paper, results, tables
+from diloco.scaling_laws import cells, paper, results, tables
 from diloco.scaling_laws.fits import Interval
 
 _BOOTSTRAP = "resamples for bootstrap-t intervals; 0: Student's t"
@@ -33,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
   p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
   p.add_argument("--json", action="store_true")
   p = commands.add_parser("fit", help="laws of your own runs")
-  p.add_argument("csv", help="see results.read_csv for its columns")
+  p.add_argument("csv", help="see cells.read_csv for its columns")
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
   p.add_argument("--any", action="store_true", help="fit despite edges and gaps")
   p.add_argument("--bootstrap", type=int, default=0, help=_BOOTSTRAP)
@@ -47,7 +47,7 @@ def fit(args: argparse.Namespace) -> dict:
   Raises:
     ValueError: the runs cannot be fitted.
   """
-  runs = results.read_csv(args.csv, parse_options(args.where, place="--where"))
+  runs = cells.read_csv(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(runs, strict=not args.any)
   found: dict[str, dict[str, dict | None]] = {}
   for name, law in laws.items():

@@ -63,7 +63,7 @@ class Fit:
     """Interval of each parameter: {'A': (low, high), ...}.
 
     Student's t, which holds the truth in a share `level` of all cases from n = k + 1
-    points on. Percentiles of bootstrapped parameters do in 65% for 90% at n = 3.
+    points on. Percentiles of bootstrapped parameters do in some 60% for 90% at n = 3.
 
     Args:
       level: share of cases.

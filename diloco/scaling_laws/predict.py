@@ -40,7 +40,8 @@ def predict(
   floor: bool = False,
   level: float = 0.9,
 ) -> Prediction:
-  """Evaluation loss at 20 tokens per parameter, with the interval for a new run.
+  """Evaluation loss at 20 tokens per parameter (or those of one's own runs), and the
+  interval for a new run.
 
   Args:
     params: N.

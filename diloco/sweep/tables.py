@@ -5,6 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from diloco.scaling_laws import cells as cells_lib
 from diloco.scaling_laws import results
 from diloco.scaling_laws.fits import Fit
 from diloco.sweep.runs import Run, best, by_curve, main_grid
@@ -51,7 +52,7 @@ def best_points(runs: Sequence[Run]) -> list[str]:
 def laws(runs: Sequence[Run]) -> list[str]:
   """Power laws A N^alpha (M^beta) of the best runs, as Markdown, and what ails them."""
   converted = [
-    results.Run(
+    cells_lib.Run(
       r.algorithm,
       r.params,
       1 if r.algorithm == "data_parallel" else r.replicas,

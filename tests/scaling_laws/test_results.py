@@ -8,7 +8,7 @@ import re
 import pytest
 
 from diloco.scaling_laws import __main__ as cli
-from diloco.scaling_laws import results
+from diloco.scaling_laws import cells, results
 from diloco.scaling_laws.fits import PowerLaw
 
 LOSS, RATE = PowerLaw(20, -0.1, 0.02), PowerLaw(10, -0.5, 0.1)
@@ -25,7 +25,7 @@ def make_runs(replicas=(1, 2, 4), algorithm="diloco"):
         for j in (-1, 0, 1):
           for k in (-1, 0, 1) if algorithm != "data_parallel" else (0,):
             found.append(
-              results.Run(
+              cells.Run(
                 algorithm,
                 n,
                 m,
@@ -68,13 +68,13 @@ def test_laws_are_recovered_from_a_full_sweep():
 
 def test_the_best_batch_lies_between_powers_of_two():
   runs = [
-    results.Run(
+    cells.Run(
       "diloco", 1e6, 2, 3 + (i - 10.3) ** 2 / 100 + j**2, 0.01 + j / 1e3, 2.0**i
     )
     for i in (9, 10, 11)
     for j in (-1, 0, 1)
   ]
-  best = results.best_of_cells(runs)["diloco", 1e6, 2]
+  best = cells.best_of_cells(runs)["diloco", 1e6, 2]
   assert best.run.batch == 2**10
   assert best.batch == pytest.approx(2**10.3)
   assert best.problems == ()
@@ -98,21 +98,21 @@ def test_a_best_point_on_the_edge():
 def test_neighbours_are_those_along_the_axis_through_the_best():
   # The best rate has a larger and a smaller one, but the larger at another batch only.
   def run(rate, batch, loss):
-    return results.Run("data_parallel", 1e6, 1, loss, rate, batch)
+    return cells.Run("data_parallel", 1e6, 1, loss, rate, batch)
 
   runs = [run(1, 8, 3.1), run(2, 8, 3.0), run(4, 16, 3.2), run(2, 4, 3.1)]
-  (best,) = results.best_of_cells(runs).values()
+  (best,) = cells.best_of_cells(runs).values()
   rate, batch = best.problems
   assert "the best learning_rate, 2, is the largest of 2 tried with batch 8;" in rate
   assert "the best batch, 8, is the largest of 2 tried with learning_rate 2;" in batch
   runs = [run(2, 8, 3.0), run(4, 16, 3.2), run(1, 4, 3.1)]
-  (best,) = results.best_of_cells(runs).values()
+  (best,) = cells.best_of_cells(runs).values()
   assert "the only one tried with batch 8; add smaller and larger" in best.problems[0]
   runs = [
     run(a, b, 3 + abs(a - 2) + abs(b - 8))
     for a, b in ((1, 8), (2, 8), (3, 8), (2, 4), (2, 16))
   ]
-  (best,) = results.best_of_cells(runs).values()
+  (best,) = cells.best_of_cells(runs).values()
   assert best.problems == ()
 
 
@@ -132,7 +132,7 @@ def test_the_outer_rate_has_edges_too(end):
     results.fit_runs(runs)
 
 
-@pytest.mark.parametrize("field", results.AXES)
+@pytest.mark.parametrize("field", cells.AXES)
 def test_a_hyperparameter_that_was_not_swept(field):
   best = {(r.params, r.replicas): r for r in sorted(make_runs(), key=lambda r: -r.loss)}
   keep = lambda r: getattr(r, field) == getattr(best[r.params, r.replicas], field)
@@ -186,7 +186,7 @@ def test_a_missing_cell_is_named():
 def test_duplicates_are_named():
   runs = make_runs()
   with pytest.raises(ValueError, match=r"two runs of diloco at N = 1e.06, M = 1 have"):
-    results.best_of_cells([*runs, runs[0]])
+    cells.best_of_cells([*runs, runs[0]])
 
 
 @pytest.mark.parametrize(
@@ -215,8 +215,8 @@ def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
   rows.append({**rows[0], "status": "failed", "loss": ""})
   path = write(tmp_path / "runs.csv", rows)
   with pytest.raises(ValueError, match="two runs of"):
-    results.fit_runs(results.read_csv(path))
-  runs = results.read_csv(path, {"sync_every": "30"})
+    results.fit_runs(cells.read_csv(path))
+  runs = cells.read_csv(path, {"sync_every": "30"})
   assert len(runs) == len(make_runs())
   assert runs[0].batch == pytest.approx(make_runs()[0].batch)
   assert cli.main(["fit", path, "--where=sync_every=30"]) == 0
@@ -266,7 +266,7 @@ def test_csv_errors_name_the_line(tmp_path, change, message):
   rows = as_rows(make_runs())
   rows[0] |= change
   with pytest.raises(ValueError, match=message):
-    results.read_csv(write(tmp_path / "runs.csv", rows))
+    cells.read_csv(write(tmp_path / "runs.csv", rows))
 
 
 def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
@@ -274,7 +274,7 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
   with pytest.raises(
     ValueError, match=r"no column params; .*runs.csv has algorithm, re"
   ):
-    results.read_csv(write(tmp_path / "runs.csv", rows))
+    cells.read_csv(write(tmp_path / "runs.csv", rows))
 
 
 @pytest.mark.parametrize("where", [None, {"seed": "0"}])
@@ -290,14 +290,14 @@ def test_rows_of_another_length(tmp_path, where, more, by):
   count = len(rows[0])
   message = rf"line {len(lines)} of .* has {count + by} values for {count} columns"
   with pytest.raises(ValueError, match=message):
-    results.read_csv(path, where)
+    cells.read_csv(path, where)
 
 
 def test_a_file_that_begins_with_a_byte_order_mark(tmp_path):
   path = tmp_path / "runs.csv"
   write(path, as_rows(make_runs()))
   path.write_text(path.read_text(), encoding="utf-8-sig")
-  assert len(results.read_csv(path)) == len(make_runs())
+  assert len(cells.read_csv(path)) == len(make_runs())
 
 
 def test_a_filter_that_leaves_nothing_is_named(tmp_path, capsys):
@@ -307,12 +307,12 @@ def test_a_filter_that_leaves_nothing_is_named(tmp_path, capsys):
   said = capsys.readouterr().err
   assert "has seq_len=64.0,seed=7: seed is '0', '1'; choose among these." in said
   with pytest.raises(ValueError, match="has no finished run"):
-    results.read_csv(write(tmp_path / "f.csv", [{**rows[0], "status": "failed"}]))
+    cells.read_csv(write(tmp_path / "f.csv", [{**rows[0], "status": "failed"}]))
 
 
 def test_where_errors(tmp_path):
   path = write(tmp_path / "runs.csv", as_rows(make_runs()))
   with pytest.raises(ValueError, match="names the column 'seed', but"):
-    results.read_csv(path, {"seed": "0"})
+    cells.read_csv(path, {"seed": "0"})
   with pytest.raises(ValueError, match="--where has 'seed'; write name=value"):
     cli.fit(cli.make_parser().parse_args(["fit", "runs.csv", "--where=seed"]))
