@@ -77,12 +77,12 @@ class Training:
           f"network is {network}; give positive bits per second and a latency of at"
           " least 0 seconds."
         )
-    most = 1 if self.method == "data_parallel" else self.replicas
-    if self.nodes < max(2, most):
-      which = "chips is" if self.chips else "one chip for 16,384 tokens of the batch is"
+    least = 2 if self.method == "data_parallel" else max(2, self.replicas)
+    if self.nodes < least:
+      rule = "" if self.chips else " (one for 16,384 tokens of the batch)"
       raise ValueError(
-        f"{which} {self.nodes:.3g}, where {most} replica(s) need {max(2, most)} or more"
-        " to communicate; give more chips, or a larger batch."
+        f"chips is {self.nodes:.3g}{rule}, but {least} are the fewest between which"
+        " this run communicates; give more chips, or a larger batch."
       )
 
   @property

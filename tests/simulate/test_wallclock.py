@@ -110,9 +110,9 @@ def test_table_1_hours():
   [
     ({"tokens": 0}, "tokens is 0; give a positive number"),
     ({"params": math.nan}, "params is nan"),
-    ({"batch_tokens": 512}, "one chip for .* is 0.0312, where 2 .* give more chips"),
-    ({"chips": 1, "method": "data_parallel"}, "chips is 1, where 1 replica.* need 2"),
-    ({"chips": 3, "replicas": 4}, "chips is 3, where 4 replica.* need 4 or more"),
+    ({"batch_tokens": 512}, "chips is 0.0312 .one for .*, but 2 are the .* give more"),
+    ({"chips": 1, "method": "data_parallel"}, "chips is 1, but 2 are the fewest"),
+    ({"chips": 3, "replicas": 4}, "chips is 3, but 4 are the fewest"),
     ({"method": "ring"}, "method is 'ring'; choose one of"),
     ({"across": wc.Network(0, 0)}, "network is .*; give positive bits per second"),
   ],
