@@ -14,10 +14,11 @@ import sys
 from absl import flags
 
 from diloco import command_line
-from diloco.sweep import csv_file, progress, table
+from diloco.sweep import csv_file, progress
 from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
+from diloco.sweep.table import Table, alone
 
 _SWEEP = flags.DEFINE_string(
   "sweep", "", "A file with get_sweep(), e.g. configs/ladder.py."
@@ -70,30 +71,31 @@ def run() -> int:
   """What the flags ask for; returns the exit status."""
   results = pathlib.Path(str(_RESULTS.value))
   if _EXPORT.value:
-    if not (results / "results.sqlite").is_file():
-      raise ValueError(
-        f"--results={results} holds no results.sqlite; run a sweep first."
-      )
+    rows = Table(results, read_only=True).rows()
     path = pathlib.Path(_EXPORT.value)
     command_line.make_folder(path.parent, "--export")
-    count = csv_file.export(table.Table(results).rows(), path)
+    count = csv_file.export(rows, path)
     print(f"{count} runs written to {_EXPORT.value}")
     return 0
-  command_line.make_folder(results, "--results")
   if _IMPORT.value:
-    count = csv_file.load(pathlib.Path(_IMPORT.value), table.Table(results))
+    command_line.make_folder(results, "--results")
+    with alone(results):
+      count = csv_file.load(pathlib.Path(_IMPORT.value), Table(results))
     print(f"{count} runs of {_IMPORT.value} taken over into {results}")
     return 0
   sweep = load_sweep(_SWEEP.value)
-  backend = make_backend(sweep, results)
-  if _RETRY.value:
-    table.Table(results).forget_failed()
-  driver = Driver(sweep, results, backend)
   if _SHOW.value:
+    idle = Local(1, 0, results, {})  # Starts nothing.
+    driver = Driver(sweep, results, idle, read_only=True)
     rows = driver.rows()
     print("\n".join(progress.lines(driver.cells({r["name"]: r for r in rows}), rows)))
     return 0
-  finished = drive(driver, progress.Live())
+  command_line.make_folder(results, "--results")
+  with alone(results):
+    driver = Driver(sweep, results, make_backend(sweep, results))
+    if _RETRY.value:
+      driver.forget_failed()
+    finished = drive(driver, progress.Live())
   return 0 if finished else 1
 
 

@@ -4,15 +4,13 @@ Everything that matters is on disk: the table and, per run, config.json, checkpo
 summary.json or ended.json. The driver can be killed at any moment and started again.
 """
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from diloco import config as config_lib
@@ -51,11 +49,27 @@ class Cell:
 
 
 class Driver:
-  """One pass of `step` after another until nothing is left to run."""
+  """One pass of `step` after another until nothing is left to run.
 
-  def __init__(self, sweep: Sweep, results: pathlib.Path, backend: Backend):
+  Args:
+    sweep: what to run.
+    results: the results directory.
+    backend: where to run it.
+    read_only: for `cells` and `rows` alone; nothing is created or written.
+
+  Raises:
+    ValueError: read_only, and there are no results.
+  """
+
+  def __init__(
+    self,
+    sweep: Sweep,
+    results: pathlib.Path,
+    backend: Backend,
+    read_only: bool = False,
+  ):
     self._sweep, self._results, self._backend = sweep, results, backend
-    self._table = Table(results)
+    self._table = Table(results, read_only)
     self._revision = git_revision()
     self._known = self._table.names()
     self._names: dict[str, str] = {}  # Run's name by the point's key.
@@ -67,6 +81,7 @@ class Driver:
     self._collect()
     rows = {row["name"]: row for row in self._table.rows()}
     cells = self.cells(rows)
+    self._book_refusals(rows)
     for cell in cells:
       for point in cell.search.todo:
         name = self._name(point)
@@ -102,21 +117,12 @@ class Driver:
         waiting = later
     return found
 
-  @contextlib.contextmanager
-  def alone(self) -> Iterator[None]:
-    """Keeps other drivers off these results for as long as this process lives."""
-    with (self._results / "driver.lock").open("w") as lock:
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError:
-        raise ValueError(
-          f"--results={self._results} has a driver already; use --show to look at it,"
-          " or another directory."
-        ) from None
-      yield
-
   def rows(self) -> list[dict[str, Any]]:
     return self._table.rows()
+
+  def forget_failed(self) -> None:
+    """Lets failed runs run again."""
+    self._table.forget_failed()
 
   def stop(self) -> None:
     """Ends the runs of this driver (they save) and the table."""
@@ -145,6 +151,7 @@ class Driver:
     for earlier in ("ended.json", "summary.json"):  # Of an attempt that failed.
       (directory / earlier).unlink(missing_ok=True)
     self._table.start(name, point, self._configs[name], self._revision)
+    self._table.forget(_refusal(point))  # The sweep file was mended.
     try:
       self._backend.start(directory)
     except (ValueError, OSError):
@@ -191,25 +198,20 @@ class Driver:
     if key not in self._names:
       try:
         resolved = config_lib.resolve(self._sweep.config(dict(point)))
-      except config_lib.ConfigError as error:
-        self._refused[key] = str(error)
-        self._table_refusal(point, str(error))
+        config = json.loads(json.dumps(resolved.to_dict()))
+      except Exception as error:  # Whatever a sweep file does wrong.
+        self._refused[key] = _reason(error, point)
         return None
-      except KeyError as error:
-        raise ValueError(
-          f"the sweep file's config needs {error}, which the point"
-          f" {grid_lib.describe(point)} has not; add it to the cells or as an axis."
-        ) from error
-      config = json.loads(json.dumps(resolved.to_dict()))
       name = self._known.get(digest(config), digest(config))
       self._names[key], self._configs[name] = name, config
     return self._names[key]
 
-  def _table_refusal(self, point: Point, error: str) -> None:
-    config = json.loads(json.dumps(self._sweep.config(dict(point)).to_dict()))
-    name = digest(config)
-    self._table.start(name, point, config, self._revision)
-    self._table.fail(name, error)
+  def _book_refusals(self, rows: dict[str, dict[str, Any]]) -> None:
+    """Books points without a config, each once, as runs that failed unstarted."""
+    for key, error in self._refused.items():
+      row = rows.get(_refusal(json.loads(key)))
+      if row is None or row["error"] != error:
+        self._table.refuse(_refusal(json.loads(key)), json.loads(key), error)
 
   def _directory(self, name: str) -> pathlib.Path:
     return self._results / "runs" / name
@@ -244,7 +246,7 @@ def drive(
   show: Callable[[list[Cell], list[dict]], None],
   pause: float = 2.0,
 ) -> bool:
-  """Runs a sweep to its end.
+  """Runs a sweep to its end. The caller holds `table.alone` of its results.
 
   Args:
     driver: of the sweep.
@@ -253,15 +255,7 @@ def drive(
 
   Returns:
     False if SIGTERM or SIGINT ended it early.
-
-  Raises:
-    ValueError: another driver works on these results.
   """
-  with driver.alone():
-    return _drive(driver, show, pause)
-
-
-def _drive(driver: Driver, show, pause: float) -> bool:
   stopped = False
 
   def stop(*_):
@@ -281,6 +275,24 @@ def _drive(driver: Driver, show, pause: float) -> bool:
     for number, handler in previous.items():
       signal.signal(number, handler)
   return not stopped
+
+
+def _reason(error: Exception, point: Point) -> str:
+  """Why a point has no config, in one line."""
+  text = " ".join(str(error).split())
+  if isinstance(error, config_lib.ConfigError):
+    return text
+  if isinstance(error, KeyError):
+    return (
+      f"the sweep file's config needs {text}, which the point"
+      f" {grid_lib.describe(point)} has not; add it to the cells or as an axis."
+    )
+  return f"the sweep file's config raises {type(error).__name__}: {text}"
+
+
+def _refusal(point: Point) -> str:
+  """Name of the row of a point without a config."""
+  return digest({"refused": point})
 
 
 def _read(path: pathlib.Path) -> dict | None:

@@ -2,11 +2,13 @@
 
 import contextlib
 import datetime
+import fcntl
 import hashlib
 import json
 import pathlib
 import sqlite3
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 from diloco import config as config_lib
@@ -40,13 +42,48 @@ COLUMNS = {
 }
 
 
-class Table:
-  """The table of one results directory."""
+@contextlib.contextmanager
+def alone(results: pathlib.Path) -> Iterator[None]:
+  """Keeps other drivers and imports off a results directory, which it creates.
 
-  def __init__(self, results: pathlib.Path):
+  Raises:
+    ValueError: one is at work there.
+  """
+  results.mkdir(parents=True, exist_ok=True)
+  with (results / "driver.lock").open("w") as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(
+        f"--results={results} has a driver already; use --show to look at it, or"
+        " another directory."
+      ) from None
+    yield
+
+
+class Table:
+  """The table of one results directory.
+
+  Args:
+    results: the directory.
+    read_only: nothing is created or changed.
+
+  Raises:
+    ValueError: read_only, and there is no table.
+  """
+
+  def __init__(self, results: pathlib.Path, read_only: bool = False):
+    path = results / "results.sqlite"
+    if read_only and not path.is_file():
+      raise ValueError(
+        f"--results={results} holds no results.sqlite; run a sweep first."
+      )
     results.mkdir(parents=True, exist_ok=True)
-    self._db = sqlite3.connect(results / "results.sqlite", timeout=60)
+    self._db = sqlite3.connect(path, timeout=60)
     self._db.row_factory = sqlite3.Row
+    if read_only:
+      self._db.execute("PRAGMA query_only=ON")
+      return
     # WAL needs memory that all readers share, which network file systems do not have.
     self._db.execute("PRAGMA journal_mode=DELETE")
     columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
@@ -72,6 +109,8 @@ class Table:
     done = set[str]()
     fields = set(config_lib.leaves(config_lib.default_config()))
     for row in self.rows():
+      if row["attempts"] == 0:  # A refusal: there is no config.
+        continue
       config = json.loads(row["config"])
       if set(config_lib.leaves(config)) != fields:
         try:
@@ -134,6 +173,20 @@ class Table:
       vanished: ends in a row of which it noted nothing; 0 if it stopped and saved.
     """
     self._update(name, status="interrupted", vanished=vanished)
+
+  def refuse(self, name: str, point: dict, error: str) -> None:
+    """Books a point for which no run can be started; it has no attempts."""
+    values = (name, json.dumps(point, sort_keys=True), error, _now())
+    with self._db:
+      self._db.execute(
+        "INSERT OR REPLACE INTO runs (name, point, config, status, attempts, error,"
+        " finished) VALUES (?, ?, '{}', 'failed', 0, ?, ?)",
+        values,
+      )
+
+  def forget(self, name: str) -> None:
+    with self._db:
+      self._db.execute("DELETE FROM runs WHERE name = ?", (name,))
 
   def forget_failed(self) -> None:
     """Lets failed runs run again."""

@@ -18,8 +18,9 @@ from diloco.sweep import job, progress
 from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
-from diloco.sweep.table import Table, digest
+from diloco.sweep.table import Table, alone, digest
 
+ROOT = pathlib.Path(__file__).parents[2]
 BEST = 2.0**-8
 
 
@@ -132,6 +133,34 @@ def test_a_config_that_cannot_work_is_a_failed_run(tmp_path):
   cells = finish(Driver(sweep, tmp_path, Fake()))
   assert cells[0].search.state == "failed"
   assert "train.batch_size is 4" in Table(tmp_path).rows()[0]["error"]
+
+
+@pytest.mark.parametrize(
+  ("fault", "message"),
+  [
+    (lambda p: 1 / (p["lr"] - 1), "raises ZeroDivisionError: division by zero"),
+    (lambda p: p.warp, "raises AttributeError: 'dict' object has no attribute 'warp'"),
+    (lambda p: p["warp"], "needs 'warp', which the point lr=1 replicas=1 has not"),
+    (lambda p: config(p).update({"replicas": [1]}), "raises TypeError: "),
+    (lambda p: None, "raises AttributeError: 'NoneType'"),
+  ],
+)
+def test_whatever_a_sweep_file_raises_is_a_refusal_booked_once(
+  tmp_path, fault, message
+):
+  grids = [Grid("g", [{"replicas": 1}], (Axis("lr", (1, 2)),))]
+  some = lambda p: fault(p) if p["lr"] == 1 else config(p)
+  (cell,) = finish(Driver(Sweep(some, grids), tmp_path, Fake()))
+  assert cell.search.best["lr"] == 2
+  refused, done = sorted(Table(tmp_path).rows(), key=lambda r: r["attempts"])
+  assert (refused["status"], done["status"]) == ("failed", "done")
+  assert message in refused["error"]
+  assert "\n" not in refused["error"]
+  finish(Driver(Sweep(some, grids), tmp_path, Fake()))
+  assert refused in Table(tmp_path).rows()
+  mended = Sweep(config, grids)
+  finish(Driver(mended, tmp_path, Fake()))
+  assert [row["status"] for row in Table(tmp_path).rows()] == ["done", "done"]
 
 
 def test_runs_that_vanish_are_resumed_and_at_last_given_up(tmp_path):
@@ -500,10 +529,53 @@ def _done(results: pathlib.Path) -> dict:
 
 
 def test_two_drivers_do_not_share_results(tmp_path):
-  first, second = (Driver(make_sweep(), tmp_path, Fake()) for _ in range(2))
-  with first.alone(), pytest.raises(ValueError, match="has a driver already"):
-    drive(second, lambda cells, rows: None)
-  assert drive(second, lambda cells, rows: None, pause=0.01)
+  finish(Driver(make_sweep(), tmp_path / "from", Fake()))
+  export(Table(tmp_path / "from").rows(), tmp_path / "out.csv")
+  table = Table(tmp_path)
+  table.refuse("a", {}, "It failed.")
+  sweep = ROOT / "configs" / "ladder.py"
+  for command in (
+    (f"--sweep={sweep}", "--retry_failed"),
+    (f"--import={tmp_path / 'out.csv'}",),
+  ):
+    with alone(tmp_path):
+      done = sweep_command(*command, f"--results={tmp_path}")
+    assert done.returncode == 2
+    assert "has a driver already" in done.stderr
+  assert [row["error"] for row in table.rows()] == ["It failed."]
+
+
+def test_a_driver_ends_what_it_began(tmp_path):
+  with alone(tmp_path):
+    driver = Driver(make_sweep(), tmp_path, Fake())
+    assert drive(driver, lambda cells, rows: None, pause=0.01)
+
+
+def test_show_changes_nothing(tmp_path):
+  missing = tmp_path / "typo"
+  sweep = f"--sweep={ROOT / 'configs' / 'ladder.py'}"
+  for command in ((sweep, "--show"), (f"--export={tmp_path / 'out.csv'}",)):
+    done = sweep_command(*command, f"--results={missing}")
+    assert done.returncode == 2
+    assert "holds no results.sqlite" in done.stderr
+    assert not missing.exists()
+  refusing = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
+  Table(tmp_path)
+  driver = Driver(refusing, tmp_path, Fake(), read_only=True)
+  assert driver.cells({})[0].search.state == "failed"
+  assert driver.rows() == []
+  with alone(tmp_path):  # Nor does it wait for a driver.
+    assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+
+
+def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, "-m", "diloco.sweep", *arguments],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
 
 
 def test_drive_stops_at_sigterm(tmp_path):
