@@ -207,6 +207,12 @@ def publish(outer: Outer, state: OuterState) -> OuterState:
   return OuterState(theta, opt_state, state.in_flight)
 
 
+def published(outer: Outer, shapes: OuterState) -> OuterState:
+  """Shapes of what `publish` returns, of outer state as it lies on the devices."""
+  theta, opt_state = outer.transport.published((shapes.theta, shapes.opt_state))
+  return OuterState(theta, opt_state, shapes.in_flight)
+
+
 def adopt(outer: Outer, state: OuterState) -> OuterState:
   """The inverse of `publish`."""
   theta, opt_state = outer.transport.adopt((state.theta, state.opt_state))

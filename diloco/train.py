@@ -258,21 +258,24 @@ def _train(run: _Run, steps: range, state: state_lib.TrainState):
 def _restore(run: _Run, checkpoints: Checkpoints):
   """The state to start from: (step, state, record)."""
   c = run.config
-  fresh = state_lib.init_state(c, run.mesh, run.optimizer, run.outer)
 
   def state_at(step: int, record: dict) -> state_lib.TrainState:
-    outer = fresh.outer
-    if run.outer is None or outer is None or record["finished"]:
-      return _publish(run, fresh)
-    in_flight = {
-      str(p): sync_lib.payload_struct(run.outer, p, fresh.params, outer.theta[p])
-      for p in run.outer.schedule.in_flight(step)
+    # Shapes alone: a fresh state beside the restored one may not fit.
+    like = state_lib.abstract_state(c, run.mesh, run.optimizer, run.outer)
+    if run.outer is None or like.outer is None:
+      return like
+    in_flight = () if record["finished"] else run.outer.schedule.in_flight(step)
+    payloads = {
+      str(p): sync_lib.payload_struct(run.outer, p, like.params, like.outer.theta[p])
+      for p in in_flight
     }
-    outer = dataclasses.replace(outer, in_flight=in_flight)
-    return _publish(run, dataclasses.replace(fresh, outer=outer))
+    outer = sync_lib.published(run.outer, like.outer)
+    outer = dataclasses.replace(outer, in_flight=payloads)
+    return dataclasses.replace(like, outer=outer)
 
   restored = checkpoints.restore(state_at)
   if restored is None:
+    fresh = state_lib.init_state(c, run.mesh, run.optimizer, run.outer)
     ledger = dataclasses.asdict(ledger_lib.Ledger(c.replicas, c.wire.exchange))
     return 0, fresh, {"ledger": ledger, "finished": False}
   run.data.set_state(restored.record["data"])

@@ -183,6 +183,14 @@ class DeviceTransport:
   def publish(self, tree: Tree) -> Tree:
     return tree
 
+  def published(self, tree: Tree) -> Tree:
+    """Shapes of what `publish` returns, of outer state as it lies on the devices."""
+    if not self._offload:
+      return tree
+    return jax.tree.map(
+      lambda x: _shape(x, x.sharding.with_memory_kind("pinned_host")), tree
+    )
+
   def adopt(self, tree: Tree) -> Tree:
     return tree
 
@@ -267,6 +275,11 @@ class HostTransport:
   def publish(self, tree: Tree) -> Tree:
     return _whole_on(self._hosts, tree)
 
+  def published(self, tree: Tree) -> Tree:
+    """See `DeviceTransport.published`."""
+    whole = NamedSharding(self._hosts, P())
+    return jax.tree.map(lambda x: _shape(x, whole), tree)
+
   def adopt(self, tree: Tree) -> Tree:
     return _whole_on(self._host, tree)
 
@@ -301,6 +314,10 @@ def _in_memory(tree: Tree, kind: str) -> Tree:
   return jax.tree.map(
     lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
   )
+
+
+def _shape(x, sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _check_pinned(mesh: Mesh) -> None:

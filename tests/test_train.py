@@ -1,5 +1,6 @@
 """Whole runs: resumption bit for bit, signals, divergence, checkpoints, algorithms."""
 
+import gc
 import json
 import os
 import pathlib
@@ -286,11 +287,25 @@ def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
   assert few["send"] == 2  # Block fragments and the embedding.
 
 
-def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path):
+def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypatch):
   tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
   first = train.train(tiny, tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "8")
+  read, nbytes = checkpoint.Checkpoints._read_state, []
+  gc.collect()
+  old = {id(x): x for x in jax.live_arrays()}  # Kept, so that no id is given again.
+
+  def spy(self, folder, like):
+    gc.collect()
+    nbytes.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in old))
+    nbytes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like)))
+    return read(self, folder, like)
+
+  monkeypatch.setattr(checkpoint.Checkpoints, "_read_state", spy)
   again = train.train(tiny, tmp_path)
+  # Nothing like a second state is held while the saved one is read.
+  [alive, state_bytes] = nbytes
+  assert alive < state_bytes / 100
   assert again["eval_loss"] == first["eval_loss"]
   assert again["bytes_sent_per_replica"] == first["bytes_sent_per_replica"]
   # Of each process all but the first step: 2 to 5, then 7 and 8.

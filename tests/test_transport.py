@@ -119,7 +119,11 @@ def test_state_is_the_same_after_it_was_saved_and_restored(tiny):
       "embed": {"tokens": jnp.ones((c.replicas, 4, 2))},
     }
     state = outer.init(params_M)
-    again = sync_lib.adopt(outer, sync_lib.publish(outer, state))
+    saved = sync_lib.publish(outer, state)
+    again = sync_lib.adopt(outer, saved)
+    shapes = sync_lib.published(outer, jax.eval_shape(outer.fresh, params_M))
+  same = lambda a, b: (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+  assert jax.tree.all(jax.tree.map(same, saved, shapes))
   assert_same(jax.device_get(state), jax.device_get(again))
   places = lambda s: [x.sharding for x in jax.tree.leaves(s)]
   assert places(again) == places(state)
