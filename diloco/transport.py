@@ -103,6 +103,10 @@ class Transport(Protocol):
     """Outer state of all fragments as arrays that all processes can save together."""
     ...
 
+  def published(self, tree: Tree) -> Tree:
+    """Shapes of what `publish` returns, of outer state as it lies on the devices."""
+    ...
+
   def adopt(self, tree: Tree) -> Tree:
     """The inverse of `publish`."""
     ...
@@ -184,7 +188,6 @@ class DeviceTransport:
     return tree
 
   def published(self, tree: Tree) -> Tree:
-    """Shapes of what `publish` returns, of outer state as it lies on the devices."""
     if not self._offload:
       return tree
     return jax.tree.map(
@@ -276,7 +279,6 @@ class HostTransport:
     return _whole_on(self._hosts, tree)
 
   def published(self, tree: Tree) -> Tree:
-    """See `DeviceTransport.published`."""
     whole = NamedSharding(self._hosts, P())
     return jax.tree.map(lambda x: _shape(x, whole), tree)
 
