@@ -16,7 +16,6 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
@@ -90,18 +89,6 @@ def make_evaluate(c, mesh, eval_set):
     )
 
   return evaluate
-
-
-@jax.jit
-def replica_mean(params_M):
-  """Parameters averaged over the replicas, float32."""
-  return jax.tree.map(lambda x_M: x_M.astype(jnp.float32).mean(axis=0), params_M)
-
-
-@jax.jit
-def first_replica(params_M):
-  """Parameters of replica 0, float32."""
-  return jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), params_M)
 
 
 def table(results: dict[str, tasks.TaskResult]) -> str:

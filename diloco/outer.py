@@ -237,29 +237,42 @@ def assemble(outer: Outer, state: OuterState, like: Tree) -> Tree:
   Returns:
     One replica's tree, float32.
   """
-  return join(map(outer.transport.fetch, state.theta), outer.layers, like)
+  thetas = map(outer.transport.fetch, state.theta)
+  return join(thetas, outer.layers, like, outer.transport.mesh)
 
 
-def join(thetas: Iterable[Tree], layers: Iterable[np.ndarray], like: Tree) -> Tree:
+def join(
+  thetas: Iterable[Tree], layers: Iterable[np.ndarray], like: Tree, mesh: Mesh
+) -> Tree:
   """The parameters of which each fragment holds a part.
 
   Args:
     thetas: parameters of the fragments, on the devices.
     layers: int32 (n,) per fragment.
     like: parameters of one replica, or their shapes.
+    mesh: their devices.
 
   Returns:
-    One replica's tree, float32.
+    One replica's tree, float32, sharded over fsdp at every moment.
   """
-  full_M = jax.tree.map(lambda x: jnp.zeros((1, *x.shape), jnp.float32), like)
+  places = mesh_lib.shardings(like, mesh)
+  leaves, treedef = jax.tree.flatten(like)
+  shapes = tuple(x.shape for x in leaves)
+  zeros = jax.jit(_zeros, static_argnums=0, out_shardings=jax.tree.leaves(places))
+  full = jax.tree.unflatten(treedef, zeros(shapes))
+  place = jax.jit(_place, donate_argnums=0, out_shardings=places)
   for theta, ids in zip(thetas, layers):
-    full_M = _place(full_M, theta, ids)
-  return jax.tree.map(lambda x: x[0], full_M)
+    full = place(full, theta, ids)
+  return full
 
 
-@jax.jit
-def _place(full_M, theta, layers):
-  return put(full_M, jax.tree.map(lambda x: x[None], theta), layers)
+def _zeros(shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
+  return [jnp.zeros(shape, jnp.float32) for shape in shapes]
+
+
+def _place(full: Tree, theta: Tree, layers: jax.Array) -> Tree:
+  one_M = lambda tree: jax.tree.map(lambda x: x[None], tree)
+  return jax.tree.map(lambda x_M: x_M[0], put(one_M(full), one_M(theta), layers))
 
 
 def structure(fragment: Fragment) -> dict[str, None]:

@@ -155,14 +155,12 @@ def _outer_params(c, folder: pathlib.Path, mesh):
   )
   if c.algorithm == "data_parallel":
     [params] = _read(folder, {"params": like_M}, mesh, replicated=True).values()
-    params = jax.tree.map(lambda x: x[0].astype(jnp.float32), params)
-  else:
-    fragments = config_lib.make_fragments(c)
-    layers = [np.asarray(f.layers, np.int32) for f in fragments]
-    thetas = [_theta(like_M, f, ids) for f, ids in zip(fragments, layers)]
-    [thetas] = _read(folder, {"theta": thetas}, mesh, replicated=False).values()
-    params = outer_lib.join(thetas, layers, like)
-  return jax.device_put(params, mesh_lib.shardings(params, mesh))
+    return state_lib.first_replica(params, mesh)
+  fragments = config_lib.make_fragments(c)
+  layers = [np.asarray(f.layers, np.int32) for f in fragments]
+  thetas = [_theta(like_M, f, ids) for f, ids in zip(fragments, layers)]
+  [thetas] = _read(folder, {"theta": thetas}, mesh, replicated=False).values()
+  return outer_lib.join(thetas, layers, like, mesh)
 
 
 def _theta(like_M, fragment, layers: np.ndarray):

@@ -79,6 +79,29 @@ def init_state(
   return TrainState(params_M, opt_state_M, outer.init(params_M) if outer else None)
 
 
+def replica_mean(params_M, mesh):
+  """Parameters averaged over the replicas, float32, sharded over fsdp."""
+  return _of_replicas(_mean, params_M, mesh)
+
+
+def first_replica(params_M, mesh):
+  """Parameters of replica 0, float32, sharded over fsdp."""
+  return _of_replicas(_first, params_M, mesh)
+
+
+def _of_replicas(reduce, params_M, mesh):
+  one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params_M)
+  return jax.jit(reduce, out_shardings=mesh_lib.shardings(one, mesh))(params_M)
+
+
+def _mean(params_M):
+  return jax.tree.map(lambda x_M: x_M.astype(jnp.float32).mean(axis=0), params_M)
+
+
+def _first(params_M):
+  return jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), params_M)
+
+
 def _make_init(c, optimizer):
   """A function from a key to the parameters and optimizer state of all replicas."""
   replicas = config_lib.trained_replicas(c)

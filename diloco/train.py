@@ -175,7 +175,7 @@ class _Run:
   def outer_params(self, state: state_lib.TrainState):
     """The parameters that a run stands for: the outer ones (2501.18512, Table 3)."""
     if self.outer is None or state.outer is None:
-      return evaluate_lib.first_replica(state.params)
+      return state_lib.first_replica(state.params, self.mesh)
     self.outer.transport.settle()  # What follows may use all processes' devices.
     like = state_lib.abstract_params(self.config)
     return outer_lib.assemble(self.outer, state.outer, like)
@@ -330,8 +330,8 @@ def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
   outer_params = run.outer_params(state)
   results = {
     "outer": run.evaluate(outer_params),
-    "mean": run.evaluate(evaluate_lib.replica_mean(state.params)),
-    "first": run.evaluate(evaluate_lib.first_replica(state.params)),
+    "mean": run.evaluate(state_lib.replica_mean(state.params, run.mesh)),
+    "first": run.evaluate(state_lib.first_replica(state.params, run.mesh)),
   }
   scores = run.evaluate_tasks(outer_params)
   recorder.evaluation(c.train.steps, results, scores)

@@ -89,6 +89,47 @@ def traffic(devices: int, **fields) -> dict:
   return crossing
 
 
+def whole_models() -> dict:
+  """Bytes on one device while one replica's model is put together, over a shard's."""
+  c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
+  mesh = mesh_lib.make_mesh(c)
+  device = jax.devices()[0]
+  like = state.abstract_params(c)
+  shard = sum(4 * x.size for x in jax.tree.leaves(like)) / 4
+  on_device = lambda arrays: sum(
+    s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device
+  )
+  found = {}
+  with jax.set_mesh(mesh):
+    plan = outer.make_outer(c, mesh)
+    s = state.init_state(c, mesh, inner.make_optimizer(c), plan)
+    old = {id(x): x for x in jax.live_arrays()}
+    most = []
+
+    def thetas():
+      for theta in s.outer.theta:
+        most.append(on_device(x for x in jax.live_arrays() if id(x) not in old))
+        yield theta
+
+    joined = outer.join(thetas(), plan.layers, like, mesh)
+    found["joining"] = max(most) / shard
+    same = jax.tree.map(lambda a, b: bool((a == b[0]).all()), joined, s.params)
+    found["same"] = all(jax.tree.leaves(same))
+    results = {
+      "joined": joined,
+      "mean": state.replica_mean(s.params, mesh),
+      "first": state.first_replica(s.params, mesh),
+    }
+    for name, tree in results.items():
+      found[name] = on_device(jax.tree.leaves(tree)) / shard
+    for name in ("mean", "first"):
+      out = mesh_lib.shardings(like, mesh)
+      program = jax.jit(getattr(state, f"_{name}"), out_shardings=out).lower(s.params)
+      memory = program.compile().memory_analysis()
+      found[f"{name} temporaries"] = memory.temp_size_in_bytes / shard
+  return found
+
+
 def data_parallel(devices: int, **fields) -> dict:
   """Losses, and the bytes of collectives across copies of the one model."""
   c = make_config(algorithm="data_parallel", **fields)
@@ -164,6 +205,7 @@ def main() -> None:
       "8": data_parallel(8),
       "accumulated": data_parallel(2, **{"train.accumulate": 2}),
     },
+    "whole_models": whole_models(),
     "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
     "shards": {
       f"{compressor}, {rounding}": shards(compressor, rounding)

@@ -53,6 +53,16 @@ def test_several_replicas_on_one_device(multidevice):
   np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
 
 
+def test_no_whole_model_is_put_together_on_one_device(multidevice):
+  found = multidevice["whole_models"]
+  assert found.pop("same")
+  # In units of a shard; whole it would be 4 of them.
+  for name in ("joining", "joined", "mean", "first"):
+    assert found[name] == pytest.approx(1, rel=0.01), (name, found)
+  for name in ("mean", "first"):
+    assert found[f"{name} temporaries"] < 2.5, found
+
+
 @pytest.mark.parametrize("layout", ["2", "8", "chunked"])
 def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   traffic = multidevice["traffic"][layout]
