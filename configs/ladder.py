@@ -6,7 +6,7 @@ The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: five s
 data-parallel and DiLoCo with M = 1, 2, 4, tuned until the best point is interior: in
 rate, batch and outer rate at the smallest size, in the rate at larger ones, whose first
 point is a smaller one's best. Then H, seeds and overtraining. The budget is D = 6 N
-tokens where the paper has 20 N, H is 10 where it has 30. docs/ladder.md has the results.
+tokens where the paper has 20 N, H is 10 where it has 30; docs/ladder.md has results.
 """
 
 from diloco.config import default_config
