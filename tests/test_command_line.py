@@ -195,7 +195,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
   ("command", "said"),
   [
     (
-      "-m diloco.sweep --results=/proc/none",
+      "-m diloco.sweep --sweep=configs/ladder.py --results=/proc/none",
       "--results is '/proc/none', where noth",
     ),
     ("-m diloco.sweep --results=/tmp --foo", "--foo is no flag of this command"),
