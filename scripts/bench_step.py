@@ -96,7 +96,7 @@ def outer_times(bench: Bench) -> dict[str, float]:
 
     def update():
       args = jax.block_until_ready((fresh(theta), fresh(opt_state)))
-      return timed(outer.update, *args, payload)
+      return timed(outer.transport.update, *args, payload)
 
     def merge():
       args = jax.block_until_ready(fresh(params))
