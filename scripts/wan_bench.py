@@ -281,6 +281,9 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
     ylabel="compute utilisation",
     title=f"Measured: {options.replicas} processes, H = {c.sync_every}",
   )
+  rates = sorted({r["rate_mbit_s"] for r in rows})
+  axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+  axes.minorticks_off()
   axes.grid(alpha=0.3)
   figure.legend(loc="outside right center", fontsize=8)
   figure.savefig(path, dpi=150)
