@@ -2,11 +2,12 @@
 
   python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 
-The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: five sizes,
+The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: six sizes,
 data-parallel and DiLoCo with M = 1, 2, 4, tuned until the best point is interior: in
-rate, batch and outer rate at the smallest size, in the rate at larger ones, whose first
-point is a smaller one's best. Then H, seeds and overtraining. The budget is D = 6 N
-tokens where the paper has 20 N, H is 10 where it has 30; docs/ladder.md has results.
+rate, batch and outer rate at two sizes, in the rate at three more, in nothing at the
+largest, which takes the best point of the one below. Then H, seeds and overtraining.
+The budget is D = 6 N tokens where the paper has 20 N, H is 10 where it has 30;
+docs/ladder.md has results.
 """
 
 from diloco.config import default_config
@@ -19,6 +20,7 @@ SIZES = {
   "185k": (3, 3, 48),
   "269k": (4, 4, 56),
   "382k": (5, 4, 64),
+  "625k": (6, 5, 80),
 }
 TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
@@ -58,9 +60,9 @@ def get_sweep() -> Sweep:
   lr = Axis("lr", (power(ROOT2, -13),), ratio=ROOT2)
   outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
   at_4 = Axis("batch", (4,))
-  data_parallel = [{"algorithm": "data_parallel", "replicas": 1}]
+  data_parallel = {"algorithm": "data_parallel", "replicas": 1}
   diloco = [{"algorithm": "diloco", "replicas": m} for m in (1, 2, 4)]
-  everyone = data_parallel + diloco
+  everyone = [data_parallel, *diloco]
 
   def cells(size: str, some, **more) -> list[Point]:
     return [{"size": size, **a, **more} for a in some]
@@ -71,42 +73,53 @@ def get_sweep() -> Sweep:
   def without(name: str):
     return lambda cell: {k: v for k, v in cell.items() if k != name}
 
-  def cadences(size: str, *every: int) -> list[Point]:
-    return [c for h in every for c in cells(size, diloco, sync_every=h)]
+  def everything(size: str) -> list[Grid]:
+    """Tunes all there is to tune at a size, from the smallest's rate at B = 4."""
+    return [
+      Grid(
+        f"all {size} M={cell['replicas']} {cell['algorithm']}",
+        cells(size, [cell]),
+        # A batch has a sequence for every replica.
+        (
+          lr,
+          Axis("batch", (4,), ratio=2, low=cell["replicas"]),
+          *([outer] if cell in diloco else []),
+        ),
+        from_size("105k"),
+      )
+      for cell in everyone
+    ]
 
-  def seeds(size: str) -> list[Point]:
-    return [c for s in (1, 2) for c in cells(size, everyone, seed=s)]
+  def rates(size: str) -> Grid:
+    """The rate at a size, from the best point of the one that was tuned in full."""
+    return Grid(f"lr {size}", cells(size, everyone), (lr,), from_size("185k"))
 
-  # A batch has a sequence for every replica.
-  batches = {m: Axis("batch", (4,), ratio=2, low=m) for m in (1, 2, 4)}
-  same = from_size("105k")
-  tuned = [
-    Grid("all dp", cells("105k", data_parallel), (lr, batches[1]), same),
-    *(
-      Grid(f"all M={m}", cells("105k", [cell]), (lr, batches[m], outer), same)
-      for m, cell in zip(batches, diloco)
-    ),
-  ]
+  def cadences(size: str) -> Grid:
+    some = [c for h in (1, 30) for c in cells(size, diloco, sync_every=h)]
+    return Grid(f"cadence {size}", some, (outer,), without("sync_every"))
+
+  def overtrained(size: str) -> Grid:
+    some = cells(size, everyone, overtrain=4)
+    return Grid(f"overtrain {size}", some, (), without("overtrain"))
+
+  seeds = [c for s in (1, 2) for c in cells("105k", everyone, seed=s)]
 
   return Sweep(
     config=get_config,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
-      # Every size first, then what explains, then more tuning: whenever the sweep is
-      # stopped, what is there can be read.
       Grid("smallest", cells("105k", everyone), (lr, at_4)),
-      Grid("142k", cells("142k", everyone), (), from_size("105k")),
-      Grid("185k", cells("185k", everyone), (), from_size("105k")),
-      Grid("269k", cells("269k", everyone), (), from_size("105k")),
-      Grid("cadence", cadences("105k", 1, 30), (outer,), without("sync_every")),
-      Grid("382k", cells("382k", everyone), (), from_size("185k")),
-      Grid("seeds", seeds("105k"), (), without("seed")),
-      *tuned,
-      Grid("lr 185k", cells("185k", everyone), (lr,), from_size("185k")),
-      # The smallest size's rates are too high for the largest with M = 2 and 4.
-      Grid("lr 382k", cells("382k", diloco[1:]), (lr,), from_size("185k")),
-      Grid("lr 269k", cells("269k", diloco[1:]), (lr,), from_size("185k")),
-      Grid("overtrain", cells("105k", everyone, overtrain=4), (), without("overtrain")),
-      Grid("lr 142k", cells("142k", diloco[1:]), (lr,), from_size("185k")),
+      *everything("105k"),
+      *everything("185k"),
+      rates("382k"),
+      rates("269k"),
+      rates("142k"),
+      Grid("625k", cells("625k", everyone), (), from_size("382k")),
+      cadences("105k"),
+      Grid("outer 382k", cells("382k", diloco[1:]), (outer,), lambda cell: cell),
+      cadences("185k"),
+      Grid("seeds", seeds, (), without("seed")),
+      overtrained("105k"),
+      overtrained("185k"),
     ],
   )
