@@ -9,6 +9,8 @@ import math
 
 # FLOP/s per chip: between half of TPU v5e's and half of v6e's peak (A.3).
 CHIP_FLOPS = 300e12
+# Tokens of the batch on a chip (see `chips`).
+CHIP_TOKENS = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Training:
         )
     least = 2 if self.method == "data_parallel" else max(2, self.replicas)
     if self.nodes < least:
-      rule = "" if self.chips else " (one for 16,384 tokens of the batch)"
+      rule = "" if self.chips else f" (one for {CHIP_TOKENS:,} tokens of the batch)"
       raise ValueError(
         f"chips is {self.nodes:.3g}{rule}, but {least} are the fewest between which"
         " this run communicates; give more chips, or a larger batch."
@@ -102,7 +104,7 @@ def chips(params: float, batch_tokens: float) -> float:
   the batch. Rule here: a chip takes 16,384 tokens of the batch, and proportionally
   fewer above 2.4B parameters, whose state needs more chips.
   """
-  return batch_tokens / 16_384 * max(1.0, params / 2.4e9)
+  return batch_tokens / CHIP_TOKENS * max(1.0, params / 2.4e9)
 
 
 def compute_time(run: Training) -> float:

@@ -10,6 +10,7 @@ which the table does not hold. A figure whose runs are missing is left out, and 
 
 import argparse
 import collections
+import functools
 import pathlib
 import statistics
 import sys
@@ -65,25 +66,30 @@ def figure_4(runs: Sequence[Run]):
   return _batches(runs)
 
 
-def figure_6(runs: Sequence[Run]):
-  """Loss against idealised time (Appendix A) of every batch, on three networks."""
+def figure_6(runs: Sequence[Run], chip_tokens: float | None = None):
+  """Loss against idealised time (Appendix A) of every batch, on three networks.
+
+  `chip_tokens` of a batch are on a chip; None: as many as `wallclock.chips` says.
+  """
   cells = best(main_grid(runs), lambda r: (r.params, r.curve, r.batch))
   largest = max(_swept(cells.values()), default=0)
   some = [r for r in cells.values() if r.params == largest]
   if not some:
     raise Missing("no size has three batches")
   networks = dict(reversed(wallclock.NETWORKS.items()))
+
+  def seconds(run: Run, network: wallclock.Network) -> float:
+    return wallclock.total_time(_training(run, network, chip_tokens))
+
   try:
-    unit = _unit(
-      wallclock.total_time(_training(r, n)) for r in some for n in networks.values()
-    )
+    unit = _unit(seconds(r, n) for r in some for n in networks.values())
   except ValueError as error:
     raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
   figure, axes = _axes(3)
   for panel, (name, network) in zip(axes, networks.items()):
     for curve, points in by_curve(some).items():
-      times = [wallclock.total_time(_training(r, network)) for r in points]
-      _line(panel, curve, [s / UNITS[unit] for s in times], [r.loss for r in points])
+      times = [seconds(r, network) / UNITS[unit] for r in points]
+      _line(panel, curve, times, [r.loss for r in points])
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
     panel.set_title(f"{name} bandwidth")
   axes[0].set_ylabel(f"held-out loss, N={largest:,.0f}")
@@ -248,7 +254,9 @@ def _loss_by_size(
   return figure, panels
 
 
-def _training(run: Run, network: wallclock.Network) -> wallclock.Training:
+def _training(
+  run: Run, network: wallclock.Network, chip_tokens: float | None
+) -> wallclock.Training:
   return wallclock.Training(
     params=run.params,
     tokens=run.tokens,
@@ -256,6 +264,7 @@ def _training(run: Run, network: wallclock.Network) -> wallclock.Training:
     method="data_parallel" if run.algorithm == "data_parallel" else "diloco",
     replicas=run.replicas,
     sync_every=run.sync_every,
+    chips=run.batch / chip_tokens if chip_tokens else None,
     across=network,
   )
 
@@ -339,7 +348,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--where", action="append", default=[], metavar="COLUMN=VALUE", help="of the rows"
   )
   parser.add_argument("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES)
+  parser.add_argument(
+    "--chip_tokens", type=float, help="of a batch on a chip in figure 6, for toys"
+  )
   args = parser.parse_args(argv)
+  if args.chip_tokens is not None and not args.chip_tokens > 0:
+    why = f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
+    print(f"error: {why}", file=sys.stderr)
+    return 2
+  draw: dict[int, Callable[..., Any]] = {
+    **FIGURES,
+    6: functools.partial(figure_6, chip_tokens=args.chip_tokens),
+  }
   try:
     runs = read(args.table, args.where)
     make_folder(args.out, "--out")
@@ -351,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   for number in args.only:
     path = args.out / f"{args.prefix}{number}.png"
     try:
-      FIGURES[number](runs).savefig(path, dpi=80)
+      draw[number](runs).savefig(path, dpi=80)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from diloco.simulate import wallclock
 from diloco.sweep import figures, tables
 from diloco.sweep import runs as runs_lib
 
@@ -108,6 +109,21 @@ def test_idealised_time_has_its_unit_in_the_label_alone(tmp_path):
     ticks = [label.get_text() for label in panel.get_xticklabels()]
     assert any(ticks)
     assert all(text == "" or float(text) > 0 for text in ticks)
+
+
+def test_toys_have_idealised_time_with_fewer_tokens_on_a_chip(table, tmp_path, capsys):
+  arguments = [str(table), f"--out={tmp_path}", "--only", "6"]
+  assert figures.main([*arguments, "--chip_tokens=32"]) == 0
+  assert "figure 6: left out" not in capsys.readouterr().out
+  slow, *_ = figures.figure_6(runs_lib.read(table), chip_tokens=32).axes
+  assert slow.get_xlabel() == "idealised time (ms)"
+  expected = wallclock.Training(
+    200_000, 400_000, 4 * 64, 1, "data_parallel", chips=4 * 64 / 32
+  )
+  times = slow.lines[0].get_xdata()
+  assert times[0] == pytest.approx(1e3 * wallclock.total_time(expected))
+  assert figures.main([*arguments, "--chip_tokens=0"]) == 2
+  assert "--chip_tokens is 0; give a positive" in capsys.readouterr().err
 
 
 def test_a_unit_is_the_largest_in_which_no_time_is_below_one():
