@@ -19,13 +19,9 @@ from typing import Any
 
 from diloco.command_line import make_folder
 from diloco.simulate import wallclock
-from diloco.sweep import tables
+from diloco.sweep import drawing, tables
 from diloco.sweep.runs import Run, best, by_curve, main_grid, read
 
-Axes = Any
-OUTER = "best outer learning rate"
-CURVES = ("data-parallel", *(f"DiLoCo, M={m}" for m in (1, 2, 4, 8)))
-MARKERS = "o^sDvP"
 FILLS = ("full", "none", "left", "top")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
 
@@ -38,12 +34,12 @@ def figure_2(runs: Sequence[Run]):
   """Loss against N by algorithm, and the difference to data-parallel in per cent."""
   cells = best(main_grid(runs), lambda r: (r.curve, r.params))
   plain = {n: r.loss for (name, n), r in cells.items() if name == "data-parallel"}
-  figure, (left, right) = _axes(2)
+  figure, (left, right) = drawing.axes(2)
   for name, some in by_curve(cells.values()).items():
-    _line(left, name, [r.params for r in some], [r.loss for r in some])
+    drawing.line(left, name, [r.params for r in some], [r.loss for r in some])
     shared = [r for r in some if r.params in plain]
     if name != "data-parallel" and shared:
-      _line(
+      drawing.line(
         right,
         name,
         [r.params for r in shared],
@@ -52,7 +48,7 @@ def figure_2(runs: Sequence[Run]):
   left.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="held-out loss")
   right.axhline(0, color="black", lw=0.8)
   right.set(xscale="log", xlabel="parameters N", ylabel="% above data-parallel")
-  return _legend(figure, left)
+  return drawing.legend(figure, left)
 
 
 def figure_3(runs: Sequence[Run]):
@@ -85,15 +81,15 @@ def figure_6(runs: Sequence[Run], chip_tokens: float | None = None):
     unit = _unit(seconds(r, n) for r in some for n in networks.values())
   except ValueError as error:
     raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
-  figure, axes = _axes(3)
+  figure, axes = drawing.axes(3)
   for panel, (name, network) in zip(axes, networks.items()):
     for curve, points in by_curve(some).items():
       times = [seconds(r, network) / UNITS[unit] for r in points]
-      _line(panel, curve, times, [r.loss for r in points])
+      drawing.line(panel, curve, times, [r.loss for r in points])
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
     panel.set_title(f"{name} bandwidth")
   axes[0].set_ylabel(f"held-out loss, N={largest:,.0f}")
-  _legend(figure, axes[0])
+  drawing.legend(figure, axes[0])
   for panel in axes:
     # Not "10m": beside a unit a prefix reads as another one.
     panel.xaxis.set_major_formatter("{x:g}")
@@ -107,13 +103,13 @@ def figure_7(runs: Sequence[Run]):
     raise Missing("no cell has three outer learning rates")
   if len({r.params for r in cells.values()}) < 2:
     raise Missing("outer learning rates were tried at one N only")
-  figure, (panel,) = _axes(1)
-  spread = _spread(r.params for r in cells.values())
+  figure, (panel,) = drawing.axes(1)
+  spread = drawing.spread(r.params for r in cells.values())
   for i, (name, some) in enumerate(by_curve(cells.values()).items()):
-    x = _beside([r.params for r in some], i, spread)
-    _line(panel, name, x, [r.outer_rate for r in some])
-  panel.set(xscale="log", xlabel="parameters N", ylabel=OUTER)
-  return _legend(figure, panel)
+    x = drawing.beside([r.params for r in some], i, spread)
+    drawing.line(panel, name, x, [r.outer_rate for r in some])
+  panel.set(xscale="log", xlabel="parameters N", ylabel=drawing.OUTER_RATE)
+  return drawing.legend(figure, panel)
 
 
 def figure_8(runs: Sequence[Run]):
@@ -126,20 +122,20 @@ def figure_8(runs: Sequence[Run]):
   if len({r.params for r in cells.values()}) < 2:
     print("figure 8: the panel over N is left out, rates were tried at one N only")
     del fields["params"]
-  figure, panels = _axes(len(fields))
+  figure, panels = drawing.axes(len(fields))
   for panel, (field, label) in zip(panels, fields.items()):
-    spread = _spread(getattr(r, field) for r in cells.values())
+    spread = drawing.spread(getattr(r, field) for r in cells.values())
     for i, (name, points) in enumerate(by_curve(cells.values()).items()):
       values = collections.defaultdict(list)
       for r in points:
         values[getattr(r, field)].append(r.outer_rate)
-      x = _beside(sorted(values), i, spread)
+      x = drawing.beside(sorted(values), i, spread)
       rates = [values[v] for v in sorted(values)]
-      _line(panel, name, x, [statistics.mean(v) for v in rates])
+      drawing.line(panel, name, x, [statistics.mean(v) for v in rates])
       low, high = [min(v) for v in rates], [max(v) for v in rates]
-      panel.fill_between(x, low, high, color=_color(name), alpha=0.15)
-    panel.set(xscale="log", xlabel=label, ylabel=OUTER)
-  return _legend(figure, panels[0])
+      panel.fill_between(x, low, high, color=drawing.color(name), alpha=0.15)
+    panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
+  return drawing.legend(figure, panels[0])
 
 
 def figure_9(runs: Sequence[Run]):
@@ -153,7 +149,7 @@ def figure_9(runs: Sequence[Run]):
     cells.values(), sizes, lambda r: r.sync_every, "inner steps between syncs H"
   )
   panels[0].set_ylabel("held-out loss")
-  return _legend(figure, panels[0])
+  return drawing.legend(figure, panels[0])
 
 
 def figure_11(runs: Sequence[Run]):
@@ -168,19 +164,19 @@ def figure_11(runs: Sequence[Run]):
   cells = best(same, lambda r: (r.curve, r.overtrain, r.params))
   if len({r.overtrain for r in cells.values()}) < 2:
     raise Missing("no run is overtrained")
-  figure, (panel,) = _axes(1)
+  figure, (panel,) = drawing.axes(1)
   multiples = sorted({r.overtrain for r in cells.values()})
   fills = dict(zip(multiples, FILLS))
   for name, some in by_curve(cells.values()).items():
     for multiple, fill in fills.items():
       points = [r for r in some if r.overtrain == multiple]
       x = [6 * r.params * r.tokens for r in points]
-      _line(panel, name, x, [r.loss for r in points], fillstyle=fill)
+      drawing.line(panel, name, x, [r.loss for r in points], fillstyle=fill)
   for multiple, fill in fills.items():
     style = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
     panel.plot([], [], label=f"{multiple:g}x tokens", **style)
   panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel="held-out loss")
-  return _legend(figure, panel)
+  return drawing.legend(figure, panel)
 
 
 FIGURES = {
@@ -235,7 +231,7 @@ def _batches(runs: Sequence[Run]):
     cells.values(), sizes, lambda r: r.batch, "batch (tokens)"
   )
   panels[0].set_ylabel("held-out loss, best rates")
-  return _legend(figure, panels[0])
+  return drawing.legend(figure, panels[0])
 
 
 def _loss_by_size(
@@ -245,11 +241,11 @@ def _loss_by_size(
   label: str,
 ):
   """A panel for each size: loss against what `of` takes of a run, a line per curve."""
-  figure, panels = _axes(len(sizes))
+  figure, panels = drawing.axes(len(sizes))
   for panel, size in zip(panels, sizes):
     points = [r for r in runs if r.params == size]
     for name, some in by_curve(points, of).items():
-      _line(panel, name, [of(r) for r in some], [r.loss for r in some])
+      drawing.line(panel, name, [of(r) for r in some], [r.loss for r in some])
     panel.set(xscale="log", xlabel=label, title=f"N={size:,.0f}")
   return figure, panels
 
@@ -269,74 +265,10 @@ def _training(
   )
 
 
-def _color(name: str) -> str:
-  """The same color for an algorithm in every figure."""
-  return f"C{CURVES.index(name) if name in CURVES else 5 + len(name) % 5}"
-
-
-def _line(
-  panel: Axes, name: str, x: Sequence[float], y: Sequence[float], **style
-) -> None:
-  """A curve in its color and marker, once in the key."""
-  # The later ones are smaller: what lies below stays visible.
-  i = CURVES.index(name) if name in CURVES else len(CURVES)
-  style = {"color": _color(name), "marker": MARKERS[i], "ms": 8 - i, **style}
-  known = panel.get_legend_handles_labels()[1]
-  panel.plot(x, y, label=None if name in known else name, **style)
-
-
-def _beside(x: Sequence[float], i: int, spread: float) -> list[float]:
-  """Shifts curve i aside on a logarithmic axis: best rates often coincide.
-
-  Args:
-    x: of its points.
-    i: which curve it is.
-    spread: largest over smallest x of all curves.
-  """
-  return [v * spread ** (0.03 * i) for v in x]
-
-
-def _spread(values: Iterable[float]) -> float:
-  found = list(values)
-  return max(found) / min(found)
-
-
 def _unit(seconds: Iterable[float]) -> str:
   """The largest unit in which all of these times are at least 1, or the smallest."""
   least = min(seconds)
   return next((unit for unit, size in UNITS.items() if least >= size), "ms")
-
-
-def _axes(columns: int):
-  """Panels side by side; matplotlib is imported late."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, axes = pyplot.subplots(
-    1, columns, figsize=(4 * columns, 3.4), layout="constrained", squeeze=False
-  )
-  return figure, list(axes[0])
-
-
-def _legend(figure, axes: Axes):
-  """Finishes a figure: grid, few ticks, one legend below the panels."""
-  from matplotlib import ticker
-
-  for panel in figure.axes:
-    panel.grid(alpha=0.3, which="both", lw=0.5)
-    for axis in (panel.xaxis, panel.yaxis):
-      if axis.get_scale() == "log":
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=6))
-        axis.set_major_formatter(ticker.EngFormatter(sep=""))
-        axis.set_minor_formatter(ticker.NullFormatter())
-    if panel.get_ylabel() == OUTER:
-      panel.set_ylim(0, 1.1)
-  columns = 2 if len(figure.axes) == 1 else 4
-  handles = axes.get_legend_handles_labels()
-  figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=8)
-  return figure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
