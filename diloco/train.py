@@ -10,25 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
 
 from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco import distributed
-from diloco import evaluate as evaluate_lib
 from diloco import generate as generate_lib
-from diloco import inner as inner_lib
 from diloco import mesh as mesh_lib
 from diloco import metrics as metrics_lib
-from diloco import outer as outer_lib
-from diloco import score as score_lib
 from diloco import state as state_lib
 from diloco import sync as sync_lib
 from diloco.checkpoint import Checkpoints
 from diloco.distributed import Peers, say
 from diloco.record import Recorder, Spent
+from diloco.run import Run, build
 from diloco.wire import exchange
 from diloco.wire import ledger as ledger_lib
 
@@ -66,7 +61,7 @@ def train(
     own_replicas = mesh_lib.local_replicas(c, mesh)
     data = data_lib.make_train_iterator(c, own_replicas)
     stack.enter_context(contextlib.closing(data))
-    run = _build(c, mesh, data, own_replicas, peers)
+    run = build(c, mesh, data, own_replicas, peers)
     if run.outer:
       stack.callback(run.outer.transport.close)
     distributed.make_shared(workdir, peers)
@@ -127,101 +122,7 @@ def _check_all_meet(peers: Peers) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-  """What a run is made of: data and compiled programs, nothing that changes."""
-
-  config: Any
-  mesh: Any
-  data: Any
-  tokenizer: Any
-  optimizer: Any
-  inner_step: Any  # From `inner.make_inner_step`.
-  hidden_exchange: Any  # From `sync.make_hidden_exchange`.
-  tuned: inner_lib.Tuned
-  outer: outer_lib.Outer | None
-  masks: dict[tuple[int, ...], Any]  # FedPart's, by the fragments that train.
-  evaluate: Any  # From `evaluate.make_evaluate`.
-  evaluate_tasks: Any  # From `score.make_evaluate_tasks`.
-  batch_sharding: Any
-  own_replicas: list[int]  # Those whose batches this process reads.
-  peers: Peers
-
-  def stretches(self, start: int) -> Iterator[range]:
-    """The inner steps after `start`, in ranges that run without a look between them.
-
-    Single steps, but for those that hide an exchange in one program with it.
-    """
-    c, t = self.config, start
-    while t < c.train.steps:
-      looks = [every for every in (c.eval.every, c.checkpoint.every) if every]
-      ends = [c.train.steps - t, *(every - t % every for every in looks)]
-      length = min(max(self.hiding_steps(t), 1), *ends)
-      yield range(t + 1, t + length + 1)
-      t += length
-
-  def hiding_steps(self, t: int) -> int:
-    """Inner steps after t that are one program with the exchange of what t sent."""
-    if self.outer is None or not self.outer.transport.hides():
-      return 0
-    return self.outer.schedule.hiding_steps(t)
-
-  def trainable(self, t: int):
-    """FedPart's mask for inner step t, None without it."""
-    if self.outer is None or not self.masks:
-      return None
-    return self.masks[self.outer.schedule.next_to_send(t)]
-
-  def outer_params(self, state: state_lib.TrainState):
-    """The parameters that a run stands for: the outer ones (2501.18512, Table 3)."""
-    if self.outer is None or state.outer is None:
-      return state_lib.first_replica(state.params, self.mesh)
-    self.outer.transport.settle()  # What follows may use all processes' devices.
-    like = state_lib.abstract_params(self.config)
-    return outer_lib.assemble(self.outer, state.outer, like)
-
-
-def _build(c, mesh, data, own_replicas: list[int], peers: Peers) -> _Run:
-  """Data, programs and evaluation; every error of the config comes from here."""
-  tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
-  eval_set = data_lib.make_eval_set(c)
-  optimizer = inner_lib.make_optimizer(c)
-  inner_step = inner_lib.make_inner_step(c)
-  streaming = c.algorithm != "data_parallel"
-  outer = outer_lib.make_outer(c, mesh) if streaming else None
-  return _Run(
-    config=c,
-    mesh=mesh,
-    data=data,
-    tokenizer=tokenizer,
-    optimizer=optimizer,
-    inner_step=inner_step,
-    hidden_exchange=sync_lib.make_hidden_exchange(inner_step, mesh),
-    tuned=inner_lib.tuned(c),
-    outer=outer,
-    masks=_fedpart_masks(c, mesh, outer) if outer and c.outer.fedpart else {},
-    evaluate=evaluate_lib.make_evaluate(c, mesh, eval_set),
-    evaluate_tasks=score_lib.make_evaluate_tasks(c, mesh, tokenizer),
-    batch_sharding=mesh_lib.batch_sharding(mesh, not streaming),
-    own_replicas=own_replicas,
-    peers=peers,
-  )
-
-
-def _fedpart_masks(c, mesh, outer: outer_lib.Outer) -> dict[tuple[int, ...], Any]:
-  """FedPart's mask of each group of fragments, whole on every device."""
-  like = state_lib.abstract_params(c)
-  whole = NamedSharding(mesh, PartitionSpec())
-  return {
-    group: jax.tree.map(
-      lambda x: mesh_lib.place(x, whole),
-      inner_lib.fedpart_mask(like, [outer.fragments[p] for p in group]),
-    )
-    for group in outer.schedule.groups()
-  }
-
-
-def _train(run: _Run, steps: range, state: state_lib.TrainState):
+def _train(run: Run, steps: range, state: state_lib.TrainState):
   """Inner steps, and the outer step after the last of them.
 
   Args:
@@ -234,7 +135,7 @@ def _train(run: _Run, steps: range, state: state_lib.TrainState):
     received after the last). Nothing is waited for.
   """
   params, opt_state, outer = state.params, state.opt_state, state.outer
-  tokens = [_to_devices(run, next(run.data)) for _ in steps]
+  tokens = [run.next_batch() for _ in steps]
   trainable = run.trainable(steps[0])
   if run.outer and outer and run.hiding_steps(steps[0] - 1):
     program = lambda payloads: run.hidden_exchange(
@@ -255,7 +156,7 @@ def _train(run: _Run, steps: range, state: state_lib.TrainState):
   return state_lib.TrainState(params, opt_state, outer), metrics, events
 
 
-def _restore(run: _Run, checkpoints: Checkpoints):
+def _restore(run: Run, checkpoints: Checkpoints):
   """The state to start from: (step, state, record)."""
   c = run.config
 
@@ -290,7 +191,7 @@ def _restore(run: _Run, checkpoints: Checkpoints):
   return restored.step, state, restored.record
 
 
-def _publish(run: _Run, state: state_lib.TrainState) -> state_lib.TrainState:
+def _publish(run: Run, state: state_lib.TrainState) -> state_lib.TrainState:
   """The state as all processes can save it together."""
   if run.outer is None or state.outer is None:
     return state
@@ -298,7 +199,7 @@ def _publish(run: _Run, state: state_lib.TrainState) -> state_lib.TrainState:
 
 
 def _record(
-  run: _Run, ledger: ledger_lib.Ledger, spent: Spent, finished: bool
+  run: Run, ledger: ledger_lib.Ledger, spent: Spent, finished: bool
 ) -> dict[str, Any]:
   position = dict[str, Any]()
   for part in run.peers.all_gather(run.data.get_state()):
@@ -312,7 +213,7 @@ def _record(
   }
 
 
-def _finish(run: _Run, t: int, state, recorder: Recorder):
+def _finish(run: Run, t: int, state, recorder: Recorder):
   """Receives what is in flight and, if asked for, synchronises everything."""
   if run.outer is None:
     return state
@@ -324,7 +225,7 @@ def _finish(run: _Run, t: int, state, recorder: Recorder):
   return state_lib.TrainState(params, state.opt_state, outer)
 
 
-def _summarise(run: _Run, state, recorder: Recorder, workdir: pathlib.Path):
+def _summarise(run: Run, state, recorder: Recorder, workdir: pathlib.Path):
   """Evaluates, generates, draws and writes summary.json; returns the summary."""
   c = run.config
   outer_params = run.outer_params(state)
@@ -359,14 +260,6 @@ def _written_summary(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | No
   path = workdir / _SUMMARY
   found = json.loads(path.read_text()) if peers.index == 0 and path.exists() else None
   return peers.all_gather(found)[0]
-
-
-def _to_devices(run: _Run, tokens_RxBxL: np.ndarray) -> jax.Array:
-  """The global batch [M, B, L], from those replicas that this process reads."""
-  c = run.config
-  tokens_MxBxL = np.zeros((c.replicas, *tokens_RxBxL.shape[1:]), np.int32)
-  tokens_MxBxL[run.own_replicas] = tokens_RxBxL
-  return mesh_lib.place(mesh_lib.by_replica(c, tokens_MxBxL), run.batch_sharding)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import pytest
 from diloco import checkpoint, inner, metrics, record, state, sync, train, transport
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
+from diloco import run as run_lib
 from diloco.distributed import Peers
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -262,7 +263,7 @@ def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
   tiny.outer.fedpart, tiny.sync_every = True, sync_every
   c = config_lib.resolve(tiny)
   mesh = mesh_lib.make_mesh(c)
-  run = train._build(c, mesh, None, [], Peers())
+  run = run_lib.build(c, mesh, None, [], Peers())
   found = [run.trainable(t) for t in range(sync_every + 1, 2 * sync_every + 1)]
   trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)
   assert all(np.all(x == 1) for x in jax.tree.leaves(trained))
