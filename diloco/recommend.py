@@ -100,7 +100,9 @@ def recommend(
       raise ValueError(f"{name} is {value}; give a positive number.")
   plain = algorithm == "data_parallel"
   name = predict.law_name(algorithm, replicas, method)
-  own = None if laws is None else predict.own_laws(laws, name, algorithm)
+  source, own = "diloco", None
+  if laws is not None:
+    source, own = predict.own_laws(laws, name, algorithm)
   rate, batch = _laws_of(name, own)
   batch_tokens = batch(params, replicas)
   per_param = _tokens_per_param(own)
@@ -112,7 +114,10 @@ def recommend(
       f"params is {params:g}: its budget of {budget:g} tokens is less than one batch of"
       f" {sequences} sequences of {seq_len}; shorten seq_len or raise overtrain."
     )
-  outer, source = (0.0, "") if plain else _outer(replicas, own)
+  outer, outer_source = (0.0, "") if plain else _outer(replicas, own)
+  notes = _notes(params, replicas, batch_tokens, sequences * seq_len, own)
+  if not plain and not source.startswith(algorithm):
+    notes = (f"no run of {algorithm} was fitted: the laws are of {source}.", *notes)
   return Recommendation(
     params=params,
     replicas=replicas,
@@ -123,11 +128,11 @@ def recommend(
     batch_sequences=sequences,
     seq_len=seq_len,
     outer_learning_rate=outer,
-    outer_source=source,
+    outer_source=outer_source,
     tokens_per_param=per_param,
     steps=steps,
     tokens=steps * sequences * seq_len,
-    notes=_notes(params, replicas, batch_tokens, sequences * seq_len, own),
+    notes=notes,
   )
 
 

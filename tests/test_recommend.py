@@ -73,6 +73,7 @@ def test_losses_beside_the_papers_runs():
       assert floor.loss == pytest.approx(theirs, rel=0.012)
   assert predict.measured(4e9, "diloco", 8, "joint") is None
   assert predict.measured(2e9, "diloco", 2, "joint") is None
+  assert predict.measured(4e9, "streaming", 2, "joint") is None
 
 
 def test_predictions_at_fitted_sizes_are_near_the_data():
@@ -145,7 +146,7 @@ def write(path, rows) -> str:
 
 
 def ask(capsys, *arguments) -> dict:
-  assert lib.main([*arguments, "--seq_len=64", "--json"]) == 0
+  assert lib.main(["--algorithm=streaming", *arguments, "--seq_len=64", "--json"]) == 0
   return json.loads(capsys.readouterr().out)
 
 
@@ -163,6 +164,18 @@ def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
   assert answer["dp_loss"] is None
   assert answer["loss_measured"] is None
   assert answer["notes"] == []
+
+
+def test_laws_of_another_algorithm_are_noted(tmp_path, capsys, own_rows):
+  answer = ask(capsys, "--params=4e9")
+  assert answer["notes"] == ["no run of streaming was fitted: the laws are of diloco."]
+  assert answer["loss_measured"] is None
+  assert answer["dp_loss_measured"] == 2.224
+  path = write(tmp_path / "runs.csv", own_rows)
+  answer = ask(capsys, "--algorithm=diloco", "--params=2e6", f"--results={path}")
+  assert answer["notes"] == [
+    "no run of diloco was fitted: the laws are of streaming_joint."
+  ]
 
 
 def test_the_budget_and_the_outer_rate_are_those_of_ones_own_runs(
@@ -211,7 +224,7 @@ def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
   assert "only 2 batch sizes were tried" in few
   assert "streaming has no run at N = 1e+06, M = 1" in missing
   assert lib.main(["--params=4e6", f"--results={path}", "--any"]) == 0
-  assert capsys.readouterr().out.count("\nnote") == 4
+  assert capsys.readouterr().out.count("\nnote") == 5  # And that none is of diloco.
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
   answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
   (note,) = answer["notes"]

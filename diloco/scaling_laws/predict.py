@@ -58,7 +58,7 @@ def predict(
   name = law_name(algorithm, replicas, method)
   law: Fit | Optimum
   if laws is not None:
-    law = own_laws(laws, name, algorithm).loss
+    law = own_laws(laws, name, algorithm)[1].loss
   else:
     law = paper.floor_fit(name) if floor else paper.loss_fit(name)
   interval = law.predict_interval(params, replicas, level)
@@ -66,7 +66,12 @@ def predict(
 
 
 def measured(params: float, algorithm: str, replicas: int, method: str) -> float | None:
-  """The paper's loss of this run, if it trained it (Tables 5 and 12), else None."""
+  """The paper's loss of this run, if it trained it (Tables 5 and 12), else None.
+
+  It trained no Streaming DiLoCo.
+  """
+  if algorithm == "streaming":
+    return None
   name = "data_parallel" if algorithm == "data_parallel" else f"diloco_M{replicas}"
   how = "independent" if algorithm == "data_parallel" else method
   for scale in ("4B", "10B"):
@@ -78,8 +83,8 @@ def measured(params: float, algorithm: str, replicas: int, method: str) -> float
   return None
 
 
-def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> Laws:
-  """The law called `joint` or `diloco_M2` among one's own.
+def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> tuple[str, Laws]:
+  """The law called `joint` or `diloco_M2` among one's own, and its name there.
 
   Laws of the algorithm itself come first, then those of diloco or streaming.
 
@@ -89,7 +94,7 @@ def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> Laws:
   short = name.removeprefix("diloco_")
   for prefix in ("", f"{algorithm}_", "diloco_", "streaming_"):
     if prefix + short in laws:
-      return laws[prefix + short]
+      return prefix + short, laws[prefix + short]
   raise ValueError(
     f"the results have no law {name}, only {', '.join(laws)}; add runs, or choose"
     " another method or number of replicas."
