@@ -259,6 +259,8 @@ def run(args: argparse.Namespace) -> dict:
     ValueError: the arguments or the results cannot work.
   """
   laws = None
+  if (args.where or args.any) and not args.results:
+    raise ValueError("--where and --any are about --results, which is not given.")
   if args.results:
     runs = cells.read_csv(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(runs, strict=not args.any)

@@ -251,6 +251,10 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   assert lib.main(["--params=big"]) == 2
   assert capsys.readouterr().err.startswith("error: size is 'big'")
   assert lib.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
+  for flag in ("--where=seed=0", "--any"):
+    capsys.readouterr()
+    assert lib.main(["--params=1e9", flag]) == 2
+    assert "about --results, which is not given" in capsys.readouterr().err
 
 
 def test_no_jax_is_imported():

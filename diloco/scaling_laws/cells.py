@@ -141,7 +141,7 @@ def missing_cells(
   wanted = sorted({(a, m) for a, _, m in cells})
   return {
     (algorithm, n, m): f"{algorithm} has no run at N = {n:g}, M = {m}, but other cells"
-    " have this N; run it, or fit without it (strict=False)."
+    " have this N; run it, or fit without it (--any, strict=False)."
     for algorithm, m in wanted
     for n in sizes
     if (algorithm, n, m) not in present
