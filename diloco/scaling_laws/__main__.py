@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 from diloco.command_line import make_folder, parse_options
-from diloco.scaling_laws import cells, paper, results, tables
+from diloco.scaling_laws import cells, fits, paper, results, tables
 from diloco.scaling_laws.fits import Interval
 
 _BOOTSTRAP = "resamples for bootstrap-t intervals; 0: Student's t"
@@ -54,9 +54,16 @@ def fit(args: argparse.Namespace) -> dict:
     found[name] = {}
     for quantity in ("loss", "learning_rate", "batch"):
       one = getattr(law, quantity)
+      samples = args.bootstrap
+      if one and samples > 0 and 0 < one.spare < fits.LEAST_SPARE:
+        problems.append(
+          f"the {quantity} of {name} has too few points to resample: its intervals are"
+          " Student's t."
+        )
+        samples = 0
       found[name][quantity] = one and {
         k: {"value": getattr(one.law, k), "interval": interval}
-        for k, interval in one.interval(samples=args.bootstrap).items()
+        for k, interval in one.interval(samples=samples).items()
       }
   if not args.json:
     print(f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens")

@@ -16,6 +16,8 @@ Numbers = Sequence[float] | Array
 # (low, high); None where no point is spare, or where no float is large enough.
 Interval = tuple[float, float] | None
 PARAMETERS = ("A", "alpha", "beta")
+# Points more than parameters that a bootstrap needs.
+LEAST_SPARE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +119,11 @@ class Fit:
     self, x: Array, scatter: float, unit: Array, inverse: npt.NDArray, samples: int
   ) -> Array:
     """(truth - estimate) / standard error of refits to resampled residuals [S, j]."""
-    if self.spare < 3:
+    if self.spare < LEAST_SPARE:
       raise ValueError(
         f"samples is {samples}, but {len(self.residuals)} points for"
         f" {len(inverse)} parameters are too few to resample; take samples=0, Student's"
-        f" t, or {len(inverse) + 3} points."
+        f" t, or {len(inverse) + LEAST_SPARE} points."
       )
     rng = np.random.default_rng(0)
     noise = rng.choice(self.residuals, (samples, len(self.residuals)))

@@ -238,6 +238,24 @@ def test_a_quantity_without_a_law_is_null(tmp_path, capsys):
   assert json.loads(capsys.readouterr().out)["diloco_M2"]["batch"] is None
 
 
+def test_laws_of_too_few_points_to_resample_keep_students_t(tmp_path, capsys):
+  # Three sizes: one spare point of each M's laws, six of the joint ones.
+  noisy = [
+    dataclasses.replace(r, loss=r.loss * (1 + 0.003 * (i // 27 % 4)))
+    for i, r in enumerate(make_runs())
+  ]
+  path = write(tmp_path / "runs.csv", as_rows(noisy))
+  found = []
+  for flags in ([], ["--bootstrap=200"]):
+    assert cli.main(["fit", path, "--json", *flags]) == 0
+    found.append(json.loads(capsys.readouterr().out))
+  student, resampled = found
+  assert resampled["diloco_M1"] == student["diloco_M1"]
+  assert resampled["diloco_joint"]["loss"] != student["diloco_joint"]["loss"]
+  assert cli.main(["fit", path, "--bootstrap=200"]) == 0
+  assert "note: the loss of diloco_M1 has too few points" in capsys.readouterr().out
+
+
 def test_two_sizes_have_no_interval(tmp_path, capsys):
   runs = [r for r in make_runs((1,)) if r.params < 1e8]
   path = write(tmp_path / "runs.csv", as_rows(runs))
