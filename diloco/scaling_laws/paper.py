@@ -4,7 +4,7 @@ Which N? The paper does not say which number stands for N in its fits. `nominal`
 the names of Table 4 (35e6 to 2.4e9, with 335M). The others are 12 layers width^2 +
 vocabulary width, positions and norms aside: `padded` with the 32,768 rows of the
 embedding, `words` with its 32,000 words in vocabulary (Section 3). `words` is the
-default: it alone meets Tables 7, 10 and 11 to about their last digit.
+default: it comes nearest to Tables 7, 10 and 11.
 """
 
 import csv
