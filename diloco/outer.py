@@ -52,15 +52,25 @@ class OuterState:
 class Outer:
   """The compiled pieces of the outer step and the plan they follow.
 
-  `fresh` computes the first outer state and may be traced; `init` also takes it to
-  where it lives.
+  Attributes:
+    schedule: which fragments are sent and received after which step.
+    fragments: what each fragment holds.
+    layers: int32 (n,) per fragment: its layers.
+    seed: of the codecs' random numbers.
+    exchange: as `config.wire.exchange`.
+    transport: exchanges payloads; has the update of the outer state (`make_update`).
+    fresh: params_M -> the first OuterState; may be traced.
+    init: the same, taken to where it lives.
+    send: params_M, theta, layers, key -> (payload uint8 [M, fsdp, bytes], metrics);
+      jitted.
+    merge: params_M (donated), theta, layers, mask bool [M] -> params_M; jitted.
   """
 
   schedule: Schedule
   fragments: tuple[Fragment, ...]
-  layers: tuple[np.ndarray, ...]  # int32 (n,) per fragment.
+  layers: tuple[np.ndarray, ...]
   seed: int
-  exchange: str  # As `config.wire.exchange`.
+  exchange: str
   transport: Transport
   fresh: Any
   init: Any

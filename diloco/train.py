@@ -76,8 +76,8 @@ def train(
 
     def save(t: int, finished: bool = False) -> None:
       recorder.flush()  # Nothing that is not finite gets into a checkpoint.
-      spent = recorder.spent()
-      checkpoints.save(t, _publish(run, state), _record(run, ledger, spent, finished))
+      now = recorder.spent()
+      checkpoints.save(t, _publish(run, state), _record(run, ledger, now, finished))
 
     for steps in run.stretches(start):
       state, metrics, events = _train(run, steps, state)
@@ -201,6 +201,7 @@ def _publish(run: Run, state: state_lib.TrainState) -> state_lib.TrainState:
 def _record(
   run: Run, ledger: ledger_lib.Ledger, spent: Spent, finished: bool
 ) -> dict[str, Any]:
+  """What a checkpoint keeps beside the arrays, as JSON; `_restore` reads it."""
   position = dict[str, Any]()
   for part in run.peers.all_gather(run.data.get_state()):
     position.update(part)

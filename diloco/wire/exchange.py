@@ -46,7 +46,6 @@ def encode(
   Returns:
     uint8 [M, fsdp, bytes], as `encoded`.
   """
-
   specs = mesh_lib.specs(delta_M, mesh, replicated=True)
   sharded = [FSDP in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
 
