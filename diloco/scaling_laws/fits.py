@@ -13,10 +13,11 @@ from scipy import stats
 
 Array = npt.NDArray[np.float64]
 Numbers = Sequence[float] | Array
+Groups = list[npt.NDArray[np.intp]]
 # (low, high); None where no point is spare, or where no float is large enough.
 Interval = tuple[float, float] | None
 PARAMETERS = ("A", "alpha", "beta")
-# Points more than parameters that a bootstrap needs.
+# Degrees of freedom that a bootstrap needs.
 LEAST_SPARE = 3
 
 
@@ -39,7 +40,10 @@ class PowerLaw:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """A fitted law and how sure it is, if log residuals are independent and Gaussian.
+  """A fitted law and how sure it is, if log residuals are Gaussian.
+
+  Those of a law in N alone are taken as independent. Runs of several M at one N miss a
+  joint law together, since it bends, so only sizes N are: see `standard_errors`.
 
   Attributes:
     law: the least-squares fit.
@@ -56,10 +60,15 @@ class Fit:
     return self.law(params, replicas)
 
   @property
+  def groups(self) -> Groups | None:
+    """Points of one N each, which a joint law misses together; else None."""
+    return by_size(self.design[:, 1]) if self.design.shape[1] == 3 else None
+
+  @property
   def spare(self) -> int:
-    """n - k, the residuals' degrees of freedom."""
+    """Degrees of freedom: n - k; of a joint law sizes N beyond A and alpha, if less."""
     points, parameters = self.design.shape
-    return points - parameters
+    return min(points - parameters, len(self.groups or [()] * points) - 2)
 
   def interval(self, level: float = 0.9, samples: int = 0) -> dict[str, Interval]:
     """Interval of each parameter: {'A': (low, high), ...}.
@@ -71,6 +80,7 @@ class Fit:
       level: share of cases.
       samples: if positive, quantiles of t come from so many resamples of the residuals,
         each studentised (bootstrap-t), in place of Student's: no Gaussian is assumed.
+        See `resampled`.
 
     Raises:
       ValueError: level is no probability, or there are too few points to resample.
@@ -101,38 +111,111 @@ class Fit:
   ) -> Array | None:
     """Intervals [j, 2] of x [j, k] times the coefficients plus `scatter` residuals."""
     sides = tails(level)
-    if not self.spare:
+    if self.spare < 1:
       return None
     coefficients = np.array([np.log(self.law.A), self.law.alpha, self.law.beta])
     center = x @ coefficients[: self.design.shape[1]]
-    inverse = np.linalg.pinv(self.design)
-    # Standard errors in units of the residuals' standard deviation.
-    unit = np.sqrt(scatter + np.square(x @ inverse).sum(1))
+    error = standard_errors(x, self.design, self.residuals, scatter, self.groups)
     if samples > 0:
-      t = np.quantile(self._resampled_t(x, scatter, unit, inverse, samples), sides, 0).T
+      t = np.quantile(self._resampled_t(x, scatter, samples), sides, 0).T
     else:
       t = stats.t.ppf(sides, self.spare)
-    spread = np.sqrt(np.square(self.residuals).sum() / self.spare)
-    return center[:, None] + spread * unit[:, None] * t
+    return center[:, None] + error[:, None] * t
 
-  def _resampled_t(
-    self, x: Array, scatter: float, unit: Array, inverse: npt.NDArray, samples: int
-  ) -> Array:
+  def _resampled_t(self, x: Array, scatter: float, samples: int) -> Array:
     """(truth - estimate) / standard error of refits to resampled residuals [S, j]."""
     if self.spare < LEAST_SPARE:
+      points, what = len(self.residuals), "points"
+      if self.groups is not None:
+        points, what = len(self.groups), "sizes N"
       raise ValueError(
-        f"samples is {samples}, but {len(self.residuals)} points for"
-        f" {len(inverse)} parameters are too few to resample; take samples=0, Student's"
-        f" t, or {len(inverse) + LEAST_SPARE} points."
+        f"samples is {samples}, but {points} {what} are too few to resample; take"
+        f" samples=0, Student's t, or {points + LEAST_SPARE - self.spare} {what}."
       )
     rng = np.random.default_rng(0)
-    noise = rng.choice(self.residuals, (samples, len(self.residuals)))
+    noise = resampled(rng, self.design, self.residuals, self.groups, samples)
     new = scatter * rng.choice(self.residuals, (samples, 1))
-    shift = noise @ inverse.T
+    shift = noise @ np.linalg.pinv(self.design).T
     left = noise - shift @ self.design.T
-    spread = np.sqrt(np.square(left).sum(1, keepdims=True) / self.spare)
+    error = standard_errors(x, self.design, left, scatter, self.groups)
     # A resample of n equal residuals is fitted without error.
-    return (new - shift @ x.T) / (np.maximum(spread, 1e-30) * unit)
+    return (new - shift @ x.T) / np.maximum(error, 1e-30)
+
+
+def by_size(params: Numbers) -> Groups:
+  """Indices of the points of each N, which rises, int [n_g] each."""
+  sizes = np.asarray(params)
+  return [np.flatnonzero(sizes == n) for n in np.unique(sizes)]
+
+
+def standard_errors(
+  x: Array,
+  design: Array,
+  residuals: Array,
+  scatter: float = 0.0,
+  groups: Groups | None = None,
+) -> Array:
+  """Standard errors of x times the coefficients of a least-squares fit.
+
+  Where residuals of a group go together, the usual formula makes an interval of 90%
+  hold alpha in 68% of cases (seven N, four M, 0.54 of the variance shared, as in Table
+  4). Then these are the jackknife's, CR3 of Bell & McCaffrey (2002): 91% there, more at
+  fewer N.
+
+  Args:
+    x: float64 [j, k].
+    design: float64 [n, k].
+    residuals: float64 [..., n], of one fit or several.
+    scatter: variances of one residual to add, for a new observation.
+    groups: indices of points whose errors may go together; None: all are independent.
+
+  Returns:
+    float64 [..., j].
+  """
+  points, parameters = design.shape
+  inverse = np.linalg.pinv(design)
+  one = np.square(residuals).sum(-1, keepdims=True) / (points - parameters)
+  if groups is None:
+    return np.sqrt(one * (scatter + np.square(x @ inverse).sum(1)))
+  variance = one * scatter
+  for g, root in zip(groups, _inflate(design, groups)):
+    weights = x @ inverse[:, g] @ root @ root
+    variance = variance + np.square(residuals[..., g] @ weights.T)
+  return np.sqrt(variance)
+
+
+def resampled(
+  rng: np.random.Generator,
+  design: Array,
+  residuals: Array,
+  groups: Groups | None,
+  samples: int,
+) -> Array:
+  """Errors like those that `residuals` [n] show, float64 [S, n].
+
+  Drawn from the residuals; of groups, each group's own times one number of Webb's six
+  (wild cluster bootstrap), so that what goes together does so still.
+  """
+  if groups is None:
+    return rng.choice(residuals, (samples, len(residuals)))
+  noise = np.zeros((samples, len(residuals)))
+  webb = np.sqrt([0.5, 1, 1.5])
+  for g, root in zip(groups, _inflate(design, groups)):
+    factor = rng.choice([*webb, *-webb], (samples, 1))
+    noise[:, g] = factor * (root @ residuals[g])
+  return noise
+
+
+def _inflate(design: Array, groups: Groups) -> list[Array]:
+  """(I - H)^(-1/2) of each group, H the hat matrix: a fit hides a part of errors."""
+  hat = design @ np.linalg.pinv(design)
+  roots = []
+  for g in groups:
+    values, vectors = np.linalg.eigh(np.eye(len(g)) - hat[np.ix_(g, g)])
+    # What a group alone determines has no residual.
+    scale = np.where(values > 1e-9, 1 / np.sqrt(np.maximum(values, 1e-9)), 0.0)
+    roots.append(vectors * scale @ vectors.T)
+  return roots
 
 
 def fit_power_law(

@@ -7,10 +7,14 @@ from scipy import optimize, stats
 
 from diloco.scaling_laws.fits import (
   Array,
+  Groups,
   Interval,
   Numbers,
+  by_size,
   check_points,
   exponentials,
+  resampled,
+  standard_errors,
   tails,
 )
 from diloco.scaling_laws.parametric import Form
@@ -39,6 +43,18 @@ class Optimum:
   def __call__(self, params: float, replicas: float = 1) -> float:
     """L at N parameters and M replicas."""
     return float(self.form.at(self.q, [params], [replicas])[0][0])
+
+  @property
+  def groups(self) -> Groups | None:
+    """Points of one N each, as `fits.Fit.groups`."""
+    return None if self.form.in_n == len(self.q) else by_size(self.params)
+
+  @property
+  def spare(self) -> int:
+    """Degrees of freedom, as `fits.Fit.spare`."""
+    points = len(self.residuals)
+    sizes = points if self.groups is None else len(self.groups)
+    return min(points - len(self.q), sizes - self.form.in_n)
 
   @property
   def values(self) -> dict[str, float]:
@@ -71,28 +87,28 @@ class Optimum:
     if samples > 0:
       t = np.quantile(self._resampled_t(center, samples, new), tails(level), 0).T
     else:
-      t = stats.t.ppf(tails(level), len(self.residuals) - len(self.q))
+      t = stats.t.ppf(tails(level), self.spare)
     return center[:, None] + error[:, None] * t
 
   def _estimate(
     self, q: Array, residuals: Array, new: tuple[float, float] | None
   ) -> tuple[Array, Array]:
     """Values and standard errors [j] of the parameters, or of log L of a run."""
-    inverse = np.linalg.pinv(_log_form(self.form, q, self.params, self.replicas)[1])
-    spread = np.sqrt(np.square(residuals).sum() / (len(residuals) - len(q)))
-    if new is None:
-      return q, spread * np.sqrt(np.square(inverse).sum(1))
-    value, slope = _log_form(self.form, q, [new[0]], [new[1]])
-    return value, spread * np.sqrt(1 + np.square(slope @ inverse).sum(1))
+    design = _log_form(self.form, q, self.params, self.replicas)[1]
+    value, slope, scatter = q, np.eye(len(q)), 0.0
+    if new is not None:
+      value, slope = _log_form(self.form, q, [new[0]], [new[1]])
+      scatter = 1.0
+    return value, standard_errors(slope, design, residuals, scatter, self.groups)
 
   def _resampled_t(
     self, center: Array, samples: int, new: tuple[float, float] | None
   ) -> Array:
     """(truth - estimate) / standard error of refits [S, j]."""
     rng, found = np.random.default_rng(0), []
-    fitted = _log_form(self.form, self.q, self.params, self.replicas)[0]
-    for _ in range(samples):
-      log_y = fitted + rng.choice(self.residuals, len(self.residuals))
+    fitted, design = _log_form(self.form, self.q, self.params, self.replicas)
+    for noise in resampled(rng, design, self.residuals, self.groups, samples):
+      log_y = fitted + noise
       q = _solve(self.form, self.params, self.replicas, self.q, log_y)
       left = log_y - _log_form(self.form, q, self.params, self.replicas)[0]
       value, error = self._estimate(q, left, new)

@@ -76,6 +76,11 @@ class Form:
   start: tuple[float, ...]
   value: Callable[[Array, Array, Array, Array], Value]
 
+  @property
+  def in_n(self) -> int:
+    """How many parameters only runs at several N determine: not beta, nor its B."""
+    return len(set(self.parameters) - {"B", "beta"})
+
   def at(self, q: Array, params: Numbers, replicas: Numbers) -> Value:
     """L [n] and its gradient [k, n] at N and M, [n] each."""
     n, m = np.asarray(params, float), np.asarray(replicas, float)
