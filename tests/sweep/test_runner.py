@@ -299,6 +299,19 @@ def test_progress_names_every_cell_with_its_best_point(tmp_path):
   assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
 
 
+def test_progress_says_why_runs_failed_once(capsys):
+  rows = [{"status": "failed", "error": e} for e in ("a", "b", "b", "c", "d")]
+  rows.append({"status": "done", "error": None})
+  more, *shown = progress.lines([], rows)[1:-1]
+  assert more == "1 more reasons: see --export"
+  assert shown == ["failed: b", "failed: c", "failed: d"]
+  live = progress.Live()
+  for some in (rows[:1], rows[:2], rows[:2], rows[:3]):
+    live([], some)
+  said = [line for line in capsys.readouterr().err.splitlines() if "cells" not in line]
+  assert said == ["failed: a", "failed: b"]
+
+
 def test_export_is_a_table_of_results_with_their_configs(tmp_path):
   finish(Driver(make_sweep(), tmp_path, Fake()))
   assert export(Table(tmp_path).rows(), tmp_path / "out.csv") == 8
