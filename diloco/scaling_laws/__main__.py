@@ -12,6 +12,8 @@ import json
 import pathlib
 import sys
 
+import numpy as np
+
 from diloco.command_line import make_folder, parse_options
 from diloco.scaling_laws import cells, fits, paper, results, tables
 from diloco.scaling_laws.fits import Interval
@@ -44,14 +46,18 @@ def make_parser() -> argparse.ArgumentParser:
 def fit(args: argparse.Namespace) -> dict:
   """Laws of a CSV: {name: {quantity: {parameter: value and interval}}}.
 
+  Of each law with enough sizes also {'left_out': {quantity: {M: residual}}}, what it
+  misses at the largest N when fitted to the others (Section 6.3).
+
   Raises:
     ValueError: the runs cannot be fitted.
   """
   runs = cells.read_csv(args.csv, parse_options(args.where, place="--where"))
   laws, problems = results.fit_runs(runs, strict=not args.any)
   found: dict[str, dict[str, dict | None]] = {}
+  left_out: dict[str, dict[str, dict[int, float]]] = {}
   for name, law in laws.items():
-    found[name] = {}
+    found[name], left_out[name] = {}, {}
     for quantity in ("loss", "learning_rate", "batch"):
       one = getattr(law, quantity)
       samples = args.bootstrap
@@ -65,14 +71,32 @@ def fit(args: argparse.Namespace) -> dict:
         k: {"value": getattr(one.law, k), "interval": interval}
         for k, interval in one.interval(samples=samples).items()
       }
+      if one and (residuals := _left_out(one)):
+        left_out[name][quantity] = residuals
   if not args.json:
     print(f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens")
     for name, quantities in found.items():
       for quantity, parameters in quantities.items():
         text = "  ".join(f"{k} {show(**p)}" for k, p in (parameters or {}).items())
         print(f"{name:<18}{quantity:<15}{text or '-'}")
+    print("|log y - log y~| at the largest N of laws fitted to the others, by M")
+    for name, missed in left_out.items():
+      for quantity, residuals in missed.items():
+        text = "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items())
+        print(f"{name:<18}{quantity:<15}{text}")
     print("\n".join(f"note: {p}" for p in problems), end="\n" if problems else "")
-  return found
+  return {name: found[name] | {"left_out": left_out[name]} for name in found}
+
+
+def _left_out(fit: fits.Fit) -> dict[int, float]:
+  """Residuals by M at the largest N, empty where too few points are left."""
+  params, values = np.exp(fit.design[:, 1]), np.exp(fit.log_values)
+  joint = fit.design.shape[1] == 3
+  replicas = np.exp(fit.design[:, 2]).round() if joint else None
+  try:
+    return fits.leave_largest_out(params, values, replicas)
+  except ValueError:
+    return {}
 
 
 def show(value: float, interval: Interval) -> str:

@@ -60,6 +60,13 @@ class Fit:
     return self.law(params, replicas)
 
   @property
+  def log_values(self) -> Array:
+    """log y of the points, float64 [n]."""
+    k = self.design.shape[1]
+    law = [np.log(self.law.A), self.law.alpha, self.law.beta][:k]
+    return self.design @ law + self.residuals
+
+  @property
   def groups(self) -> Groups | None:
     """Points of one N each, which a joint law misses together; else None."""
     return by_size(self.design[:, 1]) if self.design.shape[1] == 3 else None

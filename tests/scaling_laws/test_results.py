@@ -220,11 +220,31 @@ def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
   assert len(runs) == len(make_runs())
   assert runs[0].batch == pytest.approx(make_runs()[0].batch)
   assert cli.main(["fit", path, "--where=sync_every=30"]) == 0
-  line = capsys.readouterr().out.splitlines()[-3]
+  text = capsys.readouterr().out
+  assert "\ndiloco_joint      loss           1: 0.0000  2: 0.0000  4: 0.0000\n" in text
+  line = text[: text.index("|log y")].splitlines()[-3]
   assert line.startswith("diloco_joint      loss")
   assert "A 20 [20, 20]" in line
   assert cli.main(["fit", path]) == 2
   assert capsys.readouterr().err.startswith("error: two runs of diloco")
+
+
+def test_what_laws_miss_at_the_largest_size_is_told(tmp_path, capsys):
+  # The last point lies e^0.1 above the line through the others.
+  runs = [
+    dataclasses.replace(r, loss=r.loss * (1.1051709 if r.params == 1e8 else 1))
+    for r in make_runs()
+  ]
+  path = write(tmp_path / "runs.csv", as_rows(runs))
+  assert cli.main(["fit", path, "--json"]) == 0
+  found = json.loads(capsys.readouterr().out)
+  off = pytest.approx(0.1, abs=1e-6)
+  assert found["diloco_M2"]["left_out"]["loss"] == {"1": off}
+  assert found["diloco_joint"]["left_out"]["loss"] == {"1": off, "2": off, "4": off}
+  two = [r for r in runs if r.params < 1e8]
+  write(tmp_path / "runs.csv", as_rows(two))
+  assert cli.main(["fit", path, "--json"]) == 0
+  assert json.loads(capsys.readouterr().out)["diloco_M2"]["left_out"] == {}
 
 
 def test_a_quantity_without_a_law_is_null(tmp_path, capsys):
