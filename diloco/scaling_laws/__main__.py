@@ -16,7 +16,7 @@ import numpy as np
 
 from diloco.command_line import make_folder, parse_options
 from diloco.scaling_laws import cells, fits, paper, results, tables
-from diloco.scaling_laws.fits import Interval
+from diloco.scaling_laws.uncertainty import LEAST_SPARE, Interval
 
 _BOOTSTRAP = "resamples for bootstrap-t intervals; 0: Student's t"
 
@@ -61,7 +61,7 @@ def fit(args: argparse.Namespace) -> dict:
     for quantity in ("loss", "learning_rate", "batch"):
       one = getattr(law, quantity)
       samples = args.bootstrap
-      if one and samples > 0 and 0 < one.spare < fits.LEAST_SPARE:
+      if one and samples > 0 and 0 < one.spare < LEAST_SPARE:
         problems.append(
           f"the {quantity} of {name} has too few points to resample: its intervals are"
           " Student's t."

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from diloco.scaling_laws import rows
-from diloco.scaling_laws.fits import fit_best_batch
+from diloco.scaling_laws.best_batch import fit_best_batch
 
 # What a cell's runs differ in.
 AXES = ("learning_rate", "batch", "outer_learning_rate")

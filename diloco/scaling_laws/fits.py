@@ -5,20 +5,24 @@ parameters, M replicas, y a loss, a learning rate or a batch size.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from scipy import stats
 
-Array = npt.NDArray[np.float64]
-Numbers = Sequence[float] | Array
-Groups = list[npt.NDArray[np.intp]]
-# (low, high); None where no point is spare, or where no float is large enough.
-Interval = tuple[float, float] | None
+from diloco.scaling_laws.uncertainty import (
+  LEAST_SPARE,
+  Array,
+  Groups,
+  Interval,
+  Numbers,
+  by_size,
+  exponentials,
+  resampled,
+  standard_errors,
+  tails,
+)
+
 PARAMETERS = ("A", "alpha", "beta")
-# Degrees of freedom that a bootstrap needs.
-LEAST_SPARE = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,82 +153,6 @@ class Fit:
     return (new - shift @ x.T) / np.maximum(error, 1e-30)
 
 
-def by_size(params: Numbers) -> Groups:
-  """Indices of the points of each N, which rises, int [n_g] each."""
-  sizes = np.asarray(params)
-  return [np.flatnonzero(sizes == n) for n in np.unique(sizes)]
-
-
-def standard_errors(
-  x: Array,
-  design: Array,
-  residuals: Array,
-  scatter: float = 0.0,
-  groups: Groups | None = None,
-) -> Array:
-  """Standard errors of x times the coefficients of a least-squares fit.
-
-  Where residuals of a group go together, the usual formula makes an interval of 90%
-  hold alpha in 68% of cases (seven N, four M, 0.54 of the variance shared, as in Table
-  4). Then these are the jackknife's, CR3 of Bell & McCaffrey (2002): 91% there, more at
-  fewer N.
-
-  Args:
-    x: float64 [j, k].
-    design: float64 [n, k].
-    residuals: float64 [..., n], of one fit or several.
-    scatter: variances of one residual to add, for a new observation.
-    groups: indices of points whose errors may go together; None: all are independent.
-
-  Returns:
-    float64 [..., j].
-  """
-  points, parameters = design.shape
-  inverse = np.linalg.pinv(design)
-  one = np.square(residuals).sum(-1, keepdims=True) / (points - parameters)
-  if groups is None:
-    return np.sqrt(one * (scatter + np.square(x @ inverse).sum(1)))
-  variance = one * scatter
-  for g, root in zip(groups, _inflate(design, groups)):
-    weights = x @ inverse[:, g] @ root @ root
-    variance = variance + np.square(residuals[..., g] @ weights.T)
-  return np.sqrt(variance)
-
-
-def resampled(
-  rng: np.random.Generator,
-  design: Array,
-  residuals: Array,
-  groups: Groups | None,
-  samples: int,
-) -> Array:
-  """Errors like those that `residuals` [n] show, float64 [S, n].
-
-  Drawn from the residuals; of groups, each group's own times one number of Webb's six
-  (wild cluster bootstrap), so that what goes together does so still.
-  """
-  if groups is None:
-    return rng.choice(residuals, (samples, len(residuals)))
-  noise = np.zeros((samples, len(residuals)))
-  webb = np.sqrt([0.5, 1, 1.5])
-  for g, root in zip(groups, _inflate(design, groups)):
-    factor = rng.choice([*webb, *-webb], (samples, 1))
-    noise[:, g] = factor * (root @ residuals[g])
-  return noise
-
-
-def _inflate(design: Array, groups: Groups) -> list[Array]:
-  """(I - H)^(-1/2) of each group, H the hat matrix: a fit hides a part of errors."""
-  hat = design @ np.linalg.pinv(design)
-  roots = []
-  for g in groups:
-    values, vectors = np.linalg.eigh(np.eye(len(g)) - hat[np.ix_(g, g)])
-    # What a group alone determines has no residual.
-    scale = np.where(values > 1e-9, 1 / np.sqrt(np.maximum(values, 1e-9)), 0.0)
-    roots.append(vectors * scale @ vectors.T)
-  return roots
-
-
 def fit_power_law(
   params: Numbers,
   values: Numbers,
@@ -306,58 +234,6 @@ def check_points(params: Array, values: Array, replicas: Array, name: str) -> No
     seen.add((n, m))
 
 
-@dataclasses.dataclass(frozen=True)
-class Quadratic:
-  """loss = a (log2 B - log2 B*)^2 + c, from runs at powers of two."""
-
-  best_batch: float
-  curvature: float
-  loss: float
-
-
-def fit_best_batch(
-  batches: Numbers, losses: Numbers, name: str = "the best batch"
-) -> Quadratic:
-  """The batch size with the least loss, between powers of two (Section 6.1).
-
-  Args:
-    batches: B of each run [n], in tokens or any other unit, each once.
-    losses: loss of the best learning rate at that B [n].
-    name: the cell, for errors.
-
-  Returns:
-    The minimum of the quadratic in log2 B; best_batch has the unit of batches.
-
-  Raises:
-    ValueError: fewer than three batch sizes, a curve without a minimum, or a
-      minimum outside the range swept.
-  """
-  b, y = np.asarray(batches, float), np.asarray(losses, float)
-  check_points(b, y, np.ones_like(b), name)
-  if len(b) < 3:
-    raise ValueError(
-      f"{name} has runs at {len(b)} batch size(s); a quadratic needs 3: sweep more"
-      " powers of two."
-    )
-  x = np.log2(b)
-  center = x.mean()
-  a, slope, const = np.polyfit(x - center, y, 2)
-  low, high = b.min(), b.max()
-  if a <= 0:
-    raise ValueError(
-      f"{name}: the loss over log2 B has no minimum between {low:g} and {high:g};"
-      " extend the sweep on the side where the loss falls."
-    )
-  best = 2 ** (center - slope / (2 * a))
-  if not low <= best <= high:
-    side = "smaller" if best < low else "larger"
-    raise ValueError(
-      f"{name}: the quadratic's minimum {best:g} lies outside the batch sizes swept,"
-      f" {low:g} to {high:g}; add {side} ones."
-    )
-  return Quadratic(float(best), float(a), float(const - slope**2 / (4 * a)))
-
-
 def residual(value: float, predicted: float) -> float:
   """|log y - log y~| (Section 6.3)."""
   return float(abs(np.log(value) - np.log(predicted)))
@@ -395,17 +271,3 @@ def _design(params: Numbers, replicas: Numbers, joint: bool) -> Array:
   """Columns 1, log N and, if joint, log M: float64 [n, 2 or 3]."""
   columns = [np.ones(len(params)), np.log(params)]
   return np.stack(columns + ([np.log(replicas)] if joint else []), axis=1)
-
-
-def exponentials(bounds: Array) -> Interval:
-  """exp of (low, high) as floats; None where they have no exponential."""
-  with np.errstate(over="ignore"):
-    low, high = map(float, np.exp(bounds))
-  return (low, high) if np.isfinite(high) else None
-
-
-def tails(level: float) -> tuple[float, float]:
-  """The two quantiles between which a share `level` lies."""
-  if not 0 < level < 1:
-    raise ValueError(f"level is {level}; choose a probability, such as 0.9.")
-  return (1 - level) / 2, (1 + level) / 2

@@ -5,19 +5,19 @@ import dataclasses
 import numpy as np
 from scipy import optimize, stats
 
-from diloco.scaling_laws.fits import (
+from diloco.scaling_laws.fits import check_points
+from diloco.scaling_laws.parametric import Form
+from diloco.scaling_laws.uncertainty import (
   Array,
   Groups,
   Interval,
   Numbers,
   by_size,
-  check_points,
   exponentials,
   resampled,
   standard_errors,
   tails,
 )
-from diloco.scaling_laws.parametric import Form
 
 # Taken for L where a form would not be positive.
 _LEAST = 1e-300

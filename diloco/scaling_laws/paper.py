@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from diloco.scaling_laws import optimum, parametric
-from diloco.scaling_laws.fits import Array, Fit, PowerLaw, fit_power_law
+from diloco.scaling_laws.fits import Fit, PowerLaw, fit_power_law
+from diloco.scaling_laws.uncertainty import Array
 
 # Tokens per sequence; the unit of the paper's batch laws.
 SEQ_LEN = 2048

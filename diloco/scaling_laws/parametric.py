@@ -16,7 +16,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import optimize
 
-from diloco.scaling_laws.fits import Array, Numbers, check_points
+from diloco.scaling_laws.fits import check_points
+from diloco.scaling_laws.uncertainty import Array, Numbers
 
 # Maps q, log N, log M and M [n] to L [n] and its gradient [k, n].
 Value = tuple[Array, Array]

@@ -3,9 +3,10 @@
 import dataclasses
 
 from diloco.scaling_laws import paper
-from diloco.scaling_laws.fits import Fit, Interval
+from diloco.scaling_laws.fits import Fit
 from diloco.scaling_laws.optimum import Optimum
 from diloco.scaling_laws.results import Laws
+from diloco.scaling_laws.uncertainty import Interval
 
 METHODS = ("joint", "independent")
 
