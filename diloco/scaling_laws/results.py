@@ -128,11 +128,17 @@ def _laws(
       problems.append(str(error))
       return None
 
+  loss = fit("loss", group, lambda b: b.run.loss)
+  if loss.law.alpha >= 0:
+    problems.append(
+      f"the loss of {name} does not fall with N (alpha is {loss.law.alpha:.3g}), so its"
+      " law predicts nothing: tune the larger sizes, or give each N its share of tokens."
+    )
   ratios = [b.run.tokens / b.run.params for b in group]
   # The last one of an M stays: swept before not swept, then large before small.
   order = sorted(group, key=lambda b: (AXES[2] in b.swept, b.run.params))
   return Laws(
-    fit("loss", group, lambda b: b.run.loss),
+    loss,
     fit_swept("learning_rate", lambda b: b.run.learning_rate),
     fit_swept("batch", lambda b: b.batch),
     sizes,

@@ -209,6 +209,20 @@ def test_too_few_sizes():
     results.fit_runs([])
 
 
+def test_a_loss_that_does_not_fall_with_n_is_no_law():
+  rising = [
+    dataclasses.replace(r, loss=r.loss * (r.params / SIZES[0]) ** 0.2)
+    for r in make_runs((2,))
+  ]
+  with pytest.raises(
+    ValueError, match=r"loss of diloco_M2 does not fall with N \(alpha"
+  ):
+    results.fit_runs(rising)
+  laws, problems = results.fit_runs(rising, strict=False)
+  assert laws["diloco_M2"].loss.law.alpha > 0
+  assert len(problems) == 1
+
+
 def test_csv_round_trip_filters_and_reports(tmp_path, capsys):
   rows = [{**row, "status": "done", "sync_every": 30} for row in as_rows(make_runs())]
   rows.append({**rows[0], "sync_every": "100", "loss": 1.0})
