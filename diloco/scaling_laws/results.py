@@ -132,7 +132,7 @@ def _laws(
   if loss.law.alpha >= 0:
     problems.append(
       f"the loss of {name} does not fall with N (alpha is {loss.law.alpha:.3g}), so its"
-      " law predicts nothing: tune the larger sizes, or give each N its share of tokens."
+      " law predicts nothing: tune larger sizes, or give each N its share of tokens."
     )
   ratios = [b.run.tokens / b.run.params for b in group]
   # The last one of an M stays: swept before not swept, then large before small.
