@@ -15,6 +15,7 @@ import numpy as np
 from diloco import config as config_lib
 from diloco import hlo, inner, outer, state, sync
 from diloco import mesh as mesh_lib
+from diloco.aot.programs import Programs
 from diloco.wire import exchange, ledger
 from diloco.wire import payload as payload_lib
 
@@ -154,6 +155,7 @@ def data_parallel(devices: int, **fields) -> dict:
     "kinds": sorted({x.kind for x in crossing}),
     "bytes": sum(x.nbytes for x in crossing),
     "gradient": 4 * config_lib.num_params(c),
+    "dry_run": Programs(c, mesh).compile("inner step").crossing,
   }
 
 

@@ -88,6 +88,16 @@ def test_every_program_compiles_where_training_runs(tiny):
   assert all(x.crossing == 0 and x.peak > 0 for x in found)
 
 
+@pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
+def test_activations_are_those_of_a_device_s_sequences(tiny, algorithm):
+  tiny.algorithm, tiny.train.batch_size, tiny.train.accumulate = algorithm, 16, 2
+  c = config_lib.resolve(tiny)
+  mesh = mesh_lib.make_mesh(c, jax.devices() * 4)
+  # Two of 16 sequences at a time on each of 4 devices.
+  inputs = 2 * c.model.seq_len * c.model.dim * c.model.num_layers
+  assert report.activations(c, mesh) == 4 * inputs
+
+
 def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
   tiny.overlap.transport = "host"
   c = config_lib.resolve(tiny)

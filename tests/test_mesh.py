@@ -103,6 +103,8 @@ def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   assert found["kinds"] == ["all-reduce"]
   # Float32, of each device its fsdp shard, and the loss.
   assert found["bytes"] == found["gradient"] / fsdp + 4
+  # Of two copies each sends all of it once; the dry run compiles the same program.
+  assert found["dry_run"] == found["gradient"] + 4 * fsdp
 
 
 @pytest.mark.parametrize(

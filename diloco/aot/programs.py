@@ -77,7 +77,7 @@ class Programs:
     tokens = jax.ShapeDtypeStruct(
       (m, c.train.batch_size // m, c.model.seq_len),
       jnp.int32,
-      sharding=mesh_lib.batch_sharding(mesh),
+      sharding=mesh_lib.batch_sharding(mesh, not streaming),
     )
     fedpart = c.outer.fedpart and plan is not None
     trainable = None

@@ -171,11 +171,10 @@ def outside(s: state.TrainState, on_device: dict[str, int], name: str) -> int:
 
 def activations(c, mesh) -> int:
   """Bytes that a backward pass keeps of every block, at the least: its input."""
-  m = config_lib.trained_replicas(c)
-  rows = c.train.batch_size // (m * c.train.accumulate * mesh.shape[mesh_lib.FSDP])
-  here = m // mesh.shape[mesh_lib.REPLICA]
+  # The sequences of a step lie on all devices, also those of data-parallel's one model.
+  rows = c.train.batch_size // (mesh.size * c.train.accumulate)
   width = jnp.dtype(c.model.dtype).itemsize * c.model.dim
-  return here * rows * c.model.seq_len * width * c.model.num_layers
+  return rows * c.model.seq_len * width * c.model.num_layers
 
 
 def _fit_evaluation(config, devices: int):
