@@ -159,7 +159,8 @@ class Peers:
     """Ends the process; process 0 last, since without it JAX aborts the others."""
     deadline = time.monotonic() + _GRACE
     for reader in self._readers if self.index == 0 else ():
-      if reader is not threading.current_thread():
+      # One that is not started yet cannot be joined.
+      if reader.is_alive() and reader is not threading.current_thread():
         reader.join(max(deadline - time.monotonic(), 0))
     for stream in (sys.stdout, sys.stderr):
       stream.flush()

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import queue
 import re
 import shutil
 import signal
@@ -300,6 +301,16 @@ def test_peers_gather_and_report_in_order():
   ]
   assert list(peers[1].reports(wait=True)) == []
   together(peers, lambda p: p.close())
+
+
+def test_a_peer_that_is_gone_before_all_are_listened_to_ends_the_process(monkeypatch):
+  codes, start = queue.SimpleQueue(), threading.Thread.start
+  monkeypatch.setattr(os, "_exit", codes.put)
+  monkeypatch.setattr(threading.Thread, "start", lambda t: (start(t), time.sleep(0.2)))
+  pairs = [socket.socketpair() for _ in range(2)]
+  pairs[0][1].close()
+  distributed.Peers(0, 3, {1: pairs[0][0], 2: pairs[1][0]})
+  assert codes.get(timeout=10) == 1
 
 
 def test_one_process_alone_needs_nobody():
