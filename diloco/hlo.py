@@ -79,12 +79,13 @@ def collectives(hlo: str) -> list[Collective]:
     name, result, kind, start, rest = match.groups()
     arrays = _ARRAY.findall(result)
     # Several collectives may be combined into one with a tuple of results; the tuple
-    # of an async start holds operands, results and perhaps scalar contexts.
+    # of an async start holds operands, as many results and perhaps scalar contexts,
+    # that of an all-reduce results alone.
     if kind == "send":
       arrays = arrays[:1]
     elif start:
       arrays = [(dtype, shape) for dtype, shape in arrays if shape or dtype != "u32"]
-      arrays = arrays[-1:]
+      arrays = arrays[0 if kind == "all-reduce" else len(arrays) // 2 :]
     for dtype, shape in arrays:
       dims = tuple(int(d) for d in shape.split(",") if d)
       found.append(Collective(name, kind, dtype, dims, _groups(rest)))

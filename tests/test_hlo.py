@@ -82,6 +82,20 @@ def test_bytes_sent_by_a_device(kind, groups, sent):
   assert hlo.replica_bytes(program(line), mesh()) == 2 * 400 * sent
 
 
+@pytest.mark.parametrize(
+  ("result", "kind", "sent"),
+  [
+    ("(f32[100]{0}, f32[300]{0})", "all-reduce", 1600),
+    ("f32[100]{0}", "all-reduce", 400),
+    ("((f32[50], f32[150]), (f32[100], f32[300]))", "all-gather", 800),
+    ("(f32[50]{0}, f32[100]{0})", "all-gather", 200),
+  ],
+)
+def test_bytes_of_asynchronous_collectives_that_xla_combined(result, kind, sent):
+  line = f"  %x = {result} {kind}-start(%p, %q), replica_groups={{{{0,2}},{{1,3}}}}"
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * sent
+
+
 def test_what_stays_inside_a_replica_does_not_count():
   line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
   assert hlo.replica_bytes(program(line), mesh()) == 0
