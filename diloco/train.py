@@ -65,6 +65,8 @@ def train(
     if run.outer:
       stack.callback(run.outer.transport.close)
     distributed.make_shared(workdir, peers)
+    if run.outer:
+      run.outer.transport.connect()
     checkpoints = Checkpoints(workdir, c, peers)
     stack.enter_context(contextlib.closing(checkpoints))
     start, state, record = _restore(run, checkpoints)

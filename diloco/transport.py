@@ -50,6 +50,14 @@ class Transport(Protocol):
   encoded: NamedSharding
   update: Any
 
+  def connect(self) -> None:
+    """Opens what an exchange needs; called where all processes are at once.
+
+    Gloo gives up if a peer comes to their first exchange 30 s later, which replicas
+    may well do after H steps; to later ones it may come as late as it likes.
+    """
+    ...
+
   def hides(self) -> bool:
     """Whether an exchange has to be part of a program of inner steps to be hidden."""
     ...
@@ -157,6 +165,10 @@ class DeviceTransport:
     self.transmit = jax.jit(lambda x: exchange.finish(mesh, x, exchange.start(mesh, x)))
     self.update = jax.jit(make_update(mesh), donate_argnums=(0, 1))
 
+  def connect(self) -> None:
+    if self.hides() and jax.process_count() > 1:
+      jax.block_until_ready(self.transmit(_one_byte(self.mesh, self.encoded)))
+
   def hides(self) -> bool:
     return not self.encoded.is_equivalent_to(self.transmitted, 3)
 
@@ -223,6 +235,10 @@ class HostTransport:
     self.update = jax.jit(make_update(self._host))
     self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
     self._jobs: dict[int, futures.Future] = {}
+
+  def connect(self) -> None:
+    one_byte = _one_byte(self.mesh, self.encoded)
+    self._thread.submit(self._transmit_codes, one_byte).result()
 
   def hides(self) -> bool:
     return False
@@ -309,6 +325,12 @@ class HostTransport:
       order = np.concatenate(self._rows)
       found = found.reshape(len(order), rows, *found.shape[1:])
       return found[np.argsort(order)].reshape(payload.shape)
+
+
+def _one_byte(mesh: Mesh, place: NamedSharding) -> jax.Array:
+  """The smallest payload: of one replica per row of the mesh."""
+  shape = (mesh.shape[REPLICA], mesh.shape[FSDP], 1)
+  return mesh_lib.place(np.zeros(shape, np.uint8), place)
 
 
 def _in_memory(tree: Tree, kind: str) -> Tree:

@@ -178,6 +178,48 @@ def test_four_replicas_on_one_and_four_processes(launch, tmp_path, transport):
   assert_same_training(tmp_path / "four", tmp_path / "one", rtol=2e-4)
 
 
+LATE = """
+import sys, time
+import conftest, jax, numpy as np
+from diloco import config as config_lib, distributed, mesh, outer
+
+i = int(sys.argv[1])
+peers = distributed.initialize(sys.argv[2], 2, i)
+c = conftest.tiny_config()
+c.overlap.transport = "host"
+c = config_lib.resolve(c)
+devices = mesh.make_mesh(c)
+with jax.set_mesh(devices):
+  transport = outer.make_outer(c, devices).transport
+  transport.connect()
+  time.sleep(35 * i)
+  own = np.full((2, 1, 8), i, np.uint8)
+  payload = mesh.place(own, transport.encoded)
+  print(transport._transmit_codes(payload)[:, 0, 0].tolist(), flush=True)
+peers.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_may_come_late_to_the_first_exchange():
+  # Gloo waits for half a minute at most to be connected.
+  env = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+  address = f"localhost:{free_port()}"
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", LATE, str(i), address],
+      **{"env": env, "text": True, "stdout": subprocess.PIPE},
+    )
+    for i in range(2)
+  ]
+  try:
+    found = [p.communicate(timeout=300)[0] for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  assert all(output.endswith("[0, 1]\n") for output in found), found
+
+
 @pytest.mark.slow
 def test_data_parallel_on_two_processes(launch, tmp_path):
   args = ("--config.algorithm=data_parallel", "--config.train.steps=10")
