@@ -50,9 +50,10 @@ def make_mesh(c, devices=None) -> Mesh:
       f" choose two factors of {n}, or 0 to derive them."
     )
   if m % replica:
+    derived = "" if c.mesh.replica else f" ({n} devices over mesh.fsdp={fsdp})"
     raise ConfigError(
-      f"mesh.replica is {replica}, which does not divide the {m} replicas; choose a"
-      " divisor, or 0."
+      f"mesh.replica is {replica}{derived}, which does not divide the {m} replicas;"
+      " choose a divisor, or 0 for both axes."
     )
   rows = c.train.batch_size // (m * c.train.accumulate)
   if rows % fsdp:

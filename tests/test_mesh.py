@@ -160,6 +160,20 @@ def test_layouts_that_do_not_fit(tiny, fields, message):
     mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1])
 
 
+@pytest.mark.parametrize(
+  ("devices", "fields", "message"),
+  [
+    (3, {"mesh.replica": 3}, r"mesh.replica is 3, which does not divide the 2 repl"),
+    (4, {"mesh.fsdp": 1}, r"is 4 \(4 devices over mesh.fsdp=1\), .* 0 for both"),
+    (4, {"mesh.replica": 1}, r"microbatch has 2 sequences; raise .* multiple of 8"),
+  ],
+)
+def test_replicas_and_batches_have_to_fit_the_mesh(tiny, devices, fields, message):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(config_lib.ConfigError, match=message):
+    mesh_lib.make_mesh(config_lib.resolve(tiny), jax.devices()[:1] * devices)
+
+
 def test_evaluation_batches_must_divide_over_the_devices(tiny):
   tiny.eval.batch_size = 5
   with pytest.raises(
