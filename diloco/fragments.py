@@ -182,6 +182,12 @@ class Schedule:
       k += 1
     return k
 
+  def longest_hiding(self) -> int:
+    """Most inner steps that hide an exchange anywhere; 0 if none ever do."""
+    # The first sends have fewer others beside them than those of later rounds.
+    first_rounds = range(self.sync_every, 3 * self.sync_every)
+    return max(self.hiding_steps(t) for t in first_rounds)
+
   def groups(self) -> list[tuple[int, ...]]:
     """Fragments that are always sent together: several in one only if H < P."""
     fragments = range(self.num_fragments)

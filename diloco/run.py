@@ -30,6 +30,7 @@ class Run:
   optimizer: Any
   inner_step: Any  # From `inner.make_inner_step`.
   hidden_exchange: Any  # From `sync.make_hidden_exchange`.
+  longest_hiding: int  # Most inner steps of it.
   tuned: inner_lib.Tuned
   outer: outer_lib.Outer | None
   masks: dict[tuple[int, ...], Any]  # FedPart's, by the fragments that train.
@@ -97,6 +98,7 @@ def build(c, mesh, data, own_replicas: list[int], peers: Peers) -> Run:
     optimizer=optimizer,
     inner_step=inner_step,
     hidden_exchange=sync_lib.make_hidden_exchange(inner_step, mesh),
+    longest_hiding=outer.schedule.longest_hiding() if outer else 0,
     tuned=inner_lib.tuned(c),
     outer=outer,
     masks=_fedpart_masks(c, mesh, outer) if outer and c.outer.fedpart else {},

@@ -140,13 +140,14 @@ def make_hidden_exchange(inner_step, mesh):
     mesh: the device mesh.
 
   Returns:
-    steps(params, opt_state, tokens, trainable, payloads, values=None) -> (params,
-    opt_state, [InnerMetrics of each step], transmitted payloads). `tokens` holds
-    [M, B, L] of each of the K steps, `payloads` what was sent just before the first;
-    params and optimizer state are donated.
+    steps(count, params, opt_state, tokens, trainable, payloads, values=None) ->
+    (params, opt_state, [InnerMetrics of each step], transmitted payloads). `tokens`
+    holds [M, B, L] of each of `count` steps and, that one program does for all counts,
+    of any others after them; as many metrics come back. `payloads` is what was sent
+    just before the first step. Params and optimizer state are donated.
   """
 
-  def steps(params, opt_state, tokens, trainable, payloads, values=None):
+  def steps(count, params, opt_state, tokens, trainable, payloads, values=None):
     received = [exchange.start(mesh, payload) for payload in payloads]
 
     tokens_K = jnp.stack(tokens)
@@ -163,9 +164,8 @@ def make_hidden_exchange(inner_step, mesh):
       put = lambda x_K, x: x_K.at[k].set(x)
       return params, opt_state, jax.tree.map(put, metrics, of_step)
 
-    # Behind a barrier XLA does not see how many steps there are: it would dissolve a
-    # loop of one, and begin the exchange when its layers are done.
-    count = jax.lax.optimization_barrier(jnp.int32(len(tokens)))
+    # XLA must not see how many steps there are: it would dissolve a loop of one, and
+    # begin the exchange when its layers are done.
     carry = jax.lax.fori_loop(0, count, step, (params, opt_state, metrics))
     # Without it XLA may wait for the exchange before the steps.
     carry, received = jax.lax.optimization_barrier((carry, received))
@@ -177,7 +177,7 @@ def make_hidden_exchange(inner_step, mesh):
   def at(tree_K, k):
     return jax.tree.map(lambda x_K: x_K[k], tree_K)
 
-  return jax.jit(steps, donate_argnums=(0, 1))
+  return jax.jit(steps, donate_argnums=(1, 2))
 
 
 def hide_exchange(outer: Outer, t: int, state: OuterState, program):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 from diloco import config as config_lib
@@ -140,12 +141,15 @@ def _train(run: Run, steps: range, state: state_lib.TrainState):
   tokens = [run.next_batch() for _ in steps]
   trainable = run.trainable(steps[0])
   if run.outer and outer and run.hiding_steps(steps[0] - 1):
+    count, spare = np.int32(len(tokens)), run.longest_hiding - len(tokens)
+    padded = tokens + spare * tokens[:1]
     program = lambda payloads: run.hidden_exchange(
-      params, opt_state, tokens, trainable, payloads, run.tuned
+      count, params, opt_state, padded, trainable, payloads, run.tuned
     )
     params, opt_state, metrics, outer = sync_lib.hide_exchange(
       run.outer, steps[0] - 1, outer, program
     )
+    metrics = metrics[: len(tokens)]
   else:
     [tokens_MxBxL] = tokens
     params, opt_state, of_step = run.inner_step(

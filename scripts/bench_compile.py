@@ -5,7 +5,8 @@
 depth: seconds to compile the inner step of 6 and of 48 layers of one width, with
 16-bit activations and rematerialised blocks as in configs/chinchilla.py, medians of
 --repeats. fragments: everything that XLA compiles in a whole run of a small model,
-from initialisation to the last evaluation, for several numbers of fragments P.
+from initialisation to the last evaluation, for several numbers of fragments P; on two
+devices, so that exchanges are hidden in programs with inner steps.
 """
 
 import tempfile
@@ -45,6 +46,7 @@ def count_programs(size: int) -> tuple[int, int]:
   """Fragments, and programs compiled in a whole run, for fragments of this size."""
   c = small_config(layers=12, dim=32)
   c.fragments.size, c.sync_every = size, 16
+  c.overlap.tau = 5  # Up to five steps hide an exchange: as many as P leaves free.
   c.model.dtype, c.log.tensorboard, c.eval.tokens = "float32", False, 4096
   c.log.sample_tokens = 1
   events = []
@@ -62,6 +64,7 @@ def count_programs(size: int) -> tuple[int, int]:
 def main(argv) -> None:
   del argv
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
+  jax.config.update("jax_num_cpu_devices", 2)
   print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
   times = [
     [compile_seconds(n, _DIM.value) for n in _DEPTHS] for _ in range(_REPEATS.value)

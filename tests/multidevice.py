@@ -73,7 +73,7 @@ def traffic(devices: int, **fields) -> dict:
     programs = {
       "inner": step.lower(s.params, s.opt_state, tokens, None),
       "send": plan.send.lower(s.params, theta, layers, key),
-      "hidden": hidden.lower(s.params, s.opt_state, several, None, [payload]),
+      "hidden": hidden.lower(3, s.params, s.opt_state, several, None, [payload]),
       "transmit": plan.transport.transmit.lower(payload),
       "update": plan.transport.update.lower(theta, s.outer.opt_state[0], sent),
       "merge": plan.merge.lower(s.params, theta, layers, np.ones(c.replicas, bool)),

@@ -129,8 +129,9 @@ def test_what_hides_an_exchange_ends_before_anything_else_happens(p, h, data):
   taus = tuple(data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=3)))
   schedule = Schedule(p, h, taus)
   happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
-  for t in range(1, 4 * h):
-    k = schedule.hiding_steps(t)
+  hiding = [schedule.hiding_steps(t) for t in range(1, 6 * h)]
+  assert schedule.longest_hiding() == max(hiding)
+  for t, k in enumerate(hiding[: 4 * h], start=1):
     if not schedule.sends(t) or min(taus) == 0:
       assert k == 0
       continue

@@ -118,9 +118,10 @@ class Programs:
     steps = hidden_steps(c)
     if steps and transport.hides():
       hidden = sync.make_hidden_exchange(step, mesh)
+      count = jax.ShapeDtypeStruct((), jnp.int32)
       self.lower[f"exchange, {steps} inner step{'s' * (steps > 1)}"] = lambda: (
         hidden.lower(
-          s.params, s.opt_state, [tokens] * steps, trainable, [payload], values
+          count, s.params, s.opt_state, [tokens] * steps, trainable, [payload], values
         )
       )
 
@@ -172,9 +173,7 @@ def hidden_steps(c) -> int:
   """Most inner steps that one program runs beside an exchange; 0 if none does."""
   if c.algorithm == "data_parallel" or c.overlap.transport != "device":
     return 0
-  schedule = config_lib.make_schedule(c)
-  one_round = range(2 * c.sync_every, 3 * c.sync_every)
-  return max(schedule.hiding_steps(t) for t in one_round)
+  return config_lib.make_schedule(c).longest_hiding()
 
 
 def nbytes(tree) -> int:
