@@ -79,6 +79,7 @@ def get_config(arg: str = "35M"):
     tokens=tokens,
   )
   c.inner.learning_rate = hyper.learning_rate
+  c.inner.gradient_dtype = "bfloat16"
   c.train.batch_size, c.train.tokens = hyper.batch_sequences, hyper.tokens
   if c.algorithm != "data_parallel":
     c.outer.learning_rate = hyper.outer_learning_rate

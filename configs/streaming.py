@@ -71,6 +71,7 @@ def get_config(arg: str = "35M"):
 
   n = 12 * layers * c.model.dim**2 + c.model.vocab_size * c.model.dim
   c.inner.learning_rate = 3978.82 * n**-0.780
+  c.inner.gradient_dtype = "bfloat16"
   sequences = 0.00769 * n**0.479 * 2048 / c.model.seq_len
   c.train.batch_size = max(2 ** round(math.log2(sequences)), c.replicas)
   if data == "dolma":

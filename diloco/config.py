@@ -135,6 +135,8 @@ def default_config() -> ml_collections.ConfigDict:
   c.inner.weight_decay_scaling = "schedule"
   # Global L2 norm to which each replica's gradient is clipped; 0 never clips.
   c.inner.clip_norm = 1.0
+  # What data_parallel all-reduces: float32, or bfloat16, as the papers count.
+  c.inner.gradient_dtype = "float32"
 
   c.train = ml_collections.ConfigDict()
   # Sequences per step over all replicas; must be divisible by M * accumulate.
@@ -296,8 +298,8 @@ def validate(c) -> None:
   _choice(
     "inner.weight_decay_scaling", c.inner.weight_decay_scaling, ("schedule", "rate")
   )
-  _choice("model.dtype", c.model.dtype, ("float32", "bfloat16"))
-  _choice("model.param_dtype", c.model.param_dtype, ("float32", "bfloat16"))
+  for field in ("model.dtype", "model.param_dtype", "inner.gradient_dtype"):
+    _choice(field, _get(c, field), ("float32", "bfloat16"))
   for field, least in _LEAST.items():
     value = _get(c, field)
     if not value >= least:

@@ -122,9 +122,21 @@ def make_inner_step(c):
     total, _ = jax.lax.scan(body, zeros, micro)
     return jax.tree.map(lambda x: x / accumulate, total)
 
+  def mean_of(sent, nll):
+    means, nll = jax.lax.pmean((sent, nll), REPLICA)
+    return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), nll
+
+  def mean_widened(sent, nll):
+    # XLA for CPUs widens what is reduced in 16 bits itself, and aborts doing so here.
+    return mean_of(jax.tree.map(jnp.float32, sent), nll)
+
   def mean_gradients(params, tokens_BxL):
     # By hand: left to itself, XLA reduces the tied embedding's two gradients apart.
-    mean = lambda *args: jax.lax.pmean(gradients(*args), REPLICA)
+    def mean(params, tokens_BxL):
+      grads, nll = gradients(params, tokens_BxL)
+      sent = jax.tree.map(lambda g: g.astype(c.inner.gradient_dtype), grads)
+      return jax.lax.platform_dependent(sent, nll, cpu=mean_widened, default=mean_of)
+
     whole, rows = P(), P(REPLICA)
     return jax.shard_map(
       mean,

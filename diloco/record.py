@@ -243,7 +243,9 @@ class Recorder:
     reference = ledger_lib.data_parallel_bytes(c.replicas, params, c.train.steps)
     sent, peak = ledger.total, ledger.peak
     if c.algorithm == "data_parallel":
-      sent, peak = int(reference), int(reference / c.train.steps)
+      value_bytes = np.dtype(c.inner.gradient_dtype).itemsize
+      peak = int(ledger_lib.data_parallel_bytes(c.replicas, params, 1, value_bytes))
+      sent = peak * c.train.steps
     return {
       "algorithm": c.algorithm,
       "replicas": c.replicas,

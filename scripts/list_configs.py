@@ -18,6 +18,7 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 
 from diloco import config as config_lib
 from diloco import mesh as mesh_lib
@@ -91,12 +92,12 @@ def row(name: str, c) -> Row:
 def traffic(c) -> tuple[int, int]:
   """Bytes of the largest payload, and of all that one replica sends.
 
-  Data-parallel all-reduces bfloat16 gradients every step, as in the ledger.
+  Data-parallel all-reduces its gradients every step.
   """
   if c.algorithm == "data_parallel":
-    n = config_lib.num_params(c)
-    total = ledger.data_parallel_bytes(c.replicas, n, c.train.steps)
-    return ledger.GRADIENT_BYTES * n, int(total)
+    n, size = config_lib.num_params(c), np.dtype(c.inner.gradient_dtype).itemsize
+    total = ledger.data_parallel_bytes(c.replicas, n, c.train.steps, size)
+    return size * n, int(total)
   codec = payload.make_codec_from_config(c)
   like_M = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)

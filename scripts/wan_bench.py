@@ -42,8 +42,8 @@ METHODS = {
   "Streaming, overlap": {"wire.format": "fp32"},
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
-# Bits on the wire per value of data-parallel's gradient: XLA's CPU backend widens a
-# 16-bit all-reduce to 32 bits. The ledger and the papers count 16.
+# Bits on the wire per value of data-parallel's gradient. XLA's CPU backend widens an
+# all-reduce of 16 bits, which the papers count, to 32.
 GRADIENT_BITS = 32
 
 

@@ -206,6 +206,7 @@ def main() -> None:
       "2": data_parallel(2),
       "8": data_parallel(8),
       "accumulated": data_parallel(2, **{"train.accumulate": 2}),
+      "16 bits": data_parallel(2, **{"inner.gradient_dtype": "bfloat16"}),
     },
     "whole_models": whole_models(),
     "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},

@@ -97,6 +97,13 @@ def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout
   np.testing.assert_allclose(found[layout]["losses"], found["1"]["losses"], rtol=2e-4)
 
 
+def test_gradients_of_16_bits_are_rounded_before_they_are_averaged(multidevice):
+  found = multidevice["data_parallel"]
+  rounded, exact = (np.asarray(found[layout]["losses"]) for layout in ("16 bits", "2"))
+  np.testing.assert_allclose(rounded, exact, rtol=2e-3)
+  assert not np.array_equal(rounded, exact)
+
+
 @pytest.mark.parametrize(("layout", "fsdp"), [("2", 1), ("8", 4), ("accumulated", 1)])
 def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
   found = multidevice["data_parallel"][layout]

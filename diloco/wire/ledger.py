@@ -10,7 +10,8 @@ scales.
 
 import dataclasses
 
-GRADIENT_BYTES = 2  # Data-parallel all-reduces bfloat16 gradients.
+# Of a gradient value in the papers' count, to which all ratios refer.
+GRADIENT_BYTES = 2
 
 
 def gather_bytes(replicas: int, payload: int) -> int:
@@ -37,9 +38,11 @@ def sync_bytes(exchange: str, replicas: int, size: int) -> int:
   return gather_bytes(replicas, size)
 
 
-def data_parallel_bytes(replicas: int, num_params: int, steps: int) -> float:
+def data_parallel_bytes(
+  replicas: int, num_params: int, steps: int, value_bytes: int = GRADIENT_BYTES
+) -> float:
   """Bytes one of M data-parallel workers sends in `steps` steps."""
-  return all_reduce_bytes(replicas, GRADIENT_BYTES * num_params) * steps
+  return all_reduce_bytes(replicas, value_bytes * num_params) * steps
 
 
 @dataclasses.dataclass
