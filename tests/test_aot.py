@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from diloco import inner, outer, state
 from diloco import mesh as mesh_lib
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, hidden_steps, nbytes
+from diloco.wire import ledger
 
 needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
@@ -60,22 +62,32 @@ def test_shapes_are_those_of_a_real_state(tiny):
   )
   assert jax.tree.all(jax.tree.map(same, real, drawn))
   assert nbytes(drawn.params) == sum(x.nbytes for x in jax.tree.leaves(real.params))
-  on_device, at_host = report.placed_state(c, drawn)
+  on_device, at_host = report.placed_state(c, Programs(c, mesh))
   assert not at_host
+  assert on_device.pop("in flight") > 0
   assert sum(on_device.values()) == nbytes(real)
 
 
 def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   tiny.outer.offload = True
   c = config_lib.resolve(tiny)
-  drawn = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1])).state
-  on_device, at_host = report.placed_state(c, drawn)
+  programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
+  on_device, at_host = report.placed_state(c, programs)
   n = config_lib.num_params(c)
   assert at_host["outer parameters"] == 4 * n
   # M replicas, each with float32 parameters.
   assert on_device["parameters"] == 4 * n * c.replicas
-  assert report.outside(drawn, on_device, "inner step") == 0
-  assert report.outside(drawn, on_device, "merge") == on_device["inner optimizer"]
+  # One of four fragments is under way: fetched when it was sent, with its momentum.
+  payload = math.prod(programs.payload.shape)
+  fetched = on_device["in flight"] - payload
+  assert fetched == max(
+    nbytes(both)
+    for both in zip(programs.state.outer.theta, programs.state.outer.opt_state)
+  )
+  assert report.outside(programs, on_device, "inner step") == payload + fetched
+  assert report.outside(programs, on_device, "update") == (
+    on_device["parameters"] + on_device["inner optimizer"]
+  )
 
 
 def test_every_program_compiles_where_training_runs(tiny):
@@ -104,7 +116,7 @@ def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
   programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
   assert list(programs.lower) == ["inner step", "send", "merge"]
   assert programs.compile("send").peak > 0
-  on_device, at_host = report.placed_state(c, programs.state)
+  on_device, at_host = report.placed_state(c, programs)
   assert at_host["outer parameters"] == 4 * config_lib.num_params(c)
   assert not any(name.startswith("outer ") for name in on_device)
 
@@ -137,6 +149,24 @@ print(json.dumps({
   "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
   "shape": w.collective.shape,
 }))
+"""
+
+DATA_PARALLEL = """
+import json, sys
+import conftest
+from diloco import config as config_lib
+from diloco.aot.programs import Programs
+from diloco.aot.topology import describe, make_mesh
+
+c = conftest.tiny_config()
+c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
+c.train.batch_size = c.eval.batch_size = 8
+c.algorithm, c.replicas, c.mesh.replica, c.mesh.fsdp = "data_parallel", 4, 4, 1
+c.inner.gradient_dtype = sys.argv[1]
+c = config_lib.resolve(c)
+programs = Programs(c, make_mesh(c, describe("v5e:2x2", 1), 1))
+x = programs.compile("inner step", quick=True)
+print(json.dumps({"crossing": x.crossing, "params": config_lib.num_params(c)}))
 """
 
 
@@ -188,6 +218,14 @@ def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
   encode, decode = run_with_libtpu(CODEC, name)
   assert encode < 4
   assert decode < 4
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_on_a_tpu_data_parallel_reduces_its_gradients_in_their_type(dtype, size):
+  found = run_with_libtpu(DATA_PARALLEL, dtype)
+  gradients = ledger.data_parallel_bytes(4, found["params"], 1, size)
+  assert gradients <= found["crossing"] < 1.001 * gradients  # And the loss.
 
 
 @needs_libtpu

@@ -55,6 +55,8 @@ class Programs:
     state: shapes and shardings of the training state.
     fragment: the fragment with the largest payload.
     payload: shape of its payload.
+    in_flight: most bytes on one device of fragments that are sent and not received:
+      payloads and, where the outer state waits at the host, what is fetched of it.
     lower: {name: function that lowers the program}.
   """
 
@@ -90,7 +92,7 @@ class Programs:
     self.lower = {
       "inner step": lambda: step.lower(s.params, s.opt_state, tokens, trainable, values)
     }
-    self.fragment, self.payload = 0, None
+    self.fragment, self.payload, self.in_flight = 0, None, 0
     if plan is None or s.outer is None:
       return
     thetas = s.outer.theta
@@ -99,6 +101,7 @@ class Programs:
     ]
     self.fragment = p = int(np.argmax([x.size for x in payloads]))
     self.payload = payload = payloads[p]
+    self.in_flight = self._most_in_flight(plan, payloads)
     theta, opt_state, layers = thetas[p], s.outer.opt_state[p], plan.layers[p]
     key = jax.eval_shape(lambda: jax.random.key(0))
     everyone = np.ones(c.replicas, bool)
@@ -107,9 +110,7 @@ class Programs:
     transport = plan.transport
     if not isinstance(transport, DeviceTransport):
       return  # The hosts exchange and update.
-    sent = jax.ShapeDtypeStruct(
-      payload.shape, payload.dtype, sharding=transport.transmitted
-    )
+    sent = _placed(payload, transport.transmitted)
     self.lower["update"] = lambda: transport.update.lower(theta, opt_state, sent)
     if transport.hides():
       self.lower["exchange alone"] = lambda: transport.transmit.lower(payload)
@@ -124,6 +125,17 @@ class Programs:
           count, s.params, s.opt_state, [tokens] * steps, trainable, [payload], values
         )
       )
+
+  def _most_in_flight(self, plan: outer.Outer, payloads) -> int:
+    """See `in_flight`."""
+    c, s = self.c, self.state.outer
+    assert s is not None
+    place = getattr(plan.transport, "transmitted", plan.transport.encoded)
+    kept = [nbytes(_placed(x, place)) for x in payloads]
+    if c.outer.offload:
+      kept = [k + nbytes(o) for k, o in zip(kept, zip(s.theta, s.opt_state))]
+    one_round = range(2 * c.sync_every, 3 * c.sync_every)
+    return max(sum(kept[p] for p in plan.schedule.in_flight(t)) for t in one_round)
 
   def _lower_copies(self, theta, opt_state) -> None:
     """The copies of a fragment's outer state from the host and back."""
@@ -167,6 +179,10 @@ class Programs:
       windows=[] if quick else hlo.windows(text, self.mesh),
       host=memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes,
     )
+
+
+def _placed(x, sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def hidden_steps(c) -> int:

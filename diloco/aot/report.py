@@ -45,7 +45,7 @@ def report(config, topology: str, slices: int, quick: bool = False):
     f" {c.train.batch_size} x {c.model.seq_len} tokens in {c.train.accumulate} parts:"
     f" {flops:.3g} FLOPs per step, {flops / len(devices):.3g} per device"
   )
-  on_device, on_host = placed_state(c, programs.state)
+  on_device, on_host = placed_state(c, programs)
   yield "state on one device: " + _listed(on_device)
   if on_host:
     yield "state in the host's memory, per device: " + _listed(on_host)
@@ -62,7 +62,7 @@ def report(config, topology: str, slices: int, quick: bool = False):
       x = programs.compile(name, quick)
     except jax.errors.JaxRuntimeError as error:
       raise ConfigError(f"{name} does not fit: {_reason(error)}") from error
-    total = x.peak + outside(programs.state, on_device, name)
+    total = x.peak + outside(programs, on_device, name)
     most = max(most, total)
     yield (
       f"{name:<26}{x.compile_s:>6.1f} s{_size(x.arguments):>12}"
@@ -108,7 +108,7 @@ def find(config, chip: str, slices: int, quick: bool = False):
         yield f"{slices} x {topology}: {error}"
         break
       line = f"{slices} x {topology}, train.accumulate={c.train.accumulate}: "
-      on_device, _ = placed_state(c, programs.state)
+      on_device, _ = placed_state(c, programs)
       state_bytes, saved = sum(on_device.values()), activations(c, programs.mesh)
       if state_bytes > hbm:
         yield f"{line}the state alone takes {_size(state_bytes)}"
@@ -132,7 +132,7 @@ def _fits(programs: Programs, on_device, hbm: int, quick: bool) -> tuple[bool, s
       x = programs.compile(name, quick)
     except jax.errors.JaxRuntimeError as error:
       return False, f"{name} does not fit: {_reason(error)}"
-    total = x.peak + outside(programs.state, on_device, name)
+    total = x.peak + outside(programs, on_device, name)
     if total > hbm:
       return False, f"{name} does not fit, {_size(total)} of {_size(hbm)}"
     if total > most:
@@ -140,33 +140,40 @@ def _fits(programs: Programs, on_device, hbm: int, quick: bool) -> tuple[bool, s
   return True, f"fits, {_size(most)} of {_size(hbm)} in {largest}"
 
 
-def placed_state(c, s: state.TrainState) -> tuple[dict[str, int], dict[str, int]]:
+def placed_state(c, programs: Programs) -> tuple[dict[str, int], dict[str, int]]:
   """Bytes of the state per device: in device memory, and in the host's."""
-  parts = resident(s)
+  parts = resident(programs.state)
   away = [k for k in parts if k.startswith("outer ")]
   if not (c.outer.offload or c.overlap.transport == "host"):
     away = []
   host = {k: parts.pop(k) for k in away}
+  if programs.in_flight:
+    parts["in flight"] = programs.in_flight
   return parts, host
 
 
-def outside(s: state.TrainState, on_device: dict[str, int], name: str) -> int:
+def outside(programs: Programs, on_device: dict[str, int], name: str) -> int:
   """Bytes on a device of the state that a program does not take as its argument."""
+  s = programs.state
   parts = {
     "inner optimizer": name in ("send", "exchange alone", "update", "merge"),
     "parameters": name in ("exchange alone", "update"),
     "outer parameters": True,
     "outer optimizer": True,
+    "in flight": True,
   }
   total = sum(size for part, size in on_device.items() if parts[part])
-  if s.outer is None or "outer parameters" not in on_device:
+  if s.outer is None or programs.payload is None:
     return total
   taken = 0
-  if name in ("send", "update", "merge"):
+  if name.startswith("exchange") or name == "update":
+    taken += nbytes(programs.payload)  # Its part of this device's replicas.
+  here = "outer parameters" in on_device
+  if name == "update" or (here and name in ("send", "merge")):
     taken += max(nbytes(theta) for theta in s.outer.theta)
   if name == "update":
     taken += max(nbytes(opt_state) for opt_state in s.outer.opt_state)
-  return total - taken
+  return max(total - taken, 0)
 
 
 def activations(c, mesh) -> int:
