@@ -74,17 +74,19 @@ def figure_6(runs: Sequence[Run], chip_tokens: float | None = None):
     raise Missing("no size has three batches")
   networks = dict(reversed(wallclock.NETWORKS.items()))
 
-  def seconds(run: Run, network: wallclock.Network) -> float:
-    return wallclock.total_time(_training(run, network, chip_tokens))
-
   try:
-    unit = _unit(seconds(r, n) for r in some for n in networks.values())
+    seconds = {
+      (r, name): wallclock.total_time(_training(r, network, chip_tokens))
+      for r in some
+      for name, network in networks.items()
+    }
   except ValueError as error:
     raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
   figure, axes = drawing.axes(3)
-  for panel, (name, network) in zip(axes, networks.items()):
+  for panel, name in zip(axes, networks):
+    unit = _unit(seconds[r, name] for r in some)
     for curve, points in by_curve(some).items():
-      times = [seconds(r, network) / UNITS[unit] for r in points]
+      times = [seconds[r, name] / UNITS[unit] for r in points]
       drawing.line(panel, curve, times, [r.loss for r in points])
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
     panel.set_title(f"{name} bandwidth")

@@ -10,6 +10,9 @@ from diloco.scaling_laws import results
 from diloco.scaling_laws.fits import Fit
 from diloco.sweep.runs import Run, best, by_curve, main_grid
 
+# Sentences about the cells that are printed beside the laws.
+MOST_PROBLEMS = 5
+
 
 def losses(runs: Sequence[Run]) -> list[str]:
   """Best loss of every cell and its difference to data-parallel, as Markdown."""
@@ -76,7 +79,12 @@ def laws(runs: Sequence[Run]) -> list[str]:
     fits = (law.loss, law.learning_rate, law.batch)
     row = [_law(fit) if fit else "-" for fit in fits]
     lines.append(f"| {name} | {' | '.join(row)} |")
-  return [*lines, "", *(f"- {problem}" for problem in problems)]
+  told = [f"- {problem}" for problem in problems[:MOST_PROBLEMS]]
+  if more := problems[MOST_PROBLEMS:]:
+    told.append(
+      f"- {len(more)} more like these: python -m diloco.scaling_laws fit TABLE --any"
+    )
+  return [*lines, "", *told]
 
 
 def seeds(runs: Sequence[Run]) -> list[str]:
