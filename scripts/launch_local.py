@@ -98,21 +98,23 @@ def forward_signals(processes: list[subprocess.Popen]) -> None:
 
 def wait(processes: list[subprocess.Popen]) -> int:
   """Waits for all; after a failure ends what is left. Returns the exit code."""
-  code, deadline = 0, None
-  while any(p.poll() is None for p in processes):
-    for i, p in enumerate(processes):
-      if p.poll() and not code:
-        # A signal as the shell tells it.
-        code = p.returncode if p.returncode > 0 else 128 - p.returncode
-        deadline = time.monotonic() + GRACE
-        how = f"code {code}" if p.returncode > 0 else f"signal {-p.returncode}"
+  code, deadline, running = 0, None, dict(enumerate(processes))
+  while running:
+    for i, p in list(running.items()):
+      if p.poll() is None:
+        continue
+      del running[i]
+      if p.returncode:
+        how = f"code {p.returncode}" if p.returncode > 0 else f"signal {-p.returncode}"
         print(f"process {i} ended with {how}.", file=sys.stderr)
+        # A signal as the shell tells it.
+        code = code or (p.returncode if p.returncode > 0 else 128 - p.returncode)
+        deadline = deadline or time.monotonic() + GRACE
     if deadline and time.monotonic() > deadline:
-      for p in processes:
-        if p.poll() is None:
-          p.kill()
+      for p in running.values():
+        p.kill()
     time.sleep(0.1)
-  return code or next((abs(p.returncode) for p in processes if p.returncode), 0)
+  return code
 
 
 if __name__ == "__main__":
