@@ -177,6 +177,8 @@ def initialize(
 ) -> Peers:
   """Joins the other processes; before anything of JAX is used.
 
+  Once all have met, a process that is lost ends this one, as later in the run.
+
   Args:
     coordinator: host:port of process 0; None and not `auto`: one process alone.
     num_processes: processes in all.
@@ -213,17 +215,29 @@ def initialize(
   if num_processes == 1:
     return Peers()
   sockets = meet(host.strip("[]"), int(port), num_processes, process_id, timeout)
+  # Before JAX, which would wait until the time-out for one that dies now.
+  peers = Peers(process_id, num_processes, sockets, remedy)
   # Without this the processes' CPU devices cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.distributed.initialize(
-    coordinator,
-    num_processes,
-    process_id,
-    devices,
-    initialization_timeout=timeout,
-    heartbeat_timeout_seconds=_HEARTBEAT,
-  )
-  return Peers(process_id, num_processes, sockets, remedy)
+  try:
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      devices,
+      initialization_timeout=timeout,
+      heartbeat_timeout_seconds=_HEARTBEAT,
+    )
+  except RuntimeError as error:
+    peers.await_loss()
+    message = (
+      f"process {process_id} of {num_processes} met the others at {coordinator}, but"
+      f" JAX did not join them ({str(error).partition(chr(10))[0]}); start all again,"
+      " if need be with another port in --coordinator."
+    )
+    say(f"error: {message}")
+    peers.fail(message)
+  return peers
 
 
 def make_shared(folder: pathlib.Path, peers: Peers) -> None:
@@ -300,6 +314,7 @@ def meet(
 
 def _gather_all(address: str, port: int, count: int, timeout: int, deadline: float):
   sockets: dict[int, socket.socket] = {}
+  went = set[int]()  # One that came and died may be started again.
 
   def refuse(message: str):
     for s in sockets.values():
@@ -307,15 +322,26 @@ def _gather_all(address: str, port: int, count: int, timeout: int, deadline: flo
         _write(s, message)
     return ProcessLost(message)
 
+  def drop_gone(among) -> bool:
+    gone = [p for p in among if p in sockets and _is_gone(sockets[p])]
+    for p in gone:
+      sockets.pop(p).close()
+    went.update(gone)
+    return bool(gone)
+
   with _listen(port) as listener:
-    while len(sockets) < count - 1:
+    while len(sockets) < count - 1 or drop_gone(list(sockets)):
       listener.settimeout(max(deadline - time.monotonic(), 0.01))
       try:
         connection, _ = listener.accept()
       except TimeoutError:
+        drop_gone(list(sockets))
         missing = [p for p in range(1, count) if p not in sockets]
+        left = sorted(went.intersection(missing))
+        note = f" ({_name(left)} came and went again)" if left else ""
         raise refuse(
-          f"{_name(missing)} of {count} did not come to {address} within {timeout} s;"
+          f"{_name(missing)} of {count} did not come to {address} within {timeout} s"
+          f"{note};"
           " start all with the same --coordinator and --num_processes, and see"
           " whether that address can be reached from theirs."
         ) from None
@@ -325,6 +351,7 @@ def _gather_all(address: str, port: int, count: int, timeout: int, deadline: flo
       except (OSError, ValueError, TypeError):
         connection.close()  # Something else, for instance a port scan.
         continue
+      drop_gone([p])
       if n != count or p in sockets or not 0 < p < count:
         sockets[-1] = connection
         raise refuse(
@@ -334,8 +361,23 @@ def _gather_all(address: str, port: int, count: int, timeout: int, deadline: flo
         )
       sockets[p] = connection
     for s in sockets.values():
-      _write(s, None)
+      with contextlib.suppress(OSError):  # `Peers` notices that it is gone.
+        _write(s, None)
   return sockets
+
+
+def _is_gone(s: socket.socket) -> bool:
+  """Whether the process at the other end, which waits for a word, has closed it."""
+  timeout = s.gettimeout()
+  s.setblocking(False)
+  try:
+    return not s.recv(1, socket.MSG_PEEK)
+  except BlockingIOError:
+    return False
+  except OSError:
+    return True
+  finally:
+    s.settimeout(timeout)
 
 
 def _join(host: str, port: int, count: int, index: int, timeout: int, deadline: float):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -346,6 +347,92 @@ def test_a_process_id_given_twice():
     thread.join(30)
   assert len(errors) == 3
   assert all("as number 1 of 3" in e and "own --process_id" in e for e in errors)
+
+
+def come_and_go(port, index, count):
+  """A process that dies while it waits for the others."""
+  deadline = time.monotonic() + 20
+  while True:
+    try:
+      s = socket.create_connection(("localhost", port))
+      break
+    except OSError:
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+  with s:
+    s.sendall(json.dumps([index, count]).encode() + b"\n")
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_a_process_may_die_and_come_again_while_the_others_wait(order):
+  port, found = free_port(), {}
+  come = lambda i: found.update({i: distributed.meet("localhost", port, 3, i, 20)})
+  threads = [threading.Thread(target=come, args=(i,)) for i in (0, *order)]
+  threads[0].start()
+  come_and_go(port, 1, 3)
+  for thread in threads[1:]:
+    thread.start()
+    time.sleep(0.3)
+  for thread in threads:
+    thread.join(30)
+  peers = [distributed.Peers(i, 3, found[i]) for i in range(3)]
+  assert together(peers, lambda p: p.all_gather(p.index))[0] == [0, 1, 2]
+  together(peers, lambda p: p.close())
+
+
+def test_a_process_that_dies_while_it_waits_is_not_taken_for_there():
+  port = free_port()
+  dying = threading.Thread(target=come_and_go, args=(port, 1, 2))
+  dying.start()
+  with pytest.raises(distributed.ProcessLost, match="process 1 came and went again"):
+    distributed.meet("localhost", port, 2, 0, 1)
+  dying.join()
+
+
+def initialize_with(monkeypatch, starts_jax) -> tuple[queue.SimpleQueue, list]:
+  """Process 0 of 2 after both met; codes it ends with, and process 1's sockets."""
+  codes, sockets = queue.SimpleQueue(), []
+  monkeypatch.setattr(os, "_exit", codes.put)
+  monkeypatch.setattr(distributed, "_GRACE", 0.0)
+  monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
+  monkeypatch.setattr(
+    jax.distributed, "initialize", lambda *args, **kwargs: starts_jax(codes, sockets)
+  )
+  port = free_port()
+  other = threading.Thread(
+    target=lambda: sockets.append(distributed.meet("localhost", port, 2, 1, 20)[0])
+  )
+  other.start()
+  distributed.initialize(f"localhost:{port}", 2, 0, remedy="Start again.")
+  other.join()
+  return codes, sockets
+
+
+def test_a_process_that_dies_while_jax_starts_is_named(monkeypatch, capfd):
+  ended = []
+
+  def starts_jax(codes, sockets):
+    while not sockets:
+      time.sleep(0.01)
+    sockets[0].close()
+    ended.append(codes.get(timeout=10))  # JAX itself would wait here.
+
+  initialize_with(monkeypatch, starts_jax)
+  assert ended == [1]
+  assert "error: process 1 of 2 is gone. Start again." in capfd.readouterr().err
+
+
+def test_all_are_told_that_jax_does_not_start(monkeypatch, capfd):
+  def starts_jax(codes, sockets):
+    raise RuntimeError("UNKNOWN: address already in use\nand more")
+
+  codes, sockets = initialize_with(monkeypatch, starts_jax)
+  message = r"process 0 of 2 met .* JAX did not join them \(UNKNOWN: address .* use\);"
+  assert codes.get(timeout=10) == 1
+  assert re.search(f"error: {message}", capfd.readouterr().err)
+  kind, told = json.loads(sockets[0].makefile().readline())
+  assert kind == "failed"
+  assert re.match(message, told)
 
 
 def together(peers, what):
