@@ -120,3 +120,40 @@ def test_an_unknown_type_is_named():
   [collective] = hlo.collectives("  %x = q7[4]{0} all-reduce(%p), replica_groups={}")
   with pytest.raises(ValueError, match="HLO type is 'q7', whose size is unknown; add"):
     _ = collective.nbytes
+
+
+@pytest.mark.parametrize(
+  "kind",
+  ["ragged-all-to-all", "collective-broadcast", "collective-broadcast-start", "swap"],
+)
+def test_an_unknown_collective_is_refused(kind):
+  line = f"  %x = (f32[4]{{0:T(128)}}, u32[]) {kind}(%p), replica_groups={{{{0,2}}}}"
+  for read in (hlo.collectives, lambda text: hlo.windows(text, mesh())):
+    with pytest.raises(ValueError, match=f"collective '{kind}', whose bytes nobody"):
+      read(program(line))
+
+
+def test_what_else_names_groups_is_not_refused():
+  done = "  %d = f32[8]{0} all-to-all-done(%s), replica_groups={{0,2},{1,3}}"
+  attribute = "  %r = f32[4] recv(%a), _xla_send_recv_source_target_pairs={{0,2}}"
+  assert hlo.collectives(program(done, attribute)) == []
+
+
+@pytest.mark.parametrize(
+  ("lines", "message"),
+  [
+    ((SEND, SENT), r'send.3 \(.*="ppermute.3_0"\) has 0 recv in the entry'),
+    ((SEND, RECV, RECV), "has 2 recv"),
+    ((SEND.replace("_rendezvous", ""), RECV), r"\(no rendezvous\) has 0"),
+  ],
+)
+def test_a_send_without_its_recv_is_named(lines, message):
+  with pytest.raises(ValueError, match=message):
+    hlo.windows(program(*lines), mesh())
+
+
+def test_windows_are_those_of_the_entry_computation():
+  body = "\n%body (p: f32[4]) -> f32[4] {\n" + PERMUTE + "\n" + PERMUTED + "\n}\n"
+  text = program(LOOP).replace("\nENTRY", f"{body}\nENTRY") + body.replace("y", "y.2")
+  assert len(hlo.collectives(text)) == 2
+  assert hlo.windows(text, mesh()) == []
