@@ -4,6 +4,8 @@ Trains the same few steps on several layouts of the mesh and reads the collectiv
 the compiled programs.
 """
 
+import functools
+import hashlib
 import json
 import sys
 
@@ -49,6 +51,56 @@ def losses(devices: int, **fields) -> list[list[float]]:
       params, outer_state, _ = sync.outer_step(plan, t, params, outer_state)
       found.append(np.asarray(metrics.loss).tolist())
   return found
+
+
+def bits(transport: str) -> dict:
+  """A streaming run on 2 devices, as training does it: losses, digests of the end."""
+  fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
+  c = make_config(**fields, **{"overlap.transport": transport})
+  mesh = mesh_lib.make_mesh(c, jax.devices()[:2])
+  found, hidden, t, last = [], 0, 0, 13
+  with jax.set_mesh(mesh):
+    optimizer = inner.make_optimizer(c)
+    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
+    beside = sync.make_hidden_exchange(step, mesh)
+    longest = plan.schedule.longest_hiding()
+    s = state.init_state(c, mesh, optimizer, plan)
+    params, opt_state, outer_state = s.params, s.opt_state, s.outer
+    while t < last:
+      hiding = plan.schedule.hiding_steps(t) if plan.transport.hides() else 0
+      tokens = []
+      for k in range(max(min(hiding, last - t), 1)):
+        shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
+        drawn = np.random.default_rng(t + k).integers(0, 64, shape).astype(np.int32)
+        tokens.append(jax.device_put(drawn, mesh_lib.batch_sharding(mesh)))
+      if hiding:
+        # Those of one program for stretches of any length; the last one is shorter.
+        padded = tokens + (longest - len(tokens)) * tokens[:1]
+        program = functools.partial(
+          beside, np.int32(len(tokens)), params, opt_state, padded, None
+        )
+        params, opt_state, metrics, outer_state = sync.hide_exchange(
+          plan, t, outer_state, program
+        )
+        hidden += 1
+      else:
+        params, opt_state, of_step = step(params, opt_state, *tokens, None)
+        metrics = [of_step]
+      t += len(tokens)
+      params, outer_state, _ = sync.outer_step(plan, t, params, outer_state)
+      found += [np.asarray(m.loss).tolist() for m in metrics[: len(tokens)]]
+    params, outer_state, _ = sync.drain(plan, t, params, outer_state)
+  ends = {
+    "params": params,
+    "theta": outer_state.theta,
+    "momentum": outer_state.opt_state,
+  }
+  return {"losses": found, "hidden": hidden} | {n: digest(x) for n, x in ends.items()}
+
+
+def digest(tree) -> str:
+  leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+  return hashlib.sha256(b"".join(x.tobytes() for x in leaves)).hexdigest()
 
 
 def traffic(devices: int, **fields) -> dict:
@@ -210,6 +262,7 @@ def main() -> None:
     },
     "whole_models": whole_models(),
     "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
+    "bits": {transport: bits(transport) for transport in ("device", "host")},
     "shards": {
       f"{compressor}, {rounding}": shards(compressor, rounding)
       for compressor in ("quantize", "random")

@@ -48,6 +48,15 @@ def test_hosts_update_whole_what_is_sharded_over_their_devices(multidevice):
   np.testing.assert_allclose(losses["host"], losses["8"], rtol=1e-6)
 
 
+def test_both_transports_give_the_same_bits_where_a_replica_is_one_device(multidevice):
+  device, host = (multidevice["bits"][name] for name in ("device", "host"))
+  # One has its exchanges in programs of inner steps, the other none.
+  assert device.pop("hidden") > 1
+  assert host.pop("hidden") == 0
+  assert np.isfinite(device["losses"]).all()
+  assert host == device
+
+
 def test_several_replicas_on_one_device(multidevice):
   losses = multidevice["losses"]
   np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
