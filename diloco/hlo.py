@@ -27,7 +27,9 @@ class Collective:
     dtype: HLO type of the result, for example u8.
     shape: of the result on one device.
     groups: device ids that talk to each other; pairs for a permute; empty if all
-      devices do or the notation is not known.
+      devices do or the notation is not known. In a program for several slices ids
+      count the devices of each slice.
+    senders: how many devices of all slices send to another slice.
   """
 
   name: str
@@ -35,18 +37,19 @@ class Collective:
   dtype: str
   shape: tuple[int, ...]
   groups: tuple[tuple[int, ...], ...]
+  senders: int = 0
 
   @property
   def nbytes(self) -> int:
     """Bytes of the result on one device."""
     return math.prod(self.shape) * _type_bytes(self.dtype)
 
-  def sent(self, devices: int) -> float:
+  def sent(self, devices: int, slices: int = 1) -> float:
     """Bytes one device sends, mean over `devices`; reductions run on a ring."""
     if self.kind == "send":
-      return self.nbytes
+      return self.nbytes * self.senders / devices
     if self.kind == "collective-permute":
-      return self.nbytes * sum(a != b for a, b in self.groups) / devices
+      return self.nbytes * sum(a != b for a, b in self.groups) / (devices / slices)
     n = len(self.groups[0]) if self.groups else devices
     of_result = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
     return self.nbytes * of_result.get(self.kind, (n - 1) / n)
@@ -82,6 +85,9 @@ def collectives(hlo: str) -> list[Collective]:
       _check_no_collective(line)
       continue
     name, result, kind, start, rest = match.groups()
+    # Pairs as in {{100000->200003},{200000->100003}}: device 3 of slice 2 is 200003.
+    targets = re.search(r"_xla_megascale_target=\{([^=]*)\}", rest)
+    senders = targets[1].count("->") if targets else 0
     arrays = _ARRAY.findall(result)
     # Several collectives may be combined into one with a tuple of results; the tuple
     # of an async start holds operands, as many results and perhaps scalar contexts,
@@ -93,7 +99,7 @@ def collectives(hlo: str) -> list[Collective]:
       arrays = arrays[0 if kind == "all-reduce" else len(arrays) // 2 :]
     for dtype, shape in arrays:
       dims = tuple(int(d) for d in shape.split(",") if d)
-      found.append(Collective(name, kind, dtype, dims, _groups(rest)))
+      found.append(Collective(name, kind, dtype, dims, _groups(rest), senders))
   return found
 
 
@@ -123,7 +129,8 @@ def replica_bytes(hlo: str, mesh) -> float:
   stands in a loop; the ledger's bytes if there is one replica per coordinate.
   """
   devices = mesh.devices.size
-  per_device = sum(c.sent(devices) for c in across_replicas(hlo, mesh))
+  slices = len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
+  per_device = sum(c.sent(devices, slices) for c in across_replicas(hlo, mesh))
   return per_device * devices / mesh.shape[REPLICA]
 
 

@@ -19,7 +19,8 @@ SEND = (
   "  %send.3 = (u8[1,1,600]{2,1,0}, u32[], token[]) send(%p, %after-all.3),"
   " channel_id=8, is_host_transfer=true, frontend_attributes={"
   '_xla_host_transfer_rendezvous="ppermute.3_0",'
-  "_xla_megascale_target={{100000->200000},{200000->100000}}}"
+  "_xla_megascale_target={{100000->200000},{200000->100000},{100001->200001},"
+  "{200001->100001}}}"
 )
 RECV = SEND.replace("%send.3", "%recv.3").replace("send(%p, ", "recv(")
 LOOP = "  %while.2 = (s32[], f32[4]{0}) while(%tuple.1), condition=%c, body=%b"
@@ -94,6 +95,35 @@ def test_bytes_sent_by_a_device(kind, groups, sent):
 def test_bytes_of_asynchronous_collectives_that_xla_combined(result, kind, sent):
   line = f"  %x = {result} {kind}-start(%p, %q), replica_groups={{{{0,2}},{{1,3}}}}"
   assert hlo.replica_bytes(program(line), mesh()) == 2 * sent
+
+
+def test_bytes_of_a_program_for_several_slices_with_several_replicas_each():
+  # Four replicas of two devices on two slices of four, as XLA for v5e compiles it: a
+  # permutation by one replica goes on inside slices and between them.
+  across = lambda i, *pairs: (
+    f"  %send.{i} = (u8[100]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{"
+    f"_xla_megascale_target={{{','.join(f'{{{pair}}}' for pair in pairs)}}},"
+    '_xla_megascale_transfer_type="ONE_TO_ONE"}'
+  )
+  forth = ("100000->200003", "200000->100003", "100001->200002", "200001->100002")
+  back = ("100003->200000", "200003->100000", "100002->200001", "200002->100001")
+  by_two = [f"{a}0000{d}->{b}0000{d}" for a, b in ((1, 2), (2, 1)) for d in range(4)]
+  within = "  %c = u8[100]{0} collective-permute(%p), source_target_pairs={{2,0},{3,1}}"
+  text = program(
+    across(1, *forth),
+    across(2, *back),
+    across(3, *by_two),
+    within,
+    within.replace("{{2,0},{3,1}}", "{{0,2},{1,3}}"),
+  )
+  devices = np.array(
+    [[types.SimpleNamespace(slice_index=r // 2)] * 2 for r in range(4)], dtype=object
+  )
+  wide = types.SimpleNamespace(
+    axis_names=("replica", "fsdp"), devices=devices, shape={"replica": 4, "fsdp": 2}
+  )
+  # Each of a replica's two devices sends its part to three others.
+  assert hlo.replica_bytes(text, wide) == 2 * 3 * 100
 
 
 def test_what_stays_inside_a_replica_does_not_count():
