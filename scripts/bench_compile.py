@@ -9,6 +9,7 @@ from initialisation to the last evaluation, for several numbers of fragments P; 
 devices, so that exchanges are hidden in programs with inner steps.
 """
 
+import contextlib
 import tempfile
 
 import jax
@@ -54,7 +55,7 @@ def count_programs(size: int) -> tuple[int, int]:
   jax.monitoring.register_event_duration_secs_listener(
     lambda event, duration, **_: events.append(event)
   )
-  with tempfile.TemporaryDirectory() as workdir:
+  with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(None):
     train.train(c, workdir)
   jax.monitoring.clear_event_listeners()
   fragments = len(config_lib.make_fragments(config_lib.resolve(c)))
