@@ -290,7 +290,7 @@ class Recorder:
       ),
       f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
       f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
-      "             data-parallel would have sent"
+      "             data-parallel with 16-bit gradients would have sent"
       f" {summary['bytes_data_parallel_per_replica']:,}"
       + (f": {ratio:,.1f} times as many" if ratio else ""),
       f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
