@@ -17,8 +17,8 @@ here, on C4 in the paper.
 import math
 
 from diloco import recommend
-from diloco.command_line import parse_options
 from diloco.config import ALGORITHMS, ConfigError, default_config
+from diloco.config.command_line import parse_options
 from diloco.scaling_laws import paper, predict
 
 # Size: layers, heads (of size 64), training tokens.

@@ -15,8 +15,8 @@ for M = 2, see configs/chinchilla.py. On Dolma the batch grows with M (Table 7).
 
 import math
 
-from diloco.command_line import parse_options
 from diloco.config import ALGORITHMS, ConfigError, default_config
+from diloco.config.command_line import parse_options
 
 # Scale: layers, heads (of size 64), billions of training tokens.
 SCALES = {

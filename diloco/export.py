@@ -16,9 +16,9 @@ import sys
 import jax
 import numpy as np
 
-from diloco import command_line, restore
-from diloco.config import ConfigError
+from diloco.config import ConfigError, command_line
 from diloco.data import load_tokenizer
+from diloco.run import load as restore
 
 # Copied into config.json, for who rebuilds the model elsewhere.
 ARCHITECTURE = {

@@ -15,7 +15,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco import config as config_lib
-from diloco.command_line import make_folder, parse_flags
+from diloco.config.command_line import make_folder, parse_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -49,7 +49,10 @@ def main(argv) -> None:
   del argv
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
   # After the flags are parsed, so that --help and flag errors answer at once.
-  from diloco import distributed, record, train, transport
+  from diloco import train
+  from diloco.run import log as record
+  from diloco.run import processes as distributed
+  from diloco.wire import transport
 
   peers = distributed.Peers()
   try:

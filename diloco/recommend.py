@@ -14,7 +14,7 @@ import json
 import math
 import sys
 
-from diloco.command_line import parse_options
+from diloco.config.command_line import parse_options
 from diloco.scaling_laws import cells, paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 

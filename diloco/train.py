@@ -15,16 +15,17 @@ from jax.experimental import multihost_utils
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco import distributed
-from diloco import generate as generate_lib
-from diloco import mesh as mesh_lib
-from diloco import metrics as metrics_lib
-from diloco import state as state_lib
-from diloco import sync as sync_lib
-from diloco.checkpoint import Checkpoints
-from diloco.distributed import Peers, say
-from diloco.record import Recorder, Spent
-from diloco.run import Run, build
+from diloco.algorithm import state as state_lib
+from diloco.algorithm import sync as sync_lib
+from diloco.model import sampling
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
+from diloco.run import metrics as metrics_lib
+from diloco.run import processes as distributed
+from diloco.run.build import Run, build
+from diloco.run.checkpoint import Checkpoints
+from diloco.run.log import Recorder, Spent
+from diloco.run.processes import Peers, say
 from diloco.wire import exchange
 from diloco.wire import ledger as ledger_lib
 
@@ -57,7 +58,7 @@ def train(
   _check_all_meet(peers)
   with contextlib.ExitStack() as stack:
     ends_after = stack.enter_context(_end_on_sigterm(peers))
-    mesh = mesh_lib.make_mesh(c)
+    mesh = run_mesh.make_mesh(c)
     stack.enter_context(jax.set_mesh(mesh))
     own_replicas = mesh_lib.local_replicas(c, mesh)
     data = data_lib.make_train_iterator(c, own_replicas)
@@ -247,7 +248,7 @@ def _summarise(run: Run, state, recorder: Recorder, workdir: pathlib.Path):
   text = ""
   if c.log.sample_tokens:
     prompt = run.tokenizer.encode(c.log.prompt)
-    ids = generate_lib.make_generate(c)(
+    ids = sampling.make_generate(c)(
       outer_params, prompt, c.log.sample_tokens, c.log.temperature, c.seed
     )
     text = run.tokenizer.decode([*prompt, *ids])

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from diloco import command_line, train
 from diloco import config as config_lib
-from diloco import mesh as mesh_lib
+from diloco import train
 from diloco.aot.programs import Programs
+from diloco.config import command_line
+from diloco.run import mesh as run_mesh
 
 _DEPTHS = (6, 48)
 _REPEATS = flags.DEFINE_integer("repeats", 3, "Compilations of each depth.")
@@ -38,7 +39,7 @@ def small_config(layers: int, dim: int):
 def compile_seconds(layers: int, dim: int) -> float:
   """Seconds to compile the inner step of so many layers."""
   c = config_lib.resolve(small_config(layers, dim))
-  programs = Programs(c, mesh_lib.make_mesh(c, jax.devices()[:1]))
+  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
   jax.clear_caches()
   return programs.compile("inner step").compile_s
 

@@ -9,8 +9,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import command_line
 from diloco import config as config_lib
+from diloco.config import command_line
 from diloco.data import make_train_iterator
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to read and how.")

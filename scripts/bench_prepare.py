@@ -19,8 +19,7 @@ import make_standin
 from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
-from diloco import command_line
-from diloco.config import default_config
+from diloco.config import command_line, default_config
 from diloco.data import make_source
 from diloco.data.records import masked_crc32c
 

@@ -16,12 +16,13 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import command_line
 from diloco import config as config_lib
-from diloco import inner as inner_lib
-from diloco import mesh as mesh_lib
-from diloco import outer as outer_lib
-from diloco import state as state_lib
+from diloco.algorithm import inner as inner_lib
+from diloco.algorithm import outer as outer_lib
+from diloco.algorithm import state as state_lib
+from diloco.config import command_line
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to time.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the median is printed.")
@@ -37,7 +38,7 @@ class Bench:
   """One config's compiled programs and a state to run them on."""
 
   def __init__(self, c):
-    self.c, self.mesh = c, mesh_lib.make_mesh(c)
+    self.c, self.mesh = c, run_mesh.make_mesh(c)
     with jax.set_mesh(self.mesh):
       optimizer = inner_lib.make_optimizer(c)
       self.outer = None

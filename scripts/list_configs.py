@@ -21,10 +21,10 @@ import jax
 import numpy as np
 
 from diloco import config as config_lib
-from diloco import mesh as mesh_lib
-from diloco import outer as outer_lib
-from diloco import state as state_lib
-from diloco.command_line import load_config, load_module
+from diloco.algorithm import outer as outer_lib
+from diloco.algorithm import state as state_lib
+from diloco.config.command_line import load_config, load_module
+from diloco.run import mesh as run_mesh
 from diloco.wire import exchange, ledger, payload
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -102,7 +102,7 @@ def traffic(c) -> tuple[int, int]:
   like_M = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)
   )
-  mesh = mesh_lib.make_inference_mesh(jax.devices()[:1])
+  mesh = run_mesh.make_inference_mesh(jax.devices()[:1])
   outer = outer_lib.make_outer(c, mesh)
   thetas = jax.eval_shape(outer.fresh, like_M).theta
   if c.wire.exchange == "psum":

@@ -14,8 +14,7 @@ import re
 import tensorflow_datasets as tfds
 from absl import flags
 
-from diloco import command_line
-from diloco.config import ConfigError, default_config
+from diloco.config import ConfigError, command_line, default_config
 from diloco.data import make_source
 
 _NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")

@@ -20,7 +20,7 @@ import time
 
 from absl import flags
 
-from diloco import command_line
+from diloco.config import command_line
 from diloco.data import prepare
 
 _SOURCE = flags.DEFINE_string(

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import sentencepiece
 from absl import flags
 
-from diloco import command_line
+from diloco.config import command_line
 from diloco.data import pieces as pieces_lib
 
 _SOURCE = flags.DEFINE_string(

@@ -29,7 +29,7 @@ from wan_run import CONFIG, ROOT, Phase, Trace, run
 sys.path.insert(0, str(ROOT))
 
 from diloco import config as config_lib
-from diloco.command_line import make_folder
+from diloco.config.command_line import make_folder
 from diloco.simulate import own
 from diloco.simulate import utilisation as simulate_lib
 from diloco.wire import ledger as ledger_lib

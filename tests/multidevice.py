@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco import config as config_lib
-from diloco import hlo, inner, outer, state, sync
-from diloco import mesh as mesh_lib
+from diloco.algorithm import inner, outer, state, sync
+from diloco.aot import hlo
 from diloco.aot.programs import Programs
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
 from diloco.wire import exchange, ledger
 from diloco.wire import payload as payload_lib
 
@@ -36,7 +38,7 @@ def make_config(**fields):
 def losses(devices: int, **fields) -> list[list[float]]:
   """Loss of each replica at each step, on random tokens."""
   c = make_config(**fields)
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
   found = []
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
@@ -57,7 +59,7 @@ def bits(transport: str) -> dict:
   """A streaming run on 2 devices, as training does it: losses, digests of the end."""
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
   c = make_config(**fields, **{"overlap.transport": transport})
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:2])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:2])
   found, hidden, t, last = [], 0, 0, 13
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
@@ -106,7 +108,7 @@ def digest(tree) -> str:
 def traffic(devices: int, **fields) -> dict:
   """Collectives across replicas of the inner step, a send and an update."""
   c = make_config(**fields)
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
     step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
@@ -145,7 +147,7 @@ def traffic(devices: int, **fields) -> dict:
 def whole_models() -> dict:
   """Bytes on one device while one replica's model is put together, over a shard's."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
-  mesh = mesh_lib.make_mesh(c)
+  mesh = run_mesh.make_mesh(c)
   device = jax.devices()[0]
   like = state.abstract_params(c)
   shard = sum(4 * x.size for x in jax.tree.leaves(like)) / 4
@@ -186,7 +188,7 @@ def whole_models() -> dict:
 def data_parallel(devices: int, **fields) -> dict:
   """Losses, and the bytes of collectives across copies of the one model."""
   c = make_config(algorithm="data_parallel", **fields)
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:devices])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
   found = []
   with jax.set_mesh(mesh):
     optimizer = inner.make_optimizer(c)
@@ -216,7 +218,7 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   fields = {"wire.compressor": compressor, "wire.rounding": rounding}
   c = make_config(**{"mesh.replica": 1, **fields})
   codec = payload_lib.make_codec_from_config(c)
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:2])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:2])
   values = np.random.default_rng(0).standard_normal((2, 3, 32, 8)).astype(np.float32)
   # 45 values are not divided: both devices hold all of them.
   whole = values.reshape(2, 3, -1)[:, :, :45]
@@ -226,7 +228,7 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   with jax.set_mesh(mesh):
     sent = jax.jit(lambda x: exchange.encode(codec, mesh, x, keys_M))(delta_M)
     found = jax.jit(lambda x: exchange.decode_all(codec, mesh, x, like))(sent)
-  alone = mesh_lib.make_mesh(make_config(), jax.devices()[:1])
+  alone = run_mesh.make_mesh(make_config(), jax.devices()[:1])
   with jax.set_mesh(alone):
     moved = jnp.asarray(np.asarray(sent))
     foreign = jax.jit(lambda x: exchange.decode_all(codec, alone, x, like))(moved)

@@ -7,6 +7,7 @@ import pathlib
 import pytest
 
 from diloco import config as config_lib
+from diloco.config import fields as fields_lib
 
 ROOT = pathlib.Path(__file__).parents[1]
 BOOK = json.loads((ROOT / "notebooks/sample.ipynb").read_text())
@@ -33,7 +34,7 @@ def test_every_field_it_sets_exists():
           fields.append(name.removeprefix("config."))
   assert "train.steps" in fields
   for field in fields:
-    config_lib._get(c, field)
+    fields_lib._get(c, field)
 
 
 @pytest.mark.parametrize("folder", [".", "notebooks", "docs/figures", ".."])

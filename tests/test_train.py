@@ -15,11 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco import checkpoint, inner, metrics, record, state, sync, train, transport
 from diloco import config as config_lib
-from diloco import mesh as mesh_lib
-from diloco import run as run_lib
-from diloco.distributed import Peers
+from diloco import train
+from diloco.algorithm import inner, state, sync
+from diloco.run import build as run_lib
+from diloco.run import checkpoint, metrics
+from diloco.run import log as record
+from diloco.run import mesh as run_mesh
+from diloco.run.processes import Peers
+from diloco.wire import transport
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -250,7 +254,7 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
   before = jax.tree.map(np.asarray, params_M)
   tokens = jnp.ones((2, 2, 16), jnp.int32)
   opt_state = jax.vmap(optimizer.init)(params_M)
-  with jax.set_mesh(mesh_lib.make_mesh(c)):
+  with jax.set_mesh(run_mesh.make_mesh(c)):
     for _ in range(2):  # The rate of the first warm-up step is zero.
       params_M, opt_state, _ = step(params_M, opt_state, tokens, mask)
   w, old = np.asarray(params_M["blocks"]["ff"]["up"]), before["blocks"]["ff"]["up"]
@@ -263,7 +267,7 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
 def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
   tiny.outer.fedpart, tiny.sync_every = True, sync_every
   c = config_lib.resolve(tiny)
-  mesh = mesh_lib.make_mesh(c)
+  mesh = run_mesh.make_mesh(c)
   run = run_lib.build(c, mesh, None, [], Peers())
   found = [run.trainable(t) for t in range(sync_every + 1, 2 * sync_every + 1)]
   trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)

@@ -13,7 +13,7 @@ import os
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import command_line
+from diloco.config import command_line
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."

@@ -14,9 +14,10 @@ import ml_collections
 import numpy as np
 
 from diloco import config as config_lib
-from diloco import hlo, inner, outer, state, sync
-from diloco import mesh as mesh_lib
-from diloco.transport import DeviceTransport
+from diloco.algorithm import inner, outer, state, sync
+from diloco.aot import hlo
+from diloco.model import sharding as mesh_lib
+from diloco.wire.transport import DeviceTransport
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import ml_collections
 
 from diloco import config as config_lib
-from diloco import hardware, hlo, model, state
-from diloco import mesh as mesh_lib
+from diloco.algorithm import state
+from diloco.aot import hlo
 from diloco.aot.programs import Programs, nbytes
 from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
 from diloco.config import ConfigError
+from diloco.model import decoder as model
+from diloco.model import sharding as mesh_lib
+from diloco.run import hardware
 
 
 def report(config, topology: str, slices: int, quick: bool = False):

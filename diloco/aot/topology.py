@@ -5,8 +5,9 @@ from typing import Any
 
 from jax.experimental import topologies
 
-from diloco import mesh as mesh_lib
 from diloco.config import ConfigError
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
 
 # Slices that Google Cloud sells, smallest first. libtpu describes any grid.
 _GRIDS_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -52,7 +53,7 @@ def make_mesh(c, devices, slices: int):
   Raises:
     ConfigError: the layout does not fit, or a replica would lie on two slices.
   """
-  mesh = mesh_lib.make_mesh(c, devices)
+  mesh = run_mesh.make_mesh(c, devices)
   groups = mesh.shape[mesh_lib.REPLICA]
   if groups % slices:
     raise ConfigError(

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from diloco.command_line import make_folder, parse_options
+from diloco.config.command_line import make_folder, parse_options
 from diloco.scaling_laws import cells, fits, paper, results, tables
 from diloco.scaling_laws.uncertainty import LEAST_SPARE, Interval
 

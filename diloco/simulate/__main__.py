@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from diloco.command_line import load_config, make_folder
 from diloco.config import ConfigError
+from diloco.config.command_line import load_config, make_folder
 from diloco.simulate import own, tables, wallclock
 from diloco.simulate.utilisation import (
   METHODS,

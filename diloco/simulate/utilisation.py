@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco import fragments as fragments_lib
+from diloco.algorithm import schedule as fragments_lib
 from diloco.wire import ledger
 
 METHODS = ("data_parallel", "diloco", "streaming")

@@ -13,7 +13,7 @@ import sys
 
 from absl import flags
 
-from diloco import command_line
+from diloco.config import command_line
 from diloco.sweep import csv_file, progress
 from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from diloco.command_line import make_folder
+from diloco.config.command_line import make_folder
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
 from diloco.sweep.runs import Run, best, by_curve, main_grid, read

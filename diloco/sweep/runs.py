@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from diloco.command_line import parse_options
+from diloco.config.command_line import parse_options
 from diloco.scaling_laws import rows
 
 

@@ -23,8 +23,8 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco import mesh as mesh_lib
-from diloco.mesh import FSDP, REPLICA
+from diloco.model import sharding as mesh_lib
+from diloco.model.sharding import FSDP, REPLICA
 from diloco.wire import codecs
 from diloco.wire import payload as payload_lib
 

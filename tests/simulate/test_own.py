@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from diloco import config as config_lib
-from diloco import state
-from diloco.command_line import load_config
+from diloco.algorithm import state
+from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import own
 from diloco.simulate.utilisation import utilisation

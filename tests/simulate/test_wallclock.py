@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from diloco.command_line import load_config
+from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import figures, own, tables
 from diloco.simulate import wallclock as wc

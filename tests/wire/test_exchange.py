@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco import config as config_lib
-from diloco import mesh as mesh_lib
+from diloco.run import mesh as run_mesh
 from diloco.wire import exchange, payload
 
 
@@ -37,7 +37,7 @@ def test_a_payload_of_another_layout_has_the_values_that_were_sent(
   tiny.wire.compressor = compressor
   c = config_lib.resolve(tiny)
   codec = payload.make_codec_from_config(c)
-  mesh = mesh_lib.make_mesh(c, jax.devices()[:1])
+  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   # Weight axes of 8 are divided; 5 is not, so that every shard holds all of it.

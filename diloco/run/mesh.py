@@ -1,0 +1,93 @@
+"""The replica x fsdp mesh of the devices that are there."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from diloco.config import ConfigError
+from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA
+
+
+def make_mesh(c, devices=None) -> Mesh:
+  """The replica x fsdp mesh of a resolved config.
+
+  Axes are of type Auto: with explicit axes `with_sharding_constraint` to a
+  replicated spec does nothing, silently.
+
+  Args:
+    c: resolved config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
+    devices: devices to use, default all of them.
+
+  Raises:
+    ConfigError: the layout does not fit the devices, the replicas or the batch.
+  """
+  devices = jax.devices() if devices is None else devices
+  # Of data-parallel the copies of the one model that is trained.
+  n, m = len(devices), c.replicas
+  replica, fsdp = c.mesh.replica, c.mesh.fsdp
+  if not replica and fsdp:
+    replica = n // fsdp
+  if not replica:
+    replica = max(k for k in range(1, m + 1) if m % k == 0 and n % k == 0)
+  fsdp = fsdp or max(n // replica, 1)
+  if replica * fsdp != n:
+    raise ConfigError(
+      f"mesh.replica * mesh.fsdp is {replica} * {fsdp}, but there are {n} devices;"
+      f" choose two factors of {n}, or 0 to derive them."
+    )
+  if m % replica:
+    derived = "" if c.mesh.replica else f" ({n} devices over mesh.fsdp={fsdp})"
+    raise ConfigError(
+      f"mesh.replica is {replica}{derived}, which does not divide the {m} replicas;"
+      " choose a divisor, or 0 for both axes."
+    )
+  rows = c.train.batch_size // (m * c.train.accumulate)
+  if rows % fsdp:
+    raise ConfigError(
+      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences; raise"
+      f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
+    )
+  if c.eval.batch_size % n:
+    raise ConfigError(
+      f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
+      f" choose a multiple of {n}."
+    )
+  grid = device_grid(devices, replica, fsdp)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
+def make_inference_mesh(devices=None) -> Mesh:
+  """1 x n: one model, without replicas, sharded over all devices."""
+  devices = jax.devices() if devices is None else devices
+  grid = np.asarray(devices).reshape(1, -1)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
+def device_grid(devices, replica: int, fsdp: int) -> np.ndarray:
+  """Devices [replica, fsdp], such that slow links lie between rows if they can.
+
+  Slices come first (between those of a TPU there is only the data-centre network),
+  then processes: whole rows belong to each of them where the numbers allow it.
+  Inside a TPU slice neighbours on the fsdp axis are neighbours on the torus.
+  """
+  slices: dict[int, list[Any]] = {}
+  order = lambda d: (_slice(d), d.process_index, d.id)
+  for device in sorted(devices, key=order):
+    slices.setdefault(_slice(device), []).append(device)
+  rows = replica // len(slices) or 1  # Of one slice; a replica may take several.
+  blocks = []
+  for part in slices.values():
+    block = np.asarray(part)
+    if part[0].platform == "tpu" and len(part) % rows == 0:
+      block = mesh_utils.create_device_mesh(
+        (rows, len(part) // rows), part, allow_split_physical_axes=True
+      )
+    blocks.append(block.ravel())
+  return np.concatenate(blocks).reshape(replica, fsdp)
+
+
+def _slice(device) -> int:
+  return getattr(device, "slice_index", None) or 0

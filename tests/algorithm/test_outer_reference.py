@@ -1,0 +1,353 @@
+"""The outer step against the float64 reference of Algorithm 2 (tests/reference.py).
+
+The reference was written without sight of the package. Drawn are schedules down to
+H=1, ragged fragments, up to four replicas, blocks, and states before draining.
+
+The package is driven as the training loop drives it, through `make_outer`,
+`outer_step`, `drain` and `assemble`; only the inner step is replaced, by a table of
+increments that differ between replicas and steps.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import reference as ref
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from diloco import config as config_lib
+from diloco.algorithm import outer as outer_lib
+from diloco.algorithm import sync as sync_lib
+from diloco.algorithm.schedule import Schedule
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+# Codes of E3M0, one scale per so many values; None sends float32.
+TENSOR, ROW = 0, -1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """What is compiled: everything but the schedule.
+
+  With `exact`, the increments are integers and every rate a power of two, so that
+  float32 makes no rounding error in `MAX_ROUNDS` rounds.
+  """
+
+  M: int
+  layers: int = 3
+  size: int = 1
+  pattern: str = "strided"
+  embedding: str = "last"
+  alpha: float = 0.0
+  optimizer: str = "nesterov"
+  lr: float = 0.5
+  mu: float = 0.5
+  block: int | None = None
+  exchange: str = "gather"
+  exact: bool = True
+
+
+MAX_ROUNDS = 3
+PROGRAMS = (
+  Program(M=1, pattern="whole"),
+  Program(M=2, alpha=0.5, layers=5, size=2),
+  Program(M=2, lr=1.0, block=4, layers=5, size=2, pattern="sequential"),
+  Program(M=4, block=TENSOR, lr=1.0),
+  Program(M=2, alpha=0.5, block=ROW, optimizer="sgd", exchange="psum"),
+  Program(M=3, lr=0.4, mu=0.9, alpha=0.3, layers=5, size=2, exact=False),
+  Program(M=3, lr=0.7, mu=0.9, block=4, alpha=0.5, exact=False),
+  Program(M=4, optimizer="adam", lr=0.1, alpha=0.25, exact=False),
+  Program(M=2, lr=0.4, mu=0.9, alpha=1.0, embedding="first", exact=False),
+)
+
+
+def draw_params(program: Program, *seed: int) -> ref.Params:
+  """`twin` has as many rows as there are layers, and belongs to the embedding."""
+  rng = np.random.default_rng(seed)
+
+  def draw(*shape):
+    if program.exact:
+      return rng.integers(-3, 4, shape).astype(np.float64)
+    return rng.normal(size=shape).astype(np.float32).astype(np.float64)
+
+  n = program.layers
+  return {
+    "blocks": {"b": draw(n, 4), "w": draw(n, 2, 3)},
+    "embed": {"tokens": draw(3, 3), "twin": draw(n, 2)},
+  }
+
+
+@functools.cache
+def compiled(program: Program):
+  """(config, mesh, Outer) of a program; the schedule is put in by `run`."""
+  c = config_lib.default_config()
+  c.replicas = program.M
+  c.sync_every = 100  # Replaced.
+  c.train.steps = 1
+  c.train.batch_size = 8 * program.M
+  c.model.num_layers = program.layers
+  c.fragments.size = program.size
+  c.fragments.pattern = program.pattern
+  c.fragments.embedding = program.embedding
+  c.overlap.alpha = program.alpha
+  c.outer.optimizer = program.optimizer
+  c.outer.learning_rate = program.lr
+  c.outer.momentum = program.mu
+  c.wire.format = "fp32" if program.block is None else "e3m0"
+  c.wire.block_size = program.block or 0
+  c.wire.exchange = program.exchange
+  c = config_lib.resolve(c)
+  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
+  return c, mesh, outer_lib.make_outer(c, mesh)
+
+
+@dataclasses.dataclass
+class Snapshot:
+  """The package's side of `reference.Result`; moments per name, as parameters."""
+
+  outer: ref.Params
+  replicas: list[ref.Params]
+  moments: dict[str, ref.Params]
+  log: list[tuple]
+  payload: list[int]
+
+
+def run(program: Program, H: int, taus, T: int, start, inner):
+  """T steps with the package.
+
+  Args:
+    program: what to compile.
+    H: inner steps between two sends of a fragment.
+    taus: overlap of each replica.
+    T: inner steps.
+    start: initial parameters.
+    inner: (params_M, t) -> params_M, leaves leading with M.
+
+  Returns:
+    Snapshots after step T and after draining.
+  """
+  _, mesh, outer = compiled(program)
+  schedule = Schedule(len(outer.fragments), H, tuple(taus))
+  outer = dataclasses.replace(outer, schedule=schedule)
+  repeat = lambda x: jnp.asarray(np.stack([x] * program.M), jnp.float32)
+  events = []
+  with jax.set_mesh(mesh):
+    params_M = jax.tree.map(repeat, start)
+    params_M = jax.device_put(
+      params_M, mesh_lib.shardings(params_M, mesh, replicated=True)
+    )
+    state = outer.init(params_M)
+    for t in range(1, T + 1):
+      params_M = inner(params_M, t)
+      params_M, state, more = sync_lib.outer_step(outer, t, params_M, state)
+      events += more
+    before = snapshot(program, outer, params_M, state, events, start)
+    params_M, state, more = sync_lib.drain(outer, T, params_M, state)
+    return before, snapshot(program, outer, params_M, state, events + more, start)
+
+
+def snapshot(program, outer, params_M, state, events, start) -> Snapshot:
+  names = ("mu", "nu") if program.optimizer == "adam" else ("trace",)
+  if program.optimizer == "sgd" and not program.mu:
+    names = ()
+  moments = {}
+  for name in names:
+    parts = tuple(optax.tree_utils.tree_get(s, name) for s in state.opt_state)
+    moments[name] = outer_lib.assemble(outer, state.replace(theta=parts), start)
+  host = jax.tree.map(np.asarray, params_M)
+  kinds = {"send": "send", "receive": "update"}
+  return Snapshot(
+    outer=jax.tree.map(np.asarray, outer_lib.assemble(outer, state, start)),
+    replicas=[jax.tree.map(lambda x, m=m: x[m], host) for m in range(program.M)],
+    moments=jax.tree.map(np.asarray, moments),
+    log=[(kinds[e.kind], e.step, e.fragment) for e in events],
+    payload=[e.payload_bytes for e in events if e.kind == "send"],
+  )
+
+
+def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Result:
+  fragments = ref.make_fragments(program.layers, program.size, program.pattern)
+  if program.embedding == "first":
+    fragments = [fragments[-1], *fragments[:-1]]
+  rule = {
+    "nesterov": lambda: ref.nesterov(program.lr, program.mu),
+    "sgd": lambda: ref.heavy_ball(program.lr, program.mu),
+    "adam": lambda: ref.adam(program.lr),
+  }[program.optimizer]
+
+  def compress(x, row):
+    block = {TENSOR: None, ROW: row}.get(program.block, program.block)
+    return ref.quantised(block)(x, row)
+
+  return ref.simulate(
+    start,
+    ref.increments(lambda m, t: table[m][t - 1]),
+    fragments,
+    T=T,
+    H=H,
+    tau=taus,
+    alpha=program.alpha,
+    M=program.M,
+    outer=rule(),
+    compress=ref.uncompressed if program.block is None else compress,
+    drain=drain,
+  )
+
+
+def num_values(program: Program, outer: ref.Params, p: int) -> int:
+  """Values of fragment p, of the outer parameters of the whole model."""
+  fragment = compiled(program)[2].fragments[p]
+  layer = sum(x[0].size for x in jax.tree.leaves(outer["blocks"]))
+  embed = sum(x.size for x in jax.tree.leaves(outer["embed"]))
+  return len(fragment.layers) * layer + fragment.embed * embed
+
+
+def compare(program: Program, got: Snapshot, want: ref.Result, T: int):
+  # Draining happens "at T" in the reference and up to max(tau) later in the package.
+  sends = [e for e in got.log if e[0] == "send"]
+  updates = sorted((min(t, T), p) for what, t, p in got.log if what == "update")
+  assert sends == [e for e in want.log if e[0] == "send"]
+  assert updates == sorted((t, p) for what, t, p, *_ in want.log if what == "update")
+  if program.exchange == "psum":  # Float32, whatever the codes are.
+    assert got.payload == [4 * num_values(program, got.outer, p) for _, _, p in sends]
+  else:
+    assert got.payload == want.payload
+  pairs = [("outer", got.outer, want.outer)]
+  pairs += [
+    (f"replica {m}", got.replicas[m], want.replicas[m]) for m in range(program.M)
+  ]
+  moments = {"trace": "m", "mu": "m", "nu": "v"}
+  pairs += [
+    (name, moment, want.moment(moments[name])) for name, moment in got.moments.items()
+  ]
+  for what, a, b in pairs:
+    a, b = ref.split(a), ref.split(b)
+    assert a.keys() == b.keys()
+    for key in a:
+      message = f"{what}, {key}"
+      if program.exact:
+        representable = b[key].astype(np.float32).astype(np.float64)
+        np.testing.assert_array_equal(b[key], representable, "float32 is not exact")
+        np.testing.assert_array_equal(a[key], b[key], message)
+      else:
+        # A few dozen float32 operations on values of order 1 to 10.
+        np.testing.assert_allclose(
+          a[key], b[key], rtol=1e-5, atol=1e-5, err_msg=message
+        )
+
+
+@st.composite
+def cases(draw):
+  """(program, H, taus, T): up to MAX_ROUNDS updates of each fragment."""
+  program = draw(st.sampled_from(PROGRAMS))
+  H = draw(st.integers(1, 5))
+  tau = st.integers(0, H - 1)
+  if draw(st.booleans()):
+    taus = (draw(tau),) * program.M
+  else:
+    taus = tuple(draw(tau) for _ in range(program.M))
+  T = draw(st.integers(max(H - 1, 1), MAX_ROUNDS * H + H - 1))
+  return program, H, taus, T
+
+
+def check(program: Program, H: int, taus: tuple[int, ...], T: int):
+  start = draw_params(program, 0)
+  table = [[draw_params(program, 1, m, t) for t in range(T)] for m in range(program.M)]
+
+  def inner(params_M, t):
+    add = jax.tree.map(
+      lambda *x: jnp.asarray(np.stack(x), jnp.float32),
+      *[table[m][t - 1] for m in range(program.M)],
+    )
+    return jax.tree.map(jnp.add, params_M, add)
+
+  before, after = run(program, H, taus, T, start, inner)
+  args = (program, H, taus, T, start, table)
+  compare(program, before, reference_run(*args, drain=False), T)
+  compare(program, after, reference_run(*args, drain=True), T)
+
+
+@given(case=cases())
+# Several fragments in flight, more than one round, and a tail to drain.
+@example(case=(PROGRAMS[1], 5, (4, 4), 18))
+# Replicas of different speed; the earliest updates, the last merges while draining.
+@example(case=(PROGRAMS[5], 5, (1, 3, 4), 18))
+# More fragments than steps between two sends of one.
+@example(case=(PROGRAMS[3], 2, (1, 0, 1, 1), 7))
+@settings(max_examples=50, deadline=None, derandomize=True, database=None)
+def test_the_outer_step_is_the_reference(case):
+  check(*case)
+
+
+def test_the_drain_merges_only_what_was_sent():
+  """Fragment 0 was last sent at 8; its send at 12 never happens, for T = 11.
+
+  Replica 1 would have received that at 13, which is within the drain of replica 2,
+  and must not merge what it merged at 9 a second time.
+  """
+  check(Program(M=3, pattern="whole", lr=1.0, exact=False), 4, (0, 1, 3), 11)
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_the_whole_outer_path_follows_torch(case):
+  """Against torch.optim.SGD, see tests/fixtures/make_torch_nesterov.py.
+
+  One replica, H=1, alpha=0: an inner step that subtracts g makes g the outer
+  gradient, to the rounding of theta - (theta - g).
+  """
+  fixture = json.loads((FIXTURES / "torch_nesterov.json").read_text())
+  torch = fixture["cases"][case]
+  program = Program(
+    M=1, layers=1, pattern="whole", lr=torch["lr"], mu=torch["momentum"], exact=False
+  )
+  row = lambda x: {"blocks": {"w": np.array([x])}, "embed": {"tokens": np.array(x)}}
+
+  def inner(params_M, t):
+    g = row(np.array(fixture["gradients"][t - 1], np.float32))
+    return jax.tree.map(lambda x_M, g: x_M - g[None], params_M, g)
+
+  T = len(fixture["gradients"])
+  _, got = run(program, 1, (0,), T, row(fixture["theta"]), inner)
+  for leaf in (got.outer["blocks"]["w"][0], got.outer["embed"]["tokens"]):
+    np.testing.assert_allclose(leaf, torch["trajectory"][-1], rtol=1e-5, atol=1e-5)
+
+
+def test_every_step_with_rate_one_is_data_parallel_to_one_rounding():
+  """M=1, H=1, outer SGD of rate 1 without momentum: theta - (theta - theta_1).
+
+  The difference and the sum round once each, so the outer parameters lie within one
+  unit in the last place of the largest number involved of the replica's own. The
+  inner step is a contraction: these roundings do not grow.
+  """
+  program = Program(M=1, pattern="whole", optimizer="sgd", lr=1.0, mu=0.0, exact=False)
+  start = draw_params(program, 0)
+  move = lambda x, t: 0.5 * x + 0.1 * jnp.sin(3 * x + t)
+  seen = []
+
+  def inner(params_M, t):
+    moved_M = jax.tree.map(lambda x: move(x, t), params_M)
+    seen.append(jax.tree.map(np.asarray, (params_M, moved_M)))
+    return moved_M
+
+  T = 12
+  _, got = run(program, 1, (0,), T, start, inner)
+  after = [old for old, _ in seen[1:]]
+  after.append(jax.tree.map(lambda x: x[None], got.outer))
+  for (old, moved), new in zip(seen, after):
+    for a, b, c in zip(*map(jax.tree.leaves, (old, moved, new))):
+      ulp = np.spacing(np.maximum(np.maximum(np.abs(a), np.abs(b)), np.abs(a - b)))
+      assert (np.abs(c - b) <= ulp).all()
+  alone = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start)
+  for t in range(1, T + 1):
+    alone = jax.tree.map(lambda x, t=t: move(x, t), alone)
+  for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(got.outer)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)

@@ -1,0 +1,265 @@
+"""The dry run: errors of the command, sizes of the state, and compiles with libtpu."""
+
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco.algorithm import inner, outer, state
+from diloco.aot import report, topology
+from diloco.aot.programs import Programs, hidden_steps, nbytes
+from diloco.run import mesh as run_mesh
+from diloco.wire import ledger
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+needs_libtpu = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="libtpu is not installed (pip install libtpu)",
+)
+
+
+@pytest.mark.parametrize("name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e"])
+def test_topologies_that_do_not_exist(name):
+  with pytest.raises(
+    config_lib.ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*v5p"
+  ):
+    topology.describe(name)
+
+
+def test_without_libtpu_the_error_names_the_extra(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(config_lib.ConfigError, match=r"pip install libtpu, or '.\[tpu"):
+    topology.describe("v5e:2x2")
+
+
+def test_a_chip_without_slices(tiny):
+  with pytest.raises(config_lib.ConfigError, match="--topology=v1 is no chip; choose"):
+    list(report.find(tiny, "v1", 1))
+
+
+def test_replicas_must_divide_over_the_slices(tiny):
+  c = config_lib.resolve(tiny)
+  with pytest.raises(config_lib.ConfigError, match=r"2 groups.*do not divide over 4"):
+    topology.make_mesh(c, jax.devices()[:1] * 2, slices=4)
+
+
+def test_shapes_are_those_of_a_real_state(tiny):
+  c = config_lib.resolve(tiny)
+  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    optimizer, plan = inner.make_optimizer(c), outer.make_outer(c, mesh)
+    real = state.init_state(c, mesh, optimizer, plan)
+    drawn = state.abstract_state(c, mesh, optimizer, plan)
+  same = lambda a, b: (
+    (a.shape, a.dtype) == (b.shape, b.dtype)
+    and (a.sharding.is_equivalent_to(b.sharding, a.ndim))
+  )
+  assert jax.tree.all(jax.tree.map(same, real, drawn))
+  assert nbytes(drawn.params) == sum(x.nbytes for x in jax.tree.leaves(real.params))
+  on_device, at_host = report.placed_state(c, Programs(c, mesh))
+  assert not at_host
+  assert on_device.pop("in flight") > 0
+  assert sum(on_device.values()) == nbytes(real)
+
+
+def test_offloaded_outer_state_is_counted_at_the_host(tiny):
+  tiny.outer.offload = True
+  c = config_lib.resolve(tiny)
+  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  on_device, at_host = report.placed_state(c, programs)
+  n = config_lib.num_params(c)
+  assert at_host["outer parameters"] == 4 * n
+  # M replicas, each with float32 parameters.
+  assert on_device["parameters"] == 4 * n * c.replicas
+  # One of four fragments is under way: fetched when it was sent, with its momentum.
+  payload = math.prod(programs.payload.shape)
+  fetched = on_device["in flight"] - payload
+  assert fetched == max(
+    nbytes(both)
+    for both in zip(programs.state.outer.theta, programs.state.outer.opt_state)
+  )
+  assert report.outside(programs, on_device, "inner step") == payload + fetched
+  assert report.outside(programs, on_device, "update") == (
+    on_device["parameters"] + on_device["inner optimizer"]
+  )
+
+
+def test_every_program_compiles_where_training_runs(tiny):
+  tiny.overlap.tau, tiny.outer.offload = 2, True
+  c = config_lib.resolve(tiny)
+  assert hidden_steps(c) == 1  # H=4 over four fragments: a send after every step.
+  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  assert list(programs.lower)[:4] == ["inner step", "send", "merge", "update"]
+  found = [programs.compile(name) for name in programs.lower]
+  assert all(x.crossing == 0 and x.peak > 0 for x in found)
+
+
+@pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
+def test_activations_are_those_of_a_device_s_sequences(tiny, algorithm):
+  tiny.algorithm, tiny.train.batch_size, tiny.train.accumulate = algorithm, 16, 2
+  c = config_lib.resolve(tiny)
+  mesh = run_mesh.make_mesh(c, jax.devices() * 4)
+  # Two of 16 sequences at a time on each of 4 devices.
+  inputs = 2 * c.model.seq_len * c.model.dim * c.model.num_layers
+  assert report.activations(c, mesh) == 4 * inputs
+
+
+def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
+  tiny.overlap.transport = "host"
+  c = config_lib.resolve(tiny)
+  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  assert list(programs.lower) == ["inner step", "send", "merge"]
+  assert programs.compile("send").peak > 0
+  on_device, at_host = report.placed_state(c, programs)
+  assert at_host["outer parameters"] == 4 * config_lib.num_params(c)
+  assert not any(name.startswith("outer ") for name in on_device)
+
+
+def test_hidden_steps_end_at_the_next_event(tiny):
+  tiny.fragments.size, tiny.overlap.tau, tiny.sync_every = 3, 3, 8
+  assert hidden_steps(config_lib.resolve(tiny)) == 3
+  tiny.overlap.transport = "host"
+  assert hidden_steps(config_lib.resolve(tiny)) == 0
+
+
+SCRIPT = """
+import json, sys
+import conftest
+from diloco import config as config_lib
+from diloco.aot.programs import Programs
+from diloco.aot.topology import describe, make_mesh
+
+c = conftest.tiny_config()
+c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
+c.train.batch_size = c.eval.batch_size = 8
+c = config_lib.resolve(c)
+slices = int(sys.argv[1])
+devices = describe("v5e:2x2", slices)
+programs = Programs(c, make_mesh(c, devices, slices))
+x = programs.compile("exchange, 1 inner step")
+[w] = x.windows
+print(json.dumps({
+  "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
+  "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
+  "shape": w.collective.shape,
+}))
+"""
+
+DATA_PARALLEL = """
+import json, sys
+import conftest
+from diloco import config as config_lib
+from diloco.aot.programs import Programs
+from diloco.aot.topology import describe, make_mesh
+
+c = conftest.tiny_config()
+c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
+c.train.batch_size = c.eval.batch_size = 8
+c.algorithm, c.replicas, c.mesh.replica, c.mesh.fsdp = "data_parallel", 4, 4, 1
+c.inner.gradient_dtype = sys.argv[1]
+c = config_lib.resolve(c)
+programs = Programs(c, make_mesh(c, describe("v5e:2x2", 1), 1))
+x = programs.compile("inner step", quick=True)
+print(json.dumps({"crossing": x.crossing, "params": config_lib.num_params(c)}))
+"""
+
+
+CODEC = """
+import json, sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from diloco.aot.topology import describe
+from diloco.wire.codecs import Options, make_codec
+
+place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
+codec, (n, s) = make_codec("quantize", Options(sys.argv[1]), 1024), (4, 2**18)
+draw = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+key = jax.eval_shape(lambda: jax.random.key(0))
+encode = jax.jit(codec.encode).lower(draw((n, s), jnp.float32), draw((), key.dtype))
+decode = jax.jit(lambda payload: codec.decode(payload, n, s)).lower(
+  draw((codec.nbytes(n, s),), jnp.uint8)
+)
+temporaries = lambda x: x.compile().memory_analysis().temp_size_in_bytes
+print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
+"""
+
+
+def run_with_libtpu(script: str, *args: str):
+  """What a script prints last, as JSON; libtpu wants a process of its own."""
+  env = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+    "PYTHONPATH": os.pathsep.join([*sys.path, str(TESTS)]),
+  }
+  result = subprocess.run(
+    [sys.executable, "-c", script, *args],
+    env=env,
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr
+  return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
+def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
+  # An axis of two codes, padded to 128 lanes, took over sixty times the values' memory.
+  encode, decode = run_with_libtpu(CODEC, name)
+  assert encode < 4
+  assert decode < 4
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_on_a_tpu_data_parallel_reduces_its_gradients_in_their_type(dtype, size):
+  found = run_with_libtpu(DATA_PARALLEL, dtype)
+  gradients = ledger.data_parallel_bytes(4, found["params"], 1, size)
+  assert gradients <= found["crossing"] < 1.001 * gradients  # And the loss.
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
+def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
+  found = run_with_libtpu(SCRIPT, str(slices))
+  assert (found["kind"], found["dtype"]) == (kind, "u8")
+  assert found["hidden"] == found["loops"] == 1
+  # A replica sends its packed payload once, and nothing else.
+  assert found["crossing"] == np.prod(found["payload"][1:])
+  # As one flat array: a TPU pads rows of bytes to four of them.
+  assert len(found["shape"]) == 1
+
+
+def test_a_report_of_this_machines_devices(tiny, monkeypatch):
+  # The same lines as for a TPU, of programs compiled for the CPU.
+  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
+  monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
+  lines = list(report.report(tiny, "cpu:1x1", 1))
+  assert lines[0].startswith("1 x cpu:1x1: 1 cpu of 1.00 GiB, mesh replica 1 x fsdp 1")
+  programs = {line.split("  ")[0].strip() for line in lines}
+  assert {"inner step", "send", "update", "merge"} <= programs
+  assert lines[-1].endswith("fits")
+
+
+def test_the_search_ends_where_the_inner_step_fits(tiny, monkeypatch):
+  monkeypatch.setattr(report, "TOPOLOGIES", {"cpu": ("1x1", "1x1")})
+  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
+  memory = iter([1000, 2**30])
+  monkeypatch.setattr(report, "_memory", lambda devices: next(memory))
+  small, enough = report.find(tiny, "cpu", 1)
+  assert "the state alone takes" in small
+  assert "fits" in enough
+  assert "does not fit" not in enough

@@ -1,0 +1,189 @@
+"""Compiled programs as text: asynchronous collectives, two slices, overlap.
+
+The lines are shortened from programs that XLA compiled for TPU v5e.
+"""
+
+import types
+
+import numpy as np
+import pytest
+
+from diloco.aot import hlo
+
+PERMUTE = (
+  "  %collective-permute-start.1 = (u8[1,1,600]{2,1,0}, u8[1,1,600]{2,1,0:T(4,128)},"
+  " u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1,"
+  " source_target_pairs={{0,2},{1,3},{2,0},{3,1}}"
+)
+SEND = (
+  "  %send.3 = (u8[1,1,600]{2,1,0}, u32[], token[]) send(%p, %after-all.3),"
+  " channel_id=8, is_host_transfer=true, frontend_attributes={"
+  '_xla_host_transfer_rendezvous="ppermute.3_0",'
+  "_xla_megascale_target={{100000->200000},{200000->100000},{100001->200001},"
+  "{200001->100001}}}"
+)
+RECV = SEND.replace("%send.3", "%recv.3").replace("send(%p, ", "recv(")
+LOOP = "  %while.2 = (s32[], f32[4]{0}) while(%tuple.1), condition=%c, body=%b"
+
+
+def mesh(replica=2, fsdp=2):
+  return types.SimpleNamespace(
+    axis_names=("replica", "fsdp"),
+    devices=np.zeros((replica, fsdp)),
+    shape={"replica": replica, "fsdp": fsdp},
+  )
+
+
+def program(*lines):
+  return "HloModule m, is_scheduled=true\n\nENTRY %main (p: u8[]) -> u8[] {\n" + (
+    "\n".join(lines) + "\n}\n"
+  )
+
+
+PERMUTED = "  %d = u8[600]{0} collective-permute-done(%collective-permute-start.1)"
+RECEIVED = "  %e = (u8[1,1,600]{2,1,0}, token[]) recv-done(%recv.3), channel_id=7"
+SENT = "  %f = token[] send-done(%send.3), channel_id=8"
+
+
+@pytest.mark.parametrize(
+  ("lines", "hidden", "loops"),
+  [
+    ((PERMUTE, LOOP, LOOP, PERMUTED), 2, 2),
+    ((LOOP, PERMUTE, LOOP, PERMUTED), 1, 2),
+    ((PERMUTE, PERMUTED, LOOP), 0, 1),
+    ((LOOP, PERMUTE, PERMUTED), 0, 1),
+    # The send ends early; what counts is when the other's payload is waited for.
+    ((SEND, RECV, SENT, LOOP, RECEIVED), 1, 1),
+    ((SEND, RECV, SENT, RECEIVED, LOOP), 0, 1),
+  ],
+)
+def test_how_many_loops_an_exchange_runs_beside(lines, hidden, loops):
+  [window] = hlo.windows(program(*lines), mesh())
+  assert (window.hidden, window.loops) == (hidden, loops)
+  assert (window.collective.dtype, window.collective.nbytes) == ("u8", 600)
+
+
+@pytest.mark.parametrize("line", [PERMUTE, SEND])
+def test_bytes_of_a_group_are_those_of_all_its_devices(line):
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * 600
+  assert hlo.replica_bytes(program(line), mesh(replica=1, fsdp=4)) == 0
+
+
+@pytest.mark.parametrize(
+  ("kind", "groups", "sent"),
+  [
+    ("all-gather", "{{0,2},{1,3}}", 1 / 2),
+    ("all-reduce", "{{0,1,2,3}}", 2 * 3 / 4),
+    ("reduce-scatter", "{{0,2},{1,3}}", 1),
+    ("all-to-all", "{{0,2},{1,3}}", 1 / 2),
+  ],
+)
+def test_bytes_sent_by_a_device(kind, groups, sent):
+  line = f"  %x = f32[100]{{0}} {kind}(%p), replica_groups={groups}"
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * 400 * sent
+
+
+@pytest.mark.parametrize(
+  ("result", "kind", "sent"),
+  [
+    ("(f32[100]{0}, f32[300]{0})", "all-reduce", 1600),
+    ("f32[100]{0}", "all-reduce", 400),
+    ("((f32[50], f32[150]), (f32[100], f32[300]))", "all-gather", 800),
+    ("(f32[50]{0}, f32[100]{0})", "all-gather", 200),
+  ],
+)
+def test_bytes_of_asynchronous_collectives_that_xla_combined(result, kind, sent):
+  line = f"  %x = {result} {kind}-start(%p, %q), replica_groups={{{{0,2}},{{1,3}}}}"
+  assert hlo.replica_bytes(program(line), mesh()) == 2 * sent
+
+
+def test_bytes_of_a_program_for_several_slices_with_several_replicas_each():
+  # Four replicas of two devices on two slices of four, as XLA for v5e compiles it: a
+  # permutation by one replica goes on inside slices and between them.
+  across = lambda i, *pairs: (
+    f"  %send.{i} = (u8[100]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{"
+    f"_xla_megascale_target={{{','.join(f'{{{pair}}}' for pair in pairs)}}},"
+    '_xla_megascale_transfer_type="ONE_TO_ONE"}'
+  )
+  forth = ("100000->200003", "200000->100003", "100001->200002", "200001->100002")
+  back = ("100003->200000", "200003->100000", "100002->200001", "200002->100001")
+  by_two = [f"{a}0000{d}->{b}0000{d}" for a, b in ((1, 2), (2, 1)) for d in range(4)]
+  within = "  %c = u8[100]{0} collective-permute(%p), source_target_pairs={{2,0},{3,1}}"
+  text = program(
+    across(1, *forth),
+    across(2, *back),
+    across(3, *by_two),
+    within,
+    within.replace("{{2,0},{3,1}}", "{{0,2},{1,3}}"),
+  )
+  devices = np.array(
+    [[types.SimpleNamespace(slice_index=r // 2)] * 2 for r in range(4)], dtype=object
+  )
+  wide = types.SimpleNamespace(
+    axis_names=("replica", "fsdp"), devices=devices, shape={"replica": 4, "fsdp": 2}
+  )
+  # Each of a replica's two devices sends its part to three others.
+  assert hlo.replica_bytes(text, wide) == 2 * 3 * 100
+
+
+def test_what_stays_inside_a_replica_does_not_count():
+  line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
+  assert hlo.replica_bytes(program(line), mesh()) == 0
+  assert hlo.windows(program(line), mesh()) == []
+
+
+@pytest.mark.parametrize(
+  ("dtype", "size"),
+  [
+    *[("pred", 1), ("u4", 1), ("s8", 1), ("u16", 2), ("bf16", 2), ("f32", 4)],
+    *[("s64", 8), ("u64", 8), ("f64", 8), ("c64", 8), ("c128", 16)],
+    *[("f8e4m3fn", 1), ("f8e5m2", 1), ("f8e8m0fnu", 1), ("f4e2m1fn", 1)],
+  ],
+)
+def test_bytes_of_every_type(dtype, size):
+  line = f"  %x = {dtype}[100]{{0}} all-to-all(%p), replica_groups={{{{0,2}},{{1,3}}}}"
+  [collective] = hlo.collectives(line)
+  assert (collective.dtype, collective.nbytes) == (dtype, 100 * size)
+
+
+def test_an_unknown_type_is_named():
+  [collective] = hlo.collectives("  %x = q7[4]{0} all-reduce(%p), replica_groups={}")
+  with pytest.raises(ValueError, match="HLO type is 'q7', whose size is unknown; add"):
+    _ = collective.nbytes
+
+
+@pytest.mark.parametrize(
+  "kind",
+  ["ragged-all-to-all", "collective-broadcast", "collective-broadcast-start", "swap"],
+)
+def test_an_unknown_collective_is_refused(kind):
+  line = f"  %x = (f32[4]{{0:T(128)}}, u32[]) {kind}(%p), replica_groups={{{{0,2}}}}"
+  for read in (hlo.collectives, lambda text: hlo.windows(text, mesh())):
+    with pytest.raises(ValueError, match=f"collective '{kind}', whose bytes nobody"):
+      read(program(line))
+
+
+def test_what_else_names_groups_is_not_refused():
+  done = "  %d = f32[8]{0} all-to-all-done(%s), replica_groups={{0,2},{1,3}}"
+  attribute = "  %r = f32[4] recv(%a), _xla_send_recv_source_target_pairs={{0,2}}"
+  assert hlo.collectives(program(done, attribute)) == []
+
+
+@pytest.mark.parametrize(
+  ("lines", "message"),
+  [
+    ((SEND, SENT), r'send.3 \(.*="ppermute.3_0"\) has 0 recv in the entry'),
+    ((SEND, RECV, RECV), "has 2 recv"),
+    ((SEND.replace("_rendezvous", ""), RECV), r"\(no rendezvous\) has 0"),
+  ],
+)
+def test_a_send_without_its_recv_is_named(lines, message):
+  with pytest.raises(ValueError, match=message):
+    hlo.windows(program(*lines), mesh())
+
+
+def test_windows_are_those_of_the_entry_computation():
+  body = "\n%body (p: f32[4]) -> f32[4] {\n" + PERMUTE + "\n" + PERMUTED + "\n}\n"
+  text = program(LOOP).replace("\nENTRY", f"{body}\nENTRY") + body.replace("y", "y.2")
+  assert len(hlo.collectives(text)) == 2
+  assert hlo.windows(text, mesh()) == []

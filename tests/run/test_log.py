@@ -1,0 +1,87 @@
+"""What is fetched when: logging must not wait for what was just launched."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from diloco import config as config_lib
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.sync import Event
+from diloco.run import metrics
+from diloco.run.log import Recorder, Spent
+from diloco.run.processes import Peers
+from diloco.wire.ledger import Ledger
+
+
+class OnDevice:
+  """A metric of two replicas on the device, which notes what is done with it."""
+
+  ndim, is_fully_replicated = 1, True
+
+  def __init__(self, name, log: list):
+    self.name, self._log = name, log
+
+  def copy_to_host_async(self):
+    self._log.append(("copy", self.name))
+
+  def __array__(self, dtype=None, copy=None):
+    self._log.append(("fetch", self.name))
+    return np.ones(2)
+
+
+def make_recorder(tiny, workdir, spent=None):
+  c = config_lib.resolve(tiny)
+  ledger = Ledger(c.replicas)
+  return Recorder(c, workdir, 0, ledger, spent or Spent(), lambda: None, Peers())
+
+
+def stretch(steps: range, log: list):
+  """Arguments of `Recorder.stretch`: metrics by step, and a send after the last."""
+  made = [InnerMetrics(*[OnDevice(t, log)] * 3) for t in steps]
+  sent = {"outer_grad_norm": OnDevice("send", log)}
+  return steps, made, [Event("send", 0, steps[-1], 10, sent)]
+
+
+def test_nothing_is_fetched_of_what_was_just_launched(tiny, tmp_path):
+  recorder, log = make_recorder(tiny, tmp_path), []
+  recorder.stretch(*stretch(range(1, 4), log))
+  assert {kind for kind, _ in log} == {"copy"}
+  assert {name for _, name in log} == {1, 2, 3, "send"}
+  log.clear()
+  recorder.stretch(*stretch(range(4, 6), log))
+  assert {name for kind, name in log if kind == "copy"} == {4, 5, "send"}
+  assert {name for kind, name in log if kind == "fetch"} == {1, 2, 3, "send"}
+  log.clear()
+  recorder.flush()
+  assert {name for _, name in log} == {4, 5, "send"}
+  assert [r["step"] for r in metrics.read(tmp_path)] == [1, 2, 3, 4, 5]
+  assert [r["step"] for r in metrics.read(tmp_path, "send")] == [3, 5]
+  recorder.close()
+
+
+def test_speed_is_that_of_the_steps_after_the_first_launch(tiny, tmp_path, monkeypatch):
+  # The recorder was made, launches 1 to 3 were reported, time was asked for.
+  clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])
+  monkeypatch.setattr("diloco.run.log.time.perf_counter", lambda: next(clock))
+  recorder = make_recorder(tiny, tmp_path)
+  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
+  for steps in (range(1, 4), range(4, 7), range(7, 9)):
+    recorder.stretch(steps, [of_step] * len(steps), [])
+  recorder.flush()
+  rates = [r["tokens_per_s"] for r in metrics.read(tmp_path)]
+  tokens = tiny.train.batch_size * tiny.model.seq_len
+  assert rates == [None] * 3 + [3 * tokens / 3] * 3 + [5 * tokens / 5] * 2
+  assert recorder.spent() == Spent(wall_s=17.0, busy_s=5.0, steps=5)
+  recorder.close()
+
+
+def test_a_resumed_run_counts_the_time_of_those_before(tiny, tmp_path, monkeypatch):
+  clock = iter([50.0, 60.0, 62.0, 65.0])
+  monkeypatch.setattr("diloco.run.log.time.perf_counter", lambda: next(clock))
+  saved = Spent(wall_s=100.0, busy_s=10.0, steps=5)
+  recorder = make_recorder(tiny, tmp_path, saved)
+  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
+  for t in (6, 7):
+    recorder.stretch(range(t, t + 1), [of_step], [])
+  recorder.flush()
+  assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
+  recorder.close()

@@ -1,0 +1,253 @@
+"""Layouts of the mesh: same numbers on all, and what crosses between replicas."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from diloco import config as config_lib
+from diloco.algorithm import state
+from diloco.aot import hlo
+from diloco.model import sharding as mesh_lib
+from diloco.run import mesh as run_mesh
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def multidevice():
+  path = os.pathsep.join(
+    [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+  )
+  flags = "--xla_force_host_platform_device_count=8"
+  result = subprocess.run(
+    [sys.executable, TESTS / "multidevice.py"],
+    env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 0, result.stderr[-3000:]
+  return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("layout", ["2", "4", "8", "fsdp"])
+def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
+  losses = multidevice["losses"]
+  np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
+
+
+def test_hosts_update_whole_what_is_sharded_over_their_devices(multidevice):
+  # To rounding: XLA contracts the update of a shard and of the whole differently.
+  losses = multidevice["losses"]
+  np.testing.assert_allclose(losses["host"], losses["8"], rtol=1e-6)
+
+
+def test_both_transports_give_the_same_bits_where_a_replica_is_one_device(multidevice):
+  device, host = (multidevice["bits"][name] for name in ("device", "host"))
+  # One has its exchanges in programs of inner steps, the other none.
+  assert device.pop("hidden") > 1
+  assert host.pop("hidden") == 0
+  assert np.isfinite(device["losses"]).all()
+  assert host == device
+
+
+def test_several_replicas_on_one_device(multidevice):
+  losses = multidevice["losses"]
+  np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
+
+
+def test_no_whole_model_is_put_together_on_one_device(multidevice):
+  found = multidevice["whole_models"]
+  assert found.pop("same")
+  # In units of a shard; whole it would be 4 of them.
+  for name in ("joining", "joined", "mean", "first"):
+    assert found[name] == pytest.approx(1, rel=0.01), (name, found)
+  for name in ("mean", "first"):
+    assert found[f"{name} temporaries"] < 2.5, found
+
+
+@pytest.mark.parametrize("layout", ["2", "8", "chunked"])
+def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
+  traffic = multidevice["traffic"][layout]
+  for program in ("inner", "send", "update", "merge"):
+    assert traffic[program] == []
+  replicas, shards, size = traffic["payload_shape"]
+  # To each device its fsdp shard of the payload of the other replica, once; also in
+  # the program that runs inner steps meanwhile.
+  assert replicas == 2
+  assert traffic["transmit"] == [["collective-permute", "u8", size]]
+  assert traffic["hidden"] == traffic["transmit"]
+  assert shards == (1 if layout == "2" else 4)
+
+
+@pytest.mark.parametrize("compressor", ["quantize", "random"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_shards_draw_apart_and_whole_leaves_together(multidevice, compressor, rounding):
+  found = multidevice["shards"][f"{compressor}, {rounding}"]
+  draws = compressor == "random" or rounding == "stochastic"
+  assert found.pop("halves_agree") == (not draws)
+  # On both devices, and for a mesh of one device that decodes both shards.
+  assert found == {
+    "some_arrive": True,
+    "whole_leaves_agree": True,
+    "foreign_agrees": True,
+  }
+
+
+@pytest.mark.parametrize("layout", ["2", "8", "accumulated"])
+def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout):
+  found = multidevice["data_parallel"]
+  np.testing.assert_allclose(found[layout]["losses"], found["1"]["losses"], rtol=2e-4)
+
+
+def test_gradients_of_16_bits_are_rounded_before_they_are_averaged(multidevice):
+  found = multidevice["data_parallel"]
+  rounded, exact = (np.asarray(found[layout]["losses"]) for layout in ("16 bits", "2"))
+  np.testing.assert_allclose(rounded, exact, rtol=2e-3)
+  assert not np.array_equal(rounded, exact)
+
+
+@pytest.mark.parametrize(("layout", "fsdp"), [("2", 1), ("8", 4), ("accumulated", 1)])
+def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
+  found = multidevice["data_parallel"][layout]
+  assert found["kinds"] == ["all-reduce"]
+  # Float32, of each device its fsdp shard, and the loss.
+  assert found["bytes"] == found["gradient"] / fsdp + 4
+  # Of two copies each sends all of it once; the dry run compiles the same program.
+  assert found["dry_run"] == found["gradient"] + 4 * fsdp
+
+
+@pytest.mark.parametrize(
+  ("layout", "program"),
+  [
+    ("2", "transmit"),
+    ("8", "transmit"),
+    ("psum", "update"),
+    ("psum_8", "update"),
+    ("psum_of_4", "update"),
+  ],
+)
+def test_the_ledger_books_what_the_programs_send(multidevice, layout, program):
+  traffic = multidevice["traffic"][layout]
+  assert traffic["booked"] == traffic["bytes"][program] > 0
+
+
+@pytest.mark.parametrize("layout", ["psum", "psum_8"])
+def test_the_reference_reduces_float32(multidevice, layout):
+  traffic = multidevice["traffic"][layout]
+  assert traffic["send"] == traffic["inner"] == []
+  assert {(kind, dtype) for kind, dtype, _ in traffic["update"]} == {
+    ("all-reduce", "f32")
+  }
+
+
+def test_every_large_parameter_is_sharded(tiny):
+  c = config_lib.resolve(tiny)
+  params = state.abstract_params(c)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    spec = mesh_lib.weight_spec(path, leaf.shape, 2)
+    assert mesh_lib.FSDP in spec
+    position = spec.index(mesh_lib.FSDP)
+    assert leaf.shape[position] % 2 == 0
+    # Never the layer axis: a fragment is a set of its indices.
+    assert position == (1 if path[0].key == "blocks" else 0)
+  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
+  table = mesh_lib.table(params, mesh)
+  assert len(table.splitlines()) == len(jax.tree.leaves(params))
+  assert "blocks/ff/up" in table
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"mesh.replica": 2}, r"mesh.replica \* mesh.fsdp is 2 \* 1, but there are 1 dev"),
+    ({"mesh.fsdp": 4}, "but there are 1 devices; choose two factors of 1"),
+  ],
+)
+def test_layouts_that_do_not_fit(tiny, fields, message):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(config_lib.ConfigError, match=message):
+    run_mesh.make_mesh(config_lib.resolve(tiny), jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+  ("devices", "fields", "message"),
+  [
+    (3, {"mesh.replica": 3}, r"mesh.replica is 3, which does not divide the 2 repl"),
+    (4, {"mesh.fsdp": 1}, r"is 4 \(4 devices over mesh.fsdp=1\), .* 0 for both"),
+    (4, {"mesh.replica": 1}, r"microbatch has 2 sequences; raise .* multiple of 8"),
+  ],
+)
+def test_replicas_and_batches_have_to_fit_the_mesh(tiny, devices, fields, message):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(config_lib.ConfigError, match=message):
+    run_mesh.make_mesh(config_lib.resolve(tiny), jax.devices()[:1] * devices)
+
+
+def test_evaluation_batches_must_divide_over_the_devices(tiny):
+  tiny.eval.batch_size = 5
+  with pytest.raises(
+    config_lib.ConfigError, match=r"eval.batch_size is 5, which 2 dev"
+  ):
+    run_mesh.make_mesh(config_lib.resolve(tiny), jax.devices()[:1] * 2)
+
+
+def test_where_a_leading_axis_lies_is_said_and_not_guessed(tiny):
+  c = config_lib.resolve(tiny)
+  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
+  like = {"embed": {"x": np.zeros((1, 5))}, "blocks": {"y": np.zeros((1, 3, 5))}}
+  # The one model of data-parallel has no replicas, also where the numbers would allow.
+  for data_parallel, axis in ((True, None), (False, mesh_lib.REPLICA)):
+    params, [count, moments] = mesh_lib.state_shardings(
+      like, [np.zeros(1), like], mesh, replicated=True, data_parallel=data_parallel
+    )
+    for leaf in (count, *jax.tree.leaves((params, moments))):
+      assert leaf.spec[0] == axis
+
+
+def test_hlo_groups_in_all_notations():
+  permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
+  lines = [
+    "%a = u8[2,1,40]{2,1,0} all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0)",
+    "%b = (f32[8], f32[16]) all-gather-start(%q), replica_groups={{0,1},{2,3}}",
+    "%d = f32[4]{0} all-reduce(%r), replica_groups=mesh['a'=2,'b'=3] {'b'}, to_apply",
+    f"%e = (f32[4]{{0}}, f32[]) all-reduce(%r, %s), replica_groups={permuted}",
+    "%c = f32[3,5]{1,0} add(f32[3,5] %x, f32[3,5] %y)",
+  ]
+  a, b, d, e, f = hlo.collectives("\n".join(lines))
+  assert (a.dtype, a.nbytes, a.groups) == (
+    "u8",
+    math.prod((2, 1, 40)),
+    ((0, 2), (1, 3)),
+  )
+  assert (b.kind, b.shape, b.groups) == ("all-gather", (16,), ((0, 1), (2, 3)))
+  assert d.groups == ((0, 1, 2), (3, 4, 5))
+  assert (e.nbytes, f.nbytes) == (16, 4)
+  assert e.groups == f.groups == ((0, 1, 2), (3, 4, 5))
+
+
+@pytest.mark.parametrize(
+  ("replica", "slices", "processes"),
+  [(1, 2, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1)],
+)
+def test_rows_of_replicas_lie_within_slices_and_processes(replica, slices, processes):
+  # Two slices of two processes with four devices each, in no order.
+  devices = [
+    types.SimpleNamespace(slice_index=s, process_index=2 * s + p, id=i, platform="gpu")
+    for i in range(4)
+    for p in range(2)
+    for s in range(2)
+  ]
+  grid = run_mesh.device_grid(devices, replica, 16 // replica)
+  assert len({id(d) for d in grid.ravel()}) == 16
+  for row in grid:
+    assert len({d.slice_index for d in row}) == slices
+    assert len({d.process_index for d in row}) == processes

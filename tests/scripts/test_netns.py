@@ -1,0 +1,191 @@
+"""The star of network namespaces: rates, counters, isolation, cleanup after a kill."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
+
+
+def _load():
+  spec = importlib.util.spec_from_file_location("netns", SCRIPTS / "netns.py")
+  module = importlib.util.module_from_spec(spec)
+  sys.modules["netns"] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+netns = _load()
+MISSING = netns.missing()
+needs_namespaces = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+# Both ends send `size` bytes at once and wait for as many; prints the seconds.
+EXCHANGE = """
+import socket, sys, threading, time
+address, size, listens = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "0"
+if listens:
+  peer, _ = socket.create_server((address, 5000)).accept()
+else:
+  while True:
+    try:
+      peer = socket.create_connection((address, 5000))
+      break
+    except ConnectionRefusedError:
+      time.sleep(0.02)
+def receive():
+  left = size
+  while left:
+    left -= len(peer.recv(1 << 20))
+thread = threading.Thread(target=receive)
+start = time.perf_counter()
+thread.start()
+peer.sendall(bytes(size))
+thread.join()
+print(time.perf_counter() - start)
+"""
+
+
+def _exchange(network, size: int, first: int = 0, second: int = 1) -> float:
+  """Seconds that an exchange of `size` bytes each way takes."""
+  processes = [
+    subprocess.Popen(
+      network.command(
+        node,
+        [
+          *(sys.executable, "-c", EXCHANGE),
+          *(network.addresses[first], str(size), str(i)),
+        ],
+      ),
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i, node in enumerate((first, second))
+  ]
+  return max(float(p.communicate(timeout=60)[0]) for p in processes)
+
+
+def _existing() -> set[str]:
+  listed = subprocess.run(["ip", "-j", "netns", "list"], capture_output=True, text=True)
+  return {entry["name"] for entry in json.loads(listed.stdout or "[]")}
+
+
+@needs_namespaces
+def test_counters_show_payload_and_headers():
+  size = 2_000_000
+  with netns.star(2) as network:
+    before = [(network.counters(i), network.packets(i)) for i in range(2)]
+    _exchange(network, size)
+    after = [(network.counters(i), network.packets(i)) for i in range(2)]
+  for (bytes0, packets0), (bytes1, packets1) in zip(before, after):
+    for direction in range(2):
+      # Never less than the payload; every 8948 bytes of it bring 66 of headers, and
+      # an acknowledgement at most. A busy machine sends some twice.
+      moved = bytes1[direction] - bytes0[direction]
+      assert size * (1 + 66 / 8948) <= moved <= size * 1.1
+      # Segments are counted as frames, not as the kernel's bundles of them.
+      assert moved / (packets1[direction] - packets0[direction]) <= netns.MTU + 14
+  sent, received = after[0][0][1] - before[0][0][1], after[1][0][0] - before[1][0][0]
+  assert abs(sent - received) < size / 100  # Farewells may be on their way.
+
+
+@needs_namespaces
+def test_rate_bounds_throughput_and_can_change():
+  with netns.star(2) as network:
+    network.limit(8e6)
+    # The bucket and one frame in each of the two shapers pass ahead of the rate.
+    ahead = 4 * 2 * (netns.MTU + 14)
+    assert _exchange(network, 500_000) >= (500_000 - ahead) / 1e6
+    network.limit(80e6)
+    assert _exchange(network, 500_000) >= (500_000 - 10 * ahead) / 1e7
+    network.limit(None)
+    network.limit(None)
+    shown = [
+      subprocess.run(
+        ["tc", "-n", name, "qdisc", "show", "dev", device],
+        capture_output=True,
+        text=True,
+      ).stdout
+      for name, device in ((network.names[0], "eth0"), (network.hub, "port1"))
+    ]
+    assert not any("tbf" in text for text in shown)
+
+
+@needs_namespaces
+def test_star_of_four_is_isolated_and_knows_its_names():
+  with netns.star(4) as network:
+    assert len(set(network.addresses)) == 4
+    quiet = network.counters(1)
+    _exchange(network, 100_000, first=3, second=0)
+    # Node 1 sees what the bridge floods until it has learnt addresses, no payload.
+    assert network.counters(1)[0] - quiet[0] < 10_000
+    ask = f"import socket; print(socket.gethostbyname({socket.gethostname()!r}))"
+    for node in range(4):
+      command = network.command(node, [sys.executable, "-c", ask])
+      answer = subprocess.run(command, capture_output=True, text=True)
+      assert answer.stdout.strip() == network.addresses[node]
+      links = subprocess.run(
+        ["ip", "-n", network.names[node], "-j", "link"], capture_output=True, text=True
+      )
+      assert {x["ifname"] for x in json.loads(links.stdout)} >= {"lo", "eth0"}
+    names = {*network.names, network.hub}
+    assert names <= _existing()
+  assert not names & _existing()
+  assert not any(pathlib.Path("/etc/netns", name).exists() for name in names)
+
+
+@needs_namespaces
+def test_what_a_killed_process_left_is_removed_with_its_children():
+  program = (
+    "import netns, subprocess, time\n"
+    "with netns.star(2) as network:\n"
+    "  child = subprocess.Popen(network.command(0, ['sleep', '600']))\n"
+    "  print(child.pid, *network.names, network.hub, flush=True)\n"
+    "  time.sleep(600)\n"
+  )
+  killed = subprocess.Popen(
+    [sys.executable, "-c", program], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True
+  )
+  child, *names = killed.stdout.readline().split()
+  # While its owner lives a namespace is not stale.
+  netns.remove_stale()
+  assert set(names) <= _existing()
+  killed.send_signal(signal.SIGKILL)
+  killed.wait()
+  assert set(names) <= _existing()
+  assert set(names) <= set(netns.remove_stale())
+  assert not set(names) & _existing()
+  for _ in range(100):
+    try:
+      os.kill(int(child), 0)
+    except ProcessLookupError:
+      break
+    state = pathlib.Path("/proc", child, "stat").read_text().rpartition(")")[2]
+    if state.split()[0] == "Z":  # Dead; whoever adopted it has not looked yet.
+      break
+    time.sleep(0.05)
+  else:
+    pytest.fail(f"process {child} still runs")
+
+
+@needs_namespaces
+def test_an_error_inside_removes_everything():
+  with pytest.raises(ZeroDivisionError), netns.star(2) as network:
+    _ = 1 / 0
+  assert not {*network.names, network.hub} & _existing()
+
+
+def test_sizes_and_missing_tools_are_refused(monkeypatch):
+  with pytest.raises(ValueError, match="nodes is 1"), netns.star(1):
+    pass
+  monkeypatch.setenv("PATH", "/nowhere")
+  assert netns.missing() == "ip is not installed (Debian: apt-get install iproute2)"
+  with pytest.raises(RuntimeError, match="iproute2"), netns.star(2):
+    pass
