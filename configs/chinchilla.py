@@ -16,10 +16,10 @@ here, on C4 in the paper.
 
 import math
 
-from diloco import recommend
 from diloco.config import ALGORITHMS, ConfigError, default_config
 from diloco.config.command_line import parse_options
 from diloco.scaling_laws import paper, predict
+from diloco.scaling_laws.recommend import recommend
 
 # Size: layers, heads (of size 64), training tokens.
 SCALES = {
@@ -70,7 +70,7 @@ def get_config(arg: str = "35M"):
   c.model.vocab_size, c.model.seq_len = 32_768, paper.SEQ_LEN
   c.model.remat, c.model.loss_chunk = True, 256
 
-  hyper = recommend.recommend(
+  hyper = recommend(
     paper.num_params(layers, c.model.dim),
     c.replicas,
     options.get("method", "joint"),

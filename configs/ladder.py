@@ -11,6 +11,7 @@ docs/ladder.md has results.
 """
 
 from diloco.config import default_config
+from diloco.model.shapes import matrix_params
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
 # Layers, heads and width of each size, named by its parameters.
@@ -37,12 +38,13 @@ def get_config(point: Point):
   c.sync_every = point.get("sync_every", 10)
   c.seed = point.get("seed", 0)
   # Rounds are few, so the outer momentum has to be shorter than the papers' 0.9.
-  c.outer.learning_rate, c.outer.momentum = point.get("outer_lr", 0.6), 0.5
+  c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
+  c.outer.learning_rate = point.get("outer_lr", 0.6)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
   c.model.vocab_size, c.model.seq_len = VOCABULARY, LENGTH
   c.model.dtype, c.model.remat = "float32", True
 
-  params = 12 * layers * width**2 + VOCABULARY * width
+  params = matrix_params(c.model)
   budget = TOKENS_PER_PARAMETER * params * point.get("overtrain", 1)
   c.train.batch_size = point["batch"]
   # A multiple of every H below: the last sync is after the last inner step.

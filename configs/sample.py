@@ -15,10 +15,10 @@ def get_config():
   c.sync_every = 10
   c.fragments.size = 1
   c.overlap.tau = 1
-  # Each fragment is synchronised 40 times in all. Momentum 0.9 remembers ten rounds
-  # and overshoots in so short a run; the papers' 0.4 and 0.9 are for thousands.
+  # Each fragment is synchronised 40 times in all. The papers' momentum 0.9 remembers
+  # ten rounds and overshoots in so short a run.
+  c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = 0.5
-  c.outer.momentum = 0.5
 
   c.model.num_layers = 4
   c.model.dim = 128

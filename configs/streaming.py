@@ -17,6 +17,7 @@ import math
 
 from diloco.config import ALGORITHMS, ConfigError, default_config
 from diloco.config.command_line import parse_options
+from diloco.model.shapes import matrix_params
 
 # Scale: layers, heads (of size 64), billions of training tokens.
 SCALES = {
@@ -69,7 +70,7 @@ def get_config(arg: str = "35M"):
   c.model.seq_len = 1024 if data == "c4" else 2048
   c.model.remat, c.model.loss_chunk = True, 256
 
-  n = 12 * layers * c.model.dim**2 + c.model.vocab_size * c.model.dim
+  n = matrix_params(c.model)
   c.inner.learning_rate = 3978.82 * n**-0.780
   c.inner.gradient_dtype = "bfloat16"
   sequences = 0.00769 * n**0.479 * 2048 / c.model.seq_len

@@ -5,7 +5,7 @@
 The folder holds the outer parameters (model.safetensors, float32, names such as
 `blocks.attention.q`), what is needed to build the model around them (config.json) and
 the tokenizer (tokenizer.model). diloco.generate and diloco.evaluate take it as their
---workdir; `diloco.restore.load` gives the very same bits.
+--workdir; `diloco.run.load.load` gives the very same bits.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import numpy as np
 
 from diloco.config import ConfigError, command_line
 from diloco.data import load_tokenizer
-from diloco.run import load as restore
+from diloco.run import load
 
 # Copied into config.json, for who rebuilds the model elsewhere.
 ARCHITECTURE = {
@@ -36,11 +36,11 @@ ARCHITECTURE = {
 }
 
 
-def export(model: restore.Model, output: str | pathlib.Path) -> pathlib.Path:
+def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
   """Writes the model's parameters, config and tokenizer.
 
   Args:
-    model: from `diloco.restore.load`.
+    model: from `diloco.run.load.load`.
     output: folder to create; an earlier export in it is replaced.
 
   Returns:
@@ -49,21 +49,21 @@ def export(model: restore.Model, output: str | pathlib.Path) -> pathlib.Path:
   Raises:
     ConfigError: the tokenizer or the package safetensors is missing.
   """
-  save_file = restore.import_safetensors().save_file
+  save_file = load.import_safetensors().save_file
   folder = pathlib.Path(output)
   folder.mkdir(parents=True, exist_ok=True)
-  named = restore.leaf_names(jax.device_get(model.params))
+  named = load.leaf_names(jax.device_get(model.params))
   # safetensors writes the buffer as it lies in memory.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
-  save_file(tensors, folder / restore.WEIGHTS, metadata={"format": "np"})
+  save_file(tensors, folder / load.WEIGHTS, metadata={"format": "np"})
   described = {
     "step": model.step,
     "architecture": ARCHITECTURE,
     "config": model.config.to_dict(),
   }
-  (folder / restore.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+  (folder / load.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
   tokenizer = load_tokenizer(model.config.data.tokenizer)
-  (folder / restore.TOKENIZER).write_bytes(tokenizer.serialized())
+  (folder / load.TOKENIZER).write_bytes(tokenizer.serialized())
   return folder
 
 
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
   args = make_parser().parse_args(argv)
   try:
     command_line.make_folder(args.output, "--output")
-    folder = export(restore.load(args.workdir, args.step), args.output)
+    folder = export(load.load(args.workdir, args.step), args.output)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -14,7 +14,7 @@ import jax
 from diloco.config import ConfigError
 from diloco.data import load_tokenizer
 from diloco.model import sampling
-from diloco.run import load as restore
+from diloco.run.load import load
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,15 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("tokens", "temperature", "top_k"):
       if not getattr(args, name) >= 0:
         raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
-    model = restore.load(args.workdir, args.step)
+    model = load(args.workdir, args.step)
     tokenizer = load_tokenizer(model.config.data.tokenizer)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   prompt = tokenizer.encode(args.prompt)
   with jax.set_mesh(model.mesh):
-    new = sampling.make_generate(model.config)(
-      model.params, prompt, args.tokens, args.temperature, args.seed, args.top_k
+    new = sampling.generate(
+      model.config.model,
+      model.params,
+      prompt,
+      args.tokens,
+      args.temperature,
+      args.seed,
+      args.top_k,
     )
   print(tokenizer.decode([*prompt, *new]))
   return 0

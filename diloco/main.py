@@ -14,7 +14,7 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco import config as config_lib
+from diloco.config import ConfigError, resolve
 from diloco.config.command_line import make_folder, parse_flags
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -50,16 +50,16 @@ def main(argv) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
   # After the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
-  from diloco.run import log as record
-  from diloco.run import processes as distributed
-  from diloco.wire import transport
+  from diloco.run import processes
+  from diloco.run.log import TrainingDiverged
+  from diloco.wire.transport import ExchangeFailed
 
-  peers = distributed.Peers()
+  peers = processes.Peers()
   try:
-    # Their errors need not wait for the others.
-    config_lib.resolve(_CONFIG.value)
+    # These errors need not wait for the other processes.
+    resolve(_CONFIG.value)
     make_folder(str(_WORKDIR.value), "--workdir")
-    peers = distributed.initialize(
+    peers = processes.initialize(
       _COORDINATOR.value,
       _NUM_PROCESSES.value,
       _PROCESS_ID.value,
@@ -70,15 +70,15 @@ def main(argv) -> None:
     train.train(_CONFIG.value, str(_WORKDIR.value), peers)
     peers.close()
   except (
-    config_lib.ConfigError,
-    record.TrainingDiverged,
-    transport.ExchangeFailed,
-    distributed.ProcessLost,
+    ConfigError,
+    TrainingDiverged,
+    ExchangeFailed,
+    processes.ProcessLost,
   ) as error:
-    if isinstance(error, transport.ExchangeFailed):
+    if isinstance(error, ExchangeFailed):
       peers.await_loss()
-    distributed.say(f"error: {error}")
-    code = 2 if isinstance(error, config_lib.ConfigError) else 1
+    processes.say(f"error: {error}")
+    code = 2 if isinstance(error, ConfigError) else 1
     peers.fail(str(error), code)
     sys.exit(code)
   except (Exception, KeyboardInterrupt) as error:

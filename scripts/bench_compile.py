@@ -16,10 +16,9 @@ import jax
 import numpy as np
 from absl import flags, logging
 
-from diloco import config as config_lib
 from diloco import train
 from diloco.aot.programs import Programs
-from diloco.config import command_line
+from diloco.config import command_line, default_config, resolve
 from diloco.run import mesh as run_mesh
 
 _DEPTHS = (6, 48)
@@ -29,7 +28,7 @@ _DIM = flags.DEFINE_integer("dim", 512, "Width of the models whose depth is vari
 
 def small_config(layers: int, dim: int):
   """A model of this depth, with 2,048 pieces and 128 positions."""
-  c = config_lib.default_config()
+  c = default_config()
   c.model.update({"num_layers": layers, "dim": dim, "num_heads": max(dim // 64, 1)})
   c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": True})
   c.train.batch_size, c.train.steps = 8, 48
@@ -38,7 +37,7 @@ def small_config(layers: int, dim: int):
 
 def compile_seconds(layers: int, dim: int) -> float:
   """Seconds to compile the inner step of so many layers."""
-  c = config_lib.resolve(small_config(layers, dim))
+  c = resolve(small_config(layers, dim))
   programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
   jax.clear_caches()
   return programs.compile("inner step").compile_s
@@ -59,7 +58,7 @@ def count_programs(size: int) -> tuple[int, int]:
   with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(None):
     train.train(c, workdir)
   jax.monitoring.clear_event_listeners()
-  fragments = len(config_lib.make_fragments(config_lib.resolve(c)))
+  fragments = len(resolve(c).make_fragments())
   return fragments, events.count("/jax/core/compile/backend_compile_duration")
 
 

@@ -9,8 +9,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import config as config_lib
-from diloco.config import command_line
+from diloco.config import command_line, resolve
 from diloco.data import make_train_iterator
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to read and how.")
@@ -23,7 +22,7 @@ def main(argv) -> None:
   for prefetch in (0, 2):
     c = ml_collections.ConfigDict(_CONFIG.value.to_dict())
     c.data.prefetch = prefetch
-    iterator = make_train_iterator(config_lib.resolve(c))
+    iterator = make_train_iterator(resolve(c))
     next(iterator)
     start, cpu_start, tokens = time.perf_counter(), time.process_time(), 0
     for _ in range(_BATCHES.value):

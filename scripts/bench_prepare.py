@@ -19,7 +19,8 @@ import make_standin
 from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
-from diloco.config import command_line, default_config
+from diloco.config import command_line
+from diloco.config.fields import DataConfig
 from diloco.data import make_source
 from diloco.data.records import masked_crc32c
 
@@ -34,7 +35,7 @@ NAME = "c4/en:3.1.0"
 
 def documents(size: int, seed: int):
   """Paragraphs drawn at random, joined to documents, `size` bytes in all."""
-  source, rng = make_source(default_config(), "train"), random.Random(seed)
+  source, rng = make_source(DataConfig(), "train"), random.Random(seed)
   texts = (source[i] for i in range(len(source)))
   paragraphs = [p for text in texts for p in text.splitlines() if p.strip()]
   while size > 0:

@@ -11,51 +11,40 @@ import time
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from diloco import config as config_lib
-from diloco.algorithm import inner as inner_lib
-from diloco.algorithm import outer as outer_lib
-from diloco.algorithm import state as state_lib
-from diloco.config import command_line
-from diloco.model import sharding as mesh_lib
-from diloco.run import mesh as run_mesh
+from diloco.algorithm import fragments, optimizers
+from diloco.algorithm.inner import inner_step
+from diloco.algorithm.outer import merge, send, update
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import init_state
+from diloco.config import Config, changed, command_line, resolve
+from diloco.model import sharding
+from diloco.run.mesh import make_mesh
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to time.")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the median is printed.")
 
 
-def changed(**fields):
-  c = ml_collections.ConfigDict(_CONFIG.value.to_dict())
-  c.update_from_flattened_dict(fields)
-  return config_lib.resolve(c)
-
-
 class Bench:
   """One config's compiled programs and a state to run them on."""
 
-  def __init__(self, c):
-    self.c, self.mesh = c, run_mesh.make_mesh(c)
+  def __init__(self, c: Config):
+    self.c, self.mesh = c, make_mesh(c)
     with jax.set_mesh(self.mesh):
-      optimizer = inner_lib.make_optimizer(c)
-      self.outer = None
-      if c.algorithm != "data_parallel":
-        self.outer = outer_lib.make_outer(c, self.mesh)
-      self.state = state_lib.init_state(c, self.mesh, optimizer, self.outer)
-      m = config_lib.trained_replicas(c)
-      shape = (m, c.train.batch_size // m, c.model.seq_len)
+      self.plan = make_plan(c, self.mesh)
+      self.state = init_state(c, self.mesh, self.plan)
+      shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
-      sharding = mesh_lib.batch_sharding(self.mesh, c.algorithm == "data_parallel")
-      self.tokens = jax.device_put(tokens.astype(np.int32), sharding)
+      place = sharding.batch_sharding(self.mesh, sharding.lead(c))
+      tokens = jax.device_put(tokens.astype(np.int32), place)
+      self.rest = (tokens, None, optimizers.tuned(c))
       start = time.perf_counter()
-      self.step = (
-        inner_lib.make_inner_step(c)
-        .lower(self.state.params, self.state.opt_state, self.tokens, None)
-        .compile()
-      )
+      self.step = inner_step.lower(
+        self.state.params, self.state.opt_state, *self.rest, c=c
+      ).compile()
       self.compile_s = time.perf_counter() - start
     self.params, self.opt_state = self.state.params, self.state.opt_state
 
@@ -63,7 +52,7 @@ class Bench:
     """Seconds of one inner step."""
     start = time.perf_counter()
     self.params, self.opt_state, metrics = self.step(
-      self.params, self.opt_state, self.tokens, None
+      self.params, self.opt_state, *self.rest
     )
     jax.block_until_ready(metrics)
     return time.perf_counter() - start
@@ -77,35 +66,40 @@ def in_turn(*timers) -> list[float]:
   return [float(np.median(column)) for column in zip(*rows)]
 
 
-def timed(f, *args) -> float:
+def timed(f, *args, **static) -> float:
   start = time.perf_counter()
-  jax.block_until_ready(f(*args))
+  jax.block_until_ready(f(*args, **static))
   return time.perf_counter() - start
 
 
 def outer_times(bench: Bench) -> dict[str, float]:
   """Milliseconds of the pieces of fragment 0's outer step and of a copy."""
-  outer, p = bench.outer, 0
+  c, plan, mesh = bench.c, bench.plan, bench.mesh
   copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 0, tree))
-  with jax.set_mesh(bench.mesh):
-    params, layers = bench.params, outer.layers[p]
-    theta, opt_state = bench.state.outer.theta[p], bench.state.outer.opt_state[p]
-    key, everyone = jax.random.key(0), np.ones(bench.c.replicas, bool)
-    payload, _ = outer.send(params, theta, layers, key)
-    part = jax.jit(outer_lib.take)(params, theta, layers)
-    fresh = lambda tree: jax.tree.map(jnp.copy, tree)
+  fresh = lambda tree: jax.block_until_ready(jax.tree.map(jnp.copy, tree))
+  with jax.set_mesh(mesh):
+    params, layers, state = bench.params, plan.layers[0], bench.state.outer
+    theta, opt_state = state.theta[0], state.opt_state[0]
+    key, everyone = jax.random.key(0), np.ones(c.replicas, bool)
+    part = jax.jit(lambda *args: fragments.take(*args))(params, theta, layers)
 
-    def update():
-      args = jax.block_until_ready((fresh(theta), fresh(opt_state)))
-      return timed(outer.transport.update, *args, payload)
+    def sent():
+      codec_state = fresh(state.codec_state[0])
+      return timed(
+        send, params, theta, codec_state, layers, key, wire=c.wire, mesh=mesh
+      )
 
-    def merge():
-      args = jax.block_until_ready(fresh(params))
-      return timed(outer.merge, args, theta, layers, everyone)
-
-    send = lambda: timed(outer.send, params, theta, layers, key)
+    start = fresh(state.codec_state[0])
+    payload, *_ = send(params, theta, start, layers, key, wire=c.wire, mesh=mesh)
+    payload = plan.transport.carry(payload)
+    updated = lambda: timed(
+      update, theta, opt_state, payload, wire=c.wire, outer=c.outer, mesh=mesh
+    )
+    merged = lambda: timed(
+      merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
+    )
     names = ("copy", "send", "update", "merge")
-    times = in_turn(lambda: timed(copy, part), send, update, merge)
+    times = in_turn(lambda: timed(copy, part), sent, updated, merged)
   return {name: 1e3 * t for name, t in zip(names, times)}
 
 
@@ -113,12 +107,14 @@ def main(argv) -> None:
   del argv
   device = jax.devices()[0]
   print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
-  replicas, reference = Bench(changed()), Bench(changed(algorithm="data_parallel"))
+  c = resolve(_CONFIG.value)
+  replicas = Bench(c)
+  reference = Bench(changed(c, {"algorithm": "data_parallel"}))
   ours, theirs = in_turn(replicas.inner, reference.inner)
   m = replicas.c.replicas
   print(f"inner step, M={m}           {1e3 * ours:9.1f} ms")
   print(f"inner step, data-parallel {1e3 * theirs:9.1f} ms   ratio {ours / theirs:.3f}")
-  few, many = (Bench(changed(**{"model.num_layers": n})) for n in (6, 48))
+  few, many = (Bench(changed(c, {"model.num_layers": n})) for n in (6, 48))
   for name, b in (("6 layers", few), ("48 layers", many)):
     step = in_turn(b.inner)[0]
     print(f"{name:<9} step {1e3 * step:9.1f} ms   compile {b.compile_s:6.2f} s")

@@ -8,8 +8,8 @@ listed; a file without an argument stands for its RUNS. Columns: N, parameters w
 positions and norms, as the papers name their models; tokens; batch, in sequences over
 all replicas; steps; peak inner and outer learning rate; H; P, fragments; payload, the
 most bytes that one replica sends for one fragment, scales included; sent, bytes that
-one replica sends in the whole run; FLOPs, 6 N per token, as the papers count. Nothing
-is allocated.
+one replica sends in the whole run; FLOPs, 6 N per token, as the papers count. Imports
+no JAX.
 """
 
 import argparse
@@ -17,15 +17,10 @@ import dataclasses
 import pathlib
 import sys
 
-import jax
-import numpy as np
-
-from diloco import config as config_lib
-from diloco.algorithm import outer as outer_lib
-from diloco.algorithm import state as state_lib
+from diloco.config import Config
 from diloco.config.command_line import load_config, load_module
-from diloco.run import mesh as run_mesh
-from diloco.wire import exchange, ledger, payload
+from diloco.model.shapes import flops_per_token, matrix_params, num_params, parameters
+from diloco.wire import sizes
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
@@ -65,11 +60,11 @@ def rows(names: list[str]) -> list[Row]:
   return found
 
 
-def row(name: str, c) -> Row:
-  """What a resolved config trains and sends."""
-  n = config_lib.num_params(c, with_positions_and_norms=False)
+def row(name: str, c: Config) -> Row:
+  """What a config trains and sends."""
+  n = matrix_params(c.model)
   most, sent = traffic(c)
-  parallel = c.algorithm == "data_parallel"
+  parallel = c.data_parallel
   return Row(
     name=name,
     algorithm=c.algorithm,
@@ -82,37 +77,29 @@ def row(name: str, c) -> Row:
     inner_lr=c.inner.learning_rate,
     outer_lr=0.0 if parallel else c.outer.learning_rate,
     sync_every=1 if parallel else c.sync_every,
-    fragments=1 if parallel else len(config_lib.make_fragments(c)),
+    fragments=1 if parallel else len(c.make_fragments()),
     payload=most,
     sent=sent,
-    flops=6.0 * n * c.train.tokens,
+    flops=flops_per_token(c.model, attention=False) * c.train.tokens,
   )
 
 
-def traffic(c) -> tuple[int, int]:
+def traffic(c: Config) -> tuple[int, int]:
   """Bytes of the largest payload, and of all that one replica sends.
 
   Data-parallel all-reduces its gradients every step.
   """
-  if c.algorithm == "data_parallel":
-    n, size = config_lib.num_params(c), np.dtype(c.inner.gradient_dtype).itemsize
-    total = ledger.data_parallel_bytes(c.replicas, n, c.train.steps, size)
+  if c.data_parallel:
+    n, size = num_params(c.model), sizes.DTYPE_BYTES[c.inner.gradient_dtype]
+    total = sizes.data_parallel_bytes(c.replicas, n, c.train.steps, size)
     return size * n, int(total)
-  codec = payload.make_codec_from_config(c)
-  like_M = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), state_lib.abstract_params(c)
-  )
-  mesh = run_mesh.make_inference_mesh(jax.devices()[:1])
-  outer = outer_lib.make_outer(c, mesh)
-  thetas = jax.eval_shape(outer.fresh, like_M).theta
-  if c.wire.exchange == "psum":
-    sizes = [exchange.reduced_bytes(mesh, theta) for theta in thetas]
-  else:
-    sizes = [payload.tree_nbytes(codec, theta) for theta in thetas]
-  schedule, h = outer.schedule, c.sync_every
-  sends = [max((c.train.steps - schedule.offset(p)) // h, 0) for p in range(len(sizes))]
-  bytes_of = lambda size: ledger.sync_bytes(c.wire.exchange, c.replicas, size)
-  return max(sizes), sum(bytes_of(size) * k for size, k in zip(sizes, sends))
+  whole, schedule, most, sent = parameters(c.model), c.make_schedule(), 0, 0
+  for p, fragment in enumerate(c.make_fragments()):
+    shapes = fragment.shapes(whole)
+    most = max(most, sizes.exchanged_bytes(c.wire, shapes))
+    times = schedule.num_sends(p, c.train.steps)
+    sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
+  return most, sent
 
 
 def table(found: list[Row]) -> str:

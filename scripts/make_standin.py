@@ -14,7 +14,8 @@ import re
 import tensorflow_datasets as tfds
 from absl import flags
 
-from diloco.config import ConfigError, command_line, default_config
+from diloco.config import ConfigError, command_line
+from diloco.config.fields import DataConfig
 from diloco.data import make_source
 
 _NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")
@@ -66,7 +67,7 @@ def write(name: str, data_dir: str) -> pathlib.Path:
       return {s: self._generate_examples(ours) for s, ours in SPLITS[dataset].items()}
 
     def _generate_examples(self, split):
-      source = make_source(default_config(), split)
+      source = make_source(DataConfig(), split)
       for i in range(len(source)):
         yield i, {f: source[i] if f == "text" else "" for f in FEATURES[dataset]}
 

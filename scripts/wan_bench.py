@@ -28,11 +28,12 @@ from wan_run import CONFIG, ROOT, Phase, Trace, run
 
 sys.path.insert(0, str(ROOT))
 
-from diloco import config as config_lib
+from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import make_folder
+from diloco.model.shapes import num_params
 from diloco.simulate import own
 from diloco.simulate import utilisation as simulate_lib
-from diloco.wire import ledger as ledger_lib
+from diloco.wire import sizes
 
 # In this order: data-parallel takes DiLoCo's compute time.
 METHODS = {
@@ -58,11 +59,11 @@ def fields(options, method: str, steps: int = 1000) -> dict:
   return {**shared, "train.steps": steps, **METHODS[method]}
 
 
-def resolved(options, method: str):
+def resolved(options, method: str) -> Config:
   """The resolved config of a method."""
   c = runpy.run_path(str(ROOT / CONFIG))["get_config"]()
   c.update_from_flattened_dict(fields(options, method))
-  return config_lib.resolve(c)
+  return resolve(c)
 
 
 def plan(options, method: str, compute_s: float) -> list[Phase]:
@@ -86,7 +87,7 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
         phases.append(Phase(rate, at, first, last))
         at = last
     return phases
-  schedule = config_lib.make_schedule(c)
+  schedule = c.make_schedule()
   gap = c.sync_every // schedule.num_fragments
   # In the second round every fragment is sent for the first time, which compiles. In
   # the middle between two sends nothing is under way, not even in sockets' buffers.
@@ -99,16 +100,16 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
   return phases
 
 
-def all_reduce(c) -> float:
+def all_reduce(c: Config) -> float:
   """Bytes that one worker of data-parallel sends in a step."""
-  size = GRADIENT_BITS / 8 * config_lib.num_params(c)
-  return ledger_lib.all_reduce_bytes(c.replicas, size)
+  size = GRADIENT_BITS / 8 * num_params(c.model)
+  return sizes.all_reduced(c.replicas, size)
 
 
 def predicted(c, compute_s: float, rate: float) -> float:
   """The simulator's utilisation."""
   work = own.workload(c, compute_s)
-  if c.algorithm == "data_parallel":
+  if c.data_parallel:
     work = dataclasses.replace(work, bits=GRADIENT_BITS)
   rounds = simulate_lib.Assumptions(steps=10 * c.sync_every)
   return float(simulate_lib.utilisation(work, [rate], rounds)[0])
@@ -174,7 +175,7 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
     RuntimeError: DiLoCo is missing at a rate.
   """
   c, diloco = resolved(options, method), rows_of(rows, "DiLoCo")
-  parallel = c.algorithm == "data_parallel"
+  parallel = c.data_parallel
   compute = {r["rate_mbit_s"] * 1e6: r["compute_s_per_step"] for r in diloco}
   if parallel and not {*options.rates} <= {*compute}:
     raise RuntimeError(
@@ -328,7 +329,7 @@ def main() -> None:
     sys.exit(f"error: {reason}.")
   try:
     make_folder(options.out, "--out")
-  except config_lib.ConfigError as error:
+  except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
   rows = load(options)

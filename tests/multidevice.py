@@ -4,7 +4,6 @@ Trains the same few steps on several layouts of the mesh and reads the collectiv
 the compiled programs.
 """
 
-import functools
 import hashlib
 import json
 import sys
@@ -13,44 +12,61 @@ import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import plugins  # noqa: F401  Registers compressors.
 
-from diloco import config as config_lib
-from diloco.algorithm import inner, outer, state, sync
+from diloco.algorithm import fragments, optimizers, overlap
+from diloco.algorithm.inner import inner_step
+from diloco.algorithm.outer import drain, merge, outer_step, send, update
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import (
+  TrainState,
+  first_replica,
+  init_state,
+  replica_mean,
+)
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
-from diloco.model import sharding as mesh_lib
-from diloco.run import mesh as run_mesh
-from diloco.wire import exchange, ledger
-from diloco.wire import payload as payload_lib
+from diloco.config import Config, resolve
+from diloco.model import shapes, sharding
+from diloco.run.mesh import make_mesh
+from diloco.wire import exchange
+from diloco.wire.transport import transmit
 
 STEPS = 6
 
 
-def make_config(**fields):
+def make_config(**fields) -> Config:
   c = conftest.tiny_config()
   c.model.dim, c.model.num_heads, c.model.vocab_size = 32, 2, 64
   c.train.batch_size, c.sync_every, c.overlap.tau = 16, 3, 1
   c.wire.block_size, c.eval.batch_size = 8, 8
   c.update_from_flattened_dict(fields)
-  return config_lib.resolve(c)
+  return resolve(c)
+
+
+def tokens_of(c: Config, mesh, t: int) -> jax.Array:
+  """Random tokens of step t."""
+  shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
+  tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
+  return jax.device_put(tokens, sharding.batch_sharding(mesh, sharding.lead(c)))
 
 
 def losses(devices: int, **fields) -> list[list[float]]:
   """Loss of each replica at each step, on random tokens."""
   c = make_config(**fields)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
-  found = []
+  mesh = make_mesh(c, jax.devices()[:devices])
+  found, tuned = [], optimizers.tuned(c)
   with jax.set_mesh(mesh):
-    optimizer = inner.make_optimizer(c)
-    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
-    s = state.init_state(c, mesh, optimizer, plan)
-    params, opt_state, outer_state = s.params, s.opt_state, s.outer
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
+    params, opt_state, outer = s.params, s.opt_state, s.outer
     for t in range(1, STEPS + 1):
-      shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
-      tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
-      tokens = jax.device_put(tokens, mesh_lib.batch_sharding(mesh))
-      params, opt_state, metrics = step(params, opt_state, tokens, None)
-      params, outer_state, _ = sync.outer_step(plan, t, params, outer_state)
+      tokens = tokens_of(c, mesh, t)
+      params, opt_state, metrics = inner_step(
+        params, opt_state, tokens, None, tuned, c=c
+      )
+      if plan:
+        params, outer, _ = outer_step(plan, t, params, outer)
       found.append(np.asarray(metrics.loss).tolist())
   return found
 
@@ -59,44 +75,22 @@ def bits(transport: str) -> dict:
   """A streaming run on 2 devices, as training does it: losses, digests of the end."""
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
   c = make_config(**fields, **{"overlap.transport": transport})
-  mesh = run_mesh.make_mesh(c, jax.devices()[:2])
-  found, hidden, t, last = [], 0, 0, 13
+  mesh = make_mesh(c, jax.devices()[:2])
+  found, hidden, last = [], 0, 13
   with jax.set_mesh(mesh):
-    optimizer = inner.make_optimizer(c)
-    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
-    beside = sync.make_hidden_exchange(step, mesh)
-    longest = plan.schedule.longest_hiding()
-    s = state.init_state(c, mesh, optimizer, plan)
-    params, opt_state, outer_state = s.params, s.opt_state, s.outer
-    while t < last:
-      hiding = plan.schedule.hiding_steps(t) if plan.transport.hides() else 0
-      tokens = []
-      for k in range(max(min(hiding, last - t), 1)):
-        shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
-        drawn = np.random.default_rng(t + k).integers(0, 64, shape).astype(np.int32)
-        tokens.append(jax.device_put(drawn, mesh_lib.batch_sharding(mesh)))
-      if hiding:
-        # Those of one program for stretches of any length; the last one is shorter.
-        padded = tokens + (longest - len(tokens)) * tokens[:1]
-        program = functools.partial(
-          beside, np.int32(len(tokens)), params, opt_state, padded, None
-        )
-        params, opt_state, metrics, outer_state = sync.hide_exchange(
-          plan, t, outer_state, program
-        )
-        hidden += 1
-      else:
-        params, opt_state, of_step = step(params, opt_state, *tokens, None)
-        metrics = [of_step]
-      t += len(tokens)
-      params, outer_state, _ = sync.outer_step(plan, t, params, outer_state)
-      found += [np.asarray(m.loss).tolist() for m in metrics[: len(tokens)]]
-    params, outer_state, _ = sync.drain(plan, t, params, outer_state)
-  ends = {
-    "params": params,
-    "theta": outer_state.theta,
-    "momentum": outer_state.opt_state,
-  }
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
+    for steps in overlap.stretches(plan, 0, last, (c.eval.every,)):
+      hidden += overlap.hiding_steps(plan, steps[0] - 1) > 0
+      tokens = [tokens_of(c, mesh, t) for t in steps]
+      s, metrics = overlap.inner_steps(
+        c, plan, steps, s, tokens, None, optimizers.tuned(c)
+      )
+      params, outer, _ = outer_step(plan, steps[-1], s.params, s.outer)
+      s = TrainState(params, s.opt_state, outer)
+      found += [np.asarray(m.loss).tolist() for m in metrics]
+    params, outer, _ = drain(plan, last, s.params, s.outer)
+  ends = {"params": params, "theta": outer.theta, "momentum": outer.opt_state}
   return {"losses": found, "hidden": hidden} | {n: digest(x) for n, x in ends.items()}
 
 
@@ -106,40 +100,48 @@ def digest(tree) -> str:
 
 
 def traffic(devices: int, **fields) -> dict:
-  """Collectives across replicas of the inner step, a send and an update."""
+  """Collectives across replicas of every program of a round."""
   c = make_config(**fields)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
+  mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    optimizer = inner.make_optimizer(c)
-    step, plan = inner.make_inner_step(c), outer.make_outer(c, mesh)
-    s = state.init_state(c, mesh, optimizer, plan)
-    shape = (c.replicas, c.train.batch_size // c.replicas, c.model.seq_len)
-    tokens = jax.device_put(jnp.zeros(shape, jnp.int32), mesh_lib.batch_sharding(mesh))
-    key = jax.random.key(0)
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
+    tokens, tuned = tokens_of(c, mesh, 0), optimizers.tuned(c)
     theta, layers = s.outer.theta[0], plan.layers[0]
-    payload = sync.payload_struct(plan, 0, s.params, s.outer.theta[0])
-    _, event = sync.send_fragment(plan, 1, 0, s.params, s.outer)
-    sent = jax.ShapeDtypeStruct(
-      payload.shape, payload.dtype, sharding=plan.transport.transmitted
-    )
-    hidden = sync.make_hidden_exchange(step, mesh)
-    several = [tokens] * 3
+    args = (s.params, theta, s.outer.codec_state[0], layers, jax.random.key(0))
+    payload = plan.payload(0)
+    place = exchange.transmitted(mesh) if plan.transport.hides else payload.sharding
+    sent = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
+    wire, opt_state = {"wire": c.wire, "mesh": mesh}, s.outer.opt_state[0]
+    everyone = np.ones(c.replicas, bool)
     programs = {
-      "inner": step.lower(s.params, s.opt_state, tokens, None),
-      "send": plan.send.lower(s.params, theta, layers, key),
-      "hidden": hidden.lower(3, s.params, s.opt_state, several, None, [payload]),
-      "transmit": plan.transport.transmit.lower(payload),
-      "update": plan.transport.update.lower(theta, s.outer.opt_state[0], sent),
-      "merge": plan.merge.lower(s.params, theta, layers, np.ones(c.replicas, bool)),
+      "inner": inner_step.lower(s.params, s.opt_state, tokens, None, tuned, c=c),
+      "send": send.lower(*args, **wire),
+      "hidden": overlap.hidden_exchange.lower(
+        np.int32(3),
+        s.params,
+        s.opt_state,
+        [tokens] * 3,
+        None,
+        tuned,
+        [payload],
+        c=c,
+        mesh=mesh,
+      ),
+      "transmit": transmit.lower(payload, mesh=mesh),
+      "update": update.lower(theta, opt_state, sent, outer=c.outer, **wire),
+      "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
     }
     texts = {name: p.compile().as_text() for name, p in programs.items()}
+    real, *_ = send(*args, **wire)
   crossing = {
     name: [[x.kind, x.dtype, x.nbytes] for x in hlo.across_replicas(text, mesh)]
     for name, text in texts.items()
   }
   crossing["bytes"] = {n: hlo.replica_bytes(text, mesh) for n, text in texts.items()}
-  books = ledger.Ledger(c.replicas, c.wire.exchange)
-  crossing["booked"] = books.record(0, 1, event.payload_bytes)
+  crossing["booked"] = plan.sync_bytes(0)
+  assert real.shape == payload.shape
+  assert real.sharding.is_equivalent_to(payload.sharding, real.ndim)
   crossing["payload_shape"] = list(payload.shape)
   return crossing
 
@@ -147,17 +149,17 @@ def traffic(devices: int, **fields) -> dict:
 def whole_models() -> dict:
   """Bytes on one device while one replica's model is put together, over a shard's."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
-  mesh = run_mesh.make_mesh(c)
+  mesh = make_mesh(c)
   device = jax.devices()[0]
-  like = state.abstract_params(c)
-  shard = sum(4 * x.size for x in jax.tree.leaves(like)) / 4
+  whole = shapes.parameters(c.model)
+  shard = shapes.num_params(c.model)  # Of four bytes each, on four devices.
   on_device = lambda arrays: sum(
     s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device
   )
   found = {}
   with jax.set_mesh(mesh):
-    plan = outer.make_outer(c, mesh)
-    s = state.init_state(c, mesh, inner.make_optimizer(c), plan)
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
     old = {id(x): x for x in jax.live_arrays()}
     most = []
 
@@ -166,21 +168,16 @@ def whole_models() -> dict:
         most.append(on_device(x for x in jax.live_arrays() if id(x) not in old))
         yield theta
 
-    joined = outer.join(thetas(), plan.layers, like, mesh)
+    joined = fragments.join(thetas(), plan.layers, whole, mesh)
     found["joining"] = max(most) / shard
     same = jax.tree.map(lambda a, b: bool((a == b[0]).all()), joined, s.params)
     found["same"] = all(jax.tree.leaves(same))
-    results = {
-      "joined": joined,
-      "mean": state.replica_mean(s.params, mesh),
-      "first": state.first_replica(s.params, mesh),
-    }
-    for name, tree in results.items():
+    reduced = {"mean": replica_mean, "first": first_replica}
+    results = {name: run(s.params, mesh=mesh) for name, run in reduced.items()}
+    for name, tree in {**results, "joined": joined}.items():
       found[name] = on_device(jax.tree.leaves(tree)) / shard
-    for name in ("mean", "first"):
-      out = mesh_lib.shardings(like, mesh)
-      program = jax.jit(getattr(state, f"_{name}"), out_shardings=out).lower(s.params)
-      memory = program.compile().memory_analysis()
+    for name, run in reduced.items():
+      memory = run.lower(s.params, mesh=mesh).compile().memory_analysis()
       found[f"{name} temporaries"] = memory.temp_size_in_bytes / shard
   return found
 
@@ -188,27 +185,17 @@ def whole_models() -> dict:
 def data_parallel(devices: int, **fields) -> dict:
   """Losses, and the bytes of collectives across copies of the one model."""
   c = make_config(algorithm="data_parallel", **fields)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:devices])
-  found = []
+  mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    optimizer = inner.make_optimizer(c)
-    s = state.init_state(c, mesh, optimizer, None)
-    params, opt_state = s.params, s.opt_state
-    step = inner.make_inner_step(c)
-    for t in range(1, STEPS + 1):
-      shape = (1, c.train.batch_size, c.model.seq_len)
-      tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
-      tokens = jax.device_put(tokens, mesh_lib.batch_sharding(mesh, data_parallel=True))
-      if t == 1:
-        hlo_text = step.lower(params, opt_state, tokens, None).compile().as_text()
-      params, opt_state, metrics = step(params, opt_state, tokens, None)
-      found.append(np.asarray(metrics.loss).tolist())
-  crossing = hlo.across_replicas(hlo_text, mesh)
+    s = init_state(c, mesh, None)
+    args = (s.params, s.opt_state, tokens_of(c, mesh, 0), None, optimizers.tuned(c))
+    text = inner_step.lower(*args, c=c).compile().as_text()
+  crossing = hlo.across_replicas(text, mesh)
   return {
-    "losses": found,
+    "losses": losses(devices, algorithm="data_parallel", **fields),
     "kinds": sorted({x.kind for x in crossing}),
     "bytes": sum(x.nbytes for x in crossing),
-    "gradient": 4 * config_lib.num_params(c),
+    "gradient": 4 * shapes.num_params(c.model),
     "dry_run": Programs(c, mesh).compile("inner step").crossing,
   }
 
@@ -217,29 +204,36 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   """What two fsdp shards with the same values send, for two replicas."""
   fields = {"wire.compressor": compressor, "wire.rounding": rounding}
   c = make_config(**{"mesh.replica": 1, **fields})
-  codec = payload_lib.make_codec_from_config(c)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:2])
+  mesh = make_mesh(c, jax.devices()[:2])
   values = np.random.default_rng(0).standard_normal((2, 3, 32, 8)).astype(np.float32)
-  # 45 values are not divided: both devices hold all of them.
+  # fsdp does not divide 45 values: both devices hold all of them.
   whole = values.reshape(2, 3, -1)[:, :, :45]
   delta_M = {"blocks": {"twice": np.concatenate([values] * 2, axis=2), "odd": whole}}
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), delta_M)
+  state_M = exchange.init_state(c.wire, jax.tree.map(jnp.asarray, delta_M))
   keys_M = jax.random.split(jax.random.key(1), 2)
+  encode = lambda x, s: exchange.encode(c.wire, mesh, x, s, keys_M)
+  decode = lambda mesh: jax.jit(
+    lambda x: exchange.decode(c.wire, mesh, x, like, (None,))
+  )
   with jax.set_mesh(mesh):
-    sent = jax.jit(lambda x: exchange.encode(codec, mesh, x, keys_M))(delta_M)
-    found = jax.jit(lambda x: exchange.decode_all(codec, mesh, x, like))(sent)
-  alone = run_mesh.make_mesh(make_config(), jax.devices()[:1])
+    sent, state_M = jax.jit(encode)(delta_M, state_M)
+    found = decode(mesh)(sent)
+  alone = make_mesh(make_config(), jax.devices()[:1])
   with jax.set_mesh(alone):
-    moved = jnp.asarray(np.asarray(sent))
-    foreign = jax.jit(lambda x: exchange.decode_all(codec, alone, x, like))(moved)
+    foreign = decode(alone)(jnp.asarray(np.asarray(sent)))
   same = lambda x, y: bool((np.asarray(x) == np.asarray(y)).all())
   first, second = np.split(np.asarray(found["blocks"]["twice"]), 2, axis=2)
   one, other = [shard.data for shard in found["blocks"]["odd"].addressable_shards]
+  # The error that feedback keeps is that of each shard's own codes.
+  error = jax.tree.map(lambda x, y: x - np.asarray(y), delta_M, found)
+  kept = [same(a, b) for a, b in zip(jax.tree.leaves(state_M), jax.tree.leaves(error))]
   return {
     "halves_agree": same(first, second),
     "some_arrive": bool(first.any() and second.any()),
     "whole_leaves_agree": same(one, other),
     "foreign_agrees": all(jax.tree.leaves(jax.tree.map(same, found, foreign))),
+    "state_is_the_error": all(kept) and len(kept) == 2 * (compressor == "feedback"),
   }
 
 
@@ -253,6 +247,7 @@ def main() -> None:
     "fsdp": (4, {"mesh.replica": 1, "mesh.fsdp": 4}),
     "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
     "four_on_one": (1, {"replicas": 4}),
+    "feedback": (8, {"wire.compressor": "feedback"}),
   }
   result = {
     "data_parallel": {
@@ -267,13 +262,14 @@ def main() -> None:
     "bits": {transport: bits(transport) for transport in ("device", "host")},
     "shards": {
       f"{compressor}, {rounding}": shards(compressor, rounding)
-      for compressor in ("quantize", "random")
+      for compressor in ("quantize", "random", "feedback")
       for rounding in ("nearest", "stochastic")
     },
     "traffic": {
       "2": traffic(2),
       "8": traffic(8),
       "chunked": traffic(8, **{"model.loss_chunk": 4}),
+      "feedback": traffic(8, **{"wire.compressor": "feedback"}),
       "psum": traffic(2, **{"wire.exchange": "psum"}),
       "psum_8": traffic(8, **{"wire.exchange": "psum"}),
       "psum_of_4": traffic(4, **{"wire.exchange": "psum", "replicas": 4}),

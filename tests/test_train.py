@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco import config as config_lib
 from diloco import train
-from diloco.algorithm import inner, state, sync
-from diloco.run import build as run_lib
+from diloco.algorithm.inner import fedpart_mask, inner_step
+from diloco.algorithm.jobs import Background
+from diloco.algorithm.optimizers import make_inner, tuned
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import abstract_params
+from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint, metrics
-from diloco.run import log as record
-from diloco.run import mesh as run_mesh
-from diloco.run.processes import Peers
-from diloco.wire import transport
+from diloco.run.log import Log, TrainingDiverged
+from diloco.run.mesh import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -207,7 +208,7 @@ def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
   tiny.inner.learning_rate, tiny.inner.clip_norm = 1e30, 0.0
   tiny.inner.warmup_steps = 0
   tiny.checkpoint.every = 1
-  with pytest.raises(record.TrainingDiverged) as error:
+  with pytest.raises(TrainingDiverged) as error:
     train.train(tiny, tmp_path)
   assert "replica 0 is nan at step" in str(error.value)
   assert "last good checkpoint:" in str(error.value)
@@ -244,19 +245,18 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
 
 def test_fedpart_trains_only_the_next_fragment(tiny):
   tiny.outer.fedpart = True
-  c = config_lib.resolve(tiny)
-  like = state.abstract_params(c)
-  fragment = config_lib.make_fragments(c)[1]
-  mask = inner.fedpart_mask(like, [fragment])
-  optimizer = inner.make_optimizer(c)
-  step = inner.make_inner_step(c)
-  params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), like)
+  c = resolve(tiny)
+  fragment = c.make_fragments()[1]
+  mask = fedpart_mask(c.model.num_layers, [fragment])
+  params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), abstract_params(c))
   before = jax.tree.map(np.asarray, params_M)
   tokens = jnp.ones((2, 2, 16), jnp.int32)
-  opt_state = jax.vmap(optimizer.init)(params_M)
-  with jax.set_mesh(run_mesh.make_mesh(c)):
+  opt_state = jax.vmap(make_inner(c).init)(params_M)
+  with jax.set_mesh(make_mesh(c)):
     for _ in range(2):  # The rate of the first warm-up step is zero.
-      params_M, opt_state, _ = step(params_M, opt_state, tokens, mask)
+      params_M, opt_state, _ = inner_step(
+        params_M, opt_state, tokens, mask, tuned(c), c=c
+      )
   w, old = np.asarray(params_M["blocks"]["ff"]["up"]), before["blocks"]["ff"]["up"]
   moved = np.any(w != old, axis=(0, 2, 3))
   assert tuple(np.flatnonzero(moved)) == fragment.layers
@@ -266,10 +266,10 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
 @pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.
 def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
   tiny.outer.fedpart, tiny.sync_every = True, sync_every
-  c = config_lib.resolve(tiny)
-  mesh = run_mesh.make_mesh(c)
-  run = run_lib.build(c, mesh, None, [], Peers())
-  found = [run.trainable(t) for t in range(sync_every + 1, 2 * sync_every + 1)]
+  c = resolve(tiny)
+  plan = make_plan(c, make_mesh(c))
+  one_round = range(sync_every + 1, 2 * sync_every + 1)
+  found = [train._trainable(c, plan, t) for t in one_round]
   trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)
   assert all(np.all(x == 1) for x in jax.tree.leaves(trained))
   assert not any(np.all(x == 1) for x in jax.tree.leaves(found[0]["blocks"]))
@@ -284,12 +284,12 @@ def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
       caplog.clear()
       train.train(tiny, tmp_path / str(layers))
     names = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
-    wanted = ("step", "send", "update", "merge", "init_fragment")
+    wanted = ("inner_step", "send", "update", "merge", "_init_fragment")
     return {w: sum(f"jit({w})" in n or f" {w} " in n for n in names) for w in wanted}
 
   few, many = compiled(2), compiled(6)
   assert few == many
-  assert few["step"] == 1
+  assert few["inner_step"] == 1
   assert few["send"] == 2  # Block fragments and the embedding.
 
 
@@ -297,17 +297,17 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
   tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
   first = train.train(tiny, tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "8")
-  read, nbytes = checkpoint.Checkpoints._read_state, []
+  read, nbytes = checkpoint.read_arrays, []
   gc.collect()
   old = {id(x): x for x in jax.live_arrays()}  # Kept, so that no id is given again.
 
-  def spy(self, folder, like):
+  def spy(workdir, step, like):
     gc.collect()
     nbytes.append(sum(x.nbytes for x in jax.live_arrays() if id(x) not in old))
     nbytes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like)))
-    return read(self, folder, like)
+    return read(workdir, step, like)
 
-  monkeypatch.setattr(checkpoint.Checkpoints, "_read_state", spy)
+  monkeypatch.setattr(checkpoint, "read_arrays", spy)
   again = train.train(tiny, tmp_path)
   # Nothing like a second state is held while the saved one is read.
   [alive, state_bytes] = nbytes
@@ -327,7 +327,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
     close = cls.close
     monkeypatch.setattr(cls, "close", lambda self: closed.append(cls) or close(self))
 
-  opened = (checkpoint.Checkpoints, record.Recorder, transport.HostTransport)
+  opened = (checkpoint.Checkpoints, Log, Background)
   for cls in opened:
     note(cls)
 
@@ -337,7 +337,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
   def fail(*args):
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr(sync, "outer_step", fail)
+  monkeypatch.setattr(train, "outer_step", fail)
   before = signal.signal(signal.SIGTERM, handler)
   tiny.overlap.transport = "host"
   try:
@@ -351,6 +351,6 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
 
 def test_processes_that_peers_do_not_know_are_refused(tiny, tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(config_lib.ConfigError, match=r"JAX's are 2; join them by"):
+  with pytest.raises(ConfigError, match=r"JAX's are 2; join them by"):
     train.train(tiny, tmp_path)
   assert not list(tmp_path.iterdir())

@@ -1,86 +1,90 @@
-"""Which layers form a fragment, and when a fragment is sent and received.
+"""Which layers form a fragment, and when a fragment is sent and received. No JAX.
 
-This is the only place that knows the schedule of Streaming DiLoCo (arXiv
-2501.18512, Section 2.2 and Algorithm 2): the trainer, the byte ledger, the
-checkpoints and the simulators all ask it. It imports no JAX.
+The only place that knows the schedule of Streaming DiLoCo (arXiv 2501.18512, section
+2.2 and Algorithm 2): trainer, ledger, checkpoints and simulators all ask it.
 
-Symbols: M replicas, H inner steps between two syncs of one fragment, P
-fragments, tau overlap in inner steps, t = 1..T finished inner steps.
+Symbols: M replicas, H inner steps between two syncs of one fragment, P fragments,
+tau overlap in inner steps, t = 1..T finished inner steps.
 """
 
 import dataclasses
 import itertools
 
-PATTERNS = ("strided", "sequential", "whole")
-EMBEDDING_POSITIONS = ("last", "first")
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
-  """A set of parameters that is synchronised at once.
+  """Parameters that are synchronised together.
 
   Attributes:
     layers: indices of its transformer blocks, ascending; may be empty.
-    embed: whether it holds the embedding, which comes with the tied head, the
-      positions and the final norm.
+    embed: whether it holds `embed`: the embedding, head, positions and final norm.
   """
 
   layers: tuple[int, ...]
   embed: bool = False
 
+  @property
+  def indices(self) -> np.ndarray:
+    """int32 (n,): its layers, as an argument that programs take."""
+    return np.asarray(self.layers, np.int32)
+
+  def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
+    """Shapes of the fragment's parameters, from those of a model.
+
+    Args:
+      parameters: as `diloco.model.shapes.parameters` gives them.
+    """
+
+    def cut(tree):
+      if isinstance(tree, dict):
+        return {name: cut(part) for name, part in tree.items()}
+      return (len(self.layers), *tree[1:])
+
+    blocks = {"blocks": cut(parameters["blocks"])} if self.layers else {}
+    return blocks | ({"embed": parameters["embed"]} if self.embed else {})
+
 
 def make_fragments(
   num_layers: int,
-  fragment_size: int = 3,
+  size: int = 3,
   pattern: str = "strided",
   embedding: str = "last",
 ) -> tuple[Fragment, ...]:
-  """Partitions the model; every parameter belongs to exactly one fragment.
+  """Splits a model; every parameter belongs to exactly one fragment.
 
-  With n = ceil(num_layers / fragment_size) block fragments, `strided` gives
-  fragment p the layers p, p+n, p+2n, ...; `sequential` gives it consecutive
-  layers; `whole` is DiLoCo's single fragment of all layers and the embedding.
-  A depth that is not a multiple of the fragment size leaves some fragments one
-  layer smaller (strided) or the last one smaller (sequential).
+  With n = ceil(num_layers / size), `strided` gives fragment p the layers p, p+n, p+2n,
+  ...; `sequential` gives it consecutive layers; `whole` makes DiLoCo's one fragment of
+  all parameters. If size does not divide num_layers, some fragments have one layer less
+  (strided), or the last fragment is smaller (sequential).
 
   Args:
     num_layers: transformer blocks N.
-    fragment_size: blocks per fragment (the paper uses 3); unused by `whole`.
-    pattern: one of PATTERNS (figure 2 of the paper).
-    embedding: position in the schedule of the embedding's own fragment, one of
-      EMBEDDING_POSITIONS. The paper shows the fragment (figures 2 and 17) but
-      does not say when it is sent.
+    size: blocks per fragment (the paper uses 3); `whole` ignores it.
+    pattern: strided, sequential or whole (figure 2).
+    embedding: place of the embedding's own fragment in the schedule, last or first. The
+      paper shows the fragment (figures 2 and 17) but not when it is sent.
 
   Returns:
     The P fragments in the order in which they are sent.
 
   Raises:
-    ValueError: a name is unknown or the fragment is larger than the model.
+    ValueError: the fragment is larger than the model.
   """
-  if pattern not in PATTERNS:
-    raise ValueError(
-      f"fragments.pattern is {pattern!r}; choose one of {', '.join(PATTERNS)}."
-    )
-  if embedding not in EMBEDDING_POSITIONS:
-    raise ValueError(
-      f"fragments.embedding is {embedding!r}; choose one of"
-      f" {', '.join(EMBEDDING_POSITIONS)}."
-    )
   if pattern == "whole":
     return (Fragment(tuple(range(num_layers)), embed=True),)
-  if not 1 <= fragment_size <= num_layers:
+  if not 1 <= size <= num_layers:
     raise ValueError(
-      f"fragments.size is {fragment_size}, but the model has {num_layers} layers;"
-      f" choose a size from 1 to {num_layers}."
+      f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
+      f" from 1 to {num_layers}."
     )
-  n = -(-num_layers // fragment_size)
+  n = -(-num_layers // size)
   if pattern == "strided":
-    blocks = [Fragment(tuple(range(p, num_layers, n))) for p in range(n)]
+    layers = [range(p, num_layers, n) for p in range(n)]
   else:
-    blocks = [
-      Fragment(tuple(range(lo, min(lo + fragment_size, num_layers))))
-      for lo in range(0, num_layers, fragment_size)
-    ]
+    layers = [range(i, min(i + size, num_layers)) for i in range(0, num_layers, size)]
+  blocks = [Fragment(tuple(ids)) for ids in layers]
   embed = [Fragment((), embed=True)]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)
 
@@ -93,6 +97,9 @@ class Schedule:
     num_fragments: P.
     sync_every: H, inner steps between two syncs of one fragment.
     taus: tau_m of each replica, the inner steps that hide its exchange.
+
+  Raises:
+    ValueError: a tau is not below H.
   """
 
   num_fragments: int
@@ -100,8 +107,6 @@ class Schedule:
   taus: tuple[int, ...]
 
   def __post_init__(self):
-    if self.sync_every < 1:
-      raise ValueError(f"sync_every is {self.sync_every}; H must be at least 1.")
     for tau in self.taus:
       if not 0 <= tau < self.sync_every:
         raise ValueError(
@@ -114,11 +119,11 @@ class Schedule:
     return p * self.sync_every // self.num_fragments
 
   def is_sent(self, p: int, t: int) -> bool:
-    """Whether fragment p leaves at the end of inner step t.
+    """Whether fragment p is sent at the end of inner step t (Algorithm 2, line 6).
 
-    Algorithm 2 line 6, with no send before a full H steps: the text's t + t_p
-    contradicts the paper's own example (H=100, P=2: 150, 250, ...), t - t_p
-    fits it.
+    The text of the paper says t + t_p, Algorithm 2 says t - t_p. The paper's example
+    (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p, with no send before a
+    full H steps.
     """
     t_p = self.offset(p)
     return t >= self.sync_every + t_p and (t - t_p) % self.sync_every == 0
@@ -126,6 +131,10 @@ class Schedule:
   def sends(self, t: int) -> list[int]:
     """Fragments sent at the end of inner step t (line 6)."""
     return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
+
+  def num_sends(self, p: int, steps: int) -> int:
+    """How often fragment p is sent in a run of `steps` inner steps."""
+    return max((steps - self.offset(p)) // self.sync_every, 0)
 
   def arrivals(
     self, t: int, last_send: int | None = None
@@ -137,8 +146,8 @@ class Schedule:
       last_send: step after which nothing is sent any more, None if there is none.
 
     Returns:
-      Pairs (p, mask) where mask[m] says whether replica m merges fragment p now.
-      With unequal taus a fragment appears at several steps, each replica once.
+      Pairs (p, mask): mask[m] says whether replica m merges fragment p now. If taus
+      differ, a fragment appears at several steps, each replica once.
     """
     found = []
     for p in range(self.num_fragments):
@@ -158,22 +167,22 @@ class Schedule:
     """Fragments on the wire after step t: sent, outer update still to come.
 
     Returns:
-      {p: step at which it was sent}. Since tau < H, a fragment is in flight at
-      most once. Replicas that merge later than the earliest need nothing kept:
-      they merge the outer parameters, which stay until the next outer update.
+      {p: step at which it was sent}. A fragment is in flight at most once, since
+      tau < H. Replicas that merge later than the earliest need nothing stored: they
+      merge the outer parameters, which do not change before the next outer update.
     """
-    flying = {}
-    for p in range(self.num_fragments):
-      for sent in range(max(t - min(self.taus) + 1, 1), t + 1):
-        if self.is_sent(p, sent):
-          flying[p] = sent
-    return flying
+    return {
+      p: sent
+      for p in range(self.num_fragments)
+      for sent in range(max(t - min(self.taus) + 1, 1), t + 1)
+      if self.is_sent(p, sent)
+    }
 
   def hiding_steps(self, t: int) -> int:
     """Inner steps that hide the exchange of what is sent at the end of step t.
 
-    They end at the next send or arrival of any fragment; 0 if nothing is sent at t
-    or if it is waited for.
+    They end at the next send or arrival of any fragment. 0 if nothing is sent at t, or
+    if tau is 0.
     """
     if not self.sends(t) or min(self.taus) == 0:
       return 0
@@ -183,18 +192,18 @@ class Schedule:
     return k
 
   def longest_hiding(self) -> int:
-    """Most inner steps that hide an exchange anywhere; 0 if none ever do."""
-    # The first sends have fewer others beside them than those of later rounds.
+    """The most inner steps that hide any exchange; 0 if none is hidden."""
+    # In the first round fewer sends lie between a send and its arrival.
     first_rounds = range(self.sync_every, 3 * self.sync_every)
     return max(self.hiding_steps(t) for t in first_rounds)
 
   def groups(self) -> list[tuple[int, ...]]:
-    """Fragments that are always sent together: several in one only if H < P."""
+    """Fragments that are always sent together: several in one group only if H < P."""
     fragments = range(self.num_fragments)
     return [tuple(group) for _, group in itertools.groupby(fragments, self.offset)]
 
   def next_to_send(self, t: int) -> tuple[int, ...]:
-    """The group whose send comes next, at step t or later (FedPart, 3.3.1)."""
+    """The group that is sent next, at step t or later (FedPart, section 3.3.1)."""
 
     def wait(group: tuple[int, ...]) -> int:
       first = self.sync_every + self.offset(group[0])

@@ -7,17 +7,25 @@ XLA compiles as it would on the machine.
 import dataclasses
 import math
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
+from jax.sharding import Mesh
 
-from diloco import config as config_lib
-from diloco.algorithm import inner, outer, state, sync
+from diloco.algorithm import optimizers
+from diloco.algorithm.inner import fedpart_mask, inner_step
+from diloco.algorithm.outer import merge, send, update
+from diloco.algorithm.overlap import hidden_exchange
+from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.state import abstract_state
 from diloco.aot import hlo
-from diloco.model import sharding as mesh_lib
-from diloco.wire.transport import DeviceTransport
+from diloco.config import Config, changed
+from diloco.model import sharding
+from diloco.wire.exchange import encoded, transmitted
+from diloco.wire.transport import transmit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,85 +61,87 @@ class Programs:
   Fragments of one shape share their programs; the largest fragment stands for all.
 
   Attributes:
-    state: shapes and shardings of the training state.
+    state: shapes and shardings of the training state, the outer state on the devices.
     fragment: the fragment with the largest payload.
-    payload: shape of its payload.
+    payload: shape of its payload; None for data-parallel.
     in_flight: most bytes on one device of fragments that are sent and not received:
-      payloads and, where the outer state waits at the host, what is fetched of it.
+      payloads and, if the outer state waits at the host, the part that is fetched.
     lower: {name: function that lowers the program}.
   """
 
-  def __init__(self, c, mesh):
+  def __init__(self, c: Config, mesh: Mesh):
     self.c, self.mesh = c, mesh
     with jax.set_mesh(mesh):
       self._draw()
 
   def _draw(self) -> None:
     c, mesh = self.c, self.mesh
-    optimizer = inner.make_optimizer(c)
-    step = inner.make_inner_step(c)
-    streaming = c.algorithm != "data_parallel"
     # A described device has no memory at its host to keep anything in.
-    on_devices = ml_collections.ConfigDict(c.to_dict())
-    on_devices.outer.offload = False
-    plan = outer.make_outer(on_devices, mesh) if streaming else None
-    self.state = s = state.abstract_state(c, mesh, optimizer, plan)
-    m = config_lib.trained_replicas(c)
+    plan = make_plan(changed(c, {"outer.offload": False}), mesh)
+    self.state = s = abstract_state(c, mesh, plan)
     tokens = jax.ShapeDtypeStruct(
-      (m, c.train.batch_size // m, c.model.seq_len),
+      (c.models, c.train.batch_size // c.models, c.model.seq_len),
       jnp.int32,
-      sharding=mesh_lib.batch_sharding(mesh, not streaming),
+      sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
     )
-    fedpart = c.outer.fedpart and plan is not None
     trainable = None
-    if fedpart:
-      like = state.abstract_params(c)
-      trainable = jax.eval_shape(
-        lambda: inner.fedpart_mask(like, config_lib.make_fragments(c)[:1])
-      )
-    values = jax.eval_shape(lambda: jax.tree.map(jnp.float32, inner.tuned(c)))
-    self.lower = {
-      "inner step": lambda: step.lower(s.params, s.opt_state, tokens, trainable, values)
+    if c.outer.fedpart and plan is not None:
+      trainable = fedpart_mask(c.model.num_layers, plan.fragments[:1])
+    tuned = jax.eval_shape(lambda: jax.tree.map(jnp.float32, optimizers.tuned(c)))
+    inner = (s.params, s.opt_state, tokens, trainable, tuned)
+    self.lower: dict[str, Callable[[], Any]] = {
+      "inner step": lambda: inner_step.lower(*inner, c=c)
     }
     self.fragment, self.payload, self.in_flight = 0, None, 0
     if plan is None or s.outer is None:
       return
-    thetas = s.outer.theta
-    payloads = [
-      sync.payload_struct(plan, p, s.params, theta) for p, theta in enumerate(thetas)
-    ]
+    payloads = [plan.payload(p) for p in range(len(plan.fragments))]
     self.fragment = p = int(np.argmax([x.size for x in payloads]))
     self.payload = payload = payloads[p]
     self.in_flight = self._most_in_flight(plan, payloads)
-    theta, opt_state, layers = thetas[p], s.outer.opt_state[p], plan.layers[p]
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    theta, opt_state, layers = s.outer.theta[p], s.outer.opt_state[p], plan.layers[p]
+    codec_state, key = s.outer.codec_state[p], jax.eval_shape(lambda: jax.random.key(0))
     everyone = np.ones(c.replicas, bool)
-    self.lower["send"] = lambda: plan.send.lower(s.params, theta, layers, key)
-    self.lower["merge"] = lambda: plan.merge.lower(s.params, theta, layers, everyone)
-    transport = plan.transport
-    if not isinstance(transport, DeviceTransport):
+    self.lower["send"] = lambda: send.lower(
+      s.params, theta, codec_state, layers, key, wire=c.wire, mesh=mesh
+    )
+    self.lower["merge"] = lambda: merge.lower(
+      s.params, theta, layers, everyone, alpha=plan.alpha
+    )
+    if plan.home.at_hosts:
       return  # The hosts exchange and update.
-    sent = _placed(payload, transport.transmitted)
-    self.lower["update"] = lambda: transport.update.lower(theta, opt_state, sent)
-    if transport.hides():
-      self.lower["exchange alone"] = lambda: transport.transmit.lower(payload)
+    hides = plan.transport.hides
+    sent = _placed(payload, transmitted(mesh) if hides else encoded(mesh))
+    self.lower["update"] = lambda: update.lower(
+      theta, opt_state, sent, wire=c.wire, outer=c.outer, mesh=mesh
+    )
+    if hides:
+      self.lower["exchange alone"] = lambda: transmit.lower(payload, mesh=mesh)
     if c.outer.offload:
       self._lower_copies(theta, opt_state)
-    steps = hidden_steps(c)
-    if steps and transport.hides():
-      hidden = sync.make_hidden_exchange(step, mesh)
+    steps = plan.schedule.longest_hiding()
+    if steps and hides:
       count = jax.ShapeDtypeStruct((), jnp.int32)
+      batches = [tokens] * steps
       self.lower[f"exchange, {steps} inner step{'s' * (steps > 1)}"] = lambda: (
-        hidden.lower(
-          count, s.params, s.opt_state, [tokens] * steps, trainable, [payload], values
+        hidden_exchange.lower(
+          count,
+          s.params,
+          s.opt_state,
+          batches,
+          trainable,
+          tuned,
+          [payload],
+          c=c,
+          mesh=mesh,
         )
       )
 
-  def _most_in_flight(self, plan: outer.Outer, payloads) -> int:
+  def _most_in_flight(self, plan: Plan, payloads: list[jax.ShapeDtypeStruct]) -> int:
     """See `in_flight`."""
     c, s = self.c, self.state.outer
     assert s is not None
-    place = getattr(plan.transport, "transmitted", plan.transport.encoded)
+    place = transmitted(self.mesh) if plan.transport.hides else encoded(self.mesh)
     kept = [nbytes(_placed(x, place)) for x in payloads]
     if c.outer.offload:
       kept = [k + nbytes(o) for k, o in zip(kept, zip(s.theta, s.opt_state))]
@@ -184,13 +194,6 @@ class Programs:
 
 def _placed(x, sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def hidden_steps(c) -> int:
-  """Most inner steps that one program runs beside an exchange; 0 if none does."""
-  if c.algorithm == "data_parallel" or c.overlap.transport != "device":
-    return 0
-  return config_lib.make_schedule(c).longest_hiding()
 
 
 def nbytes(tree) -> int:

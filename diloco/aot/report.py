@@ -5,16 +5,15 @@ import re
 
 import jax
 import jax.numpy as jnp
-import ml_collections
+from jax.sharding import Mesh
 
-from diloco import config as config_lib
-from diloco.algorithm import state
+from diloco.algorithm.state import TrainState
 from diloco.aot import hlo
 from diloco.aot.programs import Programs, nbytes
 from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
-from diloco.config import ConfigError
-from diloco.model import decoder as model
-from diloco.model import sharding as mesh_lib
+from diloco.config import Config, ConfigError, changed, resolve
+from diloco.model.shapes import flops_per_token, num_params
+from diloco.model.sharding import FSDP, REPLICA
 from diloco.run import hardware
 
 
@@ -31,20 +30,18 @@ def report(config, topology: str, slices: int, quick: bool = False):
     ConfigError: the config, the topology or the layout cannot work.
   """
   devices = describe(topology, slices)
-  c = config_lib.resolve(_fit_evaluation(config, len(devices)))
+  c = _fit_evaluation(resolve(config), len(devices))
   mesh = make_mesh(c, devices, slices)
   programs = Programs(c, mesh)
   hbm = _memory(devices)
-  m = config_lib.trained_replicas(c)
   yield (
     f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of"
-    f" {_size(hbm)}, mesh replica {mesh.shape[mesh_lib.REPLICA]} x fsdp"
-    f" {mesh.shape[mesh_lib.FSDP]}"
+    f" {_size(hbm)}, mesh replica {mesh.shape[REPLICA]} x fsdp"
+    f" {mesh.shape[FSDP]}"
   )
-  tokens = c.train.batch_size * c.model.seq_len
-  flops = model.flops_per_token(c) * tokens
+  flops = flops_per_token(c.model) * c.tokens_per_step
   yield (
-    f"{c.algorithm}, M={m}, {config_lib.num_params(c) / 1e6:,.0f}M parameters, batch"
+    f"{c.algorithm}, M={c.models}, {num_params(c.model) / 1e6:,.0f}M parameters, batch"
     f" {c.train.batch_size} x {c.model.seq_len} tokens in {c.train.accumulate} parts:"
     f" {flops:.3g} FLOPs per step, {flops / len(devices):.3g} per device"
   )
@@ -102,10 +99,11 @@ def find(config, chip: str, slices: int, quick: bool = False):
     topology = f"{chip}:{grid}"
     devices = describe(topology, slices)
     hbm = _memory(devices)
-    tried = ml_collections.ConfigDict(config.to_dict())
+    given = _fit_evaluation(resolve(config), len(devices))
+    accumulate = given.train.accumulate
     while True:
       try:
-        c = config_lib.resolve(_fit_evaluation(tried, len(devices)))
+        c = changed(given, {"train.accumulate": accumulate})
         programs = Programs(c, make_mesh(c, devices, slices))
       except ConfigError as error:
         yield f"{slices} x {topology}: {error}"
@@ -123,7 +121,7 @@ def find(config, chip: str, slices: int, quick: bool = False):
           return
       else:
         yield f"{line}activations do not fit beside the state"
-      tried.train.accumulate *= 2
+      accumulate *= 2
   raise ConfigError(f"no {chip} slice fits; shard more (mesh.fsdp) or lower the batch.")
 
 
@@ -143,7 +141,9 @@ def _fits(programs: Programs, on_device, hbm: int, quick: bool) -> tuple[bool, s
   return True, f"fits, {_size(most)} of {_size(hbm)} in {largest}"
 
 
-def placed_state(c, programs: Programs) -> tuple[dict[str, int], dict[str, int]]:
+def placed_state(
+  c: Config, programs: Programs
+) -> tuple[dict[str, int], dict[str, int]]:
   """Bytes of the state per device: in device memory, and in the host's."""
   parts = resident(programs.state)
   away = [k for k in parts if k.startswith("outer ")]
@@ -164,6 +164,7 @@ def outside(programs: Programs, on_device: dict[str, int], name: str) -> int:
     "outer parameters": True,
     "outer optimizer": True,
     "in flight": True,
+    "compressor": True,
   }
   total = sum(size for part, size in on_device.items() if parts[part])
   if s.outer is None or programs.payload is None:
@@ -179,7 +180,7 @@ def outside(programs: Programs, on_device: dict[str, int], name: str) -> int:
   return max(total - taken, 0)
 
 
-def activations(c, mesh) -> int:
+def activations(c: Config, mesh: Mesh) -> int:
   """Bytes that a backward pass keeps of every block, at the least: its input."""
   # The sequences of a step lie on all devices, also those of data-parallel's one model.
   rows = c.train.batch_size // (mesh.size * c.train.accumulate)
@@ -187,11 +188,9 @@ def activations(c, mesh) -> int:
   return rows * c.model.seq_len * width * c.model.num_layers
 
 
-def _fit_evaluation(config, devices: int):
-  """The config with an evaluation batch that the devices divide; it is not run."""
-  config = ml_collections.ConfigDict(config.to_dict())
-  config.eval.batch_size = devices * math.ceil(config.eval.batch_size / devices)
-  return config
+def _fit_evaluation(c: Config, devices: int) -> Config:
+  """The config with an evaluation batch that the devices divide; it does not run."""
+  return changed(c, {"eval.batch_size": devices * -(-c.eval.batch_size // devices)})
 
 
 def _listed(parts: dict[str, int]) -> str:
@@ -231,10 +230,12 @@ def _reason(error: Exception) -> str:
   return f"XLA needs {used[1]} of {used[2]}" if used else text[:200]
 
 
-def resident(s: state.TrainState) -> dict[str, int]:
+def resident(s: TrainState) -> dict[str, int]:
   """Bytes of the state on one device, by part."""
   parts = {"parameters": s.params, "inner optimizer": s.opt_state}
   if s.outer:
     parts["outer parameters"] = s.outer.theta
     parts["outer optimizer"] = s.outer.opt_state
+    if jax.tree.leaves(s.outer.codec_state):
+      parts["compressor"] = s.outer.codec_state
   return {name: nbytes(part) for name, part in parts.items()}

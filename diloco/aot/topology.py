@@ -4,9 +4,10 @@ import importlib.util
 from typing import Any
 
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from diloco.config import ConfigError
-from diloco.model import sharding as mesh_lib
+from diloco.config import Config, ConfigError
+from diloco.model.sharding import REPLICA
 from diloco.run import mesh as run_mesh
 
 # Slices that Google Cloud sells, smallest first. libtpu describes any grid.
@@ -47,14 +48,14 @@ def describe(topology: str, slices: int = 1) -> list[Any]:
   return list(found.devices)
 
 
-def make_mesh(c, devices, slices: int):
+def make_mesh(c: Config, devices: list[Any], slices: int) -> Mesh:
   """The mesh of a resolved config, whose replicas each lie on one slice.
 
   Raises:
     ConfigError: the layout does not fit, or a replica would lie on two slices.
   """
   mesh = run_mesh.make_mesh(c, devices)
-  groups = mesh.shape[mesh_lib.REPLICA]
+  groups = mesh.shape[REPLICA]
   if groups % slices:
     raise ConfigError(
       f"the mesh has {groups} groups of replicas, which do not divide over {slices}"

@@ -1,33 +1,14 @@
 """Configs: every field with its default, and how files and flags set them. No JAX."""
 
-from diloco.config.fields import (
-  ALGORITHMS,
-  ConfigError,
-  complete,
-  default_config,
-  difference,
-  leaves,
-  make_fragments,
-  make_schedule,
-  merge,
-  num_params,
-  resolve,
-  trained_replicas,
-  validate,
-)
+from diloco.config.fields import ALGORITHMS, Config, ConfigError
+from diloco.config.resolve import changed, complete, default_config, resolve
 
 __all__ = [
   "ALGORITHMS",
+  "Config",
   "ConfigError",
+  "changed",
   "complete",
   "default_config",
-  "difference",
-  "leaves",
-  "make_fragments",
-  "make_schedule",
-  "merge",
-  "num_params",
   "resolve",
-  "trained_replicas",
-  "validate",
 ]

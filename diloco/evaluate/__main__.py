@@ -15,12 +15,11 @@ import sys
 from typing import Any
 
 import jax
-import ml_collections
 
-from diloco import data as data_lib
-from diloco.config import ConfigError, command_line
-from diloco.evaluate import heldout, score, tasks
-from diloco.run import load as restore
+from diloco.config import ConfigError, changed, command_line
+from diloco.evaluate import tasks
+from diloco.evaluate.evaluation import Evaluation
+from diloco.run.load import load
 
 
 def table(results: dict[str, tasks.TaskResult]) -> str:
@@ -53,30 +52,25 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
   """Evaluates and writes the files; returns what evaluation_<step>.json holds."""
-  model = restore.load(args.workdir, args.step)
+  model = load(args.workdir, args.step)
   command_line.make_folder(args.workdir, "--workdir")
   if args.details:
     command_line.make_folder(args.details.parent, "--details")
-  c = ml_collections.ConfigDict(model.config.to_dict())
-  c.eval.tasks, c.eval.task_items = args.tasks, args.items
-  if args.data_dir is not None:
-    c.data.data_dir = args.data_dir
   if not args.tasks and not args.heldout:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
+  fields = {"eval.tasks": args.tasks, "eval.task_items": args.items}
+  if args.data_dir is not None:
+    fields["data.data_dir"] = args.data_dir
   said: dict[str, Any] = {"step": model.step}
   details: list[dict[str, Any]] = []
   with jax.set_mesh(model.mesh):
-    evaluate = score.make_evaluate_tasks(
-      c, model.mesh, data_lib.load_tokenizer(c.data.tokenizer)
-    )
-    results = evaluate(model.params, details)
+    c = changed(model.config, fields)
+    evaluation = Evaluation(c, model.mesh, held_out=args.heldout)
+    results = evaluation.tasks(model.params, details)
     if args.heldout:
-      held_out = heldout.make_evaluate(c, model.mesh, data_lib.make_eval_set(c))(
-        model.params
-      )
-      said |= {"loss": held_out.loss, "bits_per_byte": held_out.bits_per_byte}
+      said |= dataclasses.asdict(evaluation.loss(model.params))
   said["tasks"] = {name: dataclasses.asdict(r) for name, r in results.items()}
   print(table(results) if results else "")
   if args.heldout:

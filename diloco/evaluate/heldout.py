@@ -1,17 +1,17 @@
 """Held-out loss of one replica's parameters."""
 
 import dataclasses
+import functools
 import math
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from diloco.model import decoder as model_lib
-from diloco.model import loss as loss_lib
-from diloco.model import sharding as mesh_lib
-
-# Which parameters can be evaluated (2501.18512, Table 3).
-WHICH = ("outer", "mean", "first")
+from diloco.config.fields import ModelConfig
+from diloco.data import EvalSet
+from diloco.model import registry, sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,45 +31,23 @@ class EvalResult:
     return math.exp(min(self.loss, 700.0))
 
 
-def make_evaluate(c, mesh, eval_set):
-  """Builds the evaluation of one replica's parameters on a fixed set of batches.
+def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> EvalResult:
+  """The loss of one replica's parameters on a fixed set of batches."""
+  at = sharding.eval_sharding(mesh)
+  sums = [
+    _sum_of_losses(params, sharding.place(tokens, at), sharding.place(weights, at), m=m)
+    for tokens, weights in zip(eval_set.tokens, eval_set.weights)
+  ]
+  total = float(np.sum(jax.device_get(sums), dtype=np.float64))
+  return EvalResult(
+    loss=total / eval_set.num_tokens,
+    bits_per_byte=total / math.log(2) / eval_set.num_bytes,
+  )
 
-  Args:
-    c: resolved config.
-    mesh: the device mesh.
-    eval_set: `diloco.data.EvalSet`.
 
-  Returns:
-    evaluate(params) -> EvalResult.
-  """
-  axes = (mesh_lib.REPLICA, mesh_lib.FSDP)
-  dims = model_lib.ModelDims.from_config(c, axes)
-  sharding = mesh_lib.eval_sharding(mesh)
-
-  @jax.jit
-  def batch_loss(params, tokens_BxL, weights_BxL):
-    x_BxLxD = model_lib.hidden_states(dims, params, model_lib.shift_right(tokens_BxL))
-    nll, _ = loss_lib.token_losses(
-      x_BxLxD,
-      params["embed"]["tokens"],
-      tokens_BxL,
-      weights_BxL,
-      c.model.loss_chunk,
-      batch_axes=axes,
-    )
-    return nll
-
-  def evaluate(params) -> EvalResult:
-    sums = [
-      batch_loss(
-        params, mesh_lib.place(tokens, sharding), mesh_lib.place(weights, sharding)
-      )
-      for tokens, weights in zip(eval_set.tokens, eval_set.weights)
-    ]
-    total = float(np.sum(jax.device_get(sums), dtype=np.float64))
-    return EvalResult(
-      loss=total / eval_set.num_tokens,
-      bits_per_byte=total / math.log(2) / eval_set.num_bytes,
-    )
-
-  return evaluate
+@functools.partial(jax.jit, static_argnames="m")
+def _sum_of_losses(
+  params: Any, tokens_BxL: jax.Array, weights_BxL: jax.Array, *, m: ModelConfig
+) -> jax.Array:
+  nll_BxL, _ = registry.get(m).losses(m, params, tokens_BxL, batch_axes=sharding.BOTH)
+  return (nll_BxL * weights_BxL).sum()

@@ -1,4 +1,4 @@
-"""Cross entropy with z-loss against the tied head, in chunks of positions.
+"""Cross entropy and z-loss of every token, in chunks of positions.
 
 Letters: B sequences, L positions, C positions per chunk, D width, V vocabulary.
 """
@@ -12,30 +12,28 @@ def token_losses(
   x_BxLxD: jax.Array,
   head_VxD: jax.Array,
   targets_BxL: jax.Array,
-  weights_BxL: jax.Array,
   chunk: int = 0,
   batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Sums of the cross entropy and of the squared log-partition over tokens.
+  """Cross entropy and squared log-partition of every token.
 
-  Logits are float32 whatever the compute dtype. With `chunk`, at most B*C*V of them
-  exist at once, in the backward pass too: they are computed again there.
+  Logits are float32 whatever the compute dtype. With `chunk`, at most B*C*V logits
+  exist at once; the backward pass computes them again.
 
   Args:
     x_BxLxD: hidden states.
-    head_VxD: embedding that serves as the head.
+    head_VxD: rows of the head; cast to the type of the hidden states.
     targets_BxL: int32 ids to predict.
-    weights_BxL: float32 weight of each token.
     chunk: positions C per chunk, a divisor of L; 0 takes all at once.
-    batch_axes: mesh axes over which B lies; logits are held to them. Without it XLA
-      may split the vocabulary of a chunk over the replicas, an all-to-all per chunk.
+    batch_axes: mesh axes that shard B; logits keep that sharding. Without it XLA may
+      shard the vocabulary of a chunk over the replicas: an all-to-all per chunk.
 
   Returns:
-    (sum of -log p(target) in nats, sum of log(Z)^2), float32 scalars.
+    (-log p(target) in nats, log(Z)^2), float32 [B, L] each.
   """
   head_VxD = head_VxD.astype(x_BxLxD.dtype)
 
-  def sums(x_BxCxD, targets_BxC, weights_BxC):
+  def losses(x_BxCxD, targets_BxC):
     logits_BxCxV = jnp.einsum(
       "bcd,vd->bcv", x_BxCxD, head_VxD, preferred_element_type=jnp.float32
     )
@@ -43,23 +41,20 @@ def token_losses(
       logits_BxCxV = jax.lax.with_sharding_constraint(logits_BxCxV, P(batch_axes))
     log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
     target_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)
-    nll_BxC = log_z_BxC - target_BxC[..., 0]
-    return (nll_BxC * weights_BxC).sum(), (log_z_BxC**2 * weights_BxC).sum()
+    return log_z_BxC - target_BxC[..., 0], log_z_BxC**2
 
   length = x_BxLxD.shape[1]
   if not chunk or chunk == length:
-    return sums(x_BxLxD, targets_BxL, weights_BxL)
+    return losses(x_BxLxD, targets_BxL)
 
-  def chunks(a):  # Positions are split, sequences stay where they are sharded.
+  def chunks(a):  # Splits positions; sequences stay where they are sharded.
     split = a.reshape(a.shape[0], length // chunk, chunk, *a.shape[2:])
     return jnp.moveaxis(split, 1, 0)
 
-  def body(carry, args):
-    nll, z2 = jax.checkpoint(sums)(*args)
-    return (carry[0] + nll, carry[1] + z2), None
+  def body(_, args):
+    return None, jax.checkpoint(losses)(*args)
 
-  zero = jnp.zeros((), jnp.float32)
-  total, _ = jax.lax.scan(
-    body, (zero, zero), (chunks(x_BxLxD), chunks(targets_BxL), chunks(weights_BxL))
-  )
-  return total
+  _, by_chunk = jax.lax.scan(body, None, (chunks(x_BxLxD), chunks(targets_BxL)))
+  join = lambda a: jnp.moveaxis(a, 0, 1).reshape(targets_BxL.shape)
+  nll, z2 = by_chunk
+  return join(nll), join(z2)

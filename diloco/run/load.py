@@ -1,28 +1,27 @@
 """A trained model from its run directory, or from an export: config and parameters.
 
 Needs neither the training data nor the devices of the run: the config is that of the
-checkpoint's record, only the outer parameters are read, and they are sharded over the
-devices that are there.
+checkpoint's record, and only the outer parameters are read, sharded over the devices
+that are there.
 """
 
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import ml_collections
-import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
+from jax.sharding import Mesh
 
-from diloco import config as config_lib
-from diloco.algorithm import outer as outer_lib
-from diloco.algorithm import state as state_lib
-from diloco.config import ConfigError
-from diloco.model import sharding as mesh_lib
-from diloco.run import mesh as run_mesh
+from diloco.algorithm import fragments
+from diloco.algorithm.state import abstract_params, first_replica
+from diloco.config import Config, ConfigError, changed, complete
+from diloco.model import shapes, sharding
+from diloco.model.sharding import key
+from diloco.run import checkpoint
+from diloco.run.mesh import make_inference_mesh
 
 # What an export consists of, see diloco/export.py.
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
@@ -33,18 +32,18 @@ class Model:
   """A trained model on the devices of this process.
 
   Attributes:
-    config: resolved config of its run; the mesh is free and `eval.batch_size` rounded
-      up to a multiple of the devices.
+    config: of its run; with mesh fields for these devices, and `eval.batch_size`
+      rounded up to a multiple of the devices.
     step: inner steps it was trained for; `config.train.steps` if the run is finished.
     params: outer parameters, one replica's tree, float32, sharded over `mesh`; for
       data-parallel the parameters.
     mesh: 1 x all devices.
   """
 
-  config: ml_collections.FrozenConfigDict
+  config: Config
   step: int
   params: Any
-  mesh: jax.sharding.Mesh
+  mesh: Mesh
 
 
 def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
@@ -64,22 +63,21 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
       f"workdir is {str(workdir)!r}, but there is no such folder; give the --workdir"
       " of a run of diloco.main or the --output of diloco.export."
     )
-  mesh = run_mesh.make_inference_mesh()
+  mesh = make_inference_mesh()
   if (workdir / WEIGHTS).exists():
     return _load_export(workdir, step, mesh)
   steps = _steps(workdir, step)
   for s in steps:
-    folder = workdir.absolute() / "checkpoints" / str(s)
     try:
-      record = json.loads((folder / "record" / "metadata").read_text())
-      c = _config(record["config"], workdir, mesh)
+      record = checkpoint.read_record(workdir, s)
+      c = _config(record.config, workdir, mesh)
       with jax.set_mesh(mesh):
-        params = _outer_params(c, folder / "state", mesh)
-    except (OSError, ValueError, KeyError) as error:
-      if isinstance(error, ConfigError):
-        raise
-      reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-      logging.warning("Checkpoint of step %d is passed over: %s", s, reason)
+        params = _outer_params(c, workdir, s, mesh)
+    except ConfigError:
+      raise
+    except checkpoint.UNREADABLE as error:
+      said = checkpoint.reason(error)
+      logging.warning("Checkpoint of step %d is passed over: %s", s, said)
       continue
     return Model(c, s, params, mesh)
   raise ConfigError(
@@ -89,10 +87,10 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   )
 
 
-def leaf_names(params) -> dict[str, Any]:
+def leaf_names(params: Any) -> dict[str, Any]:
   """{'blocks.attention.q': leaf, ...}: the names of an export's tensors."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {".".join(key.key for key in path): leaf for path, leaf in leaves}
+  return {".".join(map(key, path)): leaf for path, leaf in leaves}
 
 
 def import_safetensors():
@@ -113,8 +111,7 @@ def import_safetensors():
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   """Steps of the checkpoints to try, newest first."""
-  folder = workdir / "checkpoints"
-  found = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+  found = checkpoint.steps_of(workdir)
   if not found:
     raise ConfigError(
       f"workdir is {str(workdir)!r}, which holds no checkpoint yet; train with"
@@ -122,75 +119,49 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
       " says how often it saves)."
     )
   if step is None:
-    return sorted(found, reverse=True)
+    return found
   if step not in found:
     raise ConfigError(
-      f"step is {step}, but the checkpoints in {folder} are of steps"
+      f"step is {step}, but {workdir} has checkpoints of steps"
       f" {', '.join(map(str, sorted(found)))}; choose one of them."
     )
   return [step]
 
 
-def _config(saved: dict, where: pathlib.Path, mesh) -> ml_collections.FrozenConfigDict:
+def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config:
   """The run's config on this mesh."""
   try:
-    c = ml_collections.ConfigDict(config_lib.complete(saved).to_dict())
+    c = complete(saved)
   except (TypeError, ConfigError) as error:
     message = str(error).strip().splitlines()[0].rstrip(".")
     raise ConfigError(
       f"workdir is {str(where)!r}, whose config this version does not read"
       f" ({message}); use the version of diloco that wrote it."
     ) from error
-  n = mesh.size
-  c.mesh.replica, c.mesh.fsdp = 0, 0
-  c.eval.batch_size = -(-c.eval.batch_size // n) * n
-  return ml_collections.FrozenConfigDict(c)
+  rows = -(-c.eval.batch_size // mesh.size) * mesh.size
+  return changed(c, {"mesh.replica": 0, "mesh.fsdp": 0, "eval.batch_size": rows})
 
 
-def _outer_params(c, folder: pathlib.Path, mesh):
+def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> Any:
   """Reads the outer parameters, and nothing else, of a checkpoint's state."""
-  like = state_lib.abstract_params(c)
-  like_M = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct((config_lib.trained_replicas(c), *x.shape), x.dtype),
-    like,
-  )
-  if c.algorithm == "data_parallel":
-    [params] = _read(folder, {"params": like_M}, mesh, replicated=True).values()
-    return state_lib.first_replica(params, mesh)
-  fragments = config_lib.make_fragments(c)
-  layers = [np.asarray(f.layers, np.int32) for f in fragments]
-  thetas = [_theta(like_M, f, ids) for f, ids in zip(fragments, layers)]
-  [thetas] = _read(folder, {"theta": thetas}, mesh, replicated=False).values()
-  return outer_lib.join(thetas, layers, like, mesh)
+
+  def read(name: str, trees: list[Any], lead: sharding.Lead = ()) -> Any:
+    placed = [sharding.structs(x, sharding.shardings(x, mesh, lead)) for x in trees]
+    like = {name: placed if name == "theta" else placed[0]}
+    return checkpoint.read_arrays(workdir, step, like)[name]
+
+  if c.data_parallel:
+    led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    params_M = read("params", [jax.tree.map(led, abstract_params(c))], (None,))
+    return first_replica(params_M, mesh=mesh)
+  whole, parts = shapes.parameters(c.model), c.make_fragments()
+  outer = [sharding.abstract(f.shapes(whole), "float32") for f in parts]
+  layers = [f.indices for f in parts]
+  return fragments.join(read("theta", outer), layers, whole, mesh)
 
 
-def _theta(like_M, fragment, layers: np.ndarray):
-  """Shapes and types of a fragment's outer parameters."""
-  part_M = jax.eval_shape(
-    lambda x_M: outer_lib.take(x_M, outer_lib.structure(fragment), layers), like_M
-  )
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32), part_M)
-
-
-def _read(folder: pathlib.Path, item: dict, mesh, replicated: bool) -> dict:
-  """The part `item` (shapes) of a saved tree, each array straight to its devices."""
-
-  def place(tree):
-    places = mesh_lib.shardings(tree, mesh, replicated)
-    return jax.tree.map(lambda s: ocp.ArrayRestoreArgs(sharding=s), places)
-
-  where = {
-    k: [place(t) for t in v] if isinstance(v, list) else place(v)
-    for k, v in item.items()
-  }
-  args = ocp.args.PyTreeRestore(item=item, restore_args=where, partial_restore=True)
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-    return checkpointer.restore(folder, args=args)
-
-
-def _load_export(folder: pathlib.Path, step: int | None, mesh) -> Model:
+def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   """Reads what diloco.export wrote; its tokenizer goes with it."""
-  load_file = import_safetensors().load_file
   described = json.loads((folder / CONFIG).read_text())
   if step not in (None, described["step"]):
     raise ConfigError(
@@ -199,11 +170,9 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh) -> Model:
     )
   c = _config(described["config"], folder, mesh)
   if (folder / TOKENIZER).exists():
-    c = ml_collections.ConfigDict(c.to_dict())
-    c.data.tokenizer = str(folder / TOKENIZER)
-    c = ml_collections.FrozenConfigDict(c)
-  tensors = load_file(folder / WEIGHTS)
-  like = state_lib.abstract_params(c)
+    c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
+  tensors = import_safetensors().load_file(folder / WEIGHTS)
+  like = abstract_params(c)
   expected = {name: x.shape for name, x in leaf_names(like).items()}
   found = {name: x.shape for name, x in tensors.items()}
   if expected != found:
@@ -214,6 +183,5 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh) -> Model:
     )
   arrays = [tensors[name] for name in leaf_names(like)]
   params = jax.tree.unflatten(jax.tree.structure(like), arrays)
-  return Model(
-    c, described["step"], jax.device_put(params, mesh_lib.shardings(params, mesh)), mesh
-  )
+  params = jax.device_put(params, sharding.shardings(params, mesh))
+  return Model(c, described["step"], params, mesh)

@@ -1,8 +1,8 @@
-"""What a run says while it runs and at its end.
+"""What a run says while it runs.
 
 Device metrics are fetched one launch late, so that logging never waits for the steps
-that were just launched. Of several processes each reads the metrics of its replicas;
-process 0 writes them once it has those of all.
+that were just launched. Each process reads the metrics of its own replicas; process 0
+writes them when it has those of all.
 """
 
 import collections
@@ -12,22 +12,23 @@ import math
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import tqdm
 
-from diloco import config as config_lib
-from diloco.algorithm.inner import InnerMetrics, learning_rate
-from diloco.algorithm.sync import Event
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.optimizers import learning_rate
+from diloco.algorithm.state import Event
+from diloco.config import Config
 from diloco.evaluate.heldout import EvalResult
 from diloco.evaluate.tasks import TaskResult
-from diloco.model.decoder import flops_per_token
+from diloco.model.shapes import flops_per_token
 from diloco.run import hardware, metrics
 from diloco.run.processes import Peers
-from diloco.wire import ledger as ledger_lib
+from diloco.wire.ledger import Ledger
 
 
 class TrainingDiverged(RuntimeError):
@@ -36,12 +37,12 @@ class TrainingDiverged(RuntimeError):
 
 @dataclasses.dataclass
 class Spent:
-  """Time of a run, over the processes that went on from one another's checkpoints.
+  """Time of a run, over all processes that continued it from a checkpoint.
 
   Attributes:
     wall_s: seconds from a process's first step to what it saved last.
-    busy_s: seconds of training, without evaluation and checkpoints, nor the first
-      launch of every process, which compiles.
+    busy_s: seconds of training, without evaluations and checkpoints, and without the
+      first launch of every process, which compiles.
     steps: inner steps of `busy_s`.
   """
 
@@ -50,15 +51,19 @@ class Spent:
   steps: int = 0
 
 
-class Recorder:
-  """Progress bar, metrics files, divergence check, byte ledger and summary."""
+class Log:
+  """Progress bar, metrics files, divergence check, ledger and clock.
+
+  Attributes:
+    ledger: bytes of all steps so far.
+  """
 
   def __init__(
     self,
-    c,
+    c: Config,
     workdir: pathlib.Path,
     start: int,
-    ledger: ledger_lib.Ledger,
+    ledger: Ledger,
     spent: Spent,
     last_checkpoint: Callable[[], int | None],
     peers: Peers,
@@ -66,21 +71,19 @@ class Recorder:
     """Opens the files.
 
     Args:
-      c: resolved config.
+      c: the config.
       workdir: where they lie.
       start: inner steps that are done.
-      ledger: the bytes of those; booked on.
-      spent: the time of those; booked on.
+      ledger: the bytes of those steps.
+      spent: the time of those steps.
       last_checkpoint: the step of the newest checkpoint, None if there is none.
       peers: the processes of the run.
     """
-    self._config, self._workdir = c, workdir
-    self._ledger, self._spent = ledger, spent
+    self._c, self._workdir, self.ledger, self._spent = c, workdir, ledger, spent
     self._last_checkpoint, self._peers = last_checkpoint, peers
     self._writer = metrics.MetricsWriter(workdir, c, enabled=peers.index == 0)
     self._schedule = learning_rate(c)
     self._pending: collections.deque = collections.deque()
-    self._tokens_per_step = c.train.batch_size * c.model.seq_len
     peak = hardware.peak_flops(jax.devices()[0].device_kind)
     self._peak = peak * jax.device_count() if peak else None
     self._began = time.perf_counter() - spent.wall_s
@@ -97,17 +100,19 @@ class Recorder:
     )
 
   def stretch(
-    self, steps: range, metrics: list[InnerMetrics], events: list[Event]
+    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
   ) -> None:
-    """Takes note of inner steps that were launched together, and reports the last ones.
+    """Takes inner steps that were just launched, and reports those before them.
 
     Args:
       steps: the steps.
-      metrics: of each of them; on the devices, not waited for.
-      events: what was sent and received after the last.
+      by_step: metrics of each step; on the devices, not waited for.
+      events: what was sent and received after the last step.
     """
-    _copy_to_host((metrics, [event.metrics for event in events]))
-    self._pending.append((steps, metrics, events))
+    for x in jax.tree.leaves((by_step, [event.metrics for event in events])):
+      if hasattr(x, "copy_to_host_async"):  # Not of what the host computed.
+        x.copy_to_host_async()
+    self._pending.append((steps, by_step, events))
     while len(self._pending) > 1:
       self._report_oldest()
     self._write(wait=False)
@@ -120,8 +125,8 @@ class Recorder:
     self._writer.flush()
 
   @contextlib.contextmanager
-  def pause(self):
-    """Takes evaluation and checkpoints out of the training time."""
+  def pause(self) -> Iterator[None]:
+    """Does not count evaluations and checkpoints as training time."""
     self.flush()
     yield
     self._clock = time.perf_counter() if self._clock else None
@@ -139,38 +144,44 @@ class Recorder:
 
   def events(self, events: list[Event]) -> None:
     """Writes sends and receives, and books the bytes."""
-    self._report_events(events)
-    self._write(wait=True)
+    for event in events:
+      values = {k: _local(v) for k, v in event.metrics.items()}
+      extra = {"fragment": event.fragment}
+      if event.kind == "send":
+        self.ledger.record(event.fragment, event.step, event.sent)
+        extra["bytes"] = event.sent
+        self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
+      else:
+        self._last_sync = f"fragment {event.fragment} @ {event.step}"
+      self._peers.report([event.kind, event.step, values, extra])
+
+  def spent(self) -> Spent:
+    """The time so far, to be saved with a checkpoint."""
+    self._spent.wall_s = time.perf_counter() - self._began
+    return self._spent
+
+  def tokens_per_s(self) -> float | None:
+    """Mean over the run so far."""
+    s = self._spent
+    return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
 
   def _report_oldest(self) -> None:
-    steps, metrics, events = self._pending.popleft()
-    found = [{k: _local(v) for k, v in of._asdict().items()} for of in metrics]
+    steps, by_step, events = self._pending.popleft()
+    found = [{k: _local(v) for k, v in of._asdict().items()} for of in by_step]
     rate = self._tick(len(steps))
     for t, values in zip(steps, found):
       self._check_finite(t, values["loss"], "loss")
       self._check_finite(t, values["grad_norm"], "gradient norm")
       if t == steps[-1]:
-        self._report_events(events)
-      if t % self._config.log.every and t < self._config.train.steps:
-        continue  # What is not written is not told either: links may be slow.
+        self.events(events)
+      if t % self._c.log.every and t < self._c.train.steps:
+        continue  # Skips steps that are not logged: links may be slow.
       extra = {
         "time": time.time(),
-        "bytes_sent": self._ledger.total,
+        "bytes_sent": self.ledger.total,
         "tokens_per_s": rate,
       }
       self._peers.report(["step", t, values, extra])
-
-  def _report_events(self, events: list[Event]) -> None:
-    for event in events:
-      values = {k: _local(v) for k, v in event.metrics.items()}
-      extra = {"fragment": event.fragment}
-      if event.kind == "send":
-        sent = self._ledger.record(event.fragment, event.step, event.payload_bytes)
-        extra["bytes"] = sent
-        self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
-      else:
-        self._last_sync = f"fragment {event.fragment} @ {event.step}"
-      self._peers.report([event.kind, event.step, values, extra])
 
   def _write(self, wait: bool) -> None:
     """Writes what all processes have reported; process 0 only."""
@@ -184,9 +195,9 @@ class Recorder:
 
   def _write_step(self, t: int, inner: dict[str, list[float]], extra: dict) -> None:
     loss, rate = float(np.mean(inner["loss"])), extra["tokens_per_s"]
-    if t % self._config.log.every == 0:
+    if t % self._c.log.every == 0:
       values = {
-        "tokens": t * self._tokens_per_step,
+        "tokens": t * self._c.tokens_per_step,
         "loss": loss,
         "loss_per_replica": inner["loss"],
         "grad_norm": float(np.mean(inner["grad_norm"])),
@@ -196,7 +207,7 @@ class Recorder:
         **extra,
       }
       if self._peak and rate:
-        values["mfu"] = rate * flops_per_token(self._config) / self._peak
+        values["mfu"] = rate * flops_per_token(self._c.model) / self._peak
       self._writer.write("step", t, values)
     self._bar.set_postfix_str(
       f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
@@ -211,17 +222,7 @@ class Recorder:
       self._spent.busy_s += now - self._clock
       self._spent.steps += steps
     self._clock = now
-    return self._rate()
-
-  def _rate(self) -> float | None:
-    """Mean tokens/s so far."""
-    spent = self._spent
-    return spent.steps * self._tokens_per_step / spent.busy_s if spent.steps else None
-
-  def spent(self) -> Spent:
-    """The time so far, to be saved with a checkpoint."""
-    self._spent.wall_s = time.perf_counter() - self._began
-    return self._spent
+    return self.tokens_per_s()
 
   def _check_finite(self, t: int, per_replica: list, what: str) -> None:
     for m, value in per_replica:
@@ -234,105 +235,27 @@ class Recorder:
           f" {good}, in {self._workdir / 'checkpoints'}."
         )
 
-  def summary(
-    self, results: dict[str, EvalResult], scores: dict[str, TaskResult]
-  ) -> dict[str, Any]:
-    """What summary.json holds; bytes are those one replica sends."""
-    c, ledger = self._config, self._ledger
-    params = config_lib.num_params(c)
-    reference = ledger_lib.data_parallel_bytes(c.replicas, params, c.train.steps)
-    sent, peak = ledger.total, ledger.peak
-    if c.algorithm == "data_parallel":
-      value_bytes = np.dtype(c.inner.gradient_dtype).itemsize
-      peak = int(ledger_lib.data_parallel_bytes(c.replicas, params, 1, value_bytes))
-      sent = peak * c.train.steps
-    return {
-      "algorithm": c.algorithm,
-      "replicas": c.replicas,
-      "steps": c.train.steps,
-      "tokens": c.train.tokens,
-      "params": params,
-      "eval_loss": {which: r.loss for which, r in results.items()},
-      "perplexity": results["outer"].perplexity,
-      "bits_per_byte": results["outer"].bits_per_byte,
-      "tasks": {task: dataclasses.asdict(r) for task, r in scores.items()},
-      "bytes_sent_per_replica": sent,
-      "bytes_data_parallel_per_replica": int(reference),
-      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
-      "peak_bytes_per_sync": peak,
-      "syncs": ledger.syncs,
-      "fragments": {
-        p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
-      },
-      "tokens_per_s": self._rate(),
-      "wall_s": self.spent().wall_s,
-      "device": jax.devices()[0].device_kind,
-      "devices": jax.device_count(),
-      "jax": jax.__version__,
-    }
-
-  def report(self, summary: dict, text: str, picture: pathlib.Path) -> None:
-    """Prints the end of the run for a person."""
-    self._bar.close()
-    losses = summary["eval_loss"]
-    ratio = summary["bytes_ratio_to_data_parallel"]
-    lines = [
-      "",
-      f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
-      f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
-      f"             replicas' mean {losses['mean']:.4f}, first replica"
-      f" {losses['first']:.4f}",
-      *(
-        f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
-        f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
-        f" {100 * r['chance']:.0f}% by chance"
-        for task, r in summary["tasks"].items()
-      ),
-      f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
-      f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
-      "             data-parallel with 16-bit gradients would have sent"
-      f" {summary['bytes_data_parallel_per_replica']:,}"
-      + (f": {ratio:,.1f} times as many" if ratio else ""),
-      f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
-      f" {summary['wall_s']:.0f} s in all",
-    ]
-    if text:
-      lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
-    lines += [
-      f"checkpoint   {self._workdir / 'checkpoints'}",
-      f"metrics      {self._workdir / 'metrics.jsonl'} and tensorboard/",
-      f"loss curve   {picture}",
-      f"summary      {self._workdir / 'summary.json'}",
-    ]
-    print("\n".join(lines))
-
   def close(self) -> None:
     self._bar.close()
     self._writer.close()
 
 
-def _copy_to_host(tree: Any) -> None:
-  """Begins to fetch arrays, without waiting for what computes them."""
-  for x in jax.tree.leaves(tree):
-    x.copy_to_host_async()
-
-
-def _local(x: jax.Array) -> Any:
-  """What of a metric this process tells: [replica, value] pairs, or a number."""
+def _local(x: Any) -> Any:
+  """This process's part of a metric: [replica, value] pairs, or a number."""
   if x.ndim == 0:
     return float(np.asarray(x))
   if x.is_fully_replicated:
     return list(enumerate(np.asarray(x).tolist()))
   pairs: list[tuple[int, float]] = []
   for shard in x.addressable_shards:
-    if shard.replica_id == 0:  # Copies lie on the other devices of the replica.
+    if shard.replica_id == 0:  # The replica's other devices hold copies.
       values = np.asarray(shard.data).tolist()
       pairs += enumerate(values, start=shard.index[0].start or 0)
   return pairs
 
 
 def _join(parts: list[Any]) -> Any:
-  """One metric of all replicas, from what `_local` found on every process."""
+  """One metric of all replicas, from the parts of all processes."""
   if not isinstance(parts[0], list):
     return parts[0]
   return [value for _, value in sorted(dict(p for part in parts for p in part).items())]

@@ -1,31 +1,28 @@
 """The replica x fsdp mesh of the devices that are there."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from diloco.config import ConfigError
+from diloco.config import Config, ConfigError
 from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA
 
 
-def make_mesh(c, devices=None) -> Mesh:
-  """The replica x fsdp mesh of a resolved config.
-
-  Axes are of type Auto: with explicit axes `with_sharding_constraint` to a
-  replicated spec does nothing, silently.
+def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """The mesh of a config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
 
   Args:
-    c: resolved config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
+    c: the config.
     devices: devices to use, default all of them.
 
   Raises:
     ConfigError: the layout does not fit the devices, the replicas or the batch.
   """
   devices = jax.devices() if devices is None else devices
-  # Of data-parallel the copies of the one model that is trained.
+  # For data-parallel, m counts copies of the one model.
   n, m = len(devices), c.replicas
   replica, fsdp = c.mesh.replica, c.mesh.fsdp
   if not replica and fsdp:
@@ -59,25 +56,25 @@ def make_mesh(c, devices=None) -> Mesh:
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
-def make_inference_mesh(devices=None) -> Mesh:
+def make_inference_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
   """1 x n: one model, without replicas, sharded over all devices."""
   devices = jax.devices() if devices is None else devices
   grid = np.asarray(devices).reshape(1, -1)
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
-def device_grid(devices, replica: int, fsdp: int) -> np.ndarray:
-  """Devices [replica, fsdp], such that slow links lie between rows if they can.
+def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:
+  """Devices [replica, fsdp], with slow links between the rows as far as possible.
 
-  Slices come first (between those of a TPU there is only the data-centre network),
-  then processes: whole rows belong to each of them where the numbers allow it.
-  Inside a TPU slice neighbours on the fsdp axis are neighbours on the torus.
+  Sorts by slice first (between the slices of a TPU there is only the data-centre
+  network), then by process: a row belongs to one slice and one process if the numbers
+  allow it. Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
   """
-  slices: dict[int, list[Any]] = {}
+  slices: dict[int, list[jax.Device]] = {}
   order = lambda d: (_slice(d), d.process_index, d.id)
   for device in sorted(devices, key=order):
     slices.setdefault(_slice(device), []).append(device)
-  rows = replica // len(slices) or 1  # Of one slice; a replica may take several.
+  rows = replica // len(slices) or 1  # Per slice; a replica may take several slices.
   blocks = []
   for part in slices.values():
     block = np.asarray(part)
@@ -89,5 +86,5 @@ def device_grid(devices, replica: int, fsdp: int) -> np.ndarray:
   return np.concatenate(blocks).reshape(replica, fsdp)
 
 
-def _slice(device) -> int:
+def _slice(device: jax.Device) -> int:
   return getattr(device, "slice_index", None) or 0

@@ -16,14 +16,16 @@ import os
 import pathlib
 import queue
 import secrets
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from diloco.config import ConfigError
 
@@ -282,6 +284,49 @@ def _detect(coordinator, num_processes, process_id, timeout: int):
       " give --coordinator, --num_processes and --process_id."
     )
   return found
+
+
+def check_all_meet(peers: Peers) -> None:
+  """Refuses processes of JAX that know nothing of each other.
+
+  Each of them would write the same files, with its own part of the run.
+
+  Raises:
+    ConfigError: JAX has more or fewer processes than `peers`.
+  """
+  if peers.count != jax.process_count():
+    raise ConfigError(
+      f"peers are {peers.count} processes, but JAX's are {jax.process_count()}; join"
+      " them by diloco.run.processes.initialize, instead of jax.distributed.initialize,"
+      " and hand its peers to train; on the command line by --distributed=auto or"
+      " --coordinator."
+    )
+
+
+@contextlib.contextmanager
+def end_on_sigterm(peers: Peers) -> Iterator[Callable[[range], bool]]:
+  """Notes SIGTERM instead of dying of it, until training ends.
+
+  Yields:
+    A function from steps that were just finished to whether all processes end now. It
+    must be asked about every step.
+  """
+  if peers.count > 1:  # JAX notes the signal and lets all processes agree on a step.
+    reached = multihost_utils.reached_preemption_sync_point
+    yield lambda steps: any(list(map(reached, steps)))  # Asks about each of them.
+    return
+  requested = threading.Event()
+  try:
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: requested.set())
+  except ValueError:
+    say("Not in the main thread: SIGTERM will not save a checkpoint.")
+    yield lambda steps: False
+    return
+  try:
+    yield lambda steps: requested.is_set()
+  finally:
+    # None is a handler that was not set from Python and cannot be.
+    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def meet(

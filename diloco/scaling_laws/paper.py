@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diloco.config.fields import ModelConfig
+from diloco.model.shapes import matrix_params
 from diloco.scaling_laws import optimum, parametric
 from diloco.scaling_laws.fits import Fit, PowerLaw, fit_power_law
 from diloco.scaling_laws.uncertainty import Array
@@ -54,8 +56,9 @@ def number(text: str) -> float:
 
 
 def num_params(layers: int, dim: int, vocab_size: int = WORDS) -> float:
-  """N = 12 L d^2 + V d: what stands for N in the laws."""
-  return float(12 * layers * dim**2 + vocab_size * dim)
+  """N of a decoder without positions and norms, as the laws count it."""
+  m = ModelConfig(num_layers=layers, dim=dim, vocab_size=vocab_size)
+  return float(matrix_params(m))
 
 
 def model_sizes(sizes: str = "words", models: Sequence[str] = ()) -> Array:

@@ -2,15 +2,16 @@
 
 import dataclasses
 import math
-import re
 
-from diloco import config as config_lib
+from diloco.config import Config
+from diloco.model.shapes import flops_per_token, leaves, num_params, parameters
 from diloco.simulate import wallclock
 from diloco.simulate.utilisation import Workload, utilisation
+from diloco.wire import sizes
 
 
-def step_time(c, chips: int, peak_flops: float, mfu: float) -> float:
-  """Seconds of compute per step: 6 N per token over what the chips do.
+def step_time(c: Config, chips: int, peak_flops: float, mfu: float) -> float:
+  """Seconds of compute per step: its FLOPs over what the chips do.
 
   Raises:
     ValueError: a number is not positive.
@@ -18,48 +19,45 @@ def step_time(c, chips: int, peak_flops: float, mfu: float) -> float:
   for name, value in (("chips", chips), ("peak_flops", peak_flops), ("mfu", mfu)):
     if not value > 0:
       raise ValueError(f"{name} is {value}; give a positive number.")
-  tokens = c.train.batch_size * c.model.seq_len
-  return 6 * config_lib.num_params(c) * tokens / (chips * peak_flops * mfu)
+  return flops_per_token(c.model) * c.tokens_per_step / (chips * peak_flops * mfu)
 
 
-def workload(c, seconds: float) -> Workload:
-  """The workload of a resolved config, with the trainer's fragments and schedule.
+def workload(c: Config, seconds: float) -> Workload:
+  """The workload of a config, with the trainer's fragments and schedule.
 
-  The embedding, with the positions and the final norm, counts as one more layer
-  before the first; bits are the mean over all parameters.
+  `embed` (embedding, positions, final norm) counts as one more layer before the first;
+  bits are the mean over all parameters.
 
   Args:
-    c: resolved config.
+    c: the config.
     seconds: compute per step.
   """
-  m = c.model
-  embed = m.vocab_size * m.dim + m.seq_len * m.dim + m.dim
-  block = (config_lib.num_params(c) - embed) / m.num_layers
-  schedule = config_lib.make_schedule(c)
+  embed = sum(math.prod(s) for _, s in leaves({"embed": parameters(c.model)["embed"]}))
+  block = (num_params(c.model) - embed) / c.model.num_layers
+  schedule = c.make_schedule()
   plan = tuple(
     (schedule.offset(p), ((0,) if f.embed else ()) + tuple(i + 1 for i in f.layers))
-    for p, f in enumerate(config_lib.make_fragments(c))
+    for p, f in enumerate(c.make_fragments())
   )
   return Workload(
-    params_per_layer=(embed,) + (block,) * m.num_layers,
+    params_per_layer=(embed,) + (block,) * c.model.num_layers,
     step_time=seconds,
-    method="data_parallel" if c.algorithm == "data_parallel" else "streaming",
+    method="data_parallel" if c.data_parallel else "streaming",
     replicas=c.replicas,
     sync_every=c.sync_every,
     tau=min(c.overlap.taus),
-    bits=16 if c.algorithm == "data_parallel" else wire_bits(c),
+    bits=16 if c.data_parallel else wire_bits(c),
     plan=plan,
     exchange=c.wire.exchange,
   )
 
 
-def training(c, **kwargs) -> wallclock.Training:
-  """The run of a resolved config for the wall-clock model."""
-  batch = c.train.batch_size * c.model.seq_len
+def training(c: Config, **kwargs) -> wallclock.Training:
+  """The run of a config for the wall-clock model."""
   return wallclock.Training(
-    params=config_lib.num_params(c),
-    tokens=c.train.steps * batch,
-    batch_tokens=batch,
+    params=num_params(c.model),
+    tokens=c.train.tokens,
+    batch_tokens=c.tokens_per_step,
     replicas=c.replicas,
     sync_every=c.sync_every,
     outer_bits=wire_bits(c),
@@ -67,64 +65,11 @@ def training(c, **kwargs) -> wallclock.Training:
   )
 
 
-def wire_bits(c) -> float:
-  """Bits per parameter that a replica sends in a round, scales and indices included.
-
-  Args:
-    c: resolved config; with wire.exchange psum float32 is reduced, whatever the codes.
-
-  Raises:
-    ConfigError: the compressor or the format is unknown.
-  """
-  if c.wire.exchange == "psum":
-    return 32.0
-  d, f, head = c.model.dim, c.model.ff_dim, c.model.dim // c.model.num_heads
-  # Values of each tensor, and of its rows: of a block, then of the embedding.
-  block = [(d * d, d)] * 4 + [(d * f, f), (f * d, d)] + [(d, d)] * 2
-  block += [(head, head)] * (2 if c.model.qk_norm else 0)
-  embed = [(c.model.vocab_size * d, d), (c.model.seq_len * d, d), (d, d)]
-  size = 0
-  for fragment in config_lib.make_fragments(c):
-    if fragment.layers:
-      size += sum(tensor_bytes(c.wire, len(fragment.layers), *t) for t in block)
-    if fragment.embed:
-      size += sum(tensor_bytes(c.wire, 1, *t) for t in embed)
-  return 8 * size / config_lib.num_params(c)
-
-
-def tensor_bytes(wire, layers: int, values: int, row: int) -> int:
-  """What a compressor of `diloco.wire.codecs` sends for a tensor; without JAX.
-
-  Args:
-    wire: `config.wire`.
-    layers: N, each compressed by itself.
-    values: S of each layer.
-    row: values of a row.
-  """
-  kept, side = max(math.ceil(round(wire.density * values, 6)), 1), 0
-  if wire.compressor == "quantize":
-    kept = values
-  elif wire.compressor == "topk":
-    index_bits = max(math.ceil(math.log2(values)), 1)
-    side = -(-layers * kept * index_bits // 8)
-  elif wire.compressor in ("random", "dare"):
-    side = 8  # A seed.
-  else:
-    raise config_lib.ConfigError(
-      f"wire.compressor is {wire.compressor!r}; choose one of quantize, topk, random,"
-      " dare."
-    )
-  if wire.format in ("fp32", "bf16"):
-    return side + layers * kept * {"fp32": 4, "bf16": 2}[wire.format]
-  digits = re.fullmatch(r"e([1-9])m(\d)(?:fn)?", wire.format)
-  bits = 1 + int(digits[1]) + int(digits[2]) if digits else 0
-  if not 2 <= bits <= 8:
-    raise config_lib.ConfigError(
-      f"wire.format is {wire.format!r}; choose fp32, bf16 or eXmY of 2 to 8 bits, for"
-      " example e3m0."
-    )
-  block = min({0: kept, -1: row}.get(wire.block_size, wire.block_size), kept)
-  return side + -(-layers * kept * bits // 8) + layers * -(-kept // block)
+def wire_bits(c: Config) -> float:
+  """Bits per parameter that a replica exchanges in a round, scales included."""
+  whole = parameters(c.model)
+  size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())
+  return 8 * size / num_params(c.model)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.algorithm import schedule as fragments_lib
-from diloco.wire import ledger
+from diloco.algorithm.schedule import Schedule, make_fragments
+from diloco.wire import sizes
 
 METHODS = ("data_parallel", "diloco", "streaming")
 
@@ -100,12 +100,7 @@ class Workload:
     if self.sync_every < 1:
       raise ValueError(f"sync_every is {self.sync_every}; H must be at least 1.")
     if self.method == "streaming":
-      if not 0 <= self.tau < self.sync_every:
-        raise ValueError(
-          f"tau is {self.tau}, but sync_every is {self.sync_every}; tau must lie in"
-          f" 0..{self.sync_every - 1}."
-        )
-      self.fragments()
+      self.own_plan()  # Refuses fragments and taus that cannot be.
 
   @classmethod
   def of_equal_layers(cls, params: float, layers: int, step_time: float, **kwargs):
@@ -118,17 +113,21 @@ class Workload:
   def layers(self) -> int:
     return len(self.params_per_layer)
 
-  def fragments(self) -> list[tuple[int, ...]]:
-    """Layers of each fragment; the embedding has none of its own here."""
-    made = fragments_lib.make_fragments(self.layers, self.fragment_size, self.pattern)
-    return [f.layers for f in made if f.layers]
-
   @property
   def copies(self) -> float:
     """How often a reduced value crosses a replica's link, as the trainer counts it."""
     if self.method == "data_parallel" or self.exchange == "psum":
-      return ledger.all_reduce_bytes(self.replicas, 1)
-    return ledger.gather_bytes(self.replicas, 1)
+      return sizes.all_reduced(self.replicas, 1)
+    return sizes.gathered(self.replicas, 1)
+
+  def own_plan(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """`plan`, or the trainer's schedule of fragments without an embedding."""
+    if self.plan is not None:
+      return self.plan
+    made = make_fragments(self.layers, self.fragment_size, self.pattern)
+    fragments = [f.layers for f in made if f.layers]
+    schedule = Schedule(len(fragments), self.sync_every, (self.tau,))
+    return tuple((schedule.offset(p), layers) for p, layers in enumerate(fragments))
 
   def reduced_after(self, step: int) -> set[int]:
     """Layers whose reduction starts in the backward pass of step 1, 2, ..."""
@@ -139,15 +138,10 @@ class Workload:
       return set(range(self.layers)) if step % h == 0 else set()
     return {
       layer
-      for offset, layers in self.plan or self._own_plan()
+      for offset, layers in self.own_plan()
       if (step - offset) % h == 0
       for layer in layers
     }
-
-  def _own_plan(self) -> list[tuple[int, tuple[int, ...]]]:
-    fragments = self.fragments()
-    h, count = self.sync_every, len(fragments)
-    return [(p * h // count, layers) for p, layers in enumerate(fragments)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ import math
 import pathlib
 from typing import Any
 
-from diloco import config as config_lib
+from diloco.config import Config, changed
+from diloco.config.resolve import leaves
 from diloco.sweep.table import COLUMNS, Table, digest
 
 # Columns that only the driver needs.
@@ -18,7 +19,7 @@ EXPORTED_FIELDS = {
   "replicas": "replicas",
   "sync_every": "sync_every",
   "outer_learning_rate": "outer.learning_rate",
-  "outer_momentum": "outer.momentum",
+  "outer_optimizer": "outer.optimizer",
   "learning_rate": "inner.learning_rate",
   "batch_sequences": "train.batch_size",
   "seq_len": "model.seq_len",
@@ -34,11 +35,11 @@ _TYPES = {"TEXT": str, "INTEGER": int, "REAL": float}
 def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
   """Writes the finished and failed runs as CSV; returns how many.
 
-  The fields in which runs can differ get columns of their own, and so does what the
-  sweep file was asked for (point_size, ...); `config` keeps, as JSON, what else differs
-  from `default_config`.
+  The fields in which runs usually differ get columns of their own, and so does what the
+  sweep file was asked for (point_size, ...); `config` keeps, as JSON, all other fields
+  that differ from the defaults.
   """
-  default = json.loads(json.dumps(config_lib.default_config().to_dict()))
+  default = leaves(json.loads(json.dumps(Config().to_dict())))
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({name for row in ended for name in json.loads(row["point"])})
   with path.open("w", newline="") as file:
@@ -47,15 +48,18 @@ def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
     writer.writerow([*names, *EXPORTED_FIELDS, *_SHOWN, "config"])
     for row in ended:
       point = json.loads(row["point"])
-      config = config_lib.merge(default, json.loads(row["config"]))
-      fields = [_field(config, f) for f in EXPORTED_FIELDS.values()]
-      rest = _rest(config, default)
-      values = [_digits(row[c]) for c in _SHOWN]
+      config = default | leaves(json.loads(row["config"]))
+      known = EXPORTED_FIELDS.values()
+      rest = {
+        k: v
+        for k, v in config.items()
+        if k not in known and v != default.get(k, "(gone)")
+      }
       writer.writerow(
         [
           *(point.get(a, "") for a in asked),
-          *fields,
-          *values,
+          *(config[field] for field in known),
+          *(_digits(row[c]) for c in _SHOWN),
           json.dumps(rest, sort_keys=True),
         ]
       )
@@ -107,13 +111,10 @@ def _run(row: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
   loss = values["loss"]
   if not isinstance(loss, float) or not math.isfinite(loss):
     raise ValueError(f"loss is {row['loss']!r}, but the run is done")
-  config = config_lib.default_config()
-  fields = {name: row[column] for column, name in EXPORTED_FIELDS.items()}
-  config.update_from_flattened_dict(
-    {k: _parse(v, _field(config, k)) for k, v in fields.items()}
-    | {k: _tuple(v) for k, v in json.loads(row["config"]).items()}
-  )
-  resolved = json.loads(json.dumps(config_lib.resolve(config).to_dict()))
+  default = leaves(Config().to_dict())
+  fields = {f: type(default[f])(row[c]) for c, f in EXPORTED_FIELDS.items()}
+  rest = {k: _tuple(v) for k, v in json.loads(row["config"]).items()}
+  resolved = json.loads(json.dumps(changed(Config(), fields | rest).to_dict()))
   asked = {k: v for k, v in row.items() if k.startswith("point_") and v != ""}
   point = {k.removeprefix("point_"): v for k, v in asked.items()}
   return dict.fromkeys(COLUMNS) | {
@@ -132,29 +133,6 @@ def _cell(column: str, text: str) -> str | int | float | None:
     return _TYPES[kind](text) if text else None
   except ValueError:
     raise ValueError(f"{column} is {text!r}, no {kind.lower()}") from None
-
-
-def _field(config, name: str):
-  for part in name.split("."):
-    config = config[part]
-  return config
-
-
-def _rest(config: dict, default: dict, prefix: str = "") -> dict:
-  """{field: value} where config differs from default and no column tells it."""
-  found: dict[str, Any] = {}
-  for k, value in config.items():
-    field = f"{prefix}{k}"
-    if isinstance(value, dict):
-      found |= _rest(value, default.get(k, {}), f"{field}.")
-    elif value != default.get(k, "(gone)") and field not in EXPORTED_FIELDS.values():
-      found[field] = value
-  return found
-
-
-def _parse(text: str, like):
-  """A CSV cell as the type of the field's default."""
-  return type(like)(text)
 
 
 def _tuple(value):

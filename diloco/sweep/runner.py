@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from diloco import config as config_lib
+from diloco.config import ConfigError, resolve
 from diloco.sweep import grid as grid_lib
 from diloco.sweep.grid import Grid, Point, Search, Sweep
 from diloco.sweep.table import Table, digest, git_revision
@@ -197,7 +197,7 @@ class Driver:
       return None
     if key not in self._names:
       try:
-        resolved = config_lib.resolve(self._sweep.config(dict(point)))
+        resolved = resolve(self._sweep.config(dict(point)))
         config = json.loads(json.dumps(resolved.to_dict()))
       except Exception as error:  # Whatever a sweep file does wrong.
         self._refused[key] = _reason(error, point)
@@ -280,7 +280,7 @@ def drive(
 def _reason(error: Exception, point: Point) -> str:
   """Why a point has no config, in one line."""
   text = " ".join(str(error).split())
-  if isinstance(error, config_lib.ConfigError):
+  if isinstance(error, ConfigError):
     return text
   if isinstance(error, KeyError):
     return (

@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
-from diloco import config as config_lib
+from diloco.config import Config, complete
+from diloco.config.resolve import leaves
 
 # Column, type and meaning; `name` is the digest of the config when the run was first
 # started, so that a config that two grids ask for is run once.
@@ -107,17 +108,16 @@ class Table:
     """
     found: dict[str, str] = {}
     done = set[str]()
-    fields = set(config_lib.leaves(config_lib.default_config()))
+    fields = set(leaves(Config().to_dict()))
     for row in self.rows():
       if row["attempts"] == 0:  # A refusal: there is no config.
         continue
       config = json.loads(row["config"])
-      if set(config_lib.leaves(config)) != fields:
+      if set(leaves(config)) != fields:
         try:
-          config = config_lib.complete(config)
+          config = json.loads(json.dumps(complete(config).to_dict()))
         except (ValueError, TypeError):  # A field is gone: it is no run of this code.
           continue
-        config = json.loads(json.dumps(config.to_dict()))
       key = digest(config)
       if key not in found or (row["status"] == "done" and key not in done):
         found[key] = row["name"]

@@ -1,308 +1,197 @@
-"""How payloads cross from replica to replica on the device mesh.
+"""A fragment's outer gradients to packed codes and back, on the device mesh.
 
-Every device encodes its own fsdp shard of its own replicas, so that exactly the
-packed bytes of a fragment cross the replica axis, once. What the codes lose therefore
-depends on the fsdp axis: blocks, subsets and the largest values are a shard's.
+Every device encodes its own fsdp shard of its own replicas, so exactly the packed bytes
+of a fragment have to cross the replica axis. What the codes lose therefore depends on
+the fsdp axis: blocks, subsets and largest values are those of a shard.
 
-Payloads are uint8 [M, fsdp, bytes]: sharded by replica when encoded, whole on every
-replica once transmitted. A payload in flight may come out of the checkpoint of a mesh
-with another fsdp axis: its shards lie together then, and it is decoded by its own
-layout, to exactly the values that were sent.
-
-Each group of replicas sends its payload to every other one: a permutation by every
-distance, the bytes of an all-gather. XLA for TPUs runs permutations beside other
-work, but not the all-gather of one slice.
+A payload is uint8 [M, fsdp, bytes]: the codes of every replica and shard. In it the
+tensors follow each other in the order of the flattened tree; under `blocks` each layer
+is coded by itself. A payload from a checkpoint may come from a mesh with another fsdp
+axis. It is decoded by its own layout, to exactly the values that were sent.
 """
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.model import sharding as mesh_lib
-from diloco.model.sharding import FSDP, REPLICA
-from diloco.wire import codecs
-from diloco.wire import payload as payload_lib
+from diloco.config.fields import WireConfig
+from diloco.model import shapes
+from diloco.model.sharding import FSDP, REPLICA, Lead, key, shardings, specs
+from diloco.wire import sizes
+from diloco.wire.codecs import COMPRESSORS
 
 Tree = Any
 
 
-def encode(
-  codec: codecs.MakeCodec, mesh: Mesh, delta_M: Tree, keys_M: jax.Array
-) -> jax.Array:
-  """Every replica's packed codes.
-
-  Args:
-    codec: from `payload.make_codec_from_config`.
-    mesh: the device mesh.
-    delta_M: outer gradients of a fragment, float32 leaves (M, n, ...) under `blocks`
-      and (M, ...) under `embed`, sharded as `mesh.specs` says of replicated trees.
-    keys_M: PRNG keys [M], one per replica, for stochastic compressors.
-
-  Returns:
-    uint8 [M, fsdp, bytes], as `encoded`.
-  """
-  specs = mesh_lib.specs(delta_M, mesh, replicated=True)
-  sharded = [FSDP in s for s in jax.tree.leaves(specs, is_leaf=_is_spec)]
-
-  def local(delta_M, keys_M):
-    # A leaf that is not sharded must come out the same on every device: one key.
-    shard = jax.lax.axis_index(FSDP)
-    shards = [shard if s else None for s in sharded]
-    encode_one = lambda delta, key: payload_lib.encode_tree(codec, delta, key, shards)
-    return jax.vmap(encode_one)(delta_M, keys_M)[:, None]
-
-  return jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(specs, P(REPLICA)),
-    out_specs=P(REPLICA, FSDP),
-  )(delta_M, keys_M)
-
-
 def encoded(mesh: Mesh) -> NamedSharding:
-  """Where payloads [M, fsdp, bytes] lie once encoded: with the replica that sends."""
+  """Where an encoded payload lies: with the replicas that send it."""
   return NamedSharding(mesh, P(REPLICA, FSDP))
 
 
-def transmitted(mesh: Mesh, exchange: str) -> NamedSharding:
-  """Where payloads lie once transmitted: with `gather` all of them on every replica.
-
-  With `psum` they stay where they are: the reference reduces decoded values later.
-  """
-  return NamedSharding(mesh, P(None, FSDP)) if exchange == "gather" else encoded(mesh)
+def transmitted(mesh: Mesh) -> NamedSharding:
+  """Where a transmitted payload lies: all of it on every replica."""
+  return NamedSharding(mesh, P(None, FSDP))
 
 
-def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
-  """Sends an encoded payload to the groups of replicas at every distance.
+def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
+  """The compressor's first state for every tensor of a fragment.
 
   Args:
-    mesh: the device mesh, with n groups along the replica axis.
-    payload: uint8 [M, fsdp, bytes], as `encoded`.
+    wire: what is sent.
+    delta_M: arrays shaped like the fragment's outer gradients.
 
   Returns:
-    n - 1 arrays uint8 [payload.size], sharded like it: on group i, number s holds the
-    payload of group i - s - 1 modulo n. They are flat since a TPU pads rows of bytes to
-    four of them, and would send four times as much.
+    A tree like delta_M whose leaves are the compressor's states, () without state.
   """
-  n = mesh.shape[REPLICA]
-
-  def local(own):
-    distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
-    flat = own.reshape(-1)
-    return tuple(jax.lax.ppermute(flat, REPLICA, pairs) for pairs in distances)
-
-  return jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=_spec(mesh, payload, REPLICA),
-    out_specs=(_flat_spec(mesh, payload),) * (n - 1),
-  )(payload)
+  return jax.tree.map(COMPRESSORS[wire.compressor].init, delta_M)
 
 
-def finish(
-  mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]
-) -> jax.Array:
-  """Puts what `start` returned into the order of the replicas; exchanges nothing.
+def encode(
+  wire: WireConfig, mesh: Mesh, delta_M: Tree, state_M: Tree, keys_M: jax.Array
+) -> tuple[jax.Array, Tree]:
+  """Every replica's packed codes.
 
   Args:
+    wire: what is sent.
     mesh: the device mesh.
-    payload: uint8 [M, fsdp, bytes], as `encoded`: what was given to `start`.
-    received: what `start` returned, each flat and sharded like payload.
+    delta_M: outer gradients of a fragment, float32 leaves (M, n, ...) under `blocks`
+      and (M, ...) under `embed`, sharded as `sharding.specs` says.
+    state_M: the compressor's state, see `init_state`; sharded like delta_M.
+    keys_M: PRNG keys [M], one per replica, for stochastic compressors.
 
   Returns:
-    uint8 [M, fsdp, bytes], as `transmitted`.
+    The payload, uint8 [M, fsdp, bytes], as `encoded`; the new state.
   """
-  n = mesh.shape[REPLICA]
+  compressor = COMPRESSORS[wire.compressor]
+  places = specs(delta_M, mesh, (REPLICA,))
 
-  def local(own, received):
-    by_distance = jnp.stack([own, *(x.reshape(own.shape) for x in received)])
-    order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
-    return by_distance[order].reshape(-1, *own.shape[1:])
+  def one(delta: Tree, state: Tree, replica_key: jax.Array):
+    """Codes and new state of this device's shard of one replica."""
+    leaves, treedef = _flatten(delta)
+    codes, states = [], []
+    for i, ((path, x), old, place) in enumerate(
+      zip(leaves, treedef.flatten_up_to(state), treedef.flatten_up_to(places))
+    ):
+      n, s, row = _layout(path, x.shape)
+      leaf_key = jax.random.fold_in(replica_key, i)
+      # Devices that hold the same tensor draw the same numbers, shards others.
+      if FSDP in place:
+        leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
+      old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)
+      code, new = compressor.encode(wire, x.reshape(n, s), old, row, leaf_key)
+      codes.append(code)
+      states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
+    return jnp.concatenate(codes), treedef.unflatten(states)
 
-  spec = _spec(mesh, payload, REPLICA)
+  def local(delta_M, state_M, keys_M):
+    payload_MxB, state_M = jax.vmap(one)(delta_M, state_M, keys_M)
+    return payload_MxB[:, None], state_M
+
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(spec, (_flat_spec(mesh, payload),) * (n - 1)),
-    out_specs=_spec(mesh, payload, None),
-    check_vma=False,
-  )(payload, received)
+    in_specs=(places, places, P(REPLICA)),
+    out_specs=(P(REPLICA, FSDP), places),
+  )(delta_M, state_M, keys_M)
 
 
-def decode_all(
-  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree
+def decode(
+  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: Tree, lead: Lead
 ) -> Tree:
-  """Decodes transmitted payloads.
+  """Outer gradients from a payload; nothing is exchanged.
 
   Args:
-    codec: from `payload.make_codec_from_config`.
+    wire: what was sent.
     mesh: the device mesh.
-    payload: uint8 [M, F, bytes], as `transmitted`; F is mesh's fsdp axis, or another
-      if the payload comes out of a checkpoint.
+    payload: uint8 [M, F, bytes]; F is the fsdp axis of the mesh that encoded it.
     like: the fragment's outer parameters, or their shapes.
+    lead: (REPLICA,) if each replica has its own payload (`encoded`), (None,) if it has
+      all payloads (`transmitted`).
 
   Returns:
-    Like `like`, leaves float32 (M, ...): sharded over fsdp, whole on every replica.
+    Like `like`, leaves float32 (M, ...) that lead with `lead`, sharded over fsdp.
   """
-  return _decode(codec, mesh, payload, like, replica=None)
+  spread = payload.shape[1]
+
+  def shard(path, x) -> jax.ShapeDtypeStruct:
+    shape = shapes.shard(_names(path), x.shape, spread)
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  shards = jax.tree_util.tree_map_with_path(shard, like)
+  one = lambda code: _decode_one(wire, code, shards)
+  if spread == mesh.shape[FSDP]:
+    places = jax.tree.map(
+      lambda place: P(*lead, *place), specs(like, mesh), is_leaf=_is_spec
+    )
+    return jax.shard_map(
+      lambda payload: jax.vmap(one)(payload[:, 0]),
+      mesh=mesh,
+      in_specs=P(*lead, FSDP),
+      out_specs=places,
+      check_vma=False,
+    )(payload)
+
+  def join(path, x_MxF: jax.Array, x) -> jax.Array:
+    axis = shapes.sharded_axis(_names(path), x.shape, spread)
+    if axis is None:
+      return x_MxF[:, 0]  # Every shard holds the whole tensor.
+    return jnp.concatenate([x_MxF[:, i] for i in range(spread)], axis=1 + axis)
+
+  by_shard = jax.vmap(jax.vmap(one))(payload)
+  whole_M = jax.tree_util.tree_map_with_path(join, by_shard, like)
+  return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, lead))
 
 
-def decode_own(
-  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree
-) -> Tree:
-  """Decodes payloads where they were encoded; nothing is exchanged.
-
-  Args:
-    codec, mesh, like: as of `decode_all`.
-    payload: uint8 [M, F, bytes], as `encoded`.
-
-  Returns:
-    Like `like`, leaves float32 (M, ...): sharded by replica and over fsdp.
-  """
-  return _decode(codec, mesh, payload, like, replica=REPLICA)
-
-
-def reduce_own(
-  codec: codecs.MakeCodec, mesh: Mesh, payload: jax.Array, like: Tree, replicas: int
-) -> tuple[Tree, jax.Array]:
-  """Reference exchange: all-reduce of decoded float32 values over the replicas.
-
-  Args:
-    codec, mesh, like: as of `decode_all`.
-    payload: uint8 [M, F, bytes], as `encoded`.
-    replicas: M.
-
-  Returns:
-    (mean over the replicas: float32, shaped like `like`, sharded over fsdp and whole
-    on every replica; NaN, float32 [], in place of the cosine similarity, which needs
-    the unreduced values).
-  """
-  if _foreign(mesh, payload):
-    own_M = decode_own(codec, mesh, payload, like)
-    return jax.tree.map(lambda x_M: x_M.mean(axis=0), own_M), jnp.float32(jnp.nan)
-  specs = mesh_lib.specs(like, mesh)
-
-  def local(payload):
-    own_M = _decode_local(codec, payload, like, specs, mesh)
-    total = jax.tree.map(lambda x_M: jax.lax.psum(x_M.sum(axis=0), REPLICA), own_M)
-    return jax.tree.map(lambda x: x / replicas, total)
-
-  mean = jax.shard_map(
-    local, mesh=mesh, in_specs=P(REPLICA, FSDP), out_specs=specs, check_vma=False
-  )(payload)
-  return mean, jnp.float32(jnp.nan)
-
-
-def reduced_bytes(mesh: Mesh, like: Tree) -> int:
-  """Bytes of float32 that a replica puts into `reduce_own`, over all its devices.
+def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
+  """The mean over the replicas of what each of them decoded (wire.exchange=psum).
 
   Args:
     mesh: the device mesh.
-    like: a fragment's outer parameters, or their shapes.
+    delta_M: float32 leaves (M, ...) that lead with REPLICA.
+
+  Returns:
+    float32 leaves (...), sharded over fsdp and the same on every replica.
   """
-  shard = _shards(like, mesh_lib.specs(like, mesh), mesh)
-  values = sum(math.prod(x.shape) for x in jax.tree.leaves(shard))
-  return mesh.shape[FSDP] * jnp.dtype(jnp.float32).itemsize * values
+  places = specs(delta_M, mesh, (REPLICA,))
+  mean = lambda x_M: jax.lax.pmean(x_M.mean(axis=0), REPLICA)
+  return jax.shard_map(
+    lambda delta_M: jax.tree.map(mean, delta_M),
+    mesh=mesh,
+    in_specs=(places,),
+    out_specs=jax.tree.map(lambda place: P(*place[1:]), places, is_leaf=_is_spec),
+    check_vma=False,
+  )(delta_M)
 
 
-def warn_of_other_shards(c, before: int | None, now: int) -> None:
-  """Says so if a run goes on with other shards, which its codes depend on.
-
-  Args:
-    c: resolved config.
-    before: size of the fsdp axis in the checkpoint's run, None if not recorded.
-    now: its size in this run.
-  """
-  plain = c.wire.compressor == "quantize" and c.wire.format in codecs.PLAIN
-  if before in (None, now) or plain or c.algorithm == "data_parallel":
-    return
-  logging.warning(
-    "mesh.fsdp was %d and is %d: each shard is coded by itself (wire.compressor %s,"
-    " wire.format %s), so outer gradients lose other bits than before; set mesh.fsdp=%d"
-    " if results have to be those of an uninterrupted run.",
-    before,
-    now,
-    c.wire.compressor,
-    c.wire.format,
-    before,
-  )
+def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
+  """Unpacks the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
+  compressor = COMPRESSORS[wire.compressor]
+  leaves, treedef = _flatten(shards)
+  out, start = [], 0
+  for path, x in leaves:
+    n, s, row = _layout(path, x.shape)
+    stop = start + compressor.size(wire, n, s, row)
+    values = compressor.decode(wire, payload[start:stop], n, s, row)
+    out.append(values.reshape(x.shape))
+    start = stop
+  return treedef.unflatten(out)
 
 
-def _foreign(mesh: Mesh, payload: jax.Array) -> bool:
-  return payload.shape[1] != mesh.shape[FSDP]
+def _flatten(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
+  """Pairs (path, leaf), and the structure."""
+  return jax.tree_util.tree_flatten_with_path(tree)
 
 
 def _is_spec(x) -> bool:
   return isinstance(x, P)
 
 
-def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
-  return P(replica) if _foreign(mesh, payload) else P(replica, FSDP)
+def _names(path) -> tuple[str, ...]:
+  return tuple(map(key, path))
 
 
-def _flat_spec(mesh: Mesh, payload: jax.Array) -> P:
-  return P(REPLICA) if _foreign(mesh, payload) else P((REPLICA, FSDP))
-
-
-def _decode(codec, mesh: Mesh, payload: jax.Array, like: Tree, replica) -> Tree:
-  specs = mesh_lib.specs(like, mesh)
-  if _foreign(mesh, payload):
-    places = jax.tree.map(
-      lambda spec: NamedSharding(mesh, P(replica, *spec)), specs, is_leaf=_is_spec
-    )
-    values = _decode_foreign(codec, payload, like)
-    return jax.lax.with_sharding_constraint(values, places)
-  return jax.shard_map(
-    lambda payload: _decode_local(codec, payload, like, specs, mesh),
-    mesh=mesh,
-    in_specs=P(replica, FSDP),
-    out_specs=jax.tree.map(lambda spec: P(replica, *spec), specs, is_leaf=_is_spec),
-    check_vma=False,
-  )(payload)
-
-
-def _decode_foreign(codec, payload: jax.Array, like: Tree) -> Tree:
-  """Decodes payloads of any layout [M, F, bytes], all F shards, to leaves (M, ...)."""
-  shards = payload.shape[1]
-  specs = jax.tree_util.tree_map_with_path(
-    lambda path, x: mesh_lib.weight_spec(path, x.shape, shards), like
-  )
-
-  def shard(x, spec: P):
-    axis = spec.index(FSDP) if FSDP in spec else None
-    shape = [n // shards if i == axis else n for i, n in enumerate(x.shape)]
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-  def join(x_MxF, spec: P):
-    if FSDP not in spec:
-      return x_MxF[:, 0]  # Every shard holds all of it.
-    axis = 1 + spec.index(FSDP)
-    return jnp.concatenate([x_MxF[:, i] for i in range(shards)], axis=axis)
-
-  decode_one = lambda code: payload_lib.decode_tree(
-    codec, code, jax.tree.map(shard, like, specs)
-  )
-  return jax.tree.map(join, jax.vmap(jax.vmap(decode_one))(payload), specs)
-
-
-def _decode_local(codec, payload, like: Tree, specs: Tree, mesh: Mesh) -> Tree:
-  """Decodes this device's shard, uint8 [m, 1, bytes] -> leaves (m, ...)."""
-  shard = _shards(like, specs, mesh)
-  decode_one = lambda code: payload_lib.decode_tree(codec, code, shard)
-  return jax.vmap(decode_one)(payload[:, 0])
-
-
-def _shards(like: Tree, specs: Tree, mesh: Mesh) -> Tree:
-  """The shapes that one device holds of a fragment."""
-  return jax.tree.map(
-    lambda x, spec: jax.ShapeDtypeStruct(
-      NamedSharding(mesh, spec).shard_shape(x.shape), jnp.float32
-    ),
-    like,
-    specs,
-  )
+def _layout(path, shape: tuple[int, ...]) -> tuple[int, int, int]:
+  return sizes.layout(_names(path), shape)

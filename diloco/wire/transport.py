@@ -1,32 +1,30 @@
-"""How payloads get from send to update, and where the outer state lives meanwhile.
+"""How payloads travel. A transport carries, and does nothing else.
 
-`device`: outer state and exchange are the devices'. The exchange is part of the
-program that runs the inner steps after the send (`diloco.sync.make_hidden_exchange`).
-XLA runs it beside them on TPUs and GPUs, not on CPUs.
+`device`: between the devices. Each group of replicas sends its payload to every other
+group, by one permutation per distance: the bytes of an all-gather. XLA for TPUs runs
+permutations beside other work, but not the all-gather of one slice. `carry` only
+launches it; `diloco.algorithm.overlap` runs `start` and `finish` beside inner steps.
 
-`host`: outer parameters and momentum live in the hosts' memory. Packed codes are
-copied there, and a background thread exchanges them over TCP, decodes them and steps
-the outer optimizer, while the devices train. For links between sites.
+`host`: payloads are copied to the hosts, which exchange them over TCP. `carry` waits,
+so it runs in a thread. For slow links between sites.
 
-Both compute the same, and a fragment is merged at the step that the schedule says: if
-an exchange is late, training waits.
+Payloads are uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
 
-import time
-from concurrent import futures
-from typing import Any, Protocol
+import functools
+from collections.abc import Iterable
+from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import ConfigError
-from diloco.model import sharding as mesh_lib
+from diloco.config import Config, ConfigError
+from diloco.model import sharding
 from diloco.model.sharding import FSDP, REPLICA
 from diloco.wire import exchange
-
-Tree = Any
 
 
 class ExchangeFailed(RuntimeError):
@@ -34,328 +32,191 @@ class ExchangeFailed(RuntimeError):
 
 
 class Transport(Protocol):
-  """What the outer step asks of a transport.
-
-  theta and opt_state are the outer parameters and outer optimizer state of one
-  fragment, float32 leaves (n, ...) under `blocks` and without n under `embed`. A
-  payload is uint8 [M, fsdp, bytes].
+  """Carries payloads.
 
   Attributes:
-    mesh: the device mesh.
-    encoded: where payloads lie once encoded.
-    update: jitted update of a transmitted payload, see `diloco.outer.make_update`.
+    hides: whether an exchange is hidden only inside a program of inner steps.
   """
 
-  mesh: Mesh
-  encoded: NamedSharding
-  update: Any
+  hides: bool
 
   def connect(self) -> None:
-    """Opens what an exchange needs; called where all processes are at once.
+    """Opens what an exchange needs; called when all processes are there.
 
-    Gloo gives up if a peer comes to their first exchange 30 s later, which replicas
-    may well do after H steps; to later ones it may come as late as it likes.
+    Gloo fails if a process comes 30 s late to its first exchange, which replicas may do
+    after H steps. To later exchanges it may come at any time.
     """
-    ...
 
-  def hides(self) -> bool:
-    """Whether an exchange has to be part of a program of inner steps to be hidden."""
-    ...
-
-  def keep(self, tree: Tree) -> Tree:
-    """theta and opt_state, or one of them, from the devices to where they live."""
-    ...
-
-  def fetch(self, theta: Tree) -> Tree:
-    """theta from where it lives to the devices, sharded as on them."""
-    ...
-
-  def start(
-    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
-  ) -> None:
-    """Begins to exchange fragment p's payload, which was just encoded.
+  def carry(self, payload: jax.Array) -> jax.Array:
+    """Everyone's payloads, from the payloads of this process's replicas.
 
     Args:
-      p: the fragment.
-      payload: as `encoded`.
-      fetched: its theta on the devices, from `fetch`.
-      theta: the same where it lives.
-      opt_state: where it lives.
-    """
-    ...
-
-  def finish(
-    self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
-  ) -> tuple[Tree, Tree, Tree, dict[str, jax.Array]]:
-    """Awaits fragment p's exchange and updates its outer state.
-
-    Args:
-      p: the fragment.
-      payload: as `encoded` or, exchanged beside inner steps, as transmitted.
-      theta: where it lives.
-      opt_state: where it lives.
-
-    Returns:
-      (theta, opt_state, theta on the devices, metrics): the first two where they live.
+      payload: as `exchange.encoded`.
 
     Raises:
       ExchangeFailed: another process is probably gone.
     """
-    ...
-
-  def settle(self) -> None:
-    """Waits until nothing is exchanged in the background."""
-    ...
-
-  def publish(self, tree: Tree) -> Tree:
-    """Outer state of all fragments as arrays that all processes can save together."""
-    ...
-
-  def published(self, tree: Tree) -> Tree:
-    """Shapes of what `publish` returns, of outer state as it lies on the devices."""
-    ...
-
-  def adopt(self, tree: Tree) -> Tree:
-    """The inverse of `publish`."""
-    ...
-
-  def close(self) -> None:
-    """Ends what runs in the background, without waiting for it."""
-    ...
 
 
-def make_transport(c, mesh: Mesh, make_update) -> Transport:
-  """The transport of a resolved config.
-
-  Args:
-    c: resolved config.
-    mesh: the device mesh.
-    make_update: function from a mesh to the update that runs on it, see
-      `diloco.outer.make_update`.
+def make_transport(c: Config, mesh: Mesh) -> Transport:
+  """The transport of a config.
 
   Raises:
-    ConfigError: a replica's devices belong to several processes or JAX may not use
-      CPUs (host), or the devices' hosts have no pinned memory (outer.offload).
+    ConfigError: overlap.transport is host, and a replica's devices belong to several
+      processes, or JAX may not use CPUs.
   """
   if c.overlap.transport == "host":
-    return HostTransport(mesh, make_update)
-  return DeviceTransport(mesh, make_update, c.wire.exchange, c.outer.offload)
+    return HostTransport(mesh)
+  return DeviceTransport(mesh, packed=c.wire.exchange == "gather")
 
 
 class DeviceTransport:
-  """Payloads from device to device, outer state there or, offloaded, at their hosts.
+  """Payloads from device to device; with one group of replicas they stay."""
 
-  Offloaded outer state lies in the pinned memory of each device's host, sharded as on
-  the devices. A fragment is copied to the devices when it is sent, beside the inner
-  steps that follow, and back once it is updated.
-
-  Attributes:
-    transmitted: where payloads lie once transmitted.
-    transmit: jitted exchange by itself, for what no inner step can hide.
-    update: donates theta and opt_state.
-  """
-
-  def __init__(self, mesh: Mesh, make_update, exchange_name: str, offload: bool):
-    if offload:
-      _check_pinned(mesh)
-    self.mesh, self._offload = mesh, offload
-    self._fetched: dict[int, tuple[Tree, Tree]] = {}
-    self.encoded = exchange.encoded(mesh)
-    self.transmitted = exchange.transmitted(mesh, exchange_name)
-    self.transmit = jax.jit(lambda x: exchange.finish(mesh, x, exchange.start(mesh, x)))
-    self.update = jax.jit(make_update(mesh), donate_argnums=(0, 1))
+  def __init__(self, mesh: Mesh, packed: bool = True):
+    self._mesh = mesh
+    self.hides = packed and mesh.shape[REPLICA] > 1
 
   def connect(self) -> None:
-    if self.hides() and jax.process_count() > 1:
-      jax.block_until_ready(self.transmit(_one_byte(self.mesh, self.encoded)))
+    if self.hides and jax.process_count() > 1:
+      jax.block_until_ready(self.carry(_one_byte(self._mesh)))
 
-  def hides(self) -> bool:
-    return not self.encoded.is_equivalent_to(self.transmitted, 3)
+  def carry(self, payload: jax.Array) -> jax.Array:
+    there = exchange.transmitted(self._mesh)
+    if not self.hides or payload.sharding.is_equivalent_to(there, payload.ndim):
+      return payload
+    return transmit(payload, mesh=self._mesh)
 
-  def keep(self, tree: Tree) -> Tree:
-    return _in_memory(tree, "pinned_host") if self._offload else tree
 
-  def fetch(self, theta: Tree) -> Tree:
-    return _in_memory(theta, "device") if self._offload else theta
+@functools.partial(jax.jit, static_argnames="mesh")
+def transmit(payload: jax.Array, *, mesh: Mesh) -> jax.Array:
+  """An exchange that no inner step hides."""
+  return finish(mesh, payload, start(mesh, payload))
 
-  def start(
-    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
-  ) -> None:
-    if self._offload:  # Copied while the devices go on with inner steps.
-      self._fetched[p] = fetched, self.fetch(opt_state)
 
-  def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
-    if not payload.sharding.is_equivalent_to(self.transmitted, payload.ndim):
-      payload = self.transmit(payload)
-    if self._offload:
-      ahead = self._fetched.pop(p, None)  # None if sent before this process resumed.
-      theta, opt_state = ahead or self.fetch((theta, opt_state))
-    on_devices, opt_state, metrics = self.update(theta, opt_state, payload)
-    return self.keep(on_devices), self.keep(opt_state), on_devices, metrics
+def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
+  """Sends an encoded payload to the groups of replicas at every distance.
 
-  def settle(self) -> None:
-    pass  # Programs of the devices run in the order of their launches.
+  Args:
+    mesh: the device mesh, with n groups along the replica axis.
+    payload: as `exchange.encoded`.
 
-  def publish(self, tree: Tree) -> Tree:
-    return tree
+  Returns:
+    n - 1 arrays uint8 [payload.size], sharded like it: on group i, array s holds the
+    payload of group i - s - 1 modulo n. They are flat, since a TPU pads rows of bytes
+    to four rows, and would send four times as much.
+  """
+  n = mesh.shape[REPLICA]
 
-  def published(self, tree: Tree) -> Tree:
-    if not self._offload:
-      return tree
-    return jax.tree.map(
-      lambda x: _shape(x, x.sharding.with_memory_kind("pinned_host")), tree
-    )
+  def local(own):
+    distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
+    flat = own.reshape(-1)
+    return tuple(jax.lax.ppermute(flat, REPLICA, pairs) for pairs in distances)
 
-  def adopt(self, tree: Tree) -> Tree:
-    return tree
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=_spec(mesh, payload, REPLICA),
+    out_specs=(_flat_spec(mesh, payload),) * (n - 1),
+  )(payload)
 
-  def close(self) -> None:
-    pass
+
+def finish(
+  mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]
+) -> jax.Array:
+  """Puts what `start` returned into the order of the replicas; exchanges nothing.
+
+  Args:
+    mesh: the device mesh.
+    payload: what `start` was given.
+    received: what `start` returned.
+
+  Returns:
+    uint8 [M, fsdp, bytes], as `exchange.transmitted`.
+  """
+  n = mesh.shape[REPLICA]
+
+  def local(own, received):
+    by_distance = jnp.stack([own, *(x.reshape(own.shape) for x in received)])
+    order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
+    return by_distance[order].reshape(-1, *own.shape[1:])
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(_spec(mesh, payload, REPLICA), (_flat_spec(mesh, payload),) * (n - 1)),
+    out_specs=_spec(mesh, payload, None),
+    check_vma=False,
+  )(payload, received)
 
 
 class HostTransport:
-  """Outer state in the hosts' memory, payloads from host to host.
+  """Payloads from host to host, one exchange at a time in the order of the calls.
 
-  Every process keeps the whole outer state and updates it by itself, from the
-  payloads of all; there is one exchange at a time, in the order of the sends.
+  Attributes:
+    hosts: a mesh of one CPU device of every process, along the replica axis.
   """
 
-  def __init__(self, mesh: Mesh, make_update):
-    self.mesh = mesh
-    self.encoded = exchange.encoded(mesh)
+  hides = False
+
+  def __init__(self, mesh: Mesh):
+    self._mesh = mesh
     self._rows = _rows_of_processes(mesh)
-    # The first CPU device of every process; of this process, a mesh by itself.
     firsts = {d.process_index: d for d in reversed(_cpus())}
-    self._hosts = _column(firsts[p] for p in sorted(firsts))
-    self._host = _column([firsts[jax.process_index()]])
-    # An all-gather: over TCP between two hosts Gloo takes 1.5 times as long as the
-    # link needs, and twice as long for permutes, which it does one way at a time.
-    self._transmit = jax.jit(lambda x: x, out_shardings=NamedSharding(self._hosts, P()))
-    # Nothing is donated: until a fragment arrives its old state can be asked for.
-    self.update = jax.jit(make_update(self._host))
-    self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
-    self._jobs: dict[int, futures.Future] = {}
+    self.hosts = _column(firsts[p] for p in sorted(firsts))
 
   def connect(self) -> None:
-    one_byte = _one_byte(self.mesh, self.encoded)
-    self._thread.submit(self._transmit_codes, one_byte).result()
+    self.carry(_one_byte(self._mesh))
 
-  def hides(self) -> bool:
-    return False
-
-  def keep(self, tree: Tree) -> Tree:
-    return jax.device_put(
-      jax.tree.map(_whole_copy, tree), NamedSharding(self._host, P())
-    )
-
-  def fetch(self, theta: Tree) -> Tree:
-    return jax.tree.map(
-      lambda x, place: mesh_lib.place(np.asarray(x), place),
-      theta,
-      mesh_lib.shardings(theta, self.mesh),
-    )
-
-  def start(
-    self, p: int, payload: jax.Array, fetched: Tree, theta: Tree, opt_state: Tree
-  ) -> None:
-    del fetched
-    self._start(p, payload, theta, opt_state)
-
-  def _start(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
-    for shard in payload.addressable_shards:
-      shard.data.copy_to_host_async()
-    self._jobs[p] = self._thread.submit(self._exchange, payload, theta, opt_state)
-
-  def finish(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree):
-    if p not in self._jobs:  # Sent before this process resumed.
-      self._start(p, payload, theta, opt_state)
-    began = time.perf_counter()
+  def carry(self, payload: jax.Array) -> jax.Array:
+    """Everyone's payloads, whole on every process's CPU device of `hosts`."""
     try:
-      theta, opt_state, metrics = self._jobs.pop(p).result()
+      return self._gather(payload)
     except Exception as error:
       reason = str(error).strip().splitlines()[0] if str(error) else repr(error)
       raise ExchangeFailed(
-        f"the exchange of fragment {p} failed ({reason}); another process is probably"
-        " gone, so start all again with the same command to go on from the last"
-        " checkpoint."
+        f"an exchange of payloads failed ({reason}); another process is probably gone,"
+        " so start all again with the same command to go on from the last checkpoint."
       ) from error
-    waited = np.float32(time.perf_counter() - began)
-    metrics["waited_s"] = jax.device_put(waited, NamedSharding(self._host, P()))
-    return theta, opt_state, self.fetch(theta), metrics
 
-  def settle(self) -> None:
-    # Two threads that start collectives between the same processes could start them
-    # in another order on each.
-    futures.wait(self._jobs.values())
-
-  def close(self) -> None:
-    self._thread.shutdown(wait=False, cancel_futures=True)
-
-  def publish(self, tree: Tree) -> Tree:
-    return _whole_on(self._hosts, tree)
-
-  def published(self, tree: Tree) -> Tree:
-    whole = NamedSharding(self._hosts, P())
-    return jax.tree.map(lambda x: _shape(x, whole), tree)
-
-  def adopt(self, tree: Tree) -> Tree:
-    return _whole_on(self._host, tree)
-
-  def _exchange(self, payload: jax.Array, theta: Tree, opt_state: Tree):
-    """What the background thread does for one fragment."""
-    codes = self._transmit_codes(payload)
-    with jax.set_mesh(self._host):
-      codes = jax.device_put(codes, NamedSharding(self._host, P()))
-      return jax.block_until_ready(self.update(theta, opt_state, codes))
-
-  def _transmit_codes(self, payload: jax.Array) -> np.ndarray:
-    """The payloads of all replicas, uint8 [M, fsdp, bytes], in host memory."""
-    own = self._rows[jax.process_index()]
+  def _gather(self, payload: jax.Array) -> jax.Array:
+    whole = NamedSharding(self.hosts, P())
     codes = np.zeros(payload.shape, np.uint8)
     for shard in payload.addressable_shards:
       codes[shard.index] = np.asarray(shard.data)
-    if len(self._rows) == 1:
-      return codes
-    with jax.set_mesh(self._hosts):
-      rows = len(codes) // self.mesh.shape[REPLICA]
-      mine = np.concatenate([codes[r * rows : (r + 1) * rows] for r in own])
-      sharding = NamedSharding(self._hosts, P(REPLICA))
-      sent = jax.make_array_from_process_local_data(sharding, mine, payload.shape)
-      found = np.asarray(self._transmit(sent).addressable_data(0))
-      order = np.concatenate(self._rows)
-      found = found.reshape(len(order), rows, *found.shape[1:])
-      return found[np.argsort(order)].reshape(payload.shape)
+    if len(self._rows) > 1:
+      # An all-gather: over TCP between two hosts Gloo takes 1.5 times as long as the
+      # link needs for it, and twice as long for permutes, one direction at a time.
+      groups = codes.reshape(self._mesh.shape[REPLICA], -1)
+      mine = groups[self._rows[jax.process_index()]]
+      by_process = NamedSharding(self.hosts, P(REPLICA))
+      sent = jax.make_array_from_process_local_data(by_process, mine, groups.shape)
+      with jax.set_mesh(self.hosts):
+        found = np.asarray(_whole(sent, place=whole).addressable_data(0))
+      codes = found[np.argsort(np.concatenate(self._rows))].reshape(payload.shape)
+    return sharding.place(codes, whole)
 
 
-def _one_byte(mesh: Mesh, place: NamedSharding) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="place")
+def _whole(x: jax.Array, *, place: NamedSharding) -> jax.Array:
+  return jax.lax.with_sharding_constraint(x, place)
+
+
+def _one_byte(mesh: Mesh) -> jax.Array:
   """The smallest payload: of one replica per row of the mesh."""
   shape = (mesh.shape[REPLICA], mesh.shape[FSDP], 1)
-  return mesh_lib.place(np.zeros(shape, np.uint8), place)
+  return sharding.place(np.zeros(shape, np.uint8), exchange.encoded(mesh))
 
 
-def _in_memory(tree: Tree, kind: str) -> Tree:
-  """Arrays with the same shards in another memory of their devices."""
-  return jax.tree.map(
-    lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
-  )
+def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
+  """A payload of another fsdp axis is whole on every device of its replica."""
+  own = payload.shape[1] == mesh.shape[FSDP]
+  return P(replica, FSDP) if own else P(replica)
 
 
-def _shape(x, sharding) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def _check_pinned(mesh: Mesh) -> None:
-  device = mesh.devices.flat[0]
-  kinds = _memory_kinds(device)
-  if "pinned_host" not in kinds:
-    raise ConfigError(
-      f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
-      f" {', '.join(kinds) or 'none'}; leave it off, or set overlap.transport=host."
-    )
-
-
-def _memory_kinds(device) -> list[str]:
-  return [memory.kind for memory in device.addressable_memories()]
+def _flat_spec(mesh: Mesh, payload: jax.Array) -> P:
+  own = payload.shape[1] == mesh.shape[FSDP]
+  return P((REPLICA, FSDP)) if own else P(REPLICA)
 
 
 def _cpus() -> list[jax.Device]:
@@ -369,10 +230,10 @@ def _cpus() -> list[jax.Device]:
     ) from error
 
 
-def _column(devices) -> Mesh:
-  """A mesh of one device per replica group."""
+def _column(devices: Iterable[jax.Device]) -> Mesh:
+  """A mesh of one device per coordinate of the replica axis."""
   grid = np.asarray(list(devices), dtype=object).reshape(-1, 1)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=mesh_lib.AXIS_TYPES)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=sharding.AXIS_TYPES)
 
 
 def _rows_of_processes(mesh: Mesh) -> list[list[int]]:
@@ -395,22 +256,3 @@ def _rows_of_processes(mesh: Mesh) -> list[list[int]]:
       " they are equal, or choose device."
     )
   return held
-
-
-def _whole_on(mesh: Mesh, tree: Tree) -> Tree:
-  """Arrays that this process has whole, as whole on every device of a mesh."""
-  whole = NamedSharding(mesh, P())
-  return jax.tree.map(
-    lambda x: jax.make_array_from_single_device_arrays(
-      x.shape, whole, [x.addressable_data(0)]
-    ),
-    tree,
-  )
-
-
-def _whole_copy(x: jax.Array) -> np.ndarray:
-  """An array of which this process's devices hold every part, in host memory."""
-  whole = np.empty(x.shape, x.dtype)
-  for shard in x.addressable_shards:
-    whole[shard.index] = np.asarray(shard.data)
-  return whole

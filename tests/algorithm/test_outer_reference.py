@@ -3,13 +3,12 @@
 The reference was written without sight of the package. Drawn are schedules down to
 H=1, ragged fragments, up to four replicas, blocks, and states before draining.
 
-The package is driven as the training loop drives it, through `make_outer`,
-`outer_step`, `drain` and `assemble`; only the inner step is replaced, by a table of
-increments that differ between replicas and steps.
+The package is driven as the training loop drives it, through `make_plan`,
+`init_outer`, `outer_step`, `drain` and `outer_params`; only the inner step is replaced,
+by a table of increments that differ between replicas and steps.
 """
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -22,12 +21,14 @@ import reference as ref
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from diloco import config as config_lib
-from diloco.algorithm import outer as outer_lib
-from diloco.algorithm import sync as sync_lib
+from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.schedule import Schedule
-from diloco.model import sharding as mesh_lib
-from diloco.run import mesh as run_mesh
+from diloco.algorithm.state import init_outer, outer_params
+from diloco.config import default_config, resolve
+from diloco.model import sharding
+from diloco.run.mesh import make_mesh
+from diloco.wire import sizes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # Codes of E3M0, one scale per so many values; None sends float32.
@@ -86,10 +87,9 @@ def draw_params(program: Program, *seed: int) -> ref.Params:
   }
 
 
-@functools.cache
-def compiled(program: Program):
-  """(config, mesh, Outer) of a program; the schedule is put in by `run`."""
-  c = config_lib.default_config()
+def plan_of(program: Program, start: ref.Params) -> Plan:
+  """The plan of a program; `run` puts in the schedule."""
+  c = default_config()
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
   c.train.steps = 1
@@ -99,15 +99,18 @@ def compiled(program: Program):
   c.fragments.pattern = program.pattern
   c.fragments.embedding = program.embedding
   c.overlap.alpha = program.alpha
-  c.outer.optimizer = program.optimizer
+  c.outer.optimizer = {
+    "nesterov": f"sgd(momentum={program.mu}, nesterov=True)",
+    "sgd": f"sgd(momentum={program.mu})" if program.mu else "sgd",
+    "adam": "adam",
+  }[program.optimizer]
   c.outer.learning_rate = program.lr
-  c.outer.momentum = program.mu
   c.wire.format = "fp32" if program.block is None else "e3m0"
   c.wire.block_size = program.block or 0
   c.wire.exchange = program.exchange
-  c = config_lib.resolve(c)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
-  return c, mesh, outer_lib.make_outer(c, mesh)
+  c = resolve(c)
+  mesh = make_mesh(c, jax.devices()[:1])
+  return make_plan(c, mesh, jax.tree.map(np.shape, start))
 
 
 @dataclasses.dataclass
@@ -118,7 +121,7 @@ class Snapshot:
   replicas: list[ref.Params]
   moments: dict[str, ref.Params]
   log: list[tuple]
-  payload: list[int]
+  sent: list[int]
 
 
 def run(program: Program, H: int, taus, T: int, start, inner):
@@ -135,42 +138,41 @@ def run(program: Program, H: int, taus, T: int, start, inner):
   Returns:
     Snapshots after step T and after draining.
   """
-  _, mesh, outer = compiled(program)
-  schedule = Schedule(len(outer.fragments), H, tuple(taus))
-  outer = dataclasses.replace(outer, schedule=schedule)
+  plan = plan_of(program, start)
+  schedule = Schedule(len(plan.fragments), H, tuple(taus))
+  plan = dataclasses.replace(plan, schedule=schedule)
   repeat = lambda x: jnp.asarray(np.stack([x] * program.M), jnp.float32)
   events = []
-  with jax.set_mesh(mesh):
+  with jax.set_mesh(plan.mesh):
     params_M = jax.tree.map(repeat, start)
-    params_M = jax.device_put(
-      params_M, mesh_lib.shardings(params_M, mesh, replicated=True)
-    )
-    state = outer.init(params_M)
+    places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
+    params_M = jax.device_put(params_M, places)
+    state = init_outer(plan, params_M)
     for t in range(1, T + 1):
       params_M = inner(params_M, t)
-      params_M, state, more = sync_lib.outer_step(outer, t, params_M, state)
+      params_M, state, more = outer_step(plan, t, params_M, state)
       events += more
-    before = snapshot(program, outer, params_M, state, events, start)
-    params_M, state, more = sync_lib.drain(outer, T, params_M, state)
-    return before, snapshot(program, outer, params_M, state, events + more, start)
+    before = snapshot(program, plan, params_M, state, events)
+    params_M, state, more = drain(plan, T, params_M, state)
+    return before, snapshot(program, plan, params_M, state, events + more)
 
 
-def snapshot(program, outer, params_M, state, events, start) -> Snapshot:
+def snapshot(program, plan, params_M, state, events) -> Snapshot:
   names = ("mu", "nu") if program.optimizer == "adam" else ("trace",)
   if program.optimizer == "sgd" and not program.mu:
     names = ()
   moments = {}
   for name in names:
     parts = tuple(optax.tree_utils.tree_get(s, name) for s in state.opt_state)
-    moments[name] = outer_lib.assemble(outer, state.replace(theta=parts), start)
+    moments[name] = outer_params(plan, state.replace(theta=parts))
   host = jax.tree.map(np.asarray, params_M)
   kinds = {"send": "send", "receive": "update"}
   return Snapshot(
-    outer=jax.tree.map(np.asarray, outer_lib.assemble(outer, state, start)),
+    outer=jax.tree.map(np.asarray, outer_params(plan, state)),
     replicas=[jax.tree.map(lambda x, m=m: x[m], host) for m in range(program.M)],
     moments=jax.tree.map(np.asarray, moments),
     log=[(kinds[e.kind], e.step, e.fragment) for e in events],
-    payload=[e.payload_bytes for e in events if e.kind == "send"],
+    sent=[e.sent for e in events if e.kind == "send"],
   )
 
 
@@ -205,7 +207,7 @@ def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Resu
 
 def num_values(program: Program, outer: ref.Params, p: int) -> int:
   """Values of fragment p, of the outer parameters of the whole model."""
-  fragment = compiled(program)[2].fragments[p]
+  fragment = plan_of(program, outer).fragments[p]
   layer = sum(x[0].size for x in jax.tree.leaves(outer["blocks"]))
   embed = sum(x.size for x in jax.tree.leaves(outer["embed"]))
   return len(fragment.layers) * layer + fragment.embed * embed
@@ -217,10 +219,11 @@ def compare(program: Program, got: Snapshot, want: ref.Result, T: int):
   updates = sorted((min(t, T), p) for what, t, p in got.log if what == "update")
   assert sends == [e for e in want.log if e[0] == "send"]
   assert updates == sorted((t, p) for what, t, p, *_ in want.log if what == "update")
-  if program.exchange == "psum":  # Float32, whatever the codes are.
-    assert got.payload == [4 * num_values(program, got.outer, p) for _, _, p in sends]
+  if program.exchange == "psum":  # Reduces float32, whatever the codes are.
+    values = [4 * num_values(program, got.outer, p) for _, _, p in sends]
+    assert got.sent == [round(sizes.all_reduced(program.M, n)) for n in values]
   else:
-    assert got.payload == want.payload
+    assert got.sent == [(program.M - 1) * n for n in want.payload]
   pairs = [("outer", got.outer, want.outer)]
   pairs += [
     (f"replica {m}", got.replicas[m], want.replicas[m]) for m in range(program.M)

@@ -106,17 +106,17 @@ def test_a_fragment_has_a_full_round_behind_it(schedule):
     assert {b - a for a, b in itertools.pairwise(sends)} <= {schedule.sync_every}
 
 
-@pytest.mark.parametrize(
-  ("kwargs", "message"),
-  [
-    ({"fragment_size": 9}, "fragments.size is 9, but the model has 4 layers"),
-    ({"pattern": "spiral"}, "fragments.pattern is 'spiral'"),
-    ({"embedding": "middle"}, "fragments.embedding is 'middle'"),
-  ],
-)
-def test_errors_name_field_value_and_remedy(kwargs, message):
+def test_a_fragment_cannot_be_larger_than_the_model():
+  message = "fragments.size is 9, but the model has 4 layers; choose a size from 1 to 4"
   with pytest.raises(ValueError, match=message):
-    make_fragments(4, **kwargs)
+    make_fragments(4, size=9)
+
+
+@given(schedules, st.integers(0, 200))
+def test_sends_are_counted_without_walking_through_the_run(schedule, steps):
+  for p in range(schedule.num_fragments):
+    walked = sum(schedule.is_sent(p, t) for t in range(1, steps + 1))
+    assert schedule.num_sends(p, steps) == walked
 
 
 def test_tau_must_be_below_h():
@@ -125,7 +125,7 @@ def test_tau_must_be_below_h():
 
 
 @given(p=st.integers(1, 6), h=st.integers(1, 12), data=st.data())
-def test_what_hides_an_exchange_ends_before_anything_else_happens(p, h, data):
+def test_the_steps_that_hide_an_exchange_end_at_the_next_event(p, h, data):
   taus = tuple(data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=3)))
   schedule = Schedule(p, h, taus)
   happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))

@@ -12,12 +12,14 @@ import jax
 import numpy as np
 import pytest
 
-from diloco import config as config_lib
-from diloco.algorithm import inner, outer, state
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import abstract_state, init_state
 from diloco.aot import report, topology
-from diloco.aot.programs import Programs, hidden_steps, nbytes
-from diloco.run import mesh as run_mesh
-from diloco.wire import ledger
+from diloco.aot.programs import Programs, nbytes
+from diloco.config import ConfigError, resolve
+from diloco.model.shapes import num_params
+from diloco.run.mesh import make_mesh
+from diloco.wire import sizes
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -29,36 +31,33 @@ needs_libtpu = pytest.mark.skipif(
 
 @pytest.mark.parametrize("name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e"])
 def test_topologies_that_do_not_exist(name):
-  with pytest.raises(
-    config_lib.ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*v5p"
-  ):
+  with pytest.raises(ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*v5p"):
     topology.describe(name)
 
 
 def test_without_libtpu_the_error_names_the_extra(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-  with pytest.raises(config_lib.ConfigError, match=r"pip install libtpu, or '.\[tpu"):
+  with pytest.raises(ConfigError, match=r"pip install libtpu, or '.\[tpu"):
     topology.describe("v5e:2x2")
 
 
 def test_a_chip_without_slices(tiny):
-  with pytest.raises(config_lib.ConfigError, match="--topology=v1 is no chip; choose"):
+  with pytest.raises(ConfigError, match="--topology=v1 is no chip; choose"):
     list(report.find(tiny, "v1", 1))
 
 
 def test_replicas_must_divide_over_the_slices(tiny):
-  c = config_lib.resolve(tiny)
-  with pytest.raises(config_lib.ConfigError, match=r"2 groups.*do not divide over 4"):
+  c = resolve(tiny)
+  with pytest.raises(ConfigError, match=r"2 groups.*do not divide over 4"):
     topology.make_mesh(c, jax.devices()[:1] * 2, slices=4)
 
 
 def test_shapes_are_those_of_a_real_state(tiny):
-  c = config_lib.resolve(tiny)
-  mesh = run_mesh.make_mesh(c, jax.devices()[:1])
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
-    optimizer, plan = inner.make_optimizer(c), outer.make_outer(c, mesh)
-    real = state.init_state(c, mesh, optimizer, plan)
-    drawn = state.abstract_state(c, mesh, optimizer, plan)
+    plan = make_plan(c, mesh)
+    real, drawn = init_state(c, mesh, plan), abstract_state(c, mesh, plan)
   same = lambda a, b: (
     (a.shape, a.dtype) == (b.shape, b.dtype)
     and (a.sharding.is_equivalent_to(b.sharding, a.ndim))
@@ -73,10 +72,10 @@ def test_shapes_are_those_of_a_real_state(tiny):
 
 def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   tiny.outer.offload = True
-  c = config_lib.resolve(tiny)
-  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  c = resolve(tiny)
+  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
   on_device, at_host = report.placed_state(c, programs)
-  n = config_lib.num_params(c)
+  n = num_params(c.model)
   assert at_host["outer parameters"] == 4 * n
   # M replicas, each with float32 parameters.
   assert on_device["parameters"] == 4 * n * c.replicas
@@ -95,9 +94,8 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
 
 def test_every_program_compiles_where_training_runs(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
-  c = config_lib.resolve(tiny)
-  assert hidden_steps(c) == 1  # H=4 over four fragments: a send after every step.
-  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  c = resolve(tiny)
+  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
   assert list(programs.lower)[:4] == ["inner step", "send", "merge", "update"]
   found = [programs.compile(name) for name in programs.lower]
   assert all(x.crossing == 0 and x.peak > 0 for x in found)
@@ -106,8 +104,8 @@ def test_every_program_compiles_where_training_runs(tiny):
 @pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
 def test_activations_are_those_of_a_device_s_sequences(tiny, algorithm):
   tiny.algorithm, tiny.train.batch_size, tiny.train.accumulate = algorithm, 16, 2
-  c = config_lib.resolve(tiny)
-  mesh = run_mesh.make_mesh(c, jax.devices() * 4)
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices() * 4)
   # Two of 16 sequences at a time on each of 4 devices.
   inputs = 2 * c.model.seq_len * c.model.dim * c.model.num_layers
   assert report.activations(c, mesh) == 4 * inputs
@@ -115,33 +113,27 @@ def test_activations_are_those_of_a_device_s_sequences(tiny, algorithm):
 
 def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
   tiny.overlap.transport = "host"
-  c = config_lib.resolve(tiny)
-  programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
+  c = resolve(tiny)
+  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
   assert list(programs.lower) == ["inner step", "send", "merge"]
   assert programs.compile("send").peak > 0
   on_device, at_host = report.placed_state(c, programs)
-  assert at_host["outer parameters"] == 4 * config_lib.num_params(c)
+  assert at_host["outer parameters"] == 4 * num_params(c.model)
   assert not any(name.startswith("outer ") for name in on_device)
-
-
-def test_hidden_steps_end_at_the_next_event(tiny):
-  tiny.fragments.size, tiny.overlap.tau, tiny.sync_every = 3, 3, 8
-  assert hidden_steps(config_lib.resolve(tiny)) == 3
-  tiny.overlap.transport = "host"
-  assert hidden_steps(config_lib.resolve(tiny)) == 0
 
 
 SCRIPT = """
 import json, sys
 import conftest
-from diloco import config as config_lib
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
+from diloco.config import resolve
+from diloco.model.shapes import num_params
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
 c.train.batch_size = c.eval.batch_size = 8
-c = config_lib.resolve(c)
+c = resolve(c)
 slices = int(sys.argv[1])
 devices = describe("v5e:2x2", slices)
 programs = Programs(c, make_mesh(c, devices, slices))
@@ -157,19 +149,20 @@ print(json.dumps({
 DATA_PARALLEL = """
 import json, sys
 import conftest
-from diloco import config as config_lib
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
+from diloco.config import resolve
+from diloco.model.shapes import num_params
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
 c.train.batch_size = c.eval.batch_size = 8
 c.algorithm, c.replicas, c.mesh.replica, c.mesh.fsdp = "data_parallel", 4, 4, 1
 c.inner.gradient_dtype = sys.argv[1]
-c = config_lib.resolve(c)
+c = resolve(c)
 programs = Programs(c, make_mesh(c, describe("v5e:2x2", 1), 1))
 x = programs.compile("inner step", quick=True)
-print(json.dumps({"crossing": x.crossing, "params": config_lib.num_params(c)}))
+print(json.dumps({"crossing": x.crossing, "params": num_params(c.model)}))
 """
 
 
@@ -179,15 +172,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from diloco.aot.topology import describe
-from diloco.wire.codecs import Options, make_codec
+from diloco.config.fields import WireConfig
+from diloco.wire.codecs import COMPRESSORS
 
 place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
-codec, (n, s) = make_codec("quantize", Options(sys.argv[1]), 1024), (4, 2**18)
+wire, row, (n, s) = WireConfig(format=sys.argv[1]), 1024, (4, 2**18)
+codec = COMPRESSORS["quantize"]
 draw = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 key = jax.eval_shape(lambda: jax.random.key(0))
-encode = jax.jit(codec.encode).lower(draw((n, s), jnp.float32), draw((), key.dtype))
-decode = jax.jit(lambda payload: codec.decode(payload, n, s)).lower(
-  draw((codec.nbytes(n, s),), jnp.uint8)
+encode = jax.jit(lambda x, key: codec.encode(wire, x, (), row, key)).lower(
+  draw((n, s), jnp.float32), draw((), key.dtype)
+)
+decode = jax.jit(lambda payload: codec.decode(wire, payload, n, s, row)).lower(
+  draw((codec.size(wire, n, s, row),), jnp.uint8)
 )
 temporaries = lambda x: x.compile().memory_analysis().temp_size_in_bytes
 print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
@@ -227,7 +224,7 @@ def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_on_a_tpu_data_parallel_reduces_its_gradients_in_their_type(dtype, size):
   found = run_with_libtpu(DATA_PARALLEL, dtype)
-  gradients = ledger.data_parallel_bytes(4, found["params"], 1, size)
+  gradients = sizes.data_parallel_bytes(4, found["params"], 1, size)
   assert gradients <= found["crossing"] < 1.001 * gradients  # And the loss.
 
 

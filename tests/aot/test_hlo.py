@@ -3,6 +3,7 @@
 The lines are shortened from programs that XLA compiled for TPU v5e.
 """
 
+import math
 import types
 
 import numpy as np
@@ -187,3 +188,24 @@ def test_windows_are_those_of_the_entry_computation():
   text = program(LOOP).replace("\nENTRY", f"{body}\nENTRY") + body.replace("y", "y.2")
   assert len(hlo.collectives(text)) == 2
   assert hlo.windows(text, mesh()) == []
+
+
+def test_hlo_groups_in_all_notations():
+  permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
+  lines = [
+    "%a = u8[2,1,40]{2,1,0} all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0)",
+    "%b = (f32[8], f32[16]) all-gather-start(%q), replica_groups={{0,1},{2,3}}",
+    "%d = f32[4]{0} all-reduce(%r), replica_groups=mesh['a'=2,'b'=3] {'b'}, to_apply",
+    f"%e = (f32[4]{{0}}, f32[]) all-reduce(%r, %s), replica_groups={permuted}",
+    "%c = f32[3,5]{1,0} add(f32[3,5] %x, f32[3,5] %y)",
+  ]
+  a, b, d, e, f = hlo.collectives("\n".join(lines))
+  assert (a.dtype, a.nbytes, a.groups) == (
+    "u8",
+    math.prod((2, 1, 40)),
+    ((0, 2), (1, 3)),
+  )
+  assert (b.kind, b.shape, b.groups) == ("all-gather", (16,), ((0, 1), (2, 3)))
+  assert d.groups == ((0, 1, 2), (3, 4, 5))
+  assert (e.nbytes, f.nbytes) == (16, 4)
+  assert e.groups == f.groups == ((0, 1, 2), (3, 4, 5))

@@ -289,7 +289,7 @@ def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   with pytest.raises(ConfigError, match=r"whose file 00001-of-.* bytes instead of"):
     make_documents(c, "train")
   with pytest.raises(ConfigError, match="holds tokens, where text is needed"):
-    data_lib.make_source(c, "train")
+    data_lib.make_source(c.data, "train")
 
 
 ROWS = st.lists(
@@ -341,7 +341,7 @@ def test_compressed_lines_are_tokenized_and_no_run_reads_them_directly(
   same_data(direct, as_arrays(tiny, tmp_path / "arrays"))
   tiny.data.source = source
   with pytest.raises(ConfigError, match=r"is compressed.*tokenize it once with"):
-    data_lib.make_source(tiny, "train")
+    data_lib.make_source(tiny.data, "train")
 
 
 def test_lines_without_text_say_where(lines, tmp_path, in_line):

@@ -13,33 +13,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy_decoder import numpy_decoder
 
-from diloco import config as config_lib
-from diloco import data as data_lib
 from diloco import train
+from diloco.config import resolve
+from diloco.data import load_tokenizer
 from diloco.evaluate import __main__ as evaluate
 from diloco.evaluate import score, tasks
-from diloco.model import decoder as model_lib
-from diloco.run import mesh as run_mesh
+from diloco.model import decoder
 from diloco.run import metrics
+from diloco.run.mesh import make_mesh
 
 ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-  return data_lib.load_tokenizer("sotu_2048")
+  return load_tokenizer("sotu_2048")
 
 
 def make_config(seq_len=64, **model):
   c = conftest.tiny_config()
   c.model.seq_len, c.eval.tasks, c.eval.batch_size = seq_len, ITEMS, 2
   c.model.update(model)
-  return config_lib.resolve(c)
+  return resolve(c)
 
 
 def make_params(c):
   """A model that is far from indifferent."""
-  params = model_lib.init_params(model_lib.ModelDims.from_config(c), jax.random.key(0))
+  params = decoder.init(c.model, jax.random.key(0))
   return jax.tree.map(
     lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
   )
@@ -63,10 +63,10 @@ def numpy_score(c, params, tokenizer, query, choice):
 @pytest.mark.parametrize(("seq_len", "chunk"), [(128, 0), (128, 32), (16, 0)])
 def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   c = make_config(seq_len, loss_chunk=chunk)
-  params, mesh = make_params(c), run_mesh.make_mesh(c)
+  params, mesh = make_params(c), make_mesh(c)
   details = []
   with jax.set_mesh(mesh):
-    results = score.make_evaluate_tasks(c, mesh, tokenizer)(params, details)
+    results = score.evaluate(params, score.load(c, tokenizer), c, mesh, details)
   items = tasks.load_items(ITEMS)
   expected = [
     [numpy_score(c, params, tokenizer, item.query, choice) for choice in item.choices]
@@ -92,11 +92,11 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
   c = conftest.tiny_config()
   c.model.num_layers, c.model.seq_len, c.eval.batch_size = 1, 512, 32
   c.fragments.size, c.eval.tasks = 1, ",".join(tasks.TASKS)
-  c = config_lib.resolve(c)
-  mesh = run_mesh.make_mesh(c)
-  params = model_lib.init_params(model_lib.ModelDims.from_config(c), jax.random.key(0))
+  c = resolve(c)
+  mesh = make_mesh(c)
+  params = decoder.init(c.model, jax.random.key(0))
   with jax.set_mesh(mesh):
-    results = score.make_evaluate_tasks(c, mesh, tokenizer)(params)
+    results = score.evaluate(params, score.load(c, tokenizer), c, mesh)
   print("\n" + evaluate.table(results))
   for name, r in results.items():
     assert abs(r.accuracy - r.chance) < 3 * r.stderr, name
@@ -106,11 +106,12 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
 
 def test_few_programs_are_compiled(tokenizer, caplog):
   c = make_config(64)
-  params, mesh = make_params(c), run_mesh.make_mesh(c)
+  params, mesh = make_params(c), make_mesh(c)
   sequences = [tasks.Continuation([5] * n, 1, False) for n in range(2, 65)]
+  jax.clear_caches()
   with jax.set_mesh(mesh), jax.log_compiles(), caplog.at_level("WARNING"):
-    score.make_score(c, mesh)(params, sequences)
-  compiled = [r for r in caplog.records if "Compiling jit(log_lik" in r.getMessage()]
+    score.score(params, sequences, c.model, c.eval.batch_size, mesh)
+  compiled = [r for r in caplog.records if "Compiling jit(_log_lik" in r.getMessage()]
   assert len(compiled) == 2  # Of 64 and of 32 positions.
 
 

@@ -8,16 +8,33 @@ import numpy as np
 import pytest
 from numpy_decoder import numpy_decoder
 
-from diloco import config as config_lib
-from diloco.model import decoder as model_lib
-from diloco.model import loss as loss_lib
+from diloco.config.fields import ModelConfig
+from diloco.model import decoder, shapes
+from diloco.model.loss import token_losses
 
-DIMS = model_lib.ModelDims(3, 16, 2, 32, 50, 12, dtype="float32")
+MODEL = ModelConfig(
+  num_layers=3,
+  dim=16,
+  num_heads=2,
+  ff_dim=32,
+  vocab_size=50,
+  seq_len=12,
+  dtype="float32",
+)
+
+
+def hidden_states(m: ModelConfig, params, ids_BxL):
+  return decoder.Decoder(m).apply({"params": params}, jnp.asarray(ids_BxL))[0]
+
+
+def shift_right(tokens_BxL) -> np.ndarray:
+  bos = np.full((len(tokens_BxL), 1), decoder.BOS_ID)
+  return np.concatenate([bos, np.asarray(tokens_BxL)[:, :-1]], axis=1)
 
 
 @pytest.fixture(scope="module")
 def params():
-  return model_lib.init_params(DIMS, jax.random.key(0))
+  return decoder.init(MODEL, jax.random.key(0))
 
 
 def test_hidden_states_agree_with_numpy(params):
@@ -26,10 +43,10 @@ def test_hidden_states_agree_with_numpy(params):
     lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
   )
   ids = np.random.default_rng(0).integers(0, 50, (2, 12))
-  x = model_lib.hidden_states(DIMS, params, jnp.asarray(ids))
+  x = hidden_states(MODEL, params, jnp.asarray(ids))
   for row, mine in zip(ids, np.asarray(x)):
     np.testing.assert_allclose(
-      mine, numpy_decoder(DIMS, params, row), rtol=2e-4, atol=2e-4
+      mine, numpy_decoder(MODEL, params, row), rtol=2e-4, atol=2e-4
     )
 
 
@@ -38,36 +55,43 @@ def test_a_position_sees_only_what_comes_before(params):
   other = ids.copy()
   other[0, 7] = 3
   a, b = (
-    np.asarray(
-      model_lib.hidden_states(DIMS, params, model_lib.shift_right(jnp.asarray(i)))
-    )
+    np.asarray(hidden_states(MODEL, params, shift_right(jnp.asarray(i))))
     for i in (ids, other)
   )
   np.testing.assert_array_equal(a[0, :8], b[0, :8])
   assert np.abs(a[0, 8:] - b[0, 8:]).min(axis=0).max() > 0
-  inputs = model_lib.shift_right(jnp.asarray(ids))
-  assert inputs[0, 0] == model_lib.BOS_ID
-  np.testing.assert_array_equal(inputs[0, 1:], ids[0, :-1])
+
+
+@pytest.mark.parametrize("chunk", [0, 4, 8])
+def test_losses_are_those_of_every_token_given_those_before_it(params, chunk):
+  tokens = np.random.default_rng(7).integers(4, 50, (2, 12))
+  m = dataclasses.replace(MODEL, loss_chunk=chunk)  # 8 divides no length of 12: 4.
+  nll, z2 = decoder.losses(m, params, jnp.asarray(tokens))
+  head = np.asarray(params["embed"]["tokens"], np.float64)
+  for row, row_nll, row_z2 in zip(tokens, nll, z2):
+    logits = numpy_decoder(m, params, shift_right(row[None])[0]) @ head.T
+    log_z = np.log(np.exp(logits).sum(-1))
+    expected = log_z - logits[np.arange(12), row]
+    np.testing.assert_allclose(row_nll, expected, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(row_z2, log_z**2, rtol=1e-3, atol=1e-3)
 
 
 def masked_states(params, tokens, **changes):
-  dims = dataclasses.replace(DIMS, segment_masks=True, **changes)
-  return model_lib.hidden_states(
-    dims, params, model_lib.shift_right(jnp.asarray(tokens))
-  )
+  dims = dataclasses.replace(MODEL, segment_masks=True, **changes)
+  return hidden_states(dims, params, shift_right(jnp.asarray(tokens)))
 
 
 # Documents, EOS included, that fill a sequence of 12; the last is cut.
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 1, 9, 1), (12,), (11, 1)])
 def test_masked_documents_are_what_they_are_alone(params, lengths):
   rng = np.random.default_rng(sum(lengths[:1]))
-  documents = [[*rng.integers(4, 50, n - 1), model_lib.EOS_ID] for n in lengths]
+  documents = [[*rng.integers(4, 50, n - 1), decoder.EOS_ID] for n in lengths]
   documents[-1][-1] = 17
   packed = masked_states(params, [np.concatenate(documents)])[0]
   start = 0
   for document in documents:
-    ids = np.asarray([model_lib.BOS_ID, *document[:-1]])
-    alone = numpy_decoder(DIMS, params, ids)
+    ids = np.asarray([decoder.BOS_ID, *document[:-1]])
+    alone = numpy_decoder(MODEL, params, ids)
     np.testing.assert_allclose(
       packed[start : start + len(document)], alone, rtol=2e-4, atol=2e-4
     )
@@ -78,9 +102,7 @@ def test_without_masks_documents_see_the_ones_before(params):
   tokens = np.asarray([[9, 8, 1, 7, 6, 5, 4, 9, 8, 7, 6, 5]])
   other = tokens.copy()
   other[0, 0] = 30
-  plain = lambda t: model_lib.hidden_states(
-    DIMS, params, model_lib.shift_right(jnp.asarray(t))
-  )
+  plain = lambda t: hidden_states(MODEL, params, shift_right(jnp.asarray(t)))
   assert np.abs(plain(tokens) - plain(other))[0, 3:].max() > 1e-3
   np.testing.assert_array_equal(
     masked_states(params, tokens)[0, 3:], masked_states(params, other)[0, 3:]
@@ -89,9 +111,7 @@ def test_without_masks_documents_see_the_ones_before(params):
 
 def test_masks_without_an_end_of_document_change_nothing(params):
   tokens = np.random.default_rng(5).integers(4, 50, (2, 12))
-  plain = model_lib.hidden_states(
-    DIMS, params, model_lib.shift_right(jnp.asarray(tokens))
-  )
+  plain = hidden_states(MODEL, params, shift_right(jnp.asarray(tokens)))
   np.testing.assert_allclose(masked_states(params, tokens), plain, rtol=1e-5, atol=1e-5)
 
 
@@ -99,30 +119,28 @@ def test_a_model_without_masks_computes_none(params):
   ids = jnp.zeros((2, 12), jnp.int32)
 
   def program(dims):
-    f = lambda p: model_lib.hidden_states(dims, p, ids).sum()
+    f = lambda p: hidden_states(dims, p, ids).sum()
     return str(jax.make_jaxpr(jax.grad(f))(params))
 
-  assert "cumsum" not in program(DIMS)
-  assert "cumsum" in program(dataclasses.replace(DIMS, segment_masks=True))
+  assert "cumsum" not in program(MODEL)
+  assert "cumsum" in program(dataclasses.replace(MODEL, segment_masks=True))
 
 
 def test_rematerialisation_changes_nothing_but_memory(params):
   ids = jnp.asarray(np.random.default_rng(2).integers(0, 50, (2, 12)))
-  f = lambda d: jax.grad(lambda p: (model_lib.hidden_states(d, p, ids) ** 2).sum())
-  plain, remat = f(DIMS)(params), f(dataclasses.replace(DIMS, remat=True))(params)
+  f = lambda d: jax.grad(lambda p: (hidden_states(d, p, ids) ** 2).sum())
+  plain, remat = f(MODEL)(params), f(dataclasses.replace(MODEL, remat=True))(params)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, plain, remat)
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
-  dims = dataclasses.replace(DIMS, dtype="bfloat16", param_dtype="bfloat16")
-  params = model_lib.init_params(dims, jax.random.key(0))
+  dims = dataclasses.replace(MODEL, dtype="bfloat16", param_dtype="bfloat16")
+  params = decoder.init(dims, jax.random.key(0))
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-  x = model_lib.hidden_states(dims, params, jnp.zeros((1, 12), jnp.int32))
+  x = hidden_states(dims, params, jnp.zeros((1, 12), jnp.int32))
   assert x.dtype == jnp.bfloat16
-  nll, z2 = loss_lib.token_losses(
-    x, params["embed"]["tokens"], jnp.zeros((1, 12), jnp.int32), jnp.ones((1, 12))
-  )
+  nll, z2 = decoder.losses(dims, params, jnp.zeros((1, 12), jnp.int32))
   assert nll.dtype == z2.dtype == jnp.float32
 
 
@@ -135,12 +153,10 @@ def test_loss_in_chunks_is_the_loss(chunk):
   logits = x.astype(np.float64) @ head.T
   log_z = np.log(np.exp(logits).sum(-1))
   nll = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-  f = lambda x: loss_lib.token_losses(
-    x, jnp.asarray(head), jnp.asarray(targets), jnp.float32(weights), chunk
-  )
-  np.testing.assert_allclose(f(x)[0], (nll * weights).sum(), rtol=1e-5)
-  np.testing.assert_allclose(f(x)[1], (log_z**2 * weights).sum(), rtol=1e-5)
-  gradient = jax.grad(lambda x: f(x)[0])(x)
+  f = lambda x: token_losses(x, jnp.asarray(head), jnp.asarray(targets), chunk)
+  np.testing.assert_allclose(f(x)[0], nll, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(f(x)[1], log_z**2, rtol=1e-5, atol=1e-5)
+  gradient = jax.grad(lambda x: (f(x)[0] * weights).sum())(x)
   probs = np.exp(logits - log_z[..., None])
   probs[np.arange(2)[:, None], np.arange(12), targets] -= 1
   np.testing.assert_allclose(
@@ -150,10 +166,10 @@ def test_loss_in_chunks_is_the_loss(chunk):
 
 def test_chunked_loss_never_holds_all_logits():
   x, head = jnp.zeros((2, 64, 8)), jnp.zeros((1000, 8))
-  targets, weights = jnp.zeros((2, 64), jnp.int32), jnp.ones((2, 64))
+  targets = jnp.zeros((2, 64), jnp.int32)
 
   def compiled(chunk):
-    f = lambda x, h: loss_lib.token_losses(x, h, targets, weights, chunk)[0]
+    f = lambda x, h: token_losses(x, h, targets, chunk)[0].sum()
     return jax.jit(jax.grad(f, argnums=(0, 1))).lower(x, head).compile()
 
   all_logits = 2 * 64 * 1000 * 4
@@ -176,22 +192,30 @@ def test_chunked_loss_never_holds_all_logits():
   ],
 )
 def test_parameter_counts_give_the_papers_names(layers, heads, vocab, millions):
-  c = config_lib.default_config()
-  c.train.steps = 1
-  c.model.update(
-    {"num_layers": layers, "num_heads": heads, "dim": 64 * heads, "vocab_size": vocab}
-  )
-  count = config_lib.num_params(config_lib.resolve(c), with_positions_and_norms=False)
-  assert count == pytest.approx(millions * 1e6, rel=2e-3)
+  m = ModelConfig(num_layers=layers, num_heads=heads, dim=64 * heads, vocab_size=vocab)
+  assert shapes.matrix_params(m) == pytest.approx(millions * 1e6, rel=2e-3)
+  d = m.dim
+  assert shapes.matrix_params(m) == 12 * layers * d**2 + vocab * d
 
 
-def test_the_counted_parameters_are_those_of_the_model():
-  c = config_lib.default_config()
-  c.train.steps = 1
-  c.model.update({"num_layers": 3, "num_heads": 2, "dim": 16, "vocab_size": 50})
-  r = config_lib.resolve(c)
-  params = jax.eval_shape(
-    lambda k: model_lib.init_params(model_lib.ModelDims.from_config(r), k),
-    jax.random.key(0),
-  )
-  assert config_lib.num_params(r) == sum(x.size for x in jax.tree.leaves(params))
+@pytest.mark.parametrize("qk_norm", [True, False])
+def test_shapes_are_those_of_the_model(qk_norm):
+  m = dataclasses.replace(MODEL, qk_norm=qk_norm)
+  params = jax.eval_shape(lambda key: decoder.init(m, key), jax.random.key(0))
+  assert jax.tree.map(lambda x: x.shape, params) == shapes.parameters(m)
+  assert shapes.num_params(m) == sum(x.size for x in jax.tree.leaves(params))
+  paths = jax.tree_util.tree_leaves_with_path(params)
+  assert [tuple(k.key for k in path) for path, _ in paths] == [
+    path for path, _ in shapes.leaves(shapes.parameters(m))
+  ]
+
+
+def test_flops_are_those_that_xla_counts():
+  m = dataclasses.replace(MODEL, num_layers=1, dim=64, ff_dim=256, seq_len=64)
+  params = decoder.init(m, jax.random.key(0))
+  loss = lambda p, tokens: decoder.losses(m, p, tokens)[0].sum()
+  tokens = jnp.zeros((4, 64), jnp.int32)
+  program = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+  # The scan of one layer is counted once. XLA counts norms, softmax and GELU, too.
+  counted = program.cost_analysis()["flops"] / tokens.size
+  assert shapes.flops_per_token(m) == pytest.approx(counted, rel=0.15)

@@ -9,17 +9,23 @@ import jax
 import numpy as np
 import pytest
 
-from diloco import config as config_lib
 from diloco.algorithm.state import TrainState
+from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint
-from diloco.run import processes as distributed
-
-RECORD = {"finished": False}
+from diloco.run.checkpoint import Record
+from diloco.run.mesh import make_mesh
+from diloco.run.processes import Peers
 
 
 @pytest.fixture
 def c(tiny):
-  return config_lib.resolve(tiny)
+  return resolve(tiny)
+
+
+@pytest.fixture(autouse=True)
+def small_state(monkeypatch):
+  """A state of two arrays instead of a model's."""
+  monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
 
 
 def state(value: float) -> TrainState:
@@ -28,16 +34,15 @@ def state(value: float) -> TrainState:
   )
 
 
-def like(step, record) -> TrainState:
-  del step, record
-  return state(0)
+def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), None, peers)
 
 
 def save(workdir, c, steps):
   """Checkpoints of these steps, whose parameters are the step."""
-  checkpoints = checkpoint.Checkpoints(workdir, c)
+  checkpoints = open_checkpoints(workdir, c)
   for step in steps:
-    checkpoints.save(step, state(step), RECORD)
+    checkpoints.save(step, state(step), Record(c.to_dict()))
     checkpoints.wait()
   checkpoints.close()
 
@@ -60,14 +65,14 @@ def test_what_was_passed_over_is_moved_and_its_step_saved_again(
   save(tmp_path, c, [10, 12])
   for _ in range(2):  # The second time its place is taken.
     damage(tmp_path, 12, part)
-    checkpoints = checkpoint.Checkpoints(tmp_path, c)
-    restored = checkpoints.restore(like)
-    assert (restored.step, restored.record["finished"]) == (10, False)
+    checkpoints = open_checkpoints(tmp_path, c)
+    restored = checkpoints.restore()
+    assert (restored.step, restored.record.finished) == (10, False)
     np.testing.assert_array_equal(restored.state.params["w"], np.full((2, 3), 10.0))
     assert checkpoints.latest == 10
-    checkpoints.save(12, state(12), RECORD)
+    checkpoints.save(12, state(12), Record(c.to_dict()))
     checkpoints.wait()
-    assert checkpoints.restore(like).state.params["w"][0, 0] == 12
+    assert checkpoints.restore().state.params["w"][0, 0] == 12
     checkpoints.close()
   assert names(tmp_path / "checkpoints") == ["10", "12"]
   assert names(tmp_path / "unreadable") == ["12", "12.1"]
@@ -78,20 +83,20 @@ def test_checkpoints_of_which_none_can_be_read_are_no_fresh_start(c, tmp_path):
   save(tmp_path, c, [10, 12])
   damage(tmp_path, 10)
   damage(tmp_path, 12, "record")
-  checkpoints = checkpoint.Checkpoints(tmp_path, c)
+  checkpoints = open_checkpoints(tmp_path, c)
   message = r"\(steps 12, 10\) cannot be read; choose another --workdir, or move"
-  with pytest.raises(config_lib.ConfigError, match=message):
-    checkpoints.restore(like)
+  with pytest.raises(ConfigError, match=message):
+    checkpoints.restore()
   assert names(tmp_path / "checkpoints") == ["10", "12"]
-  assert checkpoint.Checkpoints(tmp_path / "new", c).restore(like) is None
+  assert open_checkpoints(tmp_path / "new", c).restore() is None
 
 
 def test_what_is_not_saved_is_an_error(c, tmp_path):
   save(tmp_path, c, [12])
-  checkpoints = checkpoint.Checkpoints(tmp_path, c)
+  checkpoints = open_checkpoints(tmp_path, c)
   message = "step 11 cannot be saved since a checkpoint of step 12 is there"
-  with pytest.raises(config_lib.ConfigError, match=message):
-    checkpoints.save(11, state(11), RECORD)
+  with pytest.raises(ConfigError, match=message):
+    checkpoints.save(11, state(11), Record(c.to_dict()))
 
 
 def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
@@ -100,28 +105,30 @@ def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
   record = json.loads(file.read_text())
   del record["config"]["outer"]["fedpart"]
   file.write_text(json.dumps(record))
-  assert checkpoint.Checkpoints(tmp_path, c).restore(like).step == 10
+  assert open_checkpoints(tmp_path, c).restore().step == 10
   tiny.outer.fedpart = True  # What the old version did not know, it did not do.
-  other = checkpoint.Checkpoints(tmp_path, config_lib.resolve(tiny))
-  with pytest.raises(config_lib.ConfigError, match=r"outer.fedpart: False -> True\)"):
-    other.restore(like)
+  other = open_checkpoints(tmp_path, resolve(tiny))
+  with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True\)"):
+    other.restore()
 
 
-def restore_as_two(workdir, c, read) -> list:
-  """What each of two processes restores or raises; read(p, checkpoints) patches it."""
+def restore_as_two(workdir, c) -> list:
+  """What each of two processes, here threads, restores or raises."""
   ends = socket.socketpair()
-  peers = [distributed.Peers(p, 2, {1 - p: ends[p]}) for p in range(2)]
+  peers = [Peers(p, 2, {1 - p: ends[p]}) for p in range(2)]
   found = [None, None]
 
   def restore(p: int) -> None:
-    checkpoints = checkpoint.Checkpoints(workdir, c, peers[p])
-    read(p, checkpoints)
+    checkpoints = open_checkpoints(workdir, c, peers[p])
     try:
-      found[p] = checkpoints.restore(like)
-    except config_lib.ConfigError as error:
+      found[p] = checkpoints.restore()
+    except ConfigError as error:
       found[p] = error
 
-  threads = [threading.Thread(target=restore, args=(p,), daemon=True) for p in range(2)]
+  threads = [
+    threading.Thread(target=restore, args=(p,), name=f"process {p}", daemon=True)
+    for p in range(2)
+  ]
   for thread in threads:
     thread.start()
   for thread in threads:
@@ -136,47 +143,68 @@ def restore_as_two(workdir, c, read) -> list:
 def test_two_processes_pass_over_what_neither_can_read(c, tmp_path):
   save(tmp_path, c, [10, 12])
   damage(tmp_path, 12)
-  found = restore_as_two(tmp_path, c, lambda p, checkpoints: None)
+  found = restore_as_two(tmp_path, c)
   assert [x.step for x in found] == [10, 10]
   assert names(tmp_path / "unreadable") == ["12"]
 
 
-@pytest.mark.parametrize("part", ["_read_state", "_read_record"])
-def test_what_one_process_alone_cannot_read_ends_all(c, tmp_path, part):
+@pytest.mark.parametrize("part", ["read_arrays", "read_record"])
+def test_what_one_process_alone_cannot_read_ends_all(c, tmp_path, monkeypatch, part):
   save(tmp_path, c, [10, 12])
+  read = getattr(checkpoint, part)
 
-  def fail(*args):
-    raise OSError("stale file handle\nmore")
+  def fail_in_one(*args):
+    if threading.current_thread().name == "process 1":
+      raise OSError("stale file handle\nmore")
+    return read(*args)
 
-  def read(p, checkpoints):
-    if p == 1:
-      setattr(checkpoints, part, fail)
-
-  found = restore_as_two(tmp_path, c, read)
+  monkeypatch.setattr(checkpoint, part, fail_in_one)
+  found = restore_as_two(tmp_path, c)
   for error in found:
-    assert isinstance(error, config_lib.ConfigError)
+    assert isinstance(error, ConfigError)
     assert "step 12 process 1 cannot read (stale file handle) while" in str(error)
     assert "see that it is the same folder on all machines" in str(error)
   assert names(tmp_path / "checkpoints") == ["10", "12"]
 
 
 def saved(c) -> dict:
-  return json.loads(json.dumps(config_lib.resolve(c).to_dict()))
+  return json.loads(json.dumps(resolve(c).to_dict()))
 
 
 def test_fields_that_the_runs_code_did_not_have_count_as_their_defaults():
   c = conftest.tiny_config()
   old = saved(c)
   del old["outer"]["fedpart"]
-  checkpoint.check_same_config(old, config_lib.resolve(c), step=3)
+  checkpoint._check_same_config(old, resolve(c), step=3)
   c.outer.fedpart = True
-  with pytest.raises(config_lib.ConfigError, match=r"outer.fedpart: False -> True"):
-    checkpoint.check_same_config(old, config_lib.resolve(c), step=3)
+  with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True"):
+    checkpoint._check_same_config(old, resolve(c), step=3)
 
 
 def test_a_field_that_is_gone_is_a_difference():
   c = conftest.tiny_config()
   old = saved(c)
   old["outer"]["warp"] = 2
-  with pytest.raises(config_lib.ConfigError, match=r"outer.warp: 2 -> '.absent.'"):
-    checkpoint.check_same_config(old, config_lib.resolve(c), step=3)
+  with pytest.raises(ConfigError, match=r"outer.warp: 2 -> '.absent.'"):
+    checkpoint._check_same_config(old, resolve(c), step=3)
+
+
+@pytest.mark.parametrize(
+  ("fields", "before", "warns"),
+  [
+    ({}, 4, True),
+    ({}, 2, False),
+    ({"wire.format": "bf16"}, 4, False),
+    ({"wire.format": "bf16", "wire.compressor": "topk"}, 4, True),
+    ({"algorithm": "data_parallel"}, 4, False),
+  ],
+)
+def test_a_run_that_goes_on_with_other_shards_is_warned(
+  tiny, monkeypatch, fields, before, warns
+):
+  said = []
+  warning = lambda message, *values: said.append(message % values)
+  monkeypatch.setattr(checkpoint.logging, "warning", warning)
+  tiny.update_from_flattened_dict(fields)
+  checkpoint._warn_of_other_shards(resolve(tiny), before, 2)
+  assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns

@@ -30,18 +30,18 @@ def trained(request, tmp_path_factory):
 def train_in(workdir, **fields):
   """Trains; the parameters that the last evaluation was of."""
   seen = []
-  make = heldout.make_evaluate
+  evaluate_ = heldout.evaluate
 
-  def spy(*args):
-    run = make(*args)
-    return lambda params: seen.append(jax.device_get(params)) or run(params)
+  def spy(params, *args):
+    seen.append(jax.device_get(params))
+    return evaluate_(params, *args)
 
   c = conftest.tiny_config()
   c.train.steps, c.log.sample_tokens = 9, 0
   c.checkpoint.every, c.checkpoint.keep = 4, 5
   c.update_from_flattened_dict(fields)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(heldout, "make_evaluate", spy)
+    patch.setattr(heldout, "evaluate", spy)
     train.train(c, workdir)
   return seen[0]  # Of the outer parameters, the mean and the first replica.
 

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from diloco import config as config_lib
 from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.sync import Event
+from diloco.algorithm.state import Event
+from diloco.config import resolve
 from diloco.run import metrics
-from diloco.run.log import Recorder, Spent
+from diloco.run.log import Log, Spent
 from diloco.run.processes import Peers
 from diloco.wire.ledger import Ledger
 
@@ -29,13 +29,12 @@ class OnDevice:
 
 
 def make_recorder(tiny, workdir, spent=None):
-  c = config_lib.resolve(tiny)
-  ledger = Ledger(c.replicas)
-  return Recorder(c, workdir, 0, ledger, spent or Spent(), lambda: None, Peers())
+  c = resolve(tiny)
+  return Log(c, workdir, 0, Ledger(), spent or Spent(), lambda: None, Peers())
 
 
 def stretch(steps: range, log: list):
-  """Arguments of `Recorder.stretch`: metrics by step, and a send after the last."""
+  """Arguments of `Log.stretch`: metrics by step, and a send after the last."""
   made = [InnerMetrics(*[OnDevice(t, log)] * 3) for t in steps]
   sent = {"outer_grad_norm": OnDevice("send", log)}
   return steps, made, [Event("send", 0, steps[-1], 10, sent)]

@@ -183,24 +183,26 @@ def test_four_replicas_on_one_and_four_processes(launch, tmp_path, transport):
 LATE = """
 import sys, time
 import conftest, jax, numpy as np
-from diloco import config as config_lib
-from diloco.run import processes as distributed
-from diloco.model import sharding as mesh
-from diloco.algorithm import outer
+from diloco.algorithm.plan import make_plan
+from diloco.config import resolve
+from diloco.model import sharding
+from diloco.run import processes
+from diloco.run.mesh import make_mesh
+from diloco.wire.exchange import encoded
 
 i = int(sys.argv[1])
-peers = distributed.initialize(sys.argv[2], 2, i)
+peers = processes.initialize(sys.argv[2], 2, i)
 c = conftest.tiny_config()
 c.overlap.transport = "host"
-c = config_lib.resolve(c)
-devices = mesh.make_mesh(c)
-with jax.set_mesh(devices):
-  transport = outer.make_outer(c, devices).transport
+c = resolve(c)
+mesh = make_mesh(c)
+with jax.set_mesh(mesh):
+  transport = make_plan(c, mesh).transport
   transport.connect()
   time.sleep(35 * i)
   own = np.full((2, 1, 8), i, np.uint8)
-  payload = mesh.place(own, transport.encoded)
-  print(transport._transmit_codes(payload)[:, 0, 0].tolist(), flush=True)
+  found = transport.carry(sharding.place(own, encoded(mesh)))
+  print(np.asarray(found.addressable_data(0))[:, 0, 0].tolist(), flush=True)
 peers.close()
 """
 
@@ -386,10 +388,10 @@ def test_a_process_may_die_and_come_again_while_the_others_wait(order):
 
 def test_a_process_that_dies_while_it_waits_is_not_taken_for_there():
   port = free_port()
-  dying = threading.Thread(target=come_and_go, args=(port, 1, 2))
+  dying = threading.Thread(target=come_and_go, args=(port, 1, 3))
   dying.start()
   with pytest.raises(distributed.ProcessLost, match="process 1 came and went again"):
-    distributed.meet("localhost", port, 2, 0, 1)
+    distributed.meet("localhost", port, 3, 0, 3)  # Process 2 never comes.
   dying.join()
 
 

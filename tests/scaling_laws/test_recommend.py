@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import recommend as lib
+from diloco import recommend as command
 from diloco.scaling_laws import cells, paper, predict, results
+from diloco.scaling_laws import recommend as lib
 from diloco.scaling_laws.fits import PowerLaw
 
 
@@ -146,7 +147,9 @@ def write(path, rows) -> str:
 
 
 def ask(capsys, *arguments) -> dict:
-  assert lib.main(["--algorithm=streaming", *arguments, "--seq_len=64", "--json"]) == 0
+  assert (
+    command.main(["--algorithm=streaming", *arguments, "--seq_len=64", "--json"]) == 0
+  )
   return json.loads(capsys.readouterr().out)
 
 
@@ -192,7 +195,7 @@ def test_the_budget_and_the_outer_rate_are_those_of_ones_own_runs(
   more = ask(capsys, "--params=4e6", f"--results={path}", "--overtrain=4")
   assert more["tokens"] == pytest.approx(24 * 4e6, rel=1e-3)
   assert more["loss"] is None
-  assert lib.main(["--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
+  assert command.main(["--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
   assert "no law: it holds for 6 tokens per parameter" in capsys.readouterr().out
 
 
@@ -215,7 +218,7 @@ def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
     and (r["params"], r["replicas"]) != (1e6, 1)
   ]
   path = write(tmp_path / "runs.csv", rows)
-  assert lib.main(["--params=4e6", f"--results={path}"]) == 2
+  assert command.main(["--params=4e6", f"--results={path}"]) == 2
   assert "the best batch, 4096, is the smallest of 2" in capsys.readouterr().err
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
   tokens, edge, few, missing = answer["notes"]
@@ -223,7 +226,7 @@ def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
   assert "best batch, 4096, is the smallest of 2 tried" in edge
   assert "only 2 batch sizes were tried" in few
   assert "streaming has no run at N = 1e+06, M = 1" in missing
-  assert lib.main(["--params=4e6", f"--results={path}", "--any"]) == 0
+  assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 0
   assert capsys.readouterr().out.count("\nnote") == 5  # And that none is of diloco.
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
   answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
@@ -234,26 +237,28 @@ def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
 def test_without_a_law_of_the_batch_nothing_is_recommended(tmp_path, capsys, own_rows):
   rows = [r for r in own_rows if r["batch_tokens"] == 4096]
   path = write(tmp_path / "runs.csv", rows)
-  assert lib.main(["--params=4e6", f"--results={path}", "--any"]) == 2
+  assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 2
   assert "no law of the batch for joint: it was swept at" in capsys.readouterr().err
 
 
 def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
-  assert lib.main(["--params=4B", "--replicas=2"]) == 0
+  assert command.main(["--params=4B", "--replicas=2"]) == 0
   text = capsys.readouterr().out
   for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
     assert part in text
   assert "figure 7" in text
-  assert lib.main(["--params=4B", "--overtrain=2", "--algorithm=data_parallel"]) == 0
+  assert (
+    command.main(["--params=4B", "--overtrain=2", "--algorithm=data_parallel"]) == 0
+  )
   text = capsys.readouterr().out
   assert "no law: it holds for 20 tokens per parameter" in text
   assert "outer" not in text
-  assert lib.main(["--params=big"]) == 2
+  assert command.main(["--params=big"]) == 2
   assert capsys.readouterr().err.startswith("error: size is 'big'")
-  assert lib.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
+  assert command.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
   for flag in ("--where=seed=0", "--any"):
     capsys.readouterr()
-    assert lib.main(["--params=1e9", flag]) == 2
+    assert command.main(["--params=1e9", flag]) == 2
     assert "about --results, which is not given" in capsys.readouterr().err
 
 
@@ -269,7 +274,7 @@ def test_no_jax_is_imported():
 
 
 def test_json_is_the_dataclass(capsys):
-  lib.main(["--params=1e9", "--json"])
+  command.main(["--params=1e9", "--json"])
   answer = json.loads(capsys.readouterr().out)
   expected = dataclasses.asdict(lib.recommend(1e9))
   assert {k: answer[k] for k in expected} == {**expected, "notes": []}

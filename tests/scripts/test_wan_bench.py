@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from diloco import config as config_lib
+from diloco.model.shapes import num_params
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 
@@ -34,14 +34,14 @@ def test_every_method_is_a_valid_config():
     c = bench.resolved(options("--replicas=4"), method)
     assert c.replicas == 4
     assert c.log.every in (1, 5)
-    assert 1e6 < config_lib.num_params(c) < 4e6
+    assert 1e6 < num_params(c.model) < 4e6
 
 
 @pytest.mark.parametrize("method", [m for m in bench.METHODS if m != "data-parallel"])
 def test_phases_are_whole_rounds_between_two_sends(method):
   given = options("--rates=8,32,2", "--rounds=2")
   c = bench.resolved(given, method)
-  schedule = config_lib.make_schedule(c)
+  schedule = c.make_schedule()
   phases = bench.plan(given, method, 0.05)
   assert [p.rate for p in phases] == [32e6, 8e6, 2e6]
   for phase in phases:
@@ -60,7 +60,7 @@ def test_data_parallel_leaves_out_rates_that_take_too_long():
   given = options("--rates=1,100,10", "--longest_step=10", "--seconds=20")
   phases = bench.plan(given, "data-parallel", 0.05)
   c = bench.resolved(given, "data-parallel")
-  bits = 32 * config_lib.num_params(c)
+  bits = 32 * num_params(c.model)
   assert [p.rate for p in phases] == [100e6, 10e6]
   assert phases[1].last - phases[1].first == int(20 / (bits / 10e6 + 0.05))
 
@@ -107,7 +107,7 @@ def test_compute_time_is_that_of_steps_without_an_exchange():
 def test_predictions_have_closed_forms():
   """A reduction that nothing hides costs its bits over the rate."""
   c = bench.resolved(options(), "DiLoCo")
-  bits, seconds, rate = 32 * config_lib.num_params(c), 0.05, 1e7
+  bits, seconds, rate = 32 * num_params(c.model), 0.05, 1e7
   compute = c.sync_every * seconds
   # Layer by layer the backward pass hides some of it, a step at most.
   found = bench.predicted(c, seconds, rate)

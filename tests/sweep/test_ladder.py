@@ -5,7 +5,8 @@ import pathlib
 
 import pytest
 
-from diloco import config as config_lib
+from diloco.config import resolve
+from diloco.model.shapes import num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -23,8 +24,8 @@ def test_sizes_rise_from_a_tenth_of_a_million(ladder):
   sizes = []
   for size in ladder.SIZES:
     point = {"size": size, "algorithm": "diloco", "replicas": 4, "lr": 0.01, "batch": 8}
-    c = config_lib.resolve(ladder.get_config(point))
-    n = config_lib.num_params(c)
+    c = resolve(ladder.get_config(point))
+    n = num_params(c.model)
     assert 5.8 < c.train.tokens / n < 6.2
     sizes.append(n)
   assert sizes == sorted(sizes)
@@ -34,8 +35,8 @@ def test_sizes_rise_from_a_tenth_of_a_million(ladder):
 
 def test_ablations_change_what_they_say(ladder):
   point = {"size": "105k", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
-  base = config_lib.resolve(ladder.get_config(point))
-  more = config_lib.resolve(
+  base = resolve(ladder.get_config(point))
+  more = resolve(
     ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})
   )
   assert more.train.steps == pytest.approx(4 * base.train.steps, abs=4 * 15)

@@ -1,5 +1,6 @@
-"""Packing, compressors and payloads: exact sizes and round trips."""
+"""Compressors on one tensor: exact sizes and round trips."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,45 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.wire import bits, codecs, payload
+from diloco.config.fields import WireConfig
+from diloco.wire import codecs, sizes
 
 KEY = jax.random.key(0)
 
 
-@pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 101])
-def test_packing_round_trip_and_exact_size(width, n):
-  codes = np.random.default_rng(n).integers(0, 1 << width, n).astype(np.uint8)
-  packed = bits.pack(codes, width)
-  assert packed.shape == (math.ceil(n * width / 8),)
-  np.testing.assert_array_equal(bits.unpack(packed, width, n), codes)
+@dataclasses.dataclass(frozen=True)
+class Codec:
+  """A compressor without state, for tensors with rows of `row` values."""
+
+  wire: WireConfig
+  row: int
+
+  def encode(self, x, key) -> jax.Array:
+    compressor = codecs.COMPRESSORS[self.wire.compressor]
+    return compressor.encode(self.wire, jnp.asarray(x), (), self.row, key)[0]
+
+  def decode(self, code, n, s) -> jax.Array:
+    compressor = codecs.COMPRESSORS[self.wire.compressor]
+    return compressor.decode(self.wire, code, n, s, self.row)
+
+  def nbytes(self, n, s) -> int:
+    return sizes.SIZES[self.wire.compressor](self.wire, n, s, self.row)
 
 
-@pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7)])
-def test_packing_puts_every_bit_where_the_layout_says(width, shape):
-  codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
-  n, group = codes.size, 8 // math.gcd(width, 8)
-  size = group * width // 8
-  groups = n // group  # Whole ones, in planes; what remains is a group of its own.
-  expected = np.zeros((groups + 1) * size, int)
-  for index, code in enumerate(codes.reshape(-1)):
-    i, g = divmod(index, groups) if index < groups * group else (index % group, groups)
-    for bit in range(width):
-      byte, place = divmod(i * width + bit, 8)
-      at = byte * groups + g if g < groups else groups * size + byte
-      expected[at] |= (int(code) >> bit & 1) << place
-  packed = jax.jit(bits.pack, static_argnums=1)(codes, width)
-  np.testing.assert_array_equal(packed, expected[: bits.packed_size(n, width)])
-
-
-def test_two_codes_of_four_bits_fill_a_byte():
-  np.testing.assert_array_equal(bits.pack(jnp.uint8([0x1, 0xF, 0x2]), 4), [0xF1, 0x02])
-  np.testing.assert_array_equal(bits.pack(jnp.uint8([1, 2, 3, 4]), 4), [0x31, 0x42])
-
-
-def codec(name="quantize", row=1, **options) -> codecs.Codec:
-  return codecs.make_codec(name, codecs.Options(**options), row)
+def codec(name="quantize", row=1, **options) -> Codec:
+  return Codec(WireConfig(compressor=name, **options), row)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +111,8 @@ def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
   [
     ("quantize", {"format": "e3m0", "block_size": 128}),
     ("quantize", {"format": "e3m0", "block_size": 96}),
-    ("quantize", {"format": "e3m0", "block_size": codecs.WHOLE_TENSOR}),
-    ("quantize", {"format": "e3m0", "block_size": codecs.ROW}),
+    ("quantize", {"format": "e3m0", "block_size": sizes.WHOLE_TENSOR}),
+    ("quantize", {"format": "e3m0", "block_size": sizes.ROW}),
     ("quantize", {"format": "e2m1", "block_size": 16}),
     ("quantize", {"format": "e4m3fn", "rounding": "stochastic"}),
     ("quantize", {"format": "bf16"}),
@@ -155,7 +144,7 @@ def test_non_finite_values_are_never_lost_at_real_sizes(name, options):
     assert np.isfinite(y_Mx1xS[0]).all()
     if name == "quantize" and options["format"] != "bf16":
       size = options.get("block_size", 128)
-      size = {codecs.WHOLE_TENSOR: s, codecs.ROW: row}.get(size, size)
+      size = {sizes.WHOLE_TENSOR: s, sizes.ROW: row}.get(size, size)
       blocks = np.isin(np.arange(s) // size, where // size)
       np.testing.assert_array_equal(np.isnan(y_Mx1xS[1, 0]), blocks)
 
@@ -192,41 +181,20 @@ def test_random_subsets_are_unindexed_and_rescaled(name, factor):
   assert np.any((y != 0) != (other != 0))
 
 
-@pytest.mark.parametrize("name", list(codecs.COMPRESSORS))
-def test_trees_round_trip_like_their_leaves(name):
-  rng = np.random.default_rng(3)
-  tree = {
-    "blocks": {"w": rng.normal(size=(2, 3, 5)), "norm": rng.normal(size=(2, 5))},
-    "embed": {"tokens": rng.normal(size=(7, 5))},
-  }
-  tree = jax.tree.map(jnp.float32, tree)
-  make = lambda row: codec(name, row, format="bf16", density=0.5)
-  code = jax.jit(lambda t, k: payload.encode_tree(make, t, k))(tree, KEY)
-  assert code.shape == (payload.tree_nbytes(make, tree),)
-  decoded = payload.decode_tree(make, code, jax.eval_shape(lambda: tree))
-  i = 0
-  for group, leaves in (("blocks", ("norm", "w")), ("embed", ("tokens",))):
-    for leaf in leaves:
-      x = tree[group][leaf]
-      n = 2 if group == "blocks" else 1
-      flat, key = x.reshape(n, -1), jax.random.fold_in(KEY, i)
-      c = make(x.shape[-1])
-      alone = c.decode(c.encode(flat, key), *flat.shape).reshape(x.shape)
-      np.testing.assert_array_equal(decoded[group][leaf], alone)
-      i += 1
+def test_row_scales_follow_the_rows():
+  x = jnp.float32([[1.0, 1.0, 1e-6, 1e-6]])
+  c = codec(row=2, format="e3m0", block_size=sizes.ROW)
+  assert c.nbytes(1, 4) == 2 + 2
+  np.testing.assert_allclose(c.decode(c.encode(x, KEY), 1, 4), x, rtol=0.34)
 
 
-def test_row_scales_follow_the_last_axis():
-  x = jnp.float32([[[1.0, 1.0], [1e-6, 1e-6]]])  # (n=1, 2, 2)
-  make = lambda row: codec("quantize", row, format="e3m0", block_size=codecs.ROW)
-  tree = {"blocks": {"w": x}}
-  assert payload.tree_nbytes(make, tree) == 2 + 2
-  y = payload.decode_tree(make, payload.encode_tree(make, tree, KEY), tree)
-  np.testing.assert_allclose(y["blocks"]["w"], x, rtol=0.34)
-
-
-def test_unknown_compressor():
-  with pytest.raises(
-    ValueError, match=r"wire.compressor is 'zip'; choose one of quant"
-  ):
-    codec("zip")
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"compressor": "zip"}, r"wire.compressor is 'zip'; choose one of quantize, topk"),
+    ({"format": "e9m9"}, r"wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
+  ],
+)
+def test_unknown_names(fields, message):
+  with pytest.raises(ValueError, match=message):
+    sizes.check(WireConfig(**fields))

@@ -1,4 +1,6 @@
-"""eXmY codecs against ml_dtypes, value tables and brute force in float64."""
+"""eXmY codes against ml_dtypes, tables and float64 by brute force; their packing."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.wire import codes as codes_lib
 from diloco.wire import formats
+from diloco.wire.sizes import packed
 
 ML_DTYPES = {
   "e2m1": ml_dtypes.float4_e2m1fn,
@@ -22,9 +26,9 @@ ML_DTYPES = {
 GENERAL = [f"e{x}m{y}" for x in range(1, 8) for y in range(7) if 2 <= 1 + x + y <= 8]
 ZERO = jnp.int32(0)
 
-encode = jax.jit(formats.encode, static_argnums=0)
-decode = jax.jit(formats.decode, static_argnums=0)
-scale_exponents = jax.jit(formats.scale_exponents, static_argnums=(0, 2))
+encode = jax.jit(codes_lib.encode, static_argnums=0)
+decode = jax.jit(codes_lib.decode, static_argnums=0)
+scale_exponents = jax.jit(codes_lib.scale_exponents, static_argnums=(0, 2))
 
 
 def all_bf16() -> np.ndarray:
@@ -141,7 +145,7 @@ def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
   draws = 40_000
   random_bits = jax.random.bits(jax.random.key(0), (draws, len(x)))
   tiled = jnp.broadcast_to(x, random_bits.shape)
-  values = np.asarray(decode(fmt, formats.encode(fmt, tiled, k, random_bits), k))
+  values = np.asarray(decode(fmt, codes_lib.encode(fmt, tiled, k, random_bits), k))
   table = np.array([fmt.magnitude(c) for c in range(fmt.max_code + 1)]) * 2.0 ** int(k)
   for i, v in enumerate(np.abs(x)):
     above = table[np.searchsorted(table, v)]
@@ -163,5 +167,41 @@ def test_largest_magnitude_is_numpys(n):
   bits[10:20] &= 0xBFFFFFFF  # Finite: the top bit of the exponent is off.
   bits[20:] &= 0x807FFFFF  # Subnormal, which XLA flushes where it computes.
   x = bits.view(np.float32)
-  got = np.asarray(jax.jit(formats.largest_magnitude)(x))
+  got = np.asarray(jax.jit(codes_lib.largest_magnitude)(x))
   np.testing.assert_array_equal(got, np.abs(x).max(axis=-1))
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 64, 101])
+def test_packing_round_trip_and_exact_size(width, n):
+  codes = np.random.default_rng(n).integers(0, 1 << width, n).astype(np.uint8)
+  code = codes_lib.pack(codes, width)
+  assert code.shape == (math.ceil(n * width / 8),)
+  np.testing.assert_array_equal(codes_lib.unpack(code, width, n), codes)
+
+
+@pytest.mark.parametrize("width", range(1, 9))
+@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7)])
+def test_packing_puts_every_bit_where_the_layout_says(width, shape):
+  codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
+  n, group = codes.size, 8 // math.gcd(width, 8)
+  size = group * width // 8
+  groups = n // group  # Whole ones, in planes; what remains is a group of its own.
+  expected = np.zeros((groups + 1) * size, int)
+  for index, code in enumerate(codes.reshape(-1)):
+    i, g = divmod(index, groups) if index < groups * group else (index % group, groups)
+    for bit in range(width):
+      byte, place = divmod(i * width + bit, 8)
+      at = byte * groups + g if g < groups else groups * size + byte
+      expected[at] |= (int(code) >> bit & 1) << place
+  code = jax.jit(codes_lib.pack, static_argnums=1)(codes, width)
+  np.testing.assert_array_equal(code, expected[: packed(n, width)])
+
+
+def test_two_codes_of_four_bits_fill_a_byte():
+  np.testing.assert_array_equal(
+    codes_lib.pack(jnp.uint8([0x1, 0xF, 0x2]), 4), [0xF1, 0x02]
+  )
+  np.testing.assert_array_equal(
+    codes_lib.pack(jnp.uint8([1, 2, 3, 4]), 4), [0x31, 0x42]
+  )

@@ -1,0 +1,27 @@
+"""Norms and similarities of the replicas' outer gradients."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+Tree = Any
+
+
+def norms(tree_M: Tree) -> jax.Array:
+  """Global L2 norm of each replica's tree, float32[M]."""
+  return jax.vmap(optax.tree.norm)(tree_M)
+
+
+def mean_cosine(delta_M: Tree) -> jax.Array:
+  """Mean cosine similarity over the pairs of replicas; NaN for M = 1.
+
+  With unit vectors u_m, |sum u_m|^2 = M + sum over pairs i != j of cos_ij.
+  """
+  norms_M = jnp.maximum(norms(delta_M), 1e-30)
+  m = norms_M.shape[0]
+  if m == 1:
+    return jnp.float32(jnp.nan)
+  total = jax.tree.map(lambda x_M: jnp.tensordot(1 / norms_M, x_M, axes=1), delta_M)
+  return (optax.tree.norm(total) ** 2 - m) / (m * (m - 1))

@@ -1,0 +1,224 @@
+"""Inner and outer optimizers from a config, and how their state is sharded.
+
+`inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
+keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
+"""
+
+import ast
+import inspect
+import math
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.config import Config, ConfigError
+from diloco.config.fields import OuterConfig
+from diloco.model import sharding
+from diloco.model.sharding import FSDP, Lead
+
+Tree = Any
+# Share of the parameters' bytes on a device that may be whole on every fsdp device.
+_WHOLE = 0.1
+
+
+class Tuned(NamedTuple):
+  """Numbers that a sweep varies: arguments of the step, so runs share one program."""
+
+  learning_rate: jax.Array | float  # Peak.
+  weight_decay: jax.Array | float  # Divided by the peak if the schedule scales it.
+
+
+def tuned(c: Config) -> Tuned:
+  """The numbers of a config."""
+  decay = c.inner.weight_decay
+  if c.inner.weight_decay_scaling == "schedule" and c.inner.learning_rate:
+    decay /= c.inner.learning_rate
+  return Tuned(c.inner.learning_rate, decay)
+
+
+def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Schedule:
+  """Linear warm-up, then a cosine to `final_fraction` of the peak at step T.
+
+  Step t is taken with the rate at t - 1, so the first step has rate 0 only if
+  warmup_steps > 0.
+  """
+  peak, steps = c.inner.learning_rate if peak is None else peak, c.train.steps
+  warmup = min(c.inner.warmup_steps, steps)
+  cosine = optax.cosine_decay_schedule(
+    peak, max(steps - warmup, 1), alpha=c.inner.final_fraction
+  )
+  warm = optax.linear_schedule(0.0, peak, warmup)
+  return optax.join_schedules([warm, cosine], [warmup])
+
+
+def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
+  """The inner optimizer on clipped gradients (2501.18512, 3.2; 2503.09799, 3).
+
+  Decoupled weight decay is by default 1/T times the schedule relative to its peak
+  (Wang & Aitchison, 2024): optax multiplies the decay by the rate, so it is divided by
+  the peak first. With weight_decay_scaling=rate it is not divided.
+
+  Raises:
+    ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
+  """
+  values = values or tuned(c)
+  clip = optax.clip_by_global_norm(c.inner.clip_norm)
+  rate = learning_rate(c, values.learning_rate)
+  decay = values.weight_decay if c.inner.weight_decay else None
+  return optax.chain(
+    clip if c.inner.clip_norm else optax.identity(),
+    _make("inner.optimizer", c.inner.optimizer, rate, decay),
+  )
+
+
+def make_outer(outer: OuterConfig) -> optax.GradientTransformation:
+  """The outer optimizer, at a constant rate; gradients are not clipped.
+
+  Raises:
+    ConfigError: outer.optimizer names no such optimizer.
+  """
+  return _make("outer.optimizer", outer.optimizer, outer.learning_rate)
+
+
+def outer_shardings(outer: OuterConfig, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
+  """NamedShardings of a fragment's outer parameters and optimizer state."""
+  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh)
+  return sharding.shardings(theta, mesh), opt_at
+
+
+def _make(field: str, text: str, rate, decay=None) -> optax.GradientTransformation:
+  name, arguments = parse(field, text)
+  factory = getattr(optax.contrib, name, None) or getattr(optax, name, None)
+  known = inspect.signature(factory).parameters if callable(factory) else {}
+  if factory is None or "learning_rate" not in known:
+    raise ConfigError(
+      f"{field} is {text!r}, but optax has no optimizer {name} with a learning_rate;"
+      " choose another, for example adamw, lion or muon."
+    )
+  given = {"learning_rate": rate}
+  if decay is not None:
+    if "weight_decay" not in known:
+      raise ConfigError(
+        f"{field} is {text!r}, which takes no weight decay, but inner.weight_decay is"
+        " not 0; set it to 0."
+      )
+    given["weight_decay"] = decay
+  if name == "muon":
+    given["muon_weight_dimension_numbers"] = _matrices
+  for argument in arguments:
+    if argument not in known or argument in given:
+      free = ", ".join(k for k in known if k not in given)
+      raise ConfigError(
+        f"{field} is {text!r}, but {name} takes no argument {argument} here; choose"
+        f" among {free}."
+      )
+  try:
+    return factory(**given, **arguments)
+  except (TypeError, ValueError) as error:
+    raise ConfigError(f"{field} is {text!r}, which optax refuses: {error}.") from error
+
+
+def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
+  """Name and keyword arguments of an optimizer.
+
+  Args:
+    field: of the config, for errors.
+    text: such as "adamw(b1=0.9)"; arguments are Python literals.
+
+  Raises:
+    ConfigError: the text is nothing like that.
+  """
+  try:
+    call = ast.parse(text.strip(), mode="eval").body
+    if isinstance(call, ast.Name):
+      return call.id, {}
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+      pairs = [(k.arg, ast.literal_eval(k.value)) for k in call.keywords]
+      return call.func.id, {str(name): value for name, value in pairs}
+  except (SyntaxError, ValueError):
+    pass
+  raise ConfigError(
+    f"{field} is {text!r}; write a name of optax with keyword arguments, for example"
+    " sgd(momentum=0.9, nesterov=True)."
+  )
+
+
+def _matrices(params: Tree) -> Tree:
+  """Which tensors Muon takes as matrices: those of the blocks, layer by layer.
+
+  By itself it takes stacked layers for tensors of three axes, and leaves them to Adam.
+  """
+
+  def numbers(path, x):
+    stacked = sharding.key(path[0]) == "blocks" and x.ndim == 3
+    return optax.contrib.MuonDimensionNumbers((1,), (2,)) if stacked else None
+
+  return jax.tree_util.tree_map_with_path(numbers, params)
+
+
+def state_shardings(
+  field: str,
+  optimizer: optax.GradientTransformation,
+  params: Tree,
+  mesh: Mesh,
+  lead: Lead = (),
+) -> Tree:
+  """NamedShardings of an optimizer's state.
+
+  A part of the state that optax maps to a parameter, and that has its shape, is sharded
+  as the parameter; the rest is whole on every device of a replica.
+
+  Args:
+    field: of the config, for errors.
+    optimizer: the optimizer.
+    params: shapes of one model's parameters, without a leading axis.
+    mesh: the device mesh.
+    lead: the leading axis of the state, see `sharding`.
+
+  Raises:
+    ConfigError: the optimizer needs more than gradients, or much of its state would be
+      whole on every device although fsdp shards the parameters.
+  """
+  # Shapes alone: devices of a dry run can compute nothing.
+  draw = lambda params: jax.eval_shape(optimizer.init, params)
+  try:
+    state = draw(params)
+    jax.eval_shape(optimizer.update, params, state, params)
+  except Exception as error:
+    reason = str(error).strip().splitlines()[0]
+    raise ConfigError(
+      f"{field} cannot step these parameters ({reason}); choose an optimizer that needs"
+      " gradients and parameters only."
+    ) from error
+  whole, fsdp = NamedSharding(mesh, P(*lead)), mesh.shape[FSDP]
+
+  def place(x, param=None, like=None):
+    return like if param is not None and x.shape == param.shape else whole
+
+  places = sharding.shardings(params, mesh, lead)
+  masked = lambda x: isinstance(x, optax.MaskedNode)
+  keep_masked = lambda x, *rest: x if masked(x) else place(x, *rest)
+  try:
+    found = optax.tree_utils.tree_map_params(
+      draw,
+      keep_masked,
+      state,
+      params,
+      places,
+      transform_non_params=place,
+      is_leaf=masked,
+    )
+  except (ValueError, IndexError):  # optax does not know which part is a parameter's.
+    found = jax.tree.map(place, state)
+  size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
+  replicated = size(x for x, at in pairs if FSDP not in at.spec)
+  if fsdp > 1 and replicated > _WHOLE * size(jax.tree.leaves(params)) / fsdp:
+    raise ConfigError(
+      f"{field} keeps {replicated:,} bytes of state that mesh.fsdp = {fsdp} cannot"
+      " shard, on every device; choose another optimizer, or mesh.fsdp=1."
+    )
+  return found

@@ -1,0 +1,151 @@
+"""Hides exchanges behind inner steps: one program holds both.
+
+Separate programs of a device run one after the other, so an exchange overlaps with
+inner steps only inside one program. XLA runs it beside them on TPUs and GPUs, not on
+CPUs. `overlap.transport=host` needs none of this: its exchanges leave the devices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from diloco.algorithm.inner import InnerMetrics, inner_step
+from diloco.algorithm.optimizers import Tuned
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import TrainState
+from diloco.config import Config
+from diloco.wire import transport
+
+Tree = Any
+
+
+def hiding_steps(plan: Plan | None, t: int) -> int:
+  """Inner steps after t that are one program with the exchange of what t sent."""
+  hides = plan is not None and plan.transport.hides
+  return plan.schedule.hiding_steps(t) if plan and hides else 0
+
+
+def stretches(
+  plan: Plan | None, start: int, last: int, periods: Iterable[int]
+) -> Iterator[range]:
+  """Ranges of inner steps that run without a look at the state between them.
+
+  Single steps, except where several of them hide an exchange.
+
+  Args:
+    plan: how replicas are synchronised.
+    start: finished inner steps.
+    last: the last inner step.
+    periods: a range ends at every multiple of these; 0 stands for never.
+  """
+  t = start
+  while t < last:
+    ends = [last - t, *(period - t % period for period in periods if period)]
+    length = min(max(hiding_steps(plan, t), 1), *ends)
+    yield range(t + 1, t + length + 1)
+    t += length
+
+
+def inner_steps(
+  c: Config,
+  plan: Plan | None,
+  steps: range,
+  state: TrainState,
+  tokens: list[jax.Array],
+  trainable: Tree | None,
+  tuned: Tuned,
+) -> tuple[TrainState, list[InnerMetrics]]:
+  """Inner steps of a stretch, beside the exchange that they hide, if there is one.
+
+  Args:
+    c: the config.
+    plan: how replicas are synchronised.
+    steps: from `stretches`.
+    state: before them; params and opt_state are donated.
+    tokens: int32 [M, B, L] for each step.
+    trainable: FedPart's mask, or None.
+    tuned: learning rate and weight decay.
+
+  Returns:
+    The state after them, and the metrics of each step; nothing is waited for.
+  """
+  arrays = (state.params, state.opt_state)
+  if plan is None or state.outer is None or not hiding_steps(plan, steps[0] - 1):
+    params_M, opt_state_M, metrics = inner_step(*arrays, *tokens, trainable, tuned, c=c)
+    return TrainState(params_M, opt_state_M, state.outer), [metrics]
+  sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
+  # Padded to a fixed length, so that one program serves every number of steps.
+  spare = plan.schedule.longest_hiding() - len(tokens)
+  params_M, opt_state_M, by_step, arrived = hidden_exchange(
+    np.int32(len(tokens)),
+    *arrays,
+    [*tokens, *tokens[:1] * spare],
+    trainable,
+    tuned,
+    [state.outer.in_flight[p] for p in sent],
+    c=c,
+    mesh=plan.mesh,
+  )
+  in_flight = {**state.outer.in_flight, **dict(zip(sent, arrived))}
+  outer = dataclasses.replace(state.outer, in_flight=in_flight)
+  return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
+def hidden_exchange(
+  count: jax.Array,
+  params_M: Tree,
+  opt_state_M: Tree,
+  tokens: list[jax.Array],
+  trainable: Tree | None,
+  tuned: Tuned,
+  payloads: list[jax.Array],
+  *,
+  c: Config,
+  mesh: Mesh,
+) -> tuple[Tree, Tree, list[InnerMetrics], list[jax.Array]]:
+  """Runs `count` inner steps beside the exchange of payloads.
+
+  Args:
+    count: int32 [], at most the number of tokens.
+    params_M, opt_state_M, trainable, tuned: as of `inner_step`.
+    tokens: int32 [M, B, L] for each step; those beyond `count` are ignored.
+    payloads: uint8 [M, fsdp, bytes], what was sent before the first step.
+    c: the config.
+    mesh: the device mesh.
+
+  Returns:
+    Parameters, optimizer state, metrics of each step (zeros beyond `count`) and
+    everyone's payloads.
+  """
+  received = [transport.start(mesh, payload) for payload in payloads]
+
+  tokens_K = jnp.stack(tokens)
+  args = (params_M, opt_state_M, tokens[0], trainable, tuned)
+  shapes = jax.eval_shape(functools.partial(inner_step, c=c), *args)[2]
+  zeros = lambda x: jnp.zeros((len(tokens), *x.shape), x.dtype)
+  at = lambda tree_K, k: jax.tree.map(lambda x_K: x_K[k], tree_K)
+
+  def step(k, carry):
+    params_M, opt_state_M, metrics_K = carry
+    params_M, opt_state_M, metrics = inner_step(
+      params_M, opt_state_M, at(tokens_K, k), trainable, tuned, c=c
+    )
+    put = lambda x_K, x: x_K.at[k].set(x)
+    return params_M, opt_state_M, jax.tree.map(put, metrics_K, metrics)
+
+  # XLA must not know the number of steps: it would dissolve a loop of one step, and
+  # begin the exchange only after its layers.
+  carry = (params_M, opt_state_M, jax.tree.map(zeros, shapes))
+  carry = jax.lax.fori_loop(0, count, step, carry)
+  # Barrier: without it XLA may wait for the exchange before the steps.
+  carry, received = jax.lax.optimization_barrier((carry, received))
+  arrived = [transport.finish(mesh, x, r) for x, r in zip(payloads, received)]
+  params_M, opt_state_M, metrics_K = carry
+  return params_M, opt_state_M, [at(metrics_K, k) for k in range(len(tokens))], arrived

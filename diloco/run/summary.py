@@ -1,0 +1,152 @@
+"""The end of a run: summary.json, and the same for a person."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import (
+  TrainState,
+  final_params,
+  first_replica,
+  replica_mean,
+)
+from diloco.config import Config
+from diloco.evaluate.evaluation import Evaluation
+from diloco.evaluate.heldout import EvalResult
+from diloco.evaluate.tasks import TaskResult
+from diloco.model import sampling
+from diloco.model.shapes import num_params
+from diloco.run import metrics
+from diloco.run.log import Log
+from diloco.run.processes import Peers
+from diloco.wire import sizes
+
+FILE = "summary.json"
+
+
+def make(
+  c: Config,
+  plan: Plan | None,
+  state: TrainState,
+  mesh: Mesh,
+  evaluation: Evaluation,
+  log: Log,
+  workdir: pathlib.Path,
+  peers: Peers,
+) -> dict[str, Any]:
+  """Evaluates, generates, draws, writes summary.json and prints it; returns it."""
+  outer = final_params(plan, state, mesh)
+  results = {
+    "outer": evaluation.loss(outer),
+    "mean": evaluation.loss(replica_mean(state.params, mesh=mesh)),
+    "first": evaluation.loss(first_replica(state.params, mesh=mesh)),
+  }
+  scores = evaluation.tasks(outer)
+  log.evaluation(c.train.steps, results, scores)
+  log.flush()
+  text = ""
+  if c.log.sample_tokens:
+    prompt = evaluation.tokenizer.encode(c.log.prompt)
+    ids = sampling.generate(
+      c.model, outer, prompt, c.log.sample_tokens, c.log.temperature, c.seed
+    )
+    text = evaluation.tokenizer.decode([*prompt, *ids])
+  summary = _numbers(c, log, results, scores)
+  if peers.index == 0:
+    metrics.plot_loss(workdir, f"{c.algorithm}, M={c.replicas}, H={c.sync_every}")
+    written = workdir / f".{FILE}"
+    written.write_text(json.dumps(summary, indent=2) + "\n")
+    written.replace(workdir / FILE)  # Whole or not at all.
+    log.close()
+    report(workdir, summary, text)
+  return summary
+
+
+def _numbers(
+  c: Config, log: Log, results: dict[str, EvalResult], scores: dict[str, TaskResult]
+) -> dict[str, Any]:
+  """The content of summary.json; bytes are those that one replica sends."""
+  params, ledger = num_params(c.model), log.ledger
+  reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
+  sent, peak = ledger.total, ledger.peak
+  if c.data_parallel:
+    value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
+    peak = int(sizes.data_parallel_bytes(c.replicas, params, 1, value_bytes))
+    sent = peak * c.train.steps
+  return {
+    "algorithm": c.algorithm,
+    "replicas": c.replicas,
+    "steps": c.train.steps,
+    "tokens": c.train.tokens,
+    "params": params,
+    "eval_loss": {which: r.loss for which, r in results.items()},
+    "perplexity": results["outer"].perplexity,
+    "bits_per_byte": results["outer"].bits_per_byte,
+    "tasks": {task: dataclasses.asdict(r) for task, r in scores.items()},
+    "bytes_sent_per_replica": sent,
+    "bytes_data_parallel_per_replica": int(reference),
+    "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+    "peak_bytes_per_sync": peak,
+    "syncs": ledger.syncs,
+    "fragments": {
+      p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
+    },
+    "tokens_per_s": log.tokens_per_s(),
+    "wall_s": log.spent().wall_s,
+    "device": jax.devices()[0].device_kind,
+    "devices": jax.device_count(),
+    "jax": jax.__version__,
+  }
+
+
+def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
+  """The summary that process 0 finds, None if the run was cut short before it."""
+  path = workdir / FILE
+  found = json.loads(path.read_text()) if peers.index == 0 and path.exists() else None
+  return peers.all_gather(found)[0]
+
+
+def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
+  """Prints a summary for a person, and where everything lies.
+
+  Args:
+    workdir: of the run.
+    summary: from `make` or `read`.
+    text: that the model generated.
+  """
+  losses = summary["eval_loss"]
+  ratio = summary["bytes_ratio_to_data_parallel"]
+  lines = [
+    "",
+    f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
+    f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
+    f"             replicas' mean {losses['mean']:.4f}, first replica"
+    f" {losses['first']:.4f}",
+    *(
+      f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
+      f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
+      f" {100 * r['chance']:.0f}% by chance"
+      for task, r in summary["tasks"].items()
+    ),
+    f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
+    f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
+    "             data-parallel with 16-bit gradients would have sent"
+    f" {summary['bytes_data_parallel_per_replica']:,}"
+    + (f": {ratio:,.1f} times as many" if ratio else ""),
+    f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
+    f" {summary['wall_s']:.0f} s in all",
+  ]
+  if text:
+    lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
+  lines += [
+    f"checkpoint   {workdir / 'checkpoints'}",
+    f"metrics      {workdir / 'metrics.jsonl'} and tensorboard/",
+    f"loss curve   {workdir / 'loss.png'}",
+    f"summary      {workdir / FILE}",
+  ]
+  print("\n".join(lines))

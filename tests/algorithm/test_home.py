@@ -1,0 +1,181 @@
+"""Outer state on devices, offloaded and on hosts: same results, and what waits."""
+
+import dataclasses
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.algorithm import home as home_lib
+from diloco.algorithm.jobs import Background
+from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import init_outer, outer_params
+from diloco.config import ConfigError, resolve
+from diloco.model import sharding
+from diloco.run.mesh import make_mesh
+from diloco.wire.transport import ExchangeFailed
+
+STEPS = 11
+SHAPES = {"blocks": {"w": (3, 6, 5)}, "embed": {"tokens": (7, 4)}}
+
+
+def make(tiny, **fields):
+  tiny.overlap.tau, tiny.overlap.alpha = 3, 0.25
+  tiny.update_from_flattened_dict(fields)
+  c = resolve(tiny)
+  return make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
+
+
+def host(tiny, **fields):
+  return make(tiny, **{"overlap.transport": "host", **fields})
+
+
+def start(plan):
+  """Replicas that are all alike, and their outer state."""
+  ones = lambda shape: jnp.ones((plan.replicas, *shape), jnp.float32)
+  params_M = jax.tree.map(ones, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
+  params_M = jax.device_put(params_M, places)
+  return params_M, init_outer(plan, params_M)
+
+
+def walk(plan, steps: int = STEPS, at_every_step=lambda plan: plan):
+  """A run whose inner steps are random increments: (replicas, outer, events)."""
+  rng = np.random.default_rng(0)
+  with jax.set_mesh(plan.mesh):
+    params_M, state = start(plan)
+    events = []
+    for t in range(1, steps + 1):
+      add = lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), jnp.float32)
+      params_M, plan = jax.tree.map(add, params_M), at_every_step(plan)
+      params_M, state, more = outer_step(plan, t, params_M, state)
+      events += more
+    params_M, state, more = drain(plan, steps, params_M, state)
+    theta = outer_params(plan, state)
+  return jax.device_get(params_M), jax.device_get(theta), events + more
+
+
+def assert_same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd(momentum=0.9, nesterov=True)", "adam"])
+def test_hosts_compute_what_devices_compute_bit_for_bit(tiny, optimizer):
+  fields = {"outer.optimizer": optimizer}
+  on_devices = walk(make(tiny, **fields))
+  on_hosts = walk(host(tiny, **fields))
+  assert_same(on_devices[:2], on_hosts[:2])
+  described = lambda events: [(e.kind, e.step, e.fragment) for e in events]
+  assert described(on_devices[2]) == described(on_hosts[2])
+
+
+def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
+  expected = walk(host(tiny))
+  plan = host(tiny)
+  carry, finish = plan.transport.carry, plan.jobs.finish
+  awaited, threads = threading.Semaphore(0), set()
+
+  def late(payload):
+    threads.add(threading.current_thread())
+    awaited.acquire()
+    return carry(payload)
+
+  def ask(*args):
+    threading.Timer(0.2, awaited.release).start()
+    return finish(*args)
+
+  monkeypatch.setattr(plan.transport, "carry", late)
+  monkeypatch.setattr(plan.jobs, "finish", ask)
+  params_M, theta, events = walk(plan)
+  assert_same((params_M, theta), expected[:2])
+  assert len(threads) == 1
+  assert threading.main_thread() not in threads
+  received = [e for e in events if e.kind == "receive"]
+  assert received[0].step == plan.schedule.sync_every + 3
+  # The timer that lets the exchange go starts when training begins to wait.
+  assert all(e.metrics["waited_s"] >= 0.19 for e in received)
+
+
+def test_a_failed_exchange_names_the_reason_and_the_remedy(tiny, monkeypatch):
+  plan = host(tiny)
+
+  def fail(payload):
+    raise OSError("connection closed by peer")
+
+  monkeypatch.setattr(plan.transport, "_gather", fail)
+  with pytest.raises(
+    ExchangeFailed, match=r"\(connection closed by peer\).*same command to go on"
+  ):
+    walk(plan)
+
+
+def test_what_was_sent_before_a_restart_is_exchanged_after_it(tiny):
+  plan = host(tiny)
+  expected = walk(plan)
+  # A process that resumes has jobs of its own; here one resumes after every step.
+  resumed = lambda plan: dataclasses.replace(plan, jobs=Background())
+  assert_same(walk(plan, at_every_step=resumed)[:2], expected[:2])
+
+
+def test_offloaded_outer_state_waits_at_the_host_and_changes_nothing(tiny):
+  expected = walk(make(tiny))
+  plan = make(tiny, **{"outer.offload": True, "overlap.tau": 3})
+  assert_same(expected[:2], walk(plan)[:2])
+  kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+  with jax.set_mesh(plan.mesh):
+    params_M, state = start(plan)
+    assert kinds((state.theta, state.opt_state)) == {"pinned_host"}
+    for t in (4, 5, 6, 7):
+      params_M, state, events = outer_step(plan, t, params_M, state)
+      flying = plan.schedule.in_flight(t)
+      for p in range(len(plan.fragments)):
+        place = "device" if p in flying else "pinned_host"
+        assert kinds((state.theta[p], state.opt_state[p])) == {place}
+    assert events[-1].kind == "receive"
+    assert kinds(outer_params(plan, state)) == {"device"}
+
+
+@pytest.mark.parametrize(("taus", "fetches"), [((1, 1), 2), ((1, 2), 3)])
+def test_offloaded_outer_state_is_copied_once_each_way(
+  tiny, monkeypatch, taus, fetches
+):
+  plan = make(tiny, **{"outer.offload": True, "fragments.pattern": "whole"})
+  schedule = dataclasses.replace(plan.schedule, taus=taus)
+  plan = dataclasses.replace(plan, schedule=schedule)
+  copied = []
+
+  def copy(tree, kind):
+    moved = {x.sharding.memory_kind for x in jax.tree.leaves(tree)} != {kind}
+    copied.extend([kind] * (moved * len(tree)))
+    return in_memory(tree, kind)
+
+  in_memory = home_lib._in_memory
+  monkeypatch.setattr(home_lib, "_in_memory", copy)
+  walk(plan, steps=plan.schedule.sync_every)
+  # theta and optimizer state: to the host at first; in a round to the devices and back;
+  # theta once more for a replica with a larger tau, and for evaluation.
+  theta = len(SHAPES)
+  assert copied.count("pinned_host") == 4
+  assert copied.count("device") == 2 + (fetches - 2) * theta + theta
+
+
+def test_offloading_needs_pinned_memory(tiny, monkeypatch):
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices()[:1])
+  device = type(
+    "Device",
+    (),
+    {
+      "device_kind": "cpu",
+      "addressable_memories": lambda self: [type("Memory", (), {"kind": "device"})],
+    },
+  )
+  fake = type("FakeMesh", (), {"devices": np.asarray([[device()]], dtype=object)})
+  tiny.outer.offload = True
+  message = "needs memory of kind pinned_host, but cpu has device"
+  with pytest.raises(ConfigError, match=message):
+    home_lib.make_home(resolve(tiny), fake, None)
+  assert home_lib.make_home(c, mesh, None).mesh is mesh

@@ -1,0 +1,197 @@
+"""Optimizers by name: AdamW by hand, what is refused, how their state is sharded."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+from diloco.algorithm import optimizers
+from diloco.config import Config, ConfigError
+from diloco.config import resolve as resolve_config
+from diloco.config.fields import OuterConfig
+
+
+def resolve(c, **fields) -> Config:
+  c.update_from_flattened_dict(fields)
+  return resolve_config(c)
+
+
+def test_schedule_warms_up_and_ends_at_five_per_cent(tiny):
+  c = resolve(
+    tiny, **{"train.steps": 1000, "inner.warmup_steps": 100, "inner.learning_rate": 0.1}
+  )
+  rate = optimizers.learning_rate(c)
+  assert rate(0) == 0
+  assert rate(50) == pytest.approx(0.05)
+  assert rate(100) == pytest.approx(0.1)
+  assert rate(550) == pytest.approx(0.1 * (0.05 + 0.95 / 2))
+  assert rate(1000) == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("schedule", 1.0), ("rate", 0.02)])
+def test_adamw_by_hand(tiny, scaling, factor):
+  c = resolve(
+    tiny,
+    **{
+      "inner.weight_decay_scaling": scaling,
+      "inner.learning_rate": 0.02,
+      "inner.warmup_steps": 0,
+      "inner.clip_norm": 0.0,
+      "train.steps": 10,
+    },
+  )
+  assert c.inner.weight_decay == 1 / 10
+  optimizer, rate = optimizers.make_inner(c), optimizers.learning_rate(c)
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=4)
+  mine, opt_state = jnp.float32(x), optimizer.init(jnp.float32(x))
+  m, v = np.zeros(4), np.zeros(4)
+  for t in range(1, 6):
+    g = rng.normal(size=4)
+    updates, opt_state = optimizer.update(jnp.float32(g), opt_state, mine)
+    mine = mine + updates
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    adam = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.99**t)) + 1e-8)
+    relative = float(rate(t - 1)) / 0.02
+    # Decoupled: lambda times the schedule relative to its peak, or times the rate.
+    x = x - relative * 0.02 * adam - relative * factor * (1 / 10) * x
+    np.testing.assert_allclose(mine, x, rtol=1e-5)
+
+
+# Optimizers of optax and optax.contrib that need a learning rate and gradients only.
+NAMES = (
+  *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw"),
+  *("adamw", "adan", "amsgrad", "fromage", "lamb", "lars", "lion", "nadam", "nadamw"),
+  *("novograd", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd"),
+  *("sgd(momentum=0.9, nesterov=True)", "sign_sgd", "sm3", "yogi"),
+  *("acprop", "ademamix", "adopt", "dowg", "madgrad", "muon"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_outer_optimizer_descends(name):
+  optimizer = optimizers.make_outer(OuterConfig(optimizer=name, learning_rate=0.1))
+  start = theta = {"embed": jnp.asarray([[3.0, -2.0]])}
+  opt_state = optimizer.init(theta)
+  for _ in range(3):  # Of |theta|^2 / 2, whose gradient is theta.
+    updates, opt_state = optimizer.update(theta, opt_state, theta)
+    theta = optax.apply_updates(theta, updates)
+  assert (abs(theta["embed"]) < abs(start["embed"])).all()
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("nope", r"is 'nope', but optax has no optimizer nope with a learning_rate"),
+    ("clip", r"has no optimizer clip with a learning_rate"),
+    ("adam(", r"is 'adam\('; write a name of optax with keyword arguments"),
+    ("adam(0.9)", "write a name of optax with keyword arguments"),
+    ("adam(b1=x)", "write a name of optax with keyword arguments"),
+    ("__import__('os')", "write a name of optax with keyword arguments"),
+    (
+      "adam(momentum=0.9)",
+      r"adam takes no argument momentum here; choose among b1, b2",
+    ),
+    ("adam(learning_rate=1.0)", "adam takes no argument learning_rate here"),
+    ("dpsgd(noise_multiplier=1)", "which optax refuses"),
+  ],
+)
+def test_what_is_no_outer_optimizer(text, message):
+  with pytest.raises(ConfigError, match=f"outer.optimizer .*{message}"):
+    optimizers.make_outer(OuterConfig(optimizer=text))
+
+
+def test_keyword_arguments_reach_optax():
+  made = optimizers.make_outer(OuterConfig("adam(b1=0.5)", learning_rate=1.0))
+  state, g = made.init(jnp.float32(0)), jnp.float32(3)
+  _, state = made.update(g, state)
+  assert float(optax.tree_utils.tree_get(state, "mu")) == 1.5
+
+
+def test_weight_decay_of_an_optimizer_that_has_none(tiny):
+  message = "which takes no weight decay, but inner.weight_decay is not 0; set it to 0"
+  c = resolve(tiny, **{"inner.optimizer": "adam"})
+  with pytest.raises(ConfigError, match=f"inner.optimizer is 'adam', {message}"):
+    optimizers.make_inner(c)
+  optimizers.make_inner(resolve(tiny, **{"inner.weight_decay": 0.0}))
+
+
+def test_muon_orthogonalises_each_layer_of_the_blocks(tiny):
+  c = resolve(
+    tiny,
+    **{
+      "inner.optimizer": "muon(ns_steps=30, ns_coeffs=(1.5, -0.5, 0.0))",
+      "inner.weight_decay": 0.0,
+      "inner.warmup_steps": 0,
+      "inner.clip_norm": 0.0,
+      "inner.learning_rate": 1.0,
+    },
+  )
+  rng = np.random.default_rng(0)
+  grads = {
+    "blocks": {"w": jnp.float32(rng.normal(size=(3, 8, 8)))},
+    "embed": {"tokens": jnp.float32(rng.normal(size=(8, 8)))},
+  }
+  optimizer = optimizers.make_inner(c)
+  updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+  for layer in np.asarray(updates["blocks"]["w"]):
+    values = np.linalg.svd(layer, compute_uv=False)
+    np.testing.assert_allclose(values, values[0], rtol=1e-2)
+  tokens = np.linalg.svd(np.asarray(updates["embed"]["tokens"]), compute_uv=False)
+  assert tokens[0] > 2 * tokens[-1]  # Adam's.
+
+
+SHAPES = {
+  "blocks": {"w": (3, 256, 128), "norm": {"scale": (3, 256)}},
+  "embed": {"tokens": (512, 256)},
+}
+
+
+def placed(text: str, fsdp: int = 4):
+  """(state, its shardings) of an outer optimizer on an abstract mesh."""
+  mesh = jax.sharding.AbstractMesh(
+    (1, fsdp), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2
+  )
+  shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32)
+  params = jax.tree.map(shape, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  optimizer = optimizers.make_outer(OuterConfig(optimizer=text))
+  places = optimizers.state_shardings("outer.optimizer", optimizer, params, mesh)
+  return jax.eval_shape(optimizer.init, params), places
+
+
+@pytest.mark.parametrize(
+  "text", ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"]
+)
+def test_state_like_the_parameters_is_sharded_like_them(text):
+  state, places = placed(text)
+  for x, at in zip(jax.tree.leaves(state), jax.tree.leaves(places)):
+    if x.shape in ((3, 256, 128), (3, 256)):
+      assert at.spec == jax.sharding.PartitionSpec(None, "fsdp")
+    elif x.shape == (512, 256):
+      assert at.spec == jax.sharding.PartitionSpec("fsdp")
+    else:  # Counts and constants.
+      assert x.size <= 3
+      assert at.spec == jax.sharding.PartitionSpec()
+
+
+def test_small_state_of_another_shape_is_whole_on_every_device():
+  state, places = placed("adafactor(min_dim_size_to_factor=16)")
+  shapes = [x.shape for x in jax.tree.leaves(state)]
+  assert (3, 256) in shapes  # Rows of a factored second moment.
+  assert jax.tree.structure(state) == jax.tree.structure(places)
+
+
+def test_large_state_that_fsdp_cannot_shard_is_refused():
+  message = (
+    r"outer.optimizer keeps [\d,]+ bytes of state that mesh.fsdp = 4 cannot shard"
+  )
+  with pytest.raises(ConfigError, match=message):
+    placed("sm3")
+  placed("sm3", fsdp=1)
+
+
+def test_an_optimizer_that_needs_more_than_gradients_is_refused():
+  with pytest.raises(ConfigError, match=r"outer.optimizer cannot step these"):
+    placed("momo")

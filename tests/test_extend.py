@@ -1,0 +1,77 @@
+"""What the README says of one's own compressor and model: register it, set its name."""
+
+import json
+
+import plugins  # noqa: F401  Registers `signs`, `feedback` and `bigram`.
+import pytest
+
+from diloco import train
+from diloco.config import resolve
+from diloco.model import shapes
+from diloco.run import metrics
+from diloco.simulate import own
+from diloco.wire import sizes
+
+
+def test_a_compressor_of_ones_own_reaches_trainer_ledger_and_simulator(tiny, tmp_path):
+  tiny.wire.compressor = "signs"
+  c = resolve(tiny)
+  summary = train.train(tiny, tmp_path)
+  whole = shapes.parameters(c.model)
+  # A bit for every value, rounded up to bytes, and four bytes for every layer's tensor.
+  payloads = []
+  for fragment in c.make_fragments():
+    rows = [sizes.layout(*leaf) for leaf in shapes.leaves(fragment.shapes(whole))]
+    payloads.append(sum(4 * n + -(-n * s // 8) for n, s, _ in rows))
+  sends = metrics.read(tmp_path, "send")
+  assert sends
+  for send in sends:  # M = 2: to one other replica.
+    assert send["bytes"] == payloads[send["fragment"]]
+    assert 0.1 < send["quantization_error"][0] < 1
+  assert summary["bytes_sent_per_replica"] == sum(send["bytes"] for send in sends)
+  bits = own.workload(c, seconds=1.0).bits
+  assert bits == pytest.approx(8 * sum(payloads) / shapes.num_params(c.model))
+  assert summary["eval_loss"]["outer"] < 7.7  # log(2048) is 7.62.
+
+
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
+  tiny, tmp_path, transport
+):
+  tiny.wire.compressor, tiny.wire.format = "feedback", "e3m0"
+  tiny.overlap.tau, tiny.overlap.transport, tiny.checkpoint.keep = 2, transport, 9
+  # A fragment is in flight at steps 5 and 10, where checkpoints are written.
+  schedule = resolve(tiny).make_schedule()
+  assert schedule.in_flight(5)
+  assert schedule.in_flight(10)
+  train.train(tiny, tmp_path / "whole")
+  train.train(tiny, tmp_path / "resumed")
+  checkpoints = tmp_path / "resumed" / "checkpoints"
+  for path in list(checkpoints.iterdir()):
+    if path.name != "5":
+      path.rename(tmp_path / f"removed_{path.name}")
+  (tmp_path / "resumed" / "summary.json").unlink()
+  train.train(tiny, tmp_path / "resumed")
+  clock = ("time", "tokens_per_s", "waited_s")
+  for kind in ("step", "send", "receive", "eval"):
+    whole, resumed = (
+      [{k: v for k, v in r.items() if k not in clock} for r in metrics.read(d, kind)]
+      for d in (tmp_path / "whole", tmp_path / "resumed")
+    )
+    assert json.dumps(whole) == json.dumps(resumed)
+  plain = tiny.copy_and_resolve_references()
+  plain.wire.compressor = "quantize"
+  train.train(plain, tmp_path / "plain")
+  losses = lambda d: [r["loss"] for r in metrics.read(tmp_path / d)]
+  assert losses("plain")[-1] != losses("whole")[-1]
+
+
+def test_a_model_of_ones_own_trains_like_the_package_s(tiny, tmp_path):
+  tiny.model.name, tiny.log.sample_tokens = "bigram", 3
+  tiny.train.batch_size, tiny.train.steps = 32, 60
+  tiny.inner.learning_rate, tiny.inner.warmup_steps = 0.05, 5
+  summary = train.train(tiny, tmp_path)
+  assert summary["params"] == 2048 * 16 + 3 * 16 * 16
+  losses = [r["loss"] for r in metrics.read(tmp_path)]
+  assert sum(losses[-5:]) / 5 < losses[0] - 0.3
+  assert summary["syncs"] == len(metrics.read(tmp_path, "send")) > 0

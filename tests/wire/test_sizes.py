@@ -1,0 +1,61 @@
+"""Bytes of fragments and syncs."""
+
+import plugins  # noqa: F401  Registers compressors.
+import pytest
+
+from diloco.config.fields import WireConfig
+from diloco.wire import sizes
+
+# Two layers of 8 x 6 and an embedding of 10 x 4, with a norm each.
+FRAGMENT = {
+  "blocks": {"w": (2, 8, 6), "norm": (2, 5)},
+  "embed": {"tokens": (10, 4), "norm": (4,)},
+}
+VALUES = 2 * 48 + 2 * 5 + 40 + 4
+
+
+def test_float32_takes_four_bytes_a_value():
+  assert sizes.payload_bytes(WireConfig(format="fp32"), FRAGMENT) == 4 * VALUES
+
+
+def test_e3m0_takes_half_a_byte_and_a_scale_per_block():
+  wire = WireConfig(format="e3m0", block_size=16)
+  codes = 48 + 5 + 20 + 2
+  scales = 2 * 3 + 2 * 1 + 3 + 1
+  assert sizes.payload_bytes(wire, FRAGMENT) == codes + scales
+
+
+def test_shards_are_coded_apart_and_small_tensors_on_every_device():
+  wire = WireConfig(format="e3m0", block_size=16)
+  # On each of 2 devices: w 2 x (4 x 6), tokens 5 x 4, embed's norm 2; blocks' norm of
+  # 5 values is not divided.
+  codes = 24 + 5 + 10 + 1
+  scales = 2 * 2 + 2 * 1 + 2 + 1
+  assert sizes.payload_bytes(wire, FRAGMENT, fsdp=2) == 2 * (codes + scales)
+
+
+@pytest.mark.parametrize(("replicas", "others"), [(1, 0), (2, 1), (4, 3)])
+def test_a_replica_sends_its_payload_to_every_other_one(replicas, others):
+  wire = WireConfig(format="e3m0")
+  payload = sizes.payload_bytes(wire, FRAGMENT)
+  assert sizes.sync_bytes(wire, replicas, FRAGMENT) == others * payload
+
+
+@pytest.mark.parametrize(("replicas", "share"), [(1, 0), (2, 1), (4, 1.5)])
+def test_psum_reduces_float32_on_a_ring(replicas, share):
+  wire = WireConfig(format="e3m0", exchange="psum")
+  assert sizes.sync_bytes(wire, replicas, FRAGMENT) == share * 4 * VALUES
+
+
+def test_a_registered_compressor_has_its_own_size():
+  assert sizes.payload_bytes(WireConfig(compressor="signs"), FRAGMENT) == (
+    (2 * 4 + 12) + (2 * 4 + 2) + (4 + 5) + (4 + 1)
+  )
+
+
+def test_fp4_sends_400_times_less_than_16_bit_gradients():
+  wire = WireConfig(format="e3m0", block_size=sizes.WHOLE_TENSOR)
+  fragment = {"blocks": {"w": (1, 1000, 1000)}}
+  sent = sizes.sync_bytes(wire, 2, fragment)
+  every_step = sizes.data_parallel_bytes(2, 1_000_000, steps=100)
+  assert every_step / sent == pytest.approx(400, rel=1e-5)
