@@ -30,14 +30,30 @@ def run(main: Callable, commands: Sequence[str] = ()) -> None:
     commands: see `parse_flags`.
   """
 
-  def guarded(argv):
-    try:
-      return main(argv)
-    except ConfigError as error:
-      print(f"error: {error}", file=sys.stderr)
-      sys.exit(2)
+  app.run(
+    lambda argv: sys.exit(guarded(main, argv, mistakes=ConfigError)),
+    flags_parser=lambda argv: parse_flags(argv, commands),
+  )
 
-  app.run(guarded, flags_parser=lambda argv: parse_flags(argv, commands))
+
+def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> int:
+  """Calls `run(*args)`; a mistake of the user is one sentence and exit status 2.
+
+  Args:
+    run: the program.
+    args: its arguments.
+    mistakes: exceptions that tell of a mistake of the user. Programs that use JAX name
+      ConfigError alone: a ValueError of JAX is not the user's.
+
+  Returns:
+    The exit status: what `run` returns if that is an int, else 0.
+  """
+  try:
+    status = run(*args)
+  except mistakes as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  return status if isinstance(status, int) else 0
 
 
 def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
