@@ -1,13 +1,15 @@
-"""Command lines: what is wrong with one is told in a sentence, before anything runs.
+"""Reads command lines; every mistake of the user becomes one sentence. No JAX.
 
-Imports no JAX: simulators and config files use it too.
+absl and ml_collections parse the flags. This file checks the config file and the names
+of the fields first, because those libraries answer such mistakes with a traceback.
 """
 
+import argparse
 import difflib
-import importlib.util
 import math
 import pathlib
 import re
+import runpy
 import sys
 import tempfile
 import traceback
@@ -15,21 +17,24 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
 from diloco.config.fields import Config, ConfigError
 from diloco.config.resolve import leaves, resolve
 
+# The kind of an option's value: int, float, str, or the words to choose from.
+Kind = type | tuple[str, ...]
+
 
 def run(main: Callable, commands: Sequence[str] = ()) -> None:
-  """`app.run` for a program whose mistaken users get one sentence and exit code 2.
+  """Runs a program with absl flags; a ConfigError becomes one sentence, exit status 2.
 
   Args:
-    main: takes the program's name and its command; may raise ConfigError.
+    main: takes the program's name and the command.
     commands: see `parse_flags`.
   """
-
   app.run(
     lambda argv: sys.exit(guarded(main, argv, mistakes=ConfigError)),
     flags_parser=lambda argv: parse_flags(argv, commands),
@@ -37,16 +42,16 @@ def run(main: Callable, commands: Sequence[str] = ()) -> None:
 
 
 def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> int:
-  """Calls `run(*args)`; a mistake of the user is one sentence and exit status 2.
+  """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
 
   Args:
     run: the program.
     args: its arguments.
-    mistakes: exceptions that tell of a mistake of the user. Programs that use JAX name
-      ConfigError alone: a ValueError of JAX is not the user's.
+    mistakes: exceptions that mean a mistake of the user. Programs that use JAX pass
+      ConfigError, because a ValueError of JAX is a bug and needs its traceback.
 
   Returns:
-    The exit status: what `run` returns if that is an int, else 0.
+    The exit status: the result of `run` if that is an int, else 0.
   """
   try:
     status = run(*args)
@@ -57,41 +62,46 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
 
 
 def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
-  """Parses flags for `app.run`; on an error says one sentence and exits with 2.
+  """Parses flags for `app.run`; a mistake becomes one sentence and exit status 2.
 
   Args:
     argv: the program and its arguments.
-    commands: the words of which one is to be given besides the flags; none: no word.
+    commands: the user gives one of these words besides the flags; if empty, none.
 
   Returns:
     The program and the command.
   """
   try:
     program, *words = _parse(flags.FLAGS, argv)
-    if commands and (len(words) != 1 or words[0] not in commands):
+    if words not in ([[c] for c in commands] or [[]]):
       given = " ".join(words) or "no command"
-      raise ConfigError(
-        f"{given} is given besides the flags; say one of {', '.join(commands)}."
-      )
-    if words and not commands:
-      raise ConfigError(
-        f"{' '.join(words)} is given besides the flags; write --name=value."
-      )
+      wanted = f"one of {', '.join(commands)}" if commands else "flags as --name=value"
+      raise ConfigError(f"{given} is given besides the flags; write {wanted}.")
     return [program, *words]
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
 
 
+def model_parser(command: str, description: str) -> argparse.ArgumentParser:
+  """Makes the parser of a command that takes a trained model."""
+  parser = argparse.ArgumentParser(
+    prog=f"python -m diloco.{command}", description=description
+  )
+  parser.add_argument("--workdir", required=True, help="folder of a run or an export")
+  parser.add_argument("--step", type=int, help="default: the newest checkpoint")
+  return parser
+
+
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
-  """The resolved config that the trainer would take from the same arguments.
+  """Resolves the config that the trainer would take from the same arguments.
 
   Args:
     name: file, or file:argument.
-    overrides: such as --config.overlap.tau=5.
+    overrides: flags such as --config.overlap.tau=5.
 
   Raises:
-    ConfigError: there is no such file, or a field cannot work.
+    ConfigError: the file does not exist, or a field has a value that cannot work.
   """
   values, argv = flags.FlagValues(), ["", f"--config={name}", *overrides]
   config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
@@ -99,32 +109,28 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
   return resolve(values["config"].value)
 
 
-def load_module(path: str, function: str, example: str) -> types.ModuleType:
-  """The module of a Python file that has the function.
+def load_module(path: str, function: str, example: str) -> types.SimpleNamespace:
+  """Runs a Python file and returns its globals, which include the function.
 
   Raises:
-    ConfigError: there is no such file or function.
+    ConfigError: the file or the function does not exist, or the file has an error.
   """
   if not pathlib.Path(path).is_file():
-    raise ConfigError(f"{path!r} is no file; give for example {example}.")
-  spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-  if spec is None or spec.loader is None:
-    raise ConfigError(f"{path!r} is no Python file; give for example {example}.")
-  module = importlib.util.module_from_spec(spec)
+    raise ConfigError(f"there is no file {path}; give for example {example}.")
   try:
-    spec.loader.exec_module(module)
+    module = types.SimpleNamespace(**runpy.run_path(path))
   except Exception as error:
-    raise ConfigError(f"{path}: {_in_one_line(error)}") from error
+    raise ConfigError(f"{path}: {_in_one_line(error, path)}") from error
   if not hasattr(module, function):
     raise ConfigError(f"{path} has no {function}(); see {example}.")
   return module
 
 
 def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
-  """Makes the folder that a flag names, if need be, and sees that it can be written.
+  """Makes the folder that a flag names, unless it exists.
 
   Raises:
-    ConfigError: it cannot.
+    ConfigError: nothing can be written in the folder.
   """
   folder = pathlib.Path(path)
   try:
@@ -132,199 +138,126 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
     tempfile.TemporaryFile(dir=folder).close()
   except OSError as error:
     raise ConfigError(
-      f"{flag} is {str(path)!r}, where nothing can be written ({error.strerror}); name"
-      " a folder of your own."
+      f"{flag} is {str(path)!r}, where nothing can be written ({error.strerror});"
+      " choose another folder."
     ) from error
   return folder
 
 
 def parse_options(
   text: str,
-  known: Mapping[str, type | tuple[str, ...]] | None = None,
+  known: Mapping[str, Kind] | None = None,
   place: str = "the config's argument",
 ) -> dict[str, Any]:
-  """`name=value,name=value` as {name: value}.
+  """Parses `name=value,name=value` into {name: value}.
 
   Args:
-    text: the options; empty: none.
-    known: of every name that may be given int, float or str, or the words it may be;
-      None: any names, whose values are strings.
-    place: what the options were given as, such as --where.
+    text: the options; may be empty.
+    known: {name: kind of its value} of all options. None: any name is allowed, and
+      values are strings.
+    place: where the user gave the options, such as --where.
 
   Raises:
-    ConfigError: an option is unknown or twice, or its value is of another type.
+    ConfigError: an option is unknown, is given twice or has a wrong value.
   """
+  allowed = " ".join(_option(*option) for option in (known or {}).items())
   found: dict[str, Any] = {}
-  for item in text.split(","):
+  for item in filter(None, map(str.strip, text.split(","))):
     name, equals, value = (part.strip() for part in item.partition("="))
-    if not item.strip():
-      continue
-    if not equals or not name or (known is not None and name not in known):
-      names = "name=value" if known is None else " ".join(map(_option, known.items()))
-      raise ConfigError(f"{place} has {item!r}; write {names}, by commas.")
     if name in found:
       raise ConfigError(f"{place} has {name} twice; give it once.")
-    found[name] = _typed(value, str if known is None else known[name])
-    if found[name] is None:
-      assert known is not None
-      raise ConfigError(f"{place} has {item!r}; write {_option((name, known[name]))}.")
+    try:
+      if not name or not equals:
+        raise ValueError("no name=value")
+      kind = known[name] if known else str
+      # `index` raises ValueError if the value is not one of the words.
+      found[name] = kind[kind.index(value)] if isinstance(kind, tuple) else kind(value)
+      if isinstance(found[name], float) and not math.isfinite(found[name]):
+        raise ValueError("not finite")
+    except (KeyError, ValueError) as error:
+      raise ConfigError(
+        f"{place} has {item!r}; write {allowed or 'name=value'}, separated by commas."
+      ) from error
   return found
 
 
-def _option(option: tuple[str, type | tuple[str, ...]]) -> str:
-  name, kind = option
+def _option(name: str, kind: Kind) -> str:
   if isinstance(kind, tuple):
     return f"{name}={'|'.join(kind)}"
   return f"{name}=<{ {int: 'integer', float: 'number', str: 'text'}[kind] }>"
 
 
-def _typed(text: str, kind: type | tuple[str, ...]):
-  """The value that a text stands for, None if it stands for none."""
-  if isinstance(kind, tuple):
-    return text if text in kind else None
-  try:
-    value = kind(text)
-  except ValueError:
-    return None
-  return value if kind is str or math.isfinite(value) else None
-
-
 def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
-  """Parses flags into `values`; returns what is no flag.
+  """Parses flags into `values`; returns the other arguments.
 
   Raises:
-    ConfigError: one sentence on what cannot be understood.
+    ConfigError: a flag is missing, is unknown or has a wrong value.
   """
-  given = _config_argument(argv)
+  if "config" in values:
+    _check_config(argv)
   try:
-    rest = values(argv)
-    if given is not None:
-      config: Any = values["config"].value
-      config.to_dict()  # A file that could not be read says so only now.
-    return rest
+    return values(argv)
+  except flags.Error as error:
+    text = str(error)
+    missing = re.findall(r"Flag (--\w+) must have a value other than None", text)
+    wrong = re.match(r"flag --([\w.]+)=", text)
+    if missing:
+      text = f"{' and '.join(missing)} must be given"
+    elif wrong:
+      parser = values[wrong[1]].parser
+      others = {"bool": "true or false", "tuple": "values such as (1, 2)"}
+      wanted = parser.syntactic_help or others.get(parser.flag_type())
+      if wanted:
+        text = text.removesuffix(str(error.__context__)) + f"give {wanted}"
+    raise ConfigError(f"{text} (see --help)") from error
+
+
+def _check_config(argv: Sequence[str]) -> None:
+  """Checks the config file, and the names of the fields that flags set.
+
+  Raises:
+    ConfigError: the file does not return a config, or a field does not exist.
+  """
+  lines = "\n".join(argv)
+  name = re.search(r"^--?config[=\n](.*)", lines, re.MULTILINE)
+  if name:
+    _check_file(name[1])
+  known = leaves(Config().to_dict())
+  for flag, field in re.findall(r"^(--?(?:no)?config\.([^=\n]+))", lines, re.MULTILINE):
+    if not name:
+      raise ConfigError(f"{flag} needs a --config before it.")
+    if field not in known:
+      near = (
+        [k for k in known if k.startswith(f"{field}.")]
+        or [k for k in known if k.endswith("." + field.rpartition(".")[2])]
+        or difflib.get_close_matches(field, known, 1)
+      )
+      meant = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
+      raise ConfigError(
+        f"--config.{field} is no field{meant}; see diloco/config/fields.py."
+      )
+
+
+def _check_file(name: str) -> None:
+  path, *argument = name.split(":", 1)
+  module = load_module(path, "get_config", "configs/sample.py")
+  try:
+    config = module.get_config(*argument)
   except Exception as error:
-    sentence = _sentence(values, argv, given, error)
-    raise ConfigError(" ".join(sentence.split())) from error
-
-
-def _sentence(
-  values: flags.FlagValues, argv: Sequence[str], given: str | None, error: Exception
-) -> str:
-  """What is wrong, from the errors of absl and ml_collections."""
-  needed = re.findall(r"Flag (--\w+) must have a value other than None", str(error))
-  if needed:
-    return f"{' and '.join(needed)} must be given; --help says what for."
-  if isinstance(error, flags.UnrecognizedFlagError):
-    if error.flagname.startswith("config."):
-      return f"--{error.flagname} needs a --config before it."
-    near = _suggestion(error.flagname, list(values))
-    return f"--{error.flagname} is no flag of this command{near}; --help lists them."
-  cause = _cause(error)
-  if given is not None and not isinstance(cause, flags.Error):
-    path = given.partition(":")[0]
-    if not pathlib.Path(path).is_file():
-      return (
-        f"--config is {given!r}, but there is no file {path}; give for example"
-        " configs/sample.py."
-      )
-    inside = _in_config_file(path, cause)
-    if inside:
-      return f"{given}: {inside}"
-  if isinstance(error, flags.IllegalFlagValueError):
-    return _illegal_value(values, error)
-  if isinstance(error, flags.Error):
-    return str(error)
-  return _unknown_field(argv) or f"{given}: {_in_one_line(error)}"
-
-
-def _cause(error: BaseException) -> BaseException:
-  """The error inside a config file, for which others raised errors of their own."""
-  if isinstance(error, flags.IllegalFlagValueError):
-    # absl and, inside it, ml_collections.
-    if str(error).startswith("flag --config=") and error.__context__:
-      return error.__context__.__context__ or error.__context__
-  elif isinstance(error, OSError) and error.__cause__:
-    return error.__cause__
-  return error
-
-
-def _in_config_file(path: str, error: BaseException) -> str:
-  """What went wrong in a config file, empty if nothing did."""
-  if isinstance(error, SyntaxError):
-    return _in_one_line(error)
-  if "get_config" in str(error) and isinstance(error, AttributeError):
-    return "the file has no get_config(); see configs/sample.py."
-  if "to_dict" in str(error) and isinstance(error, AttributeError):
-    return "get_config() returns no config; return default_config() with changes."
-  if str(error).startswith("get_config() ") and isinstance(error, TypeError):
-    return f"{error}; its argument is what follows the colon after the file."
-  if isinstance(error, OSError):
-    return str(error)
-  if all(f.filename != path for f in traceback.extract_tb(error.__traceback__)):
-    return ""
-  # A ValueError is meant for the user, others for who wrote the file.
-  return str(error) if isinstance(error, ValueError) else _in_one_line(error, path)
-
-
-def _in_one_line(error: BaseException, path: str = "") -> str:
-  """An error with its place in the program, if possible in the file of that path."""
-  if isinstance(error, SyntaxError):
-    return f"{error.msg} ({error.filename}, line {error.lineno})"
-  frames = traceback.extract_tb(error.__traceback__)
-  frame = [f for f in frames if f.filename == path or not path][-1]
-  said = error.args[0] if isinstance(error, KeyError) and error.args else error
-  return f"{type(error).__name__}: {said} ({frame.filename}, line {frame.lineno})"
-
-
-def _illegal_value(values: flags.FlagValues, error: Exception) -> str:
-  """From `flag --name=value: reason`, where all three may have colons."""
-  reason = str(error.__context__)
-  given = str(error).removesuffix(f": {reason}").removeprefix("flag --")
-  name, _, value = given.partition("=")
-  group = [
-    field for field in _known_fields() if f"config.{field}".startswith(f"{name}.")
-  ]
-  if group:
-    return (
-      f"--{name} is {value!r}, but it is a group of fields; set one of them, such as"
-      f" --config.{group[0]}."
+    raise ConfigError(f"{name}: {_in_one_line(error, path)}") from error
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise ConfigError(
+      f"{name}: get_config() returns no config; return default_config() with changes."
     )
-  parser = values[name].parser if name in values else flags.ArgumentParser()
-  named = {"bool": "true or false", "tuple": "values by commas"}
-  wanted = parser.syntactic_help or named.get(parser.flag_type())
-  return f"--{name} is {value!r}" + (f"; give {wanted}." if wanted else f": {reason}.")
 
 
-def _unknown_field(argv: Sequence[str]) -> str:
-  """A sentence on the first override of a field that there is not, or nothing."""
-  known = _known_fields()
-  for arg in argv:
-    match = re.match(r"--?(?:no)?config\.([^=]+)", arg)
-    if match and not any(f"{k}.".startswith(f"{match[1]}.") for k in known):
-      near = _suggestion(match[1], known)
-      return (
-        f"--config.{match[1]} is no field{near}; diloco/config/fields.py lists all."
-      )
-  return ""
-
-
-def _known_fields() -> list[str]:
-  return list(leaves(Config().to_dict()))
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-  """` (did you mean ...?)` if some known name is like this one."""
-  last = name.rpartition(".")[2]
-  near = [k for k in known if k.rpartition(".")[2] == last]
-  near = near or difflib.get_close_matches(name, known, 1)
-  return f" (did you mean {' or '.join(near)}?)" if near else ""
-
-
-def _config_argument(argv: Sequence[str]) -> str | None:
-  """The value of --config, if it is given."""
-  for i, arg in enumerate(argv):
-    if re.fullmatch(r"--?config", arg):
-      return "".join(argv[i + 1 : i + 2])
-    if re.match(r"--?config=", arg):
-      return arg.partition("=")[2]
-  return None
+def _in_one_line(error: Exception, path: str) -> str:
+  """Returns the error's message, and the last line of the file that led to it."""
+  message = " ".join(str(error).split())
+  if isinstance(error, ValueError):  # ValueErrors of config files are full sentences.
+    return message
+  lines = [
+    f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path
+  ]
+  where = f" ({path}, line {lines[-1]})" if lines else ""
+  return f"{type(error).__name__}: {message}{where}"

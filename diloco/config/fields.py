@@ -1,7 +1,11 @@
-"""Every field of a config, once: its type, limits, default and meaning. No JAX.
+"""Every field of a config, with its type, limits, default and meaning. No JAX.
 
-Files and flags change `default_config()`, an ml_collections.ConfigDict. `resolve()`
-makes a `Config` of it: typed, frozen, hashable. That is what the code takes.
+A config file and the flags change `default_config()`, an ml_collections.ConfigDict.
+`resolve` turns that into a `Config`, which is typed, frozen and hashable. All other
+code takes a `Config` or one of its groups.
+
+The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
+2503.09799). "Steps" are inner steps.
 """
 
 import dataclasses
@@ -12,31 +16,30 @@ from diloco.algorithm import schedule
 
 
 class ConfigError(ValueError):
-  """A config that cannot work: one sentence with the field, its value, the remedy."""
+  """A mistake of the user; one sentence gives the field, its value and the remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-  """The numbers that a field may have.
+  """The numbers from `low` to `high`.
 
   Attributes:
-    low: the smallest.
-    high: the largest.
-    excluded: ends that are not allowed themselves.
+    low: the smallest number.
+    high: the largest number; infinity means no limit.
+    open: whether `low` itself is excluded.
   """
 
   low: float
   high: float = math.inf
-  excluded: tuple[float, ...] = ()
+  open: bool = False
 
   def __contains__(self, value: float) -> bool:
-    return self.low <= value <= self.high and value not in self.excluded
+    large_enough = value > self.low if self.open else value >= self.low
+    return large_enough and value <= self.high
 
   def __str__(self) -> str:
-    low = f"above {self.low}" if self.low in self.excluded else f"from {self.low}"
-    if self.high == math.inf:
-      return low if self.low in self.excluded else f"of at least {self.low}"
-    return f"{low} to {'below ' * (self.high in self.excluded)}{self.high}"
+    low = f"{'above' if self.open else 'at least'} {self.low}"
+    return low if math.isinf(self.high) else f"{low} and at most {self.high}"
 
 
 Count = Annotated[int, Range(0)]
@@ -50,162 +53,183 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 @dataclasses.dataclass(frozen=True)
 class FragmentsConfig:
-  """Which parameters are synchronised together (2501.18512, section 2.2)."""
+  """Which parameters are synchronised together (Streaming DiLoCo, section 2.2)."""
 
-  # Transformer blocks per fragment (figure 6).
+  # Transformer blocks per fragment. The paper uses 3 at every scale (figure 6).
   size: int = 3
-  # Figure 2. diloco is always whole: one fragment of all parameters.
+  # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
+  # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
+  # parameters; algorithm=diloco always uses it.
   pattern: Literal["strided", "sequential", "whole"] = "strided"
-  # Place of the embedding's fragment in the schedule. The papers do not specify it.
+  # last: the fragment with the embedding is sent after the fragments with blocks.
+  # first: it is sent before them. The paper does not specify this.
   embedding: Literal["last", "first"] = "last"
 
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-  """How an exchange hides behind inner steps (2501.18512, section 2.3)."""
+  """How inner steps hide an exchange (Streaming DiLoCo, section 2.3)."""
 
-  # tau, inner steps between a send and its merge; 0 waits for the exchange.
+  # tau: inner steps between a send and its merge. 0 waits for the exchange. The paper
+  # uses 1 and advises at most 5 (section 3.3.2).
   tau: int = 1
-  # tau_m of each replica (different workers, section 3.3.2); empty: tau for all.
+  # tau of each replica, if replicas differ in speed (section 3.3.2). Empty: every
+  # replica uses `tau`.
   taus: tuple[int, ...] = ()
-  # alpha, weight of the local parameters in the merge: 0 discards the local updates
-  # made during the overlap, 0.5 averages, 1 ignores the other replicas.
+  # alpha: weight of the replica's own parameters in the merge. 0 discards the inner
+  # steps that ran during the exchange, 0.5 averages, 1 ignores the other replicas.
   alpha: Share = 0.0
-  # device: devices exchange payloads in the program of the inner steps, and hold the
-  # outer state. host: processes exchange them over TCP, and hosts hold the outer
-  # state. Both give the same results; see docs/cluster.md.
+  # device: devices exchange the payloads inside the program of the inner steps, and
+  # devices hold the outer state. host: processes exchange the payloads over TCP, and
+  # hosts hold the outer state. Both give the same results (docs/cluster.md).
   transport: Literal["device", "host"] = "device"
 
 
 @dataclasses.dataclass(frozen=True)
 class OuterConfig:
-  """The outer step: what happens to averaged outer gradients."""
+  """The outer step: what happens to the averaged outer gradients."""
 
-  # An optimizer of optax or optax.contrib with keyword arguments. Gradients are not
-  # clipped. The papers use Nesterov momentum 0.9.
+  # An optimizer of optax or optax.contrib with keyword arguments. Nesterov momentum 0.9
+  # is the choice of both papers. Outer gradients are not clipped.
   optimizer: str = "sgd(momentum=0.9, nesterov=True)"
-  # Constant. 0.4 in Streaming DiLoCo, 0.7 in DiLoCo, {0.2..1.0} in the scaling laws.
+  # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
+  # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Whether every fragment is synchronised once more after the last step.
+  # Whether every fragment is synchronised once more after the last step. The papers do
+  # not do this.
   final_sync: bool = False
-  # Whether outer parameters and outer optimizer state wait in the host's memory. A
-  # fragment is fetched when it is sent, so only fragments in flight take device memory.
+  # Whether outer parameters and outer optimizer state stay in host memory. The device
+  # then holds only the fragments that are in flight.
   offload: bool = False
-  # FedPart ablation (section 3.3.1): train only the fragment that is sent next.
+  # Whether only the fragment that is sent next is trained, as in FedPart. The paper
+  # finds this much worse (section 3.3.1).
   fedpart: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class WireConfig:
-  """What a replica sends (2501.18512, section 2.4)."""
+  """What a replica sends (Streaming DiLoCo, section 2.4)."""
 
-  # quantize, topk, random (FedDropout), dare, or one that you registered.
+  # quantize (send all values in `format`), topk, random (FedDropout), dare, or a
+  # compressor that you registered. Section 3.3.3 compares them.
   compressor: str = "quantize"
-  # Number format: e3m0, any eXmY of 2 to 8 bits, bf16, fp32; auto is e3m0 for
-  # streaming and fp32 for diloco.
+  # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16 or
+  # fp32. auto: e3m0 for streaming, fp32 for diloco.
   format: str = "auto"
-  # Consecutive values of one layer's tensor that share a power-of-two scale of one
-  # byte; 0: the whole tensor shares one, -1: a row does. The papers do not specify
-  # this. If fsdp shards a tensor, each shard is coded as a tensor of its own: blocks
-  # end with the shard, and topk and random choose among its values.
+  # Values that share one power-of-two scale of one byte. They are consecutive values of
+  # one layer's tensor. 0: one scale per tensor. -1: one scale per row. The paper does
+  # not specify this. If fsdp shards a tensor, each shard is coded like a separate
+  # tensor: no block spans two shards, and topk and random choose within a shard.
   block_size: Annotated[int, Range(-1)] = 128
+  # How a value is rounded to the format. The paper does not specify this.
   rounding: Literal["nearest", "stochastic"] = "nearest"
-  # Share of the values that topk, random and dare keep.
-  density: Annotated[float, Range(0, 1, excluded=(0,))] = 0.1
-  # gather: all-gather packed codes, then average in float32. psum: all-reduce decoded
-  # float32 values; the plainest form of the papers' outer step, and the most bytes.
+  # Share of the values that topk, random and dare send.
+  density: Annotated[float, Range(0, 1, open=True)] = 0.1
+  # gather: all-gathers packed codes, decodes them, and averages the values in float32.
+  # psum: all-reduces decoded float32 values. psum is the simplest form of the papers'
+  # outer step, and sends the most bytes.
   exchange: Literal["gather", "psum"] = "gather"
 
 
 @dataclasses.dataclass(frozen=True)
 class InnerConfig:
-  """The inner optimizer: what every replica does at every step."""
+  """The inner optimizer, which every replica runs at every step.
+
+  The defaults are those of Scaling Laws, section 3.
+  """
 
   # An optimizer of optax or optax.contrib with keyword arguments.
   optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
-  # Peak learning rate.
+  # Peak of the learning rate. The best value falls with the number of parameters:
+  # `python -m diloco.recommend` prints the papers' choice.
   learning_rate: NonNegative = 3e-3
-  # Linear warm-up from zero, in steps.
+  # Steps in which the learning rate grows linearly from 0 to the peak.
   warmup_steps: Count = 1000
-  # The cosine ends at this fraction of the peak, at the last step.
+  # Learning rate at the last step, as a share of the peak. It decays along a cosine.
   final_fraction: Share = 0.05
-  # Decoupled weight decay; negative means 1/T (Wang & Aitchison, 2024). 0 for an
-  # optimizer without weight decay.
+  # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
+  # for an optimizer without weight decay.
   weight_decay: float = -1.0
-  # What multiplies the decay: the rate relative to its peak (schedule), or the rate.
+  # Factor of the weight decay: the learning rate divided by its peak (schedule), or the
+  # learning rate itself (rate).
   weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
-  # Global L2 norm to which each replica's gradient is clipped; 0 never clips.
+  # Global L2 norm to which each replica clips its gradient. 0: no clipping.
   clip_norm: NonNegative = 1.0
-  # Type in which data_parallel all-reduces gradients; the papers count 16 bits.
+  # Type in which data_parallel all-reduces gradients. The papers count 16 bits.
   gradient_dtype: DType = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-  """How much is trained."""
+  """How much a run trains."""
 
-  # Sequences per step over all replicas, divisible by M * accumulate.
+  # Sequences per step, all replicas together: a multiple of M * accumulate.
   batch_size: Positive = 256
-  # Microbatches per step, whose gradients are averaged.
+  # Microbatches per step; more of them save memory. Their gradients are averaged.
   accumulate: Positive = 1
-  # T, inner steps; 0 takes it from `tokens`.
-  steps: Positive = 0
-  # Token budget over all replicas; used if steps is 0.
-  tokens: int = 0
+  # T: inner steps. 0: as many as `tokens` allows.
+  steps: Count = 0
+  # Tokens to train on, all replicas together. Only used if steps is 0.
+  tokens: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """The architecture."""
+  """The architecture. Both papers use a Chinchilla-style decoder."""
 
-  # decoder (Chinchilla-style, as in NanoDO), or one that you registered.
+  # decoder (as in NanoDO), or an architecture that you registered.
   name: str = "decoder"
+  # Transformer blocks.
   num_layers: Positive = 6
+  # Width of the hidden states.
   dim: Positive = 512
+  # Attention heads, a divisor of dim. The papers use dim / 64.
   num_heads: Positive = 8
-  # Feed-forward width; 0 means 4 * dim.
-  ff_dim: Positive = 0
-  # Rows of the embedding, at least the tokenizer's pieces (papers: 32,000, 32,768).
+  # Width of the feed-forward layer. 0: 4 * dim.
+  ff_dim: Count = 0
+  # Rows of the embedding: at least as many as the tokenizer has pieces. Streaming
+  # DiLoCo uses 32,000, Scaling Laws 32,768.
   vocab_size: Annotated[int, Range(4)] = 32_768
-  # Tokens per sequence, and rows of the learned positions.
+  # Tokens per sequence, also learned positions. Streaming DiLoCo uses 1,024 on C4.
   seq_len: Annotated[int, Range(2)] = 2048
-  # LayerNorm on queries and keys (Wortsman et al., 2023).
+  # Whether LayerNorm is applied to queries and keys (Wortsman et al., 2023).
   qk_norm: bool = True
-  # Weight of the squared log-partition of the logits (PaLM).
+  # Weight of the squared log-partition function in the loss (PaLM).
   z_loss: NonNegative = 1e-4
-  # Type of activations and matrix products; logits and softmax are float32.
+  # Type of activations and matrix products. Logits and softmax are always float32.
   dtype: DType = "bfloat16"
-  # Type in which replicas keep their parameters; outer ones are always float32.
+  # Type of the replicas' parameters. Outer parameters are always float32.
   param_dtype: DType = "float32"
-  # Whether blocks are computed again in the backward pass, instead of saved.
+  # Whether the backward pass recomputes each block, which saves memory.
   remat: bool = False
-  # Whether a document in a packed sequence is treated as if it were alone: it attends
-  # to itself only, from position 0. The papers do not say that they do this.
+  # Whether a document in a packed sequence attends only to itself and starts at
+  # position 0. The papers do not say that they do this.
   segment_masks: bool = False
-  # Sequence positions whose logits exist at once, a divisor of seq_len; 0: all.
+  # Positions whose logits exist at the same time, a divisor of seq_len; fewer save
+  # memory. 0: all.
   loss_chunk: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-  """Where text comes from and how it becomes sequences (docs/data.md)."""
+  """Where the text comes from, and how it becomes sequences (docs/data.md)."""
 
-  # sotu (embedded text), tfds:<name>:<version>, files:<glob> of text or JSON lines, or
-  # arrays:<folder> of tokens from scripts/prepare_data.py.
+  # sotu (State of the Union texts, always available), tfds:<name>:<version>,
+  # files:<glob> of text or JSON lines, or arrays:<folder> from scripts/prepare_data.py.
   source: str = "sotu"
-  # Splits of a TFDS source, slices allowed: train[:99%]; subfolders of arrays.
+  # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
   train_split: str = "train"
   eval_split: str = "validation"
-  # Where TFDS data sets lie; empty: TFDS's own default.
+  # Folder of the TFDS data sets. Empty: the default of TFDS.
   data_dir: str = ""
   # Path of a SentencePiece .model, or the name of one in diloco/data/tokenizers.
   tokenizer: str = "sotu_2048"
-  # Whether documents begin with BOS, as NanoDO's do; they always end with EOS.
+  # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
   add_bos: bool = False
-  # Packed sequences of a replica that are shuffled among themselves; 0 shuffles none:
-  # the consecutive sequences of a long document then fill whole batches.
+  # How many packed sequences of a replica are shuffled together. 0: no shuffling, so a
+  # long document fills whole batches.
   shuffle_window: Count = 0
-  # Batches that a background thread prepares ahead; 0 prepares each when it is needed.
+  # Batches that a background thread prepares ahead. 0: no thread.
   prefetch: Count = 2
 
 
@@ -213,16 +237,16 @@ class DataConfig:
 class EvalConfig:
   """Evaluation of the outer parameters (docs/evaluation.md)."""
 
-  # Steps between evaluations; 0: only at the end.
+  # Steps between evaluations. 0: only at the end.
   every: Count = 0
-  # Held-out tokens per evaluation; 0: all.
+  # Held-out tokens per evaluation. 0: all.
   tokens: Count = 0
-  # Zero-shot tasks of every evaluation, separated by commas: hellaswag, piqa,
-  # arc_easy, arc_easy_test, or paths of .jsonl items.
+  # Zero-shot tasks of every evaluation, separated by commas: hellaswag, piqa, arc_easy,
+  # arc_easy_test, or paths of .jsonl files.
   tasks: str = ""
-  # Items per task, the first ones; 0: all.
+  # Items per task: the first ones of the task. 0: all.
   task_items: Count = 0
-  # Sequences per evaluation batch.
+  # Sequences per evaluation batch, a multiple of the number of devices.
   batch_size: Positive = 32
 
 
@@ -230,9 +254,9 @@ class EvalConfig:
 class CheckpointConfig:
   """When a run is saved."""
 
-  # Steps between checkpoints; 0: only at the end (and on SIGTERM).
+  # Steps between checkpoints. 0: only at the end. SIGTERM always saves one.
   every: Count = 1000
-  # Checkpoints kept, the newest ones.
+  # Checkpoints to keep. Older ones are deleted.
   keep: Positive = 2
 
 
@@ -240,40 +264,45 @@ class CheckpointConfig:
 class LogConfig:
   """What a run writes about itself."""
 
-  # Steps between lines of metrics.jsonl and TensorBoard points.
+  # Steps between lines of metrics.jsonl, and between TensorBoard points.
   every: Positive = 1
+  # Whether TensorBoard files are written.
   tensorboard: bool = True
-  # Weights & Biases project; empty: off. Needs the extra `wandb`.
+  # Weights & Biases project. Empty: no Weights & Biases. Needs the extra `wandb`.
   wandb_project: str = ""
-  # The text that the model continues at the end, in so many tokens.
+  # Text that the model continues at the end of the run.
   prompt: str = "The"
+  # Tokens of that continuation. 0: none.
   sample_tokens: Count = 64
+  # Sampling temperature of that continuation. 0: greedy.
   temperature: NonNegative = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """How devices are divided: replica * fsdp of them."""
+  """How devices are divided. There are replica * fsdp devices."""
 
-  # Devices along the replica axis, a divisor of M; 0: the largest that fits.
+  # Devices along the replica axis, a divisor of M. 0: the largest one that fits.
   replica: Count = 0
-  # Devices along the fsdp axis, inside a replica; 0: all that are left. A run may go
-  # on with another number, but its codes then lose other bits, see wire.block_size.
+  # Devices that share one replica's parameters. 0: number of devices / `replica`. A run
+  # may continue with another number, but then codes have other blocks (see
+  # wire.block_size) and the results differ.
   fsdp: Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-  """Everything that defines a run; the defaults are the papers' Streaming DiLoCo."""
+  """Everything that defines a run. The defaults are the paper's Streaming DiLoCo."""
 
-  # data_parallel (no outer step), diloco (one fragment of everything, no overlap) or
-  # streaming (fragments, tau, alpha).
+  # data_parallel: no outer step. diloco: one fragment of all parameters, no overlap.
+  # streaming: fragments, tau and alpha.
   algorithm: Algorithm = "streaming"
   # M. data_parallel trains one model on the batches of all M replicas.
   replicas: Positive = 2
-  # H, inner steps between two syncs of one fragment.
+  # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
+  # 100, Scaling Laws 30.
   sync_every: Positive = 100
-  # Seed of initialisation, data order and stochastic rounding.
+  # Seed of the initial parameters, the order of the data and stochastic rounding.
   seed: Count = 0
 
   fragments: FragmentsConfig = FragmentsConfig()
@@ -296,26 +325,27 @@ class Config:
 
   @property
   def models(self) -> int:
-    """Models that are trained: M, or 1 for data-parallel."""
+    """Models that are trained: M, or 1 for data_parallel."""
     return 1 if self.data_parallel else self.replicas
 
   @property
   def tokens_per_step(self) -> int:
-    """Over all replicas."""
+    """Tokens of one inner step, all replicas together."""
     return self.train.batch_size * self.model.seq_len
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
+    """Makes the fragments in the order in which they are sent."""
     f = self.fragments
     return schedule.make_fragments(
       self.model.num_layers, f.size, f.pattern, f.embedding
     )
 
   def make_schedule(self) -> schedule.Schedule:
-    """Needs the taus that `resolve` fills in."""
+    """Makes the schedule; `resolve` must have filled in the taus."""
     return schedule.Schedule(
       len(self.make_fragments()), self.sync_every, self.overlap.taus
     )
 
   def to_dict(self) -> dict:
-    """Nested dicts, as JSON keeps them apart from tuples."""
+    """Returns nested dicts, which json can write; tuples stay tuples."""
     return dataclasses.asdict(self)

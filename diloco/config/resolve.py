@@ -1,6 +1,6 @@
-"""From a ConfigDict to a `Config`: derived fields are filled in, nonsense is refused.
+"""Makes a `Config` from a ConfigDict: fills in fields, finds mistakes. No JAX.
 
-Every error is one sentence with the field, its value and the remedy. No JAX.
+Every error is one sentence with the field, its value and the remedy.
 """
 
 import dataclasses
@@ -16,26 +16,73 @@ from diloco.model import shapes
 from diloco.wire import sizes
 
 
+def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Flattens nested dicts: {"model.dim": 512, ...}; lists (JSON) become tuples."""
+  found = dict[str, Any]()
+  for name, value in config.items():
+    if isinstance(value, Mapping):
+      found |= leaves(value, f"{prefix}{name}.")
+    else:
+      found[prefix + name] = tuple(value) if isinstance(value, list) else value
+  return found
+
+
+def _types(group: Any) -> dict[str, Any]:
+  """Returns {"model": {"dim": its type with its Range, ...}, ...}."""
+  hints = typing.get_type_hints(group, include_extras=True)
+  return {
+    name: _types(kind) if dataclasses.is_dataclass(kind) else kind
+    for name, kind in hints.items()
+  }
+
+
+_DEFAULTS, _TYPES = leaves(Config().to_dict()), leaves(_types(Config))
+
+
 def default_config() -> ml_collections.ConfigDict:
-  """Streaming DiLoCo with the papers' choices, to be changed by files and flags."""
+  """Returns the defaults of fields.py, which config files and flags change."""
   return ml_collections.ConfigDict(Config().to_dict())
 
 
 def resolve(config: ml_collections.ConfigDict | Config) -> Config:
-  """Fills in what follows from other fields, and refuses what cannot work.
+  """Fills in the fields that follow from others, and checks all fields.
 
   Args:
-    config: with the fields of `default_config`.
+    config: must have exactly the fields of `default_config`.
 
   Returns:
     The config with final steps, tokens, taus, ff_dim, weight decay and wire format;
-    for diloco also the pattern and the overlap. Resolving it again changes nothing.
+    for diloco also pattern and overlap. `resolve` does not change this config again.
 
   Raises:
-    ConfigError: a field cannot work.
+    ConfigError: a field has a value that cannot work.
   """
-  v = leaves(config.to_dict())
-  _check_names(v)
+  return _resolve(leaves(config.to_dict()))
+
+
+def complete(saved: Mapping[str, Any]) -> Config:
+  """Resolves a config read from JSON; fields that it lacks take their defaults.
+
+  Raises:
+    ConfigError: a field no longer exists, or has a value that cannot work.
+  """
+  return _resolve(_DEFAULTS | leaves(saved))
+
+
+def changed(config: Config, fields: Mapping[str, Any]) -> Config:
+  """Resolves the config again with other values, for example {"model.dim": 64}."""
+  return _resolve(leaves(config.to_dict()) | dict(fields))
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+  """Returns {field: "old -> new"} for the fields in which two nested dicts differ."""
+  a, b = leaves(old), leaves(new)
+  pairs = {f: (a.get(f, "(absent)"), b.get(f, "(absent)")) for f in sorted(a | b)}
+  return {f: f"{x!r} -> {y!r}" for f, (x, y) in pairs.items() if x != y}
+
+
+def _resolve(v: dict[str, Any]) -> Config:
+  _check_each(v)
   if v["algorithm"] == "diloco":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
@@ -44,162 +91,75 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
   v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
   tokens_per_step = v["train.batch_size"] * v["model.seq_len"]
-  if v["train.steps"] == 0 and tokens_per_step > 0:
-    v["train.steps"] = v["train.tokens"] // tokens_per_step
-    if v["train.steps"] < 1:
-      raise ConfigError(
-        f"train.steps is 0 and train.tokens is {v['train.tokens']}; set train.steps, or"
-        f" train.tokens to at least one batch of {tokens_per_step} tokens."
-      )
+  v["train.steps"] = v["train.steps"] or v["train.tokens"] // tokens_per_step
+  if not v["train.steps"]:
+    raise ConfigError(
+      f"train.steps is 0 and train.tokens is {v['train.tokens']}; set train.steps, or"
+      f" set train.tokens to at least one batch of {tokens_per_step} tokens."
+    )
   v["train.tokens"] = v["train.steps"] * tokens_per_step
-  _check_values(v)
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / v["train.steps"]
-  c = _build(Config, v)
+  c = _build(v)
   _check_together(c)
   return c
 
 
-def complete(saved: Mapping[str, Any]) -> Config:
-  """A config that was kept as JSON; fields that came later take their defaults.
-
-  Raises:
-    ConfigError: it has a field that is gone, or one that cannot work.
-  """
-  v = leaves(Config().to_dict()) | leaves(saved)
-  return resolve(
-    _nest({k: tuple(x) if isinstance(x, list) else x for k, x in v.items()})
-  )
-
-
-def changed(config: Config, fields: Mapping[str, Any]) -> Config:
-  """The config with other values, for example {"model.dim": 64}; resolved again."""
-  return resolve(_nest(leaves(config.to_dict()) | dict(fields)))
-
-
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """{"model.dim": 512, ...} of nested dicts."""
-  found = dict[str, Any]()
-  for key, value in config.items():
-    if isinstance(value, Mapping):
-      found |= leaves(value, f"{prefix}{key}.")
-    else:
-      found[prefix + key] = value
-  return found
-
-
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-  """{field: "old -> new"} of all fields in which two nested dicts differ."""
-  a, b = leaves(old), leaves(new)
-  plain = lambda x: list(x) if isinstance(x, tuple) else x
-  value = lambda x, field: x.get(field, "(absent)")
-  return {
-    field: f"{value(a, field)!r} -> {value(b, field)!r}"
-    for field in sorted(a | b)
-    if plain(value(a, field)) != plain(value(b, field))
-  }
-
-
-def types(group: type = Config, prefix: str = "") -> dict[str, Any]:
-  """{"model.dim": its type with its limits, ...} of all fields."""
-  found = dict[str, Any]()
-  for name, kind in typing.get_type_hints(group, include_extras=True).items():
-    if dataclasses.is_dataclass(kind):
-      found |= types(typing.cast(type, kind), f"{prefix}{name}.")
-    else:
-      found[prefix + name] = kind
-  return found
-
-
-def _nest(values: Mapping[str, Any]) -> ml_collections.ConfigDict:
-  config = ml_collections.ConfigDict()
-  for field, value in values.items():
-    *groups, name = field.split(".")
-    part = config
-    for group in groups:
-      if group not in part:
-        part[group] = ml_collections.ConfigDict()
-      part = part[group]
-    part[name] = value
-  return config
-
-
-def _build(group: type, values: Mapping[str, Any], prefix: str = "") -> Any:
-  parts = {
-    f.name: _build(typing.cast(type, f.type), values, f"{prefix}{f.name}.")
-    if dataclasses.is_dataclass(f.type)
-    else values[prefix + f.name]
-    for f in dataclasses.fields(group)
-  }
-  return group(**parts)
-
-
-def _check_names(given: Mapping[str, Any]) -> None:
-  known = leaves(Config().to_dict())
-  for field in given:
-    if field not in known:
+def _check_each(v: Mapping[str, Any]) -> None:
+  """Checks names, choices and limits of all fields."""
+  for field in sorted(v.keys() ^ _DEFAULTS.keys()):
+    if field in v:
       raise ConfigError(
-        f"{field} is set to {given[field]!r}, but there is no such field;"
-        " diloco/config/fields.py lists all of them."
+        f"{field} is {v[field]!r}, but there is no such field; see"
+        " diloco/config/fields.py."
       )
-  for field, default in known.items():
-    if field not in given:
-      raise ConfigError(
-        f"{field} is missing; start from default_config(), where it is {default!r}."
-      )
-    if isinstance(given[field], float) and not math.isfinite(given[field]):
-      raise ConfigError(
-        f"{field} is {given[field]}; choose a finite number, its default is"
-        f" {default!r}."
-      )
-
-
-def _check_values(values: Mapping[str, Any]) -> None:
-  """Each field against the type and the limits that fields.py gives it."""
-  # train.steps comes last: other fields determine it.
-  last = lambda item: item[0] == "train.steps"
-  for field, kind in sorted(types().items(), key=last):
-    value = values[field]
+    raise ConfigError(f"{field} is missing; its default is {_DEFAULTS[field]!r}.")
+  for field, kind in _TYPES.items():
+    if isinstance(v[field], float) and not math.isfinite(v[field]):
+      raise ConfigError(f"{field} is {v[field]}; give a finite number.")
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if choices and value not in choices:
-      raise ConfigError(f"{field} is {value!r}; choose one of {', '.join(choices)}.")
+    if choices and v[field] not in choices:
+      raise ConfigError(f"{field} is {v[field]!r}; choose one of {', '.join(choices)}.")
     for limits in getattr(kind, "__metadata__", ()):
-      if isinstance(limits, Range) and value not in limits:
-        raise ConfigError(f"{field} is {value}; choose a value {limits}.")
-  taus = values["overlap.taus"]
-  if not all(isinstance(tau, int) for tau in taus):
-    raise ConfigError(
-      f"overlap.taus is {taus}, but each tau counts inner steps; give whole numbers."
-    )
+      if isinstance(limits, Range) and v[field] not in limits:
+        raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
+
+
+def _build(v: Mapping[str, Any]) -> Config:
+  groups = dict[str, dict[str, Any]]()
+  for field, value in v.items():
+    group, _, name = field.rpartition(".")
+    groups.setdefault(group, {})[name] = value
+  default, own = Config(), groups.pop("")
+  parts = {
+    group: dataclasses.replace(getattr(default, group), **values)
+    for group, values in groups.items()
+  }
+  return Config(**own, **parts)
 
 
 def _check_together(c: Config) -> None:
-  """Fields that do not go together."""
+  """Checks fields that depend on each other."""
   if c.overlap.transport == "host" and c.wire.exchange == "psum":
     raise ConfigError(
-      "overlap.transport is host, but wire.exchange is psum, which reduces on the"
-      " devices; choose gather."
+      "overlap.transport is host, but wire.exchange is psum, which needs devices;"
+      " choose gather."
     )
-  if c.train.batch_size % (c.replicas * c.train.accumulate):
+  m, shares = c.model, c.replicas * c.train.accumulate
+  for multiple, n, divisor, d in (
+    ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
+    ("model.dim", m.dim, "model.num_heads", m.num_heads),
+    ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
+  ):
+    if d and n % d:
+      raise ConfigError(
+        f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
+      )
+  taus = c.overlap.taus
+  if len(taus) != c.replicas or not all(isinstance(tau, int) for tau in taus):
     raise ConfigError(
-      f"train.batch_size is {c.train.batch_size}, which replicas * train.accumulate"
-      f" = {c.replicas} * {c.train.accumulate} does not divide; choose a multiple of"
-      f" {c.replicas * c.train.accumulate}."
-    )
-  if c.model.dim % c.model.num_heads:
-    raise ConfigError(
-      f"model.num_heads is {c.model.num_heads}, which does not divide model.dim ="
-      f" {c.model.dim}; choose a divisor (the papers use dim / 64)."
-    )
-  if c.model.loss_chunk and c.model.seq_len % c.model.loss_chunk:
-    raise ConfigError(
-      f"model.loss_chunk is {c.model.loss_chunk}, which does not divide"
-      f" model.seq_len = {c.model.seq_len}; choose a divisor, or 0."
-    )
-  if len(c.overlap.taus) != c.replicas:
-    raise ConfigError(
-      f"overlap.taus is {c.overlap.taus}, {len(c.overlap.taus)} values, but replicas"
-      f" is {c.replicas}; give one per replica or leave it empty."
+      f"overlap.taus is {taus}; give {c.replicas} whole numbers, one per replica, or"
+      " leave it empty."
     )
   try:
     c.make_schedule()
