@@ -1,16 +1,18 @@
-"""Two compressors and a model that are not the package's own.
+"""Two compressors and a model, as a user would register them.
 
 Importing this file registers them. `signs` sends the sign of every value and the mean
 magnitude of every layer's tensor. `feedback` keeps what the codes of earlier sends
 lost, and adds it to the next send. `bigram` predicts a token from the one before it.
 """
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
 from diloco.model import registry
-from diloco.model.decoder import BOS_ID
-from diloco.wire import codecs, sizes
+from diloco.model.shapes import BOS_ID
+from diloco.wire import compressors, sizes
 
 
 def encode_signs(wire, x_NxS, state, row, key):
@@ -38,21 +40,27 @@ def size_signs(wire, n, s, row):
 
 def encode_feedback(wire, x_NxS, state, row, key):
   x_NxS = x_NxS + state
-  code, _ = codecs.quantize(wire, x_NxS, (), row, key)
+  code, _ = compressors.quantize(wire, x_NxS, (), row, key)
   return code, x_NxS - decode_feedback(wire, code, *x_NxS.shape, row)
 
 
-decode_feedback = codecs.COMPRESSORS["quantize"].decode
+decode_feedback = compressors.COMPRESSORS["quantize"].decode
 
-codecs.register("signs", codecs.Compressor(encode_signs, decode_signs, size_signs))
-codecs.register(
+compressors.register(
+  "signs", compressors.Compressor(encode_signs, decode_signs, size_signs)
+)
+compressors.register(
   "feedback",
-  codecs.Compressor(encode_feedback, decode_feedback, sizes.quantize, jnp.zeros_like),
+  compressors.Compressor(
+    encode_feedback, decode_feedback, sizes.quantize, jnp.zeros_like
+  ),
 )
 
 
 class Bigram:
   """A model without attention."""
+
+  DESCRIPTION: ClassVar[dict[str, str]] = {"blocks": "x += tanh(x @ w)"}
 
   @staticmethod
   def parameters(m):

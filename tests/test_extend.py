@@ -1,4 +1,4 @@
-"""What the README says of one's own compressor and model: register it, set its name."""
+"""The recipe for a new compressor or model: register it, then name it in the config."""
 
 import json
 
@@ -9,11 +9,11 @@ from diloco import train
 from diloco.config import resolve
 from diloco.model import shapes
 from diloco.run import metrics
-from diloco.simulate import own
+from diloco.simulate import from_config
 from diloco.wire import sizes
 
 
-def test_a_compressor_of_ones_own_reaches_trainer_ledger_and_simulator(tiny, tmp_path):
+def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp_path):
   tiny.wire.compressor = "signs"
   c = resolve(tiny)
   summary = train.train(tiny, tmp_path)
@@ -29,7 +29,7 @@ def test_a_compressor_of_ones_own_reaches_trainer_ledger_and_simulator(tiny, tmp
     assert send["bytes"] == payloads[send["fragment"]]
     assert 0.1 < send["quantization_error"][0] < 1
   assert summary["bytes_sent_per_replica"] == sum(send["bytes"] for send in sends)
-  bits = own.workload(c, seconds=1.0).bits
+  bits = from_config.workload(c, seconds=1.0).bits
   assert bits == pytest.approx(8 * sum(payloads) / shapes.num_params(c.model))
   assert summary["eval_loss"]["outer"] < 7.7  # log(2048) is 7.62.
 
@@ -66,12 +66,14 @@ def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
   assert losses("plain")[-1] != losses("whole")[-1]
 
 
-def test_a_model_of_ones_own_trains_like_the_package_s(tiny, tmp_path):
+def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
   tiny.model.name, tiny.log.sample_tokens = "bigram", 3
   tiny.train.batch_size, tiny.train.steps = 32, 60
   tiny.inner.learning_rate, tiny.inner.warmup_steps = 0.05, 5
   summary = train.train(tiny, tmp_path)
-  assert summary["params"] == 2048 * 16 + 3 * 16 * 16
+  params = 2048 * 16 + 3 * 16 * 16
+  assert summary["params"] == params
+  assert shapes.flops_per_token(resolve(tiny).model) == 6 * params  # No attention.
   losses = [r["loss"] for r in metrics.read(tmp_path)]
   assert sum(losses[-5:]) / 5 < losses[0] - 0.3
   assert summary["syncs"] == len(metrics.read(tmp_path, "send")) > 0

@@ -1,8 +1,8 @@
 """The papers' decoder: Chinchilla-style as in NanoDO, with QK-LayerNorm.
 
-Pre-LayerNorm without bias, learned positions, GELU feed-forward, no biases, tied
-head; logits and softmax in float32. Layers are stacked on a leading axis and scanned,
-so compile time does not grow with depth and a fragment is a set of indices.
+Pre-LayerNorm, learned positions, GELU feed-forward, tied head, no biases; logits and
+softmax in float32. Layers are stacked on a leading axis and scanned. So compile time
+does not grow with depth, and a fragment is a set of layer indices.
 
 Parameters: `diloco.model.shapes.decoder`. Letters: B sequences, L positions, D width, H
 heads, K head size, F feed-forward width, V vocabulary, N layers, S cached positions.
@@ -18,12 +18,24 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.config.fields import ModelConfig
 from diloco.model.loss import token_losses
-
-# NanoDO's ids: pad 0, eos 1, bos 2, unk 3.
-EOS_ID, BOS_ID = 1, 2
+from diloco.model.shapes import BOS_ID, EOS_ID
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
+# An export's config.json contains this, for programs that rebuild the model.
+DESCRIPTION = {
+  "embedding": "embed.tokens (V, D) + embed.positions (L, D); BOS (id 2) comes first",
+  "blocks": (
+    "the first axis of `blocks.*` is the layer; x += out(attention(norm(x))), then"
+    " x += down(gelu_tanh(up(norm(x)))); matrices are (in, out), there are no biases"
+  ),
+  "attention": (
+    "causal, num_heads heads of dim / num_heads, scores over sqrt(head size); with"
+    " qk_norm, LayerNorm over each head of queries and keys (q_norm, k_norm)"
+  ),
+  "norm": "LayerNorm with mean and scale, without bias, epsilon 1e-6",
+  "head": "logits = norm(x) @ embed.tokens^T, with embed.norm; float32",
+}
 
 
 class Attention(nn.Module):
@@ -69,7 +81,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-  """Pre-norm transformer block; a scan carries the activations through N of them."""
+  """Pre-norm transformer block; `Decoder` scans over N blocks."""
 
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
@@ -117,7 +129,7 @@ class Embed(nn.Module):
 
 
 class Decoder(nn.Module):
-  """From input ids to the hidden states before the head."""
+  """Maps input ids to the hidden states before the head."""
 
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
@@ -129,19 +141,19 @@ class Decoder(nn.Module):
       block,
       variable_axes={"params": 0},
       split_rngs={"params": True},
-      # Each layer has its cache; all share the position and the segments.
+      # Each layer has its own cache; all layers share the position and the segments.
       in_axes=(0, nn.broadcast, nn.broadcast),
       length=self.m.num_layers,
     )
     self.blocks = stack(self.m, self.batch_axes)
 
   def __call__(self, ids_BxL, cache=None, start=None):
-    """Hidden states.
+    """Computes the hidden states.
 
     Args:
       ids_BxL: int32 input ids, already shifted right.
-      cache: from `init_cache`, to read and extend; None without one.
-      start: int32, the position of the first id; None with no cache.
+      cache: from `init_cache`, to read and extend; None: no cache.
+      start: int32, position of the first id; None if there is no cache.
 
     Returns:
       x_BxLxD after the final norm, in the compute dtype, and the new cache.
@@ -155,7 +167,7 @@ class Decoder(nn.Module):
 
 
 def init(m: ModelConfig, key: jax.Array) -> Params:
-  """Parameters of one replica."""
+  """Draws the first parameters of one replica."""
   ids_BxL = jnp.zeros((1, m.seq_len), jnp.int32)
   return dict(Decoder(m).init(key, ids_BxL)["params"])
 
@@ -166,28 +178,28 @@ def losses(
   tokens_BxL: jax.Array,
   batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Cross entropy and squared log-partition of every token, given those before it.
+  """Computes every token's cross entropy and squared log-partition, given its past.
 
   Args:
     m: the model.
-    params: of one replica.
-    tokens_BxL: int32; BOS comes before the first token.
-    batch_axes: mesh axes that shard B. Activations keep that sharding, so weights are
-      gathered and activations are not resharded.
+    params: parameters of one replica.
+    tokens_BxL: int32; the decoder puts BOS before the first token.
+    batch_axes: mesh axes that shard B. Activations keep this sharding, so XLA gathers
+      weights instead of resharding activations.
 
   Returns:
     float32 [B, L] each, in nats and nats^2.
   """
   ids_BxL = jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
   x_BxLxD, _ = Decoder(m, batch_axes).apply({"params": params}, ids_BxL)
-  # A length that loss_chunk does not divide takes its largest common divisor.
+  # Their greatest common divisor, if loss_chunk does not divide the length.
   chunk = math.gcd(m.loss_chunk, tokens_BxL.shape[1])
   head_VxD = params["embed"]["tokens"]
   return token_losses(x_BxLxD, head_VxD, tokens_BxL, chunk, batch_axes)
 
 
 def init_cache(m: ModelConfig, batch: int) -> Cache:
-  """An empty key-value cache: {'k', 'v'}, each (N, B, S, H, K), compute dtype."""
+  """Makes an empty key-value cache {'k', 'v'}, each (N, B, S, H, K) in m.dtype."""
   shape = (m.num_layers, batch, m.seq_len, m.num_heads, m.dim // m.num_heads)
   return {name: jnp.zeros(shape, jnp.dtype(m.dtype)) for name in ("k", "v")}
 
@@ -200,19 +212,18 @@ def logits(
   start: jax.Array | int,
   at: jax.Array | int,
 ) -> tuple[jax.Array, Cache]:
-  """Logits of the token after one of the given ids.
+  """Computes the logits of the token that follows one of the given ids.
 
   Args:
     m: the model.
-    params: of one replica.
+    params: parameters of one replica.
     ids_BxL: int32 input ids at positions start, ..., start + L - 1.
-    cache: from `init_cache` or the last call. Its entries from `start` on are not seen
-      and are overwritten.
-    start: int32; start + L must not exceed seq_len (this is not checked).
-    at: int32, index of the id among the L.
+    cache: from `init_cache` or the last call; old entries from `start` on are unused.
+    start: int32; start + L must not exceed seq_len (not checked).
+    at: int32, index of the id before that token, among the L ids.
 
   Returns:
-    float32 [B, V], and the extended cache.
+    Logits float32 [B, V], and the extended cache.
   """
   found: Any = Decoder(m).apply({"params": params}, ids_BxL, cache, start)
   x_BxLxD, cache = found
@@ -224,10 +235,10 @@ def logits(
 
 
 def _documents(ids_BxL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Inputs in which every document begins as it would alone.
+  """Makes each document of a sequence begin with BOS and at position 0.
 
   Returns:
-    int32 ids, index of the document within the sequence, and position in it.
+    int32 [B, L] each: ids (BOS instead of EOS), document index, position in document.
   """
   begins_BxL = ids_BxL == EOS_ID
   index_BxL = jax.lax.broadcasted_iota(jnp.int32, ids_BxL.shape, 1)
@@ -237,12 +248,12 @@ def _documents(ids_BxL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _same_segment(segment_BxL: jax.Array) -> jax.Array:
-  """Bool (B, 1, L, L): which positions belong to one document."""
+  """Returns bool (B, 1, L, L): whether two positions are in the same document."""
   return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
 
 
 def _by_sequence(module: Block | Embed, x_BxLxD: jax.Array) -> jax.Array:
-  """Keeps activations sharded as the batch is."""
+  """Keeps activations sharded like the batch."""
   if not module.batch_axes:
     return x_BxLxD
   return jax.lax.with_sharding_constraint(x_BxLxD, P(module.batch_axes))
@@ -258,7 +269,7 @@ def _norm(m: ModelConfig, name: str) -> nn.LayerNorm:
 
 
 def _linear(module: nn.Module, name: str, x: jax.Array, features: int) -> jax.Array:
-  """x @ W without bias; weights are stored (in, out) and cast to x's dtype."""
+  """Computes x @ W, W (in, out) cast to x's dtype; there is no bias."""
   kernel = module.param(
     name,
     nn.initializers.xavier_uniform(),

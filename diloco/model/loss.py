@@ -15,18 +15,18 @@ def token_losses(
   chunk: int = 0,
   batch_axes: tuple[str, ...] = (),
 ) -> tuple[jax.Array, jax.Array]:
-  """Cross entropy and squared log-partition of every token.
+  """Computes cross entropy and squared log-partition of every token.
 
-  Logits are float32 whatever the compute dtype. With `chunk`, at most B*C*V logits
-  exist at once; the backward pass computes them again.
+  Logits are float32 for every compute dtype. With `chunk`, at most B*C*V logits exist
+  at once; the backward pass recomputes them.
 
   Args:
     x_BxLxD: hidden states.
-    head_VxD: rows of the head; cast to the type of the hidden states.
+    head_VxD: weights of the head; cast to the dtype of the hidden states.
     targets_BxL: int32 ids to predict.
     chunk: positions C per chunk, a divisor of L; 0 takes all at once.
-    batch_axes: mesh axes that shard B; logits keep that sharding. Without it XLA may
-      shard the vocabulary of a chunk over the replicas: an all-to-all per chunk.
+    batch_axes: mesh axes that shard B; the logits keep this sharding. Otherwise XLA may
+      shard the vocabulary over the replicas, with an all-to-all per chunk.
 
   Returns:
     (-log p(target) in nats, log(Z)^2), float32 [B, L] each.
@@ -47,7 +47,7 @@ def token_losses(
   if not chunk or chunk == length:
     return losses(x_BxLxD, targets_BxL)
 
-  def chunks(a):  # Splits positions; sequences stay where they are sharded.
+  def chunks(a):  # Splits the positions; the sequences are sharded.
     split = a.reshape(a.shape[0], length // chunk, chunk, *a.shape[2:])
     return jnp.moveaxis(split, 1, 0)
 

@@ -1,52 +1,61 @@
-"""Architectures by name: everything that the rest of the package asks of a model.
+"""Architectures by name. `Model` has all functions that the package calls.
 
-To add one, write its functions in a file and `register` it.
+To add an architecture, write its functions in one file and `register` it.
 """
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import jax
+from jax import Array
 
 from diloco.config.fields import ModelConfig
 from diloco.model import decoder, shapes
 
 Params = dict[str, Any]
+Axes = tuple[str, ...]
+Id = int | Array
 
 
 class Model(Protocol):
-  """The functions of an architecture; `diloco.model.decoder` documents them."""
+  """The functions of an architecture, as `diloco.model.decoder` documents them."""
 
-  @property
-  def init(self) -> Callable[[ModelConfig, jax.Array], Params]: ...
+  DESCRIPTION: dict[str, str]
 
-  @property
-  def losses(self) -> Callable[..., tuple[jax.Array, jax.Array]]: ...
+  def init(self, m: ModelConfig, key: Array) -> Params: ...
 
-  @property
-  def init_cache(self) -> Callable[[ModelConfig, int], Any]: ...
+  def losses(
+    self, m: ModelConfig, params: Params, tokens_BxL: Array, batch_axes: Axes = ()
+  ) -> tuple[Array, Array]: ...
 
-  @property
-  def logits(self) -> Callable[..., tuple[jax.Array, Any]]: ...
+  def init_cache(self, m: ModelConfig, batch: int) -> Any: ...
+
+  def logits(
+    self, m: ModelConfig, params: Params, ids_BxL: Array, cache: Any, start: Id, at: Id
+  ) -> tuple[Array, Any]: ...
 
 
 MODELS: dict[str, Model] = {"decoder": decoder}
 
 
 def register(
-  name: str, model: Model, parameters: Callable[[ModelConfig], shapes.Shapes]
+  name: str,
+  model: Model,
+  parameters: Callable[[ModelConfig], shapes.Shapes],
+  attention_flops: Callable[[ModelConfig], float] = lambda m: 0.0,
 ) -> None:
-  """Makes an architecture known as `model.name`.
+  """Registers an architecture for `model.name`.
 
   Args:
-    name: of the architecture.
-    model: a module or an object with the functions.
-    parameters: shapes of the parameters; layers are stacked under `blocks`.
+    name: name of the architecture.
+    model: a module or an object with the functions of `Model`.
+    parameters: returns the parameter shapes; layers are stacked under `blocks`.
+    attention_flops: returns the training FLOPs per token of the attention scores.
   """
   MODELS[name] = model
   shapes.SHAPES[name] = parameters
+  shapes.ATTENTION_FLOPS[name] = attention_flops
 
 
 def get(m: ModelConfig) -> Model:
-  """The architecture that a config names."""
+  """Returns the architecture that `model.name` names."""
   return MODELS[m.name]

@@ -1,4 +1,4 @@
-"""Text from a model: sampling token by token with a key-value cache."""
+"""Generates text token by token, with a key-value cache."""
 
 import functools
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from diloco.config.fields import ModelConfig
 from diloco.model import registry
-from diloco.model.decoder import BOS_ID, EOS_ID
 from diloco.model.registry import Params
+from diloco.model.shapes import BOS_ID, EOS_ID
 
 
 def generate(
@@ -23,20 +23,20 @@ def generate(
 ) -> list[int]:
   """Continues a prompt.
 
-  When all seq_len positions are taken, the last seq_len // 2 tokens become the new
-  context: positions are learned, so a cache cannot slide.
+  When the text fills all seq_len positions, its last seq_len // 2 tokens become the new
+  context: positions are learned, so the cache cannot slide.
 
   Args:
     m: the model.
-    params: of one replica.
-    prompt_ids: what comes after BOS; may be empty.
-    length: most new tokens.
+    params: parameters of one replica.
+    prompt_ids: ids of the prompt, without BOS; may be empty.
+    length: the largest number of new tokens.
     temperature: 0 is greedy.
-    seed: of the draws.
-    top_k: likeliest tokens to draw from; 0 keeps all.
+    seed: seed of the random draws.
+    top_k: draws only from the `top_k` most likely tokens; 0: from all tokens.
 
   Returns:
-    The new ids. EOS ends the text, so it is at most the last of them.
+    The new ids; EOS, if drawn, is the last one.
   """
   ids, new = list(prompt_ids), list[int]()
   key = jax.random.key(seed)
@@ -62,7 +62,7 @@ def generate(
 
 @functools.partial(jax.jit, static_argnames=("m", "top_k"))
 def _extend(params, ids_1xC, known, room, temperature, key, drawn, *, m, top_k):
-  """Up to `room` new tokens after BOS and `known` tokens; all on the device."""
+  """Draws up to `room` tokens after BOS and `known` prompt tokens; ends after EOS."""
   model = registry.get(m)
 
   def more(carry):
@@ -73,7 +73,7 @@ def _extend(params, ids_1xC, known, room, temperature, key, drawn, *, m, top_k):
   def body(carry):
     i, out_L, logits_V, cache = carry
     token = sample(logits_V, jax.random.fold_in(key, drawn + i), temperature, top_k)
-    # Computes logits after the last token too; nobody uses them.
+    # The logits after the last token are computed too, but nothing uses them.
     logits_1xV, cache = model.logits(
       m, params, token[None, None], cache, known + 1 + i, 0
     )
@@ -88,13 +88,13 @@ def _extend(params, ids_1xC, known, room, temperature, key, drawn, *, m, top_k):
 
 
 def sample(logits_V: jax.Array, key: jax.Array, temperature, top_k: int) -> jax.Array:
-  """Draws a token from softmax(logits / temperature) over the top_k likeliest.
+  """Draws a token from softmax(logits / temperature) over the top_k most likely.
 
   Args:
     logits_V: float32.
     key: PRNG key.
-    temperature: 0 takes the likeliest token.
-    top_k: tokens to keep, and all that are as likely as the last of them; 0: all.
+    temperature: 0 takes the most likely token.
+    top_k: number of tokens to draw from, plus all that tie with the last; 0: all.
   """
   if top_k:
     least = jax.lax.top_k(logits_V, top_k)[0][-1]
@@ -104,7 +104,7 @@ def sample(logits_V: jax.Array, key: jax.Array, temperature, top_k: int) -> jax.
 
 
 def _padded(window: list[int], seq_len: int) -> np.ndarray:
-  """int32 [1, C]: BOS and the window, padded to a power of two, for few programs."""
+  """Pads BOS and the window to int32 [1, C], C a power of two: few programs."""
   used = len(window) + 1
   ids_1xC = np.zeros((1, min(1 << (used - 1).bit_length(), seq_len)), np.int32)
   ids_1xC[0, :used] = [BOS_ID, *window]

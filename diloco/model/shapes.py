@@ -1,7 +1,7 @@
-"""Shapes, numbers of parameters and FLOPs of every architecture. No JAX.
+"""Parameter shapes, parameter counts and FLOPs of every architecture. No JAX.
 
-Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. Every tensor under
-`blocks` has the layer as its first axis.
+Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. The first axis of every
+tensor under `blocks` is the layer.
 
 Letters: N layers, D width, F feed-forward width, K head size, V vocabulary, L
 positions.
@@ -15,10 +15,12 @@ if TYPE_CHECKING:
   from diloco.config.fields import ModelConfig
 
 Shapes = dict[str, Any]  # Nested dicts of tuples of int.
+# Token ids of every tokenizer and model, as in NanoDO.
+PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
 
 
 def decoder(m: "ModelConfig") -> Shapes:
-  """Shapes of `diloco.model.decoder`."""
+  """Returns the parameter shapes of `diloco.model.decoder`."""
   n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
   k = d // m.num_heads
   norm = lambda *shape: {"scale": shape}
@@ -40,10 +42,14 @@ def decoder(m: "ModelConfig") -> Shapes:
 
 
 SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {"decoder": decoder}
+# By model.name: training FLOPs per token of all attention scores, the masked ones too.
+ATTENTION_FLOPS: dict[str, Callable[["ModelConfig"], float]] = {
+  "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len
+}
 
 
 def parameters(m: "ModelConfig") -> Shapes:
-  """Shapes of one replica's parameters.
+  """Returns the parameter shapes of one replica.
 
   Raises:
     ValueError: there is no such architecture.
@@ -54,7 +60,7 @@ def parameters(m: "ModelConfig") -> Shapes:
 
 
 def leaves(shapes: Shapes, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
-  """Pairs (path, shape) in the order of JAX's flattened trees."""
+  """Yields pairs (path, shape) in the order in which JAX flattens trees."""
   for name in sorted(shapes):
     part = shapes[name]
     if isinstance(part, dict):
@@ -64,12 +70,12 @@ def leaves(shapes: Shapes, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, An
 
 
 def num_params(m: "ModelConfig") -> int:
-  """All parameters."""
+  """Counts all parameters."""
   return sum(math.prod(shape) for _, shape in leaves(parameters(m)))
 
 
 def matrix_params(m: "ModelConfig") -> int:
-  """N as the papers count it: 12 N D^2 + V D, without positions and norms."""
+  """Counts as the papers do: 12 N D^2 + V D, without positions and norms."""
   return sum(
     math.prod(shape)
     for path, shape in leaves(parameters(m))
@@ -78,31 +84,30 @@ def matrix_params(m: "ModelConfig") -> int:
 
 
 def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
-  """Training FLOPs per token: 6 N, and 12 layers D L for the attention scores.
+  """Returns training FLOPs per token: 6 per matrix parameter, 12 N D L for attention.
 
-  Counts the matrix products of forward and backward pass, and all scores, the masked
-  ones too (PaLM, arXiv 2204.02311, appendix B).
+  Counts the matrix products of the forward and backward pass, and all attention scores
+  including the masked ones (PaLM, arXiv 2204.02311, appendix B).
 
   Args:
     m: the model.
-    attention: whether scores count; the papers leave them out.
+    attention: whether attention scores count; the DiLoCo papers do not count them.
   """
-  scores = 12.0 * m.num_layers * m.dim * m.seq_len
-  return 6.0 * matrix_params(m) + scores * attention
+  return 6.0 * matrix_params(m) + attention * ATTENTION_FLOPS[m.name](m)
 
 
 def sharded_axis(
   path: tuple[str, ...], shape: tuple[int, ...], fsdp: int
 ) -> int | None:
-  """The axis that the mesh's fsdp axis divides: the first one after the layer.
+  """Returns the axis of a tensor that fsdp shards: the first after the layer axis.
 
   Args:
     path: names from the root to the tensor.
-    shape: of the tensor, without a replica axis.
-    fsdp: devices along the fsdp axis.
+    shape: shape of the tensor, without a replica axis.
+    fsdp: size of the fsdp axis of the mesh.
 
   Returns:
-    None if every device holds the whole tensor: fsdp does not divide the axis.
+    The axis; None if fsdp does not divide it: then each device holds the whole tensor.
   """
   axis = int(path[0] == "blocks")
   divides = fsdp > 1 and len(shape) > axis and shape[axis] % fsdp == 0
@@ -110,6 +115,6 @@ def sharded_axis(
 
 
 def shard(path: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
-  """The shape of a tensor's part on one device."""
+  """Returns the shape of one device's shard of a tensor."""
   axis = sharded_axis(path, shape, fsdp)
   return tuple(n // fsdp if i == axis else n for i, n in enumerate(shape))

@@ -1,14 +1,14 @@
-"""How every array lies on the replica x fsdp mesh: one table.
+"""How every array is sharded over the replica x fsdp mesh.
 
-`replica` is the axis that DrJAX maps over; the links between its members are slow.
-`fsdp` divides a replica; its links are fast. fsdp shards the first axis of a parameter
-after the layer, if it divides that axis; otherwise every device holds the whole tensor
-(`diloco.model.shapes.sharded_axis`).
+DrJAX maps over the axis `replica`, which has slow links. The axis `fsdp` has fast links
+and shards each replica: of every parameter it shards the first axis after the layer
+axis. If fsdp does not divide that axis, every device of the replica holds the whole
+tensor (`diloco.model.shapes.sharded_axis`).
 
-A tree may lead with one more axis:
-  (REPLICA,)  the M replicas' parameters, one replica per coordinate
-  (None,)     the one model of data-parallel, a copy at every coordinate of `replica`
-  ()          outer parameters, a copy at every coordinate of `replica`
+A tree of parameters may have one more axis in front, its `lead`:
+  (REPLICA,)  parameters of M replicas, one replica per coordinate of `replica`
+  (None,)     the one model of data-parallel, copied to every coordinate
+  ()          no such axis: outer parameters, copied to every coordinate
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from diloco.model import shapes
 
 REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
-# Explicit axes would ignore `with_sharding_constraint` to a replicated spec, silently.
+# With explicit axes, `with_sharding_constraint` silently ignores a replicated spec.
 AXIS_TYPES = (AxisType.Auto,) * 2
 
 Tree = Any
@@ -31,16 +31,16 @@ Lead = tuple[str | None, ...]
 
 
 def lead(c: Config) -> Lead:
-  """The leading axis of what is trained."""
+  """Returns the lead of the inner parameters."""
   return (None if c.data_parallel else REPLICA,)
 
 
 def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
-  """Partition of one parameter without a leading axis.
+  """Returns the partition spec of one parameter, without a lead.
 
   Args:
     path: JAX's key path of the parameter.
-    shape: of the parameter.
+    shape: shape of the parameter.
     fsdp: size of the fsdp axis.
   """
   axis = shapes.sharded_axis(tuple(map(key, path)), shape, fsdp)
@@ -48,12 +48,12 @@ def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
 
 
 def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
-  """Partition specs of a tree shaped like parameters.
+  """Returns the partition specs of a tree shaped like parameters.
 
   Args:
     tree: arrays or shapes under `blocks` and/or `embed`.
     mesh: the device mesh.
-    lead: the leading axis, see the module's docstring.
+    lead: see the docstring of this file.
   """
 
   def spec(path, leaf):
@@ -63,7 +63,7 @@ def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
 
 
 def shardings(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
-  """NamedShardings of a tree shaped like parameters, see `specs`."""
+  """Returns `specs` as NamedShardings."""
   return jax.tree.map(
     lambda spec: NamedSharding(mesh, spec),
     specs(tree, mesh, lead),
@@ -72,36 +72,36 @@ def shardings(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
 
 
 def batch_sharding(mesh: Mesh, lead: Lead = (REPLICA,)) -> NamedSharding:
-  """Tokens [M, B, L]: replicas over `replica`, their sequences over `fsdp`.
+  """Shards training tokens [M, B, L]: M over `replica`, B over `fsdp`.
 
-  Data-parallel's [1, M B, L]: sequences over both.
+  Data-parallel has tokens [1, M B, L]; both mesh axes shard M B.
   """
   return NamedSharding(mesh, P(REPLICA, FSDP) if lead == (REPLICA,) else P(None, BOTH))
 
 
 def eval_sharding(mesh: Mesh) -> NamedSharding:
-  """Evaluation tokens [B, L]: sequences over all devices."""
+  """Shards evaluation tokens [B, L]: sequences over all devices."""
   return NamedSharding(mesh, P(BOTH))
 
 
 def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
   """Shards a host array that is present on every process.
 
-  Unlike device_put on several processes, it compares and exchanges nothing: a process
-  may leave out what belongs on the devices of others.
+  Unlike device_put, this does not compare the arrays of the processes. So each process
+  needs the right values only in the parts that its own devices hold.
   """
   return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def structs(tree: Tree, places: Tree) -> Tree:
-  """Shapes and types of arrays, with shardings."""
+  """Describes arrays as ShapeDtypeStructs with the given shardings."""
   return jax.tree.map(
     lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, places
   )
 
 
 def abstract(parameters: shapes.Shapes, dtype: str) -> Tree:
-  """Parameters as shapes and types, from `diloco.model.shapes`."""
+  """Describes parameters as ShapeDtypeStructs, from their shapes and dtype."""
   return jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, dtype),
     parameters,
@@ -110,5 +110,5 @@ def abstract(parameters: shapes.Shapes, dtype: str) -> Tree:
 
 
 def key(entry) -> str:
-  """The name in one entry of JAX's key paths."""
+  """Returns the name in one entry of a JAX key path."""
   return str(getattr(entry, "key", getattr(entry, "name", entry)))

@@ -63,7 +63,7 @@ def test_a_position_sees_only_what_comes_before(params):
 
 
 @pytest.mark.parametrize("chunk", [0, 4, 8])
-def test_losses_are_those_of_every_token_given_those_before_it(params, chunk):
+def test_losses_depend_on_all_earlier_tokens_only(params, chunk):
   tokens = np.random.default_rng(7).integers(4, 50, (2, 12))
   m = dataclasses.replace(MODEL, loss_chunk=chunk)  # 8 divides no length of 12: 4.
   nll, z2 = decoder.losses(m, params, jnp.asarray(tokens))
@@ -83,7 +83,7 @@ def masked_states(params, tokens, **changes):
 
 # Documents, EOS included, that fill a sequence of 12; the last is cut.
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 1, 9, 1), (12,), (11, 1)])
-def test_masked_documents_are_what_they_are_alone(params, lengths):
+def test_masked_documents_do_not_see_each_other(params, lengths):
   rng = np.random.default_rng(sum(lengths[:1]))
   documents = [[*rng.integers(4, 50, n - 1), decoder.EOS_ID] for n in lengths]
   documents[-1][-1] = 17
@@ -145,7 +145,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 3, 12])
-def test_loss_in_chunks_is_the_loss(chunk):
+def test_chunked_loss_equals_the_loss(chunk):
   rng = np.random.default_rng(3)
   x = rng.normal(size=(2, 12, 8)).astype(np.float32)
   head = rng.normal(size=(20, 8)).astype(np.float32)
@@ -199,7 +199,7 @@ def test_parameter_counts_give_the_papers_names(layers, heads, vocab, millions):
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_shapes_are_those_of_the_model(qk_norm):
+def test_shapes_equal_those_of_initialised_parameters(qk_norm):
   m = dataclasses.replace(MODEL, qk_norm=qk_norm)
   params = jax.eval_shape(lambda key: decoder.init(m, key), jax.random.key(0))
   assert jax.tree.map(lambda x: x.shape, params) == shapes.parameters(m)
@@ -210,7 +210,7 @@ def test_shapes_are_those_of_the_model(qk_norm):
   ]
 
 
-def test_flops_are_those_that_xla_counts():
+def test_flops_equal_the_count_of_xla():
   m = dataclasses.replace(MODEL, num_layers=1, dim=64, ff_dim=256, seq_len=64)
   params = decoder.init(m, jax.random.key(0))
   loss = lambda p, tokens: decoder.losses(m, p, tokens)[0].sum()

@@ -1,4 +1,4 @@
-"""Cached decoding against whole forward passes, and the sampler's distribution."""
+"""Cached decoding against full forward passes, and the sampler's distribution."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def hidden_states(params, ids, *, m=MODEL):
 
 
 def last_hidden(params, ids):
-  """x_D of the last of at most seq_len input ids, by a whole forward pass."""
+  """The hidden state x_D of the last input id, from a full forward pass."""
   padded = np.zeros((1, MODEL.seq_len), np.int32)
   padded[0, : len(ids)] = ids
   return hidden_states(params, padded)[0, len(ids) - 1]
@@ -51,7 +51,7 @@ def cached_logits(m, params, ids, chunks) -> np.ndarray:
   """Logits after every id, float32 [B, L, V], from a cache that grows by chunks."""
   step = jax.jit(lambda *args: decoder.logits(m, *args))
   cache, start, found = decoder.init_cache(m, len(ids)), 0, []
-  # What a cache holds beyond `start` must not be seen.
+  # Entries of the cache beyond `start` must not be read.
   cache = jax.tree.map(lambda x: x + 7.0, cache)
   for size in chunks:
     part = ids[:, start : start + size]
@@ -85,7 +85,7 @@ def test_cached_decoding_in_bfloat16():
 
 
 def greedy(params, prompt, length):
-  """By whole forward passes, with the documented windows."""
+  """Generates text by full forward passes, with the documented windows."""
   ids, context = list(prompt), list(prompt)
   while len(ids) < len(prompt) + length:
     if len(context) >= MODEL.seq_len:
@@ -99,15 +99,15 @@ def greedy(params, prompt, length):
 
 
 @pytest.mark.parametrize("prompt", [[], [9, 8, 7, 6, 5, 4, 9], list(range(4, 20))])
-def test_greedy_text_is_that_of_whole_forward_passes(prompt):
+def test_greedy_text_equals_that_of_full_forward_passes(prompt):
   params = make_params()
-  # Far longer than the cache, which is filled anew twice.
+  # Much longer than the cache, which is filled again twice.
   made = sampling.generate(MODEL, params, prompt, 25, temperature=0.0)
   assert made == greedy(params, prompt, 25)
   assert len(made) == 25 or made[-1] == decoder.EOS_ID
 
 
-def test_the_seed_decides_and_the_end_of_a_document_ends_the_text():
+def test_the_seed_fixes_the_text_and_eos_ends_it():
   params = make_params()
   draw = lambda **kwargs: sampling.generate(MODEL, params, [5, 6], 8, **kwargs)
   assert draw(seed=1) == draw(seed=1)
