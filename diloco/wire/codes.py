@@ -1,13 +1,13 @@
-"""Values to codes of small formats, codes to bytes, and back.
+"""Rounds values to codes of small formats, packs codes into bytes, and inverts both.
 
-All arithmetic on values is on the integer bits of float32, so that results are the same
-on every backend: XLA flushes subnormal floats to zero on some of them.
+Values: encoding computes with the integer bits of float32, and decoding is exact. So
+every backend gives the same result, also those that flush subnormal floats to zero.
 
-Bytes: n codes of b bits take exactly ceil(n b / 8). Codes are packed in planes. If g
-codes fill s whole bytes, then code i of every group comes from the i-th of g equal
-slices of the codes, and byte j goes to the j-th of s equal slices of the bytes. So all
-work is elementwise on long slices: CPUs vectorise it, and it fits a TPU's tiles, which
-would pad an axis of two neighbouring codes to 128.
+Bytes: n codes of b bits take exactly ceil(n b / 8). Codes are packed in groups: g codes
+fill s whole bytes. Code i of every group comes from the i-th of g equal slices (planes)
+of the codes; byte j of every group goes to the j-th of s equal slices of the bytes. So
+all operations are elementwise on long slices. CPUs vectorise these, and TPUs need no
+padding: they would pad an axis of two neighbouring codes to 128.
 """
 
 import functools
@@ -22,16 +22,16 @@ from diloco.wire.formats import Format
 from diloco.wire.sizes import packed
 
 SCALE_BIAS = 127
-# The scale byte of a block with a NaN or an infinity, as in OCP's E8M0.
+# The scale byte of a block that holds a NaN or an infinity, as in OCP's E8M0.
 NAN_SCALE = 255
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
-  """The largest |x| along the last axis; NaN or infinity if x has one.
+  """Returns the largest |x| along the last axis; NaN or infinity if x has one.
 
-  Compares the bits of magnitudes, which are ordered as the magnitudes are, with
-  infinity and NaN on top. A maximum of floats loses NaNs: compiled for CPU, it drops
-  those of arrays of more than some thousand values (jax 0.10.2).
+  Compares magnitudes by their bits, which have the same order; infinity and NaN are
+  largest. A maximum of floats would lose NaNs: on CPU, XLA drops them in arrays of
+  more than a few thousand values (jax 0.10.2).
 
   Args:
     x: float32 (..., n).
@@ -43,7 +43,7 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
   largest = lambda bits: bits.max(axis=-1)
 
   def by_halves(bits):
-    # XLA for CPU vectorises a comparison of halves, but no reduction of integers.
+    # XLA for CPU vectorises comparisons of two halves, but not reductions of integers.
     while bits.shape[-1] % 2 == 0:
       half = bits.shape[-1] // 2
       bits = jnp.maximum(bits[..., :half], bits[..., half:])
@@ -56,7 +56,7 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
 def scale_exponents(
   fmt: Format, amax: jax.Array, stochastic: bool = False
 ) -> jax.Array:
-  """The shared exponent k of blocks, from their largest magnitudes.
+  """Returns the shared exponent k of each block, from its largest magnitude.
 
   Nearest rounding: the smallest k for which amax / 2^k rounds to a value of the format
   without saturating. Stochastic rounding: the smallest k for which amax / 2^k does not
@@ -66,7 +66,7 @@ def scale_exponents(
   Args:
     fmt: the format.
     amax: float32, non-negative and finite.
-    stochastic: rounding mode.
+    stochastic: whether values are rounded stochastically.
 
   Returns:
     int32, like amax.
@@ -75,13 +75,13 @@ def scale_exponents(
   if stochastic:
     limit, inclusive = fmt.max_value, True
   else:
-    # Halfway to the value that would follow the largest. A tie goes to the even code,
-    # so it stays in range only if the largest code is even.
+    # The middle between the largest value and the next one, if the format had one. Ties
+    # go to the even code: a tie stays in range only if the largest code is even.
     limit = fmt.max_value + 2.0 ** (top_exponent - fmt.mantissa_bits - 1)
     inclusive = fmt.max_code % 2 == 0
   limit_bits = int(np.float32(limit).view(np.int32))
-  # `lacking` is what the fraction of the limit lacks to the next power of two. Added to
-  # the bits of amax, it carries into the exponent exactly if amax is beyond the limit.
+  # bits + lacking carries into the exponent exactly if the fraction of amax is above
+  # that of the limit (or equal to it, if the limit is not inclusive).
   lacking = (1 << 23) - (limit_bits & 0x7FFFFF) - inclusive
   bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
   k = ((bits + lacking) >> 23) - (limit_bits >> 23)
@@ -92,10 +92,10 @@ def scale_exponents(
 def encode(
   fmt: Format, x: jax.Array, k: jax.Array, random_bits: jax.Array | None = None
 ) -> jax.Array:
-  """Codes of x / 2^k: the nearest value with ties to the even code, or stochastic.
+  """Rounds x / 2^k to codes: to nearest with ties to the even code, or stochastically.
 
-  Between two neighbouring codes the value is linear in the bits of a float, so rounding
-  to the nearest value is rounding of the shifted bits.
+  Between two neighbouring codes the value is linear in the bits of a float. So rounding
+  the shifted bits rounds the value.
 
   Args:
     fmt: the format.
@@ -104,28 +104,28 @@ def encode(
     random_bits: uint32 like x for stochastic rounding; None rounds to nearest.
 
   Returns:
-    uint8 codes: sign bit above the magnitude.
+    uint8 codes; the sign bit is above the bits of the magnitude.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   sign = jax.lax.shift_right_logical(bits, 31)
   field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
   # |x| = mantissa * 2^(field - 150); a subnormal x has no hidden bit.
   mantissa |= jnp.where(field > 0, 1 << 23, 0)
-  # The exponent field of a normal result.
+  # From here on, `field` is the exponent field of the result.
   field = jnp.maximum(field, 1) - 127 - k + fmt.bias
-  # Bits to drop; a subnormal result (field < 1) drops more of the same mantissa.
+  # Number of mantissa bits to drop; a subnormal result (field < 1) drops more.
   depth = 23 - fmt.mantissa_bits + jnp.maximum(1 - field, 0)
-  drop = jnp.minimum(depth, 26)  # All 24 bits, and room for the half.
+  drop = jnp.minimum(depth, 26)  # From 24 on, `kept` is 0.
   kept = mantissa >> drop
   rest = mantissa - (kept << drop)
-  # Codes of a normal exponent field e start at e << Y; the hidden bit adds one to e.
+  # Codes with exponent field e start at e << Y; the hidden bit in `kept` adds one to e.
   field = jnp.minimum(jnp.maximum(field - 1, 0), 1 << fmt.exponent_bits)
   code = (field << fmt.mantissa_bits) + kept
   if random_bits is None:
     half = 1 << (drop - 1)
     up = (rest > half) | ((rest == half) & (code & 1 == 1))
   else:
-    # Up with probability rest / 2^depth, in units of 2^-26.
+    # Rounds up with probability rest / 2^depth, in units of 2^-26.
     threshold = (random_bits >> 6).astype(jnp.int32) >> (26 - drop)
     up = threshold < rest >> jnp.minimum(depth - drop, 31)
   code = jnp.minimum(code + up, fmt.max_code)
@@ -134,11 +134,11 @@ def encode(
 
 
 def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
-  """Values of codes times 2^k.
+  """Returns the values of the codes, times 2^k.
 
   Args:
     fmt: the format.
-    codes: uint8, sign bit above the magnitude.
+    codes: uint8; the sign bit is above the bits of the magnitude.
     k: int32 scale exponents from `scale_exponents`, broadcastable to codes.
 
   Returns:
@@ -153,7 +153,7 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
     mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)) | hidden
   else:
     mantissa = (field > 0).astype(jnp.int32)
-  # `scale_exponents` keeps the quantum 2^(e - bias - Y + k) a normal float32.
+  # `scale_exponents` makes the quantum 2^(e - bias - Y + k) a normal float32.
   exponent = jnp.maximum(field, 1) - fmt.bias - fmt.mantissa_bits + k
   quantum = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
   value = mantissa.astype(jnp.float32) * quantum
@@ -161,10 +161,10 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
-  """Packs codes in the order of the flattened array.
+  """Packs the codes of a flattened array into bytes.
 
-  The codes that fill whole groups come first, in planes, with the first code of a group
-  in its lowest bits; the remaining codes follow in their order.
+  The codes that fill whole groups come first, in planes; the first code of a group
+  takes the lowest bits. The remaining codes follow in their order.
 
   Args:
     codes: uint8 of any shape with n elements, each below 2^bits.
@@ -178,14 +178,14 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
   if not rest:
     return _in_words(lambda x: _pack_groups(x, bits), codes, group)
   codes = codes.reshape(-1)
-  # The remaining codes are a group with missing codes at its end.
+  # The remaining codes form a group that is padded with zeros.
   last = _pack_groups(jnp.pad(codes[-rest:], (0, group - rest)), bits)
   whole = _pack_groups(codes[:-rest], bits)
   return jnp.concatenate([whole, last[: packed(rest, bits)]])
 
 
 def unpack(code: jax.Array, bits: int, n: int) -> jax.Array:
-  """The inverse of `pack`: uint8 (ceil(n * bits / 8),) -> uint8 (n,)."""
+  """Inverts `pack`: uint8 (ceil(n * bits / 8),) -> uint8 (n,)."""
   group, size = _group(bits)
   rest = n % group
   if not rest:
@@ -196,16 +196,16 @@ def unpack(code: jax.Array, bits: int, n: int) -> jax.Array:
 
 
 def _group(bits: int) -> tuple[int, int]:
-  """The smallest number of codes that fill whole bytes, and those bytes."""
+  """Returns (g, s): g codes fill s whole bytes, and no smaller number of codes does."""
   common = math.gcd(bits, 8)
   return 8 // common, bits // common
 
 
 def _in_words(pack: Callable, codes: jax.Array, group: int) -> jax.Array:
-  """Packs four codes at a time on CPU, if they divide into words.
+  """Packs words of four codes on CPU, if the codes divide into words.
 
-  The change of type keeps XLA for CPU from fusing the encoding into the loop over the
-  flat bytes, which it does not vectorise: encoding would take several times as long.
+  The change of type keeps XLA for CPU from fusing the encoding into the loop over flat
+  bytes. XLA does not vectorise that loop: encoding would take several times as long.
   """
   flat = lambda codes: pack(codes.reshape(-1))
   if codes.shape[-1] % 4 or codes.size % (4 * group):
@@ -220,12 +220,12 @@ def _in_words(pack: Callable, codes: jax.Array, group: int) -> jax.Array:
 
 
 def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
-  """Packs whole groups of codes: (g k,) -> (s k,), of bytes or of words of four."""
+  """Packs whole groups of codes: (g k,) -> (s k,). Also takes words of 4 codes."""
   group, size = _group(bits)
   planes = jnp.split(codes, group)
   out = []
   for byte in range(size):
-    # First bit of each code, counted from this byte.
+    # The first bit of each code, counted from the first bit of this byte.
     starts = [i * bits - 8 * byte for i in range(group)]
     parts = [_shift(x, by) for x, by in zip(planes, starts) if -bits < by < 8]
     out.append(functools.reduce(jnp.bitwise_or, parts))
@@ -233,7 +233,7 @@ def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack_groups(code: jax.Array, bits: int) -> jax.Array:
-  """The inverse of `_pack_groups`, of bytes."""
+  """Inverts `_pack_groups`; takes no words."""
   group, size = _group(bits)
   planes = jnp.split(code, size)
   out = []
@@ -247,7 +247,7 @@ def _unpack_groups(code: jax.Array, bits: int) -> jax.Array:
 
 
 def _shift(x: jax.Array, by: int) -> jax.Array:
-  """Shifts every byte of x up, or down if `by` is negative; bits stay in their byte."""
+  """Shifts every byte of x up, or down if `by` < 0; bits never move to another byte."""
   stay = 0xFF >> by if by >= 0 else 0xFF << -by & 0xFF
   x = x & x.dtype.type(stay * (jnp.iinfo(x.dtype).max // 0xFF))
   return x << by if by >= 0 else x >> -by

@@ -1,13 +1,13 @@
-"""A fragment's outer gradients to packed codes and back, on the device mesh.
+"""Encodes the outer gradients of a fragment on the device mesh, and decodes them.
 
-Every device encodes its own fsdp shard of its own replicas, so exactly the packed bytes
-of a fragment have to cross the replica axis. What the codes lose therefore depends on
-the fsdp axis: blocks, subsets and largest values are those of a shard.
+Every device encodes its own fsdp shard of its own replicas, so only the packed bytes of
+a fragment have to cross the replica axis. The coding error therefore depends on the
+size of the fsdp axis: blocks, subsets and largest values are chosen within a shard.
 
-A payload is uint8 [M, fsdp, bytes]: the codes of every replica and shard. In it the
-tensors follow each other in the order of the flattened tree; under `blocks` each layer
-is coded by itself. A payload from a checkpoint may come from a mesh with another fsdp
-axis. It is decoded by its own layout, to exactly the values that were sent.
+A payload is uint8 [M, fsdp, bytes]: the codes of every replica and shard. Its tensors
+have the order of the flattened tree; under `blocks` each layer is coded separately. A
+payload from a checkpoint may come from a mesh with another fsdp axis. It is decoded in
+the layout of that mesh, to exactly the values that were sent.
 """
 
 from typing import Any
@@ -21,30 +21,30 @@ from diloco.config.fields import WireConfig
 from diloco.model import shapes
 from diloco.model.sharding import FSDP, REPLICA, Lead, key, shardings, specs
 from diloco.wire import sizes
-from diloco.wire.codecs import COMPRESSORS
+from diloco.wire.compressors import COMPRESSORS
 
 Tree = Any
 
 
 def encoded(mesh: Mesh) -> NamedSharding:
-  """Where an encoded payload lies: with the replicas that send it."""
+  """Returns the sharding of an encoded payload: each replica holds its own."""
   return NamedSharding(mesh, P(REPLICA, FSDP))
 
 
 def transmitted(mesh: Mesh) -> NamedSharding:
-  """Where a transmitted payload lies: all of it on every replica."""
+  """Returns the sharding of a transmitted payload: each replica holds everyone's."""
   return NamedSharding(mesh, P(None, FSDP))
 
 
 def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
-  """The compressor's first state for every tensor of a fragment.
+  """Makes the first compressor state of every tensor of a fragment.
 
   Args:
-    wire: what is sent.
-    delta_M: arrays shaped like the fragment's outer gradients.
+    wire: compressor and number format.
+    delta_M: arrays shaped like the outer gradients of the fragment.
 
   Returns:
-    A tree like delta_M whose leaves are the compressor's states, () without state.
+    A tree like delta_M whose leaves are compressor states; () without state.
   """
   return jax.tree.map(COMPRESSORS[wire.compressor].init, delta_M)
 
@@ -52,24 +52,24 @@ def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
 def encode(
   wire: WireConfig, mesh: Mesh, delta_M: Tree, state_M: Tree, keys_M: jax.Array
 ) -> tuple[jax.Array, Tree]:
-  """Every replica's packed codes.
+  """Encodes the outer gradients of all replicas; nothing is exchanged.
 
   Args:
-    wire: what is sent.
+    wire: compressor and number format.
     mesh: the device mesh.
     delta_M: outer gradients of a fragment, float32 leaves (M, n, ...) under `blocks`
       and (M, ...) under `embed`, sharded as `sharding.specs` says.
-    state_M: the compressor's state, see `init_state`; sharded like delta_M.
+    state_M: compressor state from `init_state`, sharded like delta_M.
     keys_M: PRNG keys [M], one per replica, for stochastic compressors.
 
   Returns:
-    The payload, uint8 [M, fsdp, bytes], as `encoded`; the new state.
+    The payload uint8 [M, fsdp, bytes], sharded as `encoded` says, and the new state.
   """
   compressor = COMPRESSORS[wire.compressor]
   places = specs(delta_M, mesh, (REPLICA,))
 
   def one(delta: Tree, state: Tree, replica_key: jax.Array):
-    """Codes and new state of this device's shard of one replica."""
+    """Returns codes and new state of this device's shard of one replica."""
     leaves, treedef = _flatten(delta)
     codes, states = [], []
     for i, ((path, x), old, place) in enumerate(
@@ -77,7 +77,7 @@ def encode(
     ):
       n, s, row = _layout(path, x.shape)
       leaf_key = jax.random.fold_in(replica_key, i)
-      # Devices that hold the same tensor draw the same numbers, shards others.
+      # Devices with copies of a tensor draw equal numbers; those with shards do not.
       if FSDP in place:
         leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
       old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)
@@ -101,18 +101,18 @@ def encode(
 def decode(
   wire: WireConfig, mesh: Mesh, payload: jax.Array, like: Tree, lead: Lead
 ) -> Tree:
-  """Outer gradients from a payload; nothing is exchanged.
+  """Decodes a payload to outer gradients; nothing is exchanged.
 
   Args:
-    wire: what was sent.
+    wire: compressor and number format.
     mesh: the device mesh.
-    payload: uint8 [M, F, bytes]; F is the fsdp axis of the mesh that encoded it.
-    like: the fragment's outer parameters, or their shapes.
-    lead: (REPLICA,) if each replica has its own payload (`encoded`), (None,) if it has
-      all payloads (`transmitted`).
+    payload: uint8 [M, F, bytes]; the mesh that encoded it had an fsdp axis of size F.
+    like: outer parameters of the fragment, or their shapes.
+    lead: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
+      sharded as `transmitted` says.
 
   Returns:
-    Like `like`, leaves float32 (M, ...) that lead with `lead`, sharded over fsdp.
+    A tree like `like` with float32 leaves (M, ...), sharded over `lead` and fsdp.
   """
   spread = payload.shape[1]
 
@@ -120,12 +120,10 @@ def decode(
     shape = shapes.shard(_names(path), x.shape, spread)
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-  shards = jax.tree_util.tree_map_with_path(shard, like)
+  shards = jax.tree.map_with_path(shard, like)
   one = lambda code: _decode_one(wire, code, shards)
   if spread == mesh.shape[FSDP]:
-    places = jax.tree.map(
-      lambda place: P(*lead, *place), specs(like, mesh), is_leaf=_is_spec
-    )
+    places = jax.tree.map(lambda place: P(*lead, *place), specs(like, mesh))
     return jax.shard_map(
       lambda payload: jax.vmap(one)(payload[:, 0]),
       mesh=mesh,
@@ -141,16 +139,16 @@ def decode(
     return jnp.concatenate([x_MxF[:, i] for i in range(spread)], axis=1 + axis)
 
   by_shard = jax.vmap(jax.vmap(one))(payload)
-  whole_M = jax.tree_util.tree_map_with_path(join, by_shard, like)
+  whole_M = jax.tree.map_with_path(join, by_shard, like)
   return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, lead))
 
 
 def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
-  """The mean over the replicas of what each of them decoded (wire.exchange=psum).
+  """Averages decoded outer gradients over the replicas (wire.exchange=psum).
 
   Args:
     mesh: the device mesh.
-    delta_M: float32 leaves (M, ...) that lead with REPLICA.
+    delta_M: float32 leaves (M, ...), sharded over REPLICA and fsdp.
 
   Returns:
     float32 leaves (...), sharded over fsdp and the same on every replica.
@@ -161,13 +159,13 @@ def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
     lambda delta_M: jax.tree.map(mean, delta_M),
     mesh=mesh,
     in_specs=(places,),
-    out_specs=jax.tree.map(lambda place: P(*place[1:]), places, is_leaf=_is_spec),
+    out_specs=jax.tree.map(lambda place: P(*place[1:]), places),
     check_vma=False,
   )(delta_M)
 
 
 def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
-  """Unpacks the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
+  """Decodes the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
   compressor = COMPRESSORS[wire.compressor]
   leaves, treedef = _flatten(shards)
   out, start = [], 0
@@ -181,12 +179,8 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
 
 
 def _flatten(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
-  """Pairs (path, leaf), and the structure."""
-  return jax.tree_util.tree_flatten_with_path(tree)
-
-
-def _is_spec(x) -> bool:
-  return isinstance(x, P)
+  """Returns pairs (path, leaf), and the structure of the tree."""
+  return jax.tree.flatten_with_path(tree)
 
 
 def _names(path) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 """Number formats by name: plain floats, and eXmY of 2 to 8 bits. No JAX.
 
 eXmY (arXiv 2405.13938) has one sign bit, X exponent bits, Y mantissa bits and
-subnormals, but no infinity and no NaN: larger values saturate. A format with a name of
-`ml_dtypes` (float8_e4m3fn, float8_e5m2, ...) leaves its reserved codes free.
+subnormals, but no infinity and no NaN: larger values saturate. Some formats are also
+types of `ml_dtypes` (float8_e4m3fn, ...); codes that are reserved there are not used.
 
 The papers send E3M0 (2501.18512, section 2.4): zero and seven powers of two.
 """
@@ -10,7 +10,7 @@ The papers send E3M0 (2501.18512, section 2.4): zero and seven powers of two.
 import dataclasses
 import re
 
-# Plain formats without a scale: bytes per value.
+# Bytes per value of the plain formats, which have no scale.
 PLAIN = {"fp32": 4, "bf16": 2}
 
 
@@ -19,10 +19,10 @@ class Format:
   """A format of 1 + exponent_bits + mantissa_bits bits.
 
   Attributes:
-    name: as written in configs, for example e3m0.
+    name: the name in configs, for example e3m0.
     exponent_bits: X.
     mantissa_bits: Y.
-    bias: the exponent of a normal value is its exponent field minus this.
+    bias: a normal value's exponent is its exponent field minus the bias.
     max_code: magnitude code of the largest finite value.
   """
 
@@ -46,22 +46,22 @@ class Format:
     return self.magnitude(self.max_code)
 
   def magnitude(self, code: int) -> float:
-    """The value of a magnitude code, a Python float."""
+    """Returns the value of a magnitude code as a Python float."""
     field, mantissa = divmod(code, 1 << self.mantissa_bits)
     if field:
       mantissa += 1 << self.mantissa_bits
     return mantissa * 2.0 ** (max(field, 1) - self.bias - self.mantissa_bits)
 
 
-# Formats of ml_dtypes that reserve codes: {name: largest finite magnitude code}.
+# Formats of ml_dtypes with reserved codes: {name: largest finite magnitude code}.
 _RESERVED = {"e5m2": 0x7B, "e4m3": 0x77, "e3m4": 0x6F, "e4m3fn": 0x7E}
 
 
 def parse_format(name: str) -> Format:
-  """The format of a name such as e3m0, e2m1 or e4m3fn.
+  """Returns the format of a name such as e3m0, e2m1 or e4m3fn.
 
   Raises:
-    ValueError: the name is no format of 2 to 8 bits.
+    ValueError: there is no such format of 2 to 8 bits.
   """
   match = re.fullmatch(r"e(\d)m(\d)(fn)?", name)
   if match and (not match[3] or name in _RESERVED):

@@ -1,16 +1,16 @@
-"""The account of the bytes that one replica sends in a run. No JAX."""
+"""Counts the bytes that one replica sends in a run. No JAX."""
 
 import dataclasses
 
 
 @dataclasses.dataclass
 class Ledger:
-  """Saved with every checkpoint, so a resumed run goes on counting.
+  """Bytes by fragment. Checkpoints save the ledger, so a resumed run goes on counting.
 
   Attributes:
-    fragments: {str(p): [syncs, bytes sent by one replica]}.
-    peak: most bytes that one replica sent at the end of one step.
-    latest: [step, bytes] of the latest step with a send.
+    fragments: {str(p): [number of syncs, bytes sent by one replica]}.
+    peak: the most bytes that one replica sent after a single step.
+    latest: [step, bytes] of the latest step that sent something.
   """
 
   fragments: dict[str, list[int]] = dataclasses.field(default_factory=dict)
@@ -18,7 +18,7 @@ class Ledger:
   latest: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
 
   def record(self, fragment: int, step: int, sent: int) -> None:
-    """Books one sync, with the bytes that one replica sent."""
+    """Counts one sync, in which one replica sent `sent` bytes."""
     account = self.fragments.setdefault(str(fragment), [0, 0])
     account[0] += 1
     account[1] += sent

@@ -1,8 +1,8 @@
-"""Bytes on the wire: of a tensor, a fragment, a sync. No JAX.
+"""Counts the bytes that a tensor, a fragment and a sync put on the wire. No JAX.
 
 Trainer, ledger, checkpoints and simulators all ask this file.
 
-Letters: M replicas; a tensor has N layers with S values each, in rows of R values.
+Letters: M replicas; a tensor has N layers of S values, in rows of R values.
 """
 
 import math
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 # (wire, N, S, R) -> bytes.
 Size = Callable[["WireConfig", int, int, int], int]
-# Values of `wire.block_size` that are no number of values.
+# Special values of `wire.block_size`.
 WHOLE_TENSOR, ROW = 0, -1
-# Bytes of a gradient value.
+# Bytes per value of a gradient.
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-# Bytes of the seed from which the receiver draws the subset that was kept.
+# Bytes of the seed from which the receiver draws the kept subset.
 SEED = 8
 
 
 def packed(n: int, bits: int) -> int:
-  """Bytes of n codes of `bits` bits."""
+  """Returns the bytes that n codes of `bits` bits take."""
   return -(-n * bits // 8)
 
 
 def block_length(wire: "WireConfig", s: int, row: int) -> int:
-  """Values that share a scale."""
+  """Returns the number of values that share a scale."""
   named = {WHOLE_TENSOR: s, ROW: row}
   return min(named.get(wire.block_size, wire.block_size), s)
 
 
 def kept(wire: "WireConfig", s: int) -> int:
-  """Values of a layer's tensor that topk, random and dare send."""
-  # Rounded before the ceiling: 0.1 * 30 is 3.0000000000000004.
+  """Returns the number of values that topk, random and dare keep of a layer."""
+  # Rounds before the ceiling: 0.07 * 100 is 7.000000000000001.
   return max(math.ceil(round(wire.density * s, 6)), 1)
 
 
 def index_bits(s: int) -> int:
-  """Bits that tell which of s values was kept."""
+  """Returns the bits of an index into s values."""
   return max(math.ceil(math.log2(s)), 1)
 
 
 def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
-  """Codes, and one scale byte per block."""
+  """Counts bytes of codes and one scale per block; of values in a plain format."""
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
   codes = packed(n * s, parse_format(wire.format).bits)
@@ -60,16 +60,16 @@ def topk_indices(wire: "WireConfig", n: int, s: int) -> int:
 
 
 def topk(wire: "WireConfig", n: int, s: int, row: int) -> int:
-  """Values and their indices."""
+  """Counts the bytes of the indices and of the kept values."""
   return topk_indices(wire, n, s) + quantize(wire, n, kept(wire, s), row)
 
 
 def random(wire: "WireConfig", n: int, s: int, row: int) -> int:
-  """Values, and the seed of the subset."""
+  """Counts the bytes of the seed and of the kept values."""
   return SEED + quantize(wire, n, kept(wire, s), row)
 
 
-# By the names of `wire.compressor`; `diloco.wire.codecs.register` adds to them.
+# Sizes by compressor; `diloco.wire.compressors.register` adds entries.
 SIZES: dict[str, Size] = {
   "quantize": quantize,
   "topk": topk,
@@ -79,10 +79,10 @@ SIZES: dict[str, Size] = {
 
 
 def check(wire: "WireConfig") -> None:
-  """Refuses unknown names.
+  """Checks the names of the compressor and the number format.
 
   Raises:
-    ValueError: the compressor or the format is unknown.
+    ValueError: a name is unknown.
   """
   if wire.compressor not in SIZES:
     raise ValueError(
@@ -93,18 +93,18 @@ def check(wire: "WireConfig") -> None:
 
 
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
-  """(N, S, R) of a parameter: under `blocks` each layer is coded by itself."""
+  """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
   n = shape[0] if path[0] == "blocks" else 1
   return n, math.prod(shape) // n, shape[-1]
 
 
 def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
-  """Bytes that one replica encodes for a fragment, on all its devices together.
+  """Counts the bytes of one replica's payload for a fragment, over all its devices.
 
   Args:
-    wire: what is sent.
+    wire: compressor and number format.
     fragment: shapes of the fragment's parameters.
-    fsdp: devices of the replica, each of which encodes its own shard.
+    fsdp: number of shards; each device of the replica encodes its own.
   """
   size = SIZES[wire.compressor]
   shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(fragment)]
@@ -112,7 +112,7 @@ def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
 
 
 def exchanged_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
-  """Bytes that one replica puts into an exchange: its payload; float32 for psum."""
+  """Counts one replica's bytes in an exchange: its payload, or float32 with psum."""
   if wire.exchange == "psum":
     return 4 * fsdp * sum(math.prod(shard(p, s, fsdp)) for p, s in leaves(fragment))
   return payload_bytes(wire, fragment, fsdp)
@@ -121,7 +121,7 @@ def exchanged_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
 def sync_bytes(
   wire: "WireConfig", replicas: int, fragment: Shapes, fsdp: int = 1
 ) -> int:
-  """Bytes that one replica sends in one sync of a fragment, see `payload_bytes`."""
+  """Counts the bytes that one replica sends in one sync of a fragment."""
   size = exchanged_bytes(wire, fragment, fsdp)
   if wire.exchange == "psum":
     return round(all_reduced(replicas, size))
@@ -129,27 +129,28 @@ def sync_bytes(
 
 
 def gathered(replicas: int, payload: int) -> int:
-  """Bytes that one replica sends if payloads of this size are all-gathered."""
+  """Counts the bytes that a replica sends in an all-gather of such payloads."""
   return (replicas - 1) * payload
 
 
 def all_reduced(replicas: int, size: float) -> float:
-  """Bytes that one replica sends in a ring all-reduce of `size` bytes."""
+  """Counts the bytes that a replica sends in a ring all-reduce of `size` bytes."""
   return 2 * (replicas - 1) / replicas * size
 
 
 def data_parallel_bytes(
   replicas: int, num_params: int, steps: int, value_bytes: int = 2
 ) -> float:
-  """Bytes that one of M data-parallel workers sends in `steps` steps.
+  """Counts the bytes that one of M data-parallel workers sends in `steps` steps.
 
-  For M=2 that is 16 bits per parameter and step, against 4 bits per parameter and H
-  steps in FP4: 400x at H=100 (2501.18512, section 3.2.2), less the scales.
+  For M = 2 a worker sends 16 bits per parameter and step. In FP4 a replica sends 4 bits
+  per parameter and H steps: 400 times less at H = 100, scales not counted (2501.18512,
+  section 3.2.2).
 
   Args:
     replicas: M.
-    num_params: values of a gradient.
-    steps: all-reduces.
-    value_bytes: of a gradient's value; the papers count 2.
+    num_params: number of values in a gradient.
+    steps: number of all-reduces.
+    value_bytes: bytes per value of a gradient; the papers count 2.
   """
   return all_reduced(replicas, value_bytes * num_params) * steps

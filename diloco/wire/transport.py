@@ -1,18 +1,17 @@
-"""How payloads travel. A transport carries, and does nothing else.
+"""Carries payloads between replicas. A transport does nothing else.
 
-`device`: between the devices. Each group of replicas sends its payload to every other
-group, by one permutation per distance: the bytes of an all-gather. XLA for TPUs runs
-permutations beside other work, but not the all-gather of one slice. `carry` only
-launches it; `diloco.algorithm.overlap` runs `start` and `finish` beside inner steps.
+`device`: the devices exchange payloads. Each group of replicas sends its payload to
+every other group, in one permutation per distance; an all-gather sends as much. XLA
+for TPU overlaps permutations with other work, but not the all-gather inside one slice.
+`diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
 
-`host`: payloads are copied to the hosts, which exchange them over TCP. `carry` waits,
-so it runs in a thread. For slow links between sites.
+`host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
+blocks, so a thread runs it. This is for slow links between sites.
 
-Payloads are uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
+A payload is uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
 
 import functools
-from collections.abc import Iterable
 from typing import Protocol
 
 import jax
@@ -28,30 +27,34 @@ from diloco.wire import exchange
 
 
 class ExchangeFailed(RuntimeError):
-  """A payload could not be exchanged: another process is probably gone."""
+  """An exchange of payloads failed: another process is probably gone."""
 
 
 class Transport(Protocol):
   """Carries payloads.
 
   Attributes:
-    hides: whether an exchange is hidden only inside a program of inner steps.
+    hides: whether an exchange must share a program with inner steps to be hidden.
   """
 
   hides: bool
 
-  def connect(self) -> None:
-    """Opens what an exchange needs; called when all processes are there.
+  @property
+  def hosts(self) -> Mesh | None:
+    """One CPU device per process if hosts carry payloads and keep the outer state."""
 
-    Gloo fails if a process comes 30 s late to its first exchange, which replicas may do
-    after H steps. To later exchanges it may come at any time.
+  def connect(self) -> None:
+    """Opens the connections; all processes call this at the start of a run.
+
+    Gloo fails if a process is 30 s late to the first exchange, as may happen after H
+    inner steps. Later exchanges have no such limit.
     """
 
   def carry(self, payload: jax.Array) -> jax.Array:
-    """Everyone's payloads, from the payloads of this process's replicas.
+    """Sends the payloads of this process's replicas; returns everyone's payloads.
 
     Args:
-      payload: as `exchange.encoded`.
+      payload: sharded as `exchange.encoded` says.
 
     Raises:
       ExchangeFailed: another process is probably gone.
@@ -59,11 +62,11 @@ class Transport(Protocol):
 
 
 def make_transport(c: Config, mesh: Mesh) -> Transport:
-  """The transport of a config.
+  """Makes the transport of a config.
 
   Raises:
-    ConfigError: overlap.transport is host, and a replica's devices belong to several
-      processes, or JAX may not use CPUs.
+    ConfigError: overlap.transport is host, but the processes do not hold equally many
+      whole rows of the mesh, or JAX may not use CPUs.
   """
   if c.overlap.transport == "host":
     return HostTransport(mesh)
@@ -71,7 +74,9 @@ def make_transport(c: Config, mesh: Mesh) -> Transport:
 
 
 class DeviceTransport:
-  """Payloads from device to device; with one group of replicas they stay."""
+  """Carries payloads between devices. With one group of replicas, nothing moves."""
+
+  hosts = None
 
   def __init__(self, mesh: Mesh, packed: bool = True):
     self._mesh = mesh
@@ -90,51 +95,48 @@ class DeviceTransport:
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def transmit(payload: jax.Array, *, mesh: Mesh) -> jax.Array:
-  """An exchange that no inner step hides."""
+  """Exchanges payloads in a separate program; no inner step hides the exchange."""
   return finish(mesh, payload, start(mesh, payload))
 
 
 def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
-  """Sends an encoded payload to the groups of replicas at every distance.
+  """Sends the payload of each group of replicas to all other groups.
 
   Args:
     mesh: the device mesh, with n groups along the replica axis.
-    payload: as `exchange.encoded`.
+    payload: sharded as `exchange.encoded` says.
 
   Returns:
-    n - 1 arrays uint8 [payload.size], sharded like it: on group i, array s holds the
-    payload of group i - s - 1 modulo n. They are flat, since a TPU pads rows of bytes
-    to four rows, and would send four times as much.
+    n - 1 arrays uint8 [payload.size]. On group i, array s holds the payload of group
+    i - s - 1 modulo n. The arrays are flat: a TPU would pad a row of bytes to four rows
+    and send four times as much.
   """
-  n = mesh.shape[REPLICA]
+  n, place = mesh.shape[REPLICA], _spec(mesh, payload, REPLICA)
+  flat_places = (P(tuple(place)),) * (n - 1)
 
   def local(own):
     distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
     flat = own.reshape(-1)
     return tuple(jax.lax.ppermute(flat, REPLICA, pairs) for pairs in distances)
 
-  return jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=_spec(mesh, payload, REPLICA),
-    out_specs=(_flat_spec(mesh, payload),) * (n - 1),
-  )(payload)
+  return jax.shard_map(local, mesh=mesh, in_specs=place, out_specs=flat_places)(payload)
 
 
 def finish(
   mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]
 ) -> jax.Array:
-  """Puts what `start` returned into the order of the replicas; exchanges nothing.
+  """Sorts the arrays of `start` by replica; nothing is exchanged.
 
   Args:
     mesh: the device mesh.
-    payload: what `start` was given.
-    received: what `start` returned.
+    payload: the argument of `start`.
+    received: the result of `start`.
 
   Returns:
-    uint8 [M, fsdp, bytes], as `exchange.transmitted`.
+    uint8 [M, fsdp, bytes], sharded as `exchange.transmitted` says.
   """
-  n = mesh.shape[REPLICA]
+  n, place = mesh.shape[REPLICA], _spec(mesh, payload, REPLICA)
+  flat_places = (P(tuple(place)),) * (n - 1)
 
   def local(own, received):
     by_distance = jnp.stack([own, *(x.reshape(own.shape) for x in received)])
@@ -144,18 +146,14 @@ def finish(
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(_spec(mesh, payload, REPLICA), (_flat_spec(mesh, payload),) * (n - 1)),
+    in_specs=(place, flat_places),
     out_specs=_spec(mesh, payload, None),
     check_vma=False,
   )(payload, received)
 
 
 class HostTransport:
-  """Payloads from host to host, one exchange at a time in the order of the calls.
-
-  Attributes:
-    hosts: a mesh of one CPU device of every process, along the replica axis.
-  """
+  """Carries payloads between hosts, one exchange at a time, in order of the calls."""
 
   hides = False
 
@@ -163,20 +161,21 @@ class HostTransport:
     self._mesh = mesh
     self._rows = _rows_of_processes(mesh)
     firsts = {d.process_index: d for d in reversed(_cpus())}
-    self.hosts = _column(firsts[p] for p in sorted(firsts))
+    grid = np.asarray([[firsts[p]] for p in sorted(firsts)], dtype=object)
+    self.hosts = Mesh(grid, (REPLICA, FSDP), axis_types=sharding.AXIS_TYPES)
 
   def connect(self) -> None:
     self.carry(_one_byte(self._mesh))
 
   def carry(self, payload: jax.Array) -> jax.Array:
-    """Everyone's payloads, whole on every process's CPU device of `hosts`."""
+    """Implements `Transport.carry`; every device of `hosts` gets all payloads."""
     try:
       return self._gather(payload)
     except Exception as error:
       reason = str(error).strip().splitlines()[0] if str(error) else repr(error)
       raise ExchangeFailed(
         f"an exchange of payloads failed ({reason}); another process is probably gone,"
-        " so start all again with the same command to go on from the last checkpoint."
+        " so start all processes again; the same command continues the run."
       ) from error
 
   def _gather(self, payload: jax.Array) -> jax.Array:
@@ -185,8 +184,8 @@ class HostTransport:
     for shard in payload.addressable_shards:
       codes[shard.index] = np.asarray(shard.data)
     if len(self._rows) > 1:
-      # An all-gather: over TCP between two hosts Gloo takes 1.5 times as long as the
-      # link needs for it, and twice as long for permutes, one direction at a time.
+      # Over TCP, Gloo's all-gather takes 1.5 times the link's own time. Permutations
+      # would take 2 times, because Gloo sends them in one direction at a time.
       groups = codes.reshape(self._mesh.shape[REPLICA], -1)
       mine = groups[self._rows[jax.process_index()]]
       by_process = NamedSharding(self.hosts, P(REPLICA))
@@ -203,56 +202,44 @@ def _whole(x: jax.Array, *, place: NamedSharding) -> jax.Array:
 
 
 def _one_byte(mesh: Mesh) -> jax.Array:
-  """The smallest payload: of one replica per row of the mesh."""
+  """Makes a payload of one byte per device, which opens connections."""
   shape = (mesh.shape[REPLICA], mesh.shape[FSDP], 1)
   return sharding.place(np.zeros(shape, np.uint8), exchange.encoded(mesh))
 
 
 def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
-  """A payload of another fsdp axis is whole on every device of its replica."""
+  """Returns a payload's spec; if its fsdp differs, devices hold all of its shards."""
   own = payload.shape[1] == mesh.shape[FSDP]
   return P(replica, FSDP) if own else P(replica)
-
-
-def _flat_spec(mesh: Mesh, payload: jax.Array) -> P:
-  own = payload.shape[1] == mesh.shape[FSDP]
-  return P((REPLICA, FSDP)) if own else P(REPLICA)
 
 
 def _cpus() -> list[jax.Device]:
   try:
     return jax.devices("cpu")
-  except RuntimeError as error:  # JAX_PLATFORMS leaves them out.
+  except RuntimeError as error:  # JAX_PLATFORMS has no cpu.
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     raise ConfigError(
-      "overlap.transport is host, which computes outer steps on CPUs, but"
-      f" JAX_PLATFORMS is {platforms!r}; set it to '{platforms},cpu', or choose device."
+      "overlap.transport is host, which needs CPUs, but JAX_PLATFORMS is"
+      f" {platforms!r}; set it to '{platforms},cpu', or choose device."
     ) from error
 
 
-def _column(devices: Iterable[jax.Device]) -> Mesh:
-  """A mesh of one device per coordinate of the replica axis."""
-  grid = np.asarray(list(devices), dtype=object).reshape(-1, 1)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=sharding.AXIS_TYPES)
-
-
 def _rows_of_processes(mesh: Mesh) -> list[list[int]]:
-  """The groups of replicas (rows of the mesh) that each process holds."""
+  """Lists the rows of the mesh (groups of replicas) that each process holds."""
   rows: dict[int, list[int]] = {}
   for r, row in enumerate(mesh.devices):
     owners = sorted({d.process_index for d in row})
     if len(owners) > 1:
       raise ConfigError(
-        f"overlap.transport is host, but the devices of mesh row {r} belong to the"
-        f" processes {', '.join(map(str, owners))}; lower mesh.fsdp to the devices of"
-        " one process, or choose device."
+        f"overlap.transport is host, but mesh row {r} has devices of the processes"
+        f" {', '.join(map(str, owners))}; lower mesh.fsdp, or choose device."
       )
     rows.setdefault(owners[0], []).append(r)
   held = [rows[p] for p in sorted(rows)]
   if len({len(r) for r in held}) > 1:
     raise ConfigError(
       "overlap.transport is host, but the processes hold different numbers of mesh"
-      f" rows: {', '.join(str(len(r)) for r in held)}; choose mesh.replica so that"
-      " they are equal, or choose device."
+      f" rows: {', '.join(str(len(r)) for r in held)}; change mesh.replica, or choose"
+      " device."
     )
   return held

@@ -1,4 +1,4 @@
-"""The dry run: errors of the command, sizes of the state, and compiles with libtpu."""
+"""Tests the dry run: errors, sizes of the state, and programs compiled with libtpu."""
 
 import importlib.util
 import json
@@ -41,31 +41,32 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch):
     topology.describe("v5e:2x2")
 
 
-def test_a_chip_without_slices(tiny):
-  with pytest.raises(ConfigError, match="--topology=v1 is no chip; choose"):
-    list(report.find(tiny, "v1", 1))
+def test_chips_that_do_not_exist(tiny):
+  with pytest.raises(ConfigError, match="--topology=v1 is no chip; choose v5e, v6e"):
+    list(report.find(tiny, "v1", 1, quick=False))
 
 
 def test_replicas_must_divide_over_the_slices(tiny):
   c = resolve(tiny)
-  with pytest.raises(ConfigError, match=r"2 groups.*do not divide over 4"):
+  with pytest.raises(ConfigError, match=r"--slices is 4, but must divide the 2 groups"):
     topology.make_mesh(c, jax.devices()[:1] * 2, slices=4)
 
 
-def test_shapes_are_those_of_a_real_state(tiny):
+def test_shapes_and_sizes_are_those_of_a_real_state(tiny):
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   with jax.set_mesh(mesh):
     plan = make_plan(c, mesh)
-    real, drawn = init_state(c, mesh, plan), abstract_state(c, mesh, plan)
+    real, shapes = init_state(c, mesh, plan), abstract_state(c, mesh, plan)
   same = lambda a, b: (
     (a.shape, a.dtype) == (b.shape, b.dtype)
     and (a.sharding.is_equivalent_to(b.sharding, a.ndim))
   )
-  assert jax.tree.all(jax.tree.map(same, real, drawn))
-  assert nbytes(drawn.params) == sum(x.nbytes for x in jax.tree.leaves(real.params))
-  on_device, at_host = report.placed_state(c, Programs(c, mesh))
-  assert not at_host
+  assert jax.tree.all(jax.tree.map(same, real, shapes))
+  assert nbytes(shapes.params) == sum(x.nbytes for x in jax.tree.leaves(real.params))
+  programs = Programs(c, mesh)
+  on_device = dict(programs.on_device)
+  assert not programs.on_host
   assert on_device.pop("in flight") > 0
   assert sum(on_device.values()) == nbytes(real)
 
@@ -74,25 +75,23 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   tiny.outer.offload = True
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
-  on_device, at_host = report.placed_state(c, programs)
-  n = num_params(c.model)
-  assert at_host["outer parameters"] == 4 * n
+  on_device, n = programs.on_device, num_params(c.model)
+  assert programs.on_host["outer parameters"] == 4 * n
   # M replicas, each with float32 parameters.
   assert on_device["parameters"] == 4 * n * c.replicas
-  # One of four fragments is under way: fetched when it was sent, with its momentum.
+  # One fragment is in flight: its payload, and its outer state, fetched for the send.
   payload = math.prod(programs.payload.shape)
   fetched = on_device["in flight"] - payload
   assert fetched == max(
     nbytes(both)
     for both in zip(programs.state.outer.theta, programs.state.outer.opt_state)
   )
-  assert report.outside(programs, on_device, "inner step") == payload + fetched
-  assert report.outside(programs, on_device, "update") == (
-    on_device["parameters"] + on_device["inner optimizer"]
-  )
+  assert programs.outside("inner step") == payload + fetched
+  inner_state = on_device["parameters"] + on_device["inner optimizer"]
+  assert programs.outside("update") == inner_state
 
 
-def test_every_program_compiles_where_training_runs(tiny):
+def test_every_program_compiles(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
@@ -102,33 +101,31 @@ def test_every_program_compiles_where_training_runs(tiny):
 
 
 @pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
-def test_activations_are_those_of_a_device_s_sequences(tiny, algorithm):
+def test_activations_of_the_sequences_on_one_device(tiny, algorithm):
   tiny.algorithm, tiny.train.batch_size, tiny.train.accumulate = algorithm, 16, 2
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices() * 4)
-  # Two of 16 sequences at a time on each of 4 devices.
+  # Of 16 sequences in 2 parts, each of 4 devices has 2 at a time.
   inputs = 2 * c.model.seq_len * c.model.dim * c.model.num_layers
   assert report.activations(c, mesh) == 4 * inputs
 
 
-def test_programs_of_devices_that_leave_the_outer_state_to_hosts(tiny):
+def test_with_transport_host_the_devices_only_send_and_merge(tiny):
   tiny.overlap.transport = "host"
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
   assert list(programs.lower) == ["inner step", "send", "merge"]
   assert programs.compile("send").peak > 0
-  on_device, at_host = report.placed_state(c, programs)
-  assert at_host["outer parameters"] == 4 * num_params(c.model)
-  assert not any(name.startswith("outer ") for name in on_device)
+  assert programs.on_host["outer parameters"] == 4 * num_params(c.model)
+  assert not any(part.startswith("outer ") for part in programs.on_device)
 
 
-SCRIPT = """
+EXCHANGE = """
 import json, sys
 import conftest
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
 from diloco.config import resolve
-from diloco.model.shapes import num_params
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
@@ -165,7 +162,6 @@ x = programs.compile("inner step", quick=True)
 print(json.dumps({"crossing": x.crossing, "params": num_params(c.model)}))
 """
 
-
 CODEC = """
 import json, sys
 import jax
@@ -173,18 +169,18 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from diloco.aot.topology import describe
 from diloco.config.fields import WireConfig
-from diloco.wire.codecs import COMPRESSORS
+from diloco.wire.compressors import COMPRESSORS
 
 place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])
 wire, row, (n, s) = WireConfig(format=sys.argv[1]), 1024, (4, 2**18)
 codec = COMPRESSORS["quantize"]
-draw = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 key = jax.eval_shape(lambda: jax.random.key(0))
 encode = jax.jit(lambda x, key: codec.encode(wire, x, (), row, key)).lower(
-  draw((n, s), jnp.float32), draw((), key.dtype)
+  struct((n, s), jnp.float32), struct((), key.dtype)
 )
 decode = jax.jit(lambda payload: codec.decode(wire, payload, n, s, row)).lower(
-  draw((codec.size(wire, n, s, row),), jnp.uint8)
+  struct((codec.size(wire, n, s, row),), jnp.uint8)
 )
 temporaries = lambda x: x.compile().memory_analysis().temp_size_in_bytes
 print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
@@ -192,7 +188,7 @@ print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
 
 
 def run_with_libtpu(script: str, *args: str):
-  """What a script prints last, as JSON; libtpu wants a process of its own."""
+  """Runs a script in a process of its own, as libtpu needs; reads its last line."""
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
@@ -213,8 +209,8 @@ def run_with_libtpu(script: str, *args: str):
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
-def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
-  # An axis of two codes, padded to 128 lanes, took over sixty times the values' memory.
+def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(name):
+  # With an axis of two codes, padded to 128 lanes, it would take over sixty times.
   encode, decode = run_with_libtpu(CODEC, name)
   assert encode < 4
   assert decode < 4
@@ -222,41 +218,41 @@ def test_on_a_tpu_coding_takes_a_few_times_the_memory_of_the_values(name):
 
 @needs_libtpu
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
-def test_on_a_tpu_data_parallel_reduces_its_gradients_in_their_type(dtype, size):
+def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
   found = run_with_libtpu(DATA_PARALLEL, dtype)
   gradients = sizes.data_parallel_bytes(4, found["params"], 1, size)
-  assert gradients <= found["crossing"] < 1.001 * gradients  # And the loss.
+  # The loss crosses too.
+  assert gradients <= found["crossing"] < 1.001 * gradients
 
 
 @needs_libtpu
 @pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
-def test_on_a_tpu_the_exchange_runs_beside_the_layers(slices, kind):
-  found = run_with_libtpu(SCRIPT, str(slices))
+def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, kind):
+  found = run_with_libtpu(EXCHANGE, str(slices))
   assert (found["kind"], found["dtype"]) == (kind, "u8")
   assert found["hidden"] == found["loops"] == 1
   # A replica sends its packed payload once, and nothing else.
   assert found["crossing"] == np.prod(found["payload"][1:])
-  # As one flat array: a TPU pads rows of bytes to four of them.
+  # The payload is one flat array: a TPU would pad a row of bytes to four rows.
   assert len(found["shape"]) == 1
 
 
-def test_a_report_of_this_machines_devices(tiny, monkeypatch):
-  # The same lines as for a TPU, of programs compiled for the CPU.
+def test_a_report_for_the_cpu_of_this_machine(tiny, monkeypatch):
   monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
   monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
-  lines = list(report.report(tiny, "cpu:1x1", 1))
+  lines = list(report.report(tiny, "cpu:1x1", 1, quick=False))
   assert lines[0].startswith("1 x cpu:1x1: 1 cpu of 1.00 GiB, mesh replica 1 x fsdp 1")
   programs = {line.split("  ")[0].strip() for line in lines}
   assert {"inner step", "send", "update", "merge"} <= programs
   assert lines[-1].endswith("fits")
 
 
-def test_the_search_ends_where_the_inner_step_fits(tiny, monkeypatch):
+def test_the_search_ends_at_the_first_grid_on_which_all_programs_fit(tiny, monkeypatch):
   monkeypatch.setattr(report, "TOPOLOGIES", {"cpu": ("1x1", "1x1")})
   monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
   memory = iter([1000, 2**30])
   monkeypatch.setattr(report, "_memory", lambda devices: next(memory))
-  small, enough = report.find(tiny, "cpu", 1)
+  small, enough = report.find(tiny, "cpu", 1, quick=False)
   assert "the state alone takes" in small
   assert "fits" in enough
   assert "does not fit" not in enough

@@ -122,7 +122,7 @@ def test_nearest_value_under_the_smallest_scale_by_brute_force(name, block):
   np.testing.assert_array_equal(codes >> (fmt.bits - 1), np.signbit(x))
 
 
-def test_subnormal_float32_inputs():
+def test_subnormal_float32_values_are_coded_exactly():
   fmt = formats.parse_format("e3m0")
   tiny = np.float32([1e-40, -3e-42, 0.0, 1e-45])
   k = scale_exponents(fmt, np.abs(tiny).max())
@@ -156,13 +156,13 @@ def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
 
 
 @pytest.mark.parametrize("name", ["e3m9", "e0m3", "fp4", "e8m0", "e2m1fn", ""])
-def test_unknown_formats(name):
+def test_unknown_formats_are_refused(name):
   with pytest.raises(ValueError, match=r"wire.format is"):
     formats.parse_format(name)
 
 
 @pytest.mark.parametrize("n", [1, 7, 96, 128, 4097, 100_000])
-def test_largest_magnitude_is_numpys(n):
+def test_largest_magnitude_equals_numpy(n):
   bits = np.random.default_rng(n).integers(0, 1 << 32, (30, n), dtype=np.uint32)
   bits[10:20] &= 0xBFFFFFFF  # Finite: the top bit of the exponent is off.
   bits[20:] &= 0x807FFFFF  # Subnormal, which XLA flushes where it computes.

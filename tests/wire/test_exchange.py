@@ -1,4 +1,4 @@
-"""Trees of outer gradients to payloads and back, on one device."""
+"""Encodes and decodes trees of outer gradients, on one device."""
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ from diloco.config.fields import WireConfig
 from diloco.model.sharding import REPLICA
 from diloco.run.mesh import make_mesh
 from diloco.wire import exchange, sizes
-from diloco.wire.codecs import COMPRESSORS
+from diloco.wire.compressors import COMPRESSORS
 
 KEYS = jax.random.split(jax.random.key(1), 2)
 
 
 def draw_M() -> dict:
-  """Of two replicas; axes of 8 can be sharded, those of 5 cannot."""
+  """Outer gradients of two replicas; fsdp can shard axes of 8, but not of 5."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   return {
@@ -41,7 +41,7 @@ def first(tree_M):
 
 
 @pytest.mark.parametrize("name", list(COMPRESSORS))
-def test_trees_round_trip_like_their_tensors(tiny, name):
+def test_a_tree_is_coded_tensor_by_tensor(tiny, name):
   wire = WireConfig(compressor=name, format="e4m3fn", density=0.5, block_size=4)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   delta_M = draw_M()
@@ -69,16 +69,14 @@ def test_error_feedback_loses_nothing_over_several_sends(tiny):
     payload, state_M = encode(wire, mesh, delta_M, state_M)
     sent.append(decode(wire, mesh, payload, first(delta_M)))
   total = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64), *sent)
-  # What was sent and what is left add up to what was to be sent.
+  # The decoded gradients and the kept error add up to the outer gradients.
   check = lambda s, e, d: np.testing.assert_allclose(s + e, 5.0 * d, atol=1e-5)
   jax.tree.map(check, total, state_M, delta_M)
   assert all(np.abs(e).max() > 1e-3 for e in jax.tree.leaves(state_M))
 
 
 @pytest.mark.parametrize(("shards", "compressor"), [(2, "topk"), (4, "quantize")])
-def test_a_payload_of_another_layout_has_the_values_that_were_sent(
-  tiny, shards, compressor
-):
+def test_a_payload_of_another_mesh_decodes_to_the_sent_values(tiny, shards, compressor):
   wire = WireConfig(compressor=compressor, format="e3m0", block_size=16)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   delta_M = draw_M()

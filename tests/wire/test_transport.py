@@ -10,7 +10,7 @@ from diloco.wire import transport
 
 
 class _Device:
-  """Of a process; enough to lay out a mesh."""
+  """A stand-in for a device of a process."""
 
   def __init__(self, process_index: int):
     self.process_index = process_index
@@ -19,7 +19,7 @@ class _Device:
 @pytest.mark.parametrize(
   ("processes", "message"),
   [
-    ([[0, 1], [0, 1]], r"mesh row 0 belong to the processes 0, 1; lower mesh.fsdp"),
+    ([[0, 1], [0, 1]], r"mesh row 0 has devices of the processes 0, 1; lower"),
     ([[0], [0], [1]], r"different numbers of mesh rows: 2, 1"),
   ],
 )

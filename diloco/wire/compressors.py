@@ -1,10 +1,10 @@
-"""Compressors by name: what one tensor of an outer gradient becomes on the wire.
+"""Compressors: how one tensor of an outer gradient is coded for the wire.
 
-To add one, write its functions and `register` it; nothing else has to change. If fsdp
-shards a parameter, each device codes its own shard as a tensor, so nothing is gathered:
-blocks, rows, subsets and largest values are those of a shard.
+To add a compressor, write its functions and `register` it; nothing else has to change.
+If fsdp shards a parameter, each device codes its shard as a separate tensor. So devices
+gather nothing, and blocks, subsets and largest values are chosen within a shard.
 
-Letters: a tensor has N layers with S values each, in rows of R values; K are kept.
+Letters: N layers of S values, in rows of R; per layer K kept values, or K blocks of B.
 """
 
 import functools
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from diloco.config.fields import WireConfig
 from diloco.wire import codes as codes_lib
@@ -23,44 +24,44 @@ Tree = Any
 
 class Encode(Protocol):
   def __call__(
-    self, wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Array
-  ) -> tuple[jax.Array, Tree]: ...
+    self, wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array
+  ) -> tuple[Array, Tree]: ...
 
 
 class Decode(Protocol):
   def __call__(
-    self, wire: WireConfig, payload: jax.Array, n: int, s: int, row: int
-  ) -> jax.Array: ...
+    self, wire: WireConfig, payload: Array, n: int, s: int, row: int
+  ) -> Array: ...
 
 
 class Compressor(NamedTuple):
-  """A compressor; pure functions.
+  """The pure functions of a compressor.
 
   Attributes:
     encode: float32 (N, S), state, R and a PRNG key -> uint8 (size,) and the new state.
     decode: uint8 (size,), N, S and R -> float32 (N, S).
-    size: N, S and R -> bytes, exactly; no JAX.
-    init: a tensor of any shape -> its first state, a tree of float32 arrays of the same
-      shape, such as the error that error feedback keeps; () for none. Every replica has
-      its own, which is sharded and saved with the parameters.
+    size: N, S and R -> the exact number of bytes; without JAX.
+    init: a tensor -> its first state: a tree of float32 arrays of the tensor's shape,
+      such as the error that error feedback keeps; () without state. Every replica has
+      its own state, which is sharded and saved like its parameters.
   """
 
   encode: Encode
   decode: Decode
   size: sizes.Size
-  init: Callable[[jax.Array], Tree] = lambda x: ()
+  init: Callable[[Array], Tree] = lambda x: ()
 
 
 COMPRESSORS: dict[str, Compressor] = {}
 
 
 def register(name: str, compressor: Compressor) -> None:
-  """Makes a compressor known as `wire.compressor`, to trainer and simulators."""
+  """Registers a name for `wire.compressor`, in the trainer and the simulators."""
   COMPRESSORS[name] = compressor
   sizes.SIZES[name] = compressor.size
 
 
-def _quantize(wire: WireConfig, x_NxS: jax.Array, row: int, key: jax.Array):
+def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
   if wire.format in formats.PLAIN:
     return _to_bytes(x_NxS.astype(_plain(wire)).reshape(-1))
   fmt, stochastic = formats.parse_format(wire.format), wire.rounding == "stochastic"
@@ -72,7 +73,7 @@ def _quantize(wire: WireConfig, x_NxS: jax.Array, row: int, key: jax.Array):
   k_NxK = codes_lib.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
   noise = jax.random.bits(key, x_NxKxB.shape) if stochastic else None
   codes = codes_lib.encode(fmt, x_NxKxB, k_NxK[..., None], noise)
-  # Without this barrier XLA for TPU computes the codes again for every bit plane.
+  # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
     codes = codes.reshape(n, -1)[:, :s]
@@ -82,7 +83,7 @@ def _quantize(wire: WireConfig, x_NxS: jax.Array, row: int, key: jax.Array):
   )
 
 
-def _dequantize(wire: WireConfig, payload: jax.Array, n: int, s: int, row: int):
+def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
   if wire.format in formats.PLAIN:
     return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
   fmt, block = formats.parse_format(wire.format), sizes.block_length(wire, s, row)
@@ -96,20 +97,20 @@ def _dequantize(wire: WireConfig, payload: jax.Array, n: int, s: int, row: int):
   return x.reshape(n, -1)[:, :s]
 
 
-def quantize(wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Array):
-  """Every value in a small format, one scale byte per block (2501.18512, 2.4).
+def quantize(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
+  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
 
   A block is `block_size` consecutive values of one layer's tensor; the last block of a
-  layer may be shorter. The scales follow the codes.
+  layer may be shorter. The payload holds all codes, then all scales.
   """
   return _quantize(wire, x_NxS, row, key), state
 
 
-def topk(wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Array):
-  """The largest magnitudes of each layer's tensor, with their indices (figure 11).
+def topk(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
+  """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
-  Sends k = ceil(density S) values per layer in `format`, and before them the indices,
-  ascending, in ceil(log2 S) bits each.
+  The payload holds the indices of K = ceil(density S) values per layer, ascending, in
+  ceil(log2 S) bits each, then the values in `format`.
   """
   s = x_NxS.shape[1]
   _, index_NxK = jax.lax.top_k(jnp.abs(x_NxS), sizes.kept(wire, s))
@@ -120,12 +121,9 @@ def topk(wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Arr
   return jnp.concatenate([index, _quantize(wire, kept_NxK, row, key)]), state
 
 
-def _decode_topk(wire: WireConfig, payload: jax.Array, n: int, s: int, row: int):
-  k, size, width = (
-    sizes.kept(wire, s),
-    sizes.topk_indices(wire, n, s),
-    sizes.index_bits(s),
-  )
+def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+  k, width = sizes.kept(wire, s), sizes.index_bits(s)
+  size = sizes.topk_indices(wire, n, s)
   index_bits = codes_lib.unpack(payload[:size], 1, n * k * width)
   index_bits = index_bits.reshape(n, k, width).astype(jnp.int32)
   index_NxK = (index_bits << jnp.arange(width)).sum(axis=-1)
@@ -133,17 +131,12 @@ def _decode_topk(wire: WireConfig, payload: jax.Array, n: int, s: int, row: int)
 
 
 def random(
-  wire: WireConfig,
-  x_NxS: jax.Array,
-  state: Tree,
-  row: int,
-  key: jax.Array,
-  rescale: bool = False,
+  wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array, rescale=False
 ):
-  """A random subset of each layer's tensor (FedDropout, figure 11).
+  """Keeps a random subset of the values in each layer (FedDropout, figure 11).
 
-  The receiver draws the same subset from a seed that travels along, so no index is
-  sent. With `rescale` the expectation of the decoded tensor is the tensor (DARE).
+  The payload holds a seed instead of indices: the receiver draws the same subset. With
+  `rescale` the decoded tensor is unbiased (DARE).
   """
   n, s = x_NxS.shape
   k = sizes.kept(wire, s)
@@ -155,7 +148,7 @@ def random(
   return jnp.concatenate([_to_bytes(seed), code]), state
 
 
-def _decode_random(wire: WireConfig, payload: jax.Array, n: int, s: int, row: int):
+def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int):
   seed = _from_bytes(payload[: sizes.SEED], jnp.uint32)
   k = sizes.kept(wire, s)
   kept_NxK = _dequantize(wire, payload[sizes.SEED :], n, k, row)
@@ -174,37 +167,37 @@ def _plain(wire: WireConfig):
   return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[wire.format]
 
 
-def _to_bytes(x: jax.Array) -> jax.Array:
-  """(n,) of w bytes each -> uint8 (w n,): all lowest bytes first, see `codes`."""
+def _to_bytes(x: Array) -> Array:
+  """Splits (n,) values of w bytes into uint8 (w n,): lowest bytes of all come first."""
   width = x.dtype.itemsize
   word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}"))
   starts = 8 * jnp.arange(width, dtype=word.dtype)
   return (word >> starts[:, None]).astype(jnp.uint8).reshape(-1)
 
 
-def _from_bytes(x: jax.Array, dtype) -> jax.Array:
-  """The inverse of `_to_bytes`."""
+def _from_bytes(x: Array, dtype) -> Array:
+  """Inverts `_to_bytes`."""
   width = jnp.dtype(dtype).itemsize
   planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]
   word = functools.reduce(jnp.bitwise_or, [p << 8 * i for i, p in enumerate(planes)])
   return jax.lax.bitcast_convert_type(word, dtype)
 
 
-def _blocks(x_NxS: jax.Array, block: int) -> jax.Array:
-  """(N, S) -> (N, K, block), the last block padded with zeros."""
+def _blocks(x_NxS: Array, block: int) -> Array:
+  """Cuts (N, S) into blocks (N, K, block); pads the last block with zeros."""
   n, s = x_NxS.shape
   if s % block:
     x_NxS = jnp.pad(x_NxS, ((0, 0), (0, -s % block)))
   return x_NxS.reshape(n, -1, block)
 
 
-def _subset(seed: jax.Array, n: int, s: int, k: int) -> jax.Array:
-  """Indices (N, K) of the values that are kept, from a seed uint32 (2,)."""
+def _subset(seed: Array, n: int, s: int, k: int) -> Array:
+  """Draws the indices (N, K) of the values to keep, from a seed uint32 (2,)."""
   key = jax.random.wrap_key_data(seed, impl="threefry2x32")
   draw = lambda key: jax.random.permutation(key, s)[:k]
   return jax.vmap(draw)(jax.random.split(key, n))
 
 
-def _scatter(kept_NxK: jax.Array, index_NxK: jax.Array, s: int) -> jax.Array:
+def _scatter(kept_NxK: Array, index_NxK: Array, s: int) -> Array:
   place = lambda kept, index: jnp.zeros(s, jnp.float32).at[index].set(kept)
   return jax.vmap(place)(kept_NxK, index_NxK)

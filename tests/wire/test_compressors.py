@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.config.fields import WireConfig
-from diloco.wire import codecs, sizes
+from diloco.wire import compressors, sizes
 
 KEY = jax.random.key(0)
 
@@ -24,11 +24,11 @@ class Codec:
   row: int
 
   def encode(self, x, key) -> jax.Array:
-    compressor = codecs.COMPRESSORS[self.wire.compressor]
+    compressor = compressors.COMPRESSORS[self.wire.compressor]
     return compressor.encode(self.wire, jnp.asarray(x), (), self.row, key)[0]
 
   def decode(self, code, n, s) -> jax.Array:
-    compressor = codecs.COMPRESSORS[self.wire.compressor]
+    compressor = compressors.COMPRESSORS[self.wire.compressor]
     return compressor.decode(self.wire, code, n, s, self.row)
 
   def nbytes(self, n, s) -> int:
@@ -54,7 +54,7 @@ def codec(name="quantize", row=1, **options) -> Codec:
     ("dare", {"format": "bf16", "density": 0.5}, 1, 9, 8 + 10),
   ],
 )
-def test_sizes_are_exact_and_as_announced(name, options, n, s, expected):
+def test_payload_sizes_are_exact(name, options, n, s, expected):
   c = codec(name, **options)
   assert c.nbytes(n, s) == expected
   code = c.encode(jnp.ones((n, s)), KEY)
@@ -67,7 +67,7 @@ def test_a_small_tensor_never_costs_more_than_float32():
 
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16", "e4m3fn", "e2m3", "e3m0"])
-def test_values_that_the_format_has_come_back(fmt):
+def test_values_of_the_format_survive_the_round_trip(fmt):
   x = np.float32([[1, -2, 4, 0.5, 0, 2, -1], [0, 0, 0, 0, 0, 0, 0]]) * 2.0**-20
   c = codec(format=fmt, block_size=4)
   np.testing.assert_array_equal(c.decode(c.encode(x, KEY), 2, 7), x)
@@ -75,7 +75,7 @@ def test_values_that_the_format_has_come_back(fmt):
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.integers(1, 3), st.integers(1, 20), st.integers(1, 8), st.integers(0, 9))
-def test_blocks_do_not_see_each_other(n, s, block, seed):
+def test_blocks_do_not_affect_each_other(n, s, block, seed):
   rng = np.random.default_rng(seed)
   x = (rng.normal(size=(n, s)) * 10.0 ** rng.integers(-9, 9, (n, 1))).astype(np.float32)
   c = codec(format="e3m0", block_size=block)
@@ -122,8 +122,8 @@ def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
   ],
 )
 def test_non_finite_values_are_never_lost_at_real_sizes(name, options):
-  # On arrays of some thousand values and more, XLA's CPU reductions are other kernels
-  # than on small ones, and a maximum of floats then drops every NaN.
+  # For arrays of a few thousand values or more, XLA for CPU uses other kernels than for
+  # small ones; there a maximum of floats drops every NaN.
   m, row = 2, 1000
   subset = name in ("random", "dare")  # Drawing one sorts: slow on CPU.
   s = 100_003 if subset else 1_000_003
@@ -181,7 +181,7 @@ def test_random_subsets_are_unindexed_and_rescaled(name, factor):
   assert np.any((y != 0) != (other != 0))
 
 
-def test_row_scales_follow_the_rows():
+def test_each_row_has_its_own_scale():
   x = jnp.float32([[1.0, 1.0, 1e-6, 1e-6]])
   c = codec(row=2, format="e3m0", block_size=sizes.ROW)
   assert c.nbytes(1, 4) == 2 + 2
@@ -195,6 +195,6 @@ def test_row_scales_follow_the_rows():
     ({"format": "e9m9"}, r"wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
   ],
 )
-def test_unknown_names(fields, message):
+def test_unknown_names_are_refused(fields, message):
   with pytest.raises(ValueError, match=message):
     sizes.check(WireConfig(**fields))
