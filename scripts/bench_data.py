@@ -1,28 +1,26 @@
-"""Tokens per second and per CPU second of the training pipeline.
+"""Measures the training pipeline: tokens per second and per CPU second.
 
 taskset -c 0 python scripts/bench_data.py --config=configs/sample.py
 """
 
 import time
 
-import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from diloco.config import command_line, resolve
+from diloco.config import changed, command_line, resolve
 from diloco.data import make_train_iterator
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to read and how.")
-_BATCHES = flags.DEFINE_integer("batches", 1000, "Batches per measurement.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the data to read.")
+_BATCHES = flags.DEFINE_integer("batches", 1000, "Number of batches per measurement.")
 
 
 def main(argv) -> None:
   del argv
   print(f"{'prefetch':>8} {'tokens':>12} {'tokens/s':>12} {'tokens/CPU s':>12}")
   for prefetch in (0, 2):
-    c = ml_collections.ConfigDict(_CONFIG.value.to_dict())
-    c.data.prefetch = prefetch
-    iterator = make_train_iterator(resolve(c))
+    c = changed(resolve(_CONFIG.value), {"data.prefetch": prefetch})
+    iterator = make_train_iterator(c)
     next(iterator)
     start, cpu_start, tokens = time.perf_counter(), time.process_time(), 0
     for _ in range(_BATCHES.value):

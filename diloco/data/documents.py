@@ -1,4 +1,4 @@
-"""Documents as tokens by index, encoded as they are asked for or prepared before."""
+"""Documents as tokens, by index: from text encoded when read, or from token arrays."""
 
 import pathlib
 from typing import Protocol
@@ -8,32 +8,39 @@ import numpy as np
 from diloco.config import Config, ConfigError
 from diloco.data.arrays import TokenArrays
 from diloco.data.sources import Source, make_source
-from diloco.data.tokenizer import BOS_ID, EOS_ID, Tokenizer, load_tokenizer
+from diloco.data.tokenizer import Tokenizer, load_tokenizer
+from diloco.model.shapes import BOS_ID, EOS_ID
 
 
 class Documents(Protocol):
-  """The documents of one split, int32 ids, each ended by EOS."""
+  """The documents of one split: int32 ids, each document ended by EOS."""
 
   def __len__(self) -> int: ...
 
   def __getitem__(self, index: int) -> np.ndarray: ...
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
-    """UTF-8 bytes of the text for which a document's first tokens stand."""
+    """Returns how many UTF-8 bytes the first tokens of a document stand for."""
     ...
 
 
 def make_documents(c: Config, split: str) -> Documents:
-  """The documents of `config.data.source`: the one way in which a run gets its data.
+  """Opens the documents of `config.data.source`. All runs get their data here.
 
   Args:
-    c: resolved config.
+    c: the config.
     split: train or eval.
 
   Raises:
-    ConfigError: data are missing or do not fit tokenizer or model.
+    ConfigError: data are missing, or do not fit the tokenizer or the model.
   """
-  tokenizer = _load(c)
+  tokenizer = load_tokenizer(c.data.tokenizer)
+  if tokenizer.vocab_size > c.model.vocab_size:
+    raise ConfigError(
+      f"model.vocab_size is {c.model.vocab_size}, but data.tokenizer"
+      f" {c.data.tokenizer!r} has {tokenizer.vocab_size} pieces; raise"
+      f" model.vocab_size to at least {tokenizer.vocab_size}."
+    )
   documents: Documents
   if c.data.source.startswith("arrays:"):
     name = c.data.train_split if split == "train" else c.data.eval_split
@@ -45,7 +52,7 @@ def make_documents(c: Config, split: str) -> Documents:
 
 
 class EncodedText:
-  """Documents of a text source, encoded when they are asked for."""
+  """Documents of a text source, each encoded when it is read."""
 
   def __init__(self, source: Source, tokenizer: Tokenizer):
     self._source, self._tokenizer = source, tokenizer
@@ -61,7 +68,7 @@ class EncodedText:
 
 
 class WithBos:
-  """Documents that begin with BOS, as NanoDO's do."""
+  """Documents that begin with BOS, as in NanoDO."""
 
   def __init__(self, documents: Documents):
     self._documents = documents
@@ -70,23 +77,12 @@ class WithBos:
     return len(self._documents)
 
   def __getitem__(self, index: int) -> np.ndarray:
-    return np.concatenate([np.asarray([BOS_ID], np.int32), self._documents[index]])
+    return np.insert(self._documents[index], 0, BOS_ID)
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._documents.num_bytes(index, max(num_tokens - 1, 0))
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:
-  """int32 ids of a document, ended by EOS."""
+  """Encodes a text as int32 ids, ended by EOS."""
   return np.asarray([*tokenizer.encode(text), EOS_ID], np.int32)
-
-
-def _load(c: Config) -> Tokenizer:
-  tokenizer = load_tokenizer(c.data.tokenizer)
-  if tokenizer.vocab_size > c.model.vocab_size:
-    raise ConfigError(
-      f"model.vocab_size is {c.model.vocab_size}, but data.tokenizer"
-      f" {c.data.tokenizer!r} has {tokenizer.vocab_size} pieces; raise"
-      f" model.vocab_size to at least {tokenizer.vocab_size}."
-    )
-  return tokenizer

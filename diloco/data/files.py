@@ -1,21 +1,20 @@
-"""Documents in files: one per text file, or one per line of JSON-lines files.
+"""Documents in text files and JSON-lines files.
 
-`*.jsonl`, `*.json` and both with `.gz` are JSON lines with a field `text`, as public
-copies of C4 and Dolma have them; any other file is one document.
+`*.jsonl` and `*.json` hold one JSON object per line with a field `text`, as the public
+copies of C4 and Dolma do. Every other file is one document. A file is compressed if its
+name ends in `.gz`.
 """
 
 import gzip
+import io
 import json
-import os
 import pathlib
 from collections.abc import Iterator
 
 import numpy as np
 
-# Of files without a validation split, about every so-manieth document is held out.
+# Without a validation split, a source holds out about one document in this many.
 HOLD_OUT_EVERY = 20
-_JSON_LINES = (".jsonl", ".json")
-_BLANK = 2  # Bytes up to which a line is empty: its end alone.
 
 
 def is_gzip(path: pathlib.Path) -> bool:
@@ -23,87 +22,98 @@ def is_gzip(path: pathlib.Path) -> bool:
 
 
 def is_lines(path: pathlib.Path) -> bool:
-  """Whether a file holds JSON lines."""
-  return path.name.removesuffix(".gz").endswith(_JSON_LINES)
+  """Tells whether a file holds JSON lines."""
+  return path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
 
 
-def is_held_out(file_index: int, offset):
-  """Whether a document of a split-less source is for evaluation.
+def in_split(split: str, file_index: int, offset: int | np.ndarray) -> np.ndarray:
+  """Tells whether documents belong to the split `train`, `eval` or `all`.
 
-  It depends on nothing but the place of its file in the sorted list and its byte offset
-  (an integer or an array) in the uncompressed file, so any process can tell without
-  knowing the others' documents. Whole files are held out in turn, from the first.
+  The answer depends only on the file's place in the sorted list and on the documents'
+  byte offsets in the uncompressed file. So a process can decide without knowing the
+  other documents. A document at offset 0 is held out if its file's place is a multiple
+  of HOLD_OUT_EVERY.
+
+  Args:
+    split: the split.
+    file_index: place of the file in the sorted list.
+    offset: byte offsets of the documents, any shape.
+
+  Returns:
+    bool, the shape of `offset`.
   """
-  # Multiplicative hashing (Knuth, TAOCP 6.4): offset 0 has the value 0.
-  with np.errstate(over="ignore"):
-    mixed = np.asarray(offset, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-  return (np.uint64(file_index) + (mixed >> np.uint64(32))) % HOLD_OUT_EVERY == 0
+  # Multiplicative hashing (Knuth, TAOCP 6.4), which maps offset 0 to 0.
+  hashed = np.asarray(offset, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+  held_out = (np.uint64(file_index) + (hashed >> np.uint64(32))) % HOLD_OUT_EVERY == 0
+  return {"train": ~held_out, "eval": held_out, "all": held_out | True}[split]
 
 
-def in_split(split: str, file_index: int, offset):
-  """Whether a document belongs to `train`, `eval` or `all`."""
-  if split == "all":
-    return np.ones(np.shape(offset), bool)
-  held_out = is_held_out(file_index, offset)
-  return held_out if split == "eval" else ~held_out
-
-
-def read_text(path: str | os.PathLike) -> str:
-  """A file as one document; line ends stay as they are: bytes are counted as stored."""
-  with open(path, encoding="utf-8", newline="") as file:
-    return file.read()
-
-
-def read_lines(
-  path: pathlib.Path, start: int = 0, stop: int | None = None
+def read_documents(
+  path: pathlib.Path, start: int = 0, stop: int = 0
 ) -> Iterator[tuple[int, str]]:
-  """The documents whose lines begin in bytes start..stop, with their offsets.
+  """Yields (byte offset, text) of the documents that begin in bytes start to stop.
 
-  Ranges that cover a file give each of its documents once. A compressed file is read
-  from its beginning: give it whole.
+  Ranges that together cover a file give each of its documents once. A file that is one
+  document or compressed must be read whole.
+
+  Args:
+    path: the file.
+    start: first byte.
+    stop: byte after the last one; 0: the end of the file.
 
   Raises:
-    ValueError: a line is no JSON object with a text.
+    ValueError: a line is not a JSON object with a text, or a text is not UTF-8.
   """
-  with gzip.open(path) if is_gzip(path) else path.open("rb") as file:
-    offset = start
-    if start:  # The line that reaches over `start` began before it.
-      file.seek(start - 1)
-      offset += len(file.readline()) - 1
-    while (stop is None or offset < stop) and (line := file.readline()):
-      if len(line) > _BLANK:
-        yield offset, _parse(path, offset, line)
-      offset += len(line)
+  if not is_lines(path):
+    yield 0, read_document(path, 0)
+    return
+  for offset, line in _read_lines(path, start, stop):
+    yield offset, _parse(path, offset, line)
 
 
-def read_line(path: pathlib.Path, offset: int) -> str:
-  """The document whose line begins at a byte offset."""
-  with path.open("rb") as file:
+def read_document(path: pathlib.Path, offset: int) -> str:
+  """Reads the document that begins at a byte offset. Line ends stay as stored."""
+  with _open(path) as file:
+    if not is_lines(path):
+      return file.read().decode("utf-8")
     file.seek(offset)
     return _parse(path, offset, file.readline())
 
 
-def line_offsets(path: pathlib.Path) -> np.ndarray:
-  """Where the documents of a JSON-lines file begin, int64; reads the file once."""
-  ends, position = [np.zeros(1, np.int64)], 0
-  with path.open("rb") as file:
-    while block := file.read(1 << 24):
-      newlines = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
-      ends.append(newlines + (position + 1))
-      position += len(block)
-  offsets = np.concatenate(ends)
-  sizes = np.diff(offsets, append=position)
-  return offsets[sizes > _BLANK]
+def document_offsets(path: pathlib.Path) -> np.ndarray:
+  """Returns the byte offsets at which documents begin, int64; reads JSON lines once."""
+  if not is_lines(path):
+    return np.zeros(1, np.int64)
+  return np.fromiter((offset for offset, _ in _read_lines(path, 0, 0)), np.int64)
 
 
-def _parse(path, offset: int, line: bytes) -> str:
+def _open(path: pathlib.Path) -> io.BufferedIOBase:
+  return gzip.open(path) if is_gzip(path) else path.open("rb")
+
+
+def _read_lines(
+  path: pathlib.Path, start: int, stop: int
+) -> Iterator[tuple[int, bytes]]:
+  """Yields (byte offset, line) of the non-empty lines that begin in a range."""
+  with _open(path) as file:
+    offset = start
+    if start:  # Skips the rest of a line that begins before `start`.
+      file.seek(start - 1)
+      offset += len(file.readline()) - 1
+    while (not stop or offset < stop) and (line := file.readline()):
+      if not line.isspace():
+        yield offset, line
+      offset += len(line)
+
+
+def _parse(path: pathlib.Path, offset: int, line: bytes) -> str:
   try:
     text = json.loads(line)["text"]
-    if isinstance(text, str):
-      return text
   except (ValueError, KeyError, TypeError):
-    pass
-  raise ValueError(
-    f"{path} has a line at byte {offset} that is no JSON object with a string `text`;"
-    " files whose names end in .jsonl or .json hold one such object per line."
-  )
+    text = None
+  if not isinstance(text, str):
+    raise ValueError(
+      f"{path} has a line at byte {offset} that is not a JSON object with a string"
+      " `text`; files named .jsonl or .json need one such object per line."
+    )
+  return text

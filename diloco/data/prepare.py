@@ -1,57 +1,37 @@
-"""Data prepared once: text to token arrays, tfrecord to array_record.
+"""Prepares data once: text becomes token arrays, TFRecord becomes ArrayRecord.
 
-Whenever a run is killed, finished units (see `diloco.data.units`) stay and the others
-are made anew, so nothing is lost or repeated. Units depend on the data and the options
-alone: any number of processes makes the same files.
+After a kill at any moment, the same command keeps the finished files and makes the
+others (`diloco.data.units`). The files depend only on the data and the options, not on
+the number of processes.
 """
 
 import array
-import dataclasses
+import contextlib
 import functools
+import hashlib
+import itertools
 import json
 import os
 import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.config import ConfigError
 from diloco.data import arrays as arrays_lib
 from diloco.data import pieces as pieces_lib
 from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
-from diloco.data.tokenizer import Tokenizer, load_tokenizer
-from diloco.data.units import LOCK, lock, replacing, run_units, temporary, write_json
+from diloco.data.tokenizer import load_tokenizer
+from diloco.data.units import Unit, lock, replacing, run_units, write_json
 
-# Bytes on disk of a unit: few enough arrays to stay open while training (files that
-# cannot be split may double them), none so large that a kill costs more than minutes.
-_LEAST_UNIT, _MOST_UNIT, _UNITS = 1 << 24, 1 << 31, 256
-_HEADER = 128  # Bytes of a .npy file before its data, whatever its length.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unit:
-  """What one task tokenizes: `pieces` into `<folder>/<stem>.npy`."""
-
-  folder: pathlib.Path
-  stem: str
-  pieces: list[pieces_lib.Piece]
-  tokenizer: str
-  dtype: str
-
-  @property
-  def tokens_file(self) -> pathlib.Path:
-    return self.folder / f"{self.stem}.npy"
-
-  @property
-  def index_file(self) -> pathlib.Path:
-    """int64 [documents, 2]: tokens and bytes of each."""
-    return self.folder / f"{self.stem}.index.npy"
-
-  @property
-  def done_file(self) -> pathlib.Path:
-    """Counts; exists once the unit is complete."""
-    return self.folder / f"{self.stem}.done.json"
+# Least and most bytes on disk of a unit, and how many units to aim at: few, because
+# training keeps all arrays open (files that cannot be cut may double the number), but
+# no unit so large that a kill costs more than minutes of work.
+_MIN_UNIT, _MAX_UNIT, _UNITS = 1 << 24, 1 << 31, 256
+_HEADER = 128  # Bytes before the data in our .npy files, for arrays of any length.
 
 
 def tokenize(
@@ -63,236 +43,210 @@ def tokenize(
   workers: int = 1,
   unit_size: int = 0,
 ) -> dict[str, Any]:
-  """Writes a split of a source as token arrays, or goes on with it.
+  """Writes a split of a source as token arrays, or continues after an interruption.
 
   Args:
-    source: sotu, files:<glob> or tfds:<name>:<version> of array_record or tfrecord.
-    split: a TFDS split or slice; of files train, eval or all.
-    tokenizer: path of a .model, or the name of one in this package.
-    output: the folder, see `diloco.data.arrays`.
+    source: sotu, files:<glob> or tfds:<name>:<version> in array_record or tfrecord.
+    split: a TFDS split or slice; for files train, eval or all.
+    tokenizer: path of a .model file, or name of a model in this package.
+    output: folder for the files that `diloco.data.arrays` lists.
     data_dir: root of TFDS data sets.
-    workers: processes.
-    unit_size: bytes on disk of the source for each array; 0 derives them.
+    workers: number of processes.
+    unit_size: bytes of the source, on disk, for each array; 0: the function chooses.
 
   Returns:
     The manifest.
 
   Raises:
-    ConfigError: data are missing, or output holds something else.
+    ConfigError: data are missing, or the folder holds other files.
     ValueError: a file cannot be read.
   """
   folder = pathlib.Path(output)
   model = load_tokenizer(tokenizer)
-  if not unit_size:
-    whole = pieces_lib.make_pieces(source, split, data_dir, max_size=1 << 62)
-    per_unit = sum(p.size for p in whole) // _UNITS
-    unit_size = min(max(per_unit, _LEAST_UNIT), _MOST_UNIT)
-  pieces = pieces_lib.make_pieces(source, split, data_dir, max_size=unit_size)
-  groups = pieces_lib.group(pieces, unit_size)
+  files = pieces_lib.make_pieces(source, split, data_dir)
+  total = sum(file.size for file in files)
+  unit_size = unit_size or min(max(total // _UNITS, _MIN_UNIT), _MAX_UNIT)
+  groups = pieces_lib.group(pieces_lib.cut(files, unit_size), unit_size)
+  units = [
+    Unit(folder / f"{i:05}-of-{len(groups):05}.npy", pieces)
+    for i, pieces in enumerate(groups)
+  ]
+  revision = json.dumps([(p.path.name, p.size, p.start, p.stop) for p in files])
+  dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
   plan = {
     "version": arrays_lib.VERSION,
     "source": source,
     "split": split,
-    "revision": pieces_lib.revision(pieces),
+    "revision": hashlib.sha256(revision.encode()).hexdigest(),
     "tokenizer": {
       "name": pathlib.Path(tokenizer).name,
       "sha256": model.sha256,
       "vocab_size": model.vocab_size,
     },
-    "dtype": "uint16" if model.vocab_size <= 1 << 16 else "uint32",
+    "dtype": dtype,
     "unit_size": unit_size,
-    "units": len(groups),
+    "units": len(units),
   }
-  units = [
-    _Unit(folder, f"{i:05}-of-{len(groups):05}", group, tokenizer, str(plan["dtype"]))
-    for i, group in enumerate(groups)
-  ]
-  folder.mkdir(parents=True, exist_ok=True)
+  make = functools.partial(_tokenize_unit, tokenizer=tokenizer, dtype=dtype)
   with lock(folder):
+    _check_plan(folder, plan)
     if not (folder / arrays_lib.MANIFEST).is_file():
-      _check_plan(folder, plan)
-      left = [u for u in units if not u.done_file.is_file()]
-      sizes = [sum(p.size for p in u.pieces) for u in left]
-      done = sum(p.size for p in pieces) - sum(sizes)
-      run_units(_tokenize_unit, left, sizes, done, workers, f"{source} {split}")
+      run_units(make, units, workers, f"{source} {split}")
       _join(folder, plan, units)
-    manifest = arrays_lib.read_manifest(folder)
-    changed = [k for k in plan if manifest[k] != plan[k]]
-    if changed:
-      raise _other(folder, changed[0], manifest[changed[0]], plan[changed[0]])
     for unit in units:
-      unit.index_file.unlink(missing_ok=True)
-      unit.done_file.unlink(missing_ok=True)
+      _index_path(unit).unlink(missing_ok=True)
     (folder / arrays_lib.PLAN).unlink(missing_ok=True)
-  return manifest
+  return arrays_lib.read_manifest(folder)
 
 
-@functools.cache
-def _tokenizer(name: str) -> Tokenizer:
-  return load_tokenizer(name)
+def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+  """Writes the plan; if the folder has one already, checks that both are equal."""
+  for path in (folder / arrays_lib.MANIFEST, folder / arrays_lib.PLAN):
+    if path.is_file():
+      old = json.loads(path.read_text())
+      for key, value in plan.items():
+        if old.get(key) != value:
+          raise ConfigError(
+            f"--output is {str(folder)!r}, which has {key} {old.get(key)!r} instead of"
+            f" {value!r}; repeat the old options, or choose another folder."
+          )
+      return
+  for other in folder.glob("[!.]*"):  # The lock is a hidden file.
+    raise ConfigError(
+      f"--output is {str(folder)!r}, which holds other files ({other.name}); choose an"
+      " empty or a new folder."
+    )
+  write_json(folder / arrays_lib.PLAN, plan)
 
 
-def _tokenize_unit(unit: _Unit) -> dict[str, int]:
-  """Writes one array; returns its counts. Memory holds one document's text."""
-  tokenizer, dtype = _tokenizer(unit.tokenizer), np.dtype(unit.dtype)
+def _tokenize_unit(unit: Unit, tokenizer: str, dtype: str) -> dict[str, int]:
+  """Writes one array and returns its counts; holds one document in memory."""
+  model = load_tokenizer(tokenizer)
   lengths, sizes = array.array("q"), array.array("q")
-  with replacing(unit.tokens_file) as file:
-    file.write(_npy_header(dtype, 0))
-    for piece in unit.pieces:
-      for text in pieces_lib.read(piece):
-        ids = encode_document(tokenizer, text)
-        file.write(ids.astype(dtype).tobytes())
-        lengths.append(len(ids))
-        sizes.append(len(text.encode("utf-8")))
-    file.seek(0)
-    file.write(_npy_header(dtype, sum(lengths)))
-  with replacing(unit.index_file) as file:
-    np.save(file, np.stack([lengths, sizes], axis=1))
-  counts = {
-    "documents": len(lengths),
-    "tokens": sum(lengths),
-    "bytes": sum(sizes),
-  }
-  write_json(unit.done_file, counts)
-  return counts
+  with _growing_array(unit.path, dtype) as append:
+    for text in itertools.chain.from_iterable(map(pieces_lib.read, unit.pieces)):
+      ids = encode_document(model, text)
+      append(ids)
+      lengths.append(len(ids))
+      sizes.append(len(text.encode("utf-8")))
+    # Before the array gets its final name, which marks the unit as finished.
+    with replacing(_index_path(unit)) as file:
+      np.save(file, np.stack([lengths, sizes], axis=1))
+  return {"documents": len(lengths), "tokens": sum(lengths), "bytes": sum(sizes)}
 
 
-def _join(folder: pathlib.Path, plan: dict[str, Any], units: list[_Unit]) -> None:
+def _index_path(unit: Unit) -> pathlib.Path:
+  """Names a temporary file, int64[documents, 2]: tokens and bytes per document."""
+  return unit.path.with_suffix(".index.npy")
+
+
+def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> None:
   """Writes the index of all documents and, last, the manifest."""
-  counts = [json.loads(unit.done_file.read_text()) for unit in units]
-  documents = sum(c["documents"] for c in counts)
-  total = 0
+  num_bytes, num_tokens = 0, 0
+  shards: list[dict[str, Any]] = []
   with (
-    replacing(folder / arrays_lib.ENDS) as ends,
-    replacing(folder / arrays_lib.BYTES) as sizes,
+    _growing_array(folder / arrays_lib.ENDS, np.uint64) as append_ends,
+    _growing_array(folder / arrays_lib.BYTES, np.uint32) as append_bytes,
   ):
-    ends.write(_npy_header(np.dtype(np.uint64), documents))
-    sizes.write(_npy_header(np.dtype(np.uint32), documents))
     for unit in units:
-      index = np.load(unit.index_file)
-      ends.write((total + np.cumsum(index[:, 0])).astype(np.uint64).tobytes())
-      sizes.write(index[:, 1].astype(np.uint32).tobytes())
-      total += int(index[:, 0].sum())
-  names = [arrays_lib.ENDS, arrays_lib.BYTES, *(u.tokens_file.name for u in units)]
+      lengths, sizes = np.load(_index_path(unit)).T
+      append_ends(num_tokens + np.cumsum(lengths))
+      append_bytes(sizes)
+      tokens = int(lengths.sum())
+      num_tokens += tokens
+      num_bytes += int(sizes.sum())
+      shards.append(
+        {"file": unit.path.name, "tokens": tokens, "documents": len(lengths)}
+      )
+  names = [arrays_lib.ENDS, arrays_lib.BYTES, *(s["file"] for s in shards)]
   manifest = {
     **plan,
-    **{k: sum(c[k] for c in counts) for k in ("documents", "tokens", "bytes")},
-    "shards": [
-      {
-        "file": unit.tokens_file.name,
-        "tokens": c["tokens"],
-        "documents": c["documents"],
-      }
-      for unit, c in zip(units, counts)
-    ],
+    "documents": sum(s["documents"] for s in shards),
+    "tokens": num_tokens,
+    "bytes": num_bytes,
+    "shards": shards,
     "files": [{"file": n, "size": (folder / n).stat().st_size} for n in names],
   }
   write_json(folder / arrays_lib.MANIFEST, manifest)
 
 
-def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
-  """Notes what is being made in the folder, or that it is the same as before."""
-  path = folder / arrays_lib.PLAN
-  if path.is_file():
-    old = json.loads(path.read_text())
-    changed = [k for k in plan if old.get(k) != plan[k]]
-    if changed:
-      raise _other(folder, changed[0], old.get(changed[0]), plan[changed[0]])
-  elif left := [p.name for p in folder.iterdir() if p.name != LOCK]:
-    raise ConfigError(
-      f"--output is {str(folder)!r}, which holds other files ({left[0]}); choose an"
-      " empty or a new folder."
-    )
-  write_json(path, plan)
+@contextlib.contextmanager
+def _growing_array(
+  path: pathlib.Path, dtype: DTypeLike
+) -> Iterator[Callable[[ArrayLike], None]]:
+  """Opens a .npy file of one axis; yields a function that appends values [n]."""
+  length = 0
 
+  def append(values: ArrayLike) -> None:
+    nonlocal length
+    new = np.asarray(values, dtype)
+    file.write(new.tobytes())
+    length += len(new)
 
-def _other(folder: pathlib.Path, field: str, old: Any, new: Any) -> ConfigError:
-  return ConfigError(
-    f"--output is {str(folder)!r}, which holds another preparation ({field}: {old!r}"
-    f" -> {new!r}); repeat its options, choose another folder, or delete this one."
-  )
-
-
-def _npy_header(dtype: np.dtype, length: int) -> bytes:
-  """The first bytes of a .npy file of one axis."""
-  fields = {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
-  text = repr(fields).encode().ljust(_HEADER - 11) + b"\n"
-  return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+  with replacing(path) as file:
+    file.seek(_HEADER)
+    yield append
+    file.seek(0)
+    fields = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
+    text = repr(fields).encode().ljust(_HEADER - 11) + b"\n"
+    file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
 
 
 def convert(
   source: str, output: str | os.PathLike, data_dir: str = "", workers: int = 1
 ) -> pathlib.Path:
-  """Rewrites a TFDS data set stored as tfrecord as array_record, or goes on with it.
+  """Copies a TFDS data set from tfrecord to array_record, or continues a copy.
 
-  Each file becomes one file with the same records in the same order; the description
-  of the data set comes last, so nobody reads half of it.
+  Each file becomes one file with the same records in the same order. The description of
+  the data set is written last, so TFDS cannot read an unfinished copy.
 
   Args:
     source: tfds:<name>:<version>.
     output: root of the new copy, not `data_dir`.
     data_dir: root of the TFDS data sets to read.
-    workers: processes.
+    workers: number of processes.
 
   Returns:
     The new folder, <output>/<name>[/<config>]/<version>.
 
   Raises:
-    ConfigError: the data set is not there or not of tfrecord.
-    ValueError: a file is damaged, or holds another number of records.
+    ConfigError: the data set is missing or not stored as tfrecord.
+    ValueError: a file is damaged or has fewer records than its data set says.
   """
-  name = source.removeprefix("tfds:")
-  builder = sources_lib.tfds_builder(name, data_dir)
-  old = pathlib.Path(builder.data_path)
-  folder = pathlib.Path(output) / name.replace(":", "/")
-  if folder.resolve() == old.resolve():
+  info = sources_lib.tfds_builder(source, data_dir).info
+  old = pathlib.Path(info.data_dir)
+  folder = pathlib.Path(output) / source.removeprefix("tfds:").replace(":", "/")
+  kind = info.file_format.value
+  if kind != "tfrecord" or folder.resolve() == old.resolve():
     raise ConfigError(
-      f"--output is {str(output)!r}, which is --data_dir; choose another."
+      f"--source is {source!r}, stored as {kind} in {old}, and --output is"
+      f" {str(output)!r}; convert copies tfrecord to another folder than --data_dir."
     )
-  if builder.info.file_format.value != "tfrecord":
-    raise ConfigError(
-      f"--source is {source!r}, stored as {builder.info.file_format.value} in {old};"
-      " only tfrecord is converted."
-    )
-  pieces = [
-    p
-    for split in builder.info.splits
-    for p in pieces_lib.make_pieces(f"tfds:{name}", split, data_dir)
+  units = [
+    Unit(folder / piece.path.name.replace(".tfrecord", ".array_record"), [piece])
+    for split in info.splits
+    for piece in pieces_lib.make_pieces(source, split, data_dir)
   ]
-  folder.mkdir(parents=True, exist_ok=True)
   with lock(folder):
-    tasks = [(p, folder / _array_record_name(p.path)) for p in pieces]
-    left = [task for task in tasks if not task[1].is_file()]
-    done = sum(p.size for p, path in tasks if path.is_file())
-    run_units(
-      _convert_file, left, [p.size for p, _ in left], done, workers, f"{source} convert"
-    )
-    for path in old.glob("*.json"):
-      if path.name != "dataset_info.json":
-        write_json(folder / path.name, json.loads(path.read_text()))
-    info = json.loads((old / "dataset_info.json").read_text())
-    info["fileFormat"] = "array_record"
-    write_json(folder / "dataset_info.json", info)
+    run_units(_convert_unit, units, workers, f"{source} convert")
+    found = {path.name: json.loads(path.read_text()) for path in old.glob("*.json")}
+    found["dataset_info.json"]["fileFormat"] = "array_record"
+    # dataset_info.json last: TFDS reads a folder if this file exists.
+    for name in sorted(found, key=lambda name: name == "dataset_info.json"):
+      write_json(folder / name, found[name])
   return folder
 
 
-def _array_record_name(path: str) -> str:
-  return pathlib.Path(path).name.replace(".tfrecord", ".array_record")
-
-
-def _convert_file(task: tuple[pieces_lib.Piece, pathlib.Path]) -> dict[str, int]:
+def _convert_unit(unit: Unit) -> dict[str, int]:
   from array_record.python import array_record_module
 
-  piece, path = task
-  unfinished = temporary(path)
-  # As TFDS writes them: each record by itself, for random access.
-  writer = array_record_module.ArrayRecordWriter(str(unfinished), "group_size:1")
+  (piece,) = unit.pieces
   size = 0
-  for record in pieces_lib.read_records(piece):
-    writer.write(record)
-    size += len(record)
-  writer.close()
-  with unfinished.open("rb+") as file:
-    os.fsync(file.fileno())
-  unfinished.rename(path)
+  with replacing(unit.path) as file:
+    # One record per group, for random access, as in TFDS.
+    writer = array_record_module.ArrayRecordWriter(str(file.name), "group_size:1")
+    for record in pieces_lib.read_records(piece):
+      writer.write(record)
+      size += len(record)
+    writer.close()
   return {"documents": piece.stop - piece.start, "bytes": size}

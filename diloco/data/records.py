@@ -1,55 +1,50 @@
 """Records of TFRecord and ArrayRecord files, in order, without TensorFlow.
 
-A TFRecord file is a row of (length: uint64, CRC of the length: uint32, bytes, CRC of
-the bytes: uint32), little-endian. Its CRC-32C (RFC 3720) is stored rotated right by 15
-bits plus 0xA282EAD8. All checksums are checked: a damaged copy is never converted.
+A TFRecord file is a sequence of (length: uint64, CRC of the length: uint32, bytes, CRC
+of the bytes: uint32), little-endian. Each CRC-32C (RFC 3720) is stored rotated right by
+15 bits plus 0xA282EAD8. The reader checks both CRCs of every record that it yields.
 """
 
 import os
+import pathlib
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from diloco.config import ConfigError
 
 
-class DamagedRecord(ValueError):
-  """A file ends within a record, or a checksum is wrong."""
-
-
-def read_tfrecord(path: str | os.PathLike, skip: int = 0) -> Iterator[bytes]:
-  """The records of a TFRecord file after the first `skip`, in order.
+def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
+  """Yields the records [start, stop) of a TFRecord file.
 
   Raises:
-    DamagedRecord: the file is cut short or damaged.
+    ValueError: the file is damaged or has fewer records.
   """
-  with open(path, "rb") as file:
-    while file.peek(1):
-      size = int.from_bytes(_read(path, file, 8), "little")
-      if skip:
-        skip -= 1
+  with path.open("rb") as file:
+    for i in range(stop):
+      if not file.peek(1):
+        raise ValueError(
+          f"{path} ends after {i} records, but its data set says that it has at least"
+          f" {stop}; fetch the file again."
+        )
+      size = int.from_bytes(_read_checked(file, 8), "little")
+      if i < start:
         file.seek(size + 4, os.SEEK_CUR)
       else:
-        yield _read(path, file, size)
+        yield _read_checked(file, size)
 
 
-def read_array_record(
-  path: str | os.PathLike, start: int = 0, stop: int | None = None
-) -> Iterator[bytes]:
-  """Records start..stop of an ArrayRecord file, in order, a few hundred at a time."""
-  from array_record.python import array_record_module  # Not needed for plain text.
+def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
+  """Yields the records [start, stop) of an ArrayRecord file; holds at most 256."""
+  from array_record.python import array_record_module  # Plain text does not need it.
 
-  reader = array_record_module.ArrayRecordReader(
-    os.fspath(path), "readahead_buffer_size:0,max_parallelism:0"
-  )
-  try:
-    stop = reader.num_records() if stop is None else stop
-    for first in range(start, stop, 256):
-      yield from reader.read(list(range(first, min(first + 256, stop))))
-  finally:
-    reader.close()
+  options = "readahead_buffer_size:0,max_parallelism:0"
+  reader = array_record_module.ArrayRecordReader(str(path), options)
+  for first in range(start, stop, 256):
+    yield from reader.read(first, min(first + 256, stop))
 
 
 def example_text(record: bytes) -> str:
-  """The feature `text` of a serialised tf.train.Example."""
+  """Returns the feature `text` of a serialised tf.train.Example."""
   from tensorflow_datasets.proto import tf_example_pb2  # Slow to import.
 
   example = tf_example_pb2.Example.FromString(record)
@@ -57,7 +52,7 @@ def example_text(record: bytes) -> str:
 
 
 def masked_crc32c(block: bytes) -> int:
-  """The CRC-32C of a block as TFRecord stores it."""
+  """Returns the CRC-32C of a block as TFRecord stores it."""
   try:
     import google_crc32c
   except ImportError as error:
@@ -69,12 +64,12 @@ def masked_crc32c(block: bytes) -> int:
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _read(path, file, size: int) -> bytes:
-  """`size` bytes and their checksum, which is checked."""
+def _read_checked(file: BinaryIO, size: int) -> bytes:
+  """Reads `size` bytes and checks the CRC that follows them."""
   block, crc = file.read(size), file.read(4)
   if len(crc) < 4 or masked_crc32c(block) != int.from_bytes(crc, "little"):
-    raise DamagedRecord(
-      f"{path} is cut short or damaged, or is no TFRecord file; fetch it again and"
-      " start the same command."
+    raise ValueError(
+      f"{file.name} is cut short, damaged or not a TFRecord file; fetch it again and"
+      " repeat the command."
     )
   return block

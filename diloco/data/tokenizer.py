@@ -1,4 +1,4 @@
-"""SentencePiece with NanoDO's ids: pad 0, eos 1, bos 2, unk 3, whatever the model's."""
+"""SentencePiece with the special ids of NanoDO: pad 0, EOS 1, BOS 2, unknown 3."""
 
 import hashlib
 import pathlib
@@ -8,21 +8,21 @@ import numpy as np
 import sentencepiece
 
 from diloco.config import ConfigError
+from diloco.model.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
-PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
 _SHIPPED = pathlib.Path(__file__).parent / "tokenizers"
 
 
 class Tokenizer:
-  """Text to ids and back.
+  """Converts text to ids and back.
 
-  A model with other special ids than NanoDO's, or without some of them (T5's has no
-  BOS, Llama's no pad), has its ids permuted so that the special ones are 0 to 3;
-  `scripts/train_tokenizer.py` makes models that need no permutation.
+  Some models have other special ids than NanoDO or lack some of them: T5's has no BOS,
+  Llama's no pad. The ids of such a model are permuted: its special ids become 0 to 3.
+  Models from `scripts/train_tokenizer.py` need no permutation.
 
   Attributes:
-    sha256: of the model file, in hexadecimal.
-    vocab_size: ids, special ones included.
+    sha256: hash of the model file, hexadecimal.
+    vocab_size: number of ids, special ids included.
   """
 
   def __init__(self, path: pathlib.Path):
@@ -33,8 +33,8 @@ class Tokenizer:
       self._model.load_from_serialized_proto(proto)
     except RuntimeError as error:
       raise ConfigError(
-        f"data.tokenizer is {str(path)!r}, which is no SentencePiece model; give a"
-        " file that scripts/train_tokenizer.py or SentencePiece wrote."
+        f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
+        " file from scripts/train_tokenizer.py or SentencePiece."
       ) from error
     m = self._model
     special = (m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id())
@@ -43,26 +43,24 @@ class Tokenizer:
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
 
   def serialized(self) -> bytes:
-    """The SentencePiece model, as a .model file holds it."""
+    """Returns the SentencePiece model as the bytes of a .model file."""
     return self._model.serialized_model_proto()
 
   def encode(self, text: str) -> list[int]:
-    """Ids of a text, without BOS and EOS."""
+    """Returns the ids of a text, without BOS and EOS."""
     ids = self._model.encode(text)
     return ids if self._same else self._ours[ids].tolist()
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids; special ones and those beyond the vocabulary vanish."""
-    known = [int(i) for i in ids if i < self.vocab_size]
-    if not self._same:
-      known = [i for i in self._theirs[known].tolist() if i >= 0]
-    return self._model.decode(known)
+    """Returns the text of ids. Skips special ids and ids beyond the vocabulary."""
+    pieces = self._theirs[[i for i in ids if i < self.vocab_size]]
+    return self._model.decode(pieces[pieces >= 0].tolist())
 
   def prefix_bytes(self, text: str, num_tokens: int) -> int:
-    """UTF-8 bytes of `text` for which its first tokens stand.
+    """Returns how many UTF-8 bytes of `text` its first tokens stand for.
 
-    Exact for every model, normalising ones too. A character that is several tokens,
-    one for each byte, counts when its last one is in.
+    The number is exact for every model, even if the model normalises text. If each byte
+    of a character is a token, the last of these tokens counts for the character.
     """
     offsets = self._model.encode_as_offset_mapping(text)["offsets"]
     end = offsets[num_tokens][0] if num_tokens < len(offsets) else len(text)
@@ -72,16 +70,19 @@ class Tokenizer:
 def _permutation(
   special: tuple[int, int, int, int], pieces: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Our id of each of the model's pieces, and the model's piece of each of our ids.
+  """Makes the maps from the model's piece ids to our ids and back.
+
+  The special pieces get the ids 0 to 3. Pieces that had these ids move to the places
+  that the special pieces left. All other ids stay.
 
   Args:
-    special: the model's ids of pad, eos, bos, unk; -1 where it has none.
-    pieces: of the model.
+    special: the model's ids of pad, EOS, BOS and unknown; -1 if missing.
+    pieces: number of pieces in the model.
 
   Returns:
-    int64 [pieces] and int64 [pieces + missing special ones], where a special id that
-    the model lacks has the piece -1. Pieces that stood on 0 to 3 move to the places
-    that the special ones left, others stay.
+    our id of each piece: int64 [pieces].
+    the piece of each of our ids: int64 [pieces + missing special ids]; -1 for a special
+      id that the model lacks.
   """
   count = pieces + special.count(-1)
   theirs = np.arange(count)
@@ -96,20 +97,17 @@ def _permutation(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-  """A tokenizer by path to a .model, or by the name of one in this package.
+  """Loads a tokenizer from a path that ends in .model, or by its name in this package.
 
   Raises:
-    ConfigError: there is no such model.
+    ConfigError: there is no such file, or it is not a SentencePiece model.
   """
-  path = pathlib.Path(name)
-  if not name.endswith(".model"):
-    path = _SHIPPED / f"{name}.model"
+  path = pathlib.Path(name if name.endswith(".model") else _SHIPPED / f"{name}.model")
   if not path.is_file():
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(
-      f"data.tokenizer is {name!r}, but there is no file {path}; give the path of a"
-      " SentencePiece .model (`python scripts/train_tokenizer.py --source=<source>"
-      f" --output={name.removesuffix('.model')}.model` trains one) or one of:"
-      f" {shipped}."
+      f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
+      " .model (`python scripts/train_tokenizer.py --source=<source> --output=<path>`"
+      f" trains one) or one of: {shipped}."
     )
   return Tokenizer(path)

@@ -1,105 +1,102 @@
-"""Units of work over processes, each of which makes one file, whole or not at all.
+"""Units of work for several processes; each unit makes one file, whole or not at all.
 
-A file is written under another name and renamed when it is complete and on disk, so
-after a kill at any moment what exists is whole, and the rest is made anew.
+A file gets its name only when it is complete and on disk. So after a kill at any moment
+every file that exists is whole, and the same command makes the others.
 """
 
+import collections
 import concurrent.futures
 import contextlib
+import dataclasses
 import fcntl
 import json
 import multiprocessing
 import os
 import pathlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 import tqdm
 
 from diloco.config import ConfigError
+from diloco.data.pieces import Piece
 
-LOCK = ".lock"
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+  """Pieces of a source that become the file `path`."""
+
+  path: pathlib.Path
+  pieces: list[Piece]
+
+  @property
+  def size(self) -> int:
+    """Bytes to read, of all pieces."""
+    return sum(piece.size for piece in self.pieces)
 
 
 def run_units(
-  function: Callable[[Any], dict[str, int]],
-  units: Sequence[Any],
-  sizes: Sequence[int],
-  done: int,
+  make: Callable[[Unit], dict[str, int]],
+  units: Sequence[Unit],
   workers: int,
-  what: str,
+  title: str,
 ) -> None:
-  """Runs `function` on all units over processes, with a progress bar in bytes.
+  """Makes the files that are missing, with a progress bar in bytes.
 
   Args:
-    function: of a module, so that processes find it; returns counts to show.
-    units: its arguments.
-    sizes: bytes of each.
-    done: bytes of units that were finished before.
-    workers: processes.
-    what: title of the bar.
+    make: makes the file of a unit and returns counts to show. Other processes run it,
+      so it must be a module-level function or a `functools.partial` of one.
+    units: all units.
+    workers: number of processes.
+    title: title of the progress bar.
 
   Raises:
     ConfigError: a process was killed.
-    Exception: the first one that a unit raised; finished units stay.
+    Exception: a unit raised it, as the first one. Finished files stay.
   """
-  start, counts = time.perf_counter(), dict[str, int]()
+  missing = [unit for unit in units if not unit.path.is_file()]
+  total = sum(unit.size for unit in units)
+  done = total - sum(unit.size for unit in missing)
+  counts: collections.Counter[str] = collections.Counter()
   others = set(multiprocessing.active_children())
-  pool = concurrent.futures.ProcessPoolExecutor(
-    max(min(workers, len(units)), 1),
-    mp_context=multiprocessing.get_context("spawn"),
-    initializer=_end_with,
-    initargs=(os.getpid(),),
-  )
-  total = done + sum(sizes)
-  with (
-    pool,
-    tqdm.tqdm(total=total, initial=done, desc=what, unit="B", unit_scale=True) as bar,
-  ):
-    futures = {pool.submit(function, u): size for u, size in zip(units, sizes)}
+  spawn = multiprocessing.get_context("spawn")
+  pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _end_with_parent)
+  bar = tqdm.tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True)
+  with pool, bar:
+    futures = {pool.submit(make, unit): unit.size for unit in missing}
     try:
       for future in concurrent.futures.as_completed(futures):
-        for key, value in future.result().items():
-          counts[key] = counts.get(key, 0) + value
-        seconds = time.perf_counter() - start
-        bar.set_postfix_str(
-          ", ".join(f"{k} {v:,} ({v / seconds:,.0f}/s)" for k, v in counts.items()),
-          refresh=False,
-        )
+        counts.update(future.result())
+        bar.set_postfix(counts, refresh=False)
         bar.update(futures[future])
     except concurrent.futures.process.BrokenProcessPool as error:
       raise ConfigError(
-        f"A process of --workers={workers} was killed, perhaps for want of memory;"
-        " start the same command again, it goes on."
+        f"A process of --workers={workers} was killed, perhaps because memory ran out;"
+        " start the same command again to continue."
       ) from error
-    except BaseException:  # Also Ctrl-C: what is half done is made anew anyway.
+    except BaseException:  # Ctrl-C too: do not wait for units in progress.
       for process in set(multiprocessing.active_children()) - others:
         process.terminate()
       raise
 
 
-def _end_with(parent: int) -> None:
-  """Makes this process end soon after its parent was killed."""
+def _end_with_parent() -> None:
+  """Ends this process when its parent ends, even if the parent was killed."""
 
   def watch() -> None:
-    while os.getppid() == parent:
-      time.sleep(0.5)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
   threading.Thread(target=watch, daemon=True).start()
 
 
-def temporary(path: pathlib.Path) -> pathlib.Path:
-  """Where this process writes what will be `path`."""
-  return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """A file that appears under its name only when it is complete and on disk."""
-  unfinished = temporary(path)
+  """Opens a temporary file, which becomes `path` when it is complete and on disk."""
+  unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
   with unfinished.open("wb+") as file:
     yield file
     file.flush()
@@ -108,24 +105,28 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file all at once."""
+  """Writes a JSON file, whole or not at all."""
   with replacing(path) as file:
     file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager
 def lock(folder: pathlib.Path) -> Iterator[None]:
-  """Keeps a second preparation out, and clears away what a killed one left.
+  """Makes and locks a folder, and deletes the temporary files of killed processes.
 
-  The system gives the lock up when the process ends, however it ends.
+  The system releases the lock when the process ends, even if the process is killed.
+
+  Raises:
+    ConfigError: another process has locked the folder.
   """
-  with (folder / LOCK).open("w") as file:
+  folder.mkdir(parents=True, exist_ok=True)
+  with (folder / ".lock").open("w") as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
       raise ConfigError(
-        f"--output is {str(folder)!r}, in which another process is at work; wait for"
-        " it."
+        f"--output is {str(folder)!r}, but another process is working there; wait for"
+        " it to end."
       ) from error
     for unfinished in folder.glob(".*.tmp"):
       unfinished.unlink(missing_ok=True)

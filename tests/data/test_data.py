@@ -1,4 +1,4 @@
-"""Sources, tokenizer, packing, shards and positions."""
+"""Sources, tokenizer, packing, shards and saved positions."""
 
 import json
 import os
@@ -18,14 +18,14 @@ from diloco import data as data_lib
 from diloco.config import ConfigError
 from diloco.data import pipeline
 from diloco.data.documents import encode_document, make_documents
-from diloco.data.tokenizer import EOS_ID
+from diloco.model.shapes import EOS_ID
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
 def numbered(tiny, tmp_path):
-  """12 documents, the i-th of which repeats one word that only it has."""
+  """Makes 12 documents; each repeats one word that no other document has."""
   words = "war peace law trade navy army land gold bank corn iron wool".split()  # noqa: SIM905
   for i, word in enumerate(words):
     (tmp_path / f"{i:02}.txt").write_text(" ".join([word] * (20 + 3 * i)))
@@ -50,7 +50,7 @@ def test_the_seed_determines_the_batches(tiny):
   assert np.any(batches(config_lib.resolve(tiny), 4)[0] != a[0])
 
 
-def test_a_token_is_seen_by_exactly_one_replica_per_epoch(numbered):
+def test_one_replica_sees_each_token_once_per_epoch(numbered):
   c = numbered
   source, tokenizer = (
     data_lib.make_source(c.data, "train"),
@@ -59,20 +59,20 @@ def test_a_token_is_seen_by_exactly_one_replica_per_epoch(numbered):
   documents = [encode_document(tokenizer, source[i]) for i in range(len(source))]
   sizes = [sum(map(len, documents[r::2])) for r in range(2)]
   for r in range(2):
-    # Whole epochs of one replica: three of them, read to the last full batch.
+    # Three epochs of one replica, up to the last full batch.
     count = 3 * sizes[r] // (2 * 8)
     stream = np.concatenate([b[0].ravel() for b in batches(c, count, replica_ids=[r])])
     for epoch in range(2):
       seen = stream[epoch * sizes[r] : (epoch + 1) * sizes[r]]
       assert Counter(seen.tolist()) == Counter(np.concatenate(documents[r::2]).tolist())
-    # Every document ends with EOS and is whole: the stream is documents in a row.
+    # The stream consists of whole documents, each ended by EOS.
     firsts = [tuple(d) for d in np.split(stream, np.flatnonzero(stream == EOS_ID) + 1)]
     assert set(firsts[:-1]) == {tuple(d) for d in documents[r::2]}
   words = [set(np.concatenate(documents[r::2])) - {EOS_ID} for r in range(2)]
   assert words[0].isdisjoint(words[1])
 
 
-def test_epochs_are_shuffled_anew(numbered):
+def test_every_epoch_has_another_order(numbered):
   sizes = 400
   stream = np.concatenate(
     [b[0].ravel() for b in batches(numbered, sizes // 4, replica_ids=[0])]
@@ -84,26 +84,8 @@ def test_epochs_are_shuffled_anew(numbered):
   assert all(set(e) == set(order) for e in epochs)
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-@pytest.mark.parametrize("stop", [1, 7])
-def test_a_position_restores_bit_for_bit(numbered, prefetch, stop):
-  fields = numbered.to_dict()
-  fields["data"]["prefetch"] = prefetch
-  c = config_lib.resolve(ConfigDict(fields))
-  iterator = data_lib.make_train_iterator(c)
-  for _ in range(stop):
-    next(iterator)
-  position = json.loads(json.dumps(iterator.get_state()))
-  expected = [next(iterator) for _ in range(9)]
-  iterator.close()
-  again = data_lib.make_train_iterator(c)
-  again.set_state(position)
-  np.testing.assert_array_equal([next(again) for _ in range(9)], expected)
-  again.close()
-
-
 class IdDocuments:
-  """Documents of ids that occur once, in document order, each ended by EOS."""
+  """Documents of unique ids in ascending order, each ended by EOS."""
 
   def __init__(self, lengths):
     ends = np.cumsum(lengths)
@@ -121,7 +103,7 @@ class IdDocuments:
 
 @pytest.fixture
 def set_documents(monkeypatch):
-  """Makes all sources IdDocuments of the given lengths, without their EOS."""
+  """Replaces the source by IdDocuments; their lengths do not count EOS."""
 
   def set_lengths(lengths):
     documents = IdDocuments(lengths)
@@ -131,9 +113,9 @@ def set_documents(monkeypatch):
 
 
 @pytest.mark.parametrize(("prefetch", "window"), [(0, 0), (3, 0), (0, 5), (3, 5)])
-# With EOS: documents that fill sequences of 8 exactly, always, at times or seldom.
+# With EOS, documents fill sequences of 8 exactly: always, sometimes or seldom.
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])
-def test_every_position_restores_bit_for_bit(
+def test_every_saved_position_resumes_bit_for_bit(
   tiny, set_documents, lengths, prefetch, window
 ):
   set_documents(lengths)
@@ -155,7 +137,7 @@ def test_every_position_restores_bit_for_bit(
     again.close()
 
 
-def test_the_window_shuffles_packed_sequences_and_loses_none(tiny, set_documents):
+def test_the_window_shuffles_packed_sequences_and_keeps_all(tiny, set_documents):
   set_documents([800])
   tiny.replicas, tiny.train.batch_size, tiny.model.seq_len = 1, 1, 8
   plain = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0].tolist()
@@ -167,24 +149,24 @@ def test_the_window_shuffles_packed_sequences_and_loses_none(tiny, set_documents
     assert sorted(plain[window]) == sorted(mixed[window])
 
 
-def test_replicas_read_their_shards_in_orders_of_their_own(tiny, set_documents):
+def test_each_replica_has_its_own_order(tiny, set_documents):
   set_documents([7] * 40)
   tiny.model.seq_len = 8
-  # Documents fill sequences: index within the shard, in the order they are read.
+  # Each document fills a sequence, so its first id gives its index in the shard.
   first_ids = np.stack(batches(config_lib.resolve(tiny), 10))[..., 0]
   order_0, order_1 = ((first_ids[:, r].ravel() - 10) // 7 // 2 for r in range(2))
   assert sorted(order_0) == sorted(order_1) == list(range(20))
   assert np.mean(order_0 == order_1) < 0.5
 
 
-def test_some_replicas_are_the_rows_of_all(tiny):
+def test_one_replica_alone_has_the_same_batches(tiny):
   c = config_lib.resolve(tiny)
   both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
   np.testing.assert_array_equal([b[1:] for b in both], second)
 
 
 def split_positions(c, groups, steps):
-  """The joined position after some steps of processes with the given replicas."""
+  """Joins the positions of processes with the given replicas after some steps."""
   position = {}
   for ids in groups:
     iterator = data_lib.make_train_iterator(c, replica_ids=ids)
@@ -199,11 +181,11 @@ GROUPS = ([[0, 1, 2, 3]], [[0, 1], [2, 3]], [[3], [1], [2], [0]], [[2, 0, 3], [1
 
 
 @pytest.mark.parametrize("before", GROUPS)
-def test_any_division_into_processes_goes_on_from_any_other(numbered, before):
+def test_any_division_into_processes_resumes_any_other(numbered, before):
   fields = numbered.to_dict()
   fields["replicas"], fields["overlap"]["taus"] = 4, ()
   c = config_lib.resolve(ConfigDict(fields))
-  # 14 batches of 8 tokens are beyond the first epoch of each replica.
+  # 14 batches of 8 tokens are more than one epoch of each replica.
   expected = np.stack(batches(c, 20))
   position = split_positions(c, before, steps=14)
   for after in GROUPS:
@@ -220,18 +202,18 @@ def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
   c = config_lib.resolve(tiny)
   position = split_positions(c, [[1]], steps=1)
   iterator = data_lib.make_train_iterator(c)
-  with pytest.raises(ConfigError, match="is of replicas 1, but replica 0 is to go on"):
+  with pytest.raises(ConfigError, match="has no replica 0, only 1; resume"):
     iterator.set_state(position)
   iterator.close()
   set_documents([7] * 13)
   iterator = data_lib.make_train_iterator(c, replica_ids=[1])
-  with pytest.raises(ConfigError, match="in 12 training documents, but"):
+  with pytest.raises(ConfigError, match="counts 12 training documents, but"):
     iterator.set_state(position)
   iterator.close()
 
 
-def test_the_data_of_a_replica_that_is_not_there_are_refused(tiny):
-  with pytest.raises(ConfigError, match="data of replica 2 are asked for"):
+def test_a_replica_that_does_not_exist_is_refused(tiny):
+  with pytest.raises(ValueError, match=r"replica_ids is \[2\]; give ids from 0 to 1"):
     data_lib.make_train_iterator(config_lib.resolve(tiny), replica_ids=[2])
 
 
@@ -257,7 +239,7 @@ def test_evaluation_counts_every_token_once(numbered):
   np.testing.assert_array_equal(cut.tokens[cut.weights > 0], stream[:10])
 
 
-def test_a_budget_counts_the_bytes_of_its_tokens(numbered):
+def test_a_token_budget_counts_the_bytes_of_its_tokens(numbered):
   tokenizer = data_lib.load_tokenizer("sotu_2048")
   text = data_lib.make_source(numbered.data, "eval")[0]
   fields = numbered.to_dict()
@@ -268,9 +250,9 @@ def test_a_budget_counts_the_bytes_of_its_tokens(numbered):
     assert cut.num_bytes == len(prefix.encode("utf-8"))
 
 
-def test_bytes_of_a_character_of_several_tokens():
+def test_a_character_of_several_tokens_counts_with_its_last_token():
   tokenizer = data_lib.load_tokenizer("sotu_2048")
-  # After the space that the model puts first: a, three bytes of one character, b.
+  # The model adds a space; then come a, three bytes of one character, and b.
   text, count = "a\u4e16b", len(tokenizer.encode("a\u4e16b"))
   sizes = [tokenizer.prefix_bytes(text, n) for n in range(count + 2)]
   assert sizes[0] == 0
@@ -286,26 +268,26 @@ TEXT = st.text(
 
 
 @given(TEXT, st.integers(0, 80))
-def test_bytes_are_those_of_the_decoded_prefix(text, num_tokens):
+def test_prefix_bytes_agree_with_the_decoded_prefix(text, num_tokens):
   tokenizer = data_lib.load_tokenizer("sotu_2048")
   ids = tokenizer.encode(text)
   assert tokenizer.decode(ids) == text
   prefix = text.encode("utf-8")[: tokenizer.prefix_bytes(text, num_tokens)]
   prefix.decode("utf-8")  # Whole characters.
-  # What is left undecoded is at most a character cut within its bytes.
+  # The rest of the decoded text is at most part of one character.
   decoded = tokenizer.decode(ids[:num_tokens]).encode("utf-8")
   assert decoded[: len(prefix)] == prefix
   assert set(decoded[len(prefix) :].decode("utf-8")) <= {"\ufffd"}
 
 
-def test_held_out_documents_are_not_trained_on(tiny):
+def test_training_never_sees_held_out_documents(tiny):
   train, held_out = (data_lib.make_source(tiny.data, s) for s in ("train", "eval"))
   texts = [{s[i] for i in range(len(s))} for s in (train, held_out)]
   assert texts[0].isdisjoint(texts[1])
   assert len(train) + len(held_out) >= 240
 
 
-def test_text_comes_back_exactly_and_any_byte_is_representable(tiny):
+def test_text_comes_back_exactly_and_every_byte_has_a_token(tiny):
   tokenizer = data_lib.load_tokenizer("sotu_2048")
   assert tokenizer.vocab_size == 2048
   held_out = data_lib.make_source(tiny.data, "eval")
@@ -314,8 +296,8 @@ def test_text_comes_back_exactly_and_any_byte_is_representable(tiny):
     assert 3 not in tokenizer.encode(text)
 
 
-def test_a_model_without_context_takes_more_than_two_bits_per_byte(tiny):
-  # The number that a trained model has to beat: frequencies of the training tokens.
+def test_a_unigram_model_needs_more_than_two_bits_per_byte(tiny):
+  # A trained model must beat the frequencies of the training tokens.
   tiny.eval.tokens = 0
   c = config_lib.resolve(tiny)
   documents, held_out = make_documents(c, "train"), data_lib.make_eval_set(c)
@@ -329,7 +311,7 @@ def test_a_model_without_context_takes_more_than_two_bits_per_byte(tiny):
 
 @pytest.fixture(scope="module")
 def standin(tmp_path_factory):
-  """A data_dir with stand-ins for C4 and Dolma."""
+  """Makes a data_dir with stand-ins for C4 and Dolma."""
   folder = tmp_path_factory.mktemp("tfds")
   for name in ("c4/en:3.1.0", "dolma:1.0.0"):
     run = run_script("make_standin.py", f"--name={name}", f"--data_dir={folder}")
@@ -337,7 +319,7 @@ def standin(tmp_path_factory):
   return folder
 
 
-def test_tfds_gives_the_batches_of_the_text_itself(tiny, standin):
+def test_tfds_gives_the_same_batches_as_its_text(tiny, standin):
   direct = config_lib.resolve(tiny)
   tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(standin)
   tfds = config_lib.resolve(tiny)
@@ -362,29 +344,19 @@ def _texts(source):
   return [source[i] for i in range(len(source))]
 
 
-def test_standins_have_the_features_and_splits_of_the_real_ones(standin):
-  c4 = json.loads((standin / "c4/en/3.1.0/features.json").read_text())
-  assert set(c4["featuresDict"]["features"]) == {
-    "text",
-    "url",
-    "content-type",
-    "content-length",
-    "timestamp",
-  }
-  dolma = json.loads((standin / "dolma/1.0.0/features.json").read_text())
-  assert set(dolma["featuresDict"]["features"]) == {
-    "id",
-    "text",
-    "added",
-    "created",
-    "source",
-  }
-  info = {
-    name: json.loads((standin / name / "dataset_info.json").read_text())
-    for name in ("c4/en/3.1.0", "dolma/1.0.0")
-  }
-  splits = {name: {s["name"] for s in i["splits"]} for name, i in info.items()}
-  assert splits == {"c4/en/3.1.0": {"train", "validation"}, "dolma/1.0.0": {"train"}}
+def test_standins_have_the_real_features_and_splits(standin):
+  for name, features, splits in (
+    (
+      "c4/en/3.1.0",
+      {"text", "url", "content-type", "content-length", "timestamp"},
+      {"train", "validation"},
+    ),
+    ("dolma/1.0.0", {"id", "text", "added", "created", "source"}, {"train"}),
+  ):
+    described = json.loads((standin / name / "features.json").read_text())
+    assert set(described["featuresDict"]["features"]) == features
+    info = json.loads((standin / name / "dataset_info.json").read_text())
+    assert {split["name"] for split in info["splits"]} == splits
 
 
 @pytest.mark.parametrize(
@@ -394,12 +366,17 @@ def test_standins_have_the_features_and_splits_of_the_real_ones(standin):
       {"source": "tfds:lm1b:1.1.0"},
       ["lm1b/1.1.0/dataset_info.json", "tfds build lm1b:1.1.0", "data.data_dir"],
     ),
-    ({"source": "tfds:c4/en"}, ["names no version", "tfds:c4/en:3.1.0"]),
+    (
+      {"source": "tfds:c4/en"},
+      ["c4/en/dataset_info.json", "name a version as in tfds:c4/en:3.1.0"],
+    ),
     ({"train_split": "test"}, ["'test'", "train or validation"]),
-    ({"train_split": "train[:0%]"}, ["'train[:0%]'", "is empty", "train[:99%]"]),
+    ({"train_split": "train[:0%]"}, ["no documents in", "'train[:0%]'", "train[:99%]"]),
   ],
 )
-def test_missing_tfds_data_say_what_where_and_how(tiny, standin, fields, says):
+def test_errors_about_missing_tfds_data_name_path_and_remedy(
+  tiny, standin, fields, says
+):
   tiny.data.source, tiny.data.data_dir = "tfds:c4/en:3.1.0", str(standin)
   tiny.data.update(fields)
   with pytest.raises(ConfigError) as error:
@@ -415,7 +392,7 @@ def test_missing_tfds_data_say_what_where_and_how(tiny, standin, fields, says):
     (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
   ],
 )
-def test_data_sets_that_cannot_be_read_are_refused(
+def test_tfds_data_of_the_wrong_kind_are_refused(
   tiny, standin, tmp_path, change, message
 ):
   folder = tmp_path / "dolma" / "1.0.0"
@@ -467,7 +444,7 @@ def test_reading_text_imports_neither_jax_nor_tensorflow():
   assert run.returncode == 0, run.stderr
 
 
-def test_a_run_that_crashes_with_batches_ahead_keeps_its_exit_code():
+def test_a_crash_while_batches_are_prefetched_keeps_its_exit_code():
   run = run_python(
     "from conftest import tiny_config; from diloco import config, data;"
     "it = data.make_train_iterator(config.resolve(tiny_config())); next(it);"
@@ -483,7 +460,7 @@ def test_a_run_that_crashes_with_batches_ahead_keeps_its_exit_code():
     ({"data.source": "files:/nowhere/*.txt"}, "no file matches '/nowhere/"),
     (
       {"data.source": "tfds:c4/en:3.1.0", "data.data_dir": "/nowhere"},
-      "/nowhere/c4/en/3.1.0/dataset_info.json does not exist; prepare it with",
+      "/nowhere/c4/en/3.1.0/dataset_info.json does not exist; name a version",
     ),
     ({"data.tokenizer": "nosuch"}, "data.tokenizer is 'nosuch', but there is no file"),
     ({"model.vocab_size": 100}, "model.vocab_size is 100, but data.tokenizer"),

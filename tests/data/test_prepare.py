@@ -1,5 +1,6 @@
-"""Preparation: the same data come out, whatever is killed, and damage is noticed."""
+"""Preparation gives the same files after any kill, and finds damage."""
 
+import concurrent.futures
 import gzip
 import itertools
 import json
@@ -15,6 +16,7 @@ import time
 
 import numpy as np
 import pytest
+from array_record.python import array_record_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboardX.record_writer import RecordWriter
@@ -29,20 +31,31 @@ from diloco.data.documents import make_documents
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+class InLine(concurrent.futures.Executor):
+  """Runs each task in this process when it is submitted."""
+
+  def __init__(self, *_):
+    pass
+
+  def submit(self, function, *args):
+    future = concurrent.futures.Future()
+    future.set_result(function(*args))
+    return future
+
+
 @pytest.fixture
 def in_line(monkeypatch):
-  """Runs units in this process, one after the other."""
+  """Prepares data without other processes."""
+  monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", InLine)
 
-  def run_units(function, tasks, *_):
-    for task in tasks:
-      function(task)
 
-  monkeypatch.setattr(prepare, "run_units", run_units)
+def array_records(path):
+  return array_record_module.ArrayRecordReader(str(path)).read_all()
 
 
 @pytest.fixture
 def lines(tmp_path):
-  """Three JSON-lines files of 100 documents with the glob that names them."""
+  """Writes three JSON-lines files of 100 documents; gives the glob of their names."""
   folder = tmp_path / "lines"
   folder.mkdir()
   for f in range(3):
@@ -122,7 +135,7 @@ def test_counts_are_exact(lines, tmp_path, in_line):
   assert made["documents"] == len(texts) == 300
   assert made["bytes"] == sum(len(t.encode()) for t in texts)
   assert made["tokens"] == sum(len(tokenizer.encode(t)) + 1 for t in texts)
-  # Arrays are plain .npy files of NumPy's own layout.
+  # NumPy alone can read the arrays.
   shards = [np.load(tmp_path / "a" / s["file"]) for s in made["shards"]]
   assert [len(s) for s in shards] == [s["tokens"] for s in made["shards"]]
   stream = np.concatenate(shards)
@@ -138,9 +151,7 @@ def test_large_vocabularies_take_four_bytes(lines, tmp_path, in_line, monkeypatc
       return [69_999] * len(text)
 
   monkeypatch.setattr(prepare, "load_tokenizer", lambda name: Large())
-  prepare._tokenizer.cache_clear()
   made = prepare.tokenize(lines, "all", "large", tmp_path / "a")
-  prepare._tokenizer.cache_clear()
   assert made["dtype"] == "uint32"
   assert TokenArrays(tmp_path / "a", Large())[5][0] == 69_999
 
@@ -149,12 +160,12 @@ class Killed(BaseException):
   pass
 
 
-def test_after_a_kill_between_any_two_steps_nothing_is_lost_or_repeated(
+def test_tokenizing_goes_on_after_a_kill_between_any_two_steps(
   lines, tmp_path, in_line, monkeypatch
 ):
-  """Every write becomes visible by a rename: dies before and after each of them."""
+  """Every file appears by a rename; kills before and after each rename and unlink."""
   options = (lines, "train", "sotu_2048")
-  prepare.tokenize(*options, tmp_path / "whole", unit_size=12000)
+  prepare.tokenize(*options, tmp_path / "whole", unit_size=5000)
   expected = contents(tmp_path / "whole")
   rename, unlink = pathlib.Path.rename, pathlib.Path.unlink
 
@@ -179,12 +190,12 @@ def test_after_a_kill_between_any_two_steps_nothing_is_lost_or_repeated(
       patch.setattr(pathlib.Path, "rename", dies(rename, when))
       patch.setattr(pathlib.Path, "unlink", dies(unlink, when))
       try:
-        prepare.tokenize(*options, folder, unit_size=12000)
+        prepare.tokenize(*options, folder, unit_size=5000)
       except Killed:
         died = True
       else:
         died = False
-    prepare.tokenize(*options, folder, unit_size=12000)
+    prepare.tokenize(*options, folder, unit_size=5000)
     assert contents(folder) == expected
     if not died:
       break
@@ -207,7 +218,7 @@ def children(pid):
 
 
 @pytest.mark.parametrize("victim", ["parent", "worker"])
-def test_a_killed_process_ends_the_others_and_the_command_goes_on(tmp_path, victim):
+def test_the_command_goes_on_after_a_process_was_killed(tmp_path, victim):
   flags = [
     "tokenize",
     "--source=sotu",
@@ -217,7 +228,7 @@ def test_a_killed_process_ends_the_others_and_the_command_goes_on(tmp_path, vict
     "--unit_mb=1",
   ]
   process = command(*flags)
-  while not list(tmp_path.glob("broken/*.done.json")):
+  while not list(tmp_path.glob("broken/*-of-?????.npy")):
     assert process.poll() is None
     time.sleep(0.05)
   workers = children(process.pid)
@@ -225,7 +236,7 @@ def test_a_killed_process_ends_the_others_and_the_command_goes_on(tmp_path, vict
   os.kill(process.pid if victim == "parent" else workers[-1], signal.SIGKILL)
   _, errors = process.communicate(timeout=60)
   if victim == "worker" and process.returncode:  # It may have been the last unit.
-    assert "start the same command again, it goes on" in errors
+    assert "start the same command again to continue" in errors
     assert "Traceback" not in errors
   deadline = time.time() + 20
   while any(pathlib.Path(f"/proc/{w}").exists() for w in workers):
@@ -247,17 +258,17 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
   made = prepare.tokenize(lines, "train", "sotu_2048", folder)
   assert prepare.tokenize(lines, "train", "sotu_2048", folder) == made
   with pytest.raises(
-    ConfigError, match=r"another preparation .split: 'train' -> 'eval"
+    ConfigError, match="has split 'train' instead of 'eval'; repeat the old"
   ):
     prepare.tokenize(lines, "eval", "sotu_2048", folder)
   pathlib.Path(lines.removeprefix("files:").replace("*", "0")).write_text(
     '{"text": "changed"}'
   )
-  with pytest.raises(ConfigError, match=r"another preparation .revision"):
+  with pytest.raises(ConfigError, match=r"has revision .* instead of"):
     prepare.tokenize(lines, "train", "sotu_2048", folder)
   with (
     units.lock(folder),
-    pytest.raises(ConfigError, match="another process is at work"),
+    pytest.raises(ConfigError, match="another process is working there"),
   ):
     prepare.tokenize(lines, "train", "sotu_2048", folder)
   (tmp_path / "b").mkdir()
@@ -268,27 +279,27 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
 
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   c = as_arrays(tiny, tmp_path)
-  with pytest.raises(ConfigError, match=r"manifest.json does not exist; prepare it wi"):
+  with pytest.raises(ConfigError, match=r"does not exist; run .*tokenize"):
     make_documents(c, "train")
   prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "train", unit_size=5000)
   assert len(make_documents(c, "train")) == 300
   manifest = tmp_path / "train" / "manifest.json"
   good = manifest.read_text()
   manifest.write_text(good.replace('"sha256": "', '"sha256": "0'))
-  with pytest.raises(ConfigError, match="made with the tokenizer sotu_2048"):
+  with pytest.raises(ConfigError, match=r"with the tokenizer sotu_2048 .sha256 0"):
     make_documents(c, "train")
   manifest.write_text(good.replace('"version": 1', '"version": 0'))
-  with pytest.raises(ConfigError, match="is of version 0"):
+  with pytest.raises(ConfigError, match="has version 0 instead of 1"):
     make_documents(c, "train")
   manifest.rename(tmp_path / "train" / "plan.json")
-  with pytest.raises(ConfigError, match="preparation is not finished; start the same"):
+  with pytest.raises(ConfigError, match=r"manifest.json is not finished; run"):
     make_documents(c, "train")
   manifest.write_text(good)
   shard = next((tmp_path / "train").glob("00001-of-*.npy"))
   shard.write_bytes(shard.read_bytes()[:-2])
-  with pytest.raises(ConfigError, match=r"whose file 00001-of-.* bytes instead of"):
+  with pytest.raises(ConfigError, match=r"has .*/00001-of-.* with .* bytes instead of"):
     make_documents(c, "train")
-  with pytest.raises(ConfigError, match="holds tokens, where text is needed"):
+  with pytest.raises(ConfigError, match=r"data.source is 'arrays:.*'; choose sotu"):
     data_lib.make_source(c.data, "train")
 
 
@@ -304,30 +315,29 @@ def test_ranges_and_offsets_give_every_line_once(tmp_path_factory, rows, cuts, e
   path = tmp_path_factory.mktemp("rows") / "a.jsonl"
   path.write_bytes(end.join(rows).encode())
   texts = [json.loads(row)["text"] for row in rows if row]
-  whole = list(files.read_lines(path))
+  whole = list(files.read_documents(path))
   assert [text for _, text in whole] == texts
-  bounds = [0, *sorted(cuts), None]
-  parts = [files.read_lines(path, a, b) for a, b in itertools.pairwise(bounds)]
+  bounds = [0, *sorted(cuts), 0]
+  parts = [files.read_documents(path, a, b) for a, b in itertools.pairwise(bounds)]
   assert list(itertools.chain(*parts)) == whole
-  assert files.line_offsets(path).tolist() == [offset for offset, _ in whole]
-  assert [files.read_line(path, offset) for offset, _ in whole] == texts
+  assert files.document_offsets(path).tolist() == [offset for offset, _ in whole]
+  assert [files.read_document(path, offset) for offset, _ in whole] == texts
 
 
-def test_splits_of_files_are_disjoint_complete_and_near_their_share(lines):
+def test_splits_of_files_are_disjoint_and_complete_and_have_their_share(lines):
   splits = [
-    [t for p in pieces.make_pieces(lines, s, max_size=777) for t in pieces.read(p)]
+    [t for p in pieces.cut(pieces.make_pieces(lines, s), 777) for t in pieces.read(p)]
     for s in ("train", "eval", "all")
   ]
   assert sorted(splits[0] + splits[1]) == sorted(splits[2])
   assert len(set(splits[2])) == 300
-  share = files.is_held_out(3, np.arange(0, 10**7, 337)).mean()
+  share = files.in_split("eval", 3, np.arange(0, 10**7, 337)).mean()
   assert abs(share - 1 / files.HOLD_OUT_EVERY) < 0.003
-  assert [bool(files.is_held_out(i, 0)) for i in range(21)] == [True] + [False] * 19 + [
-    True
-  ]
+  held_out = [i for i in range(60) if files.in_split("eval", i, 0)]
+  assert held_out == [0, 20, 40]
 
 
-def test_compressed_lines_are_tokenized_and_no_run_reads_them_directly(
+def test_compressed_files_are_tokenized_but_no_run_reads_them_directly(
   tiny, lines, tmp_path, in_line
 ):
   plain = pathlib.Path(lines.removeprefix("files:")).parent
@@ -339,21 +349,47 @@ def test_compressed_lines_are_tokenized_and_no_run_reads_them_directly(
   tiny.data.source = lines
   direct = config_lib.resolve(tiny)
   same_data(direct, as_arrays(tiny, tmp_path / "arrays"))
+  (tmp_path / "one.txt.gz").write_bytes(gzip.compress(b"One\r\ndocument."))
+  (piece,) = pieces.make_pieces(f"files:{tmp_path}/one.txt.gz", "all")
+  assert list(pieces.read(piece)) == ["One\r\ndocument."]
   tiny.data.source = source
-  with pytest.raises(ConfigError, match=r"is compressed.*tokenize it once with"):
+  with pytest.raises(ConfigError, match=r"compressed.*run `python .*prepare_data.py"):
     data_lib.make_source(tiny.data, "train")
 
 
-def test_lines_without_text_say_where(lines, tmp_path, in_line):
+def test_a_line_without_text_is_reported_with_its_place(lines, tmp_path, in_line):
   path = pathlib.Path(lines.removeprefix("files:").replace("*", "1"))
   path.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-  with pytest.raises(ValueError, match=r"1.jsonl has a line at byte 17 that is no"):
+  with pytest.raises(ValueError, match=r"1.jsonl has a line at byte 17 that is not"):
     prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", ["array_record", "json.gz"])
+@pytest.mark.parametrize("damage", ["bit", "cut"])
+def test_other_damaged_files_are_named(tmp_path, kind, damage):
+  path = tmp_path / f"a.{kind}"
+  if kind == "array_record":
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for _ in range(9):
+      writer.write(bytes(99))
+    writer.close()
+    piece = pieces.Piece(path, kind, 0, 9, 0, "train", 0)
+  else:
+    path.write_bytes(gzip.compress(b'{"text": "War and peace."}\n'))
+    (piece,) = pieces.make_pieces(f"files:{path}", "all")
+  content = bytearray(path.read_bytes())
+  if damage == "cut":
+    del content[-9:]
+  else:
+    content[-8 if kind == "json.gz" else 200] ^= 4
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=rf"{path} cannot be read .*; fetch the file"):
+    list(pieces.read(piece))
 
 
 @pytest.fixture(scope="module")
 def tfrecord(tmp_path_factory):
-  """C4's stand-in, and the same as three tfrecord files by another's writer."""
+  """Writes C4's stand-in, and a copy in tfrecord with the writer of tensorboardX."""
   root = tmp_path_factory.mktemp("tfds")
   run = subprocess.run(
     [sys.executable, ROOT / "scripts/make_standin.py", f"--data_dir={root}/standin"],
@@ -369,7 +405,7 @@ def tfrecord(tmp_path_factory):
   for split in info["splits"]:
     name = split["name"]
     (path,) = old.glob(f"c4-{name}.*")
-    rows = list(records.read_array_record(path))
+    rows = array_records(path)
     count = 3 if name == "train" else 1
     cuts = [len(rows) * i // count for i in range(count + 1)]
     split["shardLengths"] = [str(b - a) for a, b in itertools.pairwise(cuts)]
@@ -427,12 +463,10 @@ def test_conversion_goes_on_after_a_kill_between_any_two_steps(
   prepare.convert(*options)
   assert not list(folder.glob(".*.tmp"))
   rows = [
-    row
-    for path in sorted(folder.glob("c4-train.*"))
-    for row in records.read_array_record(path)
+    row for path in sorted(folder.glob("c4-train.*")) for row in array_records(path)
   ]
   (path,) = (tfrecord / "standin/c4/en/3.1.0").glob("c4-train.*")
-  assert rows == list(records.read_array_record(path))
+  assert rows == array_records(path)
 
 
 def test_arrays_from_tfrecord_slices_are_those_of_array_record(
@@ -460,7 +494,7 @@ def test_arrays_from_tfrecord_slices_are_those_of_array_record(
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "short"])
-def test_damaged_tfrecord_is_never_converted(tfrecord, tmp_path, in_line, damage):
+def test_damaged_tfrecord_is_not_converted(tfrecord, tmp_path, in_line, damage):
   shutil.copytree(tfrecord / "tfrecord", tmp_path / "old")
   path = tmp_path / "old/c4/en/3.1.0/c4-train.tfrecord-00001-of-00003"
   content = bytearray(path.read_bytes())
@@ -468,7 +502,7 @@ def test_damaged_tfrecord_is_never_converted(tfrecord, tmp_path, in_line, damage
     content[random.Random(0).randrange(len(content))] ^= 4
   elif damage == "cut":
     del content[-3:]
-  else:  # One record less, itself whole.
+  else:  # One whole record less.
     size = int.from_bytes(content[:8], "little")
     del content[: size + 16]
   path.write_bytes(content)
@@ -477,15 +511,19 @@ def test_damaged_tfrecord_is_never_converted(tfrecord, tmp_path, in_line, damage
   assert not list((tmp_path / "new").rglob("dataset_info.json"))
 
 
-def test_records_agree_with_another_writer_bit_for_bit(tmp_path):
+def test_tfrecord_of_another_writer_is_read_bit_for_bit(tmp_path):
   rng = np.random.default_rng(0)
   rows = [rng.bytes(n) for n in (0, 1, 7, 8, 100, 70_000, 3)]
   writer = RecordWriter(str(tmp_path / "a"))
   for row in rows:
     writer.write(row)
   writer.close()
-  for skip in range(len(rows) + 2):
-    assert list(records.read_tfrecord(tmp_path / "a", skip)) == rows[skip:]
+  for start in range(len(rows) + 1):
+    for stop in range(start, len(rows) + 1):
+      found = records.read_tfrecord(tmp_path / "a", start, stop)
+      assert list(found) == rows[start:stop]
+  with pytest.raises(ValueError, match="ends after 7 records, but"):
+    list(records.read_tfrecord(tmp_path / "a", 9, 10))
   # RFC 3720, B.4: 32 bytes of zeros have the CRC 0x8A9136AA.
   rotated = (0x8A9136AA >> 15 | 0x8A9136AA << 17) + 0xA282EAD8
   assert records.masked_crc32c(bytes(32)) == rotated & 0xFFFFFFFF

@@ -1,4 +1,4 @@
-"""Tokenizers: ids as NanoDO's whatever the model's; training is deterministic."""
+"""Tokenizers have NanoDO's special ids, and training them is deterministic."""
 
 import io
 import os
@@ -18,7 +18,7 @@ from diloco.data import tokenizer as tokenizer_lib
 from diloco.data.documents import make_documents
 
 ROOT = pathlib.Path(__file__).parents[2]
-# pad, eos, bos, unk of ours, T5, Llama, and of a model with none but unk.
+# pad, EOS, BOS and unknown in our models, T5, Llama, and a model with unknown only.
 IDS = [(0, 1, 2, 3), (0, 1, -1, 2), (-1, 2, 1, 0), (-1, -1, -1, 0)]
 
 
@@ -51,7 +51,7 @@ def test_a_written_model_is_the_same_tokenizer(tmp_path, ids):
 
 
 @pytest.mark.parametrize("ids", IDS)
-def test_special_ids_are_ours_and_text_comes_back(tmp_path, ids):
+def test_special_ids_are_0_to_3_and_text_comes_back(tmp_path, ids):
   tokenizer = train(tmp_path / "a.model", ids)
   raw = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "a.model"))
   assert tokenizer.vocab_size == raw.get_piece_size() + ids.count(-1)
@@ -59,7 +59,7 @@ def test_special_ids_are_ours_and_text_comes_back(tmp_path, ids):
   for text in ["word7 49 word8", "</s><s><pad><unk>", "\x00Ω 字\n", "", "4 4 9 0"]:
     ours, theirs = tokenizer.encode(text), raw.encode(text)
     assert tokenizer.decode([2, *ours, 1, 0, tokenizer.vocab_size + 5]) == text
-    assert min(ours, default=9) > 3  # No text has a special id, unk included.
+    assert min(ours, default=9) > 3  # Text has no special id, not even unknown.
     seen.update(zip(theirs, ours, strict=True))
   assert len(set(seen.values())) == len(seen)
   if ids == (0, 1, 2, 3):
@@ -80,9 +80,9 @@ def test_ids_are_permuted_one_to_one(pieces, drawn):
     assert ours.tolist() == theirs.tolist() == list(range(pieces))
 
 
-def test_a_file_that_is_no_model_is_refused(tmp_path):
+def test_a_file_that_is_not_a_model_is_refused(tmp_path):
   (tmp_path / "junk.model").write_bytes(b"no model")
-  with pytest.raises(ConfigError, match="is no SentencePiece model"):
+  with pytest.raises(ConfigError, match="is not a SentencePiece model"):
     data_lib.load_tokenizer(str(tmp_path / "junk.model"))
 
 
@@ -135,7 +135,7 @@ def test_the_shipped_model_is_what_its_command_makes(tmp_path):
   assert (tmp_path / "a.model").read_bytes() == shipped.read_bytes()
 
 
-def test_large_sources_give_each_part_its_share(monkeypatch):
+def test_each_part_of_a_large_source_gives_its_share(monkeypatch):
   monkeypatch.syspath_prepend(ROOT / "scripts")
   import train_tokenizer
 
