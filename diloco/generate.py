@@ -1,9 +1,9 @@
-"""Text from a model: sampling token by token with a key-value cache.
+"""Continues a prompt with a trained model.
 
   python -m diloco.generate --workdir=/tmp/sample --prompt='My fellow citizens'
 
-The outer parameters of the newest checkpoint continue the prompt. --temperature=0 is
-greedy; --top_k=40 draws from the 40 likeliest tokens only.
+Uses the outer parameters of the newest checkpoint. --temperature=0 always takes the
+most likely token; --top_k=40 draws only from the 40 most likely tokens.
 """
 
 import argparse
@@ -12,36 +12,19 @@ import sys
 import jax
 
 from diloco.config import ConfigError
+from diloco.config.command_line import guarded, model_parser
 from diloco.data import load_tokenizer
 from diloco.model import sampling
 from diloco.run.load import load
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m diloco.generate", description="Continues a prompt."
-  )
-  parser.add_argument("--workdir", required=True, help="of a run, or an export")
-  parser.add_argument("--step", type=int, help="default: the newest checkpoint")
-  parser.add_argument("--prompt", default="", help="empty: the begin of a document")
-  parser.add_argument("--tokens", type=int, default=128, help="at most")
-  parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
-  parser.add_argument("--top_k", type=int, default=0, help="0 keeps all tokens")
-  parser.add_argument("--seed", type=int, default=0)
-  return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-  args = make_parser().parse_args(argv)
-  try:
-    for name in ("tokens", "temperature", "top_k"):
-      if not getattr(args, name) >= 0:
-        raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
-    model = load(args.workdir, args.step)
-    tokenizer = load_tokenizer(model.config.data.tokenizer)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+def run(args: argparse.Namespace) -> None:
+  """Prints the prompt with its continuation."""
+  for name in ("tokens", "temperature", "top_k"):
+    if not getattr(args, name) >= 0:
+      raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
+  model = load(args.workdir, args.step)
+  tokenizer = load_tokenizer(model.config.data.tokenizer)
   prompt = tokenizer.encode(args.prompt)
   with jax.set_mesh(model.mesh):
     new = sampling.generate(
@@ -54,7 +37,16 @@ def main(argv: list[str] | None = None) -> int:
       args.top_k,
     )
   print(tokenizer.decode([*prompt, *new]))
-  return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = model_parser("generate", "Continues a prompt.")
+  parser.add_argument("--prompt", default="", help="empty: begins a document")
+  parser.add_argument("--tokens", type=int, default=128, help="new tokens at most")
+  parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
+  parser.add_argument("--top_k", type=int, default=0, help="0: all tokens")
+  parser.add_argument("--seed", type=int, default=0)
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The training loop: the story of a run, from a config to its summary."""
+"""The training loop: a whole run, from a config to its summary."""
 
 import contextlib
 import dataclasses
@@ -7,22 +7,20 @@ from typing import Any
 
 import jax
 import ml_collections
-from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers, overlap
-from diloco.algorithm.inner import fedpart_mask
+from diloco.algorithm import overlap
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import Event, final_params, init_state
 from diloco.config import Config, resolve
 from diloco.evaluate.evaluation import Evaluation
-from diloco.model.sharding import FSDP
 from diloco.run import summary
 from diloco.run.batches import Batches
-from diloco.run.checkpoint import Checkpoints, Record
+from diloco.run.checkpoint import Checkpoints, Record, make_record
 from diloco.run.log import Log, Spent
 from diloco.run.mesh import make_mesh
-from diloco.run.processes import Peers, check_all_meet, end_on_sigterm, make_shared, say
+from diloco.run.peers import Peers, say
+from diloco.run.processes import check_all_meet, end_on_sigterm, make_shared
 from diloco.wire.ledger import Ledger
 
 
@@ -36,16 +34,16 @@ def train(
   Args:
     config: with the fields of `default_config`.
     workdir: receives checkpoints/, metrics.jsonl, tensorboard/, loss.png and
-      summary.json. Several processes need one that all of them see.
-    peers: the processes that train together, all in this function; default this one.
+      summary.json. All processes must see the same folder.
+    peers: the processes that train together; each must call `train`. None: only this.
 
   Returns:
-    The summary, as in summary.json; empty if SIGTERM ended the run early. The summary
-    of a finished run is read, not made again.
+    The summary, as in summary.json; empty if SIGTERM ended the run early. If the
+    run has finished before, its summary is read from the file.
 
   Raises:
     ConfigError: the config cannot work, `peers` are not JAX's processes, or workdir
-      holds a run of another config.
+      contains a run with another config.
     TrainingDiverged: a loss or gradient became NaN or infinite.
   """
   c, workdir, peers = resolve(config), pathlib.Path(workdir), peers or Peers()
@@ -64,7 +62,7 @@ def train(
       stack.callback(plan.jobs.close)
       plan.transport.connect()
 
-    # Go on from the newest checkpoint, or begin.
+    # Continue from the newest checkpoint, or start at step 0.
     checkpoints = Checkpoints(workdir, c, mesh, plan, peers)
     stack.enter_context(contextlib.closing(checkpoints))
     restored = checkpoints.restore()
@@ -81,18 +79,15 @@ def train(
     stack.enter_context(contextlib.closing(log))
 
     def save(t: int, finished: bool = False) -> None:
-      log.flush()  # Nothing that is not finite gets into a checkpoint.
-      now = _record(c, batches, log, mesh, peers, finished)
+      log.flush()  # Raises if a loss is not finite: it must not be saved.
+      now = make_record(c, batches, log, mesh, peers, finished)
       checkpoints.save(t, state, now)
 
-    tuned, periods = optimizers.tuned(c), (c.eval.every, c.checkpoint.every)
+    periods = (c.eval.every, c.checkpoint.every)
     for steps in overlap.stretches(plan, start, c.train.steps, periods):
-      # Inner steps of all replicas, and the outer step after the last of them.
+      # Run inner steps of all replicas, then the outer step.
       tokens = [next(batches) for _ in steps]
-      trainable = _trainable(c, plan, steps[0])
-      state, by_step = overlap.inner_steps(
-        c, plan, steps, state, tokens, trainable, tuned
-      )
+      state, by_step = overlap.inner_steps(c, plan, steps, state, tokens)
       t, events = steps[-1], list[Event]()
       if plan and state.outer:
         params, outer, events = outer_step(plan, t, state.params, state.outer)
@@ -103,9 +98,7 @@ def train(
       if c.eval.every and t % c.eval.every == 0 and not last:
         with log.pause():
           params = final_params(plan, state, mesh)
-          log.evaluation(
-            t, {"outer": evaluation.loss(params)}, evaluation.tasks(params)
-          )
+          log.evaluation(t, evaluation(params).numbers)
       if ends_after(steps) and not last:
         save(t)
         checkpoints.wait()
@@ -123,7 +116,7 @@ def train(
           summary.report(workdir, found)
         return found
     else:
-      # Receive what is in flight.
+      # Receive the fragments in flight.
       if plan and state.outer:
         params, outer, events = drain(
           plan, c.train.steps, state.params, state.outer, c.outer.final_sync
@@ -132,28 +125,3 @@ def train(
         log.events(events)
       save(c.train.steps, finished=True)
     return summary.make(c, plan, state, mesh, evaluation, log, workdir, peers)
-
-
-def _trainable(c: Config, plan: Plan | None, t: int) -> Any:
-  """FedPart's mask for inner step t, None without it."""
-  if plan is None or not c.outer.fedpart:
-    return None
-  due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
-  return fedpart_mask(c.model.num_layers, due)
-
-
-def _record(
-  c: Config, batches: Batches, log: Log, mesh: Mesh, peers: Peers, finished: bool
-) -> Record:
-  """What a checkpoint keeps beside the arrays."""
-  position = dict[str, Any]()
-  for part in peers.all_gather(batches.get_state()):
-    position.update(part)
-  return Record(
-    config=c.to_dict(),
-    data=position,
-    ledger=dataclasses.asdict(log.ledger),
-    spent=dataclasses.asdict(log.spent()),
-    finished=finished,
-    fsdp=mesh.shape[FSDP],
-  )

@@ -2,11 +2,11 @@
 
   python scripts/launch_local.py -n 4 -- --config=configs/sample.py --workdir=/tmp/run
 
-Everything after `--` goes to every `diloco.main`. Their output lines are prefixed with
-the number of the process. When one fails the others get a few seconds to say so
-themselves and are ended then; SIGTERM and SIGINT are passed on to all, and a second one
-kills them. The exit code is that of the first that failed. With --devices=K each has K
-forced CPU devices.
+Every process is a `diloco.main` with the arguments after `--`. Every output line begins
+with the number of its process. If a process fails, the others have 20 seconds to report
+it and end; then they are killed. SIGTERM and SIGINT are passed on to all processes; a
+second signal kills them. The exit status is that of the first process that failed. With
+--devices=K each process has K forced CPU devices.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 
-GRACE = 20.0  # Seconds to end by themselves after one has failed.
+GRACE = 20.0  # Seconds that the others have after a process has failed.
 
 
 def main() -> int:
@@ -26,8 +26,8 @@ def main() -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("-n", type=int, required=True, help="number of processes")
-  parser.add_argument("--devices", type=int, default=0, help="CPU devices of each")
-  parser.add_argument("args", nargs="+", help="-- and the arguments of diloco.main")
+  parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
+  parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")
   options = parser.parse_args()
   if options.n < 1:
     parser.error(f"-n is {options.n}; start at least 1 process")
@@ -69,12 +69,12 @@ def start(i: int, options, port: int) -> subprocess.Popen:
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
-    start_new_session=True,  # Ctrl-C reaches them once, through us.
+    start_new_session=True,  # Ctrl-C reaches a process once, through this one.
   )
 
 
 def copy(i: int, stream) -> None:
-  """Prints a process's lines; a progress bar's carriage returns end lines as well."""
+  """Prints the lines of a process; a progress bar ends lines by carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
       if part.strip():
@@ -97,7 +97,7 @@ def forward_signals(processes: list[subprocess.Popen]) -> None:
 
 
 def wait(processes: list[subprocess.Popen]) -> int:
-  """Waits for all; after a failure ends what is left. Returns the exit code."""
+  """Waits for all processes, kills the rest after a failure; returns the status."""
   code, deadline, running = 0, None, dict(enumerate(processes))
   while running:
     for i, p in list(running.items()):
@@ -107,7 +107,7 @@ def wait(processes: list[subprocess.Popen]) -> int:
       if p.returncode:
         how = f"code {p.returncode}" if p.returncode > 0 else f"signal {-p.returncode}"
         print(f"process {i} ended with {how}.", file=sys.stderr)
-        # A signal as the shell tells it.
+        # The shell reports a signal as 128 plus its number.
         code = code or (p.returncode if p.returncode > 0 else 128 - p.returncode)
         deadline = deadline or time.monotonic() + GRACE
     if deadline and time.monotonic() > deadline:

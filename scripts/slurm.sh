@@ -1,12 +1,13 @@
 #!/bin/bash
-# One run on a Slurm GPU cluster, one process per GPU:
+# Starts a run on a Slurm GPU cluster, one process per GPU:
 #
 #   sbatch --nodes=4 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh \
 #     --config=configs/chinchilla.py:1.3B,M=4 --workdir=/shared/runs/1.3B
 #
-# --workdir lies on a file system that all nodes mount. Everything after the script's
-# name goes to every `diloco.main`. Two minutes before the time limit all processes save
-# the same step and end; the job then goes back into the queue until the run is done.
+# --workdir must lie on a file system that all nodes mount. Every process is a
+# `diloco.main` with the arguments after the script's name. Two minutes before the time
+# limit all processes save the same step and end. The job then goes back into the queue,
+# until the run is done.
 #SBATCH --job-name=diloco
 #SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
@@ -22,11 +23,12 @@ for argument in "$@"; do
 done
 : "${workdir:?give --workdir=DIR on a file system that all nodes mount}"
 
-# JAX reads address, number and id of every process from Slurm's variables.
+# JAX reads the coordinator's address, the number of processes and the number of each
+# process from Slurm's variables.
 srun --kill-on-bad-exit=1 \
   python -m diloco.main --distributed=auto --initialization_timeout=600 "$@"
 
-# Ended in good order: done, or stopped by the time limit.
+# The processes ended without an error: the run is done, or the time limit was near.
 if [[ ! -e "$workdir/summary.json" ]]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

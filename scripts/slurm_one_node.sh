@@ -1,11 +1,12 @@
 #!/bin/bash
-# Starts Slurm on this machine alone, from Debian's packages, to try sweeps on it.
+# Starts Slurm on this machine alone, from Debian's packages, to try sweeps.
 #
 #   apt-get install --no-install-recommends slurmctld slurmd slurm-client munge
 #   scripts/slurm_one_node.sh /tmp/slurm
 #   python -m diloco.sweep --sweep=... --results=... --backend=slurm
 #
-# Needs root. The argument receives state and logs. No accounting, no cgroups.
+# Needs root. The argument is a folder for state and logs. Slurm runs without accounting
+# and without cgroups.
 set -e
 dir=${1:?usage: scripts/slurm_one_node.sh DIRECTORY}
 mkdir -p "$dir/state" "$dir/spool" /run/munge /var/log/munge /var/lib/munge /etc/slurm

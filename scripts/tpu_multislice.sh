@@ -1,17 +1,17 @@
 #!/bin/bash
-# One run on several slices of Cloud TPU, one replica or more on each:
+# One run on several slices of Cloud TPU, with at least one replica on each:
 #
 #   scripts/tpu_multislice.sh create   # Requests the slices; may wait in a queue.
 #   scripts/tpu_multislice.sh setup    # Installs this repository on all hosts.
 #   scripts/tpu_multislice.sh run --config=configs/chinchilla.py:1.3B,M=2 \
-#     --workdir=/mnt/runs/1.3B         # One process per host; also goes on.
+#     --workdir=/mnt/runs/1.3B         # One process per host; continues a run.
 #   scripts/tpu_multislice.sh stop     # SIGTERM: all save the same step and end.
 #   scripts/tpu_multislice.sh delete
 #
-# Settings come from the environment: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
-# (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir lies on a file system that
-# all hosts mount, for instance Filestore, or a bucket by gcsfuse. With DRY_RUN=1 the
-# commands are printed instead.
+# Settings are environment variables: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
+# (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir must lie on a file system
+# that all hosts mount, for instance Filestore or a bucket through gcsfuse. DRY_RUN=1
+# prints the commands and does not run them.
 set -euo pipefail
 
 NAME="${NAME:-diloco}"
@@ -43,13 +43,13 @@ case "$command" in
   setup)
     tar --exclude-vcs -czf "/tmp/$NAME.tgz" -C "$(dirname "$0")/.." .
     queued scp "/tmp/$NAME.tgz" "$NAME:" --node=all --worker=all
-    # The images' own Python may be older than diloco wants.
+    # The Python of the image may be too old for diloco.
     everywhere "mkdir -p diloco && tar -xzf $NAME.tgz -C diloco &&
       python3 -m pip install -q uv && python3 -m uv venv -q --python=3.11 env &&
       python3 -m uv pip install -q --python=env ./diloco 'jax[tpu]'"
     ;;
   run)
-    # JAX finds the other hosts and slices by itself.
+    # JAX finds the other hosts and slices; no address is needed.
     everywhere "cd diloco && ../env/bin/python -m diloco.main --distributed=auto \
       --initialization_timeout=600 $(printf '%q ' "$@")"
     ;;

@@ -1,4 +1,4 @@
-"""Shared by all tests: one CPU device, and a config that trains in seconds."""
+"""All tests share this: one CPU device, and a config that trains in seconds."""
 
 import atexit
 import os
@@ -6,7 +6,7 @@ import shutil
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs are compiled once for all tests, and for the processes that they start.
+# All tests, and the processes that they start, share compiled programs.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache = tempfile.mkdtemp()
   atexit.register(shutil.rmtree, _cache, ignore_errors=True)
@@ -19,7 +19,7 @@ from diloco import config as config_lib
 
 
 def tiny_config() -> ml_collections.ConfigDict:
-  """Two replicas, three block fragments and the embedding, on the embedded text."""
+  """Returns a small config: two replicas, four fragments, State of the Union texts."""
   c = config_lib.default_config()
   c.sync_every, c.fragments.size = 4, 1
   c.model.update({"num_layers": 3, "dim": 16, "num_heads": 2, "vocab_size": 2048})

@@ -1,7 +1,7 @@
 """Runs in a process of its own with 8 forced host devices; prints JSON.
 
-Trains the same few steps on several layouts of the mesh and reads the collectives of
-the compiled programs.
+Trains the same few steps on several layouts of the mesh, and reads the collectives of
+the compiled programs. Arguments: the parts to run.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plugins  # noqa: F401  Registers compressors.
+import plugins  # noqa: F401  Registers `feedback`.
 
 from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
@@ -72,7 +72,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
 
 
 def bits(transport: str) -> dict:
-  """A streaming run on 2 devices, as training does it: losses, digests of the end."""
+  """Trains on 2 devices as diloco.train does; losses, and digests of the end."""
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
   c = make_config(**fields, **{"overlap.transport": transport})
   mesh = make_mesh(c, jax.devices()[:2])
@@ -83,9 +83,7 @@ def bits(transport: str) -> dict:
     for steps in overlap.stretches(plan, 0, last, (c.eval.every,)):
       hidden += overlap.hiding_steps(plan, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
-      s, metrics = overlap.inner_steps(
-        c, plan, steps, s, tokens, None, optimizers.tuned(c)
-      )
+      s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
       params, outer, _ = outer_step(plan, steps[-1], s.params, s.outer)
       s = TrainState(params, s.opt_state, outer)
       found += [np.asarray(m.loss).tolist() for m in metrics]
@@ -100,7 +98,7 @@ def digest(tree) -> str:
 
 
 def traffic(devices: int, **fields) -> dict:
-  """Collectives across replicas of every program of a round."""
+  """Collectives across replicas in every program of a round."""
   c = make_config(**fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
@@ -117,7 +115,12 @@ def traffic(devices: int, **fields) -> dict:
     programs = {
       "inner": inner_step.lower(s.params, s.opt_state, tokens, None, tuned, c=c),
       "send": send.lower(*args, **wire),
-      "hidden": overlap.hidden_exchange.lower(
+      "update": update.lower(theta, opt_state, sent, outer=c.outer, **wire),
+      "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
+    }
+    if plan.transport.hides:  # A psum is a part of update.
+      programs["transmit"] = transmit.lower(payload, mesh=mesh)
+      programs["hidden"] = overlap.hidden_exchange.lower(
         np.int32(3),
         s.params,
         s.opt_state,
@@ -127,11 +130,7 @@ def traffic(devices: int, **fields) -> dict:
         [payload],
         c=c,
         mesh=mesh,
-      ),
-      "transmit": transmit.lower(payload, mesh=mesh),
-      "update": update.lower(theta, opt_state, sent, outer=c.outer, **wire),
-      "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
-    }
+      )
     texts = {name: p.compile().as_text() for name, p in programs.items()}
     real, *_ = send(*args, **wire)
   crossing = {
@@ -147,12 +146,12 @@ def traffic(devices: int, **fields) -> dict:
 
 
 def whole_models() -> dict:
-  """Bytes on one device while one replica's model is put together, over a shard's."""
+  """Bytes on one device while a replica's model is joined, relative to a shard."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
   mesh = make_mesh(c)
   device = jax.devices()[0]
   whole = shapes.parameters(c.model)
-  shard = shapes.num_params(c.model)  # Of four bytes each, on four devices.
+  shard = shapes.num_params(c.model)  # Bytes: four per parameter, on four devices.
   on_device = lambda arrays: sum(
     s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device
   )
@@ -182,8 +181,8 @@ def whole_models() -> dict:
   return found
 
 
-def data_parallel(devices: int, **fields) -> dict:
-  """Losses, and the bytes of collectives across copies of the one model."""
+def gradients(devices: int, **fields) -> dict:
+  """Collectives across the copies of data-parallel's one model."""
   c = make_config(algorithm="data_parallel", **fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
@@ -192,7 +191,6 @@ def data_parallel(devices: int, **fields) -> dict:
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
   return {
-    "losses": losses(devices, algorithm="data_parallel", **fields),
     "kinds": sorted({x.kind for x in crossing}),
     "bytes": sum(x.nbytes for x in crossing),
     "gradient": 4 * shapes.num_params(c.model),
@@ -201,12 +199,12 @@ def data_parallel(devices: int, **fields) -> dict:
 
 
 def shards(compressor: str, rounding: str) -> dict[str, bool]:
-  """What two fsdp shards with the same values send, for two replicas."""
+  """Compares what two fsdp shards with the same values send, for two replicas."""
   fields = {"wire.compressor": compressor, "wire.rounding": rounding}
   c = make_config(**{"mesh.replica": 1, **fields})
   mesh = make_mesh(c, jax.devices()[:2])
   values = np.random.default_rng(0).standard_normal((2, 3, 32, 8)).astype(np.float32)
-  # fsdp does not divide 45 values: both devices hold all of them.
+  # fsdp does not divide 45 values: both devices hold all values.
   whole = values.reshape(2, 3, -1)[:, :, :45]
   delta_M = {"blocks": {"twice": np.concatenate([values] * 2, axis=2), "odd": whole}}
   like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), delta_M)
@@ -225,7 +223,7 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   same = lambda x, y: bool((np.asarray(x) == np.asarray(y)).all())
   first, second = np.split(np.asarray(found["blocks"]["twice"]), 2, axis=2)
   one, other = [shard.data for shard in found["blocks"]["odd"].addressable_shards]
-  # The error that feedback keeps is that of each shard's own codes.
+  # Error feedback keeps the error of each shard's own codes.
   error = jax.tree.map(lambda x, y: x - np.asarray(y), delta_M, found)
   kept = [same(a, b) for a, b in zip(jax.tree.leaves(state_M), jax.tree.leaves(error))]
   return {
@@ -238,6 +236,7 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
 
 
 def main() -> None:
+  one_model = {"algorithm": "data_parallel"}
   layouts = {
     "1": (1, {}),
     "2": (2, {}),
@@ -247,25 +246,27 @@ def main() -> None:
     "fsdp": (4, {"mesh.replica": 1, "mesh.fsdp": 4}),
     "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
     "four_on_one": (1, {"replicas": 4}),
-    "feedback": (8, {"wire.compressor": "feedback"}),
+    "one_copy": (1, one_model),
+    "two_copies": (2, one_model),
+    "two_copies_on_8": (8, one_model),
+    "accumulated": (2, {**one_model, "train.accumulate": 2}),
+    "16_bits": (2, {**one_model, "inner.gradient_dtype": "bfloat16"}),
   }
-  result = {
-    "data_parallel": {
-      "1": data_parallel(1),
-      "2": data_parallel(2),
-      "8": data_parallel(8),
-      "accumulated": data_parallel(2, **{"train.accumulate": 2}),
-      "16 bits": data_parallel(2, **{"inner.gradient_dtype": "bfloat16"}),
+  parts = {
+    "gradients": lambda: {
+      "2": gradients(2),
+      "8": gradients(8),
+      "accumulated": gradients(2, **{"train.accumulate": 2}),
     },
-    "whole_models": whole_models(),
-    "losses": {name: losses(n, **fields) for name, (n, fields) in layouts.items()},
-    "bits": {transport: bits(transport) for transport in ("device", "host")},
-    "shards": {
+    "whole_models": whole_models,
+    "losses": lambda: {name: losses(n, **f) for name, (n, f) in layouts.items()},
+    "bits": lambda: {transport: bits(transport) for transport in ("device", "host")},
+    "shards": lambda: {
       f"{compressor}, {rounding}": shards(compressor, rounding)
       for compressor in ("quantize", "random", "feedback")
       for rounding in ("nearest", "stochastic")
     },
-    "traffic": {
+    "traffic": lambda: {
       "2": traffic(2),
       "8": traffic(8),
       "chunked": traffic(8, **{"model.loss_chunk": 4}),
@@ -275,7 +276,7 @@ def main() -> None:
       "psum_of_4": traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
     },
   }
-  json.dump(result, sys.stdout)
+  json.dump({part: parts[part]() for part in sys.argv[1:]}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -222,7 +222,7 @@ def uncompressed(x: np.ndarray, row: int) -> tuple[np.ndarray, int]:
 
 @dataclass
 class Result:
-  """What a run leaves behind.
+  """The result of a run.
 
   Attributes:
     outer: theta, the outer parameters.
@@ -371,7 +371,7 @@ def diloco(
 
 
 def data_parallel(theta: Params, inner: InnerStep, *, T: int) -> Params:
-  """T inner steps of the one replica there is."""
+  """T inner steps of a single replica."""
   for t in range(1, T + 1):
     theta = inner(theta, 0, t)
   return theta

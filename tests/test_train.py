@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from diloco import train
+from diloco.algorithm import overlap
 from diloco.algorithm.inner import fedpart_mask, inner_step
-from diloco.algorithm.jobs import Background
+from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_params
@@ -79,7 +80,7 @@ def run(workdir, *args):
   return process.returncode, stderr
 
 
-def test_the_summary_says_what_was_done(finished):
+def test_the_summary_describes_the_run(finished):
   s = json.loads((finished / "summary.json").read_text())
   assert (s["algorithm"], s["replicas"], s["steps"]) == ("streaming", 2, 12)
   assert s["tokens"] == 12 * 4 * 16
@@ -191,7 +192,7 @@ def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
 
 
 @pytest.mark.parametrize("field", ["overlap.transport=host", "outer.offload=True"])
-def test_a_run_goes_on_with_its_outer_state_elsewhere(finished, tmp_path, field):
+def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, field):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
   shutil.rmtree(workdir / "checkpoints" / "12")
@@ -220,7 +221,7 @@ def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
   summary = train.train(tiny, tmp_path)
   sends = metrics.read(tmp_path, "send")
   if algorithm == "data_parallel":
-    # Float32, where the reference has gradients of 16 bits.
+    # These gradients are float32; the reference counts 16 bits.
     assert summary["bytes_ratio_to_data_parallel"] == 0.5
     assert sends == []
     assert len(set(summary["eval_loss"].values())) == 1
@@ -269,7 +270,7 @@ def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
   c = resolve(tiny)
   plan = make_plan(c, make_mesh(c))
   one_round = range(sync_every + 1, 2 * sync_every + 1)
-  found = [train._trainable(c, plan, t) for t in one_round]
+  found = [overlap.trained_next(c, plan, t) for t in one_round]
   trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)
   assert all(np.all(x == 1) for x in jax.tree.leaves(trained))
   assert not any(np.all(x == 1) for x in jax.tree.leaves(found[0]["blocks"]))
@@ -309,12 +310,12 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
 
   monkeypatch.setattr(checkpoint, "read_arrays", spy)
   again = train.train(tiny, tmp_path)
-  # Nothing like a second state is held while the saved one is read.
+  # No second copy of the state is held while the saved one is read.
   [alive, state_bytes] = nbytes
   assert alive < state_bytes / 100
   assert again["eval_loss"] == first["eval_loss"]
   assert again["bytes_sent_per_replica"] == first["bytes_sent_per_replica"]
-  # Of each process all but the first step: 2 to 5, then 7 and 8.
+  # Each process counts all but its first step: 2 to 5, then 7 and 8.
   for step, steps in ((5, 4), (8, 6)):
     path = tmp_path / "checkpoints" / str(step) / "record" / "metadata"
     assert json.loads(path.read_text())["spent"]["steps"] == steps
@@ -327,7 +328,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
     close = cls.close
     monkeypatch.setattr(cls, "close", lambda self: closed.append(cls) or close(self))
 
-  opened = (checkpoint.Checkpoints, Log, Background)
+  opened = (checkpoint.Checkpoints, Log, Jobs)
   for cls in opened:
     note(cls)
 
@@ -349,7 +350,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
   assert sorted(closed, key=opened.index) == list(opened)
 
 
-def test_processes_that_peers_do_not_know_are_refused(tiny, tmp_path, monkeypatch):
+def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypatch):
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   with pytest.raises(ConfigError, match=r"JAX's are 2; join them by"):
     train.train(tiny, tmp_path)

@@ -1,4 +1,4 @@
-"""The tiny config as a file, for tests that run the command."""
+"""The config of conftest.py as a file, for tests that run commands."""
 
 import conftest
 

@@ -1,7 +1,7 @@
-"""A fragment's part of the parameters: taken out, put back, put together.
+"""Takes a fragment out of the parameters, puts it back, and joins all fragments.
 
-Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}; a fragment has the
-leaves (n, ...) of its n layers, or `embed`, or both.
+Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. A fragment is such a
+tree with `blocks`, leaves (n, ...) for the fragment's n layers, or `embed`, or both.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,12 +20,12 @@ Layers = jax.Array | np.ndarray
 
 
 def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
-  """The part of the replicas' parameters that a fragment holds.
+  """Takes a fragment out of the parameters of all replicas.
 
   Args:
     params_M: parameters of all replicas, leaves (M, N, ...) and (M, ...).
     keys: `blocks` and/or `embed`, or a tree with these keys.
-    layers: int32 (n,), its layers.
+    layers: int32 (n,), the fragment's layers.
 
   Returns:
     Leaves (M, n, ...) under `blocks` and (M, ...) under `embed`.
@@ -39,7 +39,7 @@ def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
 
 
 def put(params_M: Tree, part_M: Tree, layers: Layers) -> Tree:
-  """The inverse of `take`: parameters with the fragment's part replaced."""
+  """Puts a fragment back: the inverse of `take`."""
   params_M = dict(params_M)
   if "blocks" in part_M:
     params_M["blocks"] = jax.tree.map(
@@ -53,16 +53,16 @@ def put(params_M: Tree, part_M: Tree, layers: Layers) -> Tree:
 def join(
   thetas: Iterable[Tree], layers: Iterable[Layers], parameters: Shapes, mesh: Mesh
 ) -> Tree:
-  """The whole parameters, from those of all fragments.
+  """Joins the parameters of all fragments into one tree for the whole model.
 
   Args:
     thetas: parameters of each fragment, on the devices.
-    layers: int32 (n,) per fragment.
+    layers: layer indices of each fragment, int32 (n,).
     parameters: shapes of one replica's parameters.
     mesh: the device mesh.
 
   Returns:
-    One replica's tree, float32; at no moment is more than a shard on a device.
+    One replica's tree, float32. Each device holds only its shard at any time.
   """
   like = sharding.abstract(parameters, "float32")
   places = sharding.shardings(like, mesh)

@@ -1,10 +1,11 @@
-"""Where outer parameters and outer optimizer state live, and where they are updated.
+"""Where the outer state lives, and where it is updated.
 
-devices             both: on the devices of the replicas
-outer.offload       wait in pinned memory of the devices' hosts; a fragment that is
-                    sent is copied to the devices, and back once it is updated
-overlap.transport   host: both on the hosts; every process has the whole state on its
-                    CPU, and updates it from everyone's payloads
+default                  The outer state lives on the devices, and is updated there.
+outer.offload            The outer state lives in pinned memory of the devices' hosts. A
+                         fragment is copied to the devices when it is sent, and copied
+                         back when it is updated.
+overlap.transport=host   The outer state lives on the hosts: every process holds all of
+                         it on its CPU, and updates it there from everyone's payloads.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-  """The home of the outer state.
+  """Where the outer state lives, and where the outer step runs.
 
   Attributes:
     devices: the replica x fsdp mesh.
-    mesh: where updates are computed: `devices`, or a CPU of every process.
-    at_hosts: whether the hosts hold and update the state.
-    offload: whether the state waits in pinned memory.
+    mesh: runs the outer step: `devices`, or one CPU of every process.
+    at_hosts: whether the hosts hold and update the outer state.
+    offload: whether the outer state lives in pinned memory.
   """
 
   devices: Mesh
@@ -38,7 +39,7 @@ class Home:
   offload: bool = False
 
   def shardings(self, places: Tree) -> Tree:
-    """Shardings at home, from those on the devices."""
+    """Turns shardings on the devices into those of the outer state at its home."""
     if self.at_hosts:
       return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), places)
     if not self.offload:
@@ -46,17 +47,17 @@ class Home:
     return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
 
   def keep(self, tree: Tree) -> Tree:
-    """From the devices, or from where updates are computed, to home."""
+    """Copies outer state to its home, from the devices or from `mesh`."""
     if self.at_hosts:
       return jax.tree.map(self._to_host, tree)
     return _in_memory(tree, "pinned_host") if self.offload else tree
 
   def bring(self, tree: Tree) -> Tree:
-    """From home to where updates are computed."""
+    """Copies outer state from its home to `mesh`, which runs the outer step."""
     return _in_memory(tree, "device") if self.offload else tree
 
   def fetch(self, theta: Tree) -> Tree:
-    """Outer parameters, at home or where they were updated, to the devices."""
+    """Copies outer parameters to the devices, from their home or from `mesh`."""
     if not self.at_hosts:
       return self.bring(theta)
     there = sharding.shardings(theta, self.devices)
@@ -74,15 +75,15 @@ class Home:
 
 
 def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
-  """The home that a config asks for.
+  """Makes the home that a config asks for.
 
   Args:
     c: the config.
     mesh: the device mesh.
-    hosts: a CPU of every process, if overlap.transport is host.
+    hosts: one CPU of every process if overlap.transport is host, else None.
 
   Raises:
-    ConfigError: outer.offload, but the devices' hosts have no pinned memory.
+    ConfigError: outer.offload is set, but the hosts have no pinned memory.
   """
   if hosts is not None:
     return Home(mesh, hosts, at_hosts=True)
@@ -92,13 +93,13 @@ def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
     if "pinned_host" not in kinds:
       raise ConfigError(
         f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
-        f" {', '.join(kinds) or 'none'}; leave it off, or set overlap.transport=host."
+        f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
       )
   return Home(mesh, mesh, offload=c.outer.offload)
 
 
 def _in_memory(tree: Tree, kind: str) -> Tree:
-  """The same shards in another memory of their devices."""
+  """Copies every shard to another memory of its device."""
   return jax.tree.map(
     lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree
   )

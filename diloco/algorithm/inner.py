@@ -1,7 +1,7 @@
-"""The inner step: every replica trains by itself, in one jitted program.
+"""The inner step: every replica trains alone, and one jitted program runs all replicas.
 
-Replicas are a leading axis that DrJAX maps over; they exchange nothing. Data-parallel
-has one model on this axis, and averages its gradient over the whole mesh.
+DrJAX maps the step over the leading axis, the replicas; they exchange nothing.
+Data-parallel has one model on this axis, and averages its gradient over the whole mesh.
 """
 
 import functools
@@ -25,7 +25,7 @@ Tree = Any
 
 
 class InnerMetrics(NamedTuple):
-  """Metrics of every replica's step; each float32[M], sharded by replica."""
+  """Metrics of one inner step; each is float32[M], sharded by replica."""
 
   loss: jax.Array  # Mean cross entropy over the replica's tokens, nats.
   grad_norm: jax.Array  # Global L2 norm before clipping.
@@ -42,18 +42,18 @@ def inner_step(
   *,
   c: Config,
 ) -> tuple[Tree, Tree, InnerMetrics]:
-  """One step of all replicas; M is 1 for data-parallel.
+  """Runs one inner step of all replicas; M is 1 for data-parallel.
 
   Args:
     params_M: parameters, leaves (M, ...); donated.
     opt_state_M: inner optimizer state, leaves (M, ...); donated.
     tokens_MxBxL: int32, B sequences for each replica.
-    trainable: None, or FedPart's mask, see `fedpart_mask`.
+    trainable: FedPart's mask, from `fedpart_mask`; None trains everything.
     tuned: learning rate and weight decay.
     c: the config.
 
   Returns:
-    New parameters, new optimizer state and metrics.
+    New parameters, new optimizer state, metrics.
   """
   gradients = _mean_gradients if c.data_parallel else _gradients
 
@@ -66,14 +66,16 @@ def inner_step(
     return optax.apply_updates(params, updates), opt_state, metrics
 
   args = (params_M, opt_state_M, tokens_MxBxL)
-  if c.data_parallel:  # The one model is not placed on a replica.
+  if c.data_parallel:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   each_replica = drjax.program(placements={REPLICA: c.replicas})
   return each_replica(lambda *args: drjax.map_fn(step, args))(*args)
 
 
-def _gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
-  """Gradient and mean cross entropy of one model's tokens."""
+def _gradients(
+  c: Config, params: Tree, tokens_BxL: jax.Array
+) -> tuple[Tree, jax.Array]:
+  """Returns gradient and mean cross entropy over one replica's tokens."""
 
   def loss(params, tokens_BxL):
     nll_BxL, z2_BxL = registry.get(c.model).losses(
@@ -85,8 +87,8 @@ def _gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
   grad, accumulate = jax.grad(loss, has_aux=True), c.train.accumulate
   if accumulate == 1:
     return grad(params, tokens_BxL)
-  # Microbatch i has the sequences i, i + accumulate, ..., so every microbatch has its
-  # share of every fsdp shard of B.
+  # Microbatch i takes the sequences i, i + accumulate, ...; so every fsdp shard of B
+  # gives the same number of sequences to each microbatch.
   micro = tokens_BxL.reshape(-1, accumulate, tokens_BxL.shape[1]).swapaxes(0, 1)
 
   def body(total, tokens):
@@ -97,10 +99,13 @@ def _gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
   return jax.tree.map(lambda x: x / accumulate, total)
 
 
-def _mean_gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
-  """The same of data-parallel: averaged over the mesh, in inner.gradient_dtype.
+def _mean_gradients(
+  c: Config, params: Tree, tokens_BxL: jax.Array
+) -> tuple[Tree, jax.Array]:
+  """Averages `_gradients` over the mesh in inner.gradient_dtype (data-parallel).
 
-  Averages by hand: XLA alone would reduce the tied embedding's two gradients apart.
+  The all-reduce is explicit. If XLA inserted it, a parameter that is used twice, such
+  as a tied embedding, would need two all-reduces.
   """
 
   def mean_of(sent, nll):
@@ -108,7 +113,7 @@ def _mean_gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
     return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), nll
 
   def mean_widened(sent, nll):
-    # XLA for CPUs widens 16-bit reductions itself, and aborts doing so here.
+    # XLA for CPU aborts when it has to widen this 16-bit reduction itself.
     return mean_of(jax.tree.map(jnp.float32, sent), nll)
 
   def mean(params, tokens_BxL):
@@ -126,14 +131,15 @@ def _mean_gradients(c: Config, params: Tree, tokens_BxL: jax.Array):
 
 
 def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:
-  """FedPart's mask (2501.18512, section 3.3.1): 1 for what trains, else 0.
+  """Makes FedPart's mask (2501.18512, 3.3.1): 1 for parameters that train, else 0.
 
   Args:
-    num_layers: layers of the model.
-    fragments: those that are sent next, together.
+    num_layers: N, layers of the model.
+    fragments: the group of fragments that is sent next.
 
   Returns:
-    {'blocks': float32 [N], 'embed': float32 []}, an argument of one program for all.
+    {'blocks': float32 [N], 'embed': float32 []}. The values are arrays, so that one
+    program serves all fragments.
   """
   layers_N = np.zeros(num_layers, np.float32)
   layers_N[[n for fragment in fragments for n in fragment.layers]] = 1

@@ -1,9 +1,9 @@
-"""When a fragment is exchanged and updated: at its arrival, or once it is sent."""
+"""Runs the exchange and the update of a fragment when it arrives, or earlier."""
 
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -11,60 +11,30 @@ import numpy as np
 Result = TypeVar("Result")
 
 
-class Jobs(Protocol):
-  """Runs one job per fragment in flight."""
+class Jobs:
+  """Runs one job per fragment in flight: `receive` of `diloco.algorithm.outer`.
 
-  def start(self, p: int, job: Callable[..., Result], *args) -> None:
-    """Fragment p was sent: `job(*args)` may begin."""
+  In the foreground, a job runs when its fragment arrives. If it ran earlier, it
+  would delay inner steps, because devices run programs in launch order. In the
+  background, a thread runs the jobs in the order of the sends while the devices train.
+  """
 
-  def finish(self, p: int, job: Callable[..., Result], *args) -> Result:
-    """Fragment p arrives: the result of its job, begun now if `start` did not."""
-    ...
-
-  def waited(self) -> dict[str, np.float32]:
-    """Metric `waited_s`: seconds that the last `finish` waited; {} if none can."""
-    ...
-
-  def settle(self) -> None:
-    """Waits for all jobs."""
-
-  def close(self) -> None:
-    """Forgets all jobs, without waiting for them."""
-
-
-class Foreground:
-  """Runs a job when it is due. Devices run programs in the order of their launches."""
-
-  def start(self, p: int, job: Callable[..., Result], *args) -> None:
-    pass
-
-  def finish(self, p: int, job: Callable[..., Result], *args) -> Result:
-    return job(*args)
-
-  def waited(self) -> dict[str, np.float32]:
-    return {}
-
-  def settle(self) -> None:
-    pass
-
-  def close(self) -> None:
-    pass
-
-
-class Background:
-  """Runs jobs in a thread, in the order of the sends, while the devices train."""
-
-  def __init__(self):
-    self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="exchange")
+  def __init__(self, background: bool):
+    self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
     self._jobs: dict[int, futures.Future] = {}
     self._waited_s = 0.0
 
   def start(self, p: int, job: Callable[..., Result], *args) -> None:
-    run = lambda: jax.block_until_ready(job(*args))
-    self._jobs[p] = self._thread.submit(run)
+    """Lets `job(*args)` begin; called when fragment p is sent."""
+    if self._thread:
+      run = lambda: jax.block_until_ready(job(*args))
+      self._jobs[p] = self._thread.submit(run)
 
   def finish(self, p: int, job: Callable[..., Result], *args) -> Result:
-    if p not in self._jobs:  # Sent before this process resumed.
+    """Returns the result of fragment p's job; called when the fragment arrives."""
+    if self._thread is None:
+      return job(*args)
+    if p not in self._jobs:  # The fragment was sent before the run resumed.
       self.start(p, job, *args)
     began = time.perf_counter()
     result = self._jobs.pop(p).result()
@@ -72,12 +42,15 @@ class Background:
     return result
 
   def waited(self) -> dict[str, np.float32]:
-    return {"waited_s": np.float32(self._waited_s)}
+    """Returns {"waited_s": seconds of the last `finish`}; {} in the foreground."""
+    return {"waited_s": np.float32(self._waited_s)} if self._thread else {}
 
   def settle(self) -> None:
-    # Two threads that start collectives between the same processes could start them
-    # in another order on each.
+    """Waits for all jobs."""
+    # Two threads could start collectives in a different order on each process.
     futures.wait(self._jobs.values())
 
   def close(self) -> None:
-    self._thread.shutdown(wait=False, cancel_futures=True)
+    """Forgets all jobs, without waiting for them."""
+    if self._thread:
+      self._thread.shutdown(wait=False, cancel_futures=True)

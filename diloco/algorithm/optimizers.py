@@ -1,4 +1,4 @@
-"""Inner and outer optimizers from a config, and how their state is sharded.
+"""Makes the inner and outer optimizers of a config, and shards their state.
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
@@ -20,19 +20,28 @@ from diloco.model import sharding
 from diloco.model.sharding import FSDP, Lead
 
 Tree = Any
-# Share of the parameters' bytes on a device that may be whole on every fsdp device.
+# The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
+# parameters on a device.
 _WHOLE = 0.1
 
 
 class Tuned(NamedTuple):
-  """Numbers that a sweep varies: arguments of the step, so runs share one program."""
+  """Numbers that a sweep varies.
 
-  learning_rate: jax.Array | float  # Peak.
-  weight_decay: jax.Array | float  # Divided by the peak if the schedule scales it.
+  They are arguments of the inner step's program, so XLA compiles one program for all
+  runs of a sweep (the compilation cache finds it).
+
+  Attributes:
+    learning_rate: peak of the schedule.
+    weight_decay: if weight_decay_scaling is schedule, divided by the peak rate.
+  """
+
+  learning_rate: jax.Array | float
+  weight_decay: jax.Array | float
 
 
 def tuned(c: Config) -> Tuned:
-  """The numbers of a config."""
+  """Returns the tuned numbers of a config."""
   decay = c.inner.weight_decay
   if c.inner.weight_decay_scaling == "schedule" and c.inner.learning_rate:
     decay /= c.inner.learning_rate
@@ -40,10 +49,9 @@ def tuned(c: Config) -> Tuned:
 
 
 def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Schedule:
-  """Linear warm-up, then a cosine to `final_fraction` of the peak at step T.
+  """Makes the schedule: warm-up, then a cosine to `final_fraction` of the peak at T.
 
-  Step t is taken with the rate at t - 1, so the first step has rate 0 only if
-  warmup_steps > 0.
+  Inner step t uses the rate at t - 1, so with a warm-up the first step has rate 0.
   """
   peak, steps = c.inner.learning_rate if peak is None else peak, c.train.steps
   warmup = min(c.inner.warmup_steps, steps)
@@ -55,11 +63,10 @@ def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Sch
 
 
 def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
-  """The inner optimizer on clipped gradients (2501.18512, 3.2; 2503.09799, 3).
+  """Makes the inner optimizer; it clips gradients (2501.18512, 3.2; 2503.09799, 3).
 
-  Decoupled weight decay is by default 1/T times the schedule relative to its peak
-  (Wang & Aitchison, 2024): optax multiplies the decay by the rate, so it is divided by
-  the peak first. With weight_decay_scaling=rate it is not divided.
+  By default the decay is 1/T times rate / peak rate (Wang & Aitchison, 2024). optax
+  multiplies the decay by the rate, so `tuned` divides the decay by the peak rate.
 
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
@@ -75,7 +82,7 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
 
 
 def make_outer(outer: OuterConfig) -> optax.GradientTransformation:
-  """The outer optimizer, at a constant rate; gradients are not clipped.
+  """Makes the outer optimizer: the rate is constant, gradients are not clipped.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
@@ -84,7 +91,7 @@ def make_outer(outer: OuterConfig) -> optax.GradientTransformation:
 
 
 def outer_shardings(outer: OuterConfig, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
-  """NamedShardings of a fragment's outer parameters and optimizer state."""
+  """Returns NamedShardings of a fragment's outer parameters and optimizer state."""
   opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh)
   return sharding.shardings(theta, mesh), opt_at
 
@@ -122,14 +129,14 @@ def _make(field: str, text: str, rate, decay=None) -> optax.GradientTransformati
 
 
 def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
-  """Name and keyword arguments of an optimizer.
+  """Parses the name and the keyword arguments of an optimizer.
 
   Args:
-    field: of the config, for errors.
+    field: name of the config's field, for error messages.
     text: such as "adamw(b1=0.9)"; arguments are Python literals.
 
   Raises:
-    ConfigError: the text is nothing like that.
+    ConfigError: the text is not a name, alone or with keyword arguments.
   """
   try:
     call = ast.parse(text.strip(), mode="eval").body
@@ -147,9 +154,9 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _matrices(params: Tree) -> Tree:
-  """Which tensors Muon takes as matrices: those of the blocks, layer by layer.
+  """Tells Muon that a stacked tensor (N, in, out) holds N matrices.
 
-  By itself it takes stacked layers for tensors of three axes, and leaves them to Adam.
+  Otherwise Muon counts three axes and leaves the tensor to Adam.
   """
 
   def numbers(path, x):
@@ -166,23 +173,23 @@ def state_shardings(
   mesh: Mesh,
   lead: Lead = (),
 ) -> Tree:
-  """NamedShardings of an optimizer's state.
+  """Returns NamedShardings of an optimizer's state.
 
-  A part of the state that optax maps to a parameter, and that has its shape, is sharded
-  as the parameter; the rest is whole on every device of a replica.
+  If optax maps a part of the state to a parameter of the same shape, that part is
+  sharded like the parameter. Every device of a replica holds all other parts whole.
 
   Args:
-    field: of the config, for errors.
+    field: name of the config's field, for error messages.
     optimizer: the optimizer.
     params: shapes of one model's parameters, without a leading axis.
     mesh: the device mesh.
-    lead: the leading axis of the state, see `sharding`.
+    lead: the leading axis of the state, see `diloco.model.sharding`.
 
   Raises:
-    ConfigError: the optimizer needs more than gradients, or much of its state would be
-      whole on every device although fsdp shards the parameters.
+    ConfigError: the optimizer needs more than gradients and parameters, or fsdp cannot
+      shard a large part of the state.
   """
-  # Shapes alone: devices of a dry run can compute nothing.
+  # Computes only shapes: the devices of a dry run cannot compute values.
   draw = lambda params: jax.eval_shape(optimizer.init, params)
   try:
     state = draw(params)
@@ -198,7 +205,8 @@ def state_shardings(
   def place(x, param=None, like=None):
     return like if param is not None and x.shape == param.shape else whole
 
-  places = sharding.shardings(params, mesh, lead)
+  led = lambda at: NamedSharding(mesh, P(*lead, *at.spec))
+  places = jax.tree.map(led, sharding.shardings(params, mesh))
   masked = lambda x: isinstance(x, optax.MaskedNode)
   keep_masked = lambda x, *rest: x if masked(x) else place(x, *rest)
   try:
@@ -211,14 +219,14 @@ def state_shardings(
       transform_non_params=place,
       is_leaf=masked,
     )
-  except (ValueError, IndexError):  # optax does not know which part is a parameter's.
+  except (ValueError, IndexError):  # optax cannot map this state to parameters.
     found = jax.tree.map(place, state)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
   replicated = size(x for x, at in pairs if FSDP not in at.spec)
   if fsdp > 1 and replicated > _WHOLE * size(jax.tree.leaves(params)) / fsdp:
     raise ConfigError(
-      f"{field} keeps {replicated:,} bytes of state that mesh.fsdp = {fsdp} cannot"
-      " shard, on every device; choose another optimizer, or mesh.fsdp=1."
+      f"{field} keeps {replicated:,} bytes of state on every device, which mesh.fsdp ="
+      f" {fsdp} cannot shard; choose another optimizer, or mesh.fsdp=1."
     )
   return found

@@ -3,15 +3,14 @@
   lines 3-5   H inner steps of every replica               inner.inner_step
   line 6      is it fragment p's turn?                     Schedule.sends
   line 7      outer gradient of every replica              send
-  line 8      encode it and put it on the wire             send, Transport.carry
+  line 8      encode it and put it on the wire             send
   line 9      was fragment p sent tau steps ago?           Schedule.arrivals
-  line 10     decode and average                           update
+  line 10     receive all payloads, decode, average        receive, update
   line 11     step the outer optimizer                     update
   line 12     mix the outer parameters into the replicas   merge
 
 DiLoCo is the case of one fragment, tau = 0, alpha = 0. Every fragment has its own outer
-parameters and optimizer state, so an update cannot touch another fragment. Fragments of
-equal shapes share their programs: layers are an argument.
+parameters and optimizer state. Fragments of equal shapes share their programs.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import put, take
-from diloco.algorithm.metrics import mean_cosine, norms
+from diloco.algorithm.norms import mean_cosine, norms
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
@@ -48,12 +47,12 @@ def send(
   wire: WireConfig,
   mesh: Mesh,
 ) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
-  """Lines 7 and 8: outer gradients of all replicas, encoded, not reduced.
+  """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
   Args:
     params_M: parameters of all replicas.
     theta: outer parameters of the fragment, on the devices.
-    codec_state: the compressor's state for the fragment; donated.
+    codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
 
@@ -61,13 +60,13 @@ def send(
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
   # Line 7: outer parameters minus inner parameters, float32.
-  minus = lambda t, x_M: t[None] - x_M.astype(jnp.float32)
+  minus = lambda theta, x_M: theta[None] - x_M.astype(jnp.float32)
   delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
   # Line 8: each replica draws its own random numbers.
   delta_norm_M = norms(delta_M)
   keys_M = jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(len(delta_norm_M)))
   payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
-  # The error of the codes, from the sender's own decoding: nothing is exchanged.
+  # Every sender decodes its own codes to find their error; nothing is exchanged.
   sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
   error_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
   metrics = {
@@ -89,13 +88,13 @@ def update(
 ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
-  Nothing is donated: on hosts the old state is read until the fragment arrives.
+  Donates nothing: on hosts, a thread runs this while the old state is in use.
 
   Args:
     theta: outer parameters of the fragment.
-    opt_state: its outer optimizer state.
+    opt_state: outer optimizer state of the fragment.
     payload: everyone's payloads, from `Transport.carry`.
-    mesh: of the outer state, see `Home`.
+    mesh: `Home.mesh`, on which the outer state lies.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
@@ -126,7 +125,7 @@ def update(
 def merge(
   params_M: Tree, theta: Tree, layers: np.ndarray, mask_M: np.ndarray, *, alpha: float
 ) -> Tree:
-  """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta where mask_M, bool [M]."""
+  """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
 
   def mix(x_M, t):
     mixed = t[None]
@@ -139,8 +138,8 @@ def merge(
   return put(params_M, jax.tree.map(mix, part_M, theta), layers)
 
 
-def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree):
-  """Lines 9 to 11, as one job: carry everyone's payloads here, then update."""
+def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tuple:
+  """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
   payload, mesh = plan.transport.carry(payload), plan.home.mesh
   with jax.set_mesh(mesh):
     return update(
@@ -151,14 +150,14 @@ def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree):
 def outer_step(
   plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
 ) -> tuple[Tree, OuterState, list[Event]]:
-  """Lines 6 to 12, after inner step t; params_M and what is sent or arrives is donated.
+  """Runs lines 6 to 12 after inner step t; donates params_M and compressor states.
 
-  Nothing is sent after step `last_send`, if it is given.
+  If `last_send` is given, no fragment is sent after that step.
   """
   home, events = plan.home, list[Event]()
   # Line 6.
   for p in plan.schedule.sends(t) if last_send is None or t <= last_send else []:
-    # Lines 7 and 8; from here on fragment p is in flight.
+    # Lines 7 and 8; fragment p is in flight until it is updated.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
     theta, opt_state = home.bring((state.theta[p], state.opt_state[p]))
     parts = (params_M, home.fetch(theta), state.codec_state[p], plan.layers[p], key)
@@ -186,13 +185,13 @@ def outer_step(
 def drain(
   plan: Plan, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
 ) -> tuple[Tree, OuterState, list[Event]]:
-  """Receives what is in flight after the last inner step; then perhaps syncs all."""
+  """Receives the fragments in flight after the last step; then may sync all again."""
   events, t = list[Event](), last
   for t in range(last + 1, last + max(plan.schedule.taus) + 1):
     params_M, state, more = outer_step(plan, t, params_M, state, last_send=last)
     events += more
   if final_sync:
-    # A step of its own: its random numbers are not those of a send at step `last`.
+    # The step t + 1 gives random numbers that no other send has used.
     now = Schedule(len(plan.fragments), 1, (0,) * plan.replicas)
     plan = dataclasses.replace(plan, schedule=now)
     params_M, state, more = outer_step(plan, t + 1, params_M, state)

@@ -1,8 +1,8 @@
-"""Hides exchanges behind inner steps: one program holds both.
+"""Hides an exchange behind inner steps: one program runs both.
 
-Separate programs of a device run one after the other, so an exchange overlaps with
-inner steps only inside one program. XLA runs it beside them on TPUs and GPUs, not on
-CPUs. `overlap.transport=host` needs none of this: its exchanges leave the devices.
+A device runs separate programs one after the other. So an exchange overlaps with inner
+steps only inside one program. XLA overlaps them on TPUs and GPUs, not on CPUs. With
+`overlap.transport=host` the hosts exchange payloads, and this file hides nothing.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.optimizers import Tuned
+from diloco.algorithm.inner import InnerMetrics, fedpart_mask, inner_step
+from diloco.algorithm.optimizers import Tuned, tuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
@@ -26,7 +26,7 @@ Tree = Any
 
 
 def hiding_steps(plan: Plan | None, t: int) -> int:
-  """Inner steps after t that are one program with the exchange of what t sent."""
+  """Counts the inner steps in one program with the exchange that follows step t."""
   hides = plan is not None and plan.transport.hides
   return plan.schedule.hiding_steps(t) if plan and hides else 0
 
@@ -34,15 +34,16 @@ def hiding_steps(plan: Plan | None, t: int) -> int:
 def stretches(
   plan: Plan | None, start: int, last: int, periods: Iterable[int]
 ) -> Iterator[range]:
-  """Ranges of inner steps that run without a look at the state between them.
+  """Cuts a run into ranges of inner steps that are launched together.
 
-  Single steps, except where several of them hide an exchange.
+  A range has one inner step, or the inner steps that hide one exchange. No evaluation
+  and no checkpoint falls inside a range.
 
   Args:
     plan: how replicas are synchronised.
-    start: finished inner steps.
+    start: number of finished inner steps.
     last: the last inner step.
-    periods: a range ends at every multiple of these; 0 stands for never.
+    periods: a range ends at every multiple of a period; 0 means never.
   """
   t = start
   while t < last:
@@ -53,41 +54,36 @@ def stretches(
 
 
 def inner_steps(
-  c: Config,
-  plan: Plan | None,
-  steps: range,
-  state: TrainState,
-  tokens: list[jax.Array],
-  trainable: Tree | None,
-  tuned: Tuned,
+  c: Config, plan: Plan | None, steps: range, state: TrainState, tokens: list[jax.Array]
 ) -> tuple[TrainState, list[InnerMetrics]]:
-  """Inner steps of a stretch, beside the exchange that they hide, if there is one.
+  """Runs a range of inner steps, together with the exchange that they hide.
 
   Args:
     c: the config.
     plan: how replicas are synchronised.
-    steps: from `stretches`.
-    state: before them; params and opt_state are donated.
+    steps: a range from `stretches`.
+    state: the state before the steps; params and opt_state are donated.
     tokens: int32 [M, B, L] for each step.
-    trainable: FedPart's mask, or None.
-    tuned: learning rate and weight decay.
 
   Returns:
-    The state after them, and the metrics of each step; nothing is waited for.
+    The state after the steps and the metrics of each step; waits for neither.
   """
-  arrays = (state.params, state.opt_state)
+  arrays, numbers = (state.params, state.opt_state), tuned(c)
+  trainable = trained_next(c, plan, steps[0]) if plan else None
   if plan is None or state.outer is None or not hiding_steps(plan, steps[0] - 1):
-    params_M, opt_state_M, metrics = inner_step(*arrays, *tokens, trainable, tuned, c=c)
+    params_M, opt_state_M, metrics = inner_step(
+      *arrays, *tokens, trainable, numbers, c=c
+    )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
   sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
-  # Padded to a fixed length, so that one program serves every number of steps.
+  # The list of tokens has a fixed length, so that one program serves every count.
   spare = plan.schedule.longest_hiding() - len(tokens)
   params_M, opt_state_M, by_step, arrived = hidden_exchange(
     np.int32(len(tokens)),
     *arrays,
     [*tokens, *tokens[:1] * spare],
     trainable,
-    tuned,
+    numbers,
     [state.outer.in_flight[p] for p in sent],
     c=c,
     mesh=plan.mesh,
@@ -95,6 +91,14 @@ def inner_steps(
   in_flight = {**state.outer.in_flight, **dict(zip(sent, arrived))}
   outer = dataclasses.replace(state.outer, in_flight=in_flight)
   return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
+
+
+def trained_next(c: Config, plan: Plan, t: int) -> Tree | None:
+  """Returns FedPart's mask for inner step t; None without FedPart."""
+  if not c.outer.fedpart:
+    return None
+  due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
+  return fedpart_mask(c.model.num_layers, due)
 
 
 @functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
@@ -110,13 +114,13 @@ def hidden_exchange(
   c: Config,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, list[InnerMetrics], list[jax.Array]]:
-  """Runs `count` inner steps beside the exchange of payloads.
+  """Runs `count` inner steps while the payloads are exchanged.
 
   Args:
-    count: int32 [], at most the number of tokens.
-    params_M, opt_state_M, trainable, tuned: as of `inner_step`.
-    tokens: int32 [M, B, L] for each step; those beyond `count` are ignored.
-    payloads: uint8 [M, fsdp, bytes], what was sent before the first step.
+    count: int32 [], at most the length of `tokens`.
+    params_M, opt_state_M, trainable, tuned: as for `inner_step`.
+    tokens: int32 [M, B, L] for each step; steps beyond `count` do not run.
+    payloads: uint8 [M, fsdp, bytes], sent before the first step.
     c: the config.
     mesh: the device mesh.
 
@@ -140,11 +144,11 @@ def hidden_exchange(
     put = lambda x_K, x: x_K.at[k].set(x)
     return params_M, opt_state_M, jax.tree.map(put, metrics_K, metrics)
 
-  # XLA must not know the number of steps: it would dissolve a loop of one step, and
-  # begin the exchange only after its layers.
+  # `count` is an argument, not a constant. If XLA knew that it is 1, XLA would unroll
+  # the loop and begin the exchange only after the layers of that step.
   carry = (params_M, opt_state_M, jax.tree.map(zeros, shapes))
   carry = jax.lax.fori_loop(0, count, step, carry)
-  # Barrier: without it XLA may wait for the exchange before the steps.
+  # Barrier: without it XLA may wait for the exchange before it runs the steps.
   carry, received = jax.lax.optimization_barrier((carry, received))
   arrived = [transport.finish(mesh, x, r) for x, r in zip(payloads, received)]
   params_M, opt_state_M, metrics_K = carry

@@ -1,4 +1,4 @@
-"""What the outer step needs besides arrays: one dataclass, made from a config."""
+"""Makes the plan: all that the outer step needs besides arrays, in one dataclass."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.home import Home, make_home
-from diloco.algorithm.jobs import Background, Foreground, Jobs
+from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.schedule import Fragment, Schedule
 from diloco.config import Config
 from diloco.config.fields import OuterConfig, WireConfig
@@ -17,7 +17,7 @@ from diloco.model import shapes
 from diloco.model.shapes import Shapes
 from diloco.model.sharding import FSDP, REPLICA
 from diloco.wire import exchange, sizes
-from diloco.wire.transport import HostTransport, Transport, make_transport
+from diloco.wire.transport import Transport, make_transport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +27,17 @@ class Plan:
   Attributes:
     schedule: which fragments are sent and received after which step.
     fragments: the P fragments, in the order in which they are sent.
-    layers: int32 (n,) per fragment: its layers.
+    layers: layer indices of each fragment, int32 (n,).
     parameters: shapes of one replica's parameters.
-    shapes: per fragment, shapes of its parameters.
-    wire: what is sent.
-    outer: the outer optimizer and its rate.
-    alpha: weight of the local parameters in a merge.
-    seed: of the compressors' random numbers.
+    shapes: parameter shapes of each fragment.
+    wire: compressor and number format of payloads.
+    outer: the outer optimizer and its learning rate.
+    alpha: weight of a replica's own parameters in a merge.
+    seed: seed of the compressors' random numbers.
     mesh: the device mesh.
     home: where the outer state lives and is updated.
-    transport: carries payloads.
-    jobs: when payloads are carried and outer state is updated.
+    transport: carries the payloads between replicas.
+    jobs: decides when payloads are carried and outer state is updated.
   """
 
   schedule: Schedule
@@ -59,16 +59,16 @@ class Plan:
     return len(self.schedule.taus)
 
   def sync_bytes(self, p: int) -> int:
-    """Bytes that one replica sends in one sync of fragment p."""
+    """Counts the bytes that one replica sends in one sync of fragment p."""
     fsdp = self.mesh.shape[FSDP]
     return sizes.sync_bytes(self.wire, self.replicas, self.shapes[p], fsdp)
 
   def payload(self, p: int, fsdp: int | None = None) -> jax.ShapeDtypeStruct:
-    """Shape and sharding of fragment p's encoded payload.
+    """Describes the shape and sharding of fragment p's encoded payload.
 
     Args:
       p: the fragment.
-      fsdp: axis of the mesh that encoded it; None: that of this mesh.
+      fsdp: size of the fsdp axis that encoded the payload; None: as in this mesh.
     """
     own = self.mesh.shape[FSDP]
     fsdp = own if fsdp is None else fsdp
@@ -81,26 +81,25 @@ class Plan:
     )
 
   def kind(self, p: int) -> dict:
-    """What fragments must have in common to share their programs, as arguments."""
+    """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
     return {"keys": tuple(self.shapes[p]), **present}
 
 
 def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan | None:
-  """The plan of a config on a mesh; None for data-parallel.
+  """Makes the plan of a config on a mesh; None for data-parallel.
 
   Args:
     c: the config.
     mesh: the device mesh.
-    parameters: shapes of one replica's parameters; default those of the model.
+    parameters: shapes of one replica's parameters; None: those of the model.
 
   Raises:
-    ConfigError: overlap.transport or outer.offload do not fit the machine.
+    ConfigError: overlap.transport or outer.offload does not fit the machine.
   """
   if c.data_parallel:
     return None
   transport = make_transport(c, mesh)
-  hosts = transport.hosts if isinstance(transport, HostTransport) else None
   fragments = c.make_fragments()
   parameters = parameters or shapes.parameters(c.model)
   return Plan(
@@ -114,7 +113,7 @@ def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan |
     alpha=c.overlap.alpha,
     seed=c.seed,
     mesh=mesh,
-    home=make_home(c, mesh, hosts),
+    home=make_home(c, mesh, transport.hosts),
     transport=transport,
-    jobs=Background() if hosts else Foreground(),
+    jobs=Jobs(background=transport.hosts is not None),
   )

@@ -1,7 +1,7 @@
 """Which layers form a fragment, and when a fragment is sent and received. No JAX.
 
-The only place that knows the schedule of Streaming DiLoCo (arXiv 2501.18512, section
-2.2 and Algorithm 2): trainer, ledger, checkpoints and simulators all ask it.
+The schedule of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm 2).
+Trainer, ledger, checkpoints and simulators all ask this file.
 
 Symbols: M replicas, H inner steps between two syncs of one fragment, P fragments,
 tau overlap in inner steps, t = 1..T finished inner steps.
@@ -27,14 +27,14 @@ class Fragment:
 
   @property
   def indices(self) -> np.ndarray:
-    """int32 (n,): its layers, as an argument that programs take."""
+    """The layers as int32 (n,), which jitted functions take as an argument."""
     return np.asarray(self.layers, np.int32)
 
   def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
-    """Shapes of the fragment's parameters, from those of a model.
+    """Selects the shapes of the fragment's parameters from those of a model.
 
     Args:
-      parameters: as `diloco.model.shapes.parameters` gives them.
+      parameters: from `diloco.model.shapes.parameters`.
     """
 
     def cut(tree):
@@ -47,10 +47,7 @@ class Fragment:
 
 
 def make_fragments(
-  num_layers: int,
-  size: int = 3,
-  pattern: str = "strided",
-  embedding: str = "last",
+  num_layers: int, size: int = 3, pattern: str = "strided", embedding: str = "last"
 ) -> tuple[Fragment, ...]:
   """Splits a model; every parameter belongs to exactly one fragment.
 
@@ -70,7 +67,7 @@ def make_fragments(
     The P fragments in the order in which they are sent.
 
   Raises:
-    ValueError: the fragment is larger than the model.
+    ValueError: the pattern is unknown, or the fragment is larger than the model.
   """
   if pattern == "whole":
     return (Fragment(tuple(range(num_layers)), embed=True),)
@@ -82,8 +79,10 @@ def make_fragments(
   n = -(-num_layers // size)
   if pattern == "strided":
     layers = [range(p, num_layers, n) for p in range(n)]
-  else:
+  elif pattern == "sequential":
     layers = [range(i, min(i + size, num_layers)) for i in range(0, num_layers, size)]
+  else:
+    raise ValueError(f"no fragments have the pattern {pattern!r}.")
   blocks = [Fragment(tuple(ids)) for ids in layers]
   embed = [Fragment((), embed=True)]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)
@@ -96,7 +95,7 @@ class Schedule:
   Attributes:
     num_fragments: P.
     sync_every: H, inner steps between two syncs of one fragment.
-    taus: tau_m of each replica, the inner steps that hide its exchange.
+    taus: tau_m of each replica m, its inner steps between a send and the merge.
 
   Raises:
     ValueError: a tau is not below H.
@@ -115,39 +114,42 @@ class Schedule:
         )
 
   def offset(self, p: int) -> int:
-    """t_p = floor(p H / P): fragments are spread evenly over H steps."""
+    """Returns t_p = floor(p H / P), which spreads the fragments evenly over H steps."""
     return p * self.sync_every // self.num_fragments
 
+  def is_due(self, p: int, t: int) -> bool:
+    """Returns whether t is t_p plus a whole number of rounds of H steps."""
+    return (t - self.offset(p)) % self.sync_every == 0
+
   def is_sent(self, p: int, t: int) -> bool:
-    """Whether fragment p is sent at the end of inner step t (Algorithm 2, line 6).
+    """Returns whether fragment p is sent after inner step t (Algorithm 2, line 6).
 
     The text of the paper says t + t_p, Algorithm 2 says t - t_p. The paper's example
-    (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p, with no send before a
-    full H steps.
+    (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p if nothing is sent
+    before step H.
     """
-    t_p = self.offset(p)
-    return t >= self.sync_every + t_p and (t - t_p) % self.sync_every == 0
+    return t >= self.sync_every + self.offset(p) and self.is_due(p, t)
 
   def sends(self, t: int) -> list[int]:
-    """Fragments sent at the end of inner step t (line 6)."""
+    """Lists the fragments that are sent after inner step t (line 6)."""
     return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
 
   def num_sends(self, p: int, steps: int) -> int:
-    """How often fragment p is sent in a run of `steps` inner steps."""
+    """Counts how often fragment p is sent in a run of `steps` inner steps."""
     return max((steps - self.offset(p)) // self.sync_every, 0)
 
   def arrivals(
     self, t: int, last_send: int | None = None
   ) -> list[tuple[int, tuple[bool, ...]]]:
-    """Fragments that some replica merges after inner step t (line 9).
+    """Lists the fragments that some replica merges after inner step t (line 9).
 
     Args:
       t: finished inner steps.
-      last_send: step after which nothing is sent any more, None if there is none.
+      last_send: the last step after which fragments are sent; None: no last step.
 
     Returns:
-      Pairs (p, mask): mask[m] says whether replica m merges fragment p now. If taus
-      differ, a fragment appears at several steps, each replica once.
+      Pairs (p, mask): mask[m] says whether replica m merges fragment p now. If the
+      taus differ, a fragment arrives at different steps at different replicas.
     """
     found = []
     for p in range(self.num_fragments):
@@ -160,16 +162,18 @@ class Schedule:
     return found
 
   def is_outer_step(self, p: int, t: int) -> bool:
-    """Whether fragment p's outer update happens now: at the earliest arrival."""
+    """Returns whether step t is p's earliest arrival, when its outer step runs."""
     return self.is_sent(p, t - min(self.taus))
 
   def in_flight(self, t: int) -> dict[int, int]:
-    """Fragments on the wire after step t: sent, outer update still to come.
+    """Returns the fragments that are sent, but not yet updated, after step t.
+
+    A fragment is in flight at most once, since tau < H. A replica with a larger tau
+    merges later, but needs no payload: the outer parameters that it merges stay the
+    same until the next outer update.
 
     Returns:
-      {p: step at which it was sent}. A fragment is in flight at most once, since
-      tau < H. Replicas that merge later than the earliest need nothing stored: they
-      merge the outer parameters, which do not change before the next outer update.
+      {p: step at which fragment p was sent}.
     """
     return {
       p: sent
@@ -179,10 +183,10 @@ class Schedule:
     }
 
   def hiding_steps(self, t: int) -> int:
-    """Inner steps that hide the exchange of what is sent at the end of step t.
+    """Counts the inner steps that hide the exchange that follows step t.
 
-    They end at the next send or arrival of any fragment. 0 if nothing is sent at t, or
-    if tau is 0.
+    The steps end at the next send or arrival of any fragment. 0 if step t sends
+    nothing, or if the smallest tau is 0.
     """
     if not self.sends(t) or min(self.taus) == 0:
       return 0
@@ -192,18 +196,18 @@ class Schedule:
     return k
 
   def longest_hiding(self) -> int:
-    """The most inner steps that hide any exchange; 0 if none is hidden."""
-    # In the first round fewer sends lie between a send and its arrival.
+    """Returns the largest `hiding_steps` of any step; 0 if no exchange is hidden."""
+    # Two rounds: in the first, fewer sends lie between a send and its arrival.
     first_rounds = range(self.sync_every, 3 * self.sync_every)
     return max(self.hiding_steps(t) for t in first_rounds)
 
   def groups(self) -> list[tuple[int, ...]]:
-    """Fragments that are always sent together: several in one group only if H < P."""
+    """Groups fragments that are always sent together; if H >= P, each is alone."""
     fragments = range(self.num_fragments)
     return [tuple(group) for _, group in itertools.groupby(fragments, self.offset)]
 
   def next_to_send(self, t: int) -> tuple[int, ...]:
-    """The group that is sent next, at step t or later (FedPart, section 3.3.1)."""
+    """Returns the group that is sent next, after step t or later (for FedPart)."""
 
     def wait(group: tuple[int, ...]) -> int:
       first = self.sync_every + self.offset(group[0])

@@ -1,4 +1,4 @@
-"""Everything that training changes, how it begins, and which models it stands for."""
+"""The arrays that training changes, their first values, and the models in them."""
 
 import dataclasses
 import functools
@@ -25,16 +25,16 @@ Tree = Any
 
 @flax.struct.dataclass
 class OuterState:
-  """The outer state, at home (`diloco.algorithm.home`); the outer step changes it.
+  """The arrays that the outer step changes; `algorithm.home` says where they are.
 
   Attributes:
-    theta: per fragment, its outer parameters: {'blocks': (n, ...)} and/or
-      {'embed': ...}, float32, sharded over fsdp, the same on every replica.
-    opt_state: per fragment, its outer optimizer's state.
-    codec_state: per fragment, the compressor's state: leaves (M, ...) shaped and
-      sharded like the replicas' parameters; empty without state.
-    in_flight: {str(p): payload} of the fragments sent and not yet updated, uint8
-      [M, fsdp, bytes].
+    theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
+      {'embed': ...}, float32, sharded over fsdp, the same for every replica.
+    opt_state: outer optimizer state of each fragment.
+    codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
+      like the replicas' parameters; empty if the compressor has no state.
+    in_flight: {str(p): payload} of each fragment that is sent and not yet updated,
+      uint8 [M, fsdp, bytes].
   """
 
   theta: tuple[Tree, ...]
@@ -45,7 +45,7 @@ class OuterState:
   def after_send(
     self, p: int, theta: Tree, opt_state: Tree, codec_state: Tree, payload: jax.Array
   ) -> "OuterState":
-    """With fragment p in flight."""
+    """Returns the state with fragment p in flight."""
     return OuterState(
       _with(self.theta, p, theta),
       _with(self.opt_state, p, opt_state),
@@ -54,7 +54,7 @@ class OuterState:
     )
 
   def after_update(self, p: int, theta: Tree, opt_state: Tree) -> "OuterState":
-    """With fragment p updated, and no longer in flight."""
+    """Returns the state with fragment p updated and no longer in flight."""
     return OuterState(
       _with(self.theta, p, theta),
       _with(self.opt_state, p, opt_state),
@@ -69,8 +69,8 @@ class TrainState:
 
   Attributes:
     params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
-      `model.param_dtype`; changed by inner steps and merges.
-    opt_state: inner optimizer state, every leaf leading with M; never synchronised.
+      `model.param_dtype`. Inner steps and merges change them.
+    opt_state: inner optimizer state, leaves (M, ...). Replicas never exchange it.
     outer: outer state; None for data-parallel.
   """
 
@@ -81,14 +81,14 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """A send or a receive of one fragment.
+  """A send or a receive of one fragment, for the log and the ledger.
 
   Attributes:
     kind: send or receive.
-    fragment: which one.
-    step: finished inner steps.
+    fragment: index p of the fragment.
+    step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
-    metrics: arrays, not waited for.
+    metrics: arrays that the devices may still be computing.
   """
 
   kind: str
@@ -99,7 +99,7 @@ class Event:
 
 
 def init_state(c: Config, mesh: Mesh, plan: Plan | None) -> TrainState:
-  """Replicas that share one initialisation, drawn from the seed where it will lie."""
+  """Makes the first state: all replicas start from the same parameters."""
   places = jax.tree.map(lambda x: x.sharding, _inner_structs(c, mesh))
   init = jax.jit(functools.partial(_init_inner, c), out_shardings=places)
   params_M, opt_state_M = init(jax.random.key(c.seed))
@@ -108,7 +108,7 @@ def init_state(c: Config, mesh: Mesh, plan: Plan | None) -> TrainState:
 
 
 def init_outer(plan: Plan, params_M: Tree) -> OuterState:
-  """The first outer state, at home; the outer parameters are the first replica's."""
+  """Makes the first outer state; its parameters are those of replica 0."""
   parts = []
   for p, layers in enumerate(plan.layers):
     theta, opt_state, codec_state = _init_fragment(params_M, layers, **plan.kind(p))
@@ -124,14 +124,14 @@ def abstract_state(
   in_flight: Iterable[int] = (),
   fsdp: int | None = None,
 ) -> TrainState:
-  """Shapes, types and shardings of a state; nothing is computed.
+  """Describes shapes, dtypes and shardings of a state, without computing it.
 
   Args:
     c: the config.
     mesh: the device mesh.
     plan: how replicas are synchronised.
     in_flight: fragments whose payloads the state holds.
-    fsdp: axis of the mesh that encoded them; None: that of this mesh.
+    fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
   """
   params_M, opt_state_M = _inner_structs(c, mesh)
   if plan is None:
@@ -150,25 +150,25 @@ def abstract_state(
 
 
 def abstract_params(c: Config) -> Tree:
-  """Shapes and types of one replica's parameters."""
+  """Describes shapes and dtypes of one replica's parameters."""
   return sharding.abstract(shapes.parameters(c.model), c.model.param_dtype)
 
 
 def outer_params(plan: Plan, state: OuterState) -> Tree:
-  """The outer parameters of the whole model, each fragment as of its own last sync.
+  """Joins the outer parameters of all fragments, each from its own last sync.
 
   Returns:
     One replica's tree, float32, sharded over fsdp.
   """
-  plan.jobs.settle()  # What follows may use all processes' devices.
+  plan.jobs.settle()  # The copies below may use the devices of all processes.
   thetas = map(plan.home.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
 def final_params(plan: Plan | None, state: TrainState, mesh: Mesh) -> Tree:
-  """The parameters that a run stands for (2501.18512, Table 3).
+  """Returns the parameters by which a run is judged (2501.18512, Table 3), float32.
 
-  The outer parameters, float32; for data-parallel the model's.
+  These are the outer parameters; for data-parallel, those of the one model.
   """
   if plan is None or state.outer is None:
     return first_replica(state.params, mesh=mesh)
@@ -177,20 +177,20 @@ def final_params(plan: Plan | None, state: TrainState, mesh: Mesh) -> Tree:
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def replica_mean(params_M: Tree, *, mesh: Mesh) -> Tree:
-  """Parameters averaged over the replicas, float32, sharded over fsdp."""
+  """Averages the parameters over the replicas; float32, sharded over fsdp."""
   mean = jax.tree.map(lambda x_M: x_M.astype(jnp.float32).mean(axis=0), params_M)
   return jax.lax.with_sharding_constraint(mean, sharding.shardings(mean, mesh))
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def first_replica(params_M: Tree, *, mesh: Mesh) -> Tree:
-  """Parameters of replica 0, float32, sharded over fsdp."""
+  """Returns the parameters of replica 0; float32, sharded over fsdp."""
   first = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), params_M)
   return jax.lax.with_sharding_constraint(first, sharding.shardings(first, mesh))
 
 
 def _init_inner(c: Config, key: jax.Array) -> tuple[Tree, Tree]:
-  """Parameters and inner optimizer state of all replicas, all alike."""
+  """Makes parameters and inner optimizer state, the same for all replicas."""
   params = registry.get(c.model).init(c.model, key)
   params_M = jax.tree.map(
     lambda x: jnp.broadcast_to(x[None], (c.models, *x.shape)), params
@@ -199,9 +199,9 @@ def _init_inner(c: Config, key: jax.Array) -> tuple[Tree, Tree]:
 
 
 def _inner_structs(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-  """Parameters and inner optimizer state as shapes with shardings."""
+  """Describes shapes and shardings of parameters and inner optimizer state."""
   lead, optimizer = sharding.lead(c), optimizers.make_inner(c)
-  # The key inside: devices of a dry run can compute nothing.
+  # Makes the key in eval_shape too: the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: _init_inner(c, jax.random.key(0)))
   params_at = sharding.shardings(params_M, mesh, lead)
   opt_at = optimizers.state_shardings(
@@ -220,7 +220,7 @@ def _init_fragment(
   outer: OuterConfig,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Tree]:
-  """A fragment's theta, opt_state and codec_state, from replicas that are all alike."""
+  """Makes the first theta, opt_state and codec_state of a fragment."""
   part_M = fragments.take(params_M, keys, layers)
   theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
   opt_state = optimizers.make_outer(outer).init(theta)
@@ -230,7 +230,7 @@ def _init_fragment(
 
 
 def _outer_shardings(state: tuple, outer: OuterConfig, mesh: Mesh) -> tuple:
-  """Of a fragment's theta, opt_state and codec_state on the devices."""
+  """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)
   led = jax.tree.map(lambda at: NamedSharding(mesh, P(REPLICA, *at.spec)), theta_at)

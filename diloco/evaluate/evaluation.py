@@ -1,38 +1,89 @@
-"""Held-out text and tasks of a config, ready to evaluate parameters."""
+"""Evaluates parameters on the held-out text and the tasks of a config."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh
 
 from diloco.config import Config
 from diloco.data import load_tokenizer, make_eval_set
-from diloco.evaluate import heldout, score
-from diloco.evaluate.tasks import TaskResult
+from diloco.evaluate import heldout, score, tasks
+
+
+class Scores(NamedTuple):
+  """Results of an evaluation."""
+
+  held_out: heldout.EvalResult
+  tasks: dict[str, tasks.TaskResult]
+
+  @property
+  def numbers(self) -> dict[str, float]:
+    """Everything that the log writes of an evaluation, by name."""
+    values = {
+      "loss_outer": self.held_out.loss,
+      "bits_per_byte": self.held_out.bits_per_byte,
+    }
+    for task, result in self.tasks.items():
+      values[f"{task}_accuracy"] = result.accuracy
+      values[f"{task}_accuracy_norm"] = result.accuracy_norm
+    return values
 
 
 class Evaluation:
-  """Evaluates one replica's parameters.
+  """Evaluates one replica's parameters; call it inside `jax.set_mesh(mesh)`.
 
   Attributes:
-    tokenizer: of the config.
+    tokenizer: the config's tokenizer.
 
   Raises:
-    ConfigError: data or tasks are missing.
+    ConfigError: the held-out text or the items of a task are missing.
   """
 
   def __init__(self, c: Config, mesh: Mesh, held_out: bool = True):
+    """Loads the tasks and, if `held_out`, the held-out text."""
     self._c, self._mesh = c, mesh
     self._eval_set = make_eval_set(c) if held_out else None
     self.tokenizer = load_tokenizer(c.data.tokenizer)
-    self._tasks = score.load(c, self.tokenizer)
+    # {task: [(item, continuations of its choices)]}
+    self._tasks = {
+      name: [
+        (item, tasks.encode(self.tokenizer, item, c.model.seq_len))
+        for item in tasks.load_items(name, c.data.data_dir, c.eval.task_items)
+      ]
+      for name in filter(None, map(str.strip, c.eval.tasks.split(",")))
+    }
+
+  def __call__(self, params: Any) -> Scores:
+    """Computes the held-out loss and the accuracies."""
+    return Scores(self.loss(params), self.tasks(params))
 
   def loss(self, params: Any) -> heldout.EvalResult:
-    """Held-out loss."""
+    """Computes the held-out loss."""
     assert self._eval_set is not None
     return heldout.evaluate(params, self._eval_set, self._c.model, self._mesh)
 
   def tasks(
     self, params: Any, details: list[dict[str, Any]] | None = None
-  ) -> dict[str, TaskResult]:
-    """Accuracies by task, see `score.evaluate`."""
-    return score.evaluate(params, self._tasks, self._c, self._mesh, details)
+  ) -> dict[str, tasks.TaskResult]:
+    """Computes accuracies by task.
+
+    Args:
+      params: the parameters of one replica.
+      details: if given, receives one dict per item: task, item, scores, gold.
+    """
+    c, every_task = self._c, self._tasks.values()
+    # All tasks in one pass, so that batches are fuller.
+    flat = [s for task in every_task for _, encoded in task for s in encoded]
+    found = iter(score.score(params, flat, c.model, c.eval.batch_size, self._mesh))
+    results = {}
+    for name, task in self._tasks.items():
+      items = [item for item, _ in task]
+      scores = [np.array([next(found) for _ in encoded]) for _, encoded in task]
+      truncated = sum(s.truncated for _, encoded in task for s in encoded)
+      results[name] = tasks.result(items, scores, truncated)
+      if details is not None:
+        details += [
+          {"task": name, "item": i, "scores": s.tolist(), "gold": item.gold}
+          for i, (s, item) in enumerate(zip(scores, items))
+        ]
+    return results

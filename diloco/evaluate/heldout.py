@@ -1,4 +1,7 @@
-"""Held-out loss of one replica's parameters."""
+"""Held-out loss of one replica's parameters.
+
+Letters: B sequences, L positions.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +23,7 @@ class EvalResult:
 
   Attributes:
     loss: nats per token.
-    bits_per_byte: loss in bits over the UTF-8 bytes of the text.
+    bits_per_byte: bits per byte of the UTF-8 text.
   """
 
   loss: float
@@ -28,21 +31,19 @@ class EvalResult:
 
   @property
   def perplexity(self) -> float:
-    return math.exp(min(self.loss, 700.0))
+    return math.exp(min(self.loss, 700.0))  # exp(710) overflows.
 
 
 def evaluate(params: Any, eval_set: EvalSet, m: ModelConfig, mesh: Mesh) -> EvalResult:
-  """The loss of one replica's parameters on a fixed set of batches."""
-  at = sharding.eval_sharding(mesh)
+  """Computes the loss of one replica's parameters on a fixed set of batches."""
+  place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
   sums = [
-    _sum_of_losses(params, sharding.place(tokens, at), sharding.place(weights, at), m=m)
+    _sum_of_losses(params, place(tokens), place(weights), m=m)
     for tokens, weights in zip(eval_set.tokens, eval_set.weights)
   ]
   total = float(np.sum(jax.device_get(sums), dtype=np.float64))
-  return EvalResult(
-    loss=total / eval_set.num_tokens,
-    bits_per_byte=total / math.log(2) / eval_set.num_bytes,
-  )
+  bits = total / math.log(2)
+  return EvalResult(total / eval_set.num_tokens, bits / eval_set.num_bytes)
 
 
 @functools.partial(jax.jit, static_argnames="m")

@@ -1,13 +1,12 @@
-"""Checkpoints through Orbax: everything that a run needs to go on exactly.
+"""Checkpoints, written by Orbax: everything that a run needs to go on exactly.
 
-A checkpoint holds the train state with the fragments in flight, and a JSON record with
-the config, the data position and the ledger. Random numbers need no state: they are
-functions of (seed, step, fragment, replica). Saving is asynchronous. All processes
-write and read, and any number of them and of devices resumes any other.
+A checkpoint holds the train state, with the fragments in flight, and a JSON record with
+the config, the data position and the ledger. Random numbers need no state: they follow
+from (seed, step, fragment, replica). Saving is asynchronous. All processes write and
+read. A run may go on with another number of processes or devices.
 
-This file alone reads checkpoints. A checkpoint that cannot be read is moved to
-workdir/unreadable once an older one was restored: Orbax saves nothing at or below the
-newest step that it sees.
+A checkpoint that cannot be read is moved to workdir/unreadable once an older one is
+restored, because Orbax saves no step below the newest one that it finds.
 """
 
 import contextlib
@@ -16,7 +15,7 @@ import itertools
 import json
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,18 +23,19 @@ from absl import logging
 from jax.sharding import Mesh
 
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import OuterState, TrainState, abstract_state
+from diloco.algorithm.state import TrainState, abstract_state
 from diloco.config import Config, ConfigError, complete
 from diloco.config.resolve import difference
 from diloco.model.sharding import FSDP
-from diloco.run.processes import Peers, say
+from diloco.run.batches import Batches
+from diloco.run.log import Log
+from diloco.run.peers import Peers, say
 from diloco.wire.formats import PLAIN
 
 Tree = Any
-# What reading a damaged checkpoint raises.
-UNREADABLE = (ValueError, OSError, KeyError)
-# Fields that may change between a run and its continuation: they do not enter what is
-# computed, except that mesh.fsdp changes the codes, see `_warn_of_other_shards`.
+T = TypeVar("T")
+# Fields that may change when a run goes on. They do not change what is computed, except
+# that mesh.fsdp changes the codes (`_warn_of_other_shards`).
 FREE_FIELDS = (
   "log.",
   "eval.",
@@ -50,15 +50,15 @@ FREE_FIELDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """What a checkpoint keeps beside the arrays, as JSON.
+  """The part of a checkpoint that is not arrays, as JSON.
 
   Attributes:
-    config: of the run, all fields.
-    data: the position of every replica in its text, see `TrainIterator`.
+    config: all fields of the run's config.
+    data: position of every replica in its text, see `TrainIterator.get_state`.
     ledger: fields of a `Ledger`.
     spent: fields of a `Spent`.
-    finished: whether training ended and nothing is in flight.
-    fsdp: size of the mesh's fsdp axis, which encoded what is in flight.
+    finished: whether training has ended and nothing is in flight.
+    fsdp: size of the fsdp axis that encoded the payloads in flight.
   """
 
   config: dict[str, Any]
@@ -69,9 +69,25 @@ class Record:
   fsdp: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Restored:
-  """A restored checkpoint."""
+def make_record(
+  c: Config, batches: Batches, log: Log, mesh: Mesh, peers: Peers, finished: bool
+) -> Record:
+  """Joins what all processes know; all must call it."""
+  position = dict[str, Any]()
+  for part in peers.all_gather(batches.get_state()):
+    position.update(part)
+  return Record(
+    config=c.to_dict(),
+    data=position,
+    ledger=dataclasses.asdict(log.ledger),
+    spent=dataclasses.asdict(log.spent()),
+    finished=finished,
+    fsdp=mesh.shape[FSDP],
+  )
+
+
+class Restored(NamedTuple):
+  """A checkpoint that was read; `step` counts finished inner steps."""
 
   step: int
   state: TrainState
@@ -93,13 +109,7 @@ class Checkpoints:
     self._peers = peers or Peers()
     self._manager = ocp.CheckpointManager(
       _folder(workdir),
-      options=ocp.CheckpointManagerOptions(
-        max_to_keep=c.checkpoint.keep, enable_async_checkpointing=True
-      ),
-      item_handlers={
-        "state": ocp.StandardCheckpointHandler(),
-        "record": ocp.JsonCheckpointHandler(),
-      },
+      options=ocp.CheckpointManagerOptions(max_to_keep=c.checkpoint.keep),
     )
 
   @property
@@ -107,13 +117,13 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, step: int, state: TrainState, record: Record) -> None:
-    """Starts saving; arrays are copied before it returns, so they may be donated.
+    """Starts to save. Copies the arrays before it returns, so they may be donated.
 
     Raises:
       ConfigError: there is a checkpoint of this step or a later one.
     """
     if self._plan:
-      self._plan.jobs.settle()  # Saving may use all processes' devices.
+      self._plan.jobs.settle()  # Saving may use the devices of all processes.
     saved = self._manager.save(
       step,
       args=ocp.args.Composite(
@@ -129,78 +139,38 @@ class Checkpoints:
       )
 
   def restore(self) -> Restored | None:
-    """The newest checkpoint that can be read, or None if there is none at all.
+    """Reads the newest readable checkpoint; None if there is no checkpoint.
 
     Raises:
-      ConfigError: the checkpoint belongs to another config; the message shows the
-        fields that differ. Or no checkpoint can be read, or not by all processes.
+      ConfigError: the checkpoint was made with another config, or see `read_newest`.
     """
-    steps = self._peers.all_gather(steps_of(self._workdir))[0]
-    for passed, step in enumerate(steps):
-      restored = self._try_restore(step)
-      if restored is not None:
-        self._set_aside(steps[:passed])
-        return restored
-    if steps:
-      raise ConfigError(
-        f"workdir is {str(self._workdir)!r}, whose checkpoints (steps"
-        f" {', '.join(map(str, steps))}) cannot be read; choose another --workdir, or"
-        " move its checkpoints away to train from the start."
-      )
-    return None
-
-  def _try_restore(self, step: int) -> Restored | None:
-    record = self._agreed(step, lambda: read_record(self._workdir, step))
-    if record is None:
+    steps = self._peers.broadcast(steps_of(self._workdir))
+    if not steps:
       return None
+    restored = read_newest(self._workdir, steps, self._read, self._peers)
+    self._set_aside([step for step in steps if step > restored.step])
+    return restored
+
+  def _read(self, step: int) -> Restored:
+    record = read_record(self._workdir, step)
     _check_same_config(record.config, self._c, step)
     _warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
     sent = self._plan.schedule.in_flight(step) if self._plan else {}
     in_flight = () if record.finished else sent
     like = abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
-    arrays = self._agreed(step, lambda: read_arrays(self._workdir, step, _tree(like)))
-    return None if arrays is None else Restored(step, _state(arrays, like), record)
+    arrays = read_arrays(self._workdir, step, _tree(like))
+    return Restored(step, _state(arrays, like), record)
 
-  def _agreed(self, step: int, read: Callable[[], Any]) -> Any:
-    """What `read` returns, None if it fails on all processes.
-
-    Raises:
-      ConfigError: it fails on some processes. The fault is theirs then, and an older
-        checkpoint would be no remedy.
-    """
-    value, problem = None, None
-    try:
-      value = read()
-    except UNREADABLE as error:
-      problem = reason(error)
-    problems = self._peers.all_gather(problem)
-    unable = [p for p, x in enumerate(problems) if x is not None]
-    if not unable:
-      return value
-    if len(unable) < len(problems):
-      raise ConfigError(
-        f"--workdir is {self._workdir}, whose checkpoint of step {step} process"
-        f" {unable[0]} cannot read ({problems[unable[0]]}) while others can; see that"
-        " it is the same folder on all machines, and start again."
-      )
-    if self._peers.index == 0:
-      logging.warning(
-        "Checkpoint of step %d is incomplete and is passed over: %s", step, problems[0]
-      )
-    return None
-
-  def _set_aside(self, steps: list[int]) -> None:
+  def _set_aside(self, unreadable: list[int]) -> None:
     """Moves unreadable checkpoints out of Orbax's way."""
-    if not steps:
-      return
-    if self._peers.index == 0:
-      for step in steps:
-        to = _unused(self._workdir / "unreadable" / str(step))
-        to.parent.mkdir(exist_ok=True)
-        (_folder(self._workdir) / str(step)).rename(to)
-        say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
-    self._peers.all_gather(None)
-    self._manager.reload()
+    for step in unreadable if self._peers.index == 0 else ():
+      to = _unused(self._workdir / "unreadable" / str(step))
+      to.parent.mkdir(exist_ok=True)
+      (_folder(self._workdir) / str(step)).rename(to)
+      say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
+    if unreadable:
+      self._peers.broadcast(None)
+      self._manager.reload()
 
   def wait(self) -> None:
     self._manager.wait_until_finished()
@@ -215,16 +185,61 @@ def steps_of(workdir: pathlib.Path) -> list[int]:
   return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
-def read_record(workdir: pathlib.Path, step: int) -> Record:
-  """Reads a checkpoint's record.
+def read_newest(
+  workdir: pathlib.Path,
+  steps: list[int],
+  read: Callable[[int], T],
+  peers: Peers | None = None,
+) -> T:
+  """Reads the newest checkpoint that all processes can read.
+
+  Args:
+    workdir: folder of the run.
+    steps: the checkpoints to try, newest first.
+    read: reads the checkpoint of a step.
+    peers: the processes, all in this function; default this one.
 
   Raises:
-    ValueError, OSError, KeyError: it is not there or damaged (UNREADABLE).
+    ConfigError: no checkpoint can be read; or some processes cannot read one that
+      others can: then older checkpoints are no remedy.
+  """
+  peers = peers or Peers()
+  for step in steps:
+    found: Any = None
+    problem: str | None = None
+    try:
+      found = read(step)
+    except ConfigError:
+      raise
+    except (ValueError, OSError, KeyError, TypeError) as error:
+      problem = (str(error).splitlines() or [type(error).__name__])[0]
+    problems = peers.all_gather(problem)
+    unable = [p for p, x in enumerate(problems) if x is not None]
+    if not unable:
+      return found
+    if len(unable) < peers.count:
+      raise ConfigError(
+        f"--workdir is {workdir}, whose checkpoint of step {step} process {unable[0]}"
+        f" cannot read ({problems[unable[0]]}) while others can; see that it is the"
+        " same folder on all machines, and start again."
+      )
+    if peers.index == 0:
+      logging.warning("Checkpoint of step %d is incomplete: %s", step, problem)
+  raise ConfigError(
+    f"workdir is {str(workdir)!r}, whose checkpoints (steps"
+    f" {', '.join(map(str, steps))}) cannot be read; choose another --workdir, or move"
+    " its checkpoints away to train from the start."
+  )
+
+
+def read_record(workdir: pathlib.Path, step: int) -> Record:
+  """Reads the record of a checkpoint.
+
+  Raises:
+    ValueError, OSError, TypeError: the record is missing or damaged.
   """
   path = _folder(workdir) / str(step) / "record" / "metadata"
-  saved = json.loads(path.read_text())
-  known = {f.name for f in dataclasses.fields(Record)}
-  return Record(**{name: value for name, value in saved.items() if name in known})
+  return Record(**json.loads(path.read_text()))
 
 
 def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
@@ -233,13 +248,13 @@ def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
   Uses a handler of Orbax alone, in which no process waits for another.
 
   Args:
-    workdir: of the run.
-    step: of the checkpoint.
-    like: shapes, types and shardings of the saved tree, or of a part of it: `params`,
-      `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `in_flight`.
+    workdir: folder of the run.
+    step: step of the checkpoint.
+    like: shapes, dtypes and shardings of the saved tree, or of some of its parts:
+      `params`, `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `in_flight`.
 
   Raises:
-    ValueError, OSError, KeyError: they are not there or damaged (UNREADABLE).
+    ValueError, OSError, KeyError: arrays are missing or damaged.
   """
   place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype)
   args = ocp.args.PyTreeRestore(
@@ -249,24 +264,19 @@ def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
   return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
 
 
-def reason(error: BaseException) -> str:
-  """The first line of an error."""
-  return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _folder(workdir: pathlib.Path) -> pathlib.Path:
   return (workdir / "checkpoints").absolute()
 
 
 def _check_same_config(old: Mapping[str, Any], c: Config, step: int) -> None:
-  """Refuses to continue a run under another config.
+  """Refuses to go on with another config than the run's.
 
-  Fields that the run's code did not have yet count as their defaults.
+  Fields that the code of the run did not have count as their defaults.
 
   Raises:
-    ConfigError: with the differing fields, old -> new.
+    ConfigError: shows the fields that differ, old -> new.
   """
-  with contextlib.suppress(ConfigError):  # Then the difference is shown.
+  with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
     old = complete(old).to_dict()
   lines = [
     f"{field}: {change}"
@@ -281,30 +291,24 @@ def _check_same_config(old: Mapping[str, Any], c: Config, step: int) -> None:
 
 
 def _warn_of_other_shards(c: Config, before: int, now: int) -> None:
-  """Warns if a run goes on with other shards, which its codes depend on."""
+  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
   plain = c.wire.compressor == "quantize" and c.wire.format in PLAIN
-  if before == now or plain or c.data_parallel:
-    return
-  logging.warning(
-    "mesh.fsdp was %d and is %d: each shard is coded by itself (wire.compressor %s,"
-    " wire.format %s), so outer gradients lose other bits than before; set mesh.fsdp=%d"
-    " if results have to be those of an uninterrupted run.",
-    before,
-    now,
-    c.wire.compressor,
-    c.wire.format,
-    before,
-  )
+  if before != now and not plain and not c.data_parallel:
+    logging.warning(
+      f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
+      f" gradients lose other bits than before; set mesh.fsdp={before} for the results"
+      " of an uninterrupted run."
+    )
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:
-  """The path, with a number behind it if it exists."""
+  """The path, or if it exists the path with a number."""
   names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
   return next(p for p in map(path.with_name, names) if not p.exists())
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
-  """The state as nested dicts and lists; None and empty parts are left out."""
+  """The state as nested dicts and lists, without empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
   if state.outer:
     tree["theta"] = list(state.outer.theta)
@@ -315,13 +319,8 @@ def _tree(state: TrainState) -> dict[str, Any]:
 
 
 def _state(tree: dict[str, Any], like: TrainState) -> TrainState:
-  """The inverse of `_tree`; `like` has what was left out."""
-  outer = like.outer
-  if outer:
-    outer = OuterState(
-      theta=tuple(tree["theta"]),
-      opt_state=tuple(tree.get("outer_opt_state", outer.opt_state)),
-      codec_state=tuple(tree.get("codec_state", outer.codec_state)),
-      in_flight=tree.get("in_flight", {}),
-    )
-  return TrainState(tree["params"], tree["opt_state"], outer)
+  """The inverse of `_tree`: puts its leaves where `like` has them."""
+  leaves, structure = jax.tree.flatten(like)
+  numbered = jax.tree.unflatten(structure, range(len(leaves)))
+  found = dict(zip(jax.tree.leaves(_tree(numbered)), jax.tree.leaves(tree)))
+  return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])

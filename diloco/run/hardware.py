@@ -1,41 +1,31 @@
 """Peak matrix throughput and memory of known accelerators."""
 
-# bfloat16 dense FLOP/s per chip, from the vendors' data sheets; keys are prefixes
-# of jax.Device.device_kind.
-PEAK_FLOPS = {
-  "TPU v4": 275e12,
-  "TPU v5 lite": 197e12,
-  "TPU v5e": 197e12,
-  "TPU v5p": 459e12,
-  "TPU v5": 459e12,
-  "TPU v6": 918e12,
-  "NVIDIA A100": 312e12,
-  "NVIDIA H100": 989e12,
-  "NVIDIA H200": 989e12,
-}
-
-# Device memory that XLA gives to programs; TPU v5e has 16 GiB, v6e 32, v5p 96.
-HBM_BYTES = {
-  "TPU v5 lite": int(15.75 * 2**30),
-  "TPU v5e": int(15.75 * 2**30),
-  "TPU v5p": int(95.74 * 2**30),
-  "TPU v5": int(95.74 * 2**30),
-  "TPU v6": int(31.25 * 2**30),
+# By prefix of jax.Device.device_kind: bfloat16 dense FLOP/s per chip, from the vendors'
+# data sheets, and the device memory in GiB that XLA gives to programs (None: unknown).
+CHIPS = {
+  "TPU v4": (275e12, None),
+  "TPU v5 lite": (197e12, 15.75),
+  "TPU v5e": (197e12, 15.75),
+  "TPU v5p": (459e12, 95.74),
+  "TPU v5": (459e12, 95.74),
+  "TPU v6": (918e12, 31.25),
+  "NVIDIA A100": (312e12, None),
+  "NVIDIA H100": (989e12, None),
+  "NVIDIA H200": (989e12, None),
 }
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Peak FLOP/s of a device kind, None where it is not known."""
-  return _of_kind(PEAK_FLOPS, device_kind)
+  """Peak FLOP/s of a kind of device, None if unknown."""
+  return _chip(device_kind)[0]
 
 
 def hbm_bytes(device_kind: str) -> int | None:
-  """Device memory in bytes of a device kind, None where it is not known."""
-  return _of_kind(HBM_BYTES, device_kind)
+  """Device memory in bytes of a kind of device, None if unknown."""
+  gib = _chip(device_kind)[1]
+  return None if gib is None else int(gib * 2**30)
 
 
-def _of_kind(table: dict, device_kind: str):
-  for prefix, value in table.items():
-    if device_kind.startswith(prefix):
-      return value
-  return None
+def _chip(device_kind: str) -> tuple[float | None, float | None]:
+  matches = (CHIPS[prefix] for prefix in CHIPS if device_kind.startswith(prefix))
+  return next(matches, (None, None))

@@ -1,8 +1,8 @@
-"""A trained model from its run directory, or from an export: config and parameters.
+"""Loads a trained model, its config and parameters, from a run or an export.
 
-Needs neither the training data nor the devices of the run: the config is that of the
-checkpoint's record, and only the outer parameters are read, sharded over the devices
-that are there.
+Needs neither the training data nor the devices of the run. Reads the config from the
+checkpoint's record, and of the arrays only the outer parameters, sharded over the
+devices of this process.
 """
 
 import dataclasses
@@ -12,18 +12,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from absl import logging
+from flax import traverse_util
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
 from diloco.algorithm.state import abstract_params, first_replica
 from diloco.config import Config, ConfigError, changed, complete
 from diloco.model import shapes, sharding
-from diloco.model.sharding import key
 from diloco.run import checkpoint
 from diloco.run.mesh import make_inference_mesh
 
-# What an export consists of, see diloco/export.py.
+# The files of an export, see diloco/export.py.
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
 
 
@@ -32,9 +31,9 @@ class Model:
   """A trained model on the devices of this process.
 
   Attributes:
-    config: of its run; with mesh fields for these devices, and `eval.batch_size`
-      rounded up to a multiple of the devices.
-    step: inner steps it was trained for; `config.train.steps` if the run is finished.
+    config: config of the run, with mesh fields for these devices and `eval.batch_size`
+      rounded up to a multiple of their number.
+    step: inner steps of training; `config.train.steps` if the run is finished.
     params: outer parameters, one replica's tree, float32, sharded over `mesh`; for
       data-parallel the parameters.
     mesh: 1 x all devices.
@@ -47,15 +46,14 @@ class Model:
 
 
 def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
-  """Loads the newest complete checkpoint of a run, or an export.
+  """Loads a checkpoint of a run, or an export.
 
   Args:
-    workdir: as given to diloco.main, or a folder written by diloco.export.
-    step: which checkpoint; default the newest complete one.
+    workdir: --workdir of diloco.main, or a folder written by diloco.export.
+    step: step of the checkpoint; default the newest that can be read.
 
   Raises:
-    ConfigError: there is no such folder or no such checkpoint, or it was written by
-      an incompatible version.
+    ConfigError: there is no such folder or checkpoint, or this version cannot read it.
   """
   workdir = pathlib.Path(workdir)
   if not workdir.is_dir():
@@ -66,35 +64,16 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   mesh = make_inference_mesh()
   if (workdir / WEIGHTS).exists():
     return _load_export(workdir, step, mesh)
-  steps = _steps(workdir, step)
-  for s in steps:
-    try:
-      record = checkpoint.read_record(workdir, s)
-      c = _config(record.config, workdir, mesh)
-      with jax.set_mesh(mesh):
-        params = _outer_params(c, workdir, s, mesh)
-    except ConfigError:
-      raise
-    except checkpoint.UNREADABLE as error:
-      said = checkpoint.reason(error)
-      logging.warning("Checkpoint of step %d is passed over: %s", s, said)
-      continue
-    return Model(c, s, params, mesh)
-  raise ConfigError(
-    f"workdir is {str(workdir)!r}, whose checkpoints (steps"
-    f" {', '.join(map(str, steps))}) are all incomplete; start the run again, it goes"
-    " on from what it can read."
-  )
 
+  def read(s: int) -> Model:
+    c = _config(checkpoint.read_record(workdir, s).config, workdir, mesh)
+    return Model(c, s, _outer_params(c, workdir, s, mesh), mesh)
 
-def leaf_names(params: Any) -> dict[str, Any]:
-  """{'blocks.attention.q': leaf, ...}: the names of an export's tensors."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {".".join(map(key, path)): leaf for path, leaf in leaves}
+  return checkpoint.read_newest(workdir, _steps(workdir, step), read)
 
 
 def import_safetensors():
-  """The module safetensors.numpy: an extra, since only exports need it.
+  """Returns the module safetensors.numpy, which only exports need.
 
   Raises:
     ConfigError: it is not installed.
@@ -115,8 +94,8 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   if not found:
     raise ConfigError(
       f"workdir is {str(workdir)!r}, which holds no checkpoint yet; train with"
-      f" `python -m diloco.main --config=... --workdir={workdir}` (checkpoint.every"
-      " says how often it saves)."
+      f" `python -m diloco.main --config=... --workdir={workdir}`, and see"
+      " checkpoint.every."
     )
   if step is None:
     return found
@@ -129,39 +108,38 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 
 def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config:
-  """The run's config on this mesh."""
+  """The config of the run, for this mesh."""
   try:
     c = complete(saved)
   except (TypeError, ConfigError) as error:
-    message = str(error).strip().splitlines()[0].rstrip(".")
+    reason = str(error).strip().splitlines()[0].rstrip(".")
     raise ConfigError(
-      f"workdir is {str(where)!r}, whose config this version does not read"
-      f" ({message}); use the version of diloco that wrote it."
+      f"workdir is {str(where)!r}, whose config this version does not read ({reason});"
+      " use the version of diloco that wrote it."
     ) from error
   rows = -(-c.eval.batch_size // mesh.size) * mesh.size
   return changed(c, {"mesh.replica": 0, "mesh.fsdp": 0, "eval.batch_size": rows})
 
 
 def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> Any:
-  """Reads the outer parameters, and nothing else, of a checkpoint's state."""
-
-  def read(name: str, trees: list[Any], lead: sharding.Lead = ()) -> Any:
-    placed = [sharding.structs(x, sharding.shardings(x, mesh, lead)) for x in trees]
-    like = {name: placed if name == "theta" else placed[0]}
-    return checkpoint.read_arrays(workdir, step, like)[name]
-
-  if c.data_parallel:
-    led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-    params_M = read("params", [jax.tree.map(led, abstract_params(c))], (None,))
-    return first_replica(params_M, mesh=mesh)
-  whole, parts = shapes.parameters(c.model), c.make_fragments()
-  outer = [sharding.abstract(f.shapes(whole), "float32") for f in parts]
-  layers = [f.indices for f in parts]
-  return fragments.join(read("theta", outer), layers, whole, mesh)
+  """Reads the outer parameters, and no other arrays, of a checkpoint."""
+  with jax.set_mesh(mesh):
+    if c.data_parallel:
+      led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+      like = jax.tree.map(led, abstract_params(c))
+      like = sharding.structs(like, sharding.shardings(like, mesh, (None,)))
+      arrays = checkpoint.read_arrays(workdir, step, {"params": like})
+      return first_replica(arrays["params"], mesh=mesh)
+    whole, parts = shapes.parameters(c.model), c.make_fragments()
+    theta = [sharding.abstract(part.shapes(whole), "float32") for part in parts]
+    placed = [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]
+    arrays = checkpoint.read_arrays(workdir, step, {"theta": placed})
+    layers = [part.indices for part in parts]
+    return fragments.join(arrays["theta"], layers, whole, mesh)
 
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
-  """Reads what diloco.export wrote; its tokenizer goes with it."""
+  """Reads a folder that diloco.export wrote, tokenizer included."""
   described = json.loads((folder / CONFIG).read_text())
   if step not in (None, described["step"]):
     raise ConfigError(
@@ -172,16 +150,15 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   if (folder / TOKENIZER).exists():
     c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
   tensors = import_safetensors().load_file(folder / WEIGHTS)
-  like = abstract_params(c)
-  expected = {name: x.shape for name, x in leaf_names(like).items()}
-  found = {name: x.shape for name, x in tensors.items()}
-  if expected != found:
-    wrong = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+  like = traverse_util.flatten_dict(abstract_params(c), sep=".")
+  names = {*like, *tensors}
+  shape = lambda x: getattr(x, "shape", None)
+  wrong = [n for n in names if shape(like.get(n)) != shape(tensors.get(n))]
+  if wrong:
     raise ConfigError(
       f"workdir is {str(folder)!r}, whose {WEIGHTS} does not fit its {CONFIG} in"
-      f" {', '.join(wrong)}; export again."
+      f" {', '.join(sorted(wrong))}; export again."
     )
-  arrays = [tensors[name] for name in leaf_names(like)]
-  params = jax.tree.unflatten(jax.tree.structure(like), arrays)
+  params = traverse_util.unflatten_dict(tensors, sep=".")
   params = jax.device_put(params, sharding.shardings(params, mesh))
   return Model(c, described["step"], params, mesh)

@@ -56,10 +56,9 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
-def make_inference_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_inference_mesh() -> Mesh:
   """1 x n: one model, without replicas, sharded over all devices."""
-  devices = jax.devices() if devices is None else devices
-  grid = np.asarray(devices).reshape(1, -1)
+  grid = np.asarray(jax.devices()).reshape(1, -1)
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, and the same for a person."""
+"""The end of a run: evaluates, generates, and writes summary.json."""
 
 import dataclasses
 import json
@@ -9,21 +9,14 @@ import jax
 from jax.sharding import Mesh
 
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import (
-  TrainState,
-  final_params,
-  first_replica,
-  replica_mean,
-)
+from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
 from diloco.config import Config
-from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.heldout import EvalResult
-from diloco.evaluate.tasks import TaskResult
+from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.model import sampling
 from diloco.model.shapes import num_params
 from diloco.run import metrics
 from diloco.run.log import Log
-from diloco.run.processes import Peers
+from diloco.run.peers import Peers
 from diloco.wire import sizes
 
 FILE = "summary.json"
@@ -39,15 +32,13 @@ def make(
   workdir: pathlib.Path,
   peers: Peers,
 ) -> dict[str, Any]:
-  """Evaluates, generates, draws, writes summary.json and prints it; returns it."""
+  """Evaluates, generates and draws; writes summary.json, prints it and returns it."""
   outer = final_params(plan, state, mesh)
-  results = {
-    "outer": evaluation.loss(outer),
-    "mean": evaluation.loss(replica_mean(state.params, mesh=mesh)),
-    "first": evaluation.loss(first_replica(state.params, mesh=mesh)),
-  }
-  scores = evaluation.tasks(outer)
-  log.evaluation(c.train.steps, results, scores)
+  scores = evaluation(outer)
+  mean = evaluation.loss(replica_mean(state.params, mesh=mesh)).loss
+  first = evaluation.loss(first_replica(state.params, mesh=mesh)).loss
+  more = {"loss_mean": mean, "loss_first": first}
+  log.evaluation(c.train.steps, scores.numbers | more)
   log.flush()
   text = ""
   if c.log.sample_tokens:
@@ -56,19 +47,20 @@ def make(
       c.model, outer, prompt, c.log.sample_tokens, c.log.temperature, c.seed
     )
     text = evaluation.tokenizer.decode([*prompt, *ids])
-  summary = _numbers(c, log, results, scores)
+  losses = {"outer": scores.held_out.loss, "mean": mean, "first": first}
+  summary = _numbers(c, log, losses, scores)
   if peers.index == 0:
     metrics.plot_loss(workdir, f"{c.algorithm}, M={c.replicas}, H={c.sync_every}")
     written = workdir / f".{FILE}"
     written.write_text(json.dumps(summary, indent=2) + "\n")
     written.replace(workdir / FILE)  # Whole or not at all.
-    log.close()
+    log.close()  # Ends the progress bar.
     report(workdir, summary, text)
   return summary
 
 
 def _numbers(
-  c: Config, log: Log, results: dict[str, EvalResult], scores: dict[str, TaskResult]
+  c: Config, log: Log, losses: dict[str, float], scores: Scores
 ) -> dict[str, Any]:
   """The content of summary.json; bytes are those that one replica sends."""
   params, ledger = num_params(c.model), log.ledger
@@ -84,10 +76,10 @@ def _numbers(
     "steps": c.train.steps,
     "tokens": c.train.tokens,
     "params": params,
-    "eval_loss": {which: r.loss for which, r in results.items()},
-    "perplexity": results["outer"].perplexity,
-    "bits_per_byte": results["outer"].bits_per_byte,
-    "tasks": {task: dataclasses.asdict(r) for task, r in scores.items()},
+    "eval_loss": losses,
+    "perplexity": scores.held_out.perplexity,
+    "bits_per_byte": scores.held_out.bits_per_byte,
+    "tasks": {task: dataclasses.asdict(r) for task, r in scores.tasks.items()},
     "bytes_sent_per_replica": sent,
     "bytes_data_parallel_per_replica": int(reference),
     "bytes_ratio_to_data_parallel": reference / sent if sent else None,
@@ -105,19 +97,18 @@ def _numbers(
 
 
 def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
-  """The summary that process 0 finds, None if the run was cut short before it."""
+  """Reads process 0's summary.json; None if the run ended before it was written."""
   path = workdir / FILE
-  found = json.loads(path.read_text()) if peers.index == 0 and path.exists() else None
-  return peers.all_gather(found)[0]
+  return peers.broadcast(json.loads(path.read_text()) if path.exists() else None)
 
 
 def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
-  """Prints a summary for a person, and where everything lies.
+  """Prints a summary and the paths of the files.
 
   Args:
-    workdir: of the run.
+    workdir: folder of the run.
     summary: from `make` or `read`.
-    text: that the model generated.
+    text: text that the model generated.
   """
   losses = summary["eval_loss"]
   ratio = summary["bytes_ratio_to_data_parallel"]

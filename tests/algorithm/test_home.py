@@ -1,4 +1,4 @@
-"""Outer state on devices, offloaded and on hosts: same results, and what waits."""
+"""Outer state on devices, in host memory and on hosts: the results are the same."""
 
 import dataclasses
 import threading
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.algorithm import home as home_lib
-from diloco.algorithm.jobs import Background
+from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
@@ -34,7 +34,7 @@ def host(tiny, **fields):
 
 
 def start(plan):
-  """Replicas that are all alike, and their outer state."""
+  """Equal replicas and their outer state."""
   ones = lambda shape: jnp.ones((plan.replicas, *shape), jnp.float32)
   params_M = jax.tree.map(ones, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
   places = sharding.shardings(params_M, plan.mesh, (sharding.REPLICA,))
@@ -95,7 +95,7 @@ def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
   assert threading.main_thread() not in threads
   received = [e for e in events if e.kind == "receive"]
   assert received[0].step == plan.schedule.sync_every + 3
-  # The timer that lets the exchange go starts when training begins to wait.
+  # The timer that releases the exchange starts when training begins to wait.
   assert all(e.metrics["waited_s"] >= 0.19 for e in received)
 
 
@@ -107,20 +107,20 @@ def test_a_failed_exchange_names_the_reason_and_the_remedy(tiny, monkeypatch):
 
   monkeypatch.setattr(plan.transport, "_gather", fail)
   with pytest.raises(
-    ExchangeFailed, match=r"\(connection closed by peer\).*same command to go on"
+    ExchangeFailed, match=r"\(connection closed by peer\).*same command continues"
   ):
     walk(plan)
 
 
-def test_what_was_sent_before_a_restart_is_exchanged_after_it(tiny):
+def test_a_fragment_sent_before_a_restart_arrives_after_it(tiny):
   plan = host(tiny)
   expected = walk(plan)
-  # A process that resumes has jobs of its own; here one resumes after every step.
-  resumed = lambda plan: dataclasses.replace(plan, jobs=Background())
+  # A resumed process has new jobs; here the run resumes after every step.
+  resumed = lambda plan: dataclasses.replace(plan, jobs=Jobs(background=True))
   assert_same(walk(plan, at_every_step=resumed)[:2], expected[:2])
 
 
-def test_offloaded_outer_state_waits_at_the_host_and_changes_nothing(tiny):
+def test_offloaded_outer_state_lives_in_host_memory_and_changes_no_result(tiny):
   expected = walk(make(tiny))
   plan = make(tiny, **{"outer.offload": True, "overlap.tau": 3})
   assert_same(expected[:2], walk(plan)[:2])

@@ -32,7 +32,7 @@ def setup(c, seed=0):
   return params_M, jax.random.randint(jax.random.key(1), shape, 4, 2048)
 
 
-def test_accumulated_gradients_are_those_of_the_whole_batch(tiny):
+def test_accumulated_gradients_equal_the_gradient_of_the_whole_batch(tiny):
   fields = {"train.batch_size": 8, "inner.warmup_steps": 0}
   whole = resolve(tiny, **fields)
   params_M, tokens = setup(whole)
@@ -71,7 +71,7 @@ def lowered(c: Config) -> str:
     return step.as_text()
 
 
-def test_runs_of_other_rates_and_decays_share_a_program(tiny):
+def test_runs_with_different_rates_and_decays_share_one_program(tiny):
   a = resolve(tiny, **{"inner.learning_rate": 0.01, "inner.weight_decay": 0.1})
   b = resolve(tiny, **{"inner.learning_rate": 0.02, "inner.weight_decay": 0.3})
   assert lowered(a) == lowered(b)

@@ -98,7 +98,7 @@ def test_every_outer_optimizer_descends(name):
     ("dpsgd(noise_multiplier=1)", "which optax refuses"),
   ],
 )
-def test_what_is_no_outer_optimizer(text, message):
+def test_an_unknown_outer_optimizer_is_refused(text, message):
   with pytest.raises(ConfigError, match=f"outer.optimizer .*{message}"):
     optimizers.make_outer(OuterConfig(optimizer=text))
 
@@ -110,7 +110,7 @@ def test_keyword_arguments_reach_optax():
   assert float(optax.tree_utils.tree_get(state, "mu")) == 1.5
 
 
-def test_weight_decay_of_an_optimizer_that_has_none(tiny):
+def test_weight_decay_is_refused_for_an_optimizer_without_it(tiny):
   message = "which takes no weight decay, but inner.weight_decay is not 0; set it to 0"
   c = resolve(tiny, **{"inner.optimizer": "adam"})
   with pytest.raises(ConfigError, match=f"inner.optimizer is 'adam', {message}"):
@@ -149,7 +149,7 @@ SHAPES = {
 }
 
 
-def placed(text: str, fsdp: int = 4):
+def placed(text: str, fsdp: int = 4, lead: tuple = ()):
   """(state, its shardings) of an outer optimizer on an abstract mesh."""
   mesh = jax.sharding.AbstractMesh(
     (1, fsdp), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2
@@ -157,23 +157,24 @@ def placed(text: str, fsdp: int = 4):
   shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32)
   params = jax.tree.map(shape, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
   optimizer = optimizers.make_outer(OuterConfig(optimizer=text))
-  places = optimizers.state_shardings("outer.optimizer", optimizer, params, mesh)
+  places = optimizers.state_shardings("outer.optimizer", optimizer, params, mesh, lead)
   return jax.eval_shape(optimizer.init, params), places
 
 
+@pytest.mark.parametrize("lead", [(), ("replica",)])
 @pytest.mark.parametrize(
   "text", ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"]
 )
-def test_state_like_the_parameters_is_sharded_like_them(text):
-  state, places = placed(text)
+def test_state_shaped_like_a_parameter_is_sharded_like_it(text, lead):
+  state, places = placed(text, lead=lead)
   for x, at in zip(jax.tree.leaves(state), jax.tree.leaves(places)):
     if x.shape in ((3, 256, 128), (3, 256)):
-      assert at.spec == jax.sharding.PartitionSpec(None, "fsdp")
+      assert at.spec == jax.sharding.PartitionSpec(*lead, None, "fsdp")
     elif x.shape == (512, 256):
-      assert at.spec == jax.sharding.PartitionSpec("fsdp")
+      assert at.spec == jax.sharding.PartitionSpec(*lead, "fsdp")
     else:  # Counts and constants.
       assert x.size <= 3
-      assert at.spec == jax.sharding.PartitionSpec()
+      assert at.spec == jax.sharding.PartitionSpec(*lead)
 
 
 def test_small_state_of_another_shape_is_whole_on_every_device():
@@ -185,7 +186,8 @@ def test_small_state_of_another_shape_is_whole_on_every_device():
 
 def test_large_state_that_fsdp_cannot_shard_is_refused():
   message = (
-    r"outer.optimizer keeps [\d,]+ bytes of state that mesh.fsdp = 4 cannot shard"
+    r"outer.optimizer keeps [\d,]+ bytes of state on every device, which mesh.fsdp = 4"
+    " cannot shard"
   )
   with pytest.raises(ConfigError, match=message):
     placed("sm3")

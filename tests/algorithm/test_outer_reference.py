@@ -31,13 +31,13 @@ from diloco.run.mesh import make_mesh
 from diloco.wire import sizes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-# Codes of E3M0, one scale per so many values; None sends float32.
+# E3M0 codes with one scale per this many values; None sends float32.
 TENSOR, ROW = 0, -1
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What is compiled: everything but the schedule.
+  """Everything that the compiled programs depend on: all but the schedule.
 
   With `exact`, the increments are integers and every rate a power of two, so that
   float32 makes no rounding error in `MAX_ROUNDS` rounds.
@@ -88,7 +88,7 @@ def draw_params(program: Program, *seed: int) -> ref.Params:
 
 
 def plan_of(program: Program, start: ref.Params) -> Plan:
-  """The plan of a program; `run` puts in the schedule."""
+  """The plan of a program; `run` adds the schedule."""
   c = default_config()
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
@@ -287,11 +287,11 @@ def check(program: Program, H: int, taus: tuple[int, ...], T: int):
 # More fragments than steps between two sends of one.
 @example(case=(PROGRAMS[3], 2, (1, 0, 1, 1), 7))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
-def test_the_outer_step_is_the_reference(case):
+def test_the_outer_step_equals_the_reference(case):
   check(*case)
 
 
-def test_the_drain_merges_only_what_was_sent():
+def test_the_drain_merges_only_sent_fragments():
   """Fragment 0 was last sent at 8; its send at 12 never happens, for T = 11.
 
   Replica 1 would have received that at 13, which is within the drain of replica 2,
@@ -301,7 +301,7 @@ def test_the_drain_merges_only_what_was_sent():
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_the_whole_outer_path_follows_torch(case):
+def test_outer_steps_equal_those_of_pytorch(case):
   """Against torch.optim.SGD, see tests/fixtures/make_torch_nesterov.py.
 
   One replica, H=1, alpha=0: an inner step that subtracts g makes g the outer

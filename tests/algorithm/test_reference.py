@@ -93,7 +93,7 @@ def sends(P, H, T):
   return [(t, p) for t in range(1, T + 1) for p in ref.sent_at(t, P, H)]
 
 
-def test_schedule_of_the_papers_example():
+def test_the_schedule_matches_the_papers_example():
   """H=100, P=2. Mistakes: t + t_p for t - t_p; a first send before a full H."""
   assert sends(2, 100, 300) == [(100, 0), (150, 1), (200, 0), (250, 1), (300, 0)]
 
@@ -129,7 +129,7 @@ def test_nesterov_by_hand():
   assert theta == 1 - 0.5 * 1.5 - 0.5 * 1.75
 
 
-def test_momentum_is_pytorchs():
+def test_momentum_equals_pytorch():
   """Against torch.optim.SGD in float32, see tests/fixtures/make_torch_nesterov.py."""
   fixture = json.loads((FIXTURES / "torch_nesterov.json").read_text())
   for case in fixture["cases"]:
@@ -414,7 +414,7 @@ def test_outer_parameters_are_those_of_each_fragments_last_sync():
       assert not np.array_equal(flat[key], ref.split(mid.replicas[0])[key])
 
 
-def test_what_is_in_flight_at_the_end_is_received():
+def test_fragments_in_flight_at_the_end_are_received():
   """Mistake: trailing steps that are never merged."""
   fragments = ref.make_fragments(4, 2, "strided")
   args = {"M": 2, "H": 6, "tau": 5, "alpha": 0.5, "outer": ref.sgd(0.5)}
@@ -452,7 +452,7 @@ def test_several_fragments_in_flight():
   assert arrived <= sent
 
 
-def test_late_replicas_merge_what_the_earliest_got():
+def test_all_replicas_merge_the_same_outer_parameters():
   """tau = (1, 3): one outer update at 5, merges at 5 and 7."""
   run = ref.simulate(
     params(),
@@ -475,7 +475,7 @@ def test_late_replicas_merge_what_the_earliest_got():
   assert not flat_equal(run.replicas[0], run.outer)  # two steps further
 
 
-def test_equal_taus_are_one_tau():
+def test_equal_taus_equal_one_tau():
   args = {"T": 20, "H": 6, "M": 3, "alpha": 0.5, "outer": ref.nesterov(0.4, 0.9)}
   fragments = ref.make_fragments(4, 2, "strided")
   a = ref.simulate(params(), table(), fragments, tau=2, **args)
@@ -484,7 +484,7 @@ def test_equal_taus_are_one_tau():
   assert a.log == b.log
 
 
-def test_what_is_sent_is_quantised_and_the_mean_is_not():
+def test_sent_gradients_are_quantised_and_their_mean_is_not():
   """Decode first, then average: the mean of two codes is mostly no code."""
   u = {m: params((9, m)) for m in range(2)}
   start = params()

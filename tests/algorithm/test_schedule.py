@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco.algorithm.schedule import Fragment, Schedule, make_fragments
 
 
-def test_patterns_are_those_of_figure_2():
+def test_patterns_match_figure_2():
   strided = make_fragments(6, 2, "strided")
   assert [f.layers for f in strided] == [(0, 3), (1, 4), (2, 5), ()]
   sequential = make_fragments(6, 2, "sequential")
@@ -38,7 +38,7 @@ def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):
     assert len({len(f.layers) for f in fragments if f.layers}) <= 2
 
 
-def test_the_papers_example_of_the_schedule():
+def test_the_schedule_matches_the_papers_example():
   schedule = Schedule(num_fragments=2, sync_every=100, taus=(0, 0))
   sends = {p: [t for t in range(1, 400) if schedule.is_sent(p, t)] for p in (0, 1)}
   assert sends == {0: [100, 200, 300], 1: [150, 250, 350]}
@@ -55,7 +55,7 @@ schedules = st.integers(1, 30).flatmap(
 
 
 @given(schedules)
-def test_what_is_sent_arrives_once_at_each_replica(schedule):
+def test_each_sent_fragment_arrives_once_at_each_replica(schedule):
   steps = 4 * schedule.sync_every
   sent = [(p, t) for t in range(1, steps + 1) for p in schedule.sends(t)]
   arrived: dict = {}
@@ -72,7 +72,7 @@ def test_what_is_sent_arrives_once_at_each_replica(schedule):
 
 
 @given(schedules, st.integers(1, 120))
-def test_in_flight_is_sent_and_not_yet_applied(schedule, t):
+def test_fragments_in_flight_are_sent_and_not_yet_updated(schedule, t):
   expected = {}
   for p in range(schedule.num_fragments):
     for s in range(1, t + 1):
@@ -82,7 +82,7 @@ def test_in_flight_is_sent_and_not_yet_applied(schedule, t):
 
 
 @given(schedules, st.integers(0, 120))
-def test_next_to_send_by_search(schedule, t):
+def test_next_to_send_equals_a_search(schedule, t):
   h = schedule.sync_every
   for s in range(max(t, 1), t + 3 * h + 1):
     if schedule.sends(s):
@@ -99,7 +99,7 @@ def test_every_fragment_is_next_at_some_step(schedule):
 
 
 @given(schedules)
-def test_a_fragment_has_a_full_round_behind_it(schedule):
+def test_no_fragment_is_sent_before_a_full_round(schedule):
   for p in range(schedule.num_fragments):
     sends = [t for t in range(1, 5 * schedule.sync_every) if schedule.is_sent(p, t)]
     assert sends[0] >= schedule.sync_every
@@ -113,7 +113,7 @@ def test_a_fragment_cannot_be_larger_than_the_model():
 
 
 @given(schedules, st.integers(0, 200))
-def test_sends_are_counted_without_walking_through_the_run(schedule, steps):
+def test_num_sends_equals_a_count_over_all_steps(schedule, steps):
   for p in range(schedule.num_fragments):
     walked = sum(schedule.is_sent(p, t) for t in range(1, steps + 1))
     assert schedule.num_sends(p, steps) == walked

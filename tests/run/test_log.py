@@ -1,4 +1,4 @@
-"""What is fetched when: logging must not wait for what was just launched."""
+"""The log fetches metrics one launch late, counts time, and joins all processes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,18 +7,19 @@ from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.state import Event
 from diloco.config import resolve
 from diloco.run import metrics
-from diloco.run.log import Log, Spent
-from diloco.run.processes import Peers
+from diloco.run.log import Log, Spent, _join
+from diloco.run.peers import Peers
 from diloco.wire.ledger import Ledger
 
 
 class OnDevice:
-  """A metric of two replicas on the device, which notes what is done with it."""
+  """A metric of two replicas on the device, which notes its copies and fetches."""
 
-  ndim, is_fully_replicated = 1, True
+  ndim, replica_id, index = 1, 0, (slice(None),)
 
   def __init__(self, name, log: list):
     self.name, self._log = name, log
+    self.data, self.addressable_shards = self, [self]
 
   def copy_to_host_async(self):
     self._log.append(("copy", self.name))
@@ -40,7 +41,7 @@ def stretch(steps: range, log: list):
   return steps, made, [Event("send", 0, steps[-1], 10, sent)]
 
 
-def test_nothing_is_fetched_of_what_was_just_launched(tiny, tmp_path):
+def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
   recorder, log = make_recorder(tiny, tmp_path), []
   recorder.stretch(*stretch(range(1, 4), log))
   assert {kind for kind, _ in log} == {"copy"}
@@ -57,8 +58,8 @@ def test_nothing_is_fetched_of_what_was_just_launched(tiny, tmp_path):
   recorder.close()
 
 
-def test_speed_is_that_of_the_steps_after_the_first_launch(tiny, tmp_path, monkeypatch):
-  # The recorder was made, launches 1 to 3 were reported, time was asked for.
+def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
+  # Times: the recorder is made, launches 1 to 3 are reported, the time is read.
   clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])
   monkeypatch.setattr("diloco.run.log.time.perf_counter", lambda: next(clock))
   recorder = make_recorder(tiny, tmp_path)
@@ -73,7 +74,7 @@ def test_speed_is_that_of_the_steps_after_the_first_launch(tiny, tmp_path, monke
   recorder.close()
 
 
-def test_a_resumed_run_counts_the_time_of_those_before(tiny, tmp_path, monkeypatch):
+def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
   clock = iter([50.0, 60.0, 62.0, 65.0])
   monkeypatch.setattr("diloco.run.log.time.perf_counter", lambda: next(clock))
   saved = Spent(wall_s=100.0, busy_s=10.0, steps=5)
@@ -84,3 +85,9 @@ def test_a_resumed_run_counts_the_time_of_those_before(tiny, tmp_path, monkeypat
   recorder.flush()
   assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
   recorder.close()
+
+
+def test_metrics_of_all_processes_are_joined_by_replica():
+  # Process 0 has its own pairs as tuples; those of the others come as JSON.
+  assert _join([[(1, 0.5), (2, 0.5)], [[0, 0.7]]]) == [0.7, 0.5, 0.5]
+  assert _join([3.0, 3.0]) == 3.0

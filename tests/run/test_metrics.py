@@ -1,4 +1,4 @@
-"""metrics.jsonl is read whatever a kill left behind; its picture spares pyplot."""
+"""metrics.jsonl survives a kill; the picture leaves the backend of pyplot alone."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from diloco import config as config_lib
 from diloco.run import metrics
 
 
-def test_loss_is_drawn_and_the_backend_stays(tmp_path):
+def test_drawing_the_loss_keeps_the_backend(tmp_path):
   records = [{"kind": "step", "step": t, "loss": 5 - t / 10} for t in (1, 2, 3)]
   records.append({"kind": "eval", "step": 3, "loss_outer": 4.8})
   lines = [json.dumps(r) for r in records]
@@ -25,7 +25,7 @@ def test_loss_is_drawn_and_the_backend_stays(tmp_path):
   assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_of_repeated_steps_the_last_is_read(tmp_path):
+def test_the_last_record_of_a_repeated_step_counts(tmp_path):
   records = [
     {"kind": "step", "step": t, "loss": x} for t, x in ((1, 3), (2, 2), (1, 1))
   ]
@@ -34,7 +34,7 @@ def test_of_repeated_steps_the_last_is_read(tmp_path):
   assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
 
 
-def test_a_resumed_run_goes_on_in_its_run_of_wandb(tiny, tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
   runs = []
 
   class Run:
@@ -70,7 +70,7 @@ def write(workdir, c, *steps: int) -> None:
   writer.close()
 
 
-def test_a_line_cut_short_by_a_kill_takes_no_other_with_it(tiny, tmp_path):
+def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   c = config_lib.resolve(tiny)
   write(tmp_path, c, 1, 2)
   path = tmp_path / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""Norms and similarities of the replicas' outer gradients."""
+"""Norms and cosine similarities of the replicas' outer gradients."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ Tree = Any
 
 
 def norms(tree_M: Tree) -> jax.Array:
-  """Global L2 norm of each replica's tree, float32[M]."""
+  """Computes the global L2 norm of each replica's tree, float32[M]."""
   return jax.vmap(optax.tree.norm)(tree_M)
 
 
 def mean_cosine(delta_M: Tree) -> jax.Array:
-  """Mean cosine similarity over the pairs of replicas; NaN for M = 1.
+  """Averages the cosine similarity of all pairs of replicas; NaN for M = 1.
 
-  With unit vectors u_m, |sum u_m|^2 = M + sum over pairs i != j of cos_ij.
+  For unit vectors u_m: |sum u_m|^2 = M + sum over i != j of cos_ij.
   """
   norms_M = jnp.maximum(norms(delta_M), 1e-30)
   m = norms_M.shape[0]
