@@ -4,10 +4,10 @@
     network.limit(100e6)
     subprocess.Popen(network.command(0, ["python", "server.py"]))
 
-Every node is a namespace with one interface, eth0, joined to a bridge in a namespace
-of its own, so that nothing on the host (addresses, firewall) is touched or matters.
-Needs root and iproute2; see `missing`. Bandwidth is limited, delay is not: the token
-bucket is in every kernel that has traffic control, netem is not.
+Every node is a namespace with one interface, eth0. A bridge in one more namespace joins
+the nodes. So the host's addresses and firewall do not change and have no effect. Needs
+root and iproute2; see `missing`. Limits the rate, but adds no delay: every kernel with
+traffic control has the token bucket, but not every one has netem.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 
-# Namespaces are called PREFIX, the process id of who made them, and a number or hub.
+# A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
 PREFIX = "diloco"
-# Frames as large as long-distance research networks take. Headers are 66 bytes a
-# frame and acknowledgements as much: 1% of a bulk transfer, against 7% at 1500.
+# The frame size of long-distance research networks. A frame has 66 bytes of headers,
+# and so has an acknowledgement: 1% of a bulk transfer, but 7% with frames of 1500.
 MTU = 9000
-# IPv6 would announce itself on the interfaces now and then. Payload both ways under
-# Reno: 93% of 1 Mbit/s, 97% or more of 4 Mbit/s to 1 Gbit/s. BBR: 61% of the last, as
-# its pacing needs timers that a busy machine does not keep.
+# IPv6 would send packets of its own. With Reno, payload in both directions uses 93% of
+# 1 Mbit/s and at least 97% of 4 Mbit/s to 1 Gbit/s. BBR uses only 61% of 1 Gbit/s: on
+# a busy machine, timers are too late for its pacing.
 SETTINGS = {
   "ipv6/conf/all/disable_ipv6": 1,
   "ipv4/tcp_congestion_control": "reno",
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def missing() -> str | None:
-  """What this machine lacks for network namespaces; None if nothing."""
+  """Names what this machine lacks for network namespaces; None: nothing."""
   for tool in ("ip", "tc"):
     if shutil.which(tool) is None:
       return f"{tool} is not installed (Debian: apt-get install iproute2)"
@@ -61,7 +61,7 @@ class Network:
     names: the nodes' namespaces.
     addresses: the nodes' IPv4 addresses.
     hub: the bridge's namespace; its port{i} is the other end of node i's eth0.
-    statistics: open /proc/net/dev of each node.
+    statistics: a file descriptor of each node's /proc/net/dev.
   """
 
   names: tuple[str, ...]
@@ -70,11 +70,11 @@ class Network:
   statistics: tuple[int, ...]
 
   def command(self, node: int, argv: Sequence[str]) -> list[str]:
-    """`argv` as a command that runs inside a node."""
+    """Returns the command that runs `argv` inside a node."""
     return ["ip", "netns", "exec", self.names[node], *argv]
 
   def limit(self, rate: float | None) -> None:
-    """Limits every link in both directions to `rate` bits per second; None: to none.
+    """Limits every link in both directions to `rate` bits per second; None: no limit.
 
     May be called while traffic flows.
     """
@@ -82,20 +82,20 @@ class Network:
       for namespace, device in ((name, "eth0"), (self.hub, f"port{i}")):
         tc = ["tc", "-n", namespace, "qdisc"]
         if rate is None:
-          # There is nothing to delete if there was no limit.
+          # Fails, without harm, if there was no limit.
           subprocess.run([*tc, "del", "dev", device, "root"], capture_output=True)
         else:
           _run(*tc, "replace", "dev", device, "root", "tbf", *_bucket(rate))
 
   def counters(self, node: int) -> tuple[int, ...]:
-    """Bytes that a node's eth0 has (received, sent), headers of frames included.
+    """Returns (received, sent): bytes of a node's eth0, frame headers included.
 
-    Cheap enough to be polled; nothing is started inside the node.
+    Cheap enough to poll: starts no process inside the node.
     """
     return self._statistics(node, 0, 8)
 
   def packets(self, node: int) -> tuple[int, ...]:
-    """Frames that a node's eth0 has (received, sent)."""
+    """Returns (received, sent): frames of a node's eth0."""
     return self._statistics(node, 1, 9)
 
   def _statistics(self, node: int, *columns: int) -> tuple[int, ...]:
@@ -105,9 +105,9 @@ class Network:
 
 
 def _bucket(rate: float) -> list[str]:
-  # The bucket refills in 2 ms, longer than timers are late, but holds so little that
-  # even a packed fragment finds no free ride: 25 kB at 100 Mbit/s. The queue takes
-  # 50 ms and at least 16 frames, then drops, as a router would.
+  # The bucket holds 2 ms of traffic (25 kB at 100 Mbit/s), at least two frames: enough
+  # for late timers, but too little to carry a packed fragment without waiting. The
+  # queue holds 50 ms of traffic, at least 16 frames, then drops, as a router would.
   burst = max(rate / 8 * 2e-3, 2 * (MTU + 14))
   queue = max(rate / 8 * 50e-3, 16 * (MTU + 14))
   return ["rate", f"{rate:.0f}bit", "burst", f"{burst:.0f}", "limit", f"{queue:.0f}"]
@@ -115,9 +115,9 @@ def _bucket(rate: float) -> list[str]:
 
 @contextlib.contextmanager
 def star(nodes: int) -> Iterator[Network]:
-  """Makes the namespaces, and removes them and whatever runs inside at the end.
+  """Makes the namespaces; at the end removes them and kills the processes inside.
 
-  What an earlier process that was killed has left behind is removed first.
+  First removes the namespaces that killed processes have left.
 
   Raises:
     ValueError: nodes is not in 2..250.
@@ -148,7 +148,7 @@ def star(nodes: int) -> Iterator[Network]:
 
 
 def remove_stale() -> list[str]:
-  """Removes the namespaces, and what runs inside, of processes that are gone."""
+  """Removes namespaces whose maker is gone, kills their processes; returns names."""
   listed = json.loads(_run("ip", "-j", "netns", "list") or "[]")
   removed = []
   for name in [entry["name"] for entry in listed]:
@@ -171,7 +171,7 @@ def _make_node(i: int, name: str, address: str, hub: str) -> None:
   for namespace in (name, hub):
     for path, value in SETTINGS.items():
       write = f"echo {value} > /proc/sys/net/{path}"
-      # A kernel without IPv6, or without Reno, has nothing to set.
+      # Fails, without harm, if the kernel has no IPv6 or no Reno.
       subprocess.run(
         ["ip", "netns", "exec", namespace, "sh", "-c", write], capture_output=True
       )
@@ -180,23 +180,23 @@ def _make_node(i: int, name: str, address: str, hub: str) -> None:
     *("peer", "name", "eth0", "mtu", str(MTU), "netns", name),
   )
   _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
-  # A segment is a frame. Otherwise the kernel hands 64 kB at a time across, which the
-  # counters take for one frame with one header.
+  # One segment per frame. Otherwise the kernel passes on 64 kB at a time, and the
+  # counters show this as one frame with one header.
   _run("ip", "-n", name, "link", "set", "eth0", "gso_max_segs", "1", "up")
   _run("ip", "-n", name, "link", "set", "lo", "up")
   _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-  # A full queue of a slow link delays a frame by up to a second; nothing is lost
-  # there, so nothing is to be sent again.
+  # The full queue of a slow link delays a frame by up to a second. The frame is not
+  # lost, so TCP must wait that long before it sends the frame again.
   subnet = f"{address.rpartition('.')[0]}.0/24"
   _run("ip", "-n", name, "route", "change", subnet, "dev", "eth0", "rto_min", "1s")
-  # Gloo binds to what the host's name means; the host's own file says 127.0.0.1.
+  # Gloo binds to the address of the host name; the host's /etc/hosts says 127.0.0.1.
   hosts = pathlib.Path("/etc/netns", name, "hosts")
   hosts.parent.mkdir(parents=True, exist_ok=True)
   hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
 
 
 def _remove(name: str) -> None:
-  """Ends what runs in a namespace and removes it; never raises."""
+  """Kills the processes in a namespace and removes it; never raises."""
   found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
   for pid in found.stdout.split():
     with contextlib.suppress(ProcessLookupError):
@@ -210,7 +210,7 @@ def _open_statistics() -> int:
 
 
 def _inside(name: str, function):
-  """Calls a function in a namespace: in a thread, as a namespace is per thread."""
+  """Calls a function in a new thread, after the thread has entered a namespace."""
   result = []
 
   def call():

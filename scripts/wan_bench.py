@@ -1,22 +1,21 @@
-"""Compute utilisation of real training over a real, slow interface: a table, a picture.
+"""Measures compute utilisation of real training over slow links: table and picture.
 
   python scripts/wan_bench.py --out=/tmp/wan
 
-One network namespace and one process per replica (scripts/netns.py), each on a core of
-its own if there are enough. Each method is one run of `diloco.main` with configs/wan.py
-in which the rate of the links is lowered from one setting to the next. What is measured
-begins some steps after the change and ends a whole number of rounds later. Bytes are
-those of the interfaces' counters, headers included. Needs root and iproute2. Writes
-wan.csv, wan.md and wan.png; what other methods have left there is kept.
+Each replica has one network namespace and one process (scripts/netns.py), and a core of
+its own if there are enough cores. Each method is one run of `diloco.main` with
+configs/wan.py, during which the rate of the links falls step by step. A measurement
+begins some steps after a change and ends whole rounds later. Bytes are those of the
+interfaces' counters, headers included. Needs root and iproute2. Writes wan.csv, wan.md
+and wan.png; keeps the rows of other methods in --out.
 
-Utilisation is compute time over wall time. A step's compute time is the median over
-the same steps, most of which exchange nothing; data-parallel has no such steps and
-takes DiLoCo's at the same rate, which compute the same.
+Utilisation is compute time over wall time. The compute time of a step is the median of
+the measured steps; most steps exchange nothing. Data-parallel has no such steps, so it
+uses DiLoCo's compute time at the same rate: DiLoCo does the same computation.
 """
 
 import argparse
 import csv
-import dataclasses
 import pathlib
 import runpy
 import signal
@@ -31,11 +30,11 @@ sys.path.insert(0, str(ROOT))
 from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import make_folder
 from diloco.model.shapes import num_params
-from diloco.simulate import own
+from diloco.simulate import from_config
 from diloco.simulate import utilisation as simulate_lib
 from diloco.wire import sizes
 
-# In this order: data-parallel takes DiLoCo's compute time.
+# DiLoCo is before data-parallel, which uses DiLoCo's compute time.
 METHODS = {
   "DiLoCo": {"algorithm": "diloco"},
   "data-parallel": {"algorithm": "data_parallel", "log.every": 1},
@@ -43,35 +42,30 @@ METHODS = {
   "Streaming, overlap": {"wire.format": "fp32"},
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
-# Bits on the wire per value of data-parallel's gradient. XLA's CPU backend widens an
-# all-reduce of 16 bits, which the papers count, to 32.
-GRADIENT_BITS = 32
-
-
-# Steps between a change of the rate, which follows the log, and what is measured.
+# Steps between a change of the rate and a measurement: the log shows steps late.
 SETTLE = 20
 
 
 def fields(options, method: str, steps: int = 1000) -> dict:
-  """What a method's config differs in from configs/wan.py."""
+  """Returns the fields in which a method's config differs from configs/wan.py."""
   m = options.replicas
   shared = {"replicas": m, "train.batch_size": 2 * m, "eval.batch_size": 2 * m}
   return {**shared, "train.steps": steps, **METHODS[method]}
 
 
 def resolved(options, method: str) -> Config:
-  """The resolved config of a method."""
+  """Resolves the config of a method."""
   c = runpy.run_path(str(ROOT / CONFIG))["get_config"]()
   c.update_from_flattened_dict(fields(options, method))
   return resolve(c)
 
 
 def plan(options, method: str, compute_s: float) -> list[Phase]:
-  """The phases of a method's run, fastest rate first.
+  """Plans the phases of a method's run, fastest rate first.
 
-  Rounds begin and end between two sends, where nothing is under way. A step of
-  data-parallel at a slow rate takes many seconds: it is measured over few, and rates
-  at which it takes too long are left out.
+  Rounds begin and end between two sends, when nothing is on the links. At slow rates a
+  step of data-parallel takes many seconds, so fewer steps are measured, and rates at
+  which a step takes too long are left out.
   """
   c = resolved(options, method)
   rates = sorted(options.rates, reverse=True)
@@ -89,8 +83,8 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
     return phases
   schedule = c.make_schedule()
   gap = c.sync_every // schedule.num_fragments
-  # In the second round every fragment is sent for the first time, which compiles. In
-  # the middle between two sends nothing is under way, not even in sockets' buffers.
+  # In the second round every fragment is sent for the first time: programs compile.
+  # Half-way between two sends nothing is on the links or in the sockets' buffers.
   at = 2 * c.sync_every + gap // 2
   for rate in rates:
     first = at + SETTLE
@@ -101,44 +95,41 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
 
 
 def all_reduce(c: Config) -> float:
-  """Bytes that one worker of data-parallel sends in a step."""
-  size = GRADIENT_BITS / 8 * num_params(c.model)
+  """Returns the bytes that one worker of data-parallel sends in a step."""
+  size = from_config.gradient_bits(c) / 8 * num_params(c.model)
   return sizes.all_reduced(c.replicas, size)
 
 
 def predicted(c, compute_s: float, rate: float) -> float:
-  """The simulator's utilisation."""
-  work = own.workload(c, compute_s)
-  if c.data_parallel:
-    work = dataclasses.replace(work, bits=GRADIENT_BITS)
-  rounds = simulate_lib.Assumptions(steps=10 * c.sync_every)
-  return float(simulate_lib.utilisation(work, [rate], rounds)[0])
+  """Simulates the utilisation."""
+  work = from_config.workload(c, compute_s)
+  return float(simulate_lib.utilisation(work, [rate], 10 * c.sync_every)[0])
 
 
 def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: float):
-  """One line of the table.
+  """Makes a row of the table.
 
   Args:
     c: resolved config.
-    method: its name.
-    phase: what was measured.
+    method: name of the method.
+    phase: the measured phase.
     set_at: when the phase's rate was set.
-    trace: of the run.
+    trace: the trace of the run.
     compute_s: compute time of a step.
 
   Raises:
-    RuntimeError: the rate was set too late for what was to be measured.
+    RuntimeError: when the rate was set, a measured exchange may already have begun.
   """
   times, steps = trace.step_times(), phase.last - phase.first
   begin, end = times[phase.first], times[phase.last]
-  # Until the next send nothing is exchanged, and a rate may still change.
+  # Nothing is exchanged before the next send, so until then the rate may be set.
   sends = [r["step"] for r in trace.records if r["kind"] == "send"]
   quiet_until = min((t for t in sends if t > phase.first), default=phase.first + 1)
   needed = max(when for t, when in times.items() if t < quiet_until)
   if set_at > needed:
     raise RuntimeError(
       f"{method} at {phase.rate / 1e6:g} Mbit/s: the rate was set {set_at - needed:.1f}"
-      " s too late; run again on a machine with less to do."
+      " s too late; run again on an idle machine."
     )
   wall = end - begin
   booked = all_reduce(c)
@@ -163,16 +154,16 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
 
 
 def measure(options, method: str, network: netns.Network, rows: list[dict]):
-  """The rows of a method; prints each.
+  """Measures a method; prints and returns its rows.
 
   Args:
-    options: of the command line.
-    method: its name.
-    network: with a node per replica.
-    rows: of other methods; data-parallel takes DiLoCo's compute times.
+    options: the parsed command line.
+    method: name of the method.
+    network: a star with one node per replica.
+    rows: the rows of other methods; data-parallel uses DiLoCo's compute times.
 
   Raises:
-    RuntimeError: DiLoCo is missing at a rate.
+    RuntimeError: data-parallel finds no row of DiLoCo at a rate.
   """
   c, diloco = resolved(options, method), rows_of(rows, "DiLoCo")
   parallel = c.data_parallel
@@ -195,12 +186,12 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
 
 
 def rows_of(rows: list[dict], method: str) -> list[dict]:
-  """The rows of one method."""
+  """Returns the rows of one method."""
   return [r for r in rows if r["method"] == method]
 
 
 def load(options) -> list[dict]:
-  """The rows that earlier calls have left in the folder, of other methods."""
+  """Reads the rows of other methods that earlier calls have written to --out."""
   path = options.out / "wan.csv"
   if not path.exists():
     return []
@@ -213,7 +204,7 @@ def load(options) -> list[dict]:
 
 
 def save(options, rows: list[dict]) -> None:
-  """Writes the table, twice, and the picture."""
+  """Writes the table as CSV and as markdown, and the picture."""
   with (options.out / "wan.csv").open("w", newline="") as file:
     writer = csv.DictWriter(file, rows[0].keys())
     writer.writeheader()
@@ -231,11 +222,11 @@ HEADER = (
 
 
 def line(row: dict, reference: float | None = None) -> str:
-  """A row of the table in markdown.
+  """Formats a row of the table as markdown.
 
   Args:
-    row: see `row`.
-    reference: bytes per step of data-parallel.
+    row: from the function `row`.
+    reference: bytes per step of data-parallel; None: the last cell is empty.
   """
   fewer = f"{reference / row['bytes_per_step']:.0f}x" if reference else ""
   return (
@@ -246,7 +237,7 @@ def line(row: dict, reference: float | None = None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-  """All rows in markdown, by rate."""
+  """Formats all rows as markdown, sorted by rate."""
   parallel = [r["bytes_per_step"] for r in rows_of(rows, "data-parallel")]
   reference = float(np.median(parallel)) if parallel else None
   order = [*METHODS]
@@ -255,7 +246,7 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(options, rows: list[dict], path: pathlib.Path) -> None:
-  """Utilisation against bandwidth, as in 2501.18512, figure 4, but measured."""
+  """Draws measured utilisation against bandwidth, like figure 4 of 2501.18512."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -263,7 +254,7 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
 
   figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
   found = {r["method"] for r in rows}
-  # In the order, and so the colors, of the simulated figures (simulate/figures.py).
+  # The same order, and so the same colors, as in simulate/figures.py.
   order = ("data-parallel", *(m for m in METHODS if m != "data-parallel"))
   for i, method in ((i, m) for i, m in enumerate(order) if m in found):
     own_rows = rows_of(rows, method)
@@ -291,13 +282,13 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
 
 
 def parse(argv=None):
-  """Options of the command line."""
+  """Parses the command line."""
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder for the results")
-  add("--replicas", type=int, default=2, help="M")
+  add("--replicas", type=int, default=2, help="number of replicas")
   add(
     "--rates",
     type=lambda text: [1e6 * float(x) for x in text.split(",")],
@@ -306,7 +297,7 @@ def parse(argv=None):
   )
   add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
   add("--rounds", type=int, default=1, help="rounds of H steps for each rate")
-  add("--seconds", type=float, default=8, help="for each rate of data-parallel")
+  add("--seconds", type=float, default=8, help="aim for a data-parallel row")
   add(
     "--longest_step",
     type=float,
@@ -315,14 +306,14 @@ def parse(argv=None):
   )
   add("--timeout", type=float, default=900, help="seconds for each method")
   options = parser.parse_args(argv)
-  # data-parallel needs DiLoCo's compute time.
+  # In the order of METHODS: data-parallel uses the compute time of DiLoCo's run.
   options.methods = [m for m in METHODS if m in options.methods]
   return options
 
 
 def main() -> None:
   options = parse()
-  # So that processes and namespaces are removed.
+  # Turn SIGTERM into SystemExit, so that processes and namespaces are removed.
   signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
   reason = netns.missing()
   if reason:

@@ -1,4 +1,4 @@
-"""One training run over links whose rate changes, and what is seen of it."""
+"""Trains once over links whose rate changes, and records the run."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ CONFIG = "configs/wan.py"
 class Phase:
   """A rate in bits per second, measured over the steps first + 1 .. last of a run.
 
-  It is set once step `starts` is seen in the log, which is some steps late.
+  The rate is set when the log shows step `starts`, which happens some steps late.
   """
 
   rate: float
@@ -32,12 +32,12 @@ class Phase:
 
 @dataclasses.dataclass
 class Trace:
-  """What was seen of a run.
+  """The record of a run.
 
   Attributes:
     records: lines of metrics.jsonl.
-    samples: (seconds since the epoch, mean bytes sent by a node), in order of time.
-    changes: when each phase's rate was set.
+    samples: (seconds since the epoch, bytes that a node has sent: mean over nodes).
+    changes: when each phase's rate was set, in seconds since the epoch.
   """
 
   records: list[dict] = dataclasses.field(default_factory=list)
@@ -45,20 +45,20 @@ class Trace:
   changes: list[float] = dataclasses.field(default_factory=list)
 
   def step_times(self) -> dict[int, float]:
-    """{step: when it was finished}."""
+    """Returns {step: when the step was finished}."""
     return {r["step"]: r["time"] for r in self.records if r["kind"] == "step"}
 
   def sent(self, when: float) -> float:
-    """Bytes that a node had sent by then."""
+    """Interpolates the bytes that a node had sent at a time, mean over nodes."""
     return float(np.interp(when, *zip(*self.samples)))
 
   def total(self, kind: str, value: str, phase: Phase) -> float:
-    """Sum of a value over the lines of a kind within a phase."""
+    """Sums a value over the lines of a kind within a phase."""
     inside = (r for r in self.records if phase.first < r["step"] <= phase.last)
     return sum(r.get(value) or 0 for r in inside if r["kind"] == kind)
 
   def compute_seconds(self, phase: Phase) -> float:
-    """Median seconds of a step within a phase."""
+    """Returns the median seconds of a step within a phase."""
     found = sorted(self.step_times().items())
     steps, times = np.asarray(
       [pair for pair in found if phase.first <= pair[0] <= phase.last]
@@ -71,12 +71,12 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
 
   Args:
     options: replicas, and timeout in seconds.
-    fields: of the config, what differs from CONFIG.
-    phases: in order.
-    network: with a node per replica.
+    fields: the fields of the config that differ from CONFIG.
+    phases: the phases, in order.
+    network: a star with one node per replica.
 
   Raises:
-    RuntimeError: a process failed, or the run took longer than allowed.
+    RuntimeError: a process failed, or the run took longer than `timeout`.
   """
   trace = Trace()
   network.limit(None)
@@ -98,11 +98,11 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
 
 
 def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
-  """One process per node, each with a log in workdir."""
+  """Starts one process per node, each with a log in workdir."""
   cores = sorted(os.sched_getaffinity(0))
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-  # XLA makes as many threads as there are cores, here one, and an exchange in the
-  # background would occupy it.
+  # By default XLA makes one thread per core. A process has one core here, and an
+  # exchange in the background would occupy its only thread.
   env["PJRT_NPROC"] = "4"
   processes = []
   for i in range(options.replicas):

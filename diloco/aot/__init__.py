@@ -1,1 +1,1 @@
-"""Dry run for TPUs: compiles training programs for machines that are not there."""
+"""Dry run for TPUs: compiles training programs without the TPUs."""

@@ -1,11 +1,11 @@
-"""Dry run for TPUs: compiles a config's training programs on a machine without one.
+"""Dry run for TPUs: compiles a config's training programs on a machine without TPUs.
 
 python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
 python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e --slices=2
 
-The first prints memory, FLOPs, compile time, bytes between replicas and overlap of
-each program; the second finds the smallest slices on which training fits. Needs the
-extra `tpu`; see docs/aot.md.
+The first command prints memory, compile time, bytes between replicas and overlap of
+each program. The second command finds the smallest slices on which training fits. Both
+need the extra `tpu`; see docs/aot.md.
 """
 
 import os
@@ -19,21 +19,18 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
 )
 _TOPOLOGY = flags.DEFINE_string(
-  "topology",
-  None,
-  "Chip and grid of a slice, for example v5e:16x16; a chip alone: find the smallest.",
+  "topology", None, "Chip and grid, as v5e:16x16; or a chip, to find the smallest grid."
 )
 _SLICES = flags.DEFINE_integer(
-  "slices", 1, "Slices of that shape, joined by the data-centre network."
+  "slices", 1, "Number of slices, joined by the data-centre network.", lower_bound=1
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "XLA's least effort: sooner, about as much memory, no overlap."
+  "quick", False, "Compile with XLA's least effort: faster, but without overlap."
 )
 
 
-def main(argv) -> None:
-  del argv
-  # libtpu looks for a TPU, and for other processes that use it, unless told not to.
+def main(_) -> None:
+  # Without these variables, libtpu looks for a TPU and for other processes that use it.
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")

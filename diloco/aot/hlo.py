@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its HLO."""
+"""Reads the HLO of a compiled program: which bytes its devices send to each other."""
 
 import dataclasses
 import math
@@ -8,27 +8,29 @@ import numpy as np
 
 from diloco.model.sharding import REPLICA
 
-_TYPE = re.compile(r"(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?")  # s32, bf16, f8e4m3fn
-_NAMES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-# Between the slices of a TPU pod a collective is a send and a recv (Megascale).
-_COLLECTIVE = re.compile(rf"%?([\w.-]+) = (.*?) ({_NAMES}|send)(-start)?\((.*)")
-_OPCODE = re.compile(r" = .*? ([a-z][\w-]*)\(")
+# For example pred, s32, bf16 or f8e4m3fn.
+_TYPE = re.compile(r"(?:pred|(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?)")
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+# Between TPU slices, a collective is a send and a recv (Megascale).
+_COLLECTIVE = re.compile(rf"%?([\w.-]+) = (.*?) ({_KINDS}|send)(-start)?\((.*)")
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """One collective of a compiled program.
+  """A collective of a compiled program.
 
   Attributes:
-    name: of the instruction.
-    kind: all-gather, all-reduce, ...; send for what goes to another slice.
+    name: name of the instruction.
+    kind: all-gather, all-reduce, ...; send for data that goes to another slice.
     dtype: HLO type of the result, for example u8.
-    shape: of the result on one device.
-    groups: device ids that talk to each other; pairs for a permute; empty if all
-      devices do or the notation is not known. In a program for several slices ids
-      count the devices of each slice.
+    shape: shape of the result on one device.
+    groups: ids of devices that exchange data; pairs for a permute. Empty if all devices
+      take part, or if the notation is not known. In a program for several slices,
+      ids count the devices of each slice.
     senders: how many devices of all slices send to another slice.
   """
 
@@ -36,16 +38,24 @@ class Collective:
   kind: str
   dtype: str
   shape: tuple[int, ...]
-  groups: tuple[tuple[int, ...], ...]
+  groups: Groups
   senders: int = 0
 
   @property
   def nbytes(self) -> int:
-    """Bytes of the result on one device."""
-    return math.prod(self.shape) * _type_bytes(self.dtype)
+    """Bytes of the result on one device.
+
+    Raises:
+      ValueError: the type is not known.
+    """
+    match = _TYPE.fullmatch(self.dtype)
+    if not match:
+      raise ValueError(f"HLO type {self.dtype!r} is unknown; add it to {__file__}.")
+    # XLA stores a type narrower than a byte in one byte.
+    return math.prod(self.shape) * max(int(match[1] or 0) // 8, 1)
 
   def sent(self, devices: int, slices: int = 1) -> float:
-    """Bytes one device sends, mean over `devices`; reductions run on a ring."""
+    """Returns the mean bytes that a device sends; reductions run on a ring."""
     if self.kind == "send":
       return self.nbytes * self.senders / devices
     if self.kind == "collective-permute":
@@ -57,12 +67,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-  """When a collective runs beside the loops of a scheduled program.
+  """How many loops of a program run while a collective is under way.
 
   Attributes:
-    collective: what is exchanged.
-    hidden: loops between its start and its end.
-    loops: loops in the program's entry computation.
+    collective: the collective that the loops may hide.
+    hidden: loops between the start and the end of the collective.
+    loops: loops in the entry computation of the program.
   """
 
   collective: Collective
@@ -71,12 +81,10 @@ class Window:
 
 
 def collectives(hlo: str) -> list[Collective]:
-  """The collectives in the text of a compiled program, `compiled.as_text()`.
-
-  What stands in a loop is listed once.
+  """Lists the collectives in `compiled.as_text()`; one in a loop counts once.
 
   Raises:
-    ValueError: one is of a kind that is not known here; its bytes would be missing.
+    ValueError: the kind of a collective is not known, so its bytes would be missing.
   """
   found = []
   for line in hlo.splitlines():
@@ -85,48 +93,47 @@ def collectives(hlo: str) -> list[Collective]:
       _check_no_collective(line)
       continue
     name, result, kind, start, rest = match.groups()
-    # Pairs as in {{100000->200003},{200000->100003}}: device 3 of slice 2 is 200003.
+    # Pairs as in {{100000->200003},{200000->100003}}: 200003 is device 3 of slice 2.
     targets = re.search(r"_xla_megascale_target=\{([^=]*)\}", rest)
     senders = targets[1].count("->") if targets else 0
+    # XLA may combine several collectives into one, whose result is a tuple. The tuple
+    # of an asynchronous all-reduce holds the results. The tuple of another asynchronous
+    # start holds the operands, as many results and perhaps scalar contexts.
     arrays = _ARRAY.findall(result)
-    # Several collectives may be combined into one with a tuple of results; the tuple
-    # of an async start holds operands, as many results and perhaps scalar contexts,
-    # that of an all-reduce results alone.
     if kind == "send":
       arrays = arrays[:1]
     elif start:
       arrays = [(dtype, shape) for dtype, shape in arrays if shape or dtype != "u32"]
       arrays = arrays[0 if kind == "all-reduce" else len(arrays) // 2 :]
     for dtype, shape in arrays:
-      dims = tuple(int(d) for d in shape.split(",") if d)
-      found.append(Collective(name, kind, dtype, dims, _groups(rest), senders))
+      dims, groups = _numbers(shape), _groups(rest)
+      found.append(Collective(name, kind, dtype, dims, groups, senders))
   return found
 
 
 def across_replicas(hlo: str, mesh) -> list[Collective]:
-  """The collectives whose groups join devices of different replica coordinates.
+  """Lists the collectives that join devices of different replica coordinates.
 
   Args:
     hlo: text of a program compiled for `mesh`; no replica lies on two slices.
     mesh: the device mesh.
   """
   axis = mesh.axis_names.index(REPLICA)
-  # In SPMD programs a device id is a position in the mesh.
-  positions = range(mesh.devices.size)
-  coordinate = [np.unravel_index(i, mesh.devices.shape)[axis] for i in positions]
+  # In SPMD programs, a device id is a position in the mesh.
+  replica_of = np.indices(mesh.devices.shape)[axis].ravel()
+  everyone = (range(mesh.devices.size),)
   return [
     c
     for c in collectives(hlo)
-    if any(len({coordinate[d] for d in g}) > 1 for g in c.groups)
-    or (not c.groups and mesh.devices.shape[axis] > 1)
+    if any(len({replica_of[d] for d in group}) > 1 for group in c.groups or everyone)
   ]
 
 
 def replica_bytes(hlo: str, mesh) -> float:
-  """Bytes that one coordinate of the replica axis sends to the others.
+  """Returns the bytes that one coordinate of the replica axis sends to the others.
 
-  The sum over its devices, for one run of a program in which nothing that crosses
-  stands in a loop; the ledger's bytes if there is one replica per coordinate.
+  This is the sum over its devices, for one run of a program without such collectives in
+  loops. With one replica per coordinate, the ledger counts the same bytes.
   """
   devices = mesh.devices.size
   slices = len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
@@ -135,17 +142,17 @@ def replica_bytes(hlo: str, mesh) -> float:
 
 
 def windows(hlo: str, mesh) -> list[Window]:
-  """When what crosses between replicas starts and ends, in the order of execution.
+  """Lists the windows of all collectives between replicas, in order of execution.
 
-  Only what the entry computation itself exchanges: a collective in a loop, a branch or
-  another computation that it calls has no place among the entry's loops.
+  Only collectives of the entry computation count. Collectives in loops, branches and
+  other computations have no position among the loops of the entry computation.
 
   Args:
     hlo: text of a scheduled program, compiled for `mesh`.
     mesh: the device mesh.
 
   Raises:
-    ValueError: a collective is of an unknown kind, or a send has no recv.
+    ValueError: the kind of a collective is not known, or a send has no recv.
   """
   entry = hlo.index("\nENTRY ")
   lines = hlo[entry : hlo.index("\n}", entry)].splitlines()
@@ -154,62 +161,42 @@ def windows(hlo: str, mesh) -> list[Window]:
   for i, line in enumerate(lines):
     for c in across_replicas(line, mesh):
       end = _end(lines, line, c)
-      hidden = 0 if end is None else sum(i < k < end for k in loops)
-      found.append(Window(c, hidden, len(loops)))
+      found.append(Window(c, sum(i < k < end for k in loops), len(loops)))
   return found
 
 
 def _check_no_collective(line: str) -> None:
-  if not re.search(r"\b(replica_groups|source_target_pairs)=", line):
-    return
-  opcode = _OPCODE.search(line)
-  # The end of a known one may repeat the groups of its start.
-  if opcode and not re.fullmatch(rf"({_NAMES})-(update|done)", opcode[1]):
+  """Raises an error if the line has a collective of an unknown kind."""
+  groups = r"\b(?:replica_groups|source_target_pairs)="
+  opcode = re.search(rf" = .*? ([a-z][\w-]*)\(.*{groups}", line)
+  # The end of a known collective may repeat the groups of its start.
+  if opcode and not re.fullmatch(rf"({_KINDS})-(update|done)", opcode[1]):
     raise ValueError(
-      f"the program has a collective {opcode[1]!r}, whose bytes nobody counts; add it"
-      " to _NAMES and Collective.sent in diloco/hlo.py."
+      f"the bytes of collective {opcode[1]!r} are not counted; add it to {__file__}."
     )
 
 
-def _type_bytes(dtype: str) -> int:
-  """Bytes of one value; a type narrower than a byte takes one, as in XLA's default."""
-  match = _TYPE.fullmatch(dtype)
-  if not match and dtype != "pred":
-    raise ValueError(
-      f"a collective's HLO type is {dtype!r}, whose size is unknown; add it to _TYPE in"
-      " diloco/hlo.py."
-    )
-  return max(int(match[1]) // 8, 1) if match else 1
-
-
-def _end(lines: list[str], line: str, c: Collective) -> int | None:
-  """Where a collective is waited for; None if it is not asynchronous."""
+def _end(lines: list[str], line: str, c: Collective) -> int:
+  """Returns the index of the line that waits for a collective; 0 if none waits."""
   done = rf" {c.kind}-done\(.*%{re.escape(c.name)}\b"
-  if c.kind == "send":  # What this one sends, that one receives.
+  if c.kind == "send":  # The payload of the other side arrives with the recv.
     rendezvous = re.search(r'_rendezvous="[^"]*"', line)
-    recvs = [
-      m[1]
-      for x in lines
-      if rendezvous and rendezvous[0] in x
-      if (m := re.search(r"%?([\w.-]+) = .* recv\(", x))
-    ]
+    name = rendezvous[0] if rendezvous else "no rendezvous"
+    matches = [re.search(r"%?([\w.-]+) = .* recv\(", x) for x in lines if name in x]
+    recvs = [match[1] for match in matches if match]
     if len(recvs) != 1:
       raise ValueError(
-        f"{c.name} ({rendezvous[0] if rendezvous else 'no rendezvous'}) has"
-        f" {len(recvs)} recv in the entry computation instead of one; adapt"
-        " diloco/hlo.py to how this XLA writes a send."
+        f"{c.name} ({name}) has {len(recvs)} recv instead of one; adapt {__file__}."
       )
     done = rf" recv-done\(.*%{re.escape(recvs[0])}\b"
-  ends = [k for k, x in enumerate(lines) if re.search(done, x)]
-  return ends[0] if ends else None
+  return next((k for k, x in enumerate(lines) if re.search(done, x)), 0)
 
 
-def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-  """replica_groups or source_target_pairs, in any of XLA's notations."""
+def _groups(attributes: str) -> Groups:
+  """Parses replica_groups or source_target_pairs, in any notation of XLA."""
   iota = re.search(rf"replica_groups=\[([\d,]+)\]<={_IOTA}", attributes)
   if iota:
-    rows, columns = (int(d) for d in iota[1].split(","))
-    return _rows(_device_ids(iota[2], iota[3]).reshape(rows, columns))
+    return _rows(_device_ids(iota[2], iota[3]).reshape(_numbers(iota[1])))
   named = re.search(
     rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))? \{{([^}}]*)\}}",
     attributes,
@@ -217,31 +204,30 @@ def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
   if named:
     sizes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", named[1])}
     axes = [list(sizes).index(a) for a in re.findall(r"'(\w+)'", named[4])]
-    shape = list(sizes.values())
-    ids = np.arange(math.prod(shape))
-    if named[2]:
-      ids = _device_ids(named[2], named[3])
-    ids = np.moveaxis(ids.reshape(shape), axes, range(-len(axes), 0))
+    shape = tuple(sizes.values())
+    ids = _device_ids(named[2] or str(math.prod(shape)), named[3]).reshape(shape)
+    ids = np.moveaxis(ids, axes, range(-len(axes), 0))
     return _rows(ids.reshape(-1, math.prod(shape[a] for a in axes)))
   explicit = re.search(
     r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}", attributes
   )
-  if not explicit:
-    return ()
-  return tuple(
-    tuple(int(i) for i in g.split(",") if i)
-    for g in re.findall(r"\{([\d,]*)\}", explicit[1])
-  )
+  groups = re.findall(r"\{([\d,]*)\}", explicit[1]) if explicit else []
+  return tuple(map(_numbers, groups))
 
 
 def _device_ids(shape: str, permutation: str | None) -> np.ndarray:
-  """Ids of the iota notation [2,4]T(1,0): counted up, reshaped, transposed, flat."""
-  dims = [int(d) for d in shape.split(",")]
+  """Expands the iota notation [2,4]T(1,0): reshapes, transposes, flattens a range."""
+  dims = _numbers(shape)
   ids = np.arange(math.prod(dims)).reshape(dims)
   if permutation:
-    ids = ids.transpose([int(d) for d in permutation.split(",")])
+    ids = ids.transpose(_numbers(permutation))
   return ids.ravel()
 
 
-def _rows(ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-  return tuple(tuple(int(i) for i in row) for row in ids)
+def _rows(ids: np.ndarray) -> Groups:
+  return tuple(map(tuple, ids.tolist()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  """Parses the integers of a text like 2,1,40."""
+  return tuple(int(number) for number in text.split(",") if number)

@@ -1,6 +1,6 @@
-"""The training programs of a config, lowered from shapes and compiled for a mesh.
+"""Lowers the training programs of a config from shapes, and compiles them for a mesh.
 
-Nothing runs and nothing is allocated: the state is drawn as shapes with shardings, and
+Nothing runs and nothing is allocated. The state consists of shapes with shardings, and
 XLA compiles as it would on the machine.
 """
 
@@ -8,195 +8,186 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Lowered, Wrapped
 
-from diloco.algorithm import optimizers
-from diloco.algorithm.inner import fedpart_mask, inner_step
+from diloco.algorithm.inner import inner_step
+from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update
-from diloco.algorithm.overlap import hidden_exchange
+from diloco.algorithm.overlap import hidden_exchange, trained_next
 from diloco.algorithm.plan import Plan, make_plan
-from diloco.algorithm.state import abstract_state
+from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
 from diloco.config import Config, changed
 from diloco.model import sharding
-from diloco.wire.exchange import encoded, transmitted
+from diloco.wire.exchange import transmitted
 from diloco.wire.transport import transmit
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What one compiled program needs; sizes in bytes on one device.
+  """What XLA reports about one compiled program.
 
   Attributes:
-    name: what it does.
+    name: name of the program.
     compile_s: seconds to compile it here.
-    arguments: of its inputs in device memory.
-    temporaries: of what it makes and drops.
-    peak: most that is alive at once, inputs and code included.
-    flops: that XLA counts, once per loop; 0 if it does not say.
+    memory: XLA's memory statistics, in bytes on one device.
+    peak: the most bytes of device memory at once, including inputs and code.
+    total: `peak`, plus the state on the device that is not an argument of the program.
     crossing: bytes that one coordinate of the replica axis sends to the others.
-    windows: when what crosses starts and ends; empty if compiled quickly.
-    host: of its inputs and outputs in the host's memory.
+    windows: when collectives between replicas start and end; empty if compiled quickly.
   """
 
   name: str
   compile_s: float
-  arguments: int
-  temporaries: int
+  memory: Any
   peak: int
-  flops: float
+  total: int
   crossing: float
   windows: list[hlo.Window]
-  host: int
 
 
 class Programs:
-  """A config's training programs on a mesh, lowered one by one on request.
+  """The training programs of a config on a mesh, lowered and compiled on request.
 
-  Fragments of one shape share their programs; the largest fragment stands for all.
+  Fragments of one shape share their programs. The fragment with the largest payload
+  represents all fragments.
 
   Attributes:
-    state: shapes and shardings of the training state, the outer state on the devices.
+    mesh: the device mesh.
+    state: shapes and shardings of the training state; the outer state is on devices.
     fragment: the fragment with the largest payload.
-    payload: shape of its payload; None for data-parallel.
-    in_flight: most bytes on one device of fragments that are sent and not received:
-      payloads and, if the outer state waits at the host, the part that is fetched.
+    payload: shape of that payload; None for data-parallel.
+    on_device: bytes of each part of the state in the memory of one device. The part
+      "in flight" is the most that fragments in flight take: their payloads and, with
+      outer.offload, their outer state.
+    on_host: bytes of each part of the state in the host's memory, per device.
     lower: {name: function that lowers the program}.
   """
 
   def __init__(self, c: Config, mesh: Mesh):
-    self.c, self.mesh = c, mesh
+    self.mesh = mesh
+    self.fragment = 0
+    self.payload: jax.ShapeDtypeStruct | None = None
+    self.lower: dict[str, Callable[[], Lowered]] = {}
     with jax.set_mesh(mesh):
-      self._draw()
+      # Devices that are only described have no host memory for outer.offload.
+      plan = make_plan(changed(c, {"outer.offload": False}), mesh)
+      self.state = abstract_state(c, mesh, plan)
+      arrays = (self.state.params, self.state.opt_state)
+      parts = ("parameters", "inner optimizer")
+      self.on_device = dict(zip(parts, map(nbytes, arrays)))
+      self.on_host: dict[str, int] = {}
+      tokens = jax.ShapeDtypeStruct(
+        (c.models, c.train.batch_size // c.models, c.model.seq_len),
+        jnp.int32,
+        sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
+      )
+      rest = (trained_next(c, plan, 0) if plan else None, tuned(c))
+      self._add("inner step", inner_step, *arrays, tokens, *rest, c=c)
+      if plan and self.state.outer:
+        self._add_outer_step(c, plan, self.state.outer)
+      steps = plan.schedule.longest_hiding() if plan and plan.transport.hides else 0
+      if steps:
+        name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
+        args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)
+        self._add(name, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
 
-  def _draw(self) -> None:
-    c, mesh = self.c, self.mesh
-    # A described device has no memory at its host to keep anything in.
-    plan = make_plan(changed(c, {"outer.offload": False}), mesh)
-    self.state = s = abstract_state(c, mesh, plan)
-    tokens = jax.ShapeDtypeStruct(
-      (c.models, c.train.batch_size // c.models, c.model.seq_len),
-      jnp.int32,
-      sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
-    )
-    trainable = None
-    if c.outer.fedpart and plan is not None:
-      trainable = fedpart_mask(c.model.num_layers, plan.fragments[:1])
-    tuned = jax.eval_shape(lambda: jax.tree.map(jnp.float32, optimizers.tuned(c)))
-    inner = (s.params, s.opt_state, tokens, trainable, tuned)
-    self.lower: dict[str, Callable[[], Any]] = {
-      "inner step": lambda: inner_step.lower(*inner, c=c)
-    }
-    self.fragment, self.payload, self.in_flight = 0, None, 0
-    if plan is None or s.outer is None:
-      return
+  def _add(self, name: str, function: Wrapped, *args, **kwargs) -> None:
+    self.lower[name] = partial(function.lower, *args, **kwargs)
+
+  def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
+    """Adds the programs of the outer step of the fragment with the largest payload."""
     payloads = [plan.payload(p) for p in range(len(plan.fragments))]
     self.fragment = p = int(np.argmax([x.size for x in payloads]))
-    self.payload = payload = payloads[p]
-    self.in_flight = self._most_in_flight(plan, payloads)
-    theta, opt_state, layers = s.outer.theta[p], s.outer.opt_state[p], plan.layers[p]
-    codec_state, key = s.outer.codec_state[p], jax.eval_shape(lambda: jax.random.key(0))
-    everyone = np.ones(c.replicas, bool)
-    self.lower["send"] = lambda: send.lower(
-      s.params, theta, codec_state, layers, key, wire=c.wire, mesh=mesh
-    )
-    self.lower["merge"] = lambda: merge.lower(
-      s.params, theta, layers, everyone, alpha=plan.alpha
-    )
-    if plan.home.at_hosts:
-      return  # The hosts exchange and update.
-    hides = plan.transport.hides
-    sent = _placed(payload, transmitted(mesh) if hides else encoded(mesh))
-    self.lower["update"] = lambda: update.lower(
-      theta, opt_state, sent, wire=c.wire, outer=c.outer, mesh=mesh
-    )
-    if hides:
-      self.lower["exchange alone"] = lambda: transmit.lower(payload, mesh=mesh)
+    self.payload = payloads[p]
+    if plan.transport.hides:
+      payloads = [sharding.structs(x, transmitted(self.mesh)) for x in payloads]
+    home = self.on_host if c.outer.offload or plan.home.at_hosts else self.on_device
+    home["outer parameters"] = nbytes(outer.theta)
+    home["outer optimizer"] = nbytes(outer.opt_state)
+    if jax.tree.leaves(outer.codec_state):
+      self.on_device["compressor"] = nbytes(outer.codec_state)
+    kept = [nbytes(x) for x in payloads]
     if c.outer.offload:
-      self._lower_copies(theta, opt_state)
-    steps = plan.schedule.longest_hiding()
-    if steps and hides:
-      count = jax.ShapeDtypeStruct((), jnp.int32)
-      batches = [tokens] * steps
-      self.lower[f"exchange, {steps} inner step{'s' * (steps > 1)}"] = lambda: (
-        hidden_exchange.lower(
-          count,
-          s.params,
-          s.opt_state,
-          batches,
-          trainable,
-          tuned,
-          [payload],
-          c=c,
-          mesh=mesh,
-        )
-      )
-
-  def _most_in_flight(self, plan: Plan, payloads: list[jax.ShapeDtypeStruct]) -> int:
-    """See `in_flight`."""
-    c, s = self.c, self.state.outer
-    assert s is not None
-    place = transmitted(self.mesh) if plan.transport.hides else encoded(self.mesh)
-    kept = [nbytes(_placed(x, place)) for x in payloads]
-    if c.outer.offload:
-      kept = [k + nbytes(o) for k, o in zip(kept, zip(s.theta, s.opt_state))]
+      kept = [k + nbytes(o) for k, o in zip(kept, zip(outer.theta, outer.opt_state))]
     one_round = range(2 * c.sync_every, 3 * c.sync_every)
-    return max(sum(kept[p] for p in plan.schedule.in_flight(t)) for t in one_round)
+    in_flight = [sum(kept[i] for i in plan.schedule.in_flight(t)) for t in one_round]
+    if any(in_flight):
+      self.on_device["in flight"] = max(in_flight)
 
-  def _lower_copies(self, theta, opt_state) -> None:
-    """The copies of a fragment's outer state from the host and back."""
-    here = jax.tree.map(lambda x: x.sharding, (theta, opt_state))
-    there = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), here)
-    waiting = jax.tree.map(
-      lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-      (theta, opt_state),
-      there,
-    )
-    copy = lambda to: jax.jit(lambda tree: jax.device_put(tree, to), out_shardings=to)
-    self.lower["fetch from host"] = lambda: copy(here).lower(waiting)
-    self.lower["back to host"] = lambda: copy(there).lower((theta, opt_state))
+    theta, opt_state = outer.theta[p], outer.opt_state[p]
+    if plan.home.at_hosts:  # Send and merge take theta from the devices.
+      theta = sharding.structs(theta, sharding.shardings(theta, self.mesh))
+    params, layers = self.state.params, plan.layers[p]
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    codec_state, everyone = outer.codec_state[p], np.ones(c.replicas, bool)
+    wire = {"wire": c.wire, "mesh": self.mesh}
+    self._add("send", send, params, theta, codec_state, layers, key, **wire)
+    self._add("merge", merge, params, theta, layers, everyone, alpha=plan.alpha)
+    if plan.home.at_hosts:
+      return  # The hosts exchange payloads and update theta.
+    self._add("update", update, theta, opt_state, payloads[p], outer=c.outer, **wire)
+    if plan.transport.hides:
+      self._add("exchange alone", transmit, self.payload, mesh=self.mesh)
+    if c.outer.offload:
+      part = (theta, opt_state)
+      here = jax.tree.map(lambda x: x.sharding, part)
+      there = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), here)
+      copy = lambda to: jax.jit(lambda x: jax.device_put(x, to), out_shardings=to)
+      self._add("fetch from host", copy(here), sharding.structs(part, there))
+      self._add("back to host", copy(there), part)
 
   def compile(self, name: str, quick: bool = False) -> Program:
     """Compiles one program and measures it.
 
     Args:
       name: a key of `lower`.
-      quick: whether XLA compiles with its least effort: a fifth of the time, about
-        as much memory, and nothing overlaps.
+      quick: whether XLA compiles with its least effort. This takes a fifth of the time;
+        the program needs about as much memory, but nothing overlaps.
 
     Raises:
-      jax.errors.JaxRuntimeError: XLA refuses it, for example for its memory.
+      jax.errors.JaxRuntimeError: XLA refuses the program, for example for its memory.
     """
+    effort: dict[str, Any] = {"exec_time_optimization_effort": -1.0} if quick else {}
     with jax.set_mesh(self.mesh):
       lowered = self.lower[name]()
       start = time.perf_counter()
-      effort = {"exec_time_optimization_effort": -1.0} if quick else None
-      compiled = lowered.compile(compiler_options=effort)
+      compiled: Any = lowered.compile(compiler_options=effort)
       seconds = time.perf_counter() - start
-    text, memory = compiled.as_text(), compiled.memory_analysis()
-    return Program(
-      name=name,
-      compile_s=seconds,
-      arguments=memory.argument_size_in_bytes,
-      temporaries=memory.temp_size_in_bytes,
-      peak=memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes,
-      flops=(compiled.cost_analysis() or {}).get("flops", 0.0),
-      crossing=hlo.replica_bytes(text, self.mesh),
-      windows=[] if quick else hlo.windows(text, self.mesh),
-      host=memory.host_argument_size_in_bytes + memory.host_output_size_in_bytes,
-    )
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    peak = memory.peak_memory_in_bytes + memory.generated_code_size_in_bytes
+    crossing = hlo.replica_bytes(text, self.mesh)
+    windows = [] if quick else hlo.windows(text, self.mesh)
+    total = peak + self.outside(name)
+    return Program(name, seconds, memory, peak, total, crossing, windows)
 
-
-def _placed(x, sharding) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  def outside(self, name: str) -> int:
+    """Returns the bytes of state on a device that are not arguments of a program."""
+    total = sum(self.on_device.values())
+    if name not in ("exchange alone", "update"):
+      total -= self.on_device["parameters"]
+    if name not in ("exchange alone", "update", "send", "merge"):
+      total -= self.on_device["inner optimizer"]
+    outer, payload = self.state.outer, self.payload
+    if outer is None or payload is None:
+      return total
+    if name.startswith("exchange") or name == "update":
+      total -= nbytes(payload)
+    if "outer parameters" in self.on_device and name in ("send", "merge"):
+      total -= max(map(nbytes, outer.theta))
+    if name == "update":
+      total -= max(map(nbytes, outer.theta)) + max(map(nbytes, outer.opt_state))
+    return max(total, 0)
 
 
 def nbytes(tree) -> int:
-  """Bytes of a tree of placed shapes on one device."""
+  """Returns the bytes on one device of a tree of shapes with shardings."""
   shard = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
   return sum(math.prod(shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

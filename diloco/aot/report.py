@@ -1,43 +1,44 @@
-"""What a dry run tells: the programs on one topology, or the smallest that fits."""
+"""Reports a dry run: all programs on one topology, or the smallest slices that fit."""
 
 import math
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
-from diloco.algorithm.state import TrainState
 from diloco.aot import hlo
-from diloco.aot.programs import Programs, nbytes
+from diloco.aot.programs import Program, Programs, nbytes
 from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, ConfigError, changed, resolve
 from diloco.model.shapes import flops_per_token, num_params
-from diloco.model.sharding import FSDP, REPLICA
 from diloco.run import hardware
 
+Lines = Iterator[str]
 
-def report(config, topology: str, slices: int, quick: bool = False):
+
+def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines:
   """Yields the lines of a dry run of a config on a topology.
 
   Args:
-    config: ConfigDict with the fields of `default_config`.
+    config: fields of `default_config`.
     topology: chip and grid of a slice.
-    slices: how many of them.
-    quick: see `Programs.compile`.
+    slices: number of slices.
+    quick: as in `Programs.compile`.
 
   Raises:
-    ConfigError: the config, the topology or the layout cannot work.
+    ConfigError: the config, the topology or the layout is not possible.
   """
   devices = describe(topology, slices)
-  c = _fit_evaluation(resolve(config), len(devices))
-  mesh = make_mesh(c, devices, slices)
-  programs = Programs(c, mesh)
-  hbm = _memory(devices)
+  c = _for_devices(config, devices)
+  programs = Programs(c, make_mesh(c, devices, slices))
+  hbm, (replica, fsdp) = _memory(devices), programs.mesh.devices.shape
   yield (
-    f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of"
-    f" {_size(hbm)}, mesh replica {mesh.shape[REPLICA]} x fsdp"
-    f" {mesh.shape[FSDP]}"
+    f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of {_size(hbm)},"
+    f" mesh replica {replica} x fsdp {fsdp}"
   )
   flops = flops_per_token(c.model) * c.tokens_per_step
   yield (
@@ -45,10 +46,9 @@ def report(config, topology: str, slices: int, quick: bool = False):
     f" {c.train.batch_size} x {c.model.seq_len} tokens in {c.train.accumulate} parts:"
     f" {flops:.3g} FLOPs per step, {flops / len(devices):.3g} per device"
   )
-  on_device, on_host = placed_state(c, programs)
-  yield "state on one device: " + _listed(on_device)
-  if on_host:
-    yield "state in the host's memory, per device: " + _listed(on_host)
+  yield "state on one device: " + _listed(programs.on_device)
+  if programs.on_host:
+    yield "state in the host's memory, per device: " + _listed(programs.on_host)
   if programs.payload is not None:
     sent = math.prod(programs.payload.shape[1:])
     yield f"largest payload: fragment {programs.fragment}, {sent:,} bytes per replica"
@@ -57,185 +57,133 @@ def report(config, topology: str, slices: int, quick: bool = False):
     f"{'with state':>12}{'of HBM':>7}{'at the host':>12}  a replica sends"
   )
   most = 0
-  for name in programs.lower:
-    try:
-      x = programs.compile(name, quick)
-    except jax.errors.JaxRuntimeError as error:
-      raise ConfigError(f"{name} does not fit: {_reason(error)}") from error
-    total = x.peak + outside(programs, on_device, name)
-    most = max(most, total)
+  for x in _compile(programs, quick):
+    most = max(most, x.total)
+    m = x.memory
+    sizes = (m.argument_size_in_bytes, m.temp_size_in_bytes, x.peak, x.total)
+    host = m.host_argument_size_in_bytes + m.host_output_size_in_bytes
     yield (
-      f"{name:<26}{x.compile_s:>6.1f} s{_size(x.arguments):>12}"
-      f"{_size(x.temporaries):>12}{_size(x.peak):>12}{_size(total):>12}"
-      f"{total / hbm:>7.1%}{_size(x.host):>12}  {x.crossing:,.0f} bytes"
-      + "".join(f"; {_told(w)}" for w in x.windows)
+      f"{x.name:<26}{x.compile_s:>6.1f} s"
+      + "".join(f"{_size(size):>12}" for size in sizes)
+      + f"{x.total / hbm:>7.1%}{_size(host):>12}  {x.crossing:,.0f} bytes"
+      + "".join(f"; {_described(w)}" for w in x.windows)
     )
-  yield f"most memory on one device: {_size(most)} of {_size(hbm)}" + (
-    ", fits" if most <= hbm else ", does not fit"
-  )
+  fits = "fits" if most <= hbm else "does not fit"
+  yield f"most memory on one device: {_size(most)} of {_size(hbm)}, {fits}"
 
 
-def find(config, chip: str, slices: int, quick: bool = False):
-  """Yields one line per slice tried, smallest first, until all programs fit.
+def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
+  """Yields one line per attempt, smallest slices first, until all programs fit.
 
-  Microbatches are halved as long as that helps: train.accumulate grows from the
-  config's value. What cannot fit by its state alone is not compiled.
+  train.accumulate starts at the config's value and doubles while that helps. Nothing is
+  compiled if the state alone does not fit.
 
   Args:
-    config: ConfigDict with the fields of `default_config`.
+    config: fields of `default_config`.
     chip: a key of `TOPOLOGIES`.
-    slices: how many slices.
-    quick: see `Programs.compile`.
+    slices: number of slices.
+    quick: as in `Programs.compile`.
 
   Raises:
     ConfigError: there is no such chip, or nothing fits.
   """
   if chip not in TOPOLOGIES:
-    raise ConfigError(
-      f"--topology={chip} is no chip; choose of {', '.join(TOPOLOGIES)}, or give a"
-      f" grid as in {next(iter(TOPOLOGIES))}:4x4."
-    )
+    known = ", ".join(TOPOLOGIES)
+    raise ConfigError(f"--topology={chip} is no chip; choose {known}, or add a grid.")
   for grid in TOPOLOGIES[chip]:
-    topology = f"{chip}:{grid}"
-    devices = describe(topology, slices)
-    hbm = _memory(devices)
-    given = _fit_evaluation(resolve(config), len(devices))
-    accumulate = given.train.accumulate
-    while True:
+    where = f"{slices} x {chip}:{grid}"
+    devices = describe(f"{chip}:{grid}", slices)
+    hbm, c = _memory(devices), _for_devices(config, devices)
+    accumulate, state = c.train.accumulate, 0
+    while state <= hbm:
       try:
-        c = changed(given, {"train.accumulate": accumulate})
+        c = changed(c, {"train.accumulate": accumulate})
         programs = Programs(c, make_mesh(c, devices, slices))
+        state = sum(programs.on_device.values())
+        fits, result = _try(c, programs, hbm, quick)
       except ConfigError as error:
-        yield f"{slices} x {topology}: {error}"
+        yield f"{where}: {error}"
         break
-      line = f"{slices} x {topology}, train.accumulate={c.train.accumulate}: "
-      on_device, _ = placed_state(c, programs)
-      state_bytes, saved = sum(on_device.values()), activations(c, programs.mesh)
-      if state_bytes > hbm:
-        yield f"{line}the state alone takes {_size(state_bytes)}"
-        break
-      if state_bytes + nbytes(programs.state.params) + saved <= hbm:
-        fits, told = _fits(programs, on_device, hbm, quick)
-        yield line + told
-        if fits:
-          return
-      else:
-        yield f"{line}activations do not fit beside the state"
+      yield f"{where}, train.accumulate={accumulate}: {result}"
+      if fits:
+        return
       accumulate *= 2
   raise ConfigError(f"no {chip} slice fits; shard more (mesh.fsdp) or lower the batch.")
 
 
-def _fits(programs: Programs, on_device, hbm: int, quick: bool) -> tuple[bool, str]:
-  """Whether all programs fit, and a word on the largest or on one that does not."""
-  most, largest = 0, ""
+def _try(c: Config, programs: Programs, hbm: int, quick: bool) -> tuple[bool, str]:
+  """Returns whether all programs fit, and the largest program or the reason."""
+  state, gradients = sum(programs.on_device.values()), nbytes(programs.state.params)
+  if state > hbm:
+    return False, f"the state alone takes {_size(state)}"
+  if state + gradients + activations(c, programs.mesh) > hbm:
+    return False, "activations do not fit beside the state"
+  totals: dict[str, int] = {}
+  try:
+    for x in _compile(programs, quick):
+      if x.total > hbm:
+        return False, f"{x.name} does not fit, {_size(x.total)} of {_size(hbm)}"
+      totals[x.name] = x.total
+  except ConfigError as error:
+    return False, str(error)
+  largest = max(totals, key=totals.__getitem__)
+  return True, f"fits, {_size(totals[largest])} of {_size(hbm)} in {largest}"
+
+
+def _compile(programs: Programs, quick: bool) -> Iterator[Program]:
+  """Compiles one program after another.
+
+  Raises:
+    ConfigError: XLA refuses a program.
+  """
   for name in programs.lower:
     try:
-      x = programs.compile(name, quick)
+      yield programs.compile(name, quick)
     except jax.errors.JaxRuntimeError as error:
-      return False, f"{name} does not fit: {_reason(error)}"
-    total = x.peak + outside(programs, on_device, name)
-    if total > hbm:
-      return False, f"{name} does not fit, {_size(total)} of {_size(hbm)}"
-    if total > most:
-      most, largest = total, name
-  return True, f"fits, {_size(most)} of {_size(hbm)} in {largest}"
-
-
-def placed_state(
-  c: Config, programs: Programs
-) -> tuple[dict[str, int], dict[str, int]]:
-  """Bytes of the state per device: in device memory, and in the host's."""
-  parts = resident(programs.state)
-  away = [k for k in parts if k.startswith("outer ")]
-  if not (c.outer.offload or c.overlap.transport == "host"):
-    away = []
-  host = {k: parts.pop(k) for k in away}
-  if programs.in_flight:
-    parts["in flight"] = programs.in_flight
-  return parts, host
-
-
-def outside(programs: Programs, on_device: dict[str, int], name: str) -> int:
-  """Bytes on a device of the state that a program does not take as its argument."""
-  s = programs.state
-  parts = {
-    "inner optimizer": name in ("send", "exchange alone", "update", "merge"),
-    "parameters": name in ("exchange alone", "update"),
-    "outer parameters": True,
-    "outer optimizer": True,
-    "in flight": True,
-    "compressor": True,
-  }
-  total = sum(size for part, size in on_device.items() if parts[part])
-  if s.outer is None or programs.payload is None:
-    return total
-  taken = 0
-  if name.startswith("exchange") or name == "update":
-    taken += nbytes(programs.payload)  # Its part of this device's replicas.
-  here = "outer parameters" in on_device
-  if name == "update" or (here and name in ("send", "merge")):
-    taken += max(nbytes(theta) for theta in s.outer.theta)
-  if name == "update":
-    taken += max(nbytes(opt_state) for opt_state in s.outer.opt_state)
-  return max(total - taken, 0)
+      raise ConfigError(f"{name} does not fit: {_reason(error)}") from error
 
 
 def activations(c: Config, mesh: Mesh) -> int:
-  """Bytes that a backward pass keeps of every block, at the least: its input."""
-  # The sequences of a step lie on all devices, also those of data-parallel's one model.
+  """Returns the least bytes that a backward pass keeps: the inputs of all blocks."""
+  # All devices share the sequences of a step, also those of data-parallel.
   rows = c.train.batch_size // (mesh.size * c.train.accumulate)
   width = jnp.dtype(c.model.dtype).itemsize * c.model.dim
   return rows * c.model.seq_len * width * c.model.num_layers
 
 
-def _fit_evaluation(c: Config, devices: int) -> Config:
-  """The config with an evaluation batch that the devices divide; it does not run."""
-  return changed(c, {"eval.batch_size": devices * -(-c.eval.batch_size // devices)})
+def _for_devices(config: ConfigDict, devices: list[Any]) -> Config:
+  """Rounds the unused evaluation batch up to a multiple of the number of devices."""
+  c, n = resolve(config), len(devices)
+  return changed(c, {"eval.batch_size": n * -(-c.eval.batch_size // n)})
 
 
 def _listed(parts: dict[str, int]) -> str:
-  each = ", ".join(f"{k} {_size(v)}" for k, v in parts.items())
+  each = ", ".join(f"{part} {_size(size)}" for part, size in parts.items())
   return f"{each}; {_size(sum(parts.values()))} in all"
 
 
 def _size(nbytes: float) -> str:
-  """Bytes in the largest unit of which there is one."""
+  """Formats bytes in the largest unit that gives at least 1."""
   unit = max(0, min(3, int(math.log2(max(nbytes, 1)) // 10)))
   return f"{nbytes / 1024**unit:.{2 * (unit > 0)}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
-def _memory(devices) -> int:
+def _memory(devices: list[Any]) -> int:
   found = hardware.hbm_bytes(devices[0].device_kind)
-  if found is None:
-    raise ConfigError(
-      f"the memory of a {devices[0].device_kind} is not known; add it to HBM_BYTES in"
-      " diloco/hardware.py."
-    )
+  assert found is not None, "a chip of TOPOLOGIES is missing in hardware.CHIPS"
   return found
 
 
-def _told(w: hlo.Window) -> str:
-  c = w.collective
-  shape = ",".join(map(str, c.shape))
-  return f"{c.kind} {c.dtype}[{shape}] hidden by {w.hidden} of {w.loops} loops"
+def _described(window: hlo.Window) -> str:
+  c = window.collective
+  result = f"{c.dtype}[{','.join(map(str, c.shape))}]"
+  return f"{c.kind} {result} hidden by {window.hidden} of {window.loops} loops"
 
 
 def _reason(error: Exception) -> str:
-  """What XLA says of memory, in one sentence."""
+  """Returns XLA's reason for refusing a program, in one sentence."""
   text = " ".join(str(error).split())
   size = r"(\d+\.\d+[KMG])"
-  used = re.search(rf"Used {size} of {size} hbm", text) or re.search(
-    rf"temporaries \({size}\) exceeds available HBM \({size}\)", text
-  )
+  middle = r"(?: of |\) exceeds available HBM \()"
+  used = re.search(rf"(?:Used |temporaries \(){size}{middle}{size}", text)
   return f"XLA needs {used[1]} of {used[2]}" if used else text[:200]
-
-
-def resident(s: TrainState) -> dict[str, int]:
-  """Bytes of the state on one device, by part."""
-  parts = {"parameters": s.params, "inner optimizer": s.opt_state}
-  if s.outer:
-    parts["outer parameters"] = s.outer.theta
-    parts["outer optimizer"] = s.outer.opt_state
-    if jax.tree.leaves(s.outer.codec_state):
-      parts["compressor"] = s.outer.codec_state
-  return {name: nbytes(part) for name, part in parts.items()}

@@ -1,1 +1,1 @@
-"""What bandwidth a method needs and how long training takes. Imports no JAX."""
+"""Simulates which bandwidth a method needs and how long training takes. No JAX."""

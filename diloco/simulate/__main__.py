@@ -1,4 +1,4 @@
-"""Simulators from the command line.
+"""Simulates compute utilisation and wall-clock time.
 
 python -m diloco.simulate table4
 python -m diloco.simulate table6
@@ -19,289 +19,224 @@ import json
 import pathlib
 import re
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from diloco.config import ConfigError
-from diloco.config.command_line import load_config, make_folder
-from diloco.simulate import own, tables, wallclock
-from diloco.simulate.utilisation import (
-  METHODS,
-  Workload,
-  required_bandwidth,
-  utilisation,
-)
+from diloco.config.command_line import guarded, load_config, make_folder
+from diloco.simulate import from_config, tables, wallclock
+from diloco.simulate.limits import check
+from diloco.simulate.utilisation import Workload, required_bandwidth, utilisation
 
-# Arguments that a config states, and the field that does.
-STATED = {
-  "params": "model.dim",
-  "layers": "model.num_layers",
-  "tokens": "train.tokens",
-  "batch_tokens": "train.batch_size",
-  "replicas": "replicas",
-  "method": "algorithm",
-  "sync_every": "sync_every",
-  "fragment_size": "fragments.size",
-  "tau": "overlap.tau",
-  "bits": "wire.format",
-  "outer_bits": "wire.format",
-}
-# Arguments from which the seconds of a config's step are worked out.
-COMPUTE = {"chips": 1, "peak_tflops": 197, "mfu": 0.4}
-# Arguments that mean nothing to a method.
-MEANINGLESS = {
-  "data_parallel": ("sync_every", "fragment_size", "tau"),
-  "diloco": ("fragment_size", "tau"),
-  "streaming": (),
-}
+Args = dict[str, Any]  # The arguments that are given, by name.
+Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m diloco.simulate", description="Compute utilisation over bandwidth."
-  )
-  commands = parser.add_subparsers(dest="command", required=True)
-  for name, text in (
-    ("table4", "Streaming DiLoCo's Table 4, ours against paper"),
-    ("table6", "Scaling Laws' Table 6, ours against paper"),
-    ("table1", "Streaming DiLoCo's Table 1, hours at 1 Gbit/s"),
-  ):
-    commands.add_parser(name, help=text).add_argument("--json", action="store_true")
-  one = commands.add_parser("figure", help="draw one figure, such as s4 or c10")
-  one.add_argument("name")
-  every = commands.add_parser("figures", help="draw all figures")
-  for p in (one, every):
-    p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
-    p.add_argument("--json", action="store_true")
-  for name, text in (
-    ("utilisation", "what is reached on a link"),
-    ("bandwidth", "what link is needed"),
-    ("frontier", "which H, fragments, tau and bits reach a target on a link"),
-  ):
-    p = commands.add_parser(name, help=text)
-    model = p.add_argument_group("the model: a config, or plain numbers")
-    model.add_argument("--config", help="such as configs/chinchilla.py:1.3B,M=2")
-    model.add_argument("--chips", type=int, help="with --config; default 1")
-    model.add_argument("--peak_tflops", type=float, help="per chip; default 197")
-    model.add_argument("--mfu", type=float, help="share of the peak; default 0.4")
-    model.add_argument("--params", type=float, help="parameters")
-    model.add_argument("--layers", type=int, help="transformer layers")
-    model.add_argument("--step_time", type=float, help="seconds of compute per step")
-    p.add_argument("--json", action="store_true")
-    if name != "bandwidth":
-      p.add_argument("--gbits", type=float, required=True, help="Gbit/s of the link")
-    if name != "utilisation":
-      p.add_argument("--target", type=float, default=0.95, help="utilisation")
-    model.add_argument("--replicas", type=int, help="M; default 2")
-    if name == "frontier":
-      continue
-    p.add_argument("--plot", type=pathlib.Path, help="draw the curve into this file")
-    model.add_argument("--method", choices=METHODS, help="default streaming")
-    model.add_argument("--sync_every", type=int, help="H; default 100")
-    model.add_argument("--fragment_size", type=int, help="in layers; default 3")
-    model.add_argument("--tau", type=int, help="overlapped inner steps; default 1")
-    model.add_argument("--bits", type=float, help="per value on the link; default 4")
-    p.add_argument("--latency", type=float, default=0.0, help="seconds per reduction")
-  add_wallclock(commands)
-  return parser
+class Option(NamedTuple):
+  """An option of the command line.
 
-
-def add_wallclock(commands) -> None:
-  p = commands.add_parser(
-    "wallclock", help="idealised hours of training, A of 2503.09799"
-  )
-  run = p.add_argument_group("the run: a config, or plain numbers")
-  run.add_argument("--config", help="such as configs/chinchilla.py:1.3B,M=2")
-  run.add_argument("--params", type=float, help="N")
-  run.add_argument("--tokens", type=float, help="D")
-  run.add_argument("--batch_tokens", type=float, help="global batch")
-  run.add_argument("--replicas", type=int, help="M")
-  run.add_argument("--sync_every", type=int, help="H; default 30")
-  run.add_argument("--outer_bits", type=float, help="per outer gradient; default 16")
-  p.add_argument("--bits", type=float, default=16, help="bits per inner gradient")
-  p.add_argument("--chips", type=float, help="R; default one for 16,384 tokens or more")
-  p.add_argument("--network", choices=wallclock.NETWORKS, default="low", help="across")
-  p.add_argument("--gbits", type=float, help="Gbit/s across, instead of the network's")
-  p.add_argument("--latency", type=float, help="seconds, instead of the network's")
-  p.add_argument("--json", action="store_true")
-
-
-def training(args: argparse.Namespace) -> wallclock.Training:
-  """The run that the arguments of `wallclock` describe."""
-  across = wallclock.NETWORKS[args.network]
-  if args.gbits is not None:
-    across = dataclasses.replace(across, bandwidth=args.gbits * 1e9)
-  if args.latency is not None:
-    across = dataclasses.replace(across, latency=args.latency)
-  rest = {"bits": args.bits, "chips": args.chips, "across": across}
-  if args.config:
-    return own.training(load_config(args.config, args.overrides), **rest)
-  names = ("params", "tokens", "batch_tokens", "replicas")
-  require(args, names)
-  return wallclock.Training(**given(args, (*names, "sync_every", "outer_bits")), **rest)
-
-
-def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-  """Those of the arguments that are given, with their values."""
-  values = {name: getattr(args, name, None) for name in names}
-  return {name: value for name, value in values.items() if value is not None}
-
-
-def check(args: argparse.Namespace) -> None:
-  """Refuses arguments that would mean nothing beside the others.
-
-  Raises:
-    ConfigError: one is given.
+  Attributes:
+    help: meaning, unit and default.
+    type: converts the text.
+    field: the config field that gives this value. Such an option excludes --config.
+    ignored_by: the methods that do not use the value.
+    required: whether the option must be given.
   """
-  config = getattr(args, "config", None)
-  if args.overrides and not config:
-    field = args.overrides[0].partition("=")[0]
-    raise ConfigError(f"{field} needs a --config before it.")
-  # The bits of wallclock are those of an inner gradient, of which a config has no word.
-  stated = [n for n in STATED if (args.command, n) != ("wallclock", "bits")]
-  for name in given(args, stated) if config else ():
-    raise ConfigError(
-      f"--{name} is given with --config, which states it; set --config.{STATED[name]}"
-      " instead."
-    )
-  if args.command == "wallclock":
-    return
-  for name in given(args, COMPUTE):
-    if not config or args.step_time is not None:
-      raise ConfigError(
-        f"--{name} is given, but the time of a step follows from it only with --config"
-        " and without --step_time; leave it out."
-      )
-  method = getattr(args, "method", None)
-  for name in given(args, MEANINGLESS[method or "streaming"]):
-    raise ConfigError(
-      f"--{name} is given with --method={method}, to which it means nothing; leave it"
-      " out."
-    )
+
+  help: str
+  type: Callable[[str], Any] = float
+  field: str = ""
+  ignored_by: Sequence[str] = ()
+  required: bool = False
 
 
-def require(args: argparse.Namespace, names: tuple[str, ...]) -> None:
-  for name in names:
-    if getattr(args, name) is None:
-      raise ValueError(f"--{name} is missing; give it, or a --config.")
-
-
-def workload(args: argparse.Namespace) -> Workload:
-  """What the arguments describe: a config of ours, or plain numbers."""
-  if args.config:
-    c = load_config(args.config, args.overrides)
-    seconds = args.step_time
-    if seconds is None:
-      compute = COMPUTE | given(args, COMPUTE)
-      flops = compute["peak_tflops"] * 1e12
-      seconds = own.step_time(c, compute["chips"], flops, compute["mfu"])
-    work = own.workload(c, seconds)
-    return dataclasses.replace(work, **given(args, ("latency",)))
-  require(args, ("params", "layers", "step_time"))
-  settings = {"bits": 4, "tau": 0 if args.command == "frontier" else 1}
-  names = ("replicas", "method", "sync_every", "fragment_size", "tau", "bits")
-  settings |= given(args, (*names, "latency"))
-  return Workload.of_equal_layers(args.params, args.layers, args.step_time, **settings)
-
-
-def run(args: argparse.Namespace) -> dict | list:
-  """The answer as plain data; prints it as text unless --json."""
-  if args.command in ("table4", "table6"):
-    rows = getattr(tables, args.command)()
-    if not args.json:
-      print(tables.show(rows))
-    return [{"name": r.name, "ours": r.ours, "paper": r.paper} for r in rows]
-  if args.command == "table1":
-    hours = tables.table1()
-    if not args.json:
-      print(tables.show_table1(hours))
-    return hours
-  if args.command in ("figure", "figures"):
-    from diloco.simulate import figures
-
-    names = [args.name] if args.command == "figure" else list(figures.FIGURES)
-    folder = make_folder(args.output, "--output")
-    drawn = [str(p) for name in names for p in figures.draw(name, folder)]
-    if not args.json:
-      print("\n".join(drawn))
-    return drawn
-  if args.command == "wallclock":
-    rows = wallclock.compare(training(args))
-    if not args.json:
-      print_table(rows)
-    return rows
-  if getattr(args, "plot", None):
-    make_folder(args.plot.parent, "--plot")
-  return answer(args, workload(args))
-
-
-def answer(args: argparse.Namespace, work: Workload) -> dict:
-  """Answers a question about one workload."""
-  if args.command == "frontier":
-    choices = own.frontier(
-      sum(work.params_per_layer),
-      work.layers,
-      work.step_time,
-      args.gbits * 1e9,
-      args.target,
-      work.replicas,
-    )
-    found = [dataclasses.asdict(choice) for choice in choices]
-    if not args.json:
-      print_frontier(found)
-    return {"choices": found, "sources": own.SOURCES}
-  if args.command == "utilisation":
-    reached = float(utilisation(work, [args.gbits * 1e9])[0])
-    said = {"gbits": args.gbits, "utilisation": reached}
-  else:
-    needed = required_bandwidth(work, args.target)
-    said = {"gbits": needed / 1e9, "utilisation": args.target}
-  said["step_time_s"] = work.step_time
-  if not args.json:
-    print("\n".join(f"{k:<12} {v:.4g}" for k, v in said.items()))
-  if args.plot:
-    from diloco.simulate import figures
-
-    figures.plot_own(work, args.plot, said["gbits"])
-  return said
-
-
-def print_table(rows: list[dict]) -> None:
-  """A line per row under the rows' names, in hours."""
-  print("".join(f"{name:>22}" for name in rows[0]))
-  for row in rows:
-    cells = (v if isinstance(v, str) else f"{v:.4g}" for v in row.values())
-    print("".join(f"{cell:>22}" for cell in cells))
-
-
-def print_frontier(found: list[dict]) -> None:
-  """A line per choice, then where the penalties come from."""
-  columns = ("sync_every", "fragment_size", "tau", "bits")
-  print("".join(f"{c:>14}" for c in columns) + f"{'utilisation':>14}{'loss, %':>10}")
-  for choice in found:
-    cells = "".join(f"{choice[c]:>14}" for c in columns)
-    print(f"{cells}{choice['utilisation']:>14.3f}{choice['loss_per_cent']:>+10.2f}")
-  if not found:
-    print("no setting of the papers' ablations reaches the target on this link")
-  for name, source in own.SOURCES.items():
-    print(f"{name}: {source}")
+UNFRAGMENTED = ("data_parallel", "diloco")
+CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2", str)
+PARAMS = Option("parameters N", field="model.dim")
+GBITS = Option("bandwidth of the link in Gbit/s", required=True)
+TARGET = Option("utilisation to reach; default 0.95")
+OUTPUT = Option("folder for the files; default figures", str)
+# Options that determine the step time of a config.
+COMPUTE = {
+  "chips": Option("chips of all replicas, with --config; default 1", int),
+  "peak_tflops": Option("peak TFLOP/s of a chip, with --config; default 197"),
+  "mfu": Option("share of the peak that is reached, with --config; default 0.4"),
+}
+MODEL = {
+  "config": CONFIG,
+  **COMPUTE,
+  "params": PARAMS,
+  "layers": Option("transformer layers", int, "model.num_layers"),
+  "step_time": Option("seconds of compute per step"),
+  "replicas": Option("replicas M; default 2", int, "replicas"),
+}
+METHOD = MODEL | {
+  "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
+  "sync_every": Option(
+    "inner steps H per round; default 100", int, "sync_every", ("data_parallel",)
+  ),
+  "fragment_size": Option(
+    "layers per fragment; default 3", int, "fragments.size", UNFRAGMENTED
+  ),
+  "tau": Option(
+    "inner steps that hide a reduction; default 1", int, "overlap.tau", UNFRAGMENTED
+  ),
+  "bits": Option("bits per value on the link; default 4", field="wire.format"),
+  "latency": Option("seconds per reduction; default 0"),
+  "plot": Option("file for a figure of utilisation over bandwidth", pathlib.Path),
+}
+RUN = {
+  "config": CONFIG,
+  "params": PARAMS,
+  "tokens": Option("training tokens D", field="train.tokens"),
+  "batch_tokens": Option("tokens per inner step", field="train.batch_size"),
+  "replicas": Option("replicas M", int, "replicas"),
+  "sync_every": Option("inner steps H per round; default 30", int, "sync_every"),
+  "outer_bits": Option("bits per outer gradient; default 16", field="wire.format"),
+  "bits": Option("bits per inner gradient; default 16"),
+  "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
+  "network": Option("between datacentres: low (default), medium or high", str),
+  "gbits": Option("Gbit/s between datacentres, instead of the network's"),
+  "latency": Option("seconds between datacentres, instead of the network's"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
   parser = make_parser()
   args, rest = parser.parse_known_args(argv)
-  args.overrides = [a for a in rest if re.match(r"--(no)?config\.\w", a)]
-  if len(args.overrides) < len(rest):
+  overrides = [a for a in rest if re.match(r"--(no)?config\.\w", a)]
+  if len(overrides) < len(rest):
     parser.error(f"unrecognized arguments: {' '.join(rest)}")
-  try:
-    check(args)
-    said = run(args)
-  except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  if args.json:
-    print(json.dumps(said))
-  return 0
+  return guarded(run, vars(args) | {"overrides": overrides})
+
+
+def make_parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(prog="python -m diloco.simulate")
+  commands = parser.add_subparsers(dest="command", required=True)
+  for name, (text, _, options) in COMMANDS.items():
+    command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
+    command.add_argument("--json", action="store_true", help="print JSON")
+    for option, o in options.items():
+      command.add_argument(f"--{option}", help=o.help, type=o.type, required=o.required)
+  commands.choices["figure"].add_argument("name", help="for example s4 or c10")
+  return parser
+
+
+def run(args: Args) -> None:
+  """Runs a command and prints its answer."""
+  _, command, options = COMMANDS[args["command"]]
+  for name, option in options.items():
+    if name in args and "config" in args and option.field:
+      raise ConfigError(f"--config gives {name}; set --config.{option.field} instead.")
+    if name in args and args.get("method") in option.ignored_by:
+      raise ConfigError(f"--method={args['method']} ignores --{name}; leave it out.")
+  if "config" in args:
+    args["config"] = load_config(args["config"], args["overrides"])
+  elif args["overrides"]:
+    field = args["overrides"][0].partition("=")[0]
+    raise ConfigError(f"{field} needs a --config before it.")
+  data, text = command(args)
+  print(json.dumps(data, default=dataclasses.asdict) if "json" in args else text)
+
+
+def table(args: Args) -> Answer:
+  name = args["command"]
+  rows = getattr(tables, name)()
+  return rows, (tables.show_table1 if name == "table1" else tables.show)(rows)
+
+
+def draw(args: Args) -> Answer:
+  from diloco.simulate import figures
+
+  folder = make_folder(args.get("output", "figures"), "--output")
+  names = [args["name"]] if "name" in args else figures.FIGURES
+  paths = [str(path) for name in names for path in figures.draw(name, folder)]
+  return paths, "\n".join(paths)
+
+
+def link(args: Args) -> Answer:
+  """Answers which utilisation a link reaches, or which link a utilisation needs."""
+  work, share = workload(args), args.get("target", 0.95)
+  if args["command"] == "bandwidth":
+    gbits = required_bandwidth(work, share) / 1e9
+  else:
+    gbits = args["gbits"]
+    share = float(utilisation(work, [gbits * 1e9])[0])
+  if "plot" in args:
+    from diloco.simulate import figures
+
+    make_folder(args["plot"].parent, "--plot")
+    figures.draw_own(work, args["plot"], gbits)
+  data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
+  return data, "\n".join(f"{name:<12} {value:.4g}" for name, value in data.items())
+
+
+def frontier(args: Args) -> Answer:
+  rate, target = args["gbits"] * 1e9, args.get("target", 0.95)
+  choices = from_config.frontier(workload(args), rate, target)
+  return {"choices": choices, "sources": from_config.SOURCES}, from_config.show(choices)
+
+
+def compare(args: Args) -> Answer:
+  rows = wallclock.compare(training(args))
+  layout = "{:>22}" + "{:>22.4g}" * 3
+  lines = [("{:>22}" * 4).format(*rows[0])] + [layout.format(*r.values()) for r in rows]
+  return rows, "\n".join(lines)
+
+
+def workload(args: Args) -> Workload:
+  """Makes the workload that a config or plain numbers describe."""
+  speed = {name: args[name] for name in COMPUTE if name in args}
+  if speed and ("config" not in args or "step_time" in args):
+    raise ConfigError(f"--{next(iter(speed))} needs a --config, and no --step_time.")
+  if "config" in args:
+    c, latency = args["config"], args.get("latency", 0.0)
+    seconds = args.get("step_time", from_config.step_time(c, **speed))
+    return from_config.workload(c, seconds, latency)
+  require(args, "params", "layers", "step_time")
+  fields = {"bits": 4, "tau": 1} | fields_of(Workload, args)
+  return Workload.of_equal_layers(args["params"], args["layers"], **fields)
+
+
+def training(args: Args) -> wallclock.Training:
+  """Makes the training run that a config or plain numbers describe."""
+  check("network", args.get("network", "low"), wallclock.NETWORKS)
+  network = wallclock.NETWORKS[args.get("network", "low")]
+  gbits = args.get("gbits", network.bandwidth / 1e9)
+  across = wallclock.Network(gbits * 1e9, args.get("latency", network.latency))
+  fields = fields_of(wallclock.Training, args) | {"across": across}
+  if "config" in args:
+    return from_config.training(args["config"], **fields)
+  require(args, "params", "tokens", "batch_tokens", "replicas")
+  return wallclock.Training(**fields)
+
+
+def fields_of(kind: type, args: Args) -> Args:
+  """Returns the given arguments that are fields of a dataclass."""
+  return {f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
+
+
+def require(args: Args, *names: str) -> None:
+  for name in names:
+    if name not in args:
+      raise ConfigError(f"--{name} is missing; give it, or a --config.")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[Args], Answer], dict[str, Option]]] = {
+  "table4": ("Streaming DiLoCo's Table 4, ours against paper", table, {}),
+  "table6": ("Scaling Laws' Table 6, ours against paper", table, {}),
+  "table1": ("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table, {}),
+  "figure": ("draw one figure", draw, {"output": OUTPUT}),
+  "figures": ("draw all figures", draw, {"output": OUTPUT}),
+  "utilisation": ("utilisation that a link reaches", link, METHOD | {"gbits": GBITS}),
+  "bandwidth": ("link that a utilisation needs", link, METHOD | {"target": TARGET}),
+  "frontier": (
+    "H, fragment size, tau and bits that reach a utilisation on a link",
+    frontier,
+    MODEL | {"gbits": GBITS, "target": TARGET},
+  ),
+  "wallclock": ("idealised hours, Appendix A of 2503.09799", compare, RUN),
+}
 
 
 if __name__ == "__main__":

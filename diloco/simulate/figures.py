@@ -1,16 +1,22 @@
-"""The papers' simulated figures; every function returns a matplotlib figure.
+"""Draws the papers' simulated figures.
 
-Numbers with an s are figures of Streaming DiLoCo (2501.18512), with a c of Scaling Laws
-(2503.09799).
+Names that begin with s are figures of Streaming DiLoCo (2501.18512), names that begin
+with c are figures of Scaling Laws (2503.09799).
 """
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from diloco.simulate import wallclock
-from diloco.simulate.tables import GRID, PARAMS, TABLE_6, papers_workload
-from diloco.simulate.utilisation import Assumptions, Node, Workload, utilisation
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from diloco.simulate import limits
+from diloco.simulate.tables import GRID, TABLE_6, papers_workload
+from diloco.simulate.utilisation import Node, Workload, utilisation
+from diloco.simulate.wallclock import NETWORKS, Training, total_time
 
 COLORS = {
   "forward": "#7aa6d8",
@@ -18,239 +24,203 @@ COLORS = {
   "backward_parameters": "#5e9e4a",
   "reduction": "#8d6bb8",
 }
-# Layers and seconds per step of Table 4.
-SIZES = {"1B": (24, 0.1), "10B": (48, 0.8), "100B": (108, 4.9)}
-SERIES: dict[str, dict[str, Any]] = {
+Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
+METHODS: Settings = {
   "data-parallel": {"method": "data_parallel"},
   "DiLoCo": {"method": "diloco"},
   "Streaming": {"method": "streaming"},
   "+ overlap": {"method": "streaming", "tau": 1},
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
 }
+Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
+MODEL_100B = (100e9, 108, 4.9)
 
 
-def _pyplot():
-  """Imported late: queries and tables draw nothing."""
-  import matplotlib
+def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
+  """Draws one of FIGURES as PNG and SVG; returns the paths.
 
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  return pyplot
-
-
-def _axes(columns: int = 1):
-  """Curves side by side."""
-  size = (4.6 * columns, 3.6)
-  return _pyplot().subplots(
-    1, columns, figsize=size, layout="constrained", squeeze=False
-  )
+  Raises:
+    ValueError: there is no such figure.
+  """
+  limits.check("figure", name, FIGURES)
+  figure = FIGURES[name]()
+  paths = [folder / f"simulated_{name}.{kind}" for kind in ("png", "svg")]
+  for path in paths:
+    figure.savefig(path, dpi=110)
+  return paths
 
 
-def _rows(rows: int, height: float):
-  """Schedules on a common axis of time, with one legend for all."""
-  figure, axes = _pyplot().subplots(
-    rows, 1, figsize=(8, height), layout="constrained", sharex=True
-  )
-  handles = [
-    _pyplot().Rectangle((0, 0), 1, 1, color=color, label=kind.replace("_", " "))
-    for kind, color in COLORS.items()
-  ]
-  figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+def draw_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
+  """Draws one workload's utilisation against bandwidth and marks one bandwidth."""
+  figure, [axis] = panels([""])
+  plot_utilisation(axis, {f"{work.method}, H = {work.sync_every}": work})
+  axis.axvline(gbits, color="black", lw=0.8, ls=":")
+  figure.savefig(path, dpi=110)
+
+
+def panels(titles: list[str]) -> tuple[Figure, list[Axes]]:
+  """Makes a figure with panels side by side."""
+  figure = Figure(figsize=(4.6 * len(titles), 3.6), layout="constrained")
+  axes = figure.subplots(1, len(titles), squeeze=False)[0]
+  for axis, title in zip(axes, titles):
+    axis.set_title(title)
+    axis.grid(alpha=0.3)
   return figure, axes
 
 
-def _curves(axes, series: dict[str, Workload], title: str) -> None:
-  for name, work in series.items():
-    axes.plot(GRID, utilisation(work, GRID * 1e9), label=name)
-  axes.set(
-    xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilisation", title=title
-  )
-  axes.set_ylim(0, 1.03)
-  axes.grid(alpha=0.3)
-  axes.legend(fontsize=7)
+def plot_utilisation(axis: Axes, workloads: dict[str, Workload]) -> None:
+  for label, work in workloads.items():
+    axis.plot(GRID, utilisation(work, GRID * 1e9), label=label)
+  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilisation")
+  axis.set_ylim(0, 1.03)
+  axis.legend(fontsize=7)
 
 
-def gantt(axes, work: Workload, rate: float, steps: int, title: str) -> None:
-  """Draws the events of the first steps on the two resources."""
-  nodes: list[Node] = []
-  utilisation(work, [rate], Assumptions(steps=steps), nodes)
-  for n in nodes:
-    row = 1 if n.resource == "compute" else 0
-    axes.barh(
-      row,
-      n.end - n.start,
-      left=n.start,
-      height=0.8,
-      color=COLORS[n.kind],
-      edgecolor="white",
-      lw=0.3,
-    )
-  axes.set(yticks=[0, 1], yticklabels=["link", "compute"], title=title)
-  axes.set_xlabel("steps of compute" if work.step_time == 1 else "seconds")
-
-
-def figure_s3():
-  """Schedules of four methods; two fragments of one layer, H = 2."""
-  figure, grid = _rows(4, height=7)
-  kinds = dict(list(SERIES.items())[:4])
-  for axis, (name, fields) in zip(grid, kinds.items()):
-    extra = {"sync_every": 2, "fragment_size": 1, **fields}
-    gantt(axis, Workload.of_equal_layers(1e9, 2, 1.0, **extra), 40e9, 4, name)
+def curves(models: Mapping[str, Model], settings: Settings) -> Figure:
+  """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
+  figure, axes = panels(list(models))
+  for axis, model in zip(axes, models.values()):
+    works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
+    plot_utilisation(axis, works)
   return figure
 
 
-def figure_s4():
-  """Utilisation over bandwidth for 1B, 10B and 100B."""
-  figure, axes = _axes(3)
-  for axis, (size, (layers, seconds)) in zip(axes[0], SIZES.items()):
-    series = {
-      name: papers_workload(PARAMS[size], layers, seconds, **fields)
-      for name, fields in SERIES.items()
-    }
-    _curves(axis, series, f"{size}, {seconds} s per step")
+def schedules(
+  settings: Settings, layers: int, rate: float, steps: int, **fields
+) -> Figure:
+  """Draws when the link and the devices are busy; a panel per setting.
+
+  Args:
+    settings: {title: fields of Workload}.
+    layers: layers of a model of 1B parameters with steps of one second.
+    rate: bits per second of the link.
+    steps: steps to draw.
+    fields: fields of Workload that all panels share.
+  """
+  figure = Figure(figsize=(8, 1 + 1.5 * len(settings)), layout="constrained")
+  axes = figure.subplots(len(settings), 1, sharex=True)
+  for axis, (title, own) in zip(axes, settings.items()):
+    nodes: list[Node] = []
+    work = Workload.of_equal_layers(1e9, layers, 1.0, **fields, **own)
+    utilisation(work, [rate], steps, nodes)
+    for n in nodes:
+      style = {"color": COLORS[n.kind], "edgecolor": "white", "lw": 0.3}
+      axis.barh(int(n.resource == "compute"), n.end - n.start, 0.8, n.start, **style)
+    axis.set(yticks=[0, 1], yticklabels=["link", "compute"], title=title)
+    axis.set_xlabel("steps of compute")
+  handles = [Patch(color=c, label=kind.replace("_", " ")) for kind, c in COLORS.items()]
+  figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
   return figure
 
 
-def figure_s7():
-  """Sequential against strided fragments, 100B."""
-  figure, axes = _axes()
-  series = {
-    f"{pattern}, tau = {tau}": papers_workload(
-      100e9, 108, 4.9, pattern=pattern, tau=tau
-    )
+def hours(xlabel: str, lines: dict[str, tuple[str, dict[float, Training]]]) -> Figure:
+  """Draws idealised hours of training runs: a panel per network.
+
+  Args:
+    xlabel: meaning of x.
+    lines: {label: (matplotlib's style of the line, {x: run})}.
+  """
+  titles = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in NETWORKS.items()]
+  figure, axes = panels(titles)
+  for axis, network in zip(axes, NETWORKS.values()):
+    for label, (style, runs) in lines.items():
+      y = [total_time(replace(run, across=network)) / 3600 for run in runs.values()]
+      axis.plot(list(runs), y, style, label=label, ms=3)
+    axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel="hours")
+    axis.legend(fontsize=7)
+  return figure
+
+
+def figure_s3() -> Figure:
+  """Draws schedules of four methods; two fragments of one layer, H = 2."""
+  settings = dict(list(METHODS.items())[:4])
+  return schedules(settings, 2, 40e9, 4, sync_every=2, fragment_size=1)
+
+
+def figure_s4() -> Figure:
+  """Draws utilisation for 1B, 10B and 100B parameters."""
+  models = {
+    "1B, 0.1 s per step": (1e9, 24, 0.1),
+    "10B, 0.8 s per step": (10e9, 48, 0.8),
+    "100B, 4.9 s per step": MODEL_100B,
+  }
+  return curves(models, METHODS)
+
+
+def figure_s7() -> Figure:
+  """Draws utilisation with sequential and with strided fragments."""
+  settings = {
+    f"{pattern}, tau = {tau}": {"pattern": pattern, "tau": tau}
     for pattern in ("sequential", "strided")
     for tau in (0, 1)
   }
-  _curves(axes[0][0], series, "100B, fragments of 3 layers")
-  return figure
+  return curves({"100B, fragments of 3 layers": MODEL_100B}, settings)
 
 
-def figure_s9():
-  """Over tau, 100B."""
-  figure, axes = _axes()
-  series = {
-    f"tau = {tau}": papers_workload(100e9, 108, 4.9, tau=tau)
-    for tau in (0, 1, 2, 5, 10)
+def figure_s9() -> Figure:
+  """Draws utilisation for different tau."""
+  settings = {f"tau = {tau}": {"tau": tau} for tau in (0, 1, 2, 5, 10)}
+  return curves({"100B, 16 bits": MODEL_100B}, settings)
+
+
+def figure_s14() -> Figure:
+  """Draws schedules with sequential and with strided fragments."""
+  settings = {pattern: {"pattern": pattern} for pattern in ("sequential", "strided")}
+  return schedules(settings, 6, 24e9, 6, sync_every=4, fragment_size=2)
+
+
+def figure_s15() -> Figure:
+  """Draws utilisation for different step times."""
+  models = {f"100B, {s} s per step": (100e9, 108, s) for s in (1, 5, 10)}
+  return curves(models, METHODS)
+
+
+def figure_s16() -> Figure:
+  """Draws utilisation for Llama 3 and DeepSeek-V3."""
+  models = {
+    "llama3 405B, 26.9 s per step": (405e9, *TABLE_6["llama3"]),
+    "deepseek_v3 671B, 20.1 s per step": (671e9, *TABLE_6["deepseek_v3"]),
   }
-  _curves(axes[0][0], series, "100B, 16 bits")
-  return figure
+  return curves(models, METHODS)
 
 
-def figure_s14():
-  """Schedules with sequential and strided fragments."""
-  figure, grid = _rows(2, height=4)
-  for axis, pattern in zip(grid, ("sequential", "strided")):
-    work = Workload.of_equal_layers(
-      1e9, 6, 1.0, sync_every=4, fragment_size=2, pattern=pattern
-    )
-    gantt(axis, work, 24e9, 6, pattern)
-  return figure
+def figure_c10() -> Figure:
+  """Draws utilisation of DiLoCo for different H, for the models of Table 6."""
+  models = {
+    "chinchilla 10B": (10e9, *TABLE_6["chinchilla"]),
+    "llama3 405B": (405e9, *TABLE_6["llama3"]),
+    "deepseek_v3 671B": (671e9, *TABLE_6["deepseek_v3"]),
+  }
+  every = (1, 10, 50, 100, 300)
+  settings = {f"DiLoCo, H = {h}": {"method": "diloco", "sync_every": h} for h in every}
+  return curves(models, settings)
 
 
-def figure_s15():
-  """Over the step time, 100B."""
-  figure, axes = _axes(3)
-  for axis, seconds in zip(axes[0], (1.0, 5.0, 10.0)):
-    series = {
-      name: papers_workload(100e9, 108, seconds, **fields)
-      for name, fields in SERIES.items()
-    }
-    _curves(axis, series, f"100B, {seconds:g} s per step")
-  return figure
-
-
-def figure_s16():
-  """Llama 3 405B and DeepSeek-V3 671B."""
-  figure, axes = _axes(2)
-  models = {"llama3": "405B", "deepseek_v3": "671B"}
-  for axis, (name, size) in zip(axes[0], models.items()):
-    layers, seconds = TABLE_6[name]
-    series = {
-      label: papers_workload(PARAMS[size], layers, seconds, **fields)
-      for label, fields in SERIES.items()
-    }
-    _curves(axis, series, f"{name} {size}, {seconds:g} s per step")
-  return figure
-
-
-def figure_c10():
-  """Over H for the three architectures of Table 6."""
-  figure, axes = _axes(3)
-  models = {"chinchilla": "10B", "llama3": "405B", "deepseek_v3": "671B"}
-  for axis, (name, size) in zip(axes[0], models.items()):
-    layers, seconds = TABLE_6[name]
-    series = {
-      f"DiLoCo, H = {h}": papers_workload(
-        PARAMS[size], layers, seconds, method="diloco", sync_every=h
-      )
-      for h in (1, 10, 50, 100, 300)
-    }
-    _curves(axis, series, f"{name} {size}")
-  return figure
-
-
-def _hours(axis, runs: Callable[..., wallclock.Training], xs, label, style) -> None:
-  hours = [wallclock.total_time(runs(x)) / 3600 for x in xs]
-  axis.plot(xs, hours, style, label=label, ms=3)
-
-
-def figure_c6():
-  """Idealised hours over N on three networks, D = 20 N, batch of 2^20 tokens."""
-  figure, axes = _axes(3)
-  sizes = [35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9, 4e9, 10e9]
-  kinds: dict[str, dict[str, Any]] = {
+def figure_c6() -> Figure:
+  """Draws hours against parameters N; D = 20 N, batch of 2^20 tokens."""
+  settings: Settings = {
     "data-parallel": {"method": "data_parallel", "replicas": 1},
     "DiLoCo, M = 1": {"replicas": 1},
     "DiLoCo, M = 2": {"replicas": 2},
     "DiLoCo, M = 4": {"replicas": 4},
-    "overlapped, M = 2": {"replicas": 2, "method": "overlapped"},
+    "overlapped, M = 2": {"method": "overlapped", "replicas": 2},
   }
-  for axis, (name, network) in zip(axes[0], wallclock.NETWORKS.items()):
-    for label, fields in kinds.items():
-
-      def run(n, fields=fields, network=network):
-        return wallclock.Training(n, 20 * n, 2**20, across=network, **fields)
-
-      _hours(axis, run, sizes, label, "o-")
-    axis.set(xscale="log", yscale="log", xlabel="parameters", ylabel="hours")
-    axis.set_title(f"{name}: {network.bandwidth / 1e9:g} Gbit/s")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-  return figure
+  sizes = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9, 4e9, 10e9)
+  lines = {
+    label: ("o-", {n: Training(n, 20 * n, 2**20, **fields) for n in sizes})
+    for label, fields in settings.items()
+  }
+  return hours("parameters", lines)
 
 
-def figure_c12():
-  """Idealised hours over the overtraining multiplier; DiLoCo takes larger batches."""
-  figure, axes = _axes(3)
-  for axis, (name, network) in zip(axes[0], wallclock.NETWORKS.items()):
-    for n, color in ((335e6, "C0"), (1.3e9, "C1"), (2.4e9, "C2")):
-      for method, batch, style in (
-        ("data_parallel", 2**20, f"{color}--"),
-        ("diloco", 2**21, f"{color}-"),
-      ):
-
-        def run(x, n=n, method=method, batch=batch, network=network):
-          return wallclock.Training(
-            n, 20 * n * x, batch, replicas=2, method=method, across=network
-          )
-
-        _hours(axis, run, [1, 4, 16], f"{n / 1e9:.2g}B {method}", style)
-    axis.set(xscale="log", yscale="log", xlabel="overtraining", ylabel="hours")
-    axis.set_title(f"{name}: {network.bandwidth / 1e9:g} Gbit/s")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7)
-  return figure
-
-
-def plot_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
-  """Draws one workload's utilisation over bandwidth and marks one bandwidth."""
-  figure, axes = _axes()
-  _curves(axes[0][0], {f"{work.method}, H = {work.sync_every}": work}, "")
-  axes[0][0].axvline(gbits, color="black", lw=0.8, ls=":")
-  path.parent.mkdir(parents=True, exist_ok=True)
-  figure.savefig(path, dpi=110)
-  _pyplot().close(figure)
+def figure_c12() -> Figure:
+  """Draws hours against the overtraining factor; DiLoCo has the larger batch."""
+  lines = {}
+  for color, n in (("C0", 335e6), ("C1", 1.3e9), ("C2", 2.4e9)):
+    for method, batch, dash in (("data_parallel", 2**20, "--"), ("diloco", 2**21, "-")):
+      runs = {x: Training(n, 20 * n * x, batch, 2, method) for x in (1.0, 4.0, 16.0)}
+      lines[f"{n / 1e9:.2g}B {method}"] = (color + dash, runs)
+  return hours("overtraining", lines)
 
 
 FIGURES = {
@@ -258,20 +228,3 @@ FIGURES = {
   for name, function in list(globals().items())
   if name.startswith("figure_")
 }
-
-
-def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
-  """Draws one figure as PNG and SVG; returns the paths.
-
-  Raises:
-    ValueError: there is no such figure.
-  """
-  if name not in FIGURES:
-    raise ValueError(f"figure is {name!r}; choose one of {', '.join(FIGURES)}.")
-  folder.mkdir(parents=True, exist_ok=True)
-  figure = FIGURES[name]()
-  paths = [folder / f"simulated_{name}.{kind}" for kind in ("png", "svg")]
-  for path in paths:
-    figure.savefig(path, dpi=110)
-  _pyplot().close(figure)
-  return paths

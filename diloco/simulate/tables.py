@@ -1,4 +1,4 @@
-"""The papers' tables, ours against theirs, cell by cell."""
+"""Simulates the papers' tables of bandwidths and hours, to compare with the papers."""
 
 import csv
 import dataclasses
@@ -6,33 +6,41 @@ import importlib.resources
 
 import numpy as np
 
-from diloco.simulate.utilisation import Assumptions, Workload, utilisation
+from diloco.simulate.utilisation import STEPS, Workload, utilisation
 
 # The papers' bandwidths in Gbit/s.
 GRID = np.logspace(-1, 3, 50)
+# The same bandwidths as the papers print them: rounded twice.
+PRINTED = np.array([round(round(gbits, 2), 1) for gbits in GRID.tolist()])
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 PARAMS = {"1B": 1e9, "10B": 10e9, "100B": 100e9, "405B": 405e9, "671B": 671e9}
-# Layers and step times of Table 6. The paper does not repeat the layers; it prints
-# 0.8, 26 and 20 seconds, which cut off digits: 26.9 and 20.1 are in the text of
-# Streaming DiLoCo (appendix, figure 16). The 0.89 is ours: no other hundredth of a
-# second explains all cells of its rows.
+# Layers and step times of Table 6. The paper does not repeat the layers. It prints 0.8,
+# 26 and 20 seconds, with digits cut off: the text of Streaming DiLoCo has 26.9 and 20.1
+# (appendix, figure 16). The 0.89 is chosen here: no other hundredth of a second fits
+# all cells of its rows.
 TABLE_6 = {"chinchilla": (48, 0.89), "llama3": (126, 26.9), "deepseek_v3": (61, 20.1)}
 TABLE_6_EXTRA_STEPS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A row of a table: grid points in Gbit/s per target; None is beyond the grid."""
+  """A row of a table.
+
+  Attributes:
+    name: model and method.
+    ours, paper: bandwidth in Gbit/s for each of TARGETS.
+  """
 
   name: str
-  ours: tuple[float | None, ...]
-  paper: tuple[float | None, ...]
+  ours: list[float]
+  paper: list[float]
 
   @property
   def distances(self) -> list[int]:
-    """Grid points between ours and the paper's, per cell.
+    """By how many grid points ours differs from the paper's, for each cell.
 
-    Two neighbouring points below 0.5 Gbit/s print alike: the nearer one counts.
+    Neighbouring grid points below 0.5 Gbit/s may be printed as one number; then the
+    nearest pair of points counts.
     """
     return [
       min(abs(i - j) for i in _indices(a) for j in _indices(b))
@@ -41,42 +49,25 @@ class Row:
 
 
 def read(name: str) -> list[dict[str, str]]:
-  """A table of `diloco/simulate/papers`."""
+  """Reads a table of `diloco/simulate/papers`."""
   path = importlib.resources.files("diloco.simulate") / "papers" / f"{name}.csv"
   with path.open() as file:
     return list(csv.DictReader(file))
 
 
-def printed(gbits: float) -> float:
-  """As the papers print: rounded twice."""
-  return round(round(float(gbits), 2), 1)
+def papers_workload(params: float, layers: int, step_time: float, **fields) -> Workload:
+  """Makes a workload of the papers' tables: 3 L nodes take the printed step time.
 
-
-def papers_workload(params: float, layers: int, step_time: float, **kwargs) -> Workload:
-  """A workload of the papers' tables: 3 L nodes take the printed step time.
-
-  The step that is simulated has one node less, since the first layer needs no gradient
-  with respect to its input, and is shorter by that. This explains all data-parallel
-  and DiLoCo cells of Table 4; nodes of T / (3 L - 1) leave three of them out.
+  The simulated step lacks one of these nodes and is shorter by its time: the first
+  layer needs no gradient with respect to its input. This explains all data-parallel and
+  DiLoCo cells of Table 4. With nodes of T / (3 L - 1), three cells differ.
   """
   shorter = step_time * (3 * layers - 1) / (3 * layers)
-  return Workload.of_equal_layers(params, layers, shorter, **kwargs)
+  return Workload.of_equal_layers(params, layers, shorter, **fields)
 
 
-def grid_points(work: Workload, a: Assumptions) -> tuple[float | None, ...]:
-  """The printed bandwidth for each target."""
-  reached = utilisation(work, GRID * 1e9, a)
-  found: list[float | None] = []
-  for target in TARGETS:
-    first = int(np.argmax(reached >= target)) if reached[-1] >= target else len(GRID)
-    index = max(first - a.report_below, 0)
-    found.append(printed(GRID[index]) if index < len(GRID) else None)
-  return tuple(found)
-
-
-def table4(a: Assumptions | None = None) -> list[Row]:
-  """Streaming DiLoCo, Table 4: 1B, 10B and 100B; H = 100, fragments of 3, tau = 1."""
-  a = a or Assumptions()
+def table4() -> list[Row]:
+  """Simulates Table 4 of Streaming DiLoCo: H = 100, fragments of 3, tau = 0 or 1."""
   rows = []
   for line in read("streaming_table4_bandwidth_for_cu"):
     method = line["method"]
@@ -86,71 +77,56 @@ def table4(a: Assumptions | None = None) -> list[Row]:
       float(line["step_time_s"]),
       method="streaming" if "streaming" in method else method,
       tau=1 if "overlap" in method else 0,
-      bits=4 if "fp4" in method else None,
+      bits=4 if "fp4" in method else 16,
     )
-    rows.append(Row(f"{line['model']} {method}", grid_points(work, a), _paper(line)))
+    rows.append(_row(f"{line['model']} {method}", work, STEPS, line))
   return rows
 
 
-def table6(
-  a: Assumptions | None = None, models: dict[str, tuple[int, float]] | None = None
-) -> list[Row]:
-  """Scaling Laws, Table 6: Chinchilla 10B, Llama 3 405B, DeepSeek-V3 671B.
+def table6() -> list[Row]:
+  """Simulates Table 6 of Scaling Laws: Chinchilla 10B, Llama 3, DeepSeek-V3.
 
-  H + 10 steps are simulated: one round, and ten steps in which it has its effect.
-  That is our reading of the cells. Averaged over whole rounds, those of Llama 3 and
-  DeepSeek-V3 at their published step times ask for 1.09 to 1.12 times H steps of
-  compute per reduction at H = 100 and 1.02 to 1.07 at H = 300, more at H = 50, but
-  0.98 to 1.02 at H = 10 (two reductions in 20 steps) and without H. Of H + n only
-  n = 10 meets them all.
-
-  Args:
-    a: assumptions; their `steps` are not used.
-    models: (layers, seconds per step) of each architecture, default TABLE_6.
+  It simulates H + 10 steps: one round, and ten steps in which its reduction has an
+  effect. The cells show this rule. With whole rounds and the published step times, the
+  cells of Llama 3 and DeepSeek-V3 need 1.09 to 1.12 H steps of compute per reduction at
+  H = 100. At H = 300, they need 1.02 to 1.07 H; at H = 50, more than 1.12 H. At H = 10
+  (two reductions in 20 steps) and without H, they need 0.98 to 1.02 H. Of all H + n,
+  only n = 10 fits all cells.
   """
-  a, models = a or Assumptions(), models or TABLE_6
   rows = []
   for line in read("scaling_table6_cu"):
     method, _, cadence = line["method"].partition("_H")
     h = int(cadence or 1)
-    layers, seconds = models[line["architecture"]]
+    layers, seconds = TABLE_6[line["architecture"]]
     size = PARAMS[line["size"]]
     work = papers_workload(size, layers, seconds, method=method, sync_every=h)
     name = f"{line['architecture']} {line['size']} {line['method']}"
-    own = dataclasses.replace(a, steps=h + TABLE_6_EXTRA_STEPS)
-    rows.append(Row(name, grid_points(work, own), _paper(line)))
+    rows.append(_row(name, work, h + TABLE_6_EXTRA_STEPS, line))
   return rows
 
 
-def table1(a: Assumptions | None = None) -> list[dict[str, float | str]]:
-  """Hours of Streaming DiLoCo's Table 1: 1B parameters, at infinity and at 1 Gbit/s.
+def table1() -> list[dict[str, float | str]]:
+  """Computes the hours and terabits of Streaming DiLoCo's Table 1: 1B parameters.
 
-  The hours at infinity are the paper's (0.1 s per step); those at 1 Gbit/s are they
-  over the utilisation there. Terabits are what one of two workers sends: 16 bits per
-  parameter and step, or 4 bits every H = 100 steps.
+  The hours at infinite bandwidth are the paper's, with 0.1 s per step. The hours at
+  1 Gbit/s are these hours / the utilisation at 1 Gbit/s. One of two workers sends the
+  terabits: 16 bits per parameter and step, or 4 bits every H = 100 steps.
   """
-  a = a or Assumptions()
+  seconds = 0.1
+  fp4 = {"method": "streaming", "tau": 1, "bits": 4}
   rows: list[dict[str, float | str]] = []
   for line in read("streaming_table1_dolma"):
     streaming = line["method"].startswith("streaming")
-    seconds = 0.1
-    work = papers_workload(
-      PARAMS["1B"],
-      24,
-      seconds,
-      method="streaming" if streaming else "data_parallel",
-      tau=1 if streaming else 0,
-      bits=4 if streaming else None,
-    )
+    fields = fp4 if streaming else {"method": "data_parallel"}
+    work = papers_workload(PARAMS["1B"], 24, seconds, **fields)
     hours = float(line["hours_inf_gbits"])
-    steps = hours * 3600 / seconds
-    per_step = 4 / work.sync_every if streaming else a.bits_per_value
+    bits_per_step = work.bits / work.sync_every if streaming else work.bits
     rows.append(
       {
         "name": f"{line['method']} {line['token_budget']}",
-        "hours": hours / float(utilisation(work, [1e9], a)[0]),
+        "hours": hours / float(utilisation(work, [1e9])[0]),
         "paper_hours": float(line["hours_1_gbits"]),
-        "terabits": steps * PARAMS["1B"] * per_step / 1e12,
+        "terabits": hours * 3600 / seconds * PARAMS["1B"] * bits_per_step / 1e12,
         "paper_terabytes": float(line["terabytes_exchanged"]),
       }
     )
@@ -158,51 +134,41 @@ def table1(a: Assumptions | None = None) -> list[dict[str, float | str]]:
 
 
 def show_table1(rows: list[dict[str, float | str]]) -> str:
-  """Table 1 as text."""
-  lines = [f"{'at 1 Gbit/s':<32}{'hours':>9}{'paper':>9}{'Tbit':>9}{'paper TB':>10}"]
-  lines += [
-    f"{r['name']:<32}{r['hours']:>9.2f}{r['paper_hours']:>9.2f}"
-    f"{r['terabits']:>9.1f}{r['paper_terabytes']:>10.1f}"
-    for r in rows
-  ]
-  return "\n".join(lines)
+  """Formats Table 1 as text."""
+  head = f"{'at 1 Gbit/s':<32}{'hours':>9}{'paper':>9}{'Tbit':>9}{'paper TB':>10}"
+  layout = "{:<32}{:>9.2f}{:>9.2f}{:>9.1f}{:>10.1f}"
+  return "\n".join([head] + [layout.format(*row.values()) for row in rows])
 
 
 def show(rows: list[Row]) -> str:
-  """The table as text; the last line counts the cells."""
+  """Formats Table 4 or 6 as text; the last line counts the cells that agree."""
   head = "".join(f"{f'CU {t:.0%}':>17}" for t in TARGETS)
   lines = [f"{'Gbit/s, ours/paper':<38}{head}"]
   for row in rows:
-    cells = [f"{_text(o)}/{_text(p)}" for o, p in zip(row.ours, row.paper)]
-    marks = ["" if d == 0 else f" ({d})" for d in row.distances]
-    lines.append(
-      f"{row.name:<38}" + "".join(f"{c + m:>17}" for c, m in zip(cells, marks))
-    )
-  lines.append(summary(rows))
-  return "\n".join(lines)
+    cells = [
+      f"{ours:g}/{paper:g}" + (f" ({distance})" if distance else "")
+      for ours, paper, distance in zip(row.ours, row.paper, row.distances)
+    ]
+    lines.append(f"{row.name:<38}" + "".join(f"{cell:>17}" for cell in cells))
+  distances = np.array([row.distances for row in rows])
+  exact, near, n = np.sum(distances == 0), np.sum(distances <= 1), distances.size
+  return "\n".join([*lines, f"exact {exact}/{n}, within one grid point {near}/{n}"])
 
 
-def summary(rows: list[Row]) -> str:
-  """`exact X/n, within one grid point Y/n`."""
-  distances = [d for row in rows for d in row.distances]
-  exact, near = (sum(d <= limit for d in distances) for limit in (0, 1))
-  n = len(distances)
-  return f"exact {exact}/{n}, within one grid point {near}/{n}"
+def _row(name: str, work: Workload, steps: int, line: dict[str, str]) -> Row:
+  """Simulates a row and reads the paper's cells.
+
+  Both papers print the last grid point below the target, not the first one above.
+  """
+  reached = utilisation(work, GRID * 1e9, steps)
+  first = [int(np.argmax([*(reached >= t), True])) for t in TARGETS]
+  ours = [float(PRINTED[max(i - 1, 0)]) for i in first]
+  # The papers print 1000.0+ for the last grid point.
+  paper = [float(line[f"gbits_cu{t * 100:.0f}"].rstrip("+")) for t in TARGETS]
+  return Row(name, ours, paper)
 
 
-def _paper(line: dict[str, str]) -> tuple[float | None, ...]:
-  cells = [line[f"gbits_cu{t * 100:.0f}"] for t in TARGETS]
-  # 1000.0+ is the last grid point: more is not on the grid.
-  return tuple(float(c.rstrip("+")) for c in cells)
-
-
-def _indices(gbits: float | None) -> list[int]:
-  """Grid points that print as this number."""
-  if gbits is None:
-    return [len(GRID)]
-  distance = np.abs(np.array([printed(g) for g in GRID]) - gbits)
+def _indices(gbits: float) -> list[int]:
+  """Returns the indices of the grid points that are printed as this number."""
+  distance = np.abs(PRINTED - gbits)
   return np.flatnonzero(distance == distance.min()).tolist()
-
-
-def _text(gbits: float | None) -> str:
-  return "-" if gbits is None else f"{gbits:g}"

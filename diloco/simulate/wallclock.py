@@ -1,15 +1,18 @@
-"""Idealised wall-clock time (2503.09799, Appendix A).
+"""Computes idealised wall-clock time of a training run (2503.09799, Appendix A).
 
-Training time is compute time C / (R Q) with C = 6 N D plus communication time. Sizes
-are bits, bandwidths bits per second, times seconds.
+Total time is compute time 6 N D / (R Q) plus communication time. Sizes are bits,
+bandwidths are bits per second, times are seconds.
 """
 
 import dataclasses
-import math
+from typing import Annotated
 
-# FLOP/s per chip: between half of TPU v5e's and half of v6e's peak (A.3).
+from diloco.config.fields import NonNegative, Positive, Range
+from diloco.simulate.limits import AboveZero, check_fields
+
+# Q, FLOP/s per chip: between half the peak of TPU v5e and half the peak of v6e (A.3).
 CHIP_FLOPS = 300e12
-# Tokens of the batch on a chip (see `chips`).
+# Tokens of a batch per chip; see `chips`.
 CHIP_TOKENS = 16_384
 
 
@@ -18,11 +21,16 @@ class Network:
   """A link between any two nodes: bandwidth in bits/s, latency in seconds."""
 
   bandwidth: float
-  latency: float
+  latency: NonNegative
+
+  def __post_init__(self):
+    check_fields(self)
+    if not self.bandwidth > 0:  # Infinity is allowed.
+      raise ValueError(f"bandwidth is {self.bandwidth}, but must be above 0.")
 
 
 METHODS = ("data_parallel", "diloco", "streaming", "overlapped")
-# The archetypes of A.3.
+# The three networks of A.3.
 NETWORKS = {
   "high": Network(400e9, 1e-4),
   "medium": Network(100e9, 1e-3),
@@ -37,54 +45,41 @@ class Training:
   Attributes:
     params: N.
     tokens: D.
-    batch_tokens: global batch in tokens; steps are D / batch.
-    replicas: M; data_parallel ignores it.
+    batch_tokens: global batch in tokens. The run has D / batch_tokens steps.
+    replicas: M; data-parallel ignores it.
     method: one of METHODS.
     sync_every: H.
-    bits: per parameter in the all-reduce of an inner step.
-    outer_bits: per parameter in that of an outer step.
-    chips: R; None takes the rule of `chips`.
-    within: network inside a datacentre; the paper always takes the fast one.
+    bits: bits per parameter in the all-reduce of an inner step.
+    outer_bits: bits per parameter in the all-reduce of an outer step.
+    chips: R, the number of chips; None: the rule of `chips`.
+    within: network inside a datacentre; the paper always uses the fast one.
     across: network between datacentres.
 
   Raises:
-    ValueError: a number is not positive, or there are fewer chips than two or than
-      replicas: the model's all-reduces would take no time.
+    ValueError: a value is not possible; or the run has fewer than two chips, or fewer
+      chips than replicas, so that its all-reduces would take no time.
   """
 
-  params: float
-  tokens: float
-  batch_tokens: float
-  replicas: int
-  method: str = "diloco"
-  sync_every: int = 30
-  bits: float = 16
-  outer_bits: float = 16
-  chips: float | None = None
+  params: AboveZero
+  tokens: AboveZero
+  batch_tokens: AboveZero
+  replicas: Positive
+  method: Annotated[str, METHODS] = "diloco"
+  sync_every: Positive = 30
+  bits: AboveZero = 16
+  outer_bits: AboveZero = 16
+  chips: Annotated[float | None, Range(0, open=True)] = None
   within: Network = NETWORKS["high"]
   across: Network = NETWORKS["low"]
 
   def __post_init__(self):
-    if self.method not in METHODS:
-      raise ValueError(
-        f"method is {self.method!r}; choose one of {', '.join(METHODS)}."
-      )
-    for field in dataclasses.fields(self):
-      name, value = field.name, getattr(self, field.name)
-      if isinstance(value, (int, float)) and not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name} is {value}; give a positive number.")
-    for network in (self.within, self.across):
-      if not (network.bandwidth > 0 and network.latency >= 0):
-        raise ValueError(
-          f"network is {network}; give positive bits per second and a latency of at"
-          " least 0 seconds."
-        )
-    least = 2 if self.method == "data_parallel" else max(2, self.replicas)
-    if self.nodes < least:
+    check_fields(self)
+    fewest = 2 if self.method == "data_parallel" else max(2, self.replicas)
+    if self.nodes < fewest:
       rule = "" if self.chips else f" (one for {CHIP_TOKENS:,} tokens of the batch)"
       raise ValueError(
-        f"chips is {self.nodes:.3g}{rule}, but {least} are the fewest between which"
-        " this run communicates; give more chips, or a larger batch."
+        f"chips is {self.nodes:.3g}{rule}, but this run needs at least {fewest}; give"
+        " more chips, or a larger batch."
       )
 
   @property
@@ -93,39 +88,39 @@ class Training:
 
   @property
   def nodes(self) -> float:
-    """R."""
+    """R, given or by the rule of `chips`."""
     return self.chips or chips(self.params, self.batch_tokens)
 
 
 def chips(params: float, batch_tokens: float) -> float:
-  """R, the chips of a run, whatever the algorithm.
+  """Returns R, the number of chips of a run; every method has the same.
 
-  The paper gives no values, only that R depends on N and the batch and doubles with
-  the batch. Rule here: a chip takes 16,384 tokens of the batch, and proportionally
-  fewer above 2.4B parameters, whose state needs more chips.
+  The paper gives no values. It says that R depends on N and on the batch, and doubles
+  with the batch. The rule here is one chip per 16,384 tokens of the batch. Above 2.4B
+  parameters, R grows in proportion to N, because the state needs more memory.
   """
   return batch_tokens / CHIP_TOKENS * max(1.0, params / 2.4e9)
 
 
 def compute_time(run: Training) -> float:
-  """6 N D / (R Q), seconds (A.1)."""
+  """Returns 6 N D / (R Q), in seconds (A.1)."""
   return 6 * run.params * run.tokens / (run.nodes * CHIP_FLOPS)
 
 
 def all_reduce_time(bits: float, nodes: float, network: Network) -> float:
-  """2 bits / W (1 - 1/R) + latency, seconds; nothing on one node (A.2)."""
+  """Returns 2 bits / W (1 - 1/R) + latency, in seconds; 0 on one node (A.2)."""
   if nodes <= 1:
     return 0.0
   return 2 * bits / network.bandwidth * (1 - 1 / nodes) + network.latency
 
 
 def communication_time(run: Training) -> float:
-  """Seconds spent communicating (A.2).
+  """Returns the seconds of communication (A.2).
 
-  Data-parallel crosses datacentres at every step; so does DiLoCo with M = 1, and once
-  more every H steps; with M >= 2 only the outer steps do. Streaming sends as much as
-  DiLoCo in smaller pieces, each with its latency already counted per H steps.
-  Overlapped hides the outer steps as long as H steps of compute take longer.
+  Data-parallel crosses datacentres at every step. DiLoCo with M = 1 does so too, and
+  once more every H steps. With M >= 2 only the outer steps cross datacentres. Streaming
+  sends as much as DiLoCo, in smaller pieces; latency is counted once per H steps.
+  Overlapped hides as much of the outer steps as the inner steps are long.
   """
   r, size = run.nodes, run.bits * run.params
   wide = all_reduce_time(size, r, run.across) * run.steps
@@ -142,21 +137,16 @@ def communication_time(run: Training) -> float:
 
 
 def total_time(run: Training) -> float:
-  """Compute plus communication, seconds (A.3)."""
+  """Returns compute plus communication time, in seconds (A.3)."""
   return compute_time(run) + communication_time(run)
 
 
 def compare(run: Training) -> list[dict[str, float | str]]:
-  """Hours of a run by every method, all else equal; its own method is not used."""
+  """Returns the hours of a run with each of METHODS; `run.method` is ignored."""
+  names = ("compute_hours", "communication_hours", "hours")
   rows: list[dict[str, float | str]] = []
   for method in METHODS:
     one = dataclasses.replace(run, method=method)
-    rows.append(
-      {
-        "method": method,
-        "compute_hours": compute_time(one) / 3600,
-        "communication_hours": communication_time(one) / 3600,
-        "hours": total_time(one) / 3600,
-      }
-    )
+    seconds = (compute_time(one), communication_time(one), total_time(one))
+    rows.append({"method": method} | {k: s / 3600 for k, s in zip(names, seconds)})
   return rows

@@ -1,4 +1,4 @@
-"""Compiled programs as text: asynchronous collectives, two slices, overlap.
+"""Tests the reading of HLO: asynchronous collectives, two slices, overlap.
 
 The lines are shortened from programs that XLA compiled for TPU v5e.
 """
@@ -53,19 +53,19 @@ SENT = "  %f = token[] send-done(%send.3), channel_id=8"
     ((LOOP, PERMUTE, LOOP, PERMUTED), 1, 2),
     ((PERMUTE, PERMUTED, LOOP), 0, 1),
     ((LOOP, PERMUTE, PERMUTED), 0, 1),
-    # The send ends early; what counts is when the other's payload is waited for.
+    # The send ends early. The end of the recv counts: the payload has arrived.
     ((SEND, RECV, SENT, LOOP, RECEIVED), 1, 1),
     ((SEND, RECV, SENT, RECEIVED, LOOP), 0, 1),
   ],
 )
-def test_how_many_loops_an_exchange_runs_beside(lines, hidden, loops):
+def test_loops_between_the_start_and_the_end_of_an_exchange(lines, hidden, loops):
   [window] = hlo.windows(program(*lines), mesh())
   assert (window.hidden, window.loops) == (hidden, loops)
   assert (window.collective.dtype, window.collective.nbytes) == ("u8", 600)
 
 
 @pytest.mark.parametrize("line", [PERMUTE, SEND])
-def test_bytes_of_a_group_are_those_of_all_its_devices(line):
+def test_bytes_of_a_replica_are_those_of_all_its_devices(line):
   assert hlo.replica_bytes(program(line), mesh()) == 2 * 600
   assert hlo.replica_bytes(program(line), mesh(replica=1, fsdp=4)) == 0
 
@@ -93,14 +93,14 @@ def test_bytes_sent_by_a_device(kind, groups, sent):
     ("(f32[50]{0}, f32[100]{0})", "all-gather", 200),
   ],
 )
-def test_bytes_of_asynchronous_collectives_that_xla_combined(result, kind, sent):
+def test_bytes_of_asynchronous_and_combined_collectives(result, kind, sent):
   line = f"  %x = {result} {kind}-start(%p, %q), replica_groups={{{{0,2}},{{1,3}}}}"
   assert hlo.replica_bytes(program(line), mesh()) == 2 * sent
 
 
-def test_bytes_of_a_program_for_several_slices_with_several_replicas_each():
-  # Four replicas of two devices on two slices of four, as XLA for v5e compiles it: a
-  # permutation by one replica goes on inside slices and between them.
+def test_bytes_with_several_replicas_on_each_of_several_slices():
+  # Four replicas of two devices, on two slices of four devices. XLA for v5e splits a
+  # permutation by one replica into parts inside slices and parts between them.
   across = lambda i, *pairs: (
     f"  %send.{i} = (u8[100]{{0}}, u32[], token[]) send(%p, %t), frontend_attributes={{"
     f"_xla_megascale_target={{{','.join(f'{{{pair}}}' for pair in pairs)}}},"
@@ -123,11 +123,11 @@ def test_bytes_of_a_program_for_several_slices_with_several_replicas_each():
   wide = types.SimpleNamespace(
     axis_names=("replica", "fsdp"), devices=devices, shape={"replica": 4, "fsdp": 2}
   )
-  # Each of a replica's two devices sends its part to three others.
+  # Both devices of a replica send their parts to three other replicas.
   assert hlo.replica_bytes(text, wide) == 2 * 3 * 100
 
 
-def test_what_stays_inside_a_replica_does_not_count():
+def test_collectives_inside_a_replica_do_not_count():
   line = "  %x = f32[100]{0} all-gather(%p), replica_groups={{0,1},{2,3}}"
   assert hlo.replica_bytes(program(line), mesh()) == 0
   assert hlo.windows(program(line), mesh()) == []
@@ -147,9 +147,9 @@ def test_bytes_of_every_type(dtype, size):
   assert (collective.dtype, collective.nbytes) == (dtype, 100 * size)
 
 
-def test_an_unknown_type_is_named():
+def test_an_unknown_type_is_an_error():
   [collective] = hlo.collectives("  %x = q7[4]{0} all-reduce(%p), replica_groups={}")
-  with pytest.raises(ValueError, match="HLO type is 'q7', whose size is unknown; add"):
+  with pytest.raises(ValueError, match="HLO type 'q7' is unknown; add it to"):
     _ = collective.nbytes
 
 
@@ -157,14 +157,14 @@ def test_an_unknown_type_is_named():
   "kind",
   ["ragged-all-to-all", "collective-broadcast", "collective-broadcast-start", "swap"],
 )
-def test_an_unknown_collective_is_refused(kind):
+def test_an_unknown_collective_is_an_error(kind):
   line = f"  %x = (f32[4]{{0:T(128)}}, u32[]) {kind}(%p), replica_groups={{{{0,2}}}}"
   for read in (hlo.collectives, lambda text: hlo.windows(text, mesh())):
-    with pytest.raises(ValueError, match=f"collective '{kind}', whose bytes nobody"):
+    with pytest.raises(ValueError, match=f"bytes of collective '{kind}' are not"):
       read(program(line))
 
 
-def test_what_else_names_groups_is_not_refused():
+def test_ends_and_attributes_that_repeat_groups_are_no_collectives():
   done = "  %d = f32[8]{0} all-to-all-done(%s), replica_groups={{0,2},{1,3}}"
   attribute = "  %r = f32[4] recv(%a), _xla_send_recv_source_target_pairs={{0,2}}"
   assert hlo.collectives(program(done, attribute)) == []
@@ -173,24 +173,24 @@ def test_what_else_names_groups_is_not_refused():
 @pytest.mark.parametrize(
   ("lines", "message"),
   [
-    ((SEND, SENT), r'send.3 \(.*="ppermute.3_0"\) has 0 recv in the entry'),
+    ((SEND, SENT), r'send.3 \(.*="ppermute.3_0"\) has 0 recv instead of one'),
     ((SEND, RECV, RECV), "has 2 recv"),
     ((SEND.replace("_rendezvous", ""), RECV), r"\(no rendezvous\) has 0"),
   ],
 )
-def test_a_send_without_its_recv_is_named(lines, message):
+def test_a_send_without_its_recv_is_an_error(lines, message):
   with pytest.raises(ValueError, match=message):
     hlo.windows(program(*lines), mesh())
 
 
-def test_windows_are_those_of_the_entry_computation():
+def test_only_collectives_of_the_entry_computation_have_windows():
   body = "\n%body (p: f32[4]) -> f32[4] {\n" + PERMUTE + "\n" + PERMUTED + "\n}\n"
   text = program(LOOP).replace("\nENTRY", f"{body}\nENTRY") + body.replace("y", "y.2")
   assert len(hlo.collectives(text)) == 2
   assert hlo.windows(text, mesh()) == []
 
 
-def test_hlo_groups_in_all_notations():
+def test_groups_in_all_notations():
   permuted = "mesh['a'=3,'b'=2], device_ids=([2,3]T(1,0)) {'a'}"
   lines = [
     "%a = u8[2,1,40]{2,1,0} all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0)",

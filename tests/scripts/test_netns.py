@@ -124,7 +124,7 @@ def test_star_of_four_is_isolated_and_knows_its_names():
     assert len(set(network.addresses)) == 4
     quiet = network.counters(1)
     _exchange(network, 100_000, first=3, second=0)
-    # Node 1 sees what the bridge floods until it has learnt addresses, no payload.
+    # Node 1 sees only frames that the bridge floods before it knows the addresses.
     assert network.counters(1)[0] - quiet[0] < 10_000
     ask = f"import socket; print(socket.gethostbyname({socket.gethostname()!r}))"
     for node in range(4):

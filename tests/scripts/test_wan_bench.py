@@ -109,14 +109,14 @@ def test_predictions_have_closed_forms():
   c = bench.resolved(options(), "DiLoCo")
   bits, seconds, rate = 32 * num_params(c.model), 0.05, 1e7
   compute = c.sync_every * seconds
-  # Layer by layer the backward pass hides some of it, a step at most.
+  # The backward pass hides some of it, at most one step.
   found = bench.predicted(c, seconds, rate)
   assert compute / (compute + bits / rate) <= found
   assert found <= compute / (compute + bits / rate - seconds)
   four = bench.resolved(options("--replicas=4"), "DiLoCo")
   assert bench.predicted(four, seconds, 3 * rate) == pytest.approx(found)
   fp4 = bench.resolved(options(), "Streaming, overlap, FP4")
-  # All is hidden, but for what is sent last.
+  # Everything is hidden, except the last send.
   assert 0.99 < bench.predicted(fp4, seconds, rate) <= 1
 
 
@@ -165,7 +165,7 @@ def test_one_command_measures_and_saves(tmp_path):
     rows = list(csv.DictReader(file))
   assert len(rows) == 2
   for row in rows:
-    # No less than the payload, and headers within the three per cent of the claim.
+    # At least the payload; headers add at most the claimed three per cent.
     assert 1 < float(row["counters_to_ledger"]) < 1.03
   assert "DiLoCo" in (tmp_path / "wan.md").read_text()
   assert (tmp_path / "wan.png").stat().st_size > 10_000

@@ -1,5 +1,6 @@
-"""The wall-clock model against Appendix A by hand, Table 1's hours, and the figures."""
+"""Tests the wall-clock model against Appendix A by hand, Table 1 and the figures."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -8,14 +9,14 @@ import pytest
 
 from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
-from diloco.simulate import figures, own, tables
+from diloco.simulate import figures, from_config, tables
 from diloco.simulate import wallclock as wc
 
 LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
 
 
-def test_all_reduce_in_units_by_hand():
-  # 2 * 16 Gbit over 10 Gbit/s, three quarters of it, and 10 ms.
+def test_all_reduce_time_by_hand():
+  # Three quarters of 2 * 16 Gbit over 10 Gbit/s, and 10 ms.
   assert wc.all_reduce_time(16e9, 4, LOW) == pytest.approx(2 * 1.6 * 0.75 + 0.01)
   assert wc.all_reduce_time(16e9, 1, LOW) == 0
 
@@ -31,7 +32,9 @@ def test_compute_time_is_6nd_over_rq():
 
 
 @pytest.mark.parametrize(("method", "replicas"), [("data_parallel", 2), ("diloco", 1)])
-def test_crossing_datacentres_at_every_step(method, replicas):
+def test_data_parallel_and_one_replica_cross_datacentres_at_every_step(
+  method, replicas
+):
   run = wc.Training(1e9, 20e9, 2**20, method=method, replicas=replicas, sync_every=30)
   r, steps = 64, 20e9 / 2**20
   wide = 2 * 16e9 / 10e9 * (1 - 1 / r) + 0.01
@@ -39,32 +42,22 @@ def test_crossing_datacentres_at_every_step(method, replicas):
   assert wc.communication_time(run) == pytest.approx(wide * steps * extra)
 
 
-def test_diloco_with_replicas_crosses_every_h_steps():
+def test_diloco_with_replicas_crosses_datacentres_every_h_steps():
   run = wc.Training(1e9, 20e9, 2**20, replicas=4, sync_every=30)
   r, steps = 64, 20e9 / 2**20
   inner = 2 * 16e9 / 400e9 * (1 - 4 / r) + 1e-4
   outer = 2 * 16e9 / 10e9 * (1 - 1 / r) + 0.01
   assert wc.communication_time(run) == pytest.approx(steps * (inner + outer / 30))
-  streaming = wc.Training(
-    1e9, 20e9, 2**20, replicas=4, sync_every=30, method="streaming"
-  )
+  streaming = dataclasses.replace(run, method="streaming")
   assert wc.total_time(streaming) == wc.total_time(run)
-  # Overlapped: the outer steps are hidden while compute takes longer.
-  hidden = wc.Training(1e9, 20e9, 2**20, replicas=4, sync_every=30, method="overlapped")
+  # Overlapped hides the outer steps if compute takes longer.
+  hidden = dataclasses.replace(run, method="overlapped")
   assert wc.communication_time(hidden) == pytest.approx(steps * inner)
-  slow = wc.Training(
-    1e9,
-    20e9,
-    2**20,
-    replicas=4,
-    sync_every=30,
-    method="overlapped",
-    across=wc.Network(1e8, 0.01),
-  )
+  slow = dataclasses.replace(hidden, across=wc.Network(1e8, 0.01))
   assert wc.communication_time(slow) > wc.communication_time(hidden)
 
 
-def test_fewer_outer_bits_and_more_chips():
+def test_outer_bits_and_chips_by_hand():
   run = wc.Training(1e9, 20e9, 2**20, replicas=4, outer_bits=4, chips=128)
   steps = 20e9 / 2**20
   inner = 2 * 16e9 / 400e9 * (1 - 4 / 128) + 1e-4
@@ -89,7 +82,7 @@ def test_the_command(capsys):
   text = capsys.readouterr().out.splitlines()
   assert len(text) == 1 + len(wc.METHODS)
   assert text[0].split() == ["method", "compute_hours", "communication_hours", "hours"]
-  run = own.training(load_config(f"{config}:1.3B,M=2,H=100"))
+  run = from_config.training(load_config(f"{config}:1.3B,M=2,H=100"))
   assert (run.replicas, run.sync_every) == (2, 100)
   assert run.outer_bits == pytest.approx(4 + 8 / 128, rel=1e-5)
   assert float(text[2].split()[-1]) == pytest.approx(
@@ -101,27 +94,36 @@ def test_table_1_hours():
   for row in tables.table1():
     near = 0.003 if row["name"].startswith("data_parallel") else 0.03
     assert row["hours"] == pytest.approx(row["paper_hours"], rel=near)
-    # The paper's terabytes are near our terabits, eight times fewer bytes.
+    # Our terabits are close to the paper's terabytes, which would be eight times more.
     assert row["terabits"] == pytest.approx(row["paper_terabytes"], rel=0.15)
 
 
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"tokens": 0}, "tokens is 0; give a positive number"),
+    ({"tokens": 0}, "tokens is 0, but must be above 0"),
     ({"params": math.nan}, "params is nan"),
-    ({"batch_tokens": 512}, "chips is 0.0312 .one for .*, but 2 are the .* give more"),
-    ({"chips": 1, "method": "data_parallel"}, "chips is 1, but 2 are the fewest"),
-    ({"chips": 3, "replicas": 4}, "chips is 3, but 4 are the fewest"),
-    ({"method": "ring"}, "method is 'ring'; choose one of"),
-    ({"across": wc.Network(0, 0)}, "network is .*; give positive bits per second"),
+    (
+      {"batch_tokens": 512},
+      "chips is 0.0312 .one for .*, but .* at least 2; give more",
+    ),
+    ({"chips": 1, "method": "data_parallel"}, "chips is 1, but .* at least 2"),
+    ({"chips": 3, "replicas": 4}, "chips is 3, but .* at least 4"),
+    ({"method": "ring"}, "method is 'ring', but must be one of"),
   ],
 )
-def test_errors_name_field_value_and_remedy(fields, message):
+def test_errors_name_the_field_the_value_and_the_limit(fields, message):
+  valid = {"params": 1e9, "tokens": 20e9, "batch_tokens": 2**20, "replicas": 2}
   with pytest.raises(ValueError, match=message):
-    wc.Training(
-      **{"params": 1e9, "tokens": 20e9, "batch_tokens": 2**20, "replicas": 2, **fields}
-    )
+    wc.Training(**valid | fields)
+
+
+def test_a_network_has_a_bandwidth_and_no_negative_latency():
+  with pytest.raises(ValueError, match="bandwidth is 0, but must be above 0"):
+    wc.Network(0, 0)
+  with pytest.raises(ValueError, match="latency is -1, but must be at least 0"):
+    wc.Network(1e9, -1)
+  wc.Network(math.inf, 0)
 
 
 def test_every_figure_draws(tmp_path):
@@ -131,5 +133,5 @@ def test_every_figure_draws(tmp_path):
   for name in ("s3", "s7", "s14", "c6", "c12"):
     for path in figures.draw(name, tmp_path):
       assert path.stat().st_size > 5000
-  with pytest.raises(ValueError, match="figure is 's99'; choose one of s3"):
+  with pytest.raises(ValueError, match="figure is 's99', but must be one of s3"):
     figures.draw("s99", tmp_path)

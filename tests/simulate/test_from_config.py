@@ -1,0 +1,174 @@
+"""Tests the simulation of configs: workloads, step times, the frontier, the command."""
+
+import json
+import pathlib
+
+import pytest
+
+from diloco.config import resolve
+from diloco.config.command_line import load_config
+from diloco.model.shapes import flops_per_token, num_params
+from diloco.simulate import __main__ as command
+from diloco.simulate import from_config
+from diloco.simulate.utilisation import Workload, utilisation
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG = f"{ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"
+
+
+def test_a_config_keeps_its_parameters_schedule_and_bits():
+  c = load_config(CONFIG)
+  work = from_config.workload(c, 0.5)
+  assert sum(work.params_per_layer) == pytest.approx(num_params(c.model))
+  assert work.layers == 25  # 24 blocks, and the embedding before them.
+  assert work.bits == pytest.approx(4 + 8 / 128, rel=1e-5)
+  schedule = c.make_schedule()
+  for step in range(200, 301):
+    sent = {layer for p in schedule.sends(step) for layer in work.plan[1][p]}
+    assert work.reduced_after(step) == sent
+  whole = from_config.workload(load_config(f"{CONFIG},algorithm=diloco"), 0.5)
+  assert whole.plan[1] == (tuple(range(25)),)
+  assert whole.bits == 32
+  plain = from_config.workload(load_config(f"{CONFIG},algorithm=data_parallel"), 0.5)
+  assert (plain.method, plain.bits) == ("data_parallel", 16)
+  assert plain.reduced_after(1) == set(range(25))
+  wide = ["--config.inner.gradient_dtype=float32", "--config.algorithm=data_parallel"]
+  assert from_config.workload(load_config(CONFIG, wide), 0.5).bits == 32
+
+
+def test_step_time_by_hand():
+  c = load_config(CONFIG)
+  flops = flops_per_token(c.model) * c.train.batch_size * 2048
+  seconds = flops / (64 * 200e12 * 0.3)
+  assert from_config.step_time(c, 64, 200, 0.3) == pytest.approx(seconds)
+  assert from_config.step_time(c) == pytest.approx(flops / (197e12 * 0.4))
+  with pytest.raises(ValueError, match="chips is 0, but must be above 0"):
+    from_config.step_time(c, chips=0)
+
+
+def test_wire_bits_by_hand():
+  value = 4 + 8 / 128
+  for compressor, bits in (
+    ("quantize", value),
+    ("random", 0.1 * value),
+    # Indices within 2048 x 2048 and 2048 x 8192 values.
+    ("topk", 0.1 * (value + (4 * 22 + 8 * 24) / 12)),
+  ):
+    c = load_config(CONFIG, [f"--config.wire.compressor={compressor}"])
+    assert from_config.wire_bits(c) == pytest.approx(bits, rel=5e-3)
+  for field, message in (
+    ("compressor=zip", "wire.compressor is 'zip'; choose one of quantize, topk"),
+    ("format=e9m9", "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
+    ("format=four", "wire.format is 'four'; choose"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      from_config.wire_bits(load_config(CONFIG, [f"--config.wire.{field}"]))
+
+
+def test_psum_all_reduces_float32(tiny):
+  tiny.wire.exchange, tiny.replicas = "psum", 4
+  work = from_config.workload(resolve(tiny), 1.0)
+  assert (work.bits, work.copies) == (32, 2 * 3 / 4)
+
+
+def test_the_frontier_reaches_the_target_and_no_choice_dominates_another():
+  work = Workload.of_equal_layers(1e9, 24, 0.1)
+  choices = from_config.frontier(work, 1e9, 0.95)
+  assert choices
+  assert [c.loss_per_cent for c in choices] == sorted(c.loss_per_cent for c in choices)
+  for i, c in enumerate(choices):
+    assert c.utilisation >= 0.95
+    for better in choices[:i]:
+      assert better.bits < c.bits or better.fragment_size > c.fragment_size
+  assert from_config.frontier(work, 1e3, 0.95) == []
+  assert from_config.loss_penalty(30, 1) == 0
+  assert from_config.loss_penalty(100, 1) == pytest.approx(100 * 0.02 / 2.67)
+
+
+def test_the_commands(capsys, tmp_path):
+  picture = tmp_path / "own.png"
+  args = [f"--config={CONFIG}", "--chips=64", "--json"]
+  assert command.main(["bandwidth", *args, f"--plot={picture}"]) == 0
+  answer = json.loads(capsys.readouterr().out)
+  assert picture.stat().st_size > 5000
+  work = from_config.workload(load_config(CONFIG), answer["step_time_s"])
+  reached = utilisation(work, [answer["gbits"] * 1e9])[0]
+  assert reached == pytest.approx(0.95, abs=2e-3)
+  plain = ["--params=1e9", "--layers=24", "--step_time=0.1", "--gbits=1"]
+  assert command.main(["frontier", *plain]) == 0
+  out = capsys.readouterr().out
+  assert "loss, %" in out
+  assert "Table 5" in out
+  assert command.main(["utilisation", "--layers=3", "--gbits=1"]) == 2
+  assert "--params is missing; give it, or a --config" in capsys.readouterr().err
+  assert command.main(["utilisation", "--config=no.py", "--gbits=1"]) == 2
+  assert "there is no file no.py" in capsys.readouterr().err
+
+
+def test_fields_are_set_as_for_the_trainer(capsys):
+  gbits = []
+  for more in ((), ("--config.overlap.tau=5",), ("--config.wire.compressor=topk",)):
+    args = ["bandwidth", f"--config={CONFIG}", "--step_time=1", "--json", *more]
+    assert command.main(args) == 0
+    gbits.append(json.loads(capsys.readouterr().out)["gbits"])
+  assert gbits[1] < 0.5 * gbits[0]
+  assert gbits[2] == pytest.approx(gbits[0] * 0.1 * (4 + 70 / 3) / 4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    *(
+      (
+        f"bandwidth {{}} --{name}={value}",
+        f"--config gives {name}; set {field} instead",
+      )
+      for name, value, field in (
+        ("tau", 1, "--config.overlap.tau"),
+        ("bits", 4, "--config.wire.format"),
+        ("method", "diloco", "--config.algorithm"),
+        ("replicas", 2, "--config.replicas"),
+        ("sync_every", 100, "--config.sync_every"),
+        ("fragment_size", 3, "--config.fragments.size"),
+        ("params", 1e9, "--config.model.dim"),
+        ("layers", 3, "--config.model.num_layers"),
+      )
+    ),
+    ("frontier {} --gbits=1 --replicas=2", "set --config.replicas instead."),
+    ("wallclock {} --tokens=1e9", "set --config.train.tokens instead."),
+    ("wallclock {} --outer_bits=4", "set --config.wire.format instead."),
+    ("wallclock {} --network=fast", "network is 'fast', but must be one of high, med"),
+    ("bandwidth {} --chips=2 --step_time=1", "--chips needs a --config, and no --step"),
+    ("bandwidth --mfu=1", "--mfu needs a --config, and no --step_time"),
+    (
+      "bandwidth --method=diloco --tau=1",
+      "--method=diloco ignores --tau; leave it out",
+    ),
+    ("bandwidth --config.seed=1", "--config.seed needs a --config before it."),
+    ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
+    ("bandwidth {} --plot=/proc/none/x.png", "--plot is '/proc/none', where nothing"),
+    ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
+    ("figure c10 --output=/proc/none", "--output is '/proc/none', where nothing can"),
+  ],
+)
+def test_arguments_without_effect_are_refused(args, message, capsys):
+  assert command.main(args.format(f"--config={CONFIG}").split()) == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert error.count("\n") == 1
+  assert message in error
+
+
+def test_options_that_a_config_does_not_give_have_an_effect(capsys):
+  found = {}
+  for more in ("", "--latency=3", "--chips=2", "--mfu=0.2"):
+    args = f"utilisation --config={CONFIG} --gbits=1 --json {more}".split()
+    assert command.main(args) == 0
+    found[more] = json.loads(capsys.readouterr().out)
+  assert found["--latency=3"]["utilisation"] < found[""]["utilisation"]
+  assert found["--chips=2"]["step_time_s"] == pytest.approx(
+    found[""]["step_time_s"] / 2
+  )
+  assert found["--mfu=0.2"]["step_time_s"] == pytest.approx(
+    found[""]["step_time_s"] * 2
+  )
