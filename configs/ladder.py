@@ -1,13 +1,13 @@
-"""A ladder of tiny models on the embedded text, for two CPU cores.
+"""A ladder of tiny models on State of the Union texts, for two CPU cores.
 
   python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 
-The procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) in miniature: seven sizes,
-data-parallel and DiLoCo with M = 1, 2, 4, tuned until the best point is interior: in
-rate, batch and outer rate at two sizes, in the rate at three more, in nothing at the
-two largest, which take the best point of 382k. Then H, seeds and overtraining.
-The budget is D = 6 N tokens where the paper has 20 N, H is 10 where it has 30;
-docs/ladder.md has results.
+Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with seven tiny
+sizes, data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch
+and outer learning rate are tuned until the best point is not on the edge of the grid;
+at three more sizes only the learning rate is tuned. The two largest sizes take the best
+point of 382k. Other runs vary H, seed and overtraining. The budget is D = 6 N tokens
+instead of the paper's 20 N, and H is 10 instead of 30. Results: docs/ladder.md.
 """
 
 from diloco.config import default_config
@@ -30,14 +30,17 @@ ROOT2 = 2**0.5
 
 
 def get_config(point: Point):
-  """The config of a point: size, algorithm, replicas, lr, batch and, of DiLoCo,
-  outer_lr; sync_every, overtrain and seed where they are varied."""
+  """Makes the config of a point.
+
+  A point has size, algorithm, replicas, lr and batch. It may also have outer_lr,
+  sync_every, overtrain and seed.
+  """
   layers, heads, width = SIZES[point["size"]]
   c = default_config()
   c.algorithm, c.replicas = point["algorithm"], point["replicas"]
   c.sync_every = point.get("sync_every", 10)
   c.seed = point.get("seed", 0)
-  # Rounds are few, so the outer momentum has to be shorter than the papers' 0.9.
+  # The papers use momentum 0.9; runs with few rounds need less.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = point.get("outer_lr", 0.6)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
@@ -47,7 +50,7 @@ def get_config(point: Point):
   params = matrix_params(c.model)
   budget = TOKENS_PER_PARAMETER * params * point.get("overtrain", 1)
   c.train.batch_size = point["batch"]
-  # A multiple of every H below: the last sync is after the last inner step.
+  # A multiple of every H below, so the last sync follows the last inner step.
   c.train.steps = 30 * round(budget / (point["batch"] * LENGTH * 30))
   c.inner.learning_rate = point["lr"]
   c.inner.warmup_steps = c.train.steps // 10
@@ -77,12 +80,12 @@ def get_sweep() -> Sweep:
     return lambda cell: {k: v for k, v in cell.items() if k != name}
 
   def everything(size: str) -> list[Grid]:
-    """Tunes all there is to tune at a size, from the smallest's rate at B = 4."""
+    """Tunes all axes at a size, starting from the best point of 105k."""
     return [
       Grid(
         f"all {size} M={cell['replicas']} {cell['algorithm']}",
         cells(size, [cell]),
-        # A batch has a sequence for every replica.
+        # A batch has at least one sequence per replica.
         (
           lr,
           Axis("batch", (4,), ratio=2, low=cell["replicas"]),
@@ -94,7 +97,7 @@ def get_sweep() -> Sweep:
     ]
 
   def rates(size: str) -> Grid:
-    """The rate at a size, from the best point of the second that is tuned in full."""
+    """Tunes the learning rate at a size, starting from the best point of 185k."""
     return Grid(f"lr {size}", cells(size, everyone), (lr,), from_size("185k"))
 
   def cadences(size: str) -> Grid:

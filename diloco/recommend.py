@@ -9,10 +9,21 @@ import argparse
 import dataclasses
 import json
 import sys
+from typing import Any
 
-from diloco.config.command_line import parse_options
-from diloco.scaling_laws import cells, paper, predict, results
+from diloco.config.command_line import guarded, parse_options
+from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws.recommend import recommend
+
+ROWS = {
+  "algorithm": "{algorithm}, M = {replicas}, {method} laws",
+  "learning rate": "{learning_rate:.4g}",
+  "outer learning rate": "{outer_learning_rate:g}  ({outer_source})",
+  "batch": "{batch_tokens:,.0f} tokens; rounded {rounded:,} tokens ="
+  " {batch_sequences} x {seq_len}",
+  "steps": "{steps:,}",
+  "tokens": "{tokens:,} = {ratio:.3g} N",
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -21,116 +32,94 @@ def make_parser() -> argparse.ArgumentParser:
     description="Hyperparameters and expected loss from the scaling laws.",
   )
   add = parser.add_argument
-  add("--params", required=True, help="N, such as 4e9, 4B or 700M")
-  add("--replicas", type=int, default=2, help="M")
+  add("--params", required=True, help="parameters N, such as 4e9, 4B or 700M")
+  add("--replicas", type=int, default=2, help="replicas M")
   add("--method", choices=predict.METHODS, default="joint")
   add("--algorithm", choices=("data_parallel", "diloco", "streaming"), default="diloco")
-  add("--overtrain", type=float, default=1.0, help="multiplies the budget")
+  add("--overtrain", type=float, default=1.0, help="multiplies the token budget")
   add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
-  add("--fsdp", type=int, default=1, help="devices inside a replica")
+  add("--fsdp", type=int, default=1, help="devices in one replica")
   add("--results", help="CSV of your own runs instead of the paper's laws")
-  add("--where", default="", help="rows of --results, such as sync_every=30,seed=0")
-  add("--any", action="store_true", help="fit --results despite edges and gaps")
-  add("--json", action="store_true")
+  add("--where", default="", help="filters --results, such as sync_every=30,seed=0")
+  add("--any", action="store_true", help="accept gaps and edge optima in --results")
+  add("--json", action="store_true", help="print JSON")
   return parser
 
 
-def run(args: argparse.Namespace) -> dict:
-  """The recommendation, both losses and what was measured, as plain data.
+def ask(args: argparse.Namespace) -> dict[str, Any]:
+  """Computes the recommendation and the expected losses, as plain data.
+
+  Returns:
+    The fields of Recommendation, `loss` of the run and `dp_loss` of data-parallel. Keys
+    with `_floor` are losses by the paper's law with a constant, keys with `_measured`
+    are losses that the paper measured. None: no law or no run gives this loss.
 
   Raises:
-    ValueError: the arguments or the results cannot work.
+    ValueError: the arguments or the results of runs cannot work.
   """
   laws = None
   if (args.where or args.any) and not args.results:
-    raise ValueError("--where and --any are about --results, which is not given.")
+    raise ValueError("--where and --any need --results, which is not given.")
   if args.results:
-    runs = cells.read_csv(args.results, parse_options(args.where, place="--where"))
-    laws, _ = results.fit_runs(runs, strict=not args.any)
-  n = paper.number(args.params)
-  found = recommend(
-    n,
-    args.replicas,
-    args.method,
-    args.algorithm,
-    args.overtrain,
-    args.seq_len,
-    args.fsdp,
-    laws=laws,
-  )
-  answer = dataclasses.asdict(found)
-  # Laws of the loss are for the tokens per parameter of the runs they were fitted to.
-  known = args.overtrain == 1
+    table = runs.read(args.results, parse_options(args.where, place="--where"))
+    laws, _ = results.fit_runs(table, strict=not args.any)
+  n, m, method = paper.number(args.params), args.replicas, args.method
+  settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
+  answer = dataclasses.asdict(recommend(n, m, method, *settings, laws=laws))
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
-    there = known and (laws is None or key == "loss" or algorithm in laws)
-    if laws and there and key == "dp_loss":
-      more = [p for p in laws[algorithm].problems if p not in answer["notes"]]
-      answer["notes"] = (*answer["notes"], *more)
-    for floor in (False, True):
-      expected = None
-      if there and not (laws and floor):
-        p = predict.predict(n, args.replicas, args.method, algorithm, laws, floor)
-        expected = dataclasses.asdict(p)
-      answer[f"{key}_floor" if floor else key] = expected
-    theirs = predict.measured(n, algorithm, args.replicas, args.method)
-    answer[f"{key}_measured"] = None if laws or args.overtrain != 1 else theirs
+    run = (n, m, method, algorithm)
+    # Laws of the loss hold only for the tokens per parameter of the fitted runs.
+    known = args.overtrain == 1 and (not laws or key == "loss" or algorithm in laws)
+    printed = known and not laws
+    answer[key] = predict.predict(*run, laws) if known else None
+    answer[f"{key}_floor"] = predict.predict(*run, floor=True) if printed else None
+    answer[f"{key}_measured"] = predict.measured(*run) if printed else None
+  if laws and answer["dp_loss"]:
+    notes = (*answer["notes"], *laws["data_parallel"].problems)
+    answer["notes"] = tuple(dict.fromkeys(notes))
   return answer
 
 
-def show(answer: dict) -> str:
-  """The answer as text."""
-  m, plain = answer["replicas"], answer["algorithm"] == "data_parallel"
-  sequences, seq_len = answer["batch_sequences"], answer["seq_len"]
-  rows = [
-    ("algorithm", f"{answer['algorithm']}, M = {m}, {answer['method']} laws"),
-    ("learning rate", f"{answer['learning_rate']:.4g}"),
-    (
-      "batch",
-      f"{answer['batch_tokens']:,.0f} tokens; rounded {sequences * seq_len:,} tokens ="
-      f" {sequences} x {seq_len}",
-    ),
-    ("steps", f"{answer['steps']:,}"),
-    ("tokens", f"{answer['tokens']:,} = {answer['tokens'] / answer['params']:.3g} N"),
-    ("loss", _loss(answer, "loss")),
-  ]
-  if not plain:
-    outer = f"{answer['outer_learning_rate']:g}  ({answer['outer_source']})"
-    rows.insert(2, ("outer learning rate", outer))
-    rows.append(("data-parallel's loss", _loss(answer, "dp_loss")))
-  rows += [("note", note) for note in answer["notes"]]
-  return "\n".join(f"{name:<22}{value}" for name, value in rows)
+def show(answer: dict[str, Any]) -> str:
+  """Formats the answer as text."""
+  rounded = answer["batch_sequences"] * answer["seq_len"]
+  ratio = answer["tokens"] / answer["params"]
+  rows = {
+    name: text.format(**answer, rounded=rounded, ratio=ratio)
+    for name, text in ROWS.items()
+  }
+  rows["loss"] = _loss(answer, "loss")
+  if answer["algorithm"] == "data_parallel":
+    del rows["outer learning rate"]
+  else:
+    rows["data-parallel's loss"] = _loss(answer, "dp_loss")
+  lines = [*rows.items(), *(("note", note) for note in answer["notes"])]
+  return "\n".join(f"{name:<22}{text}" for name, text in lines)
 
 
-def _loss(answer: dict, key: str) -> str:
-  p, floor, theirs = (answer[key + suffix] for suffix in ("", "_floor", "_measured"))
-  if p is None:
+def _loss(answer: dict[str, Any], key: str) -> str:
+  if answer[key] is None:
     return (
-      f"no law: it holds for {answer['tokens_per_param']:.3g} tokens per parameter and"
-      " the algorithms fitted"
+      f"no law: laws hold only for {answer['tokens_per_param']:.3g} tokens per"
+      " parameter and for the fitted algorithms"
     )
-  parts = [_with_interval(p)]
-  if floor:
-    parts.append(f"with a floor {_with_interval(floor)}")
-  if theirs:
-    parts.append(f"the paper measured {theirs:.3f}")
-  return "; ".join(parts)
+  texts = ("{}", "with a floor {}", "the paper measured {:.3f}")
+  values = (answer[key], answer[f"{key}_floor"], answer[f"{key}_measured"])
+  return "; ".join(text.format(value) for text, value in zip(texts, values) if value)
 
 
-def _with_interval(p: dict) -> str:
-  span = "{:.3f}, {:.3f}".format(*p["interval"]) if p["interval"] else "-"
-  return f"{p['loss']:.3f} [{span}]"
+def run(args: argparse.Namespace) -> None:
+  """Prints a recommendation."""
+  answer = ask(args)
+  if args.json:
+    print(json.dumps(answer, indent=2, allow_nan=False, default=dataclasses.asdict))
+  else:
+    print(show(answer))
 
 
 def main(argv: list[str] | None = None) -> int:
   """Prints a recommendation; returns the exit status."""
-  args = make_parser().parse_args(argv)
-  try:
-    answer = run(args)
-    print(json.dumps(answer, indent=2, allow_nan=False) if args.json else show(answer))
-  except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return guarded(run, make_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

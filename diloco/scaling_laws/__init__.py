@@ -1,1 +1,1 @@
-"""Scaling laws: from a grid of runs to laws, from laws to predictions. No JAX."""
+"""Fits scaling laws to a grid of runs, and predicts with them. Imports no JAX."""

@@ -1,4 +1,4 @@
-"""Scaling laws from the command line.
+"""Fits scaling laws from the command line.
 
 python -m diloco.scaling_laws tables
 python -m diloco.scaling_laws tables --sizes=nominal --json
@@ -11,129 +11,116 @@ import dataclasses
 import json
 import pathlib
 import sys
+from typing import Any
 
-import numpy as np
-
-from diloco.config.command_line import make_folder, parse_options
-from diloco.scaling_laws import cells, fits, paper, results, tables
-from diloco.scaling_laws.uncertainty import LEAST_SPARE, Interval
-
-_BOOTSTRAP = "resamples for bootstrap-t intervals; 0: Student's t"
+from diloco.config.command_line import guarded, make_folder, parse_options
+from diloco.scaling_laws import paper, results, runs
+from diloco.scaling_laws import tables as tables_lib
+from diloco.scaling_laws.fits import leave_largest_out
+from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
 
 
 def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(
     prog="python -m diloco.scaling_laws",
-    description="Fits of Scaling Laws for DiLoCo (arXiv 2503.09799).",
+    description="Repeats the fits of Scaling Laws for DiLoCo (arXiv 2503.09799).",
   )
-  commands = parser.add_subparsers(dest="command", required=True)
-  p = commands.add_parser("tables", help="every table, ours / the paper's")
+  commands = parser.add_subparsers(required=True)
+  p = commands.add_parser("tables", help="the paper's tables: ours / theirs")
+  p.set_defaults(command=tables)
   p.add_argument("--sizes", choices=list(paper.SIZES), help="which N; see paper.py")
-  p.add_argument("--bootstrap", type=int, default=0, help=_BOOTSTRAP)
-  p.add_argument("--json", action="store_true")
-  p = commands.add_parser("figures", help="figures 2 and 13")
+  _add_bootstrap(p)
+  p = commands.add_parser("figures", help="draw figures 2b and 13")
+  p.set_defaults(command=figures)
   p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
-  p.add_argument("--json", action="store_true")
-  p = commands.add_parser("fit", help="laws of your own runs")
-  p.add_argument("csv", help="see cells.read_csv for its columns")
+  p = commands.add_parser("fit", help="fit laws to your own runs")
+  p.set_defaults(command=fit)
+  p.add_argument("csv", help="your runs; docs/scaling_laws.md lists the columns")
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
-  p.add_argument("--any", action="store_true", help="fit despite edges and gaps")
-  p.add_argument("--bootstrap", type=int, default=0, help=_BOOTSTRAP)
-  p.add_argument("--json", action="store_true")
+  p.add_argument("--any", action="store_true", help="fit despite problems of the grid")
+  _add_bootstrap(p)
+  for p in commands.choices.values():
+    p.add_argument("--json", action="store_true", help="print JSON")
   return parser
 
 
-def fit(args: argparse.Namespace) -> dict:
-  """Laws of a CSV: {name: {quantity: {parameter: value and interval}}}.
+def tables(args: argparse.Namespace) -> tuple[list[dict], str]:
+  """Computes the paper's tables; returns them as plain data and as text."""
+  found = tables_lib.all_tables(args.sizes, args.bootstrap)
+  head = f"ours [90% interval, {_method(args.bootstrap)}] / paper\n"
+  text = "\n\n".join(tables_lib.show(t) for t in found)
+  return [dataclasses.asdict(t) for t in found], f"{head}\n{text}"
 
-  Of each law with enough sizes also {'left_out': {quantity: {M: residual}}}, what it
-  misses at the largest N when fitted to the others (Section 6.3).
+
+def figures(args: argparse.Namespace) -> tuple[list[str], str]:
+  """Draws the paper's figures; returns their paths, as a list and as text."""
+  from diloco.scaling_laws import figures  # Matplotlib is slow to import.
+
+  paths = [str(path) for path in figures.draw(make_folder(args.output, "--output"))]
+  return paths, "\n".join(paths)
+
+
+def fit(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
+  """Fits the laws of a CSV file; returns them as plain data and as text.
+
+  Returns:
+    data: {law: {quantity: {parameter: {value, interval}}}}, and for each law with
+      enough sizes {law: {'left_out': {quantity: {M: residual}}}}: residuals at the
+      largest N of a law that is fitted to the smaller N (Section 6.3).
+    text: the same as lines, and the problems of the runs.
 
   Raises:
     ValueError: the runs cannot be fitted.
   """
-  runs = cells.read_csv(args.csv, parse_options(args.where, place="--where"))
-  laws, problems = results.fit_runs(runs, strict=not args.any)
-  found: dict[str, dict[str, dict | None]] = {}
-  left_out: dict[str, dict[str, dict[int, float]]] = {}
+  table = runs.read(args.csv, parse_options(args.where, place="--where"))
+  laws, problems = results.fit_runs(table, strict=not args.any)
+  found: dict[str, dict[str, Any]] = {}
+  parameters = [f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens"]
+  missed = ["|log y - log y~| at the largest N of laws fitted to the others, by M"]
   for name, law in laws.items():
-    found[name], left_out[name] = {}, {}
+    found[name], left_out = {}, {}
     for quantity in ("loss", "learning_rate", "batch"):
-      one = getattr(law, quantity)
-      samples = args.bootstrap
-      if one and samples > 0 and 0 < one.spare < LEAST_SPARE:
+      label, one = f"{name:<18}{quantity:<15}", getattr(law, quantity)
+      if one is None:
+        found[name][quantity] = None
+        parameters.append(f"{label}-")
+        continue
+      if args.bootstrap > 0 and 0 < one.spare < LEAST_SPARE:
         problems.append(
           f"the {quantity} of {name} has too few points to resample: its intervals are"
           " Student's t."
         )
-        samples = 0
-      found[name][quantity] = one and {
+      found[name][quantity] = {
         k: {"value": getattr(one.law, k), "interval": interval}
-        for k, interval in one.interval(samples=samples).items()
+        for k, interval in one.interval(samples=args.bootstrap).items()
       }
-      if one and (residuals := _left_out(one)):
-        left_out[name][quantity] = residuals
-  if not args.json:
-    print(f"value [90% interval, {_method(args.bootstrap)}]; batch in tokens")
-    for name, quantities in found.items():
-      for quantity, parameters in quantities.items():
-        text = "  ".join(f"{k} {show(**p)}" for k, p in (parameters or {}).items())
-        print(f"{name:<18}{quantity:<15}{text or '-'}")
-    print("|log y - log y~| at the largest N of laws fitted to the others, by M")
-    for name, missed in left_out.items():
-      for quantity, residuals in missed.items():
-        text = "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items())
-        print(f"{name:<18}{quantity:<15}{text}")
-    print("\n".join(f"note: {p}" for p in problems), end="\n" if problems else "")
-  return {name: found[name] | {"left_out": left_out[name]} for name in found}
+      shown = [f"{k} {show(**p)}" for k, p in found[name][quantity].items()]
+      parameters.append(label + "  ".join(shown))
+      if residuals := leave_largest_out(one):
+        left_out[quantity] = residuals
+        missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
+    found[name]["left_out"] = left_out
+  return found, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)])
 
 
-def _left_out(fit: fits.Fit) -> dict[int, float]:
-  """Residuals by M at the largest N, empty where too few points are left."""
-  params, values = np.exp(fit.design[:, 1]), np.exp(fit.log_values)
-  joint = fit.design.shape[1] == 3
-  replicas = np.exp(fit.design[:, 2]).round() if joint else None
-  try:
-    return fits.leave_largest_out(params, values, replicas)
-  except ValueError:
-    return {}
-
-
-def show(value: float, interval: Interval) -> str:
-  span = f"{interval[0]:.5g}, {interval[1]:.5g}" if interval else "-"
-  return f"{value:.5g} [{span}]"
+def run(args: argparse.Namespace) -> None:
+  """Prints the result of one command."""
+  data, text = args.command(args)
+  print(json.dumps(data, indent=2, allow_nan=False) if args.json else text)
 
 
 def _method(samples: int) -> str:
   return f"bootstrap-t of {samples} resamples" if samples > 0 else "Student's t"
 
 
+def _add_bootstrap(parser: argparse.ArgumentParser) -> None:
+  text = "resamples for bootstrap-t intervals; 0: Student's t"
+  parser.add_argument("--bootstrap", type=int, default=0, help=text)
+
+
 def main(argv: list[str] | None = None) -> int:
   """Runs one command; returns the exit status."""
-  args = make_parser().parse_args(argv)
-  try:
-    if args.command == "fit":
-      answer: dict | list = fit(args)
-    elif args.command == "figures":
-      from diloco.scaling_laws import figures  # Matplotlib is slow to import.
-
-      answer = [
-        str(path) for path in figures.draw(make_folder(args.output, "--output"))
-      ]
-      if not args.json:
-        print("\n".join(answer))
-    else:
-      found = tables.all_tables(args.sizes, args.bootstrap)
-      answer = [dataclasses.asdict(t) for t in found]
-      if not args.json:
-        print(f"ours [90% interval, {_method(args.bootstrap)}] / paper\n")
-        print("\n\n".join(tables.show(t) for t in found))
-    if args.json:
-      print(json.dumps(answer, indent=2, allow_nan=False))
-  except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return guarded(run, make_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The best batch size of a cell, between those that were swept."""
-
-import dataclasses
+"""The best batch size of a cell, between the batch sizes that were swept."""
 
 import numpy as np
 
@@ -8,53 +6,42 @@ from diloco.scaling_laws.fits import check_points
 from diloco.scaling_laws.uncertainty import Numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class Quadratic:
-  """loss = a (log2 B - log2 B*)^2 + c, from runs at powers of two."""
-
-  best_batch: float
-  curvature: float
-  loss: float
-
-
 def fit_best_batch(
   batches: Numbers, losses: Numbers, name: str = "the best batch"
-) -> Quadratic:
-  """The batch size with the least loss, between powers of two (Section 6.1).
+) -> float:
+  """Finds the minimum of a quadratic in log2 B through the losses (Section 6.1).
 
   Args:
-    batches: B of each run [n], in tokens or any other unit, each once.
-    losses: loss of the best learning rate at that B [n].
-    name: the cell, for errors.
+    batches: batch size B of each run [n], in any unit; no B occurs twice.
+    losses: loss of the best learning rate at each B [n].
+    name: the cell's name in errors.
 
   Returns:
-    The minimum of the quadratic in log2 B; best_batch has the unit of batches.
+    B at the minimum, in the unit of `batches`.
 
   Raises:
-    ValueError: fewer than three batch sizes, a curve without a minimum, or a
-      minimum outside the range swept.
+    ValueError: fewer than three batch sizes, no minimum, or a minimum outside the range
+      of the batch sizes.
   """
   b, y = np.asarray(batches, float), np.asarray(losses, float)
   check_points(b, y, np.ones_like(b), name)
   if len(b) < 3:
     raise ValueError(
-      f"{name} has runs at {len(b)} batch size(s); a quadratic needs 3: sweep more"
-      " powers of two."
+      f"{name}: only {len(b)} batch sizes were tried; the quadratic needs 3: add one."
     )
   x = np.log2(b)
   center = x.mean()
-  a, slope, const = np.polyfit(x - center, y, 2)
+  curvature, slope, _ = np.polyfit(x - center, y, 2)
   low, high = b.min(), b.max()
-  if a <= 0:
+  if curvature <= 0:
     raise ValueError(
       f"{name}: the loss over log2 B has no minimum between {low:g} and {high:g};"
       " extend the sweep on the side where the loss falls."
     )
-  best = 2 ** (center - slope / (2 * a))
+  best = float(2 ** (center - slope / (2 * curvature)))
   if not low <= best <= high:
-    side = "smaller" if best < low else "larger"
     raise ValueError(
       f"{name}: the quadratic's minimum {best:g} lies outside the batch sizes swept,"
-      f" {low:g} to {high:g}; add {side} ones."
+      f" {low:g} to {high:g}; add {'smaller' if best < low else 'larger'} ones."
     )
-  return Quadratic(float(best), float(a), float(const - slope**2 / (4 * a)))
+  return best

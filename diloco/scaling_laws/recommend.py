@@ -1,7 +1,8 @@
-"""Hyperparameters, budget and expected loss of a run, from the scaling laws.
+"""Recommends the hyperparameters and the budget of a run, by scaling laws.
 
-Laws: Tables 7 to 10 of Scaling Laws for DiLoCo (arXiv 2503.09799), or those fitted to
-one's own runs. N is 12 layers width^2 + 32,000 width. Imports no JAX.
+The laws are Tables 7 to 10 of Scaling Laws for DiLoCo (arXiv 2503.09799), or laws
+fitted to your own runs. For the paper's laws, N is 12 layers width^2 + 32,000 width.
+Imports no JAX.
 """
 
 import dataclasses
@@ -10,11 +11,12 @@ import math
 from diloco.scaling_laws import paper, predict, results
 from diloco.scaling_laws.fits import PowerLaw
 
-# The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it, prints no
-# numbers, and says: on the grid 0.2, 0.4, ... 1.0, constant in N from 335M on, larger
-# for larger M. Printed elsewhere are 0.4 (Streaming DiLoCo, Section 3.2, whose main
-# experiments have M = 2) and 0.7 for M = 8 (DiLoCo, arXiv 2311.08105). The values here
-# lie on the grid, rise with M and are near those two; M = 1 and 4 are our reading.
+# The outer learning rate by M. Figure 7 of arXiv 2503.09799 draws it without numbers.
+# The text says that it lies on the grid 0.2, 0.4, ... 1.0, is constant in N from 335M
+# on and is larger for larger M. Other papers print 0.4 (Streaming DiLoCo, Section 3.2,
+# whose main experiments have M = 2) and 0.7 for M = 8 (DiLoCo, arXiv 2311.08105). The
+# values here lie on the grid, rise with M and are near 0.4 and 0.7. The values for
+# M = 1 and 4 are our reading.
 OUTER_RATES = {1: 0.4, 2: 0.4, 4: 0.6, 8: 0.8}
 OUTER_SOURCE = (
   "0.4 at M=2 and 0.7 at M=8 are printed; figure 7: rises with M, not with N"
@@ -23,7 +25,7 @@ OUTER_SOURCE = (
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
-  """What to train with.
+  """The hyperparameters and the budget of a run.
 
   Attributes:
     params: N.
@@ -31,15 +33,15 @@ class Recommendation:
     algorithm: data_parallel, diloco or streaming.
     method: joint or independent.
     learning_rate: peak of the inner learning rate.
-    batch_tokens: tokens per step over all replicas, as the law has it.
-    batch_sequences: sequences per step that the mesh can do, nearest to it.
+    batch_tokens: tokens per step over all replicas, from the law.
+    batch_sequences: the nearest number of sequences per step that fits the mesh.
     seq_len: tokens per sequence.
     outer_learning_rate: 0 for data_parallel, which has none.
-    outer_source: where it comes from.
-    tokens_per_param: D / N that the law of the loss is for.
+    outer_source: where the outer learning rate comes from.
+    tokens_per_param: D / N of the runs that the law of the loss was fitted to.
     steps: T.
-    tokens: T steps of the rounded batch.
-    notes: sentences on where the laws are stretched.
+    tokens: tokens in T steps of the rounded batch.
+    notes: sentences on the limits of the recommendation.
   """
 
   params: float
@@ -69,19 +71,19 @@ def recommend(
   tokens: float = 0.0,
   laws: dict[str, results.Laws] | None = None,
 ) -> Recommendation:
-  """Hyperparameters of one run.
+  """Recommends the hyperparameters of one run.
 
   Args:
     params: N.
     replicas: M.
-    method: joint takes the laws in N and M; independent those in N of this M alone.
-      data_parallel has only the latter.
-    algorithm: data_parallel, diloco or streaming, which takes DiLoCo's laws.
+    method: joint takes the laws in N and M; independent takes the laws in N of this M
+      alone. data_parallel always takes laws in N alone.
+    algorithm: data_parallel, diloco or streaming, which takes the paper's DiLoCo laws.
     overtrain: multiplies the budget.
     seq_len: tokens per sequence.
-    fsdp: devices inside a replica, which must divide its sequences.
-    tokens: budget; 0 takes 20 N, or the tokens per parameter of one's own runs.
-    laws: of one's own runs; None takes the paper's.
+    fsdp: devices inside a replica; they must divide the sequences of the replica.
+    tokens: budget; 0 takes 20 N, or N times the tokens per parameter of your own runs.
+    laws: laws of your own runs; None takes the paper's.
 
   Raises:
     ValueError: a number is not positive, or there is no law for this M.
@@ -91,13 +93,14 @@ def recommend(
     if not 0 < value < math.inf:
       raise ValueError(f"{name} is {value}; give a positive number.")
   plain = algorithm == "data_parallel"
-  name = predict.law_name(algorithm, replicas, method)
-  source, own = "diloco", None
+  name, source, own = predict.law_name(algorithm, replicas, method), "diloco", None
   if laws is not None:
     source, own = predict.own_laws(laws, name, algorithm)
   rate, batch = _laws_of(name, own)
   batch_tokens = batch(params, replicas)
-  per_param = _tokens_per_param(own)
+  # The geometric mean of the least and the most D / N of your runs, or the paper's.
+  known = own.tokens_per_param if own else None
+  per_param = math.sqrt(math.prod(known)) if known else float(paper.CHINCHILLA)
   budget = (tokens or per_param * params) * overtrain
   sequences = round_batch(batch_tokens / seq_len, replicas * fsdp)
   steps = int(budget // (sequences * seq_len))
@@ -107,9 +110,15 @@ def recommend(
       f" {sequences} sequences of {seq_len}; shorten seq_len or raise overtrain."
     )
   outer, outer_source = (0.0, "") if plain else _outer(replicas, own)
-  notes = _notes(params, replicas, batch_tokens, sequences * seq_len, own)
+  notes = _notes(params, replicas, own)
   if not plain and not source.startswith(algorithm):
-    notes = (f"no run of {algorithm} was fitted: the laws are of {source}.", *notes)
+    notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
+  ratio = sequences * seq_len / batch_tokens
+  if not 0.6 < ratio < 1.7:
+    notes.append(
+      f"the rounded batch is {ratio:.1f} times the law's: fewer replicas, a shorter"
+      " seq_len or a smaller fsdp would allow a nearer one."
+    )
   return Recommendation(
     params=params,
     replicas=replicas,
@@ -124,70 +133,39 @@ def recommend(
     tokens_per_param=per_param,
     steps=steps,
     tokens=steps * sequences * seq_len,
-    notes=notes,
+    notes=tuple(notes),
   )
 
 
-def _notes(
-  params: float, replicas: int, batch: float, rounded: int, own: results.Laws | None
-) -> tuple[str, ...]:
-  found = []
-  # A hair beyond the exact sizes of 35M and 10B.
-  if own is None and not 34e6 < params < 10.1e9:
-    found.append(
+def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
+  """Writes sentences on where N, M and the budget are beyond the fitted runs."""
+  if own is None:
+    # The bounds lie slightly beyond the exact sizes of 35M and 10B.
+    stretched = {
       f"N = {params:g} is beyond what the laws were fitted to, 35M to 2.4B, and tried"
-      " at, 4B and 10B: sweep nearby."
-    )
-  if own is None and replicas > 8:
-    found.append(
+      " at, 4B and 10B: sweep nearby.": not 34e6 < params < 10.1e9,
       f"M = {replicas} is beyond the 8 replicas that the laws were fitted to; the outer"
-      " rate is that of 8: sweep it."
-    )
-  if own is not None:
-    found += _notes_on_runs(params, replicas, own)
-  if not 0.6 < rounded / batch < 1.7:
-    found.append(
-      f"the rounded batch is {rounded / batch:.1f} times the law's: fewer replicas, a"
-      " shorter seq_len or a smaller fsdp would allow a nearer one."
-    )
-  return tuple(found)
-
-
-def _notes_on_runs(params: float, replicas: int, own: results.Laws) -> list[str]:
-  found = []
+      " rate is that of 8: sweep it.": replicas > 8,
+    }
+    return [note for note, holds in stretched.items() if holds]
   n, m = own.sizes, own.replicas
-  if not 0.99 * n[0] < params < 1.01 * n[-1]:
-    found.append(
-      f"N = {params:g} is beyond the runs' sizes, {n[0]:g} to {n[-1]:g}: sweep nearby."
-    )
-  if own.loss.law.beta and not m[0] <= replicas <= m[-1]:
-    found.append(
-      f"M = {replicas} is beyond the runs' replicas, {m[0]} to {m[-1]}: sweep it."
-    )
-  if own.tokens_per_param is None:
-    found.append(
-      "the results do not say how many tokens the runs had (no column tokens): the"
-      f" budget is {paper.CHINCHILLA} tokens per parameter, the loss is for theirs."
-    )
-  else:
-    least, most = own.tokens_per_param
-    if most > 1.1 * least:
-      found.append(
-        f"the runs had {least:.3g} to {most:.3g} tokens per parameter, which the law of"
-        " the loss mixes: choose rows of one budget by --where."
-      )
-  return found + list(own.problems)
-
-
-def _tokens_per_param(own: results.Laws | None) -> float:
-  """D / N of the budget: the runs' (their geometric middle), or the paper's."""
-  if own is None or own.tokens_per_param is None:
-    return float(paper.CHINCHILLA)
-  return math.sqrt(math.prod(own.tokens_per_param))
+  least, most = own.tokens_per_param or (1, 1)
+  stretched = {
+    f"N = {params:g} is beyond the runs' sizes, {n[0]:g} to {n[-1]:g}: sweep"
+    " nearby.": not 0.99 * n[0] < params < 1.01 * n[-1],
+    f"M = {replicas} is beyond the runs' replicas, {m[0]} to {m[-1]}: sweep"
+    " it.": own.loss.law.beta != 0 and not m[0] <= replicas <= m[-1],
+    "the results do not say how many tokens the runs had (no column tokens): the"
+    f" budget is {paper.CHINCHILLA} tokens per parameter, the loss is for"
+    " theirs.": own.tokens_per_param is None,
+    f"the runs had {least:.3g} to {most:.3g} tokens per parameter, which the law of the"
+    " loss mixes: choose rows of one budget by --where.": most > 1.1 * least,
+  }
+  return [note for note, holds in stretched.items() if holds] + list(own.problems)
 
 
 def _outer(replicas: int, own: results.Laws | None) -> tuple[float, str]:
-  """The outer learning rate and where it comes from."""
+  """Returns the outer learning rate and its source."""
   if own is None:
     return outer_rate(replicas), OUTER_SOURCE
   if not own.outer_rates:
@@ -198,21 +176,21 @@ def _outer(replicas: int, own: results.Laws | None) -> tuple[float, str]:
 
 
 def outer_rate(replicas: int) -> float:
-  """Outer learning rate for M replicas: that of the nearest tabulated M below."""
+  """Returns the outer learning rate of the largest M <= `replicas` in OUTER_RATES."""
   return OUTER_RATES[max(m for m in OUTER_RATES if m <= replicas)]
 
 
 def round_batch(sequences: float, unit: int) -> int:
-  """The nearest unit * 2^k, k >= 0, by ratio.
+  """Returns the unit * 2^k, k >= 0, whose ratio to `sequences` is nearest to 1.
 
-  The paper sweeps powers of two; `unit` = M * devices inside a replica is what has to
-  divide the batch. With unit a power of two the result is one.
+  The paper sweeps powers of two. `unit` is M times the devices inside a replica; it
+  must divide the batch. If unit is a power of two, the result is one too.
   """
   return unit * 2 ** max(round(math.log2(sequences / unit)), 0)
 
 
 def _laws_of(name: str, own: results.Laws | None) -> tuple[PowerLaw, PowerLaw]:
-  """(inner learning rate, batch in tokens)."""
+  """Returns the laws of the inner learning rate and of the batch in tokens."""
   if own is None:
     return paper.law("inner_lr", name), paper.law("batch_size", name)
   if own.learning_rate is None or own.batch is None:

@@ -1,27 +1,29 @@
-"""Laws of one's own runs, from the best of every cell."""
+"""Fits laws to your own runs, from the best run of every cell."""
 
-import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 
-from diloco.scaling_laws.cells import AXES, Best, Run, best_of_cells, missing_cells
+import pandas as pd
+
+from diloco.scaling_laws.cells import best_of_cells, missing_cells
 from diloco.scaling_laws.fits import Fit, fit_power_law
 
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """Laws of one algorithm, and the runs that they hold for.
+  """The laws of one algorithm, and the runs that they were fitted to.
 
   Attributes:
-    loss, learning_rate, batch: of the evaluation loss, the inner rate and the batch in
-      tokens; None where a quantity was swept at fewer sizes (or replica counts) than a
-      law needs.
+    loss: law of the evaluation loss.
+    learning_rate: law of the inner learning rate; None if it was swept at too few sizes
+      (or replica counts).
+    batch: law of the batch in tokens; None for the same reason.
     sizes: all N, rising.
     replicas: all M, rising.
-    tokens_per_param: least and most D / N; None where some D is not known.
-    outer_rates: best outer rate by M, at the largest N where it was swept, or else at
-      the largest N; without M whose outer rates are not known.
-    problems: sentences about the cells and about laws that there are none of.
+    tokens_per_param: least and most D / N; None if some D is unknown.
+    outer_rates: best outer rate by M: at the largest N where it was swept, or if it was
+      never swept, at the largest N. An M without known outer rates is left out.
+    problems: sentences about the cells, and about quantities without a law.
   """
 
   loss: Fit
@@ -35,119 +37,86 @@ class Laws:
 
 
 def fit_runs(
-  runs: Iterable[Run], strict: bool = True
+  runs: pd.DataFrame, strict: bool = True
 ) -> tuple[dict[str, Laws], list[str]]:
-  """All laws of a table of runs.
+  """Fits all laws of a table of runs.
 
   Args:
-    runs: of any algorithms.
-    strict: whether a best point on the edge of its grid, a hyperparameter that was not
-      swept, batches without an interior minimum or a missing cell is an error.
+    runs: as `runs.read` returns them, of any algorithms.
+    strict: whether a problem is an error: a best point on the edge of its grid, a rate
+      or batch that was not swept, batches without interior minimum, a missing cell.
 
   Returns:
-    Laws by name, `data_parallel`, `diloco_M2`, ... for each algorithm and M with two
+    Laws by name: `data_parallel`, `diloco_M2`, ... for each algorithm and M with two
     sizes or more, and `diloco_joint` over all M of an algorithm that has several; and
-    the problems found, one sentence each (none if strict).
+    the problems, one sentence each (none if strict).
 
   Raises:
-    ValueError: bad runs; if strict, any problem; too few sizes for a single law.
+    ValueError: bad runs; any problem, if strict; too few sizes for a single law.
   """
-  best = best_of_cells(runs)
-  missing = missing_cells(list(best))
-  problems = [p for b in best.values() for p in b.problems] + [*missing.values()]
-  _refuse(problems if strict else [])
-  groups = collections.defaultdict(list)
-  joint = collections.defaultdict(list)
-  for (algorithm, _, replicas), b in best.items():
-    plain = algorithm == "data_parallel"
-    groups[algorithm if plain else f"{algorithm}_M{replicas}"].append(b)
-    if not plain:
-      joint[f"{algorithm}_joint"].append(b)
+  cells = best_of_cells(runs)
+  missing = missing_cells(cells)
+  problems = [*chain(*cells["problems"], *missing.values())]
+  groups = {
+    algorithm if algorithm == "data_parallel" else f"{algorithm}_M{m}": some
+    for (algorithm, m), some in cells.groupby(["algorithm", "replicas"])
+  }
+  for algorithm, some in cells.groupby("algorithm"):
+    if some["replicas"].nunique() > 1 < some["params"].nunique():
+      groups[f"{algorithm}_joint"] = some
   found = {}
   for name, group in groups.items():
-    if len(group) < 2:
-      problems.append(
-        f"{name} has 1 size, N = {group[0].run.params:g}; a law needs at least 2:"
-        " add runs."
-      )
-    else:
-      found[name] = _laws(name, group, False, missing)
-  for name, group in joint.items():
-    if len({b.run.replicas for b in group}) > 1 < len({b.run.params for b in group}):
-      try:
-        found[name] = _laws(name, group, True, missing)
-      except ValueError as error:  # Cells are missing.
-        problems.append(str(error))
+    try:
+      found[name] = _laws(name, group, missing)
+    except ValueError as error:  # Too few cells.
+      problems.append(str(error))
+  # The laws repeat the problems of their cells.
+  told = chain(problems, *(law.problems for law in found.values()))
+  problems = list(dict.fromkeys(told))
+  if strict and problems:
+    more = f" ({len(problems) - 1} more of the kind.)" if len(problems) > 1 else ""
+    raise ValueError(problems[0] + more)
   if not found:
-    raise ValueError(problems[-1] if problems else "there are no runs; add some.")
-  # Those of cells are known already, those of the laws are not.
-  problems += dict.fromkeys(
-    p for law in found.values() for p in law.problems if p not in problems
-  )
-  _refuse(problems if strict else [])
+    raise ValueError(problems[-1])
   return found, problems
 
 
-def _refuse(problems: list[str]) -> None:
-  if problems:
-    more = f" ({len(problems) - 1} more of the kind.)" if len(problems) > 1 else ""
-    raise ValueError(problems[0] + more)
-
-
 def _laws(
-  name: str,
-  group: list[Best],
-  joint: bool,
-  missing: Mapping[tuple[str, float, int], str],
+  name: str, cells: pd.DataFrame, missing: dict[tuple[str, int], list[str]]
 ) -> Laws:
-  algorithms, sizes, replicas = (
-    tuple(sorted(set(x))) for x in zip(*(b.run.cell for b in group))
-  )
-  problems = [p for b in group for p in b.problems]
-  problems += [
-    p for (a, _, m), p in missing.items() if a in algorithms and m in replicas
-  ]
+  """Fits the laws of cells that have one algorithm, and one M or several."""
+  algorithm, replicas = cells["algorithm"].iloc[0], sorted(set(cells["replicas"]))
+  problems = [*chain(*cells["problems"], *(missing[algorithm, m] for m in replicas))]
 
-  def fit(what: str, some: list[Best], value: Callable[[Best], float]) -> Fit:
-    m = [b.run.replicas for b in some] if joint else None
-    n, values = [b.run.params for b in some], [value(b) for b in some]
-    return fit_power_law(n, values, m, f"the {what} of {name}")
+  def fit(quantity: str, some: pd.DataFrame) -> Fit:
+    m = some["replicas"] if name.endswith("_joint") else None
+    return fit_power_law(some["params"], some[quantity], m, f"the {quantity} of {name}")
 
-  def fit_swept(field: str, value: Callable[[Best], float]) -> Fit | None:
-    some = [b for b in group if field in b.swept]
-    n, m = (len({b.run.cell[i] for b in some}) for i in (1, 2))
+  def fit_swept(axis: str) -> Fit | None:
     try:
-      if n < 2 or (joint and m < 2):
-        of = f" and {m} replica count(s)" if joint else ""
-        raise ValueError(
-          f"{name} has no law of the {field}, which was swept at {n} size(s){of};"
-          " sweep it at 2 or more."
-        )
-      return fit(field, some, value)
+      return fit(axis, cells[[axis in swept for swept in cells["swept"]]])
     except ValueError as error:
-      problems.append(str(error))
+      problems.append(f"{name} has no law of the {axis}: {error}")
       return None
 
-  loss = fit("loss", group, lambda b: b.run.loss)
+  loss = fit("loss", cells)
   if loss.law.alpha >= 0:
     problems.append(
       f"the loss of {name} does not fall with N (alpha is {loss.law.alpha:.3g}), so its"
       " law predicts nothing: tune larger sizes, or give each N its share of tokens."
     )
-  ratios = [b.run.tokens / b.run.params for b in group]
-  # The last one of an M stays: swept before not swept, then large before small.
-  order = sorted(group, key=lambda b: (AXES[2] in b.swept, b.run.params))
+  ratios = cells["tokens"] / cells["params"]
+  # dict() keeps the last rate of each M, so the sort puts swept rates and large N last.
+  outer = cells[cells["outer_learning_rate"] > 0]
+  outer = outer.assign(swept=["outer_learning_rate" in s for s in outer["swept"]])
+  outer = outer.sort_values(["swept", "params"])
   return Laws(
     loss,
-    fit_swept("learning_rate", lambda b: b.run.learning_rate),
-    fit_swept("batch", lambda b: b.batch),
-    sizes,
-    replicas,
+    fit_swept("learning_rate"),
+    fit_swept("batch"),
+    tuple(sorted(set(cells["params"]))),
+    tuple(replicas),
     (min(ratios), max(ratios)) if all(ratios) else None,
-    {
-      b.run.replicas: b.run.outer_learning_rate
-      for b in order
-      if b.run.outer_learning_rate
-    },
+    dict(zip(outer["replicas"], outer["outer_learning_rate"])),
     tuple(problems),
   )

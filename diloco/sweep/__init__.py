@@ -1,5 +1,5 @@
-"""Sweeps: a grid of runs, one table of results, figures. Imports no JAX.
+"""Sweeps: grids of runs, a table of their results, figures. Imports no JAX.
 
-A run is a process of its own (`diloco.main`); the driver only starts processes and
-keeps the table, so that it is light and can be killed at any moment.
+Each run is a separate process (`diloco.main`). The driver only starts processes and
+reads run directories, so it is light and can be killed at any moment.
 """

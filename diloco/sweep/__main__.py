@@ -1,4 +1,4 @@
-r"""Runs a sweep.
+r"""Runs a sweep, shows its progress, exports its results or imports other results.
 
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
 python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --show
@@ -6,108 +6,84 @@ python -m diloco.sweep --results=/tmp/ladder --export=ladder.csv
 python -m diloco.sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco.sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
+
+Runs are processes on this machine (--backend=local), Slurm jobs (slurm) or processes of
+submitit's local executor (submitit).
 """
 
 import pathlib
-import sys
 
 from absl import flags
 
 from diloco.config import command_line
-from diloco.sweep import csv_file, progress
+from diloco.sweep import csv_file, progress, table
 from diloco.sweep.grid import Sweep
 from diloco.sweep.local import Local
-from diloco.sweep.runner import Driver, drive
-from diloco.sweep.table import Table, alone
+from diloco.sweep.runner import Backend, Driver, drive
+from diloco.sweep.slurm import Slurm
 
-_SWEEP = flags.DEFINE_string(
-  "sweep", "", "A file with get_sweep(), e.g. configs/ladder.py."
-)
-_RESULTS = flags.DEFINE_string("results", None, "Where runs and the table are kept.")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "Most runs at a time.", lower_bound=1)
-_CORES = flags.DEFINE_integer(
-  "cores", 0, "CPU cores for each run; 0: all.", lower_bound=0
-)
+_SWEEP = flags.DEFINE_string("sweep", "", "A sweep file, e.g. configs/ladder.py.")
+_RESULTS = flags.DEFINE_string("results", None, "The directory that holds all runs.")
+_PARALLEL = flags.DEFINE_integer("parallel", 1, "Runs at once, at most.", lower_bound=1)
+_CORES = flags.DEFINE_integer("cores", 0, "CPU cores per run; 0: all.", lower_bound=0)
 _BACKEND = flags.DEFINE_enum(
-  "backend",
-  "local",
-  ["local", "slurm", "submitit"],
-  "local: processes of this machine; slurm: jobs; submitit: its local executor.",
+  "backend", "local", ["local", "slurm", "submitit"], "Where runs are executed."
 )
-_OPTIONS = flags.DEFINE_string("slurm_options", "", "Of submitit: name=value,...")
-_EXPORT = flags.DEFINE_string(
-  "export", "", "Write the table as CSV to this file and end."
-)
-_IMPORT = flags.DEFINE_string(
-  "import", "", "Take the runs of an exported CSV file over and end."
-)
-_SHOW = flags.DEFINE_bool("show", False, "Show how far the sweep is and end.")
+_OPTIONS = flags.DEFINE_string("slurm_options", "", "For submitit: name=value,...")
+_EXPORT = flags.DEFINE_string("export", "", "Write a CSV file of all results and end.")
+_IMPORT = flags.DEFINE_string("import", "", "Import an exported CSV file and end.")
+_SHOW = flags.DEFINE_bool("show", False, "Show the sweep's progress and end.")
 _RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
 
 
-def load_sweep(path: str) -> Sweep:
-  """The sweep of a file.
-
-  Raises:
-    ValueError: no file, or none with get_sweep().
-  """
-  example = "--sweep=configs/ladder.py"
-  return command_line.load_module(path, "get_sweep", example).get_sweep()
-
-
-def make_backend(sweep: Sweep, results: pathlib.Path):
-  """Where the flags say that runs are executed."""
+def make_backend(sweep: Sweep, results: pathlib.Path) -> Backend:
+  """Makes the backend that the flags name. Its runs share compiled programs."""
+  environment = {
+    "JAX_COMPILATION_CACHE_DIR": str(results.absolute() / "compiled"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    **sweep.environment,
+  }
   if _BACKEND.value == "local":
-    return Local(_PARALLEL.value, _CORES.value, results, sweep.environment)
-  from diloco.sweep.slurm import Slurm
-
+    return Local(_CORES.value, environment)
   given = command_line.parse_options(_OPTIONS.value, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
   cluster = "slurm" if _BACKEND.value == "slurm" else "local"
-  return Slurm(_PARALLEL.value, results, sweep.environment, options, cluster)
+  return Slurm(results, environment, options, cluster)
 
 
 def run() -> int:
-  """What the flags ask for; returns the exit status."""
+  """Does what the flags ask for; returns the exit status."""
   results = pathlib.Path(str(_RESULTS.value))
+  if (_EXPORT.value or _SHOW.value) and not (results / "runs").is_dir():
+    raise ValueError(f"--results={results} holds no runs; run a sweep first.")
   if _EXPORT.value:
-    rows = Table(results, read_only=True).rows()
     path = pathlib.Path(_EXPORT.value)
     command_line.make_folder(path.parent, "--export")
-    count = csv_file.export(rows, path)
-    print(f"{count} runs written to {_EXPORT.value}")
+    count = csv_file.export(table.read_rows(results).values(), path)
+    print(f"{count} runs written to {path}")
     return 0
   if _IMPORT.value:
     command_line.make_folder(results, "--results")
-    with alone(results):
-      count = csv_file.load(pathlib.Path(_IMPORT.value), Table(results))
+    with table.alone(results):
+      count = csv_file.load(pathlib.Path(_IMPORT.value), results)
     print(f"{count} runs of {_IMPORT.value} taken over into {results}")
     return 0
-  sweep = load_sweep(_SWEEP.value)
+  example = "--sweep=configs/ladder.py"
+  sweep = command_line.load_module(_SWEEP.value, "get_sweep", example).get_sweep()
   if _SHOW.value:
-    idle = Local(1, 0, results, {})  # Starts nothing.
-    driver = Driver(sweep, results, idle, read_only=True)
-    rows = driver.rows()
-    print("\n".join(progress.lines(driver.cells({r["name"]: r for r in rows}), rows)))
+    driver = Driver(sweep, results, Local(0, {}))
+    print("\n".join(progress.lines(driver.cells(), driver.rows.values())))
     return 0
   command_line.make_folder(results, "--results")
-  with alone(results):
-    driver = Driver(sweep, results, make_backend(sweep, results))
+  with table.alone(results):
+    backend = make_backend(sweep, results)
     if _RETRY.value:
-      driver.forget_failed()
-    finished = drive(driver, progress.Live())
-  return 0 if finished else 1
-
-
-def main(argv) -> None:
-  del argv
-  try:
-    sys.exit(run())
-  except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+      table.retry_failed(results)
+    driver = Driver(sweep, results, backend, _PARALLEL.value)
+    return 0 if drive(driver, progress.Live()) else 1
 
 
 if __name__ == "__main__":
   flags.mark_flag_as_required("results")
-  command_line.run(main)
+  command_line.run(lambda argv: command_line.guarded(run))

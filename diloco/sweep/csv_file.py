@@ -1,19 +1,18 @@
-"""The table as a CSV file: written by --export, taken over by --import."""
+"""Writes the table as a CSV file (--export), and reads such files (--import)."""
 
 import csv
 import json
 import math
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from diloco.config import Config, changed
 from diloco.config.resolve import leaves
-from diloco.sweep.table import COLUMNS, Table, digest
+from diloco.sweep import table
+from diloco.sweep.table import SUMMARY_COLUMNS, Row
 
-# Columns that only the driver needs.
-_UNEXPORTED = ("point", "config", "attempts", "started", "vanished")
-
-# What an exported row says of the config, by column name.
+# Config fields that have a column: the fields in which runs usually differ.
 EXPORTED_FIELDS = {
   "algorithm": "algorithm",
   "replicas": "replicas",
@@ -28,116 +27,109 @@ EXPORTED_FIELDS = {
   "vocab_size": "model.vocab_size",
   "seed": "seed",
 }
-_SHOWN = tuple(c for c in COLUMNS if c not in _UNEXPORTED)
-_TYPES = {"TEXT": str, "INTEGER": int, "REAL": float}
+_NOTED = ("name", "revision", "status", "error", "finished")
+_COLUMNS = (*EXPORTED_FIELDS, *_NOTED, *SUMMARY_COLUMNS, "config")
 
 
-def export(rows: list[dict[str, Any]], path: pathlib.Path) -> int:
-  """Writes the finished and failed runs as CSV; returns how many.
+def export(rows: Iterable[Row], path: pathlib.Path) -> int:
+  """Writes the finished and failed runs as CSV; returns their number.
 
-  The fields in which runs usually differ get columns of their own, and so does what the
-  sweep file was asked for (point_size, ...); `config` keeps, as JSON, all other fields
-  that differ from the defaults.
+  The columns point_NAME hold the point. The column `config` holds, as JSON, the other
+  fields that differ from their defaults.
   """
-  default = leaves(json.loads(json.dumps(Config().to_dict())))
   ended = [row for row in rows if row["status"] in ("done", "failed")]
-  asked = sorted({name for row in ended for name in json.loads(row["point"])})
+  asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
   with path.open("w", newline="") as file:
-    writer = csv.writer(file, lineterminator="\n")
-    names = [f"point_{name}" for name in asked]
-    writer.writerow([*names, *EXPORTED_FIELDS, *_SHOWN, "config"])
-    for row in ended:
-      point = json.loads(row["point"])
-      config = default | leaves(json.loads(row["config"]))
-      known = EXPORTED_FIELDS.values()
-      rest = {
-        k: v
-        for k, v in config.items()
-        if k not in known and v != default.get(k, "(gone)")
-      }
-      writer.writerow(
-        [
-          *(point.get(a, "") for a in asked),
-          *(config[field] for field in known),
-          *(_digits(row[c]) for c in _SHOWN),
-          json.dumps(rest, sort_keys=True),
-        ]
-      )
+    writer = csv.DictWriter(file, (*asked, *_COLUMNS), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(_line, ended))
   return len(ended)
 
 
-def load(path: pathlib.Path, table: Table) -> int:
-  """Takes the finished runs of an exported file over into a table; returns how many.
+def load(path: pathlib.Path, results: pathlib.Path) -> int:
+  """Makes run directories from the finished runs of a CSV file; returns their number.
 
-  A sweep then goes on from them as if it had run them here. Names are made anew from
-  the configs, so that fields which did not exist then have their defaults. All runs
-  are taken over or, if one cannot be, none.
+  A sweep then continues as if the runs had been made here. Directories of runs that are
+  done stay unchanged. Fields that are newer than the file get their defaults.
 
   Raises:
-    ValueError: the file was not written by `export`; with the line that shows it.
+    ValueError: a line cannot be imported. No run is imported then.
   """
-  names, runs = table.names(), list[dict]()
+  runs = list[dict[str, dict]]()
   with path.open(newline="") as file:
     reader = csv.DictReader(file)
     try:
-      there = reader.fieldnames or ()
-      missing = [c for c in (*EXPORTED_FIELDS, *_SHOWN, "config") if c not in there]
+      missing = [c for c in _COLUMNS if c not in (reader.fieldnames or ())]
       if missing:
-        raise ValueError(f"it has no column {', '.join(missing)}")
-      for row in reader:
-        if row["status"] == "done":
-          runs.append(_run(row, names))
-        elif row["status"] != "failed":
-          raise ValueError(f"status is {row['status']!r}, neither done nor failed")
+        raise ValueError(f"there is no column {', '.join(missing)}")
+      for line in reader:
+        if line["status"] == "done":
+          runs.append(_run(line))
+        elif line["status"] != "failed":
+          raise ValueError(f"status is {line['status']!r}, neither done nor failed")
     except (ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:
       reason = " ".join(str(error).split()).rstrip(".")
       raise ValueError(
-        f"line {max(reader.line_num, 1)} of {path} cannot be taken over ({reason});"
+        f"line {max(reader.line_num, 1)} of {path} cannot be imported ({reason});"
         " give a file written by --export."
       ) from error
-  table.insert(runs)
+  rows = table.read_rows(results)
+  names = table.names_by_digest(rows)
+  for run in runs:
+    digest = table.digest(run["config.json"])
+    name = names.get(digest, digest)
+    if name not in rows or rows[name]["status"] != "done":
+      for file_name, content in run.items():  # run.json is last: it makes the row.
+        table.write(results / "runs" / name / file_name, content)
   return len(runs)
 
 
-def _run(row: dict[str, str], names: dict[str, str]) -> dict[str, Any]:
-  """A row of the table from one of the file.
-
-  Raises:
-    ValueError, TypeError, KeyError, AttributeError: it is none.
-  """
-  if None in row or None in row.values():
-    raise ValueError("it has not as many cells as the first line")
-  values = {c: _cell(c, row[c]) for c in _SHOWN}
-  loss = values["loss"]
-  if not isinstance(loss, float) or not math.isfinite(loss):
-    raise ValueError(f"loss is {row['loss']!r}, but the run is done")
-  default = leaves(Config().to_dict())
-  fields = {f: type(default[f])(row[c]) for c, f in EXPORTED_FIELDS.items()}
-  rest = {k: _tuple(v) for k, v in json.loads(row["config"]).items()}
-  resolved = json.loads(json.dumps(changed(Config(), fields | rest).to_dict()))
-  asked = {k: v for k, v in row.items() if k.startswith("point_") and v != ""}
-  point = {k.removeprefix("point_"): v for k, v in asked.items()}
-  return dict.fromkeys(COLUMNS) | {
-    **values,
-    "name": names.get(digest(resolved), digest(resolved)),
-    "point": json.dumps(point, sort_keys=True),
-    "config": json.dumps(resolved),
-    "attempts": 1,
+def _line(row: Row) -> dict[str, Any]:
+  """Returns a line of the CSV file: {column: cell}."""
+  default = leaves(table.as_json(Config()))
+  config = default | leaves(row["config"])
+  known = EXPORTED_FIELDS.values()
+  rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
+  return {
+    **{f"point_{name}": value for name, value in row["point"].items()},
+    **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
+    **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
+    "config": json.dumps(rest, sort_keys=True),
   }
 
 
-def _cell(column: str, text: str) -> str | int | float | None:
-  """A cell as its column's type; an empty one is None."""
-  kind = COLUMNS[column].split()[0]
-  try:
-    return _TYPES[kind](text) if text else None
-  except ValueError:
-    raise ValueError(f"{column} is {text!r}, no {kind.lower()}") from None
+def _run(line: dict[str, str]) -> dict[str, dict]:
+  """Makes the files of a finished run, {name: content}, from a line of the CSV file.
+
+  Raises:
+    ValueError, TypeError, KeyError, AttributeError: the line cannot be imported.
+  """
+  if None in line or None in line.values():
+    raise ValueError("it does not have as many cells as the first line")
+  summary = {
+    field: kind(line[column]) if line[column] else None
+    for column, (field, kind) in SUMMARY_COLUMNS.items()
+  }
+  loss = summary["eval_loss.outer"]
+  if loss is None or not math.isfinite(loss):
+    raise ValueError(f"loss is {line['loss']!r}, but the run is done")
+  default = leaves(Config().to_dict())
+  fields = {f: type(default[f])(line[c]) for c, f in EXPORTED_FIELDS.items()}
+  for field, value in json.loads(line["config"]).items():
+    fields[field] = tuple(value) if isinstance(value, list) else value
+  asked = {c: text for c, text in line.items() if c.startswith("point_") and text}
+  return {
+    "config.json": table.as_json(changed(Config(), fields)),
+    "summary.json": summary,
+    "ended.json": {"failed": False, "error": "", "finished": line["finished"]},
+    "run.json": {
+      "point": {column.removeprefix("point_"): text for column, text in asked.items()},
+      "revision": line["revision"],
+      "attempts": 1,
+      "started": table.utc_now("microseconds"),
+    },
+  }
 
 
-def _tuple(value):
-  return tuple(value) if isinstance(value, list) else value
-
-
-def _digits(value):
+def _six_digits(value):
   return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -1,7 +1,12 @@
-"""What the figures of a sweep share: panels, one color per algorithm, legends."""
+"""Draws curves, panels and legends for the figures of a sweep."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
+
+import pandas as pd
+from matplotlib import ticker
+from matplotlib.figure import Figure
+
+from diloco.sweep.runs import curves
 
 Axes = Any
 OUTER_RATE = "best outer learning rate"
@@ -10,55 +15,37 @@ MARKERS = "o^sDvP"
 
 
 def color(name: str) -> str:
-  """The same color for an algorithm in every figure."""
+  """Returns the color of an algorithm, the same in every figure."""
   return f"C{CURVES.index(name) if name in CURVES else 5 + len(name) % 5}"
 
 
-def line(
-  panel: Axes, name: str, x: Sequence[float], y: Sequence[float], **style
-) -> None:
-  """A curve in its color and marker, once in the key."""
-  # The later ones are smaller: what lies below stays visible.
-  i = CURVES.index(name) if name in CURVES else len(CURVES)
-  style = {"color": color(name), "marker": MARKERS[i], "ms": 8 - i, **style}
+def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
+  """Draws column y against column x: one line per curve, in the order of the rows."""
   known = panel.get_legend_handles_labels()[1]
-  panel.plot(x, y, label=None if name in known else name, **style)
+  for name in curves(table):
+    some = table[table["curve"] == name]
+    # Later markers are smaller, so that the earlier ones stay visible.
+    i = CURVES.index(name) if name in CURVES else len(CURVES)
+    label = None if name in known else name
+    default = {"color": color(name), "marker": MARKERS[i], "ms": 8 - i, "label": label}
+    panel.plot(some[x], some[y], **default | style)
 
 
-def beside(x: Sequence[float], i: int, spread: float) -> list[float]:
-  """Shifts curve i aside on a logarithmic axis: best rates often coincide.
-
-  Args:
-    x: of its points.
-    i: which curve it is.
-    spread: largest over smallest x of all curves.
-  """
-  return [v * spread ** (0.03 * i) for v in x]
+def beside(table: pd.DataFrame, x: str) -> pd.DataFrame:
+  """Shifts each curve along a logarithmic axis x, because best rates often coincide."""
+  spread = table[x].max() / table[x].min()
+  place = table["curve"].map(curves(table).index)
+  return table.assign(**{x: table[x] * spread ** (0.03 * place)})
 
 
-def spread(values: Iterable[float]) -> float:
-  """Largest over smallest."""
-  found = list(values)
-  return max(found) / min(found)
+def axes(columns: int) -> tuple[Figure, list[Axes]]:
+  """Makes a figure with panels side by side."""
+  figure = Figure(figsize=(4 * columns, 3.4), layout="constrained")
+  return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def axes(columns: int):
-  """Panels side by side; matplotlib is imported late."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  figure, panels = pyplot.subplots(
-    1, columns, figsize=(4 * columns, 3.4), layout="constrained", squeeze=False
-  )
-  return figure, list(panels[0])
-
-
-def legend(figure, panel_with_all: Axes):
+def legend(figure: Figure) -> Figure:
   """Finishes a figure: grid, few ticks, one legend below the panels."""
-  from matplotlib import ticker
-
   for panel in figure.axes:
     panel.grid(alpha=0.3, which="both", lw=0.5)
     for axis in (panel.xaxis, panel.yaxis):
@@ -69,6 +56,6 @@ def legend(figure, panel_with_all: Axes):
     if panel.get_ylabel() == OUTER_RATE:
       panel.set_ylim(0, 1.1)
   columns = 2 if len(figure.axes) == 1 else 4
-  handles = panel_with_all.get_legend_handles_labels()
+  handles = figure.axes[0].get_legend_handles_labels()
   figure.legend(*handles, loc="outside lower center", ncols=columns, fontsize=8)
   return figure

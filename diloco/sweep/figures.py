@@ -2,183 +2,149 @@
 
 python -m diloco.sweep.figures docs/ladder.csv --out=docs/figures --prefix=ladder_
 
-Numbers are the paper's (arXiv 2503.09799): 2 loss against N and per cent to
-data-parallel, 3 and 4 loss against the batch, 6 idealised time, 7 and 8 the best outer
-learning rate, 9 loss against H, 11 overtraining. Figure 5 is of zero-shot accuracy,
-which the table does not hold. A figure whose runs are missing is left out, and said.
+Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss against N, and
+in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
+and 8 the best outer learning rate; 9 the loss against H; 11 overtraining. The paper's
+figure 5 shows zero-shot accuracy, which is not in the table. The command names the
+figures whose runs are missing.
 """
 
 import argparse
-import collections
-import functools
 import pathlib
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from diloco.config.command_line import make_folder
+import pandas as pd
+
+from diloco.config.command_line import guarded, make_folder
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
-from diloco.sweep.runs import Run, best, by_curve, main_grid, read
+from diloco.sweep.runs import PLAIN, best, main_grid, read
 
 FILLS = ("full", "none", "left", "top")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
+PARAMS, CADENCE, LOSS = "parameters N", "inner steps between syncs H", "held-out loss"
 
 
 class Missing(ValueError):
   """The table has no runs for a figure."""
 
 
-def figure_2(runs: Sequence[Run]):
-  """Loss against N by algorithm, and the difference to data-parallel in per cent."""
-  cells = best(main_grid(runs), lambda r: (r.curve, r.params))
-  plain = {n: r.loss for (name, n), r in cells.items() if name == "data-parallel"}
+def figure_2(table: pd.DataFrame):
+  """Draws the loss against N by algorithm, and in per cent above data-parallel."""
+  cells = best(main_grid(table), "curve", "params")
+  plain = cells[cells["curve"] == PLAIN].set_index("params")["loss"]
+  cells = cells.assign(more=100 * (cells["loss"] / cells["params"].map(plain) - 1))
   figure, (left, right) = drawing.axes(2)
-  for name, some in by_curve(cells.values()).items():
-    drawing.line(left, name, [r.params for r in some], [r.loss for r in some])
-    shared = [r for r in some if r.params in plain]
-    if name != "data-parallel" and shared:
-      drawing.line(
-        right,
-        name,
-        [r.params for r in shared],
-        [100 * (r.loss / plain[r.params] - 1) for r in shared],
-      )
-  left.set(xscale="log", yscale="log", xlabel="parameters N", ylabel="held-out loss")
+  drawing.lines(left, cells, "params", "loss")
+  others = cells[(cells["curve"] != PLAIN) & cells["more"].notna()]
+  drawing.lines(right, others, "params", "more")
+  left.set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
   right.axhline(0, color="black", lw=0.8)
-  right.set(xscale="log", xlabel="parameters N", ylabel="% above data-parallel")
-  return drawing.legend(figure, left)
+  right.set(xscale="log", xlabel=PARAMS, ylabel="% above data-parallel")
+  return drawing.legend(figure)
 
 
-def figure_3(runs: Sequence[Run]):
-  """Data-parallel and DiLoCo with M = 1 against the batch, by N."""
-  few = [r for r in runs if r.algorithm == "data_parallel" or r.replicas == 1]
-  return _batches(few)
+def figure_3(table: pd.DataFrame):
+  """Draws the loss of data-parallel and DiLoCo with M = 1 against the batch, by N."""
+  return figure_4(table[table["replicas"] == 1])
 
 
-def figure_4(runs: Sequence[Run]):
-  """All algorithms against the batch, by N; the best rates at every batch."""
-  return _batches(runs)
+def figure_4(table: pd.DataFrame):
+  """Draws the loss of all algorithms against the batch, by N, at the best rates."""
+  cells = best(main_grid(table), "params", "curve", "batch")
+  label = f"{LOSS}, best rates"
+  return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", label)
 
 
-def figure_6(runs: Sequence[Run], chip_tokens: float | None = None):
-  """Loss against idealised time (Appendix A) of every batch, on three networks.
+def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
+  """Draws the loss against idealised time (Appendix A), on three networks.
 
-  `chip_tokens` of a batch are on a chip; None: as many as `wallclock.chips` says.
+  Args:
+    table: as `read` returns it.
+    chip_tokens: tokens of a batch on one chip. None: the rule of `wallclock.chips`.
   """
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve, r.batch))
-  largest = max(_swept(cells.values()), default=0)
-  some = [r for r in cells.values() if r.params == largest]
-  if not some:
-    raise Missing("no size has three batches")
-  networks = dict(reversed(wallclock.NETWORKS.items()))
-
-  try:
-    seconds = {
-      (r, name): wallclock.total_time(_training(r, network, chip_tokens))
-      for r in some
-      for name, network in networks.items()
-    }
-  except ValueError as error:
-    raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
-  figure, axes = drawing.axes(3)
-  for panel, name in zip(axes, networks):
-    unit = _unit(seconds[r, name] for r in some)
-    for curve, points in by_curve(some).items():
-      times = [seconds[r, name] / UNITS[unit] for r in points]
-      drawing.line(panel, curve, times, [r.loss for r in points])
+  cells = best(main_grid(table), "params", "curve", "batch")
+  largest = _swept(cells)[-1]
+  cells = cells[cells["params"] == largest]
+  figure, panels = drawing.axes(3)
+  for panel, name in zip(panels, reversed(wallclock.NETWORKS)):
+    seconds = _seconds(cells, wallclock.NETWORKS[name], chip_tokens)
+    unit = _unit(seconds.min())
+    drawing.lines(panel, cells.assign(time=seconds / UNITS[unit]), "time", "loss")
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
     panel.set_title(f"{name} bandwidth")
-  axes[0].set_ylabel(f"held-out loss, N={largest:,.0f}")
-  drawing.legend(figure, axes[0])
-  for panel in axes:
-    # Not "10m": beside a unit a prefix reads as another one.
+  panels[0].set_ylabel(f"{LOSS}, N={largest:,.0f}")
+  drawing.legend(figure)
+  for panel in panels:
+    # EngFormatter would write "10m", and the m could be read as a unit.
     panel.xaxis.set_major_formatter("{x:g}")
   return figure
 
 
-def figure_7(runs: Sequence[Run]):
-  """Best outer learning rate against N, by M."""
-  cells = best(_outer_swept(main_grid(runs)), lambda r: (r.replicas, r.params))
-  if not cells:
+def figure_7(table: pd.DataFrame):
+  """Draws the best outer learning rate against N, by M."""
+  cells = best(_outer_swept(main_grid(table)), "replicas", "params")
+  if cells.empty:
     raise Missing("no cell has three outer learning rates")
-  if len({r.params for r in cells.values()}) < 2:
+  if cells["params"].nunique() < 2:
     raise Missing("outer learning rates were tried at one N only")
   figure, (panel,) = drawing.axes(1)
-  spread = drawing.spread(r.params for r in cells.values())
-  for i, (name, some) in enumerate(by_curve(cells.values()).items()):
-    x = drawing.beside([r.params for r in some], i, spread)
-    drawing.line(panel, name, x, [r.outer_rate for r in some])
-  panel.set(xscale="log", xlabel="parameters N", ylabel=drawing.OUTER_RATE)
-  return drawing.legend(figure, panel)
+  shifted = drawing.beside(cells, "params")
+  drawing.lines(panel, shifted, "params", "outer_learning_rate")
+  panel.set(xscale="log", xlabel=PARAMS, ylabel=drawing.OUTER_RATE)
+  return drawing.legend(figure)
 
 
-def figure_8(runs: Sequence[Run]):
-  """Best outer learning rate against H (mean over N) and against N (mean over H)."""
-  some = _outer_swept(_cadences(runs))
-  cells = best(some, lambda r: (r.replicas, r.sync_every, r.params))
-  if len({r.sync_every for r in cells.values()}) < 2:
+def figure_8(table: pd.DataFrame):
+  """Draws the best outer learning rate against H (mean over N), and against N."""
+  some = _outer_swept(main_grid(table, any_cadence=True))
+  cells = best(some, "replicas", "sync_every", "params")
+  if cells["sync_every"].nunique() < 2:
     raise Missing("outer learning rates were tried at one H only")
-  fields = {"sync_every": "inner steps between syncs H", "params": "parameters N"}
-  if len({r.params for r in cells.values()}) < 2:
+  columns = {"sync_every": CADENCE, "params": PARAMS}
+  if cells["params"].nunique() < 2:
     print("figure 8: the panel over N is left out, rates were tried at one N only")
-    del fields["params"]
-  figure, panels = drawing.axes(len(fields))
-  for panel, (field, label) in zip(panels, fields.items()):
-    spread = drawing.spread(getattr(r, field) for r in cells.values())
-    for i, (name, points) in enumerate(by_curve(cells.values()).items()):
-      values = collections.defaultdict(list)
-      for r in points:
-        values[getattr(r, field)].append(r.outer_rate)
-      x = drawing.beside(sorted(values), i, spread)
-      rates = [values[v] for v in sorted(values)]
-      drawing.line(panel, name, x, [statistics.mean(v) for v in rates])
-      low, high = [min(v) for v in rates], [max(v) for v in rates]
-      panel.fill_between(x, low, high, color=drawing.color(name), alpha=0.15)
+    del columns["params"]
+  figure, panels = drawing.axes(len(columns))
+  for panel, (x, label) in zip(panels, columns.items()):
+    rates = cells.groupby(["curve", x])["outer_learning_rate"]
+    spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
+    drawing.lines(panel, spread, x, "mean")
+    for name, of_curve in spread.groupby("curve"):
+      band = {"color": drawing.color(name), "alpha": 0.15}
+      panel.fill_between(x, "min", "max", data=of_curve, **band)
     panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
-  return drawing.legend(figure, panels[0])
+  return drawing.legend(figure)
 
 
-def figure_9(runs: Sequence[Run]):
-  """Loss against H by M and N, at the best outer learning rate of each H."""
-  cells = best(_cadences(runs), lambda r: (r.params, r.replicas, r.sync_every))
-  count = collections.Counter(k[:2] for k in cells)
-  sizes = sorted({n for (n, _), c in count.items() if c > 1})
+def figure_9(table: pd.DataFrame):
+  """Draws the loss against H by M and N, at the best outer learning rate of each H."""
+  some = main_grid(table, any_cadence=True)
+  cells = best(some, "params", "replicas", "sync_every")
+  count = cells.groupby(["params", "replicas"])["loss"].count()
+  sizes = sorted({n for n, _ in count.index[count > 1]})
   if not sizes:
     raise Missing("no cell was run at two H")
-  figure, panels = _loss_by_size(
-    cells.values(), sizes, lambda r: r.sync_every, "inner steps between syncs H"
-  )
-  panels[0].set_ylabel("held-out loss")
-  return drawing.legend(figure, panels[0])
+  return _panel_per_size(cells, sizes, "sync_every", CADENCE, LOSS)
 
 
-def figure_11(runs: Sequence[Run]):
-  """Loss against training FLOPs 6 N D, a line per algorithm and overtraining."""
-  seed = statistics.mode(r.seed for r in runs)
-  cadence = statistics.mode(r.sync_every for r in runs)
-  same = [
-    r
-    for r in runs
-    if r.seed == seed and (r.sync_every == cadence or r.algorithm == "data_parallel")
-  ]
-  cells = best(same, lambda r: (r.curve, r.overtrain, r.params))
-  if len({r.overtrain for r in cells.values()}) < 2:
+def figure_11(table: pd.DataFrame):
+  """Draws the loss against training FLOPs 6 N D, by algorithm and overtraining."""
+  cells = best(main_grid(table, any_budget=True), "curve", "overtrain", "params")
+  multiples = sorted(set(cells["overtrain"]))
+  if len(multiples) < 2:
     raise Missing("no run is overtrained")
+  cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
   figure, (panel,) = drawing.axes(1)
-  multiples = sorted({r.overtrain for r in cells.values()})
-  fills = dict(zip(multiples, FILLS))
-  for name, some in by_curve(cells.values()).items():
-    for multiple, fill in fills.items():
-      points = [r for r in some if r.overtrain == multiple]
-      x = [6 * r.params * r.tokens for r in points]
-      drawing.line(panel, name, x, [r.loss for r in points], fillstyle=fill)
-  for multiple, fill in fills.items():
-    style = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
-    panel.plot([], [], label=f"{multiple:g}x tokens", **style)
-  panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel="held-out loss")
-  return drawing.legend(figure, panel)
+  for multiple, fill in zip(multiples, FILLS):
+    some = cells[cells["overtrain"] == multiple]
+    drawing.lines(panel, some, "flops", "loss", fillstyle=fill)
+    key = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
+    panel.plot([], [], label=f"{multiple:g}x tokens", **key)
+  panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel=LOSS)
+  return drawing.legend(figure)
 
 
 FIGURES = {
@@ -193,123 +159,92 @@ FIGURES = {
 }
 
 
-def _cadences(runs: Sequence[Run]) -> list[Run]:
-  seed = statistics.mode(r.seed for r in runs)
-  return [
-    r
-    for r in runs
-    if r.algorithm != "data_parallel" and (r.overtrain, r.seed) == (1, seed)
-  ]
+def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:
+  """Selects DiLoCo's runs of cells with three outer learning rates or more."""
+  table = table[table["curve"] != PLAIN]
+  cells = table.groupby(["params", "replicas", "sync_every"])
+  return table[cells["outer_learning_rate"].transform("nunique") > 2]
 
 
-def _outer_swept(runs: Sequence[Run]) -> list[Run]:
-  """DiLoCo runs of the cells in which three outer learning rates or more were tried."""
-  rates = collections.defaultdict(set)
-  for r in runs:
-    rates[r.params, r.replicas, r.sync_every].add(r.outer_rate)
-  return [
-    r
-    for r in runs
-    if r.algorithm != "data_parallel"
-    and len(rates[r.params, r.replicas, r.sync_every]) > 2
-  ]
-
-
-def _swept(runs: Iterable[Run]) -> list[float]:
-  """Sizes at which data-parallel was tried at three batches or more."""
-  batches = collections.defaultdict(set)
-  for r in runs:
-    if r.algorithm == "data_parallel":
-      batches[r.params].add(r.batch)
-  return sorted(n for n, b in batches.items() if len(b) >= 3)
-
-
-def _batches(runs: Sequence[Run]):
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve, r.batch))
-  sizes = _swept(cells.values())
-  if not sizes:
+def _swept(cells: pd.DataFrame) -> list[float]:
+  """Lists the sizes at which data-parallel was tried with three batches or more."""
+  plain = cells[cells["curve"] == PLAIN]
+  count = plain.groupby("params")["batch"].nunique()
+  if not (count > 2).any():
     raise Missing("no size has three batches")
-  figure, panels = _loss_by_size(
-    cells.values(), sizes, lambda r: r.batch, "batch (tokens)"
-  )
-  panels[0].set_ylabel("held-out loss, best rates")
-  return drawing.legend(figure, panels[0])
+  return sorted(count.index[count > 2])
 
 
-def _loss_by_size(
-  runs: Iterable[Run],
-  sizes: Sequence[float],
-  of: Callable[[Run], float],
-  label: str,
+def _panel_per_size(
+  cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, ylabel: str
 ):
-  """A panel for each size: loss against what `of` takes of a run, a line per curve."""
+  """Draws the loss against a column x, with a panel per size N."""
   figure, panels = drawing.axes(len(sizes))
   for panel, size in zip(panels, sizes):
-    points = [r for r in runs if r.params == size]
-    for name, some in by_curve(points, of).items():
-      drawing.line(panel, name, [of(r) for r in some], [r.loss for r in some])
-    panel.set(xscale="log", xlabel=label, title=f"N={size:,.0f}")
-  return figure, panels
+    drawing.lines(panel, cells[cells["params"] == size], x, "loss")
+    panel.set(xscale="log", xlabel=xlabel, title=f"N={size:,.0f}")
+  panels[0].set_ylabel(ylabel)
+  return drawing.legend(figure)
 
 
-def _training(
-  run: Run, network: wallclock.Network, chip_tokens: float | None
-) -> wallclock.Training:
-  return wallclock.Training(
-    params=run.params,
-    tokens=run.tokens,
-    batch_tokens=run.batch,
-    method="data_parallel" if run.algorithm == "data_parallel" else "diloco",
-    replicas=run.replicas,
-    sync_every=run.sync_every,
-    chips=run.batch / chip_tokens if chip_tokens else None,
+def _seconds(
+  cells: pd.DataFrame, network: wallclock.Network, chip_tokens: float | None
+) -> pd.Series:
+  """Computes the idealised time of each run on a network, in seconds."""
+  fields = cells[["params", "tokens", "replicas", "sync_every"]].assign(
+    batch_tokens=cells["batch"],
+    method=cells["algorithm"].replace("streaming", "diloco"),
+    chips=cells["batch"] / chip_tokens if chip_tokens else None,
     across=network,
   )
+  try:
+    trainings = [wallclock.Training(**run) for run in fields.to_dict("records")]
+  except ValueError as error:
+    raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
+  return pd.Series([wallclock.total_time(t) for t in trainings], cells.index)
 
 
-def _unit(seconds: Iterable[float]) -> str:
-  """The largest unit in which all of these times are at least 1, or the smallest."""
-  least = min(seconds)
+def _unit(least: float) -> str:
+  """Returns the largest unit in which a time is at least 1, or the smallest unit."""
   return next((unit for unit, size in UNITS.items() if least >= size), "ms")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("table", type=pathlib.Path, help="an exported CSV file")
-  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("."))
-  parser.add_argument("--prefix", default="", help="of the pictures' names")
-  parser.add_argument(
-    "--where", action="append", default=[], metavar="COLUMN=VALUE", help="of the rows"
-  )
-  parser.add_argument("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES)
-  parser.add_argument(
-    "--chip_tokens", type=float, help="of a batch on a chip in figure 6, for toys"
-  )
-  args = parser.parse_args(argv)
+  add = parser.add_argument
+  add("table", type=pathlib.Path, help="an exported CSV file")
+  add("--out", type=pathlib.Path, default=pathlib.Path("."), help="output folder")
+  add("--prefix", default="", help="prefix of the file names")
+  where = "rows to take, such as seed=0,replicas=2; may be repeated"
+  add("--where", action="append", default=[], metavar="COLUMN=VALUE", help=where)
+  only = "numbers of the figures to draw"
+  add("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES, help=only)
+  add("--chip_tokens", type=float, help="figure 6: tokens of a batch on one chip")
+  return parser
+
+
+def run(args: argparse.Namespace) -> None:
+  """Prints the tables and draws the figures."""
   if args.chip_tokens is not None and not args.chip_tokens > 0:
-    why = f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
-    print(f"error: {why}", file=sys.stderr)
-    return 2
-  draw: dict[int, Callable[..., Any]] = {
-    **FIGURES,
-    6: functools.partial(figure_6, chip_tokens=args.chip_tokens),
-  }
-  try:
-    runs = read(args.table, args.where)
-    make_folder(args.out, "--out")
-  except (OSError, ValueError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  for table in (tables.losses, tables.best_points, tables.laws, tables.seeds):
-    print("\n".join(table(runs)) + "\n")
+    raise ValueError(
+      f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
+    )
+  table = read(args.table, args.where)
+  make_folder(args.out, "--out")
+  for lines in (tables.losses, tables.best_points, tables.laws, tables.seeds):
+    print("\n".join(lines(table)) + "\n")
   for number in args.only:
     path = args.out / f"{args.prefix}{number}.png"
+    options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
-      draw[number](runs).savefig(path, dpi=80)
+      FIGURES[number](table, **options).savefig(path, dpi=80)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")
-  return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  return guarded(run, make_parser().parse_args(argv))
 
 
 if __name__ == "__main__":

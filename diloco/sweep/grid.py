@@ -1,7 +1,7 @@
-"""What a sweep tries: cells, the hyperparameters tuned in each, and what to run next.
+"""Decides what a sweep tries: cells, hyperparameters to tune, and the next runs.
 
 Scaling Laws for DiLoCo (arXiv 2503.09799), Section 3.1: learning rates are powers of
-sqrt 2, batches powers of 2, and a grid is extended until its best point is interior.
+sqrt 2, batches are powers of 2, and a grid grows until its best point is interior.
 """
 
 import dataclasses
@@ -22,11 +22,15 @@ class Axis:
 
   Attributes:
     name: its key in a point.
-    values: the first values to try; of a closed axis all that there are.
-    first: of a closed axis, those to try first; empty: all.
-    ratio: values are powers of it, and the axis grows in both directions; 0 closes
-      the axis.
-    low, high: bounds that growing respects.
+    values: without a ratio, all values; with a ratio, the values to try first.
+    first: without a ratio, the values to try first; empty: all values.
+    ratio: all values are powers of the ratio, and the axis grows in both directions. 0:
+      the axis does not grow.
+    low, high: the least and the greatest value to which the axis may grow.
+
+  Raises:
+    ValueError: there are no values, a value occurs twice, or a value is not a power of
+      the ratio.
   """
 
   name: str
@@ -36,26 +40,51 @@ class Axis:
   low: float = 0.0
   high: float = math.inf
 
+  def __post_init__(self):
+    if not self.values:
+      raise ValueError(f"axis {self.name!r} is empty; give it values.")
+    if len(set(self.values)) < len(self.values):
+      raise ValueError(f"axis {self.name!r} has a value twice: {self.values}.")
+    for value in self.values if self.ratio else ():
+      near = power(self.ratio, exponent(self.ratio, value))
+      if value != near:
+        raise ValueError(
+          f"axis {self.name!r} has the value {value}, which is no power of its ratio"
+          f" {self.ratio:g}; the nearest is {near} (see powers())."
+        )
+
   def neighbours(self, value: float) -> list[float]:
-    """The values next to `value` on either side, as far as the axis allows."""
+    """Returns the values next to `value` on both sides, if the axis has them."""
     if not self.ratio:
       i = self.values.index(value)
       return [self.values[j] for j in (i - 1, i + 1) if 0 <= j < len(self.values)]
     near = [power(self.ratio, exponent(self.ratio, value) + d) for d in (-1, 1)]
     return [v for v in near if self.low <= v <= self.high]
 
+  def beside(self, point: Point) -> list[Point]:
+    """Returns the points next to `point` along the axis."""
+    return [{**point, self.name: v} for v in self.neighbours(point[self.name])]
+
+  def ends_at(self, point: Point) -> bool:
+    """Tells whether a point lies on a bound. A single fixed value is not a bound."""
+    alone = not self.ratio and len(self.values) == 1
+    return not alone and len(self.beside(point)) < 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-  """Cells, in each of which the same axes are tuned.
+  """Cells in which the same axes are tuned.
 
   Attributes:
-    name: of the grid, for the table.
-    cells: what is compared, e.g. {'size': 's1', 'algorithm': 'diloco', 'replicas': 2}.
-    axes: what is tuned in every cell; without any, a cell is one run.
-    like: maps a cell to another whose best point this one starts from, or to None.
-      The values of all axes that the two share come from there, as do those that
-      the cell does not set. The other cell is searched first.
+    name: the name shown with its cells.
+    cells: cases to compare, e.g. {'size': 's1', 'algorithm': 'diloco', 'replicas': 2}.
+    axes: the axes tuned in every cell; without axes, a cell is one run.
+    like: maps a cell to the earlier cell whose best point it starts from, or to None.
+      That point gives all values that this cell does not set, also values of axes that
+      both cells tune.
+
+  Raises:
+    ValueError: a cell occurs twice in the grid.
   """
 
   name: str
@@ -63,158 +92,155 @@ class Grid:
   axes: Sequence[Axis] = ()
   like: Callable[[Point], Point | None] = lambda cell: None
 
+  def __post_init__(self):
+    keys = [key(cell) for cell in self.cells]
+    for cell in self.cells:
+      if keys.count(key(cell)) > 1:
+        raise ValueError(f"grid {self.name!r} has the cell {describe(cell)} twice.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-  """A whole sweep, as a sweep file's `get_sweep()` returns it.
+  """A whole sweep, which `get_sweep()` of a sweep file returns.
 
   Attributes:
     config: makes the config of a point.
-    grids: searched in order; a cell may start from one of an earlier or the same. A
-      later grid may search the cells of an earlier one along more axes.
-    environment: variables of the runs' processes.
+    grids: the grids, in the order of search. A later grid may search the cells of an
+      earlier grid along more axes.
+    environment: additional environment variables of the runs' processes.
   """
 
   config: Callable[[Point], ml_collections.ConfigDict]
   grids: Sequence[Grid]
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-  def __post_init__(self):
-    for grid in self.grids:
-      seen: set[str] = set()
-      for cell in grid.cells:
-        if key(cell) in seen:
-          raise ValueError(
-            f"grid {grid.name!r} has the cell {describe(cell)} twice; each cell of a"
-            " grid is searched once: remove one."
-          )
-        seen.add(key(cell))
-      for axis in grid.axes:
-        _check_axis(grid, axis)
-
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-  """How far the search of one cell has come.
+  """The progress of the search of one cell.
 
   Attributes:
-    todo: points to run now.
-    best: the point with the least loss so far, None before the first result.
-    loss: its loss.
-    state: waiting (for the cell it starts from), searching, interior, edge or failed.
+    grid, cell: the searched cell and its grid.
+    state: waiting (for the cell in `like`), searching, interior, edge or failed.
+    points: all points of the cell so far.
+    todo: the points that have no result yet.
+    best: the point with the least loss so far; None before the first result.
+    loss: the loss of `best`.
     edge: the axes whose bound the best point touches.
-    points: all points that belong to the cell so far.
   """
 
-  todo: list[Point]
-  best: Point | None
-  loss: float
+  grid: Grid
+  cell: Point
   state: str
-  edge: tuple[str, ...] = ()
-  points: tuple[Point, ...] = ()
+  points: Sequence[Point] = ()
+  todo: Sequence[Point] = ()
+  best: Point | None = None
+  loss: float = math.inf
+  edge: Sequence[str] = ()
+
+  @property
+  def ended(self) -> bool:
+    return self.state in ("interior", "edge", "failed")
 
 
-def search(
-  grid: Grid, cell: Point, start: Point | None, losses: Mapping[str, float]
-) -> Search:
-  """What to run next in a cell.
+# The loss of a point: inf if its run failed, None if the run has not ended.
+Loss = Callable[[Point], float | None]
+
+
+def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
+  """Searches all cells of all grids, in order.
+
+  Raises:
+    ValueError: a cell starts from a cell that is not an earlier one.
+  """
+  latest: dict[str, Search] = {}  # By the cell's key.
+  found = list[Search]()
+  for grid in grids:
+    for cell in grid.cells:
+      source = grid.like(cell)
+      if source is not None and key(source) not in latest:
+        raise ValueError(
+          f"grid {grid.name!r}: the cell {describe(cell)} starts from"
+          f" {describe(source)}, which is no earlier cell; add it, or change `like`."
+        )
+      before = None if source is None else latest[key(source)]
+      latest[key(cell)] = _search_after(before, grid, cell, loss)
+      found.append(latest[key(cell)])
+  return found
+
+
+def _search_after(before: Search | None, grid: Grid, cell: Point, loss: Loss) -> Search:
+  if before is None:
+    return search(grid, cell, None, loss)
+  if before.ended and before.best is not None:
+    return search(grid, cell, before.best, loss)
+  return Search(grid, cell, "failed" if before.ended else "waiting")
+
+
+def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:
+  """Searches one cell as far as losses are known.
+
+  The points of the first grid come first, then the missing neighbours of the best point
+  along every axis. The search ends when both neighbours of every axis are known and
+  none is better.
 
   Args:
     grid: the cell's grid.
-    cell: one of its cells.
-    start: the best point of the cell it starts from, None without one.
-    losses: loss by `key(point)` of every finished run, inf for one that failed.
-
-  Returns:
-    The points of the first grid that have no result; after that the missing
-    neighbours of the best point along every axis; nothing once both neighbours of
-    each axis are there and no better.
+    cell: a cell of the grid.
+    start: the best point of the cell from which this one starts, if any.
+    loss: the loss of a point.
   """
-  points = _first_points(grid, cell, start)
-  known = {key(p) for p in points}
+  points = _first_points(grid, cell, start or {})
   while True:
-    todo = [p for p in points if key(p) not in losses]
-    done = [p for p in points if key(p) in losses]
-    best = min(done, key=lambda p: losses[key(p)], default=None)
-    loss = losses[key(best)] if best else math.inf
+    losses = [loss(point) for point in points]
+    todo = [p for p, value in zip(points, losses) if value is None]
+    ended = [(value, p) for p, value in zip(points, losses) if value is not None]
+    least, best = min(ended, key=lambda pair: pair[0], default=(math.inf, None))
     if todo:
-      return Search(todo, best, loss, "searching", points=tuple(points))
-    assert best is not None
-    if loss == math.inf:
-      return Search([], None, loss, "failed", points=tuple(points))
-    grown = [p for a in grid.axes for p in _beside(a, best) if key(p) not in known]
-    if not grown:
-      edge = tuple(a.name for a in grid.axes if _touches(a, best))
+      return Search(grid, cell, "searching", points, todo, best, least)
+    if best is None or least == math.inf:
+      return Search(grid, cell, "failed", points)
+    near = [point for axis in grid.axes for point in axis.beside(best)]
+    missing = [point for point in near if point not in points]
+    if not missing:
+      edge = [axis.name for axis in grid.axes if axis.ends_at(best)]
       state = "edge" if edge else "interior"
-      return Search([], best, loss, state, edge, tuple(points))
-    points += grown
-    known |= {key(p) for p in grown}
+      return Search(grid, cell, state, points, [], best, least, edge)
+    points += missing
+
+
+def _first_points(grid: Grid, cell: Point, start: Point) -> list[Point]:
+  axes = [axis for axis in grid.axes if axis.name not in start]
+  choices = itertools.product(*(axis.first or axis.values for axis in axes))
+  names = [axis.name for axis in axes]
+  return [{**start, **cell, **dict(zip(names, values))} for values in choices]
 
 
 def key(point: Mapping[str, Any]) -> str:
-  """A point's identity, whatever the order of its fields."""
+  """Returns a text that identifies a point; the order of its fields does not matter."""
   return json.dumps(point, sort_keys=True)
 
 
 def describe(point: Mapping[str, Any]) -> str:
-  """A point for people: size=s1 algorithm=diloco."""
-  return " ".join(f"{k}={_short(v)}" for k, v in point.items())
+  """Formats a point as readable text: size=s1 algorithm=diloco."""
+  short = lambda value: f"{value:.4g}" if isinstance(value, float) else value
+  return " ".join(f"{name}={short(value)}" for name, value in point.items())
 
 
 def power(ratio: float, k: int) -> float:
-  """ratio^k to six digits, an int where it is whole: the same number every time."""
+  """Returns ratio^k, rounded so that the result is always the same number.
+
+  The result has six digits. It is an int if it is a whole number.
+  """
   value = float(f"{ratio**k:.6g}")
   return int(value) if value == int(value) else value
 
 
 def exponent(ratio: float, value: float) -> int:
-  """The k of the power of `ratio` that is nearest to `value`."""
+  """Returns the k for which ratio^k is nearest to `value`."""
   return round(math.log(value) / math.log(ratio))
 
 
 def powers(ratio: float, low: int, high: int) -> tuple[float, ...]:
-  """ratio^low ... ratio^high."""
+  """Returns ratio^low, ..., ratio^high."""
   return tuple(power(ratio, k) for k in range(low, high + 1))
-
-
-def _first_points(grid: Grid, cell: Point, start: Point | None) -> list[Point]:
-  if start is None:
-    values = itertools.product(*(a.first or a.values for a in grid.axes))
-    names = [a.name for a in grid.axes]
-    return [{**cell, **dict(zip(names, v))} for v in values]
-  inherited = {**start, **cell}
-  missing = [a for a in grid.axes if a.name not in start]
-  values = itertools.product(*(a.first or a.values for a in missing))
-  return [{**inherited, **dict(zip((a.name for a in missing), v))} for v in values]
-
-
-def _beside(axis: Axis, point: Point) -> list[Point]:
-  return [{**point, axis.name: v} for v in axis.neighbours(point[axis.name])]
-
-
-def _touches(axis: Axis, point: Point) -> bool:
-  alone = not axis.ratio and len(axis.values) == 1
-  return not alone and len(axis.neighbours(point[axis.name])) < 2
-
-
-def _check_axis(grid: Grid, axis: Axis) -> None:
-  if not axis.values:
-    raise ValueError(
-      f"axis {axis.name!r} of grid {grid.name!r} is empty; give it values."
-    )
-  if len(set(axis.values)) < len(axis.values):
-    raise ValueError(
-      f"axis {axis.name!r} of grid {grid.name!r} has a value twice in {axis.values};"
-      " remove one."
-    )
-  for value in axis.values if axis.ratio else ():
-    if value != power(axis.ratio, exponent(axis.ratio, value)):
-      near = power(axis.ratio, exponent(axis.ratio, value))
-      raise ValueError(
-        f"axis {axis.name!r} of grid {grid.name!r} has the value {value}, which is no"
-        f" power of its ratio {axis.ratio:g}; the nearest is {near} (powers())."
-      )
-
-
-def _short(value) -> str:
-  return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""Runs on this machine, a bounded number at a time."""
+"""Executes runs on this machine."""
 
+import itertools
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,66 +14,37 @@ class Local:
   """Starts runs as processes of this machine.
 
   Args:
-    parallel: most runs at a time, those of an earlier driver included.
-    cores: CPU cores that each run is bound to; 0: any.
-    results: the results directory, for JAX's cache of compiled programs.
-    environment: further variables of the runs' processes.
+    cores: number of CPU cores to which each run is bound; 0: not bound.
+    environment: additional environment variables of the runs.
   """
 
-  def __init__(
-    self,
-    parallel: int,
-    cores: int,
-    results: pathlib.Path,
-    environment: Mapping[str, str],
-  ):
-    self._parallel, self._cores = parallel, cores
-    self._environment = job_environment(results, environment)
-    self._jobs: dict[pathlib.Path, tuple[int, subprocess.Popen]] = {}
-    self._seen: set[pathlib.Path] = set()
+  def __init__(self, cores: int, environment: Mapping[str, str]):
+    self._cores, self._environment = cores, environment
+    self._slots: dict[pathlib.Path, int] = {}  # A run's slot decides its cores.
+    self._processes: dict[pathlib.Path, subprocess.Popen] = {}
 
   def start(self, run: pathlib.Path) -> None:
-    taken = {slot for slot, process in self._jobs.values() if process.poll() is None}
-    slot = next(s for s in range(self._parallel) if s not in taken)
-    command = [sys.executable, "-m", "diloco.sweep.job", str(run)]
-    if self._cores and hasattr(os, "sched_getaffinity"):
-      usable = sorted(os.sched_getaffinity(0))
-      first = slot * self._cores
-      chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
-      command.append(",".join(map(str, sorted(set(chosen)))))
-    process = subprocess.Popen(
-      command,
+    taken = {slot for other, slot in self._slots.items() if self.running(other)}
+    self._slots[run] = next(s for s in itertools.count() if s not in taken)
+    self._processes[run] = subprocess.Popen(
+      [sys.executable, "-m", "diloco.sweep.job", str(run)],
       env={**os.environ, **self._environment},
       stdin=subprocess.DEVNULL,
-      start_new_session=True,  # Ctrl-C is for the driver, which asks runs to save.
+      start_new_session=True,  # Ctrl-C reaches the driver only, which lets runs save.
     )
-    self._jobs[run] = slot, process
+    if self._cores and hasattr(os, "sched_setaffinity"):
+      usable = sorted(os.sched_getaffinity(0))
+      first = self._slots[run] * self._cores
+      chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
+      os.sched_setaffinity(self._processes[run].pid, chosen)
 
   def running(self, run: pathlib.Path) -> bool:
-    if run in self._jobs:
-      return self._jobs[run][1].poll() is None or job.alive(run)
-    busy = job.alive(run)
-    (self._seen.add if busy else self._seen.discard)(run)
-    return busy
-
-  def slots(self) -> int:
-    mine = sum(process.poll() is None for _, process in self._jobs.values())
-    return self._parallel - mine - len(self._seen)
+    process = self._processes.get(run)
+    # The trainer holds the lock even if its parent process was killed.
+    return (process is not None and process.poll() is None) or job.alive(run)
 
   def stop(self) -> None:
-    processes = [process for _, process in self._jobs.values()]
-    for process in processes:
-      if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    for process in processes:
+    for process in self._processes.values():
+      process.terminate()
+    for process in self._processes.values():
       process.wait()
-
-
-def job_environment(results: pathlib.Path, extra: Mapping[str, str]) -> dict[str, str]:
-  """This process's environment for runs: compiled programs are kept and shared."""
-  cache = {
-    "JAX_COMPILATION_CACHE_DIR": str(results / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-  }
-  return {**cache, **extra}

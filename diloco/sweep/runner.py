@@ -1,302 +1,214 @@
-"""The driver: asks the grids what to run, starts runs, books results.
+"""The driver: asks the grids what to run, starts runs, and notes vanished runs.
 
-Everything that matters is on disk: the table and, per run, config.json, checkpoints,
-summary.json or ended.json. The driver can be killed at any moment and started again.
+The run directories hold the whole state, so the driver can be killed at any moment and
+started again.
 """
 
 import dataclasses
-import json
 import math
 import pathlib
+import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from diloco.config import ConfigError, resolve
 from diloco.sweep import grid as grid_lib
-from diloco.sweep.grid import Grid, Point, Search, Sweep
-from diloco.sweep.table import Table, digest, git_revision
+from diloco.sweep import table
+from diloco.sweep.grid import Point, Search, Sweep
+from diloco.sweep.job import handled
+from diloco.sweep.table import Row
 
-# Times in a row that a run may vanish without an end (killed, out of memory, node
-# lost) before it counts as failed. One that stopped and saved has not vanished.
+# A run fails when it has vanished (was killed, ran out of memory, lost its node) this
+# many times in a row. A run that stopped and saved has not vanished.
 ATTEMPTS = 5
 
 
 class Backend(Protocol):
-  """Where runs are executed."""
+  """Executes runs."""
 
   def start(self, run: pathlib.Path) -> None:
     """Starts the run of a directory."""
 
   def running(self, run: pathlib.Path) -> bool:
-    """Whether a run is queued or running, whoever started it."""
-
-  def slots(self) -> int:
-    """How many more runs may be started."""
+    """Tells whether a run is queued or running, no matter which driver started it."""
 
   def stop(self) -> None:
-    """Asks the runs that depend on this process to save and end."""
+    """Asks the runs that depend on this process to save and end; waits for them."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-  """One cell of one grid with the state of its search."""
+class Plan:
+  """The run of a point: its name and config, or the error if the config is invalid."""
 
-  grid: Grid
-  cell: Point
-  search: Search
+  point: Point
+  name: str
+  config: dict[str, Any]
+  error: str = ""
 
 
 class Driver:
-  """One pass of `step` after another until nothing is left to run.
+  """Runs a sweep, one `step` after another.
 
   Args:
-    sweep: what to run.
-    results: the results directory.
-    backend: where to run it.
-    read_only: for `cells` and `rows` alone; nothing is created or written.
+    sweep: the sweep to run.
+    results: the results directory; only `step` writes there.
+    backend: executes the runs.
+    parallel: limit of runs at a time, including runs that an earlier driver started.
 
-  Raises:
-    ValueError: read_only, and there are no results.
+  Attributes:
+    rows: the rows of all runs by name, after the last step.
   """
 
   def __init__(
-    self,
-    sweep: Sweep,
-    results: pathlib.Path,
-    backend: Backend,
-    read_only: bool = False,
+    self, sweep: Sweep, results: pathlib.Path, backend: Backend, parallel: int = 1
   ):
-    self._sweep, self._results, self._backend = sweep, results, backend
-    self._table = Table(results, read_only)
-    self._revision = git_revision()
-    self._known = self._table.names()
-    self._names: dict[str, str] = {}  # Run's name by the point's key.
-    self._configs: dict[str, dict] = {}  # Resolved config by the run's name.
-    self._refused: dict[str, str] = {}  # Error by key of points without a config.
+    self.sweep, self.results, self.backend = sweep, results, backend
+    self.parallel = parallel
+    self.rows = table.read_rows(results)
+    self._names = table.names_by_digest(self.rows)
+    self._plans: dict[str, Plan] = {}  # By the point's key.
+    self._revision = table.git_revision()
 
-  def step(self) -> list[Cell]:
-    """Books what has ended, starts what is due; returns all cells."""
-    self._collect()
-    rows = {row["name"]: row for row in self._table.rows()}
-    cells = self.cells(rows)
-    self._book_refusals(rows)
-    for cell in cells:
-      for point in cell.search.todo:
-        name = self._name(point)
-        if name is None or self._backend.running(self._directory(name)):
-          continue
-        if self._backend.slots() < 1:
-          return cells
-        self._start(name, point)
+  def step(self) -> list[Search]:
+    """Notes vanished runs and starts new runs; returns all cells."""
+    self.rows = table.read_rows(self.results, self.rows)
+    for name, row in self.rows.items():
+      if row["status"] == "running" and not self.backend.running(self._path(name)):
+        self.rows[name] = _settled(self._path(name))
+    cells = self.cells()
+    self._note_refusals()
+    todo: dict[str, Plan] = {}
+    for plan in [self._plan(point) for cell in cells for point in cell.todo]:
+      todo.setdefault(plan.name, plan)
+    # Ask only about the others: a run that was alive above may have ended since.
+    alive = {name for name, row in self.rows.items() if row["status"] == "running"}
+    # Slurm may have put an interrupted run back into its queue.
+    alive |= {n for n in todo if n not in alive and self.backend.running(self._path(n))}
+    due = [plan for name, plan in todo.items() if name not in alive]
+    for plan in due[: max(self.parallel - len(alive), 0)]:
+      self._start(plan)
     return cells
 
-  def cells(self, rows: dict[str, dict[str, Any]]) -> list[Cell]:
-    """The state of every cell, in the order of the sweep file."""
-    losses, found = _Losses(self, rows), list[Cell]()
-    by_key: dict[str, Search] = {}
-    for grid in self._sweep.grids:
-      waiting = list(grid.cells)
-      while waiting:
-        later = []
-        for cell in waiting:
-          before = grid.like(cell)
-          if before is not None and grid_lib.key(before) not in by_key:
-            later.append(cell)
-            continue
-          state = self._search(grid, cell, before, by_key, losses)
-          by_key[grid_lib.key(cell)] = state
-          found.append(Cell(grid, cell, state))
-        if len(later) == len(waiting):
-          raise ValueError(
-            f"grid {grid.name!r}: the cell {grid_lib.describe(waiting[0])} starts from"
-            f" {grid_lib.describe(grid.like(waiting[0]) or {})}, which no grid up to"
-            " this one has; add that cell or change `like`."
-          )
-        waiting = later
-    return found
+  def cells(self) -> list[Search]:
+    """Searches all cells; the losses come from `rows`."""
+    return grid_lib.search_all(self.sweep.grids, self._loss)
 
-  def rows(self) -> list[dict[str, Any]]:
-    return self._table.rows()
+  def _loss(self, point: Point) -> float | None:
+    """Returns the loss of a point's run: inf if it failed, None if it has not ended."""
+    plan = self._plan(point)
+    row = self.rows.get(plan.name)
+    if plan.error or (row and row["status"] == "failed"):
+      return math.inf
+    return row["loss"] if row else None
 
-  def forget_failed(self) -> None:
-    """Lets failed runs run again."""
-    self._table.forget_failed()
+  def _plan(self, point: Point) -> Plan:
+    key = grid_lib.key(point)
+    if key not in self._plans:
+      self._plans[key] = self._make_plan(point)
+    return self._plans[key]
 
-  def stop(self) -> None:
-    """Ends the runs of this driver (they save) and the table."""
-    self._backend.stop()
-    self._collect()
-    self._table.close()
-
-  def _search(self, grid, cell, before, by_key, losses) -> Search:
-    start = None
-    if before is not None:
-      earlier = by_key[grid_lib.key(before)]
-      if earlier.state == "failed":
-        return Search([], None, math.inf, "failed")
-      if earlier.state not in ("interior", "edge"):
-        return Search([], None, math.inf, "waiting")
-      start = earlier.best
-    return grid_lib.search(grid, cell, start, losses)
-
-  def _start(self, name: str, point: Point) -> None:
-    directory = self._directory(name)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.json"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(self._configs[name], indent=1))
-    part.replace(path)
-    for earlier in ("ended.json", "summary.json"):  # Of an attempt that failed.
-      (directory / earlier).unlink(missing_ok=True)
-    self._table.start(name, point, self._configs[name], self._revision)
-    self._table.forget(_refusal(point))  # The sweep file was mended.
+  def _make_plan(self, point: Point) -> Plan:
     try:
-      self._backend.start(directory)
+      config = table.as_json(resolve(self.sweep.config(dict(point))))
+    except Exception as error:  # A sweep file may raise anything.
+      reason = " ".join(str(error).split())
+      if not isinstance(error, ConfigError):
+        kind = type(error).__name__
+        where = f"at the point {grid_lib.describe(point)}"
+        reason = f"the sweep file's config raises {kind}: {reason} {where}"
+      return Plan(point, _refused_name(point), {}, reason)
+    name = table.digest(config)
+    return Plan(point, self._names.get(name, name), config)
+
+  def _start(self, plan: Plan) -> None:
+    directory = self._path(plan.name)
+    row = table.read_row(directory)
+    table.write(directory / "config.json", plan.config)
+    table.note(
+      directory,
+      point=row["point"] or plan.point,
+      revision=self._revision,
+      attempts=row["attempts"] + 1,
+      vanished=row["vanished"],
+      running=True,
+    )
+    table.forget_end(directory)
+    # An earlier version of the sweep file may have had no valid config for the point.
+    shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
+    self.rows[plan.name] = table.read_row(directory)
+    try:
+      self.backend.start(directory)
     except (ValueError, OSError):
-      self._table.interrupt(name, vanished=0)  # It never started.
+      table.note(directory, running=False)
       raise
 
-  def _collect(self) -> None:
-    """Books the ends of runs that the table still has as running."""
-    for row in self._table.rows():
-      directory = self._directory(row["name"])
-      if row["status"] != "running" or self._backend.running(directory):
-        continue
-      summary, ended = (
-        _read(directory / "summary.json"),
-        _read(directory / "ended.json"),
-      )
-      loss = summary["eval_loss"]["outer"] if summary is not None else 0.0
-      if not math.isfinite(loss):
-        self._table.fail(
-          row["name"],
-          f"the held-out loss of the final evaluation is {loss}; see"
-          f" {directory / 'metrics.jsonl'}.",
-        )
-      elif summary is not None:
-        self._table.finish(row["name"], summary)
-      elif ended is not None and ended["failed"]:
-        self._table.fail(row["name"], ended["error"])
-      elif ended is not None:
-        self._table.interrupt(row["name"], vanished=0)
-      elif (vanished := (row["vanished"] or 0) + 1) < ATTEMPTS:
-        self._table.interrupt(row["name"], vanished)
-      else:
-        self._table.fail(
-          row["name"],
-          f"vanished {vanished} times in a row without an end (killed, or out of"
-          f" memory); see {directory / 'log.txt'}.",
-        )
+  def _note_refusals(self) -> None:
+    """Notes points without a valid config as failed runs that were never started."""
+    for plan in self._plans.values():
+      noted = self.rows.get(plan.name, {}).get("error")
+      if plan.error and plan.error != noted:
+        directory = self._path(plan.name)
+        table.note(directory, point=plan.point)
+        table.note_end(directory, failed=True, error=plan.error)
+        self.rows[plan.name] = table.read_row(directory)
 
-  def _name(self, point: Point) -> str | None:
-    """The run of a point, None (and noted) if its config cannot work."""
-    key = grid_lib.key(point)
-    if key in self._refused:
-      return None
-    if key not in self._names:
-      try:
-        resolved = resolve(self._sweep.config(dict(point)))
-        config = json.loads(json.dumps(resolved.to_dict()))
-      except Exception as error:  # Whatever a sweep file does wrong.
-        self._refused[key] = _reason(error, point)
-        return None
-      name = self._known.get(digest(config), digest(config))
-      self._names[key], self._configs[name] = name, config
-    return self._names[key]
-
-  def _book_refusals(self, rows: dict[str, dict[str, Any]]) -> None:
-    """Books points without a config, each once, as runs that failed unstarted."""
-    for key, error in self._refused.items():
-      row = rows.get(_refusal(json.loads(key)))
-      if row is None or row["error"] != error:
-        self._table.refuse(_refusal(json.loads(key)), json.loads(key), error)
-
-  def _directory(self, name: str) -> pathlib.Path:
-    return self._results / "runs" / name
-
-
-class _Losses(dict):
-  """Loss by key of a point, inf where it failed; absent while it has not ended."""
-
-  def __init__(self, driver: Driver, rows: dict[str, dict[str, Any]]):
-    super().__init__()
-    self._driver, self._rows = driver, rows
-
-  def __contains__(self, key) -> bool:
-    return self._loss(key) is not None
-
-  def __getitem__(self, key):
-    return self._loss(key)
-
-  def _loss(self, key: str) -> float | None:
-    name = self._driver._name(json.loads(key))
-    if name is None:
-      return math.inf
-    row = self._rows.get(name)
-    if row is None or row["status"] in ("running", "interrupted"):
-      return None
-    # SQLite keeps NaN as NULL; older code booked such runs as done.
-    return math.inf if row["loss"] is None else row["loss"]
+  def _path(self, name: str) -> pathlib.Path:
+    return self.results / "runs" / name
 
 
 def drive(
   driver: Driver,
-  show: Callable[[list[Cell], list[dict]], None],
+  show: Callable[[list[Search], Collection[Row]], None],
   pause: float = 2.0,
 ) -> bool:
-  """Runs a sweep to its end. The caller holds `table.alone` of its results.
+  """Runs a sweep to its end. The caller must hold `table.alone` of its results.
 
   Args:
-    driver: of the sweep.
-    show: called with cells and rows after every pass.
-    pause: seconds between passes.
+    driver: runs the sweep, one step after another.
+    show: called with all cells and all rows after every step.
+    pause: seconds between steps.
 
   Returns:
-    False if SIGTERM or SIGINT ended it early.
+    False if SIGTERM or SIGINT ended the sweep early.
   """
-  stopped = False
-
-  def stop(*_):
-    nonlocal stopped
-    stopped = True
-
-  previous = {s: signal.signal(s, stop) for s in (signal.SIGTERM, signal.SIGINT)}
-  try:
-    while not stopped:
-      cells = driver.step()
-      show(cells, driver.rows())
-      if not any(c.search.state in ("searching", "waiting") for c in cells):
-        break
-      time.sleep(pause)
-  finally:
-    driver.stop()
-    for number, handler in previous.items():
-      signal.signal(number, handler)
-  return not stopped
+  received: list[int] = []
+  stop = lambda number, frame: received.append(number)
+  with handled((signal.SIGTERM, signal.SIGINT), stop):
+    try:
+      while not received:
+        cells = driver.step()
+        show(cells, driver.rows.values())
+        if all(cell.ended for cell in cells):
+          break
+        time.sleep(pause)
+    finally:
+      driver.backend.stop()
+  return not received
 
 
-def _reason(error: Exception, point: Point) -> str:
-  """Why a point has no config, in one line."""
-  text = " ".join(str(error).split())
-  if isinstance(error, ConfigError):
-    return text
-  if isinstance(error, KeyError):
-    return (
-      f"the sweep file's config needs {text}, which the point"
-      f" {grid_lib.describe(point)} has not; add it to the cells or as an axis."
-    )
-  return f"the sweep file's config raises {type(error).__name__}: {text}"
+def _settled(directory: pathlib.Path) -> Row:
+  """Notes the end of a run that is no longer running; returns its row.
+
+  The job may have noted the end after the caller read the row. If neither the job nor
+  the trainer noted an end, the run has vanished.
+  """
+  row = table.read_row(directory)
+  vanished = row["vanished"] + 1
+  if row["status"] != "running":
+    return row
+  if table.read(directory / "summary.json"):
+    table.note_end(directory, failed=False)
+  elif vanished < ATTEMPTS:
+    table.note(directory, running=False, vanished=vanished)
+  else:
+    log = directory / "log.txt"
+    error = f"vanished {vanished} times in a row (killed or out of memory); see {log}."
+    table.note_end(directory, failed=True, error=error)
+  return table.read_row(directory)
 
 
-def _refusal(point: Point) -> str:
-  """Name of the row of a point without a config."""
-  return digest({"refused": point})
-
-
-def _read(path: pathlib.Path) -> dict | None:
-  try:
-    return json.loads(path.read_text())
-  except (FileNotFoundError, json.JSONDecodeError):
-    return None
+def _refused_name(point: Point) -> str:
+  """Names the row of a point without a valid config."""
+  return table.digest({"refused": point})

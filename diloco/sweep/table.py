@@ -1,241 +1,220 @@
-"""The results: one SQLite table, a row per run, written by the driver alone."""
+"""Reads and writes the run directories of a sweep, and makes a table of them.
+
+The directories are the only record. RESULTS/runs/NAME holds
+
+  config.json   every field of the run's config, resolved
+  run.json      notes of the driver: point, revision, attempts, started, running,
+                vanished
+  ended.json    how the last attempt ended: failed, error, finished
+  summary.json  the trainer's results
+
+and the trainer's other files. NAME is the digest of the config when the run was first
+started, so a config that two grids ask for is run once. A point without a valid config
+has a directory with run.json and ended.json only.
+"""
 
 import contextlib
 import datetime
 import fcntl
 import hashlib
 import json
+import math
 import pathlib
-import sqlite3
 import subprocess
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
 
 from diloco.config import Config, complete
 from diloco.config.resolve import leaves
 
-# Column, type and meaning; `name` is the digest of the config when the run was first
-# started, so that a config that two grids ask for is run once.
-COLUMNS = {
-  "name": "TEXT PRIMARY KEY",
-  "point": "TEXT",  # JSON: what the sweep file was asked for.
-  "config": "TEXT",  # JSON: every field, resolved.
-  "revision": "TEXT",  # Git revision of the code, with -dirty if it was changed.
-  "status": "TEXT",  # running, interrupted (to be resumed), done or failed.
-  "error": "TEXT",  # Why it failed, one line.
-  "attempts": "INTEGER",  # Times it was started.
-  "started": "TEXT",  # UTC.
-  "finished": "TEXT",
-  "params": "INTEGER",
-  "tokens": "INTEGER",
-  "steps": "INTEGER",
-  "loss": "REAL",  # Held-out, of the outer parameters, nats per token.
-  "loss_mean": "REAL",  # Of the replicas' mean.
-  "loss_first": "REAL",  # Of replica 0.
-  "bits_per_byte": "REAL",
-  "bytes_sent": "INTEGER",  # By one replica, in all.
-  "peak_bytes": "INTEGER",  # By one replica, at one sync.
-  "syncs": "INTEGER",
-  "tokens_per_s": "REAL",
-  "wall_s": "REAL",
-  "device": "TEXT",
-  "vanished": "INTEGER",  # Ends in a row of which the run noted nothing.
+Row = dict[str, Any]
+
+# Columns from summary.json: the field in that file and its type. Losses are held-out
+# losses in nats per token. Bytes are bytes that one replica sends, in total and in the
+# largest sync.
+SUMMARY_COLUMNS = {
+  "params": ("params", int),
+  "tokens": ("tokens", int),
+  "steps": ("steps", int),
+  "loss": ("eval_loss.outer", float),
+  "loss_mean": ("eval_loss.mean", float),
+  "loss_first": ("eval_loss.first", float),
+  "bits_per_byte": ("bits_per_byte", float),
+  "bytes_sent": ("bytes_sent_per_replica", int),
+  "peak_bytes": ("peak_bytes_per_sync", int),
+  "syncs": ("syncs", int),
+  "tokens_per_s": ("tokens_per_s", float),
+  "wall_s": ("wall_s", float),
+  "device": ("device", str),
 }
+
+
+def write(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+  """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_suffix(".part")
+  part.write_text(json.dumps(value, indent=1) + "\n")
+  part.replace(path)
+
+
+def read(path: pathlib.Path) -> dict[str, Any] | None:
+  """Reads a JSON file; None if the file is absent or is not JSON."""
+  try:
+    return json.loads(path.read_text())
+  except (FileNotFoundError, ValueError):
+    return None
+
+
+def try_lock(file: IO) -> bool:
+  """Locks an open file until all its descriptors close; False if another has it."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
 
 
 @contextlib.contextmanager
 def alone(results: pathlib.Path) -> Iterator[None]:
-  """Keeps other drivers and imports off a results directory, which it creates.
+  """Creates a results directory and keeps other drivers and imports out of it.
 
   Raises:
-    ValueError: one is at work there.
+    ValueError: another driver or import uses the directory.
   """
-  results.mkdir(parents=True, exist_ok=True)
+  (results / "runs").mkdir(parents=True, exist_ok=True)
   with (results / "driver.lock").open("w") as lock:
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise ValueError(
-        f"--results={results} has a driver already; use --show to look at it, or"
-        " another directory."
-      ) from None
+    if not try_lock(lock):
+      raise ValueError(f"--results={results} has a driver already; use --show.")
     yield
 
 
-class Table:
-  """The table of one results directory.
+def read_rows(results: pathlib.Path, earlier: Mapping[str, Row] = {}) -> dict[str, Row]:
+  """Reads all runs by name, in the order in which they were first started.
 
   Args:
-    results: the directory.
-    read_only: nothing is created or changed.
-
-  Raises:
-    ValueError: read_only, and there is no table.
+    results: the results directory.
+    earlier: the result of an earlier call. Runs that had ended are not read again.
   """
-
-  def __init__(self, results: pathlib.Path, read_only: bool = False):
-    path = results / "results.sqlite"
-    if read_only and not path.is_file():
-      raise ValueError(
-        f"--results={results} holds no results.sqlite; run a sweep first."
-      )
-    results.mkdir(parents=True, exist_ok=True)
-    self._db = sqlite3.connect(path, timeout=60)
-    self._db.row_factory = sqlite3.Row
-    if read_only:
-      self._db.execute("PRAGMA query_only=ON")
-      return
-    # WAL needs memory that all readers share, which network file systems do not have.
-    self._db.execute("PRAGMA journal_mode=DELETE")
-    columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
-    with self._db:
-      self._db.execute(f"CREATE TABLE IF NOT EXISTS runs ({columns})")
-      there = {row["name"] for row in self._db.execute("PRAGMA table_info(runs)")}
-      for name, kind in COLUMNS.items():
-        if name not in there:  # The table was made by code that had fewer.
-          self._db.execute(f"ALTER TABLE runs ADD COLUMN {name} {kind}")
-
-  def rows(self) -> list[dict[str, Any]]:
-    """All runs, in the order in which they were first started."""
-    found = self._db.execute("SELECT * FROM runs ORDER BY rowid")
-    return [dict(row) for row in found]
-
-  def names(self) -> dict[str, str]:
-    """Name of the run by `digest` of its config, as this code would write it.
-
-    A run keeps the name that it was given. When the code has gained a field since,
-    the digest is another; then the run is taken to have had the field's default.
-    """
-    found: dict[str, str] = {}
-    done = set[str]()
-    fields = set(leaves(Config().to_dict()))
-    for row in self.rows():
-      if row["attempts"] == 0:  # A refusal: there is no config.
-        continue
-      config = json.loads(row["config"])
-      if set(leaves(config)) != fields:
-        try:
-          config = json.loads(json.dumps(complete(config).to_dict()))
-        except (ValueError, TypeError):  # A field is gone: it is no run of this code.
-          continue
-      key = digest(config)
-      if key not in found or (row["status"] == "done" and key not in done):
-        found[key] = row["name"]
-      if row["status"] == "done":
-        done.add(key)
-    return found
-
-  def start(self, name: str, point: dict, config: dict, revision: str) -> None:
-    """Books that a run starts, or starts again."""
-    with self._db:
-      self._db.execute(
-        "INSERT INTO runs (name, point, config, attempts) VALUES (?, ?, ?, 0)"
-        " ON CONFLICT (name) DO NOTHING",
-        (name, json.dumps(point, sort_keys=True), json.dumps(config)),
-      )
-      self._db.execute(
-        "UPDATE runs SET status = 'running', error = NULL, revision = ?, started = ?,"
-        " attempts = attempts + 1 WHERE name = ?",
-        (revision, _now(), name),
-      )
-
-  def finish(self, name: str, summary: dict) -> None:
-    """Books the summary of a run that ended well."""
-    losses = summary["eval_loss"]
-    self._update(
-      name,
-      status="done",
-      finished=_now(),
-      params=summary["params"],
-      tokens=summary["tokens"],
-      steps=summary["steps"],
-      loss=losses["outer"],
-      loss_mean=losses["mean"],
-      loss_first=losses["first"],
-      bits_per_byte=summary["bits_per_byte"],
-      bytes_sent=summary["bytes_sent_per_replica"],
-      peak_bytes=summary["peak_bytes_per_sync"],
-      syncs=summary["syncs"],
-      tokens_per_s=summary["tokens_per_s"],
-      wall_s=summary["wall_s"],
-      device=summary["device"],
-    )
-
-  def fail(self, name: str, error: str) -> None:
-    """Books a failure with its reason."""
-    self._update(name, status="failed", error=error, finished=_now())
-
-  def interrupt(self, name: str, vanished: int) -> None:
-    """Books that a run is no longer running, but has not ended.
-
-    Args:
-      name: of the run.
-      vanished: ends in a row of which it noted nothing; 0 if it stopped and saved.
-    """
-    self._update(name, status="interrupted", vanished=vanished)
-
-  def refuse(self, name: str, point: dict, error: str) -> None:
-    """Books a point for which no run can be started; it has no attempts."""
-    values = (name, json.dumps(point, sort_keys=True), error, _now())
-    with self._db:
-      self._db.execute(
-        "INSERT OR REPLACE INTO runs (name, point, config, status, attempts, error,"
-        " finished) VALUES (?, ?, '{}', 'failed', 0, ?, ?)",
-        values,
-      )
-
-  def forget(self, name: str) -> None:
-    with self._db:
-      self._db.execute("DELETE FROM runs WHERE name = ?", (name,))
-
-  def forget_failed(self) -> None:
-    """Lets failed runs run again."""
-    with self._db:
-      self._db.execute("DELETE FROM runs WHERE status = 'failed'")
-
-  def insert(self, rows: list[dict[str, Any]]) -> None:
-    """Adds runs that are done elsewhere, all or none, unless they are done here too.
-
-    Args:
-      rows: of all columns.
-    """
-    marks = ", ".join(f":{name}" for name in COLUMNS)
-    sets = ", ".join(f"{name} = excluded.{name}" for name in COLUMNS if name != "name")
-    with self._db:
-      self._db.executemany(
-        f"INSERT INTO runs ({', '.join(COLUMNS)}) VALUES ({marks})"
-        f" ON CONFLICT (name) DO UPDATE SET {sets} WHERE runs.status != 'done'",
-        rows,
-      )
-
-  def _update(self, name: str, **values) -> None:
-    sets = ", ".join(f"{column} = ?" for column in values)
-    with self._db:
-      self._db.execute(
-        f"UPDATE runs SET {sets} WHERE name = ?", (*values.values(), name)
-      )
-
-  def close(self) -> None:
-    self._db.close()
+  rows = dict[str, Row]()
+  for path in (results / "runs").glob("*/run.json"):
+    row = earlier.get(path.parent.name)
+    if row is None or row["status"] not in ("done", "failed"):
+      row = read_row(path.parent)
+    rows[row["name"]] = row
+  return dict(sorted(rows.items(), key=lambda item: item[1]["started"]))
 
 
-def digest(config: dict) -> str:
-  """A run's name: the same config has the same name on every machine."""
-  return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:12]
+def read_row(directory: pathlib.Path) -> Row:
+  """Reads one run; a directory without files is a run that was never started.
+
+  Returns:
+    The notes; `name`, `config` ({} if the point has no valid config), `error` and
+    `finished`; SUMMARY_COLUMNS (None unless the run is done); `status`: running (also
+    after the run vanished, until a driver notices), interrupted (to be resumed), done
+    or failed.
+  """
+  # The trainer writes summary.json, then the job writes ended.json. Reading them in the
+  # opposite order never finds an end without its summary.
+  ended = read(directory / "ended.json") or {}
+  summary = leaves(read(directory / "summary.json") or {})
+  row: Row = {
+    **{"point": {}, "revision": None, "attempts": 0, "started": "", "vanished": 0},
+    **(read(directory / "run.json") or {}),
+    **dict.fromkeys(SUMMARY_COLUMNS),
+    "name": directory.name,
+    "config": read(directory / "config.json") or {},
+    "error": None,
+    "finished": ended.get("finished"),
+  }
+  loss = summary.get("eval_loss.outer")
+  if not ended:
+    row["status"] = "running" if row.get("running") else "interrupted"
+  elif loss is None:
+    row["status"] = "failed" if ended["failed"] else "interrupted"
+    row |= {"error": ended["error"] or None, "vanished": 0}
+  elif math.isfinite(loss):
+    row["status"] = "done"
+    row |= {column: summary[field] for column, (field, _) in SUMMARY_COLUMNS.items()}
+  else:
+    log = directory / "metrics.jsonl"
+    row["status"] = "failed"
+    row["error"] = f"the held-out loss of the final evaluation is {loss}; see {log}."
+  return row
+
+
+def note(directory: pathlib.Path, **changes) -> None:
+  """Changes the driver's notes on a run.
+
+  The notes are
+    point: the point for which the sweep file made the config.
+    revision: Git revision of the code, with -dirty if files were changed.
+    attempts: how often the run was started.
+    started: UTC time of the first note.
+    running: True when an attempt starts; False if it vanishes or cannot be submitted.
+      Ignored once there is an ended.json.
+    vanished: how many attempts in a row left no ended.json.
+  """
+  path = directory / "run.json"
+  before = read(path) or {"started": utc_now("microseconds")}
+  write(path, {**before, **changes})
+
+
+def note_end(directory: pathlib.Path, failed: bool, error: str = "") -> None:
+  """Writes how an attempt ended; `error` is the reason of a failure, in one line."""
+  end = {"failed": failed, "error": error, "finished": utc_now()}
+  write(directory / "ended.json", end)
+
+
+def retry_failed(results: pathlib.Path) -> None:
+  """Marks failed runs to be run again."""
+  for name, row in read_rows(results).items():
+    if row["status"] == "failed":
+      note(results / "runs" / name, running=False, vanished=0)
+      forget_end(results / "runs" / name)
+
+
+def forget_end(directory: pathlib.Path) -> None:
+  """Deletes the summary and end of an earlier attempt, before another one starts."""
+  (directory / "summary.json").unlink(missing_ok=True)
+  (directory / "ended.json").unlink(missing_ok=True)
+
+
+def names_by_digest(rows: Mapping[str, Row]) -> dict[str, str]:
+  """Maps the digest of each run's config, computed by this code, to the run's name.
+
+  A run keeps its name when the code gains a field, although the digest changes; the run
+  counts as one with the field's default. Of equal digests, a run that is done wins.
+  """
+  names: dict[str, str] = {}
+  valid = [row for row in rows.values() if row["config"]]
+  for row in sorted(valid, key=lambda row: row["status"] != "done"):
+    # A config with a field that no longer exists belongs to no run of this code.
+    with contextlib.suppress(ValueError, TypeError):
+      names.setdefault(digest(as_json(complete(row["config"]))), row["name"])
+  return names
+
+
+def as_json(config: Config) -> dict[str, Any]:
+  """Returns a config as config.json stores it: lists replace tuples."""
+  return json.loads(json.dumps(config.to_dict()))
+
+
+def digest(value: Mapping[str, Any]) -> str:
+  """Names a run by its config; a config has the same name on every machine."""
+  return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def git_revision() -> str:
-  """Revision of the code that runs, `-dirty` if it was changed; unknown without git."""
-  with contextlib.suppress(OSError, subprocess.CalledProcessError):
-    return subprocess.run(
-      ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-      cwd=pathlib.Path(__file__).parent,
-      capture_output=True,
-      check=True,
-      text=True,
-    ).stdout.strip()
+  """Returns the revision of this code, with -dirty if changed; unknown without git."""
+  command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+  here = pathlib.Path(__file__).parent
+  with contextlib.suppress(OSError):
+    done = subprocess.run(
+      command, cwd=here, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
   return "unknown"
 
 
-def _now() -> str:
-  return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def utc_now(precision: str = "seconds") -> str:
+  return datetime.datetime.now(datetime.UTC).isoformat(timespec=precision)

@@ -1,112 +1,95 @@
-"""Tables of a sweep as Markdown: losses, best points, laws, spread over seeds."""
+"""Writes Markdown tables of a sweep: losses, best points, laws, spread over seeds."""
 
-import collections
-import dataclasses
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
-from diloco.scaling_laws import cells as cells_lib
+import numpy as np
+import pandas as pd
+
 from diloco.scaling_laws import results
 from diloco.scaling_laws.fits import Fit
-from diloco.sweep.runs import Run, best, by_curve, main_grid
+from diloco.scaling_laws.uncertainty import show
+from diloco.sweep.runs import PLAIN, best, curves, main_grid
 
-# Sentences about the cells that are printed beside the laws.
+# The number of problems that are printed below the laws.
 MOST_PROBLEMS = 5
 
 
-def losses(runs: Sequence[Run]) -> list[str]:
-  """Best loss of every cell and its difference to data-parallel, as Markdown."""
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve))
-  names = list(by_curve(cells.values()))
-  lines = [
-    f"| N | {' | '.join(names)} |",
-    "|---" * (len(names) + 1) + "|",
-  ]
-  for size in sorted({n for n, _ in cells}):
-    plain = cells.get((size, "data-parallel"))
-    row = []
-    for name in names:
-      r = cells.get((size, name))
-      text = f"{r.loss:.4f}" if r else "-"
-      if r and plain and r is not plain:
-        text += f" ({100 * (r.loss / plain.loss - 1):+.2f}%)"
-      row.append(text)
-    lines.append(f"| {size:,.0f} | {' | '.join(row)} |")
-  return lines
+def losses(table: pd.DataFrame) -> list[str]:
+  """Lists the best loss of every cell and the difference from data-parallel."""
+  cells = best(main_grid(table), "params", "curve")
+  wide = cells.pivot(index="params", columns="curve", values="loss")
+  columns = {"N": wide.index.map("{:,.0f}".format)}
+  for name in curves(cells):
+    more = 100 * (wide[name] / wide.get(PLAIN, np.nan) - 1)
+    text = wide[name].map("{:.4f}".format)
+    if name != PLAIN:
+      text += more.map(" ({:+.2f}%)".format).where(more.notna(), "")
+    columns[name] = text.where(wide[name].notna(), "-")
+  return _markdown(columns)
 
 
-def best_points(runs: Sequence[Run]) -> list[str]:
-  """Hyperparameters of the best run of every cell, as Markdown."""
-  cells = best(main_grid(runs), lambda r: (r.params, r.curve))
-  count = collections.Counter((r.params, r.curve) for r in main_grid(runs))
-  lines = [
-    "| N | algorithm | runs | learning rate | batch (tokens) | outer rate | loss |",
-    "|---|---|---|---|---|---|---|",
-  ]
-  for (size, name), r in cells.items():
-    outer = "-" if name == "data-parallel" else f"{r.outer_rate:g}"
-    lines.append(
-      f"| {size:,.0f} | {name} | {count[size, name]} | {r.rate:.4g} | {r.batch:,.0f} |"
-      f" {outer} | {r.loss:.4f} |"
-    )
-  return lines
+def best_points(table: pd.DataFrame) -> list[str]:
+  """Lists the hyperparameters of the best run of every cell."""
+  main = main_grid(table)
+  cells = best(main, "params", "curve")
+  outer = cells["outer_learning_rate"].map("{:g}".format)
+  return _markdown(
+    {
+      "N": cells["params"].map("{:,.0f}".format),
+      "algorithm": cells["curve"],
+      "runs": main.groupby(["params", "curve"]).size(),
+      "learning rate": cells["learning_rate"].map("{:.4g}".format),
+      "batch (tokens)": cells["batch"].map("{:,.0f}".format),
+      "outer rate": outer.where(cells["curve"] != PLAIN, "-"),
+      "loss": cells["loss"].map("{:.4f}".format),
+    }
+  )
 
 
-def laws(runs: Sequence[Run]) -> list[str]:
-  """Power laws A N^alpha (M^beta) of the best runs, as Markdown, and what ails them."""
-  converted = [
-    cells_lib.Run(
-      r.algorithm,
-      r.params,
-      1 if r.algorithm == "data_parallel" else r.replicas,
-      r.loss,
-      r.rate,
-      r.batch,
-      0.0 if r.algorithm == "data_parallel" else r.outer_rate,
-      r.tokens,
-    )
-    for r in main_grid(runs)
-  ]
+def laws(table: pd.DataFrame) -> list[str]:
+  """Fits power laws A N^alpha (M^beta) to the best runs; lists the cells' problems."""
   try:
-    found, problems = results.fit_runs(converted, strict=False)
+    found, problems = results.fit_runs(main_grid(table), strict=False)
   except ValueError as error:
     return [f"no laws: {error}"]
-  lines = [
-    "| runs | loss | learning rate | batch (tokens) |",
-    "|---|---|---|---|",
-  ]
-  for name, law in found.items():
-    fits = (law.loss, law.learning_rate, law.batch)
-    row = [_law(fit) if fit else "-" for fit in fits]
-    lines.append(f"| {name} | {' | '.join(row)} |")
+  columns = {
+    "runs": found,
+    "loss": [_law(law.loss) for law in found.values()],
+    "learning rate": [_law(law.learning_rate) for law in found.values()],
+    "batch (tokens)": [_law(law.batch) for law in found.values()],
+  }
   told = [f"- {problem}" for problem in problems[:MOST_PROBLEMS]]
   if more := problems[MOST_PROBLEMS:]:
     told.append(
       f"- {len(more)} more like these: python -m diloco.scaling_laws fit TABLE --any"
     )
-  return [*lines, "", *told]
+  return [*_markdown(columns), "", *told]
 
 
-def seeds(runs: Sequence[Run]) -> list[str]:
-  """Spread over seeds of runs that differ in nothing else."""
-  groups = collections.defaultdict(list)
-  for r in runs:
-    groups[dataclasses.replace(r, seed=0, loss=0.0)].append(r.loss)
+def seeds(table: pd.DataFrame) -> list[str]:
+  """Lists the spread of the loss over runs that differ only in the seed."""
+  same = [column for column in table if column not in ("seed", "loss")]
   lines = [
-    f"{r.curve}, N={r.params:,.0f}: {len(losses)} seeds, {statistics.mean(losses):.4f}"
-    f" +- {statistics.stdev(losses):.4f} (standard deviation)"
-    for r, losses in groups.items()
-    if len(losses) > 1
+    f"{some['curve'].iloc[0]}, N={some['params'].iloc[0]:,.0f}: {len(some)} seeds,"
+    f" {some['loss'].mean():.4f} +- {some['loss'].std():.4f} (standard deviation)"
+    for _, some in table.groupby(same, sort=False)
+    if len(some) > 1
   ]
   return lines or ["no run was repeated with another seed"]
 
 
-def _law(fit: Fit) -> str:
-  """A N^alpha with the interval of alpha; the same of M where it is joint."""
-  spans = {
-    k: f"[{i[0]:.3f}, {i[1]:.3f}]" if i else "[-]" for k, i in fit.interval().items()
-  }
-  text = f"{fit.law.A:.4g} N^{fit.law.alpha:.3f} {spans['alpha']}"
-  if "beta" in spans:
-    text += f" M^{fit.law.beta:.3f} {spans['beta']}"
+def _law(fit: Fit | None) -> str:
+  """Formats A N^alpha (M^beta) with the intervals of the exponents."""
+  if fit is None:
+    return "-"
+  text = f"{fit.law.A:.4g}"
+  for base, name in zip("NM", fit.names[1:]):
+    exponent = show(getattr(fit.law, name), fit.interval()[name], ".3f")
+    text += f" {base}^{exponent}"
   return text
+
+
+def _markdown(columns: Mapping[str, Iterable]) -> list[str]:
+  rows = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
+  head, rule, *body = [f"| {' | '.join(map(str, row))} |" for row in rows]
+  return [head, rule.replace(" ", ""), *body]

@@ -1,4 +1,4 @@
-"""The paper's tables from its Table 4, within stated tolerances."""
+"""Our fits reproduce the paper's tables within tolerances."""
 
 import json
 
@@ -13,12 +13,12 @@ def largest(table):
   return {column: d for column, (d, _) in table.largest().items()}
 
 
-def test_table_4_is_copied_consistently():
+def test_the_copied_losses_give_the_printed_differences_of_table_4():
   assert max(largest(tables.table4()).values()) < 0.07
 
 
 @pytest.mark.parametrize("sizes", ["words", "nominal"])
-def test_tables_7_and_10(sizes):
+def test_the_laws_of_tables_7_and_10_are_reproduced(sizes):
   found = largest(tables.table7(sizes))
   assert found["A"] < 0.005
   assert found["alpha"] < 0.0002
@@ -27,26 +27,25 @@ def test_tables_7_and_10(sizes):
   assert max(found["alpha"], found["beta"]) < 0.0002
 
 
-def test_table_11_and_which_sizes_explain_it():
+def test_the_residuals_of_table_11_are_nearest_with_words():
   assert largest(tables.table11("words"))["residual"] < 0.0005
   assert largest(tables.table11("nominal"))["residual"] < 0.0025
 
 
-def test_table_13_of_the_first_seed():
+def test_the_first_seed_reproduces_table_13():
   table = tables.table13(seeds=1)
   assert largest(table)["residual"] < 0.0005
   assert "Same order as the paper" in table.note
 
 
-def test_the_joint_optimum_is_table_10():
-  # Two optimisers, one law.
+def test_the_optimum_of_the_first_form_is_the_joint_law():
   table = tables.parameters13("words")
   a, alpha, _, beta, _ = (c.ours for c in table.rows["A*N^alpha*M^beta"])
   law = paper.loss_fit("joint").law
   assert (a, alpha, beta) == pytest.approx((law.A, law.alpha, law.beta), rel=1e-5)
 
 
-def test_the_batch_laws_agree_and_the_rate_laws_do_not():
+def test_the_batch_laws_agree_and_the_rate_laws_disagree():
   rows = tables.table10_from_8_and_9().rows
   for cell in rows["batch_size, from Table 9"]:
     assert cell.ours == pytest.approx(cell.paper, rel=0.002)
@@ -54,7 +53,7 @@ def test_the_batch_laws_agree_and_the_rate_laws_do_not():
   assert beta.ours < 0 < beta.paper
 
 
-def test_a_floor_foresees_the_large_models_better():
+def test_a_floor_predicts_the_large_models_better():
   table = tables.extrapolation()
   for name in list(table.rows)[::2]:
     for plain, floor in zip(table.rows[name], table.rows[f"{name} with floor"]):
@@ -82,19 +81,18 @@ def test_the_batch_law_is_in_sequences_and_returned_in_tokens():
   assert law(35e6) == pytest.approx(30 * 2048, rel=0.02)
 
 
-def test_sizes():
+def test_sizes_are_those_of_the_paper():
   assert paper.model_sizes("nominal")[3] == 335e6
   assert paper.model_sizes("words", ["4B"]) == [12 * 36 * 3072**2 + 32_000 * 3072]
   ratio = paper.model_sizes("words") / paper.model_sizes("nominal")
   assert np.abs(np.log(ratio)).max() < 0.03
   assert [paper.number(t) for t in ("35M", "2.4B", "4e9")] == [35e6, 2.4e9, 4e9]
-  with pytest.raises(ValueError, match="size is '4X'; write one such as"):
-    paper.number("4X")
-  with pytest.raises(ValueError, match="sizes is 'big'; choose one of words"):
-    paper.model_sizes("big")
+  for text in ("4X", "1B3", "", "-1M", "nan"):
+    with pytest.raises(ValueError, match=f"size is '{text}'; write one such as"):
+      paper.number(text)
 
 
-def test_show_names_the_largest_deviation(monkeypatch, capsys):
+def test_the_command_prints_the_tables_as_text_and_json(monkeypatch, capsys):
   def short(sizes, samples):
     sizes = sizes or "words"
     return [tables.table7(sizes, samples), tables.parameters13("words")]

@@ -1,4 +1,4 @@
-"""The parametric forms: gradients, recovery of known parameters, the search."""
+"""Parametric forms: gradients, optima, intervals and the search."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from scipy import optimize
 
 from diloco.scaling_laws import optimum, parametric
 from diloco.scaling_laws.fits import fit_power_law
-from diloco.scaling_laws.parametric import FLOOR, FORMS, Settings
+from diloco.scaling_laws.parametric import FLOOR, FORMS
 
 N = np.tile(np.geomspace(3e7, 3e9, 6), 4)
 M = np.repeat([1.0, 2.0, 4.0, 8.0], 6)
@@ -20,19 +20,19 @@ TRUE = {
 
 
 def losses(form):
-  return form.value(np.array(TRUE[form]), np.log(N), np.log(M), M)[0]
+  return form.at(np.array(TRUE[form]), N, M)[0]
 
 
 @pytest.mark.parametrize("form", TRUE, ids=lambda f: f.name)
-def test_gradients_are_derivatives(form):
+def test_gradients_equal_numerical_derivatives(form):
   n, m = np.array([5e7]), np.array([4.0])
 
   def value(q):
-    return form.value(q, np.log(n), np.log(m), m)[0][0]
+    return form.at(q, n, m)[0][0]
 
   q = np.array(TRUE[form])
   numeric = optimize.approx_fprime(q, value, 1e-7)
-  _, gradient = form.value(q, np.log(n), np.log(m), m)
+  _, gradient = form.at(q, n, m)
   assert gradient[:, 0] == pytest.approx(numeric, rel=1e-4, abs=1e-6)
 
 
@@ -40,19 +40,15 @@ def test_gradients_are_derivatives(form):
 def test_the_optimum_recovers_a_form_without_noise(form):
   keep = M == 1 if form is FLOOR else M > 0
   found = optimum.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
-  assert tuple(found.values.values()) == pytest.approx(TRUE[form], rel=1e-3)
-  assert found(1e10, 2) == pytest.approx(
-    form.value(np.array(TRUE[form]), np.log([1e10]), np.log([2.0]), np.array([2.0]))[0][
-      0
-    ],
-    rel=1e-5,
-  )
+  assert tuple(found.q) == pytest.approx(TRUE[form], rel=1e-3)
+  exact = form.at(np.array(TRUE[form]), [1e10], [2.0])[0][0]
+  assert found(1e10, 2) == pytest.approx(exact, rel=1e-5)
   assert found.predict_interval(1e10, 2)[0] == pytest.approx(found(1e10, 2), rel=1e-4)
 
 
 def test_intervals_of_a_law_with_a_floor_hold_90_per_cent():
-  # The paper's case: seven sizes, three parameters, predictions at 10B. The share's
-  # standard deviation is 0.015.
+  # As in the paper: seven sizes, three parameters, predictions at 10B. The standard
+  # deviation of a share is 0.015.
   n, true, rng = (
     np.geomspace(35e6, 2.4e9, 7),
     np.array(TRUE[FLOOR]),
@@ -72,7 +68,7 @@ def test_intervals_of_a_law_with_a_floor_hold_90_per_cent():
 
 
 def test_the_form_without_a_floor_has_the_intervals_of_the_linear_fit():
-  # Two derivations of one standard error; A is an exponential in one of them.
+  # Two derivations give one standard error. A differs: one of them fits log A.
   noisy = losses(FORMS[0]) * np.exp(np.random.default_rng(0).normal(0, 0.002, len(N)))
   bent = optimum.fit_optimum(FORMS[0], N, M, noisy)
   line = fit_power_law(N, noisy, M)
@@ -80,7 +76,7 @@ def test_the_form_without_a_floor_has_the_intervals_of_the_linear_fit():
     assert bent.interval()[name] == pytest.approx(line.interval()[name], rel=1e-4)
   expected = line.predict_interval(1e10, 2)
   assert bent.predict_interval(1e10, 2) == pytest.approx(expected, rel=1e-6)
-  # Resamples differ, so quantiles do by some per cent of the width.
+  # The resamples differ, so the bounds differ by some per cent of the width.
   for low, high, expected in (
     (*bent.interval(samples=200)["alpha"], line.interval(samples=4000)["alpha"]),
     (
@@ -94,16 +90,17 @@ def test_the_form_without_a_floor_has_the_intervals_of_the_linear_fit():
 
 def test_held_out_data_choose_among_the_starts():
   form, y = FORMS[1], losses(FORMS[1])
-  found = parametric.fit_parametric(form, N, M, y, settings=Settings(starts=32))
+  found = parametric.fit_parametric(form, N, M, y, starts=32)
   held = N.max() == N
-  error = np.abs(np.log(found(N[held], M[held])) - np.log(y[held])).mean()
+  value, _ = form.at(found.q, N[held], M[held])
+  error = np.abs(np.log(value) - np.log(y[held])).mean()
   assert found.held_out == pytest.approx(error)
   assert found.held_out <= found.train_only_held_out
   # The data have no noise, and 32 starts come near the parameters.
   assert found.held_out < 0.005
 
 
-def test_too_few_points():
+def test_too_few_points_are_refused():
   y = losses(FORMS[3])
   some = (N < 1e8) | (N.max() == N)
   some &= M < 2

@@ -1,4 +1,4 @@
-"""Recommendations: the printed laws, rounding, the paper's runs, one's own results."""
+"""Recommendations from the paper's laws and from your own runs."""
 
 import csv
 import dataclasses
@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco import recommend as command
-from diloco.scaling_laws import cells, paper, predict, results
+from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
 from diloco.scaling_laws.fits import PowerLaw
 
 
-def test_joint_is_table_10():
+def test_the_joint_method_takes_the_laws_of_table_10():
   found = lib.recommend(4e9, 2)
   assert found.learning_rate == pytest.approx(22256 * 4e9**-0.8827 * 2**0.2929)
   batch = 0.00709 * 4e9**0.4695 * 2**0.3399 * 2048
@@ -29,23 +29,24 @@ def test_joint_is_table_10():
   assert found.notes == ()
 
 
-def test_independent_is_tables_8_and_9_and_data_parallel_has_no_other():
+def test_the_independent_method_takes_the_laws_of_tables_8_and_9():
   found = lib.recommend(1.3e9, 4, "independent")
   assert found.learning_rate == pytest.approx(4512.99 * 1.3e9**-0.789)
   assert found.batch_tokens == pytest.approx(0.00535 * 1.3e9**0.510 * 2048)
+  # Data-parallel has independent laws only.
   plain = lib.recommend(1.3e9, 4, "joint", "data_parallel")
   assert plain.learning_rate == pytest.approx(16319.2 * 1.3e9**-0.819)
   assert (plain.method, plain.outer_learning_rate) == ("independent", 0)
 
 
-def test_overtraining_multiplies_the_budget_only():
+def test_overtraining_multiplies_only_the_budget():
   once, four = lib.recommend(90e6), lib.recommend(90e6, overtrain=4)
   assert four.tokens == pytest.approx(4 * once.tokens, rel=1e-3)
   assert four.learning_rate == once.learning_rate
 
 
 @given(st.floats(0.1, 1e6), st.integers(1, 24))
-def test_rounded_batches_are_multiples_within_a_factor_sqrt_2(sequences, unit):
+def test_rounding_changes_a_batch_by_at_most_the_square_root_of_2(sequences, unit):
   rounded = lib.round_batch(sequences, unit)
   assert rounded % unit == 0
   assert math.log2(rounded / unit).is_integer()
@@ -61,20 +62,20 @@ def test_outer_rates_rise_with_replicas_on_the_papers_grid():
   assert set(rates) <= {0.2, 0.4, 0.6, 0.8, 1.0}
 
 
-def test_losses_beside_the_papers_runs():
-  # Table 12: 4B and 10B, measured; the law with a floor is nearer to both.
+def test_predictions_are_near_the_losses_that_the_paper_measured():
+  # Table 12 has the losses at 4B and 10B. The law with a floor is nearer to both.
   for params, dp, two in ((4e9, 2.224, 2.220), (10e9, 2.090, 2.086)):
     for algorithm, theirs in (("data_parallel", dp), ("diloco", two)):
-      assert predict.measured(params, algorithm, 2, "joint") == theirs
+      assert predict.measured(params, 2, "joint", algorithm) == theirs
       plain = predict.predict(params, 2, algorithm=algorithm)
       floor = predict.predict(params, 2, algorithm=algorithm, floor=True)
       low, high = plain.interval
       assert low < plain.loss < high < 1.06 * low
       assert plain.loss < floor.loss
       assert floor.loss == pytest.approx(theirs, rel=0.012)
-  assert predict.measured(4e9, "diloco", 8, "joint") is None
-  assert predict.measured(2e9, "diloco", 2, "joint") is None
-  assert predict.measured(4e9, "streaming", 2, "joint") is None
+  assert predict.measured(4e9, 8, "joint", "diloco") is None
+  assert predict.measured(2e9, 2, "joint", "diloco") is None
+  assert predict.measured(4e9, 2, "joint", "streaming") is None
 
 
 def test_predictions_at_fitted_sizes_are_near_the_data():
@@ -91,7 +92,7 @@ def test_predictions_at_fitted_sizes_are_near_the_data():
     ((35e6, 8, "joint", "diloco", 1, 2048, 64), "rounded batch is .* times the law's"),
   ],
 )
-def test_stretched_laws_are_said(arguments, note):
+def test_a_note_says_where_a_law_is_stretched(arguments, note):
   (found,) = lib.recommend(*arguments).notes
   assert re.search(note, found)
 
@@ -104,11 +105,11 @@ def test_stretched_laws_are_said(arguments, note):
     ({"fsdp": 0}, "fsdp is 0"),
     ({"overtrain": math.nan}, "overtrain is nan"),
     ({"method": "best"}, "method is 'best'; choose one of joint, independent"),
-    ({"replicas": 3, "method": "independent"}, "no law of its own for diloco_M3"),
+    ({"replicas": 3, "method": "independent"}, "no separate law for diloco_M3"),
     ({"params": 100}, "less than one batch of"),
   ],
 )
-def test_errors(change, message):
+def test_numbers_without_a_recommendation_are_refused(change, message):
   with pytest.raises(ValueError, match=message):
     lib.recommend(**{"params": 1e9, **change})
 
@@ -118,7 +119,7 @@ OWN_LOSS, OWN_RATE = PowerLaw(30, -0.12, 0.05), PowerLaw(5, -0.4, 0.2)
 
 @pytest.fixture
 def own_rows():
-  """Streaming at M = 1 and 2 with 6 tokens per parameter; outer rates best at 0.4 M."""
+  """Makes runs of streaming, M = 1 and 2, 6 tokens per parameter; best at 0.4 M."""
   return [
     {
       "algorithm": "streaming",
@@ -153,9 +154,9 @@ def ask(capsys, *arguments) -> dict:
   return json.loads(capsys.readouterr().out)
 
 
-def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
+def test_laws_of_your_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
   path = write(tmp_path / "runs.csv", own_rows)
-  laws, _ = results.fit_runs(cells.read_csv(path))
+  laws, _ = results.fit_runs(runs.read(path))
   found = lib.recommend(1e7, 4, algorithm="streaming", seq_len=64, laws=laws)
   assert found.learning_rate == pytest.approx(OWN_RATE(1e7, 4))
   assert found.batch_sequences == 64
@@ -169,7 +170,7 @@ def test_ones_own_runs_replace_the_papers_laws(tmp_path, capsys, own_rows):
   assert answer["notes"] == []
 
 
-def test_laws_of_another_algorithm_are_noted(tmp_path, capsys, own_rows):
+def test_a_note_names_the_algorithm_whose_laws_are_used(tmp_path, capsys, own_rows):
   answer = ask(capsys, "--params=4e9")
   assert answer["notes"] == ["no run of streaming was fitted: the laws are of diloco."]
   assert answer["loss_measured"] is None
@@ -181,7 +182,7 @@ def test_laws_of_another_algorithm_are_noted(tmp_path, capsys, own_rows):
   ]
 
 
-def test_the_budget_and_the_outer_rate_are_those_of_ones_own_runs(
+def test_the_budget_and_the_outer_rate_come_from_your_own_runs(
   tmp_path, capsys, own_rows
 ):
   path = write(tmp_path / "runs.csv", own_rows)
@@ -196,10 +197,10 @@ def test_the_budget_and_the_outer_rate_are_those_of_ones_own_runs(
   assert more["tokens"] == pytest.approx(24 * 4e6, rel=1e-3)
   assert more["loss"] is None
   assert command.main(["--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
-  assert "no law: it holds for 6 tokens per parameter" in capsys.readouterr().out
+  assert "no law: laws hold only for 6 tokens per parameter" in capsys.readouterr().out
 
 
-def test_beyond_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
+def test_notes_say_what_is_beyond_your_own_runs(tmp_path, capsys, own_rows):
   path = write(tmp_path / "runs.csv", own_rows)
   answer = ask(capsys, "--params=1e9", "--replicas=4", f"--results={path}")
   assert answer["notes"] == [
@@ -209,7 +210,7 @@ def test_beyond_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
   assert answer["outer_source"].endswith("M=2")
 
 
-def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
+def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   # No smaller batch at the largest N with M = 2, no tokens, and one cell is missing.
   rows = [
     {k: v for k, v in r.items() if k != "tokens"}
@@ -227,14 +228,15 @@ def test_what_ails_ones_own_runs_is_noted(tmp_path, capsys, own_rows):
   assert "only 2 batch sizes were tried" in few
   assert "streaming has no run at N = 1e+06, M = 1" in missing
   assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 0
-  assert capsys.readouterr().out.count("\nnote") == 5  # And that none is of diloco.
+  # The fifth note says that the laws are not of diloco.
+  assert capsys.readouterr().out.count("\nnote") == 5
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
   answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
   (note,) = answer["notes"]
   assert note.startswith("the runs had 1 to 2 tokens per parameter")
 
 
-def test_without_a_law_of_the_batch_nothing_is_recommended(tmp_path, capsys, own_rows):
+def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_rows):
   rows = [r for r in own_rows if r["batch_tokens"] == 4096]
   path = write(tmp_path / "runs.csv", rows)
   assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 2
@@ -251,7 +253,7 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
     command.main(["--params=4B", "--overtrain=2", "--algorithm=data_parallel"]) == 0
   )
   text = capsys.readouterr().out
-  assert "no law: it holds for 20 tokens per parameter" in text
+  assert "no law: laws hold only for 20 tokens per parameter" in text
   assert "outer" not in text
   assert command.main(["--params=big"]) == 2
   assert capsys.readouterr().err.startswith("error: size is 'big'")
@@ -259,7 +261,7 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   for flag in ("--where=seed=0", "--any"):
     capsys.readouterr()
     assert command.main(["--params=1e9", flag]) == 2
-    assert "about --results, which is not given" in capsys.readouterr().err
+    assert "need --results, which is not given" in capsys.readouterr().err
 
 
 def test_no_jax_is_imported():
@@ -273,7 +275,7 @@ def test_no_jax_is_imported():
   assert found.stdout.strip() == "[]"
 
 
-def test_json_is_the_dataclass(capsys):
+def test_json_has_the_fields_of_the_recommendation(capsys):
   command.main(["--params=1e9", "--json"])
   answer = json.loads(capsys.readouterr().out)
   expected = dataclasses.asdict(lib.recommend(1e9))

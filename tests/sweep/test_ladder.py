@@ -1,4 +1,4 @@
-"""The ladder's sweep file: sizes as it says, every first point has a config."""
+"""Checks configs/ladder.py: the sizes, the budgets and the cells."""
 
 import importlib.util
 import pathlib
@@ -20,7 +20,7 @@ def ladder():
   return module
 
 
-def test_sizes_rise_from_a_tenth_of_a_million(ladder):
+def test_sizes_rise_from_100_000_and_budgets_are_6_tokens_per_parameter(ladder):
   sizes = []
   for size in ladder.SIZES:
     point = {"size": size, "algorithm": "diloco", "replicas": 4, "lr": 0.01, "batch": 8}
@@ -33,19 +33,19 @@ def test_sizes_rise_from_a_tenth_of_a_million(ladder):
   assert 0.1e6 < sizes[0] < sizes[-1] < 3e6
 
 
-def test_ablations_change_what_they_say(ladder):
+def test_ablations_change_the_budget_the_cadence_and_the_seed(ladder):
   point = {"size": "105k", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
   base = resolve(ladder.get_config(point))
   more = resolve(
     ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})
   )
   assert more.train.steps == pytest.approx(4 * base.train.steps, abs=4 * 15)
-  # So that the last sync is after the last inner step.
+  # The last sync follows the last inner step.
   assert base.train.steps % base.sync_every == more.train.steps % more.sync_every == 0
   assert (base.sync_every, more.sync_every, more.seed) == (10, 30, 1)
 
 
-def test_the_sweep_is_valid_and_covers_all_algorithms(ladder):
+def test_every_size_has_all_algorithms(ladder):
   cells = [cell for grid in ladder.get_sweep().grids for cell in grid.cells]
   wanted = {("data_parallel", 1), ("diloco", 1), ("diloco", 2), ("diloco", 4)}
   for size in ladder.SIZES:

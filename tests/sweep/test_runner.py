@@ -1,4 +1,4 @@
-"""The driver: resume, failures, kills, exports; most runs are faked."""
+"""The driver: resuming, failures, kills, exports. Most runs are faked."""
 
 import csv
 import json
@@ -6,7 +6,6 @@ import math
 import os
 import pathlib
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -14,11 +13,11 @@ import time
 import pytest
 
 from diloco.config import default_config, resolve
-from diloco.sweep import job, progress
+from diloco.sweep import job, progress, table
 from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
-from diloco.sweep.table import Table, alone, digest
+from diloco.sweep.table import alone, as_json, digest
 
 ROOT = pathlib.Path(__file__).parents[2]
 BEST = 2.0**-8
@@ -55,10 +54,10 @@ def summary_of(saved: dict) -> dict:
 
 
 class Fake:
-  """A backend whose runs end at once, as `end(run, config)` says."""
+  """A backend whose runs end at once: `end(run, config)` writes their files."""
 
-  def __init__(self, end=None, slots=100):
-    self.started, self._end, self._slots = [], end or self.good, slots
+  def __init__(self, end=None):
+    self.started, self._end = [], end or self.good
 
   @staticmethod
   def good(run, saved):
@@ -71,44 +70,62 @@ class Fake:
   def running(self, run):
     return False
 
-  def slots(self):
-    return self._slots
-
   def stop(self):
     pass
+
+
+def make_driver(sweep, results, backend, parallel=100):
+  return Driver(sweep, results, backend, parallel)
+
+
+def rows_of(results):
+  return list(table.read_rows(results).values())
+
+
+def write_run(results, name, config, summary=None, ended=None, **notes):
+  """Writes a run directory as a driver, a job and a trainer leave it."""
+  if summary is not None:
+    ended = {"failed": False, "error": ""}
+  files = {"config": config, "summary": summary, "ended": ended}
+  for file, content in files.items():
+    if content is not None:
+      table.write(results / "runs" / name / f"{file}.json", content)
+  table.note(results / "runs" / name, **{"attempts": 1, **notes})
 
 
 def finish(driver):
   for _ in range(50):
     cells = driver.step()
-    if all(c.search.state in ("interior", "edge", "failed") for c in cells):
+    if all(c.state in ("interior", "edge", "failed") for c in cells):
       return cells
   raise AssertionError("the sweep does not end")
 
 
 def test_a_sweep_ends_with_interior_points_and_never_repeats_a_run(tmp_path):
   backend = Fake()
-  cells = finish(Driver(make_sweep(), tmp_path, backend))
-  assert [c.search.best["lr"] for c in cells] == [BEST, BEST]
+  cells = finish(make_driver(make_sweep(), tmp_path, backend))
+  assert [c.best["lr"] for c in cells] == [BEST, BEST]
   assert len(backend.started) == len(set(backend.started)) == 8
   again = Fake()
-  finish(Driver(make_sweep(), tmp_path, again))
+  finish(make_driver(make_sweep(), tmp_path, again))
   assert again.started == []
 
 
-def test_what_ended_while_the_driver_was_gone_is_booked_not_repeated(tmp_path):
-  first = Fake()
-  Driver(make_sweep(), tmp_path, first).step()  # Killed before it could collect.
-  assert {row["status"] for row in Table(tmp_path).rows()} == {"running"}
+def test_runs_that_end_while_no_driver_is_there_are_not_repeated(tmp_path):
+  first = Fake(lambda run, saved: None)
+  make_driver(make_sweep(), tmp_path, first).step()
+  assert {row["status"] for row in rows_of(tmp_path)} == {"running"}
+  for run in (tmp_path / "runs").iterdir():
+    Fake.good(run, json.loads((run / "config.json").read_text()))
   second = Fake()
-  finish(Driver(make_sweep(), tmp_path, second))
+  finish(make_driver(make_sweep(), tmp_path, second))
   assert not set(first.started) & set(second.started)
-  rows = Table(tmp_path).rows()
+  rows = rows_of(tmp_path)
   assert {row["status"] for row in rows} == {"done"}
   assert all(row["revision"] and row["loss"] >= 3 for row in rows)
 
 
-def test_failures_are_booked_with_their_error_and_the_sweep_goes_on(tmp_path):
+def test_a_failed_run_keeps_its_error_and_the_sweep_goes_on(tmp_path):
   def end(run, saved):
     if saved["inner"]["learning_rate"] > BEST:
       (run / "ended.json").write_text('{"failed": true, "error": "diverged at 3."}')
@@ -118,21 +135,21 @@ def test_failures_are_booked_with_their_error_and_the_sweep_goes_on(tmp_path):
   sweep = Sweep(
     config, [Grid("g", [{"replicas": 1}], (Axis("lr", powers(2, -9, -7), ratio=2),))]
   )
-  cells = finish(Driver(sweep, tmp_path, Fake(end)))
-  assert cells[0].search.best["lr"] == BEST
-  failed = [row for row in Table(tmp_path).rows() if row["status"] == "failed"]
+  cells = finish(make_driver(sweep, tmp_path, Fake(end)))
+  assert cells[0].best["lr"] == BEST
+  failed = [row for row in rows_of(tmp_path) if row["status"] == "failed"]
   assert [row["error"] for row in failed] == ["diverged at 3."]
-  Table(tmp_path).forget_failed()
+  table.retry_failed(tmp_path)
   retried = Fake()
-  finish(Driver(sweep, tmp_path, retried))
+  finish(make_driver(sweep, tmp_path, retried))
   assert retried.started == [failed[0]["name"]]
 
 
-def test_a_config_that_cannot_work_is_a_failed_run(tmp_path):
+def test_an_invalid_config_is_a_failed_run(tmp_path):
   sweep = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
-  cells = finish(Driver(sweep, tmp_path, Fake()))
-  assert cells[0].search.state == "failed"
-  assert "train.batch_size is 4" in Table(tmp_path).rows()[0]["error"]
+  cells = finish(make_driver(sweep, tmp_path, Fake()))
+  assert cells[0].state == "failed"
+  assert "train.batch_size is 4" in rows_of(tmp_path)[0]["error"]
 
 
 @pytest.mark.parametrize(
@@ -140,39 +157,37 @@ def test_a_config_that_cannot_work_is_a_failed_run(tmp_path):
   [
     (lambda p: 1 / (p["lr"] - 1), "raises ZeroDivisionError: division by zero"),
     (lambda p: p.warp, "raises AttributeError: 'dict' object has no attribute 'warp'"),
-    (lambda p: p["warp"], "needs 'warp', which the point lr=1 replicas=1 has not"),
+    (lambda p: p["warp"], "raises KeyError: 'warp' at the point replicas=1 lr=1"),
     (lambda p: config(p).update({"replicas": [1]}), "raises TypeError: "),
     (lambda p: None, "raises AttributeError: 'NoneType'"),
   ],
 )
-def test_whatever_a_sweep_file_raises_is_a_refusal_booked_once(
-  tmp_path, fault, message
-):
+def test_an_exception_of_a_sweep_file_is_a_failed_run(tmp_path, fault, message):
   grids = [Grid("g", [{"replicas": 1}], (Axis("lr", (1, 2)),))]
   some = lambda p: fault(p) if p["lr"] == 1 else config(p)
-  (cell,) = finish(Driver(Sweep(some, grids), tmp_path, Fake()))
-  assert cell.search.best["lr"] == 2
-  refused, done = sorted(Table(tmp_path).rows(), key=lambda r: r["attempts"])
+  (cell,) = finish(make_driver(Sweep(some, grids), tmp_path, Fake()))
+  assert cell.best["lr"] == 2
+  refused, done = sorted(rows_of(tmp_path), key=lambda r: r["attempts"])
   assert (refused["status"], done["status"]) == ("failed", "done")
   assert message in refused["error"]
   assert "\n" not in refused["error"]
-  finish(Driver(Sweep(some, grids), tmp_path, Fake()))
-  assert refused in Table(tmp_path).rows()
+  finish(make_driver(Sweep(some, grids), tmp_path, Fake()))
+  assert refused in rows_of(tmp_path)
   mended = Sweep(config, grids)
-  finish(Driver(mended, tmp_path, Fake()))
-  assert [row["status"] for row in Table(tmp_path).rows()] == ["done", "done"]
+  finish(make_driver(mended, tmp_path, Fake()))
+  assert [row["status"] for row in rows_of(tmp_path)] == ["done", "done"]
 
 
-def test_runs_that_vanish_are_resumed_and_at_last_given_up(tmp_path):
+def test_a_vanished_run_is_resumed_a_few_times(tmp_path):
   backend = Fake(lambda run, saved: None)
   sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
-  finish(Driver(sweep, tmp_path, backend))
+  finish(make_driver(sweep, tmp_path, backend))
   assert len(backend.started) == ATTEMPTS
-  assert "vanished 5 times" in Table(tmp_path).rows()[0]["error"]
+  assert "vanished 5 times" in rows_of(tmp_path)[0]["error"]
 
 
 def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
-  """Stopped more often than a run may vanish, and vanished in between."""
+  """It stops more often than a run may vanish, and vanishes in between."""
   ends = iter("svvsvssvsvg")  # s: stops and saves, v: vanishes, g: good.
 
   def end(run, saved):
@@ -183,15 +198,15 @@ def test_a_run_that_stops_and_saves_has_not_vanished(tmp_path):
         Fake.good(run, saved)
 
   sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
-  for _ in range(11):  # Each time another driver.
-    Driver(sweep, tmp_path, Fake(end)).step()
-  finish(Driver(sweep, tmp_path, Fake(end)))
-  (row,) = Table(tmp_path).rows()
+  for _ in range(11):  # Every time with a new driver.
+    make_driver(sweep, tmp_path, Fake(end)).step()
+  finish(make_driver(sweep, tmp_path, Fake(end)))
+  (row,) = rows_of(tmp_path)
   assert (row["status"], row["attempts"]) == ("done", 11)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_a_failure_not_an_endless_loop(tmp_path, loss):
+def test_a_run_whose_loss_is_not_finite_has_failed(tmp_path, loss):
   def end(run, saved):
     summary = summary_of(saved)
     summary["eval_loss"]["outer"] = loss
@@ -199,54 +214,90 @@ def test_a_loss_that_is_no_number_is_a_failure_not_an_endless_loop(tmp_path, los
 
   sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
   backend = Fake(end)
-  (cell,) = finish(Driver(sweep, tmp_path, backend))
-  assert (cell.search.state, len(backend.started)) == ("failed", 1)
-  (row,) = Table(tmp_path).rows()
+  (cell,) = finish(make_driver(sweep, tmp_path, backend))
+  assert (cell.state, len(backend.started)) == ("failed", 1)
+  (row,) = rows_of(tmp_path)
   assert row["status"] == "failed"
   assert f"final evaluation is {loss}" in row["error"]
-  Table(tmp_path).forget_failed()
+  table.retry_failed(tmp_path)
   vanishing = Fake(lambda run, saved: None)  # The old summary does not count.
-  Driver(sweep, tmp_path, vanishing).step()
-  Driver(sweep, tmp_path, vanishing).step()
+  make_driver(sweep, tmp_path, vanishing).step()
+  make_driver(sweep, tmp_path, vanishing).step()
   assert len(vanishing.started) == 2
 
 
-def test_the_table_works_on_network_file_systems(tmp_path):
-  before = sqlite3.connect(tmp_path / "results.sqlite")
-  before.execute("PRAGMA journal_mode=WAL")  # As older code left it.
-  before.execute("CREATE TABLE other (a)")
-  before.close()
-  Table(tmp_path).start("a", {}, {}, "")
-  header = (tmp_path / "results.sqlite").read_bytes()[18:20]
-  assert header == b"\1\1"  # Rollback journal; 2 is WAL (sqlite.org/fileformat2).
+@pytest.mark.parametrize("file", ["run.json", "ended.json", "summary.json"])
+def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path, file):
+  """The run starts again, whichever file is broken."""
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
+  stopped = Fake(lambda run, saved: table.note_end(run, failed=False))
+  make_driver(sweep, tmp_path, stopped).step()
+  (run,) = (tmp_path / "runs").iterdir()
+  (run / file).write_text("{")
+  (tmp_path / "runs" / "stray.txt").touch()
+  again = Fake()
+  finish(make_driver(sweep, tmp_path, again))
+  assert again.started == [run.name]
+  assert [row["status"] for row in rows_of(tmp_path)] == ["done"]
+
+
+def test_the_files_of_an_ended_run_are_read_once(tmp_path, monkeypatch):
+  driver = make_driver(make_sweep(), tmp_path, Fake())
+  finish(driver)
+  read = []
+  read_row = table.read_row
+  monkeypatch.setattr(table, "read_row", lambda run: read.append(run) or read_row(run))
+  driver.step()
+  assert read == []
+  assert len(driver.rows) == 8
+
+
+def test_a_run_that_ends_during_a_step_is_not_started_again(tmp_path):
+  """The run ends after its files are read: before the backend is asked, or later."""
+
+  class Late(Fake):
+    def running(self, run):
+      if asked.append(run) or len(asked) < ends_after:
+        return True
+      self.good(run, json.loads((run / "config.json").read_text()))
+      return False
+
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
+  for ends_after in (1, 2, 3):
+    results, asked = tmp_path / str(ends_after), []
+    never = Fake(lambda run, saved: None)
+    make_driver(sweep, results, never).step()
+    late = Late()
+    finish(make_driver(sweep, results, late))
+    assert late.started == []
+    assert [row["vanished"] for row in rows_of(results)] == [0]
 
 
 def without(config: dict, field: str) -> dict:
-  """As code would have written it that did not have the field yet."""
+  """The config as older code wrote it, which did not have the field yet."""
   group, name = field.split(".")
   return {**config, group: {k: v for k, v in config[group].items() if k != name}}
 
 
 def test_runs_are_found_again_when_the_code_gains_a_field(tmp_path):
-  """Whatever had ended is done; what had not goes on in its own directory."""
+  """Ended runs are done; an interrupted run goes on in its own directory."""
   sweep = Sweep(config, [Grid("g", [{"replicas": m} for m in (1, 2)], ())])
   sweep = Sweep(lambda p: config({**p, "lr": 1}), sweep.grids)
-  finish(Driver(sweep, tmp_path / "new", Fake()))
-  older = Table(tmp_path / "old")
-  done, waiting = Table(tmp_path / "new").rows()
+  finish(make_driver(sweep, tmp_path / "new", Fake()))
+  done, waiting = rows_of(tmp_path / "new")
+  older = tmp_path / "old"
   names = []
   for row in (done, waiting):
-    written = without(json.loads(row["config"]), "outer.offload")
+    written = without(row["config"], "outer.offload")
     names.append(digest(written))
-    older.start(names[-1], json.loads(row["point"]), written, "older")
-  older.finish(names[0], summary_of(json.loads(done["config"])))
-  older.interrupt(names[1], vanished=0)
+    end = {"failed": False, "error": ""} if row is waiting else None
+    summary = summary_of(written) if row is done else None
+    write_run(older, names[-1], written, summary, end, point=row["point"])
   backend = Fake()
-  finish(Driver(sweep, tmp_path / "old", backend))
+  finish(make_driver(sweep, older, backend))
   assert backend.started == [names[1]] != [waiting["name"]]
-  assert [row["name"] for row in older.rows()] == names
-  resumed = tmp_path / "old" / "runs" / names[1] / "config.json"
-  assert json.loads(resumed.read_text()) == json.loads(waiting["config"])
+  assert [row["name"] for row in rows_of(older)] == names
+  assert rows_of(older)[1]["config"] == waiting["config"]
 
 
 def test_another_value_of_a_new_field_is_another_run(tmp_path):
@@ -256,44 +307,38 @@ def test_another_value_of_a_new_field_is_another_run(tmp_path):
     return c
 
   point = {"replicas": 1, "lr": 1}
-  written = json.loads(json.dumps(resolve(config(point)).to_dict()))
-  written = without(written, "outer.offload")
-  older = Table(tmp_path)
-  older.start(digest(written), point, written, "older")
-  older.finish(digest(written), summary_of(written))
-  gone = {**written, "gone": 1}  # Of code that had a field which this one has not.
-  older.start(digest(gone), point, gone, "older")
-  older.finish(digest(gone), summary_of(gone))
+  written = without(as_json(resolve(config(point))), "outer.offload")
+  write_run(tmp_path, digest(written), written, summary_of(written), point=point)
+  gone = {**written, "gone": 1}  # From code with a field that is gone.
+  write_run(tmp_path, digest(gone), gone, summary_of(gone), point=point)
   backend = Fake()
-  finish(Driver(Sweep(offloaded, [Grid("g", [point])]), tmp_path, backend))
+  finish(make_driver(Sweep(offloaded, [Grid("g", [point])]), tmp_path, backend))
   assert len(backend.started) == 1
 
 
-def test_a_table_of_older_code_gets_the_columns_that_it_lacks(tmp_path):
-  Table(tmp_path).start("a", {}, {}, "")
-  older = sqlite3.connect(tmp_path / "results.sqlite")
-  older.execute("ALTER TABLE runs DROP COLUMN vanished")
-  older.close()
-  (row,) = Table(tmp_path).rows()
-  assert (row["name"], row["vanished"]) == ("a", None)
+def test_at_most_parallel_runs_are_started(tmp_path):
+  """Runs that an earlier driver started count."""
+
+  class Alive(Fake):
+    def running(self, run):
+      return run.name in self.started
+
+  backend = Alive(lambda run, saved: None)
+  for parallel, started in ((0, 0), (1, 1), (1, 1), (2, 2)):
+    make_driver(make_sweep(), tmp_path, backend, parallel).step()
+    assert len(backend.started) == started
 
 
-def test_slots_bound_what_is_started(tmp_path):
-  backend = Fake(slots=0)
-  Driver(make_sweep(), tmp_path, backend).step()
-  assert backend.started == []
-
-
-def test_a_cell_that_starts_from_nothing_is_an_error(tmp_path):
+def test_a_cell_must_start_from_an_earlier_cell(tmp_path):
   grid = Grid("g", [{"replicas": 1}], (), like=lambda cell: {"replicas": 7})
-  with pytest.raises(ValueError, match="starts from replicas=7, which no grid"):
-    Driver(Sweep(config, [grid]), tmp_path, Fake()).step()
+  with pytest.raises(ValueError, match="from replicas=7, which is no earlier cell"):
+    make_driver(Sweep(config, [grid]), tmp_path, Fake()).step()
 
 
 def test_progress_names_every_cell_with_its_best_point(tmp_path):
-  driver = Driver(make_sweep(), tmp_path, Fake())
+  driver = make_driver(make_sweep(), tmp_path, Fake())
   cells = finish(driver)
-  first, last = progress.lines(cells, driver.rows())[1::2]
+  first, last = progress.lines(cells, driver.rows.values())[1::2]
   assert first.split()[:5] == ["g", "replicas=1", "interior", "4/4", "3.0000"]
   assert "lr=0.003906" in first
   assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
@@ -312,9 +357,9 @@ def test_progress_says_why_runs_failed_once(capsys):
   assert said == ["failed: a", "failed: b"]
 
 
-def test_export_is_a_table_of_results_with_their_configs(tmp_path):
-  finish(Driver(make_sweep(), tmp_path, Fake()))
-  assert export(Table(tmp_path).rows(), tmp_path / "out.csv") == 8
+def test_an_export_has_results_and_configs(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path, Fake()))
+  assert export(rows_of(tmp_path), tmp_path / "out.csv") == 8
   with (tmp_path / "out.csv").open() as file:
     rows = list(csv.DictReader(file))
   assert {row["replicas"] for row in rows} == {"1", "2"}
@@ -325,37 +370,49 @@ def test_export_is_a_table_of_results_with_their_configs(tmp_path):
 
 
 def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
-  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
-  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
-  table = Table(tmp_path / "b")
-  assert load(tmp_path / "out.csv", table) == load(tmp_path / "out.csv", table) == 8
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  b = tmp_path / "b"
+  assert load(tmp_path / "out.csv", b) == load(tmp_path / "out.csv", b) == 8
   again = Fake()
-  finish(Driver(make_sweep(), tmp_path / "b", again))
+  finish(make_driver(make_sweep(), b, again))
   assert again.started == []
-  before = {r["name"]: r for r in Table(tmp_path / "a").rows()}
-  for row in table.rows():
+  before = table.read_rows(tmp_path / "a")
+  for row in rows_of(b):
     assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
     assert row["revision"] == before[row["name"]]["revision"]
+
+
+def test_an_imported_file_is_exported_as_it_was(tmp_path):
+  ladder = ROOT / "docs" / "ladder.csv"
+  assert load(ladder, tmp_path) == 233
+  export(rows_of(tmp_path), tmp_path / "out.csv")
+  before, after = (
+    [{**row, "name": ""} for row in csv.DictReader(path.open())]
+    for path in (ladder, tmp_path / "out.csv")
+  )
+  assert before == after
+  assert list(before[0]) == list(after[0])
 
 
 @pytest.mark.parametrize(
   ("change", "message"),
   [
     ({"loss": ""}, "loss is '', but the run is done"),
-    ({"loss": "abc"}, "loss is 'abc', no real"),
+    ({"loss": "abc"}, "'abc'"),
     ({"loss": "nan"}, "loss is 'nan', but the run is done"),
-    ({"params": "1.5"}, "params is '1.5', no integer"),
+    ({"params": "1.5"}, "'1.5'"),
     ({"replicas": "two"}, "'two'"),
-    ({"replicas": "3"}, "train.batch_size is 4, which replicas"),
+    ({"replicas": "3"}, "train.batch_size is 4"),
     ({"status": "well"}, "status is 'well', neither done nor failed"),
     ({"config": "[]"}, "'list' object has no attribute"),
     ({"config": '{"model.warp": 1}'}, "warp"),
     ({None: ["more"]}, "as many cells"),
   ],
 )
-def test_what_cannot_be_taken_over_is_told_with_its_line(tmp_path, change, message):
-  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
-  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
+def test_an_import_names_the_line_that_is_wrong(tmp_path, change, message):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
   with (tmp_path / "out.csv").open() as file:
     rows = list(csv.DictReader(file))
   rows[4] |= change
@@ -364,42 +421,39 @@ def test_what_cannot_be_taken_over_is_told_with_its_line(tmp_path, change, messa
     writer.writerow(rows[0])
     for row in rows:
       writer.writerow([*(v for k, v in row.items() if k), *row.get(None, ())])
-  table = Table(tmp_path / "b")
-  with pytest.raises(ValueError, match=r"^line 6 of .* cannot be taken over") as error:
-    load(tmp_path / "out.csv", table)
+  with pytest.raises(ValueError, match=r"^line 6 of .* cannot be imported") as error:
+    load(tmp_path / "out.csv", tmp_path / "b")
   assert message in str(error.value)
-  assert table.rows() == []  # All or none.
+  assert not (tmp_path / "b").exists()  # All or none.
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "status,loss\ndone,3\n", "", "\0"])
 def test_a_file_that_is_no_export_is_refused(tmp_path, text):
   (tmp_path / "t.csv").write_text(text)
-  with pytest.raises(ValueError, match=r"line 1 of .* has no column .*algorithm"):
-    load(tmp_path / "t.csv", Table(tmp_path))
+  with pytest.raises(ValueError, match=r"line 1 of .* is no column .*algorithm"):
+    load(tmp_path / "t.csv", tmp_path)
 
 
-def test_a_run_that_is_done_elsewhere_need_not_be_done_here(tmp_path):
-  finish(Driver(make_sweep(), tmp_path / "a", Fake()))
-  export(Table(tmp_path / "a").rows(), tmp_path / "out.csv")
+def test_an_imported_run_replaces_an_unfinished_one(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
   never = Fake(lambda run, saved: None)
-  Driver(make_sweep(), tmp_path / "b", never).step()  # Both runs are booked, not done.
-  table = Table(tmp_path / "b")
-  assert len(table.rows()) == 2
-  load(tmp_path / "out.csv", table)
-  assert [row["status"] for row in table.rows()] == ["done"] * 8
+  make_driver(make_sweep(), tmp_path / "b", never).step()  # Starts both.
+  assert len(rows_of(tmp_path / "b")) == 2
+  load(tmp_path / "out.csv", tmp_path / "b")
+  assert [row["status"] for row in rows_of(tmp_path / "b")] == ["done"] * 8
   again = Fake()
-  finish(Driver(make_sweep(), tmp_path / "b", again))
+  finish(make_driver(make_sweep(), tmp_path / "b", again))
   assert again.started == []
 
 
-def test_an_export_holds_runs_of_code_with_other_fields(tmp_path):
-  table = Table(tmp_path)
-  written = json.loads(json.dumps(resolve(config({"replicas": 1, "lr": 1})).to_dict()))
-  table.start("a", {}, without(written, "outer.learning_rate") | {"gone": 1}, "")
-  table.start("b", {}, {}, "")  # Its config could not be made.
-  table.fail("a", "lost")
-  table.fail("b", "refused")
-  assert export(table.rows(), tmp_path / "out.csv") == 2
+def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
+  written = as_json(resolve(config({"replicas": 1, "lr": 1})))
+  older = without(written, "outer.learning_rate") | {"gone": 1}
+  write_run(tmp_path, "a", older, ended={"failed": True, "error": "lost"})
+  # A point without a valid config.
+  write_run(tmp_path, "b", None, ended={"failed": True, "error": "refused"})
+  assert export(rows_of(tmp_path), tmp_path / "out.csv") == 2
   with (tmp_path / "out.csv").open() as file:
     first, _ = csv.DictReader(file)
   assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
@@ -414,7 +468,7 @@ def test_the_sweep_imports_no_jax():
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_job_notes_the_trainers_own_sentence(tmp_path):
+def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path):
   c = default_config()
   (tmp_path / "config.json").write_text(json.dumps(c.to_dict()))
   assert job.run(str(tmp_path)) == 2
@@ -433,7 +487,7 @@ def test_a_job_that_is_stopped_has_not_failed(tmp_path):
   started.send_signal(signal.SIGTERM)  # While the trainer is still importing.
   started.wait()
   ended = json.loads((tmp_path / "ended.json").read_text())
-  assert ended == {"failed": False, "error": ""}
+  assert (ended["failed"], ended["error"]) == (False, "")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -451,8 +505,8 @@ def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
-def test_what_all_processes_of_a_job_are_told_stops_it_in_order(tmp_path, number):
-  """Ctrl-C comes from terminals, SIGUSR2 (or 1) from Slurm before a time limit."""
+def test_a_signal_to_all_processes_of_a_job_lets_the_trainer_save(tmp_path, number):
+  """Terminals send SIGINT at Ctrl-C, Slurm sends SIGUSR2 or 1 before a time limit."""
   (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
   command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
   started = subprocess.Popen(command, start_new_session=True)
@@ -461,7 +515,7 @@ def test_what_all_processes_of_a_job_are_told_stops_it_in_order(tmp_path, number
   os.killpg(started.pid, number)
   started.wait()
   ended = json.loads((tmp_path / "ended.json").read_text())
-  assert ended == {"failed": False, "error": ""}
+  assert (ended["failed"], ended["error"]) == (False, "")
 
 
 @pytest.mark.slow
@@ -481,14 +535,14 @@ def test_ctrl_c_lets_runs_save(tmp_path):
     time.sleep(0.2)
   os.killpg(driver.pid, signal.SIGINT)  # A terminal signals the whole group.
   assert driver.wait() == 1
-  (row,) = Table(tmp_path).rows()
+  (row,) = rows_of(tmp_path)
   assert (row["status"], row["vanished"]) == ("interrupted", 0)
   log = (tmp_path / "runs" / row["name"] / "log.txt").read_text()
   assert "SIGTERM: saved step" in log
 
 
 def _handles_sigterm(pid: int) -> bool:
-  """Whether a process has a handler for SIGTERM, which Linux tells as a bit mask."""
+  """Whether a process has a handler for SIGTERM, from Linux's bit mask."""
   status = pathlib.Path(f"/proc/{pid}/status").read_text()
   caught = int(status.split("SigCgt:")[1].split()[0], 16)
   return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -512,7 +566,7 @@ def get_sweep():
 
 @pytest.mark.slow
 def test_kill_minus_nine_loses_no_finished_result(tmp_path):
-  """Kills the driver when one run is done; the second driver does the others only."""
+  """Kills the driver when one run is done; a second driver runs only the others."""
   tests = pathlib.Path(__file__).parents[1]
   (tmp_path / "sweep.py").write_text(SWEEP_FILE.format(tests=str(tests)))
   command = [
@@ -527,7 +581,7 @@ def test_kill_minus_nine_loses_no_finished_result(tmp_path):
   driver.send_signal(signal.SIGKILL)
   driver.wait()
   assert subprocess.run(command, env=environment, check=False).returncode == 0
-  after = {row["name"]: row for row in Table(tmp_path / "results").rows()}
+  after = table.read_rows(tmp_path / "results")
   assert {row["status"] for row in after.values()} == {"done"}
   assert len(after) == 3
   for name, row in done.items():
@@ -535,17 +589,14 @@ def test_kill_minus_nine_loses_no_finished_result(tmp_path):
 
 
 def _done(results: pathlib.Path) -> dict:
-  if not (results / "results.sqlite").exists():
-    return {}
-  rows = Table(results).rows()
-  return {row["name"]: row for row in rows if row["status"] == "done"}
+  rows = table.read_rows(results)
+  return {name: row for name, row in rows.items() if row["status"] == "done"}
 
 
 def test_two_drivers_do_not_share_results(tmp_path):
-  finish(Driver(make_sweep(), tmp_path / "from", Fake()))
-  export(Table(tmp_path / "from").rows(), tmp_path / "out.csv")
-  table = Table(tmp_path)
-  table.refuse("a", {}, "It failed.")
+  finish(make_driver(make_sweep(), tmp_path / "from", Fake()))
+  export(rows_of(tmp_path / "from"), tmp_path / "out.csv")
+  write_run(tmp_path, "a", {}, ended={"failed": True, "error": "It failed."})
   sweep = ROOT / "configs" / "ladder.py"
   for command in (
     (f"--sweep={sweep}", "--retry_failed"),
@@ -555,12 +606,12 @@ def test_two_drivers_do_not_share_results(tmp_path):
       done = sweep_command(*command, f"--results={tmp_path}")
     assert done.returncode == 2
     assert "has a driver already" in done.stderr
-  assert [row["error"] for row in table.rows()] == ["It failed."]
+  assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
 
 
-def test_a_driver_ends_what_it_began(tmp_path):
+def test_drive_runs_a_sweep_to_its_end(tmp_path):
   with alone(tmp_path):
-    driver = Driver(make_sweep(), tmp_path, Fake())
+    driver = make_driver(make_sweep(), tmp_path, Fake())
     assert drive(driver, lambda cells, rows: None, pause=0.01)
 
 
@@ -570,14 +621,13 @@ def test_show_changes_nothing(tmp_path):
   for command in ((sweep, "--show"), (f"--export={tmp_path / 'out.csv'}",)):
     done = sweep_command(*command, f"--results={missing}")
     assert done.returncode == 2
-    assert "holds no results.sqlite" in done.stderr
+    assert "holds no runs" in done.stderr
     assert not missing.exists()
   refusing = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
-  Table(tmp_path)
-  driver = Driver(refusing, tmp_path, Fake(), read_only=True)
-  assert driver.cells({})[0].search.state == "failed"
-  assert driver.rows() == []
-  with alone(tmp_path):  # Nor does it wait for a driver.
+  driver = make_driver(refusing, tmp_path, Fake())
+  assert driver.cells()[0].state == "failed"
+  assert rows_of(tmp_path) == []
+  with alone(tmp_path):  # A driver at work is no obstacle.
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
 
 
@@ -592,7 +642,7 @@ def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_drive_stops_at_sigterm(tmp_path):
-  driver = Driver(make_sweep(), tmp_path, Fake(slots=0))
+  driver = make_driver(make_sweep(), tmp_path, Fake(), parallel=0)
 
   def show(cells, rows):
     os.kill(os.getpid(), signal.SIGTERM)

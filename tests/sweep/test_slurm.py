@@ -1,4 +1,4 @@
-"""The Slurm backend: submitit's local executor, and a real Slurm where there is one."""
+"""The Slurm backend: with submitit's local executor, a fake Slurm and a real one."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ import pytest
 from diloco.config import default_config
 from diloco.sweep.grid import Axis, Grid, Sweep
 from diloco.sweep.runner import Driver
-from diloco.sweep.table import Table
+from diloco.sweep.table import read_rows
 
 submitit = pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
 
@@ -21,7 +21,7 @@ from diloco.sweep.slurm import Slurm  # noqa: E402
 
 
 def diverging(point):
-  """A run that fails within seconds, in the trainer's own words."""
+  """A run that fails within seconds, with an error that the trainer prints."""
   c = default_config()
   c.train.steps, c.train.batch_size = 1, 2
   c.data.tokenizer = "nowhere.model"
@@ -37,16 +37,15 @@ def tiny(point):
 
 def run_out(driver: Driver, seconds: float) -> list[dict]:
   end = time.monotonic() + seconds
-  while any(c.search.state in ("searching", "waiting") for c in driver.step()):
+  while not all(cell.ended for cell in driver.step()):
     assert time.monotonic() < end, "the sweep does not end"
     time.sleep(0.5)
-  driver.stop()
-  return Table(driver._results).rows()
+  return list(read_rows(driver.results).values())
 
 
-def test_submitit_runs_the_job_and_its_failure_is_booked(tmp_path):
+def test_submitit_runs_the_job_and_the_driver_notes_its_failure(tmp_path):
   sweep = Sweep(diverging, [Grid("g", [{}], (Axis("lr", (0.1,)),))])
-  backend = Slurm(1, tmp_path, {}, {"timeout_min": 5}, cluster="local")
+  backend = Slurm(tmp_path, {}, {"timeout_min": 5}, cluster="local")
   (row,) = run_out(Driver(sweep, tmp_path, backend), seconds=120)
   assert row["status"] == "failed"
   assert "nowhere.model" in row["error"]
@@ -54,14 +53,14 @@ def test_submitit_runs_the_job_and_its_failure_is_booked(tmp_path):
 
 def test_without_slurm_the_error_is_one_sentence(tmp_path, monkeypatch):
   monkeypatch.setenv("PATH", str(tmp_path))
-  with pytest.raises(ValueError, match="--backend=slurm cannot submit") as error:
-    Slurm(1, tmp_path, {}, {})
+  with pytest.raises(ValueError, match="this --backend cannot submit") as error:
+    Slurm(tmp_path, {}, {})
   assert "\n" not in str(error.value)
 
 
 def test_unknown_options_are_refused(tmp_path):
   with pytest.raises(ValueError, match="cannot submit"):
-    Slurm(1, tmp_path, {}, {"nonsense": 1}, cluster="local")
+    Slurm(tmp_path, {}, {"nonsense": 1}, cluster="local")
 
 
 SBATCH = """#!/bin/sh
@@ -78,7 +77,7 @@ while read name; do echo "$name $(cat {folder}/state)"; done < {folder}/queue
 
 @pytest.fixture
 def fake_slurm(tmp_path, monkeypatch):
-  """A folder: queue has the names of the jobs, all of them in the state of `state`."""
+  """A folder: the file queue holds the jobs' names, the file state their state."""
   folder = tmp_path / "fake"
   folder.mkdir()
   for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": "#!/bin/sh"}.items():
@@ -103,21 +102,23 @@ def test_a_driver_killed_while_it_submits_does_not_submit_twice(
   tmp_path, fake_slurm, monkeypatch
 ):
   def killed(*_):
-    raise KeyboardInterrupt  # sbatch has answered, and nothing is noted yet.
+    raise KeyboardInterrupt  # sbatch has submitted, but the driver does not know yet.
 
-  backend = Slurm(2, tmp_path, {}, {})
+  backend = Slurm(tmp_path, {}, {})
   with monkeypatch.context() as patch:
     number = "_get_job_id_from_submission_command"
     patch.setattr(submitit.SlurmExecutor, number, killed)
     with pytest.raises(KeyboardInterrupt):
       Driver(ONE, tmp_path, backend).step()
   assert submitted(fake_slurm) == 1
-  driver = Driver(ONE, tmp_path, Slurm(2, tmp_path, {}, {}))
+  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
   driver.step()
   driver.step()
   assert submitted(fake_slurm) == 1
-  assert Slurm(2, tmp_path, {}, {}).slots() == 1  # An earlier driver's job counts.
-  (row,) = Table(tmp_path).rows()
+  other = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])
+  Driver(other, tmp_path, Slurm(tmp_path, {}, {}), parallel=1).step()
+  assert submitted(fake_slurm) == 1  # An earlier driver's job counts.
+  (row,) = read_rows(tmp_path).values()
   assert (row["status"], row["attempts"]) == ("running", 1)
   assert row["name"] in (fake_slurm / "queue").read_text()
 
@@ -125,44 +126,44 @@ def test_a_driver_killed_while_it_submits_does_not_submit_twice(
 def test_a_failing_squeue_neither_ends_the_driver_nor_submits_again(
   tmp_path, fake_slurm, monkeypatch, capsys
 ):
-  first = Driver(ONE, tmp_path, Slurm(1, tmp_path, {}, {}))
+  first = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
   (fake_slurm / "squeue_fails").touch()
   first.step()
-  assert submitted(fake_slurm) == 0  # Whether it runs already is not known.
+  assert submitted(fake_slurm) == 0  # The run may be in the queue already.
   (fake_slurm / "squeue_fails").unlink()
   first.step()
   (fake_slurm / "squeue_fails").touch()
   first.step()
-  Driver(ONE, tmp_path, Slurm(1, tmp_path, {}, {})).step()
+  Driver(ONE, tmp_path, Slurm(tmp_path, {}, {})).step()
   assert submitted(fake_slurm) == 1
-  assert [row["status"] for row in Table(tmp_path).rows()] == ["running"]
+  assert [row["status"] for row in read_rows(tmp_path).values()] == ["running"]
   assert "asking again" in capsys.readouterr().err
   monkeypatch.setattr(slurm, "PATIENCE", -1.0)
-  with pytest.raises(ValueError, match=r"squeue does not answer .* the jobs go on"):
+  with pytest.raises(ValueError, match=r"squeue does not answer .* jobs go on"):
     first.step()
 
 
 def test_a_failing_sbatch_is_asked_again(tmp_path, fake_slurm):
   (fake_slurm / "sbatch_fails").touch()
-  Driver(ONE, tmp_path, Slurm(1, tmp_path, {}, {})).step()
+  Driver(ONE, tmp_path, Slurm(tmp_path, {}, {})).step()
   assert submitted(fake_slurm) == 2
   (fake_slurm / "sbatch").write_text("#!/bin/sh\necho limit >&2; exit 1")
-  other = Driver(ONE, tmp_path / "other", Slurm(1, tmp_path / "other", {}, {}))
+  other = Driver(ONE, tmp_path / "other", Slurm(tmp_path / "other", {}, {}))
   with pytest.raises(ValueError, match=r"submits nothing \(limit\)"):
     other.step()
-  (row,) = Table(tmp_path / "other").rows()
+  (row,) = read_rows(tmp_path / "other").values()
   assert (row["status"], row["vanished"]) == ("interrupted", 0)
 
 
-def test_a_job_that_slurm_itself_queued_again_is_not_submitted(tmp_path, fake_slurm):
-  driver = Driver(ONE, tmp_path, Slurm(2, tmp_path, {}, {}))
+def test_a_job_that_slurm_queued_again_is_not_submitted(tmp_path, fake_slurm):
+  driver = Driver(ONE, tmp_path, Slurm(tmp_path, {}, {}))
   driver.step()
   (run,) = (tmp_path / "runs").iterdir()
   (run / "ended.json").write_text('{"failed": false, "error": ""}')
   (fake_slurm / "state").write_text("PD")
   driver.step()
   assert submitted(fake_slurm) == 1
-  (fake_slurm / "state").write_text("CG")  # It is really going.
+  (fake_slurm / "state").write_text("CG")  # The job is completing: it ends.
   driver.step()
   assert submitted(fake_slurm) == 2
 
@@ -178,18 +179,18 @@ def slurm_answers() -> bool:
 @pytest.mark.skipif(
   not slurm_answers(), reason="no Slurm answers; see scripts/slurm_one_node.sh"
 )
-def test_a_real_slurm_trains_outlives_the_driver_and_reports_lost_jobs(tmp_path):
+def test_jobs_of_a_real_slurm_outlive_the_driver_and_lost_jobs_run_again(tmp_path):
   sweep = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])
   python_path = {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-  make = lambda: Slurm(2, tmp_path, python_path, {"timeout_min": 20})
-  first = Driver(sweep, tmp_path, make())
-  first.step()  # Submits both; this driver is never asked again.
-  lost, kept = Table(tmp_path).rows()
+  make = lambda: Slurm(tmp_path, python_path, {"timeout_min": 20})
+  first = Driver(sweep, tmp_path, make(), parallel=2)
+  first.step()  # Submits both and is never called again.
+  lost, kept = read_rows(tmp_path).values()
   queue = ["squeue", "--noheader", "--me", "--format=%i %j"]
   listed = subprocess.run(queue, capture_output=True, check=True, text=True).stdout
   (number,) = [s.split()[0] for s in listed.splitlines() if lost["name"] in s]
   subprocess.run(["scancel", number], check=True)
-  rows = run_out(Driver(sweep, tmp_path, make()), seconds=500)
+  rows = run_out(Driver(sweep, tmp_path, make(), parallel=2), seconds=500)
   assert [row["status"] for row in rows] == ["done", "done"]
   attempts = {row["name"]: row["attempts"] for row in rows}
   assert attempts == {lost["name"]: 2, kept["name"]: 1}

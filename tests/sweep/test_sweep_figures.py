@@ -1,4 +1,4 @@
-"""Figures and tables of a sweep from a made-up table; what is missing is said."""
+"""Draws figures and tables from a made-up table; names the figures without runs."""
 
 import csv
 import pathlib
@@ -33,6 +33,7 @@ def write(path: pathlib.Path, rows) -> pathlib.Path:
   return path
 
 
+# A run of DiLoCo; m=0 makes a run of data-parallel.
 def row(
   m, n, h=10, outer=0.6, batch=8, ratio=2, seed=0, loss=None, status="done", seq=64
 ):
@@ -59,7 +60,7 @@ def table(tmp_path):
   return write(tmp_path / "table.csv", rows)
 
 
-def test_every_figure_is_drawn_and_small(table, tmp_path, capsys):
+def test_the_command_draws_small_pictures(table, tmp_path, capsys):
   assert figures.main([str(table), f"--out={tmp_path}", "--prefix=x_"]) == 0
   pictures = sorted(tmp_path.glob("x_*.png"))
   assert len(pictures) == len(figures.FIGURES) - 1
@@ -84,14 +85,15 @@ def test_figures_draw_the_numbers_of_the_table(table):
   assert tables.losses(runs)[2].startswith("| 100,000 | 4.9000 | 5.0000 (+2.04%) |")
 
 
-def test_main_grid_leaves_ablations_out(table):
+def test_the_main_grid_has_one_cadence_one_seed_and_no_overtraining(table):
   main = runs_lib.main_grid(runs_lib.read(table))
-  assert {(r.sync_every, r.seed, r.overtrain) for r in main} == {(10, 0, 1)}
+  kinds = main[["sync_every", "seed", "overtrain"]].drop_duplicates()
+  assert kinds.to_numpy().tolist() == [[10, 0, 1]]
 
 
-def test_rows_are_chosen_by_column(table, tmp_path, capsys):
+def test_where_selects_rows_by_column(table, tmp_path, capsys):
   runs = runs_lib.read(table, ["batch_sequences=8.0", "seed=0"])
-  assert {r.batch for r in runs} == {8 * 64}
+  assert set(runs["batch"]) == {8 * 64}
   assert figures.main([str(table), "--where=nothing=8"]) == 2
   assert "names the column 'nothing'" in capsys.readouterr().err
   assert figures.main([str(table), "--where=sync_every=8,seed"]) == 2
@@ -100,7 +102,7 @@ def test_rows_are_chosen_by_column(table, tmp_path, capsys):
   assert f"--out is '{table}', where nothing" in capsys.readouterr().err
 
 
-def test_idealised_time_has_its_unit_in_the_label_alone(tmp_path):
+def test_the_unit_of_idealised_time_is_in_the_label_only(tmp_path):
   rows = [row(m, 100_000, batch=b, seq=16_384) for m in (0, 2) for b in (4, 8, 16)]
   figure = figures.figure_6(runs_lib.read(write(tmp_path / "t.csv", rows)))
   figure.canvas.draw()
@@ -111,7 +113,7 @@ def test_idealised_time_has_its_unit_in_the_label_alone(tmp_path):
     assert all(text == "" or float(text) > 0 for text in ticks)
 
 
-def test_toys_have_idealised_time_with_fewer_tokens_on_a_chip(table, tmp_path, capsys):
+def test_chip_tokens_give_toy_models_an_idealised_time(table, tmp_path, capsys):
   arguments = [str(table), f"--out={tmp_path}", "--only", "6"]
   assert figures.main([*arguments, "--chip_tokens=32"]) == 0
   assert "figure 6: left out" not in capsys.readouterr().out
@@ -126,10 +128,10 @@ def test_toys_have_idealised_time_with_fewer_tokens_on_a_chip(table, tmp_path, c
   assert "--chip_tokens is 0; give a positive" in capsys.readouterr().err
 
 
-def test_a_unit_is_the_largest_in_which_no_time_is_below_one():
-  assert figures._unit([7200, 3600]) == "h"
-  assert figures._unit([7200, 3599]) == "s"
-  assert figures._unit([7200, 0.01]) == figures._unit([1e-5]) == "ms"
+def test_the_unit_is_the_largest_in_which_a_time_is_at_least_one():
+  assert figures._unit(3600) == "h"
+  assert figures._unit(3599) == "s"
+  assert figures._unit(0.01) == figures._unit(1e-5) == "ms"
 
 
 @pytest.mark.parametrize("figure", [figures.figure_7, figures.figure_8])
@@ -141,7 +143,7 @@ def test_curves_with_equal_rates_lie_side_by_side(table, figure):
     assert one.get_marker() != two.get_marker()
 
 
-def test_rates_at_one_size_have_no_panel_over_sizes(tmp_path, capsys):
+def test_outer_rates_tried_at_one_size_have_no_panel_over_sizes(tmp_path, capsys):
   rows = [
     row(m, 100_000, h=h, outer=o) for m in (1, 2) for h in (1, 10) for o in (4, 6, 8)
   ]
@@ -153,7 +155,7 @@ def test_rates_at_one_size_have_no_panel_over_sizes(tmp_path, capsys):
   assert len(figures.figure_8(runs_lib.read(path)).axes) == 1
 
 
-def test_overtraining_is_told_by_the_fill_and_the_algorithm_by_color(table):
+def test_fill_shows_overtraining_and_color_shows_the_algorithm(table):
   figure = figures.figure_11(runs_lib.read(table))
   (panel,) = figure.axes
   drawn = [line for line in panel.lines if len(line.get_xdata())]
@@ -169,22 +171,26 @@ def test_overtraining_is_told_by_the_fill_and_the_algorithm_by_color(table):
   assert {entries[name].get_color() for name in fills} == {"grey"}
 
 
-def test_missing_ablations_are_said(tmp_path, capsys):
-  path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1)])
+def test_the_command_names_figures_without_runs(tmp_path, capsys):
+  path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1, 2)])
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
   said = capsys.readouterr().out
   assert "figure 11: left out, no run is overtrained" in said
   assert "figure 4: left out, no size has three batches" in said
+  # No run has M = 1.
+  assert figures.main([str(path), f"--out={tmp_path}", "--where=replicas=2"]) == 0
+  said = capsys.readouterr().out
+  assert "figure 3: left out, no size has three batches" in said
 
 
 @pytest.mark.parametrize(
   ("text", "message"),
   [
     ("status,loss\nfailed,3\n", "has no finished run"),
-    ("status,loss\ndone,3\n", "no column tokens; "),
+    ("status,loss\ndone,3\n", "has no column algorithm, params, replicas, "),
   ],
 )
-def test_files_that_are_no_tables(tmp_path, text, message, capsys):
+def test_a_file_without_runs_or_columns_is_refused(tmp_path, text, message, capsys):
   (tmp_path / "t.csv").write_text(text)
   assert figures.main([str(tmp_path / "t.csv")]) == 2
   assert message in capsys.readouterr().err

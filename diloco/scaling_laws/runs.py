@@ -1,0 +1,139 @@
+"""Reads the finished runs of a CSV file into a table."""
+
+import csv
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+NEEDED = ("params", "replicas", "loss", "learning_rate")
+# Columns that may be absent or empty; both count as 0.
+OPTIONAL = ("outer_learning_rate", "tokens")
+WHOLE = ("replicas", "sync_every", "seed")
+
+
+def read(
+  path: str | os.PathLike,
+  where: Mapping[str, str] | None = None,
+  more: Sequence[str] = (),
+) -> pd.DataFrame:
+  """Reads the finished runs of a CSV file, such as the export of a sweep.
+
+  Args:
+    path: the file. Rows whose status is not `done` are left out.
+    where: {column: value} that rows must have. Numbers are compared as numbers.
+    more: further columns of numbers that the caller needs.
+
+  Returns:
+    A row per run, indexed by the run's line in the file, with the columns
+      algorithm: data_parallel, diloco or streaming.
+      params: N.
+      replicas: M; 1 for data_parallel.
+      loss: held-out loss, nats per token.
+      learning_rate: peak of the inner learning rate.
+      batch: tokens per step over all replicas, from the columns `batch_sequences` and
+        `seq_len`, or from `batch_tokens`.
+      outer_learning_rate: 0 for data_parallel, or if unknown.
+      tokens: D; 0 if unknown.
+    and the columns of `more`.
+
+  Raises:
+    ValueError: a column is missing, a value is not a number (the error names the line),
+      or no row is left.
+  """
+  text = _finished(path, where or {})
+  sequences = "batch_sequences" in text
+  batch = ("batch_sequences", "seq_len") if sequences else ("batch_tokens",)
+  needed = (*NEEDED, *batch, *more)
+  missing = [c for c in ("algorithm", *needed) if c not in text]
+  if missing:
+    raise ValueError(
+      f"{path} has no column {', '.join(missing)}; it has {_names(text)}."
+    )
+  optional = {*OPTIONAL} - {*more}
+  for column in optional:
+    text[column] = text[column].replace("", "0") if column in text else "0"
+  plain = text["algorithm"] == "data_parallel"
+  text.loc[plain, ["replicas", "outer_learning_rate"]] = ["1", "0"]
+  runs = text[["algorithm"]].copy()
+  _check(text["algorithm"], text["algorithm"] != "", "name", path)
+  for column in dict.fromkeys((*needed, *OPTIONAL)):
+    runs[column] = _numbers(text[column], path, column in optional)
+  runs["batch"] = runs[list(batch)].prod(axis=1)
+  return runs
+
+
+def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame:
+  """Reads the finished rows that `where` selects as text, indexed by line number."""
+  with open(path, newline="", encoding="utf-8-sig") as file:
+    reader = csv.reader(file)
+    columns = next(reader, [])
+    lines = {}
+    for values in filter(None, reader):
+      lines[reader.line_num] = values
+  for line, values in lines.items():
+    if len(values) != len(columns):
+      raise ValueError(
+        f"line {line} of {path} has {len(values)} values for {len(columns)} columns;"
+        " complete it, or leave the run out."
+      )
+  rows = pd.DataFrame.from_dict(lines, orient="index", columns=columns)
+  for column in where:
+    if column not in rows:
+      raise ValueError(
+        f"--where names the column {column!r}, but {path} has {_names(rows)}."
+      )
+  if "status" in rows:
+    rows = rows[rows["status"] == "done"]
+  if rows.empty:
+    raise ValueError(f"{path} has no finished run; add some.")
+  for column, value in where.items():
+    tried = rows[column].unique()
+    same = rows[column].map(_number) == _number(value)
+    rows = rows[same | (rows[column] == value)]
+    if rows.empty:
+      conditions = ",".join(f"{c}={v}" for c, v in where.items())
+      raise ValueError(
+        f"no finished run of {path} has {conditions}: {column} is for example"
+        f" {', '.join(map(repr, tried[:10]))}; choose among these."
+      )
+  return rows.copy()
+
+
+def _numbers(column: pd.Series, path: str | os.PathLike, optional: bool) -> pd.Series:
+  """Parses a column of text; an optional number may be 0."""
+  values = column.map(_number)
+  if column.name in WHOLE:
+    least = 0 if column.name == "seed" else 1
+    whole = (values >= least) & (values % 1 == 0)
+    _check(column, whole, f"whole number from {least} on", path)
+    return values.astype(int)
+  positive = (values >= 0) if optional else (values > 0)
+  _check(column, np.isfinite(values) & positive, "positive number", path)
+  return values
+
+
+def _check(
+  column: pd.Series, good: pd.Series, wanted: str, path: str | os.PathLike
+) -> None:
+  """Raises a ValueError that names the first line whose value is not good."""
+  if not good.all():
+    line = column.index[~good][0]
+    raise ValueError(
+      f"line {line} of {path} has {column[line]!r} as {column.name}; give a {wanted},"
+      " or leave the run out."
+    )
+
+
+def _number(text: str) -> float:
+  """Parses a number; returns NaN for any other text."""
+  try:
+    return float(text)
+  except ValueError:
+    return math.nan
+
+
+def _names(table: pd.DataFrame) -> str:
+  return ", ".join(table.columns)
