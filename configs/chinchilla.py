@@ -4,14 +4,16 @@
   python -m diloco.main --config=configs/chinchilla.py:550M,M=2,overtrain=16 ...
   python scripts/list_configs.py configs/chinchilla.py
 
-The argument names the size, then any of M (replicas), H, algorithm, method (joint or
-independent), overtrain (multiplies D = 20 N; 1, 4 and 16 in the paper, on Dolma) and
-data (c4 or dolma). The sizes of Table 3, 35M to 10B, have its shapes and budgets; any
-other from 10M on has the nearest shape of the same family, width 64 * heads and 3
-layers for 4 heads. Learning rates and batch are those of `diloco.recommend`; its
-docstrings have their sources. The paper's H is 30. `RUNS` lists the paper's runs, whose
-algorithm is diloco; the default is streaming. Overtrained models are held out on Dolma
-here, on C4 in the paper.
+The argument is the size, and after it any of M (replicas), H, algorithm, method (joint
+or independent), overtrain (multiplies the budget of 20 tokens per parameter) and data
+(c4 or dolma). `RUNS` lists the paper's runs.
+
+The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
+10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
+4 heads. Learning rates and batch are those of `python -m diloco.recommend`. H is 30, as
+in the paper. The default algorithm is streaming; the paper uses diloco. The paper
+overtrains by factors 1, 4 and 16 on Dolma and evaluates these runs on C4; here they are
+evaluated on Dolma.
 """
 
 import math
@@ -21,7 +23,7 @@ from diloco.config.command_line import parse_options
 from diloco.scaling_laws import paper, predict
 from diloco.scaling_laws.recommend import recommend
 
-# Size: layers, heads (of size 64), training tokens.
+# Size: layers, attention heads (of size 64), training tokens.
 SCALES = {
   row["scale"]: (
     int(row["layers"]),
@@ -39,8 +41,8 @@ OPTIONS = {
   "data": ("c4", "dolma"),
 }
 
-# What the paper trains: the grid of Table 4, extrapolations of Table 5, Section 5.2.
-# Of the overtrained sizes it says only that they vary.
+# The paper's runs: the grid of Table 4, the extrapolations of Table 5, and section 5.2.
+# Section 5.2 does not say which sizes it overtrains; all but the two largest are here.
 _ALGORITHMS = (
   "algorithm=data_parallel",
   *(f"algorithm=diloco,M={m}" for m in (1, 2, 4, 8)),
@@ -93,10 +95,10 @@ def get_config(arg: str = "35M"):
 
 
 def shape(size: str) -> tuple[int, int, int]:
-  """Layers, heads and tokens for an N that Table 3 does not have.
+  """Returns layers, heads and tokens of a size that is not in Table 3.
 
   Raises:
-    ConfigError: the size is no number, or the family has nothing within 20% of it.
+    ConfigError: the size is not a number, or is more than 20% from every shape.
   """
   unknown = ConfigError(
     f"the size is {size!r}; write one of {', '.join(SCALES)}, or any other from 10M on."
@@ -117,5 +119,5 @@ def shape(size: str) -> tuple[int, int, int]:
 
 
 def depth(heads: int) -> int:
-  """Layers of a model with so many heads: 3 for 4, as in Table 3."""
+  """Returns the number of layers: 3 for every 4 heads, as in Table 3."""
   return round(3 * heads / 4)

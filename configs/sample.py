@@ -1,9 +1,10 @@
-"""The sample run: a small model on real text, fragments, overlap, 4-bit deltas.
+"""The sample run: a small model, Streaming DiLoCo with 4-bit outer gradients.
 
   python -m diloco.main --config=configs/sample.py --workdir=/tmp/sample
 
-About 1.07M parameters on 1.6M tokens of the embedded text; --config.algorithm=diloco
-or data_parallel gives the baselines at equal tokens. README.md has the figures.
+Trains 1.07M parameters on 1.64M tokens of State of the Union texts: about 2 minutes on
+two CPU cores, held-out loss 4.64 nats per token. --config.algorithm=diloco and
+--config.algorithm=data_parallel train the baselines on the same tokens: 4.64 and 4.53.
 """
 
 from diloco.config import default_config
@@ -15,8 +16,8 @@ def get_config():
   c.sync_every = 10
   c.fragments.size = 1
   c.overlap.tau = 1
-  # Each fragment is synchronised 40 times in all. The papers' momentum 0.9 remembers
-  # ten rounds and overshoots in so short a run.
+  # The run has only 40 syncs per fragment. The papers' momentum of 0.9 averages
+  # about ten syncs and overshoots in such a short run.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = 0.5
 
@@ -26,14 +27,14 @@ def get_config():
   c.model.vocab_size = 2048
   c.model.seq_len = 128
   c.model.dtype = "float32"
-  c.model.remat = True  # On a CPU recomputing is faster than writing to memory.
+  c.model.remat = True  # On a CPU, recomputing is faster than storing activations.
 
   c.inner.learning_rate = 4e-3
   c.inner.warmup_steps = 25
   c.train.batch_size = 32
   c.train.steps = 400
 
-  # The addresses are long: without a window, a batch would come from one of them.
+  # The documents are long: without shuffling, one document would fill a batch.
   c.data.shuffle_window = 1024
 
   c.eval.every = 100

@@ -4,13 +4,16 @@
   python -m diloco.main --config=configs/streaming.py:1B,data=dolma,tokens=100e9 ...
   python scripts/list_configs.py configs/streaming.py
 
-The argument names the scale, then any of M, H, algorithm, data (c4 or dolma) and
-tokens; `RUNS` lists the paper's, Tables 5 to 7. Shapes
-and budgets are those of Table 2, whose "hidden" column is the feed-forward width;
-M = 2, fragments of 3 layers, strided, tau = 1, alpha = 0, E3M0, outer Nesterov at 0.4
-(Sections 3.2 and 3.3). Length is 1,024 on C4 and 2,048 on Dolma. The paper states
-neither the inner learning rate nor the batch: both are the power laws of 2503.09799
-for M = 2, see configs/chinchilla.py. On Dolma the batch grows with M (Table 7).
+The argument is the scale, and after it any of M, H, algorithm, data (c4 or dolma) and
+tokens. `RUNS` lists the runs of Tables 5 to 7.
+
+From the paper: shapes and token budgets (Table 2; its "hidden" column is the
+feed-forward width), M = 2, strided fragments of 3 layers, tau = 1, alpha = 0, E3M0,
+outer Nesterov momentum at learning rate 0.4 (sections 3.2 and 3.3), and sequences of
+1,024 tokens on C4 and 2,048 on Dolma. On Dolma the batch grows with M (Table 7).
+
+The paper states neither the inner learning rate nor the batch. Both come from the power
+laws of Scaling Laws (arXiv 2503.09799) for M = 2.
 """
 
 import math
@@ -19,7 +22,7 @@ from diloco.config import ALGORITHMS, ConfigError, default_config
 from diloco.config.command_line import parse_options
 from diloco.model.shapes import matrix_params
 
-# Scale: layers, heads (of size 64), billions of training tokens.
+# Scale: layers, attention heads (of size 64), billions of training tokens.
 SCALES = {
   "35M": (6, 8, 0.7),
   "100M": (9, 12, 1.5),

@@ -1,7 +1,7 @@
-"""What scripts/wan_bench.py trains: small parameters, smaller steps, H = 100.
+"""The run of scripts/wan_bench.py, which measures slow links (docs/wan.md).
 
-About 2.2M parameters in four blocks and an embedding of about a block's size. Few
-tokens per step, so that compute and exchange meet at rates that CPU cores can serve.
+The model has 2.2M parameters: four blocks, and an embedding about as large as a block.
+A step has few tokens, so that on CPU cores it takes about as long as an exchange.
 """
 
 from diloco.config import default_config
@@ -26,8 +26,8 @@ def get_config():
   c.train.batch_size = 4
   c.train.steps = 1000
 
-  # Nothing but training crosses the links while it is measured, and metrics of every
-  # step would: 1% of what FP4 sends.
+  # Only training may use the links while they are measured. Metrics at every step would
+  # add 1% to the bytes of FP4.
   c.eval.tokens = 1024
   c.eval.batch_size = 4
   c.checkpoint.every = 0

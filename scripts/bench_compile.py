@@ -1,12 +1,14 @@
-"""How compiling depends on depth and on the number of fragments.
+"""Measures compilation: seconds for two depths, programs for several numbers P.
 
   python scripts/bench_compile.py
 
-depth: seconds to compile the inner step of 6 and of 48 layers of one width, with
-16-bit activations and rematerialised blocks as in configs/chinchilla.py, medians of
---repeats. fragments: everything that XLA compiles in a whole run of a small model,
-from initialisation to the last evaluation, for several numbers of fragments P; on two
-devices, so that exchanges are hidden in programs with inner steps.
+Depth: the seconds to compile the inner step of 6 and of 48 layers of the same width,
+with 16-bit activations and recomputed blocks as in configs/chinchilla.py. Prints the
+medians of --repeats compilations.
+
+Fragments: the number of programs that XLA compiles in a whole run of a small model,
+from initialisation to the last evaluation, for several numbers of fragments P. The run
+uses two devices, so inner steps hide the exchanges.
 """
 
 import contextlib
@@ -22,12 +24,12 @@ from diloco.config import command_line, default_config, resolve
 from diloco.run import mesh as run_mesh
 
 _DEPTHS = (6, 48)
-_REPEATS = flags.DEFINE_integer("repeats", 3, "Compilations of each depth.")
-_DIM = flags.DEFINE_integer("dim", 512, "Width of the models whose depth is varied.")
+_REPEATS = flags.DEFINE_integer("repeats", 3, "Number of compilations per depth.")
+_DIM = flags.DEFINE_integer("dim", 512, "Width of the models of both depths.")
 
 
 def small_config(layers: int, dim: int):
-  """A model of this depth, with 2,048 pieces and 128 positions."""
+  """Returns the config of a model with 2,048 pieces and 128 positions."""
   c = default_config()
   c.model.update({"num_layers": layers, "dim": dim, "num_heads": max(dim // 64, 1)})
   c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": True})
@@ -36,7 +38,7 @@ def small_config(layers: int, dim: int):
 
 
 def compile_seconds(layers: int, dim: int) -> float:
-  """Seconds to compile the inner step of so many layers."""
+  """Compiles the inner step of a model with `layers` layers; returns the seconds."""
   c = resolve(small_config(layers, dim))
   programs = Programs(c, run_mesh.make_mesh(c, jax.devices()[:1]))
   jax.clear_caches()
@@ -44,10 +46,11 @@ def compile_seconds(layers: int, dim: int) -> float:
 
 
 def count_programs(size: int) -> tuple[int, int]:
-  """Fragments, and programs compiled in a whole run, for fragments of this size."""
+  """Runs a small model; returns the numbers of fragments and of compiled programs."""
   c = small_config(layers=12, dim=32)
   c.fragments.size, c.sync_every = size, 16
-  c.overlap.tau = 5  # Up to five steps hide an exchange: as many as P leaves free.
+  # Up to five inner steps hide an exchange: fewer if P is large, as sends are frequent.
+  c.overlap.tau = 5
   c.model.dtype, c.log.tensorboard, c.eval.tokens = "float32", False, 4096
   c.log.sample_tokens = 1
   events = []
@@ -64,7 +67,7 @@ def count_programs(size: int) -> tuple[int, int]:
 
 def main(argv) -> None:
   del argv
-  logging.set_verbosity(logging.WARNING)  # Orbax says a page per checkpoint.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   jax.config.update("jax_num_cpu_devices", 2)
   print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}")
   times = [

@@ -1,10 +1,10 @@
-"""Times the compiled pieces of training and prints a table.
+"""Times the compiled programs of training and prints a table.
 
   python scripts/bench_step.py --config=configs/sample.py
 
-inner: M replicas against data-parallel at the same global batch; the same for 6 and 48
-layers, with compile times; the outer step of one fragment (encode, exchange, decode,
-optimizer, merge) against a plain copy of the fragment's float32 values.
+Inner step: M replicas against data-parallel with the same global batch; then 6 and 48
+layers, with their compile times. Outer step: the send, update and merge of one fragment
+against a plain copy of the fragment's float32 values.
 """
 
 import time
@@ -24,12 +24,12 @@ from diloco.config import Config, changed, command_line, resolve
 from diloco.model import sharding
 from diloco.run.mesh import make_mesh
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "What to time.")
-_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the median is printed.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The config to time.")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
 
 
 class Bench:
-  """One config's compiled programs and a state to run them on."""
+  """Compiles the inner step of a config, and keeps a state to run it on."""
 
   def __init__(self, c: Config):
     self.c, self.mesh = c, make_mesh(c)
@@ -49,7 +49,7 @@ class Bench:
     self.params, self.opt_state = self.state.params, self.state.opt_state
 
   def inner(self) -> float:
-    """Seconds of one inner step."""
+    """Runs one inner step; returns its seconds."""
     start = time.perf_counter()
     self.params, self.opt_state, metrics = self.step(
       self.params, self.opt_state, *self.rest
@@ -59,7 +59,7 @@ class Bench:
 
 
 def in_turn(*timers) -> list[float]:
-  """Medians of several timers, called in turn so that drift hits all alike."""
+  """Calls timers in turn, so that drift affects all equally; returns their medians."""
   for timer in timers:
     timer()
   rows = [[timer() for timer in timers] for _ in range(_REPEATS.value)]
@@ -67,13 +67,14 @@ def in_turn(*timers) -> list[float]:
 
 
 def timed(f, *args, **static) -> float:
+  """Calls a function; returns the seconds until its results exist."""
   start = time.perf_counter()
   jax.block_until_ready(f(*args, **static))
   return time.perf_counter() - start
 
 
 def outer_times(bench: Bench) -> dict[str, float]:
-  """Milliseconds of the pieces of fragment 0's outer step and of a copy."""
+  """Times the parts of fragment 0's outer step, and a copy of fragment 0, in ms."""
   c, plan, mesh = bench.c, bench.plan, bench.mesh
   copy = jax.jit(lambda tree: jax.tree.map(lambda x: x + 0, tree))
   fresh = lambda tree: jax.block_until_ready(jax.tree.map(jnp.copy, tree))

@@ -1,15 +1,22 @@
-"""Prints the papers' runs as a table: what every one trains, and what it sends.
+"""Prints a table of runs: what each run trains, and how much it sends. No JAX.
 
   python scripts/list_configs.py
   python scripts/list_configs.py configs/streaming.py:1B,H=100 configs/sample.py
 
-Without arguments all `RUNS` of configs/streaming.py and configs/chinchilla.py are
-listed; a file without an argument stands for its RUNS. Columns: N, parameters without
-positions and norms, as the papers name their models; tokens; batch, in sequences over
-all replicas; steps; peak inner and outer learning rate; H; P, fragments; payload, the
-most bytes that one replica sends for one fragment, scales included; sent, bytes that
-one replica sends in the whole run; FLOPs, 6 N per token, as the papers count. Imports
-no JAX.
+A config file without an argument stands for all its `RUNS`. Without any config, the
+table lists the papers' runs: configs/streaming.py and configs/chinchilla.py.
+
+M          replicas
+N          parameters without positions and norms; the papers name models by this N
+tokens     training tokens, all replicas together
+batch x L  sequences per step, all replicas together, and tokens per sequence
+inner      peak of the inner learning rate
+outer      outer learning rate
+H          inner steps between two syncs of a fragment
+P          fragments
+payload    the most bytes that one replica sends for one fragment, with scales
+sent       bytes that one replica sends in the whole run
+FLOPs      6 N per token, as the papers count
 """
 
 import argparse
@@ -18,7 +25,7 @@ import pathlib
 import sys
 
 from diloco.config import Config
-from diloco.config.command_line import load_config, load_module
+from diloco.config.command_line import guarded, load_config, load_module
 from diloco.model.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.wire import sizes
 
@@ -28,7 +35,7 @@ DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """One run; see the module's docstring for the fields."""
+  """One run. The module's docstring explains the columns."""
 
   name: str
   algorithm: str
@@ -48,7 +55,7 @@ class Row:
 
 
 def rows(names: list[str]) -> list[Row]:
-  """The runs that names such as `configs/streaming.py:1B,H=100` stand for."""
+  """Returns the rows of configs such as `configs/streaming.py:1B,H=100`."""
   found = []
   for name in names or map(str, DEFAULT):
     path, _, argument = name.partition(":")
@@ -61,7 +68,7 @@ def rows(names: list[str]) -> list[Row]:
 
 
 def row(name: str, c: Config) -> Row:
-  """What a config trains and sends."""
+  """Returns the row of a config."""
   n = matrix_params(c.model)
   most, sent = traffic(c)
   parallel = c.data_parallel
@@ -85,9 +92,9 @@ def row(name: str, c: Config) -> Row:
 
 
 def traffic(c: Config) -> tuple[int, int]:
-  """Bytes of the largest payload, and of all that one replica sends.
+  """Returns the bytes of the largest payload, and of all that one replica sends.
 
-  Data-parallel all-reduces its gradients every step.
+  data_parallel all-reduces its gradients at every step.
   """
   if c.data_parallel:
     n, size = num_params(c.model), sizes.DTYPE_BYTES[c.inner.gradient_dtype]
@@ -103,7 +110,7 @@ def traffic(c: Config) -> tuple[int, int]:
 
 
 def table(found: list[Row]) -> str:
-  """One line per run."""
+  """Formats the rows: one line per run."""
   head = (
     f"{'config':<60}{'M':>2}{'N':>7}{'tokens':>8}{'batch x L':>13}{'steps':>10}"
     f"{'inner':>9}{'outer':>6}{'H':>5}{'P':>3}{'payload':>9}{'sent':>9}{'FLOPs':>9}"
@@ -120,7 +127,7 @@ def table(found: list[Row]) -> str:
 
 
 def short(value: float) -> str:
-  """Three digits and a decimal prefix."""
+  """Formats a number with three digits and a decimal prefix."""
   for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
     if value >= 0.9995 * size:
       return f"{value / size:.3g}{suffix}"
@@ -130,12 +137,7 @@ def short(value: float) -> str:
 def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Lists runs as a table.")
   parser.add_argument("config", nargs="*", help="file, or file:argument")
-  try:
-    print(table(rows(parser.parse_args(argv).config)))
-  except ValueError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return guarded(lambda args: print(table(rows(args.config))), parser.parse_args(argv))
 
 
 if __name__ == "__main__":
