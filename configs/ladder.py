@@ -5,9 +5,9 @@
 Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with seven tiny
 sizes, data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch
 and outer learning rate are tuned until the best point is not on the edge of the grid;
-at three more sizes only the learning rate is tuned. The two largest sizes take the best
-point of 382k. Other runs vary H, seed and overtraining. The budget is D = 6 N tokens
-instead of the paper's 20 N, and H is 10 instead of 30. Results: docs/ladder.md.
+at three more sizes the learning rate is tuned, and at 382k also the outer one of M = 2
+and 4. The two largest sizes take the best point of 382k. Other runs vary H, seed and
+budget. D = 6 N tokens (paper: 20 N), H = 10 (paper: 30). Results: docs/ladder.md.
 """
 
 from diloco.config import default_config

@@ -79,7 +79,7 @@ def train(
     stack.enter_context(contextlib.closing(log))
 
     def save(t: int, finished: bool = False) -> None:
-      log.flush()  # Raises if a loss is not finite: it must not be saved.
+      log.flush()  # Raises if a loss is not finite: that state must not be saved.
       now = make_record(c, batches, log, mesh, peers, finished)
       checkpoints.save(t, state, now)
 

@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 
 # A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
 PREFIX = "diloco"
-# The frame size of long-distance research networks. A frame has 66 bytes of headers,
-# and so has an acknowledgement: 1% of a bulk transfer, but 7% with frames of 1500.
+# The frame size of long-distance research networks. Headers (66 bytes per frame) and
+# acknowledgements (66 bytes) add 1% to a bulk transfer; with frames of 1500, 7%.
 MTU = 9000
 # IPv6 would send packets of its own. With Reno, payload in both directions uses 93% of
 # 1 Mbit/s and at least 97% of 4 Mbit/s to 1 Gbit/s. BBR uses only 61% of 1 Gbit/s: on
@@ -196,7 +196,7 @@ def _make_node(i: int, name: str, address: str, hub: str) -> None:
 
 
 def _remove(name: str) -> None:
-  """Kills the processes in a namespace and removes it; never raises."""
+  """Kills the processes in a namespace, then removes it; ignores failed commands."""
   found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
   for pid in found.stdout.split():
     with contextlib.suppress(ProcessLookupError):

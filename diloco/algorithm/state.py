@@ -160,7 +160,7 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
   Returns:
     One replica's tree, float32, sharded over fsdp.
   """
-  plan.jobs.settle()  # The copies below may use the devices of all processes.
+  plan.jobs.settle()  # Jobs and the copies below may both start collectives.
   thetas = map(plan.home.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
 

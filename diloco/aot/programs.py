@@ -1,7 +1,7 @@
 """Lowers the training programs of a config from shapes, and compiles them for a mesh.
 
 Nothing runs and nothing is allocated. The state consists of shapes with shardings, and
-XLA compiles as it would on the machine.
+XLA compiles as it would on the real devices.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Program:
     peak: the most bytes of device memory at once, including inputs and code.
     total: `peak`, plus the state on the device that is not an argument of the program.
     crossing: bytes that one coordinate of the replica axis sends to the others.
-    windows: when collectives between replicas start and end; empty if compiled quickly.
+    windows: how many loops hide each collective between replicas; empty if `quick`.
   """
 
   name: str

@@ -145,7 +145,7 @@ def _compile(programs: Programs, quick: bool) -> Iterator[Program]:
 
 def activations(c: Config, mesh: Mesh) -> int:
   """Returns the least bytes that a backward pass keeps: the inputs of all blocks."""
-  # All devices share the sequences of a step, also those of data-parallel.
+  # The sequences of a step are divided among all devices, with data-parallel too.
   rows = c.train.batch_size // (mesh.size * c.train.accumulate)
   width = jnp.dtype(c.model.dtype).itemsize * c.model.dim
   return rows * c.model.seq_len * width * c.model.num_layers

@@ -252,7 +252,7 @@ def _check_file(name: str) -> None:
 
 
 def _in_one_line(error: Exception, path: str) -> str:
-  """Returns the error's message, and the last line of the file that led to it."""
+  """Formats an error in one line; tells the line of `path`, except for ValueErrors."""
   message = " ".join(str(error).split())
   if isinstance(error, ValueError):  # ValueErrors of config files are full sentences.
     return message

@@ -19,10 +19,8 @@ class Scores(NamedTuple):
   @property
   def numbers(self) -> dict[str, float]:
     """Everything that the log writes of an evaluation, by name."""
-    values = {
-      "loss_outer": self.held_out.loss,
-      "bits_per_byte": self.held_out.bits_per_byte,
-    }
+    text = self.held_out
+    values = {"loss_outer": text.loss, "bits_per_byte": text.bits_per_byte}
     for task, result in self.tasks.items():
       values[f"{task}_accuracy"] = result.accuracy
       values[f"{task}_accuracy_norm"] = result.accuracy_norm

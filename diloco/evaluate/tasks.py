@@ -247,13 +247,14 @@ def _from_package(task: Task) -> list[Item]:
 
 
 def _from_tfds(task: Task, root: pathlib.Path) -> list[Item]:
-  """Reads items from the newest version on disk, if its format has random access."""
-  folders = sorted(p.parent for p in (root / task.tfds).glob("*/dataset_info.json"))
+  """Reads items of the newest version; [] unless its format is ArrayRecord."""
+  folders = [p.parent for p in (root / task.tfds).glob("*/dataset_info.json")]
   if not folders:
     return []
   import tensorflow_datasets as tfds  # Slow to import.
 
-  builder = tfds.builder_from_directory(folders[-1])
+  newest = max(folders, key=lambda folder: tfds.core.Version(folder.name))
+  builder = tfds.builder_from_directory(newest)
   if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
     return []
   return [task.to_item(_decoded(r)) for r in builder.as_data_source(task.split)]

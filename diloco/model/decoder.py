@@ -192,7 +192,7 @@ def losses(
   """
   ids_BxL = jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
   x_BxLxD, _ = Decoder(m, batch_axes).apply({"params": params}, ids_BxL)
-  # Their greatest common divisor, if loss_chunk does not divide the length.
+  # Sequences of tasks may be shorter than seq_len. A chunk must divide their length.
   chunk = math.gcd(m.loss_chunk, tokens_BxL.shape[1])
   head_VxD = params["embed"]["tokens"]
   return token_losses(x_BxLxD, head_VxD, tokens_BxL, chunk, batch_axes)

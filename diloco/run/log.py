@@ -143,7 +143,7 @@ class Log:
       self._peers.report([event.kind, event.step, values, extra])
 
   def spent(self) -> Spent:
-    """The time so far, for a checkpoint."""
+    """Returns the time that the run has taken so far, for a checkpoint."""
     self._spent.wall_s = time.perf_counter() - self._began
     return self._spent
 

@@ -135,7 +135,7 @@ def end_on_sigterm(peers: Peers) -> Iterator[Callable[[range], bool]]:
   """
   if peers.count > 1:  # JAX makes all processes agree on the step.
     reached = multihost_utils.reached_preemption_sync_point
-    yield lambda steps: any(list(map(reached, steps)))  # Calls it for every step.
+    yield lambda steps: any(list(map(reached, steps)))  # list: any() would skip steps.
     return
   if threading.current_thread() is not threading.main_thread():
     say("Not in the main thread: SIGTERM will not save a checkpoint.")

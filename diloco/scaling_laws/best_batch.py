@@ -9,7 +9,7 @@ from diloco.scaling_laws.uncertainty import Numbers
 def fit_best_batch(
   batches: Numbers, losses: Numbers, name: str = "the best batch"
 ) -> float:
-  """Finds the minimum of a quadratic in log2 B through the losses (Section 6.1).
+  """Fits a quadratic in log2 B to the losses, and finds its minimum (Section 6.1).
 
   Args:
     batches: batch size B of each run [n], in any unit; no B occurs twice.

@@ -151,11 +151,11 @@ def check_points(params: Array, values: Array, replicas: Array, name: str) -> No
 
 
 def leave_largest_out(fit: Fit) -> dict[int, float]:
-  """Fits a law y~ without the largest N; returns the residuals there (Section 6.3).
+  """Fits a law y~ without the points of the largest N (Section 6.3).
 
   Returns:
-    {M: |log y - log y~|}, with M = 1 for a law in N alone. Empty if too few points are
-    left.
+    The residuals at the largest N, {M: |log y - log y~|}. M is 1 for a law in N alone.
+    Empty if too few points are left for the fit.
   """
   held = fit.params == fit.params.max()
   n, m, y = fit.params, fit.replicas, fit.values

@@ -65,9 +65,9 @@ class LeastSquares(abc.ABC):
 
   @property
   def spare(self) -> int:
-    """Degrees of freedom: n - k, but at most sizes N - parameters that need several N.
+    """Degrees of freedom: n - k; for a law in N and M, at most (sizes N) - j.
 
-    These are all parameters but B and beta.
+    j counts the parameters that need several N: all but B and beta.
     """
     points, groups = len(self.residuals), self.groups
     sizes = points if groups is None else len(groups)

@@ -94,7 +94,7 @@ def wire_bits(c: Config) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """A setting that reaches the target.
+  """A streaming setting that reaches the target utilisation.
 
   Attributes:
     loss_per_cent: the penalty: by how many per cent the evaluation loss exceeds that of

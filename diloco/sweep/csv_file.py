@@ -79,7 +79,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
     digest = table.digest(run["config.json"])
     name = names.get(digest, digest)
     if name not in rows or rows[name]["status"] != "done":
-      for file_name, content in run.items():  # run.json is last: it makes the row.
+      for file_name, content in run.items():  # run.json is last: then the row exists.
         table.write(results / "runs" / name / file_name, content)
   return len(runs)
 

@@ -233,7 +233,7 @@ def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack_groups(code: jax.Array, bits: int) -> jax.Array:
-  """Inverts `_pack_groups`; takes no words."""
+  """Inverts `_pack_groups` for single bytes; does not take words of 4 codes."""
   group, size = _group(bits)
   planes = jnp.split(code, size)
   out = []

@@ -160,7 +160,7 @@ RECORDS = {
 }
 
 
-def write_tfds(name, records, data_dir):
+def write_tfds(name, records, data_dir, version):
   """Writes records as array_record, with the features of the real data set."""
   import tensorflow_datasets as tfds
 
@@ -186,21 +186,23 @@ def write_tfds(name, records, data_dir):
   dataset, _, variant = tasks.TASKS[name].tfds.partition("/")
   split = tasks.TASKS[name].split
 
-  class Standin(tfds.core.GeneratorBasedBuilder):
-    VERSION = tfds.core.Version("1.0.0")
-    BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
-    name = dataset
+  with tfds.core.registered.skip_registration():  # The tests write several versions.
 
-    def _info(self):
-      features_dict = tfds.features.FeaturesDict(features)
-      return tfds.core.DatasetInfo(builder=self, features=features_dict)
+    class Standin(tfds.core.GeneratorBasedBuilder):
+      VERSION = tfds.core.Version(version)
+      BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
+      name = dataset
 
-    def _split_generators(self, dl_manager):
-      del dl_manager
-      return {split: enumerate(records)}
+      def _info(self):
+        features_dict = tfds.features.FeaturesDict(features)
+        return tfds.core.DatasetInfo(builder=self, features=features_dict)
 
-    def _generate_examples(self):
-      raise NotImplementedError
+      def _split_generators(self, dl_manager):
+        del dl_manager
+        return {split: enumerate(records)}
+
+      def _generate_examples(self):
+        raise NotImplementedError
 
   Standin(
     data_dir=data_dir, config=variant or None, file_format="array_record"
@@ -208,9 +210,10 @@ def write_tfds(name, records, data_dir):
 
 
 @pytest.mark.parametrize("name", list(RECORDS))
-def test_items_are_read_from_tfds(name, tmp_path):
+def test_items_are_read_from_the_newest_version_in_tfds(name, tmp_path):
   record, item = RECORDS[name]
-  write_tfds(name, [record] * 3, str(tmp_path))
+  write_tfds(name, [record], str(tmp_path), version="1.9.0")
+  write_tfds(name, [record] * 3, str(tmp_path), version="1.10.0")
   assert tasks.load_items(name, str(tmp_path)) == [item] * 3
 
 
