@@ -1,12 +1,16 @@
 """The recipe for a new compressor or model: register it, then name it in the config."""
 
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
-import plugins  # noqa: F401  Registers `signs`, `feedback` and `bigram`.
+import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
 
 from diloco import train
-from diloco.config import resolve
+from diloco.config import ConfigError, resolve
 from diloco.model import shapes
 from diloco.run import metrics
 from diloco.simulate import from_config
@@ -77,3 +81,19 @@ def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
   losses = [r["loss"] for r in metrics.read(tmp_path)]
   assert sum(losses[-5:]) / 5 < losses[0] - 0.3
   assert summary["syncs"] == len(metrics.read(tmp_path, "send")) > 0
+
+
+def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
+  tiny.model.name, tiny.wire.compressor, tiny.plugins = "bigram", "signs", ("plugins",)
+  train.train(tiny, tmp_path / "run")
+  command = [sys.executable, "-m", "diloco.export", f"--output={tmp_path / 'out'}"]
+  env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
+  subprocess.run([*command, f"--workdir={tmp_path / 'run'}"], check=True, env=env)
+  exported = json.loads((tmp_path / "out/config.json").read_text())
+  assert exported["architecture"] == plugins.Bigram.DESCRIPTION
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(tiny):
+  tiny.plugins = ("nowhere_to_be_found",)
+  with pytest.raises(ConfigError, match=r"plugins names 'nowhere.*PYTHONPATH"):
+    resolve(tiny)

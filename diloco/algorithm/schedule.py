@@ -10,8 +10,6 @@ tau overlap in inner steps, t = 1..T finished inner steps.
 import dataclasses
 import itertools
 
-import numpy as np
-
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
@@ -24,11 +22,6 @@ class Fragment:
 
   layers: tuple[int, ...]
   embed: bool = False
-
-  @property
-  def indices(self) -> np.ndarray:
-    """The layers as int32 (n,), which jitted functions take as an argument."""
-    return np.asarray(self.layers, np.int32)
 
   def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
     """Selects the shapes of the fragment's parameters from those of a model.

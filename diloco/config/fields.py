@@ -302,6 +302,8 @@ class Config:
   # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
   # 100, Scaling Laws 30.
   sync_every: Positive = 100
+  # Modules to import first; they register compressors or models (docs/design.md).
+  plugins: tuple[str, ...] = ()
   # Seed of the initial parameters, the order of the data and stochastic rounding.
   seed: Count = 0
 

@@ -4,6 +4,7 @@ Every error is one sentence with the field, its value and the remedy.
 """
 
 import dataclasses
+import importlib
 import math
 import typing
 from collections.abc import Mapping
@@ -83,6 +84,13 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 def _resolve(v: dict[str, Any]) -> Config:
   _check_each(v)
+  for name in v["plugins"]:
+    try:
+      importlib.import_module(name)
+    except ImportError as error:
+      raise ConfigError(
+        f"plugins names {name!r}, but {error}; is its folder on PYTHONPATH?"
+      ) from error
   if v["algorithm"] == "diloco":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}

@@ -49,7 +49,8 @@ def register(
     name: name of the architecture.
     model: a module or an object with the functions of `Model`.
     parameters: returns the parameter shapes; layers are stacked under `blocks`.
-    attention_flops: returns the training FLOPs per token of the attention scores.
+    attention_flops: returns the training FLOPs per token that do not come from
+      parameters, such as those of the attention scores; may be negative.
   """
   MODELS[name] = model
   shapes.SHAPES[name] = parameters

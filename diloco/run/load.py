@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
@@ -82,8 +83,7 @@ def import_safetensors():
     import safetensors.numpy
   except ImportError as error:
     raise ConfigError(
-      "exports need safetensors, which is not installed: pip install safetensors, or"
-      " '.[export]' from a clone."
+      "exports need safetensors: pip install safetensors, or '.[export]' from a clone."
     ) from error
   return safetensors.numpy
 
@@ -112,11 +112,7 @@ def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config
   try:
     c = complete(saved)
   except (TypeError, ConfigError) as error:
-    reason = str(error).strip().splitlines()[0].rstrip(".")
-    raise ConfigError(
-      f"workdir is {str(where)!r}, whose config this version does not read ({reason});"
-      " use the version of diloco that wrote it."
-    ) from error
+    raise ConfigError(f"the config in {where} cannot be used: {error}") from error
   rows = -(-c.eval.batch_size // mesh.size) * mesh.size
   return changed(c, {"mesh.replica": 0, "mesh.fsdp": 0, "eval.batch_size": rows})
 
@@ -134,7 +130,7 @@ def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> An
     theta = [sharding.abstract(part.shapes(whole), "float32") for part in parts]
     placed = [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]
     arrays = checkpoint.read_arrays(workdir, step, {"theta": placed})
-    layers = [part.indices for part in parts]
+    layers = [np.asarray(part.layers, np.int32) for part in parts]
     return fragments.join(arrays["theta"], layers, whole, mesh)
 
 

@@ -34,7 +34,8 @@ class Transport(Protocol):
   """Carries payloads.
 
   Attributes:
-    hides: whether an exchange must share a program with inner steps to be hidden.
+    hides: whether an exchange must share a program with inner steps to be hidden. Only
+      for permutations on devices: `overlap` then calls `start` and `finish` below.
   """
 
   hides: bool
