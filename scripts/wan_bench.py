@@ -112,9 +112,7 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
   Args:
     c: resolved config.
     method: name of the method.
-    phase: the measured phase.
     set_at: when the phase's rate was set.
-    trace: the trace of the run.
     compute_s: compute time of a step.
 
   Raises:
@@ -157,7 +155,6 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
   """Measures a method; prints and returns its rows.
 
   Args:
-    options: the parsed command line.
     method: name of the method.
     network: a star with one node per replica.
     rows: the rows of other methods; data-parallel uses DiLoCo's compute times.

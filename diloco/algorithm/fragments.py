@@ -59,7 +59,6 @@ def join(
     thetas: parameters of each fragment, on the devices.
     layers: layer indices of each fragment, int32 (n,).
     parameters: shapes of one replica's parameters.
-    mesh: the device mesh.
 
   Returns:
     One replica's tree, float32. Each device holds only its shard at any time.

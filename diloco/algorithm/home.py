@@ -78,8 +78,6 @@ def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
   """Makes the home that a config asks for.
 
   Args:
-    c: the config.
-    mesh: the device mesh.
     hosts: one CPU of every process if overlap.transport is host, else None.
 
   Raises:

@@ -50,7 +50,6 @@ def inner_step(
     tokens_MxBxL: int32, B sequences for each replica.
     trainable: FedPart's mask, from `fedpart_mask`; None trains everything.
     tuned: learning rate and weight decay.
-    c: the config.
 
   Returns:
     New parameters, new optimizer state, metrics.

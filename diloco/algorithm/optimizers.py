@@ -180,9 +180,7 @@ def state_shardings(
 
   Args:
     field: name of the config's field, for error messages.
-    optimizer: the optimizer.
     params: shapes of one model's parameters, without a leading axis.
-    mesh: the device mesh.
     lead: the leading axis of the state, see `diloco.model.sharding`.
 
   Raises:

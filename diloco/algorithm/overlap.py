@@ -59,7 +59,6 @@ def inner_steps(
   """Runs a range of inner steps, together with the exchange that they hide.
 
   Args:
-    c: the config.
     plan: how replicas are synchronised.
     steps: a range from `stretches`.
     state: the state before the steps; params and opt_state are donated.
@@ -121,8 +120,6 @@ def hidden_exchange(
     params_M, opt_state_M, trainable, tuned: as for `inner_step`.
     tokens: int32 [M, B, L] for each step; steps beyond `count` do not run.
     payloads: uint8 [M, fsdp, bytes], sent before the first step.
-    c: the config.
-    mesh: the device mesh.
 
   Returns:
     Parameters, optimizer state, metrics of each step (zeros beyond `count`) and

@@ -67,7 +67,6 @@ class Plan:
     """Describes the shape and sharding of fragment p's encoded payload.
 
     Args:
-      p: the fragment.
       fsdp: size of the fsdp axis that encoded the payload; None: as in this mesh.
     """
     own = self.mesh.shape[FSDP]
@@ -90,8 +89,6 @@ def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan |
   """Makes the plan of a config on a mesh; None for data-parallel.
 
   Args:
-    c: the config.
-    mesh: the device mesh.
     parameters: shapes of one replica's parameters; None: those of the model.
 
   Raises:

@@ -127,8 +127,6 @@ def abstract_state(
   """Describes shapes, dtypes and shardings of a state, without computing it.
 
   Args:
-    c: the config.
-    mesh: the device mesh.
     plan: how replicas are synchronised.
     in_flight: fragments whose payloads the state holds.
     fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.

@@ -116,7 +116,6 @@ def across_replicas(hlo: str, mesh) -> list[Collective]:
 
   Args:
     hlo: text of a program compiled for `mesh`; no replica lies on two slices.
-    mesh: the device mesh.
   """
   axis = mesh.axis_names.index(REPLICA)
   # In SPMD programs, a device id is a position in the mesh.
@@ -149,7 +148,6 @@ def windows(hlo: str, mesh) -> list[Window]:
 
   Args:
     hlo: text of a scheduled program, compiled for `mesh`.
-    mesh: the device mesh.
 
   Raises:
     ValueError: the kind of a collective is not known, or a send has no recv.

@@ -45,7 +45,6 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
   """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
 
   Args:
-    run: the program.
     args: its arguments.
     mistakes: exceptions that mean a mistake of the user. Programs that use JAX pass
       ConfigError, because a ValueError of JAX is a bug and needs its traceback.

@@ -28,7 +28,6 @@ def make_documents(c: Config, split: str) -> Documents:
   """Opens the documents of `config.data.source`. All runs get their data here.
 
   Args:
-    c: the config.
     split: train or eval.
 
   Raises:

@@ -35,7 +35,6 @@ def in_split(split: str, file_index: int, offset: int | np.ndarray) -> np.ndarra
   of HOLD_OUT_EVERY.
 
   Args:
-    split: the split.
     file_index: place of the file in the sorted list.
     offset: byte offsets of the documents, any shape.
 
@@ -57,7 +56,6 @@ def read_documents(
   document or compressed must be read whole.
 
   Args:
-    path: the file.
     start: first byte.
     stop: byte after the last one; 0: the end of the file.
 

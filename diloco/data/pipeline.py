@@ -122,7 +122,6 @@ def make_train_iterator(
   """Opens the training batches of some replicas.
 
   Args:
-    c: the config.
     replica_ids: the replicas, in the order of R; None: all M. A process of a larger
       run gives every replica of which it trains some sequences.
 

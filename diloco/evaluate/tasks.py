@@ -141,7 +141,6 @@ def result(
   """Computes accuracies from the log-likelihoods of all choices.
 
   Args:
-    items: the items.
     scores: float [choices] per item, in nats. If scores are equal, the first wins.
     truncated: see `TaskResult`.
   """

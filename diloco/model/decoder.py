@@ -181,7 +181,6 @@ def losses(
   """Computes every token's cross entropy and squared log-partition, given its past.
 
   Args:
-    m: the model.
     params: parameters of one replica.
     tokens_BxL: int32; the decoder puts BOS before the first token.
     batch_axes: mesh axes that shard B. Activations keep this sharding, so XLA gathers
@@ -215,7 +214,6 @@ def logits(
   """Computes the logits of the token that follows one of the given ids.
 
   Args:
-    m: the model.
     params: parameters of one replica.
     ids_BxL: int32 input ids at positions start, ..., start + L - 1.
     cache: from `init_cache` or the last call; old entries from `start` on are unused.

@@ -27,7 +27,6 @@ def generate(
   context: positions are learned, so the cache cannot slide.
 
   Args:
-    m: the model.
     params: parameters of one replica.
     prompt_ids: ids of the prompt, without BOS; may be empty.
     length: the largest number of new tokens.

@@ -90,7 +90,6 @@ def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
   including the masked ones (PaLM, arXiv 2204.02311, appendix B).
 
   Args:
-    m: the model.
     attention: whether attention scores count; the DiLoCo papers do not count them.
   """
   return 6.0 * matrix_params(m) + attention * ATTENTION_FLOPS[m.name](m)

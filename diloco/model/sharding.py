@@ -52,7 +52,6 @@ def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
 
   Args:
     tree: arrays or shapes under `blocks` and/or `embed`.
-    mesh: the device mesh.
     lead: see the docstring of this file.
   """
 

@@ -68,13 +68,11 @@ class Log:
     """Opens the files.
 
     Args:
-      c: the config.
       workdir: folder of the files.
       start: number of finished inner steps.
       ledger: bytes of those steps.
       spent: time of those steps.
       last_checkpoint: returns the step of the newest checkpoint, None without one.
-      peers: the processes of the run.
     """
     self._c, self._workdir, self.ledger, self._spent = c, workdir, ledger, spent
     self._last_checkpoint, self._peers = last_checkpoint, peers
@@ -101,7 +99,6 @@ class Log:
     """Takes inner steps that were just launched, and reports those launched before.
 
     Args:
-      steps: the steps.
       by_step: metrics of each step, which the devices may still be computing.
       events: sends and receives after the last step.
     """

@@ -15,7 +15,6 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   """The mesh of a config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
 
   Args:
-    c: the config.
     devices: devices to use, default all of them.
 
   Raises:

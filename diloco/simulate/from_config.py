@@ -24,7 +24,6 @@ def step_time(
   The FLOPs include those of the attention scores.
 
   Args:
-    c: the config.
     chips: number of chips of all replicas together.
     peak_tflops: peak TFLOP/s of one chip; 197 is the peak of TPU v5e.
     mfu: share of the peak that the run reaches.
@@ -42,7 +41,6 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   Each value has the mean number of bits of all parameters.
 
   Args:
-    c: the config.
     seconds: compute per step.
     latency: seconds per reduction.
   """

@@ -144,7 +144,6 @@ def utilisation(
   """Returns compute utilisation at each bandwidth; simulates them all together.
 
   Args:
-    work: the workload.
     bandwidths: bits per second; infinity is allowed.
     steps: number of simulated steps.
     nodes: if given, the nodes at the first bandwidth are appended to it.

@@ -33,7 +33,6 @@ def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
   times.
 
   Args:
-    directory: the run directory.
     environment: additional environment variables of the trainer.
 
   Returns:

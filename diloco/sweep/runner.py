@@ -52,7 +52,6 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    sweep: the sweep to run.
     results: the results directory; only `step` writes there.
     backend: executes the runs.
     parallel: limit of runs at a time, including runs that an earlier driver started.

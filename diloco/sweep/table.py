@@ -92,7 +92,6 @@ def read_rows(results: pathlib.Path, earlier: Mapping[str, Row] = {}) -> dict[st
   """Reads all runs by name, in the order in which they were first started.
 
   Args:
-    results: the results directory.
     earlier: the result of an earlier call. Runs that had ended are not read again.
   """
   rows = dict[str, Row]()

@@ -64,7 +64,6 @@ def scale_exponents(
   enough that no decoded value is a subnormal float32.
 
   Args:
-    fmt: the format.
     amax: float32, non-negative and finite.
     stochastic: whether values are rounded stochastically.
 
@@ -98,7 +97,6 @@ def encode(
   the shifted bits rounds the value.
 
   Args:
-    fmt: the format.
     x: float32, finite.
     k: int32 scale exponents from `scale_exponents`, broadcastable to x.
     random_bits: uint32 like x for stochastic rounding; None rounds to nearest.
@@ -137,7 +135,6 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
   """Returns the values of the codes, times 2^k.
 
   Args:
-    fmt: the format.
     codes: uint8; the sign bit is above the bits of the magnitude.
     k: int32 scale exponents from `scale_exponents`, broadcastable to codes.
 

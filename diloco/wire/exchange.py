@@ -56,7 +56,6 @@ def encode(
 
   Args:
     wire: compressor and number format.
-    mesh: the device mesh.
     delta_M: outer gradients of a fragment, float32 leaves (M, n, ...) under `blocks`
       and (M, ...) under `embed`, sharded as `sharding.specs` says.
     state_M: compressor state from `init_state`, sharded like delta_M.
@@ -105,7 +104,6 @@ def decode(
 
   Args:
     wire: compressor and number format.
-    mesh: the device mesh.
     payload: uint8 [M, F, bytes]; the mesh that encoded it had an fsdp axis of size F.
     like: outer parameters of the fragment, or their shapes.
     lead: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
@@ -147,7 +145,6 @@ def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
   """Averages decoded outer gradients over the replicas (wire.exchange=psum).
 
   Args:
-    mesh: the device mesh.
     delta_M: float32 leaves (M, ...), sharded over REPLICA and fsdp.
 
   Returns:

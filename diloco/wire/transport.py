@@ -129,7 +129,6 @@ def finish(
   """Sorts the arrays of `start` by replica; nothing is exchanged.
 
   Args:
-    mesh: the device mesh.
     payload: the argument of `start`.
     received: the result of `start`.
 
