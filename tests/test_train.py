@@ -21,7 +21,7 @@ from diloco.algorithm.inner import fedpart_mask, inner_step
 from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.plan import make_plan
-from diloco.algorithm.state import abstract_params
+from diloco.algorithm.state import abstract_params, init_state
 from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint, metrics
 from diloco.run.log import Log, TrainingDiverged
@@ -262,6 +262,25 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
   moved = np.any(w != old, axis=(0, 2, 3))
   assert tuple(np.flatnonzero(moved)) == fragment.layers
   np.testing.assert_array_equal(params_M["embed"]["tokens"], before["embed"]["tokens"])
+
+
+def test_fedpart_trains_each_fragment_until_it_is_sent(tiny):
+  tiny.outer.fedpart, tiny.sync_every, tiny.inner.warmup_steps = True, 8, 0
+  c = resolve(tiny)
+  mesh = make_mesh(c)
+  plan = make_plan(c, mesh)
+  tokens = jnp.ones((2, 2, 16), jnp.int32)
+  with jax.set_mesh(mesh):
+    state = init_state(c, mesh, plan)
+    for t in range(9, 18):
+      before = jax.tree.map(np.asarray, state.params)
+      state, _ = overlap.inner_steps(c, plan, range(t, t + 1), state, [tokens])
+      sends = next(s for s in map(plan.schedule.sends, range(t, 99)) if s)
+      next_sent = [plan.fragments[p] for p in sends]
+      changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)
+      layers = np.flatnonzero(changed["blocks"]["ff"]["up"].any(axis=(0, 2, 3)))
+      assert sorted(layers) == sorted(i for f in next_sent for i in f.layers), t
+      assert changed["embed"]["norm"]["scale"].any() == any(f.embed for f in next_sent)
 
 
 @pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.

@@ -62,6 +62,40 @@ def test_each_replica_is_clipped_and_stepped_by_itself(tiny):
   jax.tree.map(close, both["blocks"]["ff"], alone["blocks"]["ff"])
 
 
+def test_the_step_follows_the_clipped_gradient_of_cross_entropy_and_z_loss(tiny):
+  # SGD's step is proportional to the gradient, unlike Adam's first.
+  c = resolve(
+    tiny,
+    **{
+      "inner.optimizer": "sgd",
+      "inner.weight_decay": 0.0,
+      "inner.warmup_steps": 0,
+      "inner.learning_rate": 0.5,
+      "inner.clip_norm": 0.25,
+      "model.z_loss": 0.03,
+    },
+  )
+  params_M, tokens_MxBxL = setup(c)
+  stepped_M, _, metrics = run_step(c, params_M, tokens_MxBxL)
+
+  def loss(params, tokens_BxL):
+    nll_BxL, z2_BxL = decoder.losses(c.model, params, tokens_BxL)
+    return nll_BxL.mean() + 0.03 * z2_BxL.mean()
+
+  for m in range(2):
+    params = jax.tree.map(lambda x, m=m: x[m], params_M)
+    grads = jax.grad(loss)(params, tokens_MxBxL[m])
+    norm = np.sqrt(
+      sum(np.sum(np.square(g, dtype=float)) for g in jax.tree.leaves(grads))
+    )
+    assert norm > 2 * 0.25  # The gradient is clipped.
+    np.testing.assert_allclose(metrics.grad_norm[m], norm, rtol=1e-4)
+    np.testing.assert_allclose(metrics.update_norm[m], 0.5 * 0.25, rtol=1e-4)
+    expected = jax.tree.map(lambda x, g: x - 0.5 * g * 0.25 / norm, params, grads)  # noqa: B023
+    close = lambda x, y: np.testing.assert_allclose(x[m], y, rtol=1e-4, atol=1e-6)  # noqa: B023
+    jax.tree.map(close, stepped_M, expected)
+
+
 def lowered(c: Config) -> str:
   mesh = make_mesh(c)
   with jax.set_mesh(mesh):

@@ -145,6 +145,35 @@ def test_the_outer_gradient_points_from_local_to_outer():
   jax.tree.map(lambda x: np.testing.assert_array_equal(x, 2.0), outer)
 
 
+def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
+  c = make_config(
+    sync_every=2,
+    **{
+      "fragments.pattern": "whole",
+      "overlap.tau": 1,
+      "wire.format": "e3m0",
+      "wire.rounding": "stochastic",
+    },
+  )
+  rng = np.random.default_rng(8)
+  theta = jax.tree.map(jnp.float32, random_tree(rng))
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+
+  def sent(t):
+    """Payloads of two replicas with the same outer gradient, sent after step t."""
+    start_M = jax.tree.map(lambda x: jnp.stack([x, x]), theta)
+    state = init_outer(plan, start_M)
+    moved_M = jax.tree.map(lambda x: 1.1 * x, start_M)
+    _, state, _ = outer_step(plan, t, moved_M, state)
+    return np.asarray(state.in_flight["0"])
+
+  with jax.set_mesh(plan.mesh):
+    first, again, later = sent(2), sent(2), sent(4)
+  np.testing.assert_array_equal(first, again)
+  assert np.any(first[0] != first[1])
+  assert np.any(first[0] != later[0])
+
+
 def test_psum_and_gather_agree_bit_for_bit_for_two_replicas():
   rng = np.random.default_rng(7)
   theta = random_tree(rng)

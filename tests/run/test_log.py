@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.state import Event
 from diloco.config import resolve
 from diloco.run import metrics
-from diloco.run.log import Log, Spent, _join
+from diloco.run.log import Log, Spent, TrainingDiverged, _join
 from diloco.run.peers import Peers
 from diloco.wire.ledger import Ledger
 
@@ -91,3 +92,23 @@ def test_metrics_of_all_processes_are_joined_by_replica():
   # Process 0 has its own pairs as tuples; those of the others come as JSON.
   assert _join([[(1, 0.5), (2, 0.5)], [[0, 0.7]]]) == [0.7, 0.5, 0.5]
   assert _join([3.0, 3.0]) == 3.0
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
+  recorder = make_recorder(tiny, tmp_path)
+  good = InnerMetrics(*[jnp.ones(2)] * 3)
+  recorder.stretch(range(1, 2), [good], [])
+  recorder.stretch(range(2, 3), [good._replace(**{name: jnp.array([1, jnp.inf])})], [])
+  words = {"loss": "loss", "grad_norm": "gradient norm"}[name]
+  with pytest.raises(TrainingDiverged, match=f"{words} of replica 1 is inf at step 2"):
+    recorder.flush()
+
+
+def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  sent = {"outer_grad_norm": jnp.array([jnp.nan, 1])}
+  good = InnerMetrics(*[jnp.ones(2)] * 3)
+  recorder.stretch(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
+  with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
+    recorder.flush()

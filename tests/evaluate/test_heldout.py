@@ -1,0 +1,37 @@
+"""The held-out loss is a mean over tokens of text, without the padding."""
+
+import jax
+import numpy as np
+import pytest
+
+from diloco.config import resolve
+from diloco.data import EvalSet, make_eval_set
+from diloco.evaluate import heldout
+from diloco.model import decoder
+from diloco.run.mesh import make_mesh
+
+
+def test_padding_counts_neither_as_loss_nor_as_tokens(tiny):
+  c = resolve(tiny)
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(4, 2048, (2, 4, c.model.seq_len)).astype(np.int32)
+  weights = np.ones(tokens.shape, np.float32)
+  weights[1, 2:], weights[1, 1, 5:] = 0, 0
+  params = decoder.init(c.model, jax.random.key(0))
+  nll = [decoder.losses(c.model, params, batch)[0] for batch in tokens]
+  total = np.sum(np.asarray(nll) * weights, dtype=float)
+  count = int(weights.sum())
+  assert count < tokens.size
+  mesh = make_mesh(c)
+  with jax.set_mesh(mesh):
+    result = heldout.evaluate(
+      params, EvalSet(tokens, weights, count, 1000), c.model, mesh
+    )
+  assert result.loss == pytest.approx(total / count, rel=1e-5)
+  assert result.bits_per_byte == pytest.approx(total / np.log(2) / 1000, rel=1e-5)
+
+
+def test_the_tokens_that_count_are_those_without_padding(tiny):
+  tiny.eval.tokens = 1000  # Not a whole number of batches.
+  eval_set = make_eval_set(resolve(tiny))
+  assert eval_set.num_tokens == eval_set.weights.sum() < eval_set.tokens.size
