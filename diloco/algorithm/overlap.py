@@ -1,8 +1,8 @@
 """Hides an exchange behind inner steps: one program runs both.
 
 A device runs separate programs one after the other. So an exchange overlaps with inner
-steps only inside one program. XLA overlaps them on TPUs and GPUs, not on CPUs. With
-`overlap.transport=host` the hosts exchange payloads, and this file hides nothing.
+steps only inside one program. XLA overlaps them on TPUs (docs/aot.md), not on CPUs.
+With `overlap.transport=host` the hosts exchange payloads, and this file hides nothing.
 """
 
 import dataclasses
