@@ -74,8 +74,7 @@ def train(
     else:
       start, state, record = 0, init_state(c, mesh, plan), Record(c.to_dict())
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
-    latest = lambda: checkpoints.latest
-    log = Log(c, workdir, start, ledger, spent, latest, peers)
+    log = Log(c, workdir, start, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
 
     def save(t: int, finished: bool = False) -> None:

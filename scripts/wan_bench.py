@@ -96,8 +96,8 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
 
 def all_reduce(c: Config) -> float:
   """Returns the bytes that one worker of data-parallel sends in a step."""
-  size = from_config.gradient_bits(c) / 8 * num_params(c.model)
-  return sizes.all_reduced(c.replicas, size)
+  value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
+  return sizes.data_parallel_bytes(c.replicas, num_params(c.model), 1, value_bytes)
 
 
 def predicted(c, compute_s: float, rate: float) -> float:
@@ -110,7 +110,6 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
   """Makes a row of the table.
 
   Args:
-    c: resolved config.
     method: name of the method.
     set_at: when the phase's rate was set.
     compute_s: compute time of a step.

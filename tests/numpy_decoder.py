@@ -3,6 +3,19 @@
 import jax
 import numpy as np
 
+from diloco.config.fields import ModelConfig
+
+# Small enough for the reference and for float64.
+MODEL = ModelConfig(
+  num_layers=3,
+  dim=16,
+  num_heads=2,
+  ff_dim=32,
+  vocab_size=50,
+  seq_len=12,
+  dtype="float32",
+)
+
 
 def norm(x, scale):
   mean, var = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)

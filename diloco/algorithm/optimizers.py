@@ -203,8 +203,7 @@ def state_shardings(
   def place(x, param=None, like=None):
     return like if param is not None and x.shape == param.shape else whole
 
-  led = lambda at: NamedSharding(mesh, P(*lead, *at.spec))
-  places = jax.tree.map(led, sharding.shardings(params, mesh))
+  places = sharding.with_lead(sharding.shardings(params, mesh), lead)
   masked = lambda x: isinstance(x, optax.MaskedNode)
   keep_masked = lambda x, *rest: x if masked(x) else place(x, *rest)
   try:

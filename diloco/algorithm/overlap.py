@@ -27,8 +27,7 @@ Tree = Any
 
 def hiding_steps(plan: Plan | None, t: int) -> int:
   """Counts the inner steps in one program with the exchange that follows step t."""
-  hides = plan is not None and plan.transport.hides
-  return plan.schedule.hiding_steps(t) if plan and hides else 0
+  return plan.schedule.hiding_steps(t) if plan and plan.transport.hides else 0
 
 
 def stretches(
@@ -76,7 +75,7 @@ def inner_steps(
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
   sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
   # The list of tokens has a fixed length, so that one program serves every count.
-  spare = plan.schedule.longest_hiding() - len(tokens)
+  spare = plan.schedule.longest_hiding - len(tokens)
   params_M, opt_state_M, by_step, arrived = hidden_exchange(
     np.int32(len(tokens)),
     *arrays,

@@ -102,7 +102,7 @@ def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan |
   return Plan(
     schedule=c.make_schedule(),
     fragments=fragments,
-    layers=tuple(np.asarray(f.layers, np.int32) for f in fragments),
+    layers=tuple(f.indices for f in fragments),
     parameters=parameters,
     shapes=tuple(f.shapes(parameters) for f in fragments),
     wire=c.wire,

@@ -8,7 +8,10 @@ tau overlap in inner steps, t = 1..T finished inner steps.
 """
 
 import dataclasses
+import functools
 import itertools
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +25,11 @@ class Fragment:
 
   layers: tuple[int, ...]
   embed: bool = False
+
+  @property
+  def indices(self) -> np.ndarray:
+    """The layers as int32 (n,), which jitted functions take as an argument."""
+    return np.asarray(self.layers, np.int32)
 
   def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
     """Selects the shapes of the fragment's parameters from those of a model.
@@ -188,8 +196,9 @@ class Schedule:
       k += 1
     return k
 
+  @functools.cached_property
   def longest_hiding(self) -> int:
-    """Returns the largest `hiding_steps` of any step; 0 if no exchange is hidden."""
+    """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
     # Two rounds: in the first, fewer sends lie between a send and its arrival.
     first_rounds = range(self.sync_every, 3 * self.sync_every)
     return max(self.hiding_steps(t) for t in first_rounds)

@@ -9,8 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
 from diloco.algorithm.plan import Plan
@@ -231,7 +230,7 @@ def _outer_shardings(state: tuple, outer: OuterConfig, mesh: Mesh) -> tuple:
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)
-  led = jax.tree.map(lambda at: NamedSharding(mesh, P(REPLICA, *at.spec)), theta_at)
+  led = sharding.with_lead(theta_at, (REPLICA,))
   codec_at = jax.tree.map(
     lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
   )

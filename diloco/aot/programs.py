@@ -93,7 +93,7 @@ class Programs:
       self._add("inner step", inner_step, *arrays, tokens, *rest, c=c)
       if plan and self.state.outer:
         self._add_outer_step(c, plan, self.state.outer)
-      steps = plan.schedule.longest_hiding() if plan and plan.transport.hides else 0
+      steps = plan.schedule.longest_hiding if plan and plan.transport.hides else 0
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
         args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)

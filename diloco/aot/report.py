@@ -14,8 +14,10 @@ from diloco.aot import hlo
 from diloco.aot.programs import Program, Programs, nbytes
 from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, ConfigError, changed, resolve
+from diloco.config.command_line import one_line
 from diloco.model.shapes import flops_per_token, num_params
 from diloco.run import hardware
+from diloco.run.mesh import fit_eval_batch
 
 Lines = Iterator[str]
 
@@ -33,7 +35,7 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
     ConfigError: the config, the topology or the layout is not possible.
   """
   devices = describe(topology, slices)
-  c = _for_devices(config, devices)
+  c = fit_eval_batch(resolve(config), len(devices))
   programs = Programs(c, make_mesh(c, devices, slices))
   hbm, (replica, fsdp) = _memory(devices), programs.mesh.devices.shape
   yield (
@@ -93,7 +95,7 @@ def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
   for grid in TOPOLOGIES[chip]:
     where = f"{slices} x {chip}:{grid}"
     devices = describe(f"{chip}:{grid}", slices)
-    hbm, c = _memory(devices), _for_devices(config, devices)
+    hbm, c = _memory(devices), fit_eval_batch(resolve(config), len(devices))
     accumulate, state = c.train.accumulate, 0
     while state <= hbm:
       try:
@@ -151,12 +153,6 @@ def activations(c: Config, mesh: Mesh) -> int:
   return rows * c.model.seq_len * width * c.model.num_layers
 
 
-def _for_devices(config: ConfigDict, devices: list[Any]) -> Config:
-  """Rounds the unused evaluation batch up to a multiple of the number of devices."""
-  c, n = resolve(config), len(devices)
-  return changed(c, {"eval.batch_size": n * -(-c.eval.batch_size // n)})
-
-
 def _listed(parts: dict[str, int]) -> str:
   each = ", ".join(f"{part} {_size(size)}" for part, size in parts.items())
   return f"{each}; {_size(sum(parts.values()))} in all"
@@ -182,7 +178,7 @@ def _described(window: hlo.Window) -> str:
 
 def _reason(error: Exception) -> str:
   """Returns XLA's reason for refusing a program, in one sentence."""
-  text = " ".join(str(error).split())
+  text = one_line(error)
   size = r"(\d+\.\d+[KMG])"
   middle = r"(?: of |\) exceeds available HBM \()"
   used = re.search(rf"(?:Used |temporaries \(){size}{middle}{size}", text)

@@ -63,11 +63,7 @@ def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
 
 def shardings(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
   """Returns `specs` as NamedShardings."""
-  return jax.tree.map(
-    lambda spec: NamedSharding(mesh, spec),
-    specs(tree, mesh, lead),
-    is_leaf=lambda x: isinstance(x, P),
-  )
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh, lead))
 
 
 def batch_sharding(mesh: Mesh, lead: Lead = (REPLICA,)) -> NamedSharding:
@@ -90,6 +86,19 @@ def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
   needs the right values only in the parts that its own devices hold.
   """
   return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def local_parts(x: jax.Array) -> np.ndarray:
+  """Copies the parts that this process holds to a host array; the rest is zero."""
+  whole = np.zeros(x.shape, x.dtype)
+  for shard in x.addressable_shards:
+    whole[shard.index] = np.asarray(shard.data)
+  return whole
+
+
+def with_lead(places: Tree, lead: Lead) -> Tree:
+  """Turns NamedShardings of tensors without a lead into those with the lead."""
+  return jax.tree.map(lambda at: NamedSharding(at.mesh, P(*lead, *at.spec)), places)
 
 
 def structs(tree: Tree, places: Tree) -> Tree:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
@@ -21,7 +20,7 @@ from diloco.algorithm.state import abstract_params, first_replica
 from diloco.config import Config, ConfigError, changed, complete
 from diloco.model import shapes, sharding
 from diloco.run import checkpoint
-from diloco.run.mesh import make_inference_mesh
+from diloco.run.mesh import fit_eval_batch, make_inference_mesh
 
 # The files of an export, see diloco/export.py.
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
@@ -113,8 +112,7 @@ def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config
     c = complete(saved)
   except (TypeError, ConfigError) as error:
     raise ConfigError(f"the config in {where} cannot be used: {error}") from error
-  rows = -(-c.eval.batch_size // mesh.size) * mesh.size
-  return changed(c, {"mesh.replica": 0, "mesh.fsdp": 0, "eval.batch_size": rows})
+  return fit_eval_batch(changed(c, {"mesh.replica": 0, "mesh.fsdp": 0}), mesh.size)
 
 
 def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> Any:
@@ -130,7 +128,7 @@ def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> An
     theta = [sharding.abstract(part.shapes(whole), "float32") for part in parts]
     placed = [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]
     arrays = checkpoint.read_arrays(workdir, step, {"theta": placed})
-    layers = [np.asarray(part.layers, np.int32) for part in parts]
+    layers = [part.indices for part in parts]
     return fragments.join(arrays["theta"], layers, whole, mesh)
 
 

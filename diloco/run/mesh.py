@@ -7,7 +7,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from diloco.config import Config, ConfigError
+from diloco.config import Config, ConfigError, changed
 from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA
 
 
@@ -53,6 +53,11 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     )
   grid = device_grid(devices, replica, fsdp)
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
+def fit_eval_batch(c: Config, devices: int) -> Config:
+  """Rounds eval.batch_size up to a multiple of the devices, as `make_mesh` demands."""
+  return changed(c, {"eval.batch_size": -(-c.eval.batch_size // devices) * devices})
 
 
 def make_inference_mesh() -> Mesh:

@@ -21,10 +21,11 @@ class MetricsWriter:
   def __init__(self, workdir: pathlib.Path, c: Config):
     path = workdir / "metrics.jsonl"
     # A kill may have cut the last line short.
-    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+    with path.open("ab+") as file:
+      file.seek(max(file.tell() - 1, 0))
+      if file.read() not in (b"", b"\n"):
+        file.write(b"\n")
     self._file = path.open("a", buffering=1)  # Line by line, so that one can follow it.
-    if torn:
-      self._file.write("\n")
     self._tensorboard: Any = None
     self._wandb: Any = None
     if c.log.tensorboard:
@@ -39,11 +40,10 @@ class MetricsWriter:
   def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
     """Writes a record of plain Python numbers and lists of numbers."""
     # JSON has no NaN, which stands for "not defined": null takes its place.
-    text = json.dumps({"kind": kind, "step": step, **values})
-    record = json.loads(text, parse_constant=lambda _: None)
-    self._file.write(json.dumps(record) + "\n")
+    clean = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    self._file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
     prefix = f"fragment_{values['fragment']}" if "fragment" in values else kind
-    scalars = dict(_scalars(prefix, {name: record[name] for name in values}))
+    scalars = dict(_scalars(prefix, clean))
     if self._tensorboard:
       for name, value in scalars.items():
         self._tensorboard.add_scalar(name, value, step)

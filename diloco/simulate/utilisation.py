@@ -23,6 +23,7 @@ Times are seconds, sizes are bits, bandwidths are bits per second.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -77,7 +78,7 @@ class Workload:
 
   def __post_init__(self):
     check_fields(self)
-    self.whole_plan()  # Raises an error for an impossible fragment size or tau.
+    _ = self.whole_plan  # Raises an error for an impossible fragment size or tau.
 
   @classmethod
   def of_equal_layers(cls, params: float, layers: int, step_time: float, **fields):
@@ -93,12 +94,12 @@ class Workload:
   @property
   def copies(self) -> float:
     """Copies of each value that a replica sends, as in the trainer's ledger."""
-    if self.method == "data_parallel" or self.exchange == "psum":
-      return sizes.all_reduced(self.replicas, 1)
-    return sizes.gathered(self.replicas, 1)
+    exchange = "psum" if self.method == "data_parallel" else self.exchange
+    return sizes.copies(exchange, self.replicas)
 
+  @functools.cached_property
   def whole_plan(self) -> Plan:
-    """Returns `plan`, or the trainer's plan for a model without an embedding."""
+    """`plan`, or the trainer's plan for a model without an embedding."""
     if self.plan is not None:
       return self.plan
     if self.method != "streaming":
@@ -110,7 +111,7 @@ class Workload:
 
   def reduced_after(self, step: int) -> set[int]:
     """Returns layers whose reduction starts in the backward pass of step 1, 2, ..."""
-    schedule, layers = self.whole_plan()
+    schedule, layers = self.whole_plan
     due = [ids for p, ids in enumerate(layers) if schedule.is_due(p, step)]
     return {layer for ids in due for layer in ids}
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from diloco.config import Config, changed
+from diloco.config.command_line import one_line
 from diloco.config.resolve import leaves
 from diloco.sweep import table
 from diloco.sweep.table import SUMMARY_COLUMNS, Row
@@ -68,7 +69,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
         elif line["status"] != "failed":
           raise ValueError(f"status is {line['status']!r}, neither done nor failed")
     except (ValueError, TypeError, KeyError, AttributeError, csv.Error) as error:
-      reason = " ".join(str(error).split()).rstrip(".")
+      reason = one_line(error).rstrip(".")
       raise ValueError(
         f"line {max(reader.line_num, 1)} of {path} cannot be imported ({reason});"
         " give a file written by --export."

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 from diloco.config import ConfigError, resolve
+from diloco.config.command_line import one_line
 from diloco.sweep import grid as grid_lib
 from diloco.sweep import table
 from diloco.sweep.grid import Point, Search, Sweep
@@ -112,7 +113,7 @@ class Driver:
     try:
       config = table.as_json(resolve(self.sweep.config(dict(point))))
     except Exception as error:  # A sweep file may raise anything.
-      reason = " ".join(str(error).split())
+      reason = one_line(error)
       if not isinstance(error, ConfigError):
         kind = type(error).__name__
         where = f"at the point {grid_lib.describe(point)}"

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 
+from diloco.config.command_line import one_line
 from diloco.sweep import job
 from diloco.sweep.table import digest
 
@@ -48,7 +49,7 @@ class Slurm:
       self._executor.update_parameters(**{"timeout_min": 24 * 60, **options})
     except (ImportError, RuntimeError, NameError, TypeError, ValueError) as error:
       raise ValueError(
-        f"this --backend cannot submit: {_in_one_line(error)}; check that submitit is"
+        f"this --backend cannot submit: {one_line(error)}; check that submitit is"
         " installed (pip install submitit, or '.[slurm]' from a clone), sbatch is on"
         " the PATH and --slurm_options are submitit's."
       ) from error
@@ -77,7 +78,7 @@ class Slurm:
         )
         break
       except (FailedJobError, OSError) as error:
-        why = f"sbatch submits nothing ({_in_one_line(error)})"
+        why = f"sbatch submits nothing ({one_line(error)})"
         if pause is None:
           raise ValueError(
             f"{why}; submitted jobs go on: start the same sweep again later, with a"
@@ -127,7 +128,7 @@ class Slurm:
         command, capture_output=True, check=True, text=True, timeout=60
       )
     except (OSError, subprocess.SubprocessError) as error:
-      why = f"squeue does not answer ({_in_one_line(error)})"
+      why = f"squeue does not answer ({one_line(error)})"
       if now > self._answered + PATIENCE:
         raise ValueError(
           f"{why}; submitted jobs go on: start the same sweep again later."
@@ -138,7 +139,3 @@ class Slurm:
     self._states = {name: state for name, _, state in lines}
     self._answered = now
     return self._states
-
-
-def _in_one_line(error: Exception) -> str:
-  return " ".join(str(error).split())

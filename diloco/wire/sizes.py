@@ -123,19 +123,17 @@ def sync_bytes(
 ) -> int:
   """Counts the bytes that one replica sends in one sync of a fragment."""
   size = exchanged_bytes(wire, fragment, fsdp)
-  if wire.exchange == "psum":
-    return round(all_reduced(replicas, size))
-  return gathered(replicas, size)
+  return round(copies(wire.exchange, replicas) * size)
 
 
-def gathered(replicas: int, payload: int) -> int:
-  """Counts the bytes that a replica sends in an all-gather of such payloads."""
-  return (replicas - 1) * payload
+def copies(exchange: str, replicas: int) -> float:
+  """Counts how often a replica sends its bytes.
 
-
-def all_reduced(replicas: int, size: float) -> float:
-  """Counts the bytes that a replica sends in a ring all-reduce of `size` bytes."""
-  return 2 * (replicas - 1) / replicas * size
+  Args:
+    exchange: psum is a ring all-reduce, gather an all-gather of payloads.
+    replicas: M.
+  """
+  return 2 * (replicas - 1) / replicas if exchange == "psum" else replicas - 1
 
 
 def data_parallel_bytes(
@@ -153,4 +151,4 @@ def data_parallel_bytes(
     steps: number of all-reduces.
     value_bytes: bytes per value of a gradient; the papers count 2.
   """
-  return all_reduced(replicas, value_bytes * num_params) * steps
+  return copies("psum", replicas) * (value_bytes * num_params) * steps

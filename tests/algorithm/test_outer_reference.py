@@ -221,7 +221,7 @@ def compare(program: Program, got: Snapshot, want: ref.Result, T: int):
   assert updates == sorted((t, p) for what, t, p, *_ in want.log if what == "update")
   if program.exchange == "psum":  # Reduces float32, whatever the codes are.
     values = [4 * num_values(program, got.outer, p) for _, _, p in sends]
-    assert got.sent == [round(sizes.all_reduced(program.M, n)) for n in values]
+    assert got.sent == [round(sizes.copies("psum", program.M) * n) for n in values]
   else:
     assert got.sent == [(program.M - 1) * n for n in want.payload]
   pairs = [("outer", got.outer, want.outer)]

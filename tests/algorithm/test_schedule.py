@@ -130,7 +130,7 @@ def test_the_steps_that_hide_an_exchange_end_at_the_next_event(p, h, data):
   schedule = Schedule(p, h, taus)
   happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
   hiding = [schedule.hiding_steps(t) for t in range(1, 6 * h)]
-  assert schedule.longest_hiding() == max(hiding)
+  assert schedule.longest_hiding == max(hiding)
   for t, k in enumerate(hiding[: 4 * h], start=1):
     if not schedule.sends(t) or min(taus) == 0:
       assert k == 0

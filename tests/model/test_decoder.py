@@ -6,21 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_decoder import numpy_decoder
+from numpy_decoder import MODEL, numpy_decoder
 
 from diloco.config.fields import ModelConfig
 from diloco.model import decoder, shapes
 from diloco.model.loss import token_losses
-
-MODEL = ModelConfig(
-  num_layers=3,
-  dim=16,
-  num_heads=2,
-  ff_dim=32,
-  vocab_size=50,
-  seq_len=12,
-  dtype="float32",
-)
 
 
 def hidden_states(m: ModelConfig, params, ids_BxL):

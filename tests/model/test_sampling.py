@@ -7,19 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy_decoder import MODEL
 
-from diloco.config.fields import ModelConfig
 from diloco.model import decoder, sampling
-
-MODEL = ModelConfig(
-  num_layers=3,
-  dim=16,
-  num_heads=2,
-  ff_dim=32,
-  vocab_size=50,
-  seq_len=12,
-  dtype="float32",
-)
 
 
 def make_params(m=MODEL):
