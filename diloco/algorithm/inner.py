@@ -61,7 +61,7 @@ def inner_step(
     updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
     if trainable is not None:
       updates = _masked(updates, trainable)
-    metrics = InnerMetrics(nll, optax.tree.norm(grads), optax.tree.norm(updates))
+    metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
     return optax.apply_updates(params, updates), opt_state, metrics
 
   args = (params_M, opt_state_M, tokens_MxBxL)
@@ -69,6 +69,11 @@ def inner_step(
     return jax.vmap(step)(*args)
   each_replica = drjax.program(placements={REPLICA: c.replicas})
   return each_replica(lambda *args: drjax.map_fn(step, args))(*args)
+
+
+def _norm(tree: Tree) -> jax.Array:
+  """Returns the global L2 norm; sums float32, also of bfloat16 values."""
+  return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
 def _gradients(
@@ -93,9 +98,11 @@ def _gradients(
   def body(total, tokens):
     return jax.tree.map(jnp.add, total, grad(params, tokens)), None
 
-  zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad, params, micro[0]))
+  # Float32, because a sum in bfloat16 loses its small terms.
+  like = jax.eval_shape(grad, params, micro[0])
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), like)
   total, _ = jax.lax.scan(body, zeros, micro)
-  return jax.tree.map(lambda x: x / accumulate, total)
+  return jax.tree.map(lambda x, like: (x / accumulate).astype(like.dtype), total, like)
 
 
 def _mean_gradients(

@@ -46,6 +46,33 @@ def test_accumulated_gradients_equal_the_gradient_of_the_whole_batch(tiny):
   jax.tree.map(close, a["blocks"]["ff"], b["blocks"]["ff"])
 
 
+def test_microbatches_in_bfloat16_accumulate_in_float32(tiny):
+  fields = {
+    "train.batch_size": 128,
+    "train.accumulate": 64,
+    "inner.optimizer": "sgd",
+    "inner.clip_norm": 0.0,
+    "inner.weight_decay": 0.0,
+    "inner.warmup_steps": 0,
+    "model.param_dtype": "bfloat16",
+  }
+  c = resolve(tiny, **fields)
+  params_M, tokens_MxBxL = setup(c)
+  _, _, metrics = run_step(c, params_M, tokens_MxBxL)
+
+  def gradient(params, tokens_BxL):
+    loss = lambda params: decoder.losses(c.model, params, tokens_BxL)[0].mean()
+    return jax.tree.map(jnp.float32, jax.grad(loss)(params))
+
+  for m in range(2):
+    params = jax.tree.map(lambda x, m=m: x[m], params_M)
+    parts = jax.lax.map(lambda x: gradient(params, x[None]), tokens_MxBxL[m])  # noqa: B023
+    mean = jax.tree.map(lambda x: np.asarray(x, np.float64).mean(axis=0), parts)
+    norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(mean)))
+    # The mean is rounded once to bfloat16, whose rounding errors nearly cancel.
+    np.testing.assert_allclose(metrics.grad_norm[m], norm, rtol=1e-3)
+
+
 def test_each_replica_is_clipped_and_stepped_by_itself(tiny):
   c = resolve(tiny, **{"inner.warmup_steps": 0})
   params_M, tokens = setup(c)
