@@ -268,6 +268,7 @@ def simulate(
   M: int,
   outer,
   compress: Compress = uncompressed,
+  stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
   drain: bool = True,
 ) -> Result:
   """T steps of Algorithm 2; line numbers in the comments are its own.
@@ -283,6 +284,8 @@ def simulate(
     M: replicas.
     outer: one of the outer optimizers above.
     compress: what the wire does to an outer gradient.
+    stored: rounds values to the type in which replicas keep their parameters. The outer
+      gradient starts from the rounded outer parameters, which were merged.
     drain: whether fragments still in flight after step T are received.
   """
   taus = [tau] * M if isinstance(tau, int) else list(tau)
@@ -313,13 +316,14 @@ def simulate(
       update(p, t)
     for key in keys[p]:
       local, merged = theta_m[m][key], flight[p]["theta"][key]
-      theta_m[m][key] = alpha * local + (1 - alpha) * merged
+      theta_m[m][key] = stored(alpha * local + (1 - alpha) * merged)
     flight[p]["waiting"].remove(m)
     result.log.append(("merge", t, p, m))
 
   for t in range(1, T + 1):
     for m in range(M):  # lines 3 to 5
-      theta_m[m] = split(inner(join(theta_m[m]), m, t))
+      stepped = split(inner(join(theta_m[m]), m, t))
+      theta_m[m] = {key: stored(value) for key, value in stepped.items()}
 
     for p in sent_at(t, P, H):  # lines 6 to 8
       assert p not in flight
@@ -328,7 +332,7 @@ def simulate(
       for m in range(M):
         payload = 0
         for key in keys[p]:
-          delta_m = theta_outer[key] - theta_m[m][key]
+          delta_m = stored(theta_outer[key]) - theta_m[m][key]
           decoded, num_bytes = compress(delta_m.ravel(), delta_m.shape[-1])
           delta[key] += decoded.reshape(delta_m.shape) / M
           payload += num_bytes

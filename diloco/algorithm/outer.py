@@ -60,7 +60,7 @@ def send(
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
   # Line 7: outer parameters minus inner parameters, float32.
-  minus = lambda theta, x_M: theta[None] - x_M.astype(jnp.float32)
+  minus = lambda theta, x_M: as_merged(theta, x_M)[None] - x_M.astype(jnp.float32)
   delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
   # Line 8: each replica draws its own random numbers.
   delta_norm_M = norms(delta_M)
@@ -74,6 +74,18 @@ def send(
     "quantization_error": error_M / jnp.maximum(delta_norm_M, 1e-30),
   }
   return payload, codec_state, metrics
+
+
+def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
+  """Rounds outer parameters to the replicas' dtype; returns float32.
+
+  The papers do not specify this. Replicas in bfloat16 start from rounded values. If
+  theta were not rounded, the outer gradient would contain the rounding error, even if
+  no replica trained.
+  """
+  info = jnp.finfo(x_M.dtype)
+  # XLA may drop a cast to bfloat16 and back, but not `reduce_precision`.
+  return jax.lax.reduce_precision(theta, info.nexp, info.nmant)
 
 
 @functools.partial(jax.jit, static_argnames=("wire", "outer", "mesh"))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.outer import drain, outer_step, send
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import Config, default_config, resolve
@@ -17,7 +17,7 @@ LAYERS, WIDTH, ROWS = 5, 6, 7
 def make_config(**fields) -> Config:
   c = default_config()
   c.model.num_layers, c.model.dim, c.model.num_heads = LAYERS, 8, 1
-  c.train.steps, c.train.batch_size = 1, 12
+  c.train.steps, c.train.batch_size = 1000, 12
   c.wire.format = "fp32"
   c.update_from_flattened_dict(fields)
   return resolve(c)
@@ -113,6 +113,23 @@ def test_final_sync_leaves_replicas_and_outer_parameters_equal():
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[1], y), params_M, outer)
   sent = [p for kind, _, p in events if kind == "send"]
   assert all(sent.count(p) >= 1 for p in range(len(c.make_fragments())))
+
+
+def test_bfloat16_replicas_that_did_not_train_send_zeros():
+  c = make_config(**{"fragments.pattern": "whole"})
+  theta = jax.tree.map(jnp.float32, random_tree(np.random.default_rng(7)))
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  merged_M = jax.tree.map(lambda x: jnp.bfloat16(jnp.stack([x, x])), theta)
+
+  def norm_M(params_M):
+    codec_state = init_outer(plan, params_M).codec_state[0]
+    args = (params_M, theta, codec_state, plan.layers[0], jax.random.key(0))
+    return send(*args, wire=plan.wire, mesh=plan.mesh)[2]["outer_grad_norm"]
+
+  with jax.set_mesh(plan.mesh):
+    np.testing.assert_array_equal(norm_M(merged_M), 0)
+    trained_M = jax.tree.map(lambda x: x * 2, merged_M)
+    assert (norm_M(trained_M) > 0.1).all()
 
 
 def test_an_update_touches_only_its_own_fragment():

@@ -54,6 +54,7 @@ class Program:
   mu: float = 0.5
   block: int | None = None
   exchange: str = "gather"
+  dtype: str = "float32"  # Of the replicas' parameters.
   exact: bool = True
 
 
@@ -66,6 +67,8 @@ PROGRAMS = (
   Program(M=2, alpha=0.5, block=ROW, optimizer="sgd", exchange="psum"),
   Program(M=3, lr=0.4, mu=0.9, alpha=0.3, layers=5, size=2, exact=False),
   Program(M=3, lr=0.7, mu=0.9, block=4, alpha=0.5, exact=False),
+  Program(M=2, alpha=0.5, layers=5, size=2, dtype="bfloat16"),
+  Program(M=4, block=4, lr=1.0, pattern="sequential", dtype="bfloat16"),
   Program(M=4, optimizer="adam", lr=0.1, alpha=0.25, exact=False),
   Program(M=2, lr=0.4, mu=0.9, alpha=1.0, embedding="first", exact=False),
 )
@@ -92,6 +95,7 @@ def plan_of(program: Program, start: ref.Params) -> Plan:
   c = default_config()
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
+  c.outer.final_sync = True  # `run` has other steps.
   c.train.steps = 1
   c.train.batch_size = 8 * program.M
   c.model.num_layers = program.layers
@@ -141,7 +145,7 @@ def run(program: Program, H: int, taus, T: int, start, inner):
   plan = plan_of(program, start)
   schedule = Schedule(len(plan.fragments), H, tuple(taus))
   plan = dataclasses.replace(plan, schedule=schedule)
-  repeat = lambda x: jnp.asarray(np.stack([x] * program.M), jnp.float32)
+  repeat = lambda x: jnp.asarray(np.stack([x] * program.M), program.dtype)
   events = []
   with jax.set_mesh(plan.mesh):
     params_M = jax.tree.map(repeat, start)
@@ -165,7 +169,7 @@ def snapshot(program, plan, params_M, state, events) -> Snapshot:
   for name in names:
     parts = tuple(optax.tree_utils.tree_get(s, name) for s in state.opt_state)
     moments[name] = outer_params(plan, state.replace(theta=parts))
-  host = jax.tree.map(np.asarray, params_M)
+  host = jax.tree.map(lambda x: np.asarray(x, np.float32), params_M)
   kinds = {"send": "send", "receive": "update"}
   return Snapshot(
     outer=jax.tree.map(np.asarray, outer_params(plan, state)),
@@ -201,6 +205,7 @@ def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Resu
     M=program.M,
     outer=rule(),
     compress=ref.uncompressed if program.block is None else compress,
+    stored=lambda x: x.astype(program.dtype).astype(np.float64),
     drain=drain,
   )
 
@@ -271,7 +276,7 @@ def check(program: Program, H: int, taus: tuple[int, ...], T: int):
       lambda *x: jnp.asarray(np.stack(x), jnp.float32),
       *[table[m][t - 1] for m in range(program.M)],
     )
-    return jax.tree.map(jnp.add, params_M, add)
+    return jax.tree.map(lambda x, y: (x + y).astype(x.dtype), params_M, add)
 
   before, after = run(program, H, taus, T, start, inner)
   args = (program, H, taus, T, start, table)
