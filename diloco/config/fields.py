@@ -95,8 +95,9 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Whether every fragment is synchronised once more after the last step. The papers do
-  # not do this.
+  # Whether every fragment is synchronised once more after the last step. Off, because
+  # the papers do not do this. Without it, the outer parameters lack the inner steps
+  # after a fragment's last send.
   final_sync: bool = False
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
@@ -347,6 +348,12 @@ class Config:
     return schedule.Schedule(
       len(self.make_fragments()), self.sync_every, self.overlap.taus
     )
+
+  def num_syncs(self) -> tuple[int, ...]:
+    """Counts the syncs of each fragment in the whole run; not for data_parallel."""
+    schedule, final = self.make_schedule(), int(self.outer.final_sync)
+    fragments = range(schedule.num_fragments)
+    return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
 
   def to_dict(self) -> dict:
     """Returns nested dicts, which json can write; tuples stay tuples."""

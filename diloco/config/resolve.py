@@ -53,12 +53,15 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
 
   Returns:
     The config with final steps, tokens, taus, ff_dim, weight decay and wire format;
-    for diloco also pattern and overlap. `resolve` does not change this config again.
+    unless streaming also pattern and overlap. `resolve` does not change this config
+    again.
 
   Raises:
     ConfigError: a field has a value that cannot work.
   """
-  return _resolve(leaves(config.to_dict()))
+  c = _resolve(leaves(config.to_dict()))
+  _check_all_synced(c)
+  return c
 
 
 def complete(saved: Mapping[str, Any]) -> Config:
@@ -91,7 +94,7 @@ def _resolve(v: dict[str, Any]) -> Config:
       raise ConfigError(
         f"plugins names {name!r}, but {error}; is its folder on PYTHONPATH?"
       ) from error
-  if v["algorithm"] == "diloco":
+  if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
   if v["wire.format"] == "auto":
@@ -148,7 +151,8 @@ def _build(v: Mapping[str, Any]) -> Config:
 
 def _check_together(c: Config) -> None:
   """Checks fields that depend on each other."""
-  if c.overlap.transport == "host" and c.wire.exchange == "psum":
+  hosts = c.overlap.transport == "host" and not c.data_parallel
+  if hosts and c.wire.exchange == "psum":
     raise ConfigError(
       "overlap.transport is host, but wire.exchange is psum, which needs devices;"
       " choose gather."
@@ -175,3 +179,16 @@ def _check_together(c: Config) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
+
+
+def _check_all_synced(c: Config) -> None:
+  """Refuses a run so short that some outer parameters would stay untrained."""
+  if not c.data_parallel and 0 in c.num_syncs():
+    schedule = c.make_schedule()
+    first = c.sync_every + schedule.offset(schedule.num_fragments - 1)
+    raise ConfigError(
+      f"train.steps is {c.train.steps}, but with sync_every={c.sync_every} some"
+      f" parameters are first synchronised at step {first}, so the outer parameters,"
+      " which are evaluated, would stay untrained; train longer, lower sync_every, or"
+      " set outer.final_sync=true."
+    )

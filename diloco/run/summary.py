@@ -1,5 +1,6 @@
 """The end of a run: evaluates, generates, and writes summary.json."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -20,6 +21,8 @@ from diloco.run.peers import Peers
 from diloco.wire import sizes
 
 FILE = "summary.json"
+# Fewer syncs than this leave the outer parameters far behind the replicas.
+_ENOUGH_SYNCS = 3
 
 
 def make(
@@ -85,6 +88,7 @@ def _numbers(
     "bytes_ratio_to_data_parallel": reference / sent if sent else None,
     "peak_bytes_per_sync": peak,
     "syncs": ledger.syncs,
+    "note": note(c),
     "fragments": {
       p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
     },
@@ -96,10 +100,24 @@ def _numbers(
   }
 
 
+def note(c: Config) -> str:
+  """Says that some fragments are rarely synchronised in this run; "" if none is."""
+  few = 0 if c.data_parallel else min(c.num_syncs())
+  if c.data_parallel or few >= _ENOUGH_SYNCS:
+    return ""
+  return (
+    f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
+    f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
+    " train longer, lower sync_every, or set outer.final_sync=true."
+  )
+
+
 def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
-  """Reads process 0's summary.json; None if the run ended before it was written."""
-  path = workdir / FILE
-  return peers.broadcast(json.loads(path.read_text()) if path.exists() else None)
+  """Reads process 0's summary.json; None if it is absent or damaged."""
+  found = None
+  with contextlib.suppress(OSError, ValueError):  # `make` writes it again.
+    found = json.loads((workdir / FILE).read_text())
+  return peers.broadcast(found if isinstance(found, dict) else None)
 
 
 def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
@@ -112,6 +130,10 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
   """
   losses = summary["eval_loss"]
   ratio = summary["bytes_ratio_to_data_parallel"]
+  sent = f"{summary['bytes_sent_per_replica']:,} bytes sent per replica"
+  if summary["syncs"]:
+    peak = summary["peak_bytes_per_sync"]
+    sent += f" in {summary['syncs']} syncs, at most {peak:,} at once"
   lines = [
     "",
     f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
@@ -124,14 +146,15 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
       f" {100 * r['chance']:.0f}% by chance"
       for task, r in summary["tasks"].items()
     ),
-    f"exchanged    {summary['bytes_sent_per_replica']:,} bytes sent per replica in"
-    f" {summary['syncs']} syncs, at most {summary['peak_bytes_per_sync']:,} at once",
+    f"exchanged    {sent}",
     "             data-parallel with 16-bit gradients would have sent"
     f" {summary['bytes_data_parallel_per_replica']:,}"
     + (f": {ratio:,.1f} times as many" if ratio else ""),
     f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
     f" {summary['wall_s']:.0f} s in all",
   ]
+  if summary.get("note"):
+    lines.append(f"note         {summary['note']}")
   if text:
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
   lines += [

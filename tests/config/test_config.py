@@ -10,7 +10,7 @@ from diloco.config.resolve import difference, leaves
 
 def make(**fields):
   c = default_config()
-  c.train.steps = 100
+  c.train.steps = 200
   c.update_from_flattened_dict(fields)
   return c
 
@@ -76,9 +76,9 @@ def test_unknown_and_missing_fields():
 
 
 def test_resolving_fills_in_and_is_idempotent():
-  c = make(**{"train.steps": 0, "train.tokens": 10_000_000})
+  c = make(**{"train.steps": 0, "train.tokens": 100_000_000})
   r = resolve(c)
-  assert r.train.steps == 10_000_000 // (256 * 2048)
+  assert r.train.steps == 100_000_000 // (256 * 2048)
   assert r.train.tokens == r.train.steps * 256 * 2048
   assert r.inner.weight_decay == 1 / r.train.steps
   assert (r.wire.format, tuple(r.overlap.taus), r.model.ff_dim) == (
@@ -100,7 +100,7 @@ def test_a_resolved_config_is_typed_frozen_and_hashable():
 
 def test_changing_a_resolved_config_resolves_it_again():
   r = changed(resolve(make()), {"model.dim": 64, "overlap.alpha": 0.5})
-  assert (r.model.dim, r.overlap.alpha, r.train.steps) == (64, 0.5, 100)
+  assert (r.model.dim, r.overlap.alpha, r.train.steps) == (64, 0.5, 200)
   with pytest.raises(ConfigError, match=r"model.width is 3, but there is no such"):
     changed(r, {"model.width": 3})
 
@@ -128,3 +128,29 @@ def test_difference_shows_the_changed_leaves():
     "overlap.taus": "() -> (1, 2)",
     "replicas": "2 -> 4",
   }
+
+
+def test_a_run_that_never_synchronises_some_parameters_is_refused():
+  # 3 fragments with sync_every=100 are first sent at steps 100, 133 and 166.
+  message = "train.steps is 165, .* sync_every=100 .* at step 166, .* outer.final_sync"
+  with pytest.raises(ConfigError, match=message):
+    resolve(make(**{"train.steps": 165}))
+  assert resolve(make(**{"train.steps": 166})).num_syncs() == (1, 1, 1)
+  assert resolve(make(**{"train.steps": 200})).num_syncs() == (2, 1, 1)
+  final = {"train.steps": 10, "outer.final_sync": True}
+  assert resolve(make(**final)).num_syncs() == (1, 1, 1)
+  # A run of an older version can still be read.
+  assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
+
+
+def test_data_parallel_ignores_the_fields_of_the_outer_step():
+  fields = {
+    "algorithm": "data_parallel",
+    "sync_every": 1,
+    "model.num_layers": 2,
+    "overlap.taus": (1, 2, 3),
+    "overlap.transport": "host",
+    "wire.exchange": "psum",
+    "train.steps": 1,
+  }
+  assert resolve(make(**fields)).train.steps == 1

