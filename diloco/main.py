@@ -8,6 +8,7 @@ Several processes train together if each is started with --coordinator, --num_pr
 and --process_id, or with --distributed=auto; see docs/cluster.md.
 """
 
+import sys
 import traceback
 
 from absl import app, flags, logging
@@ -16,6 +17,7 @@ from ml_collections import config_flags
 from diloco.config import ConfigError, resolve
 from diloco.config.command_line import make_folder, parse_flags
 
+INTERRUPTED = 130  # Exit status of a program that Ctrl-C ended: 128 + SIGINT.
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
@@ -39,12 +41,14 @@ def main(_) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
-  from diloco.run import processes
+  from diloco.run import memory, processes, stop
+  from diloco.run.compiling import announce_compilations
   from diloco.run.log import TrainingDiverged
   from diloco.run.peers import Peers, ProcessLost
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
+  stop.end_at_second_interrupt()
   try:
     # These errors need not wait for the other processes.
     resolve(FLAGS.config)
@@ -56,6 +60,8 @@ def main(_) -> None:
       auto=FLAGS.distributed == "auto",
       timeout=FLAGS.initialization_timeout,
     )
+    if peers.index == 0:
+      announce_compilations()
     train.train(FLAGS.config, FLAGS.workdir, peers)
     peers.close()
   except (ConfigError, TrainingDiverged, ProcessLost) as error:
@@ -63,16 +69,22 @@ def main(_) -> None:
   except ExchangeFailed as error:
     peers.await_loss()
     peers.fail(str(error))
+  except stop.Interrupted:
+    peers.close()
+    sys.exit(INTERRUPTED)
+  except KeyboardInterrupt:
+    peers.fail(
+      "interrupted; the same command goes on from the newest checkpoint, if any.",
+      INTERRUPTED,
+    )
   except Exception as error:
-    if peers.count == 1:
+    out_of_memory = memory.explain(error)
+    if peers.count == 1 and not out_of_memory:
       raise
     peers.await_loss()
-    traceback.print_exc()
-    peers.fail(f"{type(error).__name__}: {error}")
-  except KeyboardInterrupt:
-    if peers.count == 1:
-      raise
-    peers.fail("interrupted.")
+    if not out_of_memory:
+      traceback.print_exc()
+    peers.fail(out_of_memory or f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

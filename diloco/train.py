@@ -20,7 +20,8 @@ from diloco.run.checkpoint import Checkpoints, Record, make_record
 from diloco.run.log import Log, Spent
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers, say
-from diloco.run.processes import check_all_meet, end_on_sigterm, make_shared
+from diloco.run.processes import check_all_meet, lock_workdir, make_shared
+from diloco.run.stop import end_on_signal
 from diloco.wire.ledger import Ledger
 
 
@@ -45,11 +46,12 @@ def train(
     ConfigError: the config cannot work, `peers` are not JAX's processes, or workdir
       contains a run with another config.
     TrainingDiverged: a loss or gradient became NaN or infinite.
+    Interrupted: Ctrl-C ended the run early, and the run is saved.
   """
   c, workdir, peers = resolve(config), pathlib.Path(workdir), peers or Peers()
   check_all_meet(peers)
   with contextlib.ExitStack() as stack:
-    ends_after = stack.enter_context(end_on_sigterm(peers))
+    stop = stack.enter_context(end_on_signal(peers))
 
     # Every mistake in the config is found here, before anything compiles.
     mesh = make_mesh(c)
@@ -58,6 +60,9 @@ def train(
     evaluation = Evaluation(c, mesh)
     plan = make_plan(c, mesh)
     make_shared(workdir, peers)
+    stack.enter_context(lock_workdir(workdir, peers))
+    if summary.note(c) and peers.index == 0:
+      say(f"note: {summary.note(c)}")
     if plan:
       stack.callback(plan.jobs.close)
       plan.transport.connect()
@@ -74,7 +79,7 @@ def train(
     else:
       start, state, record = 0, init_state(c, mesh, plan), Record(c.to_dict())
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
-    log = Log(c, workdir, start, ledger, spent, lambda: checkpoints.latest, peers)
+    log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
 
     def save(t: int, finished: bool = False) -> None:
@@ -98,11 +103,10 @@ def train(
         with log.pause():
           params = final_params(plan, state, mesh)
           log.evaluation(t, evaluation(params).numbers)
-      if ends_after(steps) and not last:
+      if stop.after(steps) and not last:
         save(t)
         checkpoints.wait()
-        if peers.index == 0:
-          say(f"SIGTERM: saved step {t} in {workdir}; the same command goes on.")
+        stop.leave(t, workdir)
         return {}
       if c.checkpoint.every and t % c.checkpoint.every == 0 and not last:
         with log.pause():
@@ -123,4 +127,5 @@ def train(
         state = dataclasses.replace(state, params=params, outer=outer)
         log.events(events)
       save(c.train.steps, finished=True)
+      stop.finished(c.train.steps, workdir)
     return summary.make(c, plan, state, mesh, evaluation, log, workdir, peers)

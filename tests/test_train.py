@@ -26,6 +26,8 @@ from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint, metrics
 from diloco.run.log import Log, TrainingDiverged
 from diloco.run.mesh import make_mesh
+from diloco.run.peers import Peers
+from diloco.run.processes import lock_workdir
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -128,23 +130,66 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
     assert a[field] == b[field]
 
 
-def test_sigterm_saves_and_exits_cleanly(finished, tmp_path):
+@pytest.mark.parametrize(("signum", "status"), [("SIGTERM", 0), ("SIGINT", 130)])
+def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   process = start(
     tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE, text=True
   )
-  deadline = time.time() + 120
-  while time.time() < deadline and process.poll() is None:
-    lines = tmp_path / "metrics.jsonl"
-    if lines.exists():
-      break
-    time.sleep(0.01)
-  process.send_signal(signal.SIGTERM)
+  await_metrics(process, tmp_path)
+  process.send_signal(getattr(signal, signum))
   _, stderr = process.communicate(timeout=120)
-  assert process.returncode == 0, stderr
-  assert "SIGTERM: saved step" in stderr
+  assert process.returncode == status, stderr
+  name = {"SIGINT": "Ctrl-C"}.get(signum, signum)
+  assert f"{name}: saved step" in stderr
+  assert "Traceback" not in stderr
   assert not (tmp_path / "summary.json").exists()
   assert run(tmp_path, "--config.checkpoint.every=0")[0] == 0
   assert losses(tmp_path) == losses(finished)
+
+
+def await_metrics(process, workdir):
+  """Waits until a run has written the metrics of a step."""
+  lines = workdir / "metrics.jsonl"
+  while process.poll() is None and not (lines.exists() and lines.stat().st_size):
+    time.sleep(0.01)
+
+
+def test_the_second_interrupt_ends_a_run_at_once(tmp_path):
+  process = start(tmp_path, "--config.train.steps=100000", stderr=subprocess.PIPE)
+  await_metrics(process, tmp_path)
+  # A stopped process cannot save between the two signals.
+  process.send_signal(signal.SIGSTOP)
+  process.send_signal(signal.SIGINT)
+  process.send_signal(signal.SIGCONT)
+  process.send_signal(signal.SIGINT)
+  _, stderr = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert b"Traceback" not in stderr
+
+
+def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
+  process = start(tmp_path, stderr=subprocess.PIPE, text=True)
+  while process.poll() is None and not (tmp_path / ".lock").exists():
+    time.sleep(0.01)
+  process.send_signal(signal.SIGINT)
+  _, stderr = process.communicate(timeout=120)
+  assert process.returncode == 130
+  assert "error: interrupted; the same command goes on" in stderr
+  assert "Traceback" not in stderr
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
+  process = start(tmp_path, "--config.train.steps=100000", stderr=subprocess.DEVNULL)
+  try:
+    await_metrics(process, tmp_path)
+    holder = f"where process {process.pid} on .* is training; wait for its end"
+    with pytest.raises(ConfigError, match=holder):
+      train.train(tiny, tmp_path)
+  finally:
+    process.kill()
+    process.wait()
+  with lock_workdir(tmp_path, Peers()):
+    pass  # A dead process keeps no lock.
 
 
 def test_a_finished_run_is_not_trained_again(finished, tmp_path):
@@ -153,8 +198,8 @@ def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   assert run(tmp_path / "copy")[0] == 0
   assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)
-  # Cut short between the last checkpoint and the summary.
-  (tmp_path / "copy" / "summary.json").unlink()
+  # Cut short between the last checkpoint and the summary, or damaged.
+  (tmp_path / "copy" / "summary.json").write_bytes(b"\xff{garbage")
   assert run(tmp_path / "copy")[0] == 0
   after, before = (
     json.loads((w / "summary.json").read_text()) for w in (tmp_path / "copy", finished)
@@ -237,7 +282,7 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
   # Before anything was learned all have the same parameters: the first losses agree.
   first = {}
   for algorithm in ("data_parallel", "diloco", "streaming"):
-    tiny.algorithm, tiny.train.steps = algorithm, 1
+    tiny.algorithm, tiny.train.steps, tiny.outer.final_sync = algorithm, 1, True
     train.train(tiny, tmp_path / algorithm)
     first[algorithm] = metrics.read(tmp_path / algorithm)[0]["loss"]
   assert first["diloco"] == first["streaming"]
@@ -266,6 +311,7 @@ def test_fedpart_trains_only_the_next_fragment(tiny):
 
 def test_fedpart_trains_each_fragment_until_it_is_sent(tiny):
   tiny.outer.fedpart, tiny.sync_every, tiny.inner.warmup_steps = True, 8, 0
+  tiny.train.steps = 18
   c = resolve(tiny)
   mesh = make_mesh(c)
   plan = make_plan(c, mesh)
@@ -285,7 +331,7 @@ def test_fedpart_trains_each_fragment_until_it_is_sent(tiny):
 
 @pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.
 def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
-  tiny.outer.fedpart, tiny.sync_every = True, sync_every
+  tiny.outer.fedpart, tiny.sync_every, tiny.train.steps = True, sync_every, 16
   c = resolve(tiny)
   plan = make_plan(c, make_mesh(c))
   one_round = range(sync_every + 1, 2 * sync_every + 1)

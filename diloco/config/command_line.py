@@ -131,6 +131,8 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
   Raises:
     ConfigError: nothing can be written in the folder.
   """
+  if not str(path).strip():
+    raise ConfigError(f"{flag} is empty; give a folder (is a shell variable unset?).")
   folder = pathlib.Path(path)
   try:
     folder.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,6 @@ class Log:
     self,
     c: Config,
     workdir: pathlib.Path,
-    start: int,
     ledger: Ledger,
     spent: Spent,
     last_checkpoint: Callable[[], int | None],
@@ -69,8 +68,7 @@ class Log:
 
     Args:
       workdir: folder of the files.
-      start: number of finished inner steps.
-      ledger: bytes of those steps.
+      ledger: bytes of the steps before the run started or resumed.
       spent: time of those steps.
       last_checkpoint: returns the step of the newest checkpoint, None without one.
     """
@@ -83,15 +81,7 @@ class Log:
     self._began = time.perf_counter() - spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
     self._last_sync = "none yet"
-    self._bar = tqdm.tqdm(
-      total=c.train.steps,
-      initial=start,
-      unit="step",
-      desc=c.algorithm,
-      dynamic_ncols=True,
-      disable=peers.index > 0,
-      mininterval=0.2 if sys.stderr.isatty() else 15,
-    )
+    self._bar: tqdm.tqdm | None = None
 
   def stretch(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
@@ -150,7 +140,8 @@ class Log:
     return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
 
   def close(self) -> None:
-    self._bar.close()
+    if self._bar:
+      self._bar.close()
     if self._writer:
       self._writer.close()
 
@@ -207,11 +198,23 @@ class Log:
         flops = rate * flops_per_token(self._c.model)
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
+    # Made after the first step, whose compilation would count as its time.
+    self._bar = self._bar or self._make_bar(t)
     self._bar.set_postfix_str(
       f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
       refresh=False,
     )
     self._bar.update(t - self._bar.n)
+
+  def _make_bar(self, t: int) -> tqdm.tqdm:
+    return tqdm.tqdm(
+      total=self._c.train.steps,
+      initial=t,
+      unit="step",
+      desc=self._c.algorithm,
+      dynamic_ncols=True,
+      mininterval=0.2 if sys.stderr.isatty() else 15,
+    )
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:

@@ -61,12 +61,12 @@ class MetricsWriter:
 def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
   """Reads the records of one kind in order of steps; of repeated records the last.
 
-  Skips a line that a kill cut short.
+  Skips lines that are no records, for example a line that a kill cut short.
   """
   records = {}
-  with (workdir / "metrics.jsonl").open() as lines:
+  with (workdir / "metrics.jsonl").open(errors="replace") as lines:
     for line in lines:
-      with contextlib.suppress(json.JSONDecodeError):
+      with contextlib.suppress(ValueError, TypeError, KeyError):
         record = json.loads(line)
         if record["kind"] == kind:
           records[record["step"], record.get("fragment", 0)] = record

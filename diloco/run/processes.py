@@ -1,18 +1,17 @@
-"""How a run of several processes starts, shares a folder, and ends on SIGTERM."""
+"""How a run of several processes starts, and shares a folder."""
 
 import contextlib
+import os
 import pathlib
-import signal
+import socket
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
-from jax.experimental import multihost_utils
 
-from diloco.config import ConfigError
+from diloco.config import ConfigError, files
 from diloco.run import rendezvous
-from diloco.run.peers import Peers, say
+from diloco.run.peers import Peers
 
 # Seconds after which JAX itself aborts a run whose process is gone. Long, since `Peers`
 # notices it at once, and since a process may be suspended for a while.
@@ -126,25 +125,23 @@ def make_shared(folder: pathlib.Path, peers: Peers) -> None:
 
 
 @contextlib.contextmanager
-def end_on_sigterm(peers: Peers) -> Iterator[Callable[[range], bool]]:
-  """Makes SIGTERM end the training loop instead of the process.
+def lock_workdir(folder: pathlib.Path, peers: Peers) -> Iterator[None]:
+  """Keeps other runs out of a folder until this run ends, or its process 0 dies.
 
-  Yields:
-    A function that takes the steps that were just finished, and returns whether all
-    processes end now. It must be called with every step.
+  Raises:
+    ConfigError: another run is training there.
   """
-  if peers.count > 1:  # JAX makes all processes agree on the step.
-    reached = multihost_utils.reached_preemption_sync_point
-    yield lambda steps: any(list(map(reached, steps)))  # list: any() would skip steps.
-    return
-  if threading.current_thread() is not threading.main_thread():
-    say("Not in the main thread: SIGTERM will not save a checkpoint.")
-    yield lambda steps: False
-    return
-  requested = threading.Event()
-  before = signal.signal(signal.SIGTERM, lambda signum, frame: requested.set())
-  try:
-    yield lambda steps: requested.is_set()
-  finally:
-    # None is a handler that was not set from Python and cannot be restored.
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+  with (folder / ".lock").open("a+") as file:
+    own = peers.index > 0 or files.try_lock(file)
+    file.seek(0)
+    holder = peers.broadcast("" if own else file.read() or "another process")
+    if holder:
+      raise ConfigError(
+        f"--workdir is {str(folder)!r}, where {holder} is training; wait for its end,"
+        " or choose another --workdir."
+      )
+    if peers.index == 0:
+      file.truncate(0)
+      file.write(f"process {os.getpid()} on {socket.gethostname()}")
+      file.flush()
+    yield

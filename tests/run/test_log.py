@@ -32,7 +32,7 @@ class OnDevice:
 
 def make_recorder(tiny, workdir, spent=None):
   c = resolve(tiny)
-  return Log(c, workdir, 0, Ledger(), spent or Spent(), lambda: None, Peers())
+  return Log(c, workdir, Ledger(), spent or Spent(), lambda: None, Peers())
 
 
 def stretch(steps: range, log: list):

@@ -75,6 +75,8 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   write(tmp_path, c, 1, 2)
   path = tmp_path / "metrics.jsonl"
   path.write_text(path.read_text()[:-7])
+  with path.open("ab") as file:
+    file.write(b"\n\xff\xfe not UTF-8\n3\n{}")
   assert [r["step"] for r in metrics.read(tmp_path)] == [1]
   write(tmp_path, c, 2, 3)
   records = [(r["step"], r["loss"]) for r in metrics.read(tmp_path)]

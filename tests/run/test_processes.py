@@ -330,13 +330,35 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
 
 
 @pytest.mark.slow
-def test_sigterm_to_one_process_saves_the_same_step_on_all(launch, two, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_saves_the_same_step_on_all(
+  launch, two, tmp_path, signum
+):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
-  os.kill(pid_of(run, 1), signal.SIGTERM)
-  output = finish(run)
-  [step] = re.findall(r"SIGTERM: saved step (\d+)", output)
+  while not (tmp_path / "metrics.jsonl").stat().st_size:
+    time.sleep(0.05)
+  os.kill(pid_of(run, 1), signum)
+  output, _ = run.communicate(timeout=600)
+  assert run.returncode == (130 if signum == signal.SIGINT else 0), output[-5000:]
+  assert "Traceback" not in output
+  [step] = re.findall(r"SIGTERM: saved step (\d+)", output)  # Process 0 got SIGTERM.
   assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [step]
+  finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
+  assert_same_training(tmp_path, two[0], rtol=0)
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
+  run = launch(2, tmp_path, "--config.checkpoint.every=0")
+  await_path(run, "metrics.jsonl", tmp_path)
+  while not (tmp_path / "metrics.jsonl").stat().st_size:
+    time.sleep(0.05)
+  run.send_signal(signal.SIGINT)
+  output, _ = run.communicate(timeout=600)
+  assert run.returncode == 130, output[-5000:]
+  assert len(re.findall(r"Ctrl-C: saved step \d+", output)) == 1
+  assert "Traceback" not in output
   finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
   assert_same_training(tmp_path, two[0], rtol=0)
 

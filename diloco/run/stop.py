@@ -1,0 +1,117 @@
+"""How a run ends before its last step: SIGTERM and Ctrl-C save a checkpoint."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+from jax.experimental import multihost_utils
+
+from diloco.run.peers import Peers, say
+
+
+class Interrupted(KeyboardInterrupt):
+  """Ctrl-C ended a run, and the run is saved."""
+
+
+class Stop:
+  """Knows whether the run must end.
+
+  Attributes:
+    peers: the processes of the run.
+    signum: the first signal that this process received; 0 before.
+    unsaved: whether this process has run steps that the next signal must save.
+  """
+
+  def __init__(self, peers: Peers):
+    self.peers, self.signum, self.unsaved = peers, 0, False
+
+  def handle(self, signum: int, frame: object) -> None:
+    """Notes a signal; raises KeyboardInterrupt if Ctrl-C has nothing to wait for."""
+    del frame
+    first, self.signum = not self.signum, self.signum or signum
+    if signum != signal.SIGINT:
+      return
+    if not (first and self.unsaved):
+      raise KeyboardInterrupt
+    say("\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once.")
+    if self.peers.count > 1:  # JAX tells the other processes of a SIGTERM.
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  def after(self, steps: range) -> bool:
+    """Returns whether all processes end now; must be called with every step.
+
+    Args:
+      steps: the steps that were just finished.
+    """
+    self.unsaved = True
+    if self.peers.count > 1:  # JAX makes all processes agree on the step.
+      reached = multihost_utils.reached_preemption_sync_point
+      return any(list(map(reached, steps)))  # list: any() would skip steps.
+    return bool(self.signum)
+
+  def leave(self, t: int, workdir: object) -> None:
+    """Says that step t is saved.
+
+    Raises:
+      Interrupted: the signal was Ctrl-C.
+    """
+    self.unsaved = False
+    what = "Ctrl-C" if self.signum == signal.SIGINT else "SIGTERM"
+    line = f"{what}: saved step {t} in {workdir}; the same command goes on."
+    if self.peers.index == 0:
+      say(line)
+    if self.signum == signal.SIGINT:
+      raise Interrupted(line)
+
+  def finished(self, t: int, workdir: object) -> None:
+    """Tells that the last step t is saved; from now on Ctrl-C need not wait.
+
+    Raises:
+      Interrupted: Ctrl-C came before.
+    """
+    self.unsaved = False
+    if self.signum == signal.SIGINT:
+      self.leave(t, workdir)
+
+
+@contextlib.contextmanager
+def end_on_signal(peers: Peers) -> Iterator[Stop]:
+  """Makes SIGTERM and Ctrl-C end the training loop instead of the process."""
+  stop = Stop(peers)
+  if threading.current_thread() is not threading.main_thread():
+    say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
+    yield stop
+    return
+  # JAX handles SIGTERM if several processes train together.
+  signums = [signal.SIGINT] + ([signal.SIGTERM] if peers.count == 1 else [])
+  # A shell without job control starts background processes with Ctrl-C ignored.
+  signums = [s for s in signums if signal.getsignal(s) != signal.SIG_IGN]
+  before = {s: signal.signal(s, stop.handle) for s in signums}
+  try:
+    yield stop
+  finally:
+    for signum, handler in before.items():
+      # None is a handler that was not set from Python and cannot be restored.
+      signal.signal(signum, handler or signal.SIG_DFL)
+
+
+def end_at_second_interrupt() -> None:
+  """Makes a second Ctrl-C end this process at once, even while XLA compiles.
+
+  Python calls its signal handlers only between Python instructions. Signals also arrive
+  in a pipe, which a thread reads.
+  """
+  read, write = os.pipe()
+  os.set_blocking(write, False)
+  signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+
+  def watch() -> None:
+    received = 0
+    while received < 2:
+      received += os.read(read, 1)[0] == signal.SIGINT
+    say("\nSecond Ctrl-C: ended at once; the same command goes on from the checkpoint.")
+    os._exit(128 + signal.SIGINT)
+
+  threading.Thread(target=watch, daemon=True).start()

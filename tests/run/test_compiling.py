@@ -1,0 +1,37 @@
+"""The lines that tell which program XLA compiles."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diloco.run import compiling
+
+
+@pytest.fixture
+def announced(monkeypatch):
+  monkeypatch.setattr(compiling, "_PATIENCE", 0.05)
+  compiling.announce_compilations()
+  yield
+  jax.monitoring.unregister_event_duration_listener(compiling._listen)
+
+
+def slow_to_compile(x):
+  for i in range(400):
+    x = jnp.sin(x @ x) + i
+  return x
+
+
+def test_a_long_compilation_is_announced_once(announced, capfd):
+  program = jax.jit(slow_to_compile)
+  for _ in range(2):
+    program(jnp.ones((8, 8)))
+  assert capfd.readouterr().err.count("Compiling slow_to_compile ...\n") == 1
+
+
+def test_a_quick_compilation_is_not_announced(announced, capfd, monkeypatch):
+  monkeypatch.setattr(compiling, "_PATIENCE", 1.0)
+  jax.jit(lambda x: x + 1)(jnp.ones(3))
+  time.sleep(1.2)  # The timer was cancelled.
+  assert "Compiling" not in capfd.readouterr().err
