@@ -119,7 +119,7 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
   try:
     module = types.SimpleNamespace(**runpy.run_path(path))
   except Exception as error:
-    raise ConfigError(f"{path}: {_located(error, path)}") from error
+    raise ConfigError(f"{path}: {located(error, path)}") from error
   if not hasattr(module, function):
     raise ConfigError(f"{path} has no {function}(); see {example}.")
   return module
@@ -245,7 +245,7 @@ def _check_file(name: str) -> None:
   try:
     config = module.get_config(*argument)
   except Exception as error:
-    raise ConfigError(f"{name}: {_located(error, path)}") from error
+    raise ConfigError(f"{name}: {located(error, path)}") from error
   if not isinstance(config, ml_collections.ConfigDict):
     raise ConfigError(
       f"{name}: get_config() returns no config; return default_config() with changes."
@@ -257,7 +257,7 @@ def one_line(error: Exception) -> str:
   return " ".join(str(error).split())
 
 
-def _located(error: Exception, path: str) -> str:
+def located(error: Exception, path: str) -> str:
   """Formats an error in one line; tells the line of `path`, except for ValueErrors."""
   message = one_line(error)
   if isinstance(error, ValueError):  # ValueErrors of config files are full sentences.

@@ -15,9 +15,9 @@ import pathlib
 
 from absl import flags
 
-from diloco.config import command_line
+from diloco.config import ConfigError, command_line
 from diloco.sweep import csv_file, progress, table
-from diloco.sweep.grid import Sweep
+from diloco.sweep.grid import Sweep, search_all
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
@@ -52,6 +52,25 @@ def make_backend(sweep: Sweep, results: pathlib.Path) -> Backend:
   return Slurm(results, environment, options, cluster)
 
 
+def load_sweep(path: str) -> Sweep:
+  """Runs a sweep file.
+
+  Raises:
+    ConfigError: the file has an error, or returns no sweep that can be searched.
+  """
+  if not path:
+    raise ConfigError("--sweep must be given, for example --sweep=configs/ladder.py.")
+  module = command_line.load_module(path, "get_sweep", "--sweep=configs/ladder.py")
+  try:
+    sweep = module.get_sweep()
+    if not isinstance(sweep, Sweep):
+      raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
+    search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
+  except Exception as error:
+    raise ConfigError(f"{path}: {command_line.located(error, path)}") from error
+  return sweep
+
+
 def run() -> int:
   """Does what the flags ask for; returns the exit status."""
   results = pathlib.Path(str(_RESULTS.value))
@@ -69,8 +88,7 @@ def run() -> int:
       count = csv_file.load(pathlib.Path(_IMPORT.value), results)
     print(f"{count} runs of {_IMPORT.value} taken over into {results}")
     return 0
-  example = "--sweep=configs/ladder.py"
-  sweep = command_line.load_module(_SWEEP.value, "get_sweep", example).get_sweep()
+  sweep = load_sweep(_SWEEP.value)
   if _SHOW.value:
     driver = Driver(sweep, results, Local(0, {}))
     print("\n".join(progress.lines(driver.cells(), driver.rows.values())))

@@ -29,8 +29,8 @@ class Axis:
     low, high: the least and the greatest value to which the axis may grow.
 
   Raises:
-    ValueError: there are no values, a value occurs twice, or a value is not a power of
-      the ratio.
+    ValueError: there are no values, a value occurs twice or is no power of the ratio,
+      the ratio cannot make an axis grow, or `first` has other values.
   """
 
   name: str
@@ -41,11 +41,27 @@ class Axis:
   high: float = math.inf
 
   def __post_init__(self):
+    _check_list(f"the values of axis {self.name!r}", self.values)
     if not self.values:
       raise ValueError(f"axis {self.name!r} is empty; give it values.")
+    if self.ratio and not 1 < self.ratio < math.inf:
+      raise ValueError(
+        f"axis {self.name!r} has the ratio {self.ratio}; give a ratio above 1, or leave"
+        " it out for an axis that does not grow."
+      )
     if len(set(self.values)) < len(self.values):
       raise ValueError(f"axis {self.name!r} has a value twice: {self.values}.")
+    if not self.ratio and not {*self.first} <= {*self.values}:
+      raise ValueError(
+        f"axis {self.name!r} begins with {self.first}, which are not all among its"
+        f" values {self.values}; add them."
+      )
     for value in self.values if self.ratio else ():
+      if not 0 < value < math.inf:
+        raise ValueError(
+          f"axis {self.name!r} has the value {value}, but its values are powers of"
+          f" {self.ratio:g}; give positive numbers."
+        )
       near = power(self.ratio, exponent(self.ratio, value))
       if value != near:
         raise ValueError(
@@ -54,8 +70,17 @@ class Axis:
         )
 
   def neighbours(self, value: float) -> list[float]:
-    """Returns the values next to `value` on both sides, if the axis has them."""
+    """Returns the values next to `value` on both sides, if the axis has them.
+
+    Raises:
+      ValueError: the axis does not grow, and `value` is not one of its values.
+    """
     if not self.ratio:
+      if value not in self.values:
+        raise ValueError(
+          f"axis {self.name!r} starts from {value}, which is not among its values"
+          f" {self.values}; add it, or change `like`."
+        )
       i = self.values.index(value)
       return [self.values[j] for j in (i - 1, i + 1) if 0 <= j < len(self.values)]
     near = [power(self.ratio, exponent(self.ratio, value) + d) for d in (-1, 1)]
@@ -84,7 +109,8 @@ class Grid:
       both cells tune.
 
   Raises:
-    ValueError: a cell occurs twice in the grid.
+    ValueError: a cell or an axis occurs twice in the grid, or a cell sets the value of
+      an axis.
   """
 
   name: str
@@ -93,10 +119,21 @@ class Grid:
   like: Callable[[Point], Point | None] = lambda cell: None
 
   def __post_init__(self):
+    _check_list(f"the cells of grid {self.name!r}", self.cells, dict)
+    _check_list(f"the axes of grid {self.name!r}", self.axes, Axis)
+    names = [axis.name for axis in self.axes]
+    for name in names:
+      if names.count(name) > 1:
+        raise ValueError(f"grid {self.name!r} has the axis {name!r} twice.")
     keys = [key(cell) for cell in self.cells]
     for cell in self.cells:
       if keys.count(key(cell)) > 1:
         raise ValueError(f"grid {self.name!r} has the cell {describe(cell)} twice.")
+      for name in {*names} & {*cell}:
+        raise ValueError(
+          f"grid {self.name!r} tunes {name}, but its cell {describe(cell)} sets {name};"
+          " leave it out of the cell, or drop the axis."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +145,34 @@ class Sweep:
     grids: the grids, in the order of search. A later grid may search the cells of an
       earlier grid along more axes.
     environment: additional environment variables of the runs' processes.
+
+  Raises:
+    ValueError: there is no cell, or an environment variable is not a text.
   """
 
   config: Callable[[Point], ml_collections.ConfigDict]
   grids: Sequence[Grid]
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    _check_list("the grids of a sweep", self.grids, Grid)
+    if not any(grid.cells for grid in self.grids):
+      raise ValueError("the sweep has no cell to run; give its grids cells.")
+    for name, value in self.environment.items():
+      if not isinstance(value, str):
+        raise ValueError(f"environment has {name}={value!r}; give the value as a text.")
+
+
+def _check_list(name: str, values: object, kind: type = object) -> None:
+  """Raises a ValueError unless `values` is a list, a tuple or a range of `kind`.
+
+  A generator is refused, because it would be empty when it is read again.
+  """
+  if not isinstance(values, list | tuple | range):
+    raise ValueError(f"{name} are {values!r}; give a list or a tuple.")
+  for value in values:
+    if not isinstance(value, kind):
+      raise ValueError(f"{name} have {value!r}, which is no {kind.__name__}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from diloco.sweep.grid import Axis, Grid, exponent, key, power, powers, search
+from diloco.sweep.grid import Axis, Grid, Sweep, exponent, key, power, powers, search
 
 ROOT2 = 2**0.5
 
@@ -107,3 +107,31 @@ def test_a_cell_starts_from_the_best_point_of_another():
 def test_cells_and_axes_of_a_sweep_file_are_checked(cells, axis, message):
   with pytest.raises(ValueError, match=message):
     Grid("g", cells, (Axis("lr", **axis),))
+
+
+@pytest.mark.parametrize(
+  ("make", "message"),
+  [
+    (lambda: Axis("lr", ()), "axis 'lr' is empty"),
+    (lambda: Axis("lr", (x for x in (1, 2))), "the values of axis 'lr' are <generator"),
+    (lambda: Axis("lr", (1,), ratio=1), "has the ratio 1; give a ratio above 1"),
+    (lambda: Axis("lr", (1,), ratio=-2), "has the ratio -2; give a ratio above 1"),
+    (lambda: Axis("lr", (0,), ratio=2), "the value 0, but its values are powers of 2"),
+    (lambda: Axis("lr", (1, 2), first=(3,)), r"begins with \(3,\), which are not all"),
+    (lambda: Axis("lr", (1, 2)).neighbours(3), "starts from 3, which is not among"),
+    (lambda: Grid("g", ["a"]), "the cells of grid 'g' have 'a', which is no dict"),
+    (lambda: Grid("g", [{}], Axis("lr", (1,))), "the axes of grid 'g' are Axis"),
+    (
+      lambda: Grid("g", [{}], [Axis("lr", (i,)) for i in (1, 2)]),
+      "the axis 'lr' twice",
+    ),
+    (lambda: Grid("g", [{"lr": 3}], [Axis("lr", (1,))]), "its cell lr=3 sets lr"),
+    (lambda: Sweep(dict, []), "no cell to run"),
+    (lambda: Sweep(dict, [Grid("g", [])]), "no cell to run"),
+    (lambda: Sweep(dict, ["g"]), "the grids of a sweep have 'g', which is no Grid"),
+    (lambda: Sweep(dict, [Grid("g", [{}])], {"A": 1}), "A=1; give the value as a text"),
+  ],
+)
+def test_a_sweep_that_cannot_be_searched_is_refused(make, message):
+  with pytest.raises(ValueError, match=message):
+    make()

@@ -631,6 +631,28 @@ def test_show_changes_nothing(tmp_path):
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
 
 
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("def get_sweep(:", "SyntaxError: "),
+    ("def get_sweep():\n  return 1 / 0", "ZeroDivisionError: division by zero ("),
+    ("def get_sweep():\n  return None", "get_sweep() returns None; return a Sweep"),
+    (
+      "from diloco.sweep.grid import Grid, Sweep\n"
+      "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}], like=lambda c: 1 / 0)])",
+      "ZeroDivisionError: division by zero (",
+    ),
+  ],
+)
+def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
+  (tmp_path / "sweep.py").write_text(text)
+  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  assert done.returncode == 2
+  assert done.stderr.count("\n") == 1
+  assert message in done.stderr
+  assert not (tmp_path / "r").exists()
+
+
 def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
   return subprocess.run(
     [sys.executable, "-m", "diloco.sweep", *arguments],
