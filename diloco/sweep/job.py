@@ -7,14 +7,16 @@ ends, even if its parent process ends earlier. So no two processes ever train th
 run.
 """
 
+import argparse
 import contextlib
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from diloco.config.command_line import guarded
 from diloco.sweep import saved, table
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
@@ -110,5 +112,34 @@ def _error(log: pathlib.Path, start: int, code: int) -> str:
   return f"exit status {code}: {last.strip()}"
 
 
+def run_by_hand(args: argparse.Namespace) -> int:
+  """Trains a run, and says why if the run fails; returns the exit status.
+
+  Raises:
+    ValueError: there is no such run, or another process trains the run.
+  """
+  if not (args.run / "config.json").is_file():
+    raise ValueError(
+      f"RUN is {str(args.run)!r}, which has no config.json; give a folder of a sweep,"
+      " --results/runs/NAME."
+    )
+  code = run(str(args.run))
+  if code == LOCKED:
+    raise ValueError(f"RUN is {str(args.run)!r}, which another process trains already.")
+  ended = table.read(args.run / "ended.json") or {}
+  if ended.get("failed"):
+    print(f"The run failed: {ended['error']}")
+  return int(code != 0)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(
+    prog="python -m diloco.sweep.job", description="Trains one run of a sweep."
+  )
+  help_ = "a folder --results/runs/NAME of a sweep, with a config.json"
+  parser.add_argument("run", metavar="RUN", type=pathlib.Path, help=help_)
+  return guarded(run_by_hand, parser.parse_args(argv))
+
+
 if __name__ == "__main__":
-  sys.exit(run(sys.argv[1]) != 0)
+  sys.exit(main())

@@ -30,6 +30,7 @@ class Local:
       [sys.executable, "-m", "diloco.sweep.job", str(run)],
       env={**os.environ, **self._environment},
       stdin=subprocess.DEVNULL,
+      stdout=subprocess.DEVNULL,
       start_new_session=True,  # Ctrl-C reaches the driver only, which lets runs save.
     )
     if self._cores and hasattr(os, "sched_setaffinity"):

@@ -7,13 +7,19 @@ import json
 import pathlib
 
 from diloco.config import ConfigError, default_config
+from diloco.config.command_line import one_line
 
 
 def get_config(path: str = ""):
   if not path:
     raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
-  saved = json.loads(pathlib.Path(path).read_text())
-  saved["overlap"]["taus"] = tuple(saved["overlap"]["taus"])  # JSON has only lists.
   c = default_config()
-  c.update(saved)
+  try:
+    saved = json.loads(pathlib.Path(path).read_text())
+    saved["overlap"]["taus"] = tuple(saved["overlap"]["taus"])  # JSON has only lists.
+    c.update(saved)
+  except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    raise ConfigError(
+      f"{path} is no config.json of this version's runs: {one_line(error)}."
+    ) from error
   return c

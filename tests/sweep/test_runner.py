@@ -518,6 +518,22 @@ def test_a_signal_to_all_processes_of_a_job_lets_the_trainer_save(tmp_path, numb
   assert (ended["failed"], ended["error"]) == (False, "")
 
 
+def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    job.main([])
+  assert ended.value.code == 2
+  assert "usage: python -m diloco.sweep.job [-h] RUN" in capsys.readouterr().err
+  assert job.main([str(tmp_path / "none")]) == 2
+  assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
+  (tmp_path / "config.json").write_text("{}")
+  with (tmp_path / "lock").open("w") as lock:
+    assert table.try_lock(lock)
+    assert job.main([str(tmp_path)]) == 2
+  assert "which another process trains already" in capsys.readouterr().err
+  assert job.main([str(tmp_path)]) == 1
+  assert "is no config.json of this version's runs" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_ctrl_c_lets_runs_save(tmp_path):
   tests = pathlib.Path(__file__).parents[1]
