@@ -74,9 +74,9 @@ def load_sweep(path: str) -> Sweep:
 def run() -> int:
   """Does what the flags ask for; returns the exit status."""
   results = pathlib.Path(str(_RESULTS.value))
-  if (_EXPORT.value or _SHOW.value) and not (results / "runs").is_dir():
-    raise ValueError(f"--results={results} holds no runs; run a sweep first.")
   if _EXPORT.value:
+    if not (results / "runs").is_dir():
+      raise ValueError(f"--results={results} holds no runs; run a sweep first.")
     path = pathlib.Path(_EXPORT.value)
     command_line.make_folder(path.parent, "--export")
     count = csv_file.export(table.read_rows(results).values(), path)
@@ -90,8 +90,7 @@ def run() -> int:
     return 0
   sweep = load_sweep(_SWEEP.value)
   if _SHOW.value:
-    driver = Driver(sweep, results, Local(0, {}))
-    print("\n".join(progress.lines(driver.cells(), driver.rows.values())))
+    show(Driver(sweep, results, Local(0, {})))
     return 0
   command_line.make_folder(results, "--results")
   with table.alone(results):
@@ -99,7 +98,18 @@ def run() -> int:
     if _RETRY.value:
       table.retry_failed(results)
     driver = Driver(sweep, results, backend, _PARALLEL.value)
-    return 0 if drive(driver, progress.Live()) else 1
+    return 0 if drive(driver, progress.Live(driver.runs)) else 1
+
+
+def show(driver: Driver) -> None:
+  """Prints cells, running runs, the runs that come next, and failures."""
+  cells = driver.cells()
+  todo = driver.todo(cells)
+  started = [n for n, row in driver.rows.items() if row["status"] == "running"]
+  waiting = {n: plan.point for n, plan in todo.items() if n not in started}
+  refused = [{"status": "failed", "error": plan.error} for plan in driver.refused()]
+  rows = [*driver.rows.values(), *refused]
+  print("\n".join(progress.lines(cells, rows, driver.runs, waiting)))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,59 @@
-"""Shows the cells and failures of a sweep while it runs."""
+"""Shows the cells, runs and failures of a sweep, before, while and after it runs."""
 
 import collections
+import contextlib
+import datetime
+import json
+import os
+import pathlib
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco.sweep.grid import Search, describe
+from diloco.sweep.grid import Point, Search, describe
 from diloco.sweep.table import Row
 
+# Bytes at the end of metrics.jsonl that are searched for the last step.
+TAIL = 1 << 16
+# Waiting runs that --show lists.
+MOST_WAITING = 20
 
-def lines(cells: Sequence[Search], rows: Collection[Row]) -> list[str]:
-  """Returns a line per cell with its best point, then failures, then a total."""
+
+def lines(
+  cells: Sequence[Search],
+  rows: Collection[Row],
+  runs: pathlib.Path,
+  waiting: Mapping[str, Point] = {},
+  room: int = 0,
+) -> list[str]:
+  """Lists cells with their best points, running and waiting runs, failures, a total.
+
+  Args:
+    cells: the searches of all cells.
+    rows: all runs that were started.
+    runs: the folder of the run directories.
+    waiting: {name: point} of the waiting runs to list.
+    room: if there would be more lines, only cells with runs to do are listed, and of
+      these not more than there is room for. 0: all cells are listed.
+  """
+  running = _running(rows, runs)
+  below = [*running, *_waiting(waiting), *failures(rows), _total(cells, rows)]
+  space = room - len(below) - 1
+  if room and len(cells) > space:
+    cells = [c for c in cells if c.state == "searching"][: max(space, 0)]
+  return [*_table_of_cells(cells), *below]
+
+
+def _total(cells: Sequence[Search], rows: Collection[Row]) -> str:
+  count = collections.Counter(row["status"] for row in rows)
+  return (
+    f"{sum(c.ended for c in cells)} of {len(cells)} cells, {count['done']} runs done,"
+    f" {count['running']} running, {count['failed']} failed"
+  )
+
+
+def _table_of_cells(cells: Sequence[Search]) -> list[str]:
+  """Returns a header, and a line per cell with its best point."""
   wide = max((len(describe(c.cell)) for c in cells), default=4)
   name = max((len(c.grid.name) for c in cells), default=4)
   head = f"{'grid':<{name}} {'cell':<{wide}} {'state':<9}"
@@ -24,12 +67,54 @@ def lines(cells: Sequence[Search], rows: Collection[Row]) -> list[str]:
       f"{c.grid.name:<{name}} {describe(c.cell):<{wide}} {c.state:<9}"
       f" {ended:>3}/{len(c.points):<3} {loss:>8}  {describe(tuned)}{edge}"
     )
-  count = collections.Counter(row["status"] for row in rows)
-  total = (
-    f"{sum(c.ended for c in cells)} of {len(cells)} cells, {count['done']} runs done,"
-    f" {count['running']} running, {count['failed']} failed"
-  )
-  return [*out, *failures(rows), total]
+  return out
+
+
+def _running(rows: Iterable[Row], runs: pathlib.Path) -> list[str]:
+  """Returns a line per running run: its step, the time left, and its point."""
+  return [
+    f"running {row['name']}  {_position(runs / row['name'], row['config']):<36}"
+    f" {describe(row['point'])}"
+    for row in rows
+    if row["status"] == "running"
+  ]
+
+
+def _waiting(points: Mapping[str, Point]) -> list[str]:
+  """Returns a line per run that waits, {name: point}; counts the others."""
+  shown = list(points.items())[:MOST_WAITING]
+  out = [f"waiting {name}  {'':<36} {describe(point)}" for name, point in shown]
+  more = len(points) - len(shown)
+  return [*out, f"{more} more runs wait"] if more else out
+
+
+def _position(run: pathlib.Path, config: Mapping) -> str:
+  """Returns the step of a run and the time of training that is left."""
+  last = last_step(run)
+  if not last:
+    return "starting"
+  train, rate = config["train"], last.get("tokens_per_s")
+  text = f"step {last['step']:,} of {train['steps']:,}"
+  if not rate:
+    return text
+  seconds = round((train["tokens"] - last["tokens"]) / rate)
+  return f"{text}, {datetime.timedelta(seconds=seconds)} left"
+
+
+def last_step(run: pathlib.Path) -> dict:
+  """Reads the newest step from the end of a run's metrics.jsonl; {} without a step."""
+  try:
+    with (run / "metrics.jsonl").open("rb") as file:
+      file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
+      tail = file.read().splitlines()
+  except FileNotFoundError:
+    return {}
+  for line in reversed(tail):
+    with contextlib.suppress(ValueError):  # The first and the last may be cut short.
+      record = json.loads(line)
+      if isinstance(record, dict) and record.get("kind") == "step":
+        return record
+  return {}
 
 
 def failures(rows: Collection[Row], most: int = 3) -> list[str]:
@@ -41,22 +126,31 @@ def failures(rows: Collection[Row], most: int = 3) -> list[str]:
 
 
 class Live:
-  """Shows progress: on a terminal, redraws all lines; elsewhere, prints new lines."""
+  """Shows progress: on a terminal, redraws all lines; elsewhere, prints new lines.
 
-  def __init__(self):
+  Args:
+    runs: the folder of the run directories.
+  """
+
+  def __init__(self, runs: pathlib.Path):
+    self._runs = runs
     self._height, self._ended, self._failures = 0, -1, list[str]()
 
   def __call__(self, cells: Sequence[Search], rows: Collection[Row]) -> None:
     ended = sum(row["status"] in ("done", "failed") for row in rows)
     if sys.stderr.isatty():
-      # A wrapped line would count as one line but take two on the terminal.
-      width = shutil.get_terminal_size().columns
-      text = [line[:width] for line in lines(cells, rows)]
+      # A wrapped line would count as one line but take two on the terminal, and the
+      # cursor cannot go above the terminal's first line.
+      width, height = shutil.get_terminal_size()
+      text = lines(cells, rows, self._runs, room=height - 1)
+      text = [line[:width] for line in text[1 - height :]]
+      if all(cell.ended for cell in cells):
+        text = lines(cells, rows, self._runs)  # Stays there.
       up = f"\x1b[{self._height}A\x1b[J" if self._height else ""
       print(up + "\n".join(text), file=sys.stderr, flush=True)
       self._height = len(text)
     elif ended != self._ended:
       found = failures(rows)
       new = [line for line in found if line not in self._failures]
-      print(*new, lines(cells, rows)[-1], sep="\n", file=sys.stderr, flush=True)
+      print(*new, _total(cells, rows), sep="\n", file=sys.stderr, flush=True)
       self._ended, self._failures = ended, found

@@ -59,12 +59,14 @@ class Driver:
 
   Attributes:
     rows: the rows of all runs by name, after the last step.
+    runs: the folder of the run directories.
   """
 
   def __init__(
     self, sweep: Sweep, results: pathlib.Path, backend: Backend, parallel: int = 1
   ):
     self.sweep, self.results, self.backend = sweep, results, backend
+    self.runs = results / "runs"
     self.parallel = parallel
     self.rows = table.read_rows(results)
     self._names = table.names_by_digest(self.rows)
@@ -78,10 +80,12 @@ class Driver:
       if row["status"] == "running" and not self.backend.running(self._path(name)):
         self.rows[name] = _settled(self._path(name))
     cells = self.cells()
-    self._note_refusals()
-    todo: dict[str, Plan] = {}
-    for plan in [self._plan(point) for cell in cells for point in cell.todo]:
-      todo.setdefault(plan.name, plan)
+    for plan in self.refused():
+      directory = self._path(plan.name)
+      table.note(directory, point=plan.point)
+      table.note_end(directory, failed=True, error=plan.error)
+      self.rows[plan.name] = table.read_row(directory)
+    todo = self.todo(cells)
     # Ask only about the others: a run that was alive above may have ended since.
     alive = {name for name, row in self.rows.items() if row["status"] == "running"}
     # Slurm may have put an interrupted run back into its queue.
@@ -94,6 +98,18 @@ class Driver:
   def cells(self) -> list[Search]:
     """Searches all cells; the losses come from `rows`."""
     return grid_lib.search_all(self.sweep.grids, self._loss)
+
+  def todo(self, cells: list[Search]) -> dict[str, Plan]:
+    """Returns the runs without a result that the cells ask for, by name."""
+    todo: dict[str, Plan] = {}
+    for plan in [self._plan(point) for cell in cells for point in cell.todo]:
+      todo.setdefault(plan.name, plan)
+    return todo
+
+  def refused(self) -> list[Plan]:
+    """Returns points without a valid config that have no row of a failed run yet."""
+    noted = lambda plan: self.rows.get(plan.name, {}).get("error")
+    return [p for p in self._plans.values() if p.error and p.error != noted(p)]
 
   def _loss(self, point: Point) -> float | None:
     """Returns the loss of a point's run: inf if it failed, None if it has not ended."""
@@ -144,18 +160,8 @@ class Driver:
       table.note(directory, running=False)
       raise
 
-  def _note_refusals(self) -> None:
-    """Notes points without a valid config as failed runs that were never started."""
-    for plan in self._plans.values():
-      noted = self.rows.get(plan.name, {}).get("error")
-      if plan.error and plan.error != noted:
-        directory = self._path(plan.name)
-        table.note(directory, point=plan.point)
-        table.note_end(directory, failed=True, error=plan.error)
-        self.rows[plan.name] = table.read_row(directory)
-
   def _path(self, name: str) -> pathlib.Path:
-    return self.results / "runs" / name
+    return self.runs / name
 
 
 def drive(

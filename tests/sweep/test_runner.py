@@ -338,19 +338,55 @@ def test_a_cell_must_start_from_an_earlier_cell(tmp_path):
 def test_progress_names_every_cell_with_its_best_point(tmp_path):
   driver = make_driver(make_sweep(), tmp_path, Fake())
   cells = finish(driver)
-  first, last = progress.lines(cells, driver.rows.values())[1::2]
+  first, last = progress.lines(cells, driver.rows.values(), driver.runs)[1::2]
   assert first.split()[:5] == ["g", "replicas=1", "interior", "4/4", "3.0000"]
   assert "lr=0.003906" in first
   assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
 
 
-def test_progress_says_why_runs_failed_once(capsys):
+def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
+  record = lambda step, **more: json.dumps({"kind": "step", "step": step, **more})
+  newest = record(40, tokens=4_000, tokens_per_s=20.0)
+  eval_ = json.dumps({"kind": "eval", "step": 41, "loss": 3.0})
+  before = [record(step, tokens=1, tokens_per_s=1.0) for step in range(40)]
+  config = {"train": {"steps": 100, "tokens": 10_000}}
+  row = {"name": "a", "status": "running", "config": config, "point": {"lr": 0.1}}
+  shown = lambda: progress.lines([], [row], tmp_path)[1].split(maxsplit=2)
+  (tmp_path / "a").mkdir()
+  assert shown() == ["running", "a", f"{'starting':<36} lr=0.1"]
+  metrics = tmp_path / "a" / "metrics.jsonl"
+  # A writer was killed within the last line, or is in the middle of the line.
+  metrics.write_text("\n".join([*before, newest, eval_, '{"kind": "st']))
+  assert shown()[2].split("  ")[0] == "step 40 of 100, 0:05:00 left"
+  assert metrics.stat().st_size < progress.TAIL
+  metrics.write_text("\n".join(["x" * 2 * progress.TAIL, newest]))
+  assert shown()[2].split("  ")[0] == "step 40 of 100, 0:05:00 left"
+  metrics.write_text(record(7, tokens=700, tokens_per_s=None))
+  assert shown()[2].split("  ")[0] == "step 7 of 100"
+
+
+def test_progress_lists_cells_at_work_if_not_all_have_room(tmp_path):
+  grid = Grid("g", [{"replicas": m} for m in (1, 2, 3, 4)], (Axis("lr", (1,)),))
+  backend = Fake(lambda run, saved: None)
+  sweep = Sweep(lambda p: config({**p, "replicas": 1}), [grid])
+  later = Grid("h", [{"replicas": 2}], like=lambda cell: {"replicas": 1})
+  driver = make_driver(Sweep(sweep.config, [grid, later]), tmp_path, backend)
+  cells, rows = driver.cells(), driver.rows.values()
+  assert len(progress.lines(cells, rows, driver.runs)) == 7
+  few = progress.lines(cells, rows, driver.runs, room=4)
+  assert [line.split()[:2] for line in few[1:-1]] == [
+    ["g", "replicas=1"],
+    ["g", "replicas=2"],
+  ]
+
+
+def test_progress_says_why_runs_failed_once(capsys, tmp_path):
   rows = [{"status": "failed", "error": e} for e in ("a", "b", "b", "c", "d")]
   rows.append({"status": "done", "error": None})
-  more, *shown = progress.lines([], rows)[1:-1]
+  more, *shown = progress.lines([], rows, tmp_path)[1:-1]
   assert more == "1 more reasons: see --export"
   assert shown == ["failed: b", "failed: c", "failed: d"]
-  live = progress.Live()
+  live = progress.Live(tmp_path)
   for some in (rows[:1], rows[:2], rows[:2], rows[:3]):
     live([], some)
   said = [line for line in capsys.readouterr().err.splitlines() if "cells" not in line]
@@ -631,20 +667,34 @@ def test_drive_runs_a_sweep_to_its_end(tmp_path):
     assert drive(driver, lambda cells, rows: None, pause=0.01)
 
 
-def test_show_changes_nothing(tmp_path):
+def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   missing = tmp_path / "typo"
   sweep = f"--sweep={ROOT / 'configs' / 'ladder.py'}"
-  for command in ((sweep, "--show"), (f"--export={tmp_path / 'out.csv'}",)):
-    done = sweep_command(*command, f"--results={missing}")
-    assert done.returncode == 2
-    assert "holds no runs" in done.stderr
-    assert not missing.exists()
+  done = sweep_command(f"--export={tmp_path / 'out.csv'}", f"--results={missing}")
+  assert done.returncode == 2
+  assert "holds no runs" in done.stderr
+  done = sweep_command(sweep, "--show", f"--results={missing}")
+  waiting = [x.split() for x in done.stdout.splitlines() if x.startswith("waiting")]
+  assert [x[2:5] for x in waiting] == [
+    ["size=105k", f"algorithm={algorithm}", f"replicas={m}"]
+    for algorithm, m in [("data_parallel", 1), *(("diloco", m) for m in (1, 2, 4))]
+  ]
+  assert not missing.exists()
   refusing = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
   driver = make_driver(refusing, tmp_path, Fake())
   assert driver.cells()[0].state == "failed"
+  assert [plan.point["replicas"] for plan in driver.refused()] == [3]
   assert rows_of(tmp_path) == []
   with alone(tmp_path):  # A driver at work is no obstacle.
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+
+
+def test_show_lists_a_few_of_many_waiting_runs(tmp_path):
+  points = {str(i): {"lr": i} for i in range(progress.MOST_WAITING + 5)}
+  text = progress.lines([], [], tmp_path, points)[1:-1]
+  assert len(text) == progress.MOST_WAITING + 1
+  assert text[0].split() == ["waiting", "0", "lr=0"]
+  assert text[-1] == "5 more runs wait"
 
 
 @pytest.mark.parametrize(
