@@ -10,6 +10,7 @@ import math
 import pathlib
 import re
 import runpy
+import signal
 import sys
 import tempfile
 import traceback
@@ -44,6 +45,8 @@ def run(main: Callable, commands: Sequence[str] = ()) -> None:
 def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> int:
   """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
 
+  Ctrl-C becomes one word, exit status 130.
+
   Args:
     args: its arguments.
     mistakes: exceptions that mean a mistake of the user. Programs that use JAX pass
@@ -57,6 +60,9 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
   except mistakes as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    return 128 + signal.SIGINT
   return status if isinstance(status, int) else 0
 
 

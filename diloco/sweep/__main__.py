@@ -98,7 +98,10 @@ def run() -> int:
     if _RETRY.value:
       table.retry_failed(results)
     driver = Driver(sweep, results, backend, _PARALLEL.value)
-    return 0 if drive(driver, progress.Live(driver.runs)) else 1
+    number = drive(driver, progress.Live(driver.runs))
+  if number:
+    return 128 + number
+  return int(any(cell.state == "failed" for cell in driver.cells()))
 
 
 def show(driver: Driver) -> None:

@@ -3,11 +3,16 @@
 import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 
 from diloco.sweep import job
+
+# Seconds that the system may take to end a killed trainer, which holds its run's lock.
+RELEASE = 10.0
 
 
 class Local:
@@ -17,6 +22,8 @@ class Local:
     cores: number of CPU cores to which each run is bound; 0: not bound.
     environment: additional environment variables of the runs.
   """
+
+  detached = False
 
   def __init__(self, cores: int, environment: Mapping[str, str]):
     self._cores, self._environment = cores, environment
@@ -45,7 +52,21 @@ class Local:
     return (process is not None and process.poll() is None) or job.alive(run)
 
   def stop(self) -> None:
-    for process in self._processes.values():
+    alive = [p for p in self._processes.values() if p.poll() is None]
+    for process in alive:
       process.terminate()
-    for process in self._processes.values():
+    if alive:
+      start = "\n" if sys.stderr.isatty() else ""  # The terminal has written ^C.
+      told = f"{start}{len(alive)} runs save and end; a second Ctrl-C kills them."
+      print(told, file=sys.stderr, flush=True)
+    for process in alive:
       process.wait()
+
+  def kill(self) -> None:
+    for run, process in self._processes.items():
+      if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)  # The job and its trainer.
+        process.wait()
+        end = time.monotonic() + RELEASE
+        while job.alive(run) and time.monotonic() < end:
+          time.sleep(0.02)

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -123,6 +124,40 @@ def failures(rows: Collection[Row], most: int = 3) -> list[str]:
   shown = [f"failed: {reason}" for reason in reasons[-most:]]
   more = len(reasons) - len(shown)
   return [f"{more} more reasons: see --export", *shown] if more else shown
+
+
+def stopped(
+  number: int, rows: Mapping[str, Row], todo: Iterable[str], runs: pathlib.Path
+) -> str:
+  """Says what a signal has stopped, and what is left.
+
+  Args:
+    number: the signal.
+    rows: all runs by name.
+    todo: the names of the runs that have no result.
+    runs: the folder of the run directories.
+  """
+  name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+  count = collections.Counter(row["status"] for row in rows.values())
+  begun = [n for n, row in rows.items() if row["status"] == "interrupted"]
+  saved = sum(
+    any(p.name.isdigit() for p in runs.glob(f"{n}/checkpoints/*")) for n in begun
+  )
+  numbers = {
+    "runs done": count["done"],
+    "failed": count["failed"],
+    "stopped with a checkpoint": saved,
+    "stopped before their first checkpoint": len(begun) - saved,
+    "going on without this driver": count["running"],
+    "waiting": len([n for n in todo if n not in rows]),
+  }
+  told = [f"{n} {what}" for what, n in numbers.items() if n or what == "runs done"]
+  return f"{name}: {', '.join(told)}; the same command goes on."
+
+
+def _has_checkpoint(run: pathlib.Path) -> bool:
+  """Tells whether a run has a whole checkpoint: a folder named by its step."""
+  return any(path.name.isdigit() for path in run.glob("checkpoints/*"))
 
 
 class Live:

@@ -4,11 +4,13 @@ The run directories hold the whole state, so the driver can be killed at any mom
 started again.
 """
 
+import contextlib
 import dataclasses
 import math
 import pathlib
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
@@ -16,7 +18,7 @@ from typing import Any, Protocol
 from diloco.config import ConfigError, resolve
 from diloco.config.command_line import one_line
 from diloco.sweep import grid as grid_lib
-from diloco.sweep import table
+from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Search, Sweep
 from diloco.sweep.job import handled
 from diloco.sweep.table import Row
@@ -27,7 +29,14 @@ ATTEMPTS = 5
 
 
 class Backend(Protocol):
-  """Executes runs."""
+  """Executes runs.
+
+  Attributes:
+    detached: whether runs are jobs that outlive this process. Then a signal may
+      interrupt `start` and `running`, which may wait long for another program.
+  """
+
+  detached: bool
 
   def start(self, run: pathlib.Path) -> None:
     """Starts the run of a directory."""
@@ -37,6 +46,9 @@ class Backend(Protocol):
 
   def stop(self) -> None:
     """Asks the runs that depend on this process to save and end; waits for them."""
+
+  def kill(self) -> None:
+    """Kills the runs that depend on this process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +87,7 @@ class Driver:
 
   def step(self) -> list[Search]:
     """Notes vanished runs and starts new runs; returns all cells."""
-    self.rows = table.read_rows(self.results, self.rows)
-    for name, row in self.rows.items():
-      if row["status"] == "running" and not self.backend.running(self._path(name)):
-        self.rows[name] = _settled(self._path(name))
+    self.settle()
     cells = self.cells()
     for plan in self.refused():
       directory = self._path(plan.name)
@@ -110,6 +119,17 @@ class Driver:
     """Returns points without a valid config that have no row of a failed run yet."""
     noted = lambda plan: self.rows.get(plan.name, {}).get("error")
     return [p for p in self._plans.values() if p.error and p.error != noted(p)]
+
+  def settle(self, stopped: bool = False) -> None:
+    """Reads all runs, and notes the ends of runs that are no longer running.
+
+    Args:
+      stopped: whether the backend stopped or killed them. Then they have not vanished.
+    """
+    self.rows = table.read_rows(self.results, self.rows)
+    for name, row in self.rows.items():
+      if row["status"] == "running" and not self.backend.running(self._path(name)):
+        self.rows[name] = _settled(self._path(name), stopped)
 
   def _loss(self, point: Point) -> float | None:
     """Returns the loss of a point's run: inf if it failed, None if it has not ended."""
@@ -168,8 +188,11 @@ def drive(
   driver: Driver,
   show: Callable[[list[Search], Collection[Row]], None],
   pause: float = 2.0,
-) -> bool:
+) -> int:
   """Runs a sweep to its end. The caller must hold `table.alone` of its results.
+
+  SIGINT (Ctrl-C) and SIGTERM stop the sweep: the backend's runs save and end. A second
+  signal kills these runs.
 
   Args:
     driver: runs the sweep, one step after another.
@@ -177,36 +200,60 @@ def drive(
     pause: seconds between steps.
 
   Returns:
-    False if SIGTERM or SIGINT ended the sweep early.
+    The signal that stopped the sweep early; 0 if the sweep ended.
   """
   received: list[int] = []
-  stop = lambda number, frame: received.append(number)
-  with handled((signal.SIGTERM, signal.SIGINT), stop):
+  # A step may be interrupted if jobs outlive the driver. Else `stop` might not know the
+  # run that was just started.
+  interruptible = driver.backend.detached
+
+  def receive(number, frame):
+    received.append(number)
+    if interruptible:
+      raise KeyboardInterrupt
+
+  with handled((signal.SIGTERM, signal.SIGINT), receive):
     try:
       while not received:
         cells = driver.step()
         show(cells, driver.rows.values())
         if all(cell.ended for cell in cells):
           break
-        time.sleep(pause)
+        end = time.monotonic() + pause
+        while not received and time.monotonic() < end:
+          time.sleep(min(pause, 0.1))
+    except KeyboardInterrupt:
+      pass
     finally:
-      driver.backend.stop()
-  return not received
+      with contextlib.suppress(KeyboardInterrupt):
+        interruptible = True
+        if len(received) < 2:
+          driver.backend.stop()
+      interruptible = False
+      if len(received) > 1:
+        driver.backend.kill()
+  if not received:
+    return 0
+  if not driver.backend.detached:
+    driver.settle(stopped=True)
+  todo = driver.todo(driver.cells())
+  print(progress.stopped(received[0], driver.rows, todo, driver.runs), file=sys.stderr)
+  return received[0]
 
 
-def _settled(directory: pathlib.Path) -> Row:
+def _settled(directory: pathlib.Path, stopped: bool) -> Row:
   """Notes the end of a run that is no longer running; returns its row.
 
   The job may have noted the end after the caller read the row. If neither the job nor
-  the trainer noted an end, the run has vanished.
+  the trainer noted an end, the run has vanished, unless it was `stopped`.
   """
   row = table.read_row(directory)
-  vanished = row["vanished"] + 1
+  vanished = row["vanished"] + (not stopped)
   if row["status"] != "running":
     return row
   if table.read(directory / "summary.json"):
     table.note_end(directory, failed=False)
-  elif vanished < ATTEMPTS:
+  elif stopped or vanished < ATTEMPTS:
     table.note(directory, running=False, vanished=vanished)
   else:
     log = directory / "log.txt"

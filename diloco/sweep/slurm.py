@@ -4,12 +4,14 @@ Needs the extra `slurm` and a results directory that all nodes see. Jobs do not 
 on the driver, which may end at any moment: a later driver finds them by their names.
 """
 
+import contextlib
 import math
 import pathlib
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from diloco.config.command_line import one_line
 from diloco.sweep import job
@@ -34,6 +36,8 @@ class Slurm:
   Raises:
     ValueError: submitit or Slurm is missing, or an option is unknown.
   """
+
+  detached = True
 
   def __init__(
     self,
@@ -73,9 +77,10 @@ class Slurm:
     self._executor.update_parameters(name=name)
     for pause in (*PAUSES, None):
       try:
-        self._jobs[run] = self._executor.submit(
-          job.run, str(run.absolute()), self._environment
-        )
+        with self._shielded():
+          self._jobs[run] = self._executor.submit(
+            job.run, str(run.absolute()), self._environment
+          )
         break
       except (FailedJobError, OSError) as error:
         why = f"sbatch submits nothing ({one_line(error)})"
@@ -89,10 +94,21 @@ class Slurm:
     if self._states is not None:
       self._states[name] = "PD"  # Pending.
 
+  @contextlib.contextmanager
+  def _shielded(self) -> Iterator[None]:
+    """Keeps the terminal's Ctrl-C from jobs that are processes of this machine."""
+    shielded = {signal.SIGINT} if self._cluster == "local" else set()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, shielded)
+    try:
+      yield
+    finally:
+      signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
   def running(self, run: pathlib.Path) -> bool:
     ended = (run / "ended.json").exists()
     if self._cluster == "local":
-      return run in self._jobs and not ended and not self._jobs[run].done()
+      mine = run in self._jobs and not self._jobs[run].done()
+      return (mine or job.alive(run)) and not ended
     states = self._queue()
     if states is None:
       return True  # It is better to wait than to submit a run twice.
@@ -103,6 +119,9 @@ class Slurm:
 
   def stop(self) -> None:
     """Leaves the jobs alone; the next driver finds them."""
+
+  def kill(self) -> None:
+    """Leaves the jobs alone."""
 
   def _name(self, run: pathlib.Path) -> str:
     """Names a run's job. A later driver finds the job by this name, even if this

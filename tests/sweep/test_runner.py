@@ -16,6 +16,7 @@ from diloco.config import default_config, resolve
 from diloco.sweep import job, progress, table
 from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
+from diloco.sweep.local import Local
 from diloco.sweep.runner import ATTEMPTS, Driver, drive
 from diloco.sweep.table import alone, as_json, digest
 
@@ -56,8 +57,10 @@ def summary_of(saved: dict) -> dict:
 class Fake:
   """A backend whose runs end at once: `end(run, config)` writes their files."""
 
+  detached = False
+
   def __init__(self, end=None):
-    self.started, self._end = [], end or self.good
+    self.started, self.ends, self._end = [], [], end or self.good
 
   @staticmethod
   def good(run, saved):
@@ -71,7 +74,10 @@ class Fake:
     return False
 
   def stop(self):
-    pass
+    self.ends.append("stop")
+
+  def kill(self):
+    self.ends.append("kill")
 
 
 def make_driver(sweep, results, backend, parallel=100):
@@ -570,6 +576,17 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
   assert "is no config.json of this version's runs" in capsys.readouterr().out
 
 
+def test_kill_ends_a_job_and_its_trainer(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  backend = Local(0, {})
+  backend.start(tmp_path)
+  while not job.alive(tmp_path):
+    time.sleep(0.02)
+  backend.kill()
+  assert not backend.running(tmp_path)  # Nobody holds the lock.
+  assert not (tmp_path / "ended.json").exists()
+
+
 @pytest.mark.slow
 def test_ctrl_c_lets_runs_save(tmp_path):
   tests = pathlib.Path(__file__).parents[1]
@@ -581,12 +598,20 @@ def test_ctrl_c_lets_runs_save(tmp_path):
     f"--results={tmp_path}",
   ]
   environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
-  driver = subprocess.Popen(command, env=environment, start_new_session=True)
+  driver = subprocess.Popen(
+    command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+  )
   while not list(tmp_path.glob("runs/*/metrics.jsonl")):
     assert driver.poll() is None
     time.sleep(0.2)
   os.killpg(driver.pid, signal.SIGINT)  # A terminal signals the whole group.
-  assert driver.wait() == 1
+  *_, asked, told = driver.communicate()[1].splitlines()
+  assert driver.returncode == 130
+  assert asked == "1 runs save and end; a second Ctrl-C kills them."
+  assert told == (
+    "Ctrl-C: 0 runs done, 1 stopped with a checkpoint, 2 waiting; the same command goes"
+    " on."
+  )
   (row,) = rows_of(tmp_path)
   assert (row["status"], row["vanished"]) == ("interrupted", 0)
   log = (tmp_path / "runs" / row["name"] / "log.txt").read_text()
@@ -664,7 +689,7 @@ def test_two_drivers_do_not_share_results(tmp_path):
 def test_drive_runs_a_sweep_to_its_end(tmp_path):
   with alone(tmp_path):
     driver = make_driver(make_sweep(), tmp_path, Fake())
-    assert drive(driver, lambda cells, rows: None, pause=0.01)
+    assert drive(driver, lambda cells, rows: None, pause=0.01) == 0
 
 
 def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
@@ -729,10 +754,60 @@ def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
   )
 
 
-def test_drive_stops_at_sigterm(tmp_path):
-  driver = make_driver(make_sweep(), tmp_path, Fake(), parallel=0)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_sweep_and_the_driver_says_what_is_left(
+  tmp_path, capsys, number
+):
+  """One run is done, one has a checkpoint, one has none, and one was not started."""
 
-  def show(cells, rows):
-    os.kill(os.getpid(), signal.SIGTERM)
+  def end(run, saved):
+    rate = saved["inner"]["learning_rate"]
+    if rate == 1:
+      Fake.good(run, saved)
+    else:
+      (run / "checkpoints" / ("7" if rate == 2 else "7.tmp")).mkdir(parents=True)
 
-  assert drive(driver, show, pause=0.01) is False
+  sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1, 2, 3, 4)),))])
+  driver = make_driver(sweep, tmp_path, Fake(end), parallel=3)
+  show = lambda cells, rows: os.kill(os.getpid(), number)
+  assert drive(driver, show, pause=100) == number
+  assert driver.backend.ends == ["stop"]
+  name = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number]
+  assert capsys.readouterr().err == (
+    f"{name}: 1 runs done, 1 stopped with a checkpoint, 1 stopped before their first"
+    " checkpoint, 1 waiting; the same command goes on.\n"
+  )
+  assert [row["vanished"] for row in rows_of(tmp_path)] == [0, 0, 0]
+  again = Fake()
+  finish(make_driver(sweep, tmp_path, again))
+  assert len(again.started) == 3
+
+
+def test_a_second_signal_kills_the_runs(tmp_path):
+  class Slow(Fake):
+    def stop(self):
+      self.ends.append("stop")
+      os.kill(os.getpid(), signal.SIGINT)
+      time.sleep(100)
+
+  driver = make_driver(make_sweep(), tmp_path, Slow(lambda run, saved: None))
+  show = lambda cells, rows: os.kill(os.getpid(), signal.SIGINT)
+  assert drive(driver, show, pause=100) == signal.SIGINT
+  assert driver.backend.ends == ["stop", "kill"]
+
+
+def test_a_signal_interrupts_a_backend_that_waits(tmp_path, capsys):
+  """The submitted job goes on; the next driver finds the job."""
+
+  class Queue(Fake):
+    detached = True
+
+    def start(self, run):
+      self.started.append(run.name)
+      os.kill(os.getpid(), signal.SIGINT)
+      time.sleep(100)
+
+  driver = make_driver(make_sweep(), tmp_path, Queue())
+  assert drive(driver, lambda cells, rows: None) == signal.SIGINT
+  assert "1 going on without this driver, 1 waiting" in capsys.readouterr().err
+  assert [row["status"] for row in rows_of(tmp_path)] == ["running"]
