@@ -73,16 +73,33 @@ def load_sweep(path: str) -> Sweep:
 
 def run() -> int:
   """Does what the flags ask for; returns the exit status."""
-  results = pathlib.Path(str(_RESULTS.value))
+  if not _RESULTS.value:
+    raise ConfigError("--results is empty; give a folder for all runs.")
+  results = pathlib.Path(_RESULTS.value)
+  asked = [flag.name for flag in (_EXPORT, _IMPORT, _SHOW, _RETRY) if flag.value]
+  if len(asked) > 1:
+    raise ConfigError(f"--{' and --'.join(asked)} are given; give one at a time.")
+  if _OPTIONS.value and _BACKEND.value == "local":
+    raise ConfigError(
+      f"--slurm_options is {_OPTIONS.value!r}, but --backend is local; add"
+      " --backend=slurm, or leave the options out."
+    )
   if _EXPORT.value:
-    if not (results / "runs").is_dir():
-      raise ValueError(f"--results={results} holds no runs; run a sweep first.")
     path = pathlib.Path(_EXPORT.value)
+    if not (results / "runs").is_dir():
+      raise ConfigError(f"--results={results} holds no runs; run a sweep first.")
+    if path.is_dir():
+      raise ConfigError(f"--export is {str(path)!r}, a folder; give a file name.csv.")
     command_line.make_folder(path.parent, "--export")
     count = csv_file.export(table.read_rows(results).values(), path)
     print(f"{count} runs written to {path}")
     return 0
   if _IMPORT.value:
+    if not pathlib.Path(_IMPORT.value).is_file():
+      raise ConfigError(
+        f"--import is {_IMPORT.value!r}, but there is no such file; give a file written"
+        " by --export."
+      )
     command_line.make_folder(results, "--results")
     with table.alone(results):
       count = csv_file.load(pathlib.Path(_IMPORT.value), results)

@@ -408,6 +408,9 @@ def test_an_export_has_results_and_configs(tmp_path):
   assert {row["algorithm"] for row in rows} == {"diloco"}
   best = min(rows, key=lambda row: float(row["loss"]))
   assert float(best["learning_rate"]) == BEST
+  m = default_config().model
+  papers_n = 12 * m.num_layers * m.dim**2 + m.vocab_size * m.dim
+  assert {row["matrix_params"] for row in rows} == {str(papers_n)}
   assert json.loads(best["config"])["train.steps"] == 10
 
 
@@ -474,6 +477,20 @@ def test_a_file_that_is_no_export_is_refused(tmp_path, text):
   (tmp_path / "t.csv").write_text(text)
   with pytest.raises(ValueError, match=r"line 1 of .* is no column .*algorithm"):
     load(tmp_path / "t.csv", tmp_path)
+
+
+def test_a_file_of_older_code_without_the_papers_n_is_imported(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  with (tmp_path / "out.csv").open() as file:
+    rows = [
+      {k: v for k, v in r.items() if k != "matrix_params"} for r in csv.DictReader(file)
+    ]
+  with (tmp_path / "out.csv").open("w") as file:
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  assert load(tmp_path / "out.csv", tmp_path / "b") == 8
 
 
 def test_an_imported_run_replaces_an_unfinished_one(tmp_path):
@@ -720,6 +737,30 @@ def test_show_lists_a_few_of_many_waiting_runs(tmp_path):
   assert len(text) == progress.MOST_WAITING + 1
   assert text[0].split() == ["waiting", "0", "lr=0"]
   assert text[-1] == "5 more runs wait"
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (["--results="], "--results is empty; give a folder"),
+    (["--results=r"], "--sweep must be given, for example"),
+    (
+      ["--results=r", "--export=a", "--show"],
+      "--export and --show are given; give one",
+    ),
+    (["--results=r", "--import=a"], "--import is 'a', but there is no such file"),
+    (
+      ["--results=r", "--sweep=a", "--slurm_options=b=c"],
+      "but --backend is local; add",
+    ),
+  ],
+)
+def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message):
+  monkeypatch.chdir(tmp_path)
+  done = sweep_command(*flags)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert message in done.stderr
+  assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
