@@ -14,7 +14,7 @@ from diloco.algorithm.state import TrainState, final_params, first_replica, repl
 from diloco.config import Config
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.model import sampling
-from diloco.model.shapes import num_params
+from diloco.model.shapes import matrix_params, num_params
 from diloco.run import metrics
 from diloco.run.log import Log
 from diloco.run.peers import Peers
@@ -79,6 +79,7 @@ def _numbers(
     "steps": c.train.steps,
     "tokens": c.train.tokens,
     "params": params,
+    "matrix_params": matrix_params(c.model),  # The papers' N.
     "eval_loss": losses,
     "perplexity": scores.held_out.perplexity,
     "bits_per_byte": scores.held_out.bits_per_byte,

@@ -7,9 +7,10 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from diloco.config import Config, changed
+from diloco.config import Config, changed, complete
 from diloco.config.command_line import one_line
 from diloco.config.resolve import leaves
+from diloco.model.shapes import matrix_params
 from diloco.sweep import table
 from diloco.sweep.table import SUMMARY_COLUMNS, Row
 
@@ -29,19 +30,24 @@ EXPORTED_FIELDS = {
   "seed": "seed",
 }
 _NOTED = ("name", "revision", "status", "error", "finished")
+# Columns that an imported file must have.
 _COLUMNS = (*EXPORTED_FIELDS, *_NOTED, *SUMMARY_COLUMNS, "config")
+# The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
+_PAPERS_N = "matrix_params"
 
 
 def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """Writes the finished and failed runs as CSV; returns their number.
 
-  The columns point_NAME hold the point. The column `config` holds, as JSON, the other
-  fields that differ from their defaults.
+  The columns point_NAME hold the point. `params` holds the number of all parameters,
+  `matrix_params` the papers' N. The column `config` holds, as JSON, the other fields
+  that differ from their defaults.
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
   with path.open("w", newline="") as file:
-    writer = csv.DictWriter(file, (*asked, *_COLUMNS), lineterminator="\n")
+    columns = (*asked, *EXPORTED_FIELDS, _PAPERS_N, *_COLUMNS[len(EXPORTED_FIELDS) :])
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(_line, ended))
   return len(ended)
@@ -94,9 +100,18 @@ def _line(row: Row) -> dict[str, Any]:
   return {
     **{f"point_{name}": value for name, value in row["point"].items()},
     **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
+    _PAPERS_N: _papers_n(row["config"]),
     **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
     "config": json.dumps(rest, sort_keys=True),
   }
+
+
+def _papers_n(config: dict[str, Any]) -> int | None:
+  """Counts parameters as the papers do; None for a config of other code."""
+  try:
+    return matrix_params(complete(config).model)
+  except (ValueError, TypeError):
+    return None
 
 
 def _run(line: dict[str, str]) -> dict[str, dict]:
