@@ -10,6 +10,7 @@ figures whose runs are missing.
 """
 
 import argparse
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -36,13 +37,19 @@ def figure_2(table: pd.DataFrame):
   cells = best(main_grid(table), "curve", "params")
   plain = cells[cells["curve"] == PLAIN].set_index("params")["loss"]
   cells = cells.assign(more=100 * (cells["loss"] / cells["params"].map(plain) - 1))
-  figure, (left, right) = drawing.axes(2)
-  drawing.lines(left, cells, "params", "loss")
   others = cells[(cells["curve"] != PLAIN) & cells["more"].notna()]
-  drawing.lines(right, others, "params", "more")
-  left.set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
-  right.axhline(0, color="black", lw=0.8)
-  right.set(xscale="log", xlabel=PARAMS, ylabel="% above data-parallel")
+  figure, panels = drawing.axes(1 if others.empty else 2)
+  drawing.lines(panels[0], cells, "params", "loss")
+  panels[0].set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
+  if others.empty:
+    print(
+      "figure 2: the panel of differences is left out, no N has runs of both"
+      " data-parallel and DiLoCo"
+    )
+  else:
+    drawing.lines(panels[1], others, "params", "more")
+    panels[1].axhline(0, color="black", lw=0.8)
+    panels[1].set(xscale="log", xlabel=PARAMS, ylabel="% above data-parallel")
   return drawing.legend(figure)
 
 
@@ -171,7 +178,7 @@ def _swept(cells: pd.DataFrame) -> list[float]:
   plain = cells[cells["curve"] == PLAIN]
   count = plain.groupby("params")["batch"].nunique()
   if not (count > 2).any():
-    raise Missing("no size has three batches")
+    raise Missing("data-parallel was tried with three batches at no N")
   return sorted(count.index[count > 2])
 
 
@@ -210,10 +217,12 @@ def _unit(least: float) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(
+    prog="python -m diloco.sweep.figures", description=__doc__.splitlines()[0]
+  )
   add = parser.add_argument
   add("table", type=pathlib.Path, help="an exported CSV file")
-  add("--out", type=pathlib.Path, default=pathlib.Path("."), help="output folder")
+  add("--out", type=pathlib.Path, required=True, help="output folder")
   add("--prefix", default="", help="prefix of the file names")
   where = "rows to take, such as seed=0,replicas=2; may be repeated"
   add("--where", action="append", default=[], metavar="COLUMN=VALUE", help=where)
@@ -225,12 +234,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> None:
   """Prints the tables and draws the figures."""
-  if args.chip_tokens is not None and not args.chip_tokens > 0:
+  if args.chip_tokens is not None and not 0 < args.chip_tokens < math.inf:
     raise ValueError(
       f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
     )
   table = read(args.table, args.where)
-  make_folder(args.out, "--out")
+  make_folder((args.out / f"{args.prefix}2.png").parent, "--out")
   for lines in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(lines(table)) + "\n")
   for number in args.only:

@@ -1,12 +1,13 @@
 """Reads the runs of an exported table and selects the runs of a figure."""
 
+import csv
 import pathlib
 import statistics
 from collections.abc import Sequence
 
 import pandas as pd
 
-from diloco.config.command_line import parse_options
+from diloco.config.command_line import one_line, parse_options
 from diloco.scaling_laws import runs
 
 PLAIN = "data-parallel"
@@ -30,7 +31,13 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
     ValueError: the file is not an exported table, or no finished run is selected.
   """
   conditions = parse_options(",".join(where), place="--where")
-  table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
+  try:
+    table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
+  except (OSError, UnicodeDecodeError, csv.Error) as error:
+    raise ValueError(
+      f"the table is {str(path)!r}, which cannot be read ({one_line(error)}); give a"
+      " file written by python -m diloco.sweep --export."
+    ) from error
   ratio = table["tokens"] / table["params"]
   names = table["algorithm"].replace({"data_parallel": PLAIN, "diloco": "DiLoCo"})
   replicas = ", M=" + table["replicas"].astype(str)
@@ -55,9 +62,13 @@ def main_grid(
   if table.empty:
     return table
   plain = table["curve"] == PLAIN
-  usual = ~plain if any_cadence else plain | _most_frequent(table["sync_every"])
+  cadences = table.loc[~plain, "sync_every"]
+  if any_cadence or cadences.empty:
+    usual = plain != any_cadence
+  else:
+    usual = plain | (table["sync_every"] == statistics.mode(cadences))
   budget = any_budget | (table["overtrain"] == 1)
-  return table[usual & budget & _most_frequent(table["seed"])]
+  return table[usual & budget & (table["seed"] == statistics.mode(table["seed"]))]
 
 
 def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:
@@ -68,7 +79,3 @@ def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:
 def curves(table: pd.DataFrame) -> list[str]:
   """Lists the names of the curves, data-parallel first."""
   return sorted(set(table["curve"]), key=lambda name: (name != PLAIN, name))
-
-
-def _most_frequent(column: pd.Series) -> pd.Series:
-  return column == statistics.mode(column)

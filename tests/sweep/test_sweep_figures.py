@@ -94,9 +94,9 @@ def test_the_main_grid_has_one_cadence_one_seed_and_no_overtraining(table):
 def test_where_selects_rows_by_column(table, tmp_path, capsys):
   runs = runs_lib.read(table, ["batch_sequences=8.0", "seed=0"])
   assert set(runs["batch"]) == {8 * 64}
-  assert figures.main([str(table), "--where=nothing=8"]) == 2
+  assert figures.main([str(table), "--out=x", "--where=nothing=8"]) == 2
   assert "names the column 'nothing'" in capsys.readouterr().err
-  assert figures.main([str(table), "--where=sync_every=8,seed"]) == 2
+  assert figures.main([str(table), "--out=x", "--where=sync_every=8,seed"]) == 2
   assert "--where has 'seed'; write name=value" in capsys.readouterr().err
   assert figures.main([str(table), f"--out={table}"]) == 2
   assert f"--out is '{table}', where nothing" in capsys.readouterr().err
@@ -176,11 +176,28 @@ def test_the_command_names_figures_without_runs(tmp_path, capsys):
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
   said = capsys.readouterr().out
   assert "figure 11: left out, no run is overtrained" in said
-  assert "figure 4: left out, no size has three batches" in said
+  assert (
+    "figure 4: left out, data-parallel was tried with three batches at no N" in said
+  )
   # No run has M = 1.
   assert figures.main([str(path), f"--out={tmp_path}", "--where=replicas=2"]) == 0
   said = capsys.readouterr().out
-  assert "figure 3: left out, no size has three batches" in said
+  assert "figure 2: the panel of differences is left out" in said
+  assert "figure 3: left out, data-parallel was tried with three batches at" in said
+  assert len(figures.figure_2(runs_lib.read(path, ["replicas=2"])).axes) == 1
+
+
+def test_the_cadence_of_data_parallel_does_not_count(tmp_path):
+  """Most runs are data-parallel, whose H is the default and does not matter."""
+  rows = [row(0, n, h=100) for n in (1, 2, 3)] + [row(2, n, h=10) for n in (1, 2)]
+  main = runs_lib.main_grid(runs_lib.read(write(tmp_path / "t.csv", rows)))
+  assert main.groupby("algorithm").size().to_dict() == {"data_parallel": 3, "diloco": 2}
+
+
+def test_pictures_need_a_folder(table, capsys):
+  with pytest.raises(SystemExit):
+    figures.main([str(table)])
+  assert "the following arguments are required: --out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -188,9 +205,15 @@ def test_the_command_names_figures_without_runs(tmp_path, capsys):
   [
     ("status,loss\nfailed,3\n", "has no finished run"),
     ("status,loss\ndone,3\n", "has no column algorithm, params, replicas, "),
+    ("", "has no finished run"),
+    ("status\n" + 200_000 * "x", "which cannot be read (field larger than"),
+    ("status\n\udcff", "which cannot be read ('utf-8' codec can't decode byte 0xff"),
   ],
 )
 def test_a_file_without_runs_or_columns_is_refused(tmp_path, text, message, capsys):
-  (tmp_path / "t.csv").write_text(text)
-  assert figures.main([str(tmp_path / "t.csv")]) == 2
+  (tmp_path / "t.csv").write_text(text, errors="surrogateescape")
+  assert figures.main([str(tmp_path / "t.csv"), f"--out={tmp_path / 'out'}"]) == 2
   assert message in capsys.readouterr().err
+  assert figures.main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
+  assert "which cannot be read ([Errno 21] Is a directory" in capsys.readouterr().err
+  assert not (tmp_path / "out").exists()
