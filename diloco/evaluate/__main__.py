@@ -39,14 +39,18 @@ def table(results: dict[str, tasks.TaskResult]) -> str:
 
 def run(args: argparse.Namespace) -> None:
   """Evaluates a model, prints the results and writes the files."""
-  model = load(args.workdir, args.step)
-  make_folder(args.workdir, "--workdir")
-  if args.details:
-    make_folder(args.details.parent, "--details")
-  if not args.tasks and not args.heldout:
+  if not args.tasks.strip(" ,") and not args.heldout:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
+  if args.items < 0:
+    raise ConfigError(f"--items is {args.items}; it must be at least 0.")
+  if args.details:
+    make_folder(args.details.parent, "--details")
+    if args.details.is_dir():
+      raise ConfigError(f"--details is {str(args.details)!r}, a folder; give a file.")
+  model = load(args.workdir, args.step)
+  make_folder(args.workdir, "--workdir")
   fields = {
     "eval.tasks": args.tasks,
     "eval.task_items": args.items,
@@ -56,8 +60,9 @@ def run(args: argparse.Namespace) -> None:
   details: list[dict[str, Any]] = []
   with jax.set_mesh(model.mesh):
     evaluation = Evaluation(changed(model.config, fields), model.mesh, args.heldout)
-    results = evaluation.tasks(model.params, details)
-    print(table(results) if results else "")
+    results = evaluation.tasks(model.params, details, show=bool(args.tasks))
+    if results:
+      print(table(results))
     if args.heldout:
       r = evaluation.loss(model.params)
       said |= dataclasses.asdict(r)

@@ -61,18 +61,25 @@ class Evaluation:
     return heldout.evaluate(params, self._eval_set, self._c.model, self._mesh)
 
   def tasks(
-    self, params: Any, details: list[dict[str, Any]] | None = None
+    self,
+    params: Any,
+    details: list[dict[str, Any]] | None = None,
+    show: bool = False,
   ) -> dict[str, tasks.TaskResult]:
     """Computes accuracies by task.
 
     Args:
       params: the parameters of one replica.
       details: if given, receives one dict per item: task, item, scores, gold.
+      show: whether to show a progress bar.
     """
     c, every_task = self._c, self._tasks.values()
     # All tasks in one pass, so that batches are fuller.
     flat = [s for task in every_task for _, encoded in task for s in encoded]
-    found = iter(score.score(params, flat, c.model, c.eval.batch_size, self._mesh))
+    scored = score.score(
+      params, flat, c.model, c.eval.batch_size, self._mesh, show=show
+    )
+    found = iter(scored)
     results = {}
     for name, task in self._tasks.items():
       items = [item for item, _ in task]

@@ -3,12 +3,15 @@
 Letters: B sequences, L positions.
 """
 
+import collections
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import tqdm
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +21,8 @@ from diloco.model import registry, sharding
 
 # Sequences are padded to at least this length, see `batches`.
 MIN_LENGTH = 32
+# Batches that wait on the devices, so that the devices need not wait for this host.
+IN_FLIGHT = 8
 
 
 def score(
@@ -26,20 +31,42 @@ def score(
   m: ModelConfig,
   batch_size: int,
   mesh: Mesh,
+  show: bool = False,
 ) -> np.ndarray:
   """Computes log-likelihoods, float64 [len(continuations)], in nats.
 
   Batches have few shapes, so there are few programs. Every batch has `batch_size` *
   seq_len tokens, so no program needs more memory than the held-out loss.
+
+  Args:
+    show: whether to show a progress bar on stderr; without a terminal, a line now and
+      then.
   """
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
-  launched = [
-    (rows, _log_likelihoods(params, place(tokens), place(weights), m=m))
-    for rows, tokens, weights in batches(continuations, m.seq_len, batch_size)
-  ]
   scores = np.zeros(len(continuations))
-  for rows, values in launched:
+  bar = tqdm.tqdm(
+    total=len(continuations),
+    unit="choice",
+    desc="tasks",
+    dynamic_ncols=True,
+    disable=not show,
+    mininterval=0.2 if sys.stderr.isatty() else 15,
+  )
+  launched = collections.deque[tuple[np.ndarray, jax.Array]]()
+
+  def take() -> None:
+    rows, values = launched.popleft()
     scores[rows] = np.asarray(values)[: len(rows)]
+    bar.update(len(rows))
+
+  with bar:
+    for rows, tokens, weights in batches(continuations, m.seq_len, batch_size):
+      values = _log_likelihoods(params, place(tokens), place(weights), m=m)
+      launched.append((rows, values))
+      if len(launched) > IN_FLIGHT:
+        take()
+    while launched:
+      take()
   return scores
 
 

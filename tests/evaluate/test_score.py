@@ -105,6 +105,23 @@ def test_an_untrained_model_is_at_chance_on_the_full_sets():
     assert r.truncated == 0
 
 
+def test_a_progress_bar_counts_choices_over_many_batches(capsys):
+  c = make_config(32)
+  params, mesh = make_params(c), make_mesh(c)
+  rng = np.random.default_rng(0)
+  draw = lambda: rng.integers(4, 100, 20).tolist()
+  sequences = [tasks.Continuation(draw(), 3, False) for _ in range(41)]
+  assert len(sequences) > c.eval.batch_size * (score.IN_FLIGHT + 2)
+  with jax.set_mesh(mesh):
+    one = [
+      score.score(params, [s], c.model, c.eval.batch_size, mesh)[0] for s in sequences
+    ]
+    assert capsys.readouterr().err == ""
+    many = score.score(params, sequences, c.model, c.eval.batch_size, mesh, show=True)
+  np.testing.assert_allclose(many, one, rtol=1e-5)
+  assert "41/41" in capsys.readouterr().err
+
+
 def test_each_length_is_compiled_once(caplog):
   c = make_config(64)
   params, mesh = make_params(c), make_mesh(c)
@@ -169,5 +186,13 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   ]
   assert evaluate.main([f"--workdir={tmp_path}", "--tasks=boolq"]) == 2
   assert "is no task" in capsys.readouterr().err
-  assert evaluate.main([f"--workdir={tmp_path}"]) == 2
-  assert "--tasks is empty" in capsys.readouterr().err
+  for more, message in (
+    ([], "--tasks is empty"),
+    (["--tasks=,"], "--tasks is empty"),
+    ([f"--tasks={ITEMS}", "--items=-1"], "--items is -1; it must be at least 0"),
+    ([f"--tasks={ITEMS}", f"--details={tmp_path}"], "a folder; give a file"),
+  ):
+    assert evaluate.main([f"--workdir={tmp_path}", *more]) == 2
+    assert message in capsys.readouterr().err
+  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  assert capsys.readouterr().out.startswith("held-out ")
