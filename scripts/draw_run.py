@@ -1,6 +1,6 @@
 """Draws the schedule of a run from its metrics: inner steps, sends, merges.
 
-python scripts/draw_run.py --workdir=/tmp/sample --first=17 --last=62 --out=run.png
+python scripts/draw_run.py --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/run.png
 """
 
 import pathlib
@@ -17,7 +17,9 @@ from diloco.run import checkpoint, metrics
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of DiLoCo.")
 _FIRST = flags.DEFINE_integer("first", 1, "First inner step to draw.", lower_bound=1)
 _LAST = flags.DEFINE_integer("last", 60, "Last inner step to draw.")
-_OUT = flags.DEFINE_string("out", "run.png", "Picture to write.")
+_OUT = flags.DEFINE_string("out", None, "Picture to write, for example run.png.")
+# More steps would be narrower than a pixel.
+MOST_STEPS = 1000
 
 
 def read(workdir: pathlib.Path) -> tuple[Config, list[dict]]:
@@ -29,10 +31,36 @@ def read(workdir: pathlib.Path) -> tuple[Config, list[dict]]:
   steps = checkpoint.steps_of(workdir)
   if not steps:
     raise ConfigError(f"--workdir is {workdir}, which has no checkpoint; train first.")
-  c = complete(checkpoint.read_record(workdir, steps[0]).config)
+  try:
+    c = complete(checkpoint.read_record(workdir, steps[0]).config)
+    names = ("step", "fragment", "bytes")
+    sends = [{name: r[name] for name in names} for r in metrics.read(workdir, "send")]
+  except (OSError, ValueError, KeyError, TypeError) as error:
+    raise ConfigError(
+      f"--workdir is {workdir}, whose newest checkpoint or metrics.jsonl cannot be read"
+      f" ({type(error).__name__}: {command_line.one_line(error)})."
+    ) from error
   if c.data_parallel:
     raise ConfigError(f"--workdir is {workdir}, a data-parallel run; use a DiLoCo run.")
-  return c, metrics.read(workdir, "send")
+  return c, sends
+
+
+def check(sends: list[dict], first: int, last: int, out: pathlib.Path) -> None:
+  """Raises a ConfigError if the picture would be empty or cannot be written."""
+  if not 0 <= last - first < MOST_STEPS:
+    raise ConfigError(
+      f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps."
+    )
+  steps = [send["step"] for send in sends]
+  if not any(first <= step <= last for step in steps):
+    known = f"sends from step {min(steps)} to {max(steps)}" if steps else "no send"
+    raise ConfigError(
+      f"--first is {first} and --last is {last}, but the log has {known}; choose steps"
+      " with a send."
+    )
+  kinds = Figure().canvas.get_supported_filetypes()
+  if out.suffix.removeprefix(".") not in kinds:
+    raise ConfigError(f"--out is {str(out)!r}; give a file such as run.png or run.svg.")
 
 
 def draw(c: Config, sends: list[dict], first: int, last: int, axes: Axes) -> None:
@@ -84,7 +112,8 @@ def draw(c: Config, sends: list[dict], first: int, last: int, axes: Axes) -> Non
 def main(argv) -> None:
   del argv
   c, sends = read(pathlib.Path(str(_WORKDIR.value)))
-  command_line.make_folder(pathlib.Path(_OUT.value).parent, "--out")
+  check(sends, _FIRST.value, _LAST.value, pathlib.Path(str(_OUT.value)))
+  command_line.make_folder(pathlib.Path(str(_OUT.value)).parent, "--out")
   height = 0.9 + 0.3 * (len(c.make_fragments()) + c.replicas)
   figure = Figure(figsize=(9, height), layout="constrained")
   draw(c, sends, _FIRST.value, _LAST.value, figure.subplots())
@@ -93,5 +122,5 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("workdir")
+  flags.mark_flags_as_required(["workdir", "out"])
   sys.exit(command_line.run(main))

@@ -36,3 +36,25 @@ def test_bars_start_at_sends_and_end_at_arrivals(tiny):
 def test_a_folder_without_a_run_is_refused(tmp_path):
   with pytest.raises(draw_run.ConfigError, match="has no checkpoint; train first"):
     draw_run.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("first", "last", "out", "message"),
+  [
+    (5, 4, "a.png", "draw from 1 to 1000 steps"),
+    (1, 10**9, "a.png", "draw from 1 to 1000 steps"),
+    (20, 30, "a.png", "but the log has sends from step 8 to 16; choose"),
+    (1, 30, "folder", "--out is 'folder'; give a file such as run.png"),
+    (1, 30, "a.txt", "--out is 'a.txt'; give a file such as run.png"),
+  ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused(first, last, out, message):
+  sends = [{"step": t, "fragment": 0, "bytes": 1} for t in (8, 16)]
+  with pytest.raises(draw_run.ConfigError, match=message):
+    draw_run.check(sends, first, last, pathlib.Path(out))
+
+
+def test_a_damaged_run_is_refused(tmp_path):
+  (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+  with pytest.raises(draw_run.ConfigError, match=r"whose newest checkpoint or metrics"):
+    draw_run.read(tmp_path)
