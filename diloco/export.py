@@ -35,10 +35,11 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
     The folder.
 
   Raises:
-    ConfigError: the tokenizer or the package safetensors is missing.
+    ConfigError: the tokenizer or the package safetensors is missing, or the folder is
+      a run's.
   """
   save_file = load.import_safetensors().save_file
-  folder = make_folder(output, "--output")
+  folder = make_output(output)
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   # safetensors writes the buffer as it lies in memory, so it must be contiguous.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
@@ -54,12 +55,26 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
   return folder
 
 
+def make_output(output: str | pathlib.Path) -> pathlib.Path:
+  """Makes the folder of an export.
+
+  Raises:
+    ConfigError: nothing can be written there, or the folder is a run's. A run's
+      config.json would be lost, and its checkpoints would no longer be found.
+  """
+  if not str(output):
+    raise ConfigError("--output is empty; give a new folder.")
+  if (pathlib.Path(output) / "checkpoints").exists():
+    raise ConfigError(f"--output is {str(output)!r}, a run; give another folder.")
+  return make_folder(output, "--output")
+
+
 def run(args: argparse.Namespace) -> None:
   """Exports a model and prints the files."""
-  make_folder(args.output, "--output")  # Loading is slow, so check the folder first.
+  make_output(args.output)  # Loading is slow, so check the folder first.
   folder = export(load.load(args.workdir, args.step), args.output)
-  for path in sorted(folder.iterdir()):
-    print(f"{path}  {path.stat().st_size:,} bytes")
+  for name in (load.CONFIG, load.WEIGHTS, load.TOKENIZER):
+    print(f"{folder / name}  {(folder / name).stat().st_size:,} bytes")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,12 +17,26 @@ from diloco.data import load_tokenizer
 from diloco.model import sampling
 from diloco.run.load import load
 
+# Logits divided by less may exceed the range of float32.
+MIN_TEMPERATURE = 1e-6
+
 
 def run(args: argparse.Namespace) -> None:
   """Prints the prompt with its continuation."""
   for name in ("tokens", "temperature", "top_k"):
     if not getattr(args, name) >= 0:
       raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
+  if 0 < args.temperature < MIN_TEMPERATURE:
+    raise ConfigError(
+      f"--temperature is {args.temperature:g}, which overflows; give 0 for the"
+      f" likeliest tokens, or at least {MIN_TEMPERATURE:g}."
+    )
+  if not -(2**63) <= args.seed < 2**63:
+    raise ConfigError(f"--seed is {args.seed}; it must have at most 64 bits.")
+  try:
+    args.prompt.encode()
+  except UnicodeEncodeError as error:
+    raise ConfigError(f"--prompt is {args.prompt!r}, which is not UTF-8.") from error
   model = load(args.workdir, args.step)
   tokenizer = load_tokenizer(model.config.data.tokenizer)
   prompt = tokenizer.encode(args.prompt)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from diloco.algorithm import fragments
 from diloco.algorithm.state import abstract_params, first_replica
 from diloco.config import Config, ConfigError, changed, complete
+from diloco.config.command_line import one_line
 from diloco.model import shapes, sharding
 from diloco.run import checkpoint
 from diloco.run.mesh import fit_eval_batch, make_inference_mesh
@@ -134,16 +135,23 @@ def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> An
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   """Reads a folder that diloco.export wrote, tokenizer included."""
-  described = json.loads((folder / CONFIG).read_text())
-  if step not in (None, described["step"]):
+  load_file = import_safetensors().load_file
+  try:
+    described = json.loads((folder / CONFIG).read_text())
+    exported, config = described["step"], described["config"]
+    tensors = load_file(folder / WEIGHTS)
+  except Exception as error:  # safetensors has an exception of its own.
     raise ConfigError(
-      f"step is {step}, but {folder} is an export of step {described['step']}; leave"
-      " step out."
+      f"workdir is {str(folder)!r}, whose {CONFIG} or {WEIGHTS} cannot be read"
+      f" ({type(error).__name__}: {one_line(error)}); export again."
+    ) from error
+  if step not in (None, exported):
+    raise ConfigError(
+      f"step is {step}, but {folder} is an export of step {exported}; leave step out."
     )
-  c = _config(described["config"], folder, mesh)
+  c = _config(config, folder, mesh)
   if (folder / TOKENIZER).exists():
     c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
-  tensors = import_safetensors().load_file(folder / WEIGHTS)
   like = traverse_util.flatten_dict(abstract_params(c), sep=".")
   names = {*like, *tensors}
   shape = lambda x: getattr(x, "shape", None)
@@ -155,4 +163,4 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
     )
   params = traverse_util.unflatten_dict(tensors, sep=".")
   params = jax.device_put(params, sharding.shardings(params, mesh))
-  return Model(c, described["step"], params, mesh)
+  return Model(c, exported, params, mesh)

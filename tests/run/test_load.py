@@ -135,6 +135,26 @@ def test_an_export_that_does_not_fit_its_config(trained, tmp_path):
     restore.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ("file", "content"),
+  [("config.json", b"{"), ("config.json", b"[]"), ("model.safetensors", b"cut short")],
+)
+def test_a_damaged_export_is_refused(trained, tmp_path, file, content):
+  export.export(restore.load(trained[0]), tmp_path)
+  (tmp_path / file).write_bytes(content)
+  with pytest.raises(ValueError, match=r"safetensors cannot be read .*; export again"):
+    restore.load(tmp_path)
+
+
+def test_an_export_never_replaces_the_files_of_a_run(trained, tmp_path):
+  run = tmp_path / "run"
+  shutil.copytree(trained[0], run)
+  before = sorted(path.name for path in run.iterdir())
+  with pytest.raises(ValueError, match=r"a run; give another folder"):
+    export.export(restore.load(run), run)
+  assert sorted(path.name for path in run.iterdir()) == before
+
+
 def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp_path):
   with pytest.raises(ValueError, match="nowhere', but there is no such folder; give"):
     restore.load(tmp_path / "nowhere")
@@ -193,6 +213,15 @@ def test_commands(trained, tmp_path, capsys):
   assert text[0].startswith("The nation")
   assert generate.main([f"--workdir={out}", "--top_k=-1"]) == 2
   assert capsys.readouterr().err == "error: --top_k is -1; it must be at least 0.\n"
+  for flag, message in (
+    ("--temperature=1e-30", "--temperature is 1e-30, which overflows; give 0"),
+    ("--seed=99999999999999999999", "it must have at most 64 bits"),
+    ("--prompt=\udcff", "which is not UTF-8"),
+  ):
+    assert generate.main([f"--workdir={out}", flag]) == 2
+    assert message in capsys.readouterr().err
+  assert export.main([f"--workdir={trained[0]}", "--output="]) == 2
+  assert "--output is empty" in capsys.readouterr().err
   assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
   assert "holds no checkpoint yet" in capsys.readouterr().err
   assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2
