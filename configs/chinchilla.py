@@ -19,7 +19,7 @@ evaluated on Dolma.
 import math
 
 from diloco.config import ALGORITHMS, ConfigError, default_config
-from diloco.config.command_line import parse_options
+from diloco.config.command_line import parse_count, parse_options
 from diloco.scaling_laws import paper, predict
 from diloco.scaling_laws.recommend import recommend
 
@@ -104,7 +104,7 @@ def shape(size: str) -> tuple[int, int, int]:
     f"the size is {size!r}; write one of {', '.join(SCALES)}, or any other from 10M on."
   )
   try:
-    params = paper.number(size)
+    params = parse_count(size)
   except ValueError:
     raise unknown from None
 

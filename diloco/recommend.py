@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from diloco.config.command_line import guarded, parse_options
+from diloco.config.command_line import Parser, guarded, parse_count, parse_options
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws.recommend import recommend
 
@@ -26,8 +26,8 @@ ROWS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+  parser = Parser(
     prog="python -m diloco.recommend",
     description="Hyperparameters and expected loss from the scaling laws.",
   )
@@ -63,7 +63,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
   if args.results:
     table = runs.read(args.results, parse_options(args.where, place="--where"))
     laws, _ = results.fit_runs(table, strict=not args.any)
-  n, m, method = paper.number(args.params), args.replicas, args.method
+  n, m, method = parse_count(args.params, "--params"), args.replicas, args.method
   settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
   answer = dataclasses.asdict(recommend(n, m, method, *settings, laws=laws))
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):

@@ -16,7 +16,7 @@ import tempfile
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_collections
 from absl import app, flags
@@ -88,6 +88,13 @@ def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
     sys.exit(2)
 
 
+class Parser(argparse.ArgumentParser):
+  """A parser of flags that answers a mistake in one sentence, with exit status 2."""
+
+  def error(self, message: str) -> NoReturn:
+    self.exit(2, f"error: {message} (see --help)\n")
+
+
 def model_parser(command: str, description: str) -> argparse.ArgumentParser:
   """Makes the parser of a command that takes a trained model."""
   parser = argparse.ArgumentParser(
@@ -149,6 +156,25 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
       " choose another folder."
     ) from error
   return folder
+
+
+def parse_count(text: str, name: str = "size") -> float:
+  """Parses a number of parameters or tokens, such as 35M, 2.4B or 4e9.
+
+  Args:
+    name: what the user gave, such as --params.
+
+  Raises:
+    ConfigError: the text is not a positive number.
+  """
+  exponent = {"M": "e6", "B": "e9"}.get(text[-1:], text[-1:])
+  try:
+    value = float(text[:-1] + exponent)
+  except ValueError:
+    value = 0.0
+  if not 0 < value < math.inf:
+    raise ConfigError(f"{name} is {text!r}; write one such as 35M, 2.4B or 4e9.")
+  return value
 
 
 def parse_options(

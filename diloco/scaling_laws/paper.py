@@ -10,11 +10,11 @@ names of Table 4 (35e6 to 2.4e9, with 335M). The other two compute
 import csv
 import functools
 import importlib.resources
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from diloco.config.command_line import parse_count
 from diloco.config.fields import ModelConfig
 from diloco.model.shapes import matrix_params
 from diloco.scaling_laws import optimum, parametric
@@ -42,22 +42,6 @@ def read(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader(file))
 
 
-def number(text: str) -> float:
-  """Parses a number of parameters, such as 35M, 2.4B or 4e9.
-
-  Raises:
-    ValueError: the text is not a positive size.
-  """
-  exponent = {"M": "e6", "B": "e9"}.get(text[-1:], text[-1:])
-  try:
-    value = float(text[:-1] + exponent)
-  except ValueError:
-    value = 0.0
-  if not 0 < value < math.inf:
-    raise ValueError(f"size is {text!r}; write one such as 35M, 2.4B or 4e9.")
-  return value
-
-
 def num_params(layers: int, dim: int, vocab_size: int = WORDS) -> float:
   """Counts N of a decoder as the laws do: without positions and norms."""
   m = ModelConfig(num_layers=layers, dim=dim, vocab_size=vocab_size)
@@ -76,7 +60,7 @@ def model_sizes(sizes: str = "words", models: Sequence[str] = ()) -> Array:
   vocab_size = SIZES[sizes]
   if vocab_size is None:
     # The model that Table 3 calls 330M is 335M in Table 4.
-    return np.array([number(r["scale"].replace("330M", "335M")) for r in rows])
+    return np.array([parse_count(r["scale"].replace("330M", "335M")) for r in rows])
   shapes = [(int(r["layers"]), int(r["qkv_dim"])) for r in rows]
   return np.array([num_params(*shape, vocab_size) for shape in shapes])
 

@@ -2,20 +2,20 @@
 
 python -m diloco.simulate table4
 python -m diloco.simulate table6
-python -m diloco.simulate bandwidth --params=1e9 --layers=24 --step_time=0.1
-python -m diloco.simulate utilisation --params=1e9 --layers=24 --step_time=0.1 \
-  --gbits=2
-python -m diloco.simulate frontier --params=1e9 --layers=24 --step_time=0.1 --gbits=1
+python -m diloco.simulate bandwidth --params=1B --layers=24 --step_time=0.1
+python -m diloco.simulate utilisation --params=1B --layers=24 --step_time=0.1 --gbits=2
+python -m diloco.simulate frontier --params=1B --layers=24 --step_time=0.1 --gbits=1
 python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
 python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
   --config.overlap.tau=5
-python -m diloco.simulate wallclock --params=1e9 --tokens=2e10 --batch_tokens=1048576 \
+python -m diloco.simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
 """
 
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import sys
@@ -23,13 +23,27 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from diloco.config import ConfigError
-from diloco.config.command_line import guarded, load_config, make_folder
+from diloco.config.command_line import (
+  Parser,
+  guarded,
+  load_config,
+  make_folder,
+  parse_count,
+)
 from diloco.simulate import from_config, tables, wallclock
 from diloco.simulate.limits import check
 from diloco.simulate.utilisation import Workload, required_bandwidth, utilisation
 
 Args = dict[str, Any]  # The arguments that are given, by name.
 Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
+
+
+def number(text: str) -> float:
+  """Parses a finite number."""
+  value = float(text)
+  if not math.isfinite(value):
+    raise ValueError
+  return value
 
 
 class Option(NamedTuple):
@@ -44,7 +58,7 @@ class Option(NamedTuple):
   """
 
   help: str
-  type: Callable[[str], Any] = float
+  type: Callable[[str], Any] = number
   field: str = ""
   ignored_by: Sequence[str] = ()
   required: bool = False
@@ -52,10 +66,11 @@ class Option(NamedTuple):
 
 UNFRAGMENTED = ("data_parallel", "diloco")
 CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2", str)
-PARAMS = Option("parameters N", field="model.dim")
+PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
 OUTPUT = Option("folder for the files; default figures", str)
+COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
   "chips": Option("chips of all replicas, with --config; default 1", int),
@@ -88,8 +103,8 @@ METHOD = MODEL | {
 RUN = {
   "config": CONFIG,
   "params": PARAMS,
-  "tokens": Option("training tokens D", field="train.tokens"),
-  "batch_tokens": Option("tokens per inner step", field="train.batch_size"),
+  "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
+  "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
   "replicas": Option("replicas M", int, "replicas"),
   "sync_every": Option("inner steps H per round; default 30", int, "sync_every"),
   "outer_bits": Option("bits per outer gradient; default 16", field="wire.format"),
@@ -110,8 +125,8 @@ def main(argv: list[str] | None = None) -> int:
   return guarded(run, vars(args) | {"overrides": overrides})
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(prog="python -m diloco.simulate")
+def make_parser() -> Parser:
+  parser = Parser(prog="python -m diloco.simulate")
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, _, options) in COMMANDS.items():
     command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
@@ -135,6 +150,9 @@ def run(args: Args) -> None:
   elif args["overrides"]:
     field = args["overrides"][0].partition("=")[0]
     raise ConfigError(f"{field} needs a --config before it.")
+  for name in COUNTS:
+    if name in args:
+      args[name] = parse_count(args[name], f"--{name}")
   data, text = command(args)
   print(json.dumps(data, default=dataclasses.asdict) if "json" in args else text)
 

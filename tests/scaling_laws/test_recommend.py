@@ -256,7 +256,7 @@ def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
   assert "no law: laws hold only for 20 tokens per parameter" in text
   assert "outer" not in text
   assert command.main(["--params=big"]) == 2
-  assert capsys.readouterr().err.startswith("error: size is 'big'")
+  assert capsys.readouterr().err.startswith("error: --params is 'big'")
   assert command.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
   for flag in ("--where=seed=0", "--any"):
     capsys.readouterr()
