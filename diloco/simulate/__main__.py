@@ -32,7 +32,8 @@ from diloco.config.command_line import (
 )
 from diloco.simulate import from_config, tables, wallclock
 from diloco.simulate.limits import check
-from diloco.simulate.utilisation import Workload, required_bandwidth, utilisation
+from diloco.simulate.steady import required_bandwidth, steady_utilisation
+from diloco.simulate.utilisation import Workload
 
 Args = dict[str, Any]  # The arguments that are given, by name.
 Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
@@ -179,7 +180,7 @@ def link(args: Args) -> Answer:
     gbits = required_bandwidth(work, share) / 1e9
   else:
     gbits = args["gbits"]
-    share = float(utilisation(work, [gbits * 1e9])[0])
+    share = float(steady_utilisation(work, [gbits * 1e9])[0])
   if "plot" in args:
     from diloco.simulate import figures
 
@@ -190,9 +191,17 @@ def link(args: Args) -> Answer:
 
 
 def frontier(args: Args) -> Answer:
-  rate, target = args["gbits"] * 1e9, args.get("target", 0.95)
-  choices = from_config.frontier(workload(args), rate, target)
-  return {"choices": choices, "sources": from_config.SOURCES}, from_config.show(choices)
+  work, gbits, target = workload(args), args["gbits"], args.get("target", 0.95)
+  choices = from_config.frontier(work, gbits * 1e9, target)
+  text = from_config.show(choices)
+  if not choices:
+    most = max(c.utilisation for c in from_config.ablations(work, gbits * 1e9))
+    text = (
+      f"No setting of the papers' ablations reaches a utilisation of {target:g} on"
+      f" {gbits:g} Gbit/s; the best reaches {most:.3g}. Raise --gbits or lower"
+      " --target."
+    )
+  return {"choices": choices, "sources": from_config.SOURCES}, text
 
 
 def compare(args: Args) -> Answer:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.simulate import limits
+from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
@@ -51,10 +53,15 @@ def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def draw_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
-  """Draws one workload's utilisation against bandwidth and marks one bandwidth."""
+  """Draws one workload's utilisation in the long run and marks one bandwidth."""
   figure, [axis] = panels([""])
-  plot_utilisation(axis, {f"{work.method}, H = {work.sync_every}": work})
-  axis.axvline(gbits, color="black", lw=0.8, ls=":")
+  marked = gbits or GRID[0]  # A single replica needs no bandwidth.
+  grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
+  reached = steady_utilisation(work, grid * 1e9)
+  source = work.method if work.plan is None else "config"
+  label = f"{source}, H = {work.whole_plan[0].sync_every}"
+  plot_utilisation(axis, grid, {label: reached})
+  axis.axvline(marked, color="black", lw=0.8, ls=":")
   figure.savefig(path, dpi=110)
 
 
@@ -68,9 +75,12 @@ def panels(titles: list[str]) -> tuple[Figure, list[Axes]]:
   return figure, axes
 
 
-def plot_utilisation(axis: Axes, workloads: dict[str, Workload]) -> None:
-  for label, work in workloads.items():
-    axis.plot(GRID, utilisation(work, GRID * 1e9), label=label)
+def plot_utilisation(
+  axis: Axes, gbits: np.ndarray, lines: dict[str, np.ndarray]
+) -> None:
+  """Draws utilisation against bandwidth in Gbit/s, a line per label."""
+  for label, reached in lines.items():
+    axis.plot(gbits, reached, label=label)
   axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilisation")
   axis.set_ylim(0, 1.03)
   axis.legend(fontsize=7)
@@ -81,7 +91,8 @@ def curves(models: Mapping[str, Model], settings: Settings) -> Figure:
   figure, axes = panels(list(models))
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
-    plot_utilisation(axis, works)
+    lines = {k: utilisation(work, GRID * 1e9) for k, work in works.items()}
+    plot_utilisation(axis, GRID, lines)
   return figure
 
 

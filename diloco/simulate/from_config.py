@@ -12,7 +12,8 @@ from diloco.config.fields import Range
 from diloco.model.shapes import flops_per_token, leaves, num_params, parameters
 from diloco.simulate import wallclock
 from diloco.simulate.limits import check
-from diloco.simulate.utilisation import Workload, utilisation
+from diloco.simulate.steady import steady_utilisation
+from diloco.simulate.utilisation import Workload
 from diloco.wire import sizes
 
 
@@ -123,19 +124,13 @@ def loss_penalty(sync_every: int, tau: int) -> float:
   return per_factor * h + 0.2 * max(tau - 1, 0) / 9
 
 
-def frontier(work: Workload, rate: float, target: float) -> list[Choice]:
-  """Finds streaming settings that reach `target` on a link, smallest penalty first.
-
-  Settings with equal penalties are ordered by bits, most first, and then by how near
-  their fragments are to 3 layers. A setting is left out if an earlier one has no fewer
-  bits and no larger fragments.
+def ablations(work: Workload, rate: float) -> list[Choice]:
+  """Simulates streaming settings on a link.
 
   Args:
     work: gives parameters, layers, step time and replicas; other fields are ignored.
     rate: bits per second of the link.
-    target: utilisation between 0 and 1.
   """
-  check("target", target, Range(0, 1, open=True))
   model = (sum(work.params_per_layer), work.layers, work.step_time)
   fragment_sizes = [size for size in (1, 3, 6) if size <= work.layers]
   found = []
@@ -144,9 +139,24 @@ def frontier(work: Workload, rate: float, target: float) -> list[Choice]:
   ):
     fields = {"sync_every": h, "fragment_size": size, "tau": tau, "bits": bits}
     one = Workload.of_equal_layers(*model, replicas=work.replicas, **fields)
-    reached = float(utilisation(one, [rate])[0])
-    if reached >= target:
-      found.append(Choice(h, size, tau, bits, reached, loss_penalty(h, tau)))
+    reached = float(steady_utilisation(one, [rate])[0])
+    found.append(Choice(h, size, tau, bits, reached, loss_penalty(h, tau)))
+  return found
+
+
+def frontier(work: Workload, rate: float, target: float) -> list[Choice]:
+  """Finds the `ablations` that reach `target` on a link, smallest penalty first.
+
+  Settings with equal penalties are ordered by bits, most first, and then by how near
+  their fragments are to 3 layers. A setting is left out if an earlier one has no fewer
+  bits and no larger fragments.
+
+  Args:
+    work, rate: as in `ablations`.
+    target: utilisation between 0 and 1.
+  """
+  check("target", target, Range(0, 1, open=True))
+  found = [c for c in ablations(work, rate) if c.utilisation >= target]
   found.sort(key=lambda c: (c.loss_per_cent, -c.bits, abs(c.fragment_size - 3)))
   kept: list[Choice] = []
   for c in found:
@@ -161,6 +171,4 @@ def show(choices: list[Choice]) -> str:
   lines = ["".join(f"{name:>14}" for name in names) + f"{'loss, %':>10}"]
   layout = "{:>14}" * 4 + "{:>14.3f}{:>+10.2f}"
   lines += [layout.format(*dataclasses.astuple(choice)) for choice in choices]
-  if not choices:
-    lines.append("no setting of the papers' ablations reaches the target on this link")
   return "\n".join(lines + [f"{name}: {source}" for name, source in SOURCES.items()])

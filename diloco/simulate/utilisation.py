@@ -11,13 +11,14 @@ all tables of both papers:
 
 - A value that is not quantised has 16 bits. 16 bits explain the data-parallel rows, 32
   bits do not.
-- 300 steps are simulated. A multiple of H averages whole rounds, and more rounds change
-  almost nothing. Any other number leaves the last round without its reduction.
+- 300 steps are simulated. A multiple of H averages whole rounds. Any other number
+  leaves the last round without its reduction.
 - A fragment is sent from step t_p on. The trainer lets the first H steps pass without
   a send (`Schedule.is_sent`). With the trainer's rule, 42 cells of Table 4 are exact
   instead of 70.
 - The total time includes reductions that are still on the link after the last step.
-  Without this rule, the reduction of the last round would take no time.
+  Without this rule, the reduction of the last round would take no time. With it, a
+  short run pays for a reduction that later steps would hide: see `steady.py`.
 
 Times are seconds, sizes are bits, bandwidths are bits per second.
 """
@@ -97,6 +98,16 @@ class Workload:
     exchange = "psum" if self.method == "data_parallel" else self.exchange
     return sizes.copies(exchange, self.replicas)
 
+  @property
+  def nodes_per_step(self) -> int:
+    """Compute nodes; the first layer needs no gradient with respect to its input."""
+    return 3 * self.layers - 1
+
+  @property
+  def wait(self) -> int:
+    """Steps from the request of a reduction to the forward pass that needs it."""
+    return 1 + (self.tau if self.method == "streaming" else 0)
+
   @functools.cached_property
   def whole_plan(self) -> Plan:
     """`plan`, or the trainer's plan for a model without an embedding."""
@@ -155,19 +166,14 @@ def utilisation(
   Raises:
     ValueError: a bandwidth is not positive.
   """
-  rate = np.atleast_1d(np.asarray(bandwidths, np.float64))
-  if not np.all(rate > 0):
-    raise ValueError(f"bandwidth is {bandwidths}, but must be above 0.")
-  layers = work.layers
-  # The first layer needs no gradient with respect to its input.
-  node_time = work.step_time / (3 * layers - 1)
+  rate, layers = check_rates(bandwidths), work.layers
+  node_time = work.step_time / work.nodes_per_step
   transfer = [
     work.latency + p * work.bits * work.copies / rate for p in work.params_per_layer
   ]
   clock, link = np.zeros_like(rate), np.zeros_like(rate)
   # Per layer: (step whose forward pass needs the reduction, end of the reduction).
   waiting: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(layers)]
-  tau = work.tau if work.method == "streaming" else 0
 
   def record(resource: str, kind: str, start: np.ndarray, end: np.ndarray) -> None:
     if nodes is not None:
@@ -191,30 +197,18 @@ def utilisation(
       if layer in reduced:
         start = np.maximum(link, clock)
         link = start + transfer[layer]
-        waiting[layer].append((step + 1 + tau, link))
+        waiting[layer].append((step + work.wait, link))
         record("link", "reduction", start, link)
   return steps * work.step_time / np.maximum(clock, link)
 
 
-def required_bandwidth(work: Workload, target: float, steps: int = STEPS) -> float:
-  """Finds the smallest bandwidth, in bits/s, at which utilisation reaches `target`.
-
-  Searches between 1 Mbit/s and 1 Pbit/s, to 0.1%.
+def check_rates(bandwidths: Sequence[float] | np.ndarray) -> np.ndarray:
+  """Returns bandwidths as float64 [n].
 
   Raises:
-    ValueError: the target is not between 0 and 1, or no bandwidth reaches it.
+    ValueError: a bandwidth is not positive.
   """
-  check("target", target, Range(0, 1, open=True))
-  low, high = 1e6, 1e15
-  if utilisation(work, [high], steps)[0] < target:
-    raise ValueError(
-      f"target is {target}, which no bandwidth reaches with a latency of {work.latency}"
-      " s; lower the target, or raise tau or sync_every."
-    )
-  while high / low > 1.001:
-    grid = np.geomspace(low, high, 33)
-    first = int(np.argmax(utilisation(work, grid, steps) >= target))
-    if first == 0:
-      return float(low)
-    low, high = float(grid[first - 1]), float(grid[first])
-  return float(high)
+  rates = np.atleast_1d(np.asarray(bandwidths, np.float64))
+  if not np.all(rates > 0):
+    raise ValueError(f"bandwidth is {bandwidths}, but must be above 0.")
+  return rates
