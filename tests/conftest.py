@@ -6,6 +6,8 @@ import shutil
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# OpenBLAS reads this when it is loaded. Its threads spin between tiny matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # All tests, and the processes that they start, share compiled programs.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache = tempfile.mkdtemp()

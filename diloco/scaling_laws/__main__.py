@@ -9,19 +9,23 @@ python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
 import argparse
 import dataclasses
 import json
-import pathlib
+import os
 import sys
 from typing import Any
 
-from diloco.config.command_line import guarded, make_folder, parse_options
+# OpenBLAS reads this when it is loaded. Its threads would spin while L-BFGS works on
+# tiny matrices: `tables` would take ten times the CPU time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+from diloco.config.command_line import Parser, guarded, make_folder, parse_options
 from diloco.scaling_laws import paper, results, runs
 from diloco.scaling_laws import tables as tables_lib
 from diloco.scaling_laws.fits import leave_largest_out
 from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+  parser = Parser(
     prog="python -m diloco.scaling_laws",
     description="Repeats the fits of Scaling Laws for DiLoCo (arXiv 2503.09799).",
   )
@@ -32,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
   _add_bootstrap(p)
   p = commands.add_parser("figures", help="draw figures 2b and 13")
   p.set_defaults(command=figures)
-  p.add_argument("--output", type=pathlib.Path, default=pathlib.Path("figures"))
+  p.add_argument("--output", default="figures")
   p = commands.add_parser("fit", help="fit laws to your own runs")
   p.set_defaults(command=fit)
   p.add_argument("csv", help="your runs; docs/scaling_laws.md lists the columns")
@@ -44,30 +48,32 @@ def make_parser() -> argparse.ArgumentParser:
   return parser
 
 
-def tables(args: argparse.Namespace) -> tuple[list[dict], str]:
-  """Computes the paper's tables; returns them as plain data and as text."""
-  found = tables_lib.all_tables(args.sizes, args.bootstrap)
-  head = f"ours [90% interval, {_method(args.bootstrap)}] / paper\n"
-  text = "\n\n".join(tables_lib.show(t) for t in found)
-  return [dataclasses.asdict(t) for t in found], f"{head}\n{text}"
+def tables(args: argparse.Namespace) -> list[dict]:
+  """Computes the paper's tables and prints each of them when it is done."""
+  _tell(args, f"ours [90% interval, {_method(args.bootstrap)}] / paper")
+  found = []
+  for table in tables_lib.all_tables(args.sizes, args.bootstrap):
+    _tell(args, f"\n{tables_lib.show(table)}")
+    found.append(dataclasses.asdict(table))
+  return found
 
 
-def figures(args: argparse.Namespace) -> tuple[list[str], str]:
-  """Draws the paper's figures; returns their paths, as a list and as text."""
+def figures(args: argparse.Namespace) -> list[str]:
+  """Draws the paper's figures; prints and returns their paths."""
   from diloco.scaling_laws import figures  # Matplotlib is slow to import.
 
   paths = [str(path) for path in figures.draw(make_folder(args.output, "--output"))]
-  return paths, "\n".join(paths)
+  _tell(args, "\n".join(paths))
+  return paths
 
 
-def fit(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
-  """Fits the laws of a CSV file; returns them as plain data and as text.
+def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+  """Fits the laws of a CSV file; prints them and the problems of the runs.
 
   Returns:
-    data: {law: {quantity: {parameter: {value, interval}}}}, and for each law with
-      enough sizes {law: {'left_out': {quantity: {M: residual}}}}: residuals at the
-      largest N of a law that is fitted to the smaller N (Section 6.3).
-    text: the same as lines, and the problems of the runs.
+    {law: {quantity: {parameter: {value, interval}}}}, and for each law with enough
+    sizes {law: {'left_out': {quantity: {M: residual}}}}: residuals at the largest N of
+    a law that is fitted to the smaller N (Section 6.3).
 
   Raises:
     ValueError: the runs cannot be fitted.
@@ -100,13 +106,20 @@ def fit(args: argparse.Namespace) -> tuple[dict[str, dict[str, Any]], str]:
         left_out[quantity] = residuals
         missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
     found[name]["left_out"] = left_out
-  return found, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)])
+  _tell(args, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)]))
+  return found
 
 
 def run(args: argparse.Namespace) -> None:
-  """Prints the result of one command."""
-  data, text = args.command(args)
-  print(json.dumps(data, indent=2, allow_nan=False) if args.json else text)
+  """Runs one command, which prints its text; prints JSON instead if that is asked."""
+  data = args.command(args)
+  if args.json:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def _tell(args: argparse.Namespace, text: str) -> None:
+  if not args.json:
+    print(text, flush=True)
 
 
 def _method(samples: int) -> str:

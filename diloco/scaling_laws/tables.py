@@ -1,8 +1,10 @@
 """Computes the paper's tables (arXiv 2503.09799) and compares them cell by cell."""
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
+import tqdm
 
 from diloco.scaling_laws import fits, optimum, paper, parametric
 
@@ -142,21 +144,23 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   """Computes the mean residual of each parametric form on the held-out 2.4B.
 
   The paper does not print its starts, and the result depends on them. So the table
-  shows the result of the first seed and the range over all `seeds`.
+  shows the result of the first seed and the range over all `seeds`. The search takes
+  seconds; a terminal shows its progress.
   """
+  grid = paper.loss_grid(sizes)
+  pairs = [(form, seed) for form in parametric.FORMS for seed in range(seeds)]
+  bar = tqdm.tqdm(pairs, "Table 13", leave=False, disable=None, unit="fit")
+  searched = [parametric.fit_parametric(form, *grid, seed=seed) for form, seed in bar]
   rows: dict[str, tuple[Cell, ...]] = {}
   ours, theirs, alone = [], [], []
-  for form, line in zip(parametric.FORMS, paper.read("table13_parametric")):
-    found = [
-      parametric.fit_parametric(form, *paper.loss_grid(sizes), seed=seed)
-      for seed in range(seeds)
-    ]
+  for i, line in enumerate(paper.read("table13_parametric")):
+    found = searched[i * seeds : (i + 1) * seeds]
     residuals = [f.held_out for f in found]
     ours.append(residuals[0])
     theirs.append(float(line["avg_residual"]))
     alone.append(f"{found[0].train_only_held_out:.4f}")
     span = (min(residuals), max(residuals))
-    rows[form.name] = (Cell(ours[-1], theirs[-1], span),)
+    rows[parametric.FORMS[i].name] = (Cell(ours[-1], theirs[-1], span),)
   same = np.array_equal(np.argsort(ours), np.argsort(theirs))
   note = (
     f"In brackets: range over {seeds} seeds of the starts."
@@ -217,24 +221,22 @@ def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
   return Table(title, columns, columns, rows, note)
 
 
-def all_tables(sizes: str | None = None, samples: int = 0) -> list[Table]:
-  """Computes every table.
+def all_tables(sizes: str | None = None, samples: int = 0) -> Iterator[Table]:
+  """Yields every table when it is computed.
 
   Args:
     sizes: one of `paper.SIZES`. None: for each table, the one nearest to the paper.
     samples: bootstrap resamples. 0: intervals by Student's t.
   """
   first = sizes or "words"
-  return [
-    table4(),
-    table7(first, samples),
-    table10(first, samples),
-    table10_from_8_and_9(first),
-    table11(first),
-    table13(sizes or "nominal"),
-    parameters13(sizes or "nominal", samples),
-    extrapolation(first, samples),
-  ]
+  yield table4()
+  yield table7(first, samples)
+  yield table10(first, samples)
+  yield table10_from_8_and_9(first)
+  yield table11(first)
+  yield table13(sizes or "nominal")
+  yield parameters13(sizes or "nominal", samples)
+  yield extrapolation(first, samples)
 
 
 def show(table: Table) -> str:

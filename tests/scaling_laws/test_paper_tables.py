@@ -1,12 +1,15 @@
 """Our fits reproduce the paper's tables within tolerances."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from diloco.scaling_laws import __main__ as cli
-from diloco.scaling_laws import paper, tables
+from diloco.scaling_laws import paper, parametric, tables
 
 
 def largest(table):
@@ -86,6 +89,48 @@ def test_sizes_are_those_of_the_paper():
   assert paper.model_sizes("words", ["4B"]) == [12 * 36 * 3072**2 + 32_000 * 3072]
   ratio = paper.model_sizes("words") / paper.model_sizes("nominal")
   assert np.abs(np.log(ratio)).max() < 0.03
+
+
+def test_each_table_is_printed_before_the_next_is_computed(monkeypatch, capsys):
+  def two(sizes, samples):
+    yield tables.table10()
+    assert "Table 10: L = A N^alpha M^beta" in capsys.readouterr().out
+    yield tables.table11()
+
+  monkeypatch.setattr(tables, "all_tables", two)
+  assert cli.main(["tables"]) == 0
+  text = capsys.readouterr().out
+  assert "Table 10" not in text
+  assert "Table 11: residual" in text
+
+
+def test_the_progress_of_table_13_is_only_for_terminals(monkeypatch, capsys):
+  monkeypatch.setattr(
+    parametric,
+    "fit_parametric",
+    lambda *_, seed: parametric.ParametricFit(np.zeros(1), 0.004 + seed, 0.005),
+  )
+  table = tables.table13(seeds=2)
+  assert table.rows[parametric.FORMS[0].name][0].interval == (0.004, 1.004)
+  assert capsys.readouterr() == ("", "")
+  monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+  tables.table13(seeds=2)
+  said = capsys.readouterr()
+  assert said.out == ""
+  assert "Table 13:   0%" in said.err
+
+
+def test_one_thread_of_blas_is_asked_for_before_numpy_is_imported():
+  code = (
+    "import os, sys; import diloco.scaling_laws;"
+    " assert 'numpy' not in sys.modules; import diloco.scaling_laws.__main__;"
+    " print(os.environ['OPENBLAS_NUM_THREADS'])"
+  )
+  env = {k: v for k, v in os.environ.items() if k != "OPENBLAS_NUM_THREADS"}
+  found = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+  )
+  assert found.stdout == "1\n"
 
 
 def test_the_command_prints_the_tables_as_text_and_json(monkeypatch, capsys):
