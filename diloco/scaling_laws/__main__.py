@@ -2,7 +2,7 @@
 
 python -m diloco.scaling_laws tables
 python -m diloco.scaling_laws tables --sizes=nominal --json
-python -m diloco.scaling_laws figures --output=figures
+python -m diloco.scaling_laws figures --out=/tmp/figures
 python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
 """
 
@@ -36,7 +36,7 @@ def make_parser() -> Parser:
   _add_bootstrap(p)
   p = commands.add_parser("figures", help="draw figures 2b and 13")
   p.set_defaults(command=figures)
-  p.add_argument("--output", default="figures")
+  p.add_argument("--out", required=True, help="folder for the files")
   p = commands.add_parser("fit", help="fit laws to your own runs")
   p.set_defaults(command=fit)
   p.add_argument("csv", help="your runs; docs/scaling_laws.md lists the columns")
@@ -62,7 +62,7 @@ def figures(args: argparse.Namespace) -> list[str]:
   """Draws the paper's figures; prints and returns their paths."""
   from diloco.scaling_laws import figures  # Matplotlib is slow to import.
 
-  paths = [str(path) for path in figures.draw(make_folder(args.output, "--output"))]
+  paths = [str(path) for path in figures.draw(make_folder(args.out, "--out"))]
   _tell(args, "\n".join(paths))
   return paths
 

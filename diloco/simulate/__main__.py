@@ -2,6 +2,7 @@
 
 python -m diloco.simulate table4
 python -m diloco.simulate table6
+python -m diloco.simulate figures --out=/tmp/figures
 python -m diloco.simulate bandwidth --params=1B --layers=24 --step_time=0.1
 python -m diloco.simulate utilisation --params=1B --layers=24 --step_time=0.1 --gbits=2
 python -m diloco.simulate frontier --params=1B --layers=24 --step_time=0.1 --gbits=1
@@ -70,7 +71,7 @@ CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2
 PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
-OUTPUT = Option("folder for the files; default figures", str)
+OUT = Option("folder for the files", str, required=True)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
@@ -167,7 +168,7 @@ def table(args: Args) -> Answer:
 def draw(args: Args) -> Answer:
   from diloco.simulate import figures
 
-  folder = make_folder(args.get("output", "figures"), "--output")
+  folder = make_folder(args["out"], "--out")
   names = [args["name"]] if "name" in args else figures.FIGURES
   paths = [str(path) for name in names for path in figures.draw(name, folder)]
   return paths, "\n".join(paths)
@@ -253,8 +254,8 @@ COMMANDS: dict[str, tuple[str, Callable[[Args], Answer], dict[str, Option]]] = {
   "table4": ("Streaming DiLoCo's Table 4, ours against paper", table, {}),
   "table6": ("Scaling Laws' Table 6, ours against paper", table, {}),
   "table1": ("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table, {}),
-  "figure": ("draw one figure", draw, {"output": OUTPUT}),
-  "figures": ("draw all figures", draw, {"output": OUTPUT}),
+  "figure": ("draw one figure", draw, {"out": OUT}),
+  "figures": ("draw all figures", draw, {"out": OUT}),
   "utilisation": ("utilisation that a link reaches", link, METHOD | {"gbits": GBITS}),
   "bandwidth": ("link that a utilisation needs", link, METHOD | {"target": TARGET}),
   "frontier": (

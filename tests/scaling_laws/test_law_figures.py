@@ -9,15 +9,15 @@ from diloco.scaling_laws import figures
 
 
 def test_the_command_writes_png_and_svg(tmp_path, capsys):
-  assert cli.main(["figures", f"--output={tmp_path}"]) == 0
+  assert cli.main(["figures", f"--out={tmp_path}"]) == 0
   paths = capsys.readouterr().out.split()
   assert len(paths) == 4
   for path in paths:
     with open(path, "rb") as file:
       head = file.read(100)
     assert head.startswith(b"\x89PNG" if path.endswith("png") else b"<?xml")
-  assert cli.main(["figures", f"--output={paths[0]}"]) == 2
-  assert f"--output is '{paths[0]}', where nothing" in capsys.readouterr().err
+  assert cli.main(["figures", f"--out={paths[0]}"]) == 2
+  assert f"--out is '{paths[0]}', where nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def test_fields_are_set_as_for_the_trainer(capsys):
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {} --plot=/proc/none/x.png", "--plot is '/proc/none', where nothing"),
     ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
-    ("figure c10 --output=/proc/none", "--output is '/proc/none', where nothing can"),
+    ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
   ],
 )
 def test_arguments_without_effect_are_refused(args, message, capsys):
