@@ -15,6 +15,7 @@ from diloco.config.command_line import Parser, guarded, parse_count, parse_optio
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws.recommend import recommend
 
+NOTES = 5  # The text shows so many notes.
 ROWS = {
   "algorithm": "{algorithm}, M = {replicas}, {method} laws",
   "learning rate": "{learning_rate:.4g}",
@@ -52,7 +53,8 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
   Returns:
     The fields of Recommendation, `loss` of the run and `dp_loss` of data-parallel. Keys
     with `_floor` are losses by the paper's law with a constant, keys with `_measured`
-    are losses that the paper measured. None: no law or no run gives this loss.
+    are losses that the paper measured. None: no law or no run gives this loss. `notes`
+    come last.
 
   Raises:
     ValueError: the arguments or the results of runs cannot work.
@@ -74,10 +76,10 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
     answer[key] = predict.predict(*run, laws) if known else None
     answer[f"{key}_floor"] = predict.predict(*run, floor=True) if printed else None
     answer[f"{key}_measured"] = predict.measured(*run) if printed else None
+  notes = answer.pop("notes")
   if laws and answer["dp_loss"]:
-    notes = (*answer["notes"], *laws["data_parallel"].problems)
-    answer["notes"] = tuple(dict.fromkeys(notes))
-  return answer
+    notes += laws["data_parallel"].problems
+  return answer | {"notes": tuple(dict.fromkeys(notes))}
 
 
 def show(answer: dict[str, Any]) -> str:
@@ -93,7 +95,9 @@ def show(answer: dict[str, Any]) -> str:
     del rows["outer learning rate"]
   else:
     rows["data-parallel's loss"] = _loss(answer, "dp_loss")
-  lines = [*rows.items(), *(("note", note) for note in answer["notes"])]
+  lines = [*rows.items(), *(("note", note) for note in answer["notes"][:NOTES])]
+  if (more := len(answer["notes"]) - NOTES) > 0:
+    lines.append(("note", f"{more} more: see --json."))
   return "\n".join(f"{name:<22}{text}" for name, text in lines)
 
 

@@ -4,12 +4,14 @@ A cell is an algorithm, a size N and a number of replicas M. The runs of a cell 
 in learning rate, batch size and outer learning rate.
 """
 
+import re
 from collections.abc import Sequence
 
 import pandas as pd
 
 from diloco.scaling_laws.best_batch import fit_best_batch
 
+CELL = ["algorithm", "replicas", "params"]
 # Hyperparameters in which the runs of a cell may differ.
 AXES = ["learning_rate", "batch", "outer_learning_rate"]
 
@@ -30,15 +32,16 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
   Raises:
     ValueError: two runs of a cell have the same hyperparameters.
   """
-  cell = ["algorithm", "replicas", "params"]
-  twice = runs[runs.duplicated([*cell, *AXES])]
-  if len(twice):
-    run = twice.iloc[0]
+  alike = _alike(runs)
+  if len(alike):
+    run, (first, second, *_) = alike.iloc[0], alike.index
+    where = ",".join(f"{column}={value}" for column, value in _filter(runs).items())
+    remedy = f"add {where} to --where" if where else "keep one of them"
     raise ValueError(
-      f"two runs of {_name(run)} have {_values(run, AXES, ', ')}; keep one, or tell"
-      " them apart by a filter on another column."
+      f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
+      f" {second}); {remedy}."
     )
-  return pd.DataFrame([_best(some) for _, some in runs.groupby(cell)])
+  return pd.DataFrame([_best(some) for _, some in runs.groupby(CELL)])
 
 
 def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
@@ -52,6 +55,36 @@ def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
     ]
     for (algorithm, m), some in cells.groupby(["algorithm", "replicas"])
   }
+
+
+def _alike(runs: pd.DataFrame) -> pd.DataFrame:
+  """Returns the first runs of one cell with the same hyperparameters; else no rows."""
+  twice = runs[runs.duplicated([*CELL, *AXES], keep=False)]
+  keys = twice[[*CELL, *AXES]]
+  return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
+
+
+def _filter(runs: pd.DataFrame) -> dict[str, str]:
+  """Chooses values of columns of text that keep many runs, but no two alike.
+
+  Returns:
+    {column: value}; empty if there are no such values.
+  """
+  found: dict[str, str] = {}
+  while len(alike := _alike(runs)):
+    kept = {
+      (column, value): (runs[column] == value).sum()
+      for column in alike
+      for value in alike[column].unique()
+      if alike[column].nunique() > 1
+      and isinstance(value, str)
+      and re.fullmatch(r"[\w.+-]*", value)
+    }
+    column, value = max(kept, key=kept.__getitem__, default=("", ""))
+    if not column or kept[column, value] < 2:
+      return {}
+    found[column], runs = value, runs[runs[column] == value]
+  return found
 
 
 def _best(runs: pd.DataFrame) -> dict:

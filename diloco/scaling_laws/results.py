@@ -74,8 +74,8 @@ def fit_runs(
   told = chain(problems, *(law.problems for law in found.values()))
   problems = list(dict.fromkeys(told))
   if strict and problems:
-    more = f" ({len(problems) - 1} more of the kind.)" if len(problems) > 1 else ""
-    raise ValueError(problems[0] + more)
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    raise ValueError(f"{problems[0]} To fit despite this{more}: --any, strict=False.")
   if not found:
     raise ValueError(problems[-1])
   return found, problems

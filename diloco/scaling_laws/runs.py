@@ -37,7 +37,7 @@ def read(
         `seq_len`, or from `batch_tokens`.
       outer_learning_rate: 0 for data_parallel, or if unknown.
       tokens: D; 0 if unknown.
-    and the columns of `more`.
+    the columns of `more`, and the file's other columns as text.
 
   Raises:
     ValueError: a column is missing, a value is not a number (the error names the line),
@@ -57,7 +57,7 @@ def read(
     text[column] = text[column].replace("", "0") if column in text else "0"
   plain = text["algorithm"] == "data_parallel"
   text.loc[plain, ["replicas", "outer_learning_rate"]] = ["1", "0"]
-  runs = text[["algorithm"]].copy()
+  runs = text.copy()
   _check(text["algorithm"], text["algorithm"] != "", "name", path)
   for column in dict.fromkeys((*needed, *OPTIONAL)):
     runs[column] = _numbers(text[column], path, column in optional)

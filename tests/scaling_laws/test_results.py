@@ -100,7 +100,7 @@ def test_a_best_point_on_the_edge_is_refused():
   message = (
     "diloco at N = 1e.07, M = 4: the best batch, .*, is the largest of 2 tried with"
     " learning_rate .* and outer_learning_rate 0.6; extend the grid to larger ones"
-    " until the best is interior. .1 more"
+    " until the best is interior. To fit despite this and 1 more: --any, strict=False"
   )
   with pytest.raises(ValueError, match=message):
     results.fit_runs(table)
@@ -200,6 +200,23 @@ def test_two_runs_with_equal_hyperparameters_are_refused():
     cells.best_of_cells(table)
 
 
+def test_runs_alike_are_told_apart_by_the_filter_that_keeps_most(tmp_path):
+  table = as_file(make_runs()).assign(seed=0, note="a (b), c", wall_s=range(243))
+  other_seed = table[:3].assign(seed=1, wall_s=[301, 302, 303])
+  longer = table[7:9].assign(point_overtrain="4", note="d, e", wall_s=[304, 305])
+  every = [table.assign(point_overtrain=""), other_seed, longer]
+  path = write(tmp_path / "runs.csv", pd.concat(every))
+  message = r"\(lines 2 and 245\); add seed=0,point_overtrain= to --where"
+  with pytest.raises(ValueError, match=message):
+    cells.best_of_cells(runs.read(path))
+  found = runs.read(path, {"seed": "0", "point_overtrain": ""})
+  assert len(cells.best_of_cells(found)) == 9
+  # The same run twice: no column but the time differs.
+  twice = pd.concat([table, table[:1].assign(wall_s=7.5)])
+  with pytest.raises(ValueError, match=r"\(lines 2 and 245\); keep one of them"):
+    cells.best_of_cells(runs.read(write(tmp_path / "runs.csv", twice)))
+
+
 def test_one_size_has_no_law():
   table = make_runs()
   with pytest.raises(ValueError, match="needs at least 2 different sizes N"):
@@ -223,7 +240,7 @@ def test_the_command_fits_a_file(tmp_path, capsys):
   other = table[:1].assign(sync_every=100, loss=1.0)
   failed = table[:1].assign(status="failed", loss="")
   path = write(tmp_path / "runs.csv", pd.concat([table, other, failed]))
-  with pytest.raises(ValueError, match="two runs of"):
+  with pytest.raises(ValueError, match=r"two runs .* add sync_every=30 to --where\."):
     results.fit_runs(runs.read(path))
   found = runs.read(path, {"sync_every": "30.0"})
   assert len(found) == len(make_runs())
