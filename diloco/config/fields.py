@@ -216,7 +216,8 @@ class DataConfig:
   """Where the text comes from, and how it becomes sequences (docs/data.md)."""
 
   # sotu (State of the Union texts, always available), tfds:<name>:<version>,
-  # files:<glob> of text or JSON lines, or arrays:<folder> from scripts/prepare_data.py.
+  # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
+  # paragraph of a text is a document), or arrays:<folder> from scripts/prepare_data.py.
   source: str = "sotu"
   # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
   train_split: str = "train"

@@ -9,6 +9,7 @@ import itertools
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from diloco.config import ConfigError
 from diloco.data import files as files_lib
@@ -22,7 +23,7 @@ class Piece:
 
   Attributes:
     path: the file.
-    kind: text (also JSON lines), array_record or tfrecord.
+    kind: array_record, tfrecord, or the layout of a text file.
     start: first byte (text) or first record.
     stop: byte or record after the last one; for text, 0 means the end of the file.
     index: place of the file in the source.
@@ -31,7 +32,7 @@ class Piece:
   """
 
   path: pathlib.Path
-  kind: str
+  kind: files_lib.Layout | Literal["array_record", "tfrecord"]
   start: int
   stop: int
   index: int
@@ -43,7 +44,7 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
   """Makes one piece for each file of a source.
 
   Args:
-    source: sotu, files:<glob> or tfds:<name>:<version>.
+    source: sotu, files:<glob>, paragraphs:<glob> or tfds:<name>:<version>.
     split: a TFDS split or slice; for files train, eval or all.
     data_dir: root of TFDS data sets.
 
@@ -59,7 +60,7 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         " tfrecord."
       )
     ranges = [
-      (pathlib.Path(f.filename), f.skip, f.skip + f.take)
+      (pathlib.Path(f.filename), kind, f.skip, f.skip + f.take)
       for f in sources_lib.tfds_split(builder, split).file_instructions
     ]
   else:
@@ -68,18 +69,22 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         f"--split is {split!r}, but {source!r} has no splits; choose train, eval (one"
         f" document in {files_lib.HOLD_OUT_EVERY}) or all."
       )
-    kind = "text"
-    ranges = [(path, 0, 0) for path in sources_lib.list_files(source)]
-  return [
-    Piece(path, kind, start, stop, i, split, path.stat().st_size)
-    for i, (path, start, stop) in enumerate(ranges)
-  ]
+    paragraphs = sources_lib.is_paragraphs(source)
+    ranges = [
+      (path, files_lib.layout(path, paragraphs), 0, 0)
+      for path in sources_lib.list_files(source)
+    ]
+  with files_lib.reading():
+    return [
+      Piece(path, kind, start, stop, i, split, path.stat().st_size)
+      for i, (path, kind, start, stop) in enumerate(ranges)
+    ]
 
 
 def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
   """Cuts whole files into parts of at most about `max_size` bytes.
 
-  TFRecord files, compressed files and files with one document stay whole.
+  TFRecord files, compressed files and text files, except JSON lines, stay whole.
   """
   for piece in pieces:
     path, size = piece.path, piece.size
@@ -88,7 +93,7 @@ def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
       records = piece.stop - piece.start
       cuts = sorted({piece.start + records * i // parts for i in range(parts + 1)})
       sizes = [size // parts] * parts
-    elif files_lib.is_lines(path) and not files_lib.is_gzip(path):
+    elif piece.kind == "lines" and not files_lib.is_gzip(path):
       starts = range(0, max(size, 1), max_size)
       cuts = [*starts, 0]
       sizes = [min(max_size, size - start) for start in starts]
@@ -118,15 +123,21 @@ def read(piece: Piece) -> Iterator[str]:
     ValueError: the file cannot be read, is damaged or has too few records.
   """
   try:
-    if piece.kind == "text":
-      documents = files_lib.read_documents(piece.path, piece.start, piece.stop)
-      for offset, text in documents:
-        if files_lib.in_split(piece.split, piece.index, offset):
-          yield text
-    else:
+    if piece.kind == "array_record" or piece.kind == "tfrecord":
       yield from map(records_lib.example_text, read_records(piece))
-  except (EOFError, IndexError, OSError, RuntimeError, UnicodeError, zlib.error) as e:
-    raise ValueError(f"{piece.path} cannot be read ({e}); fetch the file again.") from e
+      return
+    documents = files_lib.read_documents(
+      piece.path, piece.kind, piece.start, piece.stop
+    )
+    for offset, text in documents:
+      if files_lib.in_split(piece.split, piece.index, offset):
+        yield text
+  except PermissionError as error:
+    raise ConfigError(f"{piece.path} cannot be read: {error.strerror}.") from error
+  except (EOFError, IndexError, OSError, RuntimeError, zlib.error) as error:
+    raise ValueError(
+      f"{piece.path} cannot be read ({error}); fetch the file again."
+    ) from error
 
 
 def read_records(piece: Piece) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from diloco.config import Config, ConfigError
 from diloco.data.documents import Documents, make_documents
+from diloco.data.sources import more_documents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,8 @@ def make_train_iterator(
   if len(documents) < c.replicas:
     raise ConfigError(
       f"replicas is {c.replicas}, but data.source {c.data.source!r} has only"
-      f" {len(documents)} training documents; add documents or lower replicas."
+      f" {len(documents)} training documents; {more_documents(c.data.source)}, or lower"
+      " replicas."
     )
   ids = range(c.replicas) if replica_ids is None else replica_ids
   if not set(ids) <= set(range(c.replicas)):
@@ -191,10 +193,11 @@ def make_eval_set(c: Config) -> EvalSet:
     kept.append(documents[i][: budget - count])
     count += len(kept[-1])
     num_bytes += documents.num_bytes(i, len(kept[-1]))
-  if not count:
+  if not num_bytes:
     raise ConfigError(
-      f"data.source is {c.data.source!r}, whose held-out part is empty; add documents,"
-      " or choose another data.eval_split."
+      f"data.source is {c.data.source!r}, whose held-out part has no text"
+      f" (eval.tokens is {c.eval.tokens}); {more_documents(c.data.source)}, or choose"
+      " another data.eval_split."
     )
   rows, length = c.eval.batch_size, c.model.seq_len
   shape = (-(-count // (rows * length)), rows, length)

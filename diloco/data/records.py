@@ -44,11 +44,19 @@ def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[byt
 
 
 def example_text(record: bytes) -> str:
-  """Returns the feature `text` of a serialised tf.train.Example."""
-  from tensorflow_datasets.proto import tf_example_pb2  # Slow to import.
+  """Returns the feature `text` of a serialised tf.train.Example.
 
-  example = tf_example_pb2.Example.FromString(record)
-  return example.features.feature["text"].bytes_list.value[0].decode("utf-8")
+  Raises:
+    RuntimeError: the record has no such feature; ArrayRecord raises the same kind.
+  """
+  from google.protobuf import message  # Slow to import.
+  from tensorflow_datasets.proto import tf_example_pb2
+
+  try:
+    example = tf_example_pb2.Example.FromString(record)
+    return example.features.feature["text"].bytes_list.value[0].decode("utf-8")
+  except (IndexError, UnicodeError, message.DecodeError) as error:
+    raise RuntimeError("a record has no text in UTF-8") from error
 
 
 def masked_crc32c(block: bytes) -> int:

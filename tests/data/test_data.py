@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -404,6 +405,23 @@ def test_tfds_data_of_the_wrong_kind_are_refused(
   tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
   with pytest.raises(ConfigError, match=message):
     data_lib.make_source(tiny.data, "train")
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "description"])
+def test_damaged_tfds_data_are_named(tiny, standin, tmp_path, damage):
+  folder = tmp_path / "dolma/1.0.0"
+  shutil.copytree(standin / "dolma/1.0.0", folder)
+  (path,) = folder.glob("dolma-train.*")
+  if damage == "cut":
+    path.write_bytes(path.read_bytes()[:200_000])
+  elif damage == "missing":
+    path.unlink()
+  else:
+    (folder / "dataset_info.json").write_text("{")
+  tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
+  iterate = lambda: next(data_lib.make_train_iterator(config_lib.resolve(tiny)))
+  with pytest.raises(ConfigError, match=r"dolma/1.0.0 .*(fetch|prepare) the data set"):
+    iterate()
 
 
 def test_line_ends_are_read_as_stored(tiny, tmp_path):

@@ -1,6 +1,5 @@
 """Preparation gives the same files after any kill, and finds damage."""
 
-import concurrent.futures
 import gzip
 import itertools
 import json
@@ -31,41 +30,8 @@ from diloco.data.documents import make_documents
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-class InLine(concurrent.futures.Executor):
-  """Runs each task in this process when it is submitted."""
-
-  def __init__(self, *_):
-    pass
-
-  def submit(self, function, *args):
-    future = concurrent.futures.Future()
-    future.set_result(function(*args))
-    return future
-
-
-@pytest.fixture
-def in_line(monkeypatch):
-  """Prepares data without other processes."""
-  monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", InLine)
-
-
 def array_records(path):
   return array_record_module.ArrayRecordReader(str(path)).read_all()
-
-
-@pytest.fixture
-def lines(tmp_path):
-  """Writes three JSON-lines files of 100 documents; gives the glob of their names."""
-  folder = tmp_path / "lines"
-  folder.mkdir()
-  for f in range(3):
-    rows = [
-      {"text": f"Document {f} {i}: {'é' * (i % 7)}\nwith {i * i} words.", "id": i}
-      for i in range(100)
-    ]
-    text = "\n".join(json.dumps(r, ensure_ascii=i % 2 == 0) for i, r in enumerate(rows))
-    (folder / f"{f}.jsonl").write_text(text + "\n" * f)
-  return f"files:{folder}/*.jsonl"
 
 
 def contents(folder):
@@ -315,13 +281,17 @@ def test_ranges_and_offsets_give_every_line_once(tmp_path_factory, rows, cuts, e
   path = tmp_path_factory.mktemp("rows") / "a.jsonl"
   path.write_bytes(end.join(rows).encode())
   texts = [json.loads(row)["text"] for row in rows if row]
-  whole = list(files.read_documents(path))
+  whole = list(files.read_documents(path, "lines"))
   assert [text for _, text in whole] == texts
   bounds = [0, *sorted(cuts), 0]
-  parts = [files.read_documents(path, a, b) for a, b in itertools.pairwise(bounds)]
+  parts = [
+    files.read_documents(path, "lines", a, b) for a, b in itertools.pairwise(bounds)
+  ]
   assert list(itertools.chain(*parts)) == whole
-  assert files.document_offsets(path).tolist() == [offset for offset, _ in whole]
-  assert [files.read_document(path, offset) for offset, _ in whole] == texts
+  assert files.document_offsets(path, "lines").tolist() == [
+    offset for offset, _ in whole
+  ]
+  assert [files.read_document(path, "lines", offset) for offset, _ in whole] == texts
 
 
 def test_splits_of_files_are_disjoint_and_complete_and_have_their_share(lines):
@@ -360,7 +330,7 @@ def test_compressed_files_are_tokenized_but_no_run_reads_them_directly(
 def test_a_line_without_text_is_reported_with_its_place(lines, tmp_path, in_line):
   path = pathlib.Path(lines.removeprefix("files:").replace("*", "1"))
   path.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-  with pytest.raises(ValueError, match=r"1.jsonl has a line at byte 17 that is not"):
+  with pytest.raises(ValueError, match=r"1.jsonl, line 2, is not a JSON object"):
     prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "a")
 
 

@@ -1,0 +1,159 @@
+"""Text files: paragraphs, folders, and files that are no text."""
+
+import itertools
+import json
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco.config import ConfigError
+from diloco.data import files, pieces, sources
+from diloco.data.documents import make_documents
+
+LINE = st.sampled_from([b"", b" \t", b"One line.", b"  indented", "Ω\u2028".encode()])
+
+
+@given(st.lists(LINE, max_size=12), st.sampled_from([b"\n", b"\r\n"]), st.booleans())
+def test_paragraphs_are_the_runs_of_lines_with_text(tmp_path_factory, rows, end, ended):
+  path = tmp_path_factory.mktemp("text") / "a.txt"
+  content = end.join(rows) + (end if ended else b"")
+  path.write_bytes(content)
+  expected = [
+    "".join(lines)
+    for blank, lines in itertools.groupby(
+      content.decode().split("\n"), key=lambda line: not line.strip()
+    )
+    if not blank
+  ]
+  found = list(files.read_documents(path, "paragraphs"))
+  texts = [text.replace("\n", "") for _, text in found]
+  assert texts == [text.replace("\n", "") for text in expected]
+  for offset, text in found:
+    assert content[offset:].startswith(text.encode())
+  offsets = files.document_offsets(path, "paragraphs").tolist()
+  assert offsets == [offset for offset, _ in found]
+  again = [files.read_document(path, "paragraphs", offset) for offset in offsets]
+  assert again == [text for _, text in found]
+
+
+@pytest.fixture
+def book(tmp_path):
+  """Writes one file of 60 paragraphs."""
+  path = tmp_path / "book.txt"
+  path.write_text("\n\n".join(f"Paragraph {i}\nof {i * i} words." for i in range(60)))
+  return path
+
+
+def test_a_file_of_paragraphs_trains_and_is_held_out_in_part(tiny, book):
+  tiny.data.source = f"paragraphs:{book}"
+  c = config_lib.resolve(tiny)
+  train, held_out = (data_lib.make_source(c.data, s) for s in ("train", "eval"))
+  texts = {s[i] for s in (train, held_out) for i in range(len(s))}
+  assert len(train) + len(held_out) == len(texts) == 60
+  assert 1 <= len(held_out) < 10
+  assert len(make_documents(c, "train")) == len(train)
+  # Preparation and training of tokenizers see the same documents.
+  (piece,) = pieces.cut(pieces.make_pieces(c.data.source, "train"), 100)
+  assert list(pieces.read(piece)) == [train[i] for i in range(len(train))]
+
+
+def test_too_few_documents_name_paragraphs_as_a_way_out(tiny, book):
+  tiny.data.source = f"files:{book}"
+  message = r"only 0 training documents; a text file is one .* write paragraphs:.*book"
+  with pytest.raises(ConfigError, match=message):
+    data_lib.make_train_iterator(config_lib.resolve(tiny))
+  # Of JSON lines, only more lines help.
+  assert sources.more_documents("files:/data/*.jsonl.gz") == "add documents"
+
+
+def test_held_out_documents_without_text_are_refused(tiny, book):
+  book.unlink()
+  for i in range(30):
+    text = "" if i % files.HOLD_OUT_EVERY == 0 else "Some words."
+    (book.parent / f"{i:02}.txt").write_text(text)
+  tiny.data.source = f"files:{book.parent}/*.txt"
+  with pytest.raises(ConfigError, match="whose held-out part has no text"):
+    data_lib.make_eval_set(config_lib.resolve(tiny))
+
+
+def test_a_folder_stands_for_its_files_that_are_not_hidden(tmp_path):
+  for name in ("b.txt", "in/a.txt", "in/deep/c[1].jsonl", ".git/config", ".hidden"):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+  found = sources.list_files(f"files:{tmp_path}")
+  names = [path.relative_to(tmp_path).as_posix() for path in found]
+  assert names == ["b.txt", "in/a.txt", "in/deep/c[1].jsonl"]
+
+
+GOOD = json.dumps({"text": "good"}).encode()
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "message"),
+  [
+    (
+      "a.txt",
+      b"one\ntwo\ncaf\xe9\n",
+      r"a.txt, line 3, is not UTF-8 text \(byte 0xe9\)",
+    ),
+    ("a.txt", "words".encode("utf-16"), r"a.txt, line 1, is not UTF-8 .* `iconv -f"),
+    ("a.txt", b"text\n\x89PNG\r\n\x1a\n", "a.txt, line 2, is not UTF-8 text"),
+    ("a.jsonl", GOOD + b"\n\n{bad\n", "a.jsonl, line 3, is not a JSON object"),
+    ("a.jsonl", GOOD + b'\n{"txt": ""}', "a.jsonl, line 2, is not a JSON object"),
+    ("a.jsonl", b'{"text": null}', "a.jsonl, line 1, is not a JSON object"),
+    ("a.jsonl", b'{"text": "caf\xe9"}', "a.jsonl, line 1, is not a JSON object"),
+    ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not a JSON object"),
+    ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1, is not a JSON object"),
+    ("a.json", b'[\n{"text": "a list"}\n]', "a.json, line 1, is not a JSON object"),
+  ],
+)
+@pytest.mark.parametrize("paragraphs", [False, True])
+def test_a_file_that_is_no_text_is_named_with_its_line(
+  tmp_path, name, content, message, paragraphs
+):
+  path = tmp_path / name
+  path.write_bytes(content)
+  kind = files.layout(path, paragraphs)
+  with pytest.raises(ConfigError, match=message):
+    list(files.read_documents(path, kind))
+  offsets = files.document_offsets(path, kind)
+  with pytest.raises(ConfigError, match=message):
+    [files.read_document(path, kind, offset) for offset in offsets]
+
+
+def test_a_file_that_vanishes_while_training_is_named(tiny, tmp_path):
+  for i in range(30):
+    (tmp_path / f"{i}.txt").write_text("Some words. " * 9)
+  tiny.data.source = f"files:{tmp_path}/*.txt"
+  iterator = data_lib.make_train_iterator(config_lib.resolve(tiny))
+  for path in tmp_path.glob("*.txt"):
+    path.unlink()
+  message = r"data.source cannot be read \(.*No such file.*\.txt"
+  with pytest.raises(ConfigError, match=message):
+    list(itertools.islice(iterator, 30))
+  iterator.close()
+
+
+def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
+  """Root may read everything, so the test replaces the refusal of the system."""
+  path = tmp_path / "a.jsonl"
+  path.write_bytes(GOOD)
+  tiny.data.source = f"files:{path}"
+
+  opened = pathlib.Path.open
+
+  def refuse(path, mode):
+    if path.suffix == ".jsonl":
+      raise PermissionError(13, "Permission denied", str(path))
+    return opened(path, mode)
+
+  monkeypatch.setattr(pathlib.Path, "open", refuse)
+  with pytest.raises(
+    ConfigError, match=r"cannot be read \(.*Permission denied: .*a.jsonl"
+  ):
+    data_lib.make_train_iterator(config_lib.resolve(tiny))
