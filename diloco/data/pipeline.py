@@ -18,6 +18,9 @@ from diloco.config import Config, ConfigError
 from diloco.data.documents import Documents, make_documents
 from diloco.data.sources import more_documents
 
+# Most tokens in memory at once: 512 MiB, which take up to a minute to read.
+_MOST_TOKENS = 1 << 27
+
 
 @dataclasses.dataclass(frozen=True)
 class EvalSet:
@@ -133,6 +136,12 @@ def make_train_iterator(
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
     ValueError: there is no such replica.
   """
+  batch = c.train.batch_size * c.model.seq_len
+  _check_memory("model.seq_len", c.model.seq_len, 1)
+  _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
+  _check_memory("data.prefetch", c.data.prefetch, batch)
+  window = c.replicas * c.model.seq_len
+  _check_memory("data.shuffle_window", c.data.shuffle_window, window)
   documents = make_documents(c, "train")
   if len(documents) < c.replicas:
     raise ConfigError(
@@ -144,6 +153,19 @@ def make_train_iterator(
   if not set(ids) <= set(range(c.replicas)):
     raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
   return TrainIterator({r: _shard(c, documents, r) for r in ids}, len(documents))
+
+
+def _check_memory(field: str, value: int, tokens: int) -> None:
+  """Checks a field that makes the program read and keep `value` times some tokens.
+
+  Raises:
+    ConfigError: reading them would take minutes, and perhaps all memory.
+  """
+  if value * tokens > _MOST_TOKENS:
+    raise ConfigError(
+      f"{field} is {value}, which reads and keeps {value * tokens:,} tokens at once;"
+      f" lower it to at most {_MOST_TOKENS // tokens}."
+    )
 
 
 def _shard(c: Config, documents: Documents, replica: int) -> Any:
@@ -183,6 +205,7 @@ def make_eval_set(c: Config) -> EvalSet:
   Raises:
     ConfigError: data are missing or empty.
   """
+  _check_memory("eval.batch_size", c.eval.batch_size, c.model.seq_len)
   documents = make_documents(c, "eval")
   kept: list[np.ndarray] = []
   count, num_bytes = 0, 0
