@@ -24,7 +24,7 @@ def get_config():
   c.model.num_layers = 4
   c.model.dim = 128
   c.model.num_heads = 2
-  c.model.vocab_size = 2048
+  c.model.vocab_size = 0  # As many as the tokenizer has: 2048, or those of your data.
   c.model.seq_len = 128
   c.model.dtype = "float32"
   c.model.remat = True  # On a CPU, recomputing is faster than storing activations.

@@ -188,9 +188,9 @@ class ModelConfig:
   num_heads: Positive = 8
   # Width of the feed-forward layer. 0: 4 * dim.
   ff_dim: Count = 0
-  # Rows of the embedding: at least as many as the tokenizer has pieces. Streaming
-  # DiLoCo uses 32,000, Scaling Laws 32,768.
-  vocab_size: Annotated[int, Range(4)] = 32_768
+  # Rows of the embedding: at least as many as the tokenizer has pieces. 0: exactly as
+  # many. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
+  vocab_size: Count = 32_768
   # Tokens per sequence, also learned positions. Streaming DiLoCo uses 1,024 on C4.
   seq_len: Annotated[int, Range(2)] = 2048
   # Whether LayerNorm is applied to queries and keys (Wortsman et al., 2023).
@@ -224,8 +224,9 @@ class DataConfig:
   eval_split: str = "validation"
   # Folder of the TFDS data sets. Empty: the default of TFDS.
   data_dir: str = ""
-  # Path of a SentencePiece .model, or the name of one in diloco/data/tokenizers.
-  tokenizer: str = "sotu_2048"
+  # Path of a SentencePiece .model, or the name of one in diloco/data/tokenizers. Empty:
+  # for arrays the tokenizer that made them, for text sotu_2048.
+  tokenizer: str = ""
   # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
   add_bos: bool = False
   # How many packed sequences of a replica are shuffled together. 0: no shuffling, so a

@@ -13,6 +13,7 @@ from typing import Any
 import ml_collections
 
 from diloco.config.fields import Config, ConfigError, Range
+from diloco.config.vocabulary import fill_in
 from diloco.model import shapes
 from diloco.wire import sizes
 
@@ -52,9 +53,9 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
     config: must have exactly the fields of `default_config`.
 
   Returns:
-    The config with final steps, tokens, taus, ff_dim, weight decay and wire format;
-    unless streaming also pattern and overlap. `resolve` does not change this config
-    again.
+    The config with final steps, tokens, taus, ff_dim, weight decay, wire format,
+    tokenizer and vocabulary; unless streaming also pattern and overlap. `resolve` does
+    not change this config again.
 
   Raises:
     ConfigError: a field has a value that cannot work.
@@ -100,6 +101,7 @@ def _resolve(v: dict[str, Any]) -> Config:
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
+  fill_in(v)
   v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
   tokens_per_step = v["train.batch_size"] * v["model.seq_len"]
   v["train.steps"] = v["train.steps"] or v["train.tokens"] // tokens_per_step

@@ -2,6 +2,7 @@
 
 A split is a folder with these files:
   manifest.json         source, options, sizes of all files, counts
+  tokenizer.model       copy of the tokenizer
   ends.npy              uint64[documents], tokens up to the end of each document
   bytes.npy             uint32[documents], UTF-8 bytes of each document's text
   00000-of-00004.npy    uint16 or uint32 ids of consecutive documents, each ended by EOS
@@ -9,17 +10,20 @@ A split is a folder with these files:
 
 import bisect
 import functools
-import json
+import itertools
 import pathlib
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from diloco.config import ConfigError
+from diloco.config.vocabulary import read_manifest
+from diloco.data.files import reading
 from diloco.data.tokenizer import Tokenizer
+from diloco.model.shapes import EOS_ID
 
-MANIFEST, PLAN, ENDS, BYTES = "manifest.json", "plan.json", "ends.npy", "bytes.npy"
-VERSION = 1
+ENDS, BYTES = "ends.npy", "bytes.npy"
 # Most arrays open at the same time: each needs a file descriptor.
 _OPEN_ARRAYS = 512
 
@@ -27,22 +31,34 @@ _OPEN_ARRAYS = 512
 class TokenArrays:
   """The documents of a prepared split; `arrays[i]`: int32 ids that end with EOS.
 
+  Every document is checked when it is read, because a damaged file would otherwise
+  train the model on wrong or impossible tokens.
+
   Raises:
-    ConfigError: the split is not finished, a file has another size than the manifest
-      says, or the arrays were made with another tokenizer.
+    ConfigError: the split is not finished, a file has another size, type or shape than
+      the manifest says, or the arrays were made with another tokenizer.
   """
 
   def __init__(self, folder: pathlib.Path, tokenizer: Tokenizer):
-    self._tokenizer = tokenizer
+    self._folder, self._tokenizer = folder, tokenizer
     manifest = read_manifest(folder)
-    self._check(folder, manifest)
-    self._ends = np.load(folder / ENDS, mmap_mode="r")
-    self._bytes = np.load(folder / BYTES, mmap_mode="r")
-    self._paths = [folder / s["file"] for s in manifest["shards"]]
-    self._starts = [0, *np.cumsum([s["tokens"] for s in manifest["shards"]]).tolist()]
+    self._check(manifest)
+    shards, count = manifest["shards"], manifest["documents"]
+    self._starts = [0, *itertools.accumulate(s["tokens"] for s in shards)]
+    self._ends = _load(folder / ENDS, np.uint64, count)
+    self._bytes = _load(folder / BYTES, np.uint32, count)
+    total = int(self._ends[-1]) if count else 0
+    if total != self._starts[-1]:
+      raise _damage(
+        folder / ENDS, f"which counts {total:,} tokens instead of {self._starts[-1]:,}"
+      )
+    self._arguments = [
+      (folder / s["file"], manifest["dtype"], s["tokens"]) for s in shards
+    ]
     # One cache per object: the arrays are closed when the object is deleted.
-    load = functools.partial(np.load, mmap_mode="r")
-    self._open = functools.lru_cache(_OPEN_ARRAYS)(load)
+    self._open = functools.lru_cache(_OPEN_ARRAYS)(_load)
+    for arguments in self._arguments:
+      self._open(*arguments)  # Finds wrong types and lengths before training.
 
   def __len__(self) -> int:
     return len(self._ends)
@@ -50,9 +66,25 @@ class TokenArrays:
   def __getitem__(self, index: int) -> np.ndarray:
     start = int(self._ends[index - 1]) if index else 0
     stop = int(self._ends[index])
-    shard = bisect.bisect_right(self._starts, start) - 1
-    first = self._starts[shard]
-    return self._open(self._paths[shard])[start - first : stop - first].astype(np.int32)
+    last = len(self._arguments)
+    shard = bisect.bisect_right(self._starts, start, hi=last) - 1
+    first, after = self._starts[shard : shard + 2]
+    if not first <= start < stop <= after:
+      raise _damage(
+        self._folder / ENDS, f"whose document {index} has the tokens {start} to {stop}"
+      )
+    path = self._arguments[shard][0]
+    ids = self._open(*self._arguments[shard])[start - first : stop - first]
+    largest = int(ids.max())
+    if largest >= self._tokenizer.vocab_size:
+      raise _damage(
+        path,
+        f"whose document {index} has the token {largest}, but the tokenizer has only"
+        f" {self._tokenizer.vocab_size} pieces",
+      )
+    if ids[-1] != EOS_ID:
+      raise _damage(path, f"whose document {index} does not end with EOS")
+    return ids.astype(np.int32)
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     """Returns how many UTF-8 bytes the first tokens of a document stand for.
@@ -66,40 +98,46 @@ class TokenArrays:
     text = self._tokenizer.decode(ids.tolist())
     return self._tokenizer.prefix_bytes(text, num_tokens)
 
-  def _check(self, folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+  def _check(self, manifest: dict[str, Any]) -> None:
     made_with = manifest["tokenizer"]
     if made_with["sha256"] != self._tokenizer.sha256:
       raise ConfigError(
         f"data.source has arrays made with the tokenizer {made_with['name']} (sha256"
         f" {made_with['sha256'][:12]}), but data.tokenizer has sha256"
-        f" {self._tokenizer.sha256[:12]}; set data.tokenizer to the first one."
+        f" {self._tokenizer.sha256[:12]}; set data.tokenizer to the first one, or leave"
+        " it empty."
       )
     for file in manifest["files"]:
-      path = folder / file["file"]
+      path = self._folder / file["file"]
       size = path.stat().st_size if path.is_file() else 0
       if size != file["size"]:
-        raise ConfigError(
-          f"data.source has {path} with {size:,} bytes instead of {file['size']:,};"
-          " copy the file again, or delete the folder and tokenize again."
-        )
+        raise _damage(path, f"with {size:,} bytes instead of {file['size']:,}")
 
 
-def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
-  """Reads the manifest of a finished split.
+def _load(path: pathlib.Path, dtype: DTypeLike, length: int) -> np.ndarray:
+  """Maps an array of one axis into memory.
 
   Raises:
-    ConfigError: the split is missing, not finished, or has another version.
+    ConfigError: the file is no array, or has another type or length.
   """
-  path = folder / MANIFEST
-  manifest = json.loads(path.read_text()) if path.is_file() else {}
-  if manifest.get("version") != VERSION:
-    state = "is not finished" if (folder / PLAN).is_file() else "does not exist"
-    if manifest:
-      state = f"has version {manifest['version']} instead of {VERSION}"
-    raise ConfigError(
-      f"data.source is arrays, but {path} {state}; run `python scripts/prepare_data.py"
-      " tokenize --source=<source> --split=<split> --tokenizer=<tokenizer>"
-      f" --output={folder}`, or set data.train_split and data.eval_split to the names"
-      " of prepared folders."
+  with reading():
+    try:
+      found = np.lib.format.open_memmap(path, mode="r")
+    except OSError:
+      raise
+    except Exception as error:  # NumPy's parser of headers raises many kinds.
+      raise _damage(path, "which is no array") from error
+  if found.dtype != dtype or found.shape != (length,):
+    raise _damage(
+      path,
+      f"which holds {found.dtype}{list(found.shape)} instead of"
+      f" {np.dtype(dtype)}[{length}]",
     )
-  return manifest
+  return found
+
+
+def _damage(path: pathlib.Path, what: str) -> ConfigError:
+  return ConfigError(
+    f"data.source has {path}, {what}; copy the file again, or delete the folder and"
+    " tokenize again."
+  )

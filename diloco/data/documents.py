@@ -1,12 +1,13 @@
 """Documents as tokens, by index: from text encoded when read, or from token arrays."""
 
-import pathlib
 from typing import Protocol
 
 import numpy as np
 
 from diloco.config import Config, ConfigError
+from diloco.config.vocabulary import split_folder
 from diloco.data.arrays import TokenArrays
+from diloco.data.files import reading
 from diloco.data.sources import Source, make_source
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.model.shapes import BOS_ID, EOS_ID
@@ -38,13 +39,14 @@ def make_documents(c: Config, split: str) -> Documents:
     raise ConfigError(
       f"model.vocab_size is {c.model.vocab_size}, but data.tokenizer"
       f" {c.data.tokenizer!r} has {tokenizer.vocab_size} pieces; raise"
-      f" model.vocab_size to at least {tokenizer.vocab_size}."
+      f" model.vocab_size to at least {tokenizer.vocab_size}, or set 0 for exactly as"
+      " many."
     )
   documents: Documents
   if c.data.source.startswith("arrays:"):
     name = c.data.train_split if split == "train" else c.data.eval_split
-    folder = pathlib.Path(c.data.source.removeprefix("arrays:")) / name
-    documents = TokenArrays(folder, tokenizer)
+    with reading():
+      documents = TokenArrays(split_folder(c.data.source, name), tokenizer)
   else:
     documents = EncodedText(make_source(c.data, split), tokenizer)
   return WithBos(documents) if c.data.add_bos else documents

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.config import ConfigError
+from diloco.config.vocabulary import MANIFEST, PLAN, TOKENIZER, VERSION, read_manifest
 from diloco.data import arrays as arrays_lib
 from diloco.data import pieces as pieces_lib
 from diloco.data import sources as sources_lib
@@ -46,7 +47,8 @@ def tokenize(
   """Writes a split of a source as token arrays, or continues after an interruption.
 
   Args:
-    source: sotu, files:<glob> or tfds:<name>:<version> in array_record or tfrecord.
+    source: sotu, files:<glob>, paragraphs:<glob>, or tfds:<name>:<version> in
+      array_record or tfrecord.
     split: a TFDS split or slice; for files train, eval or all.
     tokenizer: path of a .model file, or name of a model in this package.
     output: folder for the files that `diloco.data.arrays` lists.
@@ -74,7 +76,7 @@ def tokenize(
   revision = json.dumps([(p.path.name, p.size, p.start, p.stop) for p in files])
   dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
   plan = {
-    "version": arrays_lib.VERSION,
+    "version": VERSION,
     "source": source,
     "split": split,
     "revision": hashlib.sha256(revision.encode()).hexdigest(),
@@ -88,22 +90,36 @@ def tokenize(
     "units": len(units),
   }
   make = functools.partial(_tokenize_unit, tokenizer=tokenizer, dtype=dtype)
+  _refuse_other_files(folder)
   with lock(folder):
     _check_plan(folder, plan)
-    if not (folder / arrays_lib.MANIFEST).is_file():
+    if not (folder / TOKENIZER).is_file():
+      with replacing(folder / TOKENIZER) as file:
+        file.write(model.path.read_bytes())
+    if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
       _join(folder, plan, units)
     for unit in units:
       _index_path(unit).unlink(missing_ok=True)
-    (folder / arrays_lib.PLAN).unlink(missing_ok=True)
-  return arrays_lib.read_manifest(folder)
+    (folder / PLAN).unlink(missing_ok=True)
+  return read_manifest(folder)
+
+
+def _refuse_other_files(folder: pathlib.Path) -> None:
+  """Refuses a user's folder before anything is written there."""
+  if not any((folder / name).is_file() for name in (MANIFEST, PLAN)):
+    for other in folder.glob("[!.]*"):  # The lock is a hidden file.
+      raise ConfigError(
+        f"--output is {str(folder)!r}, which holds other files ({other.name}); choose"
+        " an empty or a new folder."
+      )
 
 
 def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
   """Writes the plan; if the folder has one already, checks that both are equal."""
-  for path in (folder / arrays_lib.MANIFEST, folder / arrays_lib.PLAN):
+  for path in (folder / MANIFEST, folder / PLAN):
     if path.is_file():
-      old = json.loads(path.read_text())
+      old = _read_plan(path)
       for key, value in plan.items():
         if old.get(key) != value:
           raise ConfigError(
@@ -111,12 +127,19 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
             f" {value!r}; repeat the old options, or choose another folder."
           )
       return
-  for other in folder.glob("[!.]*"):  # The lock is a hidden file.
+  write_json(folder / PLAN, plan)
+
+
+def _read_plan(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    plan = json.loads(path.read_bytes())
+  except (ValueError, RecursionError):
+    plan = None
+  if not isinstance(plan, dict):
     raise ConfigError(
-      f"--output is {str(folder)!r}, which holds other files ({other.name}); choose an"
-      " empty or a new folder."
+      f"--output has {path}, which is damaged; delete the folder and start again."
     )
-  write_json(folder / arrays_lib.PLAN, plan)
+  return plan
 
 
 def _tokenize_unit(unit: Unit, tokenizer: str, dtype: str) -> dict[str, int]:
@@ -158,6 +181,11 @@ def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> 
       shards.append(
         {"file": unit.path.name, "tokens": tokens, "documents": len(lengths)}
       )
+  if not num_bytes:
+    raise ConfigError(
+      f"--source is {plan['source']!r}, which has no text in the split"
+      f" {plan['split']!r}; {sources_lib.more_documents(plan['source'])}."
+    )
   names = [arrays_lib.ENDS, arrays_lib.BYTES, *(s["file"] for s in shards)]
   manifest = {
     **plan,
@@ -167,7 +195,7 @@ def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> 
     "shards": shards,
     "files": [{"file": n, "size": (folder / n).stat().st_size} for n in names],
   }
-  write_json(folder / arrays_lib.MANIFEST, manifest)
+  write_json(folder / MANIFEST, manifest)
 
 
 @contextlib.contextmanager
@@ -213,6 +241,11 @@ def convert(
     ConfigError: the data set is missing or not stored as tfrecord.
     ValueError: a file is damaged or has fewer records than its data set says.
   """
+  if not source.startswith("tfds:"):
+    raise ConfigError(
+      f"--source is {source!r}, but convert copies TFDS data sets; give"
+      " tfds:<name>:<version>, or tokenize text."
+    )
   info = sources_lib.tfds_builder(source, data_dir).info
   old = pathlib.Path(info.data_dir)
   folder = pathlib.Path(output) / source.removeprefix("tfds:").replace(":", "/")

@@ -5,12 +5,9 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
-import sentencepiece
 
-from diloco.config import ConfigError
+from diloco.config import vocabulary
 from diloco.model.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-
-_SHIPPED = pathlib.Path(__file__).parent / "tokenizers"
 
 
 class Tokenizer:
@@ -21,23 +18,16 @@ class Tokenizer:
   Models from `scripts/train_tokenizer.py` need no permutation.
 
   Attributes:
+    path: the model file.
     sha256: hash of the model file, hexadecimal.
     vocab_size: number of ids, special ids included.
   """
 
   def __init__(self, path: pathlib.Path):
-    proto = path.read_bytes()
-    self.sha256 = hashlib.sha256(proto).hexdigest()
-    self._model = sentencepiece.SentencePieceProcessor()
-    try:
-      self._model.load_from_serialized_proto(proto)
-    except RuntimeError as error:
-      raise ConfigError(
-        f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
-        " file from scripts/train_tokenizer.py or SentencePiece."
-      ) from error
-    m = self._model
-    special = (m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id())
+    self.path = path
+    m = self._model = vocabulary.load_model(path)
+    self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    special = vocabulary.special_ids(m)
     self._ours, self._theirs = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self._theirs)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
@@ -102,12 +92,4 @@ def load_tokenizer(name: str) -> Tokenizer:
   Raises:
     ConfigError: there is no such file, or it is not a SentencePiece model.
   """
-  path = pathlib.Path(name if name.endswith(".model") else _SHIPPED / f"{name}.model")
-  if not path.is_file():
-    shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
-    raise ConfigError(
-      f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
-      " .model (`python scripts/train_tokenizer.py --source=<source> --output=<path>`"
-      f" trains one) or one of: {shipped}."
-    )
-  return Tokenizer(path)
+  return Tokenizer(vocabulary.tokenizer_path(name))

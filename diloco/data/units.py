@@ -128,6 +128,6 @@ def lock(folder: pathlib.Path) -> Iterator[None]:
         f"--output is {str(folder)!r}, but another process is working there; wait for"
         " it to end."
       ) from error
-    for unfinished in folder.glob(".*.tmp"):
+    for unfinished in folder.glob(".*.[0-9]*.tmp"):
       unfinished.unlink(missing_ok=True)
     yield

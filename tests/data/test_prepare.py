@@ -112,6 +112,7 @@ def test_counts_are_exact(lines, tmp_path, in_line):
 def test_large_vocabularies_take_four_bytes(lines, tmp_path, in_line, monkeypatch):
   class Large:
     sha256, vocab_size = "0", 70_000
+    path = pathlib.Path(__file__)  # Any file: preparation copies the model.
 
     def encode(self, text):
       return [69_999] * len(text)
@@ -243,8 +244,33 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
     prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "b")
 
 
+def test_a_refused_folder_stays_as_it_was(lines, tmp_path, in_line):
+  folder = tmp_path / "mine"
+  folder.mkdir()
+  for name in ("thesis.tex", ".draft.tmp"):
+    (folder / name).touch()
+  with pytest.raises(ConfigError, match="holds other files"):
+    prepare.tokenize(lines, "train", "sotu_2048", folder)
+  assert sorted(p.name for p in folder.iterdir()) == [".draft.tmp", "thesis.tex"]
+
+
+def test_a_damaged_plan_is_refused(lines, tmp_path, in_line):
+  prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "a")
+  (tmp_path / "a/manifest.json").write_text('{"version"')
+  with pytest.raises(ConfigError, match=r"manifest.json, which is damaged; delete"):
+    prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "a")
+
+
+def test_a_split_without_text_is_refused(tmp_path, in_line):
+  (tmp_path / "a.txt").write_text("One document, which is held out.")
+  source = f"files:{tmp_path}/a.txt"
+  with pytest.raises(ConfigError, match=r"no text in the split 'train'; .*paragraphs:"):
+    prepare.tokenize(source, "train", "sotu_2048", tmp_path / "a")
+  assert not (tmp_path / "a/manifest.json").exists()
+
+
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
-  c = as_arrays(tiny, tmp_path)
+  c = as_arrays(tiny, tmp_path, tokenizer="sotu_2048")
   with pytest.raises(ConfigError, match=r"does not exist; run .*tokenize"):
     make_documents(c, "train")
   prepare.tokenize(lines, "all", "sotu_2048", tmp_path / "train", unit_size=5000)
@@ -263,7 +289,9 @@ def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   manifest.write_text(good)
   shard = next((tmp_path / "train").glob("00001-of-*.npy"))
   shard.write_bytes(shard.read_bytes()[:-2])
-  with pytest.raises(ConfigError, match=r"has .*/00001-of-.* with .* bytes instead of"):
+  with pytest.raises(
+    ConfigError, match=r"has .*/00001-of-.*, with .* bytes instead of"
+  ):
     make_documents(c, "train")
   with pytest.raises(ConfigError, match=r"data.source is 'arrays:.*'; choose sotu"):
     data_lib.make_source(c.data, "train")
