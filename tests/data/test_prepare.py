@@ -269,6 +269,22 @@ def test_a_split_without_text_is_refused(tmp_path, in_line):
   assert not (tmp_path / "a/manifest.json").exists()
 
 
+def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
+  flags = (f"--source={lines}", f"--output={tmp_path}/a")
+  process = command("tokenize", *flags, "--split=train,eval")
+  output, errors = process.communicate(timeout=120)
+  assert process.returncode == 0, errors
+  assert re.search(r"a/train: 288 documents.*\n.*a/validation: 12 documents", output)
+  tiny.data.source = lines
+  direct = config_lib.resolve(tiny)
+  same_data(direct, as_arrays(tiny, tmp_path / "a", eval_split="validation"))
+  for splits in ("", "train,train", "train,eval,all"):
+    process = command("tokenize", *flags, f"--split={splits}")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "give one split, or two different ones" in errors
+
+
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   c = as_arrays(tiny, tmp_path, tokenizer="sotu_2048")
   with pytest.raises(ConfigError, match=r"does not exist; run .*tokenize"):
