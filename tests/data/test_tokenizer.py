@@ -125,6 +125,26 @@ def test_training_is_deterministic_and_takes_any_source(tmp_path):
   assert "no file matches" in run.stderr
 
 
+@pytest.mark.parametrize(
+  ("text", "flags", "message"),
+  [
+    ("", [], "which has no text in the split 'all'; a text file is one document"),
+    ("\n \n", [], "which has no text in the split 'all'"),
+    ("a few words", [], "--vocab_size is 32000, but the text gives at most"),
+    ("a few words", ["--vocab_size=9"], "--vocab_size is 9, but the text needs at"),
+    ("a few words", ["--vocab_size=0"], "--vocab_size=0: give an integer in the range"),
+    ("a few words", ["--output=out"], "give the name of a file that ends in .model"),
+  ],
+)
+def test_mistakes_give_one_sentence(tmp_path, text, flags, message):
+  (tmp_path / "a.txt").write_text(text)
+  files = (f"--source=files:{tmp_path}/a.txt", f"--output={tmp_path}/a.model")
+  run = run_training(*files, "--split=all", *flags)
+  assert (run.returncode, run.stderr.count("\n")) == (2, 1)
+  assert message in run.stderr
+  assert not (tmp_path / "a.model").exists()
+
+
 @pytest.mark.slow
 def test_the_shipped_model_is_what_its_command_makes(tmp_path):
   run = run_training(
@@ -149,3 +169,8 @@ def test_each_part_of_a_large_source_gives_its_share(monkeypatch):
   # 80 bytes of 400: 20 of the 100, 60 of the 300.
   assert [line[0] for line in taken] == [*"aa", *"bcbcbc"]
   assert len(list(train_tokenizer.paragraphs(pieces, 400))) == 40
+  # SentencePiece would skip a line of more than 100,000 bytes.
+  long = "".join(map(chr, range(0x4E00, 0x4E00 + 20_000))) * 3
+  taken = list(train_tokenizer.paragraphs([Piece(len(long) * 3, [long])], 10**6))
+  assert "".join(taken) == long
+  assert max(len(line.encode()) for line in taken) <= 100_000
