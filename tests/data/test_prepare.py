@@ -285,6 +285,20 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
     assert "give one split, or two different ones" in errors
 
 
+def test_the_benchmark_empties_only_its_own_folder(tmp_path):
+  (tmp_path / "thesis.tex").touch()
+  run = subprocess.run(
+    [sys.executable, ROOT / "scripts/bench_prepare.py", f"--folder={tmp_path}"],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert run.returncode == 2
+  assert "holds files that this script did not make; choose" in run.stderr
+  assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
 def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   c = as_arrays(tiny, tmp_path, tokenizer="sotu_2048")
   with pytest.raises(ConfigError, match=r"does not exist; run .*tokenize"):
