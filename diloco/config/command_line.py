@@ -147,6 +147,8 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
   if not str(path).strip():
     raise ConfigError(f"{flag} is empty; give a folder (is a shell variable unset?).")
   folder = pathlib.Path(path)
+  if not str(path):
+    raise ConfigError(f"{flag} is empty; give a folder.")
   try:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -165,14 +167,14 @@ def parse_count(text: str, name: str = "size") -> float:
     name: what the user gave, such as --params.
 
   Raises:
-    ConfigError: the text is not a positive number.
+    ConfigError: the text is not a number from 1 on.
   """
   exponent = {"M": "e6", "B": "e9"}.get(text[-1:], text[-1:])
   try:
     value = float(text[:-1] + exponent)
   except ValueError:
     value = 0.0
-  if not 0 < value < math.inf:
+  if not 1 <= value <= 1e30:
     raise ConfigError(f"{name} is {text!r}; write one such as 35M, 2.4B or 4e9.")
   return value
 

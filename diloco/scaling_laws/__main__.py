@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import sys
 from typing import Any
 
@@ -128,7 +129,13 @@ def _method(samples: int) -> str:
 
 def _add_bootstrap(parser: argparse.ArgumentParser) -> None:
   text = "resamples for bootstrap-t intervals; 0: Student's t"
-  parser.add_argument("--bootstrap", type=int, default=0, help=text)
+  parser.add_argument("--bootstrap", type=_resamples, default=0, help=text)
+
+
+def _resamples(text: str) -> int:
+  if not re.fullmatch(r"\d{1,6}", text):
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 999999")
+  return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:

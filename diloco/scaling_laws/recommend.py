@@ -90,8 +90,8 @@ def recommend(
   """
   given = {"params": params, "replicas": replicas, "overtrain": overtrain}
   for name, value in (given | {"seq_len": seq_len, "fsdp": fsdp}).items():
-    if not 0 < value < math.inf:
-      raise ValueError(f"{name} is {value}; give a positive number.")
+    if not 0 < value <= 1e30:
+      raise ValueError(f"{name} is {value}; give a positive number up to 1e30.")
   plain = algorithm == "data_parallel"
   name, source, own = predict.law_name(algorithm, replicas, method), "diloco", None
   if laws is not None:

@@ -67,12 +67,18 @@ def read(
 
 def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame:
   """Reads the finished rows that `where` selects as text, indexed by line number."""
-  with open(path, newline="", encoding="utf-8-sig") as file:
-    reader = csv.reader(file)
-    columns = next(reader, [])
-    lines = {}
-    for values in filter(None, reader):
-      lines[reader.line_num] = values
+  try:
+    with open(path, newline="", encoding="utf-8-sig") as file:
+      reader = csv.reader(file, skipinitialspace=True)
+      columns = next(reader, [])
+      lines = {}
+      for values in filter(None, reader):
+        lines[reader.line_num] = values
+  except (UnicodeDecodeError, csv.Error) as error:
+    raise ValueError(f"{path} is no table: {error}; save it as CSV, UTF-8.") from error
+  if len(set(columns)) < len(columns):
+    twice = next(c for c in columns if columns.count(c) > 1)
+    raise ValueError(f"{path} has two columns {twice!r}; rename one of them.")
   for line, values in lines.items():
     if len(values) != len(columns):
       raise ValueError(
@@ -107,7 +113,7 @@ def _numbers(column: pd.Series, path: str | os.PathLike, optional: bool) -> pd.S
   values = column.map(_number)
   if column.name in WHOLE:
     least = 0 if column.name == "seed" else 1
-    whole = (values >= least) & (values % 1 == 0)
+    whole = (values >= least) & (values < 2**53) & (values % 1 == 0)
     _check(column, whole, f"whole number from {least} on", path)
     return values.astype(int)
   positive = (values >= 0) if optional else (values > 0)

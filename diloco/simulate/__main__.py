@@ -41,11 +41,21 @@ Answer = tuple[Any, str]  # The data that --json prints, and the text without --
 
 
 def number(text: str) -> float:
-  """Parses a finite number."""
-  value = float(text)
-  if not math.isfinite(value):
-    raise ValueError
+  """Parses a number whose products stay finite."""
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if value and not 1e-30 <= abs(value) <= 1e30:
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1e-30 to 1e30")
   return value
+
+
+def whole(text: str) -> int:
+  """Parses a whole number; 64 bits hold the positions in a round of so many steps."""
+  if not re.fullmatch(r"-?\d{1,12}", text):
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 12 digits")
+  return int(text)
 
 
 class Option(NamedTuple):
@@ -75,7 +85,7 @@ OUT = Option("folder for the files", str, required=True)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
-  "chips": Option("chips of all replicas, with --config; default 1", int),
+  "chips": Option("chips of all replicas, with --config; default 1", whole),
   "peak_tflops": Option("peak TFLOP/s of a chip, with --config; default 197"),
   "mfu": Option("share of the peak that is reached, with --config; default 0.4"),
 }
@@ -83,20 +93,20 @@ MODEL = {
   "config": CONFIG,
   **COMPUTE,
   "params": PARAMS,
-  "layers": Option("transformer layers", int, "model.num_layers"),
+  "layers": Option("transformer layers", whole, "model.num_layers"),
   "step_time": Option("seconds of compute per step"),
-  "replicas": Option("replicas M; default 2", int, "replicas"),
+  "replicas": Option("replicas M; default 2", whole, "replicas"),
 }
 METHOD = MODEL | {
   "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
   "sync_every": Option(
-    "inner steps H per round; default 100", int, "sync_every", ("data_parallel",)
+    "inner steps H per round; default 100", whole, "sync_every", ("data_parallel",)
   ),
   "fragment_size": Option(
-    "layers per fragment; default 3", int, "fragments.size", UNFRAGMENTED
+    "layers per fragment; default 3 or all", whole, "fragments.size", UNFRAGMENTED
   ),
   "tau": Option(
-    "inner steps that hide a reduction; default 1", int, "overlap.tau", UNFRAGMENTED
+    "inner steps that hide a reduction; default 1", whole, "overlap.tau", UNFRAGMENTED
   ),
   "bits": Option("bits per value on the link; default 4", field="wire.format"),
   "latency": Option("seconds per reduction; default 0"),
@@ -107,8 +117,8 @@ RUN = {
   "params": PARAMS,
   "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
   "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
-  "replicas": Option("replicas M", int, "replicas"),
-  "sync_every": Option("inner steps H per round; default 30", int, "sync_every"),
+  "replicas": Option("replicas M", whole, "replicas"),
+  "sync_every": Option("inner steps H per round; default 30", whole, "sync_every"),
   "outer_bits": Option("bits per outer gradient; default 16", field="wire.format"),
   "bits": Option("bits per inner gradient; default 16"),
   "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
@@ -185,6 +195,8 @@ def link(args: Args) -> Answer:
   if "plot" in args:
     from diloco.simulate import figures
 
+    if not args["plot"].suffix:
+      raise ConfigError(f"--plot is {str(args['plot'])!r}; give a file such as x.png.")
     make_folder(args["plot"].parent, "--plot")
     figures.draw_own(work, args["plot"], gbits)
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
@@ -222,7 +234,8 @@ def workload(args: Args) -> Workload:
     seconds = args.get("step_time", from_config.step_time(c, **speed))
     return from_config.workload(c, seconds, latency)
   require(args, "params", "layers", "step_time")
-  fields = {"bits": 4, "tau": 1} | fields_of(Workload, args)
+  fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}
+  fields |= fields_of(Workload, args)
   return Workload.of_equal_layers(args["params"], args["layers"], **fields)
 
 

@@ -29,8 +29,9 @@ def step_time(
     peak_tflops: peak TFLOP/s of one chip; 197 is the peak of TPU v5e.
     mfu: share of the peak that the run reaches.
   """
-  for name, value in (("chips", chips), ("peak_tflops", peak_tflops), ("mfu", mfu)):
+  for name, value in (("chips", chips), ("peak_tflops", peak_tflops)):
     check(name, value, Range(0, open=True))
+  check("mfu", mfu, Range(0, 1, open=True))
   flops = flops_per_token(c.model) * c.tokens_per_step
   return flops / (chips * (peak_tflops * 1e12) * mfu)
 

@@ -60,10 +60,10 @@ def make_rules(work: Workload) -> Iterator[Rule]:
     # The node before a request does not wait for what the node after it needs.
     moments += [(request % length, False, 3 * r), (need % length, True, 3 * r + 2)]
   moments.sort()
+  first = moments[0]
+  moments.append((first[0] + length, *first[1:]))
   for (start, _, before), (end, _, after) in itertools.pairwise(moments):
-    yield Rule(after, before, 0, end - start)
-  (start, _, before), (end, _, after) = moments[-1], moments[0]
-  yield Rule(after, before, 1, end + length - start)
+    yield Rule(after, before, int(end >= length), end - start)
 
 
 def steady_utilisation(

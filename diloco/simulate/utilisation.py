@@ -85,7 +85,7 @@ class Workload:
   def of_equal_layers(cls, params: float, layers: int, step_time: float, **fields):
     """Makes a workload with parameters that are spread evenly over the layers."""
     check("params", params, Range(0, open=True))
-    check("layers", layers, Range(1))
+    check("layers", layers, Range(1, 1000))
     return cls((params / layers,) * layers, step_time, **fields)
 
   @property

@@ -156,7 +156,7 @@ def test_a_python_file_needs_its_function(tmp_path):
 def test_counts_have_a_unit_or_an_exponent():
   counts = ("35M", "2.4B", "4e9", "1048576")
   assert [command_line.parse_count(c) for c in counts] == [35e6, 2.4e9, 4e9, 2**20]
-  for text in ("4X", "1B3", "", "-1M", "nan", "inf", "1e999"):
+  for text in ("4X", "1B3", "", "-1M", "nan", "inf", "1e999", "1e31", "0.5"):
     with pytest.raises(ConfigError, match=f"^size is '{text}'; write one such as 35M"):
       command_line.parse_count(text)
   with pytest.raises(ConfigError, match=r"^--params is 'big'; write one such"):

@@ -104,6 +104,7 @@ def test_a_note_says_where_a_law_is_stretched(arguments, note):
     ({"replicas": 0}, "replicas is 0"),
     ({"fsdp": 0}, "fsdp is 0"),
     ({"overtrain": math.nan}, "overtrain is nan"),
+    ({"overtrain": 1e300}, "overtrain is 1e.300; give a positive number up to 1e30"),
     ({"method": "best"}, "method is 'best'; choose one of joint, independent"),
     ({"replicas": 3, "method": "independent"}, "no separate law for diloco_M3"),
     ({"params": 100}, "less than one batch of"),

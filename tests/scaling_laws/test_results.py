@@ -326,6 +326,7 @@ def test_two_sizes_have_no_interval(tmp_path, capsys):
     ("replicas", "inf", "has 'inf' as replicas; give a whole number"),
     ("replicas", "2.5", "has '2.5' as replicas; give a whole number"),
     ("replicas", "0", "has '0' as replicas; give a whole number from 1 on"),
+    ("replicas", "9" * 20, "has '9{20}' as replicas; give a whole number from 1 on"),
     ("tokens", "-1", "has '-1' as tokens; give a positive number"),
     ("batch_sequences", "", "has '' as batch_sequences; give a positive number"),
     ("algorithm", "", "has '' as algorithm; give a name"),
@@ -360,6 +361,29 @@ def test_rows_of_another_length_are_refused(tmp_path, where, more, by):
   message = rf"line {len(lines)} of .* has {count + by} values for {count} columns"
   with pytest.raises(ValueError, match=message):
     runs.read(path, where)
+
+
+def test_files_that_are_no_table_are_refused(tmp_path):
+  path = tmp_path / "runs.csv"
+  text = as_file(make_runs()).to_csv(index=False)
+  for data, message in (
+    (
+      text.replace("diloco", "dilöco").encode("latin-1"),
+      "runs.csv is no table: 'utf-8'",
+    ),
+    (text.encode("utf-16"), "save it as CSV, UTF-8"),
+    ((text + "x" * 200_000).encode(), "runs.csv is no table: field larger than"),
+    (
+      text.replace("tokens", "loss").encode(),
+      "runs.csv has two columns 'loss'; rename",
+    ),
+    (b"", "runs.csv has no finished run"),
+  ):
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+      runs.read(path)
+  path.write_text(text.replace(",", ", "))
+  assert len(runs.read(path)) == len(make_runs())
 
 
 def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):

@@ -152,7 +152,16 @@ def test_fields_are_set_as_for_the_trainer(capsys):
     ("bandwidth --config.seed=1", "--config.seed needs a --config before it."),
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {} --plot=/proc/none/x.png", "--plot is '/proc/none', where nothing"),
+    ("bandwidth {} --plot=pictures", "--plot is 'pictures'; give a file such as x.png"),
     ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
+    ("bandwidth {} --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
+    ("bandwidth --params=big", "--params is 'big'; write one such as 35M, 2.4B or 4e9"),
+    ("wallclock --tokens=-1", "--tokens is '-1'; write one such as 35M, 2.4B or 4e9"),
+    (
+      "bandwidth --params=1B --layers=1001 --step_time=1",
+      "layers is 1001, but must be at least 1 and at most 1000",
+    ),
+    ("figure c10 --out=", "--out is empty; give a folder"),
     ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
   ],
 )
@@ -162,6 +171,40 @@ def test_arguments_without_effect_are_refused(args, message, capsys):
   assert error.startswith("error: ")
   assert error.count("\n") == 1
   assert message in error
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    ("bandwidth --gbits=1", "unrecognized arguments: --gbits=1"),
+    ("utilisation", "the following arguments are required: --gbits"),
+    ("utilisation --gbits=nan", "--gbits: 'nan' is not a number from 1e-30 to 1e30"),
+    ("utilisation --gbits=1e-320", "--gbits: '1e-320' is not a number"),
+    ("utilisation --gbits=1,5", "--gbits: '1,5' is not a number"),
+    ("bandwidth --layers=2.5", "--layers: '2.5' is not a whole number up to 12 digits"),
+    ("bandwidth --sync_every=9999999999999", "--sync_every: '9999999999999' is not a"),
+    ("figures", "the following arguments are required: --out"),
+    ("table5", "invalid choice: 'table5'"),
+  ],
+)
+def test_flags_that_cannot_be_parsed_end_in_one_sentence(args, message, capsys):
+  with pytest.raises(SystemExit) as exit:
+    command.main(args.split())
+  assert exit.value.code == 2
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert error.endswith(" (see --help)\n")
+  assert error.count("\n") == 1
+  assert message in error
+
+
+def test_small_models_have_small_fragments(capsys):
+  for layers in (1, 2):
+    args = f"bandwidth --params=1B --layers={layers} --step_time=0.1 --json"
+    assert command.main(args.split()) == 0
+    work = Workload.of_equal_layers(1e9, layers, 0.1, fragment_size=layers, tau=1)
+    reached = json.loads(capsys.readouterr().out)["gbits"] * 16e9 / 4
+    assert steady_utilisation(work, [reached])[0] == pytest.approx(0.95)
 
 
 def test_options_that_a_config_does_not_give_have_an_effect(capsys):
