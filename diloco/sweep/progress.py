@@ -37,8 +37,7 @@ def lines(
     room: if there would be more lines, only cells with runs to do are listed, and of
       these not more than there is room for. 0: all cells are listed.
   """
-  running = _running(rows, runs)
-  below = [*running, *_waiting(waiting), *failures(rows), _total(cells, rows)]
+  below = [*_runs(rows, runs, waiting), *failures(rows), _total(cells, rows)]
   space = room - len(below) - 1
   if room and len(cells) > space:
     cells = [c for c in cells if c.state == "searching"][: max(space, 0)]
@@ -71,22 +70,21 @@ def _table_of_cells(cells: Sequence[Search]) -> list[str]:
   return out
 
 
-def _running(rows: Iterable[Row], runs: pathlib.Path) -> list[str]:
-  """Returns a line per running run: its step, the time left, and its point."""
-  return [
-    f"running {row['name']}  {_position(runs / row['name'], row['config']):<36}"
-    f" {describe(row['point'])}"
+def _runs(
+  rows: Iterable[Row], runs: pathlib.Path, waiting: Mapping[str, Point]
+) -> list[str]:
+  """Returns a line per running run, with its step, and per waiting run; counts more."""
+  listed = [
+    ("running", row["name"], _position(runs / row["name"], row["config"]), row["point"])
     for row in rows
     if row["status"] == "running"
   ]
-
-
-def _waiting(points: Mapping[str, Point]) -> list[str]:
-  """Returns a line per run that waits, {name: point}; counts the others."""
-  shown = list(points.items())[:MOST_WAITING]
-  out = [f"waiting {name}  {'':<36} {describe(point)}" for name, point in shown]
-  more = len(points) - len(shown)
-  return [*out, f"{more} more runs wait"] if more else out
+  for name, point in list(waiting.items())[:MOST_WAITING]:
+    listed.append(("waiting", name, "", point))
+  wide = max((len(position) for _, _, position, _ in listed), default=0)
+  out = [f"{s} {n}  {at:<{wide}}  {describe(point)}" for s, n, at, point in listed]
+  more = len(waiting) - MOST_WAITING
+  return [*out, f"{more} more runs wait"] if more > 0 else out
 
 
 def _position(run: pathlib.Path, config: Mapping) -> str:

@@ -12,7 +12,8 @@ import time
 
 import pytest
 
-from diloco.config import default_config, resolve
+from diloco.config import complete, default_config, resolve
+from diloco.model.shapes import num_params
 from diloco.sweep import job, progress, table
 from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
@@ -359,7 +360,7 @@ def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
   row = {"name": "a", "status": "running", "config": config, "point": {"lr": 0.1}}
   shown = lambda: progress.lines([], [row], tmp_path)[1].split(maxsplit=2)
   (tmp_path / "a").mkdir()
-  assert shown() == ["running", "a", f"{'starting':<36} lr=0.1"]
+  assert shown() == ["running", "a", "starting  lr=0.1"]
   metrics = tmp_path / "a" / "metrics.jsonl"
   # A writer was killed within the last line, or is in the middle of the line.
   metrics.write_text("\n".join([*before, newest, eval_, '{"kind": "st']))
@@ -701,6 +702,21 @@ def test_two_drivers_do_not_share_results(tmp_path):
     assert done.returncode == 2
     assert "has a driver already" in done.stderr
   assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
+
+
+def test_the_example_of_the_docs_trains_small_models(tmp_path):
+  """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
+  text = (ROOT / "docs" / "sweep.md").read_text()
+  names = {}
+  exec(text.split("```python\n")[1].split("```")[0], names)
+  sweep = names["get_sweep"]()
+  driver = make_driver(sweep, tmp_path, Fake())
+  finish(driver)
+  configs = [row["config"] for row in driver.rows.values()]
+  assert len(configs) >= 6
+  assert {row["status"] for row in driver.rows.values()} == {"done"}
+  assert {c["train"]["tokens"] for c in configs} == {76_800}
+  assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
 def test_drive_runs_a_sweep_to_its_end(tmp_path):
