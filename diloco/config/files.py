@@ -2,7 +2,9 @@
 
 import errno
 import fcntl
-from typing import IO
+import json
+import pathlib
+from typing import IO, Any
 
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -23,3 +25,11 @@ def try_lock(file: IO) -> bool:
     if error.errno not in _NO_LOCKS:
       raise
   return True
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+  """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  part = path.with_name(f".{path.name}.part")
+  part.write_text(json.dumps(value, indent=2) + "\n")
+  part.replace(path)

@@ -8,7 +8,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
 import json
 import multiprocessing
 import os
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import tqdm
 
 from diloco.config import ConfigError
+from diloco.config.files import try_lock
 from diloco.data.pieces import Piece
 
 
@@ -121,13 +121,11 @@ def lock(folder: pathlib.Path) -> Iterator[None]:
   """
   folder.mkdir(parents=True, exist_ok=True)
   with (folder / ".lock").open("w") as file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    if not try_lock(file):
       raise ConfigError(
         f"--output is {str(folder)!r}, but another process is working there; wait for"
         " it to end."
-      ) from error
+      )
     for unfinished in folder.glob(".*.[0-9]*.tmp"):
       unfinished.unlink(missing_ok=True)
     yield

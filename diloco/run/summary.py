@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
-from diloco.config import Config
+from diloco.config import Config, files
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.model import sampling
 from diloco.model.shapes import matrix_params, num_params
@@ -54,9 +54,7 @@ def make(
   summary = _numbers(c, log, losses, scores)
   if peers.index == 0:
     metrics.plot_loss(workdir, f"{c.algorithm}, M={c.replicas}, H={c.sync_every}")
-    written = workdir / f".{FILE}"
-    written.write_text(json.dumps(summary, indent=2) + "\n")
-    written.replace(workdir / FILE)  # Whole or not at all.
+    files.write_json(workdir / FILE, summary)
     log.close()  # Ends the progress bar.
     report(workdir, summary, text)
   return summary

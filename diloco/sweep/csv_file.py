@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from diloco.config import Config, changed, complete
+from diloco.config import Config, changed, complete, files
 from diloco.config.command_line import one_line
 from diloco.config.resolve import leaves
 from diloco.model.shapes import matrix_params
@@ -87,7 +87,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
     name = names.get(digest, digest)
     if name not in rows or rows[name]["status"] != "done":
       for file_name, content in run.items():  # run.json is last: then the row exists.
-        table.write(results / "runs" / name / file_name, content)
+        files.write_json(results / "runs" / name / file_name, content)
   return len(runs)
 
 

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from diloco.config import files
 from diloco.config.command_line import guarded
 from diloco.sweep import saved, table
 
@@ -44,7 +45,7 @@ def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
   """
   here = pathlib.Path(directory)
   with (here / "lock").open("w") as lock, (here / "log.txt").open("ab") as log:
-    if not table.try_lock(lock):
+    if not files.try_lock(lock):
       return LOCKED
     (here / "ended.json").unlink(missing_ok=True)
     config = f"--config={saved.__file__}:{here / 'config.json'}"
@@ -95,7 +96,7 @@ def alive(directory: pathlib.Path) -> bool:
   """Tells whether a process trains the run of a directory."""
   try:
     with (directory / "lock").open("r+") as lock:
-      return not table.try_lock(lock)
+      return not files.try_lock(lock)
   except FileNotFoundError:
     return False
 

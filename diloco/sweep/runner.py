@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
-from diloco.config import ConfigError, resolve
+from diloco.config import ConfigError, files, resolve
 from diloco.config.command_line import one_line
 from diloco.sweep import grid as grid_lib
 from diloco.sweep import progress, table
@@ -161,7 +161,7 @@ class Driver:
   def _start(self, plan: Plan) -> None:
     directory = self._path(plan.name)
     row = table.read_row(directory)
-    table.write(directory / "config.json", plan.config)
+    files.write_json(directory / "config.json", plan.config)
     table.note(
       directory,
       point=row["point"] or plan.point,

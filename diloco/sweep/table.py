@@ -15,16 +15,15 @@ has a directory with run.json and ended.json only.
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import math
 import pathlib
 import subprocess
 from collections.abc import Iterator, Mapping
-from typing import IO, Any
+from typing import Any
 
-from diloco.config import Config, complete
+from diloco.config import Config, complete, files
 from diloco.config.resolve import leaves
 
 Row = dict[str, Any]
@@ -49,29 +48,12 @@ SUMMARY_COLUMNS = {
 }
 
 
-def write(path: pathlib.Path, value: Mapping[str, Any]) -> None:
-  """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  part = path.with_suffix(".part")
-  part.write_text(json.dumps(value, indent=1) + "\n")
-  part.replace(path)
-
-
 def read(path: pathlib.Path) -> dict[str, Any] | None:
   """Reads a JSON file; None if the file is absent or is not JSON."""
   try:
     return json.loads(path.read_text())
   except (FileNotFoundError, ValueError):
     return None
-
-
-def try_lock(file: IO) -> bool:
-  """Locks an open file until all its descriptors close; False if another has it."""
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    return False
-  return True
 
 
 @contextlib.contextmanager
@@ -83,7 +65,7 @@ def alone(results: pathlib.Path) -> Iterator[None]:
   """
   (results / "runs").mkdir(parents=True, exist_ok=True)
   with (results / "driver.lock").open("w") as lock:
-    if not try_lock(lock):
+    if not files.try_lock(lock):
       raise ValueError(f"--results={results} has a driver already; use --show.")
     yield
 
@@ -155,13 +137,13 @@ def note(directory: pathlib.Path, **changes) -> None:
   """
   path = directory / "run.json"
   before = read(path) or {"started": utc_now("microseconds")}
-  write(path, {**before, **changes})
+  files.write_json(path, {**before, **changes})
 
 
 def note_end(directory: pathlib.Path, failed: bool, error: str = "") -> None:
   """Writes how an attempt ended; `error` is the reason of a failure, in one line."""
   end = {"failed": failed, "error": error, "finished": utc_now()}
-  write(directory / "ended.json", end)
+  files.write_json(directory / "ended.json", end)
 
 
 def retry_failed(results: pathlib.Path) -> None:

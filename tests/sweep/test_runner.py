@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from diloco.config import complete, default_config, resolve
+from diloco.config import complete, default_config, files, resolve
 from diloco.model.shapes import num_params
 from diloco.sweep import job, progress, table
 from diloco.sweep.csv_file import export, load
@@ -27,7 +27,7 @@ BEST = 2.0**-8
 
 def config(point):
   c = default_config()
-  c.algorithm, c.replicas = "diloco", point["replicas"]
+  c.algorithm, c.replicas, c.sync_every = "diloco", point["replicas"], 5
   c.inner.learning_rate = point["lr"]
   c.train.steps, c.train.batch_size = 10, 4
   return c
@@ -93,10 +93,10 @@ def write_run(results, name, config, summary=None, ended=None, **notes):
   """Writes a run directory as a driver, a job and a trainer leave it."""
   if summary is not None:
     ended = {"failed": False, "error": ""}
-  files = {"config": config, "summary": summary, "ended": ended}
-  for file, content in files.items():
+  contents = {"config": config, "summary": summary, "ended": ended}
+  for file, content in contents.items():
     if content is not None:
-      table.write(results / "runs" / name / f"{file}.json", content)
+      files.write_json(results / "runs" / name / f"{file}.json", content)
   table.note(results / "runs" / name, **{"attempts": 1, **notes})
 
 
@@ -587,7 +587,7 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
   assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
   (tmp_path / "config.json").write_text("{}")
   with (tmp_path / "lock").open("w") as lock:
-    assert table.try_lock(lock)
+    assert files.try_lock(lock)
     assert job.main([str(tmp_path)]) == 2
   assert "which another process trains already" in capsys.readouterr().err
   assert job.main([str(tmp_path)]) == 1

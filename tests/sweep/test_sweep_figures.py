@@ -206,8 +206,8 @@ def test_pictures_need_a_folder(table, capsys):
     ("status,loss\nfailed,3\n", "has no finished run"),
     ("status,loss\ndone,3\n", "has no column algorithm, params, replicas, "),
     ("", "has no finished run"),
-    ("status\n" + 200_000 * "x", "which cannot be read (field larger than"),
-    ("status\n\udcff", "which cannot be read ('utf-8' codec can't decode byte 0xff"),
+    ("status\n" + 200_000 * "x", "is no table: field larger than"),
+    ("status\n\udcff", "is no table: 'utf-8' codec can't decode byte 0xff"),
   ],
 )
 def test_a_file_without_runs_or_columns_is_refused(tmp_path, text, message, capsys):
