@@ -42,8 +42,10 @@ class Range:
     return low if math.isinf(self.high) else f"{low} and at most {self.high}"
 
 
-Count = Annotated[int, Range(0)]
-Positive = Annotated[int, Range(1)]
+# The largest whole number: devices count in int32.
+LARGEST = 2**31 - 1
+Count = Annotated[int, Range(0, LARGEST)]
+Positive = Annotated[int, Range(1, LARGEST)]
 NonNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 DType = Literal["float32", "bfloat16"]
@@ -121,7 +123,7 @@ class WireConfig:
   # one layer's tensor. 0: one scale per tensor. -1: one scale per row. The paper does
   # not specify this. If fsdp shards a tensor, each shard is coded like a separate
   # tensor: no block spans two shards, and topk and random choose within a shard.
-  block_size: Annotated[int, Range(-1)] = 128
+  block_size: Annotated[int, Range(-1, LARGEST)] = 128
   # How a value is rounded to the format. The paper does not specify this.
   rounding: Literal["nearest", "stochastic"] = "nearest"
   # Share of the values that topk, random and dare send.
@@ -148,6 +150,9 @@ class InnerConfig:
   warmup_steps: Count = 1000
   # Learning rate at the last step, as a share of the peak. It decays along a cosine.
   final_fraction: Share = 0.05
+  # T of the cosine and of the weight decay 1/T. 0: train.steps. Later steps keep the
+  # last rate. Set it to extend a run, see docs/cluster.md.
+  decay_steps: Count = 0
   # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
   # for an optimizer without weight decay.
   weight_decay: float = -1.0
@@ -171,7 +176,7 @@ class TrainConfig:
   # T: inner steps. 0: as many as `tokens` allows.
   steps: Count = 0
   # Tokens to train on, all replicas together. Only used if steps is 0.
-  tokens: Count = 0
+  tokens: Annotated[int, Range(0, 10**18)] = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +186,7 @@ class ModelConfig:
   # decoder (as in NanoDO), or an architecture that you registered.
   name: str = "decoder"
   # Transformer blocks.
-  num_layers: Positive = 6
+  num_layers: Annotated[int, Range(1, 10_000)] = 6
   # Width of the hidden states.
   dim: Positive = 512
   # Attention heads, a divisor of dim. The papers use dim / 64.
@@ -192,7 +197,7 @@ class ModelConfig:
   # many. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
   vocab_size: Count = 32_768
   # Tokens per sequence, also learned positions. Streaming DiLoCo uses 1,024 on C4.
-  seq_len: Annotated[int, Range(2)] = 2048
+  seq_len: Annotated[int, Range(2, LARGEST)] = 2048
   # Whether LayerNorm is applied to queries and keys (Wortsman et al., 2023).
   qk_norm: bool = True
   # Weight of the squared log-partition function in the loss (PaLM).
@@ -233,7 +238,7 @@ class DataConfig:
   # long document fills whole batches.
   shuffle_window: Count = 0
   # Batches that a background thread prepares ahead. 0: no thread.
-  prefetch: Count = 2
+  prefetch: Annotated[int, Range(0, 1000)] = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +262,7 @@ class EvalConfig:
 class CheckpointConfig:
   """When a run is saved."""
 
-  # Steps between checkpoints. 0: only at the end. SIGTERM always saves one.
+  # Steps between checkpoints. 0: only at the end. SIGTERM and Ctrl-C always save.
   every: Count = 1000
   # Checkpoints to keep. Older ones are deleted.
   keep: Positive = 2
@@ -301,10 +306,10 @@ class Config:
   # streaming: fragments, tau and alpha.
   algorithm: Algorithm = "streaming"
   # M. data_parallel trains one model on the batches of all M replicas.
-  replicas: Positive = 2
+  replicas: Annotated[int, Range(1, 100_000)] = 2
   # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
   # 100, Scaling Laws 30.
-  sync_every: Positive = 100
+  sync_every: Annotated[int, Range(1, 1_000_000)] = 100
   # Modules to import first; they register compressors or models (docs/design.md).
   plugins: tuple[str, ...] = ()
   # Seed of the initial parameters, the order of the data and stochastic rounding.
@@ -337,6 +342,11 @@ class Config:
   def tokens_per_step(self) -> int:
     """Tokens of one inner step, all replicas together."""
     return self.train.batch_size * self.model.seq_len
+
+  @property
+  def schedule_steps(self) -> int:
+    """T of the learning rate's schedule."""
+    return self.inner.decay_steps or self.train.steps
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
     """Makes the fragments in the order in which they are sent."""

@@ -90,10 +90,11 @@ def _resolve(v: dict[str, Any]) -> Config:
   _check_each(v)
   for name in v["plugins"]:
     try:
-      importlib.import_module(name)
-    except ImportError as error:
+      importlib.import_module(str(name))
+    except Exception as error:  # A module may raise anything.
+      reason = error if isinstance(error, ImportError) else f"it raises {error!r}"
       raise ConfigError(
-        f"plugins names {name!r}, but {error}; is its folder on PYTHONPATH?"
+        f"plugins names {name!r}, but {reason}; is its folder on PYTHONPATH?"
       ) from error
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
@@ -112,7 +113,7 @@ def _resolve(v: dict[str, Any]) -> Config:
     )
   v["train.tokens"] = v["train.steps"] * tokens_per_step
   if v["inner.weight_decay"] < 0:
-    v["inner.weight_decay"] = 1.0 / v["train.steps"]
+    v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
   _check_together(c)
   return c
