@@ -79,36 +79,48 @@ def run() -> int:
   asked = [flag.name for flag in (_EXPORT, _IMPORT, _SHOW, _RETRY) if flag.value]
   if len(asked) > 1:
     raise ConfigError(f"--{' and --'.join(asked)} are given; give one at a time.")
+  if _EXPORT.value:
+    export_runs(results, pathlib.Path(_EXPORT.value))
+  elif _IMPORT.value:
+    import_runs(results, pathlib.Path(_IMPORT.value))
+  elif _SHOW.value:
+    show(Driver(load_sweep(_SWEEP.value), results, Local(0, {})))
+  else:
+    return drive_sweep(load_sweep(_SWEEP.value), results)
+  return 0
+
+
+def export_runs(results: pathlib.Path, path: pathlib.Path) -> None:
+  """Writes the CSV file of --export."""
+  if not (results / "runs").is_dir():
+    raise ConfigError(f"--results={results} holds no runs; run a sweep first.")
+  if path.is_dir():
+    raise ConfigError(f"--export is {str(path)!r}, a folder; give a file name.csv.")
+  command_line.make_folder(path.parent, "--export")
+  count = csv_file.export(table.read_rows(results).values(), path)
+  print(f"{count} runs written to {path}")
+
+
+def import_runs(results: pathlib.Path, path: pathlib.Path) -> None:
+  """Reads the CSV file of --import."""
+  if not path.exists() or path.is_dir():
+    raise ConfigError(
+      f"--import is {str(path)!r}, but there is no such file; give a file written by"
+      " --export."
+    )
+  command_line.make_folder(results, "--results")
+  with table.alone(results):
+    count = csv_file.load(path, results)
+  print(f"{count} runs of {path} taken over into {results}")
+
+
+def drive_sweep(sweep: Sweep, results: pathlib.Path) -> int:
+  """Runs a sweep; returns 1 if a cell has failed, or 128 + the signal that ended it."""
   if _OPTIONS.value and _BACKEND.value == "local":
     raise ConfigError(
       f"--slurm_options is {_OPTIONS.value!r}, but --backend is local; add"
       " --backend=slurm, or leave the options out."
     )
-  if _EXPORT.value:
-    path = pathlib.Path(_EXPORT.value)
-    if not (results / "runs").is_dir():
-      raise ConfigError(f"--results={results} holds no runs; run a sweep first.")
-    if path.is_dir():
-      raise ConfigError(f"--export is {str(path)!r}, a folder; give a file name.csv.")
-    command_line.make_folder(path.parent, "--export")
-    count = csv_file.export(table.read_rows(results).values(), path)
-    print(f"{count} runs written to {path}")
-    return 0
-  if _IMPORT.value:
-    if not pathlib.Path(_IMPORT.value).is_file():
-      raise ConfigError(
-        f"--import is {_IMPORT.value!r}, but there is no such file; give a file written"
-        " by --export."
-      )
-    command_line.make_folder(results, "--results")
-    with table.alone(results):
-      count = csv_file.load(pathlib.Path(_IMPORT.value), results)
-    print(f"{count} runs of {_IMPORT.value} taken over into {results}")
-    return 0
-  sweep = load_sweep(_SWEEP.value)
-  if _SHOW.value:
-    show(Driver(sweep, results, Local(0, {})))
-    return 0
   command_line.make_folder(results, "--results")
   with table.alone(results):
     backend = make_backend(sweep, results)

@@ -49,11 +49,12 @@ SUMMARY_COLUMNS = {
 
 
 def read(path: pathlib.Path) -> dict[str, Any] | None:
-  """Reads a JSON file; None if the file is absent or is not JSON."""
+  """Reads a JSON file; None if the file is absent or holds no JSON object."""
   try:
-    return json.loads(path.read_text())
+    value = json.loads(path.read_text())
   except (FileNotFoundError, ValueError):
     return None
+  return value if isinstance(value, dict) else None
 
 
 @contextlib.contextmanager
@@ -108,14 +109,16 @@ def read_row(directory: pathlib.Path) -> Row:
     "finished": ended.get("finished"),
   }
   loss = summary.get("eval_loss.outer")
+  loss = loss if isinstance(loss, int | float) else None
   if not ended:
     row["status"] = "running" if row.get("running") else "interrupted"
   elif loss is None:
-    row["status"] = "failed" if ended["failed"] else "interrupted"
-    row |= {"error": ended["error"] or None, "vanished": 0}
+    row["status"] = "failed" if ended.get("failed") else "interrupted"
+    row |= {"error": ended.get("error") or None, "vanished": 0}
   elif math.isfinite(loss):
     row["status"] = "done"
-    row |= {column: summary[field] for column, (field, _) in SUMMARY_COLUMNS.items()}
+    columns = SUMMARY_COLUMNS.items()
+    row |= {column: summary.get(field) for column, (field, _) in columns}
   else:
     log = directory / "metrics.jsonl"
     row["status"] = "failed"

@@ -134,6 +134,14 @@ def test_folders_that_are_not_writable(tmp_path):
       command_line.make_folder(path, "--output")
 
 
+def test_ctrl_c_ends_without_a_traceback(capsys):
+  def interrupted():
+    raise KeyboardInterrupt
+
+  assert command_line.guarded(interrupted) == 130
+  assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_python_file_needs_its_function(tmp_path):
   for text, said in (
     ("def get_it(): pass", ""),

@@ -233,14 +233,15 @@ def test_a_run_whose_loss_is_not_finite_has_failed(tmp_path, loss):
   assert len(vanishing.started) == 2
 
 
+@pytest.mark.parametrize("text", ["{", "5", "[]"])
 @pytest.mark.parametrize("file", ["run.json", "ended.json", "summary.json"])
-def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path, file):
+def test_a_file_that_cannot_be_read_counts_as_absent(tmp_path, file, text):
   """The run starts again, whichever file is broken."""
   sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1,)),))])
   stopped = Fake(lambda run, saved: table.note_end(run, failed=False))
   make_driver(sweep, tmp_path, stopped).step()
   (run,) = (tmp_path / "runs").iterdir()
-  (run / file).write_text("{")
+  (run / file).write_text(text)
   (tmp_path / "runs" / "stray.txt").touch()
   again = Fake()
   finish(make_driver(sweep, tmp_path, again))
@@ -719,6 +720,16 @@ def test_the_example_of_the_docs_trains_small_models(tmp_path):
   assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
+def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
+  (tmp_path / "sweep.py").write_text(
+    "from diloco.sweep.grid import Grid, Sweep\n"
+    "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}])])"
+  )
+  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  assert done.returncode == 1
+  assert "1 of 1 cells, 0 runs done, 0 running, 1 failed" in done.stderr
+
+
 def test_drive_runs_a_sweep_to_its_end(tmp_path):
   with alone(tmp_path):
     driver = make_driver(make_sweep(), tmp_path, Fake())
@@ -766,8 +777,8 @@ def test_show_lists_a_few_of_many_waiting_runs(tmp_path):
     ),
     (["--results=r", "--import=a"], "--import is 'a', but there is no such file"),
     (
-      ["--results=r", "--sweep=a", "--slurm_options=b=c"],
-      "but --backend is local; add",
+      ["--results=r", f"--sweep={ROOT}/configs/ladder.py", "--slurm_options=b=c"],
+      "but --backend is local",
     ),
   ],
 )
