@@ -1,0 +1,143 @@
+"""Exports and imports of results."""
+
+import csv
+import json
+
+import pytest
+from fake_runs import (
+  BEST,
+  ROOT,
+  Fake,
+  config,
+  finish,
+  make_driver,
+  make_sweep,
+  rows_of,
+  without,
+  write_run,
+)
+
+from diloco.config import default_config, resolve
+from diloco.sweep import table
+from diloco.sweep.csv_file import export, load
+from diloco.sweep.table import as_json
+
+
+def test_an_export_has_results_and_configs(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path, Fake()))
+  assert export(rows_of(tmp_path), tmp_path / "out.csv") == 8
+  with (tmp_path / "out.csv").open() as file:
+    rows = list(csv.DictReader(file))
+  assert {row["replicas"] for row in rows} == {"1", "2"}
+  assert {row["algorithm"] for row in rows} == {"diloco"}
+  best = min(rows, key=lambda row: float(row["loss"]))
+  assert float(best["learning_rate"]) == BEST
+  m = default_config().model
+  papers_n = 12 * m.num_layers * m.dim**2 + m.vocab_size * m.dim
+  assert {row["matrix_params"] for row in rows} == {str(papers_n)}
+  assert json.loads(best["config"])["train.steps"] == 10
+
+
+def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  b = tmp_path / "b"
+  assert load(tmp_path / "out.csv", b) == load(tmp_path / "out.csv", b) == 8
+  again = Fake()
+  finish(make_driver(make_sweep(), b, again))
+  assert again.started == []
+  before = table.read_rows(tmp_path / "a")
+  for row in rows_of(b):
+    assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
+    assert row["revision"] == before[row["name"]]["revision"]
+
+
+def test_an_imported_file_is_exported_as_it_was(tmp_path):
+  ladder = ROOT / "docs" / "ladder.csv"
+  assert load(ladder, tmp_path) == 233
+  export(rows_of(tmp_path), tmp_path / "out.csv")
+  before, after = (
+    [{**row, "name": ""} for row in csv.DictReader(path.open())]
+    for path in (ladder, tmp_path / "out.csv")
+  )
+  assert before == after
+  assert list(before[0]) == list(after[0])
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    ({"loss": ""}, "loss is '', but the run is done"),
+    ({"loss": "abc"}, "'abc'"),
+    ({"loss": "nan"}, "loss is 'nan', but the run is done"),
+    ({"params": "1.5"}, "'1.5'"),
+    ({"replicas": "two"}, "'two'"),
+    ({"replicas": "3"}, "train.batch_size is 4"),
+    ({"status": "well"}, "status is 'well', neither done nor failed"),
+    ({"config": "[]"}, "'list' object has no attribute"),
+    ({"config": '{"model.warp": 1}'}, "warp"),
+    ({None: ["more"]}, "as many cells"),
+  ],
+)
+def test_an_import_names_the_line_that_is_wrong(tmp_path, change, message):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  with (tmp_path / "out.csv").open() as file:
+    rows = list(csv.DictReader(file))
+  rows[4] |= change
+  with (tmp_path / "out.csv").open("w") as file:
+    writer = csv.writer(file)
+    writer.writerow(rows[0])
+    for row in rows:
+      writer.writerow([*(v for k, v in row.items() if k), *row.get(None, ())])
+  with pytest.raises(ValueError, match=r"^line 6 of .* cannot be imported") as error:
+    load(tmp_path / "out.csv", tmp_path / "b")
+  assert message in str(error.value)
+  assert not (tmp_path / "b").exists()  # All or none.
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "status,loss\ndone,3\n", "", "\0"])
+def test_a_file_that_is_no_export_is_refused(tmp_path, text):
+  (tmp_path / "t.csv").write_text(text)
+  with pytest.raises(ValueError, match=r"line 1 of .* is no column .*algorithm"):
+    load(tmp_path / "t.csv", tmp_path)
+
+
+def test_a_file_of_older_code_without_the_papers_n_is_imported(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  with (tmp_path / "out.csv").open() as file:
+    rows = [
+      {k: v for k, v in r.items() if k != "matrix_params"} for r in csv.DictReader(file)
+    ]
+  with (tmp_path / "out.csv").open("w") as file:
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+  assert load(tmp_path / "out.csv", tmp_path / "b") == 8
+
+
+def test_an_imported_run_replaces_an_unfinished_one(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  never = Fake(lambda run, saved: None)
+  make_driver(make_sweep(), tmp_path / "b", never).step()  # Starts both.
+  assert len(rows_of(tmp_path / "b")) == 2
+  load(tmp_path / "out.csv", tmp_path / "b")
+  assert [row["status"] for row in rows_of(tmp_path / "b")] == ["done"] * 8
+  again = Fake()
+  finish(make_driver(make_sweep(), tmp_path / "b", again))
+  assert again.started == []
+
+
+def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
+  written = as_json(resolve(config({"replicas": 1, "lr": 1})))
+  older = without(written, "outer.learning_rate") | {"gone": 1}
+  write_run(tmp_path, "a", older, ended={"failed": True, "error": "lost"})
+  # A point without a valid config.
+  write_run(tmp_path, "b", None, ended={"failed": True, "error": "refused"})
+  assert export(rows_of(tmp_path), tmp_path / "out.csv") == 2
+  with (tmp_path / "out.csv").open() as file:
+    first, _ = csv.DictReader(file)
+  assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
+  assert json.loads(first["config"])["gone"] == 1

@@ -1,0 +1,99 @@
+"""Jobs: real processes, signals, errors."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco.config import default_config, files
+from diloco.sweep import job
+from diloco.sweep.local import Local
+
+
+def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path):
+  c = default_config()
+  (tmp_path / "config.json").write_text(json.dumps(c.to_dict()))
+  assert job.run(str(tmp_path)) == 2
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert ended["error"].startswith("train.steps is 0")
+  assert not job.alive(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_job_that_is_stopped_has_not_failed(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command)
+  while not _handles_sigterm(started.pid):
+    time.sleep(0.05)
+  started.send_signal(signal.SIGTERM)  # While the trainer is still importing.
+  started.wait()
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert (ended["failed"], ended["error"]) == (False, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command)
+  children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
+  while not (trainer := children.read_text().split()):
+    time.sleep(0.05)
+  os.kill(int(trainer[0]), signal.SIGKILL)
+  started.wait()
+  assert not (tmp_path / "ended.json").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_all_processes_of_a_job_lets_the_trainer_save(tmp_path, number):
+  """Terminals send SIGINT at Ctrl-C, Slurm sends SIGUSR2 or 1 before a time limit."""
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
+  started = subprocess.Popen(command, start_new_session=True)
+  while not _handles_sigterm(started.pid):
+    time.sleep(0.05)
+  os.killpg(started.pid, number)
+  started.wait()
+  ended = json.loads((tmp_path / "ended.json").read_text())
+  assert (ended["failed"], ended["error"]) == (False, "")
+
+
+def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    job.main([])
+  assert ended.value.code == 2
+  assert "usage: python -m diloco.sweep.job [-h] RUN" in capsys.readouterr().err
+  assert job.main([str(tmp_path / "none")]) == 2
+  assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
+  (tmp_path / "config.json").write_text("{}")
+  with (tmp_path / "lock").open("w") as lock:
+    assert files.try_lock(lock)
+    assert job.main([str(tmp_path)]) == 2
+  assert "which another process trains already" in capsys.readouterr().err
+  assert job.main([str(tmp_path)]) == 1
+  assert "is no config.json of this version's runs" in capsys.readouterr().out
+
+
+def test_kill_ends_a_job_and_its_trainer(tmp_path):
+  (tmp_path / "config.json").write_text(json.dumps(default_config().to_dict()))
+  backend = Local(0, {})
+  backend.start(tmp_path)
+  while not job.alive(tmp_path):
+    time.sleep(0.02)
+  backend.kill()
+  assert not backend.running(tmp_path)  # Nobody holds the lock.
+  assert not (tmp_path / "ended.json").exists()
+
+
+def _handles_sigterm(pid: int) -> bool:
+  """Whether a process has a handler for SIGTERM, from Linux's bit mask."""
+  status = pathlib.Path(f"/proc/{pid}/status").read_text()
+  caught = int(status.split("SigCgt:")[1].split()[0], 16)
+  return bool(caught >> (signal.SIGTERM - 1) & 1)

@@ -1,0 +1,74 @@
+"""The table of cells and runs."""
+
+import json
+
+from fake_runs import Fake, config, finish, make_driver, make_sweep
+
+from diloco.sweep import progress
+from diloco.sweep.grid import Axis, Grid, Sweep
+
+
+def test_progress_names_every_cell_with_its_best_point(tmp_path):
+  driver = make_driver(make_sweep(), tmp_path, Fake())
+  cells = finish(driver)
+  first, last = progress.lines(cells, driver.rows.values(), driver.runs)[1::2]
+  assert first.split()[:5] == ["g", "replicas=1", "interior", "4/4", "3.0000"]
+  assert "lr=0.003906" in first
+  assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
+
+
+def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
+  record = lambda step, **more: json.dumps({"kind": "step", "step": step, **more})
+  newest = record(40, tokens=4_000, tokens_per_s=20.0)
+  eval_ = json.dumps({"kind": "eval", "step": 41, "loss": 3.0})
+  before = [record(step, tokens=1, tokens_per_s=1.0) for step in range(40)]
+  config = {"train": {"steps": 100, "tokens": 10_000}}
+  row = {"name": "a", "status": "running", "config": config, "point": {"lr": 0.1}}
+  shown = lambda: progress.lines([], [row], tmp_path)[1].split(maxsplit=2)
+  (tmp_path / "a").mkdir()
+  assert shown() == ["running", "a", "starting  lr=0.1"]
+  metrics = tmp_path / "a" / "metrics.jsonl"
+  # A writer was killed within the last line, or is in the middle of the line.
+  metrics.write_text("\n".join([*before, newest, eval_, '{"kind": "st']))
+  assert shown()[2].split("  ")[0] == "step 40 of 100, 0:05:00 left"
+  assert metrics.stat().st_size < progress.TAIL
+  metrics.write_text("\n".join(["x" * 2 * progress.TAIL, newest]))
+  assert shown()[2].split("  ")[0] == "step 40 of 100, 0:05:00 left"
+  metrics.write_text(record(7, tokens=700, tokens_per_s=None))
+  assert shown()[2].split("  ")[0] == "step 7 of 100"
+
+
+def test_progress_lists_cells_at_work_if_not_all_have_room(tmp_path):
+  grid = Grid("g", [{"replicas": m} for m in (1, 2, 3, 4)], (Axis("lr", (1,)),))
+  backend = Fake(lambda run, saved: None)
+  sweep = Sweep(lambda p: config({**p, "replicas": 1}), [grid])
+  later = Grid("h", [{"replicas": 2}], like=lambda cell: {"replicas": 1})
+  driver = make_driver(Sweep(sweep.config, [grid, later]), tmp_path, backend)
+  cells, rows = driver.cells(), driver.rows.values()
+  assert len(progress.lines(cells, rows, driver.runs)) == 7
+  few = progress.lines(cells, rows, driver.runs, room=4)
+  assert [line.split()[:2] for line in few[1:-1]] == [
+    ["g", "replicas=1"],
+    ["g", "replicas=2"],
+  ]
+
+
+def test_progress_says_why_runs_failed_once(capsys, tmp_path):
+  rows = [{"status": "failed", "error": e} for e in ("a", "b", "b", "c", "d")]
+  rows.append({"status": "done", "error": None})
+  more, *shown = progress.lines([], rows, tmp_path)[1:-1]
+  assert more == "1 more reasons: see --export"
+  assert shown == ["failed: b", "failed: c", "failed: d"]
+  live = progress.Live(tmp_path)
+  for some in (rows[:1], rows[:2], rows[:2], rows[:3]):
+    live([], some)
+  said = [line for line in capsys.readouterr().err.splitlines() if "cells" not in line]
+  assert said == ["failed: a", "failed: b"]
+
+
+def test_show_lists_a_few_of_many_waiting_runs(tmp_path):
+  points = {str(i): {"lr": i} for i in range(progress.MOST_WAITING + 5)}
+  text = progress.lines([], [], tmp_path, points)[1:-1]
+  assert len(text) == progress.MOST_WAITING + 1
+  assert text[0].split() == ["waiting", "0", "lr=0"]
+  assert text[-1] == "5 more runs wait"

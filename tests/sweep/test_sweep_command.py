@@ -1,0 +1,230 @@
+"""The command: flags, Ctrl-C, kills. Some tests train."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from fake_runs import (
+  ROOT,
+  Fake,
+  config,
+  finish,
+  make_driver,
+  make_sweep,
+  rows_of,
+  write_run,
+)
+
+from diloco.config import complete
+from diloco.model.shapes import num_params
+from diloco.sweep import table
+from diloco.sweep.csv_file import export
+from diloco.sweep.grid import Axis, Grid, Sweep
+from diloco.sweep.table import alone
+
+
+def test_the_sweep_imports_no_jax():
+  code = (
+    "import sys, diloco.sweep.__main__, diloco.sweep.slurm, diloco.sweep.figures;"
+    "sys.exit('jax' in sys.modules)"
+  )
+  assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_lets_runs_save(tmp_path):
+  tests = pathlib.Path(__file__).parents[1]
+  text = SWEEP_FILE.format(tests=str(tests))
+  text = text.replace("  return c", "  c.train.steps = 1_000_000\n  return c")
+  (tmp_path / "sweep.py").write_text(text)
+  command = [
+    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    f"--results={tmp_path}",
+  ]
+  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+  driver = subprocess.Popen(
+    command, env=environment, start_new_session=True, stderr=subprocess.PIPE, text=True
+  )
+  while not list(tmp_path.glob("runs/*/metrics.jsonl")):
+    assert driver.poll() is None
+    time.sleep(0.2)
+  os.killpg(driver.pid, signal.SIGINT)  # A terminal signals the whole group.
+  *_, asked, told = driver.communicate()[1].splitlines()
+  assert driver.returncode == 130
+  assert asked == "1 runs save and end; a second Ctrl-C kills them."
+  assert told == (
+    "Ctrl-C: 0 runs done, 1 stopped with a checkpoint, 2 waiting; the same command goes"
+    " on."
+  )
+  (row,) = rows_of(tmp_path)
+  assert (row["status"], row["vanished"]) == ("interrupted", 0)
+  log = (tmp_path / "runs" / row["name"] / "log.txt").read_text()
+  assert "SIGTERM: saved step" in log
+
+
+SWEEP_FILE = """
+import sys
+sys.path.insert(0, {tests!r})
+import conftest
+from diloco.sweep.grid import Axis, Grid, Sweep, powers
+
+def config(point):
+  c = conftest.tiny_config()
+  c.inner.learning_rate = point["lr"]
+  return c
+
+def get_sweep():
+  return Sweep(config, [Grid("g", [{{}}], (Axis("lr", (0.001, 0.002, 0.004)),))])
+"""
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_loses_no_finished_result(tmp_path):
+  """Kills the driver when one run is done; a second driver runs only the others."""
+  tests = pathlib.Path(__file__).parents[1]
+  (tmp_path / "sweep.py").write_text(SWEEP_FILE.format(tests=str(tests)))
+  command = [
+    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    f"--results={tmp_path / 'results'}",
+  ]
+  environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
+  driver = subprocess.Popen(command, env=environment)
+  while not (done := _done(tmp_path / "results")):
+    assert driver.poll() is None
+    time.sleep(0.5)
+  driver.send_signal(signal.SIGKILL)
+  driver.wait()
+  assert subprocess.run(command, env=environment, check=False).returncode == 0
+  after = table.read_rows(tmp_path / "results")
+  assert {row["status"] for row in after.values()} == {"done"}
+  assert len(after) == 3
+  for name, row in done.items():
+    assert after[name] == row
+
+
+def _done(results: pathlib.Path) -> dict:
+  rows = table.read_rows(results)
+  return {name: row for name, row in rows.items() if row["status"] == "done"}
+
+
+def test_two_drivers_do_not_share_results(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "from", Fake()))
+  export(rows_of(tmp_path / "from"), tmp_path / "out.csv")
+  write_run(tmp_path, "a", {}, ended={"failed": True, "error": "It failed."})
+  sweep = ROOT / "configs" / "ladder.py"
+  for command in (
+    (f"--sweep={sweep}", "--retry_failed"),
+    (f"--import={tmp_path / 'out.csv'}",),
+  ):
+    with alone(tmp_path):
+      done = sweep_command(*command, f"--results={tmp_path}")
+    assert done.returncode == 2
+    assert "has a driver already" in done.stderr
+  assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
+
+
+def test_the_example_of_the_docs_trains_small_models(tmp_path):
+  """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
+  text = (ROOT / "docs" / "sweep.md").read_text()
+  names = {}
+  exec(text.split("```python\n")[1].split("```")[0], names)
+  sweep = names["get_sweep"]()
+  driver = make_driver(sweep, tmp_path, Fake())
+  finish(driver)
+  configs = [row["config"] for row in driver.rows.values()]
+  assert len(configs) >= 6
+  assert {row["status"] for row in driver.rows.values()} == {"done"}
+  assert {c["train"]["tokens"] for c in configs} == {76_800}
+  assert {num_params(complete(c).model) for c in configs} == {103_744}
+
+
+def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
+  (tmp_path / "sweep.py").write_text(
+    "from diloco.sweep.grid import Grid, Sweep\n"
+    "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}])])"
+  )
+  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  assert done.returncode == 1
+  assert "1 of 1 cells, 0 runs done, 0 running, 1 failed" in done.stderr
+
+
+def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
+  missing = tmp_path / "typo"
+  sweep = f"--sweep={ROOT / 'configs' / 'ladder.py'}"
+  done = sweep_command(f"--export={tmp_path / 'out.csv'}", f"--results={missing}")
+  assert done.returncode == 2
+  assert "holds no runs" in done.stderr
+  done = sweep_command(sweep, "--show", f"--results={missing}")
+  waiting = [x.split() for x in done.stdout.splitlines() if x.startswith("waiting")]
+  assert [x[2:5] for x in waiting] == [
+    ["size=105k", f"algorithm={algorithm}", f"replicas={m}"]
+    for algorithm, m in [("data_parallel", 1), *(("diloco", m) for m in (1, 2, 4))]
+  ]
+  assert not missing.exists()
+  refusing = Sweep(config, [Grid("g", [{"replicas": 3}], (Axis("lr", (1,)),))])
+  driver = make_driver(refusing, tmp_path, Fake())
+  assert driver.cells()[0].state == "failed"
+  assert [plan.point["replicas"] for plan in driver.refused()] == [3]
+  assert rows_of(tmp_path) == []
+  with alone(tmp_path):  # A driver at work is no obstacle.
+    assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+
+
+@pytest.mark.parametrize(
+  ("flags", "message"),
+  [
+    (["--results="], "--results is empty; give a folder"),
+    (["--results=r"], "--sweep must be given, for example"),
+    (
+      ["--results=r", "--export=a", "--show"],
+      "--export and --show are given; give one",
+    ),
+    (["--results=r", "--import=a"], "--import is 'a', but there is no such file"),
+    (
+      ["--results=r", f"--sweep={ROOT}/configs/ladder.py", "--slurm_options=b=c"],
+      "but --backend is local",
+    ),
+  ],
+)
+def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message):
+  monkeypatch.chdir(tmp_path)
+  done = sweep_command(*flags)
+  assert (done.returncode, done.stdout) == (2, "")
+  assert message in done.stderr
+  assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    ("def get_sweep(:", "SyntaxError: "),
+    ("def get_sweep():\n  return 1 / 0", "ZeroDivisionError: division by zero ("),
+    ("def get_sweep():\n  return None", "get_sweep() returns None; return a Sweep"),
+    (
+      "from diloco.sweep.grid import Grid, Sweep\n"
+      "def get_sweep():\n  return Sweep(dict, [Grid('g', [{}], like=lambda c: 1 / 0)])",
+      "ZeroDivisionError: division by zero (",
+    ),
+  ],
+)
+def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
+  (tmp_path / "sweep.py").write_text(text)
+  done = sweep_command(f"--sweep={tmp_path / 'sweep.py'}", f"--results={tmp_path}/r")
+  assert done.returncode == 2
+  assert done.stderr.count("\n") == 1
+  assert message in done.stderr
+  assert not (tmp_path / "r").exists()
+
+
+def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, "-m", "diloco.sweep", *arguments],
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
