@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import damage
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_params, init_state
 from diloco.config import ConfigError, resolve
-from diloco.run import checkpoint, metrics
+from diloco.run import checkpoint, metrics, stored
 from diloco.run.log import Log, TrainingDiverged
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
@@ -46,6 +47,14 @@ def params_of(workdir):
     jax.tree_util.keystr(path): np.asarray(x)
     for path, x in jax.tree_util.tree_leaves_with_path(tree)
   }
+
+
+def assert_same_end(workdir, other):
+  """Compares all arrays of the last checkpoints of two runs."""
+  mine, theirs = params_of(workdir), params_of(other)
+  assert mine.keys() == theirs.keys()
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +125,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
   process.wait()
   assert run(tmp_path)[0] == 0
   assert losses(tmp_path) == losses(finished)
-  mine, theirs = params_of(tmp_path), params_of(finished)
-  assert mine.keys() == theirs.keys()
-  for name, value in theirs.items():
-    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+  assert_same_end(tmp_path, finished)
   a, b = (json.loads((w / "summary.json").read_text()) for w in (tmp_path, finished))
   for field in (
     "eval_loss",
@@ -216,24 +222,22 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path):
   assert "checkpoint of step 12 made with another config" in stderr
 
 
-def test_an_incomplete_checkpoint_is_passed_over(finished, tmp_path):
+@pytest.mark.parametrize("harm", [damage.cut, damage.flip])
+def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
-  newest = workdir / "checkpoints" / "12"
-  for part in (newest / "state").rglob("*"):
-    if part.is_file() and "METADATA" not in part.name:
-      part.unlink()
+  arrays = (p for p in (workdir / "checkpoints" / "12").rglob("*") if p.is_file())
+  harm(max(arrays, key=lambda p: p.stat().st_size), 0.5)
   code, stderr = run(workdir)
   assert code == 0, stderr
-  assert "Checkpoint of step 12 is incomplete" in stderr
+  assert "Traceback" not in stderr
+  assert "The checkpoint of step 12 is damaged (" in stderr
   assert "Going on from the checkpoint of step 10" in stderr
   assert losses(workdir) == losses(finished)
   # It stood in the way of the finished state.
   assert "Moved the checkpoint of step 12, which cannot be read, to" in stderr
   assert (workdir / "unreadable" / "12").is_dir()
-  mine, theirs = params_of(workdir), params_of(finished)
-  for name, value in theirs.items():
-    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+  assert_same_end(workdir, finished)
 
 
 @pytest.mark.parametrize("field", ["overlap.transport=host", "outer.offload=True"])
@@ -245,9 +249,7 @@ def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, field):
   assert code == 0, stderr
   assert "Going on from the checkpoint of step 10" in stderr
   assert losses(workdir) == losses(finished)
-  mine, theirs = params_of(workdir), params_of(finished)
-  for name, value in theirs.items():
-    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+  assert_same_end(workdir, finished)
 
 
 def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
@@ -363,7 +365,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
   tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
   first = train.train(tiny, tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "8")
-  read, nbytes = checkpoint.read_arrays, []
+  read, nbytes = stored.read_arrays, []
   gc.collect()
   old = {id(x): x for x in jax.live_arrays()}  # Kept, so that no id is given again.
 
@@ -373,7 +375,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
     nbytes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like)))
     return read(workdir, step, like)
 
-  monkeypatch.setattr(checkpoint, "read_arrays", spy)
+  monkeypatch.setattr(stored, "read_arrays", spy)
   again = train.train(tiny, tmp_path)
   # No second copy of the state is held while the saved one is read.
   [alive, state_bytes] = nbytes

@@ -12,10 +12,9 @@ restored, because Orbax saves no step below the newest one that it finds.
 import contextlib
 import dataclasses
 import itertools
-import json
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -27,13 +26,14 @@ from diloco.algorithm.state import TrainState, abstract_state
 from diloco.config import Config, ConfigError, complete
 from diloco.config.resolve import difference
 from diloco.model.sharding import FSDP
+from diloco.run import checksums
 from diloco.run.batches import Batches
 from diloco.run.log import Log
+from diloco.run.orbax_errors import hush
 from diloco.run.peers import Peers, say
+from diloco.run.stored import Record, folder_of, read_newest, steps_of
 from diloco.wire.formats import PLAIN
 
-Tree = Any
-T = TypeVar("T")
 # Fields that may change when a run goes on. They do not change what is computed, except
 # that mesh.fsdp changes the codes (`_warn_of_other_shards`).
 FREE_FIELDS = (
@@ -46,27 +46,6 @@ FREE_FIELDS = (
   "data.data_dir",
   "data.prefetch",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-  """The part of a checkpoint that is not arrays, as JSON.
-
-  Attributes:
-    config: all fields of the run's config.
-    data: position of every replica in its text, see `TrainIterator.get_state`.
-    ledger: fields of a `Ledger`.
-    spent: fields of a `Spent`.
-    finished: whether training has ended and nothing is in flight.
-    fsdp: size of the fsdp axis that encoded the payloads in flight.
-  """
-
-  config: dict[str, Any]
-  data: dict[str, Any] = dataclasses.field(default_factory=dict)
-  ledger: dict[str, Any] = dataclasses.field(default_factory=dict)
-  spent: dict[str, Any] = dataclasses.field(default_factory=dict)
-  finished: bool = False
-  fsdp: int = 1
 
 
 def make_record(
@@ -107,8 +86,9 @@ class Checkpoints:
   ):
     self._workdir, self._c, self._mesh, self._plan = workdir, c, mesh, plan
     self._peers = peers or Peers()
+    hush()
     self._manager = ocp.CheckpointManager(
-      _folder(workdir),
+      folder_of(workdir),
       options=ocp.CheckpointManagerOptions(max_to_keep=c.checkpoint.keep),
       item_handlers={
         # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of
@@ -130,11 +110,13 @@ class Checkpoints:
     """
     if self._plan:
       self._plan.jobs.settle()  # Saving may use the devices of all processes.
+    tree = _tree(state)
+    sums = checksums.compute(tree, self._peers)
+    record = dataclasses.replace(record, checksums=sums)
     saved = self._manager.save(
       step,
       args=ocp.args.Composite(
-        state=ocp.args.PyTreeSave(_tree(state)),
-        record=ocp.args.JsonSave(dataclasses.asdict(record)),
+        state=ocp.args.PyTreeSave(tree), record=ocp.args.JsonSave(record.to_json())
       ),
     )
     if not saved:
@@ -145,7 +127,7 @@ class Checkpoints:
       )
 
   def restore(self) -> Restored | None:
-    """Reads the newest readable checkpoint; None if there is no checkpoint.
+    """Reads the newest whole checkpoint; None if there is no checkpoint.
 
     Raises:
       ConfigError: the checkpoint was made with another config, or see `read_newest`.
@@ -153,26 +135,40 @@ class Checkpoints:
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
       return None
-    restored = read_newest(self._workdir, steps, self._read, self._peers)
-    self._set_aside([step for step in steps if step > restored.step])
-    return restored
-
-  def _read(self, step: int) -> Restored:
-    record = read_record(self._workdir, step)
-    _check_same_config(record.config, self._c, step)
+    like = lambda step, record: _tree(self._like(step, record))
+    remedy = "choose another --workdir, or move these away to train from the start"
+    step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
     _warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
+    self._set_aside([s for s in steps if s > step])
+    return Restored(step, _state(arrays, self._like(step, record)), record)
+
+  def _like(self, step: int, record: Record) -> TrainState:
+    """Describes the state of a checkpoint of this run.
+
+    Raises:
+      ConfigError: the checkpoint was made with another config.
+    """
+    _check_same_config(record.config, self._c, step)
     sent = self._plan.schedule.in_flight(step) if self._plan else {}
     in_flight = () if record.finished else sent
-    like = abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
-    arrays = read_arrays(self._workdir, step, _tree(like))
-    return Restored(step, _state(arrays, like), record)
+    return abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
 
   def _set_aside(self, unreadable: list[int]) -> None:
-    """Moves unreadable checkpoints out of Orbax's way."""
+    """Moves unreadable checkpoints out of Orbax's way.
+
+    Raises:
+      ConfigError: a checkpoint cannot be moved.
+    """
     for step in unreadable if self._peers.index == 0 else ():
       to = _unused(self._workdir / "unreadable" / str(step))
-      to.parent.mkdir(exist_ok=True)
-      (_folder(self._workdir) / str(step)).rename(to)
+      try:
+        to.parent.mkdir(exist_ok=True)
+        (folder_of(self._workdir) / str(step)).rename(to)
+      except OSError as error:
+        raise ConfigError(
+          f"--workdir is {self._workdir}, where the damaged checkpoint of step {step}"
+          f" cannot be moved to {to} ({error.strerror}); move it away."
+        ) from error
       say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
     if unreadable:
       self._peers.broadcast(None)
@@ -183,95 +179,6 @@ class Checkpoints:
 
   def close(self) -> None:
     self._manager.close()
-
-
-def steps_of(workdir: pathlib.Path) -> list[int]:
-  """Steps of the checkpoints in a workdir, newest first."""
-  names = (p.name for p in _folder(workdir).glob("*"))
-  return sorted((int(name) for name in names if name.isdigit()), reverse=True)
-
-
-def read_newest(
-  workdir: pathlib.Path,
-  steps: list[int],
-  read: Callable[[int], T],
-  peers: Peers | None = None,
-) -> T:
-  """Reads the newest checkpoint that all processes can read.
-
-  Args:
-    workdir: folder of the run.
-    steps: the checkpoints to try, newest first.
-    read: reads the checkpoint of a step.
-    peers: the processes, all in this function; default this one.
-
-  Raises:
-    ConfigError: no checkpoint can be read; or some processes cannot read one that
-      others can: then older checkpoints are no remedy.
-  """
-  peers = peers or Peers()
-  for step in steps:
-    found: Any = None
-    problem: str | None = None
-    try:
-      found = read(step)
-    except ConfigError:
-      raise
-    except (ValueError, OSError, KeyError, TypeError) as error:
-      problem = (str(error).splitlines() or [type(error).__name__])[0]
-    problems = peers.all_gather(problem)
-    unable = [p for p, x in enumerate(problems) if x is not None]
-    if not unable:
-      return found
-    if len(unable) < peers.count:
-      raise ConfigError(
-        f"--workdir is {workdir}, whose checkpoint of step {step} process {unable[0]}"
-        f" cannot read ({problems[unable[0]]}) while others can; see that it is the"
-        " same folder on all machines, and start again."
-      )
-    if peers.index == 0:
-      logging.warning("Checkpoint of step %d is incomplete: %s", step, problem)
-  raise ConfigError(
-    f"workdir is {str(workdir)!r}, whose checkpoints (steps"
-    f" {', '.join(map(str, steps))}) cannot be read; choose another --workdir, or move"
-    " its checkpoints away to train from the start."
-  )
-
-
-def read_record(workdir: pathlib.Path, step: int) -> Record:
-  """Reads the record of a checkpoint.
-
-  Raises:
-    ValueError, OSError, TypeError: the record is missing or damaged.
-  """
-  path = _folder(workdir) / str(step) / "record" / "metadata"
-  return Record(**json.loads(path.read_text()))
-
-
-def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
-  """Reads arrays of a checkpoint, each straight to its devices.
-
-  Uses a handler of Orbax alone, in which no process waits for another.
-
-  Args:
-    workdir: folder of the run.
-    step: step of the checkpoint.
-    like: shapes, dtypes and shardings of the saved tree, or of some of its parts:
-      `params`, `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `in_flight`.
-
-  Raises:
-    ValueError, OSError, KeyError: arrays are missing or damaged.
-  """
-  place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype)
-  args = ocp.args.PyTreeRestore(
-    item=like, restore_args=jax.tree.map(place, like), partial_restore=True
-  )
-  folder = _folder(workdir) / str(step) / "state"
-  return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
-
-
-def _folder(workdir: pathlib.Path) -> pathlib.Path:
-  return (workdir / "checkpoints").absolute()
 
 
 def _check_same_config(old: Mapping[str, Any], c: Config, step: int) -> None:

@@ -20,7 +20,7 @@ from diloco.algorithm.state import abstract_params, first_replica
 from diloco.config import Config, ConfigError, changed, complete
 from diloco.config.command_line import one_line
 from diloco.model import shapes, sharding
-from diloco.run import checkpoint
+from diloco.run import stored
 from diloco.run.mesh import fit_eval_batch, make_inference_mesh
 
 # The files of an export, see diloco/export.py.
@@ -66,11 +66,12 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   if (workdir / WEIGHTS).exists():
     return _load_export(workdir, step, mesh)
 
-  def read(s: int) -> Model:
-    c = _config(checkpoint.read_record(workdir, s).config, workdir, mesh)
-    return Model(c, s, _outer_params(c, workdir, s, mesh), mesh)
-
-  return checkpoint.read_newest(workdir, _steps(workdir, step), read)
+  like = lambda _, record: _outer_arrays(_config(record.config, workdir, mesh), mesh)
+  with jax.set_mesh(mesh):
+    remedy = f"choose another {'--workdir' if step is None else '--step'}"
+    found = stored.read_newest(workdir, _steps(workdir, step), like, remedy)
+    c = _config(found.record.config, workdir, mesh)
+    return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
 
 
 def import_safetensors():
@@ -90,7 +91,7 @@ def import_safetensors():
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   """Steps of the checkpoints to try, newest first."""
-  found = checkpoint.steps_of(workdir)
+  found = stored.steps_of(workdir)
   if not found:
     raise ConfigError(
       f"workdir is {str(workdir)!r}, which holds no checkpoint yet; train with"
@@ -116,21 +117,25 @@ def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config
   return fit_eval_batch(changed(c, {"mesh.replica": 0, "mesh.fsdp": 0}), mesh.size)
 
 
-def _outer_params(c: Config, workdir: pathlib.Path, step: int, mesh: Mesh) -> Any:
-  """Reads the outer parameters, and no other arrays, of a checkpoint."""
-  with jax.set_mesh(mesh):
-    if c.data_parallel:
-      led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-      like = jax.tree.map(led, abstract_params(c))
-      like = sharding.structs(like, sharding.shardings(like, mesh, (None,)))
-      arrays = checkpoint.read_arrays(workdir, step, {"params": like})
-      return first_replica(arrays["params"], mesh=mesh)
-    whole, parts = shapes.parameters(c.model), c.make_fragments()
-    theta = [sharding.abstract(part.shapes(whole), "float32") for part in parts]
-    placed = [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]
-    arrays = checkpoint.read_arrays(workdir, step, {"theta": placed})
-    layers = [part.indices for part in parts]
-    return fragments.join(arrays["theta"], layers, whole, mesh)
+def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
+  """Describes the arrays of a checkpoint that contain the outer parameters."""
+  if c.data_parallel:
+    led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    like = jax.tree.map(led, abstract_params(c))
+    placed = sharding.structs(like, sharding.shardings(like, mesh, (None,)))
+    return {"params": placed}
+  whole = shapes.parameters(c.model)
+  parts = [part.shapes(whole) for part in c.make_fragments()]
+  theta = [sharding.abstract(part, "float32") for part in parts]
+  return {"theta": [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]}
+
+
+def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
+  """Joins the arrays of `_outer_arrays` to one replica's tree."""
+  if c.data_parallel:
+    return first_replica(arrays["params"], mesh=mesh)
+  layers = [part.indices for part in c.make_fragments()]
+  return fragments.join(arrays["theta"], layers, shapes.parameters(c.model), mesh)
 
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:

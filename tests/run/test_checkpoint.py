@@ -5,13 +5,14 @@ import socket
 import threading
 
 import conftest
+import damage
 import jax
 import numpy as np
 import pytest
 
 from diloco.algorithm.state import TrainState
 from diloco.config import ConfigError, resolve
-from diloco.run import checkpoint
+from diloco.run import checkpoint, stored
 from diloco.run.checkpoint import Record
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
@@ -28,9 +29,12 @@ def small_state(monkeypatch):
   monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
 
 
+SHAPE = (40, 30)  # Smaller arrays have no file of their own.
+
+
 def state(value: float) -> TrainState:
   return TrainState(
-    {"w": jax.numpy.full((2, 3), value)}, {"n": jax.numpy.int32(1)}, None
+    {"w": jax.numpy.full(SHAPE, value)}, {"n": jax.numpy.int32(1)}, None
   )
 
 
@@ -47,7 +51,7 @@ def save(workdir, c, steps):
   checkpoints.close()
 
 
-def damage(workdir, step: int, part: str = "state") -> None:
+def empty(workdir, step: int, part: str = "state") -> None:
   """Deletes the data of a checkpoint, as if it had not been written completely."""
   for file in (workdir / "checkpoints" / str(step) / part).rglob("*"):
     if file.is_file() and (part == "record" or "METADATA" not in file.name):
@@ -64,11 +68,11 @@ def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
 ):
   save(tmp_path, c, [10, 12])
   for _ in range(2):  # The second time unreadable/12 exists already.
-    damage(tmp_path, 12, part)
+    empty(tmp_path, 12, part)
     checkpoints = open_checkpoints(tmp_path, c)
     restored = checkpoints.restore()
     assert (restored.step, restored.record.finished) == (10, False)
-    np.testing.assert_array_equal(restored.state.params["w"], np.full((2, 3), 10.0))
+    np.testing.assert_array_equal(restored.state.params["w"], np.full(SHAPE, 10.0))
     assert checkpoints.latest == 10
     checkpoints.save(12, state(12), Record(c.to_dict()))
     checkpoints.wait()
@@ -81,10 +85,10 @@ def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
 
 def test_a_run_does_not_start_again_if_no_checkpoint_can_be_read(c, tmp_path):
   save(tmp_path, c, [10, 12])
-  damage(tmp_path, 10)
-  damage(tmp_path, 12, "record")
+  empty(tmp_path, 10)
+  empty(tmp_path, 12, "record")
   checkpoints = open_checkpoints(tmp_path, c)
-  message = r"\(steps 12, 10\) cannot be read; choose another --workdir, or move"
+  message = r"of steps 12, 10 cannot be read \(of step 12: No such file .*\); choose"
   with pytest.raises(ConfigError, match=message):
     checkpoints.restore()
   assert names(tmp_path / "checkpoints") == ["10", "12"]
@@ -103,7 +107,7 @@ def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
   save(tmp_path, c, [10])
   file = tmp_path / "checkpoints" / "10" / "record" / "metadata"
   record = json.loads(file.read_text())
-  del record["config"]["outer"]["fedpart"]
+  del record["crc32"], record["checksums"], record["config"]["outer"]["fedpart"]
   file.write_text(json.dumps(record))
   assert open_checkpoints(tmp_path, c).restore().step == 10
   tiny.outer.fedpart = True  # The old version had no FedPart.
@@ -142,10 +146,42 @@ def restore_as_two(workdir, c) -> list:
 
 def test_two_processes_skip_a_checkpoint_that_neither_can_read(c, tmp_path):
   save(tmp_path, c, [10, 12])
-  damage(tmp_path, 12)
+  empty(tmp_path, 12)
   found = restore_as_two(tmp_path, c)
   assert [x.step for x in found] == [10, 10]
   assert names(tmp_path / "unreadable") == ["12"]
+
+
+def test_two_processes_skip_a_checkpoint_with_a_flipped_bit(c, tmp_path):
+  save(tmp_path, c, [10, 12])
+  files = [p for p in (tmp_path / "checkpoints" / "12").rglob("*") if p.is_file()]
+  values = np.asarray(state(12).params["w"]).tobytes()
+  [arrays] = [p for p in files if values in p.read_bytes()]
+  content = arrays.read_bytes()
+  damage.flip(arrays, (content.index(values) + 0.5) / len(content))
+  found = restore_as_two(tmp_path, c)
+  assert [x.step for x in found] == [10, 10]
+
+
+def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
+  c, tmp_path, monkeypatch, capsys
+):
+  save(tmp_path, c, [10, 12])
+  read = stored.read_arrays
+
+  def misread(workdir, step, like):
+    arrays = read(workdir, step, like)
+    if threading.current_thread().name == "process 1" and step == 12:
+      arrays["params"]["w"] = -arrays["params"]["w"]
+    return arrays
+
+  monkeypatch.setattr(stored, "read_arrays", misread)
+  found = restore_as_two(tmp_path, c)
+  assert [x.step for x in found] == [10, 10]
+  assert (
+    capsys.readouterr().err.count("values of params/w are not those that were saved")
+    == 1
+  )
 
 
 @pytest.mark.parametrize("part", ["read_arrays", "read_record"])
@@ -153,14 +189,14 @@ def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
   c, tmp_path, monkeypatch, part
 ):
   save(tmp_path, c, [10, 12])
-  read = getattr(checkpoint, part)
+  read = getattr(stored, part)
 
   def fail_in_one(*args):
     if threading.current_thread().name == "process 1":
       raise OSError("stale file handle\nmore")
     return read(*args)
 
-  monkeypatch.setattr(checkpoint, part, fail_in_one)
+  monkeypatch.setattr(stored, part, fail_in_one)
   found = restore_as_two(tmp_path, c)
   for error in found:
     assert isinstance(error, ConfigError)

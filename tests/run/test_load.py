@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import conftest
+import damage
 import jax
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_neither_data_nor_fields_of_later_versions_are_needed(trained, tmp_path)
   for file in tmp_path.glob("copy/checkpoints/*/record/metadata"):
     record = json.loads(file.read_text())
     record["config"]["data"]["source"] = "files:/nowhere/*.txt"
-    del record["config"]["eval"]
+    del record["config"]["eval"], record["crc32"]
     file.write_text(json.dumps(record))
   assert_same_bits(restore.load(tmp_path / "copy").params, params)
 
@@ -168,8 +169,29 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp
     shutil.rmtree(copy / "checkpoints" / step / "state")
   assert restore.load(copy).step == 4  # The newest complete one.
   shutil.rmtree(copy / "checkpoints" / "4" / "record")
-  with pytest.raises(ValueError, match=r"\(steps 9, 8, 4\) cannot be read"):
+  with pytest.raises(ValueError, match=r"of steps 9, 8, 4 cannot be read"):
     restore.load(copy)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # By Orbax.
+def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
+  if "data_parallel" in str(trained[0]):
+    pytest.skip("one algorithm is enough")
+  models = {step: restore.load(trained[0], step).params for step in (8, 9)}
+  newest, older = trained[0] / "checkpoints" / "9", 0
+  for name, harm in damage.all_of(newest, flips=1):
+    copy = tmp_path / name.replace("/", " ")
+    for step in ("8", "9"):
+      shutil.copytree(newest.parent / step, copy / "checkpoints" / step)
+    harm(copy / "checkpoints" / "9")
+    capsys.readouterr()
+    model = restore.load(copy)
+    assert_same_bits(model.params, models[model.step])
+    said = capsys.readouterr().err
+    assert said.count("\n") == (model.step == 8), name
+    assert said.startswith("The checkpoint of step 9 is damaged (") or not said, name
+    older += model.step == 8
+  assert older > 20
 
 
 def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):

@@ -1,0 +1,52 @@
+"""What Orbax says about an error, in a few words instead of a page.
+
+Orbax and TensorStore log an error in each thread that meets it, raise it as any type of
+exception, with the options of all files in its message, and leave coroutines behind,
+about which Python complains. Callers of Orbax use this file to tell the reason once.
+"""
+
+import functools
+import logging
+import os
+import re
+import sys
+import warnings
+from typing import Any
+
+
+@functools.cache  # Once per process.
+def hush() -> None:
+  """Drops what Orbax logs, and what it leaves behind after an error."""
+  logging.getLogger("absl").addFilter(lambda record: not of_orbax(record.pathname))
+  warnings.filterwarnings("ignore", "coroutine '_?(read|write)_", RuntimeWarning)
+  hook = sys.unraisablehook
+  sys.unraisablehook = lambda ignored: None if _left_behind(ignored) else hook(ignored)
+
+
+def of_orbax(path: str) -> bool:
+  """Whether a source file is one of Orbax."""
+  return f"{os.sep}orbax{os.sep}checkpoint{os.sep}" in path
+
+
+def reason_of(error: Exception) -> str:
+  """Returns why a call of Orbax failed, in one line."""
+  while isinstance(error.__cause__, Exception):
+    error = error.__cause__
+  if isinstance(error, OSError) and error.strerror:
+    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+  text = str(error).partition("\n")[0]
+  code = re.search(r"os_error_code='(\d+)'", text)
+  if code:
+    return os.strerror(int(code[1]))
+  # TensorStore lists the options last, and the most precise place before them.
+  text = text.partition(" [tensorstore_spec")[0]
+  text = text[max(text.rfind("local file "), 0) :]
+  plain = text and type(error) in (ValueError, OSError)
+  return text if plain else f"{type(error).__name__}: {text}"
+
+
+def _left_behind(ignored: Any) -> bool:
+  """Whether Python ignored an exception in a coroutine of a call that failed before."""
+  code = getattr(ignored.object, "cr_code", None)
+  closed = str(ignored.exc_value) == "Event loop is closed"
+  return closed or (code is not None and of_orbax(code.co_filename))
