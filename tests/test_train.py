@@ -57,6 +57,10 @@ def assert_same_end(workdir, other):
     np.testing.assert_array_equal(mine[name], value, err_msg=name)
 
 
+def contents(folder):
+  return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
   """A run of the tiny config that was never stopped."""
@@ -77,16 +81,16 @@ def command(workdir, *args):
   ]
 
 
-def start(workdir, *args, **kwargs):
+def start(workdir, *args, before=(), **kwargs):
   """Runs the command with the tests' folder importable, for tiny_config.py."""
   path = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
-  return subprocess.Popen(
-    command(workdir, *args), cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, **kwargs
-  )
+  env = {**os.environ, "PYTHONPATH": path}
+  words = [*before, *command(workdir, *args)]
+  return subprocess.Popen(words, cwd=ROOT, env=env, **kwargs)
 
 
-def run(workdir, *args):
-  process = start(workdir, *args, stderr=subprocess.PIPE, text=True)
+def run(workdir, *args, **kwargs):
+  process = start(workdir, *args, stderr=subprocess.PIPE, text=True, **kwargs)
   _, stderr = process.communicate(timeout=300)
   return process.returncode, stderr
 
@@ -237,6 +241,31 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   # It stood in the way of the finished state.
   assert "Moved the checkpoint of step 12, which cannot be read, to" in stderr
   assert (workdir / "unreadable" / "12").is_dir()
+  assert_same_end(workdir, finished)
+
+
+def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
+  workdir = tmp_path / "copy"
+  shutil.copytree(finished, workdir)
+  shutil.rmtree(workdir / "checkpoints" / "12")
+  before = contents(workdir / "checkpoints")
+  # Files end at 0.5 or 1 MB, as on a disk that others fill while the run saves.
+  monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1000")
+  code, stderr = run(workdir, before=["sh", "-c", 'ulimit -f 1000; exec "$@"', "sh"])
+  assert code == 2
+  assert "Traceback" not in stderr
+  sentence = (
+    f"error: --workdir is {workdir}, where the checkpoint of step 12 cannot be written"
+    " (File too large): it needs 1."
+  )
+  assert stderr.splitlines()[-1].startswith(sentence)
+  assert stderr.endswith(" same command goes on from the checkpoint of step 10.\n")
+  assert stderr.count("rror") == 1
+  assert contents(workdir / "checkpoints") == before
+  code, stderr = run(workdir)
+  assert code == 0, stderr
+  assert "Going on from the checkpoint of step 10" in stderr
+  assert losses(workdir) == losses(finished)
   assert_same_end(workdir, finished)
 
 

@@ -12,8 +12,10 @@ restored, because Orbax saves no step below the newest one that it finds.
 import contextlib
 import dataclasses
 import itertools
+import logging as logs
 import pathlib
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +28,10 @@ from diloco.algorithm.state import TrainState, abstract_state
 from diloco.config import Config, ConfigError, complete
 from diloco.config.resolve import difference
 from diloco.model.sharding import FSDP
-from diloco.run import checksums
+from diloco.run import checksums, room
 from diloco.run.batches import Batches
 from diloco.run.log import Log
-from diloco.run.orbax_errors import hush
+from diloco.run.orbax_errors import hush, of_orbax, reason_of
 from diloco.run.peers import Peers, say
 from diloco.run.stored import Record, folder_of, read_newest, steps_of
 from diloco.wire.formats import PLAIN
@@ -86,10 +88,17 @@ class Checkpoints:
   ):
     self._workdir, self._c, self._mesh, self._plan = workdir, c, mesh, plan
     self._peers = peers or Peers()
+    self._saving: int | None = None  # The step that Orbax writes in the background.
+    self._size = 0  # Bytes of a checkpoint.
     hush()
+    if self._peers.count > 1:  # First, because `hush` drops what Orbax logs.
+      logs.getLogger("absl").filters.insert(0, self._hear)
     self._manager = ocp.CheckpointManager(
       folder_of(workdir),
-      options=ocp.CheckpointManagerOptions(max_to_keep=c.checkpoint.keep),
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=c.checkpoint.keep,
+        cleanup_tmp_directories=True,  # Parts of checkpoints, left by a kill.
+      ),
       item_handlers={
         # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of
         # the time of a checkpoint (scripts/bench_checkpoint.py).
@@ -106,19 +115,25 @@ class Checkpoints:
     """Starts to save. Copies the arrays before it returns, so they may be donated.
 
     Raises:
-      ConfigError: there is a checkpoint of this step or a later one.
+      ConfigError: there is a checkpoint of this step or a later one, the disk has no
+        room, or the checkpoint before could not be written.
     """
     if self._plan:
       self._plan.jobs.settle()  # Saving may use the devices of all processes.
     tree = _tree(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
-    saved = self._manager.save(
-      step,
-      args=ocp.args.Composite(
-        state=ocp.args.PyTreeSave(tree), record=ocp.args.JsonSave(record.to_json())
-      ),
-    )
+    self.wait()
+    self._size = room.needed(tree)
+    room.check(self._workdir, step, self._size)
+    self._saving = step
+    with self._told(step):
+      saved = self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(tree), record=ocp.args.JsonSave(record.to_json())
+        ),
+      )
     if not saved:
       raise ConfigError(
         f"workdir is {str(self._workdir)!r}, where step {step} cannot be saved since a"
@@ -175,10 +190,62 @@ class Checkpoints:
       self._manager.reload()
 
   def wait(self) -> None:
-    self._manager.wait_until_finished()
+    """Waits until the last checkpoint is written.
+
+    Raises:
+      ConfigError: it could not be written.
+    """
+    if self._saving is not None:
+      with self._told(self._saving):
+        self._manager.wait_until_finished()
+    self._saving = None
 
   def close(self) -> None:
-    self._manager.close()
+    """Waits like `wait`, and ends the threads of Orbax."""
+    try:
+      self.wait()
+    finally:
+      logs.getLogger("absl").removeFilter(self._hear)
+      self._manager.close()
+      self._remove_parts()  # `close` of Orbax writes a file into the part it left.
+
+  @contextlib.contextmanager
+  def _told(self, step: int) -> Iterator[None]:
+    """Turns an error of Orbax while it writes into one sentence.
+
+    Raises:
+      ConfigError: the checkpoint cannot be written.
+    """
+    reason = None
+    try:
+      yield
+    except Exception as error:  # Orbax and TensorStore have no type for a full disk.
+      reason = reason_of(error)
+    if reason:
+      self._saving = None
+      raise ConfigError(self._unwritten(step, reason))
+
+  def _unwritten(self, step: int, reason: str) -> str:
+    """Removes the part that was written, and says why the rest was not."""
+    self._remove_parts()
+    return room.unwritten(self._workdir, step, self._size, reason)
+
+  def _remove_parts(self) -> None:
+    """Frees the disk, which others may need, of a checkpoint that is not whole."""
+    for part in folder_of(self._workdir).glob("*.orbax-checkpoint-tmp"):
+      if self._peers.index == 0:
+        shutil.rmtree(part, ignore_errors=True)
+
+  def _hear(self, record: logs.LogRecord) -> bool:
+    """Ends all processes when Orbax logs that one of them cannot write.
+
+    Orbax itself would wait 20 minutes for the others before it raises the error.
+    """
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, Exception) and self._saving and of_orbax(record.pathname):
+      say("")  # Ends the line of the progress bar.
+      self._peers.fail(self._unwritten(self._saving, reason_of(error)), code=2)
+    return True
 
 
 def _check_same_config(old: Mapping[str, Any], c: Config, step: int) -> None:

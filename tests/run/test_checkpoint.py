@@ -1,13 +1,20 @@
 """Checkpoints that cannot be read or belong to another config, in 1 or 2 processes."""
 
+import contextlib
+import errno
 import json
+import os
+import queue
+import shutil
 import socket
 import threading
+import types
 
 import conftest
 import damage
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from diloco.algorithm.state import TrainState
@@ -101,6 +108,83 @@ def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
   message = "step 11 cannot be saved since a checkpoint of step 12 is there"
   with pytest.raises(ConfigError, match=message):
     checkpoints.save(11, state(11), Record(c.to_dict()))
+
+
+def test_nothing_is_written_where_there_is_no_room(c, tmp_path, monkeypatch):
+  save(tmp_path, c, [10])
+  checkpoints = open_checkpoints(tmp_path, c)
+  with monkeypatch.context() as patch:
+    full = types.SimpleNamespace(total=10**12, free=100)
+    patch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match=r"it needs 0\.0 MB and 0\.0 MB are free"):
+      checkpoints.save(12, state(12), Record(c.to_dict()))
+  assert names(tmp_path / "checkpoints") == ["10"]
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  checkpoints.close()
+  assert open_checkpoints(tmp_path, c).restore().step == 12
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+  """Lets Orbax's thread fail at the end of a save, when the arrays are written."""
+
+  def fail(handler, directory):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
+
+
+def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capfd):
+  with contextlib.suppress(ConfigError):
+    save(tmp_path, c, [10])
+  checkpoints = open_checkpoints(tmp_path, c)
+  assert checkpoints.restore() is None
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match=r"step 12 cannot be written \(No space left"):
+    checkpoints.save(14, state(14), Record(c.to_dict()))
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == []
+  assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_saving_thread_is_told_by_close(c, tmp_path, full_disk):
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match=r"step 12 cannot be written .* from the start"):
+    checkpoints.close()
+
+
+def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
+  class Pair(Peers):
+    """The first of two processes; the other never answers."""
+
+    def __init__(self):
+      super().__init__(0, 2)
+      self.told = queue.Queue()
+
+    def all_gather(self, value):
+      return [value]
+
+    def fail(self, message, code=1):
+      self.told.put((message, code))
+
+  pair = Pair()
+  checkpoints = open_checkpoints(tmp_path, c, pair)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  message, code = pair.told.get(timeout=60)  # Nobody called `wait` or `save`.
+  assert "step 12 cannot be written (No space left on device)" in message
+  assert code == 2
+
+
+def test_a_part_that_a_kill_left_is_removed(c, tmp_path):
+  save(tmp_path, c, [10])
+  part = tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp"
+  shutil.copytree(tmp_path / "checkpoints" / "10", part)
+  checkpoints = open_checkpoints(tmp_path, c)
+  assert checkpoints.restore().step == 10
+  checkpoints.save(14, state(14), Record(c.to_dict()))
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == ["10", "14"]
 
 
 def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
