@@ -11,10 +11,22 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_pieces_of_training_are_timed():
-  command = "scripts/bench_step.py --config=tests/tiny_config.py --repeats=1"
+@pytest.mark.parametrize(
+  ("command", "last"),
+  [
+    ("bench_step.py --repeats=1", "outer step of a fragment over its copy"),
+    ("bench_checkpoint.py --workdir={}", "checksums after reading"),
+  ],
+)
+def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):
+  words = command.format(tmp_path / "new").split()
   ended = subprocess.run(
-    [sys.executable, *command.split()],
+    [
+      sys.executable,
+      f"scripts/{words[0]}",
+      "--config=tests/tiny_config.py",
+      *words[1:],
+    ],
     cwd=ROOT,
     env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])},
     capture_output=True,
@@ -22,4 +34,4 @@ def test_the_pieces_of_training_are_timed():
     check=False,
   )
   assert ended.returncode == 0, ended.stderr[-2000:]
-  assert "outer step of a fragment over its copy" in ended.stdout.splitlines()[-1]
+  assert last in ended.stdout.splitlines()[-1]
