@@ -74,8 +74,9 @@ def train(
     if restored:
       start, state, record = restored.step, restored.state, restored.record
       batches.set_state(record.data)
-      if peers.index == 0:
-        say(f"Going on from the checkpoint of step {start}.")
+      plan = plan and plan.after_drain(record.drained)
+      if start == record.drained:
+        summary.keep(workdir, start, peers)
     else:
       start, state, record = 0, init_state(c, mesh, plan), Record(c.to_dict())
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
@@ -84,7 +85,7 @@ def train(
 
     def save(t: int, finished: bool = False) -> None:
       log.flush()  # Raises if a loss is not finite: that state must not be saved.
-      now = make_record(c, batches, log, mesh, peers, finished)
+      now = make_record(c, batches, log, mesh, plan, peers, finished)
       checkpoints.save(t, state, now)
 
     periods = (c.eval.every, c.checkpoint.every)

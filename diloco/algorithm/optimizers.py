@@ -51,9 +51,11 @@ def tuned(c: Config) -> Tuned:
 def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Schedule:
   """Makes the schedule: warm-up, then a cosine to `final_fraction` of the peak at T.
 
+  T is `c.schedule_steps`; later steps keep the last rate.
+
   Inner step t uses the rate at t - 1, so with a warm-up the first step has rate 0.
   """
-  peak, steps = c.inner.learning_rate if peak is None else peak, c.train.steps
+  peak, steps = c.inner.learning_rate if peak is None else peak, c.schedule_steps
   warmup = min(c.inner.warmup_steps, steps)
   cosine = optax.cosine_decay_schedule(
     peak, max(steps - warmup, 1), alpha=c.inner.final_fraction

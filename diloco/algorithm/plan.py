@@ -58,6 +58,11 @@ class Plan:
   def replicas(self) -> int:
     return len(self.schedule.taus)
 
+  def after_drain(self, step: int) -> "Plan":
+    """Returns the plan of a run that was finished after `step` and is extended."""
+    schedule = dataclasses.replace(self.schedule, drained=step)
+    return dataclasses.replace(self, schedule=schedule)
+
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
     fsdp = self.mesh.shape[FSDP]

@@ -97,6 +97,8 @@ class Schedule:
     num_fragments: P.
     sync_every: H, inner steps between two syncs of one fragment.
     taus: tau_m of each replica m, its inner steps between a send and the merge.
+    drained: the step after which a finished run was extended. What was sent up to this
+      step has been received, so this schedule begins after it. 0: the run's start.
 
   Raises:
     ValueError: a tau is not below H.
@@ -105,6 +107,7 @@ class Schedule:
   num_fragments: int
   sync_every: int
   taus: tuple[int, ...]
+  drained: int = 0
 
   def __post_init__(self):
     for tau in self.taus:
@@ -129,14 +132,15 @@ class Schedule:
     (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p if nothing is sent
     before step H.
     """
-    return t >= self.sync_every + self.offset(p) and self.is_due(p, t)
+    first = self.sync_every + self.offset(p)
+    return t > self.drained and t >= first and self.is_due(p, t)
 
   def sends(self, t: int) -> list[int]:
     """Lists the fragments that are sent after inner step t (line 6)."""
     return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
 
   def num_sends(self, p: int, steps: int) -> int:
-    """Counts how often fragment p is sent in a run of `steps` inner steps."""
+    """Counts how often fragment p is sent in a run of `steps` steps, from the start."""
     return max((steps - self.offset(p)) // self.sync_every, 0)
 
   def arrivals(
@@ -200,8 +204,14 @@ class Schedule:
   def longest_hiding(self) -> int:
     """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
     # Two rounds: in the first, fewer sends lie between a send and its arrival.
-    first_rounds = range(self.sync_every, 3 * self.sync_every)
-    return max(self.hiding_steps(t) for t in first_rounds)
+    first = max(self.sync_every, self.drained + 1)
+    rounds = range(first // self.sync_every, first // self.sync_every + 3)
+    offsets = {self.offset(p) for p in range(self.num_fragments)}
+    return max(
+      self.hiding_steps(n * self.sync_every + offset)
+      for n in rounds
+      for offset in offsets
+    )
 
   def groups(self) -> list[tuple[int, ...]]:
     """Groups fragments that are always sent together; if H >= P, each is alone."""

@@ -15,43 +15,33 @@ import itertools
 import logging as logs
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from absl import logging
 from jax.sharding import Mesh
 
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, abstract_state
-from diloco.config import Config, ConfigError, complete
-from diloco.config.resolve import difference
+from diloco.config import Config, ConfigError
 from diloco.model.sharding import FSDP
-from diloco.run import checksums, room
+from diloco.run import checksums, resume, room
 from diloco.run.batches import Batches
 from diloco.run.log import Log
 from diloco.run.orbax_errors import hush, of_orbax, reason_of
 from diloco.run.peers import Peers, say
 from diloco.run.stored import Record, folder_of, read_newest, steps_of
-from diloco.wire.formats import PLAIN
-
-# Fields that may change when a run goes on. They do not change what is computed, except
-# that mesh.fsdp changes the codes (`_warn_of_other_shards`).
-FREE_FIELDS = (
-  "log.",
-  "eval.",
-  "checkpoint.",
-  "mesh.",
-  "overlap.transport",
-  "outer.offload",
-  "data.data_dir",
-  "data.prefetch",
-)
 
 
 def make_record(
-  c: Config, batches: Batches, log: Log, mesh: Mesh, peers: Peers, finished: bool
+  c: Config,
+  batches: Batches,
+  log: Log,
+  mesh: Mesh,
+  plan: Plan | None,
+  peers: Peers,
+  finished: bool,
 ) -> Record:
   """Joins what all processes know; all must call it."""
   position = dict[str, Any]()
@@ -64,6 +54,7 @@ def make_record(
     spent=dataclasses.asdict(log.spent()),
     finished=finished,
     fsdp=mesh.shape[FSDP],
+    drained=plan.schedule.drained if plan else 0,
   )
 
 
@@ -153,9 +144,17 @@ class Checkpoints:
     like = lambda step, record: _tree(self._like(step, record))
     remedy = "choose another --workdir, or move these away to train from the start"
     step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
-    _warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
     self._set_aside([s for s in steps if s > step])
-    return Restored(step, _state(arrays, self._like(step, record)), record)
+    state = _state(arrays, self._like(step, record))
+    if self._peers.index == 0:
+      resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
+      say(f"Going on from the checkpoint of step {step}.")
+      extension = resume.check(record.config, self._c, step)
+      if extension:
+        say(extension)
+    if record.finished and step < self._c.train.steps:
+      record = dataclasses.replace(record, finished=False, drained=step)
+    return Restored(step, state, record)
 
   def _like(self, step: int, record: Record) -> TrainState:
     """Describes the state of a checkpoint of this run.
@@ -163,9 +162,9 @@ class Checkpoints:
     Raises:
       ConfigError: the checkpoint was made with another config.
     """
-    _check_same_config(record.config, self._c, step)
-    sent = self._plan.schedule.in_flight(step) if self._plan else {}
-    in_flight = () if record.finished else sent
+    resume.check(record.config, self._c, step)
+    plan = self._plan and self._plan.after_drain(record.drained)
+    in_flight = plan.schedule.in_flight(step) if plan and not record.finished else ()
     return abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
 
   def _set_aside(self, unreadable: list[int]) -> None:
@@ -246,39 +245,6 @@ class Checkpoints:
       say("")  # Ends the line of the progress bar.
       self._peers.fail(self._unwritten(self._saving, reason_of(error)), code=2)
     return True
-
-
-def _check_same_config(old: Mapping[str, Any], c: Config, step: int) -> None:
-  """Refuses to go on with another config than the run's.
-
-  Fields that the code of the run did not have count as their defaults.
-
-  Raises:
-    ConfigError: shows the fields that differ, old -> new.
-  """
-  with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
-    old = complete(old).to_dict()
-  lines = [
-    f"{field}: {change}"
-    for field, change in difference(old, c.to_dict()).items()
-    if not field.startswith(FREE_FIELDS)
-  ]
-  if lines:
-    raise ConfigError(
-      f"workdir holds a checkpoint of step {step} made with another config"
-      f" ({'; '.join(lines)}); choose another --workdir or the same values."
-    )
-
-
-def _warn_of_other_shards(c: Config, before: int, now: int) -> None:
-  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
-  plain = c.wire.compressor == "quantize" and c.wire.format in PLAIN
-  if before != now and not plain and not c.data_parallel:
-    logging.warning(
-      f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
-      f" gradients lose other bits than before; set mesh.fsdp={before} for the results"
-      " of an uninterrupted run."
-    )
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:

@@ -34,6 +34,7 @@ class Record:
     spent: fields of a `Spent`.
     finished: whether training has ended and nothing is in flight.
     fsdp: size of the fsdp axis that encoded the payloads in flight.
+    drained: `Schedule.drained` of an extended run.
     checksums: {name: checksum} of the arrays; empty if an older version saved them.
   """
 
@@ -43,6 +44,7 @@ class Record:
   spent: dict[str, Any] = dataclasses.field(default_factory=dict)
   finished: bool = False
   fsdp: int = 1
+  drained: int = 0
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:

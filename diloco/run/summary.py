@@ -119,6 +119,13 @@ def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
   return peers.broadcast(found if isinstance(found, dict) else None)
 
 
+def keep(workdir: pathlib.Path, step: int, peers: Peers) -> None:
+  """Renames the summary of a finished run that is extended to summary_STEP.json."""
+  path = workdir / FILE
+  if peers.index == 0 and path.exists():
+    path.rename(workdir / f"summary_{step}.json")
+
+
 def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
   """Prints a summary and the paths of the files.
 

@@ -19,7 +19,7 @@ import pytest
 
 from diloco.algorithm.state import TrainState
 from diloco.config import ConfigError, resolve
-from diloco.run import checkpoint, stored
+from diloco.run import checkpoint, resume, stored
 from diloco.run.checkpoint import Record
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
@@ -297,10 +297,10 @@ def test_fields_that_an_old_run_did_not_have_count_as_defaults():
   c = conftest.tiny_config()
   old = saved(c)
   del old["outer"]["fedpart"]
-  checkpoint._check_same_config(old, resolve(c), step=3)
+  resume.check(old, resolve(c), step=3)
   c.outer.fedpart = True
   with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True"):
-    checkpoint._check_same_config(old, resolve(c), step=3)
+    resume.check(old, resolve(c), step=3)
 
 
 def test_a_removed_field_is_a_difference():
@@ -308,7 +308,7 @@ def test_a_removed_field_is_a_difference():
   old = saved(c)
   old["outer"]["warp"] = 2
   with pytest.raises(ConfigError, match=r"outer.warp: 2 -> '.absent.'"):
-    checkpoint._check_same_config(old, resolve(c), step=3)
+    resume.check(old, resolve(c), step=3)
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_run_that_goes_on_with_other_shards_is_warned(
   tiny, monkeypatch, fields, before, warns
 ):
   said = []
-  monkeypatch.setattr(checkpoint.logging, "warning", said.append)
+  monkeypatch.setattr(resume.logging, "warning", said.append)
   tiny.update_from_flattened_dict(fields)
-  checkpoint._warn_of_other_shards(resolve(tiny), before, 2)
+  resume.warn_of_other_shards(resolve(tiny), before, 2)
   assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns
