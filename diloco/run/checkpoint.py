@@ -26,7 +26,7 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, abstract_state
 from diloco.config import Config, ConfigError
 from diloco.model.sharding import FSDP
-from diloco.run import checksums, resume, room
+from diloco.run import checksums, memory, resume, room
 from diloco.run.batches import Batches
 from diloco.run.log import Log
 from diloco.run.orbax_errors import hush, of_orbax, reason_of
@@ -219,6 +219,8 @@ class Checkpoints:
     try:
       yield
     except Exception as error:  # Orbax and TensorStore have no type for a full disk.
+      if memory.explain(error):
+        raise
       reason = reason_of(error)
     if reason:
       self._saving = None

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from diloco.config import ConfigError
-from diloco.run import checksums
+from diloco.run import checksums, memory
 from diloco.run.orbax_errors import hush, reason_of
 from diloco.run.peers import Peers, say
 
@@ -183,6 +183,8 @@ def _read(
   except ConfigError:
     raise
   except Exception as error:  # Damaged files make Orbax raise any exception.
+    if memory.explain(error):
+      raise  # Older checkpoints take as much memory.
     return None, reason_of(error)
 
 

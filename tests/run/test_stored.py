@@ -125,6 +125,15 @@ def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeyp
   assert alive[0] == alive[1]
 
 
+def test_too_little_memory_is_no_damage(saved, monkeypatch):
+  def fail(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+  monkeypatch.setattr(stored, "read_arrays", fail)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+    stored.read_newest(saved, [12, 10], lambda *args: {}, "train again")
+
+
 def test_a_file_named_checkpoints_is_refused(c, tmp_path):
   (tmp_path / "checkpoints").write_text("")
   message = "where `checkpoints` is a file and not a folder; move it away or choose"
