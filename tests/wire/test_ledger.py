@@ -1,0 +1,33 @@
+"""The ledger against sums over a list of syncs."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.wire.ledger import Ledger
+
+# Syncs (step, fragment, bytes) in the order of their steps.
+SYNCS = st.lists(
+  st.tuples(st.integers(1, 6), st.integers(0, 3), st.integers(0, 50)), max_size=12
+).map(sorted)
+
+
+def test_a_new_ledger_is_empty():
+  ledger = Ledger()
+  assert (ledger.total, ledger.syncs, ledger.peak) == (0, 0, 0)
+
+
+@given(SYNCS)
+def test_totals_and_the_peak_are_sums_over_fragments_and_steps(syncs):
+  ledger = Ledger()
+  for step, fragment, sent in syncs:
+    ledger.record(fragment, step, sent)
+  of_step = {t: sum(b for s, _, b in syncs if s == t) for t, _, _ in syncs}
+  assert ledger.fragments == {
+    str(p): [sum(q == p for _, q, _ in syncs), sum(b for _, q, b in syncs if q == p)]
+    for p in {q for _, q, _ in syncs}
+  }
+  assert ledger.syncs == len(syncs)
+  assert ledger.total == sum(of_step.values())
+  assert ledger.peak == max(of_step.values(), default=0)
+  if syncs:
+    assert ledger.latest == [syncs[-1][0], of_step[syncs[-1][0]]]
