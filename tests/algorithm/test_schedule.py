@@ -38,6 +38,17 @@ def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):
     assert len({len(f.layers) for f in fragments if f.layers}) <= 2
 
 
+def test_a_fragment_takes_its_share_of_the_parameters_shapes():
+  shapes = {
+    "blocks": {"ff": {"up": (6, 8, 32)}, "norm": (6, 8)},
+    "embed": {"tokens": (100, 8)},
+  }
+  blocks = {"ff": {"up": (2, 8, 32)}, "norm": (2, 8)}
+  assert Fragment((1, 4)).shapes(shapes) == {"blocks": blocks}
+  assert Fragment((), embed=True).shapes(shapes) == {"embed": shapes["embed"]}
+  assert Fragment(tuple(range(6)), embed=True).shapes(shapes) == shapes
+
+
 def test_the_schedule_matches_the_papers_example():
   schedule = Schedule(num_fragments=2, sync_every=100, taus=(0, 0))
   sends = {p: [t for t in range(1, 400) if schedule.is_sent(p, t)] for p in (0, 1)}
@@ -69,6 +80,18 @@ def test_each_sent_fragment_arrives_once_at_each_replica(schedule):
           )
   for key in sent:
     assert sorted(arrived[key]) == list(range(len(schedule.taus)))
+
+
+@given(schedules, st.integers(1, 120), st.integers(0, 30))
+def test_nothing_arrives_that_the_last_step_did_not_send(schedule, last, after):
+  t = last + after
+  expected = {}
+  for sent in range(1, last + 1):
+    for p in schedule.sends(sent):
+      mask = tuple(sent + tau == t for tau in schedule.taus)
+      if any(mask):
+        expected[p] = mask
+  assert dict(schedule.arrivals(t, last_send=last)) == expected
 
 
 @given(schedules, st.integers(1, 120))
@@ -106,10 +129,13 @@ def test_no_fragment_is_sent_before_a_full_round(schedule):
     assert {b - a for a, b in itertools.pairwise(sends)} <= {schedule.sync_every}
 
 
-def test_a_fragment_cannot_be_larger_than_the_model():
-  message = "fragments.size is 9, but the model has 4 layers; choose a size from 1 to 4"
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_fragment_has_a_layer_and_is_no_larger_than_the_model(size):
+  message = (
+    f"fragments.size is {size}, but the model has 4 layers; choose a size from 1 to 4"
+  )
   with pytest.raises(ValueError, match=message):
-    make_fragments(4, size=9)
+    make_fragments(4, size=size)
 
 
 @given(schedules, st.integers(0, 200))
@@ -119,9 +145,11 @@ def test_num_sends_equals_a_count_over_all_steps(schedule, steps):
     assert schedule.num_sends(p, steps) == walked
 
 
-def test_tau_must_be_below_h():
-  with pytest.raises(ValueError, match=r"overlap.tau is 5, but sync_every is 5"):
-    Schedule(2, 5, (0, 5))
+@pytest.mark.parametrize("tau", [-1, 5, 6])
+def test_tau_must_lie_between_zero_and_h(tau):
+  message = f"overlap.tau is {tau}, but sync_every is 5; tau must lie in 0..4,"
+  with pytest.raises(ValueError, match=message):
+    Schedule(2, 5, (0, tau))
 
 
 @given(p=st.integers(1, 6), h=st.integers(1, 12), data=st.data())
