@@ -25,6 +25,29 @@ def test_e3m0_takes_half_a_byte_and_a_scale_per_block():
   assert sizes.payload_bytes(wire, FRAGMENT) == codes + scales
 
 
+@pytest.mark.parametrize(
+  ("block_size", "scales"),
+  # 0: one per layer or tensor; -1: one per row, of 6, 5, 4 and 4 values.
+  [(0, 2 * 1 + 2 * 1 + 1 + 1), (-1, 2 * 8 + 2 * 1 + 10 + 1)],
+)
+def test_whole_tensors_and_rows_may_share_a_scale(block_size, scales):
+  wire = WireConfig(format="e3m0", block_size=block_size)
+  assert sizes.payload_bytes(wire, FRAGMENT) == 48 + 5 + 20 + 2 + scales
+
+
+def test_a_share_of_the_values_is_rounded_up_and_never_empty():
+  kept = lambda density, s: sizes.kept(WireConfig(density=density), s)
+  assert [kept(0.1, s) for s in (1, 10, 11, 20, 21)] == [1, 1, 2, 2, 3]
+  assert kept(0.07, 100) == 7  # 0.07 * 100 is 7.000000000000001.
+  assert kept(1e-9, 100) == 1
+
+
+def test_an_index_takes_the_bits_of_the_largest_index_and_at_least_one():
+  for s in [*range(2, 70), 1 << 20, (1 << 20) + 1]:
+    assert sizes.index_bits(s) == (s - 1).bit_length()
+  assert sizes.index_bits(1) == 1
+
+
 def test_shards_are_coded_apart_and_small_tensors_on_every_device():
   wire = WireConfig(format="e3m0", block_size=16)
   # On each of 2 devices: w 2 x (4 x 6), tokens 5 x 4, embed's norm 2; blocks' norm of
@@ -45,6 +68,14 @@ def test_a_replica_sends_its_payload_to_every_other_one(replicas, others):
 def test_psum_reduces_float32_on_a_ring(replicas, share):
   wire = WireConfig(format="e3m0", exchange="psum")
   assert sizes.sync_bytes(wire, replicas, FRAGMENT) == share * 4 * VALUES
+
+
+def test_psum_reduces_small_tensors_on_every_device():
+  wire = WireConfig(format="e3m0", exchange="psum")
+  # As above: on each of 2 devices w 2 x 24, blocks' norm 2 x 5, tokens 20, norm 2.
+  found = sizes.exchanged_bytes(wire, FRAGMENT, fsdp=2)
+  assert found == 4 * 2 * (48 + 10 + 20 + 2)
+  assert sizes.exchanged_bytes(wire, FRAGMENT) == 4 * VALUES
 
 
 def test_a_registered_compressor_has_its_own_size():
