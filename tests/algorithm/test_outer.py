@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.outer import drain, outer_step, send
+from diloco.algorithm.outer import drain, outer_step, receive, send
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import Config, default_config, resolve
 from diloco.model import sharding
 from diloco.run.mesh import make_mesh
+from diloco.wire import exchange
 
 LAYERS, WIDTH, ROWS = 5, 6, 7
 
@@ -201,3 +202,38 @@ def test_psum_and_gather_agree_bit_for_bit_for_two_replicas():
   gather = run(make_config(**fields), theta, increments)
   psum = run(make_config(**fields, **{"wire.exchange": "psum"}), theta, increments)
   jax.tree.map(np.testing.assert_array_equal, gather[:2], psum[:2])
+
+
+def test_the_metrics_of_a_sync_equal_numpy():
+  fields = {"fragments.pattern": "whole", "wire.format": "e3m0", "wire.block_size": 4}
+  c = make_config(replicas=3, sync_every=2, **fields)
+  rng = np.random.default_rng(9)
+  theta = jax.tree.map(jnp.float32, random_tree(rng))
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  params_M = jax.tree.map(
+    lambda *x: jnp.float32(np.stack(x)), *[random_tree(rng) for _ in range(3)]
+  )
+  rows = lambda tree_M: np.concatenate(
+    [np.float64(x).reshape(len(x), -1) for x in jax.tree.leaves(tree_M)], axis=1
+  )
+  norm = lambda x: np.sqrt(np.sum(x**2, axis=-1))
+  with jax.set_mesh(plan.mesh):
+    start_M = jax.tree.map(lambda x: jnp.stack([x] * 3), theta)
+    state = init_outer(plan, start_M)
+    args = (params_M, theta, state.codec_state[0], plan.layers[0], jax.random.key(0))
+    payload, _, sent = send(*args, wire=plan.wire, mesh=plan.mesh)
+    decoded_M = exchange.decode(
+      plan.wire, plan.mesh, payload, theta, (sharding.REPLICA,)
+    )
+    stepped, _, received = receive(plan, payload, theta, state.opt_state[0])
+  delta_M, coded_M = rows(start_M) - rows(params_M), rows(decoded_M)
+  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5)
+  close(sent["outer_grad_norm"], norm(delta_M))
+  close(sent["quantization_error"], norm(coded_M - delta_M) / norm(delta_M))
+  assert (sent["quantization_error"] > 0.01).all()
+  close(received["outer_grad_mean_norm"], norm(coded_M.mean(axis=0)))
+  one_M = lambda tree: jax.tree.map(lambda x: x[None], tree)
+  close(received["outer_update_norm"], norm(rows(one_M(stepped)) - rows(one_M(theta))))
+  units_M = coded_M / norm(coded_M)[:, None]
+  pairs = (units_M @ units_M.T)[np.triu_indices(3, k=1)]
+  close(received["outer_grad_cosine"], pairs.mean())

@@ -1,0 +1,40 @@
+"""Norms and cosine similarities, against sums over replicas and pairs in float64."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.algorithm.norms import mean_cosine, norms
+
+
+def draw_M(m: int) -> tuple[dict, np.ndarray]:
+  """Returns a tree of m replicas with unequal norms, and its rows, float64 (m, 17)."""
+  rng = np.random.default_rng(m)
+  scale_M = np.arange(1, m + 1)
+  rows = (rng.normal(size=(m, 17)) + 0.5) * scale_M[:, None]
+  rows = rows.astype(np.float32)
+  tree_M = {"w": jnp.asarray(rows[:, :12].reshape(m, 3, 4)), "b": rows[:, 12:]}
+  return tree_M, rows.astype(np.float64)
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_each_replica_has_its_own_norm(m):
+  tree_M, rows = draw_M(m)
+  found = norms(tree_M)
+  assert found.shape == (m,)
+  np.testing.assert_allclose(found, np.sqrt(np.sum(rows**2, axis=1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("m", [2, 3, 5])
+def test_the_mean_cosine_is_the_mean_over_all_pairs(m):
+  tree_M, rows = draw_M(m)
+  cosines = [
+    a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in itertools.combinations(rows, 2)
+  ]
+  assert float(mean_cosine(tree_M)) == pytest.approx(np.mean(cosines), abs=1e-6)
+
+
+def test_one_replica_has_no_cosine():
+  assert np.isnan(mean_cosine(draw_M(1)[0]))
