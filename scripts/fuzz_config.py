@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import io
+import multiprocessing
 import pathlib
 import random
 import signal
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator
+from concurrent import futures
 
 import tqdm
 
@@ -87,9 +89,13 @@ def main() -> int:
   with tempfile.TemporaryDirectory() as folder:
     base = pathlib.Path(folder) / "base.py"
     base.write_text(BASE)
+    pool = make_pool()
     for case in tqdm.tqdm(range(options.cases), unit="case"):
       given = flags(random.Random(f"{options.seed} {case}"))
-      end = run(base, given, pathlib.Path(folder) / str(case))
+      try:
+        end = pool.submit(run, base, given, pathlib.Path(folder) / str(case)).result()
+      except futures.process.BrokenProcessPool:
+        end, pool = "other: the process died", make_pool()
       ends[end.partition(":")[0]] += 1
       if end.startswith(("other", "slow")):
         bad += 1
@@ -97,6 +103,12 @@ def main() -> int:
   for end, count in ends.most_common():
     print(f"{count:6} {end}")
   return int(bad > 0)
+
+
+def make_pool() -> futures.ProcessPoolExecutor:
+  """Makes a process that runs 50 cases; the memory of compiled programs only grows."""
+  spawn = multiprocessing.get_context("spawn")
+  return futures.ProcessPoolExecutor(1, spawn, max_tasks_per_child=50)
 
 
 def flags(rng: random.Random) -> list[str]:
