@@ -87,6 +87,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 
 def _resolve(v: dict[str, Any]) -> Config:
+  # The flag --config.overlap.taus= sets ("",).
+  v = {field: () if value == ("",) else value for field, value in v.items()}
   _check_each(v)
   for name in v["plugins"]:
     try:

@@ -61,6 +61,10 @@ def test_errors_name_field_value_and_remedy(fields, message):
     resolve(make(**fields))
 
 
+def test_an_empty_flag_is_an_empty_tuple():
+  assert resolve(make(**{"overlap.taus": ("",), "plugins": ("",)})) == resolve(make())
+
+
 def test_unknown_and_missing_fields():
   c = make()
   with c.unlocked():
