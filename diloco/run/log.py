@@ -156,6 +156,10 @@ class Log:
       self._spent.busy_s += now - self._clock
       self._spent.steps += len(steps)
     self._clock = now
+    if self._peers.index == 0:
+      # Made after the first launch, whose compilation would count as its time.
+      self._bar = self._bar or self._make_bar(steps[-1])
+      self._bar.update(steps[-1] - self._bar.n)
     for t, values in zip(steps, found):
       self._check_finite(t, values["loss"], "loss")
       self._check_finite(t, values["grad_norm"], "gradient norm")
@@ -198,13 +202,11 @@ class Log:
         flops = rate * flops_per_token(self._c.model)
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
-    # Made after the first step, whose compilation would count as its time.
-    self._bar = self._bar or self._make_bar(t)
-    self._bar.set_postfix_str(
-      f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
-      refresh=False,
-    )
-    self._bar.update(t - self._bar.n)
+    if self._bar:
+      self._bar.set_postfix_str(
+        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
+        refresh=False,
+      )
 
   def _make_bar(self, t: int) -> tqdm.tqdm:
     return tqdm.tqdm(
