@@ -3,8 +3,8 @@
 Letters: B sequences, L positions.
 """
 
-import collections
 import functools
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,8 +21,6 @@ from diloco.model import registry, sharding
 
 # Sequences are padded to at least this length, see `batches`.
 MIN_LENGTH = 32
-# Batches that wait on the devices, so that the devices need not wait for this host.
-IN_FLIGHT = 8
 
 
 def score(
@@ -43,30 +41,25 @@ def score(
       then.
   """
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
+  launched = (
+    (rows, _log_likelihoods(params, place(tokens), place(weights), m=m))
+    for rows, tokens, weights in batches(continuations, m.seq_len, batch_size)
+  )
   scores = np.zeros(len(continuations))
-  bar = tqdm.tqdm(
+  # Each batch is launched before the results of the batch before are fetched.
+  before, after = itertools.tee(launched)
+  next(after, None)
+  with tqdm.tqdm(
     total=len(continuations),
-    unit="choice",
     desc="tasks",
+    unit="choice",
     dynamic_ncols=True,
     disable=not show,
     mininterval=0.2 if sys.stderr.isatty() else 15,
-  )
-  launched = collections.deque[tuple[np.ndarray, jax.Array]]()
-
-  def take() -> None:
-    rows, values = launched.popleft()
-    scores[rows] = np.asarray(values)[: len(rows)]
-    bar.update(len(rows))
-
-  with bar:
-    for rows, tokens, weights in batches(continuations, m.seq_len, batch_size):
-      values = _log_likelihoods(params, place(tokens), place(weights), m=m)
-      launched.append((rows, values))
-      if len(launched) > IN_FLIGHT:
-        take()
-    while launched:
-      take()
+  ) as bar:
+    for (rows, values), _ in itertools.zip_longest(before, after):
+      scores[rows] = np.asarray(values)[: len(rows)]
+      bar.update(len(rows))
   return scores
 
 

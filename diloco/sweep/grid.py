@@ -44,11 +44,6 @@ class Axis:
     _check_list(f"the values of axis {self.name!r}", self.values)
     if not self.values:
       raise ValueError(f"axis {self.name!r} is empty; give it values.")
-    if self.ratio and not 1 < self.ratio < math.inf:
-      raise ValueError(
-        f"axis {self.name!r} has the ratio {self.ratio}; give a ratio above 1, or leave"
-        " it out for an axis that does not grow."
-      )
     if len(set(self.values)) < len(self.values):
       raise ValueError(f"axis {self.name!r} has a value twice: {self.values}.")
     if not self.ratio and not {*self.first} <= {*self.values}:
@@ -56,12 +51,12 @@ class Axis:
         f"axis {self.name!r} begins with {self.first}, which are not all among its"
         f" values {self.values}; add them."
       )
+    if self.ratio and not (1 < self.ratio < math.inf and min(self.values) > 0):
+      raise ValueError(
+        f"axis {self.name!r} has the ratio {self.ratio} and the values {self.values};"
+        " give a ratio above 1 and positive values, or leave the ratio out."
+      )
     for value in self.values if self.ratio else ():
-      if not 0 < value < math.inf:
-        raise ValueError(
-          f"axis {self.name!r} has the value {value}, but its values are powers of"
-          f" {self.ratio:g}; give positive numbers."
-        )
       near = power(self.ratio, exponent(self.ratio, value))
       if value != near:
         raise ValueError(
@@ -78,8 +73,8 @@ class Axis:
     if not self.ratio:
       if value not in self.values:
         raise ValueError(
-          f"axis {self.name!r} starts from {value}, which is not among its values"
-          f" {self.values}; add it, or change `like`."
+          f"axis {self.name!r} starts from {value}, which is none of {self.values};"
+          " add the value, or change `like`."
         )
       i = self.values.index(value)
       return [self.values[j] for j in (i - 1, i + 1) if 0 <= j < len(self.values)]

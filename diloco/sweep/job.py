@@ -62,15 +62,14 @@ def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
     with handled(STOPS, stop):
       # The trainer saves at SIGTERM. The other signals would kill it, and terminals and
       # Slurm send them to every process of a job. So it inherits them blocked.
-      mask = signal.pthread_sigmask(signal.SIG_BLOCK, set(STOPS) - {signal.SIGTERM})
-      trainer = subprocess.Popen(
-        [sys.executable, "-m", "diloco.main", config, f"--workdir={here}"],
-        stdout=log,
-        stderr=log,
-        env={**os.environ, **(environment or {})},
-        pass_fds=(lock.fileno(),),
-      )
-      signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+      with blocked(set(STOPS) - {signal.SIGTERM}):
+        trainer = subprocess.Popen(
+          [sys.executable, "-m", "diloco.main", config, f"--workdir={here}"],
+          stdout=log,
+          stderr=log,
+          env={**os.environ, **(environment or {})},
+          pass_fds=(lock.fileno(),),
+        )
       if asked_to_stop:
         trainer.send_signal(signal.SIGTERM)
       code = trainer.wait()
@@ -90,6 +89,16 @@ def handled(signals: Iterable[int], handler: Callable[..., None]) -> Iterator[No
   finally:
     for number, earlier in before.items():
       signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def blocked(signals: Iterable[int]) -> Iterator[None]:
+  """Blocks signals inside the block; processes that start there inherit this."""
+  before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+  try:
+    yield
+  finally:
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def alive(directory: pathlib.Path) -> bool:

@@ -16,8 +16,6 @@ from diloco.sweep.table import Row
 
 # Bytes at the end of metrics.jsonl that are searched for the last step.
 TAIL = 1 << 16
-# Waiting runs that --show lists.
-MOST_WAITING = 20
 
 
 def lines(
@@ -73,18 +71,15 @@ def _table_of_cells(cells: Sequence[Search]) -> list[str]:
 def _runs(
   rows: Iterable[Row], runs: pathlib.Path, waiting: Mapping[str, Point]
 ) -> list[str]:
-  """Returns a line per running run, with its step, and per waiting run; counts more."""
+  """Returns a line per running run, with its step, and per waiting run."""
   listed = [
     ("running", row["name"], _position(runs / row["name"], row["config"]), row["point"])
     for row in rows
     if row["status"] == "running"
   ]
-  for name, point in list(waiting.items())[:MOST_WAITING]:
-    listed.append(("waiting", name, "", point))
+  listed += [("waiting", name, "", point) for name, point in waiting.items()]
   wide = max((len(position) for _, _, position, _ in listed), default=0)
-  out = [f"{s} {n}  {at:<{wide}}  {describe(point)}" for s, n, at, point in listed]
-  more = len(waiting) - MOST_WAITING
-  return [*out, f"{more} more runs wait"] if more > 0 else out
+  return [f"{s} {n}  {at:<{wide}}  {describe(point)}" for s, n, at, point in listed]
 
 
 def _position(run: pathlib.Path, config: Mapping) -> str:
@@ -125,32 +120,26 @@ def failures(rows: Collection[Row], most: int = 3) -> list[str]:
 
 
 def stopped(
-  number: int, rows: Mapping[str, Row], todo: Iterable[str], runs: pathlib.Path
+  number: int,
+  cells: Sequence[Search],
+  rows: Collection[Row],
+  runs: pathlib.Path,
+  waiting: int,
 ) -> str:
   """Says what a signal has stopped, and what is left.
 
   Args:
     number: the signal.
-    rows: all runs by name.
-    todo: the names of the runs that have no result.
-    runs: the folder of the run directories.
+    cells, rows, runs: as for `lines`. Runs that are still running outlive the driver.
+    waiting: how many runs were never started.
   """
   name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-  count = collections.Counter(row["status"] for row in rows.values())
-  begun = [n for n, row in rows.items() if row["status"] == "interrupted"]
-  saved = sum(
-    any(p.name.isdigit() for p in runs.glob(f"{n}/checkpoints/*")) for n in begun
+  begun = [row["name"] for row in rows if row["status"] == "interrupted"]
+  saved = sum(_has_checkpoint(runs / name) for name in begun)
+  return (
+    f"{name}: {_total(cells, rows)}, {len(begun)} stopped ({saved} with a checkpoint),"
+    f" {waiting} waiting; the same command goes on."
   )
-  numbers = {
-    "runs done": count["done"],
-    "failed": count["failed"],
-    "stopped with a checkpoint": saved,
-    "stopped before their first checkpoint": len(begun) - saved,
-    "going on without this driver": count["running"],
-    "waiting": len([n for n in todo if n not in rows]),
-  }
-  told = [f"{n} {what}" for what, n in numbers.items() if n or what == "runs done"]
-  return f"{name}: {', '.join(told)}; the same command goes on."
 
 
 def _has_checkpoint(run: pathlib.Path) -> bool:

@@ -236,8 +236,10 @@ def drive(
     return 0
   if not driver.backend.detached:
     driver.settle(stopped=True)
-  todo = driver.todo(driver.cells())
-  print(progress.stopped(received[0], driver.rows, todo, driver.runs), file=sys.stderr)
+  cells, rows = driver.cells(), driver.rows
+  waiting = len(driver.todo(cells).keys() - rows.keys())
+  told = progress.stopped(received[0], cells, rows.values(), driver.runs, waiting)
+  print(told, file=sys.stderr)
   return received[0]
 
 

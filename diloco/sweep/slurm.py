@@ -4,14 +4,13 @@ Needs the extra `slurm` and a results directory that all nodes see. Jobs do not 
 on the driver, which may end at any moment: a later driver finds them by their names.
 """
 
-import contextlib
 import math
 import pathlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from diloco.config.command_line import one_line
 from diloco.sweep import job
@@ -77,7 +76,8 @@ class Slurm:
     self._executor.update_parameters(name=name)
     for pause in (*PAUSES, None):
       try:
-        with self._shielded():
+        # The terminal's Ctrl-C does not reach processes of this machine.
+        with job.blocked([signal.SIGINT] if self._cluster == "local" else []):
           self._jobs[run] = self._executor.submit(
             job.run, str(run.absolute()), self._environment
           )
@@ -93,16 +93,6 @@ class Slurm:
         time.sleep(pause)
     if self._states is not None:
       self._states[name] = "PD"  # Pending.
-
-  @contextlib.contextmanager
-  def _shielded(self) -> Iterator[None]:
-    """Keeps the terminal's Ctrl-C from jobs that are processes of this machine."""
-    shielded = {signal.SIGINT} if self._cluster == "local" else set()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, shielded)
-    try:
-      yield
-    finally:
-      signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
   def running(self, run: pathlib.Path) -> bool:
     ended = (run / "ended.json").exists()

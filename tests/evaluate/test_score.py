@@ -111,7 +111,6 @@ def test_a_progress_bar_counts_choices_over_many_batches(capsys):
   rng = np.random.default_rng(0)
   draw = lambda: rng.integers(4, 100, 20).tolist()
   sequences = [tasks.Continuation(draw(), 3, False) for _ in range(41)]
-  assert len(sequences) > c.eval.batch_size * (score.IN_FLIGHT + 2)
   with jax.set_mesh(mesh):
     one = [
       score.score(params, [s], c.model, c.eval.batch_size, mesh)[0] for s in sequences

@@ -114,11 +114,15 @@ def test_cells_and_axes_of_a_sweep_file_are_checked(cells, axis, message):
   [
     (lambda: Axis("lr", ()), "axis 'lr' is empty"),
     (lambda: Axis("lr", (x for x in (1, 2))), "the values of axis 'lr' are <generator"),
-    (lambda: Axis("lr", (1,), ratio=1), "has the ratio 1; give a ratio above 1"),
-    (lambda: Axis("lr", (1,), ratio=-2), "has the ratio -2; give a ratio above 1"),
-    (lambda: Axis("lr", (0,), ratio=2), "the value 0, but its values are powers of 2"),
+    (lambda: Axis("lr", (1,), ratio=1), "has the ratio 1 and the values"),
+    (lambda: Axis("lr", (1,), ratio=math.inf), "has the ratio inf and the values"),
+    (lambda: Axis("lr", (1,), ratio=-2), "has the ratio -2 and the values"),
+    (
+      lambda: Axis("lr", (0,), ratio=2),
+      "ratio 2 and the values .0,.; give a ratio above 1 and",
+    ),
     (lambda: Axis("lr", (1, 2), first=(3,)), r"begins with \(3,\), which are not all"),
-    (lambda: Axis("lr", (1, 2)).neighbours(3), "starts from 3, which is not among"),
+    (lambda: Axis("lr", (1, 2)).neighbours(3), "starts from 3, which is none of"),
     (lambda: Grid("g", ["a"]), "the cells of grid 'g' have 'a', which is no dict"),
     (lambda: Grid("g", [{}], Axis("lr", (1,))), "the axes of grid 'g' are Axis"),
     (

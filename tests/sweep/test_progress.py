@@ -64,11 +64,3 @@ def test_progress_says_why_runs_failed_once(capsys, tmp_path):
     live([], some)
   said = [line for line in capsys.readouterr().err.splitlines() if "cells" not in line]
   assert said == ["failed: a", "failed: b"]
-
-
-def test_show_lists_a_few_of_many_waiting_runs(tmp_path):
-  points = {str(i): {"lr": i} for i in range(progress.MOST_WAITING + 5)}
-  text = progress.lines([], [], tmp_path, points)[1:-1]
-  assert len(text) == progress.MOST_WAITING + 1
-  assert text[0].split() == ["waiting", "0", "lr=0"]
-  assert text[-1] == "5 more runs wait"

@@ -282,8 +282,8 @@ def test_a_signal_stops_a_sweep_and_the_driver_says_what_is_left(
   assert driver.backend.ends == ["stop"]
   name = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number]
   assert capsys.readouterr().err == (
-    f"{name}: 1 runs done, 1 stopped with a checkpoint, 1 stopped before their first"
-    " checkpoint, 1 waiting; the same command goes on.\n"
+    f"{name}: 0 of 1 cells, 1 runs done, 0 running, 0 failed, 2 stopped (1 with a"
+    " checkpoint), 1 waiting; the same command goes on.\n"
   )
   assert [row["vanished"] for row in rows_of(tmp_path)] == [0, 0, 0]
   again = Fake()
@@ -317,5 +317,8 @@ def test_a_signal_interrupts_a_backend_that_waits(tmp_path, capsys):
 
   driver = make_driver(make_sweep(), tmp_path, Queue())
   assert drive(driver, lambda cells, rows: None) == signal.SIGINT
-  assert "1 going on without this driver, 1 waiting" in capsys.readouterr().err
+  assert (
+    "1 running, 0 failed, 0 stopped (0 with a checkpoint), 1 waiting"
+    in capsys.readouterr().err
+  )
   assert [row["status"] for row in rows_of(tmp_path)] == ["running"]

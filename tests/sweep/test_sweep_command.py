@@ -57,8 +57,8 @@ def test_ctrl_c_lets_runs_save(tmp_path):
   assert driver.returncode == 130
   assert asked == "1 runs save and end; a second Ctrl-C kills them."
   assert told == (
-    "Ctrl-C: 0 runs done, 1 stopped with a checkpoint, 2 waiting; the same command goes"
-    " on."
+    "Ctrl-C: 0 of 1 cells, 0 runs done, 0 running, 0 failed, 1 stopped (1 with a"
+    " checkpoint), 2 waiting; the same command goes on."
   )
   (row,) = rows_of(tmp_path)
   assert (row["status"], row["vanished"]) == ("interrupted", 0)
