@@ -210,9 +210,8 @@ def test_the_metrics_of_a_sync_equal_numpy():
   rng = np.random.default_rng(9)
   theta = jax.tree.map(jnp.float32, random_tree(rng))
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
-  params_M = jax.tree.map(
-    lambda *x: jnp.float32(np.stack(x)), *[random_tree(rng) for _ in range(3)]
-  )
+  moves = [random_tree(rng) for _ in range(3)]
+  params_M = jax.tree.map(lambda t, *x: t + 0.01 * jnp.float32(x), theta, *moves)
   rows = lambda tree_M: np.concatenate(
     [np.float64(x).reshape(len(x), -1) for x in jax.tree.leaves(tree_M)], axis=1
   )
@@ -227,7 +226,8 @@ def test_the_metrics_of_a_sync_equal_numpy():
     )
     stepped, _, received = receive(plan, payload, theta, state.opt_state[0])
   delta_M, coded_M = rows(start_M) - rows(params_M), rows(decoded_M)
-  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5)
+  close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4)
+  assert (norm(delta_M) < 0.1).all()
   close(sent["outer_grad_norm"], norm(delta_M))
   close(sent["quantization_error"], norm(coded_M - delta_M) / norm(delta_M))
   assert (sent["quantization_error"] > 0.01).all()

@@ -233,6 +233,8 @@ def test_evaluation_counts_every_token_once(numbered):
   counted = whole.tokens[whole.weights > 0]
   np.testing.assert_array_equal(counted, stream)
   assert whole.num_tokens == len(stream) == whole.weights.sum()
+  # No batch is all padding.
+  assert whole.weights.any(axis=(1, 2)).all()
   assert whole.num_bytes == sum(len(source[i].encode()) for i in range(len(source)))
   fields["eval"]["tokens"] = 10
   cut = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
