@@ -1,5 +1,6 @@
 """Bytes of fragments and syncs."""
 
+import jax.numpy as jnp
 import plugins  # noqa: F401  Registers compressors.
 import pytest
 
@@ -82,6 +83,11 @@ def test_a_registered_compressor_has_its_own_size():
   assert sizes.payload_bytes(WireConfig(compressor="signs"), FRAGMENT) == (
     (2 * 4 + 12) + (2 * 4 + 2) + (4 + 5) + (4 + 1)
   )
+
+
+@pytest.mark.parametrize("dtype", sizes.DTYPE_BYTES)
+def test_a_gradient_takes_the_bytes_of_its_dtype(dtype):
+  assert sizes.DTYPE_BYTES[dtype] == jnp.dtype(dtype).itemsize
 
 
 def test_fp4_sends_400_times_less_than_16_bit_gradients():
