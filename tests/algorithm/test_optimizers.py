@@ -194,6 +194,15 @@ def test_large_state_that_fsdp_cannot_shard_is_refused():
   placed("sm3", fsdp=1)
 
 
+def test_the_limit_of_unsharded_state_is_a_share_of_one_device():
+  # Adafactor keeps 1920 sums whole, of 230,144 parameters: a tenth of a device's share
+  # is 2877 values on 8 devices, and 1438 on 16.
+  factored = "adafactor(min_dim_size_to_factor=16)"
+  placed(factored, fsdp=8)
+  with pytest.raises(ConfigError, match=r"which mesh.fsdp = 16 cannot shard"):
+    placed(factored, fsdp=16)
+
+
 def test_an_optimizer_that_needs_more_than_gradients_is_refused():
   with pytest.raises(ConfigError, match=r"outer.optimizer cannot step these"):
     placed("momo")
