@@ -238,7 +238,7 @@ class DataConfig:
   # long document fills whole batches.
   shuffle_window: Count = 0
   # Batches that a background thread prepares ahead. 0: no thread.
-  prefetch: Annotated[int, Range(0, 1000)] = 2
+  prefetch: Count = 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,12 +157,12 @@ def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
 
 def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   c = conftest.tiny_config()
-  c.train.steps, c.eval.every, c.log.sample_tokens = 5, 4, 0
+  c.train.steps, c.eval.every, c.log.sample_tokens = 7, 4, 0
   c.eval.tasks, c.eval.task_items = f"{ITEMS},{ITEMS}", 4
   summary = train.train(c, tmp_path)
   assert "length-normalised" in capsys.readouterr().out
   evals = metrics.read(tmp_path, "eval")
-  assert [r["step"] for r in evals] == [4, 5]
+  assert [r["step"] for r in evals] == [4, 7]
   trained = summary["tasks"][ITEMS]
   assert trained["items"] == 4
   assert evals[-1][f"{ITEMS}_accuracy"] == trained["accuracy"]

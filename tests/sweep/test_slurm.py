@@ -23,7 +23,7 @@ from diloco.sweep.slurm import Slurm  # noqa: E402
 def diverging(point):
   """A run that fails within seconds, with an error that the trainer prints."""
   c = default_config()
-  c.train.steps, c.train.batch_size = 1, 2
+  c.algorithm, c.train.steps, c.train.batch_size = "data_parallel", 1, 2
   c.data.tokenizer = "nowhere.model"
   c.inner.learning_rate = point["lr"]
   return c
