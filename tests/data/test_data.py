@@ -19,7 +19,7 @@ from diloco import data as data_lib
 from diloco.config import ConfigError
 from diloco.data import pipeline
 from diloco.data.documents import encode_document, make_documents
-from diloco.model.shapes import EOS_ID
+from diloco.model.shapes import BOS_ID, EOS_ID
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -281,6 +281,24 @@ def test_prefix_bytes_agree_with_the_decoded_prefix(text, num_tokens):
   decoded = tokenizer.decode(ids[:num_tokens]).encode("utf-8")
   assert decoded[: len(prefix)] == prefix
   assert set(decoded[len(prefix) :].decode("utf-8")) <= {"\ufffd"}
+
+
+def test_bos_begins_a_document_and_stands_for_no_bytes(tiny):
+  plain = make_documents(config_lib.resolve(tiny), "eval")
+  tiny.data.add_bos = True
+  begun = make_documents(config_lib.resolve(tiny), "eval")
+  assert len(begun) == len(plain)
+  np.testing.assert_array_equal(begun[1], [BOS_ID, *plain[1]])
+  assert begun.num_bytes(1, 0) == begun.num_bytes(1, 1) == 0
+  for n in (1, 2, 7, len(plain[1])):
+    assert begun.num_bytes(1, n + 1) == plain.num_bytes(1, n)
+
+
+def test_a_model_may_have_more_ids_than_the_tokenizer(tiny):
+  expected = make_documents(config_lib.resolve(tiny), "eval")[0]
+  tiny.model.vocab_size = 4096
+  found = make_documents(config_lib.resolve(tiny), "eval")[0]
+  np.testing.assert_array_equal(found, expected)
 
 
 def test_training_never_sees_held_out_documents(tiny):
