@@ -41,7 +41,7 @@ def main(_) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
-  from diloco.run import memory, processes, stop
+  from diloco.run import memory, processes, room, stop
   from diloco.run.compiling import announce_compilations
   from diloco.run.log import TrainingDiverged
   from diloco.run.peers import Peers, ProcessLost
@@ -78,13 +78,13 @@ def main(_) -> None:
       INTERRUPTED,
     )
   except Exception as error:
-    out_of_memory = memory.explain(error)
-    if peers.count == 1 and not out_of_memory:
+    reason = memory.explain(error) or room.explain(error)
+    if peers.count == 1 and not reason:
       raise
     peers.await_loss()
-    if not out_of_memory:
+    if not reason:
       traceback.print_exc()
-    peers.fail(out_of_memory or f"{type(error).__name__}: {error}")
+    peers.fail(reason or f"{type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

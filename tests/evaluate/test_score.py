@@ -173,7 +173,7 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   out = capsys.readouterr().out
   assert "items.jsonl" in out
   assert "nats/token" in out
-  said = json.loads((tmp_path / "evaluation_5.json").read_text())
+  said = json.loads((tmp_path / "evaluation_7.json").read_text())
   assert said["tasks"][ITEMS] == trained
   assert said["loss"] == pytest.approx(summary["eval_loss"]["outer"], rel=1e-6)
   rows = [json.loads(line) for line in details.read_text().splitlines()]

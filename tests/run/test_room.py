@@ -40,3 +40,11 @@ def test_a_disk_without_room_is_explained_in_one_sentence(tmp_path, monkeypatch)
 def test_a_file_system_that_does_not_tell_its_size_is_tried(tmp_path, monkeypatch):
   disk(monkeypatch, free=0, total=0)
   room.check(tmp_path, 40, 10**9)
+
+
+def test_a_full_disk_is_explained_wherever_it_is_met():
+  with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError) as caught:
+    full.write(b"metrics")
+  assert "cannot write (No space left on device); make" in room.explain(caught.value)
+  assert room.explain(FileNotFoundError("metrics.jsonl")) is None
+  assert room.explain(ValueError("No space left on device")) is None
