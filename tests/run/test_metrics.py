@@ -82,6 +82,6 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   records = [(r["step"], r["loss"]) for r in metrics.read(tmp_path)]
   assert records == [(1, 1.0), (2, 2.0), (3, 3.0)]
   # Whole files are left as they are: no empty lines.
-  before = path.read_text()
+  before = path.read_bytes()
   write(tmp_path, c)
-  assert path.read_text() == before
+  assert path.read_bytes() == before
