@@ -89,4 +89,7 @@ def main(_) -> None:
 
 if __name__ == "__main__":
   flags.mark_flags_as_required(["config", "workdir"])
-  app.run(main, flags_parser=parse_flags)
+  try:
+    app.run(main, flags_parser=parse_flags)
+  except KeyboardInterrupt:  # While modules were imported.
+    sys.exit(INTERRUPTED)

@@ -5,6 +5,7 @@ import concurrent.futures
 import json
 import os
 import shutil
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,6 +21,10 @@ import ml_collections
 import pytest
 
 from diloco import config as config_lib
+
+# A shell without job control starts background processes with Ctrl-C ignored, and their
+# children inherit this; tests send Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tiny_config() -> ml_collections.ConfigDict:
