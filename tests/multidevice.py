@@ -76,20 +76,26 @@ def bits(transport: str) -> dict:
   fields = {"sync_every": 6, "overlap.tau": 2, "fragments.size": 3, "mesh.fsdp": 1}
   c = make_config(**fields, **{"overlap.transport": transport})
   mesh = make_mesh(c, jax.devices()[:2])
-  found, hidden, last = [], 0, 13
+  found, hidden, late, last = [], 0, 0, 13
   with jax.set_mesh(mesh):
     plan = make_plan(c, mesh)
     s = init_state(c, mesh, plan)
     for steps in overlap.stretches(plan, 0, last, (c.eval.every,)):
-      hidden += overlap.hiding_steps(plan, steps[0] - 1) > 0
+      hides = overlap.hiding_steps(plan, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
       s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
+      hidden += hides
+      for p in plan.schedule.sends(steps[0] - 1) if hides else []:
+        payload = s.outer.in_flight[str(p)]
+        there = payload.sharding.is_equivalent_to(exchange.transmitted(mesh), 3)
+        late += not there  # This exchange would hide behind no inner step.
       params, outer, _ = outer_step(plan, steps[-1], s.params, s.outer)
       s = TrainState(params, s.opt_state, outer)
       found += [np.asarray(m.loss).tolist() for m in metrics]
     params, outer, _ = drain(plan, last, s.params, s.outer)
   ends = {"params": params, "theta": outer.theta, "momentum": outer.opt_state}
-  return {"losses": found, "hidden": hidden} | {n: digest(x) for n, x in ends.items()}
+  counts = {"hidden": hidden, "late": late}
+  return {"losses": found} | counts | {n: digest(x) for n, x in ends.items()}
 
 
 def digest(tree) -> str:

@@ -65,6 +65,7 @@ def test_both_transports_give_the_same_bits_where_a_replica_is_one_device():
   # Only the device transport exchanges payloads inside programs of inner steps.
   assert device.pop("hidden") > 1
   assert host.pop("hidden") == 0
+  assert device["late"] == 0
   assert np.isfinite(device["losses"]).all()
   assert host == device
 
