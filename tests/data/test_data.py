@@ -206,11 +206,13 @@ def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
   with pytest.raises(ConfigError, match="has no replica 0, only 1; resume"):
     iterator.set_state(position)
   iterator.close()
-  set_documents([7] * 13)
-  iterator = data_lib.make_train_iterator(c, replica_ids=[1])
-  with pytest.raises(ConfigError, match="counts 12 training documents, but"):
-    iterator.set_state(position)
-  iterator.close()
+  for number in (11, 13):
+    set_documents([7] * number)
+    iterator = data_lib.make_train_iterator(c, replica_ids=[1])
+    message = rf"counts 12 training documents, but data.source now has {number};"
+    with pytest.raises(ConfigError, match=message):
+      iterator.set_state(position)
+    iterator.close()
 
 
 def test_a_replica_that_does_not_exist_is_refused(tiny):
