@@ -15,9 +15,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco.config import ConfigError, resolve
-from diloco.config.command_line import make_folder, parse_flags
+from diloco.config.command_line import INTERRUPTED, make_folder, parse_flags
 
-INTERRUPTED = 130  # Exit status of a program that Ctrl-C ended: 128 + SIGINT.
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."

@@ -50,14 +50,19 @@ _UNIT_MB = flags.DEFINE_integer(
 
 
 def main(argv) -> int:
+  return command_line.guarded(_run, argv[1])
+
+
+def _run(command: str) -> int:
   try:
-    return command_line.guarded(_run, argv[1])
+    _prepare(command)
   except KeyboardInterrupt:
     print("Interrupted; start the same command again to continue.", file=sys.stderr)
-    return 130
+    return command_line.INTERRUPTED
+  return 0
 
 
-def _run(command: str) -> None:
+def _prepare(command: str) -> None:
   start = time.perf_counter()
   source, data_dir, workers = _SOURCE.value, _DATA_DIR.value, _WORKERS.value
   output = command_line.make_folder(_OUTPUT.value, "--output")

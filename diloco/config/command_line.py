@@ -25,6 +25,7 @@ from ml_collections import config_flags
 from diloco.config.fields import Config, ConfigError
 from diloco.config.resolve import leaves, resolve
 
+INTERRUPTED = 128 + signal.SIGINT  # Exit status of a program that Ctrl-C ended.
 # The kind of an option's value: int, float, str, or the words to choose from.
 Kind = type | tuple[str, ...]
 
@@ -62,7 +63,7 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
     return 2
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
-    return 128 + signal.SIGINT
+    return INTERRUPTED
   return status if isinstance(status, int) else 0
 
 
@@ -147,8 +148,6 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
   if not str(path).strip():
     raise ConfigError(f"{flag} is empty; give a folder (is a shell variable unset?).")
   folder = pathlib.Path(path)
-  if not str(path):
-    raise ConfigError(f"{flag} is empty; give a folder.")
   try:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from jax.experimental import multihost_utils
 
+from diloco.config.command_line import INTERRUPTED
 from diloco.run.peers import Peers, say
 
 
@@ -112,6 +113,6 @@ def end_at_second_interrupt() -> None:
     while received < 2:
       received += os.read(read, 1)[0] == signal.SIGINT
     say("\nSecond Ctrl-C: ended at once; the same command goes on from the checkpoint.")
-    os._exit(128 + signal.SIGINT)
+    os._exit(INTERRUPTED)
 
   threading.Thread(target=watch, daemon=True).start()
