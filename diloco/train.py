@@ -61,8 +61,9 @@ def train(
     plan = make_plan(c, mesh)
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
-    if summary.note(c) and peers.index == 0:
-      say(f"note: {summary.note(c)}")
+    note = summary.note(c)
+    if note and peers.index == 0:
+      say(f"note: {note}")
     if plan:
       stack.callback(plan.jobs.close)
       plan.transport.connect()

@@ -24,9 +24,9 @@ import sentencepiece
 from absl import flags
 
 from diloco.config import ConfigError, command_line
+from diloco.config.files import replacing
 from diloco.data import pieces as pieces_lib
 from diloco.data.sources import more_documents
-from diloco.data.units import replacing
 from diloco.model.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 _SOURCE = flags.DEFINE_string(

@@ -1,10 +1,13 @@
 """Files that several processes use. No JAX."""
 
+import contextlib
 import errno
 import fcntl
 import json
+import os
 import pathlib
-from typing import IO, Any
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO
 
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
@@ -27,9 +30,19 @@ def try_lock(file: IO) -> bool:
   return True
 
 
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+  """Opens a temporary file, which becomes `path` when it is complete and on disk."""
+  unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+  with unfinished.open("wb+") as file:
+    yield file
+    file.flush()
+    os.fsync(file.fileno())
+  unfinished.rename(path)
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  part = path.with_name(f".{path.name}.part")
-  part.write_text(json.dumps(value, indent=2) + "\n")
-  part.replace(path)
+  with replacing(path) as file:
+    file.write((json.dumps(value, indent=2) + "\n").encode())

@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.config import ConfigError
+from diloco.config.files import replacing, write_json
 from diloco.config.vocabulary import MANIFEST, PLAN, TOKENIZER, VERSION, read_manifest
 from diloco.data import arrays as arrays_lib
 from diloco.data import pieces as pieces_lib
 from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
 from diloco.data.tokenizer import load_tokenizer
-from diloco.data.units import Unit, lock, replacing, run_units, write_json
+from diloco.data.units import Unit, lock, run_units
 
 # Least and most bytes on disk of a unit, and how many units to aim at: few, because
 # training keeps all arrays open (files that cannot be cut may double the number), but

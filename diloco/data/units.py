@@ -8,13 +8,11 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
 
 import tqdm
 
@@ -91,23 +89,6 @@ def _end_with_parent() -> None:
     os._exit(1)
 
   threading.Thread(target=watch, daemon=True).start()
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-  """Opens a temporary file, which becomes `path` when it is complete and on disk."""
-  unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-  with unfinished.open("wb+") as file:
-    yield file
-    file.flush()
-    os.fsync(file.fileno())
-  unfinished.rename(path)
-
-
-def write_json(path: pathlib.Path, value: Any) -> None:
-  """Writes a JSON file, whole or not at all."""
-  with replacing(path) as file:
-    file.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 @contextlib.contextmanager

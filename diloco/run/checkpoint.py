@@ -141,11 +141,16 @@ class Checkpoints:
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
       return None
-    like = lambda step, record: _tree(self._like(step, record))
+    described = dict[int, TrainState]()
+
+    def like(step: int, record: Record) -> dict[str, Any]:
+      described[step] = self._like(step, record)
+      return _tree(described[step])
+
     remedy = "choose another --workdir, or move these away to train from the start"
     step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
     self._set_aside([s for s in steps if s > step])
-    state = _state(arrays, self._like(step, record))
+    state = _state(arrays, described[step])
     if self._peers.index == 0:
       resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
       say(f"Going on from the checkpoint of step {step}.")
