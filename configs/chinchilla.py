@@ -70,7 +70,7 @@ def get_config(arg: str = "35M"):
   c.sync_every = options.get("H", 30)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
   c.model.vocab_size, c.model.seq_len = 32_768, paper.SEQ_LEN
-  c.model.remat, c.model.loss_chunk = True, 256
+  c.model.remat, c.model.loss_chunk = "full", 256
 
   hyper = recommend(
     paper.num_params(layers, c.model.dim),

@@ -45,7 +45,7 @@ def get_config(point: Point):
   c.outer.learning_rate = point.get("outer_lr", 0.6)
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, width
   c.model.vocab_size, c.model.seq_len = VOCABULARY, LENGTH
-  c.model.dtype, c.model.remat = "float32", True
+  c.model.dtype, c.model.remat = "float32", "full"
 
   params = matrix_params(c.model)
   budget = TOKENS_PER_PARAMETER * params * point.get("overtrain", 1)

@@ -27,7 +27,7 @@ def get_config():
   c.model.vocab_size = 0  # As many as the tokenizer has: 2048, or those of your data.
   c.model.seq_len = 128
   c.model.dtype = "float32"
-  c.model.remat = True  # On a CPU, recomputing is faster than storing activations.
+  c.model.remat = "full"  # On a CPU, recomputing is faster than storing activations.
 
   c.inner.learning_rate = 4e-3
   c.inner.warmup_steps = 25

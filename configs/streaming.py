@@ -71,7 +71,7 @@ def get_config(arg: str = "35M"):
   c.model.num_layers, c.model.num_heads, c.model.dim = layers, heads, 64 * heads
   c.model.vocab_size = 32_000
   c.model.seq_len = 1024 if data == "c4" else 2048
-  c.model.remat, c.model.loss_chunk = True, 256
+  c.model.remat, c.model.loss_chunk = "full", 256
 
   n = matrix_params(c.model)
   c.inner.learning_rate = 3978.82 * n**-0.780

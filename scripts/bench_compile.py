@@ -32,7 +32,7 @@ def small_config(layers: int, dim: int):
   """Returns the config of a model with 2,048 pieces and 128 positions."""
   c = default_config()
   c.model.update({"num_layers": layers, "dim": dim, "num_heads": max(dim // 64, 1)})
-  c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": True})
+  c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": "full"})
   c.train.batch_size, c.train.steps = 8, 48
   return c
 

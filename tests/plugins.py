@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from diloco.model import registry
+from diloco.model import loss, registry
 from diloco.model.shapes import BOS_ID
 from diloco.wire import compressors, sizes
 
@@ -90,6 +90,11 @@ class Bigram:
     log_z = jax.nn.logsumexp(logits, axis=-1)
     target = jnp.take_along_axis(logits, tokens_BxL[..., None], axis=-1)[..., 0]
     return log_z - target, log_z**2
+
+  @staticmethod
+  def objective(m, params, tokens_BxL, batch_axes=()):
+    losses = Bigram.losses(m, params, tokens_BxL, batch_axes)
+    return loss.mean_objective(*losses, m.z_loss)
 
   @staticmethod
   def init_cache(m, batch):

@@ -5,7 +5,7 @@ Data-parallel has one model on this axis, and averages its gradient over the who
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import drjax
@@ -54,21 +54,38 @@ def inner_step(
   Returns:
     New parameters, new optimizer state, metrics.
   """
-  gradients = _mean_gradients if c.data_parallel else _gradients
 
-  def step(params, opt_state, tokens_BxL):
-    grads, nll = gradients(c, params, tokens_BxL)
+  def step(params, opt_state, grads, nll):
     updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
     if trainable is not None:
       updates = _masked(updates, trainable)
     metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
     return optax.apply_updates(params, updates), opt_state, metrics
 
-  args = (params_M, opt_state_M, tokens_MxBxL)
+  args = (params_M, opt_state_M, *_gradients_of_all(c, params_M, tokens_MxBxL))
   if c.data_parallel:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
-  each_replica = drjax.program(placements={REPLICA: c.replicas})
-  return each_replica(lambda *args: drjax.map_fn(step, args))(*args)
+  return _each_replica(c, step, *args)
+
+
+def _gradients_of_all(c: Config, params_M: Tree, tokens_MxBxL: jax.Array) -> Any:
+  """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
+  gradients = _mean_gradients if c.data_parallel else _gradients
+  args = (params_M, tokens_MxBxL)
+  if c.models == 1:  # Without the leading axis, because XLA for CPU fuses less with it.
+    one = gradients(c, *jax.tree.map(lambda x: x[0], args))
+    return jax.tree.map(lambda x: x[None], one)
+  if jax.sharding.get_abstract_mesh().shape[REPLICA] == 1:
+    # All replicas live on the same devices. One after the other they need the memory of
+    # one replica's activations, and XLA for CPU is slow at products with a batch axis.
+    return jax.lax.map(lambda args: gradients(c, *args), args)
+  return _each_replica(c, functools.partial(gradients, c), *args)
+
+
+def _each_replica(c: Config, f: Callable[..., Any], *args_M: Any) -> Any:
+  """Maps a function over the replicas, which are sharded over the mesh."""
+  program = drjax.program(placements={REPLICA: c.replicas})
+  return program(lambda *args: drjax.map_fn(f, args))(*args_M)
 
 
 def _norm(tree: Tree) -> jax.Array:
@@ -80,13 +97,12 @@ def _gradients(
   c: Config, params: Tree, tokens_BxL: jax.Array
 ) -> tuple[Tree, jax.Array]:
   """Returns gradient and mean cross entropy over one replica's tokens."""
+  # On one device there is nothing to keep sharded, and XLA fuses less if told so.
+  batch_axes = (FSDP,) if jax.sharding.get_abstract_mesh().size > 1 else ()
 
   def loss(params, tokens_BxL):
-    nll_BxL, z2_BxL = registry.get(c.model).losses(
-      c.model, params, tokens_BxL, batch_axes=(FSDP,)
-    )
-    nll, z2 = nll_BxL.sum(), z2_BxL.sum()
-    return (nll + c.model.z_loss * z2) / tokens_BxL.size, nll / tokens_BxL.size
+    model = registry.get(c.model)
+    return model.objective(c.model, params, tokens_BxL, batch_axes)
 
   grad, accumulate = jax.grad(loss, has_aux=True), c.train.accumulate
   if accumulate == 1:

@@ -49,6 +49,7 @@ Positive = Annotated[int, Range(1, LARGEST)]
 NonNegative = Annotated[float, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 DType = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "full"]
 Algorithm = Literal["data_parallel", "diloco", "streaming"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
@@ -206,8 +207,9 @@ class ModelConfig:
   dtype: DType = "bfloat16"
   # Type of the replicas' parameters. Outer parameters are always float32.
   param_dtype: DType = "float32"
-  # Whether the backward pass recomputes each block, which saves memory.
-  remat: bool = False
+  # What the backward pass recomputes of a block, to save memory. none: nothing. dots:
+  # everything but matrix products. full: everything.
+  remat: Remat = "none"
   # Whether a document in a packed sequence attends only to itself and starts at
   # position 0. The papers do not say that they do this.
   segment_masks: bool = False

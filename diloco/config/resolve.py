@@ -89,6 +89,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 def _resolve(v: dict[str, Any]) -> Config:
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
+  if isinstance(v["model.remat"], bool):  # In configs of older versions.
+    v["model.remat"] = "full" if v["model.remat"] else "none"
   _check_each(v)
   for name in v["plugins"]:
     try:

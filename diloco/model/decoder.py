@@ -8,6 +8,7 @@ Parameters: `diloco.model.shapes.decoder`. Letters: B sequences, L positions, D 
 heads, K head size, F feed-forward width, V vocabulary, N layers, S cached positions.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from diloco.config.fields import ModelConfig
-from diloco.model.loss import token_losses
+from diloco.model import loss
 from diloco.model.shapes import BOS_ID, EOS_ID
 
 Params = dict[str, Any]
@@ -136,7 +137,9 @@ class Decoder(nn.Module):
 
   def setup(self):
     self.embed = Embed(self.m, self.batch_axes)
-    block = nn.remat(Block, prevent_cse=False) if self.m.remat else Block
+    policy = {"dots": jax.checkpoint_policies.dots_saveable}.get(self.m.remat)
+    remat = functools.partial(nn.remat, prevent_cse=False, policy=policy)
+    block = Block if self.m.remat == "none" else remat(Block)
     stack = nn.scan(
       block,
       variable_axes={"params": 0},
@@ -189,12 +192,33 @@ def losses(
   Returns:
     float32 [B, L] each, in nats and nats^2.
   """
+  x_BxLxD, head_VxD, chunk = _before_loss(m, params, tokens_BxL, batch_axes)
+  return loss.token_losses(x_BxLxD, head_VxD, tokens_BxL, chunk, batch_axes)
+
+
+def objective(
+  m: ModelConfig,
+  params: Params,
+  tokens_BxL: jax.Array,
+  batch_axes: tuple[str, ...] = (),
+) -> tuple[jax.Array, jax.Array]:
+  """Computes what training minimises: the mean of nll + z_loss * log(Z)^2.
+
+  Args: as in `losses`.
+
+  Returns:
+    The objective, and the mean cross entropy, which has no gradient; float32 [] each.
+  """
+  x_BxLxD, head_VxD, chunk = _before_loss(m, params, tokens_BxL, batch_axes)
+  return loss.objective(x_BxLxD, head_VxD, tokens_BxL, m.z_loss, chunk, batch_axes)
+
+
+def _before_loss(m: ModelConfig, params: Params, tokens_BxL, batch_axes):
+  """Returns hidden states, head and the loss's chunk."""
   ids_BxL = jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
   x_BxLxD, _ = Decoder(m, batch_axes).apply({"params": params}, ids_BxL)
   # Sequences of tasks may be shorter than seq_len. A chunk must divide their length.
-  chunk = math.gcd(m.loss_chunk, tokens_BxL.shape[1])
-  head_VxD = params["embed"]["tokens"]
-  return token_losses(x_BxLxD, head_VxD, tokens_BxL, chunk, batch_axes)
+  return x_BxLxD, params["embed"]["tokens"], math.gcd(m.loss_chunk, tokens_BxL.shape[1])
 
 
 def init_cache(m: ModelConfig, batch: int) -> Cache:
@@ -274,4 +298,6 @@ def _linear(module: nn.Module, name: str, x: jax.Array, features: int) -> jax.Ar
     (x.shape[-1], features),
     jnp.dtype(module.m.param_dtype),
   )
-  return jnp.einsum("...a,ab->...b", x, kernel.astype(x.dtype))
+  # Two axes, because XLA for CPU is slow at the gradients of products with more.
+  y = x.reshape(-1, x.shape[-1]) @ kernel.astype(x.dtype)
+  return y.reshape(*x.shape[:-1], features)

@@ -1,11 +1,16 @@
 """Cross entropy and z-loss of every token, in chunks of positions.
 
-Letters: B sequences, L positions, C positions per chunk, D width, V vocabulary.
+Letters: B sequences, L positions, C positions per chunk, T = B*C tokens, D width, V
+vocabulary.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+
+Axes = tuple[str, ...]
 
 
 def token_losses(
@@ -13,12 +18,12 @@ def token_losses(
   head_VxD: jax.Array,
   targets_BxL: jax.Array,
   chunk: int = 0,
-  batch_axes: tuple[str, ...] = (),
+  batch_axes: Axes = (),
 ) -> tuple[jax.Array, jax.Array]:
   """Computes cross entropy and squared log-partition of every token.
 
   Logits are float32 for every compute dtype. With `chunk`, at most B*C*V logits exist
-  at once; the backward pass recomputes them.
+  at once. To train, use `objective`: its gradient needs no second forward pass.
 
   Args:
     x_BxLxD: hidden states.
@@ -34,27 +39,127 @@ def token_losses(
   head_VxD = head_VxD.astype(x_BxLxD.dtype)
 
   def losses(x_BxCxD, targets_BxC):
-    logits_BxCxV = jnp.einsum(
-      "bcd,vd->bcv", x_BxCxD, head_VxD, preferred_element_type=jnp.float32
+    _, log_z_T, nll_T = _logits(x_BxCxD, head_VxD, targets_BxC, batch_axes)
+    shape = targets_BxC.shape
+    return nll_T.reshape(shape), jnp.square(log_z_T).reshape(shape)
+
+  chunks = _chunks(x_BxLxD, chunk), _chunks(targets_BxL, chunk)
+  nll, z2 = jax.lax.map(lambda args: losses(*args), chunks)
+  return _join(nll), _join(z2)
+
+
+def mean_objective(
+  nll_BxL: jax.Array, z2_BxL: jax.Array, z_loss: float
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the means over the tokens of nll + z_loss * log(Z)^2, and of nll."""
+  nll = nll_BxL.mean()
+  return nll + z_loss * z2_BxL.mean(), nll
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def objective(
+  x_BxLxD: jax.Array,
+  head_VxD: jax.Array,
+  targets_BxL: jax.Array,
+  z_loss: float,
+  chunk: int = 0,
+  batch_axes: Axes = (),
+) -> tuple[jax.Array, jax.Array]:
+  """Computes what training minimises: `mean_objective` of `token_losses`.
+
+  The forward pass also forms the gradient of the logits, chunk by chunk, and multiplies
+  it by the head and by the hidden states: three matrix products per chunk. A backward
+  pass that starts from the losses would compute the logits again. Products accumulate
+  in float32. The mean cross entropy has no gradient.
+
+  Args:
+    x_BxLxD, head_VxD, targets_BxL, chunk, batch_axes: as in `token_losses`.
+    z_loss: weight of log(Z)^2.
+
+  Returns:
+    Mean objective and mean cross entropy, float32 [] each.
+  """
+  losses = token_losses(x_BxLxD, head_VxD, targets_BxL, chunk, batch_axes)
+  return mean_objective(*losses, z_loss)
+
+
+def _forward(x_BxLxD, head_VxD, targets_BxL, z_loss, chunk, batch_axes):
+  local = functools.partial(_local, targets_BxL.size, z_loss, chunk, batch_axes)
+  if (
+    batch_axes
+  ):  # Each shard sums its chunks first; then one reduction sums the shards.
+    mesh = jax.sharding.get_abstract_mesh()
+    one, rows = P(), P(batch_axes)
+    local = jax.shard_map(
+      local,
+      in_specs=(rows, one, rows),
+      out_specs=((one, one), (rows, one)),
+      # `vmap` adds the replica axis to the specs, so that axis is manual, too.
+      axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+      check_vma=False,
     )
-    if batch_axes:
-      logits_BxCxV = jax.lax.with_sharding_constraint(logits_BxCxV, P(batch_axes))
-    log_z_BxC = jax.nn.logsumexp(logits_BxCxV, axis=-1)
-    target_BxC = jnp.take_along_axis(logits_BxCxV, targets_BxC[..., None], axis=-1)
-    return log_z_BxC - target_BxC[..., 0], log_z_BxC**2
+  return local(x_BxLxD, head_VxD, targets_BxL)
 
-  length = x_BxLxD.shape[1]
-  if not chunk or chunk == length:
-    return losses(x_BxLxD, targets_BxL)
 
-  def chunks(a):  # Splits the positions; the sequences are sharded.
-    split = a.reshape(a.shape[0], length // chunk, chunk, *a.shape[2:])
-    return jnp.moveaxis(split, 1, 0)
+def _local(tokens, z_loss, chunk, axes, x_BxLxD, head_VxD, targets_BxL):
+  """Returns the outputs and the gradients of `objective` for one shard of B.
 
-  def body(_, args):
-    return None, jax.checkpoint(losses)(*args)
+  Args: as in `objective`, and `tokens`, the number of tokens of all shards.
+  """
+  w_VxD = head_VxD.astype(x_BxLxD.dtype)
+  dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  _, by_chunk = jax.lax.scan(body, None, (chunks(x_BxLxD), chunks(targets_BxL)))
-  join = lambda a: jnp.moveaxis(a, 0, 1).reshape(targets_BxL.shape)
-  nll, z2 = by_chunk
-  return join(nll), join(z2)
+  def body(grad_DxV, args):
+    x_BxCxD, targets_BxC = args
+    logits_TxV, log_z_T, nll_T = _logits(x_BxCxD, w_VxD, targets_BxC)
+    # d nll / d logits is p - onehot, and d log(Z)^2 / d logits is 2 log(Z) p.
+    p_TxV = jnp.exp(logits_TxV - log_z_T[:, None]) * (1 + 2 * z_loss * log_z_T)[:, None]
+    hit_TxV = jnp.arange(len(w_VxD)) == targets_BxC.reshape(-1, 1)
+    g_TxV = ((p_TxV - hit_TxV) / tokens).astype(w_VxD.dtype)
+    grad_TxD = dot("tv,vd->td", g_TxV, w_VxD).astype(w_VxD.dtype)
+    # XLA for CPU is fast at this product only if the transpose is an array of its own.
+    x_DxT = jax.lax.optimization_barrier(x_BxCxD.reshape(grad_TxD.shape).T)
+    grad_DxV += dot("dt,tv->dv", x_DxT, g_TxV)
+    sums = nll_T.sum(), jnp.square(log_z_T).sum()
+    return grad_DxV, (sums, grad_TxD.reshape(x_BxCxD.shape))
+
+  grad_DxV = jnp.zeros(w_VxD.shape[::-1], jnp.float32)
+  chunks = _chunks(x_BxLxD, chunk), _chunks(targets_BxL, chunk)
+  grad_DxV, (sums, grad_x) = jax.lax.scan(body, grad_DxV, chunks)
+  nll, z2 = (jnp.sum(a) / tokens for a in sums)
+  if axes:
+    nll, z2, grad_DxV = jax.lax.psum((nll, z2, grad_DxV), axes)
+  grads = _join(grad_x), grad_DxV.T.astype(head_VxD.dtype)
+  return (nll + z_loss * z2, nll), grads
+
+
+def _backward(z_loss, chunk, batch_axes, grads, cotangents):
+  del z_loss, chunk, batch_axes
+  scale, _ = cotangents
+  return *((scale * g).astype(g.dtype) for g in grads), None
+
+
+objective.defvjp(_forward, _backward)
+
+
+def _logits(x_BxCxD, w_VxD, targets_BxC, batch_axes: Axes = ()):
+  """Returns float32 logits (T, V), log(Z) and -log p(target) (T,)."""
+  # Two axes, because XLA for CPU is slow at the gradients of products with more.
+  x_TxD, targets_T = x_BxCxD.reshape(-1, x_BxCxD.shape[-1]), targets_BxC.reshape(-1)
+  logits_TxV = jnp.einsum("td,vd->tv", x_TxD, w_VxD, preferred_element_type=jnp.float32)
+  if batch_axes:
+    logits_TxV = jax.lax.with_sharding_constraint(logits_TxV, P(batch_axes))
+  log_z_T = jax.nn.logsumexp(logits_TxV, axis=-1)
+  target_T = jnp.take_along_axis(logits_TxV, targets_T[:, None], axis=-1)[:, 0]
+  return logits_TxV, log_z_T, log_z_T - target_T
+
+
+def _chunks(a: jax.Array, chunk: int) -> jax.Array:
+  """Splits (B, L, ...) into (L / C, B, C, ...): the sequences may be sharded."""
+  split = a.reshape(a.shape[0], -1, chunk or a.shape[1], *a.shape[2:])
+  return jnp.moveaxis(split, 1, 0)
+
+
+def _join(a: jax.Array) -> jax.Array:
+  """Joins (L / C, B, C, ...) to (B, L, ...)."""
+  return jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])

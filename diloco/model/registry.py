@@ -27,6 +27,10 @@ class Model(Protocol):
     self, m: ModelConfig, params: Params, tokens_BxL: Array, batch_axes: Axes = ()
   ) -> tuple[Array, Array]: ...
 
+  def objective(
+    self, m: ModelConfig, params: Params, tokens_BxL: Array, batch_axes: Axes = ()
+  ) -> tuple[Array, Array]: ...
+
   def init_cache(self, m: ModelConfig, batch: int) -> Any: ...
 
   def logits(

@@ -9,7 +9,7 @@ import jax
 PACKAGE = pathlib.Path(__file__).parents[1]
 _SHARD = "more devices (mesh.fsdp)"
 _STEP = (
-  "a larger train.accumulate, model.remat=true, a smaller model.loss_chunk such as 256,"
+  "a larger train.accumulate, model.remat=full, a smaller model.loss_chunk such as 256,"
   f" or {_SHARD}"
 )
 # {file or folder that called the program: (name of the program, what helps)}

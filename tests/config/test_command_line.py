@@ -52,7 +52,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
   [
     ("config.sync_every=abc", "--config.sync_every=abc: give an integer"),
     ("config.wire.density=x:y: z", "--config.wire.density=x:y: z: give a number"),
-    ("config.model.remat=maybe", "remat=maybe: give true or false"),
+    ("config.model.qk_norm=maybe", "qk_norm=maybe: give true or false"),
     ("config.overlap.taus=(1,2", r"taus=\(1,2: give values such as \(1, 2\)"),
     ("config.sync_evry=3", r"sync_evry is no field \(did you mean sync_every\?\);"),
     ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
@@ -88,11 +88,11 @@ def test_values_after_a_space_and_paths_with_spaces(tmp_path):
   path = tmp_path / "a b.py"
   path.write_bytes((ROOT / "configs" / "sample.py").read_bytes())
   values, argv = flags.FlagValues(), ["program", "--config", str(path)]
-  argv += ["--config.seed", "4", "--noconfig.model.remat", "word"]
+  argv += ["--config.seed", "4", "--noconfig.model.qk_norm", "word"]
   config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
   assert command_line._parse(values, argv) == ["program", "word"]
   config = values["config"].value
-  assert (config.seed, config.model.remat) == (4, False)
+  assert (config.seed, config.model.qk_norm) == (4, False)
 
 
 def test_a_config_file_with_an_error_is_named_with_the_line(tmp_path):
