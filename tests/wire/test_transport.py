@@ -1,12 +1,82 @@
-"""Which meshes a transport can serve; test_home.py and test_mesh.py carry payloads."""
+"""What transports carry between two processes, and which meshes they can serve."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from diloco.config import ConfigError, resolve
+from diloco.model.sharding import FSDP, REPLICA
 from diloco.run.mesh import make_mesh
 from diloco.wire import transport
+
+TESTS = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def processes():
+  """What transports.py finds on two processes with four devices each."""
+  with socket.create_server(("localhost", 0)) as server:
+    address = f"localhost:{server.getsockname()[1]}"
+  flags = "--xla_force_host_platform_device_count=4"
+  env = {
+    **os.environ,
+    "PYTHONPATH": str(TESTS.parent),
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+  }
+  started = [
+    subprocess.Popen(
+      [sys.executable, TESTS / "transports.py", str(i), address],
+      **{"env": env, "text": True, "stdout": subprocess.PIPE},
+    )
+    for i in range(2)
+  ]
+  try:
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+  finally:
+    for process in started:
+      process.kill()
+  assert [process.returncode for process in started] == [0, 0], outputs
+  return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["device", "host"])
+def test_every_process_gets_the_payloads_of_all_replicas(processes, name):
+  for process in processes:
+    for shape, found in process[name]["carried"].items():
+      assert all(found.values()), (shape, found)
+
+
+@pytest.mark.parametrize("name", ["device", "host"])
+def test_connect_opens_all_connections_of_both_processes(processes, name):
+  for process in processes:
+    before, connected, afterwards = process[name]["connections"]
+    assert before < connected == afterwards
+
+
+@pytest.mark.parametrize(
+  ("packed", "groups", "processes", "exchanges"),
+  # The first payload would open the connections too late; without others, or if the
+  # update reduces values instead (psum), there is no payload.
+  [(True, 2, 2, 1), (True, 2, 1, 0), (True, 1, 2, 0), (False, 2, 2, 0)],
+)
+def test_devices_connect_only_if_they_will_carry_payloads_between_processes(
+  monkeypatch, packed, groups, processes, exchanges
+):
+  mesh = type("FakeMesh", (), {"shape": {REPLICA: groups, FSDP: 1}})
+  devices, carried = transport.DeviceTransport(mesh, packed), []
+  monkeypatch.setattr(jax, "process_count", lambda: processes)
+  monkeypatch.setattr(transport, "_one_byte", lambda mesh: np.zeros((groups, 1, 1)))
+  monkeypatch.setattr(devices, "carry", lambda x: carried.append(x.shape) or x)
+  devices.connect()
+  assert carried == [(groups, 1, 1)] * exchanges
 
 
 class _Device:

@@ -1,0 +1,96 @@
+"""Two processes carry random payloads; started by wire/test_transport.py.
+
+usage: transports.py NUMBER ADDRESS, with four CPU devices per process
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, place
+from diloco.wire import exchange, transport
+
+# Row r of the mesh holds a group of replicas on two devices of process OWNERS[r].
+OWNERS = (1, 0, 0, 1)
+# Payloads (replicas, shards, bytes); those of the last two come from other meshes.
+SHAPES = ((4, 2, 3), (8, 2, 5), (8, 1, 3), (4, 4, 3))
+
+
+def make_mesh() -> Mesh:
+  devices = {p: iter(jax.local_devices(p)) for p in set(OWNERS)}
+  grid = [[next(devices[p]), next(devices[p])] for p in OWNERS]
+  return Mesh(np.asarray(grid), (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
+def connections() -> int:
+  """Counts the TCP connections that this process has open."""
+  files = pathlib.Path("/proc/self/fd").iterdir()
+  sockets = {os.readlink(file) for file in files if file.is_socket()}
+  tables = [pathlib.Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
+  rows = [x.split() for t in tables for x in t.read_text().splitlines()[1:]]
+  established = "01"
+  return sum(x[3] == established and f"socket:[{x[9]}]" in sockets for x in rows)
+
+
+def carry(t: transport.Transport, mesh: Mesh, shape: tuple[int, ...]) -> dict:
+  """Carries one payload: whether all values arrive, and how they are sharded."""
+  values = np.random.default_rng(shape).integers(0, 256, shape, dtype=np.uint8)
+  own = shape[1] == mesh.shape[FSDP]
+  payload = place(values, NamedSharding(mesh, P(REPLICA, FSDP) if own else P(REPLICA)))
+  found = t.carry(payload)
+  result = {
+    "values": found.shape == shape and holds(found, lambda part: values[part.index])
+  }
+  if t.hosts:
+    result["everywhere"] = found.sharding == NamedSharding(t.hosts, P())
+    return result
+
+  def expected(s: int, device: jax.Device) -> np.ndarray:
+    """Returns the payload of the group that is s + 1 rows before the device's row."""
+    [[row, shard]] = np.argwhere(mesh.devices == device)
+    group = np.split(values, len(OWNERS))[(row - s - 1) % len(OWNERS)]
+    return (group[:, shard] if own else group).reshape(-1)
+
+  parts = transport.start(mesh, payload)
+  result["parts"] = len(parts) == len(OWNERS) - 1 and all(
+    holds(x, lambda part, s=s: expected(s, part.device)) for s, x in enumerate(parts)
+  )
+  if own:
+    place_of_all = exchange.transmitted(mesh)
+    result["everywhere"] = found.sharding.is_equivalent_to(place_of_all, found.ndim)
+    result["once"] = t.carry(found) is found
+  return result
+
+
+def holds(x: jax.Array, expected) -> bool:
+  """Returns whether every part on this process's devices is `expected(part)`."""
+  return all(np.array_equal(part.data, expected(part)) for part in x.addressable_shards)
+
+
+def main() -> None:
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]))
+  mesh, results = make_mesh(), {}
+  with jax.set_mesh(mesh):
+    for name, t in {
+      "device": transport.DeviceTransport(mesh),
+      "host": transport.HostTransport(mesh),
+    }.items():
+      opened = [connections()]
+      t.connect()
+      opened.append(connections())
+      carried = {str(shape): carry(t, mesh, shape) for shape in SHAPES}
+      opened.append(connections())
+      results[name] = {"connections": opened, "carried": carried}
+  print(json.dumps(results), flush=True)
+  jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+  main()
