@@ -126,6 +126,7 @@ class Snapshot:
   moments: dict[str, ref.Params]
   log: list[tuple]
   sent: list[int]
+  received: list[int]
 
 
 def run(program: Program, H: int, taus, T: int, start, inner):
@@ -177,6 +178,7 @@ def snapshot(program, plan, params_M, state, events) -> Snapshot:
     moments=jax.tree.map(np.asarray, moments),
     log=[(kinds[e.kind], e.step, e.fragment) for e in events],
     sent=[e.sent for e in events if e.kind == "send"],
+    received=[e.sent for e in events if e.kind == "receive"],
   )
 
 
@@ -229,6 +231,7 @@ def compare(program: Program, got: Snapshot, want: ref.Result, T: int):
     assert got.sent == [round(sizes.copies("psum", program.M) * n) for n in values]
   else:
     assert got.sent == [(program.M - 1) * n for n in want.payload]
+  assert got.received == [0] * len(updates)  # The senders count these bytes.
   pairs = [("outer", got.outer, want.outer)]
   pairs += [
     (f"replica {m}", got.replicas[m], want.replicas[m]) for m in range(program.M)

@@ -88,6 +88,17 @@ def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
   recorder.close()
 
 
+def test_only_sends_count_bytes(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  norm = {"outer_grad_norm": jnp.ones(2)}
+  recorder.events([Event("send", 1, 4, 10, norm), Event("receive", 1, 6, 10, norm)])
+  assert recorder.ledger == Ledger({"1": [1, 10]}, peak=10, latest=[4, 10])
+  recorder.flush()
+  assert [r["bytes"] for r in metrics.read(tmp_path, "send")] == [10]
+  assert ["bytes" in r for r in metrics.read(tmp_path, "receive")] == [False]
+  recorder.close()
+
+
 def test_metrics_of_all_processes_are_joined_by_replica():
   # Process 0 has its own pairs as tuples; those of the others come as JSON.
   assert _join([[(1, 0.5), (2, 0.5)], [[0, 0.7]]]) == [0.7, 0.5, 0.5]
