@@ -155,6 +155,34 @@ def test_stochastic_rounding_is_unbiased_and_goes_to_neighbours(name):
     assert abs(np.abs(values[:, i]).mean(dtype=np.float64) - v) <= 5 * spread + 1e-7
 
 
+@pytest.mark.parametrize("name", ["e3m0", "e2m1", "e4m3fn", "e1m1"])
+def test_stochastic_rounding_goes_up_exactly_below_the_probability(name):
+  fmt, rng, k = formats.parse_format(name), np.random.default_rng(0), jnp.int32(-3)
+  x = np.float32(fmt.max_value / 8) * rng.uniform(0.5, 1, 600).astype(np.float32)
+  x = np.ldexp(x, -(np.arange(600) % 60))  # The last are too small ever to go up.
+  table = np.array([fmt.magnitude(c) for c in range(fmt.max_code + 1)]) / 8
+  below = np.searchsorted(table, x, side="right") - 1
+  step = np.diff(table)[below]
+  # Of each random number, 26 bits count. Float64 is exact here.
+  chances = np.floor((x.astype(np.float64) - table[below]) / step * 2**26)
+  assert set(chances) >= {0, 1}
+  rest = rng.integers(0, 64, 600)
+  found = encode(fmt, x, k, np.uint32(chances * 64 + rest))
+  np.testing.assert_array_equal(found, below)
+  x, below, chances, rest = (a[chances > 0] for a in (x, below, chances, rest))
+  found = encode(fmt, x, k, np.uint32((chances - 1) * 64 + rest))
+  np.testing.assert_array_equal(found, below + 1)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_no_block_decodes_to_an_infinity(stochastic):
+  largest = float(np.finfo(np.float32).max)
+  for name in GENERAL:
+    fmt = formats.parse_format(name)
+    k = int(codes_lib.scale_exponents(fmt, largest, stochastic))
+    assert fmt.max_value * 2.0**k <= largest < fmt.max_value * 2.0 ** (k + 1)
+
+
 @pytest.mark.parametrize("name", ["e3m9", "e0m3", "fp4", "e8m0", "e2m1fn", ""])
 def test_unknown_formats_are_refused(name):
   with pytest.raises(ValueError, match=r"wire.format is"):
@@ -181,7 +209,7 @@ def test_packing_round_trip_and_exact_size(width, n):
 
 
 @pytest.mark.parametrize("width", range(1, 9))
-@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7)])
+@pytest.mark.parametrize("shape", [(96,), (3, 64), (5, 7), (16, 30)])
 def test_packing_puts_every_bit_where_the_layout_says(width, shape):
   codes = np.random.default_rng(width).integers(0, 1 << width, shape).astype(np.uint8)
   n, group = codes.size, 8 // math.gcd(width, 8)
