@@ -1,4 +1,4 @@
-"""Two processes carry random payloads; started by wire/test_transport.py.
+"""Two processes exchange random values; started by wire/test_transport.py.
 
 usage: transports.py NUMBER ADDRESS, with four CPU devices per process
 """
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, place
+from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, place, shardings
 from diloco.wire import exchange, transport
 
 # Row r of the mesh holds a group of replicas on two devices of process OWNERS[r].
@@ -68,6 +68,22 @@ def carry(t: transport.Transport, mesh: Mesh, shape: tuple[int, ...]) -> dict:
   return result
 
 
+def reduce(mesh: Mesh) -> bool:
+  """Returns whether every device gets its part of the mean of eight replicas."""
+  rng = np.random.default_rng(0)
+  # fsdp shards an axis of 4, but not of 5. The sums of small integers are exact.
+  draw = lambda *shape: rng.integers(-9, 9, (8, *shape)).astype(np.float32)
+  values_M = {"blocks": {"w": draw(3, 4, 2), "odd": draw(3, 5)}, "embed": draw(4, 3)}
+  places = shardings(values_M, mesh, (REPLICA,))
+  mean = exchange.all_reduce(mesh, jax.tree.map(place, values_M, places))
+  expected = jax.tree.map(lambda x_M: x_M.mean(axis=0), values_M)
+  same = lambda x, at, value: (
+    x.sharding.is_equivalent_to(at, x.ndim) and holds(x, lambda part: value[part.index])
+  )
+  places = shardings(expected, mesh)
+  return all(jax.tree.leaves(jax.tree.map(same, mean, places, expected)))
+
+
 def holds(x: jax.Array, expected) -> bool:
   """Returns whether every part on this process's devices is `expected(part)`."""
   return all(np.array_equal(part.data, expected(part)) for part in x.addressable_shards)
@@ -88,6 +104,7 @@ def main() -> None:
       carried = {str(shape): carry(t, mesh, shape) for shape in SHAPES}
       opened.append(connections())
       results[name] = {"connections": opened, "carried": carried}
+    results["mean"] = reduce(mesh)
   print(json.dumps(results), flush=True)
   jax.distributed.shutdown()
 

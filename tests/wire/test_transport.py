@@ -61,6 +61,10 @@ def test_connect_opens_all_connections_of_both_processes(processes, name):
     assert before < connected == afterwards
 
 
+def test_every_device_gets_its_part_of_the_mean_of_all_replicas(processes):
+  assert [process["mean"] for process in processes] == [True, True]
+
+
 @pytest.mark.parametrize(
   ("packed", "groups", "processes", "exchanges"),
   # The first payload would open the connections too late; without others, or if the
