@@ -141,13 +141,14 @@ def test_every_saved_position_resumes_bit_for_bit(
 def test_the_window_shuffles_packed_sequences_and_keeps_all(tiny, set_documents):
   set_documents([800])
   tiny.replicas, tiny.train.batch_size, tiny.model.seq_len = 1, 1, 8
-  plain = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0].tolist()
-  tiny.data.shuffle_window = 20
-  mixed = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0].tolist()
-  for start in range(0, 60, 20):
-    window = slice(start, start + 20)
-    assert plain[window] != mixed[window]
-    assert sorted(plain[window]) == sorted(mixed[window])
+  plain = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0, 0]
+  for size in (2, 20):
+    tiny.data.shuffle_window = size
+    mixed = np.concatenate(batches(config_lib.resolve(tiny), 60))[:, 0, 0]
+    before, after = plain.reshape(-1, size), mixed.reshape(-1, size)
+    np.testing.assert_array_equal(np.sort(before), np.sort(after))
+    # Of two sequences, every other window keeps the order.
+    assert np.mean((before != after).any(axis=1)) > (0.2 if size == 2 else 0.99)
 
 
 def test_each_replica_has_its_own_order(tiny, set_documents):
@@ -242,6 +243,28 @@ def test_evaluation_counts_every_token_once(numbered):
   cut = data_lib.make_eval_set(config_lib.resolve(ConfigDict(fields)))
   assert cut.num_tokens == 10
   np.testing.assert_array_equal(cut.tokens[cut.weights > 0], stream[:10])
+
+
+def test_evaluation_reads_no_document_beyond_its_budget(tiny, monkeypatch):
+  class Documents(IdDocuments):
+    def __init__(self, lengths):
+      super().__init__(lengths)
+      self.read = []
+
+    def __getitem__(self, index):
+      self.read.append(index)
+      return self.tokens[index]
+
+    def num_bytes(self, index, num_tokens):
+      return num_tokens
+
+  for budget, read in ((1, [0]), (6, [0]), (9, [0, 1]), (0, [0, 1, 2])):
+    documents = Documents([5] * 3)
+    monkeypatch.setattr(pipeline, "make_documents", lambda c, split, d=documents: d)
+    tiny.eval.tokens = budget
+    whole = data_lib.make_eval_set(config_lib.resolve(tiny))
+    assert documents.read == read
+    assert whole.num_tokens == whole.num_bytes == (budget or 18)
 
 
 def test_a_token_budget_counts_the_bytes_of_its_tokens(numbered):
@@ -444,6 +467,39 @@ def test_damaged_tfds_data_are_named(tiny, standin, tmp_path, damage):
   iterate = lambda: next(data_lib.make_train_iterator(config_lib.resolve(tiny)))
   with pytest.raises(ConfigError, match=r"dolma/1.0.0 .*(fetch|prepare) the data set"):
     iterate()
+
+
+@pytest.mark.parametrize(
+  ("fields", "tokens", "message"),
+  [
+    ({}, 16, "model.seq_len is 16, which .* 16 tokens at once; .* at most 15"),
+    ({}, 64, "train.batch_size is 4, which .* 64 tokens at once; .* at most 3"),
+    ({"data.prefetch": 3}, 192, "data.prefetch is 3, which .* 192 .* at most 2"),
+    ({"data.shuffle_window": 7}, 224, "window is 7, which .* 224 .* at most 6"),
+  ],
+)
+def test_exactly_as_many_tokens_as_fit_are_kept(
+  tiny, monkeypatch, fields, tokens, message
+):
+  tiny.data.prefetch, tiny.data.shuffle_window = 0, 0
+  tiny.update_from_flattened_dict(fields)
+  c = config_lib.resolve(tiny)
+  monkeypatch.setattr(pipeline, "_MOST_TOKENS", tokens - 1)
+  with pytest.raises(ConfigError, match=message):
+    data_lib.make_train_iterator(c)
+  monkeypatch.setattr(pipeline, "_MOST_TOKENS", max(tokens, 64))
+  data_lib.make_train_iterator(c).close()
+
+
+def test_an_evaluation_batch_of_exactly_as_many_tokens_as_fit_is_kept(
+  tiny, monkeypatch
+):
+  monkeypatch.setattr(pipeline, "_MOST_TOKENS", 63)
+  c = config_lib.resolve(tiny)
+  with pytest.raises(ConfigError, match=r"eval.batch_size is 4, .* 64 .* at most 3"):
+    data_lib.make_eval_set(c)
+  monkeypatch.setattr(pipeline, "_MOST_TOKENS", 64)
+  assert data_lib.make_eval_set(c).tokens.shape[1:] == (4, 16)
 
 
 def test_a_huge_evaluation_batch_is_refused(tiny):
