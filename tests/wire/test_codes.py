@@ -189,7 +189,7 @@ def test_unknown_formats_are_refused(name):
     formats.parse_format(name)
 
 
-@pytest.mark.parametrize("n", [1, 7, 96, 128, 4097, 100_000])
+@pytest.mark.parametrize("n", [1, 7, 15, 96, 128, 4097, 100_000])
 def test_largest_magnitude_equals_numpy(n):
   bits = np.random.default_rng(n).integers(0, 1 << 32, (30, n), dtype=np.uint32)
   bits[10:20] &= 0xBFFFFFFF  # Finite: the top bit of the exponent is off.

@@ -106,6 +106,15 @@ def test_a_block_with_nan_or_inf_decodes_to_nan_and_others_stay():
   assert np.isnan(np.asarray(c.decode(c.encode(x, KEY), 1, 8))[0, :4]).all()
 
 
+def test_scale_bytes_are_those_of_e8m0():
+  # A byte b stands for 2^(b - 127), and 255 for NaN (OCP Microscaling Formats).
+  x = np.float32([[16, 1, 2, 64, np.nan, 1, 2.0**-120, 0]])
+  code = codec(format="e3m0", block_size=2).encode(x, KEY)
+  # 16 is the largest value of e3m0. The smallest scale is that of 2^-124, since no
+  # decoded value may be a subnormal number.
+  np.testing.assert_array_equal(code[4:], [127, 129, 255, 127 - 124])
+
+
 @pytest.mark.parametrize(
   ("name", "options"),
   [
