@@ -174,6 +174,22 @@ def test_stochastic_rounding_goes_up_exactly_below_the_probability(name):
   np.testing.assert_array_equal(found, below + 1)
 
 
+def test_the_scale_grows_exactly_where_the_largest_value_no_longer_fits():
+  up = lambda x: np.nextafter(x, np.float32(np.inf))
+  down = lambda x: np.nextafter(x, np.float32(0))
+  # The largest code is even in e4m3fn only; there a tie goes to it.
+  for fmt in map(formats.parse_format, [*GENERAL, "e4m3fn"]):
+    table = [fmt.magnitude(c) for c in (fmt.max_code - 1, fmt.max_code)]
+    # The step after the largest value; without mantissa bits it doubles the value.
+    step = table[1] - table[0] if fmt.mantissa_bits else table[1]
+    middle, even = np.float32(table[1] + step / 2), fmt.max_code % 2 == 0
+    k = codes_lib.scale_exponents(fmt, np.array([down(middle), middle, up(middle)]))
+    np.testing.assert_array_equal(k, [0, 0 if even else 1, 1])
+    largest = np.float32(table[1])
+    k = codes_lib.scale_exponents(fmt, np.array([largest, up(largest)]), True)
+    np.testing.assert_array_equal(k, [0, 1])
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_no_block_decodes_to_an_infinity(stochastic):
   largest = float(np.finfo(np.float32).max)
