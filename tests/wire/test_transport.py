@@ -61,6 +61,20 @@ def test_connect_opens_all_connections_of_both_processes(processes, name):
     assert before < connected == afterwards
 
 
+def test_only_packed_payloads_between_devices_are_carried_behind_inner_steps(processes):
+  for process in processes:
+    assert process["device"]["hides"]
+    assert not process["host"]["hides"]
+    assert not process["psum carries"]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "psum"])
+def test_the_config_says_whether_devices_carry_payloads(tiny, exchange):
+  tiny.wire.exchange = exchange
+  mesh = type("FakeMesh", (), {"shape": {REPLICA: 2, FSDP: 1}})
+  assert transport.make_transport(resolve(tiny), mesh).hides == (exchange == "gather")
+
+
 def test_every_device_gets_its_part_of_the_mean_of_all_replicas(processes):
   assert [process["mean"] for process in processes] == [True, True]
 
