@@ -1,1 +1,1 @@
-"""Dry run for TPUs: compiles training programs without the TPUs."""
+"""Dry run for TPUs and GPUs: compiles training programs without the devices."""

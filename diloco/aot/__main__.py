@@ -1,11 +1,13 @@
-"""Dry run for TPUs: compiles a config's training programs on a machine without TPUs.
+"""Dry run: compiles a config's training programs for TPUs or GPUs that are not there.
 
 python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
+python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=h100:8 --slices=2
 python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e --slices=2
 
 The first command prints memory, compile time, bytes between replicas and overlap of
-each program. The second command finds the smallest slices on which training fits. Both
-need the extra `tpu`; see docs/aot.md.
+each program on two slices, the second on two nodes of eight GPUs. The third command
+finds the smallest slices on which training fits. TPUs need the extra `tpu`, GPUs the
+extra `gpu-aot`; see docs/aot.md.
 """
 
 import os
@@ -19,13 +21,19 @@ _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
 )
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "Chip and grid, as v5e:16x16; or a chip, to find the smallest grid."
+  "topology",
+  None,
+  "Chip and grid, as v5e:16x16; GPU and number in a node, as h100:8; or a chip or GPU"
+  " alone, to find the smallest.",
 )
 _SLICES = flags.DEFINE_integer(
-  "slices", 1, "Number of slices, joined by the data-centre network.", lower_bound=1
+  "slices",
+  1,
+  "Number of slices or nodes, joined by the data-centre network.",
+  lower_bound=1,
 )
 _QUICK = flags.DEFINE_bool(
-  "quick", False, "Compile with XLA's least effort: faster, but without overlap."
+  "quick", False, "Compile with XLA's least effort: faster, but without overlap (TPUs)."
 )
 
 

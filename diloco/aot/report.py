@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from diloco.aot import hlo
 from diloco.aot.programs import Program, Programs, nbytes
-from diloco.aot.topology import TOPOLOGIES, describe, make_mesh
+from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, ConfigError, changed, resolve
 from diloco.config.command_line import one_line
 from diloco.model.shapes import flops_per_token, num_params
@@ -32,8 +32,10 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
     quick: as in `Programs.compile`.
 
   Raises:
-    ConfigError: the config, the topology or the layout is not possible.
+    ConfigError: the config, the topology or the layout is not possible, or `quick` is
+      set for GPUs.
   """
+  _check_quick(topology, quick)
   devices = describe(topology, slices)
   c = fit_eval_batch(resolve(config), len(devices))
   programs = Programs(c, make_mesh(c, devices, slices))
@@ -87,11 +89,12 @@ def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
     quick: as in `Programs.compile`.
 
   Raises:
-    ConfigError: there is no such chip, or nothing fits.
+    ConfigError: there is no such chip, nothing fits, or `quick` is set for GPUs.
   """
   if chip not in TOPOLOGIES:
     known = ", ".join(TOPOLOGIES)
     raise ConfigError(f"--topology={chip} is no chip; choose {known}, or add a grid.")
+  _check_quick(chip, quick)
   for grid in TOPOLOGIES[chip]:
     where = f"{slices} x {chip}:{grid}"
     devices = describe(f"{chip}:{grid}", slices)
@@ -110,7 +113,18 @@ def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
       if fits:
         return
       accumulate *= 2
-  raise ConfigError(f"no {chip} slice fits; shard more (mesh.fsdp) or lower the batch.")
+  place = "node" if chip in GPUS else "slice"
+  raise ConfigError(
+    f"no {chip} {place} fits; shard more (mesh.fsdp) or lower the batch."
+  )
+
+
+def _check_quick(topology: str, quick: bool) -> None:
+  if quick and topology.partition(":")[0] in GPUS:
+    raise ConfigError(
+      f"--quick changes nothing for --topology={topology}, because XLA for GPUs knows"
+      " only one effort; leave it out."
+    )
 
 
 def _try(c: Config, programs: Programs, hbm: int, quick: bool) -> tuple[bool, str]:

@@ -1,12 +1,17 @@
-"""Describes TPU slices by name, with libtpu, and makes meshes of them."""
+"""Describes TPU slices and GPU nodes by name, and makes meshes of them.
+
+libtpu describes the slices, the CUDA plugin of JAX describes the nodes.
+"""
 
 import importlib.util
+import pathlib
 from typing import Any
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from diloco.config import Config, ConfigError
+from diloco.config.command_line import one_line
 from diloco.model.sharding import REPLICA
 from diloco.run import mesh as run_mesh
 
@@ -16,23 +21,31 @@ _GRIDS_3D = (
   *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
   *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
-TOPOLOGIES = {"v5e": _GRIDS_2D, "v6e": _GRIDS_2D, "v5p": _GRIDS_3D}
+# GPUs of a node, which NVLink joins.
+_NODES = ("1", "2", "4", "8")
+GPUS = ("h100", "h200")
+TOPOLOGIES = {
+  **{"v5e": _GRIDS_2D, "v6e": _GRIDS_2D, "v5p": _GRIDS_3D},
+  **dict.fromkeys(GPUS, _NODES),
+}
 
 
 def describe(topology: str, slices: int = 1) -> list[Any]:
-  """Lists the devices of a TPU topology, slice by slice.
+  """Lists the devices of a topology, slice by slice.
 
   Args:
-    topology: chip and grid, for example v5e:16x16.
-    slices: number of slices, joined by the data-centre network.
+    topology: chip and grid, for example v5e:16x16, or chip and GPUs of a node: h100:8.
+    slices: number of slices or nodes, joined by the data-centre network.
 
   Raises:
-    ConfigError: there is no such topology, or libtpu is missing.
+    ConfigError: there is no such topology, or libtpu or the CUDA plugin is missing.
   """
   chip, _, grid = topology.partition(":")
   if grid not in TOPOLOGIES.get(chip, ()):
     known = "; ".join(f"{k}: {', '.join(v)}" for k, v in TOPOLOGIES.items())
     raise ConfigError(f"--topology={topology} does not exist; choose from {known}.")
+  if chip in GPUS:
+    return _describe_nodes(chip, grid, slices)
   if importlib.util.find_spec("libtpu") is None:
     raise ConfigError(
       "the dry run needs libtpu: pip install libtpu, or '.[tpu]' from a clone."
@@ -40,6 +53,26 @@ def describe(topology: str, slices: int = 1) -> list[Any]:
   # By default, libtpu assumes that a host holds at least four chips.
   host = {"chips_per_host_bounds": (1, 1, 1)} if grid == "1x1" else {}
   found = topologies.get_topology_desc(topology, "tpu", num_slices=slices, **host)
+  return list(found.devices)
+
+
+def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[Any]:
+  if importlib.util.find_spec("jax_cuda12_plugin") is None:
+    raise ConfigError(
+      "the dry run for GPUs needs JAX's CUDA plugin: pip install 'jax[cuda12-local]',"
+      " or '.[gpu-aot]' from a clone."
+    )
+  facts = pathlib.Path(__file__).with_name(f"{chip}.txtpb").read_text()
+  shape = f"1x{nodes}x{gpus}"  # Partitions, hosts, devices of a host.
+  try:
+    found = topologies.get_topology_desc(
+      platform="cuda", topology=shape, target_config=facts
+    )
+  except (RuntimeError, ValueError) as error:
+    raise ConfigError(
+      f"JAX's CUDA plugin does not describe {chip} ({one_line(error)}); install the"
+      " version that belongs to JAX: pip install 'jax[cuda12-local]'."
+    ) from error
   return list(found.devices)
 
 

@@ -5,12 +5,14 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import topologies
 
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state, init_state
@@ -18,6 +20,7 @@ from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes
 from diloco.config import ConfigError, resolve
 from diloco.model.shapes import num_params
+from diloco.run import hardware
 from diloco.run.mesh import make_mesh
 from diloco.wire import sizes
 
@@ -29,9 +32,11 @@ needs_libtpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e"])
+@pytest.mark.parametrize(
+  "name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e", "h100:3", "b200:8"]
+)
 def test_topologies_that_do_not_exist(name):
-  with pytest.raises(ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*v5p"):
+  with pytest.raises(ConfigError, match=r"does not exist.*v5e: 1x1, 2x2.*h100: 1, 2"):
     topology.describe(name)
 
 
@@ -41,9 +46,56 @@ def test_without_libtpu_the_error_names_the_extra(monkeypatch):
     topology.describe("v5e:2x2")
 
 
+def test_without_the_cuda_plugin_the_error_names_the_extra(monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(ConfigError, match=r"cuda12-local.*or '.\[gpu-aot"):
+    topology.describe("h100:8")
+
+
+def test_a_cuda_plugin_of_another_version_is_named(monkeypatch):
+  def unknown(*args, **kwargs):
+    raise NotImplementedError("topology not implemented for platform 'cuda'")
+
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: "here")
+  monkeypatch.setattr(topologies, "get_topology_desc", unknown)
+  with pytest.raises(
+    ConfigError, match=r"does not describe h100 .*install the version"
+  ):
+    topology.describe("h100:8")
+
+
 def test_chips_that_do_not_exist(tiny):
-  with pytest.raises(ConfigError, match="--topology=v1 is no chip; choose v5e, v6e"):
+  with pytest.raises(
+    ConfigError, match=r"--topology=v1 is no chip; choose v5e, .*h200"
+  ):
     list(report.find(tiny, "v1", 1, quick=False))
+
+
+@pytest.mark.parametrize("run", [report.report, report.find])
+def test_quick_is_refused_for_gpus(run, tiny):
+  with pytest.raises(ConfigError, match="--quick changes nothing for --topology=h100"):
+    list(run(tiny, "h100", 1, quick=True))
+
+
+@pytest.mark.parametrize("chip", topology.GPUS)
+def test_the_memory_of_a_gpu_is_that_of_its_facts(chip, monkeypatch):
+  monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "1.0")
+  facts = pathlib.Path(topology.__file__).with_name(f"{chip}.txtpb").read_text()
+  [kind] = re.findall(r'device_description_str: "(.*)"', facts)
+  [memory] = re.findall(r"device_memory_size: (\d+)", facts)
+  assert hardware.hbm_bytes(kind) == pytest.approx(int(memory), rel=1e-4)
+
+
+def test_xla_gives_three_quarters_of_a_gpu_to_programs(monkeypatch):
+  monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+  assert hardware.hbm_bytes("NVIDIA H200") == int(0.75 * 141 * 2**30)
+  monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+  assert hardware.hbm_bytes("NVIDIA H200") == int(0.5 * 141 * 2**30)
+  assert hardware.hbm_bytes("TPU v5 lite") == int(15.75 * 2**30)
+  for wrong in ("x", "0", "1.5", "nan"):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", wrong)
+    with pytest.raises(ConfigError, match=f"XLA_CLIENT_MEM_FRACTION is '{wrong}'; set"):
+      hardware.hbm_bytes("NVIDIA H200")
 
 
 def test_replicas_must_divide_over_the_slices(tiny):
