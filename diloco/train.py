@@ -14,6 +14,7 @@ from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import Event, final_params, init_state
 from diloco.config import Config, resolve
 from diloco.evaluate.evaluation import Evaluation
+from diloco.model import attention
 from diloco.run import summary
 from diloco.run.batches import Batches
 from diloco.run.checkpoint import Checkpoints, Record, make_record
@@ -62,8 +63,10 @@ def train(
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
-    if note and peers.index == 0:
-      say(f"note: {note}")
+    if peers.index == 0:
+      say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
+      if note:
+        say(f"note: {note}")
     if plan:
       stack.callback(plan.jobs.close)
       plan.transport.connect()

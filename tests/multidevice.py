@@ -9,9 +9,11 @@ import json
 import sys
 
 import conftest
+import drjax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
 from diloco.algorithm import fragments, optimizers, overlap
@@ -27,7 +29,8 @@ from diloco.algorithm.state import (
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
-from diloco.model import shapes, sharding
+from diloco.config.fields import ModelConfig
+from diloco.model import attention, shapes, sharding
 from diloco.run.mesh import make_mesh
 from diloco.wire import exchange
 from diloco.wire.transport import transmit
@@ -241,6 +244,60 @@ def shards(compressor: str, rounding: str) -> dict[str, bool]:
   }
 
 
+def attention_errors(name: str, dtype: str, masks: bool, fsdp: int) -> list[float]:
+  """Errors of y, dq, dk, dv under DrJAX's map, relative to the largest value."""
+  m, b, length, h, k = 2, 4, 384, 2, 16
+  dims = ModelConfig(
+    dim=h * k, num_heads=h, seq_len=length, dtype=dtype, attention=name
+  )
+  rng = np.random.default_rng(0)
+  q, k, v, dy = np.asarray(jnp.asarray(rng.normal(size=(4, m, b, length, h, k)), dtype))
+  segment = np.sort(rng.integers(0, 5, (m, b, length))).astype(np.int32)
+  true = numpy_attention.attention(q, k, v, segment if masks else None, dy)
+
+  def of_a_replica(q, k, v, dy, segment):
+    seen = segment if masks else None
+    attend = lambda q, k, v: attention.attend(dims, q, k, v, seen, (sharding.FSDP,))
+    y, pull = jax.vjp(attend, q, k, v)
+    return y, *pull(dy)
+
+  mesh = make_mesh(make_config(), jax.devices()[: 2 * fsdp])
+  program = drjax.program(placements={sharding.REPLICA: m})(
+    lambda *args: drjax.map_fn(of_a_replica, args)
+  )
+  with jax.set_mesh(mesh):
+    mine = [np.asarray(x, np.float64) for x in jax.jit(program)(q, k, v, dy, segment)]
+  return [np.abs(a - b).max() / np.abs(b).max() for a, b in zip(mine, true)]
+
+
+def attentions() -> dict:
+  """Errors of each attention, and losses of whole runs with it."""
+  numpy_attention.run_cudnn_on_cpu()
+  attention.check = lambda m, device: None  # It refuses kernels on a CPU.
+  errors = {
+    f"{name}, {dtype}, fsdp {fsdp}{', masks' * masks}": attention_errors(
+      name, dtype, masks, fsdp
+    )
+    for name, dtype, masks, fsdp in (
+      ("xla", "float32", True, 2),
+      ("splash", "float32", False, 2),
+      ("splash", "float32", True, 1),
+      ("splash", "float32", True, 2),
+      ("splash", "bfloat16", False, 2),
+      ("cudnn", "bfloat16", False, 1),
+      ("cudnn", "bfloat16", False, 2),
+    )
+  }
+  fields = {
+    **{"algorithm": "data_parallel", "model.seq_len": 128, "model.num_layers": 1},
+    **{"train.accumulate": 2, "model.remat": True, "model.segment_masks": True},
+  }
+  runs = {
+    name: losses(4, **fields, **{"model.attention": name}) for name in ("xla", "splash")
+  }
+  return {"errors": errors, "losses": runs}
+
+
 def main() -> None:
   one_model = {"algorithm": "data_parallel"}
   layouts = {
@@ -259,6 +316,7 @@ def main() -> None:
     "16_bits": (2, {**one_model, "inner.gradient_dtype": "bfloat16"}),
   }
   parts = {
+    "attentions": attentions,
     "gradients": lambda: {
       "2": gradients(2),
       "8": gradients(8),

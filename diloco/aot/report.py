@@ -15,6 +15,7 @@ from diloco.aot.programs import Program, Programs, nbytes
 from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, ConfigError, changed, resolve
 from diloco.config.command_line import one_line
+from diloco.model import attention
 from diloco.model.shapes import flops_per_token, num_params
 from diloco.run import hardware
 from diloco.run.mesh import fit_eval_batch
@@ -42,7 +43,8 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
   hbm, (replica, fsdp) = _memory(devices), programs.mesh.devices.shape
   yield (
     f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of {_size(hbm)},"
-    f" mesh replica {replica} x fsdp {fsdp}"
+    f" mesh replica {replica} x fsdp {fsdp}, attention"
+    f" {attention.choose(c.model, devices[0])}"
   )
   flops = flops_per_token(c.model) * c.tokens_per_step
   yield (

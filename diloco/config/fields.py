@@ -210,6 +210,10 @@ class ModelConfig:
   # What the backward pass recomputes of a block, to save memory. none: nothing. dots:
   # everything but matrix products. full: everything.
   remat: Remat = "none"
+  # How attention is computed (docs/aot.md): splash on TPUs, cudnn on NVIDIA GPUs, xla
+  # anywhere. auto: the best that the devices and the other fields allow. All agree up
+  # to rounding. Generation always uses xla.
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
   # Whether a document in a packed sequence attends only to itself and starts at
   # position 0. The papers do not say that they do this.
   segment_masks: bool = False

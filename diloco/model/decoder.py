@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.config.fields import ModelConfig
 from diloco.model import loss
+from diloco.model.attention import attend
 from diloco.model.shapes import BOS_ID, EOS_ID
 
 Params = dict[str, Any]
@@ -43,6 +44,7 @@ class Attention(nn.Module):
   """Causal self-attention with LayerNorm on queries and keys."""
 
   m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
 
   @nn.compact
   def __call__(self, x_BxLxD, cache=None, start=None, segment_BxL=None):
@@ -54,8 +56,11 @@ class Attention(nn.Module):
     if m.qk_norm:
       q_BxLxHxK = _norm(m, "q_norm")(q_BxLxHxK)
       k_BxLxHxK = _norm(m, "k_norm")(k_BxLxHxK)
-    mask = None if segment_BxL is None else _same_segment(segment_BxL)
-    if cache is not None:
+    if cache is None:
+      y_BxLxHxK = attend(
+        m, q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL, self.batch_axes
+      )
+    else:
       cache = {
         "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k_BxLxHxK, start, 1),
         "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v_BxLxHxK, start, 1),
@@ -63,10 +68,9 @@ class Attention(nn.Module):
       k_BxLxHxK, v_BxLxHxK = cache["k"], cache["v"]  # All S positions of the cache.
       query_L = start + jnp.arange(x_BxLxD.shape[1])
       mask = query_L[:, None] >= jnp.arange(k_BxLxHxK.shape[1])
-    # Scales scores by 1/sqrt(K) and takes their softmax in float32.
-    y_BxLxHxK = jax.nn.dot_product_attention(
-      q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=cache is None
-    )
+      y_BxLxHxK = jax.nn.dot_product_attention(
+        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask
+      )
     return _linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim), cache
 
 
@@ -90,7 +94,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x_BxLxD, cache, start, segment_BxL):
     m = self.m
-    y_BxLxD, cache = Attention(m, name="attention")(
+    y_BxLxD, cache = Attention(m, self.batch_axes, name="attention")(
       _norm(m, "attention_norm")(x_BxLxD), cache, start, segment_BxL
     )
     x_BxLxD = _by_sequence(self, x_BxLxD + y_BxLxD)
@@ -267,11 +271,6 @@ def _documents(ids_BxL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
   first_BxL = jax.lax.cummax(jnp.where(begins_BxL, index_BxL, 0), axis=1)
   segment_BxL = jnp.cumsum(begins_BxL, axis=1, dtype=jnp.int32)
   return jnp.where(begins_BxL, BOS_ID, ids_BxL), segment_BxL, index_BxL - first_BxL
-
-
-def _same_segment(segment_BxL: jax.Array) -> jax.Array:
-  """Returns bool (B, 1, L, L): whether two positions are in the same document."""
-  return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
 
 
 def _by_sequence(module: Block | Embed, x_BxLxD: jax.Array) -> jax.Array:

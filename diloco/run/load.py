@@ -32,8 +32,8 @@ class Model:
   """A trained model on the devices of this process.
 
   Attributes:
-    config: config of the run, with mesh fields for these devices and `eval.batch_size`
-      rounded up to a multiple of their number.
+    config: config of the run, with mesh fields and attention for these devices, and
+      `eval.batch_size` rounded up to a multiple of their number.
     step: inner steps of training; `config.train.steps` if the run is finished.
     params: outer parameters, one replica's tree, float32, sharded over `mesh`; for
       data-parallel the parameters.
@@ -114,7 +114,8 @@ def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config
     c = complete(saved)
   except (TypeError, ConfigError) as error:
     raise ConfigError(f"the config in {where} cannot be used: {error}") from error
-  return fit_eval_batch(changed(c, {"mesh.replica": 0, "mesh.fsdp": 0}), mesh.size)
+  here = {"mesh.replica": 0, "mesh.fsdp": 0, "model.attention": "auto"}
+  return fit_eval_batch(changed(c, here), mesh.size)
 
 
 def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from diloco.config import Config, ConfigError, changed
+from diloco.model import attention
 from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA
 
 
@@ -18,7 +19,8 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     devices: devices to use, default all of them.
 
   Raises:
-    ConfigError: the layout does not fit the devices, the replicas or the batch.
+    ConfigError: the layout does not fit the devices, the replicas or the batch, or
+      the devices cannot run `model.attention`.
   """
   devices = jax.devices() if devices is None else devices
   # For data-parallel, m counts copies of the one model.
@@ -51,6 +53,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
       f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
       f" choose a multiple of {n}."
     )
+  attention.check(c.model, devices[0])
   grid = device_grid(devices, replica, fsdp)
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 

@@ -12,12 +12,13 @@ from diloco.config.resolve import difference
 from diloco.wire.formats import PLAIN
 
 # Fields that may change when a run goes on. They do not change what is computed, except
-# that mesh.fsdp changes the codes (`warn_of_other_shards`).
+# that mesh.fsdp changes the codes (`warn_of_other_shards`), and model.attention rounds.
 FREE_FIELDS = (
   "log.",
   "eval.",
   "checkpoint.",
   "mesh.",
+  "model.attention",
   "overlap.transport",
   "outer.offload",
   "data.data_dir",

@@ -13,7 +13,7 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
 from diloco.config import Config, files
 from diloco.evaluate.evaluation import Evaluation, Scores
-from diloco.model import sampling
+from diloco.model import attention, sampling
 from diloco.model.shapes import matrix_params, num_params
 from diloco.run import metrics
 from diloco.run.log import Log
@@ -95,6 +95,7 @@ def _numbers(
     "wall_s": log.spent().wall_s,
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
+    "attention": attention.choose(c.model, jax.devices()[0]),
     "jax": jax.__version__,
   }
 

@@ -41,7 +41,8 @@ def multidevice():
   # LLVM does not optimise here: it takes longer than the tiny programs themselves, and
   # has no part in sharding and collectives.
   flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-  parts = ("losses", "gradients", "whole_models", "shards", "traffic")
+  # The last part changes JAX and attention.check.
+  parts = ("losses", "gradients", "whole_models", "shards", "traffic", "attentions")
   return run_on_8_devices(*parts, flags=flags)
 
 
@@ -49,6 +50,20 @@ def multidevice():
 def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
   losses = multidevice["losses"]
   np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
+
+
+def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
+  errors = multidevice["attentions"]["errors"]
+  assert len(errors) == 7
+  for case, of_y_and_gradients in errors.items():
+    # Rounding to bfloat16 changes a value by at most 2^-9.
+    limit = 2e-6 if "float32" in case else 2**-7
+    assert max(of_y_and_gradients) < limit, case
+
+
+def test_splash_trains_data_parallel_like_xla(multidevice):
+  losses = multidevice["attentions"]["losses"]
+  np.testing.assert_allclose(losses["splash"], losses["xla"], rtol=1e-5)
 
 
 def test_hosts_update_whole_tensors_that_their_devices_shard(multidevice):

@@ -1,0 +1,180 @@
+"""Causal self-attention by the kernel that suits the device of a program.
+
+xla     `jax.nn.dot_product_attention`; keeps all scores, so memory grows with L^2
+splash  Pallas kernel for TPUs; keeps no scores, skips the blocks above the diagonal
+cudnn   flash attention of cuDNN for NVIDIA GPUs; keeps no scores
+
+Softmax is in float32 in all of them. With bfloat16 inputs, xla and cudnn round the
+softmax's weights to bfloat16 before the product with the values; splash does not.
+splash scales the queries in their own dtype; the others scale the scores in float32.
+
+Letters: B sequences, L positions, H heads, K head size.
+"""
+
+import functools
+from typing import Protocol
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from diloco.config.command_line import one_line
+from diloco.config.fields import ConfigError, ModelConfig
+
+
+class Device(Protocol):
+  """What a real device and one of an abstract mesh have in common."""
+
+  @property
+  def platform(self) -> str: ...
+
+  @property
+  def device_kind(self) -> str: ...
+
+
+# How the kinds of devices begin on which a kernel works, and on which `auto` takes it.
+_KINDS = {"splash": "TPU", "cudnn": "NVIDIA"}
+_AUTO = {"splash": ("TPU",), "cudnn": ("NVIDIA A100", "NVIDIA H100", "NVIDIA H200")}
+# Positions of a block of splash; each is a multiple of the 128 lanes of a TPU.
+_BLOCKS = (512, 256, 128)
+
+
+def attend(
+  m: ModelConfig,
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segment_BxL: jax.Array | None,
+  batch_axes: tuple[str, ...] = (),
+) -> jax.Array:
+  """Computes causal self-attention, scores over sqrt(K).
+
+  Args:
+    m: the architecture; `model.attention` chooses the kernel, see `choose`.
+    q_BxLxHxK: queries, in m.dtype.
+    k_BxLxHxK: keys.
+    v_BxLxHxK: values.
+    segment_BxL: int32 index of each position's document, of which it sees no other;
+      None: it sees all earlier positions.
+    batch_axes: mesh axes that shard B.
+
+  Returns:
+    (B, L, H, K) in the dtype of the values.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  # The mesh knows the devices that the program is compiled for, also in a dry run.
+  device = mesh.abstract_device or jax.devices()[0]
+  name = choose(m, device, q_BxLxHxK.shape[1])
+  args = (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL)
+  if name == "xla":
+    return _xla(*args)
+  # A CPU interprets the TPU's kernel, for tests.
+  on_tpu = functools.partial(_splash, interpret=device.platform == "cpu")
+  kernel = on_tpu if name == "splash" else _cudnn
+  if mesh.empty:
+    return kernel(*args)
+  # XLA cannot partition a kernel. `vmap` adds the replica axis to these specs.
+  spec = P(batch_axes)
+  return jax.shard_map(
+    kernel,
+    in_specs=spec,
+    out_specs=spec,
+    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    check_vma=False,
+  )(*args)
+
+
+def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
+  """Returns the attention that `model.attention` means on a device.
+
+  Args:
+    m: the architecture.
+    device: a device of the mesh.
+    length: positions of a sequence; None: seq_len. xla computes the shorter sequences
+      of tasks if their length does not suit the kernel.
+  """
+  length = length or m.seq_len
+  if m.attention != "auto":
+    return "xla" if _length_obstacle(m.attention, length) else m.attention
+  for name, kinds in _AUTO.items():
+    if device.device_kind.startswith(kinds) and not _obstacle(m, name, length):
+      return name
+  return "xla"
+
+
+def check(m: ModelConfig, device: Device) -> None:
+  """Refuses a `model.attention` that cannot work on a device.
+
+  Raises:
+    ConfigError: gives the reason.
+  """
+  name, kind = m.attention, device.device_kind
+  reason = _obstacle(m, name, m.seq_len)
+  if not kind.startswith(_KINDS.get(name, "")):
+    reason = f"needs devices of kind {_KINDS[name]}, and these are {kind}"
+  if reason:
+    raise ConfigError(f"model.attention is {name}, which {reason}; choose auto or xla.")
+
+
+def _obstacle(m: ModelConfig, name: str, length: int) -> str:
+  """Returns why a kernel cannot compute sequences of a length; "" if it can."""
+  if name != "cudnn":
+    return _length_obstacle(name, length)
+  if m.dtype != "bfloat16":
+    return f"needs model.dtype=bfloat16, and model.dtype is {m.dtype}"
+  if m.segment_masks:
+    # Its rule for vmap fails with a mask of all heads, which takes L^2 values anyway.
+    return "cannot mask documents, and model.segment_masks is true"
+  one = jax.ShapeDtypeStruct((1, length, m.num_heads, m.dim // m.num_heads), m.dtype)
+  try:
+    jax.eval_shape(_cudnn, one, one, one, None)
+  except (NotImplementedError, RuntimeError, ValueError) as error:
+    return f"JAX refuses here ({one_line(error).rstrip('.')})"
+  return ""
+
+
+def _length_obstacle(name: str, length: int) -> str:
+  if name == "splash" and length % _BLOCKS[-1]:
+    return f"needs a multiple of {_BLOCKS[-1]} positions, and model.seq_len is {length}"
+  return ""
+
+
+def _xla(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+  mask = None
+  if segment_BxL is not None:
+    mask = segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
+  return jax.nn.dot_product_attention(
+    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
+  )
+
+
+def _cudnn(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+  assert segment_BxL is None
+  return jax.nn.dot_product_attention(
+    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation="cudnn"
+  )
+
+
+def _splash(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL, interpret) -> jax.Array:
+  # Takes 0.3 s to import.
+  from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+  _, length, heads, size = q_BxLxHxK.shape
+  block = next(b for b in _BLOCKS if length % b == 0)
+  kernel = splash.make_splash_mha_single_device(
+    splash.MultiHeadMask([splash.CausalMask((length, length))] * heads),
+    block_sizes=splash.BlockSizes(
+      block_q=block,
+      block_kv=block,
+      block_q_dkv=block,
+      block_kv_dkv=block,
+      block_q_dq=block,
+      block_kv_dq=block,
+    ),
+    interpret=interpret,
+  )
+  q_BxLxHxK *= size**-0.5
+  segments = None
+  if segment_BxL is not None:
+    segments = splash.SegmentIds(segment_BxL, segment_BxL)
+  heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
+  return jax.vmap(kernel)(*heads_first, segments).swapaxes(1, 2)

@@ -1,0 +1,133 @@
+"""Which attention a device gets, and the sentences that refuse one.
+
+tests/run/test_mesh.py compares values and gradients with NumPy on several devices.
+"""
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+from diloco.config import ConfigError, changed, resolve
+from diloco.config.fields import ModelConfig
+from diloco.model import attention
+from diloco.run.mesh import make_mesh
+
+MODEL = ModelConfig(dim=128, num_heads=2, seq_len=256)
+DEVICES = {
+  "cpu": ("cpu", "cpu"),
+  "v5e": ("tpu", "TPU v5 lite"),
+  "h100": ("gpu", "NVIDIA H100 80GB HBM3"),
+  "t4": ("gpu", "Tesla T4"),
+  "rtx": ("gpu", "NVIDIA GeForce RTX 4090"),
+}
+
+
+def device(name: str) -> types.SimpleNamespace:
+  platform, kind = DEVICES[name]
+  return types.SimpleNamespace(platform=platform, device_kind=kind)
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+  monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91_000)
+
+
+@pytest.mark.parametrize(
+  ("name", "fields", "expected"),
+  [
+    ("cpu", {}, "xla"),
+    ("v5e", {}, "splash"),
+    ("v5e", {"segment_masks": True, "dtype": "float32"}, "splash"),
+    ("v5e", {"seq_len": 200}, "xla"),
+    ("v5e", {"attention": "xla"}, "xla"),
+    ("h100", {}, "cudnn"),
+    ("h100", {"segment_masks": True}, "xla"),
+    ("h100", {"dtype": "float32"}, "xla"),
+    ("h100", {"num_heads": 32}, "xla"),  # Heads of size 4.
+    ("t4", {}, "xla"),
+    ("rtx", {}, "xla"),
+    ("rtx", {"attention": "cudnn"}, "cudnn"),
+  ],
+)
+def test_the_attention_that_a_device_gets(with_cudnn, name, fields, expected):
+  m = dataclasses.replace(MODEL, **fields)
+  assert attention.choose(m, device(name)) == expected
+  attention.check(m, device(name))
+
+
+@pytest.mark.parametrize("chosen", ["auto", "splash"])
+def test_sequences_of_another_length_than_the_model_take_what_suits_them(chosen):
+  m = dataclasses.replace(MODEL, attention=chosen)
+  lengths = (256, 128, 64, 32)
+  found = [attention.choose(m, device("v5e"), length) for length in lengths]
+  assert found == ["splash", "splash", "xla", "xla"]
+
+
+@pytest.mark.parametrize(
+  ("name", "fields", "reason"),
+  [
+    (
+      "cpu",
+      {"attention": "splash"},
+      "splash, which needs devices of kind TPU, and these are cpu; choose auto or xla",
+    ),
+    ("v5e", {"attention": "cudnn"}, "needs devices of kind NVIDIA, and these are TPU"),
+    (
+      "v5e",
+      {"attention": "splash", "seq_len": 200},
+      "needs a multiple of 128 positions, and model.seq_len is 200",
+    ),
+    (
+      "h100",
+      {"attention": "cudnn", "dtype": "float32"},
+      "needs model.dtype=bfloat16, and model.dtype is float32",
+    ),
+    (
+      "h100",
+      {"attention": "cudnn", "segment_masks": True},
+      "cannot mask documents, and model.segment_masks is true",
+    ),
+    ("h100", {"attention": "cudnn", "num_heads": 32}, "multiple of 8, but got 4"),
+  ],
+)
+def test_an_attention_that_cannot_work_is_refused(with_cudnn, name, fields, reason):
+  m = dataclasses.replace(MODEL, **fields)
+  with pytest.raises(ConfigError, match=f"model.attention is .*{reason}") as error:
+    attention.check(m, device(name))
+  assert "\n" not in str(error.value)
+
+
+def test_without_cudnn_auto_takes_xla_and_cudnn_is_refused(monkeypatch):
+  monkeypatch.setattr(cudnn, "cuda_versions", None)
+  # Another length than in the other tests, whose shapes JAX remembers.
+  m = dataclasses.replace(MODEL, seq_len=512)
+  assert attention.choose(m, device("h100")) == "xla"
+  m = dataclasses.replace(m, attention="cudnn")
+  with pytest.raises(ConfigError, match="cuDNN is not detected"):
+    attention.check(m, device("h100"))
+
+
+def test_a_mesh_of_devices_without_the_kernel_is_refused(tiny):
+  c = changed(resolve(tiny), {"model.attention": "splash", "model.seq_len": 128})
+  with pytest.raises(ConfigError, match="these are cpu"):
+    make_mesh(c)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_on_a_cpu_auto_is_the_program_of_jax(masks):
+  shape, segment = (2, 128, 2, 64), jnp.zeros((2, 128), jnp.int32) if masks else None
+  q, k, v = (jnp.ones(shape, jnp.bfloat16) for _ in range(3))
+
+  def of_jax(q, k, v):
+    mask = segment[:, None, :, None] == segment[:, None, None, :] if masks else None
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+
+  mine = lambda q, k, v: attention.attend(MODEL, q, k, v, segment, ("fsdp",))
+  program = lambda f: str(jax.make_jaxpr(f)(q, k, v))
+  assert program(mine) == program(of_jax)
+  with jax.set_mesh(jax.make_mesh((1, 1), ("replica", "fsdp"))):
+    assert program(mine) == program(of_jax)
