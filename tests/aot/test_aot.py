@@ -178,10 +178,11 @@ import conftest
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
 from diloco.config import resolve
+from diloco.model.attention import choose
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
-c.train.batch_size = c.eval.batch_size = 8
+c.train.batch_size, c.eval.batch_size, c.model.seq_len = 8, 8, 128
 c = resolve(c)
 slices = int(sys.argv[1])
 devices = describe("v5e:2x2", slices)
@@ -191,7 +192,7 @@ x = programs.compile("exchange, 1 inner step")
 print(json.dumps({
   "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
   "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
-  "shape": w.collective.shape,
+  "shape": w.collective.shape, "attention": choose(c.model, devices[0]),
 }))
 """
 
@@ -205,7 +206,7 @@ from diloco.model.shapes import num_params
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
-c.train.batch_size = c.eval.batch_size = 8
+c.train.batch_size, c.eval.batch_size, c.model.seq_len = 8, 8, 128
 c.algorithm, c.replicas, c.mesh.replica, c.mesh.fsdp = "data_parallel", 4, 4, 1
 c.inner.gradient_dtype = sys.argv[1]
 c = resolve(c)
@@ -282,6 +283,7 @@ def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
 def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, kind):
   found = run_with_libtpu(EXCHANGE, str(slices))
   assert (found["kind"], found["dtype"]) == (kind, "u8")
+  assert found["attention"] == "splash"
   assert found["hidden"] == found["loops"] == 1
   # A replica sends its packed payload once, and nothing else.
   assert found["crossing"] == np.prod(found["payload"][1:])
