@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco import train
-from diloco.config import ConfigError, resolve
+from diloco.config import ConfigError, changed, resolve
 from diloco.run import metrics, resume
 from diloco.run.load import load
 
@@ -75,6 +75,12 @@ def check(tiny, step=8, **fields) -> str:
   old = resolve(tiny).to_dict()
   tiny.update_from_flattened_dict(fields)
   return resume.check(old, resolve(tiny), step)
+
+
+def test_a_run_continues_with_another_attention(tiny):
+  c = resolve(tiny)
+  other = changed(c, {"model.attention": "xla"})
+  assert resume.check(c.to_dict(), other, step=4) == ""
 
 
 def test_a_cosine_is_not_silently_stretched(tiny):
