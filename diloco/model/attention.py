@@ -15,6 +15,7 @@ import functools
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from diloco.config.command_line import one_line
@@ -66,7 +67,7 @@ def attend(
   name = choose(m, device, q_BxLxHxK.shape[1])
   args = (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL)
   if name == "xla":
-    return _xla(*args)
+    return _xla_for_cpu(*args) if device.platform == "cpu" else _xla(*args)
   # A CPU interprets the TPU's kernel, for tests.
   on_tpu = functools.partial(_splash, interpret=device.platform == "cpu")
   kernel = on_tpu if name == "splash" else _cudnn
@@ -145,6 +146,19 @@ def _xla(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
   return jax.nn.dot_product_attention(
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
   )
+
+
+def _xla_for_cpu(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+  """Takes each head as a sequence of its own: XLA for CPU needs one batch axis."""
+  batch, length, heads, size = q_BxLxHxK.shape
+
+  def alone(x_BxLxHxK):
+    return x_BxLxHxK.swapaxes(1, 2).reshape(batch * heads, length, 1, size)
+
+  if segment_BxL is not None:
+    segment_BxL = jnp.repeat(segment_BxL, heads, axis=0)
+  y = _xla(alone(q_BxLxHxK), alone(k_BxLxHxK), alone(v_BxLxHxK), segment_BxL)
+  return y.reshape(batch, heads, length, size).swapaxes(1, 2)
 
 
 def _cudnn(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
