@@ -92,10 +92,8 @@ def outer_times(bench: Bench) -> dict[str, float]:
 
     start = fresh(state.codec_state[0])
     payload, *_ = send(params, theta, start, layers, key, wire=c.wire, mesh=mesh)
-    payload = plan.transport.carry(payload)
-    updated = lambda: timed(
-      update, theta, opt_state, payload, wire=c.wire, outer=c.outer, mesh=mesh
-    )
+    args = (theta, opt_state, plan.transport.carry(payload), plan.tuned)
+    updated = lambda: timed(update, *args, wire=c.wire, outer=c.outer, mesh=mesh)
     merged = lambda: timed(
       merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
     )

@@ -124,7 +124,7 @@ def traffic(devices: int, **fields) -> dict:
     programs = {
       "inner": inner_step.lower(s.params, s.opt_state, tokens, None, tuned, c=c),
       "send": send.lower(*args, **wire),
-      "update": update.lower(theta, opt_state, sent, outer=c.outer, **wire),
+      "update": update.lower(theta, opt_state, sent, plan.tuned, outer=c.outer, **wire),
       "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
     }
     if plan.transport.hides:  # A psum is a part of update.

@@ -40,6 +40,18 @@ class Tuned(NamedTuple):
   weight_decay: jax.Array | float
 
 
+class OuterTuned(NamedTuple):
+  """Numbers of the outer step that a sweep varies; arguments of its program.
+
+  Attributes:
+    learning_rate: the constant rate.
+    momentum: sgd's momentum; None for sgd without momentum and for other optimizers.
+  """
+
+  learning_rate: jax.Array | float
+  momentum: jax.Array | float | None
+
+
 def tuned(c: Config) -> Tuned:
   """Returns the tuned numbers of a config."""
   decay = c.inner.weight_decay
@@ -83,13 +95,30 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   )
 
 
-def make_outer(outer: OuterConfig) -> optax.GradientTransformation:
+def outer_tuned(outer: OuterConfig) -> OuterTuned:
+  """Returns the tuned numbers of the outer step.
+
+  Raises:
+    ConfigError: outer.optimizer is not the name of an optimizer with arguments.
+  """
+  name, arguments = parse("outer.optimizer", outer.optimizer)
+  momentum = arguments.get("momentum") if name == "sgd" else None
+  # A bool or a text stays in the optimizer's name, and optax judges it.
+  number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
+  return OuterTuned(outer.learning_rate, momentum if number else None)
+
+
+def make_outer(
+  outer: OuterConfig, values: OuterTuned | None = None
+) -> optax.GradientTransformation:
   """Makes the outer optimizer: the rate is constant, gradients are not clipped.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
   """
-  return _make("outer.optimizer", outer.optimizer, outer.learning_rate)
+  values = values or outer_tuned(outer)
+  own = {} if values.momentum is None else {"momentum": values.momentum}
+  return _make("outer.optimizer", outer.optimizer, values.learning_rate, **own)
 
 
 def outer_shardings(outer: OuterConfig, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
@@ -98,8 +127,12 @@ def outer_shardings(outer: OuterConfig, theta: Tree, mesh: Mesh) -> tuple[Tree, 
   return sharding.shardings(theta, mesh), opt_at
 
 
-def _make(field: str, text: str, rate, decay=None) -> optax.GradientTransformation:
+def _make(
+  field: str, text: str, rate, decay=None, **numbers
+) -> optax.GradientTransformation:
+  """Makes an optimizer; `numbers` replace arguments of the text."""
   name, arguments = parse(field, text)
+  arguments |= numbers
   factory = getattr(optax.contrib, name, None) or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:

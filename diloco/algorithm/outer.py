@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import put, take
 from diloco.algorithm.norms import mean_cosine, norms
+from diloco.algorithm.optimizers import OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
@@ -93,6 +94,7 @@ def update(
   theta: Tree,
   opt_state: Tree,
   payload: jax.Array,
+  tuned: OuterTuned,
   *,
   wire: WireConfig,
   outer: OuterConfig,
@@ -106,6 +108,7 @@ def update(
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
     payload: everyone's payloads, from `Transport.carry`.
+    tuned: learning rate and momentum.
     mesh: `Home.mesh`, on which the outer state lies.
 
   Returns:
@@ -120,7 +123,7 @@ def update(
     delta = jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
     cosine = mean_cosine(delta_M)
   # Line 11.
-  optimizer = optimizers.make_outer(outer)
+  optimizer = optimizers.make_outer(outer, tuned)
   updates, opt_state = optimizer.update(delta, opt_state, theta)
   theta = optax.apply_updates(theta, updates)
   places = optimizers.outer_shardings(outer, theta, mesh)
@@ -155,7 +158,7 @@ def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tup
   payload, mesh = plan.transport.carry(payload), plan.home.mesh
   with jax.set_mesh(mesh):
     return update(
-      theta, opt_state, payload, wire=plan.wire, outer=plan.outer, mesh=mesh
+      theta, opt_state, payload, plan.tuned, wire=plan.wire, outer=plan.outer, mesh=mesh
     )
 
 

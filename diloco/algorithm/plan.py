@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.home import Home, make_home
 from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.optimizers import OuterTuned, outer_tuned
 from diloco.algorithm.schedule import Fragment, Schedule
 from diloco.config import Config
 from diloco.config.fields import OuterConfig, WireConfig
@@ -31,7 +32,8 @@ class Plan:
     parameters: shapes of one replica's parameters.
     shapes: parameter shapes of each fragment.
     wire: compressor and number format of payloads.
-    outer: the outer optimizer and its learning rate.
+    outer: the outer optimizer.
+    tuned: its learning rate and momentum.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
     mesh: the device mesh.
@@ -47,6 +49,7 @@ class Plan:
   shapes: tuple[Shapes, ...]
   wire: WireConfig
   outer: OuterConfig
+  tuned: OuterTuned
   alpha: float
   seed: int
   mesh: Mesh
@@ -112,6 +115,7 @@ def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan |
     shapes=tuple(f.shapes(parameters) for f in fragments),
     wire=c.wire,
     outer=c.outer,
+    tuned=outer_tuned(c.outer),
     alpha=c.overlap.alpha,
     seed=c.seed,
     mesh=mesh,

@@ -133,7 +133,8 @@ class Programs:
     self._add("merge", merge, params, theta, layers, everyone, alpha=plan.alpha)
     if plan.home.at_hosts:
       return  # The hosts exchange payloads and update theta.
-    self._add("update", update, theta, opt_state, payloads[p], outer=c.outer, **wire)
+    args = (theta, opt_state, payloads[p], plan.tuned)
+    self._add("update", update, *args, outer=c.outer, **wire)
     if plan.transport.hides:
       self._add("exchange alone", transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

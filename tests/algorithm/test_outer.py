@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.outer import drain, outer_step, receive, send
+from diloco.algorithm.outer import drain, outer_step, receive, send, update
 from diloco.algorithm.plan import make_plan
-from diloco.algorithm.state import init_outer, outer_params
+from diloco.algorithm.state import abstract_state, init_outer, outer_params
 from diloco.config import Config, default_config, resolve
 from diloco.model import sharding
 from diloco.run.mesh import make_mesh
@@ -237,3 +237,20 @@ def test_the_metrics_of_a_sync_equal_numpy():
   units_M = coded_M / norm(coded_M)[:, None]
   pairs = (units_M @ units_M.T)[np.triu_indices(3, k=1)]
   close(received["outer_grad_cosine"], pairs.mean())
+
+
+def lowered_update(rate: float, optimizer: str) -> str:
+  """The update's program; its payload and outer state consist of shapes."""
+  c = make_config(**{"outer.learning_rate": rate, "outer.optimizer": optimizer})
+  mesh = make_mesh(c, jax.devices()[:1])
+  with jax.set_mesh(mesh):
+    plan = make_plan(c, mesh)
+    outer = abstract_state(c, mesh, plan).outer
+    args = (outer.theta[0], outer.opt_state[0], plan.payload(0), plan.tuned)
+    return update.lower(*args, wire=c.wire, outer=c.outer, mesh=mesh).as_text()
+
+
+def test_runs_with_different_outer_rates_and_momenta_share_one_program():
+  own = lowered_update(0.4, "sgd(momentum=0.9, nesterov=True)")
+  assert own == lowered_update(0.7, "sgd(momentum=0.5, nesterov=True)")
+  assert own != lowered_update(0.4, "sgd(momentum=0.9)")
