@@ -13,6 +13,7 @@ DiLoCo is the case of one fragment, tau = 0, alpha = 0. Every fragment has its o
 parameters and optimizer state. Fragments of equal shapes share their programs.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -156,7 +157,8 @@ def merge(
 def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tuple:
   """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
   payload, mesh = plan.transport.carry(payload), plan.home.mesh
-  with jax.set_mesh(mesh):
+  # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
+  with jax.set_mesh(mesh) if plan.home.at_hosts else contextlib.nullcontext():
     return update(
       theta, opt_state, payload, plan.tuned, wire=plan.wire, outer=plan.outer, mesh=mesh
     )

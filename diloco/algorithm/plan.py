@@ -51,7 +51,7 @@ class Plan:
   outer: OuterConfig
   tuned: OuterTuned
   alpha: float
-  seed: int
+  seed: int | jax.Array
   mesh: Mesh
   home: Home
   transport: Transport

@@ -97,11 +97,17 @@ class Event:
   metrics: dict[str, Any]
 
 
-def init_state(c: Config, mesh: Mesh, plan: Plan | None) -> TrainState:
-  """Makes the first state: all replicas start from the same parameters."""
+def init_state(
+  c: Config, mesh: Mesh, plan: Plan | None, seed: jax.Array | None = None
+) -> TrainState:
+  """Makes the first state: all replicas start from the same parameters.
+
+  Args:
+    seed: int32 []; None: the seed of the config.
+  """
   places = jax.tree.map(lambda x: x.sharding, _inner_structs(c, mesh))
   init = jax.jit(functools.partial(_init_inner, c), out_shardings=places)
-  params_M, opt_state_M = init(jax.random.key(c.seed))
+  params_M, opt_state_M = init(jax.random.key(c.seed if seed is None else seed))
   outer = init_outer(plan, params_M) if plan else None
   return TrainState(params_M, opt_state_M, outer)
 

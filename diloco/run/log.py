@@ -212,6 +212,7 @@ class Log:
     return tqdm.tqdm(
       total=self._c.train.steps,
       initial=t,
+      position=0,  # Runs that train together have one file each.
       unit="step",
       desc=self._c.algorithm,
       dynamic_ncols=True,
@@ -233,6 +234,8 @@ def _local(x: Any) -> Any:
   """This process's part of a metric: [replica, value] pairs, or a number."""
   if x.ndim == 0:
     return float(np.asarray(x))
+  if isinstance(x, np.ndarray):
+    return list(enumerate(x.tolist()))
   pairs: list[tuple[int, float]] = []
   for shard in x.addressable_shards:
     if shard.replica_id == 0:  # Other devices hold copies.

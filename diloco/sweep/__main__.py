@@ -12,11 +12,12 @@ submitit's local executor (submitit).
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
 from diloco.config import ConfigError, command_line
-from diloco.sweep import csv_file, progress, table
+from diloco.sweep import csv_file, groups, progress, table
 from diloco.sweep.grid import Sweep, search_all
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Backend, Driver, drive
@@ -24,7 +25,16 @@ from diloco.sweep.slurm import Slurm
 
 _SWEEP = flags.DEFINE_string("sweep", "", "A sweep file, e.g. configs/ladder.py.")
 _RESULTS = flags.DEFINE_string("results", None, "The directory that holds all runs.")
-_PARALLEL = flags.DEFINE_integer("parallel", 1, "Runs at once, at most.", lower_bound=1)
+_PARALLEL = flags.DEFINE_integer(
+  "parallel", 1, "Processes at once, at most.", lower_bound=1
+)
+_VECTORIZE = flags.DEFINE_integer(
+  "vectorize",
+  1,
+  f"Runs that a process trains together, at most, if they differ in {groups.FIELDS}"
+  " only.",
+  lower_bound=1,
+)
 _CORES = flags.DEFINE_integer("cores", 0, "CPU cores per run; 0: all.", lower_bound=0)
 _BACKEND = flags.DEFINE_enum(
   "backend", "local", ["local", "slurm", "submitit"], "Where runs are executed."
@@ -126,7 +136,12 @@ def drive_sweep(sweep: Sweep, results: pathlib.Path) -> int:
     backend = make_backend(sweep, results)
     if _RETRY.value:
       table.retry_failed(results)
-    driver = Driver(sweep, results, backend, _PARALLEL.value)
+    driver = Driver(sweep, results, backend, _PARALLEL.value, _VECTORIZE.value)
+    if _VECTORIZE.value > 1:
+      plans = driver.todo(driver.cells()).values()
+      for reason in {groups.obstacle(plan.config) for plan in plans} - {""}:
+        text = f"--vectorize is {_VECTORIZE.value}, but runs in which {reason} train"
+        print(f"{text} one by one.", file=sys.stderr)
     number = drive(driver, progress.Live(driver.runs))
   if number:
     return 128 + number

@@ -1,10 +1,11 @@
-"""Trains one run: starts `diloco.main` as a separate process.
+"""Trains one run, or several runs together, in a separate process.
 
 python -m diloco.sweep.job RUN
+python -m diloco.sweep.job RUN RUN ...
 
-RUN is a run directory with a config.json. The trainer holds a lock on RUN/lock until it
-ends, even if its parent process ends earlier. So no two processes ever train the same
-run.
+RUN is a run directory with a config.json. `diloco.main` trains one run, `diloco.run`
+several. The trainer holds a lock on RUN/lock until it ends, even if its parent process
+ends earlier. So no two processes ever train the same run.
 """
 
 import argparse
@@ -28,8 +29,10 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
 
-def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
+def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
   """Trains the config of config.json and writes ended.json: {failed, error, finished}.
+
+  Several runs end together. Their process writes to the log.txt of the first run.
 
   A trainer that was asked to stop has not failed: the driver resumes it. A trainer that
   was killed (out of memory) leaves no ended.json: the driver resumes such a run a few
@@ -41,15 +44,21 @@ def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
   Returns:
     The trainer's exit status, negative if a signal ended it. Status 0 without a
     summary.json means that the trainer was asked to stop and has saved. LOCKED if
-    another process trains this run.
+    another process trains one of the runs.
   """
-  here = pathlib.Path(directory)
-  with (here / "lock").open("w") as lock, (here / "log.txt").open("ab") as log:
-    if not files.try_lock(lock):
+  runs = [pathlib.Path(directory) for directory in directories]
+  with contextlib.ExitStack() as stack:
+    locks = [stack.enter_context((run / "lock").open("w")) for run in runs]
+    logs = [stack.enter_context((run / "log.txt").open("ab")) for run in runs]
+    if not all(map(files.try_lock, locks)):
       return LOCKED
-    (here / "ended.json").unlink(missing_ok=True)
-    config = f"--config={saved.__file__}:{here / 'config.json'}"
-    start = log.tell()
+    for run in runs:
+      (run / "ended.json").unlink(missing_ok=True)
+    command = ["diloco.run", *directories]
+    if len(runs) == 1:
+      config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
+      command = ["diloco.main", config, f"--workdir={runs[0]}"]
+    starts = [log.tell() for log in logs]
     trainer: subprocess.Popen | None = None
     asked_to_stop = False
 
@@ -64,19 +73,23 @@ def run(directory: str, environment: Mapping[str, str] | None = None) -> int:
       # Slurm send them to every process of a job. So it inherits them blocked.
       with blocked(set(STOPS) - {signal.SIGTERM}):
         trainer = subprocess.Popen(
-          [sys.executable, "-m", "diloco.main", config, f"--workdir={here}"],
-          stdout=log,
-          stderr=log,
+          [sys.executable, "-m", *command],
+          stdout=logs[0],
+          stderr=logs[0],
           env={**os.environ, **(environment or {})},
-          pass_fds=(lock.fileno(),),
+          pass_fds=[lock.fileno() for lock in locks],
         )
       if asked_to_stop:
         trainer.send_signal(signal.SIGTERM)
       code = trainer.wait()
-      if code > 0 or -code in CRASHES:
-        table.note_end(here, failed=True, error=_error(here / "log.txt", start, code))
-      elif -code in (0, *STOPS):
-        table.note_end(here, failed=False)
+      written = [_since(log.name, start) for log, start in zip(logs, starts)]
+      for run, lines in zip(runs, written):
+        own = _errors(lines) if len(runs) > 1 else []  # A run of a group diverged.
+        if own or code > 0 or -code in CRASHES:
+          error = own[-1] if own else _error(logs[0].name, written[0], code)
+          table.note_end(run, failed=True, error=error)
+        elif -code in (0, *STOPS):
+          table.note_end(run, failed=False)
   return code
 
 
@@ -110,12 +123,20 @@ def alive(directory: pathlib.Path) -> bool:
     return False
 
 
-def _error(log: pathlib.Path, start: int, code: int) -> str:
-  """Returns the last error that the trainer printed after `start`, or its last line."""
-  lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
-  errors = [line for line in lines if line.startswith("error: ")]
-  if errors:
-    return errors[-1].removeprefix("error: ")
+def _since(log: str, start: int) -> list[str]:
+  """Reads the lines of a log after the first `start` bytes."""
+  return pathlib.Path(log).read_bytes()[start:].decode(errors="replace").splitlines()
+
+
+def _errors(lines: Iterable[str]) -> list[str]:
+  """Returns the errors that a trainer printed."""
+  return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+
+
+def _error(log: str, lines: Sequence[str], code: int) -> str:
+  """Returns the last error that the trainer printed, or its last line."""
+  if errors := _errors(lines):
+    return errors[-1]
   if code < 0:
     return f"crashed with {signal.Signals(-code).name}; see {log}."
   last = next((line for line in reversed(lines) if line.strip()), "no output")
@@ -123,31 +144,34 @@ def _error(log: pathlib.Path, start: int, code: int) -> str:
 
 
 def run_by_hand(args: argparse.Namespace) -> int:
-  """Trains a run, and says why if the run fails; returns the exit status.
+  """Trains runs, and says why if a run fails; returns the exit status.
 
   Raises:
-    ValueError: there is no such run, or another process trains the run.
+    ValueError: there is no such run, or another process trains a run.
   """
-  if not (args.run / "config.json").is_file():
-    raise ValueError(
-      f"RUN is {str(args.run)!r}, which has no config.json; give a folder of a sweep,"
-      " --results/runs/NAME."
-    )
-  code = run(str(args.run))
+  names = " ".join(map(str, args.run))
+  for directory in args.run:
+    if not (directory / "config.json").is_file():
+      raise ValueError(
+        f"RUN is {str(directory)!r}, which has no config.json; give a folder of a"
+        " sweep, --results/runs/NAME."
+      )
+  code = run(*map(str, args.run))
   if code == LOCKED:
-    raise ValueError(f"RUN is {str(args.run)!r}, which another process trains already.")
-  ended = table.read(args.run / "ended.json") or {}
-  if ended.get("failed"):
-    print(f"The run failed: {ended['error']}")
-  return int(code != 0)
+    raise ValueError(f"RUN is {names!r}, which another process trains already.")
+  ends = [table.read(directory / "ended.json") or {} for directory in args.run]
+  failed = [ended["error"] for ended in ends if ended.get("failed")]
+  for error in failed:
+    print(f"The run failed: {error}")
+  return int(code != 0 or bool(failed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(
-    prog="python -m diloco.sweep.job", description="Trains one run of a sweep."
+    prog="python -m diloco.sweep.job", description="Trains runs of a sweep."
   )
   help_ = "a folder --results/runs/NAME of a sweep, with a config.json"
-  parser.add_argument("run", metavar="RUN", type=pathlib.Path, help=help_)
+  parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
   return guarded(run_by_hand, parser.parse_args(argv))
 
 

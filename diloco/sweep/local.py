@@ -30,21 +30,23 @@ class Local:
     self._slots: dict[pathlib.Path, int] = {}  # A run's slot decides its cores.
     self._processes: dict[pathlib.Path, subprocess.Popen] = {}
 
-  def start(self, run: pathlib.Path) -> None:
+  def start(self, *runs: pathlib.Path) -> None:
     taken = {slot for other, slot in self._slots.items() if self.running(other)}
-    self._slots[run] = next(s for s in itertools.count() if s not in taken)
-    self._processes[run] = subprocess.Popen(
-      [sys.executable, "-m", "diloco.sweep.job", str(run)],
+    slot = next(s for s in itertools.count() if s not in taken)
+    process = subprocess.Popen(
+      [sys.executable, "-m", "diloco.sweep.job", *map(str, runs)],
       env={**os.environ, **self._environment},
       stdin=subprocess.DEVNULL,
       stdout=subprocess.DEVNULL,
       start_new_session=True,  # Ctrl-C reaches the driver only, which lets runs save.
     )
+    self._slots |= dict.fromkeys(runs, slot)
+    self._processes |= dict.fromkeys(runs, process)
     if self._cores and hasattr(os, "sched_setaffinity"):
       usable = sorted(os.sched_getaffinity(0))
-      first = self._slots[run] * self._cores
+      first = slot * self._cores
       chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
-      os.sched_setaffinity(self._processes[run].pid, chosen)
+      os.sched_setaffinity(process.pid, chosen)
 
   def running(self, run: pathlib.Path) -> bool:
     process = self._processes.get(run)
@@ -53,7 +55,7 @@ class Local:
 
   def stop(self) -> None:
     alive = [p for p in self._processes.values() if p.poll() is None]
-    for process in alive:
+    for process in dict.fromkeys(alive):  # A process of several runs, once.
       process.terminate()
     if alive:
       start = "\n" if sys.stderr.isatty() else ""  # The terminal has written ^C.

@@ -12,13 +12,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from diloco.config import ConfigError, files, resolve
 from diloco.config.command_line import one_line
 from diloco.sweep import grid as grid_lib
-from diloco.sweep import progress, table
+from diloco.sweep import groups, progress, table
 from diloco.sweep.grid import Point, Search, Sweep
 from diloco.sweep.job import handled
 from diloco.sweep.table import Row
@@ -38,8 +38,8 @@ class Backend(Protocol):
 
   detached: bool
 
-  def start(self, run: pathlib.Path) -> None:
-    """Starts the run of a directory."""
+  def start(self, *runs: pathlib.Path) -> None:
+    """Starts one process that trains the runs of some directories."""
 
   def running(self, run: pathlib.Path) -> bool:
     """Tells whether a run is queued or running, no matter which driver started it."""
@@ -67,7 +67,8 @@ class Driver:
   Args:
     results: the results directory; only `step` writes there.
     backend: executes the runs.
-    parallel: limit of runs at a time, including runs that an earlier driver started.
+    parallel: limit of processes at a time, including those of an earlier driver.
+    vectorize: limit of runs that a process trains together.
 
   Attributes:
     rows: the rows of all runs by name, after the last step.
@@ -75,11 +76,16 @@ class Driver:
   """
 
   def __init__(
-    self, sweep: Sweep, results: pathlib.Path, backend: Backend, parallel: int = 1
+    self,
+    sweep: Sweep,
+    results: pathlib.Path,
+    backend: Backend,
+    parallel: int = 1,
+    vectorize: int = 1,
   ):
     self.sweep, self.results, self.backend = sweep, results, backend
     self.runs = results / "runs"
-    self.parallel = parallel
+    self.parallel, self.vectorize = parallel, vectorize
     self.rows = table.read_rows(results)
     self._names = table.names_by_digest(self.rows)
     self._plans: dict[str, Plan] = {}  # By the point's key.
@@ -99,9 +105,11 @@ class Driver:
     alive = {name for name, row in self.rows.items() if row["status"] == "running"}
     # Slurm may have put an interrupted run back into its queue.
     alive |= {n for n in todo if n not in alive and self.backend.running(self._path(n))}
-    due = [plan for name, plan in todo.items() if name not in alive]
-    for plan in due[: max(self.parallel - len(alive), 0)]:
-      self._start(plan)
+    busy = {self.rows.get(name, {}).get("group", name) for name in alive}
+    due = {name: plan.config for name, plan in todo.items() if name not in alive}
+    together = groups.split(due, self.vectorize)
+    for names in together[: max(self.parallel - len(busy), 0)]:
+      self._start([todo[name] for name in names])
     return cells
 
   def cells(self) -> list[Search]:
@@ -158,13 +166,25 @@ class Driver:
     name = table.digest(config)
     return Plan(point, self._names.get(name, name), config)
 
-  def _start(self, plan: Plan) -> None:
-    directory = self._path(plan.name)
+  def _start(self, plans: Sequence[Plan]) -> None:
+    directories = [self._path(plan.name) for plan in plans]
+    for plan, directory in zip(plans, directories):
+      self._prepare(plan, directory, group=plans[0].name)
+    try:
+      self.backend.start(*directories)
+    except (ValueError, OSError):
+      for directory in directories:
+        table.note(directory, running=False)
+      raise
+
+  def _prepare(self, plan: Plan, directory: pathlib.Path, group: str) -> None:
+    """Writes the config and the notes of a run that is about to start."""
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
     table.note(
       directory,
       point=row["point"] or plan.point,
+      group=group,
       revision=self._revision,
       attempts=row["attempts"] + 1,
       vanished=row["vanished"],
@@ -174,11 +194,6 @@ class Driver:
     # An earlier version of the sweep file may have had no valid config for the point.
     shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
     self.rows[plan.name] = table.read_row(directory)
-    try:
-      self.backend.start(directory)
-    except (ValueError, OSError):
-      table.note(directory, running=False)
-      raise
 
   def _path(self, name: str) -> pathlib.Path:
     return self.runs / name

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 
 from diloco.config.command_line import one_line
-from diloco.sweep import job
+from diloco.sweep import job, table
 from diloco.sweep.table import digest
 
 # An answer of squeue is used for FRESH seconds. If squeue does not answer for PATIENCE
@@ -64,23 +64,25 @@ class Slurm:
     self._states: dict[str, str] | None = None  # By job name; None: no answer yet.
     self._asked, self._answered = -math.inf, time.monotonic()
 
-  def start(self, run: pathlib.Path) -> None:
-    """Submits a run; if sbatch refuses, tries again after each of PAUSES.
+  def start(self, *runs: pathlib.Path) -> None:
+    """Submits a job; if sbatch refuses, tries again after each of PAUSES.
 
     Raises:
       ValueError: sbatch still refuses.
     """
     from submitit.core.utils import FailedJobError
 
-    name = self._name(run)
+    name = self._name(runs[0])
     self._executor.update_parameters(name=name)
     for pause in (*PAUSES, None):
       try:
         # The terminal's Ctrl-C does not reach processes of this machine.
         with job.blocked([signal.SIGINT] if self._cluster == "local" else []):
-          self._jobs[run] = self._executor.submit(
-            job.run, str(run.absolute()), self._environment
+          paths = [str(run.absolute()) for run in runs]
+          submitted = self._executor.submit(
+            job.run, *paths, environment=self._environment
           )
+          self._jobs |= dict.fromkeys(runs, submitted)
         break
       except (FailedJobError, OSError) as error:
         why = f"sbatch submits nothing ({one_line(error)})"
@@ -115,8 +117,10 @@ class Slurm:
 
   def _name(self, run: pathlib.Path) -> str:
     """Names a run's job. A later driver finds the job by this name, even if this
-    driver was killed before it knew the job's number."""
-    return f"{self._prefix}-{run.name}-{self._place}"
+    driver was killed before it knew the job's number. A job of several runs has the
+    name of the first."""
+    first = (table.read(run / "run.json") or {}).get("group", run.name)
+    return f"{self._prefix}-{first}-{self._place}"
 
   def _queue(self) -> dict[str, str] | None:
     """Returns the states of this user's jobs by name, from the last answer of squeue.

@@ -131,6 +131,7 @@ def note(directory: pathlib.Path, **changes) -> None:
 
   The notes are
     point: the point for which the sweep file made the config.
+    group: name of the first of the runs that one process trains together.
     revision: Git revision of the code, with -dirty if files were changed.
     attempts: how often the run was started.
     started: UTC time of the first note.

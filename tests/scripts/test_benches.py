@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
   [
     ("bench_step.py --repeats=1", "outer step of a fragment over its copy"),
     ("bench_checkpoint.py --workdir={}", "checksums after reading"),
+    ("bench_together.py --repeats=1 --runs=1,2", "   2 "),
   ],
 )
 def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):

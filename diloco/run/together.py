@@ -1,0 +1,305 @@
+"""Trains runs that differ in numbers only: one launch does the step of all runs.
+
+`jax.vmap` maps the functions of a single run over an axis in front of all arrays, the
+runs. Everything else belongs to each run: text, log, checkpoints, evaluation, summary.
+A run that diverges ends with its error; its numbers touch no other run.
+
+Letters: R runs, M replicas, B sequences, L positions.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm import overlap
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
+from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.state import Event, TrainState, final_params, init_state
+from diloco.config import Config
+from diloco.evaluate.evaluation import Evaluation
+from diloco.run import summary
+from diloco.run.batches import Batches
+from diloco.run.checkpoint import Checkpoints, Restored, make_record
+from diloco.run.log import Log, Spent, TrainingDiverged
+from diloco.run.mesh import make_mesh
+from diloco.run.peers import Peers, say
+from diloco.run.processes import lock_workdir
+from diloco.run.stop import end_on_signal
+from diloco.wire.ledger import Ledger
+
+Tree = Any
+# Runs inner or outer steps of one run, with its plan and its numbers.
+Steps = Callable[[Plan | None, "Numbers", Tree], tuple[Tree, list[Event]]]
+
+
+class Numbers(NamedTuple):
+  """The numbers in which runs differ; every leaf has the shape [R]."""
+
+  seed: Any
+  inner: Tuned
+  outer: OuterTuned
+
+
+def numbers_of(configs: Sequence[Config]) -> Numbers:
+  """Stacks the numbers of configs. They stay weakly typed, as Python numbers are."""
+  each = [Numbers(c.seed, tuned(c), outer_tuned(c.outer)) for c in configs]
+  return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *each)
+
+
+class Run:
+  """One of the runs.
+
+  Attributes:
+    c: config of the run.
+    workdir: folder of the run.
+    peers: only this process. Own, since a log takes the reports of its peers.
+    out: the run's log.txt, which `train` closes.
+    diverged: whether the run ended with an error.
+    log, checkpoints: as in `diloco.train`.
+  """
+
+  log: Log
+  checkpoints: Checkpoints
+
+  def __init__(self, c: Config, workdir: pathlib.Path):
+    self.c, self.workdir, self.peers, self.diverged = c, workdir, Peers(), False
+    self.out = (workdir / "log.txt").open("a", buffering=1)
+
+  @contextlib.contextmanager
+  def own(self) -> Iterator[None]:
+    """Writes all output to the run's log.txt, and notes that the run has diverged."""
+    out = self.out
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+      try:
+        yield
+      except TrainingDiverged as error:
+        self.diverged = True
+        self.log.close()  # Ends the line of the progress bar.
+        say(f"error: {error}")
+
+
+def train(runs: Sequence[Run]) -> None:
+  """Trains runs, all from the start or all from checkpoints of the same step.
+
+  SIGTERM and Ctrl-C save all runs. If a damaged checkpoint leaves the runs at different
+  steps, nothing is trained; the next start trains these runs in smaller groups.
+
+  Args:
+    runs: on one process and one device. Their configs differ in the fields of
+      `Numbers` only.
+
+  Raises:
+    ConfigError: as `diloco.train.train`.
+    Interrupted: Ctrl-C ended the runs early, and the runs are saved.
+  """
+  c = runs[0].c
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(end_on_signal(Peers()))
+    mesh = make_mesh(c)
+    stack.enter_context(jax.set_mesh(mesh))
+    # Runs of the same seed read the same text.
+    batches = {
+      run.c.seed: stack.enter_context(contextlib.closing(Batches(run.c, mesh)))
+      for run in {run.c.seed: run for run in runs}.values()
+    }
+    evaluation, plan = Evaluation(c, mesh), make_plan(c, mesh)
+    restored = list[Restored | None]()
+    for run in runs:
+      stack.callback(run.out.close)
+      stack.enter_context(lock_workdir(run.workdir, run.peers))
+      run.checkpoints = Checkpoints(run.workdir, run.c, mesh, plan, run.peers)
+      stack.enter_context(contextlib.closing(run.checkpoints))
+      with run.own():
+        found = run.checkpoints.restore()
+        if note := summary.note(run.c):
+          say(f"note: {note}")
+      restored.append(_on_host(found))
+    start = restored[0].step if restored[0] else 0
+    if any((found.step if found else 0) != start for found in restored):
+      say("A damaged checkpoint leaves the runs at different steps; start again.")
+      return None
+    for run, found in zip(runs, restored):
+      ledger = Ledger(**found.record.ledger) if found else Ledger()
+      spent = Spent(**found.record.spent) if found else Spent()
+      latest = lambda run=run: run.checkpoints.latest
+      run.log = Log(run.c, run.workdir, ledger, spent, latest, run.peers)
+      stack.enter_context(contextlib.closing(run.log))
+      if found:
+        batches[run.c.seed].set_state(found.record.data)
+
+    numbers, log = numbers_of([run.c for run in runs]), _Logs(runs)
+    states = [found.state for found in restored if found]
+    if states:
+      place = NamedSharding(mesh, P())
+      put = lambda *x: jax.device_put(np.stack(x), place)
+      state = jax.tree.map(put, *states)
+      del states, restored
+    else:
+      init = lambda seed: init_state(c, mesh, plan, seed)
+      state = jax.vmap(init)(numbers.seed)
+
+    def save(t: int, finished: bool = False) -> None:
+      for r, run in log.going():
+        with run.own():
+          run.log.flush()  # Raises if a loss is not finite.
+          data = batches[run.c.seed]
+          record = make_record(run.c, data, run.log, mesh, plan, run.peers, finished)
+          run.checkpoints.save(t, _of_run(state, r), record)
+
+    periods = (c.eval.every, c.checkpoint.every)
+    for steps in overlap.stretches(plan, start, c.train.steps, periods):
+      # Run an inner step of all runs, then the outer step.
+      by_seed = {seed: next(data) for seed, data in batches.items()}
+      tokens = jnp.stack([by_seed[run.c.seed] for run in runs])
+      launch = functools.partial(step, c, steps)
+      (state, by_step), events = over_runs(plan, numbers, launch, (state, tokens))
+      log.stretch(steps, by_step, events)
+
+      t = steps[-1]
+      last = t == c.train.steps
+      if c.eval.every and t % c.eval.every == 0 and not last:
+        with log.pause():
+          for r, run in log.going():
+            params = final_params(plan, _of_run(state, r), mesh)
+            run.log.evaluation(t, evaluation(params).numbers)
+      if stop.after(steps) and not last:
+        with log.pause():
+          save(t)
+        for run in runs:
+          run.checkpoints.wait()
+        return stop.leave(t, "the folder of every run")
+      if c.checkpoint.every and t % c.checkpoint.every == 0 and not last:
+        with log.pause():
+          save(t)
+      if not log.going():
+        return None
+
+    # Receive the fragments in flight.
+    log.report()
+    state, events = over_runs(plan, numbers, functools.partial(_drain, c), state)
+    log.events(events)
+    save(c.train.steps, finished=True)
+    stop.finished(c.train.steps, "the folder of every run")
+    for r, run in log.going():
+      with run.own():
+        args = (_of_run(state, r), mesh, evaluation, run.log, run.workdir, run.peers)
+        summary.make(run.c, plan, *args)
+    return None
+
+
+class _Logs:
+  """The logs of all runs. They get the metrics of a launch when the next one runs."""
+
+  def __init__(self, runs: Sequence[Run]):
+    self._runs = runs
+    self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
+
+  def going(self) -> list[tuple[int, Run]]:
+    """Lists the runs that have not diverged, with their numbers from 0."""
+    return [(r, run) for r, run in enumerate(self._runs) if not run.diverged]
+
+  def stretch(
+    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
+  ) -> None:
+    """Takes the metrics of steps that were just launched, as `Log.stretch`."""
+    self.report()
+    self._pending = steps, by_step, events
+
+  def report(self) -> None:
+    """Waits for the pending launch, and gives each log its part."""
+    if self._pending is None:
+      return
+    (steps, by_step, events), self._pending = self._pending, None
+    by_step = jax.device_get(by_step)
+    for r, run, own in self._split(events):
+      with run.own():
+        run.log.stretch(steps, jax.tree.map(lambda x_R: x_R[r], by_step), own)  # noqa: B023
+
+  def events(self, events: list[Event]) -> None:
+    """Gives each log its part of the events after the last step."""
+    for _, run, own in self._split(events):
+      with run.own():
+        run.log.events(own)
+
+  @contextlib.contextmanager
+  def pause(self) -> Iterator[None]:
+    """Keeps what all runs do in the block out of the training time of each."""
+    self.report()
+    with contextlib.ExitStack() as stack:
+      for _, run in self.going():
+        with run.own():
+          stack.enter_context(run.log.pause())
+      yield
+
+  def _split(self, events: list[Event]) -> Iterator[tuple[int, Run, list[Event]]]:
+    metrics = jax.device_get([event.metrics for event in events])
+    for r, run in self.going():
+      parts = [{name: x_R[r] for name, x_R in values.items()} for values in metrics]
+      pairs = zip(events, parts)
+      yield r, run, [dataclasses.replace(e, metrics=part) for e, part in pairs]
+
+
+def over_runs(
+  plan: Plan | None, numbers: Numbers, steps: Steps, arrays: Tree
+) -> tuple[Tree, list[Event]]:
+  """Maps steps of one run over all runs; the metrics of the events have the axis R."""
+  events = list[Event]()
+
+  def one(numbers: Numbers, arrays: Tree) -> tuple[Tree, list[dict[str, Any]]]:
+    own = plan and dataclasses.replace(plan, seed=numbers.seed, tuned=numbers.outer)
+    result, events[:] = steps(own, numbers, arrays)
+    return result, [event.metrics for event in events]
+
+  result, metrics = jax.vmap(one)(numbers, arrays)
+  return result, [dataclasses.replace(e, metrics=m) for e, m in zip(events, metrics)]
+
+
+def step(
+  c: Config,
+  steps: range,
+  plan: Plan | None,
+  numbers: Numbers,
+  arrays: tuple[TrainState, jax.Array],
+) -> tuple[tuple[TrainState, list[InnerMetrics]], list[Event]]:
+  """Runs the inner step and the outer step of one run."""
+  state, tokens = arrays
+  state, by_step = overlap.inner_steps(c, plan, steps, state, [tokens], numbers.inner)
+  events = list[Event]()
+  if plan and state.outer:
+    params, outer, events = outer_step(plan, steps[-1], state.params, state.outer)
+    state = dataclasses.replace(state, params=params, outer=outer)
+  return (state, by_step), events
+
+
+def _drain(
+  c: Config, plan: Plan | None, numbers: Numbers, state: TrainState
+) -> tuple[TrainState, list[Event]]:
+  """Receives the fragments of one run that are in flight after the last step."""
+  del numbers
+  if plan is None or state.outer is None:
+    return state, []
+  args = (c.train.steps, state.params, state.outer, c.outer.final_sync)
+  params, outer, events = drain(plan, *args)
+  return dataclasses.replace(state, params=params, outer=outer), events
+
+
+@jax.jit
+def _of_run(state: TrainState, r: int) -> TrainState:
+  """Takes the state of one run out of the state of all runs."""
+  return jax.tree.map(lambda x_R: x_R[r], state)
+
+
+def _on_host(found: Restored | None) -> Restored | None:
+  """Copies a restored state to the host, where the states of all runs have room."""
+  return found and found._replace(state=jax.device_get(found.state))

@@ -1,0 +1,62 @@
+"""Which runs of a sweep can train together, in one program (--vectorize). No JAX."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.config.resolve import leaves
+
+# The fields in which the runs of a group may differ.
+FIELDS = (
+  "seed, inner.learning_rate, inner.weight_decay, outer.learning_rate and the momentum"
+  " of sgd in outer.optimizer"
+)
+_VARIED = ("seed", "inner.learning_rate", "outer.learning_rate")
+_MOMENTUM = re.compile(r"^(\s*sgd\((?:[^)]*[\s,])?momentum\s*=\s*)[\d.eE+-]+")
+# {field: the value that a run in a group must have}
+_NEEDED = {
+  "overlap.transport": "device",
+  "outer.offload": False,
+  "log.wandb_project": "",
+  "plugins": (),  # They may hold state of one run.
+}
+
+
+def alike(config: Mapping[str, Any]) -> str:
+  """Returns a text that is the same for all runs that can train together.
+
+  Args:
+    config: a config as config.json has it.
+  """
+  v = {field: x for field, x in leaves(config).items() if field not in _VARIED}
+  # Without decay the optimizer has other parts.
+  v["inner.weight_decay"] = bool(v["inner.weight_decay"])
+  v["outer.optimizer"] = _MOMENTUM.sub(r"\1...", v["outer.optimizer"])
+  return json.dumps(v, sort_keys=True)
+
+
+def obstacle(config: Mapping[str, Any]) -> str:
+  """Says why a run must train alone; "" if it can train in a group."""
+  v = leaves(config)
+  found = (f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value)
+  return next(found, "")
+
+
+def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]]:
+  """Groups runs that can train together, in the order of the first of each group.
+
+  Args:
+    configs: {name: config of the run}.
+    most: the most runs of a group.
+
+  Returns:
+    The names of each group.
+  """
+  found: dict[str, list[str]] = {}
+  for name, config in configs.items():
+    alone = most == 1 or obstacle(config)
+    found.setdefault(name if alone else alike(config), []).append(name)
+  return [
+    some[i : i + most] for some in found.values() for i in range(0, len(some), most)
+  ]

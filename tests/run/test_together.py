@@ -1,0 +1,136 @@
+"""Runs that train together get the files and the losses that they get alone."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+from conftest import tiny_config
+
+from diloco import train
+from diloco.config import resolve
+from diloco.run import metrics, together
+from diloco.sweep import job, table
+
+# Seed, outer rate, outer momentum and inner rate of each run.
+POINTS = ((0, 0.3, 0.9, 3e-3), (0, 0.6, 0.5, 3e-3), (1, 0.3, 0.9, 6e-3), (1, 0.6, 0, 0))
+SAME = ("tokens", "steps", "syncs", "fragments", "bytes_sent_per_replica", "device")
+
+
+def make_config(algorithm: str, seed: int, outer: float, momentum: float, inner: float):
+  c = tiny_config()
+  c.algorithm, c.seed, c.train.steps = algorithm, seed, 9
+  c.outer.learning_rate, c.inner.learning_rate = outer, inner
+  c.outer.optimizer = f"sgd(momentum={momentum}, nesterov=True)"
+  c.wire.rounding, c.eval.every, c.sync_every = "stochastic", 4, 3
+  c.outer.final_sync = True
+  return c
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+  """Trains a run alone, once; gives its folder."""
+  found = {}
+
+  def run(algorithm, point):
+    if (algorithm, point) not in found:
+      folder = found[algorithm, point] = tmp_path_factory.mktemp("alone")
+      train.train(make_config(algorithm, *point), folder)
+    return found[algorithm, point]
+
+  return run
+
+
+def folders_of(place, algorithm, points):
+  """Writes the config.json of runs."""
+  folders = [place / str(i) for i in range(len(points))]
+  for folder, point in zip(folders, points):
+    folder.mkdir()
+    config = table.as_json(resolve(make_config(algorithm, *point)))
+    (folder / "config.json").write_text(json.dumps(config))
+  return folders
+
+
+def train_together(algorithm, points, folders):
+  configs = [resolve(make_config(algorithm, *point)) for point in points]
+  together.train([together.Run(c, folder) for c, folder in zip(configs, folders)])
+
+
+def close(found, want):
+  """Compares numbers in lists and dicts; counts and names are equal."""
+  if isinstance(want, dict):
+    assert found.keys() == want.keys()
+    for name in found.keys() - {"time", "tokens_per_s", "wall_s"}:
+      close(found[name], want[name])
+  elif isinstance(want, list):
+    assert len(found) == len(want)
+    for pair in zip(found, want):
+      close(*pair)
+  elif isinstance(want, float):
+    np.testing.assert_allclose(found, want, rtol=2e-4, atol=1e-6)
+  else:
+    assert found == want
+
+
+def check(found, want):
+  """Compares the files of two runs."""
+  for kind in ("step", "send", "receive", "eval"):
+    close(metrics.read(found, kind), metrics.read(want, kind))
+  for folder in (found, want):
+    assert (folder / "loss.png").exists()
+    assert (folder / "checkpoints" / "9").is_dir()
+  a, b = (json.loads((f / "summary.json").read_text()) for f in (found, want))
+  close(a, b)
+  assert {name: a[name] for name in SAME} == {name: b[name] for name in SAME}
+
+
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data_parallel"])
+def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
+  folders = folders_of(tmp_path, algorithm, POINTS)
+  train_together(algorithm, POINTS, folders)
+  some = POINTS if algorithm == "streaming" else (POINTS[0], POINTS[3])
+  for point in some:
+    check(folders[POINTS.index(point)], alone(algorithm, point))
+  losses = {metrics.read(folder)[-1]["loss"] for folder in folders}
+  assert len(losses) == (3 if algorithm == "data_parallel" else 4)
+
+
+def test_runs_that_were_stopped_together_go_on_together_or_alone(
+  tmp_path, alone, monkeypatch
+):
+  folders = folders_of(tmp_path, "streaming", POINTS[:3])
+  take = together.Batches.__next__
+
+  def stop_at_the_end(batches):
+    count.append(0)
+    if len(count) == 14:  # Two seeds, step 7.
+      os.kill(os.getpid(), signal.SIGTERM)
+    return take(batches)
+
+  count: list[int] = []
+  monkeypatch.setattr(together.Batches, "__next__", stop_at_the_end)
+  train_together("streaming", POINTS[:3], folders)
+  for folder in folders:
+    assert not (folder / "summary.json").exists()
+    assert (folder / "checkpoints" / "7").is_dir()
+  train_together("streaming", POINTS[:2], folders[:2])
+  train.train(make_config("streaming", *POINTS[2]), folders[2])
+  for folder, point in zip(folders, POINTS):
+    check(folder, alone("streaming", point))
+
+
+def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
+  """Also shows the process that a sweep starts."""
+  worse = (*POINTS[1][:3], 1e30)
+  folders = folders_of(tmp_path, "streaming", (POINTS[0], worse, POINTS[2]))
+  assert job.run(*map(str, folders)) == 0
+  ends = [table.read(folder / "ended.json") for folder in folders]
+  assert [end["failed"] for end in ends] == [False, True, False]
+  assert "of replica 0 is nan at step" in ends[1]["error"]
+  assert not (folders[1] / "summary.json").exists()
+  check(folders[0], alone("streaming", POINTS[0]))
+  check(folders[2], alone("streaming", POINTS[2]))
+  first, _, last = [(folder / "log.txt").read_text() for folder in folders]
+  assert "Training together: 0 1 2." in first
+  assert "evaluation   outer parameters" in last
