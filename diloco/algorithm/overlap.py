@@ -53,12 +53,7 @@ def stretches(
 
 
 def inner_steps(
-  c: Config,
-  plan: Plan | None,
-  steps: range,
-  state: TrainState,
-  tokens: list[jax.Array],
-  numbers: Tuned | None = None,
+  c: Config, plan: Plan | None, steps: range, state: TrainState, tokens: list[jax.Array]
 ) -> tuple[TrainState, list[InnerMetrics]]:
   """Runs a range of inner steps, together with the exchange that they hide.
 
@@ -67,12 +62,11 @@ def inner_steps(
     steps: a range from `stretches`.
     state: the state before the steps; params and opt_state are donated.
     tokens: int32 [M, B, L] for each step.
-    numbers: learning rate and weight decay; None: those of the config.
 
   Returns:
     The state after the steps and the metrics of each step; waits for neither.
   """
-  arrays, numbers = (state.params, state.opt_state), numbers or tuned(c)
+  arrays, numbers = (state.params, state.opt_state), tuned(c)
   trainable = trained_next(c, plan, steps[0]) if plan else None
   if plan is None or state.outer is None or not hiding_steps(plan, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(

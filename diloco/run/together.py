@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import overlap
-from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import Plan, make_plan
@@ -39,8 +39,8 @@ from diloco.run.stop import end_on_signal
 from diloco.wire.ledger import Ledger
 
 Tree = Any
-# Runs inner or outer steps of one run, with its plan and its numbers.
-Steps = Callable[[Plan | None, "Numbers", Tree], tuple[Tree, list[Event]]]
+# Runs outer steps of one run.
+Steps = Callable[[Plan, TrainState], tuple[TrainState, list[Event]]]
 
 
 class Numbers(NamedTuple):
@@ -162,11 +162,10 @@ def train(runs: Sequence[Run]) -> None:
       # Run an inner step of all runs, then the outer step.
       by_seed = {seed: next(data) for seed, data in batches.items()}
       tokens = jnp.stack([by_seed[run.c.seed] for run in runs])
-      launch = functools.partial(step, c, steps)
-      (state, by_step), events = over_runs(plan, numbers, launch, (state, tokens))
-      log.stretch(steps, by_step, events)
+      t = steps[-1]  # On one device, a stretch has one step.
+      state, metrics, events = step(c, plan, numbers, t, state, tokens)
+      log.stretch(steps, [metrics], events)
 
-      t = steps[-1]
       last = t == c.train.steps
       if c.eval.every and t % c.eval.every == 0 and not last:
         with log.pause():
@@ -187,8 +186,9 @@ def train(runs: Sequence[Run]) -> None:
 
     # Receive the fragments in flight.
     log.report()
-    state, events = over_runs(plan, numbers, functools.partial(_drain, c), state)
-    log.events(events)
+    if plan:
+      state, events = over_runs(plan, numbers, functools.partial(_drain, c), state)
+      log.events(events)
     save(c.train.steps, finished=True)
     stop.finished(c.train.steps, "the folder of every run")
     for r, run in log.going():
@@ -251,44 +251,70 @@ class _Logs:
 
 
 def over_runs(
-  plan: Plan | None, numbers: Numbers, steps: Steps, arrays: Tree
-) -> tuple[Tree, list[Event]]:
+  plan: Plan, numbers: Numbers, steps: Steps, state: TrainState
+) -> tuple[TrainState, list[Event]]:
   """Maps steps of one run over all runs; the metrics of the events have the axis R."""
   events = list[Event]()
 
-  def one(numbers: Numbers, arrays: Tree) -> tuple[Tree, list[dict[str, Any]]]:
-    own = plan and dataclasses.replace(plan, seed=numbers.seed, tuned=numbers.outer)
-    result, events[:] = steps(own, numbers, arrays)
-    return result, [event.metrics for event in events]
+  def one(numbers: Numbers, state: TrainState) -> tuple[TrainState, list]:
+    own = dataclasses.replace(plan, seed=numbers.seed, tuned=numbers.outer)
+    state, events[:] = steps(own, state)
+    return state, [event.metrics for event in events]
 
-  result, metrics = jax.vmap(one)(numbers, arrays)
-  return result, [dataclasses.replace(e, metrics=m) for e, m in zip(events, metrics)]
+  state, metrics = jax.vmap(one)(numbers, state)
+  return state, [dataclasses.replace(e, metrics=m) for e, m in zip(events, metrics)]
 
 
 def step(
   c: Config,
-  steps: range,
   plan: Plan | None,
   numbers: Numbers,
-  arrays: tuple[TrainState, jax.Array],
-) -> tuple[tuple[TrainState, list[InnerMetrics]], list[Event]]:
-  """Runs the inner step and the outer step of one run."""
-  state, tokens = arrays
-  state, by_step = overlap.inner_steps(c, plan, steps, state, [tokens], numbers.inner)
-  events = list[Event]()
-  if plan and state.outer:
-    params, outer, events = outer_step(plan, steps[-1], state.params, state.outer)
-    state = dataclasses.replace(state, params=params, outer=outer)
-  return (state, by_step), events
+  t: int,
+  state: TrainState,
+  tokens: jax.Array,
+) -> tuple[TrainState, InnerMetrics, list[Event]]:
+  """Runs inner step t of all runs, then their outer step.
+
+  Args:
+    tokens: int32 [R, M, B, L].
+  """
+  trainable = overlap.trained_next(c, plan, t) if plan else None
+  params, opt_state, metrics = inner_together(
+    state.params, state.opt_state, tokens, trainable, numbers.inner, c=c
+  )
+  state = TrainState(params, opt_state, state.outer)
+  if plan is None or not (plan.schedule.sends(t) or plan.schedule.arrivals(t)):
+    return state, metrics, []
+  state, events = over_runs(plan, numbers, functools.partial(_outer, t), state)
+  return state, metrics, events
 
 
-def _drain(
-  c: Config, plan: Plan | None, numbers: Numbers, state: TrainState
-) -> tuple[TrainState, list[Event]]:
+@functools.partial(jax.jit, static_argnames="c", donate_argnums=(0, 1))
+def inner_together(
+  params: Tree,
+  opt_state: Tree,
+  tokens: jax.Array,
+  trainable: Tree | None,
+  tuned: Tuned,
+  *,
+  c: Config,
+) -> tuple[Tree, Tree, InnerMetrics]:
+  """Maps `inner_step` over the runs, which all train the same layers."""
+  one = functools.partial(inner_step, c=c)
+  args = (params, opt_state, tokens, trainable, tuned)
+  return jax.vmap(one, in_axes=(0, 0, 0, None, 0))(*args)
+
+
+def _outer(t: int, plan: Plan, state: TrainState) -> tuple[TrainState, list[Event]]:
+  """Runs the outer step of one run after inner step t."""
+  assert state.outer
+  params, outer, events = outer_step(plan, t, state.params, state.outer)
+  return dataclasses.replace(state, params=params, outer=outer), events
+
+
+def _drain(c: Config, plan: Plan, state: TrainState) -> tuple[TrainState, list[Event]]:
   """Receives the fragments of one run that are in flight after the last step."""
-  del numbers
-  if plan is None or state.outer is None:
-    return state, []
+  assert state.outer
   args = (c.train.steps, state.params, state.outer, c.outer.final_sync)
   params, outer, events = drain(plan, *args)
   return dataclasses.replace(state, params=params, outer=outer), events
