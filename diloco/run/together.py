@@ -300,9 +300,11 @@ def inner_together(
   c: Config,
 ) -> tuple[Tree, Tree, InnerMetrics]:
   """Maps `inner_step` over the runs, which all train the same layers."""
-  one = functools.partial(inner_step, c=c)
-  args = (params, opt_state, tokens, trainable, tuned)
-  return jax.vmap(one, in_axes=(0, 0, 0, None, 0))(*args)
+  one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c)
+  args = (params, opt_state, tokens, tuned)
+  if jax.default_backend() == "cpu":  # XLA for CPU is slow at batched products.
+    return jax.lax.map(lambda args: one(*args), args)
+  return jax.vmap(one)(*args)
 
 
 def _outer(t: int, plan: Plan, state: TrainState) -> tuple[TrainState, list[Event]]:
