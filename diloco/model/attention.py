@@ -6,7 +6,8 @@ cudnn   flash attention of cuDNN for NVIDIA GPUs; keeps no scores
 
 Softmax is in float32 in all of them. With bfloat16 inputs, xla and cudnn round the
 softmax's weights to bfloat16 before the product with the values; splash does not.
-splash scales the queries in their own dtype; the others scale the scores in float32.
+splash and xla on CPUs scale the queries in their own dtype; the others scale the scores
+in float32.
 
 Letters: B sequences, L positions, H heads, K head size.
 """
@@ -149,16 +150,22 @@ def _xla(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
 
 
 def _xla_for_cpu(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
-  """Takes each head as a sequence of its own: XLA for CPU needs one batch axis."""
-  batch, length, heads, size = q_BxLxHxK.shape
-
-  def alone(x_BxLxHxK):
-    return x_BxLxHxK.swapaxes(1, 2).reshape(batch * heads, length, 1, size)
-
+  """Computes `_xla` as XLA for CPU is fast at it: heads first, the queries scaled."""
+  heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
+  q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
+  _, _, length, size = q_BxHxLxK.shape
+  scores_BxHxLxL = jnp.einsum(
+    "bhqk,bhsk->bhqs",
+    q_BxHxLxK * size**-0.5,
+    k_BxHxLxK,
+    preferred_element_type=jnp.float32,
+  )
+  visible = jnp.tril(jnp.ones((length, length), bool))
   if segment_BxL is not None:
-    segment_BxL = jnp.repeat(segment_BxL, heads, axis=0)
-  y = _xla(alone(q_BxLxHxK), alone(k_BxLxHxK), alone(v_BxLxHxK), segment_BxL)
-  return y.reshape(batch, heads, length, size).swapaxes(1, 2)
+    visible &= segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
+  lowest = jnp.finfo(jnp.float32).min
+  weights_BxHxLxL = jax.nn.softmax(jnp.where(visible, scores_BxHxLxL, lowest))
+  return (weights_BxHxLxL.astype(v_BxHxLxK.dtype) @ v_BxHxLxK).swapaxes(1, 2)
 
 
 def _cudnn(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
