@@ -32,7 +32,7 @@ from diloco.config import Config, resolve
 from diloco.config.fields import ModelConfig
 from diloco.model import attention, shapes, sharding
 from diloco.run.mesh import make_mesh
-from diloco.wire import exchange
+from diloco.wire import exchange, transport
 from diloco.wire.transport import transmit
 
 STEPS = 6
@@ -290,12 +290,32 @@ def attentions() -> dict:
   }
   fields = {
     **{"algorithm": "data_parallel", "model.seq_len": 128, "model.num_layers": 1},
-    **{"train.accumulate": 2, "model.remat": True, "model.segment_masks": True},
+    **{"train.accumulate": 2, "model.remat": "full", "model.segment_masks": True},
   }
   runs = {
     name: losses(4, **fields, **{"model.attention": name}) for name in ("xla", "splash")
   }
   return {"errors": errors, "losses": runs}
+
+
+def arrivals(slices: int, gathers: bool) -> bool:
+  """Tells whether every group gets all payloads, in order; groups lie on `slices`."""
+  num_slices, on_gpu = sharding.num_slices, transport.gathers
+  sharding.num_slices, transport.gathers = lambda mesh: slices, lambda mesh: gathers
+  mesh = make_mesh(make_config(**{"replicas": 8, "mesh.replica": 4, "mesh.fsdp": 2}))
+  shapes_of_two = ((8, 2, 5), (8, 2, 3))
+  sent = [np.random.default_rng(0).integers(0, 256, x, np.uint8) for x in shapes_of_two]
+  payloads = [jax.device_put(x, exchange.encoded(mesh)) for x in sent]
+  found = jax.jit(lambda x: transport.finish(mesh, x, transport.start(mesh, x)))(
+    payloads
+  )
+  sharding.num_slices, transport.gathers = num_slices, on_gpu
+  # Each device holds the parts of all eight replicas.
+  return all(
+    np.array_equal(shard.data, x[shard.index])
+    for x, y in zip(sent, found)
+    for shard in y.addressable_shards
+  ) and all(y.sharding.is_equivalent_to(exchange.transmitted(mesh), 3) for y in found)
 
 
 def main() -> None:
@@ -324,6 +344,10 @@ def main() -> None:
     },
     "whole_models": whole_models,
     "losses": lambda: {name: losses(n, **f) for name, (n, f) in layouts.items()},
+    "arrivals": lambda: {
+      f"{slices}, {gathers}": arrivals(slices, gathers)
+      for slices, gathers in ((1, False), (2, False), (4, False), (3, False), (1, True))
+    },
     "bits": lambda: {transport: bits(transport) for transport in ("device", "host")},
     "shards": lambda: {
       f"{compressor}, {rounding}": shards(compressor, rounding)

@@ -57,7 +57,7 @@ def carry(t: transport.Transport, mesh: Mesh, shape: tuple[int, ...]) -> dict:
     group = np.split(values, len(OWNERS))[(row - s - 1) % len(OWNERS)]
     return (group[:, shard] if own else group).reshape(-1)
 
-  parts = transport.start(mesh, payload)
+  parts = transport.start(mesh, [payload])
   result["parts"] = len(parts) == len(OWNERS) - 1 and all(
     holds(x, lambda part, s=s: expected(s, part.device)) for s, x in enumerate(parts)
   )

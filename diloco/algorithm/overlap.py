@@ -1,7 +1,8 @@
 """Hides an exchange behind inner steps: one program runs both.
 
 A device runs separate programs one after the other. So an exchange overlaps with inner
-steps only inside one program. XLA overlaps them on TPUs (docs/aot.md), not on CPUs.
+steps only inside one program. XLA for TPUs and GPUs overlaps them (docs/aot.md), XLA
+for CPUs does not.
 With `overlap.transport=host` the hosts exchange payloads, and this file hides nothing.
 """
 
@@ -124,7 +125,7 @@ def hidden_exchange(
     Parameters, optimizer state, metrics of each step (zeros beyond `count`) and
     everyone's payloads.
   """
-  received = [transport.start(mesh, payload) for payload in payloads]
+  received = transport.start(mesh, payloads)
 
   tokens_K = jnp.stack(tokens)
   args = (params_M, opt_state_M, tokens[0], trainable, tuned)
@@ -146,6 +147,6 @@ def hidden_exchange(
   carry = jax.lax.fori_loop(0, count, step, carry)
   # Barrier: without it XLA may wait for the exchange before it runs the steps.
   carry, received = jax.lax.optimization_barrier((carry, received))
-  arrived = [transport.finish(mesh, x, r) for x, r in zip(payloads, received)]
+  arrived = transport.finish(mesh, payloads, received)
   params_M, opt_state_M, metrics_K = carry
   return params_M, opt_state_M, [at(metrics_K, k) for k in range(len(tokens))], arrived

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from diloco.model.sharding import REPLICA
+from diloco.model.sharding import REPLICA, num_slices
 
 # For example pred, s32, bf16 or f8e4m3fn.
 _TYPE = re.compile(r"(?:pred|(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?)")
@@ -135,7 +135,7 @@ def replica_bytes(hlo: str, mesh) -> float:
   loops. With one replica per coordinate, the ledger counts the same bytes.
   """
   devices = mesh.devices.size
-  slices = len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
+  slices = num_slices(mesh)
   per_device = sum(c.sent(devices, slices) for c in across_replicas(hlo, mesh))
   return per_device * devices / mesh.shape[REPLICA]
 

@@ -30,6 +30,11 @@ Tree = Any
 Lead = tuple[str | None, ...]
 
 
+def num_slices(mesh: Mesh) -> int:
+  """Counts the TPU slices of a mesh; GPUs and CPUs count as one slice."""
+  return len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
+
+
 def lead(c: Config) -> Lead:
   """Returns the lead of the inner parameters."""
   return (None if c.data_parallel else REPLICA,)

@@ -3,6 +3,8 @@
 `device`: the devices exchange payloads. Each group of replicas sends its payload to
 every other group, in one permutation per distance; an all-gather sends as much. XLA
 for TPU overlaps permutations with other work, but not the all-gather inside one slice.
+For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
+the same devices are under way at once.
 `diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
@@ -17,6 +19,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,6 +27,10 @@ from diloco.config import Config, ConfigError
 from diloco.model import sharding
 from diloco.model.sharding import FSDP, REPLICA
 from diloco.wire import exchange
+
+# XLA for GPU has one collective under way at a time on each stream. On the stream of
+# the collectives of fsdp, the exchange would wait for the end of the inner steps.
+_OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 
 
 class ExchangeFailed(RuntimeError):
@@ -96,60 +103,91 @@ class DeviceTransport:
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def transmit(payload: jax.Array, *, mesh: Mesh) -> jax.Array:
-  """Exchanges payloads in a separate program; no inner step hides the exchange."""
-  return finish(mesh, payload, start(mesh, payload))
+  """Exchanges a payload in a separate program; no inner step hides the exchange."""
+  return finish(mesh, [payload], start(mesh, [payload]))[0]
 
 
-def start(mesh: Mesh, payload: jax.Array) -> tuple[jax.Array, ...]:
-  """Sends the payload of each group of replicas to all other groups.
+def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:
+  """Sends the payloads of each group of replicas to all other groups, as one message.
 
   Args:
     mesh: the device mesh, with n groups along the replica axis.
-    payload: sharded as `exchange.encoded` says.
+    payloads: one or more, sharded as `exchange.encoded` says.
 
   Returns:
-    n - 1 arrays uint8 [payload.size]. On group i, array s holds the payload of group
-    i - s - 1 modulo n. The arrays are flat: a TPU would pad a row of bytes to four rows
-    and send four times as much.
+    Arrays uint8 [bytes] on each device. For GPUs, one array holds everyone's payloads.
+    Otherwise, array s - 1 holds what permutation s of `_sources` brings. The arrays are
+    flat: a TPU would pad a row of bytes to four rows and send four times as much.
   """
-  n, place = mesh.shape[REPLICA], _spec(mesh, payload, REPLICA)
-  flat_places = (P(tuple(place)),) * (n - 1)
+  places, sources = [_spec(mesh, x, REPLICA) for x in payloads], _sources(mesh)
 
   def local(own):
-    distances = ([(i, (i + s) % n) for i in range(n)] for s in range(1, n))
-    flat = own.reshape(-1)
-    return tuple(jax.lax.ppermute(flat, REPLICA, pairs) for pairs in distances)
+    flat = jnp.concatenate([x.reshape(-1) for x in own])
+    if gathers(mesh):
+      with set_xla_metadata(**_OWN_STREAM):
+        return (jax.lax.all_gather(flat, REPLICA, tiled=True),)
+    pairs = [[(g, i) for i, g in enumerate(row)] for row in sources[1:].tolist()]
+    return tuple(jax.lax.ppermute(flat, REPLICA, to) for to in pairs)
 
-  return jax.shard_map(local, mesh=mesh, in_specs=place, out_specs=flat_places)(payload)
+  out = (P(sharding.BOTH),) * (1 if gathers(mesh) else len(sources) - 1)
+  return jax.shard_map(local, mesh=mesh, in_specs=(places,), out_specs=out)(payloads)
 
 
 def finish(
-  mesh: Mesh, payload: jax.Array, received: tuple[jax.Array, ...]
-) -> jax.Array:
-  """Sorts the arrays of `start` by replica; nothing is exchanged.
+  mesh: Mesh, payloads: list[jax.Array], received: tuple[jax.Array, ...]
+) -> list[jax.Array]:
+  """Sorts the arrays of `start` by payload and replica; nothing is exchanged.
 
   Args:
-    payload: the argument of `start`.
+    payloads: the argument of `start`.
     received: the result of `start`.
 
   Returns:
-    uint8 [M, fsdp, bytes], sharded as `exchange.transmitted` says.
+    For each payload, uint8 [M, fsdp, bytes], sharded as `exchange.transmitted` says.
   """
-  n, place = mesh.shape[REPLICA], _spec(mesh, payload, REPLICA)
-  flat_places = (P(tuple(place)),) * (n - 1)
+  order = np.argsort(_sources(mesh), axis=0)
 
   def local(own, received):
-    by_distance = jnp.stack([own, *(x.reshape(own.shape) for x in received)])
-    order = (jax.lax.axis_index(REPLICA) - jnp.arange(n)) % n
-    return by_distance[order].reshape(-1, *own.shape[1:])
+    if gathers(mesh):
+      by_group = received[0].reshape(mesh.shape[REPLICA], -1)
+    else:
+      arrived = jnp.stack([jnp.concatenate([x.reshape(-1) for x in own]), *received])
+      by_group = arrived[jnp.asarray(order)[:, jax.lax.axis_index(REPLICA)]]
+    cuts = np.cumsum([x.size for x in own])[:-1]
+    parts = jnp.split(by_group, cuts, axis=1)
+    return [part.reshape(-1, *x.shape[1:]) for x, part in zip(own, parts)]
 
+  sent = [_spec(mesh, x, REPLICA) for x in payloads]
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(place, flat_places),
-    out_specs=_spec(mesh, payload, None),
+    in_specs=(sent, (P(sharding.BOTH),) * len(received)),
+    out_specs=[_spec(mesh, x, None) for x in payloads],
     check_vma=False,
-  )(payload, received)
+  )(payloads, received)
+
+
+def gathers(mesh: Mesh) -> bool:
+  """Tells whether one all-gather carries the payloads, as on GPUs."""
+  return mesh.devices.flat[0].platform == "gpu"
+
+
+def _sources(mesh: Mesh) -> np.ndarray:
+  """Lists permutations of the n groups of replicas that bring every payload everywhere.
+
+  A permutation shifts the groups by a number of slices and by a number of groups inside
+  each slice. So a permutation crosses slices with all of its pairs or with none. XLA
+  for TPU splits a permutation that does both, and then hides only a part.
+
+  Returns:
+    ints [n, n]: in permutation s, group i gets the payload of group [s, i]. Permutation
+    0 moves nothing.
+  """
+  n, slices = mesh.shape[REPLICA], sharding.num_slices(mesh)
+  shape = (slices, n // slices) if n % slices == 0 else (1, n)
+  groups = np.arange(n).reshape(shape)
+  shifts = np.ndindex(shape)
+  return np.stack([np.roll(groups, shift, (0, 1)).ravel() for shift in shifts])
 
 
 class HostTransport:

@@ -31,6 +31,11 @@ needs_libtpu = pytest.mark.skipif(
   reason="libtpu is not installed (pip install libtpu)",
 )
 
+needs_cuda_plugin = pytest.mark.skipif(
+  importlib.util.find_spec("jax_cuda12_plugin") is None,
+  reason="JAX's CUDA plugin is not installed (pip install 'jax[cuda12-local]')",
+)
+
 
 @pytest.mark.parametrize(
   "name", ["v5e:3x5", "v5e:32x32", "v9:2x2", "v5p:4x4", "v5e", "h100:3", "b200:8"]
@@ -180,19 +185,23 @@ from diloco.aot.topology import describe, make_mesh
 from diloco.config import resolve
 from diloco.model.attention import choose
 
+name, slices, replicas, changes = sys.argv[1:]
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
-c.train.batch_size, c.eval.batch_size, c.model.seq_len = 8, 8, 128
+c.train.batch_size, c.eval.batch_size, c.model.seq_len = 32, 32, 128
+c.replicas, slices = int(replicas), int(slices)
+c.update_from_flattened_dict(json.loads(changes))
 c = resolve(c)
-slices = int(sys.argv[1])
-devices = describe("v5e:2x2", slices)
-programs = Programs(c, make_mesh(c, devices, slices))
-x = programs.compile("exchange, 1 inner step")
-[w] = x.windows
+programs = Programs(c, make_mesh(c, describe(name, slices), slices))
+[program] = [x for x in programs.lower if x.startswith("exchange, ")]
+x = programs.compile(program)
 print(json.dumps({
-  "kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
-  "loops": w.loops, "crossing": x.crossing, "payload": programs.payload.shape,
-  "shape": w.collective.shape, "attention": choose(c.model, devices[0]),
+  "windows": [
+    {"kind": w.collective.kind, "dtype": w.collective.dtype, "hidden": w.hidden,
+     "loops": w.loops, "shape": w.collective.shape} for w in x.windows
+  ],
+  "crossing": x.crossing, "payload": programs.payload.shape, "name": program,
+  "attention": choose(c.model, programs.mesh.devices[0, 0]),
 }))
 """
 
@@ -240,8 +249,8 @@ print(json.dumps([temporaries(x) / (4 * n * s) for x in (encode, decode)]))
 """
 
 
-def run_with_libtpu(script: str, *args: str):
-  """Runs a script in a process of its own, as libtpu needs; reads its last line."""
+def run_alone(script: str, *args: str):
+  """Runs a script in a process of its own, as libtpu needs, and reads its last line."""
   env = {
     **os.environ,
     "JAX_PLATFORMS": "cpu",
@@ -264,7 +273,7 @@ def run_with_libtpu(script: str, *args: str):
 @pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
 def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(name):
   # With an axis of two codes, padded to 128 lanes, it would take over sixty times.
-  encode, decode = run_with_libtpu(CODEC, name)
+  encode, decode = run_alone(CODEC, name)
   assert encode < 4
   assert decode < 4
 
@@ -272,23 +281,75 @@ def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(nam
 @needs_libtpu
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
-  found = run_with_libtpu(DATA_PARALLEL, dtype)
+  found = run_alone(DATA_PARALLEL, dtype)
   gradients = sizes.data_parallel_bytes(4, found["params"], 1, size)
   # The loss crosses too.
   assert gradients <= found["crossing"] < 1.001 * gradients
 
 
+def check_hidden(kinds: list[str], *args: str) -> dict:
+  """Compiles EXCHANGE; all exchanges must be hidden and send each payload once."""
+  found = run_alone(EXCHANGE, *args)
+  assert sorted(w["kind"] for w in found["windows"]) == sorted(kinds)
+  for w in found["windows"]:
+    assert w["dtype"] == "u8"
+    assert w["hidden"] == w["loops"] == 1
+    # The payload is one flat array: a TPU would pad a row of bytes to four rows.
+    assert len(w["shape"]) == 1
+  # A replica sends its packed payload once to each other replica, and nothing else.
+  replicas, *shard = found["payload"]
+  assert found["crossing"] == (replicas - 1) * np.prod(shard)
+  return found
+
+
 @needs_libtpu
-@pytest.mark.parametrize(("slices", "kind"), [(1, "collective-permute"), (2, "send")])
-def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, kind):
-  found = run_with_libtpu(EXCHANGE, str(slices))
-  assert (found["kind"], found["dtype"]) == (kind, "u8")
+@pytest.mark.parametrize(
+  ("slices", "replicas", "kinds"),
+  [
+    ("1", "2", ["collective-permute"]),
+    ("2", "2", ["send"]),
+    ("2", "4", ["send", "send", "collective-permute"]),
+  ],
+)
+def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds):
+  found = check_hidden(kinds, "v5e:2x2", slices, replicas, "{}")
   assert found["attention"] == "splash"
-  assert found["hidden"] == found["loops"] == 1
-  # A replica sends its packed payload once, and nothing else.
-  assert found["crossing"] == np.prod(found["payload"][1:])
-  # The payload is one flat array: a TPU would pad a row of bytes to four rows.
-  assert len(found["shape"]) == 1
+
+
+# Name of the topology, nodes, replicas.
+@needs_cuda_plugin
+@pytest.mark.parametrize(
+  ("name", "nodes", "replicas"),
+  [
+    ("h100:8", "1", "4"),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in [
+        *[("h100:2", "1", "2"), ("h100:8", "1", "2"), ("h100:8", "2", "2")],
+        *[("h100:4", "1", "4"), ("h100:8", "2", "4"), ("h100:8", "4", "4")],
+        ("h200:8", "2", "4"),
+      ]
+    ),
+  ],
+)
+def test_on_gpus_the_exchange_overlaps_with_collectives_of_fsdp(name, nodes, replicas):
+  check_hidden(["all-gather"], name, nodes, replicas, "{}")
+
+
+@pytest.mark.slow
+@needs_cuda_plugin
+@pytest.mark.parametrize(
+  ("changes", "program"),
+  [
+    ({"overlap.tau": 3, "sync_every": 4}, "exchange, 1 inner step"),
+    ({"overlap.tau": 2, "fragments.size": 2}, "exchange, 2 inner steps"),
+    ({"outer.offload": True}, "exchange, 1 inner step"),
+  ],
+)
+def test_on_gpus_one_program_hides_every_kind_of_exchange(changes, program):
+  # Several fragments in flight, several inner steps, outer state at the host.
+  found = check_hidden(["all-gather"], "h100:8", "1", "2", json.dumps(changes))
+  assert found["name"] == program
 
 
 def test_a_report_for_the_cpu_of_this_machine(tiny, monkeypatch):

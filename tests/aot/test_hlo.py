@@ -1,15 +1,21 @@
 """Tests the reading of HLO: asynchronous collectives, two slices, overlap.
 
-The lines are shortened from programs that XLA compiled for TPU v5e.
+The lines are shortened from programs that XLA compiled for TPU v5e and for H100.
 """
 
 import math
+import pathlib
 import types
 
 import numpy as np
 import pytest
 
 from diloco.aot import hlo
+
+# fixtures/make_gpu_hlo.py made the programs for GPUs. JAX 0.10 prints a synchronous
+# collective as a start and a done side by side, JAX 0.12 as one line.
+FIXTURES = pathlib.Path(__file__).parent / "fixtures"
+VERSIONS = ("0.10.2", "0.12.0.1")
 
 PERMUTE = (
   "  %collective-permute-start.1 = (u8[1,1,600]{2,1,0}, u8[1,1,600]{2,1,0:T(4,128)},"
@@ -125,6 +131,22 @@ def test_bytes_with_several_replicas_on_each_of_several_slices():
   )
   # Both devices of a replica send their parts to three other replicas.
   assert hlo.replica_bytes(text, wide) == 2 * 3 * 100
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(("stream", "hidden"), [("own", 1), ("shared", 0)])
+def test_a_program_for_gpus_of_each_version_of_jax(version, stream, hidden):
+  text = (FIXTURES / f"h100_{stream}_{version}.hlo").read_text()
+  [window] = hlo.windows(text, mesh(4, 2))
+  assert (window.hidden, window.loops) == (hidden, 1)
+  assert (window.collective.kind, window.collective.dtype) == ("all-gather", "u8")
+  # Both devices of a replica send 74,340 bytes to three other replicas.
+  assert hlo.replica_bytes(text, mesh(4, 2)) == 2 * 3 * 74340
+  # The collectives of fsdp, in loops, are read as well.
+  inside = [c for c in hlo.collectives(text) if c.name != window.collective.name]
+  assert {c.kind for c in inside} >= {"all-gather", "reduce-scatter", "all-reduce"}
+  assert all(len(group) == 2 for c in inside for group in c.groups)
+  assert all(c.groups and c.nbytes for c in inside)
 
 
 def test_collectives_inside_a_replica_do_not_count():

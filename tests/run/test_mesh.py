@@ -42,7 +42,8 @@ def multidevice():
   # has no part in sharding and collectives.
   flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   # The last part changes JAX and attention.check.
-  parts = ("losses", "gradients", "whole_models", "shards", "traffic", "attentions")
+  parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
+  parts += ("attentions",)
   return run_on_8_devices(*parts, flags=flags)
 
 
@@ -112,6 +113,13 @@ def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
   assert traffic["transmit"] == [["collective-permute", "u8", size]]
   assert traffic["hidden"] == traffic["transmit"]
   assert shards == (1 if layout == "2" else 4)
+
+
+@pytest.mark.parametrize(
+  "way", ["1, False", "2, False", "4, False", "3, False", "1, True"]
+)
+def test_two_payloads_arrive_everywhere_in_order(multidevice, way):
+  assert multidevice["arrivals"][way]
 
 
 @pytest.mark.parametrize("compressor", ["quantize", "random", "feedback"])

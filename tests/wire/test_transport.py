@@ -6,6 +6,7 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -116,6 +117,32 @@ def test_host_transport_needs_whole_replicas_on_every_process(processes, message
   mesh = type("FakeMesh", (), {"devices": grid})
   with pytest.raises(ConfigError, match=message):
     transport.HostTransport(mesh)
+
+
+@pytest.mark.parametrize(("n", "slices"), [(2, 1), (4, 1), (4, 2), (6, 3), (8, 8)])
+def test_permutations_bring_everything_and_never_split_over_slices(n, slices):
+  place = lambda i: types.SimpleNamespace(slice_index=i * slices // n)
+  grid = np.asarray([[place(i)] * 2 for i in range(n)], dtype=object)
+  sources = transport._sources(
+    types.SimpleNamespace(devices=grid, shape={"replica": n, "fsdp": 2})
+  )
+  groups = np.arange(n)
+  assert (sources[0] == groups).all()
+  for permutation in sources:
+    assert sorted(permutation) == list(groups)
+    crosses = (permutation * slices // n) != (groups * slices // n)
+    assert crosses.all() or not crosses.any()
+  for received in sources.T:
+    assert sorted(received) == list(groups)
+
+
+@pytest.mark.parametrize(
+  ("platform", "gathers"), [("gpu", True), ("tpu", False), ("cpu", False)]
+)
+def test_one_all_gather_carries_the_payloads_on_gpus_only(platform, gathers):
+  device = types.SimpleNamespace(platform=platform)
+  mesh = types.SimpleNamespace(devices=np.asarray([[device]], dtype=object))
+  assert transport.gathers(mesh) == gathers
 
 
 def test_host_transport_needs_cpus(tiny, monkeypatch):
