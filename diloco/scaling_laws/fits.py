@@ -157,7 +157,7 @@ def leave_largest_out(fit: Fit) -> dict[int, float]:
     The residuals at the largest N, {M: |log y - log y~|}. M is 1 for a law in N alone.
     Empty if too few points are left for the fit.
   """
-  held = fit.params == fit.params.max()
+  held = fit.params == np.max(fit.params)
   n, m, y = fit.params, fit.replicas, fit.values
   try:
     law = fit_power_law(n[~held], y[~held], m[~held] if "beta" in fit.names else None)

@@ -253,7 +253,8 @@ def _cpus() -> list[jax.Device]:
   try:
     return jax.devices("cpu")
   except RuntimeError as error:  # JAX_PLATFORMS has no cpu.
-    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
+    # The ignore is for jax 0.10; jax 0.12 shows type checkers its options.
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined, unused-ignore]
     raise ConfigError(
       "overlap.transport is host, which needs CPUs, but JAX_PLATFORMS is"
       f" {platforms!r}; set it to '{platforms},cpu', or choose device."
