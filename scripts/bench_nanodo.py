@@ -10,22 +10,29 @@ not have. Memory is that of XLA's temporary buffers.
 """
 
 import ast
-import time
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 from absl import flags
+from timing import in_turn, timed
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
-from diloco.config import Config, changed, command_line, default_config, resolve
+from diloco.config import (
+  Config,
+  ConfigError,
+  changed,
+  command_line,
+  default_config,
+  resolve,
+)
 from diloco.model import sharding
 from diloco.run.mesh import make_mesh
 
@@ -52,7 +59,6 @@ SIZES = {
   "35M": Size(6, 8, 512, 32_768, 4, 512, loss_chunk=128, remat="dots"),
 }
 _SIZES = flags.DEFINE_list("sizes", ["sample"], f"Of {', '.join(SIZES)}.")
-_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
 _OURS = flags.DEFINE_multi_string(
   "ours", [], "A field of our side, for example --ours=model.remat=dots; repeatable."
 )
@@ -62,8 +68,8 @@ _NANODO_REMAT = flags.DEFINE_bool("nanodo_remat", False, "NanoDO's model.remat."
 Step = Callable[[], object]
 
 
-def config(size: Size) -> ml_collections.ConfigDict:
-  """Makes our config of a size, with the optimizer that both sides use."""
+def config(size: Size) -> Config:
+  """Makes our config of a size, with the optimizer that both sides use, and --ours."""
   c = default_config()
   c.algorithm, c.train.steps, c.train.batch_size = "data_parallel", 1000, size.sequences
   c.model.num_layers, c.model.num_heads = size.layers, size.heads
@@ -72,7 +78,15 @@ def config(size: Size) -> ml_collections.ConfigDict:
   c.model.qk_norm, c.model.z_loss = False, 0.0
   c.model.remat, c.model.loss_chunk = size.remat, size.loss_chunk
   c.train.accumulate = size.accumulate
-  return c
+  changes = (text.partition("=") for text in _OURS.value)
+  return changed(resolve(c), {name: literal(value) for name, _, value in changes})
+
+
+def random_tokens(c: Config) -> np.ndarray:
+  """Draws the tokens of a step, int32 [B, L]."""
+  shape = (c.train.batch_size, c.model.seq_len)
+  rng = np.random.default_rng(0)
+  return rng.integers(3, c.model.vocab_size, shape).astype(np.int32)
 
 
 def literal(text: str) -> object:
@@ -114,7 +128,7 @@ def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
   try:
     from nanodo.model import DoConfig, TransformerDo
   except ImportError as error:
-    raise SystemExit(
+    raise ConfigError(
       f"NanoDO cannot be imported ({error}); clone it and put it on PYTHONPATH, as the"
       " first lines of scripts/bench_nanodo.py say."
     ) from None
@@ -157,39 +171,20 @@ def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
   return call, compiled.memory_analysis().temp_size_in_bytes
 
 
-def in_turn(steps: list[Step]) -> list[float]:
-  """Calls steps in turn, so that drift affects all equally; returns median seconds."""
-
-  def seconds(step: Step) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(step())
-    return time.perf_counter() - start
-
-  for step in steps:
-    seconds(step)
-  rows = [[seconds(step) for step in steps] for _ in range(_REPEATS.value)]
-  return [float(np.median(column)) for column in zip(*rows)]
-
-
 def main(argv) -> None:
   del argv
   device = jax.devices()[0]
   print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
   print("size    step           ms  tokens/s  NanoDO's time / this  temporary MiB")
   for size in _SIZES.value:
-    changes = (text.partition("=") for text in _OURS.value)
-    fields = {name: literal(value) for name, _, value in changes}
-    c = changed(resolve(config(SIZES[size])), fields)
-    rng = np.random.default_rng(0)
-    shape = (c.train.batch_size, c.model.seq_len)
-    tokens_BxL = rng.integers(3, c.model.vocab_size, shape).astype(np.int32)
-    made = {"NanoDO": nanodo(c, tokens_BxL)}
-
-    made |= {
+    c = config(SIZES[size])
+    tokens_BxL = random_tokens(c)
+    made = {
+      "NanoDO": nanodo(c, tokens_BxL),
       "data-parallel": ours(c, tokens_BxL),
       "M=2": ours(two_replicas(c), tokens_BxL),
     }
-    times = in_turn([step for step, _ in made.values()])
+    times = in_turn(*(functools.partial(timed, step) for step, _ in made.values()))
     for (name, (_, memory)), t in zip(made.items(), times):
       print(
         f"{size:<7} {name:<13} {1e3 * t:8.2f} {tokens_BxL.size / t:9,.0f}"

@@ -7,6 +7,7 @@ layers, with their compile times. Outer step: the send, update and merge of one 
 against a plain copy of the fragment's float32 values.
 """
 
+import math
 import time
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
+from timing import in_turn, timed
 
 from diloco.algorithm import fragments, optimizers
 from diloco.algorithm.inner import inner_step
@@ -22,10 +24,9 @@ from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import Config, changed, command_line, resolve
 from diloco.model import sharding
+from diloco.model.shapes import Shapes, leaves
 from diloco.run.mesh import make_mesh
-
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The config to time.")
-_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
+from diloco.wire import sizes
 
 
 class Bench:
@@ -58,21 +59,6 @@ class Bench:
     return time.perf_counter() - start
 
 
-def in_turn(*timers) -> list[float]:
-  """Calls timers in turn, so that drift affects all equally; returns their medians."""
-  for timer in timers:
-    timer()
-  rows = [[timer() for timer in timers] for _ in range(_REPEATS.value)]
-  return [float(np.median(column)) for column in zip(*rows)]
-
-
-def timed(f, *args, **static) -> float:
-  """Calls a function; returns the seconds until its results exist."""
-  start = time.perf_counter()
-  jax.block_until_ready(f(*args, **static))
-  return time.perf_counter() - start
-
-
 def outer_times(bench: Bench) -> dict[str, float]:
   """Times the parts of fragment 0's outer step, and a copy of fragment 0, in ms."""
   c, plan, mesh = bench.c, bench.plan, bench.mesh
@@ -102,11 +88,24 @@ def outer_times(bench: Bench) -> dict[str, float]:
   return {name: 1e3 * t for name, t in zip(names, times)}
 
 
+def outer_bytes(c: Config, fragment: Shapes) -> int:
+  """Counts the bytes that a fragment's outer step must read and write.
+
+  send reads the replicas and theta and writes the payloads; update reads the payloads,
+  theta and the momentum and writes theta and the momentum; merge reads theta (with
+  alpha also the replicas) and writes the replicas. All but payloads is float32.
+  """
+  m, theta = c.replicas, 4 * sum(math.prod(shape) for _, shape in leaves(fragment))
+  payloads = m * sizes.payload_bytes(c.wire, fragment, 1)
+  sent, updated = (m + 1) * theta + payloads, payloads + 4 * theta
+  return sent + updated + (1 + m * (2 if c.overlap.alpha else 1)) * theta
+
+
 def main(argv) -> None:
   del argv
   device = jax.devices()[0]
   print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
-  c = resolve(_CONFIG.value)
+  c = resolve(flags.FLAGS.config)
   replicas = Bench(c)
   reference = Bench(changed(c, {"algorithm": "data_parallel"}))
   ours, theirs = in_turn(replicas.inner, reference.inner)
@@ -126,5 +125,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
+  # Here, because programs that import this file have no such flag.
+  config_flags.DEFINE_config_file("config", None, "The config to time.")
   flags.mark_flag_as_required("config")
   command_line.run(main)

@@ -1,0 +1,25 @@
+"""Timers that the benchmarks of compiled programs share."""
+
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from absl import flags
+
+_REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
+
+
+def in_turn(*timers: Callable[[], float]) -> list[float]:
+  """Calls timers in turn, so that drift affects all equally; returns their medians."""
+  for timer in timers:
+    timer()
+  rows = [[timer() for timer in timers] for _ in range(_REPEATS.value)]
+  return [float(np.median(column)) for column in zip(*rows)]
+
+
+def timed(f: Callable, *args, **static) -> float:
+  """Calls a function; returns the seconds until its results exist."""
+  start = time.perf_counter()
+  jax.block_until_ready(f(*args, **static))
+  return time.perf_counter() - start
