@@ -55,7 +55,7 @@ SIZES = {
   "105k": Size(3, 2, 32, 2048, 4, 64, remat="none"),
   "382k": Size(5, 4, 64, 2048, 4, 64, remat="none"),
   "sample": Size(4, 2, 128, 2048, 32, 128, accumulate=4, loss_chunk=64),
-  "5M": Size(6, 4, 256, 2048, 16, 256, accumulate=4, loss_chunk=128),
+  "5M": Size(6, 4, 256, 2048, 16, 256, accumulate=4, loss_chunk=128, remat="dots"),
   "35M": Size(6, 8, 512, 32_768, 4, 512, loss_chunk=128, remat="dots"),
 }
 _SIZES = flags.DEFINE_list("sizes", ["sample"], f"Of {', '.join(SIZES)}.")
