@@ -38,7 +38,7 @@ from diloco.run import hardware
 from diloco.run.mesh import fit_eval_batch
 
 ATTENTION, REMAT = ("xla", "splash", "cudnn"), ("none", "dots", "full")
-# 16 sequences of 2,048 tokens, 4 at a time: a v5e holds these, too.
+# 16 sequences of 2,048 tokens, 4 at a time, which data-parallel fits on a v5e.
 _PAPER = {"vocabulary": 32_768, "sequences": 16, "length": 2048, "accumulate": 4}
 SIZES = bench_nanodo.SIZES | {
   "35M": bench_nanodo.Size(6, 8, 512, loss_chunk=256, **_PAPER),

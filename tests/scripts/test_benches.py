@@ -1,7 +1,9 @@
 """The benchmarks run to their tables; what they measure is not judged here."""
 
+import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,30 +11,51 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
+ACCELERATOR = "bench_accelerator.py --sizes=105k --attention=xla --remat=none"
+CONFIG = "--config=tests/tiny_config.py"
+TWO_DEVICES = "--xla_force_host_platform_device_count=2"
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ("command", "last"),
-  [
-    ("bench_step.py --repeats=1", "outer step of a fragment over its copy"),
-    ("bench_checkpoint.py --workdir={}", "checksums after reading"),
-    ("bench_together.py --repeats=1 --runs=1,2", "   2 "),
-  ],
-)
-def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):
-  words = command.format(tmp_path / "new").split()
+
+def run(command: str, **environment: str) -> str:
+  """Runs a script and its arguments; returns its output."""
+  paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+  script, *arguments = command.split()
   ended = subprocess.run(
-    [
-      sys.executable,
-      f"scripts/{words[0]}",
-      "--config=tests/tiny_config.py",
-      *words[1:],
-    ],
+    [sys.executable, f"scripts/{script}", *arguments],
     cwd=ROOT,
-    env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])},
+    env={**os.environ, "PYTHONPATH": paths, **environment},
     capture_output=True,
     text=True,
     check=False,
   )
   assert ended.returncode == 0, ended.stderr[-2000:]
-  assert last in ended.stdout.splitlines()[-1]
+  return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("command", "last"),
+  [
+    (f"bench_step.py {CONFIG} --repeats=1", "outer step of a fragment over its copy"),
+    (f"bench_checkpoint.py {CONFIG} --workdir={{}}", "checksums after reading"),
+    (f"bench_together.py {CONFIG} --repeats=1 --runs=1,2", "   2 "),
+    (f"draw_roofline.py {CONFIG} --repeats=1 --out={{}}.png", "wrote"),
+    (f"{ACCELERATOR} --repeats=1", "one device"),
+  ],
+)
+def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):
+  assert last in run(command.format(tmp_path / "new")).splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_two_devices_exchange_beside_an_inner_step():
+  ended = run(f"{ACCELERATOR} --repeats=1", XLA_FLAGS=TWO_DEVICES)
+  assert re.search(r"M=2 .* [+-][\d.]+%$", ended.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_programs_of_the_accelerator_table_compile_for_a_tpu():
+  lines = run(f"{ACCELERATOR} --compile_for=v5e:1x1 --quick").splitlines()
+  programs = [line.split("none")[1].strip().split("  ")[0] for line in lines[2:]]
+  assert programs == ["inner step", "inner step", "send", "merge", "update"]
