@@ -27,9 +27,9 @@ def get_config():
   c.model.vocab_size = 0  # As many as the tokenizer has: 2048, or those of your data.
   c.model.seq_len = 128
   c.model.dtype = "float32"
-  # On a CPU a step is fastest if its arrays stay in the caches: recomputed activations,
-  # few logits at a time, microbatches of 8 sequences.
-  c.model.remat, c.model.loss_chunk, c.train.accumulate = "full", 64, 2
+  # On a CPU a step is fastest if its arrays stay in the caches: recomputed activations
+  # and microbatches of 8 sequences.
+  c.model.remat, c.train.accumulate = "full", 2
 
   c.inner.learning_rate = 4e-3
   c.inner.warmup_steps = 25

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from typing import Any
 
@@ -18,14 +19,16 @@ from typing import Any
 def hush() -> None:
   """Drops what Orbax logs, and what it leaves behind after an error."""
   logging.getLogger("absl").addFilter(lambda record: not of_orbax(record.pathname))
+  # If several arrays fail, Orbax raises the first error only; asyncio logs the others.
+  logging.getLogger("asyncio").addFilter(lambda record: not _another_error(record))
   warnings.filterwarnings("ignore", "coroutine '_?(read|write)_", RuntimeWarning)
   hook = sys.unraisablehook
   sys.unraisablehook = lambda ignored: None if _left_behind(ignored) else hook(ignored)
 
 
-def of_orbax(path: str) -> bool:
-  """Whether a source file is one of Orbax."""
-  return f"{os.sep}orbax{os.sep}checkpoint{os.sep}" in path
+def of_orbax(text: str) -> bool:
+  """Whether a text names a source file of Orbax."""
+  return f"{os.sep}orbax{os.sep}checkpoint{os.sep}" in text
 
 
 def reason_of(error: Exception) -> str:
@@ -43,6 +46,13 @@ def reason_of(error: Exception) -> str:
   text = text[max(text.rfind("local file "), 0) :]
   plain = text and type(error) in (ValueError, OSError)
   return text if plain else f"{type(error).__name__}: {text}"
+
+
+def _another_error(record: logging.LogRecord) -> bool:
+  """Whether asyncio tells of an error that nobody asked Orbax for."""
+  trace = traceback.format_exception(*record.exc_info) if record.exc_info else []
+  text = record.getMessage()
+  return "exception was never retrieved" in text and of_orbax("".join([text, *trace]))
 
 
 def _left_behind(ignored: Any) -> bool:
