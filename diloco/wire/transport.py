@@ -112,13 +112,15 @@ def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:
 
   Args:
     mesh: the device mesh, with n groups along the replica axis.
-    payloads: one or more, sharded as `exchange.encoded` says.
+    payloads: sharded as `exchange.encoded` says; none: nothing is sent.
 
   Returns:
     Arrays uint8 [bytes] on each device. For GPUs, one array holds everyone's payloads.
     Otherwise, array s - 1 holds what permutation s of `_sources` brings. The arrays are
     flat: a TPU would pad a row of bytes to four rows and send four times as much.
   """
+  if not payloads:
+    return ()
   places, sources = [_spec(mesh, x, REPLICA) for x in payloads], _sources(mesh)
 
   def local(own):
@@ -145,6 +147,8 @@ def finish(
   Returns:
     For each payload, uint8 [M, fsdp, bytes], sharded as `exchange.transmitted` says.
   """
+  if not payloads:
+    return []
   order = np.argsort(_sources(mesh), axis=0)
 
   def local(own, received):
