@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import flags
+from bench_step import Bench
 from timing import in_turn, timed
 
 from diloco.algorithm import optimizers
-from diloco.algorithm.inner import inner_step
-from diloco.algorithm.plan import make_plan
-from diloco.algorithm.state import init_state
 from diloco.config import (
   Config,
   ConfigError,
@@ -33,8 +31,6 @@ from diloco.config import (
   default_config,
   resolve,
 )
-from diloco.model import sharding
-from diloco.run.mesh import make_mesh
 
 
 class Size(NamedTuple):
@@ -104,25 +100,6 @@ def two_replicas(c: Config) -> Config:
   return changed(c, fields)
 
 
-def ours(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
-  """Compiles our inner step; returns a call of it and its temporary bytes."""
-  mesh = make_mesh(c)
-  with jax.set_mesh(mesh):
-    state = init_state(c, mesh, make_plan(c, mesh))
-    shape = (c.models, -1, c.model.seq_len)
-    place = sharding.batch_sharding(mesh, sharding.lead(c))
-    tokens = jax.device_put(tokens_BxL.reshape(shape), place)
-    args = (tokens, None, optimizers.tuned(c))
-    held = [state.params, state.opt_state]
-    step = inner_step.lower(*held, *args, c=c).compile()
-
-  def call():
-    *held[:], metrics = step(*held, *args)
-    return metrics
-
-  return call, step.memory_analysis().temp_size_in_bytes
-
-
 def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
   """Compiles NanoDO's step; returns a call of it and its temporary bytes."""
   try:
@@ -179,13 +156,13 @@ def main(argv) -> None:
   for size in _SIZES.value:
     c = config(SIZES[size])
     tokens_BxL = random_tokens(c)
-    made = {
-      "NanoDO": nanodo(c, tokens_BxL),
-      "data-parallel": ours(c, tokens_BxL),
-      "M=2": ours(two_replicas(c), tokens_BxL),
-    }
-    times = in_turn(*(functools.partial(timed, step) for step, _ in made.values()))
-    for (name, (_, memory)), t in zip(made.items(), times):
+    theirs, memory = nanodo(c, tokens_BxL)
+    timers, memories = [functools.partial(timed, theirs)], [memory]
+    for bench in (Bench(c), Bench(two_replicas(c))):
+      timers.append(bench.inner)
+      memories.append(bench.step.memory_analysis().temp_size_in_bytes)
+    times = in_turn(*timers)
+    for name, t, memory in zip(("NanoDO", "data-parallel", "M=2"), times, memories):
       print(
         f"{size:<7} {name:<13} {1e3 * t:8.2f} {tokens_BxL.size / t:9,.0f}"
         f" {times[0] / t:20.2f} {memory / 2**20:14.1f}"

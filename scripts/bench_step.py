@@ -51,12 +51,14 @@ class Bench:
 
   def inner(self) -> float:
     """Runs one inner step; returns its seconds."""
-    start = time.perf_counter()
-    self.params, self.opt_state, metrics = self.step(
-      self.params, self.opt_state, *self.rest
-    )
-    jax.block_until_ready(metrics)
-    return time.perf_counter() - start
+
+    def step():
+      self.params, self.opt_state, metrics = self.step(
+        self.params, self.opt_state, *self.rest
+      )
+      return metrics
+
+    return timed(step)
 
 
 def outer_times(bench: Bench) -> dict[str, float]:

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.config.command_line import one_line
 from diloco.config.fields import ConfigError, ModelConfig
+from diloco.model import sharding
 
 
 class Device(Protocol):
@@ -74,15 +75,9 @@ def attend(
   kernel = on_tpu if name == "splash" else _cudnn
   if mesh.empty:
     return kernel(*args)
-  # XLA cannot partition a kernel. `vmap` adds the replica axis to these specs.
+  # XLA cannot partition a kernel.
   spec = P(batch_axes)
-  return jax.shard_map(
-    kernel,
-    in_specs=spec,
-    out_specs=spec,
-    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-    check_vma=False,
-  )(*args)
+  return sharding.on_each_device(kernel, spec, spec)(*args)
 
 
 def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
@@ -141,9 +136,7 @@ def _length_obstacle(name: str, length: int) -> str:
 
 
 def _xla(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
-  mask = None
-  if segment_BxL is not None:
-    mask = segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
+  mask = None if segment_BxL is None else _same_segment(segment_BxL)
   return jax.nn.dot_product_attention(
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
   )
@@ -162,10 +155,15 @@ def _xla_for_cpu(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
   )
   visible = jnp.tril(jnp.ones((length, length), bool))
   if segment_BxL is not None:
-    visible &= segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
+    visible &= _same_segment(segment_BxL)
   lowest = jnp.finfo(jnp.float32).min
   weights_BxHxLxL = jax.nn.softmax(jnp.where(visible, scores_BxHxLxL, lowest))
   return (weights_BxHxLxL.astype(v_BxHxLxK.dtype) @ v_BxHxLxK).swapaxes(1, 2)
+
+
+def _same_segment(segment_BxL: jax.Array) -> jax.Array:
+  """Returns bool (B, 1, L, L): whether two positions are in the same document."""
+  return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
 
 
 def _cudnn(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:

@@ -5,10 +5,14 @@ vocabulary.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+
+from diloco.model import sharding
 
 Axes = tuple[str, ...]
 
@@ -84,20 +88,13 @@ def objective(
 
 
 def _forward(x_BxLxD, head_VxD, targets_BxL, z_loss, chunk, batch_axes):
-  local = functools.partial(_local, targets_BxL.size, z_loss, chunk, batch_axes)
-  if (
-    batch_axes
-  ):  # Each shard sums its chunks first; then one reduction sums the shards.
-    mesh = jax.sharding.get_abstract_mesh()
+  rest = (targets_BxL.size, z_loss, chunk, batch_axes)
+  local: Callable[..., Any] = functools.partial(_local, *rest)
+  if batch_axes:
+    # Each shard sums its chunks; then one reduction sums the shards.
     one, rows = P(), P(batch_axes)
-    local = jax.shard_map(
-      local,
-      in_specs=(rows, one, rows),
-      out_specs=((one, one), (rows, one)),
-      # `vmap` adds the replica axis to the specs, so that axis is manual, too.
-      axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-      check_vma=False,
-    )
+    specs = (rows, one, rows), ((one, one), (rows, one))
+    local = sharding.on_each_device(local, *specs)
   return local(x_BxLxD, head_VxD, targets_BxL)
 
 

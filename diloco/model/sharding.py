@@ -11,6 +11,7 @@ A tree of parameters may have one more axis in front, its `lead`:
   ()          no such axis: outer parameters, copied to every coordinate
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,21 @@ Lead = tuple[str | None, ...]
 def num_slices(mesh: Mesh) -> int:
   """Counts the TPU slices of a mesh; GPUs and CPUs count as one slice."""
   return len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
+
+
+def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+  """Makes a function of the shards on each device, which XLA does not partition.
+
+  Every axis of the mesh is manual, because `vmap` adds the replica axis to the specs.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  return jax.shard_map(
+    f,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    check_vma=False,
+  )
 
 
 def lead(c: Config) -> Lead:

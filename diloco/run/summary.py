@@ -102,9 +102,11 @@ def _numbers(
 
 def note(c: Config) -> str:
   """Says that some fragments are rarely synchronised in this run; "" if none is."""
-  if c.data_parallel or min(c.num_syncs()) >= _ENOUGH_SYNCS:
+  if c.data_parallel:
     return ""
   few = min(c.num_syncs())
+  if few >= _ENOUGH_SYNCS:
+    return ""
   return (
     f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
     f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
