@@ -1,1 +1,1 @@
-"""Simulates which bandwidth a method needs and how long training takes. No JAX."""
+"""Simulates the bandwidth that a method needs, training time, and failures. No JAX."""

@@ -1,4 +1,4 @@
-"""Simulates compute utilisation and wall-clock time.
+"""Simulates compute utilisation, wall-clock time and goodput.
 
 python -m diloco.simulate table4
 python -m diloco.simulate table6
@@ -11,10 +11,13 @@ python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --ch
   --config.overlap.tau=5
 python -m diloco.simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
+python -m diloco.simulate failures --config=configs/chinchilla.py:10B,M=8 \
+  --step_time=1 --gbits=10 --chips=1024,131072 --mtbf=1y,5y
 """
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -29,11 +32,12 @@ from diloco.config.command_line import (
   make_folder,
   parse_count,
 )
-from diloco.simulate import from_config, tables, wallclock
+from diloco.simulate import failures, from_config, tables, wallclock
 from diloco.simulate.limits import check
 from diloco.simulate.options import (
   COMPUTE,
   COUNTS,
+  FAILURES,
   GBITS,
   METHOD,
   MODEL,
@@ -145,6 +149,30 @@ def compare(args: Args) -> Answer:
   return rows, "\n".join(lines)
 
 
+def goodput(args: Args) -> Answer:
+  """Answers which goodput is left when chips fail."""
+  given = {k: args[k] for k in ("duration", "runs", "seed") if k in args}
+  fixed = "config" not in args or "step_time" in args
+  rows = []
+  for chips, mtbf in itertools.product(args["chips"], args["mtbf"]):
+    one = args | {"chips": chips, "mtbf": mtbf}
+    machines = failures.Machines(**fields_of(failures.Machines, one))
+    # Without --step_time, more chips share the config's batch: steps are shorter.
+    work = workload({k: v for k, v in one.items() if k != "chips" or not fixed})
+    if work.method == "data_parallel":
+      raise ConfigError(
+        "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
+      )
+    rows.append(failures.simulate(work, args["gbits"] * 1e9, machines, **given))
+  text = failures.show(rows)
+  if "out" in args:
+    from diloco.simulate import figures
+
+    paths = figures.draw_failures(rows, make_folder(args["out"], "--out"))
+    text = "\n".join([text, *map(str, paths)])
+  return rows, text
+
+
 def workload(args: Args) -> Workload:
   """Makes the workload that a config or plain numbers describe."""
   speed = {name: args[name] for name in COMPUTE if name in args}
@@ -198,6 +226,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Args], Answer], dict[str, Option]]] = {
     MODEL | {"gbits": GBITS, "target": TARGET},
   ),
   "wallclock": ("idealised hours, Appendix A of 2503.09799", compare, RUN),
+  "failures": ("goodput when chips fail", goodput, FAILURES),
 }
 
 

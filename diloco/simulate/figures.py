@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.simulate import limits
+from diloco.simulate.failures import Row, show_time
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
@@ -34,6 +35,12 @@ METHODS: Settings = {
   "+ overlap": {"method": "streaming", "tau": 1},
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
 }
+LABELS = {
+  "data_parallel": "data-parallel, all restart",
+  "restart_all": "DiLoCo, all restart",
+  "all_wait": "DiLoCo, all wait",
+  "quorum": "quorum rounds",
+}
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
 
@@ -45,11 +52,33 @@ def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
     ValueError: there is no such figure.
   """
   limits.check("figure", name, FIGURES)
-  figure = FIGURES[name]()
+  return save(FIGURES[name](), name, folder)
+
+
+def save(figure: Figure, name: str, folder: pathlib.Path) -> list[pathlib.Path]:
+  """Saves a figure as PNG and SVG; returns the paths."""
   paths = [folder / f"simulated_{name}.{kind}" for kind in ("png", "svg")]
   for path in paths:
     figure.savefig(path, dpi=110)
   return paths
+
+
+def draw_failures(rows: list[Row], folder: pathlib.Path) -> list[pathlib.Path]:
+  """Draws goodput over chips, a panel per mean time between failures; saves it."""
+  times = list(dict.fromkeys(row.mtbf_s for row in rows))
+  titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
+  figure, axes = panels(titles)
+  for axis, mtbf in zip(axes, times):
+    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
+    for name, label in LABELS.items():
+      goodput = [row.goodput[name] for row in own]
+      deviation = [row.deviation[name] for row in own]
+      axis.errorbar(
+        [row.chips for row in own], goodput, deviation, None, "o-", ms=3, label=label
+      )
+    axis.set(xscale="log", xlabel="chips", ylabel="goodput", ylim=(0, 1.03))
+    axis.legend(fontsize=7)
+  return save(figure, "failures", folder)
 
 
 def draw_own(work: Workload, path: pathlib.Path, gbits: float) -> None:

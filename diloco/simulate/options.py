@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from diloco.simulate.failures import UNITS
+
 
 def number(text: str) -> float:
   """Parses a number whose products stay finite."""
@@ -24,6 +26,19 @@ def whole(text: str) -> int:
   if not re.fullmatch(r"-?\d{1,12}", text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 12 digits")
   return int(text)
+
+
+def duration(text: str) -> float:
+  """Parses a time in seconds, or with a unit, such as 10m or 5y."""
+  found = re.fullmatch(rf"(.*\d\.?)([{''.join(UNITS)}]?)", text)
+  if not found:
+    raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90, 10m or 5y")
+  return number(found[1]) * UNITS[found[2] or "s"]
+
+
+def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
+  """Returns a parser of values with commas between them."""
+  return lambda text: [parse(part) for part in text.split(",")]
 
 
 class Option(NamedTuple):
@@ -93,4 +108,27 @@ RUN = {
   "network": Option("between datacentres: low (default), medium or high", str),
   "gbits": Option("Gbit/s between datacentres, instead of the network's"),
   "latency": Option("seconds between datacentres, instead of the network's"),
+}
+FAILURES = {name: option for name, option in METHOD.items() if name != "plot"} | {
+  "gbits": GBITS,
+  "chips": Option(
+    "chips of all sites; several as 1024,131072", several(whole), required=True
+  ),
+  "mtbf": Option(
+    "mean time between failures of a chip; several as 1y,5y",
+    several(duration),
+    required=True,
+  ),
+  "restart": Option("time of a restart; default 5m", duration),
+  "grace": Option("time that others wait for a site that hangs; default 30s", duration),
+  "quorum": Option("sites that must be up for rounds to go on; default 1", whole),
+  "hangs": Option("share of failures that are hangs; default 0"),
+  "checkpoint_time": Option(
+    "time for which a checkpoint stops all; default 30s", duration
+  ),
+  "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
+  "duration": Option("simulated time of a run; default 30d", duration),
+  "runs": Option("simulated runs; default 10", whole),
+  "seed": Option("seed of the failures; default 0", whole),
+  "out": Option("folder for a figure", str),
 }

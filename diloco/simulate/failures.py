@@ -1,0 +1,299 @@
+"""Simulates how much training is left when chips fail.
+
+Goodput is useful tokens per second, divided by the tokens per second that all chips
+compute if no chip fails and no chip waits. A token is useful if its step is part of the
+trained model in the end. There are four methods:
+
+- data_parallel: a failure stops all chips. All restart from the last checkpoint.
+- restart_all: DiLoCo, and a failure of one site stops all sites. All restart from the
+  last checkpoint.
+- all_wait: a failed site restarts alone. The other sites wait until all are back.
+- quorum: a failed site restarts alone. The other sites go on while at least `quorum`
+  sites are up.
+
+Rules of all methods:
+
+- Failures are independent; the time to a chip's next failure is exponential. A failed
+  chip stops its whole site, and fails as often while it restarts or waits.
+- A failure during a restart begins the restart again.
+- A share of the failures are hangs: they are noticed only after the grace time.
+- The last step of a run sends everything, so that no work is lost at the end.
+
+Rules of data_parallel and restart_all: a checkpoint stops all chips for a while.
+Data-parallel has a network on which gradients take no time. With DiLoCo, the link slows
+the steps down as in `steady.py`.
+
+Rules of all_wait and quorum:
+
+- A site sends each fragment as the schedule says. If the site fails before the payload
+  has crossed the link, its inner steps since the last send of this fragment are lost. A
+  fragment counts as its share of the parameters.
+- After the restart, the site downloads parameters and momentum (float32) over its link,
+  and takes the step count of the group. It does not repeat lost steps.
+- The coordinator never fails, its link is never the bottleneck, and the outer state
+  survives, even if all sites are down.
+- If a site hangs, the others wait for the grace time, less the tau steps that hide an
+  exchange.
+- If too few sites are up, the others wait at once, not only at the next send.
+- With fewer sites an exchange takes as long as with all, and downloads slow nobody.
+
+Times are seconds, sizes are bits, bandwidths are bits per second.
+"""
+
+import dataclasses
+import heapq
+import math
+from typing import Annotated
+
+import numpy as np
+
+from diloco.config.fields import NonNegative, Positive, Range, Share
+from diloco.simulate.limits import AboveZero, check, check_fields
+from diloco.simulate.steady import steady_utilisation
+from diloco.simulate.utilisation import Workload
+
+METHODS = ("data_parallel", "restart_all", "all_wait", "quorum")
+MOST_FAILURES = 1e7  # In a run; more take minutes.
+SNAPSHOT_BITS = 64  # Per parameter: the parameter and its outer momentum.
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+  """Chips that fail.
+
+  Attributes:
+    chips: chips of all sites together.
+    mtbf: mean time between failures of one chip.
+    restart: from a failure to the first step, without the download of a snapshot.
+    grace: the time after which the others stop waiting for a site that hangs.
+    quorum: sites that must be up for rounds to go on.
+    hangs: the share of failures that are hangs.
+    checkpoint_time: for how long a checkpoint stops all chips.
+    checkpoint_every: compute time between checkpoints; None: `daly_period`.
+
+  Raises:
+    ValueError: a value is not possible.
+  """
+
+  chips: Positive
+  mtbf: AboveZero
+  restart: NonNegative = 300.0
+  grace: NonNegative = 30.0
+  quorum: Positive = 1
+  hangs: Share = 0.0
+  checkpoint_time: AboveZero = 30.0
+  checkpoint_every: Annotated[float | None, Range(0, open=True)] = None
+
+  def __post_init__(self):
+    check_fields(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """Simulated goodput.
+
+  Attributes:
+    chips, mtbf_s, step_time_s: the setting.
+    utilisation: of DiLoCo on its link if no chip fails.
+    goodput, deviation: for each of METHODS, the mean and the standard deviation of the
+      runs.
+  """
+
+  chips: int
+  mtbf_s: float
+  step_time_s: float
+  utilisation: float
+  goodput: dict[str, float]
+  deviation: dict[str, float]
+
+
+def daly_period(checkpoint_time: float, mtbf: float) -> float:
+  """Returns the compute time between checkpoints that loses least (Daly, 2006, eq. 37).
+
+  Args:
+    mtbf: mean time between failures of all chips together.
+  """
+  half = checkpoint_time / (2 * mtbf)
+  if half >= 1:
+    return mtbf
+  series = 1 + math.sqrt(half) / 3 + half / 9
+  return math.sqrt(2 * checkpoint_time * mtbf) * series - checkpoint_time
+
+
+def simulate(
+  work: Workload,
+  rate: float,
+  machines: Machines,
+  duration: float = 30 * UNITS["d"],
+  runs: int = 10,
+  seed: int = 0,
+) -> Row:
+  """Simulates runs with each of METHODS.
+
+  Args:
+    work: model, step time, schedule and payloads.
+    rate: bandwidth of a site's link.
+    duration: length of a run.
+    runs: number of runs.
+
+  Raises:
+    ValueError: a value is not possible.
+  """
+  check("chips", machines.chips, Range(work.replicas))
+  check("quorum", machines.quorum, Range(1, work.replicas))
+  check("duration", duration, Range(0, open=True))
+  check("runs", runs, Range(1, 100_000))
+  check("seed", seed, Range(0))
+  expected = duration * machines.chips / machines.mtbf
+  if expected > MOST_FAILURES:
+    raise ValueError(
+      f"duration is {show_time(duration)}, in which {expected:.2g} chips fail; give a"
+      f" shorter one, so that at most {MOST_FAILURES:g} fail."
+    )
+  speed = float(steady_utilisation(work, [rate])[0])
+  found = []
+  for run in range(runs):
+    # Each method meets the same random numbers.
+    part = checkpointed(machines, duration, np.random.default_rng((seed, run)))
+    found.append([part, speed * part])
+    for quorum in (work.replicas, machines.quorum):
+      rng = np.random.default_rng((seed, run))
+      part = rounds(work, rate, speed, machines, quorum, duration, rng)
+      found[run].append(speed * part)
+  return Row(
+    machines.chips,
+    machines.mtbf,
+    work.step_time,
+    speed,
+    dict(zip(METHODS, np.mean(found, 0).tolist())),
+    dict(zip(METHODS, np.std(found, 0).tolist())),
+  )
+
+
+def checkpointed(machines: Machines, seconds: float, rng: np.random.Generator) -> float:
+  """Simulates chips that all restart from a checkpoint after every failure.
+
+  Returns:
+    The share of the time in which the chips compute steps that are not lost.
+  """
+  mtbf = machines.mtbf / machines.chips
+  pause = machines.checkpoint_time
+  period = machines.checkpoint_every or daly_period(pause, mtbf)
+  clock = saved = 0.0
+  while clock < seconds:
+    up = rng.exponential(mtbf)
+    whole, rest = divmod(min(up, seconds - clock), period + pause)
+    saved += whole * period
+    clock += up
+    if clock >= seconds:
+      saved += min(rest, period)
+    clock += _notice(machines, rng)
+    clock += _restart(machines.restart, mtbf, seconds - clock, rng)
+  return saved / seconds
+
+
+def rounds(
+  work: Workload,
+  rate: float,
+  speed: float,
+  machines: Machines,
+  quorum: int,
+  seconds: float,
+  rng: np.random.Generator,
+) -> float:
+  """Simulates sites that fail and restart one by one.
+
+  Args:
+    work, rate: as in `simulate`.
+    speed: utilisation without failures.
+    quorum: sites that must be up for rounds to go on.
+    seconds: length of the run.
+
+  Returns:
+    The useful steps of a site, divided by the steps of a run without failures.
+  """
+  schedule, fragments = work.whole_plan
+  step = work.step_time / speed
+  params = np.array([sum(work.params_per_layer[i] for i in ids) for ids in fragments])
+  offsets = np.array([schedule.offset(p) for p in range(len(fragments))])
+  upload = (work.latency + params * work.bits / rate) / step
+  down = machines.restart + work.latency + sum(params) * SNAPSHOT_BITS / rate
+  pause = max(machines.grace - min(schedule.taus) * step, 0.0)
+  mtbf = machines.mtbf * work.replicas / machines.chips
+
+  def applied(joined: float, failed: float) -> float:
+    """Returns the useful steps of a site that joined and failed at these steps."""
+    whole = np.floor((failed - upload - offsets) / schedule.sync_every)
+    last = whole * schedule.sync_every + offsets
+    return float(np.average(np.maximum(last - joined, 0.0), weights=params))
+
+  events = [(rng.exponential(mtbf), site) for site in range(work.replicas)]
+  heapq.heapify(events)
+  up = dict.fromkeys(range(work.replicas), 0.0)  # {site: the step at which it joined}.
+  clock = paused = now = useful = 0.0  # `now` is the step of the group.
+  while clock < seconds:
+    at, site = heapq.heappop(events)
+    end = min(at, seconds)
+    if len(up) >= quorum:
+      now += max(end - max(clock, paused), 0.0) / step
+    clock = end
+    if clock >= seconds:
+      break
+    if site in up:
+      useful += applied(up.pop(site), now)
+      noticed = _notice(machines, rng)
+      if noticed:
+        paused = max(paused, clock + pause)
+      at += noticed + _restart(down, mtbf, seconds - clock, rng)
+    else:
+      up[site] = now
+      at += rng.exponential(mtbf)
+    heapq.heappush(events, (at, site))
+  useful += sum(now - joined for joined in up.values())
+  return useful / work.replicas * step / seconds
+
+
+def _notice(machines: Machines, rng: np.random.Generator) -> float:
+  """Draws the time until a failure is noticed."""
+  return machines.grace if rng.random() < machines.hangs else 0.0
+
+
+def _restart(
+  needed: float, mtbf: float, limit: float, rng: np.random.Generator
+) -> float:
+  """Draws the time of a restart that every failure begins again.
+
+  Args:
+    needed: the time without failures.
+    mtbf: mean time between failures of the chips that restart.
+    limit: later times do not matter.
+  """
+  seconds = 0.0
+  while seconds < limit:
+    failure = rng.exponential(mtbf)
+    if failure >= needed:
+      break
+    seconds += failure
+  return seconds + needed
+
+
+def show_time(seconds: float) -> str:
+  """Writes a time in its largest unit, such as 5y, 6h or 0.1s."""
+  unit = max(
+    (u for u in UNITS if UNITS[u] <= seconds), key=UNITS.__getitem__, default="s"
+  )
+  return f"{seconds / UNITS[unit]:.4g}{unit}"
+
+
+def show(rows: list[Row]) -> str:
+  """Formats goodput as text: mean and standard deviation."""
+  lines = [
+    f"{'chips':>10}{'mtbf':>8}{'no failure':>12}"
+    + "".join(f"{name:>16}" for name in METHODS)
+  ]
+  for row in rows:
+    cells = [f"{row.goodput[m]:.3f} ±{row.deviation[m]:.3f}" for m in METHODS]
+    head = f"{row.chips:>10}{show_time(row.mtbf_s):>8}{row.utilisation:>12.3f}"
+    lines.append(head + "".join(f"{cell:>16}" for cell in cells))
+  return "\n".join(lines)
