@@ -4,7 +4,7 @@ Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. A fragment is
 tree with `blocks`, leaves (n, ...) for the fragment's n layers, or `embed`, or both.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -38,15 +38,32 @@ def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
   return part
 
 
-def put(params_M: Tree, part_M: Tree, layers: Layers) -> Tree:
-  """Puts a fragment back: the inverse of `take`."""
-  params_M = dict(params_M)
+def put(
+  params_M: Tree,
+  part_M: Tree,
+  layers: Layers,
+  mix: Callable[[jax.Array, jax.Array], jax.Array] = lambda old_M, new_M: new_M,
+) -> Tree:
+  """Puts a fragment back: the inverse of `take`.
+
+  Args:
+    mix: called with the old and the new tensor of a layer, or of `embed`; returns the
+      tensor to put.
+  """
+
+  def put_layers(x_M, y_M):
+    def one(i, x_M):
+      mixed = mix(x_M[:, layers[i]], y_M[:, i])
+      return jax.lax.dynamic_update_index_in_dim(x_M, mixed, layers[i], axis=1)
+
+    # Layer by layer, so that a donated x_M changes in place.
+    return jax.lax.fori_loop(0, len(layers), one, x_M)
+
+  params_M, layers = dict(params_M), jnp.asarray(layers)
   if "blocks" in part_M:
-    params_M["blocks"] = jax.tree.map(
-      lambda x, y: x.at[:, layers].set(y), params_M["blocks"], part_M["blocks"]
-    )
+    params_M["blocks"] = jax.tree.map(put_layers, params_M["blocks"], part_M["blocks"])
   if "embed" in part_M:
-    params_M["embed"] = part_M["embed"]
+    params_M["embed"] = jax.tree.map(mix, params_M["embed"], part_M["embed"])
   return params_M
 
 

@@ -15,7 +15,7 @@ parameters and optimizer state. Fragments of equal shapes share their programs.
 
 import contextlib
 import dataclasses
-import functools
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,9 +24,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers
+from diloco.algorithm import optimizers, pieces
 from diloco.algorithm.fragments import put, take
-from diloco.algorithm.norms import mean_cosine, norms
+from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.schedule import Schedule
@@ -38,7 +38,7 @@ from diloco.wire import exchange
 Tree = Any
 
 
-@functools.partial(jax.jit, static_argnames=("wire", "mesh"), donate_argnums=2)
+@partial(jax.jit, static_argnames=("wire", "mesh"), donate_argnums=2)
 def send(
   params_M: Tree,
   theta: Tree,
@@ -63,17 +63,21 @@ def send(
   """
   # Line 7: outer parameters minus inner parameters, float32.
   minus = lambda theta, x_M: as_merged(theta, x_M)[None] - x_M.astype(jnp.float32)
-  delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
-  # Line 8: each replica draws its own random numbers.
-  delta_norm_M = norms(delta_M)
-  keys_M = jax.vmap(lambda m: jax.random.fold_in(key, m))(jnp.arange(len(delta_norm_M)))
-  payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
-  # Every sender decodes its own codes to find their error; nothing is exchanged.
-  sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
-  error_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
+  if pieces.can_send(wire, mesh):
+    payload, squares = pieces.send(minus, params_M, theta, layers, wire, mesh)
+    delta_norm_M, error_norm_M = jnp.sqrt(squares)
+  else:
+    delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
+    delta_norm_M = norms(delta_M)
+    # Line 8: each replica draws its own random numbers.
+    keys_M = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(delta_norm_M)))
+    payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
+    # Every sender decodes its own codes to find their error; nothing is exchanged.
+    sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
+    error_norm_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
   metrics = {
     "outer_grad_norm": delta_norm_M,
-    "quantization_error": error_M / jnp.maximum(delta_norm_M, 1e-30),
+    "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
   }
   return payload, codec_state, metrics
 
@@ -90,8 +94,7 @@ def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
   return jax.lax.reduce_precision(theta, info.nexp, info.nmant)
 
 
-@functools.partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
-def update(
+def _update(
   theta: Tree,
   opt_state: Tree,
   payload: jax.Array,
@@ -103,8 +106,6 @@ def update(
 ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
-  Donates nothing: on hosts, a thread runs this while the old state is in use.
-
   Args:
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
@@ -115,51 +116,67 @@ def update(
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  # Line 10.
-  if wire.exchange == "psum":  # The plainest form: all-reduce decoded values.
-    delta_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
-    delta, cosine = exchange.all_reduce(mesh, delta_M), jnp.float32(jnp.nan)
+  if pieces.can_update(wire, outer, mesh, payload.shape[1]):
+    args = (theta, opt_state, payload, tuned, wire, outer, mesh)
+    theta, opt_state, products_MxM, squares = pieces.update(*args)
+    (delta_norm, update_norm), cosine = jnp.sqrt(squares), mean_cosine(products_MxM)
   else:
-    delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
-    delta = jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
-    cosine = mean_cosine(delta_M)
-  # Line 11.
-  optimizer = optimizers.make_outer(outer, tuned)
-  updates, opt_state = optimizer.update(delta, opt_state, theta)
-  theta = optax.apply_updates(theta, updates)
+    # Line 10.
+    if wire.exchange == "psum":  # The plainest form: all-reduce decoded values.
+      delta_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
+      delta, cosine = exchange.all_reduce(mesh, delta_M), jnp.float32(jnp.nan)
+    else:
+      delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
+      delta = jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
+      cosine = mean_cosine(products(delta_M))
+    # Line 11.
+    optimizer = optimizers.make_outer(outer, tuned)
+    updates, opt_state = optimizer.update(delta, opt_state, theta)
+    theta = optax.apply_updates(theta, updates)
+    delta_norm, update_norm = optax.tree.norm(delta), optax.tree.norm(updates)
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   metrics = {
-    "outer_grad_mean_norm": optax.tree.norm(delta),
-    "outer_update_norm": optax.tree.norm(updates),
+    "outer_grad_mean_norm": delta_norm,
+    "outer_update_norm": update_norm,
     "outer_grad_cosine": cosine,
   }
   return theta, opt_state, metrics
 
 
-@functools.partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")
+# On hosts, a thread updates a copy while the old state is in use.
+update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
+update_in_place = jax.jit(
+  _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
+)
+
+
+@partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")
 def merge(
   params_M: Tree, theta: Tree, layers: np.ndarray, mask_M: np.ndarray, *, alpha: float
 ) -> Tree:
   """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
 
   def mix(x_M, t):
-    mixed = t[None]
+    mixed = t
     if alpha:
       mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * mixed
-    mask = mask_M.reshape(-1, *[1] * t.ndim)
+    mask = mask_M.reshape(-1, *[1] * (t.ndim - 1))
     return jnp.where(mask, mixed.astype(x_M.dtype), x_M)
 
-  part_M = take(params_M, theta, layers)
-  return put(params_M, jax.tree.map(mix, part_M, theta), layers)
+  return put(params_M, jax.tree.map(lambda t: t[None], theta), layers, mix)
 
 
 def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tuple:
-  """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
+  """Lines 10 and 11 as one job: carries the payloads, then updates the fragment.
+
+  Donates theta and opt_state, except on hosts.
+  """
   payload, mesh = plan.transport.carry(payload), plan.home.mesh
+  step = update if plan.home.at_hosts else update_in_place
   # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
   with jax.set_mesh(mesh) if plan.home.at_hosts else contextlib.nullcontext():
-    return update(
+    return step(
       theta, opt_state, payload, plan.tuned, wire=plan.wire, outer=plan.outer, mesh=mesh
     )
 

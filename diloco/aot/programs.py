@@ -19,7 +19,7 @@ from jax.stages import Lowered, Wrapped
 
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.outer import merge, send, update
+from diloco.algorithm.outer import merge, send, update_in_place
 from diloco.algorithm.overlap import hidden_exchange, trained_next
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import OuterState, abstract_state
@@ -134,7 +134,7 @@ class Programs:
     if plan.home.at_hosts:
       return  # The hosts exchange payloads and update theta.
     args = (theta, opt_state, payloads[p], plan.tuned)
-    self._add("update", update, *args, outer=c.outer, **wire)
+    self._add("update", update_in_place, *args, outer=c.outer, **wire)
     if plan.transport.hides:
       self._add("exchange alone", transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

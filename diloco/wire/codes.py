@@ -105,7 +105,9 @@ def encode(
     uint8 codes; the sign bit is above the bits of the magnitude.
   """
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-  sign = jax.lax.shift_right_logical(bits, 31)
+  sign = jax.lax.shift_right_logical(bits, 31) << (fmt.bits - 1)
+  if not fmt.mantissa_bits and random_bits is None:
+    return (_nearest_power(fmt, bits & 0x7FFFFFFF, k) | sign).astype(jnp.uint8)
   field, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
   # |x| = mantissa * 2^(field - 150); a subnormal x has no hidden bit.
   mantissa |= jnp.where(field > 0, 1 << 23, 0)
@@ -127,8 +129,28 @@ def encode(
     threshold = (random_bits >> 6).astype(jnp.int32) >> (26 - drop)
     up = threshold < rest >> jnp.minimum(depth - drop, 31)
   code = jnp.minimum(code + up, fmt.max_code)
-  code = code | sign << (fmt.bits - 1)
-  return code.astype(jnp.uint8)
+  return (code | sign).astype(jnp.uint8)
+
+
+def _nearest_power(fmt: Format, bits: jax.Array, k: jax.Array) -> jax.Array:
+  """Rounds to powers of two: `encode` with a third of the operations.
+
+  Args:
+    bits: int32, the bits of |x|.
+    k: as in `encode`.
+
+  Returns:
+    int32 magnitude codes.
+  """
+  # The bits of |x| / 2^k, if the exponent of 2 had the bias of the format.
+  shifted = bits - ((k + 127 - fmt.bias) << 23)
+  odd = shifted >> 23 & 1
+  normal = (shifted + ((1 << 22) - 1) + odd) >> 23
+  # Between 0 and the smallest power, the middle is half of that power. A subnormal x
+  # has no hidden bit.
+  middle = jnp.where(bits < 1 << 23, 1 << 22, 0)
+  code = jnp.where(shifted < 1 << 23, shifted > middle, normal)
+  return jnp.minimum(code, fmt.max_code)
 
 
 def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
@@ -144,12 +166,12 @@ def decode(fmt: Format, codes: jax.Array, k: jax.Array) -> jax.Array:
   codes = codes.astype(jnp.int32)
   magnitude = codes & ((1 << (fmt.bits - 1)) - 1)
   negative = codes >> (fmt.bits - 1)
+  if not fmt.mantissa_bits:  # The code is an exponent.
+    bits = jnp.where(magnitude > 0, (magnitude + (k + 127 - fmt.bias)) << 23, 0)
+    return jax.lax.bitcast_convert_type(bits | negative << 31, jnp.float32)
   field = magnitude >> fmt.mantissa_bits
-  if fmt.mantissa_bits:
-    hidden = (field > 0).astype(jnp.int32) << fmt.mantissa_bits
-    mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)) | hidden
-  else:
-    mantissa = (field > 0).astype(jnp.int32)
+  hidden = (field > 0).astype(jnp.int32) << fmt.mantissa_bits
+  mantissa = (magnitude & ((1 << fmt.mantissa_bits) - 1)) | hidden
   # `scale_exponents` makes the quantum 2^(e - bias - Y + k) a normal float32.
   exponent = jnp.maximum(field, 1) - fmt.bias - fmt.mantissa_bits + k
   quantum = jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
@@ -170,7 +192,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
   Returns:
     uint8 (ceil(n * bits / 8),).
   """
-  group, _ = _group(bits)
+  group, _ = group_size(bits)
   rest = codes.size % group
   if not rest:
     return _in_words(lambda x: _pack_groups(x, bits), codes, group)
@@ -183,7 +205,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 
 def unpack(code: jax.Array, bits: int, n: int) -> jax.Array:
   """Inverts `pack`: uint8 (ceil(n * bits / 8),) -> uint8 (n,)."""
-  group, size = _group(bits)
+  group, size = group_size(bits)
   rest = n % group
   if not rest:
     return _unpack_groups(code, bits)
@@ -192,7 +214,7 @@ def unpack(code: jax.Array, bits: int, n: int) -> jax.Array:
   return jnp.concatenate([_unpack_groups(whole, bits), last[:rest]])
 
 
-def _group(bits: int) -> tuple[int, int]:
+def group_size(bits: int) -> tuple[int, int]:
   """Returns (g, s): g codes fill s whole bytes, and no smaller number of codes does."""
   common = math.gcd(bits, 8)
   return 8 // common, bits // common
@@ -218,7 +240,7 @@ def _in_words(pack: Callable, codes: jax.Array, group: int) -> jax.Array:
 
 def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
   """Packs whole groups of codes: (g k,) -> (s k,). Also takes words of 4 codes."""
-  group, size = _group(bits)
+  group, size = group_size(bits)
   planes = jnp.split(codes, group)
   out = []
   for byte in range(size):
@@ -231,7 +253,7 @@ def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
 
 def _unpack_groups(code: jax.Array, bits: int) -> jax.Array:
   """Inverts `_pack_groups` for single bytes; does not take words of 4 codes."""
-  group, size = _group(bits)
+  group, size = group_size(bits)
   planes = jnp.split(code, size)
   out = []
   for i in range(group):

@@ -88,7 +88,9 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
     return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
   fmt, block = formats.parse_format(wire.format), sizes.block_length(wire, s, row)
   size = sizes.packed(n * s, fmt.bits)
-  codes_NxS = codes_lib.unpack(payload[:size], fmt.bits, n * s).reshape(n, s)
+  codes = codes_lib.unpack(payload[:size], fmt.bits, n * s)
+  # Barrier: without it XLA for GPU and TPU writes decoded values, not codes.
+  codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
   scales_NxKx1 = payload[size:].reshape(n, -1, 1).astype(jnp.int32)
   x = codes_lib.decode(
     fmt, _blocks(codes_NxS, block), scales_NxKx1 - codes_lib.SCALE_BIAS

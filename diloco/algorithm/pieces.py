@@ -1,0 +1,217 @@
+"""The outer step piece by piece: same bytes and parameters, fewer passes over memory.
+
+XLA runs one operation after the other, and most of them write whole arrays. Here a loop
+takes a piece of a tensor through all operations while the piece is in the cache of a
+CPU or in the vector memory of a TPU. Values and codes that only live between two
+operations never reach the main memory.
+
+Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire.cuts`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm import optimizers
+from diloco.algorithm.fragments import Layers
+from diloco.algorithm.norms import products
+from diloco.algorithm.optimizers import OuterTuned
+from diloco.config.fields import OuterConfig, WireConfig
+from diloco.model.sharding import FSDP, REPLICA, key, specs
+from diloco.wire import formats, sizes
+from diloco.wire.cuts import Cut, cut
+
+Tree = Any
+# Values of all replicas in a piece: 2 MiB of float32 on CPUs, 16 MiB on TPUs.
+_VALUES = {"cpu": 1 << 19, "tpu": 1 << 22}
+
+
+def _most(mesh: Mesh) -> int:
+  return _VALUES.get(mesh.devices.flat[0].platform, 0)
+
+
+def can_send(wire: WireConfig, mesh: Mesh) -> bool:
+  """Says whether `send` takes the compressor: pieces draw no random numbers."""
+  plain = wire.format in formats.PLAIN or wire.rounding == "stochastic"
+  return wire.compressor == "quantize" and not plain and bool(_most(mesh))
+
+
+def can_update(wire: WireConfig, outer: OuterConfig, mesh: Mesh, fsdp: int) -> bool:
+  """Says whether `update` takes the optimizer and payloads of `fsdp` shards."""
+  name, _ = optimizers.parse("outer.optimizer", outer.optimizer)
+  fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.
+  return fits and wire.exchange == "gather" and can_send(wire, mesh)
+
+
+def send(
+  minus: Callable[[Array, Array], Array],
+  params_M: Tree,
+  theta: Tree,
+  layers: Layers,
+  wire: WireConfig,
+  mesh: Mesh,
+) -> tuple[Array, Array]:
+  """Computes the outer gradients and encodes them: lines 7 and 8 of Algorithm 2.
+
+  Args:
+    minus: outer parameters and parameters [M, ...] -> outer gradients [M, ...].
+
+  Returns:
+    Payload uint8 [M, fsdp, bytes]; the squared norms of the outer gradients and of
+    their coding errors, float32 [2, M].
+  """
+  params_M, places = {k: params_M[k] for k in theta}, specs(theta, mesh)
+
+  def local(params_M, theta, layers):
+    leaves_M, codes_M = jax.tree.leaves(params_M), list[Array]()
+    sums = jnp.zeros((2, len(leaves_M[0])))
+    tensors = _tensors(wire, mesh, len(leaves_M[0]), theta, places)
+    for x_M, (in_blocks, share, t, piece) in zip(leaves_M, tensors):
+      ids = layers if in_blocks else jnp.zeros(1, jnp.int32)
+      parts_M, squares = _encode(minus, piece, x_M, t, ids)
+      codes_M, sums = codes_M + parts_M, sums + share * squares
+    return jnp.concatenate(codes_M, axis=1)[:, None], jax.lax.psum(sums, FSDP)
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(specs(params_M, mesh, (REPLICA,)), places, P()),
+    out_specs=(P(REPLICA, FSDP), P(None, REPLICA)),
+    check_vma=False,
+  )(params_M, theta, layers)
+
+
+def _encode(
+  minus: Callable, piece: Cut, x_M: Array, t: Array, ids: Layers
+) -> tuple[list[Array], Array]:
+  """Encodes a tensor: returns parts of its payload uint8 [M, n], and the sums."""
+  t = t.reshape(len(ids), -1, piece.row)
+  x_M = x_M.reshape(len(x_M), -1, *t.shape[1:])
+
+  def delta(j):
+    planes, part = [], jax.lax.dynamic_slice
+    for plane in range(piece.planes):
+      layer, i = divmod((plane * piece.pieces + j) * piece.rows, t.shape[1])
+      shape = (1, piece.rows, piece.row)
+      x = part(x_M, (0, ids[layer], i, 0), (len(x_M), *shape))
+      planes.append(minus(part(t, (layer, i, 0), shape), x))
+    return jnp.concatenate(planes, axis=1)
+
+  def body(j):
+    delta_M = _alone(j, delta, j)
+    code_M = _alone(j, piece.encode, delta_M)
+    error_M = _alone(j, lambda code, x: piece.decode(code) - x, code_M, delta_M)
+    squares = [jnp.square(x).sum(axis=(1, 2, 3)) for x in (delta_M, error_M)]
+    codes_end = piece.codes // piece.pieces
+    return jnp.split(code_M, [codes_end], axis=1), jnp.stack(squares)
+
+  parts_JxM, squares = jax.lax.map(body, jnp.arange(piece.pieces))
+  return piece.payload([x.swapaxes(0, 1) for x in parts_JxM]), squares.sum(axis=0)
+
+
+def update(
+  theta: Tree,
+  opt_state: Tree,
+  payload: Array,
+  tuned: OuterTuned,
+  wire: WireConfig,
+  outer: OuterConfig,
+  mesh: Mesh,
+) -> tuple[Tree, Tree, Array, Array]:
+  """Decodes, averages and steps the outer optimizer: lines 10 and 11 of Algorithm 2.
+
+  Returns:
+    New theta, new opt_state; the products of the outer gradients of each two replicas,
+    float32 [M, M]; the squared norms of their mean and of the update, float32 [2].
+  """
+  places = optimizers.outer_shardings(outer, theta, mesh)
+  places = jax.tree.map(lambda place: place.spec, places)
+
+  def local(theta, opt_state, payload, tuned):
+    optimizer, payload_M = optimizers.make_outer(outer, tuned), payload[:, 0]
+    # The state of SGD is a tree like theta, or empty.
+    state, news, sums = jax.tree.leaves(opt_state), list[list[Array]](), list[Array]()
+    tensors = _tensors(wire, mesh, len(payload), theta, places[0])
+    for i, (_, share, t, piece) in enumerate(tensors):
+      code_M, payload_M = jnp.split(payload_M, [piece.size], axis=1)
+      olds = [t, *state[i :: len(tensors)]]
+      new, more = _step(optimizer, piece, code_M, olds)
+      more = [share * x for x in more]
+      news, sums = [*news, new], list(map(jnp.add, sums, more)) or more
+    leaves = [x for part in zip(*news) for x in part]
+    new = jax.tree.unflatten(jax.tree.structure((theta, opt_state)), leaves)
+    return *new, *jax.lax.psum(sums, FSDP)
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(*places, P(None, FSDP), P()),
+    out_specs=(*places, P(), P()),
+    check_vma=False,
+  )(theta, opt_state, payload, tuned)
+
+
+def _step(
+  optimizer: optax.GradientTransformation, piece: Cut, code_M: Array, olds: list[Array]
+) -> tuple[list[Array], list[Array]]:
+  """Steps a tensor and its state: returns both, and the sums."""
+  m, pieces_M, shape = len(code_M), piece.by_piece(code_M), olds[0].shape
+  like: Any = jax.tree.structure(optimizer.init(olds[0]))
+  at = lambda x, j: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False)
+  put = lambda x, y, j: jax.lax.dynamic_update_index_in_dim(x, y, j, 1)
+
+  def step(xs, j, delta_M):
+    t, *old = (at(x, j) for x in xs)
+    mean = sum(delta_M[1:], delta_M[0]) / m
+    updates, old = optimizer.update(mean, like.unflatten(old), t)
+    squares = jnp.stack([jnp.square(x).sum() for x in (mean, updates)])
+    new = [optax.apply_updates(t, updates), *jax.tree.leaves(old)]
+    return new, [products(delta_M), squares]
+
+  def body(j, carry):
+    xs, sums = carry
+    code_M = jnp.concatenate([at(x, j) for x in pieces_M], axis=1)
+    delta_M = _alone(j, piece.decode, code_M)
+    new, more = _alone(j, step, xs, j, delta_M)
+    return [put(x, y, j) for x, y in zip(xs, new)], jax.tree.map(jnp.add, sums, more)
+
+  # The loop changes donated tensors in place.
+  xs = [x.reshape(piece.planes, -1, piece.rows, piece.row) for x in olds]
+  start = (xs, [jnp.zeros((m, m)), jnp.zeros(2)])
+  xs, sums = jax.lax.fori_loop(0, piece.pieces, body, start)
+  return [x.reshape(shape) for x in xs], sums
+
+
+def _tensors(
+  wire: WireConfig, mesh: Mesh, m: int, theta: Tree, places: Tree
+) -> list[tuple[bool, float, Array, Cut]]:
+  """Lists tensors: has one layers, the share of a device's sums, the tensor, its cut.
+
+  Sums are added over the devices of a replica, which all hold an unsharded tensor.
+  """
+  tensors, most = [], _most(mesh)
+  leaves, _ = jax.tree.flatten_with_path(theta)
+  for (path, t), place in zip(leaves, jax.tree.leaves(places)):
+    names, share = tuple(map(key, path)), 1 if FSDP in place else 1 / mesh.shape[FSDP]
+    n, s, row = sizes.layout(names, t.shape)
+    piece = cut(wire, most, m, n, s // row, row)
+    tensors.append((names[0] == "blocks", share, t, piece))
+  return tensors
+
+
+def _alone(j: Array, f: Callable[..., Tree], *args) -> Tree:
+  """Computes f(*args) once, into arrays of its own; j >= 0.
+
+  Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in
+  place then runs on one thread, and XLA copies whole tensors that it reads twice.
+  """
+  zeros = lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(f, *args))
+  branch = lambda *args: jax.lax.cond(j >= 0, f, zeros, *args)
+  barrier = lambda *args: jax.lax.optimization_barrier(f(*args))
+  return jax.lax.platform_dependent(*args, cpu=branch, default=barrier)

@@ -1,0 +1,86 @@
+"""Cuts tensors into pieces whose codes are whole bytes of the payload.
+
+Letters: M replicas; a tensor has N layers of D rows of R values; `Cut` has G, J and C.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from diloco.config.fields import WireConfig
+from diloco.wire import formats, sizes
+from diloco.wire.codes import group_size
+from diloco.wire.compressors import COMPRESSORS
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+  """The pieces of a tensor that `quantize` codes.
+
+  The rows of a tensor lie in G planes of J C rows (`diloco.wire.codes`). Piece j takes
+  the j-th C rows of each plane; the compressor codes them as G layers. A tensor that is
+  one piece has a plane for each layer.
+
+  Attributes:
+    planes, pieces, rows, row: G, J, C and R.
+    codes: bytes of all codes; they are `plane_bytes` slices, one after the other.
+    size: bytes of the payload; the scales follow the codes.
+  """
+
+  wire: WireConfig
+  planes: int
+  pieces: int
+  rows: int
+  row: int
+  codes: int
+  plane_bytes: int
+  size: int
+
+  def encode(self, x_M: Array) -> Array:
+    """Codes a piece, float32 [M, G, C, R], as uint8 [M, bytes / J]."""
+    coder, unused_key = COMPRESSORS[self.wire.compressor], jax.random.key(0)
+    one = lambda x: coder.encode(self.wire, x, (), self.row, unused_key)[0]
+    return jax.vmap(one)(x_M.reshape(*x_M.shape[:2], -1))
+
+  def decode(self, code_M: Array) -> Array:
+    """Inverts `encode`."""
+    coder, s = COMPRESSORS[self.wire.compressor], self.rows * self.row
+    one = lambda code: coder.decode(self.wire, code, self.planes, s, self.row)
+    return jax.vmap(one)(code_M).reshape(-1, self.planes, self.rows, self.row)
+
+  def by_piece(self, payload_M: Array) -> list[Array]:
+    """Cuts codes and scales of a payload uint8 [M, bytes] into uint8 [M, J, n]."""
+    parts = zip(jnp.split(payload_M, [self.codes], axis=1), self._slices)
+    pieces = [x.reshape(len(x), k, self.pieces, -1).swapaxes(1, 2) for x, k in parts]
+    return [x.reshape(*x.shape[:2], -1) for x in pieces]
+
+  def payload(self, pieces_M: list[Array]) -> list[Array]:
+    """Joins codes and scales uint8 [M, J, n]: two parts of the payload uint8 [M, n]."""
+    parts = zip(pieces_M, self._slices)
+    slices = [x.reshape(*x.shape[:2], k, -1).swapaxes(1, 2) for x, k in parts]
+    return [x.reshape(len(x), -1) for x in slices]
+
+  @property
+  def _slices(self) -> tuple[int, int]:
+    return self.plane_bytes, self.planes
+
+
+def cut(wire: WireConfig, most: int, m: int, n: int, d: int, row: int) -> Cut:
+  """Cuts a tensor into pieces of at most `most` values of all replicas, if that can be.
+
+  A tensor that is small, or whose sizes have no fitting divisor, is one piece.
+  """
+  planes, plane_bytes = group_size(formats.parse_format(wire.format).bits)
+  block = sizes.block_length(wire, d * row, row)
+  size, plane = sizes.quantize(wire, n, d * row, row), n * d // planes
+  rows = math.gcd(d, plane)
+  while m * planes * rows * row > most and rows % 2 == 0 == rows // 2 * row % block:
+    rows //= 2
+  odd = n * d % planes or rows * row % block
+  if odd or m * n * d * row <= most or m * planes * rows * row < most // 16:
+    return Cut(wire, n, 1, d, row, size, 1, size)
+  codes = plane_bytes * plane * row
+  return Cut(wire, planes, plane // rows, rows, row, codes, plane_bytes, size)

@@ -1,0 +1,118 @@
+"""The outer step piece by piece, against the outer step of whole tensors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.algorithm import optimizers, outer, pieces
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import abstract_state, init_outer
+from diloco.config import default_config, resolve
+from diloco.run.mesh import make_mesh
+from diloco.wire.cuts import cut
+
+
+def make_config(**fields):
+  c = default_config()
+  c.replicas, c.sync_every, c.fragments.size = 2, 4, 2
+  c.model.num_layers, c.model.dim, c.model.num_heads = 4, 64, 2
+  c.model.vocab_size, c.model.seq_len = 48, 16
+  c.train.steps, c.train.batch_size = 8, 12
+  # Powers of two: fused multiply-adds round like separate operations.
+  c.outer.optimizer, c.outer.learning_rate = "sgd(momentum=0.5, nesterov=True)", 0.5
+  c.update_from_flattened_dict(fields)
+  return resolve(c)
+
+
+def outer_steps(c) -> tuple:
+  """Sends and updates the first fragment twice, from random parameters."""
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  at = {"wire": c.wire, "mesh": plan.mesh}
+  send = jax.jit(lambda *args: outer.send.__wrapped__(*args, **at))
+  update = jax.jit(lambda *args: outer.update.__wrapped__(*args, outer=c.outer, **at))
+  tuned = optimizers.outer_tuned(c.outer)
+  rng = np.random.default_rng(0)
+  draw = lambda shape: rng.normal(size=(c.replicas, *shape)).astype(np.float32)
+  is_shape = lambda x: isinstance(x, tuple)
+  params_M = jax.tree.map(draw, plan.parameters, is_leaf=is_shape)
+  with jax.set_mesh(plan.mesh):
+    state = init_outer(plan, jax.tree.map(jnp.asarray, params_M))
+    theta, opt_state, codec = state.theta[0], state.opt_state[0], state.codec_state[0]
+    found, metrics = [], {}
+    for key in jax.random.split(jax.random.key(0)):
+      params_M = jax.tree.map(lambda x: x + draw(x.shape[1:]), params_M)
+      payload, codec, sent = send(params_M, theta, codec, plan.layers[0], key)
+      theta, opt_state, updated = update(theta, opt_state, payload, tuned)
+      found += [payload, theta, opt_state]
+      metrics = sent | updated
+  return found, metrics
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {},
+    {"wire.format": "e2m3", "wire.block_size": 16, "fragments.size": 1},
+    {"wire.format": "e4m3fn", "wire.block_size": -1, "replicas": 4},
+    {"wire.format": "e1m0", "wire.block_size": 8, "outer.optimizer": "sgd"},
+    {"model.param_dtype": "bfloat16", "outer.optimizer": "sgd(momentum=0.5)"},
+  ],
+)
+def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
+  c = make_config(**fields)
+  monkeypatch.setitem(pieces._VALUES, "cpu", 1 << 10)
+  shapes = c.make_fragments()[0].shapes(make_plan(c, make_mesh(c)).parameters)
+  n, d, f = shapes["blocks"]["ff"]["up"]
+  assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
+  found, metrics = outer_steps(c)
+  monkeypatch.setattr(pieces, "can_send", lambda *_: False)
+  expected, numbers = outer_steps(c)
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  for name, number in numbers.items():
+    np.testing.assert_allclose(metrics[name], number, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"wire.rounding": "stochastic"},
+    {"wire.format": "fp32"},
+    {"wire.compressor": "topk"},
+  ],
+)
+def test_other_compressors_take_whole_tensors(fields):
+  c = make_config(**fields)
+  assert not pieces.can_send(c.wire, make_mesh(c, jax.devices()[:1]))
+
+
+def test_optimizers_that_mix_values_take_whole_tensors():
+  c = make_config(**{"outer.optimizer": "lamb"})
+  mesh = make_mesh(c, jax.devices()[:1])
+  assert pieces.can_send(c.wire, mesh)
+  assert not pieces.can_update(c.wire, c.outer, mesh, fsdp=1)
+
+
+def test_the_outer_step_on_cpu_keeps_only_pieces_in_memory():
+  c = make_config(**{"model.dim": 512, "fragments.size": 4, "replicas": 2})
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  with jax.set_mesh(plan.mesh):
+    state = abstract_state(c, plan.mesh, plan)
+    parts = (state.outer.theta[0], state.outer.opt_state[0])
+    size = sum(4 * x.size for x in jax.tree.leaves(parts[0]))
+    at, key = {"wire": c.wire, "mesh": plan.mesh}, jax.eval_shape(jax.random.key, 0)
+    sent = (state.params, parts[0], state.outer.codec_state[0], plan.layers[0], key)
+    arrived = (*parts, plan.payload(0), plan.tuned)
+    everyone = np.ones(c.replicas, bool)
+    merged = (state.params, parts[0], plan.layers[0], everyone)
+    memory = {
+      "send": outer.send.lower(*sent, **at),
+      "update": outer.update_in_place.lower(*arrived, outer=c.outer, **at),
+      "merge": outer.merge.lower(*merged, alpha=0.5),
+    }
+    memory = {k: x.compile().memory_analysis() for k, x in memory.items()}
+  temporary = {k: x.temp_size_in_bytes for k, x in memory.items()}
+  assert temporary["send"] < 0.6 * size
+  assert temporary["update"] < 0.6 * size
+  assert temporary["merge"] < 0.6 * size
+  assert memory["update"].alias_size_in_bytes >= 2 * size
