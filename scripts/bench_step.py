@@ -4,7 +4,7 @@
 
 Inner step: M replicas against data-parallel with the same global batch; then 6 and 48
 layers, with their compile times. Outer step: the send, update and merge of one fragment
-against a plain copy of the fragment's float32 values.
+against a plain copy of the fragment's float32 values; --outer times nothing else.
 """
 
 import math
@@ -19,7 +19,7 @@ from timing import in_turn, timed
 
 from diloco.algorithm import fragments, optimizers
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.outer import merge, send, update
+from diloco.algorithm.outer import merge, send, update_in_place
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import Config, changed, command_line, resolve
@@ -80,8 +80,12 @@ def outer_times(bench: Bench) -> dict[str, float]:
 
     start = fresh(state.codec_state[0])
     payload, *_ = send(params, theta, start, layers, key, wire=c.wire, mesh=mesh)
-    args = (theta, opt_state, plan.transport.carry(payload), plan.tuned)
-    updated = lambda: timed(update, *args, wire=c.wire, outer=c.outer, mesh=mesh)
+    payload = plan.transport.carry(payload)
+
+    def updated():
+      parts = (*fresh((theta, opt_state)), payload, plan.tuned)
+      return timed(update_in_place, *parts, wire=c.wire, outer=c.outer, mesh=mesh)
+
     merged = lambda: timed(
       merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
     )
@@ -90,8 +94,8 @@ def outer_times(bench: Bench) -> dict[str, float]:
   return {name: 1e3 * t for name, t in zip(names, times)}
 
 
-def outer_bytes(c: Config, fragment: Shapes) -> int:
-  """Counts the bytes that a fragment's outer step must read and write.
+def least_bytes(c: Config, fragment: Shapes) -> dict[str, int]:
+  """Counts the bytes that the parts of a fragment's outer step must read and write.
 
   send reads the replicas and theta and writes the payloads; update reads the payloads,
   theta and the momentum and writes theta and the momentum; merge reads theta (with
@@ -99,8 +103,16 @@ def outer_bytes(c: Config, fragment: Shapes) -> int:
   """
   m, theta = c.replicas, 4 * sum(math.prod(shape) for _, shape in leaves(fragment))
   payloads = m * sizes.payload_bytes(c.wire, fragment, 1)
-  sent, updated = (m + 1) * theta + payloads, payloads + 4 * theta
-  return sent + updated + (1 + m * (2 if c.overlap.alpha else 1)) * theta
+  return {
+    "send": (m + 1) * theta + payloads,
+    "update": payloads + 4 * theta,
+    "merge": (1 + m * (2 if c.overlap.alpha else 1)) * theta,
+  }
+
+
+def outer_bytes(c: Config, fragment: Shapes) -> int:
+  """Counts the bytes that a fragment's outer step must read and write."""
+  return sum(least_bytes(c, fragment).values())
 
 
 def main(argv) -> None:
@@ -109,6 +121,17 @@ def main(argv) -> None:
   print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
   c = resolve(flags.FLAGS.config)
   replicas = Bench(c)
+  if not flags.FLAGS.outer:
+    print_inner_steps(c, replicas)
+  times = outer_times(replicas)
+  for name, ms in times.items():
+    print(f"outer step, {name:<7} {ms:9.2f} ms")
+  total = sum(ms for name, ms in times.items() if name != "copy")
+  print(f"outer step of a fragment over its copy: {total / times['copy']:.1f}")
+
+
+def print_inner_steps(c: Config, replicas: Bench) -> None:
+  """Times inner steps against data-parallel, and with 6 and 48 layers."""
   reference = Bench(changed(c, {"algorithm": "data_parallel"}))
   ours, theirs = in_turn(replicas.inner, reference.inner)
   m = replicas.c.replicas
@@ -119,15 +142,11 @@ def main(argv) -> None:
     step = in_turn(b.inner)[0]
     print(f"{name:<9} step {1e3 * step:9.1f} ms   compile {b.compile_s:6.2f} s")
   print(f"compile time, 48 to 6 layers: {many.compile_s / few.compile_s:.2f}")
-  times = outer_times(replicas)
-  for name, ms in times.items():
-    print(f"outer step, {name:<7} {ms:9.2f} ms")
-  total = sum(ms for name, ms in times.items() if name != "copy")
-  print(f"outer step of a fragment over its copy: {total / times['copy']:.1f}")
 
 
 if __name__ == "__main__":
-  # Here, because programs that import this file have no such flag.
+  # Here, because programs that import this file have no such flags.
+  flags.DEFINE_bool("outer", False, "Time only the outer step.")
   config_flags.DEFINE_config_file("config", None, "The config to time.")
   flags.mark_flag_as_required("config")
   command_line.run(main)

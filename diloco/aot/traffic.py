@@ -1,0 +1,149 @@
+"""Counts the bytes that a compiled program reads from and writes to the main memory.
+
+Every operation of a program reads its operands and writes its results. What lies in the
+vector memory of a TPU does not count. A program does not tell what lies in caches, so
+for GPUs everything counts.
+"""
+
+import dataclasses
+import math
+import re
+
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_OPERATION = re.compile(r"(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)")
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
+_FREE = (
+  *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+  *("copy-done", "slice-done", "async-done", "async-update", "partition-id"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """An operation of a program; `rest` is its text from the operands on."""
+
+  name: str
+  type: str
+  kind: str
+  rest: str
+
+  @property
+  def operands(self) -> list[str]:
+    return re.findall(r"%([\w.-]+)", self.rest.split("), ")[0])
+
+  def called(self, attribute: str) -> str:
+    """Returns the computation that an attribute names, such as `calls` or `body`."""
+    match = re.search(rf"\b{attribute}=%?([\w.-]+)", self.rest)
+    return match[1] if match else ""
+
+
+Computation = dict[str, Operation]
+
+
+def nbytes(hlo: str) -> int:
+  """Returns the bytes that a program reads and writes, from `compiled.as_text()`.
+
+  Raises:
+    ValueError: the program has a loop whose number of rounds is not known.
+  """
+  program, entry, inside = dict[str, Computation](), "", Computation()
+  for line in hlo.splitlines():
+    if match := _COMPUTATION.match(line):
+      program[match[2]] = inside = Computation()
+      entry = match[2] if match[1] else entry
+    elif match := _OPERATION.match(line.strip()):
+      inside[match[1]] = Operation(*match.groups())
+  return _of_computation(program, entry)
+
+
+def _of_computation(program: dict[str, Computation], name: str) -> int:
+  inside = program[name]
+  return sum(_of_operation(program, inside, x) for x in inside.values())
+
+
+def _of_operation(
+  program: dict[str, Computation], inside: Computation, x: Operation
+) -> int:
+  types = [inside[y].type for y in x.operands if y in inside]
+  if x.kind in _FREE or 'target="ConcatBitcast"' in x.rest:
+    return 0
+  if x.kind == "while":
+    return _rounds(program, x) * _of_computation(program, x.called("body"))
+  if x.kind in ("call", "conditional"):
+    names = re.findall(r"%([\w.-]+)", x.rest.partition("), ")[2])
+    return sum(_of_computation(program, name) for name in names if name in program)
+  if x.kind in ("copy-start", "slice-start"):
+    # The type holds the operand, the result and a context.
+    _, result, *_ = _ARRAY.finditer(x.type)
+    return _size(result[0]) * ((_main(types[0]) > 0) + (_main(result[0]) > 0))
+  if x.kind == "fusion":
+    name = x.called("calls")
+    parameters = [y.name for y in program[name].values() if y.kind == "parameter"]
+    parameters.sort(key=lambda y: int(program[name][y].rest.split(")")[0]))
+    read = sum(
+      min(_main(t), _read(program, name, y)) for t, y in zip(types, parameters)
+    )
+    written = zip(_ARRAY.finditer(x.type), _written(program, name))
+    return read + sum(size for result, size in written if _main(result[0]))
+  if x.kind == "dynamic-slice":
+    return _main(x.type) + _size(x.type) * (_main(types[0]) > 0)
+  if x.kind == "dynamic-update-slice":
+    return _main(types[1]) + _size(types[1]) * (_main(x.type) > 0)
+  return _main(x.type) + sum(map(_main, types))
+
+
+def _read(program: dict[str, Computation], name: str, value: str) -> int:
+  """Counts the bytes of a value that a computation reads; the slices if no others."""
+  total, inside = 0, program[name]
+  for x in inside.values():
+    for i, operand in enumerate(x.operands):
+      if operand != value:
+        continue
+      if x.kind == "bitcast":
+        total += _read(program, name, x.name)
+      elif x.kind in ("dynamic-slice", "slice"):
+        total += _size(x.type) * (i == 0)
+      elif x.kind != "dynamic-update-slice" or i:  # Updates change operand 0 in place.
+        total += _size(inside[value].type)
+  return total
+
+
+def _written(program: dict[str, Computation], name: str) -> list[int]:
+  """Counts the bytes of each result of a computation; only the slices that change."""
+  inside = program[name]
+  *_, root = inside.values()
+  found = []
+  for operand in root.operands if root.kind == "tuple" else [root.name]:
+    x = inside[operand]
+    while x.kind == "bitcast":
+      x = inside[x.operands[0]]
+    update = x.kind == "dynamic-update-slice"
+    found.append(_size(inside[x.operands[1]].type if update else x.type))
+  return found
+
+
+def _rounds(program: dict[str, Computation], loop: Operation) -> int:
+  """Returns how often the body of a loop runs."""
+  known = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+  condition = program[loop.called("condition")].values()
+  limits = [x.rest for x in condition if x.kind == "constant" and x.type[:5] == "s32[]"]
+  if not known and len(limits) != 1:
+    raise ValueError(
+      f"the rounds of loop {loop.name!r} are not known; adapt {__file__}."
+    )
+  return int(known[0] if known else limits[0].split(")")[0])
+
+
+def _size(types: str) -> int:
+  """Returns the bytes of arrays, in any memory."""
+  return sum(_bytes(x) for x in _ARRAY.finditer(types))
+
+
+def _main(types: str) -> int:
+  """Returns the bytes of arrays in the main memory."""
+  return sum(_bytes(x) for x in _ARRAY.finditer(types) if "S(" not in (x[4] or ""))
+
+
+def _bytes(array: re.Match) -> int:
+  sizes = [int(n) for n in array[3].split(",") if n]
+  return math.prod(sizes) * max(int(array[2] or 8) // 8, 1)

@@ -1,0 +1,105 @@
+"""Counts the bytes that compiled programs read and write."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_aot import needs_cuda_plugin, needs_libtpu
+
+from diloco.aot import topology, traffic
+from diloco.aot.programs import Programs
+from diloco.config import default_config, resolve
+
+# Of a TPU program: one copy to the vector memory, one fusion that changes a row.
+IN_PLACE = """
+%fused (param_0: f32[8,128], param_1: f32[8,128], param_2: s32[]) -> f32[8,128] {
+  %param_1 = f32[8,128]{1,0} parameter(1)
+  %param_0 = f32[8,128]{1,0} parameter(0)
+  %param_2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %row = f32[1,128]{1,0} dynamic-slice(%param_1, %param_2, %zero), sizes={1,128}
+  ROOT %out = f32[8,128]{1,0} dynamic-update-slice(%param_0, %row, %param_2, %zero)
+}
+
+ENTRY %main (x: f32[8,128], y: f32[8,128], i: s32[]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %y = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %i = s32[]{:T(128)S(6)} parameter(2)
+  %start = (f32[8,128]{1,0}, f32[8,128]{1,0:T(8,128)S(1)}, u32[]) copy-start(%y)
+  %done = f32[8,128]{1,0:T(8,128)S(1)} copy-done(%start)
+  %log = f32[8,128]{1,0:T(8,128)S(1)} log(%done)
+  ROOT %end = f32[8,128]{1,0:T(8,128)} fusion(%x, %MEMORY, %i), kind=kLoop, calls=%fused
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("operand", "moved"),
+  # The copy reads 8 rows; the fusion writes one row, and reads it if not from VMEM.
+  [("log", 8 + 1), ("y", 8 + 1 + 1)],
+)
+def test_slices_and_vector_memory(operand, moved):
+  assert traffic.nbytes(IN_PLACE.replace("MEMORY", operand)) == moved * 128 * 4
+
+
+def test_an_operation_reads_operands_and_writes_results():
+  x = jnp.ones((100, 10))
+  text = jax.jit(lambda x, y: 2 * x + y).lower(x, x).compile().as_text()
+  assert traffic.nbytes(text) == 3 * 4 * 1000
+
+
+def test_a_loop_counts_each_round():
+  def program(rounds):
+    loop = lambda x: jax.lax.fori_loop(0, rounds, lambda i, x: jnp.cos(x), x)
+    return traffic.nbytes(jax.jit(loop).lower(jnp.ones(10_000)).compile().as_text())
+
+  # A round reads and writes x; the counter adds little.
+  each = (program(7) - program(5)) / 2
+  assert 80_000 <= each < 81_000
+
+
+def test_a_loop_without_a_known_end_is_an_error():
+  program = lambda n, x: jax.lax.fori_loop(0, n, lambda i, x: jnp.cos(x), x)
+  text = jax.jit(program).lower(3, jnp.ones(100)).compile().as_text()
+  with pytest.raises(ValueError, match=r"rounds of loop 'while.* are not known"):
+    traffic.nbytes(text)
+
+
+def ratios(chip: str) -> dict[str, float]:
+  """Compiles a fragment of 50M values; bytes of main memory over the least possible."""
+  c = default_config()
+  c.replicas, c.fragments.size = 2, 4
+  c.model.num_layers, c.model.dim, c.model.num_heads = 4, 1024, 8
+  c.train.steps = 1000
+  c = resolve(c)
+  programs = Programs(c, topology.make_mesh(c, topology.describe(chip), slices=1))
+  theta = programs.state.outer.theta[programs.fragment]
+  values = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(theta))
+  assert values > 200e6
+  least = {
+    "send": 3 * values + programs.payload.size,
+    "update": programs.payload.size + 4 * values,
+    "merge": (5 if c.overlap.alpha else 3) * values,
+  }
+  with jax.set_mesh(programs.mesh):
+    moved = {k: programs.lower[k]().compile().as_text() for k in least}
+  return {k: traffic.nbytes(moved[k]) / least[k] for k in least}
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_outer_step_moves_few_bytes_on_tpus():
+  found = ratios("v5e:1x1")
+  assert found["send"] < 1.4
+  assert found["update"] < 1.15
+  assert found["merge"] < 1.75
+
+
+@needs_cuda_plugin
+@pytest.mark.slow
+def test_the_outer_step_moves_few_bytes_on_gpus():
+  found = ratios("h100:1")
+  assert found["send"] < 3.8  # Three passes over outer gradients in memory.
+  assert found["update"] < 1.9
+  assert found["merge"] < 1.75
