@@ -10,10 +10,10 @@ or independent), overtrain (multiplies the budget of 20 tokens per parameter) an
 
 The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
-4 heads. Learning rates and batch are those of `python -m diloco.recommend`. H is 30, as
-in the paper. The default algorithm is streaming; the paper uses diloco. The paper
-overtrains by factors 1, 4 and 16 on Dolma and evaluates these runs on C4; here they are
-evaluated on Dolma.
+4 heads. Learning rates and batch are those of `python -m diloco.scaling_laws
+recommend`. H is 30, as in the paper. The default algorithm is streaming; the paper uses
+diloco. The paper overtrains by factors 1, 4 and 16 on Dolma and evaluates these runs on
+C4; here they are evaluated on Dolma.
 """
 
 import math

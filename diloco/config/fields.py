@@ -145,7 +145,7 @@ class InnerConfig:
   # An optimizer of optax or optax.contrib with keyword arguments.
   optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
   # Peak of the learning rate. The best value falls with the number of parameters:
-  # `python -m diloco.recommend` prints the papers' choice.
+  # `python -m diloco.scaling_laws recommend` prints the papers' choice.
   learning_rate: NonNegative = 3e-3
   # Steps in which the learning rate grows linearly from 0 to the peak.
   warmup_steps: Count = 1000

@@ -1,9 +1,12 @@
-"""Fits scaling laws from the command line.
+"""Fits scaling laws, and recommends hyperparameters by them.
 
 python -m diloco.scaling_laws tables
 python -m diloco.scaling_laws tables --sizes=nominal --json
 python -m diloco.scaling_laws figures --out=/tmp/figures
 python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
+python -m diloco.scaling_laws recommend --params=4e9 --replicas=2
+python -m diloco.scaling_laws recommend --params=10B --method=independent --json
+python -m diloco.scaling_laws recommend --params=700M --results=my_runs.csv
 """
 
 import argparse
@@ -19,7 +22,7 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from diloco.config.command_line import Parser, guarded, make_folder, parse_options
-from diloco.scaling_laws import paper, results, runs
+from diloco.scaling_laws import paper, recommend_command, results, runs
 from diloco.scaling_laws import tables as tables_lib
 from diloco.scaling_laws.fits import leave_largest_out
 from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
@@ -44,6 +47,9 @@ def make_parser() -> Parser:
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
   p.add_argument("--any", action="store_true", help="fit despite problems of the grid")
   _add_bootstrap(p)
+  p = commands.add_parser("recommend", help="hyperparameters and loss of a run")
+  p.set_defaults(command=recommend)
+  recommend_command.add_options(p)
   for p in commands.choices.values():
     p.add_argument("--json", action="store_true", help="print JSON")
   return parser
@@ -111,11 +117,18 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
   return found
 
 
+def recommend(args: argparse.Namespace) -> dict[str, Any]:
+  """Computes and prints a recommendation, see `recommend_command.ask`."""
+  answer = recommend_command.ask(args)
+  _tell(args, recommend_command.show(answer))
+  return answer
+
+
 def run(args: argparse.Namespace) -> None:
   """Runs one command, which prints its text; prints JSON instead if that is asked."""
   data = args.command(args)
   if args.json:
-    print(json.dumps(data, indent=2, allow_nan=False))
+    print(json.dumps(data, indent=2, allow_nan=False, default=dataclasses.asdict))
 
 
 def _tell(args: argparse.Namespace, text: str) -> None:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco import recommend as command
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
+from diloco.scaling_laws.__main__ import main
 from diloco.scaling_laws.fits import PowerLaw
+from diloco.scaling_laws.recommend_command import NOTES
 
 
 def test_the_joint_method_takes_the_laws_of_table_10():
@@ -150,7 +151,8 @@ def write(path, rows) -> str:
 
 def ask(capsys, *arguments) -> dict:
   assert (
-    command.main(["--algorithm=streaming", *arguments, "--seq_len=64", "--json"]) == 0
+    main(["recommend", "--algorithm=streaming", *arguments, "--seq_len=64", "--json"])
+    == 0
   )
   return json.loads(capsys.readouterr().out)
 
@@ -197,7 +199,7 @@ def test_the_budget_and_the_outer_rate_come_from_your_own_runs(
   more = ask(capsys, "--params=4e6", f"--results={path}", "--overtrain=4")
   assert more["tokens"] == pytest.approx(24 * 4e6, rel=1e-3)
   assert more["loss"] is None
-  assert command.main(["--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
+  assert main(["recommend", "--params=4e6", f"--results={path}", "--overtrain=4"]) == 0
   assert "no law: laws hold only for 6 tokens per parameter" in capsys.readouterr().out
 
 
@@ -220,7 +222,7 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
     and (r["params"], r["replicas"]) != (1e6, 1)
   ]
   path = write(tmp_path / "runs.csv", rows)
-  assert command.main(["--params=4e6", f"--results={path}"]) == 2
+  assert main(["recommend", "--params=4e6", f"--results={path}"]) == 2
   assert "the best batch, 4096, is the smallest of 2" in capsys.readouterr().err
   answer = ask(capsys, "--params=4e6", f"--results={path}", "--any")
   tokens, edge, few, missing = answer["notes"]
@@ -228,7 +230,7 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   assert "best batch, 4096, is the smallest of 2 tried" in edge
   assert "only 2 batch sizes were tried" in few
   assert "streaming has no run at N = 1e+06, M = 1" in missing
-  assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 0
+  assert main(["recommend", "--params=4e6", f"--results={path}", "--any"]) == 0
   # The fifth note says that the laws are not of diloco.
   assert capsys.readouterr().out.count("\nnote") == 5
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
@@ -244,44 +246,45 @@ def test_the_answer_comes_before_its_notes(tmp_path, capsys, own_rows):
   path = write(tmp_path / "runs.csv", rows)
   answer = ask(capsys, "--params=2e6", f"--results={path}", "--any")
   assert [*answer][-1] == "notes"
-  assert len(answer["notes"]) > command.NOTES
-  assert command.main(["--params=2e6", f"--results={path}", "--any"]) == 0
+  assert len(answer["notes"]) > NOTES
+  assert main(["recommend", "--params=2e6", f"--results={path}", "--any"]) == 0
   names = [line[:22].strip() for line in capsys.readouterr().out.splitlines()]
-  assert names.index("note") == len(names) - command.NOTES - 1
+  assert names.index("note") == len(names) - NOTES - 1
   assert names[-1] == "note"
 
 
 def test_a_recommendation_needs_a_law_of_the_batch(tmp_path, capsys, own_rows):
   rows = [r for r in own_rows if r["batch_tokens"] == 4096]
   path = write(tmp_path / "runs.csv", rows)
-  assert command.main(["--params=4e6", f"--results={path}", "--any"]) == 2
+  assert main(["recommend", "--params=4e6", f"--results={path}", "--any"]) == 2
   assert "no law of the batch for joint: it was swept at" in capsys.readouterr().err
 
 
 def test_the_command_prints_both_losses_and_the_measured_ones(capsys):
-  assert command.main(["--params=4B", "--replicas=2"]) == 0
+  assert main(["recommend", "--params=4B", "--replicas=2"]) == 0
   text = capsys.readouterr().out
   for part in ("524,288 tokens = 256 x 2048", "measured 2.220", "measured 2.224"):
     assert part in text
   assert "figure 7" in text
   assert (
-    command.main(["--params=4B", "--overtrain=2", "--algorithm=data_parallel"]) == 0
+    main(["recommend", "--params=4B", "--overtrain=2", "--algorithm=data_parallel"])
+    == 0
   )
   text = capsys.readouterr().out
   assert "no law: laws hold only for 20 tokens per parameter" in text
   assert "outer" not in text
-  assert command.main(["--params=big"]) == 2
+  assert main(["recommend", "--params=big"]) == 2
   assert capsys.readouterr().err.startswith("error: --params is 'big'")
-  assert command.main(["--params=1e9", "--results=/nonexistent.csv"]) == 2
+  assert main(["recommend", "--params=1e9", "--results=/nonexistent.csv"]) == 2
   for flag in ("--where=seed=0", "--any"):
     capsys.readouterr()
-    assert command.main(["--params=1e9", flag]) == 2
+    assert main(["recommend", "--params=1e9", flag]) == 2
     assert "need --results, which is not given" in capsys.readouterr().err
 
 
 def test_no_jax_is_imported():
   code = (
-    "import sys, diloco.recommend, diloco.scaling_laws.__main__;"
+    "import sys, diloco.scaling_laws.__main__;"
     " print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax')])"
   )
   found = subprocess.run(
@@ -291,7 +294,7 @@ def test_no_jax_is_imported():
 
 
 def test_json_has_the_fields_of_the_recommendation(capsys):
-  command.main(["--params=1e9", "--json"])
+  main(["recommend", "--params=1e9", "--json"])
   answer = json.loads(capsys.readouterr().out)
   expected = dataclasses.asdict(lib.recommend(1e9))
   assert {k: answer[k] for k in expected} == {**expected, "notes": []}

@@ -1,17 +1,10 @@
-"""Hyperparameters, budget and expected loss of a run, from the scaling laws.
-
-python -m diloco.recommend --params=4e9 --replicas=2
-python -m diloco.recommend --params=10B --replicas=4 --method=independent --json
-python -m diloco.recommend --params=700M --replicas=2 --results=my_runs.csv
-"""
+"""The command `recommend`: hyperparameters, budget and expected loss of a run."""
 
 import argparse
 import dataclasses
-import json
-import sys
 from typing import Any
 
-from diloco.config.command_line import Parser, guarded, parse_count, parse_options
+from diloco.config.command_line import parse_count, parse_options
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws.recommend import recommend
 
@@ -27,11 +20,8 @@ ROWS = {
 }
 
 
-def make_parser() -> Parser:
-  parser = Parser(
-    prog="python -m diloco.recommend",
-    description="Hyperparameters and expected loss from the scaling laws.",
-  )
+def add_options(parser: argparse.ArgumentParser) -> None:
+  """Adds the options of the command, except --json."""
   add = parser.add_argument
   add("--params", required=True, help="parameters N, such as 4e9, 4B or 700M")
   add("--replicas", type=int, default=2, help="replicas M")
@@ -43,8 +33,6 @@ def make_parser() -> Parser:
   add("--results", help="CSV of your own runs instead of the paper's laws")
   add("--where", default="", help="filters --results, such as sync_every=30,seed=0")
   add("--any", action="store_true", help="accept gaps and edge optima in --results")
-  add("--json", action="store_true", help="print JSON")
-  return parser
 
 
 def ask(args: argparse.Namespace) -> dict[str, Any]:
@@ -110,21 +98,3 @@ def _loss(answer: dict[str, Any], key: str) -> str:
   texts = ("{}", "with a floor {}", "the paper measured {:.3f}")
   values = (answer[key], answer[f"{key}_floor"], answer[f"{key}_measured"])
   return "; ".join(text.format(value) for text, value in zip(texts, values) if value)
-
-
-def run(args: argparse.Namespace) -> None:
-  """Prints a recommendation."""
-  answer = ask(args)
-  if args.json:
-    print(json.dumps(answer, indent=2, allow_nan=False, default=dataclasses.asdict))
-  else:
-    print(show(answer))
-
-
-def main(argv: list[str] | None = None) -> int:
-  """Prints a recommendation; returns the exit status."""
-  return guarded(run, make_parser().parse_args(argv))
-
-
-if __name__ == "__main__":
-  sys.exit(main())
