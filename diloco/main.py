@@ -22,7 +22,17 @@ config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), for example configs/sample.py."
 )
 flags.DEFINE_string("workdir", None, "Folder of the run; a run that is there goes on.")
-flags.DEFINE_string("coordinator", None, "Address of process 0, host:port.")
+flags.DEFINE_string(
+  "coordinator",
+  None,
+  "Address, host:port, of process 0; with --site, that of diloco.coordinator.",
+)
+flags.DEFINE_integer("site", None, "This site, from 0 (docs/sites.md).", lower_bound=0)
+flags.DEFINE_string(
+  "process0", None, "With --site, if it has several processes: host:port of the first."
+)
+flags.DEFINE_string("tls", "", "With --site: folder with ca.pem, cert.pem and key.pem.")
+flags.DEFINE_boolean("insecure", False, "With --site: plain text, on localhost only.")
 flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
 flags.DEFINE_integer("process_id", None, "This process, from 0.", lower_bound=0)
 flags.DEFINE_enum(
@@ -40,6 +50,7 @@ def main(_) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
+  from diloco.coordinator.site import make_site
   from diloco.run import memory, processes, room, stop
   from diloco.run.compiling import announce_compilations
   from diloco.run.log import TrainingDiverged
@@ -52,16 +63,21 @@ def main(_) -> None:
     # These errors need not wait for the other processes.
     resolve(FLAGS.config)
     make_folder(FLAGS.workdir, "--workdir")
+    alone = FLAGS.site is None
     peers = processes.initialize(
-      FLAGS.coordinator,
+      FLAGS.coordinator if alone else FLAGS.process0,
       FLAGS.num_processes,
       FLAGS.process_id,
       auto=FLAGS.distributed == "auto",
       timeout=FLAGS.initialization_timeout,
     )
+    site = None
+    if not alone:
+      group = (FLAGS.coordinator or "", FLAGS.tls, FLAGS.insecure)
+      site = make_site(resolve(FLAGS.config), FLAGS.site, *group, peers)
     if peers.index == 0:
       announce_compilations()
-    train.train(FLAGS.config, FLAGS.workdir, peers)
+    train.train(FLAGS.config, FLAGS.workdir, peers, site)
     peers.close()
   except (ConfigError, TrainingDiverged, ProcessLost) as error:
     peers.fail(str(error), code=2 if isinstance(error, ConfigError) else 1)

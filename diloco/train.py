@@ -12,7 +12,9 @@ from diloco.algorithm import overlap
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import Event, final_params, init_state
-from diloco.config import Config, resolve
+from diloco.config import Config, ConfigError, resolve
+from diloco.coordinator.calendar import config_of
+from diloco.coordinator.site import Site
 from diloco.evaluate.evaluation import Evaluation
 from diloco.model import attention
 from diloco.run import summary
@@ -30,6 +32,7 @@ def train(
   config: ml_collections.ConfigDict | Config,
   workdir: str | pathlib.Path,
   peers: Peers | None = None,
+  site: Site | None = None,
 ) -> dict[str, Any]:
   """Trains a model, resuming from `workdir` if it has a checkpoint.
 
@@ -38,6 +41,8 @@ def train(
     workdir: receives checkpoints/, metrics.jsonl, tensorboard/, loss.png and
       summary.json. All processes must see the same folder.
     peers: the processes that train together; each must call `train`. None: only this.
+    site: the part of this process in a run of several sites
+      (overlap.transport=sites). It has the config of the whole run.
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early. If the
@@ -50,6 +55,13 @@ def train(
     Interrupted: Ctrl-C ended the run early, and the run is saved.
   """
   c, workdir, peers = resolve(config), pathlib.Path(workdir), peers or Peers()
+  if (site is not None) != (c.overlap.transport == "sites"):
+    raise ConfigError(
+      f"overlap.transport is {c.overlap.transport}, which needs"
+      f" {'no ' if site else ''}--coordinator and --site (docs/sites.md)."
+    )
+  if site:  # From here on `c` describes the part of this site.
+    c = config_of(c, site.index)
   check_all_meet(peers)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
@@ -57,7 +69,7 @@ def train(
     # Every mistake in the config is found here, before anything compiles.
     mesh = make_mesh(c)
     stack.enter_context(jax.set_mesh(mesh))
-    batches = stack.enter_context(contextlib.closing(Batches(c, mesh)))
+    batches = stack.enter_context(contextlib.closing(Batches(c, mesh, site)))
     evaluation = Evaluation(c, mesh)
     plan = make_plan(c, mesh)
     make_shared(workdir, peers)
@@ -83,22 +95,32 @@ def train(
         summary.keep(workdir, start, peers)
     else:
       start, state, record = 0, init_state(c, mesh, plan), Record(c.to_dict())
+    t = start
+    if site and plan and not record.finished:
+      stack.callback(site.leave, "ended")
+      t, state = site.enter(plan, start, state, batches)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
+    log.note = site.note if site else None
 
     def save(t: int, finished: bool = False) -> None:
+      if site and t <= (checkpoints.latest or 0):
+        return  # The site went back to the group's step.
       log.flush()  # Raises if a loss is not finite: that state must not be saved.
       now = make_record(c, batches, log, mesh, plan, peers, finished)
       checkpoints.save(t, state, now)
 
     periods = (c.eval.every, c.checkpoint.every)
-    for steps in overlap.stretches(plan, start, c.train.steps, periods):
+    while t < c.train.steps:
+      steps = overlap.stretch(plan, t, c.train.steps, periods)
       # Run inner steps of all replicas, then the outer step.
       tokens = [next(batches) for _ in steps]
       state, by_step = overlap.inner_steps(c, plan, steps, state, tokens)
       t, events = steps[-1], list[Event]()
-      if plan and state.outer:
+      if site and plan:
+        t, state, events = site.outer_step(plan, t, state, batches, stop.is_told)
+      elif plan and state.outer:
         params, outer, events = outer_step(plan, t, state.params, state.outer)
         state = dataclasses.replace(state, params=params, outer=outer)
       log.stretch(steps, by_step, events)
@@ -111,6 +133,8 @@ def train(
       if stop.after(steps) and not last:
         save(t)
         checkpoints.wait()
+        if site:
+          site.leave("stopped")
         stop.leave(t, workdir)
         return {}
       if c.checkpoint.every and t % c.checkpoint.every == 0 and not last:
@@ -125,7 +149,13 @@ def train(
         return found
     else:
       # Receive the fragments in flight.
-      if plan and state.outer:
+      if site and plan:
+        state, events = site.drain(plan, state, batches, stop.is_told)
+        log.events(events)
+        if not site.is_finished:  # A signal came; the last checkpoint is older.
+          site.leave("stopped")
+          return {}
+      elif plan and state.outer:
         params, outer, events = drain(
           plan, c.train.steps, state.params, state.outer, c.outer.final_sync
         )
@@ -133,4 +163,7 @@ def train(
         log.events(events)
       save(c.train.steps, finished=True)
       stop.finished(c.train.steps, workdir)
-    return summary.make(c, plan, state, mesh, evaluation, log, workdir, peers)
+    found = summary.make(c, plan, state, mesh, evaluation, log, workdir, peers, site)
+    if site:
+      site.leave("finished")
+    return found

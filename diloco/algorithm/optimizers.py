@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -93,6 +94,16 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
     clip if c.inner.clip_norm else optax.identity(),
     _make("inner.optimizer", c.inner.optimizer, rate, decay),
   )
+
+
+def at_step(opt_state: Tree, t: int) -> Tree:
+  """Sets the step count of learning rate schedules; other counts stay as they are."""
+  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+
+  def moved(x):
+    return x._replace(count=jnp.zeros_like(x.count) + t) if is_schedule(x) else x
+
+  return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
 def outer_tuned(outer: OuterConfig) -> OuterTuned:

@@ -45,6 +45,7 @@ def send(
   codec_state: Tree,
   layers: np.ndarray,
   key: jax.Array,
+  first: int = 0,
   *,
   wire: WireConfig,
   mesh: Mesh,
@@ -57,6 +58,7 @@ def send(
     codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
+    first: number of the first replica; a site has only some of the replicas.
 
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
@@ -70,7 +72,8 @@ def send(
     delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
     delta_norm_M = norms(delta_M)
     # Line 8: each replica draws its own random numbers.
-    keys_M = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(delta_norm_M)))
+    numbers = first + jnp.arange(len(delta_norm_M))
+    keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
     payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
     # Every sender decodes its own codes to find their error; nothing is exchanged.
     sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
@@ -99,6 +102,7 @@ def _update(
   opt_state: Tree,
   payload: jax.Array,
   tuned: OuterTuned,
+  weights_M: jax.Array | None = None,
   *,
   wire: WireConfig,
   outer: OuterConfig,
@@ -111,12 +115,14 @@ def _update(
     opt_state: outer optimizer state of the fragment.
     payload: everyone's payloads, from `Transport.carry`.
     tuned: learning rate and momentum.
+    weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent site
+      has the weight 0.
     mesh: `Home.mesh`, on which the outer state lies.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  if pieces.can_update(wire, outer, mesh, payload.shape[1]):
+  if weights_M is None and pieces.can_update(wire, outer, mesh, payload.shape[1]):
     args = (theta, opt_state, payload, tuned, wire, outer, mesh)
     theta, opt_state, products_MxM, squares = pieces.update(*args)
     (delta_norm, update_norm), cosine = jnp.sqrt(squares), mean_cosine(products_MxM)
@@ -127,8 +133,10 @@ def _update(
       delta, cosine = exchange.all_reduce(mesh, delta_M), jnp.float32(jnp.nan)
     else:
       delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
-      delta = jax.tree.map(lambda x_M: x_M.mean(axis=0), delta_M)
-      cosine = mean_cosine(products(delta_M))
+      delta = jax.tree.map(partial(_mean, weights_M=weights_M), delta_M)
+      cosine = jnp.float32(jnp.nan)
+      if weights_M is None:
+        cosine = mean_cosine(products(delta_M))
     # Line 11.
     optimizer = optimizers.make_outer(outer, tuned)
     updates, opt_state = optimizer.update(delta, opt_state, theta)
@@ -149,6 +157,14 @@ update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
 update_in_place = jax.jit(
   _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
 )
+
+
+def _mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
+  if weights_M is None:
+    return x_M.mean(axis=0)
+  # An absent site's payload may decode to anything.
+  x_M = jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
+  return jnp.tensordot(weights_M / weights_M.sum(), x_M, axes=1)
 
 
 @partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")

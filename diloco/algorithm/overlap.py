@@ -31,26 +31,31 @@ def hiding_steps(plan: Plan | None, t: int) -> int:
   return plan.schedule.hiding_steps(t) if plan and plan.transport.hides else 0
 
 
-def stretches(
-  plan: Plan | None, start: int, last: int, periods: Iterable[int]
-) -> Iterator[range]:
-  """Cuts a run into ranges of inner steps that are launched together.
+def stretch(plan: Plan | None, t: int, last: int, periods: Iterable[int]) -> range:
+  """Returns the inner steps after step t that are launched together.
 
-  A range has one inner step, or the inner steps that hide one exchange. No evaluation
-  and no checkpoint falls inside a range.
+  These are one inner step, or the inner steps that hide one exchange. No evaluation and
+  no checkpoint falls inside the range.
 
   Args:
     plan: how replicas are synchronised.
-    start: number of finished inner steps.
+    t: number of finished inner steps, less than `last`.
     last: the last inner step.
     periods: a range ends at every multiple of a period; 0 means never.
   """
+  ends = [last - t, *(period - t % period for period in periods if period)]
+  return range(t + 1, t + 1 + min(max(hiding_steps(plan, t), 1), *ends))
+
+
+def stretches(
+  plan: Plan | None, start: int, last: int, periods: Iterable[int]
+) -> Iterator[range]:
+  """Cuts the steps from `start` + 1 to `last` into ranges, see `stretch`."""
   t = start
   while t < last:
-    ends = [last - t, *(period - t % period for period in periods if period)]
-    length = min(max(hiding_steps(plan, t), 1), *ends)
-    yield range(t + 1, t + length + 1)
-    t += length
+    steps = stretch(plan, t, last, periods)
+    yield steps
+    t = steps[-1]
 
 
 def inner_steps(
@@ -60,7 +65,7 @@ def inner_steps(
 
   Args:
     plan: how replicas are synchronised.
-    steps: a range from `stretches`.
+    steps: a range from `stretch`.
     state: the state before the steps; params and opt_state are donated.
     tokens: int32 [M, B, L] for each step.
 

@@ -132,8 +132,11 @@ class Schedule:
     (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p if nothing is sent
     before step H.
     """
-    first = self.sync_every + self.offset(p)
-    return t > self.drained and t >= first and self.is_due(p, t)
+    return t > self.drained and t >= self.first_send(p) and self.is_due(p, t)
+
+  def first_send(self, p: int) -> int:
+    """Returns the step after which fragment p is first sent: H + t_p."""
+    return self.sync_every + self.offset(p)
 
   def sends(self, t: int) -> list[int]:
     """Lists the fragments that are sent after inner step t (line 6)."""
@@ -222,7 +225,7 @@ class Schedule:
     """Returns the group that is sent next, after step t or later (for FedPart)."""
 
     def wait(group: tuple[int, ...]) -> int:
-      first = self.sync_every + self.offset(group[0])
+      first = self.first_send(group[0])
       return max(first - t, 0) if t <= first else -(t - first) % self.sync_every
 
     return min(self.groups(), key=wait)

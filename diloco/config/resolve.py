@@ -158,15 +158,26 @@ def _build(v: Mapping[str, Any]) -> Config:
 
 def _check_together(c: Config) -> None:
   """Checks fields that depend on each other."""
-  hosts = c.overlap.transport == "host" and not c.data_parallel
-  if hosts and c.wire.exchange == "psum":
+  transport = c.overlap.transport
+  if transport != "device" and not c.data_parallel and c.wire.exchange == "psum":
     raise ConfigError(
-      "overlap.transport is host, but wire.exchange is psum, which needs devices;"
-      " choose gather."
+      f"overlap.transport is {transport}, but wire.exchange is psum, which needs"
+      " devices; choose gather."
+    )
+  if transport == "sites" and c.data_parallel:
+    raise ConfigError(
+      "overlap.transport is sites, but algorithm is data_parallel, which exchanges"
+      " gradients in every step; choose streaming or diloco."
+    )
+  count = c.sites.count or c.replicas
+  if c.sites.quorum > count:
+    raise ConfigError(
+      f"sites.quorum is {c.sites.quorum}, but there are {count} sites; lower it."
     )
   m, shares = c.model, c.replicas * c.train.accumulate
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
+    ("replicas", c.replicas, "sites.count", c.sites.count),
     ("model.dim", m.dim, "model.num_heads", m.num_heads),
     ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
   ):

@@ -1,7 +1,7 @@
 """Training batches on the devices; each process reads only the text of its replicas."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,6 +12,13 @@ from diloco.data import make_train_iterator
 from diloco.model import sharding
 
 
+class Part(Protocol):
+  """The replicas of a site: `first_replica` of `config` and those after it."""
+
+  config: Config
+  first_replica: int
+
+
 class Batches:
   """Endless batches of all replicas: int32 [M, B, L]; for data-parallel [1, M B, L].
 
@@ -19,11 +26,18 @@ class Batches:
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
   """
 
-  def __init__(self, c: Config, mesh: Mesh):
+  def __init__(self, c: Config, mesh: Mesh, site: Part | None = None):
+    """Opens the text of this process's replicas.
+
+    Args:
+      c: config of the run; of a site, its own part.
+      site: which replicas of the whole run a site has; None: all.
+    """
     self._c = c
     self._sharding = sharding.batch_sharding(mesh, sharding.lead(c))
     self._own = own_replicas(c, mesh)
-    self._data = make_train_iterator(c, self._own)
+    whole, first = (site.config, site.first_replica) if site else (c, 0)
+    self._data = make_train_iterator(whole, [first + m for m in self._own])
 
   def __next__(self) -> jax.Array:
     tokens_RxBxL = next(self._data)

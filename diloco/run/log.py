@@ -53,6 +53,7 @@ class Log:
 
   Attributes:
     ledger: bytes of all steps so far.
+    note: returns more text for the progress line; None: nothing more.
   """
 
   def __init__(
@@ -82,6 +83,7 @@ class Log:
     self._clock: float | None = None  # When the last steps were reported.
     self._last_sync = "none yet"
     self._bar: tqdm.tqdm | None = None
+    self.note: Callable[[], str] | None = None
 
   def stretch(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
@@ -203,8 +205,10 @@ class Log:
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
     if self._bar:
+      note = f", {self.note()}" if self.note else ""
       self._bar.set_postfix_str(
-        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}",
+        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}"
+        f"{note}",
         refresh=False,
       )
 

@@ -40,6 +40,10 @@ class Stop:
     if self.peers.count > 1:  # JAX tells the other processes of a SIGTERM.
       os.kill(os.getpid(), signal.SIGTERM)
 
+  def is_told(self) -> bool:
+    """Returns whether this process has received a signal to end."""
+    return bool(self.signum)
+
   def after(self, steps: range) -> bool:
     """Returns whether all processes end now; must be called with every step.
 

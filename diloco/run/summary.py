@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +25,14 @@ FILE = "summary.json"
 _ENOUGH_SYNCS = 3
 
 
+class Account(Protocol):
+  """A site, which counts what happened to it; its config is that of the whole run."""
+
+  config: Config
+
+  def account(self) -> dict[str, Any]: ...
+
+
 def make(
   c: Config,
   plan: Plan | None,
@@ -34,8 +42,13 @@ def make(
   log: Log,
   workdir: pathlib.Path,
   peers: Peers,
+  site: Account | None = None,
 ) -> dict[str, Any]:
-  """Evaluates, generates and draws; writes summary.json, prints it and returns it."""
+  """Evaluates, generates and draws; writes summary.json, prints it and returns it.
+
+  Args:
+    site: what this site of a run of several sites has to tell.
+  """
   outer = final_params(plan, state, mesh)
   scores = evaluation(outer)
   mean = evaluation.loss(replica_mean(state.params, mesh=mesh)).loss
@@ -52,6 +65,15 @@ def make(
     text = evaluation.tokenizer.decode([*prompt, *ids])
   losses = {"outer": scores.held_out.loss, "mean": mean, "first": first}
   summary = _numbers(c, log, losses, scores)
+  if site:
+    m, total = site.config.replicas, num_params(c.model)
+    reference = int(sizes.data_parallel_bytes(m, total, c.train.steps))
+    sent = summary["bytes_sent_per_replica"]
+    summary |= {
+      "site": site.account(),
+      "bytes_data_parallel_per_replica": reference,
+      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+    }
   if peers.index == 0:
     metrics.plot_loss(workdir, f"{c.algorithm}, M={c.replicas}, H={c.sync_every}")
     files.write_json(workdir / FILE, summary)
@@ -162,6 +184,8 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
     f" {summary['wall_s']:.0f} s in all",
   ]
+  if summary.get("site"):
+    lines.append("site         " + summary["site"]["text"])
   if summary.get("note"):
     lines.append(f"note         {summary['note']}")
   if text:

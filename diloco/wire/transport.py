@@ -76,7 +76,8 @@ def make_transport(c: Config, mesh: Mesh) -> Transport:
     ConfigError: overlap.transport is host, but the processes do not hold equally many
       whole rows of the mesh, or JAX may not use CPUs.
   """
-  if c.overlap.transport == "host":
+  # The hosts of a site keep the outer state too; `diloco.coordinator` does the rest.
+  if c.overlap.transport in ("host", "sites"):
     return HostTransport(mesh)
   return DeviceTransport(mesh, packed=c.wire.exchange == "gather")
 

@@ -1,0 +1,92 @@
+"""Coordinates the sites of a run (docs/sites.md).
+
+python -m diloco.coordinator --config=configs/sample.py --workdir=/tmp/group \\
+  --listen=localhost:7000 --insecure --config.overlap.transport=sites
+"""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+
+from absl import flags, logging
+from ml_collections import config_flags
+
+from diloco.config import ConfigError, resolve
+from diloco.config.command_line import make_folder, run
+
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file(
+  "config", None, "The config of the run, the same as that of the sites."
+)
+flags.DEFINE_string("workdir", None, "Folder of the outer state; a run there goes on.")
+flags.DEFINE_string("listen", None, "Address host:port for the sites; port 0: any.")
+flags.DEFINE_string("tls", "", "Folder with ca.pem, cert.pem and key.pem.")
+flags.DEFINE_boolean("insecure", False, "Plain text, on localhost only.")
+
+
+def main(_) -> None:
+  # The outer step needs no accelerator, which may be in use by a site.
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  logging.set_verbosity(logging.WARNING)
+  c = resolve(FLAGS.config)
+  if c.overlap.transport != "sites":
+    raise ConfigError(
+      f"overlap.transport is {c.overlap.transport}; a coordinator needs"
+      " --config.overlap.transport=sites, on all sites too."
+    )
+  make_folder(FLAGS.workdir, "--workdir")
+  asyncio.run(coordinate(c, pathlib.Path(FLAGS.workdir)))
+
+
+async def coordinate(c, workdir: pathlib.Path) -> None:
+  """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
+  from diloco.coordinator import security
+  from diloco.coordinator.board import Board
+  from diloco.coordinator.calendar import Calendar
+  from diloco.coordinator.group import OuterGroup
+  from diloco.coordinator.journal import Journal
+  from diloco.coordinator.report import Report
+  from diloco.coordinator.server import Server
+  from diloco.run import resume
+  from diloco.run.peers import Peers, say
+  from diloco.run.processes import lock_workdir
+
+  credentials = security.server_credentials(FLAGS.listen, FLAGS.tls, FLAGS.insecure)
+  calendar = Calendar(c, c.mesh.fsdp or 1)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(lock_workdir(workdir, Peers()))
+    journal = Journal(workdir)
+    group = stack.enter_context(
+      contextlib.closing(OuterGroup(calendar, workdir, journal))
+    )
+    report = stack.enter_context(contextlib.closing(Report(calendar, workdir, say)))
+    board = Board(
+      calendar, journal, group, group.applied, group.data, say, report.closed
+    )
+    server = Server(board, resume.FREE_FIELDS)
+    report.watch(board, server)
+    port = await server.serve(FLAGS.listen, credentials)
+    host = FLAGS.listen.rpartition(":")[0]
+    say(
+      f"Coordinates {calendar.sites} sites at {host}:{port}, from round"
+      f" {group.applied}."
+    )
+    closing = asyncio.create_task(board.close_rounds())
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      loop.add_signal_handler(signum, closing.cancel)
+    try:
+      await closing
+      group.finish()
+      report.finish()
+    except asyncio.CancelledError:
+      say("Stopped; the same command goes on, and the sites come back.")
+    finally:
+      await server.stop()
+
+
+if __name__ == "__main__":
+  flags.mark_flags_as_required(["config", "workdir", "listen"])
+  run(main)

@@ -1,0 +1,293 @@
+"""What the coordinator holds in memory: payloads that arrive, and rounds that closed.
+
+One event loop runs all of this. The disk and the outer step work in threads, one at a
+time. Memory is bounded: a site may send the open rounds of P fragments, and a few
+closed rounds are kept.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from diloco.coordinator.calendar import Calendar
+from diloco.coordinator.journal import Entry, Journal
+from diloco.coordinator.messages import BadMessage, Message, number
+from diloco.coordinator.rounds import Closing, Presence, Rounds
+
+_LARGEST = (1 << 63) - 1
+_RECENT = 2  # Closed rounds in memory.
+
+
+class Group(Protocol):
+  """The outer state that the coordinator keeps."""
+
+  def apply(self, entry: Entry) -> None:
+    """Applies a closed round."""
+
+  def snapshot(self) -> tuple[int, bytes]:
+    """Returns the number of applied rounds, and the outer state as bytes."""
+
+  def agrees(self, applied: int, digests: list[int]) -> bool:
+    """Returns whether a site's outer state after `applied` rounds is the group's."""
+
+
+@dataclasses.dataclass
+class Upload:
+  """A payload that arrives, or has arrived.
+
+  Attributes:
+    session: the connection's process, which keeps the payload too.
+    tokens: inner tokens behind each replica's payload.
+    data: {replica: [step, position in its text]}.
+    total, crc32: size and checksum of the payload.
+    received: its first bytes.
+  """
+
+  session: str
+  tokens: int
+  data: dict[str, Any]
+  total: int
+  crc32: int
+  received: bytearray = dataclasses.field(default_factory=bytearray)
+
+
+class Board:
+  """Payloads and rounds of one run.
+
+  Attributes:
+    calendar: all rounds.
+    rounds: who is in, and which rounds may close.
+    published: rounds below this number are on the disk, and sites may hear of them.
+    started: whether the group has begun.
+    uploads: {(open round, site): payload}.
+    data: {replica: [step, position in its text]} as the closed rounds recorded it.
+    changed: replaced and set when there is news.
+  """
+
+  def __init__(
+    self,
+    calendar: Calendar,
+    journal: Journal,
+    group: Group,
+    published: int,
+    data: dict[str, Any],
+    say: Callable[[str], None],
+    on_closed: Callable[[Entry], None] = lambda entry: None,
+  ):
+    """Starts before the first round, or goes on after a restart.
+
+    Args:
+      calendar: all rounds.
+      journal: the closed rounds on the disk.
+      group: the outer state, to which the rounds below `published` are applied.
+      published: number of closed rounds.
+      data: positions that are recorded so far.
+      say: tells the user a line.
+      on_closed: called with every round that closes.
+    """
+    sites = calendar.config.sites
+    self.calendar, self.published, self.data = calendar, published, data
+    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, published)
+    self.uploads: dict[tuple[int, int], Upload] = {}
+    self.changed = asyncio.Event()
+    self.started = published > 0
+    self._journal, self._group, self._say = journal, group, say
+    self._on_closed = on_closed
+    self._start_s, self._first_ready = sites.start_s, math.inf
+    self._linger_s = 2 * sites.grace_s
+    self._recent: dict[int, Entry] = {}
+    self._owners: dict[tuple[int, int], str] = {}
+    self._done = set[int]()  # Sites that finished the run.
+    self._last_news = time.monotonic()
+    self._applying = asyncio.Lock()
+    if published and published in (r + 1 for r in journal.rounds):
+      self.rounds.expect_return(tuple(journal.read(published - 1).payloads))
+
+  # Sites.
+
+  def inside(self) -> int:
+    """Counts the connected sites."""
+    members = self.rounds.members.values()
+    return sum(m.presence is not Presence.AWAY for m in members)
+
+  def joined(self, site: int) -> None:
+    self.rounds.join(site)
+    self.notify()
+    self._say(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
+
+  def gone(self, site: int) -> None:
+    self.rounds.leave(site)
+    for key in [k for k in self.uploads if k[1] == site and k[0] >= self.published]:
+      if not self.rounds.has(site, key[0]):
+        del self.uploads[key]
+    self.notify()
+    self._say(f"Site {site} is gone: {self.inside()} of {self.calendar.sites}.")
+
+  def receive(self, site: int, session: str, message: Message) -> bool:
+    """Takes a message of a site that has joined; returns False for its farewell.
+
+    Raises:
+      BadMessage: the message cannot come from this version of diloco.
+    """
+    if message.kind == "chunk":
+      self._chunk(site, session, message)
+    elif message.kind == "ready":
+      last = len(self.calendar.rounds)
+      self.rounds.ready(site, number(message, "round", 0, last))
+      self._first_ready = min(self._first_ready, time.monotonic())
+      self.notify()
+    elif message.kind == "leave":
+      if message.fields.get("reason") == "finished":
+        self._done.add(site)
+      return False
+    else:
+      raise BadMessage(f"it sent the unknown message {message.kind!r}")
+    return True
+
+  async def snapshot(self) -> tuple[int, bytes]:
+    """Returns the number of applied rounds, and the outer state as bytes."""
+    async with self._applying:
+      return await asyncio.to_thread(self._group.snapshot)
+
+  async def agrees(self, applied: int, digests: list[int]) -> bool:
+    """Returns whether a site needs no snapshot: it has the rounds below `applied`."""
+    if not self.is_kept(applied):
+      return False
+    async with self._applying:
+      return self._group.agrees(applied, digests)
+
+  def is_kept(self, number: int) -> bool:
+    """Returns whether this round and all later closed rounds can be sent again."""
+    kept = self._journal.rounds
+    oldest = kept[0] if kept else self.published
+    return oldest <= number <= self.published
+
+  async def entry(self, number: int) -> Entry:
+    """Returns a closed round.
+
+    Raises:
+      KeyError: its payloads are no longer kept.
+    """
+    if number in self._recent:
+      return self._recent[number]
+    if not self.is_kept(number):
+      raise KeyError(number)
+    return await asyncio.to_thread(self._journal.read, number)
+
+  def is_owner(self, session: str, number: int, site: int) -> bool:
+    """Returns whether the process of this session keeps this payload itself."""
+    return self._owners.get((number, site)) == session
+
+  def notify(self) -> None:
+    """Wakes all that wait for news."""
+    self._last_news = time.monotonic()
+    self.changed.set()
+    self.changed = asyncio.Event()
+
+  # Rounds.
+
+  async def close_rounds(self) -> None:
+    """Closes rounds until all are closed and the sites have finished."""
+    while not self._is_over():
+      self._begin()
+      closing = self.rounds.close(time.monotonic()) if self.started else None
+      if closing is None:
+        await self._pause()
+        continue
+      entry = self._entry(closing)
+      await asyncio.to_thread(self._journal.write, entry)
+      self._recent[entry.round] = entry
+      self._recent.pop(entry.round - _RECENT, None)
+      self._owners = {k: v for k, v in self._owners.items() if k[0] > entry.round - 64}
+      for key in [k for k in self.uploads if k[0] <= entry.round]:
+        del self.uploads[key]
+      self.data |= entry.data
+      self.published = entry.round + 1
+      self.notify()
+      self._on_closed(entry)
+      async with self._applying:
+        await asyncio.to_thread(self._group.apply, entry)
+
+  def _is_over(self) -> bool:
+    if self.published < len(self.calendar.rounds) or self.inside():
+      return False
+    quiet = time.monotonic() - self._last_news
+    # A site that was cut off may come back for the last rounds.
+    return len(self._done) == self.calendar.sites or quiet > self._linger_s
+
+  async def _pause(self) -> None:
+    """Waits until something happens, or a window ends."""
+    deadline = self.rounds.deadline()
+    seconds = min(max(deadline - time.monotonic(), 0.01), 0.5)
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(self.changed.wait(), seconds)
+
+  def _begin(self) -> None:
+    """Starts the group when all sites are ready, or when the first waited enough."""
+    if self.started:
+      return
+    members = self.rounds.members.values()
+    ready = sum(m.presence is Presence.IN for m in members)
+    waited = time.monotonic() - self._first_ready
+    enough = ready >= self.calendar.config.sites.quorum and waited > self._start_s
+    if ready == self.calendar.sites or enough:
+      self._say(f"Training begins with {ready} of {self.calendar.sites} sites.")
+      self.started = True
+      self.notify()
+
+  def _chunk(self, site: int, session: str, message: Message) -> None:
+    last = len(self.calendar.rounds) - 1
+    r = number(message, "round", 0, last)
+    if r < self.rounds.closed:
+      return  # Too late; the site learns it with the closed round.
+    if r >= self.rounds.closed + self.calendar.fragments:
+      raise BadMessage(f"it sent round {r}, but round {self.rounds.closed} is open")
+    offset = number(message, "offset", 0, _LARGEST)
+    if offset == 0:
+      self.rounds.forget(site, r)
+      total = number(message, "total", 0, _LARGEST)
+      wanted = self.calendar.payload_bytes(r)
+      if total != wanted:
+        raise BadMessage(f"its payload of round {r} has {total} bytes, not {wanted}")
+      data = message.fields.get("data")
+      self.uploads[r, site] = Upload(
+        session,
+        number(message, "tokens", 0, _LARGEST),
+        data if isinstance(data, dict) else {},
+        total,
+        number(message, "crc32", 0, (1 << 32) - 1),
+      )
+    upload = self.uploads.get((r, site))
+    if upload is None or offset != len(upload.received):
+      raise BadMessage(f"it sent byte {offset} of round {r} out of order")
+    if offset + len(message.body) > upload.total:
+      raise BadMessage(f"it sent more than {upload.total} bytes of round {r}")
+    upload.received += message.body
+    if len(upload.received) == upload.total:
+      if zlib.crc32(upload.received) != upload.crc32:
+        raise BadMessage(f"its payload of round {r} has another checksum")
+      self._owners[r, site] = session
+      self.rounds.sent(site, r, time.monotonic())
+    self.notify()
+
+  def _entry(self, closing: Closing) -> Entry:
+    step, fragment = self.calendar.rounds[closing.round]
+    uploads = {k: self.uploads[closing.round, k] for k in closing.members}
+    data = dict[str, Any]()
+    for upload in uploads.values():
+      data |= upload.data
+    return Entry(
+      closing.round,
+      fragment,
+      step,
+      {k: u.tokens for k, u in uploads.items()},
+      {k: bytes(u.received) for k, u in uploads.items()},
+      closing.late,
+      data,
+      round(closing.waited_s, 3),
+    )

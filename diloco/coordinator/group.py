@@ -1,0 +1,144 @@
+"""The outer state of the coordinator: applied rounds, checkpoints, snapshots."""
+
+import pathlib
+from typing import Any
+
+import jax
+
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import OuterState, TrainState, init_outer
+from diloco.config import changed
+from diloco.coordinator import outer_state
+from diloco.coordinator.calendar import Calendar, config_of
+from diloco.coordinator.journal import Entry, Journal
+from diloco.model import registry
+from diloco.run import resume, stored
+from diloco.run.checkpoint import Checkpoints
+from diloco.run.mesh import make_mesh
+from diloco.run.peers import Peers
+from diloco.run.stored import Record
+
+Tree = Any
+_KEPT = 64  # Rounds whose digests are kept, for sites that come back.
+
+
+class OuterGroup:
+  """Implements `board.Group`: the outer state on this process's first CPU.
+
+  Attributes:
+    applied: rounds below this number are in the outer state.
+    data: {replica: [step, position in its text]} of these rounds.
+  """
+
+  def __init__(self, calendar: Calendar, workdir: pathlib.Path, journal: Journal):
+    """Goes on from the newest checkpoint and the journal, or starts at step 0.
+
+    Raises:
+      ConfigError: the checkpoint was made with another config, or no checkpoint can
+        be read.
+      ValueError: the journal is damaged, or lacks a round after the checkpoint.
+    """
+    self._calendar, self._workdir, self._journal = calendar, workdir, journal
+    c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
+    mesh = make_mesh(c, jax.devices("cpu")[:1])
+    plan = make_plan(config_of(c, 0), mesh)
+    assert plan is not None
+    self._plan = plan
+    with jax.set_mesh(mesh):
+      init = jax.jit(lambda key: registry.get(c.model).init(c.model, key))
+      params_M = jax.tree.map(lambda x: x[None], init(jax.random.key(c.seed)))
+      first = init_outer(plan, params_M)
+    self._theta, self._opt_state = list(first.theta), list(first.opt_state)
+    self.applied, self.data = 0, dict[str, Any]()
+    self._checkpoints = Checkpoints(workdir, calendar.config, mesh, plan, Peers())
+    self._restore()
+    self._digests = {self.applied: self._all_digests()}
+    for number in [r for r in journal.rounds if r >= self.applied]:
+      self.apply(journal.read(number))
+
+  def apply(self, entry: Entry) -> None:
+    """Applies a closed round, and saves a checkpoint if one is due.
+
+    Raises:
+      ValueError: this is not the next round.
+    """
+    if entry.round != self.applied:
+      raise ValueError(
+        f"the journal has round {entry.round}, but round {self.applied} comes next"
+      )
+    p = entry.fragment
+    self._theta[p], self._opt_state[p], _ = outer_state.apply(
+      self._plan,
+      p,
+      self._calendar.sites,
+      self._calendar.fsdp,
+      self._theta[p],
+      self._opt_state[p],
+      entry.payloads,
+      entry.tokens,
+    )
+    self.applied += 1
+    self.data |= entry.data
+    latest = list(self._digests[self.applied - 1])
+    latest[p] = outer_state.digest(self._theta[p], self._opt_state[p])
+    self._digests[self.applied] = latest
+    self._digests.pop(self.applied - _KEPT, None)
+    if self._is_due(entry.step):
+      self.save(entry.step)
+
+  def snapshot(self) -> tuple[int, bytes]:
+    """Returns the number of applied rounds, and the outer state as bytes."""
+    return self.applied, outer_state.to_bytes(self._theta, self._opt_state)
+
+  def agrees(self, applied: int, digests: list[int]) -> bool:
+    """Returns whether a site's outer state after `applied` rounds is the group's."""
+    return self._digests.get(applied) == digests
+
+  def save(self, step: int, finished: bool = False) -> None:
+    """Saves the outer state; deletes payloads that no checkpoint needs any more."""
+    state = OuterState(tuple(self._theta), tuple(self._opt_state), (), {})
+    config = self._calendar.config.to_dict()
+    record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
+    self._checkpoints.save(step, TrainState({}, {}, state), record)
+    self._checkpoints.wait()
+    oldest = min(stored.steps_of(self._workdir))
+    self._journal.forget(before=self._calendar.first_after(oldest))
+
+  def finish(self) -> None:
+    """Saves the outer state after the last round."""
+    if self._checkpoints.latest != self._calendar.config.train.steps:
+      self.save(self._calendar.config.train.steps, finished=True)
+
+  def close(self) -> None:
+    self._checkpoints.close()
+
+  def _restore(self) -> None:
+    steps = stored.steps_of(self._workdir)
+    if not steps:
+      return
+    arrays = {"theta": self._theta, "outer_opt_state": self._opt_state}
+    arrays = {name: part for name, part in arrays.items() if jax.tree.leaves(part)}
+    describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    def like(step: int, record: Record) -> Tree:
+      resume.check(record.config, self._calendar.config, step)
+      return jax.tree.map(describe, arrays)
+
+    remedy = "choose another --workdir"
+    found = stored.read_newest(self._workdir, steps, like, remedy)
+    tree = jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(found.arrays))
+    self._theta = tree["theta"]
+    self._opt_state = tree.get("outer_opt_state", self._opt_state)
+    self.applied = self._calendar.first_after(found.step)
+    self.data = dict(found.record.data)
+
+  def _is_due(self, step: int) -> bool:
+    """Returns whether a checkpoint is due after the round that was just applied."""
+    every, latest = self._calendar.config.checkpoint.every, self._checkpoints.latest
+    rounds = self._calendar.rounds
+    if not every or self.applied == len(rounds) or rounds[self.applied][0] == step:
+      return False  # A checkpoint holds all rounds of its step, or none.
+    return step // every > (latest or 0) // every
+
+  def _all_digests(self) -> list[int]:
+    return [outer_state.digest(*x) for x in zip(self._theta, self._opt_state)]

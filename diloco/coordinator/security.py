@@ -1,0 +1,109 @@
+"""Who may connect: mutual TLS, or plain text on this machine only. No JAX.
+
+A folder of credentials has three files in PEM: ca.pem (the authority that signs all
+certificates), cert.pem and key.pem (of this process). `scripts/make_certificates.py`
+makes them. The coordinator's certificate is for the name `coordinator`; that of site K
+has the common name `site-K`, so a site cannot pretend to be another.
+"""
+
+import ipaddress
+import pathlib
+
+import grpc
+
+from diloco.config import ConfigError
+from diloco.coordinator.messages import LARGEST
+
+NAME = "coordinator"
+# A lost machine is noticed after at most KEEPALIVE_S + KEEPALIVE_TIMEOUT_S seconds.
+KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 10, 10
+OPTIONS = (
+  ("grpc.max_receive_message_length", LARGEST),
+  ("grpc.max_send_message_length", LARGEST),
+  ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_S),
+  ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_S),
+  ("grpc.keepalive_permit_without_calls", 1),
+  ("grpc.http2.max_pings_without_data", 0),
+  ("grpc.http2.min_ping_interval_without_data_ms", 1000 * KEEPALIVE_S // 2),
+  ("grpc.enable_http_proxy", 0),
+  ("grpc.so_reuseport", 0),
+)
+
+
+def site_name(site: int) -> str:
+  """Returns the common name of a site's certificate."""
+  return f"site-{site}"
+
+
+def server_credentials(
+  address: str, folder: str, insecure: bool
+) -> grpc.ServerCredentials | None:
+  """Returns the coordinator's credentials; None: plain text.
+
+  Raises:
+    ConfigError: see `_check`.
+  """
+  if not _check(address, folder, insecure, "--listen"):
+    return None
+  ca, cert, key = _read(folder)
+  return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+
+
+def channel(address: str, folder: str, insecure: bool) -> grpc.Channel:
+  """Opens a site's channel to the coordinator; connects later.
+
+  Raises:
+    ConfigError: see `_check`.
+  """
+  # Retries are ours: they must join again first.
+  options: list[tuple[str, int | str]] = [*OPTIONS, ("grpc.enable_retries", 0)]
+  if not _check(address, folder, insecure, "--coordinator"):
+    return grpc.insecure_channel(address, options)
+  ca, cert, key = _read(folder)
+  options.append(("grpc.ssl_target_name_override", NAME))
+  return grpc.secure_channel(
+    address, grpc.ssl_channel_credentials(ca, key, cert), options
+  )
+
+
+def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:
+  """Returns whether to use TLS.
+
+  Raises:
+    ConfigError: the address is no host:port, neither or both of --tls and --insecure
+      are given, or plain text would leave this machine.
+  """
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdigit():
+    raise ConfigError(f"{flag} is {address!r}; give host:port.")
+  if bool(folder) == insecure:
+    raise ConfigError(
+      f"--tls is {folder!r} and --insecure is {insecure}; give --tls=FOLDER with"
+      " certificates (scripts/make_certificates.py), or --insecure on one machine."
+    )
+  if insecure and not _is_loopback(host.strip("[]")):
+    raise ConfigError(
+      f"--insecure is given, but {flag} is {address!r}; plain text is only for"
+      " localhost, so give --tls=FOLDER with certificates"
+      " (scripts/make_certificates.py)."
+    )
+  return bool(folder)
+
+
+def _is_loopback(host: str) -> bool:
+  try:
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
+
+
+def _read(folder: str) -> list[bytes]:
+  try:
+    return [
+      (pathlib.Path(folder) / f"{n}.pem").read_bytes() for n in ("ca", "cert", "key")
+    ]
+  except OSError as error:
+    raise ConfigError(
+      f"--tls is {folder!r}, where {error.filename} cannot be read ({error.strerror});"
+      " make certificates with scripts/make_certificates.py."
+    ) from error

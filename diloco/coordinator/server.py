@@ -1,0 +1,289 @@
+"""The coordinator's end of the connections: who may join, and what a site is sent.
+
+Payloads are relayed while they arrive, so a payload crosses two links in the time of
+one.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from diloco.config.resolve import difference
+from diloco.coordinator import messages, security
+from diloco.coordinator.board import Board
+from diloco.coordinator.messages import BadMessage, Message, chunks, pack
+
+_HELLO_S = 30.0  # Seconds in which a connection must say who it is.
+
+
+class Refused(Exception):
+  """Why a connection ends: a gRPC status and a sentence."""
+
+  def __init__(self, status: grpc.StatusCode, reason: str):
+    super().__init__(reason)
+    self.status = status
+
+
+@dataclasses.dataclass(eq=False)
+class _Session:
+  """One connection of a site, which has joined."""
+
+  site: int
+  name: str  # Chosen by the site's process, the same after it lost a connection.
+  fields: dict[str, Any]
+
+
+class Server:
+  """Serves the sites of one run.
+
+  Attributes:
+    received, sent: bytes of all messages.
+  """
+
+  def __init__(self, board: Board, free_fields: tuple[str, ...]):
+    """Starts without connections.
+
+    Args:
+      board: payloads and rounds.
+      free_fields: beginnings of the names of fields in which sites may differ.
+    """
+    self.received = self.sent = 0
+    self._board, self._free = board, free_fields
+    self._sessions: dict[int, _Session] = {}
+
+  async def serve(
+    self, address: str, credentials: grpc.ServerCredentials | None
+  ) -> int:
+    """Listens; returns the port.
+
+    Raises:
+      RuntimeError: the address is in use.
+    """
+    self._server = grpc.aio.server(options=security.OPTIONS)
+    service, _, method = messages.METHOD[1:].partition("/")
+    handler = grpc.stream_stream_rpc_method_handler(self._serve_site)
+    self._server.add_generic_rpc_handlers(
+      [grpc.method_handlers_generic_handler(service, {method: handler})]
+    )
+    add = self._server.add_insecure_port
+    port = (
+      self._server.add_secure_port(address, credentials)
+      if credentials
+      else add(address)
+    )
+    await self._server.start()
+    return port
+
+  async def stop(self) -> None:
+    await self._server.stop(grace=1)
+
+  async def _serve_site(self, requests, context) -> AsyncIterator[bytes]:
+    """Serves one connection until it ends."""
+    session = None
+    try:
+      iterator = aiter(requests)
+      session = await self._join(iterator, context)
+      reader = asyncio.create_task(self._read(session, iterator))
+      try:
+        async for message in self._messages(session, reader):
+          data = pack(message)
+          self.sent += len(data)
+          yield data
+      finally:
+        reader.cancel()
+    except Refused as refused:
+      await context.abort(refused.status, str(refused))
+    except BadMessage as error:
+      await context.abort(
+        grpc.StatusCode.INVALID_ARGUMENT, f"ended the connection: {error}."
+      )
+    finally:
+      if session and self._sessions.get(session.site) is session:
+        del self._sessions[session.site]
+        self._board.gone(session.site)
+
+  async def _join(self, iterator: AsyncIterator[bytes], context) -> _Session:
+    """Reads and checks the first message of a connection.
+
+    Raises:
+      Refused: this is no site of the run, or the site is there already.
+      BadMessage: this is no message.
+    """
+    try:
+      first = await asyncio.wait_for(anext(iterator), _HELLO_S)
+    except (TimeoutError, StopAsyncIteration) as error:
+      raise BadMessage("it did not say which site it is") from error
+    self.received += len(first)
+    hello = messages.unpack(first)
+    if hello.kind != "join" or hello.fields.get("version") != messages.VERSION:
+      raise BadMessage("its first message is no `join` of this version of diloco")
+    site, name = hello.fields.get("site"), str(hello.fields.get("session"))
+    count = self._board.calendar.sites
+    if not isinstance(site, int) or not 0 <= site < count:
+      raise Refused(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"refuses --site={site}: the run has the sites 0 to {count - 1} (sites.count).",
+      )
+    self._check_certificate(site, context)
+    self._check_config(hello.fields.get("config"), hello.fields.get("fsdp"))
+    old = self._sessions.get(site)
+    if old and old.name != name:
+      raise Refused(
+        grpc.StatusCode.ALREADY_EXISTS,
+        f"refuses --site={site}: another process is this site; give each its own"
+        " number.",
+      )
+    session = self._sessions[site] = _Session(site, name, hello.fields)
+    if old:  # The process opened this connection because it had lost that one.
+      self._board.gone(site)
+    return session
+
+  def _check_certificate(self, site: int, context) -> None:
+    names = context.auth_context().get("x509_common_name", [])
+    if names and names[0] != security.site_name(site).encode():
+      raise Refused(
+        grpc.StatusCode.PERMISSION_DENIED,
+        f"refuses --site={site}: the certificate is that of"
+        f" {names[0].decode(errors='replace')}.",
+      )
+
+  def _check_config(self, config: Any, fsdp: Any) -> None:
+    if not isinstance(config, dict):
+      raise BadMessage("its `join` has no config")
+    calendar = self._board.calendar
+    changes = {
+      field: change
+      for field, change in difference(calendar.config.to_dict(), config).items()
+      if not field.startswith(self._free)
+    }
+    if changes:
+      lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
+      raise Refused(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"has another config than this site ({lines}); give both the same.",
+      )
+    if fsdp != calendar.fsdp:
+      raise Refused(
+        grpc.StatusCode.FAILED_PRECONDITION,
+        f"expects mesh.fsdp={calendar.fsdp}, but this site has {fsdp}; start it and the"
+        " coordinator with the same --config.mesh.fsdp.",
+      )
+
+  async def _read(self, session: _Session, iterator: AsyncIterator[bytes]) -> None:
+    """Takes the site's messages until it leaves or the connection ends."""
+    async for data in iterator:
+      self.received += len(data)
+      if self._sessions.get(session.site) is not session:
+        return
+      message = messages.unpack(data)
+      if not self._board.receive(session.site, session.name, message):
+        return
+
+  async def _messages(
+    self, session: _Session, reader: asyncio.Task
+  ) -> AsyncIterator[Message]:
+    """Yields all that the site lacks, in order, until its connection ends."""
+    board, at, started = self._board, 0, False
+    async for message in self._welcome(session):
+      if message.kind == "welcome":
+        at = message.fields["round"]
+      yield message
+    board.joined(session.site)
+    sent = dict[tuple[int, int], tuple[int, int]]()  # {(round, site): (crc32, bytes)}
+    while not reader.done() and self._sessions.get(session.site) is session:
+      news = board.changed
+      if board.started and not started:
+        started = True
+        yield Message("start", {})
+      while at < board.published:
+        async for message in self._closed(session, at, sent):
+          yield message
+        at += 1
+      relayed = False
+      for (r, site), upload in list(board.uploads.items()):
+        crc32, offset = sent.get((r, site), (upload.crc32, 0))
+        offset = offset if crc32 == upload.crc32 else 0
+        if r >= at and site != session.site and len(upload.received) > offset:
+          part = bytes(upload.received[offset : offset + messages.CHUNK])
+          sent[r, site] = upload.crc32, offset + len(part)
+          yield Message("chunk", {"round": r, "site": site, "offset": offset}, part)
+          relayed = True
+      if not relayed and news is board.changed:
+        await _first_of(reader, news)
+    with contextlib.suppress(asyncio.CancelledError):
+      if reader.done():
+        reader.result()  # Raises BadMessage.
+
+  async def _welcome(self, session: _Session) -> AsyncIterator[Message]:
+    """Yields the answer to `join`, and a snapshot if the site needs one."""
+    board, received = self._board, session.fields.get("received")
+    snapshot: bytes | None = None
+    if isinstance(received, int) and board.is_kept(received):
+      at = received  # This process was here before: it goes on.
+    else:
+      own, digests = session.fields.get("round"), session.fields.get("digests")
+      if isinstance(own, int) and await board.agrees(own, list(digests or [])):
+        at = own
+      else:
+        at, snapshot = await board.snapshot()
+    fields = {
+      "round": at,
+      "step": board.calendar.step_before(at),
+      "snapshot": len(snapshot) if snapshot is not None else 0,
+      "data": self._positions(session.site),
+      "started": board.started,
+    }
+    yield Message("welcome", fields)
+    for _, part in chunks(snapshot) if snapshot is not None else ():
+      yield Message("state", {}, part)
+
+  def _positions(self, site: int) -> dict[str, Any]:
+    """Selects the recorded data positions of a site's replicas."""
+    n = self._board.calendar.replicas_per_site
+    own = map(str, range(site * n, (site + 1) * n))
+    return {r: self._board.data[r] for r in own if r in self._board.data}
+
+  async def _closed(
+    self, session: _Session, at: int, sent: dict[tuple[int, int], tuple[int, int]]
+  ) -> AsyncIterator[Message]:
+    """Yields the rest of a closed round's payloads, then who is in it."""
+    try:
+      entry = await self._board.entry(at)
+    except KeyError as error:
+      raise Refused(
+        grpc.StatusCode.UNAVAILABLE, "no longer has the rounds that this site lacks."
+      ) from error
+    sums = messages.checksums(entry.payloads)
+    for (site, data), crc32 in zip(entry.payloads.items(), sums):
+      if self._board.is_owner(session.name, at, site):
+        continue
+      was, offset = sent.pop((at, site), (crc32, 0))
+      offset = offset if was == crc32 else 0
+      for start, part in chunks(data, offset) if offset < len(data) else ():
+        yield Message("chunk", {"round": at, "site": site, "offset": start}, part)
+    for key in [k for k in sent if k[0] <= at]:
+      del sent[key]
+    yield Message(
+      "closed",
+      {
+        "round": at,
+        "fragment": entry.fragment,
+        "step": entry.step,
+        "tokens": entry.tokens,
+        "crc32": sums,
+        "inside": self._board.inside(),
+      },
+    )
+
+
+async def _first_of(reader: asyncio.Task, news: asyncio.Event) -> None:
+  """Waits until the reader ends or there is news."""
+  waiter = asyncio.create_task(news.wait())
+  try:
+    await asyncio.wait({reader, waiter}, return_when=asyncio.FIRST_COMPLETED)
+  finally:
+    waiter.cancel()
