@@ -1,16 +1,23 @@
 """Starts N processes of one run on this machine.
 
   python scripts/launch_local.py -n 4 -- --config=configs/sample.py --workdir=/tmp/run
+  python scripts/launch_local.py -n 2 --sites -- --config=configs/sample.py \\
+    --workdir=/tmp/sites
 
 Every process is a `diloco.main` with the arguments after `--`. Every output line begins
 with the number of its process. If a process fails, the others have 20 seconds to report
 it and end; then they are killed. SIGTERM and SIGINT are passed on to all processes; a
 second signal kills them. The exit status is that of the first process that failed. With
 --devices=K each process has K forced CPU devices.
+
+With --sites, the N processes are the sites of one run, and one more process is their
+coordinator (docs/sites.md). They write to the folders site-0, site-1, ... and group of
+the workdir. A site that fails ends nobody else.
 """
 
 import argparse
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -18,6 +25,7 @@ import sys
 import threading
 import time
 
+COORDINATOR = "group"
 GRACE = 20.0  # Seconds that the others have after a process has failed.
 
 
@@ -27,19 +35,22 @@ def main() -> int:
   )
   parser.add_argument("-n", type=int, required=True, help="number of processes")
   parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
+  parser.add_argument("--sites", action="store_true", help="N sites, a coordinator")
   parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")
   options = parser.parse_args()
   if options.n < 1:
     parser.error(f"-n is {options.n}; start at least 1 process")
-  port = free_port()
-  processes = [start(i, options, port) for i in range(options.n)]
-  forward_signals(processes)
+  commands = site_commands(options) if options.sites else run_commands(options)
+  processes = {name: start(command, options) for name, command in commands.items()}
+  forward_signals(list(processes.values()))
   threads = [
-    threading.Thread(target=copy, args=(i, p.stdout)) for i, p in enumerate(processes)
+    threading.Thread(target=copy, args=(name, p.stdout))
+    for name, p in processes.items()
   ]
   for thread in threads:
     thread.start()
-  code = wait(processes)
+  # Without the coordinator the sites would wait for ever.
+  code = wait(processes, needed={COORDINATOR} if options.sites else set(processes))
   for thread in threads:
     thread.join()
   return code
@@ -51,21 +62,43 @@ def free_port() -> int:
     return s.getsockname()[1]
 
 
-def start(i: int, options, port: int) -> subprocess.Popen:
+def run_commands(options) -> dict[str, list[str]]:
+  """Returns {name: module and arguments} of the processes of one run."""
+  port = free_port()
+  together = [f"--coordinator=localhost:{port}", f"--num_processes={options.n}"]
+  return {
+    str(i): ["diloco.main", *together, f"--process_id={i}", *options.args]
+    for i in range(options.n)
+  }
+
+
+def site_commands(options) -> dict[str, list[str]]:
+  """Returns {name: module and arguments} of a coordinator and its sites."""
+  own = argparse.ArgumentParser(allow_abbrev=False)
+  own.add_argument("--workdir", required=True)
+  known, args = own.parse_known_args(options.args)
+  address, workdir = f"localhost:{free_port()}", pathlib.Path(known.workdir)
+  args += ["--insecure", "--config.overlap.transport=sites"]
+  args.append(f"--config.sites.count={options.n}")
+  group = [
+    "diloco.coordinator",
+    f"--listen={address}",
+    f"--workdir={workdir / 'group'}",
+  ]
+  site = ["diloco.main", f"--coordinator={address}"]
+  return {COORDINATOR: [*group, *args]} | {
+    str(i): [*site, f"--site={i}", f"--workdir={workdir / f'site-{i}'}", *args]
+    for i in range(options.n)
+  }
+
+
+def start(command: list[str], options) -> subprocess.Popen:
   env = {**os.environ, "PYTHONUNBUFFERED": "1"}
   if options.devices:
     flag = f"--xla_force_host_platform_device_count={options.devices}"
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flag}".strip()
   return subprocess.Popen(
-    [
-      sys.executable,
-      "-m",
-      "diloco.main",
-      f"--coordinator=localhost:{port}",
-      f"--num_processes={options.n}",
-      f"--process_id={i}",
-      *options.args,
-    ],
+    [sys.executable, "-m", *command],
     env=env,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -73,12 +106,12 @@ def start(i: int, options, port: int) -> subprocess.Popen:
   )
 
 
-def copy(i: int, stream) -> None:
+def copy(name: str, stream) -> None:
   """Prints the lines of a process; a progress bar ends lines by carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
       if part.strip():
-        sys.stdout.write(f"[{i}] {part}\n")
+        sys.stdout.write(f"[{name}] {part}\n")
     sys.stdout.flush()
 
 
@@ -96,20 +129,24 @@ def forward_signals(processes: list[subprocess.Popen]) -> None:
   signal.signal(signal.SIGINT, forward)
 
 
-def wait(processes: list[subprocess.Popen]) -> int:
-  """Waits for all processes, kills the rest after a failure; returns the status."""
-  code, deadline, running = 0, None, dict(enumerate(processes))
+def wait(processes: dict[str, subprocess.Popen], needed: set[str]) -> int:
+  """Waits for all processes; returns the status of the first that failed.
+
+  If one of `needed` fails, the others are killed after a while.
+  """
+  code, deadline, running = 0, None, dict(processes)
   while running:
-    for i, p in list(running.items()):
+    for name, p in list(running.items()):
       if p.poll() is None:
         continue
-      del running[i]
+      del running[name]
       if p.returncode:
         how = f"code {p.returncode}" if p.returncode > 0 else f"signal {-p.returncode}"
-        print(f"process {i} ended with {how}.", file=sys.stderr)
+        print(f"process {name} ended with {how}.", file=sys.stderr)
         # The shell reports a signal as 128 plus its number.
         code = code or (p.returncode if p.returncode > 0 else 128 - p.returncode)
-        deadline = deadline or time.monotonic() + GRACE
+        if name in needed:
+          deadline = deadline or time.monotonic() + GRACE
     if deadline and time.monotonic() > deadline:
       for p in running.values():
         p.kill()
