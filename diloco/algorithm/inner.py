@@ -1,6 +1,7 @@
 """The inner step: every replica trains alone, and one jitted program runs all replicas.
 
-DrJAX maps the step over the leading axis, the replicas; they exchange nothing.
+DrJAX maps the step over the leading axis, the replicas; they exchange nothing. If every
+device has one whole replica, each device runs the step of its own, without that axis.
 Data-parallel has one model on this axis, and averages its gradient over the whole mesh.
 """
 
@@ -19,7 +20,7 @@ from diloco.algorithm.optimizers import Tuned, make_inner
 from diloco.algorithm.schedule import Fragment
 from diloco.config import Config
 from diloco.model import registry
-from diloco.model.sharding import FSDP, REPLICA
+from diloco.model.sharding import FSDP, REPLICA, on_each_device
 
 Tree = Any
 
@@ -55,17 +56,47 @@ def inner_step(
     New parameters, new optimizer state, metrics.
   """
 
-  def step(params, opt_state, grads, nll):
-    updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
-    if trainable is not None:
-      updates = _masked(updates, trainable)
-    metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
-    return optax.apply_updates(params, updates), opt_state, metrics
-
+  arrays, shared = (params_M, opt_state_M, tokens_MxBxL), (trainable, tuned)
+  mesh = jax.sharding.get_abstract_mesh()
+  if not c.data_parallel and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
+    # Each device has one whole replica. Its program is the same wherever the others
+    # are, so its result is the same bit for bit.
+    spec = P(REPLICA)
+    whole = on_each_device(functools.partial(_whole_step, c), (spec, P()), spec)
+    return whole(arrays, shared)
   args = (params_M, opt_state_M, *_gradients_of_all(c, params_M, tokens_MxBxL))
+
+  def step(params, opt_state, grads, nll):
+    return _step(c, params, opt_state, grads, nll, trainable, tuned)
+
   if c.data_parallel:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   return _each_replica(c, step, *args)
+
+
+def _whole_step(c: Config, arrays_1: Any, shared: Any) -> Any:
+  """Steps the only replica of a device, without the leading axis."""
+  params, opt_state, tokens_BxL = jax.tree.map(lambda x: x[0], arrays_1)
+  grads, nll = _gradients(c, params, tokens_BxL)
+  found = _step(c, params, opt_state, grads, nll, *shared)
+  return jax.tree.map(lambda x: x[None], found)
+
+
+def _step(
+  c: Config,
+  params: Tree,
+  opt_state: Tree,
+  grads: Tree,
+  nll: jax.Array,
+  trainable: Tree | None,
+  tuned: Tuned,
+) -> tuple[Tree, Tree, InnerMetrics]:
+  """Steps the inner optimizer of one model."""
+  updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
+  if trainable is not None:
+    updates = _masked(updates, trainable)
+  metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
+  return optax.apply_updates(params, updates), opt_state, metrics
 
 
 def _gradients_of_all(c: Config, params_M: Tree, tokens_MxBxL: jax.Array) -> Any:
@@ -97,8 +128,9 @@ def _gradients(
   c: Config, params: Tree, tokens_BxL: jax.Array
 ) -> tuple[Tree, jax.Array]:
   """Returns gradient and mean cross entropy over one replica's tokens."""
-  # On one device there is nothing to keep sharded, and XLA fuses less if told so.
-  batch_axes = (FSDP,) if jax.sharding.get_abstract_mesh().size > 1 else ()
+  # If there is nothing to keep sharded, XLA fuses less if told to keep it.
+  mesh = jax.sharding.get_abstract_mesh()
+  batch_axes = () if mesh.size == 1 or FSDP in mesh.manual_axes else (FSDP,)
 
   def loss(params, tokens_BxL):
     model = registry.get(c.model)
