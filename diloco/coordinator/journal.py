@@ -12,7 +12,7 @@ import pathlib
 import zlib
 from typing import Any, NamedTuple
 
-from diloco.config import files
+from diloco.config import ConfigError, files
 
 
 class Entry(NamedTuple):
@@ -41,31 +41,43 @@ class Entry(NamedTuple):
 
 
 class Journal:
-  """The closed rounds in a workdir."""
+  """The closed rounds in a workdir.
+
+  Attributes:
+    rounds: the rounds whose payloads are kept, ascending.
+  """
 
   def __init__(self, workdir: pathlib.Path):
+    """Opens the journal, and repairs its lines after a kill.
+
+    Raises:
+      ConfigError: a round without a line cannot be read.
+    """
     self._folder, self._lines = workdir / "journal", workdir / "rounds.jsonl"
     self._folder.mkdir(parents=True, exist_ok=True)
     for unfinished in self._folder.glob(".*.tmp"):
       unfinished.unlink()
     self.rounds = sorted(int(p.stem) for p in self._folder.glob("*.round"))
-    for number in self.rounds[-1:]:
-      # The coordinator may have been killed between the file and its line.
-      if self._last_line() < number:
-        self._write_line(self.read(number))
+    # A kill leaves rounds without a line, or half a line.
+    last = _last_line(self._lines)
+    for number in [r for r in self.rounds if r > last]:
+      self._write_line(self.read(number))
 
   def write(self, entry: Entry) -> None:
     """Puts a round on the disk; returns when the disk has it."""
-    header = entry._asdict() | {
-      "payloads": {site: len(data) for site, data in entry.payloads.items()},
-      "crc32": [zlib.crc32(data) for data in entry.payloads.values()],
-    }
+    header = {**entry._asdict(), "payloads": _sizes(entry)}
+    parts = [json.dumps(header).encode() + b"\n", *entry.payloads.values()]
+    crc32 = 0
     with files.replacing(self._path(entry.round)) as file:
-      file.write(json.dumps(header).encode() + b"\n")
-      for data in entry.payloads.values():
-        file.write(data)
-    with contextlib.closing(_Folder(self._folder)) as folder:
-      os.fsync(folder.fd)
+      for part in parts:
+        crc32 = zlib.crc32(part, crc32)
+        file.write(part)
+      file.write(crc32.to_bytes(4))
+    folder = os.open(self._folder, os.O_RDONLY)
+    try:
+      os.fsync(folder)  # The disk has the new name, too.
+    finally:
+      os.close(folder)
     self.rounds.append(entry.round)
     self._write_line(entry)
 
@@ -73,63 +85,54 @@ class Journal:
     """Reads a round.
 
     Raises:
-      ValueError: the file is damaged.
-      OSError: the file is gone.
+      ConfigError: the file is damaged or gone.
     """
     path = self._path(number)
-    with path.open("rb") as file:
-      try:
-        header = json.loads(file.readline())
-        payloads = {
-          int(site): file.read(size) for site, size in header["payloads"].items()
-        }
-        sums = header.pop("crc32")
-      except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error})") from error
-    if sums != [zlib.crc32(data) for data in payloads.values()]:
-      raise ValueError(f"{path} is damaged: the payloads have other checksums")
-    tokens = {int(site): n for site, n in header.pop("tokens").items()}
-    late = tuple(header.pop("late"))
-    return Entry(**header | {"tokens": tokens, "late": late, "payloads": payloads})
+    try:
+      content = path.read_bytes()
+      if zlib.crc32(content[:-4]).to_bytes(4) != content[-4:]:
+        raise ConfigError(
+          f"{path} is damaged (its checksum is wrong); restore it from a copy."
+        )
+    except OSError as error:
+      raise ConfigError(
+        f"{path} cannot be read ({error.strerror}); restore it from a copy."
+      ) from error
+    line, _, rest = content.partition(b"\n")
+    header, payloads = json.loads(line), dict[int, bytes]()
+    for site, size in header["payloads"].items():
+      payloads[int(site)], rest = rest[:size], rest[size:]
+    tokens = {int(site): n for site, n in header["tokens"].items()}
+    found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
+    return Entry(**header | found)
 
   def forget(self, before: int) -> None:
     """Deletes the payloads of the rounds below `before`; their lines stay."""
     for number in [r for r in self.rounds if r < before]:
-      self._path(number).unlink(missing_ok=True)
       self.rounds.remove(number)
+      self._path(number).unlink(missing_ok=True)
 
   def _path(self, number: int) -> pathlib.Path:
     return self._folder / f"{number:09d}.round"
 
-  def _last_line(self) -> int:
-    last = -1
-    with contextlib.suppress(OSError):
-      for line in self._lines.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # A line that was cut by a kill.
-          last = max(last, json.loads(line)["round"])
-    return last
-
   def _write_line(self, entry: Entry) -> None:
-    line = entry._asdict() | {
-      "payloads": {site: len(data) for site, data in entry.payloads.items()}
-    }
+    line = {**entry._asdict(), "payloads": _sizes(entry)}
     line.pop("data")
-    with self._lines.open("a+b") as file:
-      if file.tell() and not _ends_line(file):
-        file.write(b"\n")
+    with self._lines.open("ab") as file:
       file.write(json.dumps(line).encode() + b"\n")
 
 
-class _Folder:
-  """An open folder, so that its new names can be put on the disk."""
-
-  def __init__(self, path: pathlib.Path):
-    self.fd = os.open(path, os.O_RDONLY)
-
-  def close(self) -> None:
-    os.close(self.fd)
+def _sizes(entry: Entry) -> dict[int, int]:
+  return {site: len(data) for site, data in entry.payloads.items()}
 
 
-def _ends_line(file) -> bool:
-  file.seek(-1, os.SEEK_END)
-  return file.read(1) == b"\n"
+def _last_line(path: pathlib.Path) -> int:
+  """Returns the round of the last whole line, -1 without one; cuts off half a line."""
+  with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+    content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    file.truncate(len(whole))
+    for line in reversed(whole.splitlines()):
+      with contextlib.suppress(ValueError, LookupError, TypeError):
+        return int(json.loads(line)["round"])
+  return -1
