@@ -50,9 +50,16 @@ def unpack(data: bytes) -> Message:
       raise BadMessage(f"a message of {len(data)} bytes is too large")
     fields = json.loads(data[4 : 4 + size])
     return Message(str(fields.pop("kind")), fields, memoryview(data)[4 + size :])
-  except (struct.error, ValueError, KeyError, AttributeError, TypeError) as error:
-    if isinstance(error, BadMessage):
-      raise
+  except BadMessage:
+    raise
+  except (
+    struct.error,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    RecursionError,
+  ) as error:
     raise BadMessage(f"{len(data)} bytes are no message ({error})") from error
 
 
