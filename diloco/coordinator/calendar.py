@@ -52,6 +52,11 @@ class Calendar:
   def replicas_per_site(self) -> int:
     return self.config.replicas // self.sites
 
+  def replicas_of(self, site: int) -> list[str]:
+    """Returns the numbers of a site's replicas, as in the positions of their texts."""
+    n = self.replicas_per_site
+    return [str(m) for m in range(site * n, (site + 1) * n)]
+
   def payload_bytes(self, number: int) -> int:
     """Counts the bytes of one site's payload of a round."""
     c = self.config
@@ -69,7 +74,20 @@ class Calendar:
       return 0
     step = self.rounds[number - 1][0]
     open_step = self.rounds[number][0] if number < len(self.rounds) else step + 1
-    return min(step, open_step - 1)
+    # The final sync comes after the last step.
+    return min(step, open_step - 1, self.config.train.steps)
+
+  def steps_behind(self, number: int, since: int) -> int:
+    """Counts the inner steps behind the payload of a round.
+
+    Args:
+      number: the round.
+      since: the last step that the site took over from the group, instead of training.
+    """
+    step, fragment = self.rounds[number]
+    before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
+    # A final sync right after a send repeats that send's weight, not 0.
+    return max(min(step, self.config.train.steps) - max(next(before, 0), since), 1)
 
   def first_after(self, step: int) -> int:
     """Returns the first round that is sent after a later step than `step`."""

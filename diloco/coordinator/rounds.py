@@ -100,6 +100,7 @@ class Rounds:
     member = self.members[site]
     if member.presence is not Presence.AWAY:
       member.presence, member.leaves = Presence.AWAY, member.leaves + 1
+      self._returning.discard(site)
 
   def sent(self, site: int, number: int, now: float) -> bool:
     """A payload is complete; returns False if its round closed without it."""
@@ -115,15 +116,11 @@ class Rounds:
     """Returns whether a site has sent its payload of an open round."""
     return site in self._sent.get(number, ())
 
-  def forget(self, site: int, number: int) -> None:
-    """Drops a payload of an open round that the site sends again."""
-    self._sent.get(number, set()).discard(site)
-
   def close(self, now: float) -> Closing | None:
     """Closes the next round if it may close."""
     number = self.closed
     have = self._sent.get(number, set())
-    if not have or len(have) < self._quorum:
+    if len(have) < self._quorum:
       return None
     missing = self._expected(number) - have
     quorum_at = self._quorum_at[number]
