@@ -37,7 +37,13 @@ def main(_) -> None:
       " --config.overlap.transport=sites, on all sites too."
     )
   make_folder(FLAGS.workdir, "--workdir")
-  asyncio.run(coordinate(c, pathlib.Path(FLAGS.workdir)))
+  try:
+    asyncio.run(coordinate(c, pathlib.Path(FLAGS.workdir)))
+  except OSError as error:
+    raise ConfigError(
+      f"--workdir is {FLAGS.workdir}, where a file fails ({error}); the same command"
+      " goes on when that is repaired."
+    ) from error
 
 
 async def coordinate(c, workdir: pathlib.Path) -> None:
@@ -73,16 +79,15 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
       f"Coordinates {calendar.sites} sites at {host}:{port}, from round"
       f" {group.applied}."
     )
-    closing = asyncio.create_task(board.close_rounds())
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
-      loop.add_signal_handler(signum, closing.cancel)
+      loop.add_signal_handler(signum, board.stop)
     try:
-      await closing
-      group.finish()
-      report.finish()
-    except asyncio.CancelledError:
-      say("Stopped; the same command goes on, and the sites come back.")
+      if await board.close_rounds():
+        group.finish()
+        report.finish()
+      else:
+        say("Stopped; the same command goes on, and the sites come back.")
     finally:
       await server.stop()
 

@@ -21,6 +21,8 @@ from diloco.coordinator.rounds import Closing, Presence, Rounds
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
+# Seconds in which a site that was cut off before the last round may come back.
+_LINGER_S = 30.0
 
 
 class Group(Protocol):
@@ -36,7 +38,24 @@ class Group(Protocol):
     """Returns whether a site's outer state after `applied` rounds is the group's."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
+class Session:
+  """One connection of a site that has joined.
+
+  Attributes:
+    site: its number.
+    name: chosen by the site's process, the same after the process lost a connection.
+    fields: what the site said when it joined.
+    offsets: {open round: bytes that came through this connection}.
+  """
+
+  site: int
+  name: str
+  fields: dict[str, Any]
+  offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
 class Upload:
   """A payload that arrives, or has arrived.
 
@@ -44,7 +63,8 @@ class Upload:
     session: the connection's process, which keeps the payload too.
     tokens: inner tokens behind each replica's payload.
     data: {replica: [step, position in its text]}.
-    total, crc32: size and checksum of the payload.
+    total: size of the payload.
+    crc32: its checksum; -1 if other bytes came.
     received: its first bytes.
   """
 
@@ -99,10 +119,11 @@ class Board:
     self._journal, self._group, self._say = journal, group, say
     self._on_closed = on_closed
     self._start_s, self._first_ready = sites.start_s, math.inf
-    self._linger_s = 2 * sites.grace_s
+    self._linger_s = max(2 * sites.grace_s, _LINGER_S)
     self._recent: dict[int, Entry] = {}
     self._owners: dict[tuple[int, int], str] = {}
     self._done = set[int]()  # Sites that finished the run.
+    self._stopped = False
     self._last_news = time.monotonic()
     self._applying = asyncio.Lock()
     if published and published in (r + 1 for r in journal.rounds):
@@ -116,11 +137,13 @@ class Board:
     return sum(m.presence is not Presence.AWAY for m in members)
 
   def joined(self, site: int) -> None:
+    """A site connects."""
     self.rounds.join(site)
     self.notify()
     self._say(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
 
   def gone(self, site: int) -> None:
+    """The connection of a site ends; the payloads that came in part are dropped."""
     self.rounds.leave(site)
     for key in [k for k in self.uploads if k[1] == site and k[0] >= self.published]:
       if not self.rounds.has(site, key[0]):
@@ -128,25 +151,25 @@ class Board:
     self.notify()
     self._say(f"Site {site} is gone: {self.inside()} of {self.calendar.sites}.")
 
-  def receive(self, site: int, session: str, message: Message) -> bool:
+  def receive(self, session: Session, message: Message) -> bool:
     """Takes a message of a site that has joined; returns False for its farewell.
 
     Raises:
       BadMessage: the message cannot come from this version of diloco.
     """
     if message.kind == "chunk":
-      self._chunk(site, session, message)
+      self._chunk(session, message)
     elif message.kind == "ready":
       last = len(self.calendar.rounds)
-      self.rounds.ready(site, number(message, "round", 0, last))
+      self.rounds.ready(session.site, number(message, "round", 0, last))
       self._first_ready = min(self._first_ready, time.monotonic())
       self.notify()
     elif message.kind == "leave":
       if message.fields.get("reason") == "finished":
-        self._done.add(site)
+        self._done.add(session.site)
       return False
     else:
-      raise BadMessage(f"it sent the unknown message {message.kind!r}")
+      raise BadMessage(f"it sent the unknown message {message.kind[:50]!r}")
     return True
 
   async def snapshot(self) -> tuple[int, bytes]:
@@ -171,12 +194,10 @@ class Board:
     """Returns a closed round.
 
     Raises:
-      KeyError: its payloads are no longer kept.
+      ConfigError: its payloads are no longer kept.
     """
     if number in self._recent:
       return self._recent[number]
-    if not self.is_kept(number):
-      raise KeyError(number)
     return await asyncio.to_thread(self._journal.read, number)
 
   def is_owner(self, session: str, number: int, site: int) -> bool:
@@ -191,9 +212,20 @@ class Board:
 
   # Rounds.
 
-  async def close_rounds(self) -> None:
-    """Closes rounds until all are closed and the sites have finished."""
+  def stop(self) -> None:
+    """Makes `close_rounds` end after the round that it writes or applies now."""
+    self._stopped = True
+    self.notify()
+
+  async def close_rounds(self) -> bool:
+    """Closes rounds until all are closed and the sites have finished.
+
+    Returns:
+      False if `stop` ended this before.
+    """
     while not self._is_over():
+      if self._stopped:
+        return False
       self._begin()
       closing = self.rounds.close(time.monotonic()) if self.started else None
       if closing is None:
@@ -212,6 +244,7 @@ class Board:
       self._on_closed(entry)
       async with self._applying:
         await asyncio.to_thread(self._group.apply, entry)
+    return True
 
   def _is_over(self) -> bool:
     if self.published < len(self.calendar.rounds) or self.inside():
@@ -240,40 +273,56 @@ class Board:
       self.started = True
       self.notify()
 
-  def _chunk(self, site: int, session: str, message: Message) -> None:
-    last = len(self.calendar.rounds) - 1
-    r = number(message, "round", 0, last)
+  def _chunk(self, session: Session, message: Message) -> None:
+    """Takes a part of a payload.
+
+    The first payload that came in full counts: a site that sends the round again, on
+    another connection, changes nothing.
+    """
+    r = number(message, "round", 0, len(self.calendar.rounds) - 1)
     if r < self.rounds.closed:
       return  # Too late; the site learns it with the closed round.
     if r >= self.rounds.closed + self.calendar.fragments:
       raise BadMessage(f"it sent round {r}, but round {self.rounds.closed} is open")
-    offset = number(message, "offset", 0, _LARGEST)
-    if offset == 0:
-      self.rounds.forget(site, r)
-      total = number(message, "total", 0, _LARGEST)
-      wanted = self.calendar.payload_bytes(r)
-      if total != wanted:
-        raise BadMessage(f"its payload of round {r} has {total} bytes, not {wanted}")
-      data = message.fields.get("data")
-      self.uploads[r, site] = Upload(
-        session,
-        number(message, "tokens", 0, _LARGEST),
-        data if isinstance(data, dict) else {},
-        total,
-        number(message, "crc32", 0, (1 << 32) - 1),
-      )
-    upload = self.uploads.get((r, site))
-    if upload is None or offset != len(upload.received):
+    offset, size = number(message, "offset", 0, _LARGEST), len(message.body)
+    if offset != session.offsets.get(r, 0) or not size:
       raise BadMessage(f"it sent byte {offset} of round {r} out of order")
-    if offset + len(message.body) > upload.total:
+    kept = {k: n for k, n in session.offsets.items() if k >= self.rounds.closed}
+    session.offsets = kept | {r: offset + size}
+    site = session.site
+    if self.rounds.has(site, r):
+      return
+    if offset == 0:
+      self.uploads[r, site] = self._begin_upload(session, r, message)
+    upload = self.uploads[r, site]
+    if offset + size > upload.total:
       raise BadMessage(f"it sent more than {upload.total} bytes of round {r}")
     upload.received += message.body
     if len(upload.received) == upload.total:
       if zlib.crc32(upload.received) != upload.crc32:
+        upload.crc32 = -1
         raise BadMessage(f"its payload of round {r} has another checksum")
-      self._owners[r, site] = session
+      self._owners[r, site] = session.name
       self.rounds.sent(site, r, time.monotonic())
     self.notify()
+
+  def _begin_upload(self, session: Session, r: int, message: Message) -> Upload:
+    """Reads the header of a payload's first part."""
+    total, wanted = (
+      number(message, "total", 0, _LARGEST),
+      self.calendar.payload_bytes(r),
+    )
+    if total != wanted:
+      raise BadMessage(f"its payload of round {r} has {total} bytes, not {wanted}")
+    data = message.fields.get("data")
+    own = self.calendar.replicas_of(session.site)
+    return Upload(
+      session.name,
+      number(message, "tokens", 1, _LARGEST),
+      {m: data[m] for m in own if m in data} if isinstance(data, dict) else {},
+      total,
+      number(message, "crc32", 0, (1 << 32) - 1),
+    )
 
   def _entry(self, closing: Closing) -> Entry:
     step, fragment = self.calendar.rounds[closing.round]

@@ -52,6 +52,11 @@ class Calendar:
   def replicas_per_site(self) -> int:
     return self.config.replicas // self.sites
 
+  @property
+  def room(self) -> int:
+    """Closed rounds that a site holds until it merges them; in flight are at most P."""
+    return 2 * self.fragments + 2
+
   def replicas_of(self, site: int) -> list[str]:
     """Returns the numbers of a site's replicas, as in the positions of their texts."""
     n = self.replicas_per_site

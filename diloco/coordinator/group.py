@@ -7,7 +7,7 @@ import jax
 
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import OuterState, TrainState, init_outer
-from diloco.config import changed
+from diloco.config import ConfigError, changed
 from diloco.coordinator import outer_state
 from diloco.coordinator.calendar import Calendar, config_of
 from diloco.coordinator.journal import Entry, Journal
@@ -34,9 +34,8 @@ class OuterGroup:
     """Goes on from the newest checkpoint and the journal, or starts at step 0.
 
     Raises:
-      ConfigError: the checkpoint was made with another config, or no checkpoint can
-        be read.
-      ValueError: the journal is damaged, or lacks a round after the checkpoint.
+      ConfigError: the checkpoint was made with another config, no checkpoint can be
+        read, or the journal is damaged or lacks a round after the checkpoint.
     """
     self._calendar, self._workdir, self._journal = calendar, workdir, journal
     c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
@@ -60,11 +59,12 @@ class OuterGroup:
     """Applies a closed round, and saves a checkpoint if one is due.
 
     Raises:
-      ValueError: this is not the next round.
+      ConfigError: this is not the next round.
     """
     if entry.round != self.applied:
-      raise ValueError(
-        f"the journal has round {entry.round}, but round {self.applied} comes next"
+      raise ConfigError(
+        f"{self._workdir} has round {entry.round} in its journal, but lacks round"
+        f" {self.applied}; restore journal/{self.applied:09d}.round from a copy."
       )
     p = entry.fragment
     self._theta[p], self._opt_state[p], _ = outer_state.apply(
@@ -130,6 +130,8 @@ class OuterGroup:
     self._theta = tree["theta"]
     self._opt_state = tree.get("outer_opt_state", self._opt_state)
     self.applied = self._calendar.first_after(found.step)
+    if found.record.finished:  # With the final sync, which comes after the last step.
+      self.applied = len(self._calendar.rounds)
     self.data = dict(found.record.data)
 
   def _is_due(self, step: int) -> bool:

@@ -36,6 +36,7 @@ _FINAL = {  # Statuses after which it is useless to try again.
 }
 _DOUBLED_S = 45.0  # A dead connection of this site is noticed by then.
 _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
+_REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +66,13 @@ class Welcome:
 
   Attributes:
     round: the first round that the site will receive.
-    step: the group's step, after which the site goes on.
     data: {replica: position in its text}, as the coordinator recorded them.
     snapshot: the group's outer state as bytes; None if the site's own is right.
-    started: whether the group has begun.
   """
 
   round: int
-  step: int
   data: dict[str, Any]
   snapshot: bytes | None
-  started: bool
 
 
 @dataclasses.dataclass
@@ -92,6 +89,7 @@ class Link:
   Attributes:
     inside: sites that were connected when the last round closed.
     reconnects: how often the connection had to be opened again.
+    room: closed rounds that are kept until the training thread takes them.
   """
 
   def __init__(
@@ -100,6 +98,7 @@ class Link:
     address: str,
     hello: dict[str, Any],
     say: Callable[[str], None],
+    room: int,
   ):
     """Prepares the connection; `join` opens it.
 
@@ -108,8 +107,9 @@ class Link:
       address: of the coordinator, for messages.
       hello: what the site says of itself; see `_join`.
       say: tells the user a line.
+      room: closed rounds that are kept; more than the fragments of the model.
     """
-    self.inside, self.reconnects = 0, 0
+    self.inside, self.reconnects, self.room = 0, 0, room
     self._open, self._address, self._hello, self._say = (
       open_channel,
       address,
@@ -118,13 +118,14 @@ class Link:
     )
     self._changed = threading.Condition()
     self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    self._welcome: Welcome | None = None
-    self._reset: Welcome | None = None
-    self._error: ConfigError | None = None
+    self._welcome: Welcome | None = None  # Until the training thread takes it.
+    self._error: Exception | None = None
+    # Whether this process has ever been welcomed, and whether this connection is.
+    self._known = self._entered = False
     self._started = self._leaving = False
     self._closed: dict[int, Closed] = {}
     self._next = 0  # The next round to receive.
-    self._step = 0  # Step of the newest closed round.
+    self._published = 0  # Rounds that the coordinator has closed.
     self._snapshot: bytearray | None = None
     self._welcomed: dict[str, Any] = {}
     self._parts: dict[tuple[int, int], bytearray] = {}
@@ -147,18 +148,21 @@ class Link:
     self._thread = threading.Thread(target=self._run, daemon=True, name="link")
     self._thread.start()
     self._wait(lambda: self._welcome is not None)
-    assert self._welcome is not None
-    return self._welcome
+    welcome = self.welcome()
+    assert welcome is not None
+    return welcome
 
   def ready(self, first: int) -> None:
     """Says that the site will send round `first` and those after it."""
     with self._changed:
       self._first = first
-      self._put(Message("ready", {"round": first}))
+      if self._entered:
+        self._put(Message("ready", {"round": first}))
 
-  def wait_for_start(self) -> None:
-    """Waits until the group begins."""
-    self._wait(lambda: self._started)
+  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
+    """Waits until the group begins; returns False if `stopping()` comes first."""
+    self._wait(lambda: self._started or stopping())
+    return self._started
 
   def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
     """Sends the payload of a round, again if the connection breaks meanwhile."""
@@ -167,7 +171,8 @@ class Link:
         return  # The round closed without this site.
       fields = {"round": number, "total": len(data), "crc32": zlib.crc32(data)} | fields
       self._outgoing[number] = _Outgoing(fields, data)
-      self._put_payload(self._outgoing[number])
+      if self._entered:  # Otherwise `_enter` sends it.
+        self._put_payload(self._outgoing[number])
 
   def wait_until(self, number: int, stopping: Callable[[], bool]) -> bool:
     """Waits until a round is closed; returns False if `stopping()` comes first."""
@@ -179,23 +184,24 @@ class Link:
     with self._changed:
       return self._closed[number]
 
-  def reset(self) -> Welcome | None:
+  def welcome(self) -> Welcome | None:
     """Returns the snapshot that came after a long absence, once; None without one."""
     with self._changed:
-      found, self._reset = self._reset, None
+      found, self._welcome = self._welcome, None
       return found
 
   def newest(self) -> tuple[int, int]:
-    """Returns the number of rounds that are received, and the step of the last."""
+    """Returns how many rounds are received, and how many the coordinator has closed."""
     with self._changed:
       self._raise()
-      return self._next, self._step
+      return self._next, self._published
 
   def forget(self, below: int) -> None:
     """Frees the rounds below this number."""
     with self._changed:
       for number in [r for r in self._closed if r < below]:
         del self._closed[number]
+      self._changed.notify_all()
 
   def leave(self, reason: str) -> None:
     """Tells the coordinator that the site goes, and closes the connection.
@@ -209,6 +215,7 @@ class Link:
       self._changed.notify_all()
       self._put(Message("leave", {"reason": reason}))
       self._requests.put(None)
+      self._changed.notify_all()
     if self._thread:
       self._thread.join(timeout=10)
     if self._call:
@@ -236,21 +243,40 @@ class Link:
 
   def _run(self) -> None:
     """Keeps the connection until the site leaves or is refused."""
-    pause, lost_at, told = _RETRY_S[0], time.monotonic(), False
+    try:
+      self._keep()
+    except Exception as error:  # Otherwise the training thread would wait for ever.
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
+
+  def _keep(self) -> None:
+    """Connects again and again.
+
+    Raises:
+      ConfigError: the coordinator refuses the site.
+    """
+    pause, lost_at, told, rejected = _RETRY_S[0], time.monotonic(), False, 0
     while not self._leaving:
-      began = time.monotonic()
+      began, received = time.monotonic(), self._next
       status, reason = self._session()
+      now = time.monotonic()
       if self._leaving:
         return
-      if status is None or time.monotonic() - began > 2 * _RETRY_S[1]:
-        pause, lost_at, told = _RETRY_S[0], time.monotonic(), False
-      doubled = status is grpc.StatusCode.ALREADY_EXISTS
-      if status in _FINAL or (doubled and time.monotonic() - lost_at > _DOUBLED_S):
-        with self._changed:
-          self._error = ConfigError(f"the coordinator at {self._address} {reason}")
-          self._changed.notify_all()
-        return
-      if not told and time.monotonic() - lost_at > 1:
+      if self._next > received or (self._entered and now - began > 2 * _RETRY_S[1]):
+        pause, lost_at, told = _RETRY_S[0], now, False
+      rejected = rejected + 1 if _is_rejection(status, reason) else 0
+      if rejected == _REJECTED and not self._known:
+        raise ConfigError(
+          f"the coordinator at {self._address} ends every connection at once; give"
+          " --tls=FOLDER with a certificate of the coordinator's own authority"
+          " (scripts/make_certificates.py)."
+        )
+      if status in _FINAL or (
+        status is grpc.StatusCode.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
+      ):
+        raise ConfigError(f"the coordinator at {self._address} {reason}.")
+      if not told and now - lost_at > 1:
         told = True
         self._say(f"No coordinator at {self._address} ({reason}); tries again.")
       time.sleep(pause)
@@ -261,9 +287,13 @@ class Link:
     """Joins and receives until the connection ends; returns why it ended."""
     with self._changed:
       requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-      self._requests = requests
-      hello = {**self._hello, "received": self._next if self._welcome else None}
-      self._put(Message("join", hello))
+      self._requests, self._entered, self._snapshot = requests, False, None
+      self._parts.clear()
+      self._put(
+        Message(
+          "join", {**self._hello, "received": self._next if self._known else None}
+        )
+      )
     try:
       with contextlib.closing(self._open()) as channel:
         call = channel.stream_stream(METHOD)
@@ -272,47 +302,55 @@ class Link:
           self._receive(unpack(data))
       return None, "it closed the connection"
     except grpc.RpcError as error:
-      return error.code(), str(error.details())
+      return error.code(), _last_error(str(error.details()))
     except BadMessage as error:
       return None, f"it sent {error}"
     finally:
       requests.put(None)
 
   def _receive(self, message: Message) -> None:
+    """Takes a message.
+
+    Raises:
+      BadMessage: the message cannot come from this version of diloco.
+    """
     fields = message.fields
     with self._changed:
-      if message.kind == "chunk":
-        self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
-      elif message.kind == "welcome":
-        self._snapshot = bytearray() if fields["snapshot"] else None
-        self._welcomed = fields
-        self._enter()
-      elif message.kind == "state" and self._snapshot is not None:
-        self._snapshot += message.body
-        self._enter()
-      elif message.kind == "start":
-        self._started = True
-      elif message.kind == "closed":
-        self._close(fields)
+      try:
+        if message.kind == "chunk":
+          self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
+        elif message.kind == "welcome":
+          self._snapshot = bytearray() if fields["snapshot"] else None
+          self._welcomed = fields
+          self._enter()
+        elif message.kind == "state" and self._snapshot is not None:
+          self._snapshot += message.body
+          self._enter()
+        elif message.kind == "start":
+          self._started = True
+        elif message.kind == "closed":
+          self._close(fields)
+      except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BadMessage(f"a wrong {message.kind[:50]!r} ({error})") from error
       self._changed.notify_all()
+      # The coordinator waits meanwhile: a site that does not take rounds needs no more.
+      self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
 
   def _enter(self) -> None:
     """Takes the coordinator's welcome when the whole snapshot is here."""
-    if self._snapshot is not None and len(self._snapshot) < self._welcomed["snapshot"]:
+    fields, snapshot = self._welcomed, self._snapshot
+    if snapshot is not None and len(snapshot) < fields["snapshot"]:
       return
-    fields = self._welcomed
-    self._parts.clear()
     self._started = self._started or fields["started"]
-    snapshot = None if self._snapshot is None else bytes(self._snapshot)
-    if self._welcome is None or snapshot is not None:
-      welcome = Welcome(
-        fields["round"], fields["step"], fields["data"], snapshot, fields["started"]
+    if not self._known or snapshot is not None:
+      self._welcome = Welcome(
+        fields["round"], fields["data"], None if snapshot is None else bytes(snapshot)
       )
-      self._reset = welcome if self._welcome else None
-      self._welcome = welcome
       self._outgoing.clear()
-      self._next, self._step = fields["round"], fields["step"]
-      self._closed.clear()
+      self._next = fields["round"]
+    self._published = max(fields["published"], self._next)
+    self._known = self._entered = True
+    self._snapshot = None
     if self._first is not None:  # The site trains already: the connection was lost.
       for out in self._outgoing.values():
         self._put_payload(out)
@@ -344,11 +382,27 @@ class Link:
       payloads[site] = bytes(part)
     for key in [k for k in self._parts if k[0] <= number]:
       del self._parts[key]  # Late payloads.
-    self.inside, self._step = fields["inside"], fields["step"]
+    self.inside = fields["inside"]
+    self._published = max(fields["published"], number + 1)
     self._closed[number] = Closed(
       number, fields["fragment"], fields["step"], tokens, payloads, fields["inside"]
     )
     self._next = number + 1
+
+
+def _is_rejection(status: grpc.StatusCode | None, reason: str) -> bool:
+  """Returns whether a connection ended before the coordinator answered.
+
+  The side that does not accept a certificate says nothing: the other side sees only
+  that the connection ends.
+  """
+  silent = "Socket closed" in reason or "handshake" in reason.lower()
+  return status is grpc.StatusCode.UNAVAILABLE and silent
+
+
+def _last_error(details: str) -> str:
+  """Returns the end of a sentence of gRPC, which tells the reason."""
+  return details.rpartition("last error: ")[2].rstrip(".")
 
 
 def _until_none(requests: queue.SimpleQueue) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ has the common name `site-K`, so a site cannot pretend to be another.
 
 import ipaddress
 import pathlib
+import ssl
 
 import grpc
 
@@ -74,7 +75,7 @@ def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:
       are given, or plain text would leave this machine.
   """
   host, _, port = address.rpartition(":")
-  if not host or not port.isdigit():
+  if not host or not port.isdecimal() or int(port) > 65535:
     raise ConfigError(f"{flag} is {address!r}; give host:port.")
   if bool(folder) == insecure:
     raise ConfigError(
@@ -98,12 +99,22 @@ def _is_loopback(host: str) -> bool:
 
 
 def _read(folder: str) -> list[bytes]:
+  """Reads ca.pem, cert.pem and key.pem.
+
+  Raises:
+    ConfigError: a file is missing or damaged, or the key is of another certificate.
+  """
+  ca, cert, key = (pathlib.Path(folder) / f"{n}.pem" for n in ("ca", "cert", "key"))
   try:
-    return [
-      (pathlib.Path(folder) / f"{n}.pem").read_bytes() for n in ("ca", "cert", "key")
-    ]
-  except OSError as error:
+    found = [path.read_bytes() for path in (ca, cert, key)]
+    # gRPC would find mistakes only when it connects, and without a reason.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(ca)
+    context.load_cert_chain(cert, key, password="")
+  except (OSError, ValueError) as error:  # ssl.SSLError is an OSError.
+    name = getattr(error, "filename", None) or "a certificate or the key"
     raise ConfigError(
-      f"--tls is {folder!r}, where {error.filename} cannot be read ({error.strerror});"
+      f"--tls is {folder!r}, where {name} cannot be read ({error.args[-1]});"
       " make certificates with scripts/make_certificates.py."
     ) from error
+  return found

@@ -6,18 +6,19 @@ one.
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
+from diloco.config import ConfigError
 from diloco.config.resolve import difference
 from diloco.coordinator import messages, security
-from diloco.coordinator.board import Board
+from diloco.coordinator.board import Board, Session, Upload
 from diloco.coordinator.messages import BadMessage, Message, chunks, pack
 
 _HELLO_S = 30.0  # Seconds in which a connection must say who it is.
+_LONGEST = 2000  # Characters of a reason; gRPC refuses headers of 8 KiB.
 
 
 class Refused(Exception):
@@ -26,15 +27,6 @@ class Refused(Exception):
   def __init__(self, status: grpc.StatusCode, reason: str):
     super().__init__(reason)
     self.status = status
-
-
-@dataclasses.dataclass(eq=False)
-class _Session:
-  """One connection of a site, which has joined."""
-
-  site: int
-  name: str  # Chosen by the site's process, the same after it lost a connection.
-  fields: dict[str, Any]
 
 
 class Server:
@@ -53,7 +45,8 @@ class Server:
     """
     self.received = self.sent = 0
     self._board, self._free = board, free_fields
-    self._sessions: dict[int, _Session] = {}
+    self._sessions: dict[int, Session] = {}
+    self._tls = False
 
   async def serve(
     self, address: str, credentials: grpc.ServerCredentials | None
@@ -61,20 +54,29 @@ class Server:
     """Listens; returns the port.
 
     Raises:
-      RuntimeError: the address is in use.
+      ConfigError: nobody can listen there.
     """
-    self._server = grpc.aio.server(options=security.OPTIONS)
+    self._tls = credentials is not None
+    most = 4 * self._board.calendar.sites + 16  # Connections of all sites, and others.
+    self._server = grpc.aio.server(
+      options=security.OPTIONS, maximum_concurrent_rpcs=most
+    )
     service, _, method = messages.METHOD[1:].partition("/")
     handler = grpc.stream_stream_rpc_method_handler(self._serve_site)
     self._server.add_generic_rpc_handlers(
       [grpc.method_handlers_generic_handler(service, {method: handler})]
     )
-    add = self._server.add_insecure_port
-    port = (
-      self._server.add_secure_port(address, credentials)
-      if credentials
-      else add(address)
-    )
+    try:
+      port = (
+        self._server.add_secure_port(address, credentials)
+        if credentials
+        else self._server.add_insecure_port(address)
+      )
+    except RuntimeError as error:
+      raise ConfigError(
+        f"--listen is {address}, which is in use or not of this machine; choose"
+        " another."
+      ) from error
     await self._server.start()
     return port
 
@@ -96,17 +98,16 @@ class Server:
       finally:
         reader.cancel()
     except Refused as refused:
-      await context.abort(refused.status, str(refused))
+      await context.abort(refused.status, _short(str(refused)))
     except BadMessage as error:
-      await context.abort(
-        grpc.StatusCode.INVALID_ARGUMENT, f"ended the connection: {error}."
-      )
+      reason = f"ended the connection: {_short(str(error))}."
+      await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
     finally:
       if session and self._sessions.get(session.site) is session:
         del self._sessions[session.site]
         self._board.gone(session.site)
 
-  async def _join(self, iterator: AsyncIterator[bytes], context) -> _Session:
+  async def _join(self, iterator: AsyncIterator[bytes], context) -> Session:
     """Reads and checks the first message of a connection.
 
     Raises:
@@ -121,15 +122,16 @@ class Server:
     hello = messages.unpack(first)
     if hello.kind != "join" or hello.fields.get("version") != messages.VERSION:
       raise BadMessage("its first message is no `join` of this version of diloco")
-    site, name = hello.fields.get("site"), str(hello.fields.get("session"))
-    count = self._board.calendar.sites
-    if not isinstance(site, int) or not 0 <= site < count:
+    name, count = str(hello.fields.get("session"))[:50], self._board.calendar.sites
+    site = messages.number(hello, "site", 0, messages.LARGEST)
+    if site >= count:
       raise Refused(
         grpc.StatusCode.FAILED_PRECONDITION,
         f"refuses --site={site}: the run has the sites 0 to {count - 1} (sites.count).",
       )
     self._check_certificate(site, context)
     self._check_config(hello.fields.get("config"), hello.fields.get("fsdp"))
+    self._check_progress(hello)
     old = self._sessions.get(site)
     if old and old.name != name:
       raise Refused(
@@ -137,18 +139,33 @@ class Server:
         f"refuses --site={site}: another process is this site; give each its own"
         " number.",
       )
-    session = self._sessions[site] = _Session(site, name, hello.fields)
+    session = self._sessions[site] = Session(site, name, hello.fields)
     if old:  # The process opened this connection because it had lost that one.
       self._board.gone(site)
+    self._board.joined(site)
     return session
 
   def _check_certificate(self, site: int, context) -> None:
-    names = context.auth_context().get("x509_common_name", [])
-    if names and names[0] != security.site_name(site).encode():
+    names = context.auth_context().get("x509_common_name", [b"nobody"])
+    if self._tls and names[0] != security.site_name(site).encode():
       raise Refused(
         grpc.StatusCode.PERMISSION_DENIED,
         f"refuses --site={site}: the certificate is that of"
         f" {names[0].decode(errors='replace')}.",
+      )
+
+  def _check_progress(self, hello: Message) -> None:
+    """Refuses, for now, a site that has more rounds than this coordinator.
+
+    Otherwise the coordinator's first state would replace the group's.
+    """
+    received, own = hello.fields.get("received"), hello.fields.get("round")
+    rounds = max([x for x in (received, own) if isinstance(x, int)], default=0)
+    if rounds > self._board.published:
+      raise Refused(
+        grpc.StatusCode.UNAVAILABLE,
+        f"it has {self._board.published} closed rounds, but this site has {rounds};"
+        " start the coordinator with the --workdir that it had",
       )
 
   def _check_config(self, config: Any, fsdp: Any) -> None:
@@ -173,18 +190,17 @@ class Server:
         " coordinator with the same --config.mesh.fsdp.",
       )
 
-  async def _read(self, session: _Session, iterator: AsyncIterator[bytes]) -> None:
+  async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""
     async for data in iterator:
       self.received += len(data)
       if self._sessions.get(session.site) is not session:
         return
-      message = messages.unpack(data)
-      if not self._board.receive(session.site, session.name, message):
+      if not self._board.receive(session, messages.unpack(data)):
         return
 
   async def _messages(
-    self, session: _Session, reader: asyncio.Task
+    self, session: Session, reader: asyncio.Task
   ) -> AsyncIterator[Message]:
     """Yields all that the site lacks, in order, until its connection ends."""
     board, at, started = self._board, 0, False
@@ -192,8 +208,7 @@ class Server:
       if message.kind == "welcome":
         at = message.fields["round"]
       yield message
-    board.joined(session.site)
-    sent = dict[tuple[int, int], tuple[int, int]]()  # {(round, site): (crc32, bytes)}
+    sent = dict[tuple[int, int], tuple[Upload, int]]()  # {(round, site): and its bytes}
     while not reader.done() and self._sessions.get(session.site) is session:
       news = board.changed
       if board.started and not started:
@@ -205,11 +220,11 @@ class Server:
         at += 1
       relayed = False
       for (r, site), upload in list(board.uploads.items()):
-        crc32, offset = sent.get((r, site), (upload.crc32, 0))
-        offset = offset if crc32 == upload.crc32 else 0
+        was, offset = sent.get((r, site), (upload, 0))
+        offset = offset if was is upload else 0
         if r >= at and site != session.site and len(upload.received) > offset:
           part = bytes(upload.received[offset : offset + messages.CHUNK])
-          sent[r, site] = upload.crc32, offset + len(part)
+          sent[r, site] = upload, offset + len(part)
           yield Message("chunk", {"round": r, "site": site, "offset": offset}, part)
           relayed = True
       if not relayed and news is board.changed:
@@ -218,7 +233,7 @@ class Server:
       if reader.done():
         reader.result()  # Raises BadMessage.
 
-  async def _welcome(self, session: _Session) -> AsyncIterator[Message]:
+  async def _welcome(self, session: Session) -> AsyncIterator[Message]:
     """Yields the answer to `join`, and a snapshot if the site needs one."""
     board, received = self._board, session.fields.get("received")
     snapshot: bytes | None = None
@@ -226,13 +241,12 @@ class Server:
       at = received  # This process was here before: it goes on.
     else:
       own, digests = session.fields.get("round"), session.fields.get("digests")
-      if isinstance(own, int) and await board.agrees(own, list(digests or [])):
-        at = own
-      else:
+      at = own if isinstance(own, int) else -1
+      if not (isinstance(digests, list) and await board.agrees(at, digests)):
         at, snapshot = await board.snapshot()
     fields = {
       "round": at,
-      "step": board.calendar.step_before(at),
+      "published": board.published,
       "snapshot": len(snapshot) if snapshot is not None else 0,
       "data": self._positions(session.site),
       "started": board.started,
@@ -243,26 +257,25 @@ class Server:
 
   def _positions(self, site: int) -> dict[str, Any]:
     """Selects the recorded data positions of a site's replicas."""
-    n = self._board.calendar.replicas_per_site
-    own = map(str, range(site * n, (site + 1) * n))
+    own = self._board.calendar.replicas_of(site)
     return {r: self._board.data[r] for r in own if r in self._board.data}
 
   async def _closed(
-    self, session: _Session, at: int, sent: dict[tuple[int, int], tuple[int, int]]
+    self, session: Session, at: int, sent: dict[tuple[int, int], tuple[Upload, int]]
   ) -> AsyncIterator[Message]:
     """Yields the rest of a closed round's payloads, then who is in it."""
     try:
       entry = await self._board.entry(at)
-    except KeyError as error:
+    except ConfigError as error:
       raise Refused(
-        grpc.StatusCode.UNAVAILABLE, "no longer has the rounds that this site lacks."
+        grpc.StatusCode.UNAVAILABLE, "it no longer has the rounds that this site lacks"
       ) from error
     sums = messages.checksums(entry.payloads)
     for (site, data), crc32 in zip(entry.payloads.items(), sums):
       if self._board.is_owner(session.name, at, site):
         continue
-      was, offset = sent.pop((at, site), (crc32, 0))
-      offset = offset if was == crc32 else 0
+      was, offset = sent.get((at, site), (None, 0))
+      offset = offset if was and was.crc32 == crc32 else 0
       for start, part in chunks(data, offset) if offset < len(data) else ():
         yield Message("chunk", {"round": at, "site": site, "offset": start}, part)
     for key in [k for k in sent if k[0] <= at]:
@@ -275,9 +288,14 @@ class Server:
         "step": entry.step,
         "tokens": entry.tokens,
         "crc32": sums,
+        "published": self._board.published,
         "inside": self._board.inside(),
       },
     )
+
+
+def _short(reason: str) -> str:
+  return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
 
 
 async def _first_of(reader: asyncio.Task, news: asyncio.Event) -> None:

@@ -43,10 +43,8 @@ class SharedLink:
     if self._link:
       self._link.ready(first)
 
-  def wait_for_start(self) -> None:
-    if self._link:
-      self._link.wait_for_start()
-    self._peers.broadcast(None)
+  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
+    return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))
 
   def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
     if self._link:
@@ -75,11 +73,11 @@ class SharedLink:
     return Closed(number, fragment, step, dict(tokens), payloads, inside)
 
   def newest(self) -> tuple[int, int]:
-    number, step = self._peers.broadcast(self._link and self._link.newest())
-    return number, step
+    received, published = self._peers.broadcast(self._link and self._link.newest())
+    return received, published
 
-  def reset(self) -> Welcome | None:
-    return self._welcome(self._link.reset() if self._link else None)
+  def welcome(self) -> Welcome | None:
+    return self._welcome(self._link.welcome() if self._link else None)
 
   def forget(self, below: int) -> None:
     if self._link:
@@ -91,16 +89,14 @@ class SharedLink:
 
   def _welcome(self, own: Welcome | None) -> Welcome | None:
     size = None if own is None or own.snapshot is None else len(own.snapshot)
-    head = self._peers.broadcast(
-      own and [own.round, own.step, own.data, size, own.started]
-    )
+    head = self._peers.broadcast(own and [own.round, own.data, size])
     if head is None:
       return None
-    number, step, data, size, started = head
+    number, data, size = head
     snapshot = (
       None if size is None else self._bytes(own.snapshot if own else None, size)
     )
-    return Welcome(number, step, data, snapshot, started)
+    return Welcome(number, data, snapshot)
 
   def _bytes(self, own: bytes | None, size: int) -> bytes:
     """Returns the bytes of process 0, which may be many."""

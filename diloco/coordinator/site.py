@@ -72,8 +72,7 @@ class Site:
     self.first_replica = index * self._calendar.replicas_per_site
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
-    self._steps = 0  # Inner steps of this process.
-    self._merged = dict[int, int]()  # {fragment: `_steps` at its last merge}
+    self._since = 0  # The last step that was taken over from the group.
     self._pending = set[int]()  # Rounds that this site has sent, not yet merged.
     self._ready = False
     # A thread updates the outer state while the devices train; see `_send`.
@@ -126,18 +125,19 @@ class Site:
       own = batches.get_state()
       batches.set_state({r: recorded.get(r, x) for r, x in own.items()})
       text = "the position that the coordinator recorded"
-    t = start
+    t, step = start, self._calendar.step_before(welcome.round)
     if welcome.snapshot is not None:
-      t, state = self._take(plan, start, state, welcome)
+      t, state = step, _at_step(self._take(plan, state, welcome), step)
+      self._since = t
+      self._account.skipped_steps += max(t - start, 0)
       moments = f"of its checkpoint of step {start}" if start else "fresh"
       self._tell(
         f"Site {self.index} goes on at the group's step {t}: parameters from the group,"
         f" inner optimizer state {moments}, text from {text}."
       )
-    elif t > self._calendar.step_before(self._applied) > 0:
+    elif t > step > 0:
       # Trains the steps before the first open round again, so that it can send it.
-      t = min(t, self._calendar.step_before(self._applied))
-      state = _at_step(state, t)
+      t, state = step, _at_step(state, step)
     return t, state
 
   def outer_step(
@@ -156,20 +156,20 @@ class Site:
     Returns:
       The step after which the site goes on: t, or a later step if it was late.
     """
-    self._steps += 1
     events = list[Event]()
     if not self._ready:
       # The first step is compiled, so from now on the others may wait for this site.
-      t, state, events = self._catch_up(plan, t, state, events)
+      t, state = self._catch_up(plan, t, state, events, stopping)
       self._ready = True
       self._link.ready(self._calendar.first_after(t - 1))
-      self._link.wait_for_start()
+      if not self._link.wait_for_start(stopping):
+        return t, state, events
     for p in plan.schedule.sends(t):
       state = self._send(plan, t, p, state, batches, events)
     state, arrived = self._arrivals(plan, t, state, events, stopping)
-    if not arrived:
-      return t, state, events
-    return self._catch_up(plan, t, state, events)
+    if arrived:
+      t, state = self._catch_up(plan, t, state, events, stopping)
+    return t, state, events
 
   def drain(
     self, plan: Plan, state: TrainState, batches: Batches, stopping: Callable[[], bool]
@@ -211,6 +211,8 @@ class Site:
     """Lines 7 and 8; nothing if the round is closed already."""
     number = self._calendar.number[t, p]
     if number < self._link.newest()[0] or state.outer is None:
+      if number >= self._applied:  # The group did not wait for this site.
+        self._miss(t)
       return state
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
     outer = state.outer
@@ -225,7 +227,8 @@ class Site:
       mesh=plan.mesh,
     )
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
-    tokens = (self._steps - self._merged.get(p, 0)) * self._tokens_per_replica
+    steps = self._calendar.steps_behind(number, self._since)
+    tokens = steps * self.config.tokens_per_step // self.config.replicas
     parts = self._peers.all_gather(batches.get_state())
     position = {r: [t, x] for part in parts for r, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
@@ -277,9 +280,9 @@ class Site:
     events: list[Event],
   ) -> TrainState:
     """Lines 10 to 12 with all closed rounds up to `number`, in their order."""
-    welcome = self._link.reset()
+    welcome = self._link.welcome()
     if welcome:
-      _, state = self._take(plan, t, state, welcome)
+      state = self._take(plan, state, welcome)
     for r in range(self._applied, number + 1):
       state = self._update(plan, t, r, state, events)
     p = self._calendar.rounds[number][1]
@@ -306,11 +309,13 @@ class Site:
     if self.index in closed.tokens:
       self._account.contributed += 1
     elif number in self._pending:
-      self._account.lost += 1
-      self._link.ready(self._calendar.first_after(t))
+      self._miss(t)
     self._pending.discard(number)
+    # For audits: the round, how many sites are in it, and whether this one is.
     more = {
-      "sites": np.float32(len(closed.tokens)),
+      "round": np.asarray(number),
+      "sites": np.asarray(len(closed.tokens)),
+      "counted": np.asarray(self.index in closed.tokens),
       "waited_s": np.float32(self._waited_s),
     }
     events.append(Event("receive", p, t, 0, metrics | more))
@@ -343,34 +348,43 @@ class Site:
     assert state.outer is not None
     theta, mask_M = plan.home.fetch(state.outer.theta[p]), np.asarray(mask)
     params_M = merge(state.params, theta, plan.layers[p], mask_M, alpha=plan.alpha)
-    self._merged[p] = self._steps
     return dataclasses.replace(state, params=params_M)
 
-  def _catch_up(
-    self, plan: Plan, t: int, state: TrainState, events: list[Event]
-  ) -> tuple[int, TrainState, list[Event]]:
-    """Merges the rounds that closed beyond step t, and takes the group's step."""
-    own, everywhere = t, (True,) * plan.replicas
-    while (newest := self._link.newest())[1] > t:  # Others go on meanwhile.
-      welcome = self._link.reset()
-      if welcome:
-        t, state = self._take(plan, t, state, welcome)
-      for r in range(self._applied, newest[0]):
-        state = self._receive(plan, t, r, state, everywhere, events)
-      self._taken = newest[0]
-      t = max(self._calendar.step_before(newest[0]), t)
-      if t < newest[1]:
-        break  # The next round is sent after the same step.
-    if t > own:
-      self._tell(f"Site {self.index} was late: goes on at step {t} instead of {own}.")
-      self._account.skipped_steps += t - own
-      self._link.ready(self._calendar.first_after(t))
-      state = _at_step(state, t)
-    return t, state, events
+  def _miss(self, t: int) -> None:
+    """Counts a round that closed without this site; the next ones may wait again."""
+    self._account.lost += 1
+    self._link.ready(self._calendar.first_after(t))
 
-  def _take(
-    self, plan: Plan, t: int, state: TrainState, welcome: Welcome
+  def _catch_up(
+    self,
+    plan: Plan,
+    t: int,
+    state: TrainState,
+    events: list[Event],
+    stopping: Callable[[], bool],
   ) -> tuple[int, TrainState]:
+    """Merges the rounds that closed beyond step t, and takes the group's step."""
+    rounds, everywhere = self._calendar.rounds, (True,) * plan.replicas
+    while (published := self._link.newest()[1]) > self._applied:  # Others go on.
+      if rounds[published - 1][0] <= t:
+        break
+      # The link has no room for more rounds before these are applied.
+      last = min(published, self._applied + self._calendar.room) - 1
+      if not self._link.wait_until(last, stopping):
+        break
+      for r in range(self._applied, last + 1):
+        state = self._receive(plan, t, r, state, everywhere, events)
+      self._taken = self._applied
+    step = self._calendar.step_before(self._applied)
+    if step <= t:
+      return t, state
+    self._tell(f"Site {self.index} was late: goes on at step {step} instead of {t}.")
+    self._account.skipped_steps += step - t
+    self._since = step
+    self._link.ready(self._calendar.first_after(step))
+    return step, _at_step(state, step)
+
+  def _take(self, plan: Plan, state: TrainState, welcome: Welcome) -> TrainState:
     """Takes the group's outer state from a snapshot, and starts from it."""
     assert state.outer is not None
     assert welcome.snapshot is not None
@@ -383,18 +397,14 @@ class Site:
     for p in range(len(plan.fragments)):
       state = self._merge(whole, p, state, (True,) * plan.replicas)
     self._applied = self._taken = welcome.round
+    self._link.forget(self._applied)
     self._pending.clear()
     self._jobs.clear()
-    self._account.skipped_steps += max(welcome.step - t, 0)
-    return welcome.step, _at_step(state, welcome.step)
+    return state
 
   def _tell(self, line: str) -> None:
     if self._peers.index == 0:
       say(line)
-
-  @property
-  def _tokens_per_replica(self) -> int:
-    return self.config.tokens_per_step // self.config.replicas
 
 
 def make_site(
@@ -418,7 +428,8 @@ def make_site(
   open_channel = functools.partial(security.channel, address, tls, insecure)
   open_channel().close()  # Finds mistakes.
   hello = {"site": index, "config": c.to_dict()}
-  link = Link(open_channel, address, hello, say) if peers.index == 0 else None
+  room = Calendar(c).room
+  link = Link(open_channel, address, hello, say, room) if peers.index == 0 else None
   if link and peers.count == 1:
     return Site(c, index, link, peers)
   return Site(c, index, SharedLink(link, peers), peers)
