@@ -333,8 +333,6 @@ class Link:
       except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise BadMessage(f"a wrong {message.kind[:50]!r} ({error})") from error
       self._changed.notify_all()
-      # The coordinator waits meanwhile: a site that does not take rounds needs no more.
-      self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
 
   def _enter(self) -> None:
     """Takes the coordinator's welcome when the whole snapshot is here."""
@@ -370,6 +368,10 @@ class Link:
     number = fields["round"]
     if number != self._next:
       raise BadMessage(f"round {number} after round {self._next - 1}")
+    self._published = max(fields["published"], number + 1)
+    self._changed.notify_all()
+    # The coordinator waits meanwhile: a site that takes no rounds needs no more.
+    self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
     tokens = {int(site): n for site, n in fields["tokens"].items()}
     own = self._outgoing.pop(number, None)
     payloads = dict[int, bytes]()
@@ -383,7 +385,6 @@ class Link:
     for key in [k for k in self._parts if k[0] <= number]:
       del self._parts[key]  # Late payloads.
     self.inside = fields["inside"]
-    self._published = max(fields["published"], number + 1)
     self._closed[number] = Closed(
       number, fields["fragment"], fields["step"], tokens, payloads, fields["inside"]
     )
