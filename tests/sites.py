@@ -24,11 +24,11 @@ FREE = ("log.", "checkpoint.")  # Fields in which sites may differ.
 LONG = 60.0  # Seconds after which a test gives up.
 
 
-def make_calendar(sites: int = 3, **fields) -> Calendar:
+def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
   """Makes a run of some sites; `fields` are those of `sites.`."""
   c = tiny_config()
   c.replicas, c.train.batch_size, c.overlap.transport = sites, 2 * sites, "sites"
-  c.train.steps, c.sites.grace_s = 40, LONG
+  c.train.steps, c.sites.grace_s = steps, LONG
   c.sites.update(fields)
   return Calendar(resolve(c))
 
