@@ -135,9 +135,11 @@ class Site:
         f"Site {self.index} goes on at the group's step {t}: parameters from the group,"
         f" inner optimizer state {moments}, text from {text}."
       )
-    elif t > step > 0:
+    else:
       # Trains the steps before the first open round again, so that it can send it.
-      t, state = step, _at_step(state, step)
+      step = self._calendar.step_before(self._link.newest()[1])
+      if t > step > 0:
+        t, state = step, _at_step(state, step)
     return t, state
 
   def outer_step(
