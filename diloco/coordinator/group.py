@@ -59,7 +59,7 @@ class OuterGroup:
     """Applies a closed round, and saves a checkpoint if one is due.
 
     Raises:
-      ConfigError: this is not the next round.
+      ConfigError: this is not the next round, or it is of another schedule.
     """
     if entry.round != self.applied:
       raise ConfigError(
@@ -67,6 +67,11 @@ class OuterGroup:
         f" {self.applied}; restore journal/{self.applied:09d}.round from a copy."
       )
     p = entry.fragment
+    if self._calendar.rounds[entry.round : entry.round + 1] != ((entry.step, p),):
+      raise ConfigError(
+        f"{self._workdir} has round {entry.round} of another schedule in its journal"
+        f" (fragment {p} after step {entry.step}); choose another --workdir."
+      )
     self._theta[p], self._opt_state[p], _ = outer_state.apply(
       self._plan,
       p,
@@ -130,8 +135,8 @@ class OuterGroup:
     self._theta = tree["theta"]
     self._opt_state = tree.get("outer_opt_state", self._opt_state)
     self.applied = self._calendar.first_after(found.step)
-    if found.record.finished:  # With the final sync, which comes after the last step.
-      self.applied = len(self._calendar.rounds)
+    if found.record.finished and found.step == self._calendar.config.train.steps:
+      self.applied = len(self._calendar.rounds)  # With the final sync.
     self.data = dict(found.record.data)
 
   def _is_due(self, step: int) -> bool:

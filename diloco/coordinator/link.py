@@ -7,6 +7,7 @@ sends payloads and waits for closed rounds. Nothing here uses JAX.
 import contextlib
 import dataclasses
 import queue
+import re
 import secrets
 import threading
 import time
@@ -403,7 +404,8 @@ def _is_rejection(status: grpc.StatusCode | None, reason: str) -> bool:
 
 def _last_error(details: str) -> str:
   """Returns the end of a sentence of gRPC, which tells the reason."""
-  return details.rpartition("last error: ")[2].rstrip(".")
+  reason = details.rpartition("last error: ")[2].rstrip(".")
+  return re.sub(r"^UN[A-Z]+: (ipv.:\S+: )?", "", reason)
 
 
 def _until_none(requests: queue.SimpleQueue) -> Iterator[bytes]:
