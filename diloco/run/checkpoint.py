@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, abstract_state
 from diloco.config import Config, ConfigError
+from diloco.config.resolve import leaves
 from diloco.model.sharding import FSDP
 from diloco.run import checksums, memory, resume, room
 from diloco.run.batches import Batches
@@ -169,7 +170,10 @@ class Checkpoints:
     """
     resume.check(record.config, self._c, step)
     plan = self._plan and self._plan.after_drain(record.drained)
-    in_flight = plan.schedule.in_flight(step) if plan and not record.finished else ()
+    # A site's payloads in flight are at the coordinator.
+    is_site = leaves(record.config).get("overlap.transport") == "sites"
+    has_payloads = plan and not record.finished and not is_site
+    in_flight = plan.schedule.in_flight(step) if plan and has_payloads else ()
     return abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
 
   def _set_aside(self, unreadable: list[int]) -> None:

@@ -15,6 +15,7 @@ from diloco.coordinator import outer_state
 from diloco.coordinator.calendar import Calendar, config_of
 from diloco.coordinator.link import Closed, Welcome
 from diloco.coordinator.site import Site
+from diloco.run.checkpoint import Checkpoints, Record
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
 
@@ -266,3 +267,21 @@ def test_a_signal_ends_every_wait():
   player.step(stopping=lambda: True)
   assert player.t == EVERY + TAU
   assert player.received() == []
+
+
+def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
+  player = Player()
+  own = config_of(player.calendar.config, 0)
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  assert player.plan.schedule.in_flight(EVERY)
+  with jax.set_mesh(player.mesh):
+    checkpoints = Checkpoints(tmp_path, own, player.mesh, player.plan, Peers())
+    checkpoints.save(EVERY, player.state, Record(own.to_dict()))
+    checkpoints.wait()
+    found = checkpoints.restore()
+    checkpoints.close()
+  digests = [outer_state.digests(x.outer) for x in (found.state, player.state)]
+  assert digests[0] == digests[1]
+  assert found.state.outer.in_flight == {}
