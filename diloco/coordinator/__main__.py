@@ -67,7 +67,9 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
     group = stack.enter_context(
       contextlib.closing(OuterGroup(calendar, workdir, journal))
     )
-    report = stack.enter_context(contextlib.closing(Report(calendar, workdir, say)))
+    report = stack.enter_context(
+      contextlib.closing(Report(calendar, workdir, journal, say))
+    )
     board = Board(
       calendar, journal, group, group.applied, group.data, say, report.closed
     )

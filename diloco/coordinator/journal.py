@@ -59,8 +59,9 @@ class Journal:
       unfinished.unlink()
     self.rounds = sorted(int(p.stem) for p in self._folder.glob("*.round"))
     # A kill leaves rounds without a line, or half a line.
-    last = _last_line(self._lines)
-    for number in [r for r in self.rounds if r > last]:
+    _cut_half_line(self._lines)
+    known = {line["round"] for line in self.lines()}
+    for number in [r for r in self.rounds if r not in known]:
       self._write_line(self.read(number))
 
   def write(self, entry: Entry) -> None:
@@ -112,6 +113,15 @@ class Journal:
       self.rounds.remove(number)
       self._path(number).unlink(missing_ok=True)
 
+  def lines(self) -> list[dict[str, Any]]:
+    """Reads rounds.jsonl: all closed rounds of the run, without data and payloads."""
+    found = list[dict[str, Any]]()
+    with contextlib.suppress(FileNotFoundError):
+      for line in self._lines.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+          found.append(json.loads(line))
+    return found
+
   def _path(self, number: int) -> pathlib.Path:
     return self._folder / f"{number:09d}.round"
 
@@ -126,13 +136,6 @@ def _sizes(entry: Entry) -> dict[int, int]:
   return {site: len(data) for site, data in entry.payloads.items()}
 
 
-def _last_line(path: pathlib.Path) -> int:
-  """Returns the round of the last whole line, -1 without one; cuts off half a line."""
+def _cut_half_line(path: pathlib.Path) -> None:
   with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-    content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    file.truncate(len(whole))
-    for line in reversed(whole.splitlines()):
-      with contextlib.suppress(ValueError, LookupError, TypeError):
-        return int(json.loads(line)["round"])
-  return -1
+    file.truncate(file.read().rfind(b"\n") + 1)

@@ -11,20 +11,23 @@ import tqdm
 from diloco.config import files
 from diloco.coordinator.board import Board
 from diloco.coordinator.calendar import Calendar
-from diloco.coordinator.journal import Entry
+from diloco.coordinator.journal import Entry, Journal
 from diloco.coordinator.server import Server
 
 
 class Report:
-  """Counts rounds, and writes coordinator.json at the end."""
+  """Shows the rounds that close, and writes coordinator.json at the end."""
 
   def __init__(
-    self, calendar: Calendar, workdir: pathlib.Path, say: Callable[[str], None]
+    self,
+    calendar: Calendar,
+    workdir: pathlib.Path,
+    journal: Journal,
+    say: Callable[[str], None],
   ):
     self._calendar, self._workdir, self._say = calendar, workdir, say
+    self._journal = journal
     self._began = time.perf_counter()
-    self._full = self._fewer = 0
-    self._longest_s = 0.0
     self._bar: tqdm.tqdm | None = None
 
   def watch(self, board: Board, server: Server) -> None:
@@ -32,12 +35,7 @@ class Report:
     self._board, self._server = board, server
 
   def closed(self, entry: Entry) -> None:
-    """Counts a round that closed."""
-    if len(entry.tokens) == self._calendar.sites:
-      self._full += 1
-    else:
-      self._fewer += 1
-    self._longest_s = max(self._longest_s, entry.waited_s)
+    """Shows a round that closed."""
     if self._bar is None:
       self._bar = tqdm.tqdm(
         total=len(self._calendar.rounds),
@@ -58,24 +56,31 @@ class Report:
   def finish(self) -> None:
     """Writes and tells the summary."""
     self.close()
-    members = self._board.rounds.members
+    members, lines = self._board.rounds.members, self._journal.lines()
+    full = sum(len(line["tokens"]) == self._calendar.sites for line in lines)
+    longest_s = max(line["waited_s"] for line in lines)
     summary: dict[str, Any] = {
       "rounds": len(self._calendar.rounds),
-      "rounds_with_all_sites": self._full,
-      "rounds_with_fewer_sites": self._fewer,
-      "longest_wait_s": self._longest_s,
+      "rounds_with_all_sites": full,
+      "rounds_with_fewer_sites": len(lines) - full,
+      "longest_wait_s": longest_s,
+      # The next three are of this process, after a restart of the coordinator too.
       "wall_s": time.perf_counter() - self._began,
       "bytes_received": self._server.received,
       "bytes_sent": self._server.sent,
       "sites": {
-        k: {"joins": m.joins, "leaves": m.leaves, "late": m.late}
+        k: {
+          "joins": m.joins,
+          "leaves": m.leaves,
+          "late": sum(k in line["late"] for line in lines),
+        }
         for k, m in members.items()
       },
     }
     files.write_json(self._workdir / "coordinator.json", summary)
     self._say(
-      f"All {summary['rounds']} rounds are closed: {self._full} with all sites,"
-      f" {self._fewer} with fewer; at most {self._longest_s:.1f} s of waiting.\n"
+      f"All {summary['rounds']} rounds are closed: {full} with all sites,"
+      f" {len(lines) - full} with fewer; at most {longest_s:.1f} s of waiting.\n"
       f"summary      {self._workdir / 'coordinator.json'}"
     )
 
