@@ -86,6 +86,12 @@ class Coordinator:
   def address(self) -> str:
     return f"localhost:{self.port}"
 
+  @property
+  def state(self) -> int:
+    """The outer state after all closed rounds, which a thread applies."""
+    wait(lambda: self.group.applied == self.board.published)
+    return self.group.state
+
   def call(self, function):
     """Calls a function in the coordinator's event loop."""
     done = asyncio.run_coroutine_threadsafe(_coroutine(function), self._loop)

@@ -81,6 +81,7 @@ class Board:
 
   Attributes:
     calendar: all rounds.
+    run: name of the run.
     rounds: who is in, and which rounds may close.
     published: rounds below this number are on the disk, and sites may hear of them.
     started: whether the group has begun.
@@ -112,6 +113,7 @@ class Board:
     """
     sites = calendar.config.sites
     self.calendar, self.published, self.data = calendar, published, data
+    self.run = journal.run
     self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, published)
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()

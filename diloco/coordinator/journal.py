@@ -6,9 +6,11 @@ one line per closed round, without payloads, for people and audits.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
+import secrets
 import zlib
 from typing import Any, NamedTuple
 
@@ -63,6 +65,15 @@ class Journal:
     known = {line["round"] for line in self.lines()}
     for number in [r for r in self.rounds if r not in known]:
       self._write_line(self.read(number))
+
+  @functools.cached_property
+  def run(self) -> str:
+    """A random name of the run, which survives restarts."""
+    path = self._folder / "run"
+    if not path.exists():
+      with files.replacing(path) as file:
+        file.write(secrets.token_hex(8).encode())
+    return path.read_text()
 
   def write(self, entry: Entry) -> None:
     """Puts a round on the disk; returns when the disk has it."""

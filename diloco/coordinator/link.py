@@ -348,6 +348,7 @@ class Link:
       self._outgoing.clear()
       self._next = fields["round"]
     self._published = max(fields["published"], self._next)
+    self._hello["run"] = fields["run"]
     self._known = self._entered = True
     self._snapshot = None
     if self._first is not None:  # The site trains already: the connection was lost.

@@ -155,17 +155,22 @@ class Server:
       )
 
   def _check_progress(self, hello: Message) -> None:
-    """Refuses, for now, a site that has more rounds than this coordinator.
+    """Refuses, for now, a site of another run, or one that has more rounds.
 
-    Otherwise the coordinator's first state would replace the group's.
+    Otherwise this coordinator's state would replace that of the site's group.
     """
+    remedy = "start the coordinator with the --workdir that it had"
+    if hello.fields.get("run") not in (None, self._board.run):
+      raise Refused(
+        grpc.StatusCode.UNAVAILABLE, f"it coordinates another run; {remedy}"
+      )
     received, own = hello.fields.get("received"), hello.fields.get("round")
     rounds = max([x for x in (received, own) if isinstance(x, int)], default=0)
     if rounds > self._board.published:
       raise Refused(
         grpc.StatusCode.UNAVAILABLE,
         f"it has {self._board.published} closed rounds, but this site has {rounds};"
-        " start the coordinator with the --workdir that it had",
+        f" {remedy}",
       )
 
   def _check_config(self, config: Any, fsdp: Any) -> None:
@@ -246,6 +251,7 @@ class Server:
         at, snapshot = await board.snapshot()
     fields = {
       "round": at,
+      "run": board.run,
       "published": board.published,
       "snapshot": len(snapshot) if snapshot is not None else 0,
       "data": self._positions(session.site),

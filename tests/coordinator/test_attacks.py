@@ -95,6 +95,7 @@ STRANGERS = {
   ),
   "other fsdp": ([hello(fsdp=2)], "expects mesh.fsdp=1, but this site has 2"),
   "doubled site": ([hello(site=0)], "refuses --site=0: another process is this site"),
+  "other run": ([hello(run="x")], "it coordinates another run; start the coord"),
   "ahead": ([hello(round=10**6)], "closed rounds, but this site has 1000000"),
 }
 
@@ -221,5 +222,5 @@ def test_a_flood_of_connections_is_limited(run):
 def test_the_audit_holds_after_all_attacks(run):
   coordinator, players = run
   assert coordinator.lines() == list(range(players[0].applied))
-  assert {p.state for p in players} == {coordinator.group.state}
+  assert {p.state for p in players} == {coordinator.state}
   assert [p.link.reconnects for p in players] == [0, 0]

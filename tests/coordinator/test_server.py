@@ -40,7 +40,7 @@ def test_all_rounds_reach_all_sites(start):
   play(players, range(len(ALL.rounds)))
   for player in players:
     assert set(player.members.values()) == {(0, 1, 2)}
-    assert player.state == coordinator.group.state
+    assert player.state == coordinator.state
     player.leave("finished")
   assert coordinator.over.wait(20)
   assert coordinator.lines() == list(range(len(ALL.rounds)))
@@ -129,7 +129,7 @@ def test_the_run_goes_on_after_the_coordinator_was_killed(start, kept):
   coordinator = coordinator.restart()
   start.ends_with(coordinator)
   play(players, range(kept + 4, kept + 6))
-  assert {p.state for p in players} == {coordinator.group.state}
+  assert {p.state for p in players} == {coordinator.state}
   assert coordinator.lines() == list(range(kept + 6))
   assert all(player.link.reconnects > 0 for player in players)
 
@@ -145,7 +145,7 @@ def test_a_newcomer_gets_a_snapshot_and_one_that_comes_back_only_the_log(start):
   fresh.join(digests=[99])  # For instance with another first state.
   assert fresh.applied == 3
   assert fresh.welcome.snapshot is not None
-  assert fresh.state == coordinator.group.state
+  assert fresh.state == coordinator.state
   assert fresh.welcome.data == {"2": [2, {}]}
   play([*players[:2], fresh], range(3, 5))
   fresh.leave()
@@ -157,14 +157,14 @@ def test_a_newcomer_gets_a_snapshot_and_one_that_comes_back_only_the_log(start):
   assert back.welcome.snapshot is None
   back.state = old.state
   back.receive(5)
-  assert back.state == coordinator.group.state
+  assert back.state == coordinator.state
   # Other values after as many rounds are not the group's.
   back.leave()
   wait(lambda: coordinator.board.inside() == 2)
   stranger = Player(coordinator, 2)
   start.ends_with(stranger)
   stranger.join(round=3, digests=[old.state + 1])
-  assert stranger.state == coordinator.group.state
+  assert stranger.state == coordinator.state
 
 
 def test_a_site_whose_rounds_are_no_longer_kept_gets_a_snapshot_in_mid_run(start):
@@ -217,7 +217,7 @@ def test_a_site_that_is_ahead_waits_for_the_right_coordinator(start, tmp_path_fa
   empty = tmp_path_factory.mktemp("empty")
   wrong = Coordinator(ALL, empty, port=coordinator.port)
   start.ends_with(wrong)
-  wait(lambda: all("it has 0 closed rounds" in str(p.said) for p in players))
+  wait(lambda: all("it coordinates another run" in str(p.said) for p in players))
   assert [p.link._next for p in players] == [3, 3, 3]
   assert wrong.board.inside() == 0
   wrong.kill()
@@ -235,7 +235,7 @@ def test_a_slow_site_holds_a_bounded_number_of_rounds(start):
   wait(lambda: second.link.newest()[1] > second.link.room)
   assert len(second.link._closed) == second.link.room < len(calendar.rounds)
   second.receive(len(calendar.rounds))
-  assert second.state == first.state == coordinator.group.state
+  assert second.state == first.state == coordinator.state
 
 
 def test_the_board_is_bounded(start):
@@ -281,5 +281,5 @@ def test_sites_that_come_and_go_at_random_end_nothing(start):
   play([stay], range(rounds))
   thread.join(60)
   assert not thread.is_alive()
-  assert stay.state == coordinator.group.state
+  assert stay.state == coordinator.state
   assert coordinator.lines() == list(range(rounds))
