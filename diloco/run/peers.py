@@ -1,26 +1,44 @@
 """The channel between the processes of a run, beside JAX's runtime.
 
-JAX carries the tensors. Each process also keeps one TCP connection to process 0. It
-carries small values, such as metrics and data positions, and the news that a process
-failed or is gone. No inner step waits for it. A message is a line of JSON: [kind,
-value]; the kind is value, report or failed.
+JAX carries the tensors. Each process also keeps one gRPC stream to process 0, from the
+start of the run to its end. It carries small values, such as metrics and data
+positions, and the news that a process failed or is gone. No inner step waits for it.
+
+A message is a JSON list. The first of a stream is [index, count], the others are [kind,
+value]. The kind is value, report or end; an end has an error, or "". Some are empty.
 """
 
 import contextlib
 import json
 import os
 import queue
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
+import grpc
 import jax
 
-Sockets = dict[int, socket.socket]  # {process: connection}
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
+_BEAT = 10.0  # Seconds between two messages, of which some are empty.
+_SERVICE, _METHOD = "diloco.Peers", "Talk"
+_OPTIONS = (
+  # A connection breaks when a machine has confirmed nothing for 30 s. gRPC's own pings
+  # would break that to a suspended process too, so they come once a day.
+  ("grpc.keepalive_timeout_ms", 30_000),
+  ("grpc.keepalive_time_ms", 86_400_000),
+  ("grpc.http2.bdp_probe", 0),  # These are pings as well.
+  ("grpc.max_receive_message_length", -1),
+  ("grpc.enable_http_proxy", 0),
+  ("grpc.so_reuseport", 0),
+  # Every try to connect looks up the name again, at once, and takes at most 5 s.
+  ("grpc.use_local_subchannel_pool", 1),
+  ("grpc.min_reconnect_backoff_ms", 5_000),
+)
+Box = queue.SimpleQueue[bytes | None]  # Messages to a process; None ends the stream.
 
 
 class ProcessLost(RuntimeError):
@@ -35,27 +53,40 @@ class Peers:
     count: number of processes.
   """
 
-  def __init__(self, index: int = 0, count: int = 1, sockets: Sockets | None = None):
-    """Starts to listen to the other processes.
-
-    Args:
-      index: number of this process.
-      count: number of processes.
-      sockets: from `rendezvous.meet`.
-    """
-    self.index, self.count, self._sockets = index, count, sockets or {}
+  def __init__(self, index: int = 0, count: int = 1):
+    self.index, self.count = index, count
     self._received = {
       (kind, p): queue.SimpleQueue[Any]()
       for kind in ("value", "report")
       for p in range(count)
     }
-    self._sending = threading.Lock()
+    self._boxes: dict[int, Box] = {}  # {process that is connected: messages to it}
+    self._died, self._refusal, self._met = set[int](), "", index > 0
+    self._change = threading.Condition()  # Of the four above.
     self._ending = threading.Lock()  # Never released: the process ends once.
-    self._readers = [
-      threading.Thread(target=self._read, args=(p,), daemon=True) for p in self._sockets
-    ]
-    for reader in self._readers:
-      reader.start()
+
+  @classmethod
+  def meet(cls, address: str, count: int, index: int, timeout: float) -> "Peers":
+    """Connects all processes to process 0, which listens at the address.
+
+    Process 0 returns when all have come, the others as soon as they are connected. If a
+    process does not come, process 0 tells this to those that came, and they end.
+
+    Args:
+      address: host:port of process 0, as the others reach it.
+      count: number of processes.
+      index: number of this process.
+      timeout: seconds to wait.
+
+    Raises:
+      ProcessLost: a process did not come, or came with a wrong number or count.
+    """
+    peers = cls(index, count)
+    if index:
+      peers._join(address, timeout)
+    else:
+      peers._await_all(address, timeout)
+    return peers
 
   def broadcast(self, value: Any) -> Any:
     """Returns process 0's value (JSON) on all processes; all must call it."""
@@ -98,13 +129,19 @@ class Peers:
       time.sleep(_GRACE)
 
   def fail(self, message: str, code: int = 1) -> None:
-    """Tells the user and the other processes an error, and ends this process."""
+    """Tells the user and the other processes an error, and ends this process.
+
+    It ends without Python's clean-up, in which JAX waits for the others. Process 0 ends
+    last: without it JAX aborts the others. These end when process 0 has their message.
+    """
     say(f"error: {message}")
     if self.count == 1:
       sys.exit(code)
     self._ending.acquire(blocking=False)
-    self._send("failed", message)
-    self._exit(code)
+    self._send("end", message)
+    self._await_ends()
+    sys.stdout.flush()
+    os._exit(code)
 
   def close(self) -> None:
     """Waits until all processes call it, and leaves JAX's runtime."""
@@ -113,51 +150,156 @@ class Peers:
       self._ending.acquire(blocking=False)
       if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+      if self.index == 0:
+        self._send("end", "")
+      self._await_ends()
+
+  def _join(self, address: str, timeout: float) -> None:
+    """Connects to process 0, and tells it the number of this process."""
+    deadline = time.monotonic() + timeout
+    while True:
+      box = Box()
+      box.put(_message(self.index, self.count))
+      self._channel = grpc.insecure_channel(address, _OPTIONS)
+      messages = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(_outgoing(box))
+      try:
+        next(messages)  # Process 0 is there.
+        return self._listen(0, box, messages)
+      except grpc.RpcError as error:
+        box.put(None)
+        self._channel.close()
+        if time.monotonic() > deadline:
+          raise ProcessLost(
+            f"process {self.index} of {self.count} found no process 0 at {address}"
+            f" within {timeout} s ({error.details()}); start it, or correct"
+            " --coordinator."
+          ) from error
+        time.sleep(0.2)
+
+  def _await_all(self, address: str, timeout: float) -> None:
+    """Serves the other processes, and waits until all have come."""
+    self._address, port = address, address.rpartition(":")[2]
+    talk = {_METHOD: grpc.stream_stream_rpc_method_handler(self._talk)}
+    handler = grpc.method_handlers_generic_handler(_SERVICE, talk)
+    self._server = grpc.server(_Threads(), [handler], options=_OPTIONS)
+    try:
+      self._server.add_insecure_port(f"[::]:{port}")  # All addresses, of IPv4 too.
+    except RuntimeError as error:
+      raise ProcessLost(
+        f"process 0 cannot listen at port {port}, which is in use or not"
+        " allowed; choose another port in --coordinator."
+      ) from error
+    self._server.start()
+    is_over = lambda: self._refusal or len(self._boxes) == self.count - 1
+    with self._change:
+      self._met = self._change.wait_for(is_over, timeout) and not self._refusal
+      missing = [p for p in range(1, self.count) if p not in self._boxes]
+      died = sorted(self._died.intersection(missing))
+    if not self._met:
+      note = f" ({process_names(died)} came and went again)" if died else ""
+      message = self._refusal or (
+        f"{process_names(missing)} of {self.count} did not come to {address} within"
+        f" {timeout} s{note}; start all with the same --coordinator and"
+        " --num_processes, and see whether their machines reach that address."
+      )
+      self._send("end", message)
+      self._server.stop(_GRACE).wait()
+      raise ProcessLost(message)
+
+  def _talk(self, requests: Iterator[bytes], context) -> Iterator[bytes]:
+    """Serves another process, until it is gone or this process ends the stream."""
+    p, n = json.loads(next(requests))
+    if self._met:  # Process p may be of the next run, which waits for this port.
+      context.abort(grpc.StatusCode.UNAVAILABLE, "a run that is complete is there")
+    yield _message()
+    box = Box()
+    with self._change:
+      if n == self.count and 0 < p < n and p not in self._boxes:
+        self._listen(p, box, requests)
+      else:
+        self._refusal = (
+          f"a process came to {self._address} as number {p} of {n}, but {self.count}"
+          f" are expected and {sorted([0, *self._boxes])} are there; give each its own"
+          " --process_id and all the same --num_processes."
+        )
+        box.put(_message("end", self._refusal))
+      self._change.notify()
+    yield from _outgoing(box)
 
   def _send(self, kind: str, value: Any) -> None:
     """Sends a message to all connected processes."""
-    line = json.dumps([kind, value]).encode() + b"\n"
-    with self._sending:
-      for connection in self._sockets.values():
-        with contextlib.suppress(OSError):  # The reader notices that it is closed.
-          connection.sendall(line)
+    message = _message(kind, value)
+    with self._change:
+      for box in self._boxes.values():
+        box.put(message)
 
-  def _read(self, p: int) -> None:
-    """Receives the messages of process p until that process is gone."""
-    # ValueError: the process died in the middle of a line.
-    with contextlib.suppress(OSError, ValueError):
-      for line in self._sockets[p].makefile("rb"):
-        kind, value = json.loads(line)
-        if kind == "failed":
-          # This process may be about to tell the same error itself.
-          time.sleep(_GRACE / 2)
-          return self._lost(value if p == 0 else f"process {p}: {value}")
-        self._received[kind, p].put(value)
-    return self._lost(
+  def _listen(self, p: int, box: Box, messages: Iterator[bytes]) -> None:
+    self._boxes[p] = box
+    threading.Thread(target=self._read, args=(p, messages), daemon=True).start()
+
+  def _read(self, p: int, messages: Iterator[bytes]) -> None:
+    """Receives the messages of process p until that process fails or is gone."""
+    error = (
       f"process {p} of {self.count} is gone. The same command goes on from the last"
       " checkpoint."
     )
-
-  def _lost(self, message: str) -> None:
+    pause = 0.0
+    with contextlib.suppress(grpc.RpcError):  # The connection broke.
+      for kind, value in filter(None, map(json.loads, messages)):
+        if kind == "end":
+          error = f"process {p}: {value}" if p else value
+          pause = _GRACE / 2  # This process may be about to tell the same error itself.
+          break
+        self._received[kind, p].put(value)
+    with self._change:
+      box = self._boxes.pop(p)
+      self._died.add(p)
+      self._change.notify()
+    if p or not error:
+      box.put(None)
+    if not error or not self._met:  # Until all have met, process p may come again.
+      return
+    time.sleep(pause)
     if self._ending.acquire(blocking=False):
-      say(f"\nerror: {message}")  # A progress bar may stand on the line.
-      if self.index == 0:
-        self._send("failed", message)
-      self._exit(1)
+      say("")  # A progress bar may stand on the line.
+      self.fail(error)
 
-  def _exit(self, code: int) -> None:
-    """Ends the process without Python's clean-up, in which JAX waits for the others.
+  def _await_ends(self) -> None:
+    """Waits until all streams have ended, or too long."""
+    with self._change:
+      self._change.wait_for(lambda: not self._boxes, _GRACE)
 
-    Process 0 ends last: without it JAX aborts the others.
-    """
-    others = {*self._readers} - {threading.current_thread()}
-    deadline = time.monotonic() + _GRACE
-    while self.index == 0 and any(reader.is_alive() for reader in others):
-      if time.monotonic() > deadline:
-        break
-      time.sleep(0.05)
-    sys.stdout.flush()
-    os._exit(code)
+
+class _Threads(futures.Executor):
+  """One daemon thread per call; those of a pool would keep Python from ending."""
+
+  def submit(self, run: Callable, /, *args: Any, **kwargs: Any) -> futures.Future:
+    future = futures.Future[Any]()
+    task = lambda: future.set_result(run(*args, **kwargs))
+    threading.Thread(target=task, daemon=True).start()
+    return future
+
+
+def _message(*parts: Any) -> bytes:
+  return json.dumps(parts).encode()
+
+
+def _outgoing(box: Box) -> Iterator[bytes]:
+  """Yields the messages to a process, and empty ones, which show a lost machine."""
+  while True:
+    try:
+      message = box.get(timeout=_BEAT)
+    except queue.Empty:
+      message = _message()
+    if message is None:
+      return
+    yield message
+
+
+def process_names(ids: list[int]) -> str:
+  """Names processes in a message, the first 16 if there are more."""
+  shown = ", ".join(map(str, ids[:16])) + (", ..." if ids[16:] else "")
+  return f"process{'es' if ids[1:] else ''} {shown}"
 
 
 def say(line: str) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from diloco.config import ConfigError, files
-from diloco.run import rendezvous
-from diloco.run.peers import Peers
+from diloco.run.peers import Peers, process_names
 
 # Seconds after which JAX itself aborts a run whose process is gone. Long, since `Peers`
 # notices it at once, and since a process may be suspended for a while.
@@ -65,10 +64,10 @@ def initialize(
     )
   if count == 1:
     return Peers()
-  sockets = rendezvous.meet(host.strip("[]"), int(port), count, index, timeout)
+  host = f"[{host.strip('[]')}]" if ":" in host else host
   # Before JAX starts, which waits until the time-out for a process that dies now.
-  peers = Peers(index, count, sockets)
-  peers.broadcast(None)  # Waits until process 0 has met all, and has freed the port.
+  peers = Peers.meet(f"{host}:{port}", count, index, timeout)
+  address = f"{host}:{peers.broadcast(_free_port())}"
   # Otherwise the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   try:
@@ -84,10 +83,17 @@ def initialize(
     peers.await_loss()
     reason = str(error).partition("\n")[0]
     peers.fail(
-      f"process {index} of {count} met the others at {address}, but JAX did not join"
-      f" them ({reason}); start all again, or choose another port in --coordinator."
+      f"process {index} of {count} met the others, but JAX did not join them at"
+      f" {address} ({reason}); start all again, and see whether their machines reach"
+      " that address."
     )
   return peers
+
+
+def _free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(("", 0))
+    return listener.getsockname()[1]
 
 
 def check_all_meet(peers: Peers) -> None:
@@ -118,7 +124,7 @@ def make_shared(folder: pathlib.Path, peers: Peers) -> None:
   blind = [p for p, sees in enumerate(seen) if not sees]
   if blind:
     raise ConfigError(
-      f"--workdir is {folder}, which {rendezvous.process_names(blind)} of"
+      f"--workdir is {folder}, which {process_names(blind)} of"
       f" {peers.count} does not share with process 0; put it on a file system that all"
       " machines mount."
     )

@@ -202,16 +202,19 @@ def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
 
 def restore_as_two(workdir, c) -> list:
   """What each of two processes restores or raises; the processes are threads."""
-  ends = socket.socketpair()
-  peers = [Peers(p, 2, {1 - p: ends[p]}) for p in range(2)]
   found = [None, None]
+  with socket.socket() as s:
+    s.bind(("", 0))
+    address = f"localhost:{s.getsockname()[1]}"
 
   def restore(p: int) -> None:
-    checkpoints = open_checkpoints(workdir, c, peers[p])
+    peers = Peers.meet(address, 2, p, 60)
+    checkpoints = open_checkpoints(workdir, c, peers)
     try:
       found[p] = checkpoints.restore()
     except ConfigError as error:
       found[p] = error
+    peers.close()
 
   threads = [
     threading.Thread(target=restore, args=(p,), name=f"process {p}", daemon=True)
@@ -221,10 +224,6 @@ def restore_as_two(workdir, c) -> list:
     thread.start()
   for thread in threads:
     thread.join(60)
-  for p in peers:
-    p._ending.acquire()  # Otherwise the end of the sockets ends this process.
-  for end in ends:
-    end.shutdown(socket.SHUT_RDWR)
   return found
 
 

@@ -5,15 +5,18 @@ import os
 import queue
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
+import grpc
 import jax
 import pytest
 
 from diloco.config import ConfigError
 from diloco.run import peers as peers_lib
-from diloco.run import processes, rendezvous
+from diloco.run import processes
 from diloco.run.peers import Peers, ProcessLost
 
 
@@ -42,63 +45,78 @@ def at_once(run, indices) -> dict:
 
 
 def meet(indices, count, timeout=20, port=None) -> dict:
-  """Calls `rendezvous.meet` in each process: {i: its connections, or the error}."""
-  port = port or free_port()
-  return at_once(
-    lambda i: rendezvous.meet("localhost", port, count, i, timeout), indices
-  )
+  """Calls `Peers.meet` in each process: {i: its Peers, or the ProcessLost}."""
+  address = f"localhost:{port or free_port()}"
+  return at_once(lambda i: Peers.meet(address, count, i, timeout), indices)
 
 
-def told(sockets) -> str:
-  """Reads the error that process 0 sent to a process that had come."""
-  kind, message = json.loads(sockets[0].makefile().readline())
-  assert kind == "failed"
-  return message
+@pytest.fixture
+def codes(monkeypatch) -> queue.SimpleQueue:
+  """Exit statuses of processes that end in an error; they wait shortly for others."""
+  found = queue.SimpleQueue()
+  monkeypatch.setattr(os, "_exit", found.put)
+  monkeypatch.setattr(peers_lib, "_GRACE", 1.0)
+  return found
 
 
-def test_missing_processes_are_named_to_all_that_came():
+def told(codes, capfd, count=1) -> list[str]:
+  """Waits until processes end in an error; returns what they say."""
+  assert [codes.get(timeout=10) for _ in range(count)] == [1] * count
+  return [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
+
+
+def test_missing_processes_are_named_to_all_that_came(codes, capfd):
   port = free_port()
   found = meet([0, 2], count=5, timeout=1, port=port)
   message = f"processes 1, 3, 4 of 5 did not come to localhost:{port} within 1 s"
   assert message in str(found[0])
-  assert told(found[2]) == str(found[0])
+  assert told(codes, capfd) == [f"error: {found[0]}"]
 
 
 def test_a_missing_process_0_is_told_with_its_address():
   port = free_port()
   found = meet([1], count=2, timeout=1, port=port)
-  assert f"process 1 of 2 found no process 0 at localhost:{port}" in str(found[1])
+  message = f"process 1 of 2 found no process 0 at localhost:{port} within 1 s ("
+  assert message in str(found[1])
+  assert "Connection refused" in str(found[1])
 
 
-def test_a_process_id_given_twice():
-  port, ids = free_port(), [0, 1, 1]
-  come = lambda k: rendezvous.meet("localhost", port, 3, ids[k], 20)
-  found = at_once(come, range(3))
-  errors = [str(found[0]), told(found[1]), told(found[2])]
+def test_a_port_in_use_is_told(capfd):
+  with socket.create_server(("", 0)) as other:
+    port = other.getsockname()[1]
+    found = meet([0], count=2, port=port)
+  assert f"process 0 cannot listen at port {port}," in str(found[0])
+
+
+def test_a_process_id_given_twice(codes, capfd):
+  address, ids = f"localhost:{free_port()}", [0, 1, 1]
+  found = at_once(lambda k: Peers.meet(address, 3, ids[k], 20), range(3))
+  errors = [f"error: {found[0]}", *told(codes, capfd, count=2)]
   assert all("as number 1 of 3" in e and "own --process_id" in e for e in errors)
 
 
-def test_processes_that_disagree_on_their_number():
-  port, counts = free_port(), [2, 3]
-  come = lambda i: rendezvous.meet("localhost", port, counts[i], i, 20)
-  found = at_once(come, range(2))
+def test_processes_that_disagree_on_their_number(codes, capfd):
+  address, counts = f"localhost:{free_port()}", [2, 3]
+  found = at_once(lambda i: Peers.meet(address, counts[i], i, 20), range(2))
   assert "as number 1 of 3, but 2 are expected" in str(found[0])
-  assert told(found[1]) == str(found[0])
+  assert told(codes, capfd) == [f"error: {found[0]}"]
 
 
 def test_a_port_scan_disturbs_nobody():
   port, found = free_port(), {}
   waiting = threading.Thread(target=lambda: found.update(meet([0], 2, port=port)))
   waiting.start()
-  for junk in (b"", b"GET / HTTP/1.1\r\n", b"7\n"):
-    visit(port, junk)
+  for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"[1, 2]\n", os.urandom(100)):
+    scan(port, junk)
   found |= meet([1], 2, port=port)
   waiting.join(30)
-  assert set(found[0]) == {1}
+  gathered = at_once(lambda i: found[i].all_gather(i), range(2))
+  assert gathered == {i: [0, 1] for i in range(2)}
+  at_once(lambda i: found[i].close(), range(2))
 
 
-def visit(port: int, line: bytes) -> None:
-  """Connects to process 0, sends a line and leaves, like a process that dies."""
+def scan(port: int, junk: bytes) -> None:
+  """Connects to process 0, sends bytes and leaves."""
   deadline = time.monotonic() + 20
   while True:
     try:
@@ -108,7 +126,17 @@ def visit(port: int, line: bytes) -> None:
       assert time.monotonic() < deadline
       time.sleep(0.05)
   with s:
-    s.sendall(line)
+    s.sendall(junk)
+
+
+def join(port: int, p: int, count: int) -> grpc.Call:
+  """Joins process 0 like a process that dies when the call is cancelled."""
+  channel, messages = grpc.insecure_channel(f"localhost:{port}"), queue.SimpleQueue()
+  messages.put(json.dumps([p, count]).encode())
+  talk = channel.stream_stream("/diloco.Peers/Talk")
+  call = talk(iter(messages.get, None), wait_for_ready=True, timeout=60)
+  next(call)
+  return call
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
@@ -117,79 +145,87 @@ def test_a_process_may_die_and_come_again_while_the_others_wait(order):
   come = lambda i: found.update(meet([i], 3, port=port))
   threads = [threading.Thread(target=come, args=(i,)) for i in (0, *order)]
   threads[0].start()
-  visit(port, b"[1, 3]\n")
+  join(port, 1, 3).cancel()
   for thread in threads[1:]:
-    thread.start()
     time.sleep(0.3)
+    thread.start()
   for thread in threads:
     thread.join(30)
-  peers = [Peers(i, 3, found[i]) for i in range(3)]
-  gathered = at_once(lambda i: peers[i].all_gather(i), range(3))
+  gathered = at_once(lambda i: found[i].all_gather(i), range(3))
   assert gathered == {i: [0, 1, 2] for i in range(3)}
-  at_once(lambda i: peers[i].close(), range(3))
+  at_once(lambda i: found[i].close(), range(3))
 
 
 def test_a_process_that_dies_while_it_waits_is_missing():
   port = free_port()
-  dying = threading.Thread(target=visit, args=(port, b"[1, 3]\n"))
+  dying = threading.Thread(target=lambda: join(port, 1, 3).cancel())
   dying.start()
   with pytest.raises(ProcessLost, match="process 1 came and went again"):
-    rendezvous.meet("localhost", port, 3, 0, 3)  # Process 2 never comes.
+    Peers.meet(f"localhost:{port}", 3, 0, 3)  # Process 2 never comes.
   dying.join()
 
 
-def initialize_with(monkeypatch, starts_jax) -> tuple[queue.SimpleQueue, list]:
-  """Starts process 0 of 2; returns its exit statuses and process 1's connection."""
-  codes, sockets = queue.SimpleQueue(), []
-  monkeypatch.setattr(os, "_exit", codes.put)
-  monkeypatch.setattr(peers_lib, "_GRACE", 0.0)
+def test_a_process_that_comes_to_a_complete_run_waits_for_the_next():
+  port, found = free_port(), {}
+  first = meet(range(2), 2, port=port)
+  late = threading.Thread(target=lambda: found.update(meet([1], 2, port=port)))
+  late.start()
+  time.sleep(1)
+  assert at_once(lambda i: first[i].all_gather(i), range(2))[0] == [0, 1]
+  at_once(lambda i: first[i].close(), range(2))
+  first[0]._server.stop(None).wait()  # The first run's process 0 ends.
+  found |= meet([0], 2, port=port)
+  late.join(30)
+  assert at_once(lambda i: found[i].all_gather(i), range(2))[0] == [0, 1]
+  at_once(lambda i: found[i].close(), range(2))
+
+
+def initialize_with(monkeypatch, starts_jax) -> None:
+  """Starts process 0 of 2; process 1 joins it, and `starts_jax` starts JAX."""
   monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
+  port, calls = free_port(), []
   monkeypatch.setattr(
-    jax.distributed, "initialize", lambda *args, **kwargs: starts_jax(codes, sockets)
+    jax.distributed, "initialize", lambda *args, **kwargs: starts_jax(calls[0])
   )
-  port = free_port()
-  other = threading.Thread(
-    target=lambda: sockets.append(rendezvous.meet("localhost", port, 2, 1, 20)[0])
-  )
+  other = threading.Thread(target=lambda: calls.append(join(port, 1, 2)))
   other.start()
+  monkeypatch.setattr(processes, "_free_port", other.join)
   processes.initialize(f"localhost:{port}", 2, 0)
-  other.join()
-  return codes, sockets
 
 
-def test_a_process_that_dies_while_jax_starts_is_named(monkeypatch, capfd):
+def test_a_process_that_dies_while_jax_starts_is_named(monkeypatch, codes, capfd):
   ended = []
 
-  def starts_jax(codes, sockets):
-    while not sockets:
-      time.sleep(0.01)
-    sockets[0].close()
-    ended.append(codes.get(timeout=10))  # JAX itself would wait here.
+  def starts_jax(call):
+    call.cancel()
+    ended.extend(told(codes, capfd))  # JAX itself would wait here.
 
   initialize_with(monkeypatch, starts_jax)
-  assert ended == [1]
   message = "error: process 1 of 2 is gone. The same command goes on from the last"
-  assert message in capfd.readouterr().err
+  assert ended[0].startswith(message)
 
 
-def test_all_are_told_that_jax_does_not_start(monkeypatch, capfd):
-  def starts_jax(codes, sockets):
+def test_all_are_told_that_jax_does_not_start(monkeypatch, codes, capfd):
+  def starts_jax(*args, **kwargs):
     raise RuntimeError("UNKNOWN: address already in use\nand more")
 
-  codes, sockets = initialize_with(monkeypatch, starts_jax)
-  message = r"process 0 of 2 met .* JAX did not join them \(UNKNOWN: address .* use\);"
-  assert codes.get(timeout=10) == 1
-  assert re.search(f"error: {message}", capfd.readouterr().err)
-  lines = sockets[0].makefile()
-  assert json.loads(lines.readline()) == ["value", None]  # All have come.
-  kind, said = json.loads(lines.readline())
-  assert kind == "failed"
-  assert re.match(message, said)
+  monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
+  monkeypatch.setattr(jax.distributed, "initialize", starts_jax)
+  address = f"localhost:{free_port()}"
+  own = threading.Thread(target=lambda: processes.initialize(address, 2, 0))
+  own.start()
+  other = Peers.meet(address, 2, 1, 20)
+  assert isinstance(other.broadcast(None), int)  # The port for JAX.
+  message = r"error: process 0 of 2 met .* \(UNKNOWN: address already in use\); start"
+  said = told(codes, capfd, count=2)
+  assert len(said) == 2
+  assert all(re.match(message, line) for line in said)
+  own.join()
 
 
 def connected(count: int) -> list[Peers]:
   found = meet(range(count), count)
-  return [Peers(i, count, found[i]) for i in range(count)]
+  return [found[i] for i in range(count)]
 
 
 def test_values_are_gathered_broadcast_and_reported_in_order():
@@ -209,25 +245,25 @@ def test_values_are_gathered_broadcast_and_reported_in_order():
   at_once(lambda i: peers[i].close(), range(3))
 
 
-def test_a_process_that_dies_in_the_middle_of_a_message_is_gone(monkeypatch, capfd):
-  codes = queue.SimpleQueue()
-  monkeypatch.setattr(os, "_exit", codes.put)
-  own, other = socket.socketpair()
-  Peers(0, 2, {1: own})
-  other.sendall(b'["report", 1')
-  other.close()
-  assert codes.get(timeout=10) == 1
-  assert "error: process 1 of 2 is gone." in capfd.readouterr().err
+def test_an_error_is_told_by_all(codes, capfd):
+  peers = connected(3)
+  threading.Thread(target=peers[1].fail, args=("no data.",)).start()
+  said = told(codes, capfd, count=3)
+  assert sorted(said) == ["error: no data.", *["error: process 1: no data."] * 2]
 
 
-def test_a_peer_that_is_gone_before_all_are_listened_to_ends_the_process(monkeypatch):
-  codes, start = queue.SimpleQueue(), threading.Thread.start
-  monkeypatch.setattr(os, "_exit", codes.put)
-  monkeypatch.setattr(threading.Thread, "start", lambda t: (start(t), time.sleep(0.2)))
-  pairs = [socket.socketpair() for _ in range(2)]
-  pairs[0][1].close()
-  Peers(0, 3, {1: pairs[0][0], 2: pairs[1][0]})
-  assert codes.get(timeout=10) == 1
+def test_a_killed_process_0_is_named_by_all(codes, capfd):
+  address = f"localhost:{free_port()}"
+  code = f"""
+from diloco.run.peers import Peers
+Peers.meet({address!r}, 3, 0, 60).all_gather(None)"""
+  process_0 = subprocess.Popen([sys.executable, "-c", code])
+  others = at_once(lambda i: Peers.meet(address, 3, i, 60), [1, 2])
+  process_0.kill()
+  process_0.wait()
+  said = told(codes, capfd, count=len(others))
+  message = "error: process 0 of 3 is gone. The same command goes on from"
+  assert [line.startswith(message) for line in said] == [True, True]
 
 
 def test_one_process_alone_needs_nobody():
