@@ -5,6 +5,7 @@ import os
 import pathlib
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 
 import jax
@@ -70,23 +71,32 @@ def initialize(
   address = f"{host}:{peers.broadcast(_free_port())}"
   # Otherwise the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+  def refuse(reason: str) -> None:
+    peers.fail(
+      f"process {index} of {count} met the others, but JAX did not join them at"
+      f" {address} ({reason}); start all again, and see whether their machines reach"
+      " that address."
+    )
+
+  # After its own time-out JAX would abort the process, without an error to catch.
+  late = threading.Timer(timeout, refuse, [f"within {timeout} s"])
+  late.daemon = True
+  late.start()
   try:
     jax.distributed.initialize(
       address,
       count,
       index,
       devices,
-      initialization_timeout=timeout,
+      initialization_timeout=timeout + 60,
       heartbeat_timeout_seconds=_HEARTBEAT,
     )
   except RuntimeError as error:
+    late.cancel()
     peers.await_loss()
-    reason = str(error).partition("\n")[0]
-    peers.fail(
-      f"process {index} of {count} met the others, but JAX did not join them at"
-      f" {address} ({reason}); start all again, and see whether their machines reach"
-      " that address."
-    )
+    refuse(str(error).partition("\n")[0])
+  late.cancel()
   return peers
 
 

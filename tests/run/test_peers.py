@@ -205,21 +205,32 @@ def test_a_process_that_dies_while_jax_starts_is_named(monkeypatch, codes, capfd
   assert ended[0].startswith(message)
 
 
-def test_all_are_told_that_jax_does_not_start(monkeypatch, codes, capfd):
-  def starts_jax(*args, **kwargs):
-    raise RuntimeError("UNKNOWN: address already in use\nand more")
+def raises_at_once(*args, **kwargs):
+  raise RuntimeError("UNKNOWN: address already in use\nand more")
 
+
+@pytest.mark.parametrize(
+  ("starts_jax", "reason"),
+  [
+    (raises_at_once, "UNKNOWN: address already in use"),
+    (lambda *args, **kwargs: time.sleep(3), "within 1 s"),
+  ],
+)
+def test_all_are_told_that_jax_does_not_start(
+  monkeypatch, codes, capfd, starts_jax, reason
+):
   monkeypatch.setattr(type(jax.config), "update", lambda *args: None)
   monkeypatch.setattr(jax.distributed, "initialize", starts_jax)
   address = f"localhost:{free_port()}"
-  own = threading.Thread(target=lambda: processes.initialize(address, 2, 0))
+  own = threading.Thread(target=processes.initialize, args=(address, 2, 0, False, 1))
   own.start()
   other = Peers.meet(address, 2, 1, 20)
   assert isinstance(other.broadcast(None), int)  # The port for JAX.
-  message = r"error: process 0 of 2 met .* \(UNKNOWN: address already in use\); start"
+  message = re.escape(f"({reason}); start all again, and see whether their machines")
   said = told(codes, capfd, count=2)
   assert len(said) == 2
-  assert all(re.match(message, line) for line in said)
+  for line in said:
+    assert re.match(f"error: process 0 of 2 met the others, .* {message}", line)
   own.join()
 
 
