@@ -1,5 +1,6 @@
 """How processes meet, exchange values and notice a loss; here they are threads."""
 
+import contextlib
 import json
 import os
 import queue
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import jax
@@ -254,6 +256,41 @@ def test_values_are_gathered_broadcast_and_reported_in_order():
   ]
   assert list(peers[1].reports(wait=True)) == []
   at_once(lambda i: peers[i].close(), range(3))
+
+
+def test_a_proxy_in_the_environment_is_not_used(monkeypatch):
+  for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+    monkeypatch.setenv(name, "http://localhost:1")
+  monkeypatch.delenv("no_proxy", raising=False)
+  peers = connected(2)
+  gathered = at_once(lambda i: peers[i].all_gather(i), range(2))
+  assert gathered == {i: [0, 1] for i in range(2)}
+  at_once(lambda i: peers[i].close(), range(2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs TCP_USER_TIMEOUT and /proc")
+def test_both_machines_notice_when_the_other_confirms_nothing(monkeypatch):
+  monkeypatch.setattr(peers_lib, "_BEAT", 0.01)
+  port = free_port()
+  peers = meet(range(2), 2, port=port)
+  time.sleep(0.1)
+  # Empty messages, which the other system must confirm, carry no values.
+  gathered = at_once(lambda i: peers[i].all_gather(i), range(2))
+  assert gathered == {i: [0, 1] for i in range(2)}
+  found = list(connections(port))
+  assert len(found) >= 2
+  timeouts = [s.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for s in found]
+  assert set(timeouts) == {30_000}
+  at_once(lambda i: peers[i].close(), range(2))
+
+
+def connections(port: int) -> Iterator[socket.socket]:
+  """All TCP connections of this Python process from or to a port."""
+  for fd in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(OSError, IndexError):
+      s = socket.socket(fileno=os.dup(int(fd)))
+      if port in (s.getsockname()[1], s.getpeername()[1]):
+        yield s
 
 
 def test_an_error_is_told_by_all(codes, capfd):
