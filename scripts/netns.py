@@ -22,7 +22,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 # A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
 PREFIX = "diloco"
@@ -73,13 +73,13 @@ class Network:
     """Returns the command that runs `argv` inside a node."""
     return ["ip", "netns", "exec", self.names[node], *argv]
 
-  def limit(self, rate: float | None) -> None:
-    """Limits every link in both directions to `rate` bits per second; None: no limit.
+  def limit(self, rate: float | None, nodes: Iterable[int] | None = None) -> None:
+    """Limits links in both directions to `rate` bits per second; None: no limit.
 
-    May be called while traffic flows.
+    May be called while traffic flows. `nodes` names the links; None: all links.
     """
-    for i, name in enumerate(self.names):
-      for namespace, device in ((name, "eth0"), (self.hub, f"port{i}")):
+    for i in range(len(self.names)) if nodes is None else nodes:
+      for namespace, device in ((self.names[i], "eth0"), (self.hub, f"port{i}")):
         tc = ["tc", "-n", namespace, "qdisc"]
         if rate is None:
           # Fails, without harm, if there was no limit.
