@@ -73,19 +73,35 @@ class Network:
     """Returns the command that runs `argv` inside a node."""
     return ["ip", "netns", "exec", self.names[node], *argv]
 
-  def limit(self, rate: float | None, nodes: Iterable[int] | None = None) -> None:
-    """Limits links in both directions to `rate` bits per second; None: no limit.
+  def limit(
+    self,
+    rate: float | None,
+    nodes: Iterable[int] | None = None,
+    upload_only: bool = False,
+  ) -> None:
+    """Limits links to `rate` bits per second; None: no limit.
 
-    May be called while traffic flows. `nodes` names the links; None: all links.
+    May be called while traffic flows.
+
+    Args:
+      rate: of each direction.
+      nodes: whose links; None: those of all nodes.
+      upload_only: whether only the direction away from the nodes changes.
     """
     for i in range(len(self.names)) if nodes is None else nodes:
-      for namespace, device in ((self.names[i], "eth0"), (self.hub, f"port{i}")):
+      directions = ((self.names[i], "eth0"), (self.hub, f"port{i}"))
+      for namespace, device in directions[:1] if upload_only else directions:
         tc = ["tc", "-n", namespace, "qdisc"]
         if rate is None:
           # Fails, without harm, if there was no limit.
           subprocess.run([*tc, "del", "dev", device, "root"], capture_output=True)
         else:
           _run(*tc, "replace", "dev", device, "root", "tbf", *_bucket(rate))
+
+  def connect(self, node: int, up: bool) -> None:
+    """Cuts a node's link, or makes it whole again; addresses and routes stay."""
+    state = "up" if up else "down"
+    _run("ip", "-n", self.hub, "link", "set", f"port{node}", state)
 
   def counters(self, node: int) -> tuple[int, ...]:
     """Returns (received, sent): bytes of a node's eth0, frame headers included.
