@@ -74,11 +74,13 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def audit(folder: pathlib.Path, path: str, fields: Sequence[str]) -> Audit:
-  """Audits the run in `folder`, which has finished."""
+def audit(
+  folder: pathlib.Path, path: str, fields: Sequence[str], first: int = 0
+) -> Audit:
+  """Audits the run in `folder`, which has finished; sums from round `first` on."""
   calendar = Calendar(config(path, fields))
   rounds = [*lines(folder / "coordinator/rounds.jsonl")]
-  found = count(rounds, calendar.sites, calendar.fragments)
+  found = count(rounds[first:], calendar.sites, calendar.fragments)
   found.problems += check_rounds(rounds, calendar)
   for k in range(calendar.sites):
     records = [*lines(folder / f"site-{k}/metrics.jsonl")]

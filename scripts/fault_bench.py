@@ -10,10 +10,11 @@ command after --restart_after seconds. With --baseline the run has no coordinato
 sites exchange with overlap.transport=host, and when a process ends, all start again
 from the last checkpoint.
 
-Goodput is the tokens behind all applied contributions over the seconds from the first
-round to the last. The audit reads the coordinator's rounds.jsonl, the metrics.jsonl of
-all sites, and the last checkpoints (fault_audit.py). Writes faults.json; a second call
-with the same --out is refused. Needs root, iproute2 and the package cryptography.
+Goodput is the tokens behind all applied contributions over seconds, from the first
+rounds, in which programs compile, to the last. The audit (fault_audit.py) reads the
+coordinator's rounds.jsonl, the metrics.jsonl of all sites, and the last checkpoints.
+Writes faults.json in --out, which must be new. Needs root, iproute2 and the package
+cryptography.
 """
 
 import argparse
@@ -39,6 +40,7 @@ SITES = 4
 COORDINATOR = -1
 KINDS = ("kill", "pause", "cut", "slow", "kill coordinator")
 LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
+WARM = {False: 15, True: 50}  # Rounds, in the baseline steps, before all is compiled.
 SLOWER = 8  # A slow link has this part of the rate.
 
 
@@ -47,7 +49,7 @@ class Fault:
   """A fault that strikes at a time.
 
   Attributes:
-    at: seconds after the first round.
+    at: seconds after the first rounds.
     kind: one of KINDS.
     site: which site it strikes; COORDINATOR.
     seconds: how long it lasts; for `kill` until the process starts again.
@@ -214,24 +216,26 @@ def weather(run: Run, storm: list[Fault]) -> dict:
   """Runs to the end, or to the limit; returns what was observed from outside."""
   for who in run.everyone:
     run.start(who)
-  began, at, first, changed = time.monotonic(), 0, 0.0, 0.0
+  began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
   longest = 0.0
   while not run.look_after():
     run.wait()
     now, found = time.monotonic(), run.progress()
     if found > at:
-      if not at:
-        first = changed = now
+      if warm:
+        longest = max(longest, now - changed)
+      elif found >= WARM[run.options.baseline]:
+        warm, first = found, now
         for fault in storm:
           run.after(fault.at, run.strike, fault)
-      longest = max(longest, now - changed)
       at, changed = found, now
-    if at and now - first > run.options.limit:
+    if warm and now - first > run.options.limit:
       print(f"stopped after {run.options.limit:g} s", flush=True)
       break
-    if not at and now - began > 300:
-      raise RuntimeError(f"no round in 300 s; see {run.folder}")
+    if not warm and now - began > 300:
+      raise RuntimeError(f"training does not begin; see {run.folder}")
   return {
+    "first": warm,
     "reached": at,
     "wall_s": changed - first,
     "longest_without_a_round_s": longest,
@@ -251,10 +255,10 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
   }
   if options.baseline:
     c = fault_audit.config(CONFIG, options.fields)
-    tokens = observed["reached"] * c.tokens_per_step
+    tokens = (observed["reached"] - observed["first"]) * c.tokens_per_step
     summary = options.out / "run/summary.json"
   else:
-    audit = fault_audit.audit(options.out, CONFIG, options.fields)
+    audit = fault_audit.audit(options.out, CONFIG, options.fields, observed["first"])
     found |= dataclasses.asdict(audit)
     tokens, summary = audit.tokens, options.out / "site-0/summary.json"
   found["tokens_per_s"] = tokens / observed["wall_s"]

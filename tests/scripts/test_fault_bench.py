@@ -1,0 +1,147 @@
+"""The bench of faults: its storm, and the audit on logs made by hand."""
+
+import copy
+import json
+
+import pytest
+from test_wan_bench import _load
+
+netns, sites_run = _load("netns"), _load("sites_run")
+audit, bench = _load("fault_audit"), _load("fault_bench")
+
+FIELDS = ["--config.train.steps=31"]
+
+
+def test_a_storm_follows_from_its_seed():
+  assert bench.draw(3, 20, 5, 4) == bench.draw(3, 20, 5, 4)
+  assert bench.draw(3, 20, 5, 4) != bench.draw(4, 20, 5, 4)
+
+
+def test_a_storm_has_as_many_faults_of_every_kind_as_asked():
+  storm = bench.draw(1, 200, 60, 5)
+  assert len(storm) == 200
+  assert {f.kind for f in storm} == {*bench.KINDS}
+  assert {f.site for f in storm} == {bench.COORDINATOR, *range(bench.SITES)}
+  assert all((f.site < 0) == (f.kind == "kill coordinator") for f in storm)
+  mean = sum(f.at for f in storm) / 200
+  assert 0.8 < mean / (200 * 60 / 2) < 1.2  # Spread evenly over 200 minutes.
+
+
+@pytest.mark.parametrize("every", [0.5, 3, 60])
+def test_nothing_is_struck_again_before_its_fault_has_ended(every):
+  storm = bench.draw(7, 100, every, 5)
+  assert storm == sorted(storm, key=lambda f: f.at)
+  ends = {}
+  for fault in storm:
+    assert fault.at > ends.get(fault.site, -1)
+    ends[fault.site] = fault.at + fault.seconds
+
+
+def test_flags_of_the_config_are_kept_and_others_refused(capsys):
+  options = bench.parse(["--out=x", "--config.train.steps=19"])
+  assert options.fields == ["--config.train.steps=19"]
+  assert audit.config(bench.CONFIG, options.fields).train.steps == 19
+  with pytest.raises(SystemExit):
+    bench.parse(["--out=x", "--nonsense=1"])
+  assert "--nonsense=1 is unknown" in capsys.readouterr().err
+
+
+@pytest.fixture
+def calendar():
+  return audit.Calendar(audit.config(bench.CONFIG, FIELDS))
+
+
+@pytest.fixture
+def rounds(calendar):
+  """The log of a run in which site 2 missed round 1."""
+  found = []
+  for number, (step, fragment) in enumerate(calendar.rounds):
+    members = [k for k in range(4) if (number, k) != (1, 2)]
+    found.append(
+      {
+        "round": number,
+        "fragment": fragment,
+        "step": step,
+        "tokens": {str(k): 10 for k in members},
+        "payloads": {str(k): 5 for k in members},
+        "late": [2] if number == 1 else [],
+        "waited_s": 2.0 if number == 1 else 0.1,
+      }
+    )
+  return found
+
+
+def _metrics(k, rounds):
+  records = []
+  for r in rounds:
+    pair = {"step": r["step"], "fragment": r["fragment"]}
+    if str(k) in r["tokens"]:
+      records.append({"kind": "send", **pair})
+    norm = 0.5 + r["round"]
+    merge = {"round": r["round"], "sites": len(r["tokens"]), "outer_update_norm": norm}
+    records.append({"kind": "receive", **pair, **merge})
+  return [*records, {"kind": "step", "step": 31}]
+
+
+def test_sums_over_the_coordinators_log(rounds):
+  found = audit.count(rounds, sites=4, fragments=3)
+  n = len(rounds)
+  assert (found.rounds, found.full, found.fewer) == (n, n - 1, 1)
+  assert (found.lost, found.late, found.longest_wait_s) == (1, 1, 2.0)
+  assert found.tokens == pytest.approx((4 * n - 1) * 10 / 3)
+
+
+def test_a_sound_log_has_no_problems(rounds, calendar):
+  assert len(rounds) > 5
+  assert audit.check_rounds(rounds, calendar) == []
+  sites = {k: _metrics(k, rounds) for k in range(4)}
+  for k, records in sites.items():
+    assert audit.check_site(k, records, rounds, calendar) == []
+  assert audit.check_merges(sites) == []
+
+
+def test_rounds_that_are_missing_or_twice_or_out_of_order_are_found(rounds, calendar):
+  for damaged in (
+    rounds[:3] + rounds[4:],
+    rounds[:-1],
+    [*rounds[:3], rounds[2], *rounds[3:]],
+    [rounds[1], rounds[0], *rounds[2:]],
+  ):
+    assert "rounds" in audit.check_rounds(damaged, calendar)[0]
+
+
+def test_a_round_of_another_step_or_without_payloads_is_found(rounds, calendar):
+  other = copy.deepcopy(rounds)
+  other[2]["step"] += 1
+  assert "round 2" in audit.check_rounds(other, calendar)[0]
+  other = copy.deepcopy(rounds)
+  del other[4]["payloads"]["3"]
+  assert "round 4" in audit.check_rounds(other, calendar)[0]
+
+
+def test_a_site_whose_metrics_disagree_with_the_log_is_found(rounds, calendar):
+  def problems(change):
+    records = _metrics(1, rounds)
+    change(records)
+    return audit.check_site(1, records, rounds, calendar)
+
+  merged = [i for i, r in enumerate(_metrics(1, rounds)) if r["kind"] == "receive"]
+  last = len(rounds)
+  assert "never closed" in problems(lambda r: r[merged[2]].update(round=last))[0]
+  assert "merged round 2" in problems(lambda r: r[merged[2]].update(sites=3))[0]
+  assert "never sent" in problems(lambda r: r.pop(0))[0]
+  assert "ended at step" in problems(lambda r: r.pop())[0]
+
+
+def test_sites_that_computed_other_numbers_from_a_round_are_found(rounds):
+  sites = {k: _metrics(k, rounds) for k in range(4)}
+  next(r for r in sites[3] if r["kind"] == "receive")["outer_update_norm"] = 0.6
+  (problem,) = audit.check_merges(sites)
+  assert "site 3" in problem
+
+
+def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
+  path = tmp_path / "rounds.jsonl"
+  path.write_text(json.dumps({"round": 0}) + '\n{"rou\n' + json.dumps({"round": 1}))
+  assert [r["round"] for r in audit.lines(path)] == [0, 1]
+  assert [*audit.lines(tmp_path / "none")] == []
