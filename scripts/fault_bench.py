@@ -41,6 +41,7 @@ COORDINATOR = -1
 KINDS = ("kill", "pause", "cut", "slow", "kill coordinator")
 LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
 WARM = {False: 15, True: 50}  # Rounds, in the baseline steps, before all is compiled.
+BACK_S = 10.0  # A process that starts again is not struck so long.
 SLOWER = 8  # A slow link has this part of the rate.
 
 
@@ -78,8 +79,7 @@ def draw(seed: int, faults: int, every: float, restart_after: float) -> list[Fau
     rng.shuffle(sites)
     site = min(sites, key=lambda k: max(free_at[k], at))
     at = max(free_at[site], at)
-    # After a fault it needs time to come back before it can be struck again.
-    free_at[site] = at + seconds + 2
+    free_at[site] = at + seconds + (BACK_S if "kill" in kind else 0)
     storm.append(Fault(at, kind, site, seconds))
   return sorted(storm, key=lambda fault: fault.at)
 

@@ -6,8 +6,9 @@ Each replica has one network namespace and one process (scripts/netns.py), and a
 its own if there are enough cores. Each method is one run of `diloco.main` with
 configs/wan.py, during which the rate of the links falls step by step. A measurement
 begins some steps after a change and ends whole rounds later. Bytes are those of the
-interfaces' counters, headers included. Needs root and iproute2. Writes wan.csv, wan.md
-and wan.png; keeps the rows of other methods in --out.
+interfaces' counters, headers included. With --transport=sites every replica is a site,
+and a coordinator relays the payloads, over a link without limit. Needs root and
+iproute2. Writes wan.csv, wan.md and wan.png; keeps the rows of other methods in --out.
 
 Utilisation is compute time over wall time. The compute time of a step is the median of
 the measured steps; most steps exchange nothing. Data-parallel has no such steps, so it
@@ -16,6 +17,7 @@ uses DiLoCo's compute time at the same rate: DiLoCo does the same computation.
 
 import argparse
 import csv
+import itertools
 import pathlib
 import runpy
 import signal
@@ -23,7 +25,8 @@ import sys
 
 import netns
 import numpy as np
-from wan_run import CONFIG, ROOT, Phase, Trace, run
+from sites_run import ROOT
+from wan_run import CONFIG, Phase, Trace, nodes, run
 
 sys.path.insert(0, str(ROOT))
 
@@ -86,7 +89,7 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
   # In the second round every fragment is sent for the first time: programs compile.
   # Half-way between two sends nothing is on the links or in the sockets' buffers.
   at = 2 * c.sync_every + gap // 2
-  for rate in rates:
+  for rate in [rate for rate in rates for _ in range(options.repeats)]:
     first = at + SETTLE
     last = first + c.sync_every * options.rounds
     phases.append(Phase(rate, at, first, last))
@@ -155,7 +158,7 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
 
   Args:
     method: name of the method.
-    network: a star with one node per replica.
+    network: a star with the nodes of `wan_run.nodes`.
     rows: the rows of other methods; data-parallel uses DiLoCo's compute times.
 
   Raises:
@@ -175,7 +178,7 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
     seconds = compute[phase.rate] if parallel else trace.compute_seconds(phase)
     try:
       found.append(row(c, method, phase, set_at, trace, seconds))
-      print(line(found[-1]), flush=True)
+      print(line(found[-1:]), flush=True)
     except RuntimeError as error:
       print(f"left out: {error}", file=sys.stderr)
   return found
@@ -217,18 +220,21 @@ HEADER = (
 )
 
 
-def line(row: dict, reference: float | None = None) -> str:
-  """Formats a row of the table as markdown.
+def line(rows: list[dict], reference: float | None = None) -> str:
+  """Formats a line of the table as markdown: medians, and the range of utilisation.
 
   Args:
-    row: from the function `row`.
+    rows: from the function `row`, of one method at one rate.
     reference: bytes per step of data-parallel; None: the last cell is empty.
   """
-  fewer = f"{reference / row['bytes_per_step']:.0f}x" if reference else ""
+  found = {k: np.median([r[k] for r in rows]) for k in rows[0] if k != "method"}
+  shares = [r["utilisation"] for r in rows]
+  spread = f" ({min(shares):.1%} to {max(shares):.1%})" if len(rows) > 1 else ""
+  fewer = f"{reference / found['bytes_per_step']:.0f}x" if reference else ""
   return (
-    f"| {row['method']} | {row['rate_mbit_s']:g} | {row['utilisation']:.1%}"
-    f" | {row['predicted']:.1%} | {row['tokens_per_s']:,.0f}"
-    f" | {row['bytes_per_step']:,.0f} | {row['counters_to_ledger']:.3f} | {fewer} |"
+    f"| {rows[0]['method']} | {found['rate_mbit_s']:g} | {found['utilisation']:.1%}"
+    f"{spread} | {found['predicted']:.1%} | {found['tokens_per_s']:,.0f}"
+    f" | {found['bytes_per_step']:,.0f} | {found['counters_to_ledger']:.3f} | {fewer} |"
   )
 
 
@@ -237,8 +243,9 @@ def table(rows: list[dict]) -> str:
   parallel = [r["bytes_per_step"] for r in rows_of(rows, "data-parallel")]
   reference = float(np.median(parallel)) if parallel else None
   order = [*METHODS]
-  ordered = sorted(rows, key=lambda r: (r["rate_mbit_s"], order.index(r["method"])))
-  return "\n".join([HEADER, *(line(r, reference) for r in ordered)]) + "\n"
+  key = lambda r: (r["rate_mbit_s"], order.index(r["method"]))
+  groups = [[*group] for _, group in itertools.groupby(sorted(rows, key=key), key)]
+  return "\n".join([HEADER, *(line(group, reference) for group in groups)]) + "\n"
 
 
 def picture(options, rows: list[dict], path: pathlib.Path) -> None:
@@ -292,6 +299,8 @@ def parse(argv=None):
     help="comma-separated, in Mbit/s",
   )
   add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+  add("--transport", choices=("host", "sites"), default="host")
+  add("--repeats", type=int, default=1, help="measurements for each rate")
   add("--rounds", type=int, default=1, help="rounds of H steps for each rate")
   add("--seconds", type=float, default=8, help="aim for a data-parallel row")
   add(
@@ -304,6 +313,8 @@ def parse(argv=None):
   options = parser.parse_args(argv)
   # In the order of METHODS: data-parallel uses the compute time of DiLoCo's run.
   options.methods = [m for m in METHODS if m in options.methods]
+  if options.transport == "sites" and "data-parallel" in options.methods:
+    parser.error("--transport is sites, which has no data-parallel; give --methods.")
   return options
 
 
@@ -321,7 +332,7 @@ def main() -> None:
     sys.exit(2)
   rows = load(options)
   print(HEADER)
-  with netns.star(options.replicas) as network:
+  with netns.star(nodes(options).stop) as network:
     for method in options.methods:
       rows += measure(options, method, network, rows)
       save(options, rows)

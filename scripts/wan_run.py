@@ -12,8 +12,9 @@ import time
 
 import netns
 import numpy as np
+import sites_run
+from sites_run import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 CONFIG = "configs/wan.py"
 
 
@@ -66,14 +67,20 @@ class Trace:
     return float(np.median(np.diff(times) / np.diff(steps)))
 
 
+def nodes(options) -> range:
+  """Returns the nodes of the replicas: with sites, node 0 is the coordinator's."""
+  first = int(options.transport == "sites")
+  return range(first, first + options.replicas)
+
+
 def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> Trace:
   """Trains once through all phases.
 
   Args:
-    options: replicas, and timeout in seconds.
+    options: replicas, transport, and timeout in seconds.
     fields: the fields of the config that differ from CONFIG.
     phases: the phases, in order.
-    network: a star with one node per replica.
+    network: a star with the nodes of `nodes`.
 
   Raises:
     RuntimeError: a process failed, or the run took longer than `timeout`.
@@ -84,7 +91,7 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
     workdir = pathlib.Path(folder)
     processes = start(options, fields, network, workdir)
     stop = threading.Event()
-    sampler = threading.Thread(target=sample, args=(network, trace, stop))
+    sampler = threading.Thread(target=sample, args=(options, network, trace, stop))
     sampler.start()
     try:
       follow(options, phases, network, processes, workdir, trace)
@@ -98,41 +105,54 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
 
 
 def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
-  """Starts one process per node, each with a log in workdir."""
+  """Starts one process per replica, and a coordinator for sites, with logs in workdir.
+
+  The process of replica i is pinned to a core; the log is i.log.
+  """
   cores = sorted(os.sched_getaffinity(0))
   env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
   # By default XLA makes one thread per core. A process has one core here, and an
   # exchange in the background would occupy its only thread.
   env["PJRT_NPROC"] = "4"
-  processes = []
+  flags = [f"--config.{name}={value}" for name, value in fields.items()]
+  commands: list[list[str]] = []
   for i in range(options.replicas):
+    pinned = ("taskset", "-c", str(cores[i % len(cores)]))
+    if options.transport == "sites":
+      commands.append([*pinned, *sites_run.site(network, i, workdir, CONFIG, flags)])
+      continue
     argv = [
-      *("taskset", "-c", str(cores[i % len(cores)])),
-      *(sys.executable, "-m", "diloco.main", f"--config={CONFIG}"),
-      *(f"--config.{name}={value}" for name, value in fields.items()),
+      *pinned,
+      *(sys.executable, "-m", "diloco.main", f"--config={CONFIG}", *flags),
       *(f"--workdir={workdir}/run", f"--coordinator={network.addresses[0]}:7777"),
       *(f"--num_processes={options.replicas}", f"--process_id={i}"),
     ]
+    commands.append(network.command(i, argv))
+  if options.transport == "sites":
+    sites_run.certificates(workdir, options.replicas)
+    commands.append(sites_run.coordinator(network, workdir, CONFIG, flags))
+  processes = []
+  for i, command in enumerate(commands):
     with (workdir / f"{i}.log").open("w") as log:
       processes.append(
-        subprocess.Popen(
-          network.command(i, argv), env=env, cwd=ROOT, stdout=log, stderr=log
-        )
+        subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log)
       )
   return processes
 
 
-def sample(network: netns.Network, trace: Trace, stop: threading.Event) -> None:
-  """Reads the counters fifty times a second."""
-  nodes = range(len(network.names))
+def sample(
+  options, network: netns.Network, trace: Trace, stop: threading.Event
+) -> None:
+  """Reads the counters of the replicas' links fifty times a second."""
   while not stop.wait(0.02):
-    sent = np.mean([network.counters(i)[1] for i in nodes])
+    sent = np.mean([network.counters(i)[1] for i in nodes(options)])
     trace.samples.append((time.time(), float(sent)))
 
 
 def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
   """Reads metrics.jsonl as it grows, and sets the rate when a phase starts."""
-  path, position, step = workdir / "run/metrics.jsonl", 0, 0
+  folder = "site-0" if options.transport == "sites" else "run"
+  path, position, step = workdir / folder / "metrics.jsonl", 0, 0
   deadline = time.time() + options.timeout
   waiting = list(phases)
   while step < phases[-1].last:
@@ -153,5 +173,5 @@ def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
     steps = [r["step"] for r in trace.records if r["kind"] == "step"]
     step = max(steps, default=0)
     if waiting and step >= waiting[0].starts:
-      network.limit(waiting.pop(0).rate)
+      network.limit(waiting.pop(0).rate, nodes(options))
       trace.changes.append(time.time())
