@@ -79,7 +79,7 @@ def draw(seed: int, faults: int, every: float, restart_after: float) -> list[Fau
     rng.shuffle(sites)
     site = min(sites, key=lambda k: max(free_at[k], at))
     at = max(free_at[site], at)
-    free_at[site] = at + seconds + (BACK_S if "kill" in kind else 0)
+    free_at[site] = at + seconds + (BACK_S if "kill" in kind else 1)
     storm.append(Fault(at, kind, site, seconds))
   return sorted(storm, key=lambda fault: fault.at)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from test_wan_bench import _load
 
-netns, sites_run = _load("netns"), _load("sites_run")
+_, _ = _load("netns"), _load("sites_run")
 audit, bench = _load("fault_audit"), _load("fault_bench")
 
 FIELDS = ["--config.train.steps=31"]

@@ -119,6 +119,50 @@ def test_rate_bounds_throughput_and_can_change():
 
 
 @needs_namespaces
+def test_some_links_are_limited_in_one_direction():
+  with netns.star(3) as network:
+    network.limit(8e6, [1], upload_only=True)
+    network.limit(8e6, [2])
+    limited = {
+      (name, device)
+      for i, own in enumerate(network.names)
+      for name, device in ((own, "eth0"), (network.hub, f"port{i}"))
+      if "tbf"
+      in subprocess.run(
+        ["tc", "-n", name, "qdisc", "show", "dev", device],
+        capture_output=True,
+        text=True,
+      ).stdout
+    }
+    assert limited == {
+      (network.names[1], "eth0"),
+      (network.names[2], "eth0"),
+      (network.hub, "port2"),
+    }
+
+
+@needs_namespaces
+def test_a_link_that_was_cut_carries_again():
+  with netns.star(2) as network:
+    knock = f"import socket; socket.create_connection(({network.addresses[1]!r}, 5), 1)"
+
+    def answer() -> str:
+      command = network.command(0, [sys.executable, "-c", knock])
+      return subprocess.run(command, capture_output=True, text=True).stderr
+
+    assert "ConnectionRefusedError" in answer()
+    network.connect(1, up=False)
+    assert "TimeoutError" in answer()
+    network.connect(1, up=True)
+    assert "ConnectionRefusedError" in answer()
+    assert _exchange(network, 10_000) > 0
+    shown = subprocess.run(
+      ["ip", "-n", network.names[1], "route"], capture_output=True, text=True
+    )
+    assert "rto_min" in shown.stdout
+
+
+@needs_namespaces
 def test_star_of_four_is_isolated_and_knows_its_names():
   with netns.star(4) as network:
     assert len(set(network.addresses)) == 4

@@ -22,7 +22,8 @@ def _load(name: str):
   return sys.modules[name]
 
 
-netns, _, bench = _load("netns"), _load("wan_run"), _load("wan_bench")
+netns, _, wan_run = _load("netns"), _load("sites_run"), _load("wan_run")
+bench = _load("wan_bench")
 
 
 def options(*argv):
@@ -136,6 +137,33 @@ def test_the_table_is_ordered_and_compares_bytes():
     [" data-parallel ", " 8 "],
   ]
   assert lines[0].endswith("| 400x |")
+
+
+def test_repeated_rows_are_one_line_with_their_range():
+  c = bench.resolved(options(), "DiLoCo")
+  phase = bench.Phase(8e6, 10, 15, 95)
+  row = bench.row(c, "DiLoCo", phase, 1000.0, _trace(), 0.1)
+  shares = (0.5, 0.7, 0.6)
+  rows = [{**row, "utilisation": share, "tokens_per_s": 10 * share} for share in shares]
+  [line] = bench.table(rows).splitlines()[2:]
+  assert line.split("|")[3] == " 60.0% (50.0% to 70.0%) "
+  assert line.split("|")[5] == " 6 "
+
+
+def test_repeats_measure_a_rate_several_times_in_a_row():
+  phases = bench.plan(options("--rates=8,32", "--repeats=3"), "DiLoCo", 0.05)
+  assert [p.rate for p in phases] == 3 * [32e6] + 3 * [8e6]
+  for before, after in itertools.pairwise(phases):
+    assert before.last <= after.starts < after.first
+
+
+def test_sites_have_the_nodes_after_the_coordinators(capsys):
+  given = options("--transport=sites", "--methods", "Streaming")
+  assert [*wan_run.nodes(given)] == [1, 2]
+  assert [*wan_run.nodes(options())] == [0, 1]
+  with pytest.raises(SystemExit):
+    options("--transport=sites")
+  assert "no data-parallel" in capsys.readouterr().err
 
 
 def test_results_of_other_methods_are_kept(tmp_path):
