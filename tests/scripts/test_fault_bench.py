@@ -2,11 +2,14 @@
 
 import copy
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
-from test_wan_bench import _load
+from test_wan_bench import SCRIPTS, _load
 
-_, _ = _load("netns"), _load("sites_run")
+netns, _ = _load("netns"), _load("sites_run")
 audit, bench = _load("fault_audit"), _load("fault_bench")
 
 FIELDS = ["--config.train.steps=31"]
@@ -140,8 +143,34 @@ def test_sites_that_computed_other_numbers_from_a_round_are_found(rounds):
   assert "site 3" in problem
 
 
+def test_one_other_bit_in_a_last_checkpoint_is_found(monkeypatch, tmp_path):
+  arrays = {"9.theta": np.arange(4, dtype=np.float32)}
+  changed = {"9.theta": np.nextafter(arrays["9.theta"], 9)}
+  for name, different, expected in (
+    ("site-2", arrays, []),
+    ("site-2", changed, ["site 2 ends with other values of ['9.theta']"]),
+    ("site-1", {}, ["site 1 has no last checkpoint like that of the coordinator"]),
+  ):
+    stored = lambda path, n=name, x=different: x if path.name == n else arrays
+    monkeypatch.setattr(audit, "outer_parameters", stored)
+    assert audit.check_states(tmp_path, 4) == expected
+
+
 def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
   path = tmp_path / "rounds.jsonl"
   path.write_text(json.dumps({"round": 0}) + '\n{"rou\n' + json.dumps({"round": 1}))
   assert [r["round"] for r in audit.lines(path)] == [0, 1]
   assert [*audit.lines(tmp_path / "none")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
+def test_a_run_survives_a_storm_and_its_audit(tmp_path):
+  argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2"]
+  argv += ["--config.train.steps=400", "--limit=300"]
+  subprocess.run([sys.executable, SCRIPTS / "fault_bench.py", *argv], check=True)
+  found = json.loads((tmp_path / "run/faults.json").read_text())
+  assert found["problems"] == []
+  assert found["faults"] == 6
+  assert found["full"] + found["fewer"] == found["rounds"]
+  assert found["loss"] < 7
