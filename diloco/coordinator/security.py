@@ -24,6 +24,9 @@ OPTIONS = (
   ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_S),
   ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_S),
   ("grpc.keepalive_permit_without_calls", 1),
+  # While a ping of another kind has no answer, gRPC sends no keepalive: by default it
+  # waits a minute.
+  ("grpc.http2.ping_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_S),
   ("grpc.http2.max_pings_without_data", 0),
   ("grpc.http2.min_ping_interval_without_data_ms", 1000 * KEEPALIVE_S // 2),
   ("grpc.enable_http_proxy", 0),
