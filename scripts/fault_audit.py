@@ -35,7 +35,7 @@ class Audit:
     lost: payloads that are missing in the closed rounds.
     late: payloads that came too late, or for which a round waited in vain.
     longest_wait_s: the longest that a round waited after its quorum.
-    tokens: behind all contributions, mean over the fragments.
+    tokens: behind the contributions that were measured, mean over the fragments.
     merges: rounds that the sites merged, by their metrics.
   """
 
@@ -75,12 +75,19 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def audit(
-  folder: pathlib.Path, path: str, fields: Sequence[str], first: int = 0
+  folder: pathlib.Path, path: str, fields: Sequence[str], measured: slice
 ) -> Audit:
-  """Audits the run in `folder`, which has finished; sums from round `first` on."""
+  """Audits the run in `folder`, which has finished.
+
+  Args:
+    folder: with the workdirs of the coordinator and the sites.
+    path, fields: see `config`.
+    measured: the rounds whose tokens count.
+  """
   calendar = Calendar(config(path, fields))
   rounds = [*lines(folder / "coordinator/rounds.jsonl")]
-  found = count(rounds[first:], calendar.sites, calendar.fragments)
+  found = count(rounds, calendar.sites, calendar.fragments)
+  found.tokens = count(rounds[measured], calendar.sites, calendar.fragments).tokens
   found.problems += check_rounds(rounds, calendar)
   for k in range(calendar.sites):
     records = [*lines(folder / f"site-{k}/metrics.jsonl")]

@@ -10,11 +10,12 @@ command after --restart_after seconds. With --baseline the run has no coordinato
 sites exchange with overlap.transport=host, and when a process ends, all start again
 from the last checkpoint.
 
-Goodput is the tokens behind all applied contributions over seconds, from the first
-rounds, in which programs compile, to the last. The audit (fault_audit.py) reads the
-coordinator's rounds.jsonl, the metrics.jsonl of all sites, and the last checkpoints.
-Writes faults.json in --out, which must be new. Needs root, iproute2 and the package
-cryptography.
+Goodput is the tokens behind all applied contributions over seconds, while the storm
+lasts (--faults times --every seconds; without faults until the end). It begins after
+the first rounds, in which programs compile. The run goes on to its end. The audit
+(fault_audit.py) reads the coordinator's rounds.jsonl, the metrics.jsonl of all sites,
+and the last checkpoints. Writes faults.json in --out, which must be new. Needs root,
+iproute2 and the package cryptography.
 """
 
 import argparse
@@ -217,7 +218,8 @@ def weather(run: Run, storm: list[Fault]) -> dict:
   for who in run.everyone:
     run.start(who)
   began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
-  longest = 0.0
+  longest, storm_s = 0.0, run.options.faults * run.options.every
+  counted: tuple[int, float] | None = None  # Progress, seconds: when the storm ends.
   while not run.look_after():
     run.wait()
     now, found = time.monotonic(), run.progress()
@@ -229,14 +231,18 @@ def weather(run: Run, storm: list[Fault]) -> dict:
         for fault in storm:
           run.after(fault.at, run.strike, fault)
       at, changed = found, now
+    if warm and not counted and storm and now - first > storm_s:
+      counted = at, now - first
     if warm and now - first > run.options.limit:
       print(f"stopped after {run.options.limit:g} s", flush=True)
       break
     if not warm and now - began > 300:
       raise RuntimeError(f"training does not begin; see {run.folder}")
+  reached, seconds = counted or (at, changed - first)
   return {
     "first": warm,
-    "reached": at,
+    "reached": reached,
+    "seconds": seconds,
     "wall_s": changed - first,
     "longest_without_a_round_s": longest,
     "faults": sum(fault.at < changed - first for fault in storm),
@@ -258,10 +264,11 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
     tokens = (observed["reached"] - observed["first"]) * c.tokens_per_step
     summary = options.out / "run/summary.json"
   else:
-    audit = fault_audit.audit(options.out, CONFIG, options.fields, observed["first"])
+    measured = slice(observed["first"], observed["reached"])
+    audit = fault_audit.audit(options.out, CONFIG, options.fields, measured)
     found |= dataclasses.asdict(audit)
     tokens, summary = audit.tokens, options.out / "site-0/summary.json"
-  found["tokens_per_s"] = tokens / observed["wall_s"]
+  found["tokens_per_s"] = tokens / observed["seconds"]
   with contextlib.suppress(OSError):
     found["loss"] = json.loads(summary.read_text())["eval_loss"]["outer"]
   return found
