@@ -94,12 +94,17 @@ class Run:
     self.processes: dict[int, subprocess.Popen] = {}
     self.unplanned = list[str]()  # Processes that ended by themselves, with an error.
     self.restarts = 0
+    self._stood_still = 0.0
     self._events: list[tuple[float, int, tuple]] = []
     self.everyone = (
       [*range(SITES)] if options.baseline else [COORDINATOR, *range(SITES)]
     )
     # An all-gather sends a payload to each of the others; to the coordinator, once.
     self.rate = options.rate * (SITES - 1 if options.baseline else 1)
+
+  def now(self) -> float:
+    """Returns seconds; they do not pass while the whole machine is suspended."""
+    return time.monotonic() - self._stood_still
 
   def start(self, who: int) -> None:
     """Starts a process; its output goes on in the same file."""
@@ -135,7 +140,7 @@ class Run:
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
-    entry = (time.monotonic() + seconds, len(self._events), (action, *arguments))
+    entry = (self.now() + seconds, len(self._events), (action, *arguments))
     while any(entry[:2] == other[:2] for other in self._events):
       entry = (entry[0], entry[1] + 1, entry[2])
     heapq.heappush(self._events, entry)
@@ -188,8 +193,11 @@ class Run:
 
   def wait(self) -> None:
     """Does what is due."""
+    began = time.monotonic()
     time.sleep(0.05)
-    while self._events and self._events[0][0] <= time.monotonic():
+    slept = time.monotonic() - began
+    self._stood_still += slept if slept > 2 else 0.0
+    while self._events and self._events[0][0] <= self.now():
       _, _, (action, *arguments) = heapq.heappop(self._events)
       action(*arguments)
 
@@ -217,12 +225,12 @@ def weather(run: Run, storm: list[Fault]) -> dict:
   """Runs to the end, or to the limit; returns what was observed from outside."""
   for who in run.everyone:
     run.start(who)
-  began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
+  began, at, warm, first, changed = run.now(), 0, 0, 0.0, 0.0
   longest, storm_s = 0.0, run.options.faults * run.options.every
   counted: tuple[int, float] | None = None  # Progress, seconds: when the storm ends.
   while not run.look_after():
     run.wait()
-    now, found = time.monotonic(), run.progress()
+    now, found = run.now(), run.progress()
     if found > at:
       if warm:
         longest = max(longest, now - changed)
