@@ -3,15 +3,13 @@
 Node 0 of the star is the coordinator's, node K + 1 is that of site K.
 """
 
-import datetime
+import os
 import pathlib
+import subprocess
 import sys
 from collections.abc import Sequence
 
 import netns
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PORT = 7777
@@ -60,35 +58,8 @@ def _python(network, node, module, folder, config, fields) -> list[str]:
 
 def certificates(folder: pathlib.Path, sites: int) -> None:
   """Makes folder/tls/NAME with ca.pem, cert.pem and key.pem for each of `names`."""
-  ca_key = ec.generate_private_key(ec.SECP256R1())
-  ca = _sign("diloco", ca_key.public_key(), "diloco", ca_key, ca=True)
-  for name in names(sites):
-    key = ec.generate_private_key(ec.SECP256R1())
-    own = folder / "tls" / name
-    own.mkdir(parents=True, exist_ok=True)
-    cert = _sign(name, key.public_key(), "diloco", ca_key, ca=False)
-    pem = serialization.Encoding.PEM
-    (own / "ca.pem").write_bytes(ca.public_bytes(pem))
-    (own / "cert.pem").write_bytes(cert.public_bytes(pem))
-    (own / "key.pem").write_bytes(
-      key.private_bytes(
-        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-      )
-    )
-
-
-def _sign(subject: str, key, issuer: str, issuer_key, ca: bool) -> x509.Certificate:
-  now = datetime.datetime.now(datetime.UTC)
-  name = lambda text: x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-  builder = (
-    x509.CertificateBuilder()
-    .subject_name(name(subject))
-    .issuer_name(name(issuer))
-    .public_key(key)
-    .serial_number(x509.random_serial_number())
-    .not_valid_before(now - datetime.timedelta(days=1))
-    .not_valid_after(now + datetime.timedelta(days=30))
-    .add_extension(x509.BasicConstraints(ca, None), critical=True)
-    .add_extension(x509.SubjectAlternativeName([x509.DNSName(subject)]), critical=False)
-  )
-  return builder.sign(issuer_key, hashes.SHA256())
+  script = ROOT / "scripts" / "make_certificates.py"
+  flags = [f"--out={folder / 'tls'}", f"--sites={sites}"]
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
+  argv = [sys.executable, str(script), *flags]
+  subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=env)
