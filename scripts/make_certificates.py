@@ -13,8 +13,8 @@ Needs the library `cryptography` (pip install 'diloco[sites]').
 import datetime
 import os
 import pathlib
+import sys
 
-from absl import flags
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -22,10 +22,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
 
 from diloco.config import ConfigError, command_line
 from diloco.coordinator import security
-
-_OUT = flags.DEFINE_string("out", None, "Folder of the authority and the parties.")
-_SITES = flags.DEFINE_integer("sites", None, "Number of sites, K.", lower_bound=1)
-_DAYS = flags.DEFINE_integer("days", 365, "Days until they end.", lower_bound=1)
 
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
@@ -132,12 +128,18 @@ def _name(common_name: str) -> x509.Name:
   return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
 
 
-def main(_) -> None:
-  command_line.make_folder(_OUT.value, "--out")
-  made = make(pathlib.Path(_OUT.value), _SITES.value, _DAYS.value)
-  print(f"new in {_OUT.value}: {', '.join(made) or 'nothing'}")
+def main() -> None:
+  parser = command_line.Parser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--out", required=True, help="folder of all parties")
+  parser.add_argument("--sites", type=int, required=True, help="number of sites, K")
+  parser.add_argument("--days", type=int, default=365, help="days until they end")
+  args = parser.parse_args()
+  if min(args.sites, args.days) < 1:
+    parser.error(f"--sites is {args.sites} and --days {args.days}; give at least 1")
+  command_line.make_folder(args.out, "--out")
+  made = make(pathlib.Path(args.out), args.sites, args.days)
+  print(f"new in {args.out}: {', '.join(made) or 'nothing'}")
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["out", "sites"])
-  command_line.run(main)
+  sys.exit(command_line.guarded(main))

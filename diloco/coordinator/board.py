@@ -125,6 +125,7 @@ class Board:
     self._recent: dict[int, Entry] = {}
     self._owners: dict[tuple[int, int], str] = {}
     self._done = set[int]()  # Sites that finished the run.
+    self._farewells = dict[int, str]()  # {site: why it leaves}
     self._stopped = False
     self._last_news = time.monotonic()
     self._applying = asyncio.Lock()
@@ -151,7 +152,8 @@ class Board:
       if not self.rounds.has(site, key[0]):
         del self.uploads[key]
     self.notify()
-    self._say(f"Site {site} is gone: {self.inside()} of {self.calendar.sites}.")
+    reason = self._farewells.pop(site, "is gone")
+    self._say(f"Site {site} {reason}: {self.inside()} of {self.calendar.sites}.")
 
   def receive(self, session: Session, message: Message) -> bool:
     """Takes a message of a site that has joined; returns False for its farewell.
@@ -167,8 +169,11 @@ class Board:
       self._first_ready = min(self._first_ready, time.monotonic())
       self.notify()
     elif message.kind == "leave":
-      if message.fields.get("reason") == "finished":
+      reason = message.fields.get("reason")
+      if reason == "finished":
         self._done.add(session.site)
+      if reason in ("finished", "stopped"):
+        self._farewells[session.site] = f"has {reason}"
       return False
     else:
       raise BadMessage(f"it sent the unknown message {message.kind[:50]!r}")

@@ -4,12 +4,15 @@ A round is one send of one fragment, by all sites. Rounds close in the order of 
 schedule. A round closes when every expected site has sent its payload, or when a quorum
 has sent and the grace window is over. A site that misses a round is not expected again
 until it says that it has caught up, so it delays the others once, by the window at
-most. Times are seconds of any clock that never goes back.
+most. A site that misses one round after another is waited for half as long, then a
+quarter as long. Times are seconds of any clock that never goes back.
 """
 
 import dataclasses
 import enum
 import math
+
+_LEAST_PATIENCE = 0.25
 
 
 class Presence(enum.Enum):
@@ -29,6 +32,7 @@ class Member:
     presence: whether the site takes part.
     first: the first round in which the site is expected.
     joins, leaves, late: how often the site came, went, and missed a round.
+    patience: share of the window that a round waits for this site.
   """
 
   presence: Presence = Presence.AWAY
@@ -36,6 +40,7 @@ class Member:
   joins: int = 0
   leaves: int = 0
   late: int = 0
+  patience: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +113,7 @@ class Rounds:
       return False
     sites = self._sent.setdefault(number, set())
     sites.add(site)
+    self.members[site].patience = 1.0
     if len(sites) >= self._quorum:
       self._quorum_at.setdefault(number, now)
     return True
@@ -123,23 +129,25 @@ class Rounds:
     if len(have) < self._quorum:
       return None
     missing = self._expected(number) - have
-    quorum_at = self._quorum_at[number]
-    if missing and now < quorum_at + self._grace_s:
+    if now < self.deadline():
       return None
     for site in missing:
       self._returning.discard(site)
       member = self.members[site]
       member.late += 1
+      member.patience = max(member.patience / 2, _LEAST_PATIENCE)
       if member.presence is Presence.IN:
         member.presence = Presence.LATE
     self._sent.pop(number)
-    self._quorum_at.pop(number)
+    quorum_at = self._quorum_at.pop(number)
     self.closed += 1
     return Closing(number, tuple(sorted(have)), tuple(sorted(missing)), now - quorum_at)
 
   def deadline(self) -> float:
-    """Returns when `close` must be asked again even if nothing happens; or infinity."""
-    return self._quorum_at.get(self.closed, math.inf) + self._grace_s
+    """Returns when the next round closes even if nothing happens; or infinity."""
+    missing = self._expected(self.closed) - self._sent.get(self.closed, set())
+    patience = max((self.members[site].patience for site in missing), default=0.0)
+    return self._quorum_at.get(self.closed, math.inf) + patience * self._grace_s
 
   def _expected(self, number: int) -> set[int]:
     inside = {

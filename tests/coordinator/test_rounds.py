@@ -21,7 +21,7 @@ class Machine(RuleBasedStateMachine):
   def start(self, quorum, grace, first):
     self.quorum, self.grace, self.now = quorum, grace, 100.0
     self.rounds = Rounds(4, quorum, grace, closed=first)
-    self.closings = []
+    self.closings, self.missed = [], set()  # Sites that missed their last round.
     self.first = first
     self.sent = {}  # {round: {site: when}}
     self.waited_for = {}  # {site: rounds that closed without it since its `ready`}
@@ -82,7 +82,12 @@ class Machine(RuleBasedStateMachine):
     for site in closing.late:
       self.waited_for[site] += 1
       assert self.waited_for[site] == 1
+      # Sites that missed a round before are waited for in a part of the window.
+      assert self.now >= quorum_at + self.grace / 4
+    if any(site not in self.missed for site in closing.late):
       assert self.now >= quorum_at + self.grace
+    self.missed |= set(closing.late)
+    self.missed -= set(closing.members)
     self.closings.append(closing)
 
   @invariant()
@@ -143,6 +148,23 @@ def test_a_missing_site_delays_the_others_once():
   rounds.sent(0, 3, now=13)
   assert rounds.close(now=22.9) is None
   assert rounds.members[1].late == 1
+
+
+def test_a_site_that_misses_round_after_round_is_waited_for_less():
+  rounds = rounds_of(2, grace_s=8)
+  waits = []
+  for number in range(4):
+    rounds.ready(1, number)
+    rounds.sent(0, number, now=100 * number)
+    waits.append(rounds.deadline() - 100 * number)
+    assert rounds.close(now=rounds.deadline()).late == (1,)
+  assert waits == [8, 4, 2, 2]
+  rounds.ready(1, 4)
+  rounds.sent(1, 4, now=500)
+  rounds.sent(0, 4, now=500)
+  rounds.close(now=500)
+  rounds.sent(0, 5, now=600)
+  assert rounds.deadline() == 608
 
 
 def test_a_site_is_not_expected_before_its_first_round():
