@@ -56,8 +56,8 @@ class Calendar:
   def payload_bytes(self, number: int) -> int:
     return self.sizes[number]
 
-  def step_before(self, number: int) -> int:
-    return number
+  def replicas_of(self, site: int) -> list[str]:
+    return [str(site)]
 
 
 class Group:
@@ -100,10 +100,10 @@ def send(options) -> None:
   tls = str(options.folder / "tls" / f"site-{options.site}")
   channel = functools.partial(security.channel, options.address, tls, False)
   hello = {"site": options.site, "config": {}}
-  link = Link(channel, options.address, hello, lambda line: None)
+  link = Link(channel, options.address, hello, lambda line: None, room=8)
   link.join(fsdp=1, round=0, digests=[])
   link.ready(0)
-  link.wait_for_start()
+  link.wait_for_start(lambda: False)
   print("ready", flush=True)
   for line in sys.stdin:
     number, begin = json.loads(line)

@@ -83,6 +83,7 @@ def test_a_late_site_gets_the_rounds_and_loses_its_own_payload(start):
 def test_no_round_closes_below_the_quorum(start):
   calendar = make_calendar(3, quorum=2, grace_s=0.0)
   coordinator, (first, second, third) = start(calendar)
+  wait(lambda: coordinator.board.started)  # The group begins with all sites only.
   third.leave()
   second.leave()
   wait(lambda: coordinator.board.inside() == 1)
