@@ -63,8 +63,12 @@ class Calendar:
 class Group:
   """Stands in for the outer state: there is none."""
 
+  def __init__(self):
+    self.applied, self.data = 0, {}
+
   def apply(self, entry) -> None:
     del entry
+    self.applied += 1
 
   def snapshot(self) -> tuple[int, bytes]:
     return 0, b""
@@ -85,9 +89,9 @@ def coordinate(options) -> None:
     tls = options.folder / "tls" / sites_run.COORDINATOR
     credentials = security.server_credentials(options.address, str(tls), False)
     journal = Journal(options.folder)
-    board = Board(Calendar(options.sizes), journal, Group(), 0, {}, lambda line: None)
+    board = Board(Calendar(options.sizes), journal, lambda line: None)
     await Server(board, ()).serve(options.address, credentials)
-    await board.close_rounds()
+    await asyncio.gather(board.close_rounds(), board.apply_rounds(Group))
 
   asyncio.run(serve())
 

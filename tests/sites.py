@@ -44,7 +44,7 @@ class Group:
 
   def __init__(self, journal: Journal):
     self.applied, self.state, self.digests = 0, 0, [0]
-    self.snapshot_bytes = 100_000
+    self.snapshot_bytes, self.data = 100_000, {}
     for number in journal.rounds:
       self.apply(journal.read(number))
 
@@ -52,6 +52,7 @@ class Group:
     assert entry.round == self.applied
     self.state = after(self.state, entry.payloads)
     self.digests.append(self.state)
+    self.data |= entry.data
     self.applied += 1
 
   def snapshot(self) -> tuple[int, bytes]:
@@ -102,9 +103,13 @@ class Coordinator:
     deadline = time.monotonic() + LONG
     while self._thread.is_alive():  # Before Python 3.12 `wait_for` may miss a cancel.
       with contextlib.suppress(RuntimeError):  # The loop is closed.
-        self._loop.call_soon_threadsafe(self._closing.cancel)
+        self._loop.call_soon_threadsafe(self._cancel)
       self._thread.join(0.1)
       assert time.monotonic() < deadline
+
+  def _cancel(self) -> None:
+    for task in asyncio.all_tasks(self._loop):
+      task.cancel()
 
   def restart(self) -> "Coordinator":
     """Kills the coordinator, and starts another in its folder, at its address."""
@@ -128,15 +133,19 @@ class Coordinator:
   async def _serve(self) -> None:
     self._loop = asyncio.get_running_loop()
     journal = Journal(self.workdir)
-    self.group = Group(journal)
-    self.board = Board(
-      self.calendar, journal, self.group, self.group.applied, {}, self.said.append
-    )
+    self.board = Board(self.calendar, journal, self.said.append)
+
+    def load():
+      self.group = Group(journal)
+      return self.group
+
     self.server = Server(self.board, FREE)
     listen = f"localhost:{self.port}"
     credentials = security.server_credentials(listen, self.tls, not self.tls)
     self.port = await self.server.serve(listen, credentials)
-    self._closing = asyncio.create_task(self.board.close_rounds())
+    self._closing = asyncio.gather(
+      self.board.close_rounds(), self.board.apply_rounds(load)
+    )
     self._up.set()
     try:
       await self._closing

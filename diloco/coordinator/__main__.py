@@ -51,7 +51,6 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
   from diloco.coordinator import security
   from diloco.coordinator.board import Board
   from diloco.coordinator.calendar import Calendar
-  from diloco.coordinator.group import OuterGroup
   from diloco.coordinator.journal import Journal
   from diloco.coordinator.report import Report
   from diloco.coordinator.server import Server
@@ -64,34 +63,45 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock_workdir(workdir, Peers()))
     journal = Journal(workdir)
-    group = stack.enter_context(
-      contextlib.closing(OuterGroup(calendar, workdir, journal))
-    )
     report = stack.enter_context(
       contextlib.closing(Report(calendar, workdir, journal, say))
     )
-    board = Board(
-      calendar, journal, group, group.applied, group.data, say, report.closed
-    )
+    board = Board(calendar, journal, say, report.closed)
     server = Server(board, resume.FREE_FIELDS)
     report.watch(board, server)
     port = await server.serve(FLAGS.listen, credentials)
     host = FLAGS.listen.rpartition(":")[0]
     say(
       f"Coordinates {calendar.sites} sites at {host}:{port}, from round"
-      f" {group.applied}."
+      f" {board.published}."
     )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
       loop.add_signal_handler(signum, board.stop)
+
+    def load():
+      from diloco.coordinator.group import OuterGroup  # JAX takes seconds.
+
+      return OuterGroup(calendar, workdir, journal)
+
+    applying = asyncio.create_task(board.apply_rounds(load))
+    closing = asyncio.create_task(board.close_rounds())
     try:
-      if await board.close_rounds():
+      await asyncio.wait({applying, closing}, return_when=asyncio.FIRST_EXCEPTION)
+      if applying.done() and applying.exception():
+        board.stop()
+        await closing
+        applying.result()
+      if closing.result():
+        group = applying.result()
         group.finish()
         report.finish()
       else:
         say("Stopped; the same command goes on, and the sites come back.")
     finally:
       await server.stop()
+      if applying.done() and not applying.exception():
+        applying.result().close()
 
 
 if __name__ == "__main__":

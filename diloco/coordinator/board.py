@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from diloco.config import ConfigError
 from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.journal import Entry, Journal
 from diloco.coordinator.messages import BadMessage, Message, number
@@ -26,7 +27,15 @@ _LINGER_S = 30.0
 
 
 class Group(Protocol):
-  """The outer state that the coordinator keeps."""
+  """The outer state that the coordinator keeps.
+
+  Attributes:
+    applied: rounds below this number are in it.
+    data: {replica: [step, position in its text]} of these rounds.
+  """
+
+  applied: int
+  data: dict[str, Any]
 
   def apply(self, entry: Entry) -> None:
     """Applies a closed round."""
@@ -36,6 +45,12 @@ class Group(Protocol):
 
   def agrees(self, applied: int, digests: list[int]) -> bool:
     """Returns whether a site's outer state after `applied` rounds is the group's."""
+
+  def finish(self) -> None:
+    """Saves the outer state after the last round."""
+
+  def close(self) -> None:
+    """Waits until all is saved."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,7 +101,6 @@ class Board:
     published: rounds below this number are on the disk, and sites may hear of them.
     started: whether the group has begun.
     uploads: {(open round, site): payload}.
-    data: {replica: [step, position in its text]} as the closed rounds recorded it.
     changed: replaced and set when there is news.
   """
 
@@ -94,9 +108,6 @@ class Board:
     self,
     calendar: Calendar,
     journal: Journal,
-    group: Group,
-    published: int,
-    data: dict[str, Any],
     say: Callable[[str], None],
     on_closed: Callable[[Entry], None] = lambda entry: None,
   ):
@@ -105,20 +116,18 @@ class Board:
     Args:
       calendar: all rounds.
       journal: the closed rounds on the disk.
-      group: the outer state, to which the rounds below `published` are applied.
-      published: number of closed rounds.
-      data: positions that are recorded so far.
       say: tells the user a line.
       on_closed: called with every round that closes.
     """
     sites = calendar.config.sites
-    self.calendar, self.published, self.data = calendar, published, data
-    self.run = journal.run
-    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, published)
+    self.calendar, self.published, self.run = calendar, journal.closed, journal.run
+    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()
-    self.started = published > 0
-    self._journal, self._group, self._say = journal, group, say
+    self.started = self.published > 0
+    self._journal, self._say = journal, say
+    self._group: Group | None = None
+    self._loaded = asyncio.Event()
     self._on_closed = on_closed
     self._start_s, self._first_ready = sites.start_s, math.inf
     self._linger_s = max(2 * sites.grace_s, _LINGER_S)
@@ -129,8 +138,9 @@ class Board:
     self._stopped = False
     self._last_news = time.monotonic()
     self._applying = asyncio.Lock()
-    if published and published in (r + 1 for r in journal.rounds):
-      self.rounds.expect_return(tuple(journal.read(published - 1).payloads))
+    if self.published - 1 in journal.rounds:
+      last = journal.read(self.published - 1)
+      self.rounds.expect_return(tuple(last.payloads))
 
   # Sites.
 
@@ -179,17 +189,27 @@ class Board:
       raise BadMessage(f"it sent the unknown message {message.kind[:50]!r}")
     return True
 
+  async def positions(self, site: int) -> dict[str, Any]:
+    """Returns {replica: [step, position in its text]} of a site, as far as recorded."""
+    data = (await self._get()).data
+    own = self.calendar.replicas_of(site)
+    return {replica: data[replica] for replica in own if replica in data}
+
   async def snapshot(self) -> tuple[int, bytes]:
     """Returns the number of applied rounds, and the outer state as bytes."""
+    group = await self._get()
     async with self._applying:
-      return await asyncio.to_thread(self._group.snapshot)
+      return await asyncio.to_thread(group.snapshot)
 
   async def agrees(self, applied: int, digests: list[int]) -> bool:
     """Returns whether a site needs no snapshot: it has the rounds below `applied`."""
+    group = await self._get()
+    while group.applied < min(applied, self.published):
+      await self.changed.wait()
     if not self.is_kept(applied):
       return False
     async with self._applying:
-      return self._group.agrees(applied, digests)
+      return group.agrees(applied, digests)
 
   def is_kept(self, number: int) -> bool:
     """Returns whether this round and all later closed rounds can be sent again."""
@@ -245,13 +265,49 @@ class Board:
       self._owners = {k: v for k, v in self._owners.items() if k[0] > entry.round - 64}
       for key in [k for k in self.uploads if k[0] <= entry.round]:
         del self.uploads[key]
-      self.data |= entry.data
       self.published = entry.round + 1
       self.notify()
       self._on_closed(entry)
-      async with self._applying:
-        await asyncio.to_thread(self._group.apply, entry)
     return True
+
+  async def apply_rounds(self, load: Callable[[], Group]) -> Group:
+    """Loads the outer state, and applies the closed rounds to it.
+
+    Rounds close meanwhile: they need no outer state. After a restart, sites wait for
+    the coordinator until it listens, not until it has read a checkpoint.
+
+    Args:
+      load: reads the outer state; runs in a thread.
+
+    Returns:
+      The outer state, when all rounds of the run are applied, or after `stop`.
+
+    Raises:
+      ConfigError: the outer state has rounds that the journal does not know.
+    """
+    group = self._group = await asyncio.to_thread(load)
+    if group.applied > self.published:
+      raise ConfigError(
+        f"--workdir has a checkpoint of {group.applied} rounds, but rounds.jsonl has"
+        f" {self.published}; restore rounds.jsonl from a copy."
+      )
+    self._loaded.set()
+    while not self._stopped and group.applied < len(self.calendar.rounds):
+      news = self.changed
+      while group.applied < self.published and not self._stopped:
+        entry = await self.entry(group.applied)
+        async with self._applying:
+          await asyncio.to_thread(group.apply, entry)
+        self.notify()
+      if news is self.changed:
+        await news.wait()
+    return group
+
+  async def _get(self) -> Group:
+    """Waits until the outer state is loaded."""
+    await self._loaded.wait()
+    assert self._group is not None
+    return self._group
 
   def _is_over(self) -> bool:
     if self.published < len(self.calendar.rounds) or self.inside():

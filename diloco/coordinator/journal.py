@@ -66,6 +66,11 @@ class Journal:
     for number in [r for r in self.rounds if r not in known]:
       self._write_line(self.read(number))
 
+  @property
+  def closed(self) -> int:
+    """Counts the closed rounds of the run."""
+    return len({line["round"] for line in self.lines()})
+
   @functools.cached_property
   def run(self) -> str:
     """A random name of the run, which survives restarts."""

@@ -254,17 +254,12 @@ class Server:
       "run": board.run,
       "published": board.published,
       "snapshot": len(snapshot) if snapshot is not None else 0,
-      "data": self._positions(session.site),
+      "data": await board.positions(session.site),
       "started": board.started,
     }
     yield Message("welcome", fields)
     for _, part in chunks(snapshot) if snapshot is not None else ():
       yield Message("state", {}, part)
-
-  def _positions(self, site: int) -> dict[str, Any]:
-    """Selects the recorded data positions of a site's replicas."""
-    own = self._board.calendar.replicas_of(site)
-    return {r: self._board.data[r] for r in own if r in self._board.data}
 
   async def _closed(
     self, session: Session, at: int, sent: dict[tuple[int, int], tuple[Upload, int]]

@@ -198,7 +198,8 @@ def test_positions_of_other_sites_are_not_taken(run):
   first = chunk(now, data=data)
   assert say(coordinator, [hello(), first, *rest])[0] is CODES.OK
   play(players, range(now, now + 1))
-  assert coordinator.board.data == {"0": [now, {}], "1": [now, {}], "2": [9, "own"]}
+  wait(lambda: coordinator.group.applied == now + 1)
+  assert coordinator.group.data == {"0": [now, {}], "1": [now, {}], "2": [9, "own"]}
 
 
 def test_a_flood_of_connections_is_limited(run):

@@ -257,7 +257,7 @@ def test_the_board_is_bounded(start):
       assert len(player.link._outgoing) <= fragments
       assert len(player.link._parts) <= fragments * sites
   assert coordinator.call(lambda: len(coordinator.board.uploads)) == 0
-  assert coordinator.board.data.keys() == {"0", "1", "2"}
+  assert coordinator.group.data.keys() == {"0", "1", "2"}
 
 
 def test_sites_that_come_and_go_at_random_end_nothing(start):
