@@ -242,19 +242,22 @@ class Server:
     """Yields the answer to `join`, and a snapshot if the site needs one."""
     board, received = self._board, session.fields.get("received")
     snapshot: bytes | None = None
+    data = dict[str, Any]()
     if isinstance(received, int) and board.is_kept(received):
-      at = received  # This process was here before: it goes on.
+      # This process was here before. It need not wait for the outer state.
+      at = received
     else:
       own, digests = session.fields.get("round"), session.fields.get("digests")
       at = own if isinstance(own, int) else -1
       if not (isinstance(digests, list) and await board.agrees(at, digests)):
         at, snapshot = await board.snapshot()
+      data = await board.positions(session.site)
     fields = {
       "round": at,
       "run": board.run,
       "published": board.published,
       "snapshot": len(snapshot) if snapshot is not None else 0,
-      "data": await board.positions(session.site),
+      "data": data,
       "started": board.started,
     }
     yield Message("welcome", fields)

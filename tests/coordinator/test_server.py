@@ -4,6 +4,7 @@ import threading
 
 import grpc
 import pytest
+import sites
 from sites import Coordinator, Player, in_time, make_calendar, payload, play, wait
 
 from diloco.coordinator.rounds import Presence
@@ -133,6 +134,28 @@ def test_the_run_goes_on_after_the_coordinator_was_killed(start, kept):
   assert {p.state for p in players} == {coordinator.state}
   assert coordinator.lines() == list(range(kept + 6))
   assert all(player.link.reconnects > 0 for player in players)
+
+
+def test_rounds_close_while_a_restarted_coordinator_reads_the_outer_state(
+  start, monkeypatch
+):
+  coordinator, players = start()
+  play(players, range(2))
+  read = threading.Event()
+
+  class Slow(sites.Group):
+    def __init__(self, journal):
+      assert read.wait(60)
+      super().__init__(journal)
+
+  monkeypatch.setattr(sites, "Group", Slow)
+  coordinator = coordinator.restart()
+  start.ends_with(coordinator)
+  play(players, range(2, 5))
+  assert coordinator.lines() == list(range(5))
+  read.set()
+  wait(lambda: hasattr(coordinator, "group"))
+  assert coordinator.state == players[0].state
 
 
 def test_a_newcomer_gets_a_snapshot_and_one_that_comes_back_only_the_log(start):
