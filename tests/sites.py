@@ -108,7 +108,7 @@ class Coordinator:
       assert time.monotonic() < deadline
 
   def _cancel(self) -> None:
-    for task in asyncio.all_tasks(self._loop):
+    for task in self._tasks:  # gRPC's own tasks crash Python if they are cancelled.
       task.cancel()
 
   def restart(self) -> "Coordinator":
@@ -143,12 +143,11 @@ class Coordinator:
     listen = f"localhost:{self.port}"
     credentials = security.server_credentials(listen, self.tls, not self.tls)
     self.port = await self.server.serve(listen, credentials)
-    self._closing = asyncio.gather(
-      self.board.close_rounds(), self.board.apply_rounds(load)
-    )
+    work = (self.board.close_rounds(), self.board.apply_rounds(load))
+    self._tasks = [asyncio.create_task(x) for x in work]
     self._up.set()
     try:
-      await self._closing
+      await asyncio.gather(*self._tasks)
       self.over.set()
     finally:
       await self.server._server.stop(grace=None)
