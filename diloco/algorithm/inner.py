@@ -55,7 +55,6 @@ def inner_step(
   Returns:
     New parameters, new optimizer state, metrics.
   """
-
   arrays, shared = (params_M, opt_state_M, tokens_MxBxL), (trainable, tuned)
   mesh = jax.sharding.get_abstract_mesh()
   if not c.data_parallel and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:

@@ -15,6 +15,7 @@ parameters and optimizer state. Fragments of equal shapes share their programs.
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -197,6 +198,30 @@ def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tup
     )
 
 
+def send_fragment(
+  plan: Plan,
+  t: int,
+  p: int,
+  params_M: Tree,
+  theta: Tree,
+  codec_state: Tree,
+  first: int = 0,
+) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
+  """Runs `send` for fragment p after step t; theta lies at home or on `home.mesh`."""
+  # All sites and transports must draw the same random numbers.
+  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
+  parts = (params_M, plan.home.fetch(theta), codec_state, plan.layers[p], key, first)
+  return send(*parts, wire=plan.wire, mesh=plan.mesh)
+
+
+def merge_fragment(
+  plan: Plan, p: int, params_M: Tree, theta: Tree, mask: Sequence[bool]
+) -> Tree:
+  """Runs `merge` for fragment p; theta lies at home or on `home.mesh`."""
+  theta, mask_M = plan.home.fetch(theta), np.asarray(mask)
+  return merge(params_M, theta, plan.layers[p], mask_M, alpha=plan.alpha)
+
+
 def outer_step(
   plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
 ) -> tuple[Tree, OuterState, list[Event]]:
@@ -208,10 +233,10 @@ def outer_step(
   # Line 6.
   for p in plan.schedule.sends(t) if last_send is None or t <= last_send else []:
     # Lines 7 and 8; fragment p is in flight until it is updated.
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
     theta, opt_state = home.bring((state.theta[p], state.opt_state[p]))
-    parts = (params_M, home.fetch(theta), state.codec_state[p], plan.layers[p], key)
-    payload, codec_state, metrics = send(*parts, wire=plan.wire, mesh=plan.mesh)
+    payload, codec_state, metrics = send_fragment(
+      plan, t, p, params_M, theta, state.codec_state[p]
+    )
     plan.jobs.start(p, receive, plan, payload, theta, opt_state)
     state = state.after_send(p, theta, opt_state, codec_state, payload)
     events.append(Event("send", p, t, plan.sync_bytes(p), metrics))
@@ -227,8 +252,7 @@ def outer_step(
       state = state.after_update(p, *home.keep((theta, opt_state)))
       events.append(Event("receive", p, t, 0, metrics | plan.jobs.waited()))
     # Line 12.
-    theta, mask_M = home.fetch(theta), np.asarray(mask)
-    params_M = merge(params_M, theta, plan.layers[p], mask_M, alpha=plan.alpha)
+    params_M = merge_fragment(plan, p, params_M, theta, mask)
   return params_M, state, events
 
 

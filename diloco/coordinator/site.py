@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from diloco.algorithm.optimizers import at_step
-from diloco.algorithm.outer import merge, send
+from diloco.algorithm.outer import merge_fragment, send_fragment
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.config import Config
@@ -216,17 +216,10 @@ class Site:
       if number >= self._applied:  # The group did not wait for this site.
         self._miss(t)
       return state
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
     outer = state.outer
-    payload, codec_state, metrics = send(
-      state.params,
-      plan.home.fetch(outer.theta[p]),
-      outer.codec_state[p],
-      plan.layers[p],
-      key,
-      self.first_replica,
-      wire=plan.wire,
-      mesh=plan.mesh,
+    arrays = (state.params, outer.theta[p], outer.codec_state[p])
+    payload, codec_state, metrics = send_fragment(
+      plan, t, p, *arrays, self.first_replica
     )
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
     steps = self._calendar.steps_behind(number, self._since)
@@ -348,8 +341,7 @@ class Site:
   ) -> TrainState:
     """Line 12."""
     assert state.outer is not None
-    theta, mask_M = plan.home.fetch(state.outer.theta[p]), np.asarray(mask)
-    params_M = merge(state.params, theta, plan.layers[p], mask_M, alpha=plan.alpha)
+    params_M = merge_fragment(plan, p, state.params, state.outer.theta[p], mask)
     return dataclasses.replace(state, params=params_M)
 
   def _miss(self, t: int) -> None:
