@@ -51,7 +51,7 @@ class OuterGroup:
     self.applied, self.data = 0, dict[str, Any]()
     self._checkpoints = Checkpoints(workdir, calendar.config, mesh, plan, Peers())
     self._restore()
-    self._digests = {self.applied: self._all_digests()}
+    self._digests = {self.applied: outer_state.digests(self._state())}
     for number in [r for r in journal.rounds if r >= self.applied]:
       self.apply(journal.read(number))
 
@@ -101,10 +101,9 @@ class OuterGroup:
 
   def save(self, step: int, finished: bool = False) -> None:
     """Saves the outer state; deletes payloads that no checkpoint needs any more."""
-    state = OuterState(tuple(self._theta), tuple(self._opt_state), (), {})
     config = self._calendar.config.to_dict()
     record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
-    self._checkpoints.save(step, TrainState({}, {}, state), record)
+    self._checkpoints.save(step, TrainState({}, {}, self._state()), record)
     self._checkpoints.wait()
     oldest = min(stored.steps_of(self._workdir))
     self._journal.forget(before=self._calendar.first_after(oldest))
@@ -147,5 +146,5 @@ class OuterGroup:
       return False  # A checkpoint holds all rounds of its step, or none.
     return step // every > (latest or 0) // every
 
-  def _all_digests(self) -> list[int]:
-    return [outer_state.digest(*x) for x in zip(self._theta, self._opt_state)]
+  def _state(self) -> OuterState:
+    return OuterState(tuple(self._theta), tuple(self._opt_state), (), {})

@@ -78,7 +78,7 @@ def digest(theta: Tree, opt_state: Tree) -> int:
   """Returns the CRC-32 of a fragment's outer state."""
   sum_ = 0
   for leaf in jax.tree.leaves((theta, opt_state)):
-    sum_ = zlib.crc32(_host(leaf).tobytes(), sum_)
+    sum_ = zlib.crc32(_host(leaf).data, sum_)  # Without a copy of the array.
   return sum_
 
 
