@@ -232,9 +232,7 @@ def main() -> None:
   if options.role:
     {"coordinator": coordinate, "site": send}[options.role](options)
     return
-  reason = netns.missing()
-  if reason:
-    sys.exit(f"error: {reason}.")
+  netns.prepare()
   print(HEADER)
   with netns.star(SITES + 1) as network:
     rows = measure(options, network)

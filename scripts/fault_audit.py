@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +17,8 @@ from sites_run import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from diloco.config import Config, resolve
+from diloco.config import Config
+from diloco.config.command_line import load_config
 from diloco.coordinator.calendar import Calendar
 
 # Numbers of a merge that every site computes from the same payloads.
@@ -57,13 +57,7 @@ def config(path: str, fields: Sequence[str]) -> Config:
     path: of the config's file, below the repository.
     fields: flags --config.NAME=VALUE.
   """
-  c = runpy.run_path(str(ROOT / path))["get_config"]()
-  for field in fields:
-    name, _, value = field.removeprefix("--config.").partition("=")
-    with contextlib.suppress(ValueError):
-      value = json.loads(value)
-    c.update_from_flattened_dict({name: value})
-  return resolve(c)
+  return load_config(str(ROOT / path), fields)
 
 
 def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
@@ -89,13 +83,13 @@ def audit(
   found = count(rounds, calendar.sites, calendar.fragments)
   found.tokens = count(rounds[measured], calendar.sites, calendar.fragments).tokens
   found.problems += check_rounds(rounds, calendar)
-  for k in range(calendar.sites):
-    records = [*lines(folder / f"site-{k}/metrics.jsonl")]
+  by_site = {
+    k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)
+  }
+  for k, records in by_site.items():
     found.problems += check_site(k, records, rounds, calendar)
     found.merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
-  found.problems += check_merges(
-    {k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)}
-  )
+  found.problems += check_merges(by_site)
   found.problems += check_states(folder, calendar.sites)
   return found
 

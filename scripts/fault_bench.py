@@ -23,6 +23,7 @@ import collections
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import json
 import os
 import pathlib
@@ -96,6 +97,7 @@ class Run:
     self.restarts = 0
     self._stood_still = 0.0
     self._events: list[tuple[float, int, tuple]] = []
+    self._order = itertools.count()  # Of events at the same time.
     self.everyone = (
       [*range(SITES)] if options.baseline else [COORDINATOR, *range(SITES)]
     )
@@ -140,9 +142,7 @@ class Run:
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
-    entry = (self.now() + seconds, len(self._events), (action, *arguments))
-    while any(entry[:2] == other[:2] for other in self._events):
-      entry = (entry[0], entry[1] + 1, entry[2])
+    entry = (self.now() + seconds, next(self._order), (action, *arguments))
     heapq.heappush(self._events, entry)
 
   def strike(self, fault: Fault) -> None:
@@ -305,11 +305,7 @@ def parse(argv=None):
 
 def main() -> None:
   options = parse()
-  # Turn SIGTERM into SystemExit, so that processes and namespaces are removed.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-  reason = netns.missing()
-  if reason:
-    sys.exit(f"error: {reason}.")
+  netns.prepare()
   if options.out.exists() and any(options.out.iterdir()):
     sys.exit(f"error: --out is {options.out}, which is not empty; choose a new folder.")
   options.out.mkdir(parents=True, exist_ok=True)

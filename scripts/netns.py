@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -51,6 +52,17 @@ def missing() -> str | None:
     return f"network namespaces cannot be made here: {made.stderr.strip()}"
   _remove(probe)
   return None
+
+
+def prepare() -> None:
+  """Ends the program if namespaces cannot be made; call it before `star`.
+
+  SIGTERM becomes SystemExit, so that processes and namespaces are removed.
+  """
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  reason = missing()
+  if reason:
+    sys.exit(f"error: {reason}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ import csv
 import itertools
 import pathlib
 import runpy
-import signal
 import sys
 
 import netns
@@ -320,11 +319,7 @@ def parse(argv=None):
 
 def main() -> None:
   options = parse()
-  # Turn SIGTERM into SystemExit, so that processes and namespaces are removed.
-  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-  reason = netns.missing()
-  if reason:
-    sys.exit(f"error: {reason}.")
+  netns.prepare()
   try:
     make_folder(options.out, "--out")
   except ConfigError as error:
