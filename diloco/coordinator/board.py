@@ -75,7 +75,6 @@ class Upload:
   """A payload that arrives, or has arrived.
 
   Attributes:
-    session: the connection's process, which keeps the payload too.
     tokens: inner tokens behind each replica's payload.
     data: {replica: [step, position in its text]}.
     total: size of the payload.
@@ -83,7 +82,6 @@ class Upload:
     received: its first bytes.
   """
 
-  session: str
   tokens: int
   data: dict[str, Any]
   total: int
@@ -380,7 +378,6 @@ class Board:
     data = message.fields.get("data")
     own = self.calendar.replicas_of(session.site)
     return Upload(
-      session.name,
       number(message, "tokens", 1, _LARGEST),
       {m: data[m] for m in own if m in data} if isinstance(data, dict) else {},
       total,

@@ -47,18 +47,14 @@ class Closed:
   Attributes:
     round: its number.
     fragment: the fragment p.
-    step: the inner step after which it was sent.
     tokens: {site: tokens behind each payload of the site}; its keys are the members.
     payloads: {site: bytes}.
-    inside: sites that are connected.
   """
 
   round: int
   fragment: int
-  step: int
   tokens: dict[int, int]
   payloads: dict[int, bytes]
-  inside: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +102,13 @@ class Link:
     Args:
       open_channel: opens a channel to the coordinator.
       address: of the coordinator, for messages.
-      hello: what the site says of itself; see `_join`.
+      hello: what the site says of itself: `join` of docs/sites.md.
       say: tells the user a line.
       room: closed rounds that are kept; more than the fragments of the model.
     """
     self.inside, self.reconnects, self.room = 0, 0, room
-    self._open, self._address, self._hello, self._say = (
-      open_channel,
-      address,
-      {**hello, "version": VERSION, "session": secrets.token_hex(8)},
-      say,
-    )
+    self._open, self._address, self._say = open_channel, address, say
+    self._hello = {**hello, "version": VERSION, "session": secrets.token_hex(8)}
     self._changed = threading.Condition()
     self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     self._welcome: Welcome | None = None  # Until the training thread takes it.
@@ -213,7 +205,6 @@ class Link:
       if self._leaving:
         return
       self._leaving = True
-      self._changed.notify_all()
       self._put(Message("leave", {"reason": reason}))
       self._requests.put(None)
       self._changed.notify_all()
@@ -387,9 +378,7 @@ class Link:
     for key in [k for k in self._parts if k[0] <= number]:
       del self._parts[key]  # Late payloads.
     self.inside = fields["inside"]
-    self._closed[number] = Closed(
-      number, fields["fragment"], fields["step"], tokens, payloads, fields["inside"]
-    )
+    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads)
     self._next = number + 1
 
 

@@ -59,18 +59,16 @@ class SharedLink:
       own
       and [
         own.fragment,
-        own.step,
         list(own.tokens.items()),
         [len(x) for x in own.payloads.values()],
-        own.inside,
       ]
     )
-    fragment, step, tokens, sizes, inside = head
+    fragment, tokens, sizes = head
     data = self._bytes(b"".join(own.payloads.values()) if own else None, sum(sizes))
     ends = np.cumsum(sizes)
     parts = [data[end - size : end] for size, end in zip(sizes, ends.tolist())]
     payloads = dict(zip((site for site, _ in tokens), parts))
-    return Closed(number, fragment, step, dict(tokens), payloads, inside)
+    return Closed(number, fragment, dict(tokens), payloads)
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())

@@ -72,9 +72,9 @@ class Link:
   def close(self, payloads, tokens=None):
     """Closes the next round with these payloads {site: bytes}."""
     number = self.newest()[0]
-    step, p = self.calendar.rounds[number]
+    _, p = self.calendar.rounds[number]
     tokens = tokens or dict.fromkeys(payloads, 192)
-    self.rounds.append(Closed(number, p, step, tokens, payloads, 2))
+    self.rounds.append(Closed(number, p, tokens, payloads))
 
 
 class Batches:
@@ -249,7 +249,7 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   assert player.batches.state == {"0": {"position": 9}}
   player = Player()
   player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, None)
-  player.link.rounds = [Closed(6, 0, 21, {0: 192}, {0: player.other()}, 2)]
+  player.link.rounds = [Closed(6, 0, {0: 192}, {0: player.other()})]
   player.enter(start=21)
   assert player.t == 21
   assert player.batches.state == {"0": {"position": 0}}
