@@ -90,7 +90,9 @@ def draw(c: Config, sends: list[dict], first: int, last: int, axes: Axes) -> Non
       if t + tau <= last:
         axes.plot([t + tau] * 2, [row - 0.08, row + 0.7], color=color, lw=2.5)
   for p, fragment in enumerate(fragments):
-    parts = [f"layer {n}" for n in fragment.layers] + ["embedding"] * fragment.embed
+    parts = [f"layer {n}" for n in fragment.layers] + ["embedding"] * bool(
+      fragment.rest
+    )
     rows[count - 1 - p] = ", ".join(parts[:3]) + ", ..." * (len(parts) > 3)
   axes.set_yticks([y + 0.31 for y in rows], rows.values(), fontsize=8)
   axes.tick_params(left=False)

@@ -1,7 +1,8 @@
 """Takes a fragment out of the parameters, puts it back, and joins all fragments.
 
-Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. A fragment is such a
-tree with `blocks`, leaves (n, ...) for the fragment's n layers, or `embed`, or both.
+Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. Trees that are not
+the trainer's may have other names beside `blocks`, or no `blocks`. A fragment is a tree
+with some of the names; its `blocks` have leaves (n, ...) for its n layers.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -24,17 +25,15 @@ def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
 
   Args:
     params_M: parameters of all replicas, leaves (M, N, ...) and (M, ...).
-    keys: `blocks` and/or `embed`, or a tree with these keys.
+    keys: names such as `blocks` and `embed`, or a tree with these names.
     layers: int32 (n,), the fragment's layers.
 
   Returns:
-    Leaves (M, n, ...) under `blocks` and (M, ...) under `embed`.
+    Leaves (M, n, ...) under `blocks` and (M, ...) under other names.
   """
-  part = {}
-  if "blocks" in keys:
-    part["blocks"] = jax.tree.map(lambda x: x[:, layers], params_M["blocks"])
-  if "embed" in keys:
-    part["embed"] = params_M["embed"]
+  part = {name: params_M[name] for name in keys}
+  if "blocks" in part:
+    part["blocks"] = jax.tree.map(lambda x: x[:, layers], part["blocks"])
   return part
 
 
@@ -47,8 +46,8 @@ def put(
   """Puts a fragment back: the inverse of `take`.
 
   Args:
-    mix: called with the old and the new tensor of a layer, or of `embed`; returns the
-      tensor to put.
+    mix: called with the old and the new tensor of a layer, or of a parameter without
+      a layer axis; returns the tensor to put.
   """
 
   def put_layers(x_M, y_M):
@@ -60,10 +59,9 @@ def put(
     return jax.lax.fori_loop(0, len(layers), one, x_M)
 
   params_M, layers = dict(params_M), jnp.asarray(layers)
-  if "blocks" in part_M:
-    params_M["blocks"] = jax.tree.map(put_layers, params_M["blocks"], part_M["blocks"])
-  if "embed" in part_M:
-    params_M["embed"] = jax.tree.map(mix, params_M["embed"], part_M["embed"])
+  for name, new_M in part_M.items():
+    one = put_layers if name == "blocks" else mix
+    params_M[name] = jax.tree.map(one, params_M[name], new_M)
   return params_M
 
 

@@ -196,7 +196,7 @@ def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:
   """
   layers_N = np.zeros(num_layers, np.float32)
   layers_N[[n for fragment in fragments for n in fragment.layers]] = 1
-  embed = np.float32(any(fragment.embed for fragment in fragments))
+  embed = np.float32(any(fragment.rest for fragment in fragments))
   return {"blocks": layers_N, "embed": embed}
 
 

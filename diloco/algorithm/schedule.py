@@ -19,12 +19,14 @@ class Fragment:
   """Parameters that are synchronised together.
 
   Attributes:
-    layers: indices of its transformer blocks, ascending; may be empty.
-    embed: whether it holds `embed`: the embedding, head, positions and final norm.
+    layers: indices of its layers, that is of its transformer blocks, ascending; may be
+      empty.
+    rest: names of the parameters without a layer axis that it holds, or (). In the
+      trainer's models this is `embed`: embedding, head, positions and final norm.
   """
 
   layers: tuple[int, ...]
-  embed: bool = False
+  rest: tuple[str, ...] = ()
 
   @property
   def indices(self) -> np.ndarray:
@@ -44,7 +46,7 @@ class Fragment:
       return (len(self.layers), *tree[1:])
 
     blocks = {"blocks": cut(parameters["blocks"])} if self.layers else {}
-    return blocks | ({"embed": parameters["embed"]} if self.embed else {})
+    return blocks | {name: parameters[name] for name in self.rest}
 
 
 def make_fragments(
@@ -71,7 +73,7 @@ def make_fragments(
     ValueError: the pattern is unknown, or the fragment is larger than the model.
   """
   if pattern == "whole":
-    return (Fragment(tuple(range(num_layers)), embed=True),)
+    return (Fragment(tuple(range(num_layers)), ("embed",)),)
   if not 1 <= size <= num_layers:
     raise ValueError(
       f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
@@ -85,7 +87,7 @@ def make_fragments(
   else:
     raise ValueError(f"no fragments have the pattern {pattern!r}.")
   blocks = [Fragment(tuple(ids)) for ids in layers]
-  embed = [Fragment((), embed=True)]
+  embed = [Fragment((), ("embed",))]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)
 
 

@@ -49,7 +49,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   embed = sum(math.prod(s) for _, s in leaves({"embed": parameters(c.model)["embed"]}))
   block = (num_params(c.model) - embed) / c.model.num_layers
   layers = tuple(
-    ((0,) if f.embed else ()) + tuple(i + 1 for i in f.layers)
+    ((0,) if f.rest else ()) + tuple(i + 1 for i in f.layers)
     for f in c.make_fragments()
   )
   return Workload(

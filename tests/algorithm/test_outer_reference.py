@@ -217,7 +217,7 @@ def num_values(program: Program, outer: ref.Params, p: int) -> int:
   fragment = plan_of(program, outer).fragments[p]
   layer = sum(x[0].size for x in jax.tree.leaves(outer["blocks"]))
   embed = sum(x.size for x in jax.tree.leaves(outer["embed"]))
-  return len(fragment.layers) * layer + fragment.embed * embed
+  return len(fragment.layers) * layer + bool(fragment.rest) * embed
 
 
 def compare(program: Program, got: Snapshot, want: ref.Result, T: int):

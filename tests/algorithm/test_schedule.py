@@ -14,9 +14,9 @@ def test_patterns_match_figure_2():
   assert [f.layers for f in strided] == [(0, 3), (1, 4), (2, 5), ()]
   sequential = make_fragments(6, 2, "sequential")
   assert [f.layers for f in sequential] == [(0, 1), (2, 3), (4, 5), ()]
-  assert [f.embed for f in strided] == [False, False, False, True]
-  assert make_fragments(3, 1, embedding="first")[0] == Fragment((), embed=True)
-  assert make_fragments(2, 1, "whole") == (Fragment((0, 1), embed=True),)
+  assert [f.rest for f in strided] == [(), (), (), ("embed",)]
+  assert make_fragments(3, 1, embedding="first")[0] == Fragment((), ("embed",))
+  assert make_fragments(2, 1, "whole") == (Fragment((0, 1), ("embed",)),)
 
 
 @given(
@@ -29,7 +29,7 @@ def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):
   fragments = make_fragments(n, min(size, n), pattern, embedding)
   layers = [layer for f in fragments for layer in f.layers]
   assert sorted(layers) == list(range(n))
-  assert sum(f.embed for f in fragments) == 1
+  assert sum(len(f.rest) for f in fragments) == 1
   if pattern != "whole":
     assert len(fragments) == -(-n // min(size, n)) + 1
     assert max(len(f.layers) for f in fragments) <= min(size, n)
@@ -45,8 +45,8 @@ def test_a_fragment_takes_its_share_of_the_parameters_shapes():
   }
   blocks = {"ff": {"up": (2, 8, 32)}, "norm": (2, 8)}
   assert Fragment((1, 4)).shapes(shapes) == {"blocks": blocks}
-  assert Fragment((), embed=True).shapes(shapes) == {"embed": shapes["embed"]}
-  assert Fragment(tuple(range(6)), embed=True).shapes(shapes) == shapes
+  assert Fragment((), ("embed",)).shapes(shapes) == {"embed": shapes["embed"]}
+  assert Fragment(tuple(range(6)), ("embed",)).shapes(shapes) == shapes
 
 
 def test_the_schedule_matches_the_papers_example():
