@@ -1,1 +1,52 @@
-"""DiLoCo, Streaming DiLoCo and their scaling laws, in JAX."""
+"""DiLoCo, Streaming DiLoCo and their scaling laws, in JAX.
+
+The names below are for a training loop of your own (docs/library.md). The trainer is
+`python -m diloco.main`; `python -m diloco` lists all commands.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from diloco.algorithm.layout import Stacked
+  from diloco.algorithm.state import Event, OuterState
+  from diloco.algorithm.streaming import Streaming, replicate, streaming
+  from diloco.config import ConfigError
+  from diloco.config.fields import OuterConfig, WireConfig
+  from diloco.run.mesh import replica_mesh
+  from diloco.wire.ledger import Ledger
+
+__all__ = [
+  "ConfigError",
+  "Event",
+  "Ledger",
+  "OuterConfig",
+  "OuterState",
+  "Stacked",
+  "Streaming",
+  "WireConfig",
+  "replica_mesh",
+  "replicate",
+  "streaming",
+]
+
+_HOMES = {
+  "diloco.algorithm.layout": ("Stacked",),
+  "diloco.algorithm.state": ("Event", "OuterState"),
+  "diloco.algorithm.streaming": ("Streaming", "replicate", "streaming"),
+  "diloco.config.fields": ("ConfigError", "OuterConfig", "WireConfig"),
+  "diloco.run.mesh": ("replica_mesh",),
+  "diloco.wire.ledger": ("Ledger",),
+}
+
+
+def __getattr__(name: str) -> Any:
+  """Imports a public name when it is first used: the simulators import no JAX."""
+  for home, names in _HOMES.items():
+    if name in names:
+      return getattr(importlib.import_module(home), name)
+  raise AttributeError(f"module 'diloco' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+  return [*globals(), *__all__]

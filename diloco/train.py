@@ -9,9 +9,8 @@ import jax
 import ml_collections
 
 from diloco.algorithm import overlap
-from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import Event, final_params, init_state
+from diloco.algorithm.streaming import make_method
 from diloco.config import Config, ConfigError, resolve
 from diloco.coordinator.calendar import config_of
 from diloco.coordinator.site import Site
@@ -71,7 +70,8 @@ def train(
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, site)))
     evaluation = Evaluation(c, mesh)
-    plan = make_plan(c, mesh)
+    method = make_method(c, mesh)
+    plan = method.plan if method else None
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
@@ -90,7 +90,8 @@ def train(
     if restored:
       start, state, record = restored.step, restored.state, restored.record
       batches.set_state(record.data)
-      plan = plan and plan.after_drain(record.drained)
+      method = method.after_drain(record.drained) if method else None
+      plan = method.plan if method else None
       if start == record.drained:
         summary.keep(workdir, start, peers)
     else:
@@ -120,8 +121,8 @@ def train(
       t, events = steps[-1], list[Event]()
       if site and plan:
         t, state, events = site.outer_step(plan, t, state, batches, stop.is_told)
-      elif plan and state.outer:
-        params, outer, events = outer_step(plan, t, state.params, state.outer)
+      elif method and state.outer:
+        params, outer, events = method.step(t, state.params, state.outer)
         state = dataclasses.replace(state, params=params, outer=outer)
       log.stretch(steps, by_step, events)
 
@@ -155,9 +156,9 @@ def train(
         if not site.is_finished:  # A signal came; the last checkpoint is older.
           site.leave("stopped")
           return {}
-      elif plan and state.outer:
-        params, outer, events = drain(
-          plan, c.train.steps, state.params, state.outer, c.outer.final_sync
+      elif method and state.outer:
+        params, outer, events = method.drain(
+          c.train.steps, state.params, state.outer, c.outer.final_sync
         )
         state = dataclasses.replace(state, params=params, outer=outer)
         log.events(events)

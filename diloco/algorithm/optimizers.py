@@ -7,7 +7,7 @@ keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov
 import ast
 import inspect
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from diloco.model import sharding
 from diloco.model.sharding import FSDP, Lead
 
 Tree = Any
+# An outer optimizer by its name, or itself.
+Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -106,12 +108,14 @@ def at_step(opt_state: Tree, t: int) -> Tree:
   return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
-def outer_tuned(outer: OuterConfig) -> OuterTuned:
-  """Returns the tuned numbers of the outer step.
+def outer_tuned(outer: Outer) -> OuterTuned:
+  """Returns the tuned numbers of the outer step; an optimizer itself has none.
 
   Raises:
     ConfigError: outer.optimizer is not the name of an optimizer with arguments.
   """
+  if isinstance(outer, optax.GradientTransformation):
+    return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
   momentum = arguments.get("momentum") if name == "sgd" else None
   # A bool or a text stays in the optimizer's name, and optax judges it.
@@ -120,19 +124,21 @@ def outer_tuned(outer: OuterConfig) -> OuterTuned:
 
 
 def make_outer(
-  outer: OuterConfig, values: OuterTuned | None = None
+  outer: Outer, values: OuterTuned | None = None
 ) -> optax.GradientTransformation:
   """Makes the outer optimizer: the rate is constant, gradients are not clipped.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
   """
+  if isinstance(outer, optax.GradientTransformation):
+    return outer
   values = values or outer_tuned(outer)
   own = {} if values.momentum is None else {"momentum": values.momentum}
   return _make("outer.optimizer", outer.optimizer, values.learning_rate, **own)
 
 
-def outer_shardings(outer: OuterConfig, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
+def outer_shardings(outer: Outer, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
   """Returns NamedShardings of a fragment's outer parameters and optimizer state."""
   opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh)
   return sharding.shardings(theta, mesh), opt_at

@@ -28,11 +28,11 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers, pieces
 from diloco.algorithm.fragments import put, take
 from diloco.algorithm.norms import mean_cosine, norms, products
-from diloco.algorithm.optimizers import OuterTuned
+from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
-from diloco.config.fields import OuterConfig, WireConfig
+from diloco.config.fields import WireConfig
 from diloco.model.sharding import REPLICA
 from diloco.wire import exchange
 
@@ -106,7 +106,7 @@ def _update(
   weights_M: jax.Array | None = None,
   *,
   wire: WireConfig,
-  outer: OuterConfig,
+  outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, dict[str, jax.Array]]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import Layers
 from diloco.algorithm.norms import products
-from diloco.algorithm.optimizers import OuterTuned
+from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.fields import OuterConfig, WireConfig
 from diloco.model.sharding import FSDP, REPLICA, key, specs
 from diloco.wire import formats, sizes
@@ -42,8 +42,10 @@ def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   return wire.compressor == "quantize" and not plain and bool(_most(mesh))
 
 
-def can_update(wire: WireConfig, outer: OuterConfig, mesh: Mesh, fsdp: int) -> bool:
+def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
   """Says whether `update` takes the optimizer and payloads of `fsdp` shards."""
+  if not isinstance(outer, OuterConfig):
+    return False
   name, _ = optimizers.parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.
   return fits and wire.exchange == "gather" and can_send(wire, mesh)
@@ -121,7 +123,7 @@ def update(
   payload: Array,
   tuned: OuterTuned,
   wire: WireConfig,
-  outer: OuterConfig,
+  outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Array, Array]:
   """Decodes, averages and steps the outer optimizer: lines 10 and 11 of Algorithm 2.

@@ -5,15 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.home import Home, make_home
 from diloco.algorithm.jobs import Jobs
-from diloco.algorithm.optimizers import OuterTuned, outer_tuned
+from diloco.algorithm.optimizers import Outer, OuterTuned, outer_tuned
 from diloco.algorithm.schedule import Fragment, Schedule
 from diloco.config import Config
-from diloco.config.fields import OuterConfig, WireConfig
+from diloco.config.fields import WireConfig
 from diloco.model import shapes
 from diloco.model.shapes import Shapes
 from diloco.model.sharding import FSDP, REPLICA
@@ -48,7 +49,7 @@ class Plan:
   parameters: Shapes
   shapes: tuple[Shapes, ...]
   wire: WireConfig
-  outer: OuterConfig
+  outer: Outer
   tuned: OuterTuned
   alpha: float
   seed: int | jax.Array
@@ -93,11 +94,19 @@ class Plan:
     return {"keys": tuple(self.shapes[p]), **present}
 
 
-def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan | None:
+def make_plan(
+  c: Config,
+  mesh: Mesh,
+  parameters: Shapes | None = None,
+  fragments: tuple[Fragment, ...] | None = None,
+  outer: optax.GradientTransformation | None = None,
+) -> Plan | None:
   """Makes the plan of a config on a mesh; None for data-parallel.
 
   Args:
     parameters: shapes of one replica's parameters; None: those of the model.
+    fragments: which of these parameters are sent together; None: those of the config.
+    outer: the outer optimizer; None: that of the config.
 
   Raises:
     ConfigError: overlap.transport or outer.offload does not fit the machine.
@@ -105,17 +114,20 @@ def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan |
   if c.data_parallel:
     return None
   transport = make_transport(c, mesh)
-  fragments = c.make_fragments()
+  schedule = c.make_schedule()
+  if fragments:
+    schedule = dataclasses.replace(schedule, num_fragments=len(fragments))
+  fragments, optimizer = fragments or c.make_fragments(), outer or c.outer
   parameters = parameters or shapes.parameters(c.model)
   return Plan(
-    schedule=c.make_schedule(),
+    schedule=schedule,
     fragments=fragments,
     layers=tuple(f.indices for f in fragments),
     parameters=parameters,
     shapes=tuple(f.shapes(parameters) for f in fragments),
     wire=c.wire,
-    outer=c.outer,
-    tuned=outer_tuned(c.outer),
+    outer=optimizer,
+    tuned=outer_tuned(optimizer),
     alpha=c.overlap.alpha,
     seed=c.seed,
     mesh=mesh,

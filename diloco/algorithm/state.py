@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
+from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config
-from diloco.config.fields import OuterConfig, WireConfig
+from diloco.config.fields import WireConfig
 from diloco.model import registry, shapes, sharding
 from diloco.model.sharding import REPLICA
 from diloco.wire import exchange
@@ -137,19 +138,28 @@ def abstract_state(
     fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
   """
   params_M, opt_state_M = _inner_structs(c, mesh)
-  if plan is None:
-    return TrainState(params_M, opt_state_M, None)
+  outer = abstract_outer(plan, params_M, in_flight, fsdp) if plan else None
+  return TrainState(params_M, opt_state_M, outer)
+
+
+def abstract_outer(
+  plan: Plan, params_M: Tree, in_flight: Iterable[int] = (), fsdp: int | None = None
+) -> OuterState:
+  """Describes an outer state; see `abstract_state`.
+
+  Args:
+    params_M: parameters of all replicas, or their shapes.
+  """
   parts = []
   for p, layers in enumerate(plan.layers):
     init = functools.partial(_init_fragment, **plan.kind(p))
     state = jax.eval_shape(init, params_M, layers)
-    theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, mesh)
+    theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, plan.mesh)
     places = (*plan.home.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
   payloads = {str(p): plan.payload(p, fsdp) for p in in_flight}
   thetas, opt_states, codec_states = zip(*parts)
-  outer = OuterState(thetas, opt_states, codec_states, payloads)
-  return TrainState(params_M, opt_state_M, outer)
+  return OuterState(thetas, opt_states, codec_states, payloads)
 
 
 def abstract_params(c: Config) -> Tree:
@@ -220,7 +230,7 @@ def _init_fragment(
   *,
   keys: tuple[str, ...],
   wire: WireConfig,
-  outer: OuterConfig,
+  outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Tree]:
   """Makes the first theta, opt_state and codec_state of a fragment."""
@@ -232,7 +242,7 @@ def _init_fragment(
   return jax.lax.with_sharding_constraint(state, _outer_shardings(state, outer, mesh))
 
 
-def _outer_shardings(state: tuple, outer: OuterConfig, mesh: Mesh) -> tuple:
+def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh) -> tuple:
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)

@@ -58,6 +58,31 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
 
 
+def replica_mesh(
+  replicas: int, fsdp: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Makes a mesh for a training loop of your own; see `diloco.streaming`.
+
+  Args:
+    replicas: M. The axis `replica` gets the largest size that divides M, and for which
+      there are enough devices.
+    fsdp: devices that share one replica's parameters.
+    devices: default all; devices that do not fit are left out.
+
+  Raises:
+    ConfigError: there are fewer than `fsdp` devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  if not 1 <= fsdp <= len(devices):
+    raise ConfigError(
+      f"fsdp is {fsdp}, but there are {len(devices)} devices; choose at most as many."
+    )
+  fitting = range(1, len(devices) // fsdp + 1)
+  rows = max(k for k in fitting if replicas % k == 0)
+  grid = device_grid(devices[: rows * fsdp], rows, fsdp)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+
+
 def fit_eval_batch(c: Config, devices: int) -> Config:
   """Rounds eval.batch_size up to a multiple of the devices, as `make_mesh` demands."""
   return changed(c, {"eval.batch_size": -(-c.eval.batch_size // devices) * devices})

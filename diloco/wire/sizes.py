@@ -95,7 +95,7 @@ def check(wire: "WireConfig") -> None:
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
   """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
   n = shape[0] if path[0] == "blocks" else 1
-  return n, math.prod(shape) // n, shape[-1]
+  return n, math.prod(shape) // n, shape[-1] if shape else 1
 
 
 def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:

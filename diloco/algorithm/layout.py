@@ -1,0 +1,142 @@
+"""Names the leaves of any pytree as the outer step does.
+
+The outer step knows parameters as {"blocks": leaves (N, ...), other names: leaves
+(...)}, and a fragment as layers of `blocks` and some of the other names. A `Layout`
+turns a tree of a user into this form and back; no array is copied.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diloco.algorithm.schedule import Fragment, make_fragments
+from diloco.config import ConfigError
+from diloco.model.shapes import Shapes
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+  """Fragments of a model whose layers are stacked, as `nn.scan` of Flax does.
+
+  Attributes:
+    path: leaves below this path, such as "params/blocks", are (M, N, ...) for N layers.
+      All other leaves are one fragment of their own.
+    size: layers per fragment; the paper uses 3.
+    pattern: strided or sequential (2501.18512, figure 2).
+    rest: whether the fragment of the other leaves is sent first or last.
+  """
+
+  path: str
+  size: int = 3
+  pattern: str = "strided"
+  rest: str = "last"
+
+
+Fragments = Stacked | Callable[[str], int] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """The names of all leaves.
+
+  Attributes:
+    structure: of the user's tree.
+    names: top-level name and path of each leaf.
+  """
+
+  structure: Any
+  names: tuple[tuple[str, str], ...]
+
+  def split(self, tree: Tree) -> dict[str, dict[str, Any]]:
+    """Names the leaves of a user's tree."""
+    parts: dict[str, dict[str, Any]] = {}
+    for (name, path), leaf in zip(self.names, self.structure.flatten_up_to(tree)):
+      parts.setdefault(name, {})[path] = leaf
+    return parts
+
+  def join(self, parts: Tree) -> Tree:
+    """Inverts `split`."""
+    return self.structure.unflatten([parts[name][path] for name, path in self.names])
+
+  def parameters(self, params_M: Tree) -> Shapes:
+    """Returns the shapes of one replica's parameters, with their names."""
+    return self.split(jax.tree.map(lambda x: tuple(x.shape[1:]), params_M))
+
+
+def make_layout(
+  params_M: Tree, fragments: Fragments
+) -> tuple[Layout, tuple[Fragment, ...]]:
+  """Names the leaves of a tree, and makes its fragments.
+
+  Args:
+    params_M: parameters of all replicas, or their shapes.
+    fragments: see `diloco.streaming`.
+
+  Raises:
+    ConfigError: a leaf is not floating-point, or `fragments` does not fit the tree.
+  """
+  leaves, structure = jax.tree.flatten_with_path(params_M)
+  path_of = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+  named = [(path_of(path), leaf) for path, leaf in leaves]
+  if not named:
+    raise ConfigError("params_M has no leaves; give the parameters of the replicas.")
+  for path, leaf in named:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise ConfigError(
+        f"the leaf {path} of params_M has the type {leaf.dtype}, but all parameters"
+        " must be floating-point; keep this leaf outside of params_M."
+      )
+  paths = [path for path, _ in named]
+  if isinstance(fragments, Stacked):
+    tops, parts = _stacked(named, fragments)
+  else:
+    tops, parts = _by_path(paths, fragments or (lambda path: 0))
+  return Layout(structure, tuple(zip(tops, paths))), parts
+
+
+def _by_path(
+  paths: list[str], fragment_of: Callable[[str], int]
+) -> tuple[list[str], tuple[Fragment, ...]]:
+  numbers = [fragment_of(path) for path in paths]
+  for path, p in zip(paths, numbers):
+    if not isinstance(p, int) or p < 0:
+      raise ConfigError(
+        f"fragments({path!r}) is {p!r}; return the number of a fragment, from 0."
+      )
+  count = max(numbers) + 1
+  for p in sorted({*range(count)} - {*numbers}):
+    raise ConfigError(
+      f"fragments gives no leaf to fragment {p} of 0..{count - 1}; number the fragments"
+      " without a gap."
+    )
+  name = lambda p: f"fragment_{p}"
+  return [name(p) for p in numbers], tuple(
+    Fragment((), (name(p),)) for p in range(count)
+  )
+
+
+def _stacked(
+  named: list[tuple[str, Any]], how: Stacked
+) -> tuple[list[str], tuple[Fragment, ...]]:
+  below = [path.startswith(how.path.rstrip("/") + "/") for path, _ in named]
+  layers = {
+    x.shape[1] if x.ndim > 1 else 0 for (_, x), is_in in zip(named, below) if is_in
+  }
+  if len(layers) != 1 or not min(layers):
+    raise ConfigError(
+      f"fragments stacks the leaves below {how.path!r}, whose second axes are"
+      f" {sorted(layers) or 'none, because there is no such leaf'}; this axis must be"
+      " the layers, equally many in every leaf."
+    )
+  try:
+    parts = make_fragments(layers.pop(), how.size, how.pattern, how.rest)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  if all(below):
+    parts = tuple(f for f in parts if f.layers)
+  return ["blocks" if is_in else "embed" for is_in in below], parts

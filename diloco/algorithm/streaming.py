@@ -1,0 +1,273 @@
+"""Streaming DiLoCo for any training loop and any pytree of parameters.
+
+  method = diloco.streaming(params_M, sync_every=30, fragments=diloco.Stacked("blocks"))
+  state = method.init(params_M)
+  for t in range(1, T + 1):
+    params_M, opt_state_M = train_step(params_M, opt_state_M, batch_M)  # Yours.
+    params_M, state, events = method.step(t, params_M, state)
+  params_M, state, events = method.drain(T, params_M, state)
+  params = method.params(state)
+
+`diloco.train` trains with the same object. Every leaf of `params_M` has the replicas as
+its first axis. An ending `_M` says so throughout the package.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm import outer as outer_lib
+from diloco.algorithm.layout import Fragments, Layout, make_layout
+from diloco.algorithm.optimizers import Outer, outer_shardings
+from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.schedule import Fragment
+from diloco.algorithm.state import (
+  Event,
+  OuterState,
+  abstract_outer,
+  init_outer,
+  outer_params,
+)
+from diloco.config import Config, ConfigError, changed, default_config, resolve
+from diloco.config.fields import OuterConfig, WireConfig
+from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, abstract
+
+Tree = Any
+_PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
+
+
+@dataclasses.dataclass(frozen=True)
+class Streaming:
+  """Synchronises M replicas: lines 6 to 12 of Algorithm 2 (arXiv 2501.18512).
+
+  Attributes:
+    plan: schedule, wire, outer optimizer, mesh, transport.
+    layout: how the outer step names the leaves of `params_M`; None for the trainer's
+      models, whose parameters have these names.
+  """
+
+  plan: Plan
+  layout: Layout | None = None
+
+  @property
+  def fragments(self) -> tuple[tuple[str, ...], ...]:
+    """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
+    return tuple(map(self._describe, self.plan.fragments))
+
+  def init(self, params_M: Tree) -> OuterState:
+    """Makes the first outer state; outer parameters are those of replica 0."""
+    return init_outer(self.plan, self._split(params_M))
+
+  def step(
+    self, t: int, params_M: Tree, state: OuterState
+  ) -> tuple[Tree, OuterState, list[Event]]:
+    """Sends, receives and merges the fragments that are due after inner step t.
+
+    Call it after every inner step. Steps without a due fragment cost nothing.
+
+    Args:
+      t: number of finished inner steps, from 1.
+      params_M: parameters of all replicas; donated if a fragment is merged.
+      state: from `init` or the last `step`; compressor states are donated.
+
+    Returns:
+      New parameters, new state, and an event for each send and receive.
+    """
+    found, state, events = outer_lib.outer_step(
+      self.plan, t, self._split(params_M), state
+    )
+    return self._join(found), state, events
+
+  def drain(
+    self, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
+  ) -> tuple[Tree, OuterState, list[Event]]:
+    """Receives the fragments in flight after the last inner step; see `step`.
+
+    Args:
+      last: number of the last inner step.
+      final_sync: whether all fragments are synchronised once more. Without this, the
+        outer parameters lack the inner steps after a fragment's last send.
+    """
+    found, state, events = outer_lib.drain(
+      self.plan, last, self._split(params_M), state, final_sync
+    )
+    return self._join(found), state, events
+
+  def params(self, state: OuterState) -> Tree:
+    """Returns the outer parameters, float32, without the axis of the replicas.
+
+    The papers evaluate these parameters (2501.18512, Table 3).
+    """
+    return self._join(outer_params(self.plan, state))
+
+  def abstract_state(self, params_M: Tree, t: int) -> OuterState:
+    """Describes the state after step t, for Orbax and others that restore it.
+
+    Args:
+      params_M: parameters of all replicas, or their shapes.
+    """
+    in_flight = self.plan.schedule.in_flight(t)
+    return abstract_outer(self.plan, self._split(params_M), in_flight)
+
+  def sync_bytes(self, p: int) -> int:
+    """Counts the bytes that one replica sends in one sync of fragment p."""
+    return self.plan.sync_bytes(p)
+
+  def after_drain(self, last: int) -> "Streaming":
+    """Returns the method for a run that goes on after `drain` at step `last`."""
+    return dataclasses.replace(self, plan=self.plan.after_drain(last))
+
+  def close(self) -> None:
+    """Ends the thread of transport="host"."""
+    self.plan.jobs.close()
+
+  def _split(self, tree: Tree) -> Tree:
+    return self.layout.split(tree) if self.layout else tree
+
+  def _join(self, tree: Tree) -> Tree:
+    return self.layout.join(tree) if self.layout else tree
+
+  def _describe(self, fragment: Fragment) -> tuple[str, ...]:
+    parts, layers = self.plan.parameters, list(fragment.layers)
+    stacked = parts["blocks"] if layers else ()
+    rest = [path for name in fragment.rest for path in parts[name]]
+    return (*(f"{path}{layers}" for path in stacked), *rest)
+
+
+def streaming(
+  params_M: Tree,
+  *,
+  sync_every: int,
+  fragments: Fragments = None,
+  tau: int | Sequence[int] = 0,
+  alpha: float = 0.0,
+  wire: str | WireConfig = "fp32",
+  outer: Outer = _PAPER,
+  seed: int = 0,
+  mesh: Mesh | None = None,
+  transport: str = "device",
+) -> Streaming:
+  """Makes the method for a tree of parameters; computes nothing.
+
+  Args:
+    params_M: parameters of M replicas, leaves (M, ...), or their shapes. All leaves are
+      synchronised, so they must be floating-point: keep counters and keys elsewhere.
+    sync_every: H, inner steps between two syncs of one fragment.
+    fragments: `Stacked(...)` if layers are stacked along an axis; or a function from
+      the path of a leaf, such as "params/Dense_0/kernel", to the number of its
+      fragment. None: one fragment of all leaves, as in DiLoCo.
+    tau: inner steps between a send and its merge, of all replicas or of each.
+    alpha: weight of a replica's own parameters in a merge.
+    wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with compressor,
+      block size and rounding.
+    outer: the outer optimizer. An OuterConfig names one with its rate. With SGD this is
+      faster than a transformation of optax, because its steps run piece by piece.
+    seed: of compressors that draw random numbers.
+    mesh: devices with the axes `replica` and `fsdp`, from `diloco.replica_mesh`. None:
+      the mesh or the one device on which params_M lies.
+    transport: "device" or "host". With "host", hosts exchange the payloads over TCP
+      in a thread, while the devices train (docs/cluster.md).
+
+  Raises:
+    ConfigError: an argument cannot work. The sentence uses the names of the config's
+      fields, such as overlap.alpha.
+  """
+  if transport not in ("device", "host"):
+    raise ConfigError(f"transport is {transport!r}; choose device or host.")
+  layout, parts = make_layout(params_M, fragments)
+  replicas = _replicas(params_M)
+  own = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
+  if isinstance(outer, OuterConfig):
+    own |= _fields("outer", outer)
+  c = _config(
+    own
+    | {
+      "replicas": replicas,
+      "train.batch_size": replicas,
+      "sync_every": sync_every,
+      "overlap.taus": (tau,) * replicas if isinstance(tau, int) else tuple(tau),
+      "overlap.alpha": alpha,
+      "overlap.transport": transport,
+      "seed": seed,
+    }
+  )
+  mesh = mesh or _mesh_of(params_M)
+  if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:
+    raise ConfigError(
+      f"mesh has the axes {dict(mesh.shape)}; give one with the axes {REPLICA} and"
+      f" {FSDP}, the first of a size that divides {replicas} replicas, for example"
+      f" diloco.replica_mesh({replicas})."
+    )
+  given = None if isinstance(outer, OuterConfig) else outer
+  plan = make_plan(c, mesh, layout.parameters(params_M), parts, given)
+  assert plan is not None
+  for shapes in plan.shapes:  # Finds mistakes in the optimizer.
+    outer_shardings(plan.outer, abstract(shapes, "float32"), mesh)
+  return Streaming(plan, layout)
+
+
+def make_method(c: Config, mesh: Mesh) -> Streaming | None:
+  """Makes the method of a config for its own model; None for data-parallel.
+
+  Raises:
+    ConfigError: as `make_plan`.
+  """
+  plan = make_plan(c, mesh)
+  return Streaming(plan) if plan else None
+
+
+def replicate(params: Tree, replicas: int, mesh: Mesh | None = None) -> Tree:
+  """Copies one model's parameters to M replicas: leaves (...) become (M, ...).
+
+  Args:
+    params: parameters of one model.
+    replicas: M.
+    mesh: from `diloco.replica_mesh`; the replicas are sharded over its axis `replica`.
+      None: they stay on the device of the parameters.
+  """
+  copies = lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (replicas, *jnp.shape(x)))
+  params_M = jax.tree.map(copies, params)
+  return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA))) if mesh else params_M
+
+
+def _config(fields: dict[str, Any]) -> Config:
+  """Makes a config with these fields, which is checked like a run's config."""
+  base = default_config()
+  base.train.steps, base.fragments.pattern = 10**6, "whole"
+  return changed(resolve(base), fields)
+
+
+def _fields(group: str, values: Any) -> dict[str, Any]:
+  return {f"{group}.{name}": x for name, x in dataclasses.asdict(values).items()}
+
+
+def _replicas(params_M: Tree) -> int:
+  """Returns M, the first axis of every leaf."""
+  found = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
+  if len(found) != 1 or not min(found):
+    raise ConfigError(
+      f"params_M has leaves with first axes of {sorted(found)}; the first axis of every"
+      " leaf must be the replicas, see diloco.replicate."
+    )
+  return found.pop()
+
+
+def _mesh_of(params_M: Tree) -> Mesh:
+  """Returns the mesh of the parameters; one device becomes a mesh of 1 x 1."""
+  sharding = getattr(jax.tree.leaves(params_M)[0], "sharding", None)
+  if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+    return sharding.mesh
+  devices = sorted(sharding.device_set, key=lambda d: d.id) if sharding else []
+  if len(devices) > 1:
+    raise ConfigError(
+      f"params_M lies on {len(devices)} devices, but not on a mesh; give mesh, for"
+      " example from diloco.replica_mesh."
+    )
+  grid = np.asarray([devices or jax.devices()[:1]], dtype=object)
+  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)

@@ -1,0 +1,226 @@
+"""The library: Streaming DiLoCo for any pytree, against NumPy and the trainer."""
+
+import pathlib
+import runpy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import diloco
+from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import init_outer, outer_params
+from diloco.config import default_config, resolve
+from diloco.run.mesh import make_mesh
+
+ROOT = pathlib.Path(__file__).parents[2]
+M, STEPS = 2, 23
+
+
+def tree(seed=0):
+  """Parameters of one model, in dicts, lists and tuples."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  return {"net": [{"w": draw(4, 6), "b": draw(6)}, (draw(6, 3), draw())], "z": draw(5)}
+
+
+def moved(t, params_M):
+  """An inner step: replicas move by different amounts."""
+  rng = np.random.default_rng(t)
+  move = lambda x: x - jnp.asarray(rng.normal(size=x.shape), x.dtype) / 8
+  return jax.tree.map(move, params_M)
+
+
+def train(method, params_M, start=0, state=None, last=STEPS):
+  """Trains to the end; returns the state of each step, and the result."""
+  state, states = state or method.init(params_M), {}
+  for t in range(start + 1, last + 1):
+    params_M, state, _ = method.step(t, moved(t, params_M), state)
+    states[t] = jax.tree.map(np.asarray, (params_M, state))
+  params_M, state, _ = method.drain(last, params_M, state)
+  return states, jax.tree.map(np.asarray, (params_M, method.params(state)))
+
+
+def assert_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+    np.testing.assert_array_equal(x, y)
+
+
+def by_hand(params_M, sync_every, fragment_of, tau, alpha, rate, momentum):
+  """Streaming DiLoCo with Nesterov momentum for a list of leaves, in float64."""
+  inner = [np.asarray(x, np.float64) for x in params_M]
+  outer, trace = [x[0] for x in inner], [np.zeros(x.shape[1:]) for x in inner]
+  count, deltas = max(fragment_of) + 1, {}
+  for t in range(1, STEPS + tau + 1):
+    if t <= STEPS:
+      rng = np.random.default_rng(t)
+      inner = [x - rng.normal(size=x.shape) / 8 for x in inner]
+    for i, p in enumerate(fragment_of):
+      sent = t - p * sync_every // count
+      if t <= STEPS and sent > 0 and sent % sync_every == 0:
+        deltas[i, t] = outer[i] - inner[i].mean(axis=0)
+      if (i, t - tau) in deltas:
+        delta = deltas.pop((i, t - tau))
+        trace[i] = delta + momentum * trace[i]
+        outer[i] = outer[i] - rate * (delta + momentum * trace[i])
+        inner[i] = alpha * inner[i] + (1 - alpha) * outer[i]
+  return inner, outer
+
+
+@pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (2, 0.5)])
+def test_any_tree_trains_as_in_numpy(tau, alpha):
+  params_M = diloco.replicate(tree(), M)
+  leaves, structure = jax.tree.flatten(params_M)
+  numbers = {"net/0/b": 1, "net/0/w": 0, "net/1/0": 2, "net/1/1": 0, "z": 2}
+  method = diloco.streaming(
+    params_M,
+    sync_every=6,
+    fragments=numbers.get,
+    tau=tau,
+    alpha=alpha,
+    outer=diloco.OuterConfig("sgd(momentum=0.8, nesterov=True)", 0.5),
+  )
+  _, (params_M, params) = train(method, params_M)
+  expected = by_hand(leaves, 6, [*numbers.values()], tau, alpha, 0.5, 0.8)
+  assert jax.tree.structure(params_M) == jax.tree.structure(params) == structure
+  for found, wanted in zip((params_M, params), expected):
+    for x, y in zip(jax.tree.leaves(found), wanted):
+      np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "e3m0"])
+def test_stacked_layers_train_as_in_the_trainer(wire):
+  c = default_config()
+  c.replicas, c.train.batch_size, c.train.steps, c.sync_every = M, 2 * M, STEPS, 8
+  c.model.num_layers, c.fragments.size, c.wire.format = 5, 2, wire
+  c.overlap.tau, c.overlap.alpha = 2, 0.25
+  c.eval.batch_size = 1
+  c = resolve(c)
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  one = {"blocks": {"v": draw(5, 6), "w": draw(5, 3, 4)}, "embed": {"t": draw(7, 4)}}
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, one))
+  params_M = diloco.replicate(one, M)
+  state = init_outer(plan, params_M)
+  for t in range(1, STEPS + 1):
+    params_M, state, _ = outer_step(plan, t, moved(t, params_M), state)
+  params_M, state, _ = drain(plan, STEPS, params_M, state)
+  expected = jax.tree.map(np.asarray, (params_M, outer_params(plan, state)))
+
+  params_M = diloco.replicate(one, M)
+  method = diloco.streaming(
+    params_M,
+    sync_every=8,
+    fragments=diloco.Stacked("blocks", size=2),
+    tau=2,
+    alpha=0.25,
+    wire=wire,
+  )
+  assert method.fragments[0] == ("blocks/v[0, 3]", "blocks/w[0, 3]")
+  assert method.fragments[-1] == ("embed/t",)
+  assert [method.sync_bytes(p) for p in range(4)] == [
+    plan.sync_bytes(p) for p in range(4)
+  ]
+  assert_equal(train(method, params_M)[1], expected)
+
+
+def test_a_run_goes_on_from_any_step_bit_for_bit():
+  start_M = diloco.replicate(tree(), M)
+  wire = diloco.WireConfig(compressor="random", format="e3m0", density=0.5)
+  make = lambda: diloco.streaming(
+    start_M,
+    sync_every=6,
+    fragments=lambda path: int(path == "z"),
+    tau=2,
+    wire=wire,
+    seed=3,
+  )
+  states, expected = train(make(), start_M)
+  in_flight = 0
+  for t in (1, 6, 7, 9, 10, 19):
+    params_M, state = states[t]
+    method = make()
+    like = method.abstract_state(start_M, t)
+    assert jax.tree.map(np.shape, like) == jax.tree.map(np.shape, state)
+    in_flight += len(state.in_flight)
+    put = lambda x, like: jax.device_put(x, like.sharding)
+    state = jax.tree.map(put, state, like)
+    params_M = jax.tree.map(jnp.asarray, params_M)
+    assert_equal(train(method, params_M, t, state)[1], expected)
+  assert in_flight > 3
+
+
+def test_hosts_and_optax_change_nothing():
+  found = []
+  names = diloco.OuterConfig("sgd(momentum=0.5, nesterov=True)", 0.25)
+  itself = optax.sgd(0.25, momentum=0.5, nesterov=True)
+  for transport, outer in (("device", names), ("host", names), ("device", itself)):
+    params_M = diloco.replicate(tree(), M)
+    method = diloco.streaming(
+      params_M, sync_every=5, tau=2, wire="e3m0", transport=transport, outer=outer
+    )
+    found.append(train(method, params_M)[1])
+    method.close()
+  assert_equal(found[0], found[1])
+  for x, y in zip(jax.tree.leaves(found[0]), jax.tree.leaves(found[2])):
+    np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
+def test_a_finished_run_is_extended():
+  params_M = diloco.replicate(tree(), M)
+  method = diloco.streaming(params_M, sync_every=6, tau=2)
+  state = method.init(params_M)
+  for t in range(1, 8):
+    params_M, state, _ = method.step(t, moved(t, params_M), state)
+  params_M, state, events = method.drain(7, params_M, state)
+  assert [e.kind for e in events] == ["receive"]
+  method, kinds = method.after_drain(7), []
+  for t in range(8, 15):
+    params_M, state, events = method.step(t, moved(t, params_M), state)
+    kinds += [(e.kind, t) for e in events]
+  assert kinds == [("send", 12), ("receive", 14)]
+
+
+def test_mistakes_are_named():
+  good = diloco.replicate(tree(), M)
+  bad = {**good, "count": jnp.zeros((M, 1), jnp.int32)}
+  uneven = {**good, "z": jnp.zeros((3, 5))}
+  stack = {"layers": {"w": jnp.zeros((M, 3, 2)), "b": jnp.zeros((M, 4))}}
+  cases = [
+    ({}, {}, "params_M has no leaves"),
+    (bad, {}, "the leaf count of params_M has the type int32"),
+    (uneven, {}, r"first axes of \[2, 3\]"),
+    (good, {"fragments": lambda path: path}, "fragments\\('net/0/b'\\) is 'net/0/b'"),
+    (good, {"fragments": lambda path: 2}, r"no leaf to fragment 0 of 0\.\.2"),
+    (good, {"fragments": diloco.Stacked("layers")}, "there is no such leaf"),
+    (stack, {"fragments": diloco.Stacked("layers")}, r"second axes are \[3, 4\]"),
+    (good, {"tau": 6}, "overlap.tau is 6, but sync_every is 6"),
+    (good, {"tau": (1, 2, 3)}, "overlap.taus"),
+    (good, {"alpha": 2.0}, "overlap.alpha is 2.0"),
+    (good, {"wire": "e9m9"}, "wire.format is 'e9m9'"),
+    (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
+    (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
+    (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
+    (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
+  ]
+  for params_M, arguments, message in cases:
+    with pytest.raises(diloco.ConfigError, match=message):
+      diloco.streaming(params_M, **{"sync_every": 6} | arguments)
+
+
+@pytest.mark.parametrize("name", ["plain_jax", "nnx_model", "equinox_model"])
+def test_the_examples_train(name, capsys):
+  runpy.run_path(str(ROOT / f"examples/{name}.py"))
+  assert float(capsys.readouterr().out.split("loss ")[1].split(",")[0].split()[0]) < 0.3
+
+
+def test_public_names_exist():
+  for name in diloco.__all__:
+    assert getattr(diloco, name).__doc__
+  assert set(diloco.__all__) <= set(dir(diloco))
+  with pytest.raises(AttributeError, match="no attribute 'torch'"):
+    diloco.torch()
