@@ -1,6 +1,7 @@
 """The library: Streaming DiLoCo for any pytree, against NumPy and the trainer."""
 
 import pathlib
+import re
 import runpy
 
 import jax
@@ -224,3 +225,18 @@ def test_public_names_exist():
   assert set(diloco.__all__) <= set(dir(diloco))
   with pytest.raises(AttributeError, match="no attribute 'torch'"):
     diloco.torch()
+
+
+def test_the_page_says_what_is_there():
+  page = (ROOT / "docs/library.md").read_text()
+  code, patch = re.findall(r"```(?:python|diff)\n(.*?)```", page, re.S)
+  params, M, T, batch_M = tree(), 2, 12, 1
+  code = code.replace("fragments=...", "fragments=lambda path: 0").replace("30", "6")
+  step = lambda params_M, opt_state_M, t: (moved(t, params_M), opt_state_M)
+  names = {"diloco": diloco, "train_step": step, "params": params, "M": M, "T": T}
+  names |= {"batch_M": batch_M, "opt_state_M": None}
+  exec(code, names)
+  assert jax.tree.map(np.shape, names["params"]) == jax.tree.map(np.shape, params)
+  changed = [x for x in patch.splitlines() if re.match(r"[+-](?![+-])\s*\S", x)]
+  assert len(changed) <= 25
+  assert {*re.findall(r"diloco\.(\w+)", patch)} <= {*diloco.__all__}
