@@ -2,7 +2,7 @@
 
   python -m diloco.main --config=configs/chinchilla.py:1.3B,M=2 --workdir=...
   python -m diloco.main --config=configs/chinchilla.py:550M,M=2,overtrain=16 ...
-  python scripts/list_configs.py configs/chinchilla.py
+  python -m diloco list_configs configs/chinchilla.py
 
 The argument is the size, and after it any of M (replicas), H, algorithm, method (joint
 or independent), overtrain (multiplies the budget of 20 tokens per parameter) and data

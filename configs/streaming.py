@@ -2,7 +2,7 @@
 
   python -m diloco.main --config=configs/streaming.py:1B --workdir=...
   python -m diloco.main --config=configs/streaming.py:1B,data=dolma,tokens=100e9 ...
-  python scripts/list_configs.py configs/streaming.py
+  python -m diloco list_configs configs/streaming.py
 
 The argument is the scale, and after it any of M, H, algorithm, data (c4 or dolma) and
 tokens. `RUNS` lists the runs of Tables 5 to 7.

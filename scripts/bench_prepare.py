@@ -1,6 +1,6 @@
 """Measures preparation with one and more processes: the table of docs/data.md.
 
-  python scripts/train_tokenizer.py --source=sotu --vocab_size=28000 --output=28k.model
+  python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
 The folder must be new, empty, or left by an earlier measurement: the script empties it.

@@ -1,6 +1,6 @@
 """Draws the schedule of a run from its metrics: inner steps, sends, merges.
 
-python scripts/draw_run.py --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/run.png
+python -m diloco draw_run --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/run.png
 """
 
 import pathlib

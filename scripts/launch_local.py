@@ -1,7 +1,7 @@
 """Starts N processes of one run on this machine.
 
-  python scripts/launch_local.py -n 4 -- --config=configs/sample.py --workdir=/tmp/run
-  python scripts/launch_local.py -n 2 --sites -- --config=configs/sample.py \\
+  python -m diloco launch_local -n 4 -- --config=configs/sample.py --workdir=/tmp/run
+  python -m diloco launch_local -n 2 --sites -- --config=configs/sample.py \\
     --workdir=/tmp/sites
 
 Every process is a `diloco.main` with the arguments after `--`. Every output line begins

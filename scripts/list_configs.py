@@ -1,7 +1,7 @@
 """Prints a table of runs: what each run trains, and how much it sends. No JAX.
 
-  python scripts/list_configs.py
-  python scripts/list_configs.py configs/streaming.py:1B,H=100 configs/sample.py
+  python -m diloco list_configs
+  python -m diloco list_configs configs/streaming.py:1B,H=100 configs/sample.py
 
 A config file without an argument stands for all its `RUNS`. Without any config, the
 table lists the papers' runs: configs/streaming.py and configs/chinchilla.py.
@@ -19,13 +19,12 @@ sent       bytes that one replica sends in the whole run
 FLOPs      6 N per token, as the papers count
 """
 
-import argparse
 import dataclasses
 import pathlib
 import sys
 
 from diloco.config import Config
-from diloco.config.command_line import guarded, load_config, load_module
+from diloco.config.command_line import Parser, guarded, load_config, load_module
 from diloco.model.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.wire import sizes
 
@@ -135,7 +134,7 @@ def short(value: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(description="Lists runs as a table.")
+  parser = Parser(prog="python -m diloco list_configs", description=__doc__)
   parser.add_argument("config", nargs="*", help="file, or file:argument")
   return guarded(lambda args: print(table(rows(args.config))), parser.parse_args(argv))
 

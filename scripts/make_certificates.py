@@ -1,6 +1,6 @@
 """Makes certificates for the coordinator and the sites of a run (docs/sites.md).
 
-  python scripts/make_certificates.py --out=/tmp/certificates --sites=4
+  python -m diloco make_certificates --out=/tmp/certificates --sites=4
 
 Writes one folder per party: coordinator/, site-0/, ..., each with ca.pem, cert.pem and
 key.pem. Copy each folder to its machine only, and give it there as --tls. The folder
@@ -129,7 +129,9 @@ def _name(common_name: str) -> x509.Name:
 
 
 def main() -> None:
-  parser = command_line.Parser(description=__doc__.partition("\n")[0])
+  parser = command_line.Parser(
+    prog="python -m diloco make_certificates", description=__doc__
+  )
   parser.add_argument("--out", required=True, help="folder of all parties")
   parser.add_argument("--sites", type=int, required=True, help="number of sites, K")
   parser.add_argument("--days", type=int, default=365, help="days until they end")

@@ -1,6 +1,6 @@
 """Writes a small stand-in for a TFDS text data set, from State of the Union texts.
 
-  python scripts/make_standin.py --name=c4/en:3.1.0 --data_dir=/tmp/tfds
+  python -m diloco make_standin --name=c4/en:3.1.0 --data_dir=/tmp/tfds
   python -m diloco.main --config=configs/sample.py --workdir=/tmp/c4 \
     --config.data.source=tfds:c4/en:3.1.0 --config.data.data_dir=/tmp/tfds
 

@@ -3,13 +3,13 @@
 Text becomes token arrays, for data.source=arrays:/data/c4_tokens. With two splits, the
 first goes to <output>/train and the second to <output>/validation; one split goes to
 <output> itself:
-  python scripts/prepare_data.py tokenize --source=tfds:c4/en:3.1.0 --data_dir=/data \
+  python -m diloco prepare_data tokenize --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --split=train,validation --tokenizer=c4_32k.model --output=/data/c4_tokens
-  python scripts/prepare_data.py tokenize --source='files:/data/c4-train.*.json.gz' \
+  python -m diloco prepare_data tokenize --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
 A TFDS data set in tfrecord becomes array_record, for data.source=tfds:...:
-  python scripts/prepare_data.py convert --source=tfds:c4/en:3.1.0 --data_dir=/data \
+  python -m diloco prepare_data convert --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=/data/array_record --workers=16
 
 After an interruption, start the same command again: finished files stay, and at most

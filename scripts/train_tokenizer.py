@@ -1,11 +1,11 @@
 """Trains a SentencePiece unigram model on a source; the same text, the same model.
 
-  python scripts/train_tokenizer.py --source=tfds:c4/en:3.1.0 --data_dir=/data \
+  python -m diloco train_tokenizer --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=c4_32k.model
 
 The papers use 32,000 pieces and pad the embedding to a power of two
 (model.vocab_size=32_768). This command made the model of the sample run:
-  python scripts/train_tokenizer.py --source=sotu --vocab_size=2048 \
+  python -m diloco train_tokenizer --source=sotu --vocab_size=2048 \
     --output=diloco/data/tokenizers/sotu_2048.model
 
 The model does not normalise text, keeps line breaks and falls back to bytes where no

@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from diloco.config import command_line
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), for example configs/sample.py."
+  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
 )
 _TOPOLOGY = flags.DEFINE_string(
   "topology",

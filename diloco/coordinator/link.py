@@ -262,7 +262,7 @@ class Link:
         raise ConfigError(
           f"the coordinator at {self._address} ends every connection at once; give"
           " --tls=FOLDER with a certificate of the coordinator's own authority"
-          " (scripts/make_certificates.py)."
+          " (python -m diloco make_certificates)."
         )
       if status in _FINAL or (
         status is grpc.StatusCode.ALREADY_EXISTS and now - lost_at > _DOUBLED_S

@@ -1,9 +1,10 @@
 """Who may connect: mutual TLS, or plain text on this machine only. No JAX.
 
 A folder of credentials has three files in PEM: ca.pem (the authority that signs all
-certificates), cert.pem and key.pem (of this process). `scripts/make_certificates.py`
-makes them. The coordinator's certificate is for the name `coordinator`; that of site K
-has the common name `site-K`, so a site cannot pretend to be another.
+certificates), cert.pem and key.pem (of this process). The command
+`python -m diloco make_certificates` makes them. The coordinator's certificate is for
+the name `coordinator`; that of site K has the common name `site-K`, so a site cannot
+pretend to be another.
 """
 
 import ipaddress
@@ -83,13 +84,14 @@ def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:
   if bool(folder) == insecure:
     raise ConfigError(
       f"--tls is {folder!r} and --insecure is {insecure}; give --tls=FOLDER with"
-      " certificates (scripts/make_certificates.py), or --insecure on one machine."
+      " certificates (python -m diloco make_certificates), or on one machine"
+      " --insecure."
     )
   if insecure and not _is_loopback(host.strip("[]")):
     raise ConfigError(
       f"--insecure is given, but {flag} is {address!r}; plain text is only for"
       " localhost, so give --tls=FOLDER with certificates"
-      " (scripts/make_certificates.py)."
+      " (python -m diloco make_certificates)."
     )
   return bool(folder)
 
@@ -118,6 +120,6 @@ def _read(folder: str) -> list[bytes]:
     name = getattr(error, "filename", None) or "a certificate or the key"
     raise ConfigError(
       f"--tls is {folder!r}, where {name} cannot be read ({error.args[-1]});"
-      " make certificates with scripts/make_certificates.py."
+      " make certificates by python -m diloco make_certificates."
     ) from error
   return found

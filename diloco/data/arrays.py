@@ -1,4 +1,4 @@
-"""Memory-mapped token arrays of documents; `scripts/prepare_data.py` writes them.
+"""Memory-mapped token arrays of documents; `python -m diloco prepare_data` writes them.
 
 A split is a folder with these files:
   manifest.json         source, options, sizes of all files, counts

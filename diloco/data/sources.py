@@ -45,7 +45,7 @@ def make_source(d: DataConfig, split: str) -> Source:
   if any(map(files_lib.is_gzip, paths)):
     raise ConfigError(
       f"data.source is {d.source!r}, but compressed files have no random access;"
-      f" run `python scripts/prepare_data.py tokenize --source={d.source!r}"
+      f" run `python -m diloco prepare_data tokenize --source={d.source!r}"
       " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
     )
   return TextFiles(paths, split, is_paragraphs(d.source))
@@ -131,7 +131,7 @@ class TfdsText:
     if builder.info.file_format.value != "array_record":
       raise ConfigError(
         f"data.source is {d.source!r}, stored as {builder.info.file_format.value}, but"
-        " random access needs array_record; run `python scripts/prepare_data.py convert"
+        " random access needs array_record; run `python -m diloco prepare_data convert"
         f" --source={d.source} --data_dir={d.data_dir} --output=<new data_dir>`."
       )
     tfds_split(builder, split)
@@ -175,7 +175,7 @@ def tfds_builder(source: str, data_dir: str) -> Any:
       f"data.source is {source!r}, but {folder}/dataset_info.json does not exist; name"
       " a version as in tfds:c4/en:3.1.0, set data.data_dir, or prepare the data set:"
       f" `tfds build {dataset} --file_format=array_record --data_dir={root}`, or"
-      " scripts/make_standin.py for a small stand-in."
+      " python -m diloco make_standin for a small stand-in."
     )
   try:
     builder = tfds.builder_from_directory(folder)

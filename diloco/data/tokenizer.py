@@ -15,7 +15,7 @@ class Tokenizer:
 
   Some models have other special ids than NanoDO or lack some of them: T5's has no BOS,
   Llama's no pad. The ids of such a model are permuted: its special ids become 0 to 3.
-  Models from `scripts/train_tokenizer.py` need no permutation.
+  Models from `python -m diloco train_tokenizer` need no permutation.
 
   Attributes:
     path: the model file.

@@ -23,7 +23,7 @@ from diloco.sweep.local import Local
 from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
 
-_SWEEP = flags.DEFINE_string("sweep", "", "A sweep file, e.g. configs/ladder.py.")
+_SWEEP = flags.DEFINE_string("sweep", "", "A sweep file, or the name ladder.")
 _RESULTS = flags.DEFINE_string("results", None, "The directory that holds all runs.")
 _PARALLEL = flags.DEFINE_integer(
   "parallel", 1, "Processes at once, at most.", lower_bound=1
@@ -77,7 +77,9 @@ def load_sweep(path: str) -> Sweep:
       raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
     search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
   except Exception as error:
-    raise ConfigError(f"{path}: {command_line.located(error, path)}") from error
+    raise ConfigError(
+      f"{path}: {command_line.located(error, module.__file__)}"
+    ) from error
   return sweep
 
 
