@@ -1,13 +1,20 @@
-"""Trains from the command line.
+"""Trains a model; the same command continues a run.
 
-python -m diloco.main --config=configs/sample.py --workdir=/tmp/sample
-python -m diloco.main --config=configs/sample.py --workdir=/tmp/dp \\
-  --config.algorithm=data_parallel
+python -m diloco.main --config=sample --workdir=/tmp/sample
+python -m diloco.main --config=sample --workdir=/tmp/dp --config.algorithm=data_parallel
+python -m diloco.main --config=chinchilla:1.3B,M=2 --workdir=/data/run \\
+  '--config.overlap.taus=(1,4)' --config.wire.format=fp32
+python -m diloco.main --config=my_config.py --print_config
+
+--config is a file, or the name of a config that ships with diloco (`python -m diloco`
+lists them); a text after a colon is the config's argument. --config.FIELD=VALUE changes
+a field. --print_config prints every field with its value, limits and meaning.
 
 Several processes train together if each is started with --coordinator, --num_processes
 and --process_id, or with --distributed=auto; see docs/cluster.md.
 """
 
+import signal
 import sys
 import traceback
 
@@ -15,13 +22,16 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco.config import ConfigError, resolve
-from diloco.config.command_line import INTERRUPTED, make_folder, parse_flags
+from diloco.config.command_line import INTERRUPTED, guarded, make_folder, parse_flags
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), for example configs/sample.py."
+  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
 )
 flags.DEFINE_string("workdir", None, "Folder of the run; a run that is there goes on.")
+flags.DEFINE_boolean(
+  "print_config", False, "Print every field with value and meaning, and end."
+)
 flags.DEFINE_string(
   "coordinator",
   None,
@@ -47,6 +57,8 @@ flags.DEFINE_integer(
 
 
 def main(_) -> None:
+  if FLAGS.print_config:
+    sys.exit(guarded(print_config, mistakes=ConfigError))
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
@@ -102,8 +114,21 @@ def main(_) -> None:
     peers.fail(reason or f"{type(error).__name__}: {error}")
 
 
+def print_config() -> None:
+  """Prints the fields of --config."""
+  from diloco.config import describe
+
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends without an error.
+  print(describe.text(FLAGS.config))
+
+
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["config", "workdir"])
+  flags.mark_flag_as_required("config")
+  flags.register_multi_flags_validator(
+    ["workdir", "print_config"],
+    lambda given: given["workdir"] is not None or given["print_config"],
+    "Flag --workdir must have a value other than None.",
+  )
   try:
     app.run(main, flags_parser=parse_flags)
   except KeyboardInterrupt:  # While modules were imported.

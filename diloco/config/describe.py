@@ -1,0 +1,167 @@
+"""Describes every field of a config, from the comments of fields.py. No JAX."""
+
+import ast
+import dataclasses
+import html
+import math
+import pathlib
+import textwrap
+import typing
+from typing import Any
+
+import ml_collections
+
+from diloco.config import fields
+from diloco.config.fields import Config, Range
+from diloco.config.resolve import leaves, resolve
+
+_KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_WIDTH = 88
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+  """One field.
+
+  Attributes:
+    name: such as wire.format.
+    kind: type and limits, in words.
+    default: the value if nobody sets the field.
+    meaning: the comment in fields.py, in one line.
+  """
+
+  name: str
+  kind: str
+  default: Any
+  meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """Fields that share the part of their names before the point, and its meaning."""
+
+  name: str
+  meaning: str
+  fields: tuple[Field, ...]
+
+
+def groups() -> list[Group]:
+  """Reads all groups in the order of fields.py; the first has no name."""
+  source = pathlib.Path(fields.__file__).read_text()
+  comments = _comments(source)
+  return [_group("", Config, comments)] + [
+    _group(f.name, type(f.default), comments)
+    for f in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(f.default)
+  ]
+
+
+def text(config: ml_collections.ConfigDict) -> str:
+  """Formats all fields with their values, for a terminal.
+
+  Raises:
+    ConfigError: a field has a value that cannot work.
+  """
+  given, used = leaves(config.to_dict()), leaves(resolve(config).to_dict())
+  lines = ["Set a field by --config.NAME=VALUE, or in a config file by c.NAME = VALUE."]
+  for group in groups():
+    lines += ["", _filled(f"{group.name.upper() or 'RUN'}: {group.meaning}")]
+    for field in group.fields:
+      value, final = given[field.name], used[field.name]
+      line = f"{field.name} = {show(value)}"
+      line += f", here {show(final)}" * (final != value)
+      line += f" (default {show(field.default)})" * (value != field.default)
+      lines += [line, _filled(f"[{field.kind}] {field.meaning}", indent=4)]
+  return "\n".join(lines)
+
+
+def markdown() -> str:
+  """Formats all fields as a page of the documentation."""
+  parts = [
+    "# Config fields",
+    "Every field with its type, its default and its meaning, made from"
+    " `diloco/config/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
+    " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
+    " --print_config` prints the values of a run.",
+  ]
+  for group in groups():
+    rows = [
+      f"| `{f.name}` | {_cell(f.kind)} | `{show(f.default)}` | {_cell(f.meaning)} |"
+      for f in group.fields
+    ]
+    head = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    parts += [
+      f"## {group.name or 'run'}",
+      _cell(group.meaning),
+      "\n".join([*head, *rows]),
+    ]
+  return "\n\n".join(parts) + "\n"
+
+
+def show(value: Any) -> str:
+  """Formats a value as a flag takes it; an empty text becomes ''."""
+  if isinstance(value, bool):
+    return str(value).lower()
+  return value or "''" if isinstance(value, str) else str(value)
+
+
+def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group:
+  hints = typing.get_type_hints(kind, include_extras=True)
+  prefix = f"{name}." if name else ""
+  found = tuple(
+    Field(
+      prefix + f.name, _kind(hints[f.name]), f.default, comments[kind.__name__, f.name]
+    )
+    for f in dataclasses.fields(kind)
+    if not dataclasses.is_dataclass(f.default)
+  )
+  return Group(name, " ".join((kind.__doc__ or "").split()), found)
+
+
+def _comments(source: str) -> dict[tuple[str, str], str]:
+  """Returns {(class, field): the comment above the field} of a Python source.
+
+  Fields in adjacent lines share the comment above the first.
+  """
+  lines, found, comment = source.splitlines(), dict[tuple[str, str], str](), ""
+  for node in ast.parse(source).body:
+    if not isinstance(node, ast.ClassDef):
+      continue
+    for field in node.body:
+      if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+        continue
+      first = last = field.lineno - 1
+      while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+      if first < last:
+        parts = (line.strip().lstrip("#").strip() for line in lines[first:last])
+        comment = " ".join(parts)
+      found[node.name, field.target.id] = comment
+  return found
+
+
+def _kind(hint: Any) -> str:
+  """Describes the type of a field, such as `whole number, at least 0`."""
+  arguments = typing.get_args(hint)
+  if typing.get_origin(hint) is typing.Literal:
+    return " or ".join(map(str, arguments))
+  if typing.get_origin(hint) is tuple:
+    return f"several, as {(1, 2) if arguments[0] is int else ('a', 'b')}"
+  limits = [_limits(m) for m in getattr(hint, "__metadata__", ())]
+  return ", ".join([_KINDS[arguments[0] if limits else hint], *limits])
+
+
+def _limits(limits: Range) -> str:
+  """Describes limits; the largest number that a device counts is no limit to tell."""
+  told = limits.high < fields.LARGEST
+  return str(limits if told else dataclasses.replace(limits, high=math.inf))
+
+
+def _filled(text: str, indent: int = 0) -> str:
+  space = " " * indent
+  return textwrap.fill(text, _WIDTH, initial_indent=space, subsequent_indent=space)
+
+
+def _cell(text: str) -> str:
+  """Escapes a text for a table in Markdown."""
+  return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*")

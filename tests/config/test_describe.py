@@ -1,0 +1,108 @@
+"""The description of the config says of every field what fields.py says."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+from diloco.config import Config, default_config, describe
+from diloco.config.resolve import leaves
+from diloco.config.shipped import PACKAGE
+
+
+def described():
+  return {f.name: f for group in describe.groups() for f in group.fields}
+
+
+def sample():
+  c = default_config()
+  c.train.steps = 400
+  return c
+
+
+def test_every_field_has_a_meaning_a_type_and_its_default():
+  defaults = leaves(Config().to_dict())
+  found = described()
+  assert list(found) == [*defaults]
+  assert {name: f.default for name, f in found.items()} == defaults
+  for field in found.values():
+    assert len(field.meaning.split()) >= 1, field.name
+    assert field.meaning.endswith("."), field.name
+    assert field.kind, field.name
+  assert all(group.meaning.endswith(".") for group in describe.groups())
+
+
+def test_types_and_limits_are_told_in_words():
+  kinds = {name: f.kind for name, f in described().items()}
+  assert kinds["algorithm"] == "data_parallel or diloco or streaming"
+  assert kinds["wire.density"] == "number, above 0 and at most 1"
+  assert kinds["wire.block_size"] == "whole number, at least -1"
+  assert kinds["replicas"] == "whole number, at least 1 and at most 100000"
+  assert kinds["model.qk_norm"] == "true or false"
+  assert kinds["overlap.taus"] == "several, as (1, 2)"
+  assert kinds["plugins"] == "several, as ('a', 'b')"
+  assert kinds["log.prompt"] == "text"
+
+
+def test_a_comment_belongs_to_the_field_below_it():
+  meaning = described()["overlap.alpha"].meaning
+  assert meaning.startswith("alpha: weight of the replica's own parameters in the mer")
+  assert meaning.endswith("1 ignores the other replicas.")
+  source = (
+    "class A:\n  # Not this.\n\n  # One\n  # two.\n  x: int = 1\n  y: int = 2\n\n"
+    "  def f(self): ...\n"
+  )
+  assert describe._comments(source) == {("A", x): "One two." for x in "xy"}
+
+
+def test_the_text_tells_values_defaults_and_what_the_run_uses():
+  c = sample()
+  c.outer.learning_rate = 0.5
+  c.replicas = 4
+  lines = describe.text(c).splitlines()
+  for line in (
+    "outer.learning_rate = 0.5 (default 0.4)",
+    "wire.format = auto, here e3m0",
+    "overlap.taus = (), here (1, 1, 1, 1)",
+    "replicas = 4 (default 2)",
+    "seed = 0",
+    "data.data_dir = ''",
+    "model.qk_norm = true",
+  ):
+    assert line in lines
+  assert max(map(len, lines)) <= 88
+  names = [line.split(" = ")[0] for line in lines if " = " in line and line[0] != " "]
+  assert names[1:] == list(described())  # The first line tells how to set a field.
+
+
+def test_the_page_has_a_row_per_field_and_no_raw_html():
+  page = describe.markdown()
+  rows = [line for line in page.splitlines() if line.startswith("| `")]
+  assert len(rows) == len(described())
+  assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
+  assert "<name>" not in page
+  assert (
+    page.count("\n## ")
+    == sum(dataclasses.is_dataclass(f.default) for f in dataclasses.fields(Config)) + 1
+  )
+
+
+def main(*flags: str, cwd) -> subprocess.CompletedProcess:
+  env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+  command = [sys.executable, "-X", "importtime", "-m", "diloco.main", *flags]
+  return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+
+
+def test_the_trainer_prints_its_config_and_ends(tmp_path):
+  flags = ("--config=sample", "--print_config", "--config.replicas=4")
+  ended = main(*flags, f"--workdir={tmp_path}/run", cwd=tmp_path)
+  assert ended.returncode == 0
+  assert "replicas = 4 (default 2)" in ended.stdout
+  assert not list(tmp_path.iterdir())
+  imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+  assert "jax" not in imported
+  ended = main("--config=sample", "--print_config", "--config.replicas=3", cwd=tmp_path)
+  assert ended.returncode == 2
+  assert ended.stderr.splitlines()[-1].startswith("error: train.batch_size is 32, whi")
+  ended = main("--config=sample", cwd=tmp_path)
+  assert ended.stderr.splitlines()[-1] == "error: --workdir must be given (see --help)"

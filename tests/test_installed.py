@@ -1,0 +1,49 @@
+"""The installed wheel works in an empty folder, without the clone."""
+
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from diloco import __main__ as listing
+
+
+@pytest.fixture(scope="module")
+def installed() -> pathlib.Path:
+  """The folder into which a wheel was installed, as .ci/run does."""
+  files = importlib.metadata.files("diloco") or []
+  sample = [f for f in files if f.as_posix() == "diloco/configs/sample.py"]
+  if not sample or not (folder := pathlib.Path(sample[0].locate())).is_file():
+    pytest.skip("diloco is not installed from a wheel, or is editable")
+  return folder.parents[2]
+
+
+def python(*args: str, cwd: pathlib.Path) -> subprocess.CompletedProcess:
+  """Runs Python without PYTHONPATH and without the current folder on its path."""
+  command = [sys.executable, "-I", *args]
+  return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_package_is_that_of_the_wheel(installed, tmp_path):
+  found = python("-c", "import diloco; print(diloco.__file__)", cwd=tmp_path)
+  assert found.stdout.strip() == str(installed / "diloco" / "__init__.py")
+  assert sorted(p.stem for p in (installed / "diloco/scripts").glob("*.py")) == sorted(
+    listing.SCRIPTS
+  )
+
+
+@pytest.mark.parametrize("name", ["sample", "configs/sample.py", "chinchilla:35M,M=4"])
+def test_configs_are_found_by_name(installed, tmp_path, name):
+  ended = python(
+    "-m", "diloco.main", f"--config={name}", "--print_config", cwd=tmp_path
+  )
+  assert ended.returncode == 0, ended.stderr
+  assert "wire.format = auto, here e3m0" in ended.stdout
+
+
+@pytest.mark.parametrize("name", listing.SCRIPTS)
+def test_every_script_starts(installed, tmp_path, name):
+  ended = python("-m", "diloco", name, "--help", cwd=tmp_path)
+  assert f"python -m diloco {name}" in ended.stdout
