@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = model_parser("export", "Writes a trained model for other programs.")
+  parser = model_parser("export", __doc__)
   parser.add_argument("--output", required=True, help="folder to write")
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = model_parser("generate", "Continues a prompt.")
+  parser = model_parser("generate", __doc__)
   parser.add_argument("--prompt", default="", help="empty: begins a document")
   parser.add_argument("--tokens", type=int, default=128, help="new tokens at most")
   parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")

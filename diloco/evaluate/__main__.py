@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = model_parser("evaluate", "Evaluates a trained model.")
+  parser = model_parser("evaluate", __doc__)
   parser.add_argument("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
   parser.add_argument("--items", type=int, default=0, help="items per task; 0: all")
   parser.add_argument("--heldout", action="store_true", help="add the held-out loss")

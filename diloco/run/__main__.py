@@ -81,7 +81,7 @@ def _by_position(runs: Sequence) -> list[list]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(prog="python -m diloco.run", description="Trains runs together.")
+  parser = Parser(prog="python -m diloco.run", description=__doc__)
   help_ = "folders --results/runs/NAME of a sweep, each with a config.json"
   parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)

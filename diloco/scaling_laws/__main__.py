@@ -29,10 +29,7 @@ from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
 
 
 def make_parser() -> Parser:
-  parser = Parser(
-    prog="python -m diloco.scaling_laws",
-    description="Repeats the fits of Scaling Laws for DiLoCo (arXiv 2503.09799).",
-  )
+  parser = Parser(prog="python -m diloco.scaling_laws", description=__doc__)
   commands = parser.add_subparsers(required=True)
   p = commands.add_parser("tables", help="the paper's tables: ours / theirs")
   p.set_defaults(command=tables)

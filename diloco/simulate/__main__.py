@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-  parser = Parser(prog="python -m diloco.simulate")
+  parser = Parser(prog="python -m diloco.simulate", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, _, options) in COMMANDS.items():
     command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)

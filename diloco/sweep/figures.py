@@ -18,7 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from diloco.config.command_line import guarded, make_folder
+from diloco.config.command_line import Parser, guarded, make_folder
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
 from diloco.sweep.runs import PLAIN, best, main_grid, read
@@ -216,10 +216,8 @@ def _unit(least: float) -> str:
   return next((unit for unit, size in UNITS.items() if least >= size), "ms")
 
 
-def make_parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m diloco.sweep.figures", description=__doc__.splitlines()[0]
-  )
+def make_parser() -> Parser:
+  parser = Parser(prog="python -m diloco.sweep.figures", description=__doc__)
   add = parser.add_argument
   add("table", type=pathlib.Path, help="an exported CSV file")
   add("--out", type=pathlib.Path, required=True, help="output folder")

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from diloco.config import files
-from diloco.config.command_line import guarded
+from diloco.config.command_line import Parser, guarded
 from diloco.sweep import saved, table
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
@@ -167,9 +167,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = argparse.ArgumentParser(
-    prog="python -m diloco.sweep.job", description="Trains runs of a sweep."
-  )
+  parser = Parser(prog="python -m diloco.sweep.job", description=__doc__)
   help_ = "a folder --results/runs/NAME of a sweep, with a config.json"
   parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
   return guarded(run_by_hand, parser.parse_args(argv))
