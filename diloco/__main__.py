@@ -19,6 +19,7 @@ from diloco.config import shipped
 # pyproject.toml copies them into the wheel. The other scripts measure this repository.
 SCRIPTS = (
   "launch_local",
+  "keep_running",
   "list_configs",
   "make_certificates",
   "make_standin",
