@@ -1,0 +1,55 @@
+"""README and docs: every link leads somewhere, every command exists."""
+
+import pathlib
+import re
+
+import pytest
+
+from diloco import __main__ as listing
+from diloco.config import Config, shipped
+from diloco.config.resolve import leaves
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FIELDS = leaves(Config().to_dict())
+
+
+def prose(page: pathlib.Path) -> str:
+  """The text of a page without fenced code."""
+  return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page: pathlib.Path) -> set[str]:
+  """The anchors that GitHub gives to the headings of a page."""
+  found: set[str] = set()
+  for heading in re.findall(r"^#+ (.*)$", prose(page), re.M):
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    slug = re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+    found.add(slug if slug not in found else f"{slug}-1")
+  return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_link_leads_to_a_file_and_a_heading(page):
+  for target, anchor in re.findall(r"\]\((?!\w+:)([^)\s#]*)(#[^)\s]*)?\)", prose(page)):
+    file = page.parent / target if target else page
+    assert file.exists(), target
+    if anchor and file.suffix == ".md":
+      assert anchor[1:] in anchors(file), target + anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_config_and_field_exists(page):
+  text, commands = page.read_text(), listing.commands()
+  for module in re.findall(r"python -m diloco\.([\w.]*\w)", text):
+    assert module in commands, module
+  for command in re.findall(r"python -m diloco (\w[\w.]*)", text):
+    assert command in commands, command
+  for script in re.findall(r"(?:python |sbatch |`|^)(scripts/\w+\.\w+)", text, re.M):
+    assert (ROOT / script).is_file(), script
+  for field in re.findall(r"--config\.([a-z_.]+[a-z_])\b", text):
+    groups = {name.split(".")[0] for name in FIELDS}
+    assert field in FIELDS or field in groups, field
+  for config in re.findall(r"--config=(\w[\w/]*(?:\.py)?)", text):
+    if config != "my_config.py":
+      assert pathlib.Path(shipped.find(config)).is_file(), config
