@@ -1,0 +1,101 @@
+"""Hooks of mkdocs.yml: pages from other folders, and Markdown as GitHub reads it.
+
+  pip install '.[docs]' && mkdocs build --strict
+
+The documents are written for GitHub: links lead to any file of the repository, and a
+list is indented by the width of its marker. mkdocs knows only links within docs/, and
+Python-Markdown wants four spaces. Everything that a link names must exist.
+"""
+
+import logging
+import pathlib
+import re
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from diloco.config import describe
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# Pages of the site that lie outside of docs/.
+PAGES = {
+  "index.md": "README.md",
+  "changelog.md": "CHANGELOG.md",
+  "contributing.md": "CONTRIBUTING.md",
+}
+_LOG = logging.getLogger("mkdocs.site_hooks")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+  """Adds the pages of PAGES, and the reference of the config's fields."""
+  pages = {page: (ROOT / source).read_text() for page, source in PAGES.items()}
+  pages["fields.md"] = describe.markdown()
+  for page, text in pages.items():
+    files.append(File.generated(config, page, content=text))
+  return files
+
+
+def on_page_markdown(
+  markdown: str, page: Page, config: MkDocsConfig, files: Files
+) -> str:
+  """Rewrites links and lists of a page."""
+  del files
+  source = PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+  repository = (config.repo_url or "").rstrip("/")
+
+  def rewritten(link: re.Match) -> str:
+    target = site_link(link[1], ROOT / source, repository)
+    if target is None:
+      _LOG.warning("%s links to %s, which does not exist.", source, link[1])
+    return f"]({target or link[1]}{link[2] or ''})"
+
+  text = re.sub(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", rewritten, markdown)
+  return indent_lists(text)
+
+
+def site_link(target: str, source: pathlib.Path, repository: str) -> str | None:
+  """Returns where a relative link of a document leads on the site.
+
+  Args:
+    target: path relative to the document.
+    source: the document.
+    repository: address of the repository, for files that are no page.
+
+  Returns:
+    None if there is no such file.
+  """
+  file = (source.parent / target).resolve()
+  if not file.exists() or not file.is_relative_to(ROOT):
+    return None
+  path = file.relative_to(ROOT).as_posix()
+  for page, origin in PAGES.items():
+    if path == origin:
+      return page
+  if file.is_relative_to(ROOT / "docs") and file.is_file():
+    return path.removeprefix("docs/")
+  return f"{repository}/{'tree' if file.is_dir() else 'blob'}/main/{path}"
+
+
+def indent_lists(markdown: str) -> str:
+  """Indents the content of lists by four spaces for each level."""
+  lines: list[str] = []
+  columns: list[int] = []  # Where the content of each open item begins.
+  fenced = apart = (
+    False  # `apart`: an empty line lies between the last marker and here.
+  )
+  for line in markdown.splitlines():
+    indent = len(line) - len(line.lstrip())
+    marker = None if fenced else re.match(r" *(?:[-*]|\d+\.) +(?=\S)", line)
+    apart |= not columns or not line.strip()
+    while line.strip() and not fenced and columns and indent < columns[-1]:
+      columns.pop()
+    own = line[min(indent, columns[-1] if columns else 0) :]
+    if marker and apart and lines and lines[-1].strip():
+      lines.append("")  # Python-Markdown reads the marker as text of a paragraph above.
+    lines.append(("    " * len(columns) + own) if own else "")
+    if marker:
+      columns.append(marker.end())
+      apart = False
+    fenced ^= own.lstrip().startswith("```")
+  return "\n".join(lines) + "\n"

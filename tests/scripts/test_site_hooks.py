@@ -1,0 +1,65 @@
+"""The site of documents: links and lists of GitHub become those of mkdocs."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("markdown")
+
+import markdown
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+import site_hooks
+
+ROOT = pathlib.Path(__file__).parents[2]
+REPOSITORY = "https://example.org/r"
+
+
+def html(text: str) -> str:
+  extensions = ["tables", "pymdownx.superfences"]
+  rendered = markdown.markdown(site_hooks.indent_lists(text), extensions=extensions)
+  return re.sub(r"\s*(</?\w+>)\s*", r"\1", re.sub(r"</?p>", "", rendered))
+
+
+@pytest.mark.parametrize(
+  ("target", "source", "link"),
+  [
+    ("docs/data.md", "README.md", "data.md"),
+    ("docs/figures/wan.png", "README.md", "figures/wan.png"),
+    ("data.md", "docs/sites.md", "data.md"),
+    ("../README.md", "docs/sites.md", "index.md"),
+    ("CONTRIBUTING.md", "README.md", "contributing.md"),
+    (
+      "../configs/ladder.py",
+      "docs/sweep.md",
+      f"{REPOSITORY}/blob/main/configs/ladder.py",
+    ),
+    ("notebooks", "README.md", f"{REPOSITORY}/tree/main/notebooks"),
+    ("docs/none.md", "README.md", None),
+    ("../../etc/passwd", "docs/sites.md", None),
+  ],
+)
+def test_links_lead_to_pages_or_to_the_repository(target, source, link):
+  assert site_hooks.site_link(target, ROOT / source, REPOSITORY) == link
+
+
+def test_nested_lists_keep_their_nesting():
+  text = "Text:\n- one\n  more\n  - inner\n\n    rest\n- two\n\nEnd"
+  found = re.sub(r"\s+", " ", html(text))
+  inner = "<ul><li>inner rest</li></ul>"
+  assert found == f"Text:<ul><li>one more{inner}</li><li>two</li></ul>End"
+
+
+def test_code_and_tables_within_items():
+  text = (
+    "1. one\n\n   ```\n   a\n\n     b\n   ```\n"
+    "2. two\n\n   | x |\n   |---|\n   | 1 |\n"
+    "3. three\n"
+  )
+  found = html(text)
+  assert found.count("<li>") == 3
+  assert "a\n\n  b</code>" in found
+  assert "<td>1</td></tr></tbody></table></li><li>three</li>" in found
