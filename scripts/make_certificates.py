@@ -15,13 +15,19 @@ import os
 import pathlib
 import sys
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
-
 from diloco.config import ConfigError, command_line
 from diloco.coordinator import security
+
+try:
+  from cryptography import x509
+  from cryptography.hazmat.primitives import hashes, serialization
+  from cryptography.hazmat.primitives.asymmetric import ec
+  from cryptography.x509.oid import ExtendedKeyUsageOID as Usage
+except ImportError:
+  print(
+    "error: certificates need cryptography: pip install cryptography.", file=sys.stderr
+  )
+  sys.exit(2)
 
 Authority = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]
 
