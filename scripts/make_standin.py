@@ -1,4 +1,4 @@
-"""Writes a small stand-in for a TFDS text data set, from State of the Union texts.
+r"""Writes a small stand-in for a TFDS text data set, from State of the Union texts.
 
   python -m diloco make_standin --name=c4/en:3.1.0 --data_dir=/tmp/tfds
   python -m diloco.main --config=configs/sample.py --workdir=/tmp/c4 \

@@ -1,4 +1,4 @@
-"""Prepares data once, with several processes; an interrupted command can be repeated.
+r"""Prepares data once, with several processes; an interrupted command can be repeated.
 
 Text becomes token arrays, for data.source=arrays:/data/c4_tokens. With two splits, the
 first goes to <output>/train and the second to <output>/validation; one split goes to

@@ -1,4 +1,4 @@
-"""Trains a SentencePiece unigram model on a source; the same text, the same model.
+r"""Trains a SentencePiece unigram model on a source; the same text, the same model.
 
   python -m diloco train_tokenizer --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=c4_32k.model

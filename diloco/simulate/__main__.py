@@ -1,4 +1,4 @@
-"""Simulates compute utilisation, wall-clock time and goodput.
+r"""Simulates compute utilisation, wall-clock time and goodput.
 
 python -m diloco.simulate table4
 python -m diloco.simulate table6

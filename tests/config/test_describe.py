@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
+import pathlib
 import subprocess
 import sys
 
 from diloco.config import Config, default_config, describe
 from diloco.config.resolve import leaves
-from diloco.config.shipped import PACKAGE
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def described():
@@ -88,7 +90,7 @@ def test_the_page_has_a_row_per_field_and_no_raw_html():
 
 
 def main(*flags: str, cwd) -> subprocess.CompletedProcess:
-  env = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+  env = {**os.environ, "PYTHONPATH": str(ROOT)}
   command = [sys.executable, "-X", "importtime", "-m", "diloco.main", *flags]
   return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
 

@@ -1,5 +1,6 @@
 """Configs and scripts are found from any folder, in a clone and in a wheel."""
 
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -12,13 +13,14 @@ from ml_collections import config_flags
 from diloco import __main__ as listing
 from diloco.config import ConfigError, command_line, shipped
 
-ROOT = shipped.PACKAGE.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(params=["clone", "wheel"])
 def package(request, monkeypatch, tmp_path):
   """The folder of the package, as it lies in a clone and as a wheel installs it."""
+  made = ROOT / "diloco"
   if request.param == "wheel":
     made = tmp_path / "site-packages/diloco"
     build = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
@@ -26,7 +28,7 @@ def package(request, monkeypatch, tmp_path):
       copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
       (made.parent / target).parent.mkdir(parents=True, exist_ok=True)
       copy(ROOT / source, made.parent / target)
-    monkeypatch.setattr(shipped, "PACKAGE", made)
+  monkeypatch.setattr(shipped, "PACKAGE", made)
   (tmp_path / "empty").mkdir()
   monkeypatch.chdir(tmp_path / "empty")
   return shipped.PACKAGE
