@@ -69,7 +69,8 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
   with pytest.raises(SystemExit) as ended:
     job.main([])
   assert ended.value.code == 2
-  assert "usage: python -m diloco.sweep.job [-h] RUN" in capsys.readouterr().err
+  said = "error: the following arguments are required: RUN (see --help)\n"
+  assert capsys.readouterr().err == said
   assert job.main([str(tmp_path / "none")]) == 2
   assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
   (tmp_path / "config.json").write_text("{}")
