@@ -1,7 +1,6 @@
 """What the coordinator tells: a progress line, and a summary of who was in."""
 
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import tqdm
 
 from diloco.config import files
+from diloco.config.bar import make_bar
 from diloco.coordinator.board import Board
 from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.journal import Entry, Journal
@@ -37,13 +37,9 @@ class Report:
   def closed(self, entry: Entry) -> None:
     """Shows a round that closed."""
     if self._bar is None:
-      self._bar = tqdm.tqdm(
-        total=len(self._calendar.rounds),
-        initial=entry.round,
-        unit="round",
-        desc="rounds",
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
+      total = len(self._calendar.rounds)
+      self._bar = make_bar(
+        total=total, initial=entry.round, unit="round", desc="rounds"
       )
     late = sum(m.late for m in self._board.rounds.members.values())
     self._bar.set_postfix_str(

@@ -5,16 +5,15 @@ Letters: B sequences, L positions.
 
 import functools
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import tqdm
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diloco.config.bar import make_bar
 from diloco.config.fields import ModelConfig
 from diloco.evaluate.tasks import Continuation
 from diloco.model import registry, sharding
@@ -49,14 +48,8 @@ def score(
   # Each batch is launched before the results of the batch before are fetched.
   before, after = itertools.tee(launched)
   next(after, None)
-  with tqdm.tqdm(
-    total=len(continuations),
-    desc="tasks",
-    unit="choice",
-    dynamic_ncols=True,
-    disable=not show,
-    mininterval=0.2 if sys.stderr.isatty() else 15,
-  ) as bar:
+  count = len(continuations)
+  with make_bar(total=count, desc="tasks", unit="choice", disable=not show) as bar:
     for (rows, values), _ in itertools.zip_longest(before, after):
       scores[rows] = np.asarray(values)[: len(rows)]
       bar.update(len(rows))

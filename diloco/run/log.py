@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.optimizers import learning_rate
 from diloco.algorithm.state import Event
 from diloco.config import Config
+from diloco.config.bar import make_bar
 from diloco.model.shapes import flops_per_token
 from diloco.run import hardware, metrics
 from diloco.run.peers import Peers
@@ -213,14 +213,12 @@ class Log:
       )
 
   def _make_bar(self, t: int) -> tqdm.tqdm:
-    return tqdm.tqdm(
+    return make_bar(
       total=self._c.train.steps,
       initial=t,
       position=0,  # Runs that train together have one file each.
       unit="step",
       desc=self._c.algorithm,
-      dynamic_ncols=True,
-      mininterval=0.2 if sys.stderr.isatty() else 15,
     )
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:

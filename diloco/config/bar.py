@@ -1,0 +1,15 @@
+"""The progress bar of every command. No JAX."""
+
+import sys
+
+import tqdm
+
+
+def make_bar(**options) -> tqdm.tqdm:
+  """Makes a progress bar on stderr; without a terminal, it prints a line now and then.
+
+  Args:
+    options: as for tqdm.tqdm, such as total, unit and desc.
+  """
+  interval = 0.2 if sys.stderr.isatty() else 15
+  return tqdm.tqdm(dynamic_ncols=True, mininterval=interval, **options)
