@@ -21,6 +21,7 @@ from diloco.algorithm.state import abstract_params
 from diloco.config import command_line, resolve
 from diloco.run import checksums, stored
 from diloco.run.peers import Peers
+from diloco.run.record import folder_of
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the model.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder to write to; it must be new.")
@@ -41,7 +42,7 @@ def main(argv) -> None:
   with timed("checksums before saving"):
     sums = checksums.compute(tree, Peers())
   for step, name in enumerate(("", ", compressed")):
-    folder = stored.folder_of(workdir) / str(step) / "state"
+    folder = folder_of(workdir) / str(step) / "state"
     handler = ocp.PyTreeCheckpointHandler(use_compression=bool(step))
     with timed("write" + name):
       ocp.Checkpointer(handler).save(folder, args=ocp.args.PyTreeSave(tree))

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from diloco.config import Config, ConfigError, command_line, complete
-from diloco.run import metrics, stored
+from diloco.run import metrics
+from diloco.run.record import read_record, steps_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of DiLoCo.")
 _FIRST = flags.DEFINE_integer("first", 1, "First inner step to draw.", lower_bound=1)
@@ -28,11 +29,11 @@ def read(workdir: pathlib.Path) -> tuple[Config, list[dict]]:
   Raises:
     ConfigError: the folder holds no run that synchronises replicas.
   """
-  steps = stored.steps_of(workdir)
+  steps = steps_of(workdir)
   if not steps:
     raise ConfigError(f"--workdir is {workdir}, which has no checkpoint; train first.")
   try:
-    c = complete(stored.read_record(workdir, steps[0]).config)
+    c = complete(read_record(workdir, steps[0]).config)
     names = ("step", "fragment", "bytes")
     sends = [{name: r[name] for name in names} for r in metrics.read(workdir, "send")]
   except (OSError, ValueError, KeyError, TypeError) as error:

@@ -195,12 +195,10 @@ def outer_parameters(workdir: pathlib.Path) -> dict[str, np.ndarray]:
   import jax
   import orbax.checkpoint as ocp
 
-  from diloco.run import stored
+  from diloco.run.record import folder_of, steps_of
 
-  for step in stored.steps_of(workdir)[:1]:
-    tree = ocp.StandardCheckpointer().restore(
-      stored.folder_of(workdir) / str(step) / "state"
-    )
+  for step in steps_of(workdir)[:1]:
+    tree = ocp.StandardCheckpointer().restore(folder_of(workdir) / str(step) / "state")
     parts = {name: tree[name] for name in ("theta", "outer_opt_state") if name in tree}
     leaves = jax.tree_util.tree_flatten_with_path(parts)[0]
     return {f"{step}{jax.tree_util.keystr(p)}": np.asarray(x) for p, x in leaves}

@@ -16,7 +16,7 @@ from diloco.run import resume, stored
 from diloco.run.checkpoint import Checkpoints
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
-from diloco.run.stored import Record
+from diloco.run.record import Record, steps_of
 
 Tree = Any
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
@@ -105,7 +105,7 @@ class OuterGroup:
     record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
     self._checkpoints.save(step, TrainState({}, {}, self._state()), record)
     self._checkpoints.wait()
-    oldest = min(stored.steps_of(self._workdir))
+    oldest = min(steps_of(self._workdir))
     self._journal.forget(before=self._calendar.first_after(oldest))
 
   def finish(self) -> None:
@@ -117,7 +117,7 @@ class OuterGroup:
     self._checkpoints.close()
 
   def _restore(self) -> None:
-    steps = stored.steps_of(self._workdir)
+    steps = steps_of(self._workdir)
     if not steps:
       return
     arrays = {"theta": self._theta, "outer_opt_state": self._opt_state}

@@ -66,13 +66,13 @@ def _by_position(runs: Sequence) -> list[list]:
   A run whose last step is saved, or whose checkpoint is damaged, is alone.
   So is a run that was extended: it goes on after a drain.
   """
-  from diloco.run import stored
+  from diloco.run.record import read_record, steps_of
 
   found: dict[object, list] = {}
   for one in runs:
-    step = next(iter(stored.steps_of(one.workdir)), 0)
+    step = next(iter(steps_of(one.workdir)), 0)
     try:
-      record = stored.read_record(one.workdir, step) if step else None
+      record = read_record(one.workdir, step) if step else None
       alone = record is not None and bool(record.finished or record.drained)
     except (ValueError, OSError, TypeError):
       alone = True

@@ -32,7 +32,8 @@ from diloco.run.batches import Batches
 from diloco.run.log import Log
 from diloco.run.orbax_errors import hush, of_orbax, reason_of
 from diloco.run.peers import Peers, say
-from diloco.run.stored import Record, folder_of, read_newest, steps_of
+from diloco.run.record import Record, folder_of, steps_of
+from diloco.run.stored import read_newest
 
 
 def make_record(

@@ -22,6 +22,7 @@ from diloco.config.command_line import one_line
 from diloco.model import shapes, sharding
 from diloco.run import stored
 from diloco.run.mesh import fit_eval_batch, make_inference_mesh
+from diloco.run.record import steps_of
 
 # The files of an export, see diloco/export.py.
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
@@ -91,7 +92,7 @@ def import_safetensors():
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   """Steps of the checkpoints to try, newest first."""
-  found = stored.steps_of(workdir)
+  found = steps_of(workdir)
   if not found:
     raise ConfigError(
       f"workdir is {str(workdir)!r}, which holds no checkpoint yet; train with"

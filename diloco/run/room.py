@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from diloco.config import ConfigError
-from diloco.run.stored import steps_of
+from diloco.run.record import steps_of
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.

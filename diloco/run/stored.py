@@ -1,14 +1,10 @@
-"""What lies in a run's folder `checkpoints`, and how it is read.
+"""Reads checkpoints with their arrays; see `record.py` for the rest.
 
-Each checkpoint is a folder whose name is its step. `state` holds the arrays, in the
-format of Orbax; `record` holds the rest, as JSON. Whoever reads a checkpoint gets what
-was saved or a reason: checksums show damage that the format of the files does not show.
+Whoever reads a checkpoint gets what was saved or a reason: checksums show damage that
+the format of the files does not show.
 """
 
-import dataclasses
-import json
 import pathlib
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,38 +15,9 @@ from diloco.config import ConfigError
 from diloco.run import checksums, memory
 from diloco.run.orbax_errors import hush, reason_of
 from diloco.run.peers import Peers, say
+from diloco.run.record import Record, folder_of, read_record
 
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-  """The part of a checkpoint that is not arrays, as JSON.
-
-  Attributes:
-    config: all fields of the run's config.
-    data: position of every replica in its text, see `TrainIterator.get_state`.
-    ledger: fields of a `Ledger`.
-    spent: fields of a `Spent`.
-    finished: whether training has ended and nothing is in flight.
-    fsdp: size of the fsdp axis that encoded the payloads in flight.
-    drained: `Schedule.drained` of an extended run.
-    checksums: {name: checksum} of the arrays; empty if an older version saved them.
-  """
-
-  config: dict[str, Any]
-  data: dict[str, Any] = dataclasses.field(default_factory=dict)
-  ledger: dict[str, Any] = dataclasses.field(default_factory=dict)
-  spent: dict[str, Any] = dataclasses.field(default_factory=dict)
-  finished: bool = False
-  fsdp: int = 1
-  drained: int = 0
-  checksums: dict[str, int] = dataclasses.field(default_factory=dict)
-
-  def to_json(self) -> dict[str, Any]:
-    """Returns the fields and a checksum of them, for a JSON file."""
-    fields = json.loads(json.dumps(dataclasses.asdict(self)))
-    return {**fields, "crc32": _crc32(fields)}
 
 
 class Stored(NamedTuple):
@@ -59,27 +26,6 @@ class Stored(NamedTuple):
   step: int
   record: Record
   arrays: Tree
-
-
-def folder_of(workdir: pathlib.Path) -> pathlib.Path:
-  """Returns the folder of a run's checkpoints, which may not exist yet.
-
-  Raises:
-    ConfigError: something else is there.
-  """
-  folder = (workdir / "checkpoints").absolute()
-  if folder.exists() and not folder.is_dir():
-    raise ConfigError(
-      f"--workdir is {workdir}, where `checkpoints` is a file and not a folder; move it"
-      " away or choose another --workdir."
-    )
-  return folder
-
-
-def steps_of(workdir: pathlib.Path) -> list[int]:
-  """Returns the steps of the checkpoints in a workdir, newest first."""
-  names = (p.name for p in folder_of(workdir).glob("*"))
-  return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
 
 def read_newest(
@@ -131,25 +77,6 @@ def read_newest(
   )
 
 
-def read_record(workdir: pathlib.Path, step: int) -> Record:
-  """Reads the record of a checkpoint.
-
-  Raises:
-    ValueError, OSError, TypeError: the record is missing or damaged.
-  """
-  path = folder_of(workdir) / str(step) / "record" / "metadata"
-  text = path.read_bytes()
-  try:
-    fields = json.loads(text)
-    saved = fields.pop("crc32", None)  # Older versions wrote none.
-    whole = saved in (None, _crc32(fields))
-  except (ValueError, TypeError, AttributeError):  # Not JSON, or no dict.
-    whole = False
-  if not whole:
-    raise ValueError(f"{path} has another content than was saved")
-  return Record(**fields)
-
-
 def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
   """Reads arrays of a checkpoint, each straight to its devices.
 
@@ -195,7 +122,3 @@ def _changed(found: Stored, peers: Peers) -> str | None:
   return (
     f"the values of {names[0]}{more} are not those that were saved" if names else None
   )
-
-
-def _crc32(fields: dict[str, Any]) -> int:
-  return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

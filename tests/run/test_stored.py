@@ -13,7 +13,7 @@ from diloco.algorithm.state import TrainState
 from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint, load, stored
 from diloco.run.mesh import make_mesh
-from diloco.run.stored import Record
+from diloco.run.record import Record
 
 
 def state(value: float) -> TrainState:
