@@ -20,7 +20,11 @@ class Scores(NamedTuple):
   def numbers(self) -> dict[str, float]:
     """Everything that the log writes of an evaluation, by name."""
     text = self.held_out
-    values = {"loss_outer": text.loss, "bits_per_byte": text.bits_per_byte}
+    values = {
+      "loss_outer": text.loss,
+      "perplexity": text.perplexity,
+      "bits_per_byte": text.bits_per_byte,
+    }
     for task, result in self.tasks.items():
       values[f"{task}_accuracy"] = result.accuracy
       values[f"{task}_accuracy_norm"] = result.accuracy_norm

@@ -24,8 +24,9 @@ from diloco.config import Config
 from diloco.config.bar import make_bar
 from diloco.model.shapes import flops_per_token
 from diloco.run import hardware, metrics
+from diloco.run.loss_picture import LossPicture
 from diloco.run.peers import Peers
-from diloco.wire.ledger import Ledger
+from diloco.wire.ledger import Ledger, gradient_bytes
 
 
 class TrainingDiverged(RuntimeError):
@@ -76,6 +77,7 @@ class Log:
     self._c, self._workdir, self.ledger, self._spent = c, workdir, ledger, spent
     self._last_checkpoint, self._peers = last_checkpoint, peers
     self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
+    self._picture = LossPicture(workdir, c)
     self._schedule = learning_rate(c)
     # The launch that is not reported yet: steps, their metrics, and events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
@@ -114,9 +116,20 @@ class Log:
     self._clock = time.perf_counter() if self._clock else None
 
   def evaluation(self, t: int, values: dict[str, float]) -> None:
-    """Writes the results of an evaluation after step t."""
+    """Writes the results of an evaluation after step t, and draws loss.png again.
+
+    Call `flush` before, so that the picture has all steps.
+    """
     if self._writer:
       self._writer.write("eval", t, values)
+      self._picture.draw()
+
+  def results(self, summary: dict[str, Any], text: str) -> None:
+    """Writes generated text, unless it is empty, and passes the summary on."""
+    if self._writer:
+      if text:
+        self._writer.sample(self._c.train.steps, text)
+      self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
     """Reports sends and receives, and counts their bytes."""
@@ -135,6 +148,12 @@ class Log:
     """Returns the time that the run has taken so far, for a checkpoint."""
     self._spent.wall_s = time.perf_counter() - self._began
     return self._spent
+
+  def sent(self, t: int) -> int:
+    """Counts the bytes that one replica has sent after inner step t."""
+    if self._c.data_parallel:
+      return t * gradient_bytes(self._c)
+    return self.ledger.total
 
   def tokens_per_s(self) -> float | None:
     """Mean speed of the run so far."""
@@ -171,7 +190,7 @@ class Log:
         continue  # Skips steps that are not logged: links may be slow.
       extra = {
         "time": time.time(),
-        "bytes_sent": self.ledger.total,
+        "bytes_sent": self.sent(t),
         "tokens_per_s": self.tokens_per_s(),
       }
       self._peers.report(["step", t, values, extra])

@@ -15,10 +15,10 @@ from diloco.config import Config, files
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.model import attention, sampling
 from diloco.model.shapes import matrix_params, num_params
-from diloco.run import metrics
 from diloco.run.log import Log
 from diloco.run.peers import Peers
 from diloco.wire import sizes
+from diloco.wire.ledger import gradient_bytes
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -54,8 +54,8 @@ def make(
   mean = evaluation.loss(replica_mean(state.params, mesh=mesh)).loss
   first = evaluation.loss(first_replica(state.params, mesh=mesh)).loss
   more = {"loss_mean": mean, "loss_first": first}
-  log.evaluation(c.train.steps, scores.numbers | more)
   log.flush()
+  log.evaluation(c.train.steps, scores.numbers | more)
   text = ""
   if c.log.sample_tokens:
     prompt = evaluation.tokenizer.encode(c.log.prompt)
@@ -75,8 +75,8 @@ def make(
       "bytes_ratio_to_data_parallel": reference / sent if sent else None,
     }
   if peers.index == 0:
-    metrics.plot_loss(workdir, f"{c.algorithm}, M={c.replicas}, H={c.sync_every}")
     files.write_json(workdir / FILE, summary)
+    log.results(summary, text)
     log.close()  # Ends the progress bar.
     report(workdir, summary, text)
   return summary
@@ -88,11 +88,8 @@ def _numbers(
   """The content of summary.json; bytes are those that one replica sends."""
   params, ledger = num_params(c.model), log.ledger
   reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
-  sent, peak = ledger.total, ledger.peak
-  if c.data_parallel:
-    value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
-    peak = int(sizes.data_parallel_bytes(c.replicas, params, 1, value_bytes))
-    sent = peak * c.train.steps
+  sent = log.sent(c.train.steps)
+  peak = gradient_bytes(c) if c.data_parallel else ledger.peak
   return {
     "algorithm": c.algorithm,
     "replicas": c.replicas,

@@ -2,6 +2,10 @@
 
 import dataclasses
 
+from diloco.config import Config
+from diloco.model.shapes import num_params
+from diloco.wire import sizes
+
 
 @dataclasses.dataclass
 class Ledger:
@@ -33,3 +37,10 @@ class Ledger:
   @property
   def syncs(self) -> int:
     return sum(count for count, _ in self.fragments.values())
+
+
+def gradient_bytes(c: Config) -> int:
+  """Counts the bytes that one data-parallel replica sends in a step."""
+  value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
+  params = num_params(c.model)
+  return int(sizes.data_parallel_bytes(c.replicas, params, 1, value_bytes))

@@ -1,28 +1,15 @@
-"""metrics.jsonl survives a kill; the picture leaves the backend of pyplot alone."""
+"""metrics.jsonl survives a kill; dashboards get the same names for the same numbers."""
 
 import json
+import struct
 import sys
 import types
 
-import matplotlib
+import pytest
+from tensorboardX.proto import event_pb2
 
 from diloco import config as config_lib
 from diloco.run import metrics
-
-
-def test_drawing_the_loss_keeps_the_backend(tmp_path):
-  records = [{"kind": "step", "step": t, "loss": 5 - t / 10} for t in (1, 2, 3)]
-  records.append({"kind": "eval", "step": 3, "loss_outer": 4.8})
-  lines = [json.dumps(r) for r in records]
-  (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-  before = matplotlib.get_backend()
-  try:
-    matplotlib.use("svg")
-    picture = metrics.plot_loss(tmp_path, "title")
-    assert matplotlib.get_backend().lower() == "svg"
-  finally:
-    matplotlib.use(before)
-  assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_last_record_of_a_repeated_step_counts(tmp_path):
@@ -47,6 +34,10 @@ def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
 
     def log(self, values):
       self.logged.append(values)
+
+    @property
+    def summary(self):
+      return self.kwargs
 
     def finish(self):
       pass
@@ -85,3 +76,73 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   before = path.read_bytes()
   write(tmp_path, c)
   assert path.read_bytes() == before
+
+
+RECORDS = [
+  {
+    "kind": "step",
+    "step": 3,
+    "tokens": 96,
+    "time": 1.7e9,
+    "loss": 2.5,
+    "loss_per_replica": [2.0, 3.0],
+    "tokens_per_s": None,
+  },
+  {"kind": "send", "step": 3, "fragment": 1, "bytes": 9, "outer_grad_norm": [1.0, 2.0]},
+  {"kind": "receive", "step": 4, "fragment": 1, "round": 7, "outer_grad_cosine": 0.25},
+  {"kind": "eval", "step": 4, "loss_outer": 2.0, "perplexity": 7.5},
+  {"kind": "sample", "step": 4, "text": "The people"},
+]
+NAMES = [
+  {
+    "step/tokens": 96,
+    "step/loss": 2.5,
+    "loss_per_replica/replica_0": 2.0,
+    "loss_per_replica/replica_1": 3.0,
+  },
+  {"outer_grad_norm/fragment_1": 1.5},
+  {"outer_grad_cosine/fragment_1": 0.25},
+  {"eval/loss_outer": 2.0, "eval/perplexity": 7.5},
+  {},
+]
+
+
+@pytest.mark.parametrize(("record", "names"), list(zip(RECORDS, NAMES)))
+def test_names_begin_with_the_quantity_and_leave_out_constants(record, names):
+  assert metrics.scalars(record) == names
+
+
+def test_the_numbers_of_one_replica_are_no_second_curve():
+  record = {"kind": "step", "step": 1, "loss": 2.0, "loss_per_replica": [2.0]}
+  assert metrics.scalars(record) == {"step/loss": 2.0}
+
+
+def events(path):
+  """Yields the events of a TensorBoard file."""
+  content = path.read_bytes()
+  while content:
+    (size,) = struct.unpack("<Q", content[:8])
+    yield event_pb2.Event.FromString(content[12 : 12 + size])
+    content = content[16 + size :]
+
+
+def test_tensorboard_has_the_config_the_sample_and_one_tag_per_number(tiny, tmp_path):
+  tiny.log.tensorboard = True
+  writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
+  for record in RECORDS[:-1]:
+    values = {k: v for k, v in record.items() if k not in ("kind", "step")}
+    writer.write(record["kind"], record["step"], values)
+  writer.sample(4, "The people\n of")
+  writer.close()
+  (path,) = (tmp_path / "tensorboard").iterdir()
+  found = dict[str, list]()
+  for event in events(path):
+    for value in event.summary.value:
+      found.setdefault(value.tag, []).append((value.simple_value, value.tensor))
+  config = found.pop("config/text_summary")[0][1].string_val[0].decode()
+  assert "    model.dim = 16\n" in config
+  sample = found.pop("sample/text_summary")[0][1].string_val[0].decode()
+  assert sample == "    The people\n     of"
+  assert {tag: x for tag, ((x, _),) in found.items()} == {
+    name: value for names in NAMES for name, value in names.items()
+  }
