@@ -23,6 +23,7 @@ from diloco.run.log import Log, Spent
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers, say
 from diloco.run.processes import check_all_meet, lock_workdir, make_shared
+from diloco.run.profile import Profile
 from diloco.run.stop import end_on_signal
 from diloco.wire.ledger import Ledger
 
@@ -104,6 +105,7 @@ def train(
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
     log.note = site.note if site else None
+    profile = stack.enter_context(contextlib.closing(Profile(c, workdir, log, peers)))
 
     def save(t: int, finished: bool = False) -> None:
       if site and t <= (checkpoints.latest or 0):
@@ -116,6 +118,7 @@ def train(
     while t < c.train.steps:
       steps = overlap.stretch(plan, t, c.train.steps, periods)
       # Run inner steps of all replicas, then the outer step.
+      profile.begin(steps, state)
       tokens = [next(batches) for _ in steps]
       state, by_step = overlap.inner_steps(c, plan, steps, state, tokens)
       t, events = steps[-1], list[Event]()
@@ -125,6 +128,7 @@ def train(
         params, outer, events = method.step(t, state.params, state.outer)
         state = dataclasses.replace(state, params=params, outer=outer)
       log.stretch(steps, by_step, events)
+      profile.end(steps, state)
 
       last = t == c.train.steps
       if c.eval.every and t % c.eval.every == 0 and not last:

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm import optimizers, pieces
@@ -189,10 +190,12 @@ def receive(plan: Plan, payload: jax.Array, theta: Tree, opt_state: Tree) -> tup
 
   Donates theta and opt_state, except on hosts.
   """
-  payload, mesh = plan.transport.carry(payload), plan.home.mesh
+  with TraceAnnotation("exchange"):
+    payload, mesh = plan.transport.carry(payload), plan.home.mesh
   step = update if plan.home.at_hosts else update_in_place
   # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
-  with jax.set_mesh(mesh) if plan.home.at_hosts else contextlib.nullcontext():
+  place = jax.set_mesh(mesh) if plan.home.at_hosts else contextlib.nullcontext()
+  with TraceAnnotation("receive"), place:
     return step(
       theta, opt_state, payload, plan.tuned, wire=plan.wire, outer=plan.outer, mesh=mesh
     )
@@ -211,7 +214,8 @@ def send_fragment(
   # All sites and transports must draw the same random numbers.
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
   parts = (params_M, plan.home.fetch(theta), codec_state, plan.layers[p], key, first)
-  return send(*parts, wire=plan.wire, mesh=plan.mesh)
+  with TraceAnnotation("send"):
+    return send(*parts, wire=plan.wire, mesh=plan.mesh)
 
 
 def merge_fragment(
@@ -219,7 +223,8 @@ def merge_fragment(
 ) -> Tree:
   """Runs `merge` for fragment p; theta lies at home or on `home.mesh`."""
   theta, mask_M = plan.home.fetch(theta), np.asarray(mask)
-  return merge(params_M, theta, plan.layers[p], mask_M, alpha=plan.alpha)
+  with TraceAnnotation("merge"):
+    return merge(params_M, theta, plan.layers[p], mask_M, alpha=plan.alpha)
 
 
 def outer_step(

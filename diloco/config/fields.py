@@ -309,6 +309,20 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+  """A trace of some steps for xprof (docs/profiling.md)."""
+
+  # First and last inner step to trace, such as 100:105. Empty: none.
+  steps: str = ""
+
+  @property
+  def range(self) -> range:
+    """The inner steps to trace; `resolve` has checked the text."""
+    first, _, last = self.steps.partition(":")
+    return range(int(first), int(last) + 1) if self.steps else range(0)
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshConfig:
   """How devices are divided. There are replica * fsdp devices."""
 
@@ -349,6 +363,7 @@ class Config:
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
+  profile: ProfileConfig = ProfileConfig()
   mesh: MeshConfig = MeshConfig()
 
   @property

@@ -6,6 +6,7 @@ Every error is one sentence with the field, its value and the remedy.
 import dataclasses
 import importlib
 import math
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -120,6 +121,7 @@ def _resolve(v: dict[str, Any]) -> Config:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
   _check_together(c)
+  _check_profile(c)
   return c
 
 
@@ -197,6 +199,16 @@ def _check_together(c: Config) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
+
+
+def _check_profile(c: Config) -> None:
+  asked, last = c.profile.steps, c.train.steps
+  given = re.fullmatch(r"(\d{1,9}):(\d{1,9})", asked, re.ASCII)
+  if asked and not (given and 1 <= int(given[1]) <= int(given[2]) <= last):
+    raise ConfigError(
+      f"profile.steps is {asked!r}; give the first and the last inner step to trace,"
+      f" such as 100:105, from 1 to train.steps = {last}."
+    )
 
 
 def _check_all_synced(c: Config) -> None:

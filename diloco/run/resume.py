@@ -15,6 +15,7 @@ from diloco.wire.formats import PLAIN
 # that mesh.fsdp changes the codes (`warn_of_other_shards`), and model.attention rounds.
 FREE_FIELDS = (
   "log.",
+  "profile.",
   "eval.",
   "checkpoint.",
   "mesh.",
