@@ -41,6 +41,15 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   unfinished.rename(path)
 
 
+def read_json(path: pathlib.Path) -> dict[str, Any] | None:
+  """Reads a JSON file; None if the file is absent or holds no JSON object."""
+  try:
+    value = json.loads(path.read_text())
+  except (FileNotFoundError, ValueError):
+    return None
+  return value if isinstance(value, dict) else None
+
+
 def write_json(path: pathlib.Path, value: Any) -> None:
   """Writes a JSON file; if killed meanwhile, leaves the old file or none."""
   path.parent.mkdir(parents=True, exist_ok=True)

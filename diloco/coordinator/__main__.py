@@ -13,7 +13,7 @@ import signal
 from absl import flags, logging
 from ml_collections import config_flags
 
-from diloco.config import ConfigError, resolve
+from diloco.config import ConfigError, files, resolve
 from diloco.config.command_line import make_folder, run
 
 FLAGS = flags.FLAGS
@@ -55,6 +55,7 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
   from diloco.coordinator.report import Report
   from diloco.coordinator.server import Server
   from diloco.run import resume
+  from diloco.run.metrics import CONFIG
   from diloco.run.peers import Peers, say
   from diloco.run.processes import lock_workdir
 
@@ -63,6 +64,7 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock_workdir(workdir, Peers()))
     journal = Journal(workdir)
+    files.write_json(workdir / CONFIG, c.to_dict())
     report = stack.enter_context(
       contextlib.closing(Report(calendar, workdir, journal, say))
     )

@@ -159,7 +159,7 @@ def run_by_hand(args: argparse.Namespace) -> int:
   code = run(*map(str, args.run))
   if code == LOCKED:
     raise ValueError(f"RUN is {names!r}, which another process trains already.")
-  ends = [table.read(directory / "ended.json") or {} for directory in args.run]
+  ends = [files.read_json(directory / "ended.json") or {} for directory in args.run]
   failed = [ended["error"] for ended in ends if ended.get("failed")]
   for error in failed:
     print(f"The run failed: {error}")

@@ -3,19 +3,16 @@
 import collections
 import contextlib
 import datetime
-import json
-import os
 import pathlib
 import shutil
 import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from diloco.run import metrics
+from diloco.run.workdir import backwards
 from diloco.sweep.grid import Point, Search, describe
 from diloco.sweep.table import Row
-
-# Bytes at the end of metrics.jsonl that are searched for the last step.
-TAIL = 1 << 16
 
 
 def lines(
@@ -97,16 +94,10 @@ def _position(run: pathlib.Path, config: Mapping) -> str:
 
 def last_step(run: pathlib.Path) -> dict:
   """Reads the newest step from the end of a run's metrics.jsonl; {} without a step."""
-  try:
-    with (run / "metrics.jsonl").open("rb") as file:
-      file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
-      tail = file.read().splitlines()
-  except FileNotFoundError:
-    return {}
-  for line in reversed(tail):
-    with contextlib.suppress(ValueError):  # The first and the last may be cut short.
-      record = json.loads(line)
-      if isinstance(record, dict) and record.get("kind") == "step":
+  with contextlib.suppress(FileNotFoundError):
+    for line in backwards(run / metrics.FILE):
+      record = metrics.as_record(line)
+      if record.get("kind") == "step":
         return record
   return {}
 

@@ -268,7 +268,7 @@ def _settled(directory: pathlib.Path, stopped: bool) -> Row:
   vanished = row["vanished"] + (not stopped)
   if row["status"] != "running":
     return row
-  if table.read(directory / "summary.json"):
+  if files.read_json(directory / "summary.json"):
     table.note_end(directory, failed=False)
   elif stopped or vanished < ATTEMPTS:
     table.note(directory, running=False, vanished=vanished)

@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Mapping
 
+from diloco.config import files
 from diloco.config.command_line import one_line
-from diloco.sweep import job, table
+from diloco.sweep import job
 from diloco.sweep.table import digest
 
 # An answer of squeue is used for FRESH seconds. If squeue does not answer for PATIENCE
@@ -119,7 +120,7 @@ class Slurm:
     """Names a run's job. A later driver finds the job by this name, even if this
     driver was killed before it knew the job's number. A job of several runs has the
     name of the first."""
-    first = (table.read(run / "run.json") or {}).get("group", run.name)
+    first = (files.read_json(run / "run.json") or {}).get("group", run.name)
     return f"{self._prefix}-{first}-{self._place}"
 
   def _queue(self) -> dict[str, str] | None:

@@ -48,15 +48,6 @@ SUMMARY_COLUMNS = {
 }
 
 
-def read(path: pathlib.Path) -> dict[str, Any] | None:
-  """Reads a JSON file; None if the file is absent or holds no JSON object."""
-  try:
-    value = json.loads(path.read_text())
-  except (FileNotFoundError, ValueError):
-    return None
-  return value if isinstance(value, dict) else None
-
-
 @contextlib.contextmanager
 def alone(results: pathlib.Path) -> Iterator[None]:
   """Creates a results directory and keeps other drivers and imports out of it.
@@ -97,14 +88,14 @@ def read_row(directory: pathlib.Path) -> Row:
   """
   # The trainer writes summary.json, then the job writes ended.json. Reading them in the
   # opposite order never finds an end without its summary.
-  ended = read(directory / "ended.json") or {}
-  summary = leaves(read(directory / "summary.json") or {})
+  ended = files.read_json(directory / "ended.json") or {}
+  summary = leaves(files.read_json(directory / "summary.json") or {})
   row: Row = {
     **{"point": {}, "revision": None, "attempts": 0, "started": "", "vanished": 0},
-    **(read(directory / "run.json") or {}),
+    **(files.read_json(directory / "run.json") or {}),
     **dict.fromkeys(SUMMARY_COLUMNS),
     "name": directory.name,
-    "config": read(directory / "config.json") or {},
+    "config": files.read_json(directory / "config.json") or {},
     "error": None,
     "finished": ended.get("finished"),
   }
@@ -140,7 +131,7 @@ def note(directory: pathlib.Path, **changes) -> None:
     vanished: how many attempts in a row left no ended.json.
   """
   path = directory / "run.json"
-  before = read(path) or {"started": utc_now("microseconds")}
+  before = files.read_json(path) or {"started": utc_now("microseconds")}
   files.write_json(path, {**before, **changes})
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_config
 
 from diloco import train
-from diloco.config import resolve
+from diloco.config import files, resolve
 from diloco.run import metrics, together
 from diloco.sweep import job, table
 
@@ -125,7 +125,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   worse = (*POINTS[1][:3], 1e30)
   folders = folders_of(tmp_path, "streaming", (POINTS[0], worse, POINTS[2]))
   assert job.run(*map(str, folders)) == 0
-  ends = [table.read(folder / "ended.json") for folder in folders]
+  ends = [files.read_json(folder / "ended.json") for folder in folders]
   assert [end["failed"] for end in ends] == [False, True, False]
   assert "of replica 0 is nan at step" in ends[1]["error"]
   assert not (folders[1] / "summary.json").exists()
