@@ -1,14 +1,18 @@
 """A profile traces whole launches, changes no result, and needs no special end."""
 
+import contextlib
 import gzip
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from diloco import train
 from diloco.config import ConfigError, resolve
 from diloco.run import metrics
+from diloco.run.peers import Peers
+from diloco.run.profile import Profile
 
 SAME = ("kind", "step", "loss_per_replica", "outer_grad_norm", "outer_update_norm")
 
@@ -48,6 +52,44 @@ def test_a_run_that_goes_on_after_the_steps_traces_nothing(tiny, tmp_path, capsy
   assert "Traces nothing: the steps of profile.steps are before 9." in told
   assert not (tmp_path / "profile").exists()
   assert [r["step"] for r in metrics.read(tmp_path)] == list(np.arange(1, 13))
+
+
+class Log:
+  """Counts how often training time was stopped."""
+
+  pauses = 0
+
+  @contextlib.contextmanager
+  def pause(self):
+    self.pauses += 1
+    yield
+
+
+@pytest.mark.parametrize(
+  ("asked", "calls", "pauses"),
+  [
+    ("5:7", [1, "start", 4, 7, "stop", 10], 2),
+    ("4:6", [1, "start", 4, "stop", 7, 10], 2),
+    ("5:5", [1, "start", 4, "stop", 7, 10], 2),
+    # The run ends early: `close` writes the trace.
+    ("11:12", [1, 4, 7, "start", 10, "stop"], 1),
+  ],
+)
+def test_launches_of_several_steps_are_traced_whole(
+  tiny, tmp_path, monkeypatch, asked, calls, pauses
+):
+  tiny.profile.steps, made, log = asked, [], Log()
+  add = lambda call: lambda *_, **__: made.append(call)
+  monkeypatch.setattr(jax.profiler, "start_trace", add("start"))
+  monkeypatch.setattr(jax.profiler, "stop_trace", add("stop"))
+  profile = Profile(resolve(tiny), tmp_path, log, Peers(1, 2))
+  for steps in (range(1, 4), range(4, 7), range(7, 10), range(10, 12)):
+    profile.begin(steps, {})
+    made.append(steps[0])
+    profile.end(steps, {})
+  profile.close()
+  assert made == calls
+  assert log.pauses == pauses
 
 
 @pytest.mark.parametrize("steps", ["5", "0:4", "8:5", "5:13", "a:b", "1:2:3", ":"])
