@@ -29,7 +29,7 @@ LINES = ("-", "--", ":", "-.")
 _QUIET = (
   *("algorithm", "replicas", "sync_every", "seed", "overlap.", "wire.format"),
   *("fragments.pattern", "train.tokens", "plugins", "sites.", "eval.", "mesh."),
-  *("log.", "checkpoint.", "data.data_dir", "data.prefetch"),
+  *("log.", "checkpoint.", "profile.", "data.data_dir", "data.prefetch"),
 )
 
 

@@ -76,7 +76,9 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
     news["step"] += f", {_time(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
   if evaluation:
-    news["held-out"] = f"{evaluation['loss_outer']:.4f} at {evaluation['step']:,}"
+    loss = evaluation["loss_outer"]
+    text = "not finite" if loss is None else f"{loss:.4f}"
+    news["held-out"] = f"{text} at {evaluation['step']:,}"
   details = dict[str, str]()
   if syncs:
     details["last sync"] = _fragments({p: r["step"] for p, r in syncs.items()})

@@ -38,8 +38,8 @@ def train(
 
   Args:
     config: with the fields of `default_config`.
-    workdir: receives checkpoints/, metrics.jsonl, tensorboard/, loss.png and
-      summary.json. All processes must see the same folder.
+    workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/, loss.png
+      and summary.json. All processes must see the same folder.
     peers: the processes that train together; each must call `train`. None: only this.
     site: the part of this process in a run of several sites
       (overlap.transport=sites). It has the config of the whole run.

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from conftest import tiny_config
 
-from diloco import compare
+from diloco import compare, status
 from diloco.config import resolve
 from diloco.coordinator.calendar import config_of
 from diloco.run import look
@@ -21,7 +21,7 @@ def make_run(folder, c, last=12, loss=5.0, sent=100):
   with (folder / "metrics.jsonl").open("w") as file:
     for t in range(1, last + 1):
       r = {"kind": "step", "step": t, "tokens": t * c.tokens_per_step, "loss": loss}
-      r |= {"bytes_sent": t // 4 * sent, "tokens_per_s": 1000.0}
+      r |= {"bytes_sent": t // 4 * sent, "tokens_per_s": 1000.0, "time": 1.0 * t}
       file.write(json.dumps(r) + "\n")
       if t % 4 == 0:
         r = {"kind": "send", "step": t, "fragment": 0, "bytes": sent // 2}
@@ -146,3 +146,12 @@ def test_a_run_without_a_config_is_a_mistake(two, capsys):
   (two[0] / "config.json").unlink()
   assert compare.main([str(two[0])]) == 2
   assert "has neither a config.json nor a checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
+  folder = make_run(tmp_path / "a", config())
+  with (folder / "metrics.jsonl").open("a") as file:
+    file.write('{"kind": "eval", "step": 12, "loss_outer": null}\n')
+  run = look.read(folder, "a")
+  assert "nan" in compare.table([run])
+  assert "held-out     not finite at 12" in status.lines(folder, 0.0)

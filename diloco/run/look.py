@@ -1,6 +1,7 @@
 """Reads runs to compare them, also while they go on. No JAX."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -66,7 +67,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
     name=name,
     config=c,
     loss=_mean_by_step(steps, "loss"),
-    held_out={r["step"]: r["loss_outer"] for r in evaluations},
+    held_out=_mean_by_step([evaluations], "loss_outer"),
     sent=sent,
     peak=peak,
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,
@@ -78,7 +79,8 @@ def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   found = dict[int, list[float]]()
   for records in parts:
     for r in records:
-      found.setdefault(r["step"], []).append(r[field])
+      value = math.nan if r[field] is None else r[field]  # JSON has no NaN.
+      found.setdefault(r["step"], []).append(value)
   return {t: float(np.mean(found[t])) for t in sorted(found)}
 
 

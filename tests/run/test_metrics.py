@@ -21,37 +21,57 @@ def test_the_last_record_of_a_repeated_step_counts(tmp_path):
   assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
 
 
-def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, monkeypatch):
-  runs = []
+class WandbRun:
+  """Takes what a run of Weights & Biases takes."""
 
-  class Run:
-    def __init__(self, **kwargs):
-      self.kwargs, self.logged = kwargs, []
-      runs.append(self)
+  def __init__(self, **kwargs):
+    self.kwargs, self.logged, self.summary = kwargs, [], {}
 
-    def define_metric(self, name, step_metric=None):
-      pass
+  def define_metric(self, name, step_metric=None):
+    pass
 
-    def log(self, values):
-      self.logged.append(values)
+  def log(self, values):
+    self.logged.append(values)
 
-    @property
-    def summary(self):
-      return self.kwargs
+  def finish(self):
+    pass
 
-    def finish(self):
-      pass
 
-  fake = types.SimpleNamespace(init=Run)
-  monkeypatch.setitem(sys.modules, "wandb", fake)
-  tiny.log.wandb_project = "project"
+@pytest.fixture
+def wandb_runs(tiny, monkeypatch):
+  """The runs that were started with the config `tiny`."""
+  runs, tiny.log.wandb_project = [], "project"
+  start = lambda **kwargs: runs.append(WandbRun(**kwargs)) or runs[-1]
+  monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=start))
+  return runs
+
+
+def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, wandb_runs):
   c = config_lib.resolve(tiny)
   for workdir in ("a", "a", "b"):
     (tmp_path / workdir).mkdir(exist_ok=True)
     write(tmp_path / workdir, c, 1)
-  first, again, other = (run.kwargs["id"] for run in runs)
+  first, again, other = (run.kwargs["id"] for run in wandb_runs)
   assert first == again != other
-  assert runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
+  assert wandb_runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
+
+
+def test_wandb_has_the_names_of_tensorboard_the_sample_and_the_results(
+  tiny, tmp_path, wandb_runs
+):
+  writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
+  for record in RECORDS[:-1]:
+    values = {k: v for k, v in record.items() if k not in ("kind", "step")}
+    writer.write(record["kind"], record["step"], values)
+  writer.sample(4, "The people")
+  writer.results({"eval_loss": {"outer": 2.0}})
+  writer.close()
+  (run,) = wandb_runs
+  steps = [record["step"] for record in RECORDS]
+  names = [*NAMES[:-1], {"sample": "The people"}]
+  assert run.logged == [n | {"inner_step": t} for n, t in zip(names, steps)]
+  assert run.summary == {"eval_loss": {"outer": 2.0}}
+  assert run.kwargs["config"]["model"]["dim"] == 16
 
 
 def write(workdir, c, *steps: int) -> None:
