@@ -115,7 +115,8 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
     c = run.config
     steps, loss = points(run.loss)
     time = seconds.get(run.name, 0) / size
-    label = f"{run.name}: {c.algorithm}, M={c.replicas}"
+    label = f"{run.name}: " * (run.name != c.algorithm)
+    label += f"{c.algorithm}, M={c.replicas}"
     label += f", H={c.sync_every}" * (not c.data_parallel)
     places: list[dict[int, float]] = [
       {t: t * c.tokens_per_step for t in run.loss},
