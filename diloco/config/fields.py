@@ -200,22 +200,34 @@ class TrainConfig:
 class ModelConfig:
   """The architecture. Both papers use a Chinchilla-style decoder."""
 
-  # decoder (as in NanoDO), or an architecture that you registered.
+  # decoder (as in NanoDO), qwen3 (docs/models.md), or an architecture that you
+  # registered. decoder refuses other values than the defaults in the fields of qwen3.
   name: str = "decoder"
   # Transformer blocks.
   num_layers: Annotated[int, Range(1, 10_000)] = 6
   # Width of the hidden states.
   dim: Positive = 512
-  # Attention heads, a divisor of dim. The papers use dim / 64.
+  # Attention heads, a divisor of dim unless head_dim is set. The papers use dim / 64.
   num_heads: Positive = 8
+  # qwen3: heads of keys and values, a divisor of num_heads. 0: num_heads.
+  num_kv_heads: Count = 0
+  # qwen3: size of a head. 0: dim / num_heads.
+  head_dim: Count = 0
+  # qwen3: base of the frequencies that rotate queries and keys.
+  rope_theta: Annotated[float, Range(1)] = 1e6
+  # qwen3: number that RMSNorm adds to the mean square.
+  norm_eps: Annotated[float, Range(0, 1, open=True)] = 1e-6
+  # qwen3: whether the head is the token embedding. False: the head has its own matrix.
+  tie_embeddings: bool = True
   # Width of the feed-forward layer. 0: 4 * dim.
   ff_dim: Count = 0
   # Rows of the embedding: at least as many as the tokenizer has pieces. 0: exactly as
   # many. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
   vocab_size: Count = 32_768
-  # Tokens per sequence, also learned positions. Streaming DiLoCo uses 1,024 on C4.
+  # Tokens per sequence. decoder learns as many positions. Streaming DiLoCo uses 1,024
+  # on C4.
   seq_len: Annotated[int, Range(2, LARGEST)] = 2048
-  # Whether LayerNorm is applied to queries and keys (Wortsman et al., 2023).
+  # Whether queries and keys are normalised (Wortsman et al., 2023); qwen3 always does.
   qk_norm: bool = True
   # Weight of the squared log-partition function in the loss (PaLM).
   z_loss: NonNegative = 1e-4
@@ -236,6 +248,16 @@ class ModelConfig:
   # Positions whose logits exist at the same time, a divisor of seq_len; fewer save
   # memory. 0: all.
   loss_chunk: Count = 0
+
+  @property
+  def kv_heads(self) -> int:
+    """Heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
+
+  @property
+  def head_size(self) -> int:
+    """Size of an attention head."""
+    return self.head_dim or self.dim // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True)

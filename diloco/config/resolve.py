@@ -180,12 +180,20 @@ def _check_together(c: Config) -> None:
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
     ("replicas", c.replicas, "sites.count", c.sites.count),
-    ("model.dim", m.dim, "model.num_heads", m.num_heads),
+    ("model.dim", m.dim, "model.num_heads", 0 if m.head_dim else m.num_heads),
+    ("model.num_heads", m.num_heads, "model.num_kv_heads", m.num_kv_heads),
     ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
   ):
     if d and n % d:
       raise ConfigError(
         f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
+      )
+  for field in shapes.ONLY_QWEN3 if m.name == "decoder" else ():
+    value, default = getattr(m, field), _DEFAULTS[f"model.{field}"]
+    if value != default:
+      raise ConfigError(
+        f"model.{field} is {value}, which model.name=decoder does not have; leave it at"
+        f" {default}, or set model.name=qwen3."
       )
   taus = c.overlap.taus
   if len(taus) != c.replicas or not all(isinstance(tau, int) for tau in taus):

@@ -9,7 +9,8 @@ softmax's weights to bfloat16 before the product with the values; splash does no
 splash and xla on CPUs scale the queries in their own dtype; the others scale the scores
 in float32.
 
-Letters: B sequences, L positions, H heads, K head size.
+Letters: B sequences, L positions, H heads of queries, G heads of keys and values, K
+head size. Query head h reads head h // (H / G) of the keys and values.
 """
 
 import functools
@@ -44,8 +45,8 @@ _BLOCKS = (512, 256, 128)
 def attend(
   m: ModelConfig,
   q_BxLxHxK: jax.Array,
-  k_BxLxHxK: jax.Array,
-  v_BxLxHxK: jax.Array,
+  k_BxLxGxK: jax.Array,
+  v_BxLxGxK: jax.Array,
   segment_BxL: jax.Array | None,
   batch_axes: tuple[str, ...] = (),
 ) -> jax.Array:
@@ -54,8 +55,8 @@ def attend(
   Args:
     m: the architecture; `model.attention` chooses the kernel, see `choose`.
     q_BxLxHxK: queries, in m.dtype.
-    k_BxLxHxK: keys.
-    v_BxLxHxK: values.
+    k_BxLxGxK: keys.
+    v_BxLxGxK: values.
     segment_BxL: int32 index of each position's document, of which it sees no other;
       None: it sees all earlier positions.
     batch_axes: mesh axes that shard B.
@@ -67,7 +68,10 @@ def attend(
   # The mesh knows the devices that the program is compiled for, also in a dry run.
   device = mesh.abstract_device or jax.devices()[0]
   name = choose(m, device, q_BxLxHxK.shape[1])
-  args = (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL)
+  # Grouped heads are repeated, because the kernels take one head per query head.
+  copies = q_BxLxHxK.shape[2] // k_BxLxGxK.shape[2]
+  repeated = lambda x: jnp.repeat(x, copies, axis=2) if copies > 1 else x
+  args = (q_BxLxHxK, repeated(k_BxLxGxK), repeated(v_BxLxGxK), segment_BxL)
   if name == "xla":
     return _xla_for_cpu(*args) if device.platform == "cpu" else _xla(*args)
   # A CPU interprets the TPU's kernel, for tests.
@@ -121,7 +125,7 @@ def _obstacle(m: ModelConfig, name: str, length: int) -> str:
   if m.segment_masks:
     # Its rule for vmap fails with a mask of all heads, which takes L^2 values anyway.
     return "cannot mask documents, and model.segment_masks is true"
-  one = jax.ShapeDtypeStruct((1, length, m.num_heads, m.dim // m.num_heads), m.dtype)
+  one = jax.ShapeDtypeStruct((1, length, m.num_heads, m.head_size), m.dtype)
   try:
     jax.eval_shape(_cudnn, one, one, one, None)
   except (NotImplementedError, RuntimeError, ValueError) as error:

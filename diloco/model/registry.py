@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jax import Array
 
 from diloco.config.fields import ModelConfig
-from diloco.model import decoder, shapes
+from diloco.model import decoder, qwen3, shapes
 
 Params = dict[str, Any]
 Axes = tuple[str, ...]
@@ -17,7 +17,7 @@ Id = int | Array
 
 
 class Model(Protocol):
-  """The functions of an architecture, as `diloco.model.decoder` documents them."""
+  """The functions of an architecture, as `diloco.model.transformer` documents them."""
 
   DESCRIPTION: dict[str, str]
 
@@ -38,7 +38,7 @@ class Model(Protocol):
   ) -> tuple[Array, Any]: ...
 
 
-MODELS: dict[str, Model] = {"decoder": decoder}
+MODELS: dict[str, Model] = {"decoder": decoder, "qwen3": qwen3}
 
 
 def register(

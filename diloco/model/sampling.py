@@ -24,7 +24,7 @@ def generate(
   """Continues a prompt.
 
   When the text fills all seq_len positions, its last seq_len // 2 tokens become the new
-  context: positions are learned, so the cache cannot slide.
+  context: the cache holds rotated keys or learned positions, so it cannot slide.
 
   Args:
     params: parameters of one replica.

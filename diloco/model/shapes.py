@@ -3,8 +3,8 @@
 Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. The first axis of every
 tensor under `blocks` is the layer.
 
-Letters: N layers, D width, F feed-forward width, K head size, V vocabulary, L
-positions.
+Letters: N layers, D width, F feed-forward width, H query heads, G heads of keys and
+values, K head size, V vocabulary, L positions.
 """
 
 import math
@@ -41,10 +41,60 @@ def decoder(m: "ModelConfig") -> Shapes:
   }
 
 
-SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {"decoder": decoder}
+# Fields of ModelConfig that `decoder` does not have.
+ONLY_QWEN3 = ("num_kv_heads", "head_dim", "rope_theta", "norm_eps", "tie_embeddings")
+
+
+def qwen3(m: "ModelConfig") -> Shapes:
+  """Returns the parameter shapes of `diloco.model.qwen3`.
+
+  Raises:
+    ValueError: a field has a value that this architecture cannot have.
+  """
+  n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
+  k = m.head_dim or d // m.num_heads
+  if not m.qk_norm:
+    raise ValueError(
+      "model.qk_norm is False, but model.name=qwen3 always normalises queries and keys;"
+      " set it to True, or set model.name=decoder."
+    )
+  if k % 2:
+    raise ValueError(
+      f"the head size is {k}, but model.name=qwen3 rotates pairs; set model.head_dim or"
+      " model.num_heads so that it is even."
+    )
+  queries, keys = m.num_heads * k, (m.num_kv_heads or m.num_heads) * k
+  norm = lambda *shape: {"scale": shape}
+  table = (m.vocab_size, d)
+  return {
+    "embed": {"tokens": table, "norm": norm(d)}
+    | ({} if m.tie_embeddings else {"head": table}),
+    "blocks": {
+      "attention_norm": norm(n, d),
+      "attention": {
+        "q": (n, d, queries),
+        "k": (n, d, keys),
+        "v": (n, d, keys),
+        "out": (n, queries, d),
+        "q_norm": norm(n, k),
+        "k_norm": norm(n, k),
+      },
+      "ff_norm": norm(n, d),
+      "ff": {"gate": (n, d, f), "up": (n, d, f), "down": (n, f, d)},
+    },
+  }
+
+
+SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {
+  "decoder": decoder,
+  "qwen3": qwen3,
+}
 # By model.name: training FLOPs per token of all attention scores, the masked ones too.
 ATTENTION_FLOPS: dict[str, Callable[["ModelConfig"], float]] = {
-  "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len
+  "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+  "qwen3": lambda m: (
+    12.0 * m.num_layers * (m.num_heads * m.head_dim or m.dim) * m.seq_len
+  ),
 }
 
 
@@ -75,11 +125,16 @@ def num_params(m: "ModelConfig") -> int:
 
 
 def matrix_params(m: "ModelConfig") -> int:
-  """Counts as the papers do: 12 N D^2 + V D, without positions and norms."""
+  """Counts as the papers do: 12 N D^2 + V D, without positions and norms.
+
+  Of an embedding and a head of its own only the head counts: an embedding is looked up.
+  """
+  whole = parameters(m)
+  looked_up = {"positions", "tokens"} if "head" in whole["embed"] else {"positions"}
   return sum(
     math.prod(shape)
-    for path, shape in leaves(parameters(m))
-    if len(shape) > 1 + (path[0] == "blocks") and path[-1] != "positions"
+    for path, shape in leaves(whole)
+    if len(shape) > 1 + (path[0] == "blocks") and path[-1] not in looked_up
   )
 
 

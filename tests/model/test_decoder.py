@@ -17,7 +17,7 @@ def hidden_states(m: ModelConfig, params, ids_BxL):
 
 
 def shift_right(tokens_BxL) -> np.ndarray:
-  bos = np.full((len(tokens_BxL), 1), decoder.BOS_ID)
+  bos = np.full((len(tokens_BxL), 1), shapes.BOS_ID)
   return np.concatenate([bos, np.asarray(tokens_BxL)[:, :-1]], axis=1)
 
 
@@ -74,12 +74,12 @@ def masked_states(params, tokens, **changes):
 @pytest.mark.parametrize("lengths", [(5, 3, 4), (1, 1, 9, 1), (12,), (11, 1)])
 def test_masked_documents_do_not_see_each_other(params, lengths):
   rng = np.random.default_rng(sum(lengths[:1]))
-  documents = [[*rng.integers(4, 50, n - 1), decoder.EOS_ID] for n in lengths]
+  documents = [[*rng.integers(4, 50, n - 1), shapes.EOS_ID] for n in lengths]
   documents[-1][-1] = 17
   packed = masked_states(params, [np.concatenate(documents)])[0]
   start = 0
   for document in documents:
-    ids = np.asarray([decoder.BOS_ID, *document[:-1]])
+    ids = np.asarray([shapes.BOS_ID, *document[:-1]])
     alone = numpy_decoder(MODEL, params, ids)
     np.testing.assert_allclose(
       packed[start : start + len(document)], alone, rtol=2e-4, atol=2e-4

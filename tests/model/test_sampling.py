@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy_decoder import MODEL
 
-from diloco.model import decoder, sampling
+from diloco.model import decoder, sampling, shapes
 
 
 def make_params(m=MODEL):
@@ -80,10 +80,10 @@ def greedy(params, prompt, length):
   while len(ids) < len(prompt) + length:
     if len(context) >= MODEL.seq_len:
       context = context[-(MODEL.seq_len // 2) :]
-    x = last_hidden(params, [decoder.BOS_ID, *context])
+    x = last_hidden(params, [shapes.BOS_ID, *context])
     token = int(logits_of(params, x).argmax())
     ids, context = [*ids, token], [*context, token]
-    if token == decoder.EOS_ID:
+    if token == shapes.EOS_ID:
       break
   return ids[len(prompt) :]
 
@@ -94,7 +94,7 @@ def test_greedy_text_equals_that_of_full_forward_passes(prompt):
   # Much longer than the cache, which is filled again twice.
   made = sampling.generate(MODEL, params, prompt, 25, temperature=0.0)
   assert made == greedy(params, prompt, 25)
-  assert len(made) == 25 or made[-1] == decoder.EOS_ID
+  assert len(made) == 25 or made[-1] == shapes.EOS_ID
 
 
 def test_the_seed_fixes_the_text_and_eos_ends_it():
@@ -104,10 +104,10 @@ def test_the_seed_fixes_the_text_and_eos_ends_it():
   assert len({tuple(draw(seed=s)) for s in range(6)}) > 3
   assert draw(seed=3, top_k=1) == draw(temperature=0.0)
   # A head in which EOS always wins.
-  x = last_hidden(params, [decoder.BOS_ID, 5, 6])
-  table = params["embed"]["tokens"].at[decoder.EOS_ID].set(100 * x)
+  x = last_hidden(params, [shapes.BOS_ID, 5, 6])
+  table = params["embed"]["tokens"].at[shapes.EOS_ID].set(100 * x)
   params["embed"]["tokens"] = table
-  assert sampling.generate(MODEL, params, [5, 6], 8) == [decoder.EOS_ID]
+  assert sampling.generate(MODEL, params, [5, 6], 8) == [shapes.EOS_ID]
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3)])

@@ -1,0 +1,157 @@
+"""A decoder as public models have it: Qwen3, which other programs load by this name.
+
+Pre-RMSNorm, rotated positions, RMSNorm on each head of queries and keys, grouped heads
+of keys and values, SwiGLU feed-forward, no biases; the head is the token embedding or a
+matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack of
+blocks, the cache and the losses are in `diloco.model.transformer`.
+
+Parameters: `diloco.model.shapes.qwen3`. Letters: B sequences, L positions, D width, H
+query heads, G heads of keys and values, K head size, F feed-forward width, V
+vocabulary.
+"""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from diloco.config.fields import ModelConfig
+from diloco.model import transformer
+from diloco.model.transformer import Place, by_sequence, linear, table
+
+# An export's config.json contains this, for programs that rebuild the model.
+DESCRIPTION = {
+  "embedding": "embed.tokens (V, D); BOS (id 2) comes first",
+  "blocks": (
+    "the first axis of `blocks.*` is the layer; x += out(attention(norm(x))), then"
+    " x += down(silu(gate(norm(x))) * up(norm(x))); matrices are (in, out), there are"
+    " no biases"
+  ),
+  "attention": (
+    "causal, num_heads heads of head_dim (0: dim / num_heads), scores over sqrt(head"
+    " size); num_kv_heads (0: num_heads) heads of keys and values, each for the next"
+    " num_heads / num_kv_heads query heads; RMSNorm over each head of queries and keys"
+    " (q_norm, k_norm), then rotation: the halves (a, b) of a head at position p become"
+    " (a cos - b sin, b cos + a sin) of the angles p / rope_theta^(2 i / head size)"
+  ),
+  "norm": "RMSNorm with scale, epsilon norm_eps",
+  "head": "logits = norm(x) @ head^T, head: embed.head, else embed.tokens; float32",
+}
+
+
+class Attention(nn.Module):
+  """Causal self-attention of grouped, normalised and rotated heads."""
+
+  m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
+
+  @nn.compact
+  def __call__(self, x_BxLxD, cache, place: Place):
+    m = self.m
+    heads = {"q": m.num_heads, "k": m.kv_heads, "v": m.kv_heads}
+    q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = (
+      linear(self, name, x_BxLxD, count * m.head_size).reshape(
+        *x_BxLxD.shape[:-1], count, m.head_size
+      )
+      for name, count in heads.items()
+    )
+    q_BxLxHxK = _rotated(_norm(m, "q_norm")(q_BxLxHxK), place.rotation)
+    k_BxLxGxK = _rotated(_norm(m, "k_norm")(k_BxLxGxK), place.rotation)
+    y_BxLxHxK, cache = transformer.attention(
+      m, q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, cache, place, self.batch_axes
+    )
+    y_BxLxHK = y_BxLxHxK.reshape(*x_BxLxD.shape[:-1], -1)
+    return linear(self, "out", y_BxLxHK, m.dim), cache
+
+
+class FeedForward(nn.Module):
+  """SwiGLU feed-forward of width F."""
+
+  m: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_BxLxD):
+    gate_BxLxF = jax.nn.silu(linear(self, "gate", x_BxLxD, self.m.ff_dim))
+    up_BxLxF = linear(self, "up", x_BxLxD, self.m.ff_dim)
+    return linear(self, "down", gate_BxLxF * up_BxLxF, self.m.dim)
+
+
+class Block(nn.Module):
+  """Pre-norm transformer block; `Decoder` repeats it N times."""
+
+  m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
+
+  @nn.compact
+  def __call__(self, x_BxLxD, cache, place: Place):
+    m = self.m
+    y_BxLxD, cache = Attention(m, self.batch_axes, name="attention")(
+      _norm(m, "attention_norm")(x_BxLxD), cache, place
+    )
+    x_BxLxD = by_sequence(self, x_BxLxD + y_BxLxD)
+    x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
+    return by_sequence(self, x_BxLxD), cache
+
+
+class Embed(nn.Module):
+  """Token embedding, head and final norm: everything outside the blocks."""
+
+  m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
+
+  def setup(self):
+    m = self.m
+    self.tokens_VxD = table(self, "tokens", m.vocab_size)
+    if not m.tie_embeddings:
+      self.head_VxD = table(self, "head", m.vocab_size)
+    self.norm = _norm(m, "norm")
+
+  def __call__(self, ids_BxL, place: Place):
+    del place
+    x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0)
+    return by_sequence(self, x_BxLxD.astype(jnp.dtype(self.m.dtype)))
+
+  def final_norm(self, x_BxLxD):
+    return self.norm(x_BxLxD)
+
+
+class Decoder(transformer.Transformer):
+  """Maps input ids to the hidden states before the head."""
+
+  Embed, Block = Embed, Block
+
+  def placed(self, place: Place, length: int) -> Place:
+    """Computes the rotation once for all blocks: float32 [1 or B, L, 1, K / 2] each."""
+    position_BxL = place.position_BxL
+    if position_BxL is None:
+      first = 0 if place.start is None else place.start
+      position_BxL = (first + jnp.arange(length))[None]
+    size = self.m.head_size
+    frequencies = self.m.rope_theta ** (-jnp.arange(0, size, 2) / size)
+    angles = position_BxL[:, :, None, None] * frequencies
+    return place._replace(rotation=(jnp.cos(angles), jnp.sin(angles)))
+
+
+def _rotated(x_BxLxHxK: jax.Array, rotation) -> jax.Array:
+  """Rotates pairs of a head's first and second half by the angles of the positions."""
+  cos, sin = rotation
+  a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
+  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return rotated.astype(x_BxLxHxK.dtype)
+
+
+def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
+  return nn.RMSNorm(
+    epsilon=m.norm_eps,
+    dtype=jnp.dtype(m.dtype),
+    param_dtype=jnp.dtype(m.param_dtype),
+    name=name,
+  )
+
+
+init = functools.partial(transformer.init, Decoder)
+losses = functools.partial(transformer.losses, Decoder)
+objective = functools.partial(transformer.objective, Decoder)
+init_cache = transformer.init_cache
+logits = functools.partial(transformer.logits, Decoder)

@@ -1,0 +1,70 @@
+"""The architecture qwen3 in plain NumPy, float64: an independent reference."""
+
+import jax
+import numpy as np
+
+from diloco.config.fields import ModelConfig
+
+# Small enough for the reference; heads of another size than dim / num_heads.
+MODEL = ModelConfig(
+  name="qwen3",
+  num_layers=3,
+  dim=16,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=6,
+  rope_theta=100.0,
+  norm_eps=1e-3,
+  ff_dim=24,
+  vocab_size=50,
+  seq_len=12,
+  dtype="float32",
+)
+
+
+def norm(x, scale, eps):
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * scale
+
+
+def rotated(x_LxK, theta):
+  """Rotates each pair (i, i + K / 2) as a complex number, position by position."""
+  half = x_LxK.shape[-1] // 2
+  pairs = x_LxK[:, :half] + 1j * x_LxK[:, half:]
+  angles = np.outer(np.arange(len(x_LxK)), theta ** (-np.arange(half) / half))
+  pairs = pairs * np.exp(1j * angles)
+  return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def numpy_qwen3(m, params, ids):
+  """Hidden states [L, D] of one sequence of input ids [L], float64."""
+  p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  x = p["embed"]["tokens"][ids]
+  for layer in range(m.num_layers):
+    b = jax.tree.map(lambda a, i=layer: a[i], p["blocks"])
+    h, att, parts = (
+      norm(x, b["attention_norm"]["scale"], m.norm_eps),
+      b["attention"],
+      [],
+    )
+    for head in range(m.num_heads):
+      group = head // (m.num_heads // m.num_kv_heads)
+      columns = lambda i: slice(i * m.head_dim, (i + 1) * m.head_dim)
+      q = norm(h @ att["q"][:, columns(head)], att["q_norm"]["scale"], m.norm_eps)
+      k = norm(h @ att["k"][:, columns(group)], att["k_norm"]["scale"], m.norm_eps)
+      scores = rotated(q, m.rope_theta) @ rotated(k, m.rope_theta).T
+      scores /= np.sqrt(m.head_dim)
+      scores[np.triu(np.ones((len(ids),) * 2, bool), 1)] = -np.inf
+      weights = np.exp(scores - scores.max(-1, keepdims=True))
+      weights /= weights.sum(-1, keepdims=True)
+      parts.append(weights @ (h @ att["v"][:, columns(group)]))
+    x = x + np.concatenate(parts, axis=-1) @ att["out"]
+    h = norm(x, b["ff_norm"]["scale"], m.norm_eps)
+    gate = h @ b["ff"]["gate"]
+    x = x + (gate / (1 + np.exp(-gate)) * (h @ b["ff"]["up"])) @ b["ff"]["down"]
+  return norm(x, p["embed"]["norm"]["scale"], m.norm_eps)
+
+
+def numpy_head(params):
+  """The head [V, D], float64."""
+  embed = params["embed"]
+  return np.asarray(embed.get("head", embed["tokens"]), np.float64)
