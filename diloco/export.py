@@ -1,11 +1,15 @@
 """Writes a trained model for other programs: safetensors weights and a config.
 
   python -m diloco.export --workdir=/tmp/sample --output=/tmp/sample_export
+  python -m diloco.export --workdir=/tmp/qwen3 --format=hf --output=/tmp/qwen3_hf
 
 The folder holds the outer parameters (model.safetensors, float32, names such as
 `blocks.attention.q`), a description of the model (config.json) and the tokenizer
 (tokenizer.model). diloco.generate and diloco.evaluate accept the folder as --workdir,
 and `diloco.run.load.load` returns the same parameters, bit for bit.
+
+With --format=hf, transformers loads the folder as Qwen3ForCausalLM, with its tokenizer;
+for model.name=qwen3 only (docs/models.md).
 """
 
 import argparse
@@ -21,7 +25,7 @@ from diloco.config import ConfigError
 from diloco.config.command_line import guarded, make_folder, model_parser
 from diloco.data import load_tokenizer
 from diloco.model import registry
-from diloco.run import load
+from diloco.run import hf, load
 
 
 def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
@@ -55,6 +59,23 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
   return folder
 
 
+def export_hf(
+  model: load.Model, output: str | pathlib.Path, dtype: str = "float32"
+) -> tuple[pathlib.Path, list[str]]:
+  """Writes the model as transformers' Qwen3ForCausalLM, with its tokenizer.
+
+  Returns:
+    The folder and the names of its files.
+
+  Raises:
+    ConfigError: the architecture or the tokenizer has no counterpart, or as `export`.
+  """
+  save_file = load.import_safetensors().save_file
+  c, folder = model.config, make_output(output)
+  tokenizer = load_tokenizer(c.data.tokenizer)
+  return folder, hf.write(c.model, model.params, tokenizer, folder, save_file, dtype)
+
+
 def make_output(output: str | pathlib.Path) -> pathlib.Path:
   """Makes the folder of an export.
 
@@ -72,14 +93,25 @@ def make_output(output: str | pathlib.Path) -> pathlib.Path:
 def run(args: argparse.Namespace) -> None:
   """Exports a model and prints the files."""
   make_output(args.output)  # Loading is slow, so check the folder first.
-  folder = export(load.load(args.workdir, args.step), args.output)
-  for name in (load.CONFIG, load.WEIGHTS, load.TOKENIZER):
+  if args.dtype != "float32" and args.format != "hf":
+    raise ConfigError(f"--dtype is {args.dtype}, which needs --format=hf.")
+  model = load.load(args.workdir, args.step)
+  if args.format == "hf":
+    folder, names = export_hf(model, args.output, args.dtype)
+  else:
+    folder = export(model, args.output)
+    names = [load.CONFIG, load.WEIGHTS, load.TOKENIZER]
+  for name in names:
     print(f"{folder / name}  {(folder / name).stat().st_size:,} bytes")
 
 
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("export", __doc__)
   parser.add_argument("--output", required=True, help="folder to write")
+  formats = ("diloco", "hf")
+  parser.add_argument("--format", choices=formats, default="diloco", help="hf: Qwen3")
+  dtypes = ("float32", "bfloat16")
+  parser.add_argument("--dtype", choices=dtypes, default="float32", help="for hf")
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from diloco.config.fields import ConfigError
+from diloco.config.json_model import JsonModel
 
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
@@ -116,12 +117,14 @@ def _fits(value: Any, content: Any) -> bool:
 
 
 def tokenizer_path(name: str) -> pathlib.Path:
-  """Finds a tokenizer by a path that ends in .model, or by its name in this package.
+  """Finds a tokenizer by a path ending in .model or .json, or by its name in diloco.
 
   Raises:
     ConfigError: there is no such file.
   """
-  path = pathlib.Path(name if name.endswith(".model") else _SHIPPED / f"{name}.model")
+  path = pathlib.Path(
+    name if name.endswith((".model", ".json")) else _SHIPPED / f"{name}.model"
+  )
   if not os.path.isfile(path):  # False also without permission.
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(
@@ -133,7 +136,7 @@ def tokenizer_path(name: str) -> pathlib.Path:
 
 
 def load_model(path: pathlib.Path) -> Any:
-  """Reads a SentencePiece model.
+  """Reads a SentencePiece model, or a tokenizer.json with the same methods.
 
   Raises:
     ConfigError: the file is no such model.
@@ -142,7 +145,10 @@ def load_model(path: pathlib.Path) -> Any:
 
   model = sentencepiece.SentencePieceProcessor()
   try:
-    model.load_from_serialized_proto(path.read_bytes())
+    content = path.read_bytes()
+    if content[:1] == b"{":
+      return JsonModel(path)
+    model.load_from_serialized_proto(content)
   except OSError as error:
     raise ConfigError(
       f"data.tokenizer is {str(path)!r}, which cannot be read ({error.strerror}); give"

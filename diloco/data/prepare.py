@@ -96,7 +96,7 @@ def tokenize(
     _check_plan(folder, plan)
     if not (folder / TOKENIZER).is_file():
       with replacing(folder / TOKENIZER) as file:
-        file.write(model.path.read_bytes())
+        file.write(model.serialized())
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
       _join(folder, plan, units)

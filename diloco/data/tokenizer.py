@@ -1,4 +1,7 @@
-"""SentencePiece with the special ids of NanoDO: pad 0, EOS 1, BOS 2, unknown 3."""
+"""SentencePiece with the special ids of NanoDO: pad 0, EOS 1, BOS 2, unknown 3.
+
+A tokenizer.json of a public model serves as well (`diloco.config.json_model`).
+"""
 
 import hashlib
 import pathlib
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from diloco.config import vocabulary
+from diloco.config.json_model import JsonModel
 from diloco.model.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 
 
@@ -19,32 +23,37 @@ class Tokenizer:
 
   Attributes:
     path: the model file.
-    sha256: hash of the model file, hexadecimal.
+    model: the SentencePiece model, or the content of a tokenizer.json.
+    sha256: hash of the model, hexadecimal.
     vocab_size: number of ids, special ids included.
+    pieces: the model's piece of each id, int64 [vocab_size]; -1 for a special id that
+      the model lacks.
   """
 
   def __init__(self, path: pathlib.Path):
     self.path = path
-    m = self._model = vocabulary.load_model(path)
-    self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    m = self.model = vocabulary.load_model(path)
+    self.sha256 = hashlib.sha256(self.serialized()).hexdigest()
     special = vocabulary.special_ids(m)
-    self._ours, self._theirs = _permutation(special, m.get_piece_size())
-    self.vocab_size = len(self._theirs)
+    self._ours, self.pieces = _permutation(special, m.get_piece_size())
+    self.vocab_size = len(self.pieces)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
 
   def serialized(self) -> bytes:
-    """Returns the SentencePiece model as the bytes of a .model file."""
-    return self._model.serialized_model_proto()
+    """Returns the model as the bytes of a file from which it can be loaded."""
+    if isinstance(self.model, JsonModel):
+      return self.model.serialized()
+    return self.path.read_bytes()
 
   def encode(self, text: str) -> list[int]:
     """Returns the ids of a text, without BOS and EOS."""
-    ids = self._model.encode(text)
+    ids = self.model.encode(text)
     return ids if self._same else self._ours[ids].tolist()
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of ids. Skips special ids and ids beyond the vocabulary."""
-    pieces = self._theirs[[i for i in ids if i < self.vocab_size]]
-    return self._model.decode(pieces[pieces >= 0].tolist())
+    pieces = self.pieces[[i for i in ids if i < self.vocab_size]]
+    return self.model.decode(pieces[pieces >= 0].tolist())
 
   def prefix_bytes(self, text: str, num_tokens: int) -> int:
     """Returns how many UTF-8 bytes of `text` its first tokens stand for.
@@ -52,7 +61,7 @@ class Tokenizer:
     The number is exact for every model, even if the model normalises text. If each byte
     of a character is a token, the last of these tokens counts for the character.
     """
-    offsets = self._model.encode_as_offset_mapping(text)["offsets"]
+    offsets = self.model.encode_as_offset_mapping(text)["offsets"]
     end = offsets[num_tokens][0] if num_tokens < len(offsets) else len(text)
     return len(text[:end].encode("utf-8"))
 
@@ -87,7 +96,7 @@ def _permutation(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-  """Loads a tokenizer from a path that ends in .model, or by its name in this package.
+  """Loads a tokenizer from a path ending in .model or .json, or by its name in diloco.
 
   Raises:
     ConfigError: there is no such file, or it is not a SentencePiece model.
