@@ -24,6 +24,7 @@ from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers, say
 from diloco.run.processes import check_all_meet, lock_workdir, make_shared
 from diloco.run.profile import Profile
+from diloco.run.start import first_params
 from diloco.run.stop import end_on_signal
 from diloco.wire.ledger import Ledger
 
@@ -96,7 +97,9 @@ def train(
       if start == record.drained:
         summary.keep(workdir, start, peers)
     else:
-      start, state, record = 0, init_state(c, mesh, plan), Record(c.to_dict())
+      first = first_params(c, mesh)
+      state = init_state(c, mesh, plan, params=first)
+      start, record, first = 0, Record(c.to_dict()), None
     t = start
     if site and plan and not record.finished:
       stack.callback(site.leave, "ended")

@@ -99,16 +99,22 @@ class Event:
 
 
 def init_state(
-  c: Config, mesh: Mesh, plan: Plan | None, seed: jax.Array | None = None
+  c: Config,
+  mesh: Mesh,
+  plan: Plan | None,
+  seed: jax.Array | None = None,
+  params: Tree | None = None,
 ) -> TrainState:
   """Makes the first state: all replicas start from the same parameters.
 
   Args:
     seed: int32 []; None: the seed of the config.
+    params: one replica's parameters, sharded over fsdp; None: the seed draws them.
   """
   places = jax.tree.map(lambda x: x.sharding, _inner_structs(c, mesh))
   init = jax.jit(functools.partial(_init_inner, c), out_shardings=places)
-  params_M, opt_state_M = init(jax.random.key(c.seed if seed is None else seed))
+  key = jax.random.key(c.seed if seed is None else seed)
+  params_M, opt_state_M = init(key, params)
   outer = init_outer(plan, params_M) if plan else None
   return TrainState(params_M, opt_state_M, outer)
 
@@ -202,9 +208,12 @@ def first_replica(params_M: Tree, *, mesh: Mesh) -> Tree:
   return jax.lax.with_sharding_constraint(first, sharding.shardings(first, mesh))
 
 
-def _init_inner(c: Config, key: jax.Array) -> tuple[Tree, Tree]:
+def _init_inner(
+  c: Config, key: jax.Array, params: Tree | None = None
+) -> tuple[Tree, Tree]:
   """Makes parameters and inner optimizer state, the same for all replicas."""
-  params = registry.get(c.model).init(c.model, key)
+  if params is None:
+    params = registry.get(c.model).init(c.model, key)
   params_M = jax.tree.map(
     lambda x: jnp.broadcast_to(x[None], (c.models, *x.shape)), params
   )

@@ -261,6 +261,15 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class InitConfig:
+  """The parameters with which training starts (docs/models.md)."""
+
+  # Folder of transformers with a Qwen3 model, or of diloco.export. A run reads it only
+  # at step 0; `model` must have its sizes. Empty: `seed` draws the parameters.
+  checkpoint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
   """Where the text comes from, and how it becomes sequences (docs/data.md)."""
 
@@ -273,8 +282,9 @@ class DataConfig:
   eval_split: str = "validation"
   # Folder of the TFDS data sets. Empty: the default of TFDS.
   data_dir: str = ""
-  # Path of a SentencePiece .model, or the name of one in diloco/data/tokenizers. Empty:
-  # for arrays the tokenizer that made them, for text sotu_2048.
+  # Path of a SentencePiece .model or of a public model's tokenizer.json, or the name of
+  # a .model in diloco/data/tokenizers. Empty: for arrays the tokenizer that made them,
+  # for text sotu_2048.
   tokenizer: str = ""
   # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
   add_bos: bool = False
@@ -381,6 +391,7 @@ class Config:
   inner: InnerConfig = InnerConfig()
   train: TrainConfig = TrainConfig()
   model: ModelConfig = ModelConfig()
+  init: InitConfig = InitConfig()
   data: DataConfig = DataConfig()
   eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()

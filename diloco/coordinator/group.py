@@ -17,6 +17,7 @@ from diloco.run.checkpoint import Checkpoints
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers
 from diloco.run.record import Record, steps_of
+from diloco.run.start import first_params
 
 Tree = Any
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
@@ -44,8 +45,12 @@ class OuterGroup:
     assert plan is not None
     self._plan = plan
     with jax.set_mesh(mesh):
-      init = jax.jit(lambda key: registry.get(c.model).init(c.model, key))
-      params_M = jax.tree.map(lambda x: x[None], init(jax.random.key(c.seed)))
+      # A coordinator that goes on from a checkpoint does not read init.checkpoint.
+      params = None if steps_of(workdir) else first_params(c, mesh)
+      if params is None:
+        init = jax.jit(lambda key: registry.get(c.model).init(c.model, key))
+        params = init(jax.random.key(c.seed))
+      params_M = jax.tree.map(lambda x: x[None], params)
       first = init_outer(plan, params_M)
     self._theta, self._opt_state = list(first.theta), list(first.opt_state)
     self.applied, self.data = 0, dict[str, Any]()

@@ -19,13 +19,13 @@ from diloco.config import ConfigError
 from diloco.config.command_line import one_line
 from diloco.config.fields import ModelConfig
 from diloco.config.json_model import JsonModel
+from diloco.config.public_model import ARCHITECTURE, CONFIG, FIXED, MODEL_TYPE, NAMES
 from diloco.data import Tokenizer
 from diloco.data.tokenizer_json import convert
 from diloco.model import shapes
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-INDEX, GENERATION = f"{WEIGHTS}.index.json", "generation_config.json"
-MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+INDEX = f"{WEIGHTS}.index.json"
 _OUTSIDE = {
   "embed.tokens": "model.embed_tokens.weight",
   "embed.head": "lm_head.weight",
@@ -44,21 +44,6 @@ _BLOCK = {
   "ff.up": "mlp.up_proj",
   "ff.down": "mlp.down_proj",
 }
-# Their names of the fields of ModelConfig; both must be equal.
-_FIELDS = {
-  "num_layers": "num_hidden_layers",
-  "dim": "hidden_size",
-  "num_heads": "num_attention_heads",
-  "kv_heads": "num_key_value_heads",
-  "head_size": "head_dim",
-  "ff_dim": "intermediate_size",
-  "vocab_size": "vocab_size",
-  "norm_eps": "rms_norm_eps",
-  "rope_theta": "rope_theta",
-  "tie_embeddings": "tie_word_embeddings",
-}
-# Fields of theirs that only have one value here.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 
 
 def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
@@ -150,7 +135,7 @@ def _special_ids(rows: np.ndarray | None) -> dict[str, int]:
 
 
 def _config(m: ModelConfig, dtype: str, special: dict[str, int]) -> dict[str, Any]:
-  sizes = {theirs: getattr(m, ours) for ours, theirs in _FIELDS.items()}
+  sizes = {theirs: getattr(m, ours) for ours, theirs in NAMES.items()}
   return {
     "architectures": [ARCHITECTURE],
     "model_type": MODEL_TYPE,
@@ -158,50 +143,12 @@ def _config(m: ModelConfig, dtype: str, special: dict[str, int]) -> dict[str, An
     # Where newer versions of transformers look for rope_theta.
     "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
     "max_position_embeddings": m.seq_len,
-    **_FIXED,
+    **FIXED,
     "attention_dropout": 0.0,
     "dtype": dtype,
     "torch_dtype": dtype,
     **special,
   }
-
-
-def is_folder(folder: pathlib.Path) -> bool:
-  """Tells whether a folder holds a model of transformers."""
-  return "model_type" in _read_json(folder / CONFIG)
-
-
-def fields_of(folder: pathlib.Path) -> dict[str, Any]:
-  """Returns the fields of ModelConfig that a folder's config.json fixes.
-
-  Raises:
-    ConfigError: it is another architecture, or has features that this one has not.
-  """
-  found = _read_json(folder / CONFIG)
-  where = f"init.checkpoint is {str(folder)!r}, whose {CONFIG}"
-  if found.get("model_type") != MODEL_TYPE:
-    raise ConfigError(
-      f"{where} has model_type {found.get('model_type')!r}; give a folder of"
-      f" {MODEL_TYPE} or an export of diloco.export."
-    )
-  rope = found.get("rope_parameters") or {}
-  found = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False} | found
-  scaling = (found.get("rope_scaling") or rope).get("rope_type", "default")
-  for name, value in (_FIXED | {"rope_type": "default"}).items():
-    has = scaling if name == "rope_type" else found.get(name, value)
-    if has != value:
-      raise ConfigError(
-        f"{where} has {name} {has!r}, which model.name={MODEL_TYPE} cannot compute;"
-        " give another folder."
-      )
-  lacks = [name for name in _FIELDS.values() if found.get(name) is None]
-  if lacks:
-    raise ConfigError(f"{where} lacks {', '.join(lacks)}; download the folder again.")
-  fields = {ours: found[theirs] for ours, theirs in _FIELDS.items()}
-  fields["num_kv_heads"] = fields.pop("kv_heads")
-  fields["head_dim"] = fields.pop("head_size")
-  fields["rope_theta"] = float(fields["rope_theta"])
-  return {"name": MODEL_TYPE, **fields}
 
 
 def read(
@@ -271,16 +218,3 @@ def _files(folder: pathlib.Path) -> list[str]:
     return [WEIGHTS]
   index = json.loads((folder / INDEX).read_bytes())
   return sorted(set(index["weight_map"].values()))
-
-
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    found = json.loads(path.read_bytes())
-    if not isinstance(found, dict):
-      raise ValueError("it is no JSON object")
-    return found
-  except (OSError, ValueError) as error:
-    raise ConfigError(
-      f"init.checkpoint is {str(path.parent)!r}, whose {path.name} cannot be read"
-      f" ({one_line(error)}); give a folder of transformers or of diloco.export."
-    ) from error

@@ -75,7 +75,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
 
 
-def import_safetensors():
+def import_safetensors(needs: str = "exports need"):
   """Returns the module safetensors.numpy, which only exports need.
 
   Raises:
@@ -85,7 +85,7 @@ def import_safetensors():
     import safetensors.numpy
   except ImportError as error:
     raise ConfigError(
-      "exports need safetensors: pip install safetensors, or '.[export]' from a clone."
+      f"{needs} safetensors: pip install safetensors, or '.[export]' from a clone."
     ) from error
   return safetensors.numpy
 

@@ -16,6 +16,7 @@ from diloco.wire.formats import PLAIN
 FREE_FIELDS = (
   "log.",
   "profile.",
+  "init.",
   "eval.",
   "checkpoint.",
   "mesh.",

@@ -35,6 +35,7 @@ from diloco.run.log import Log, Spent, TrainingDiverged
 from diloco.run.mesh import make_mesh
 from diloco.run.peers import Peers, say
 from diloco.run.processes import lock_workdir
+from diloco.run.start import first_params
 from diloco.run.stop import end_on_signal
 from diloco.wire.ledger import Ledger
 
@@ -146,7 +147,8 @@ def train(runs: Sequence[Run]) -> None:
       state = jax.tree.map(put, *states)
       del states, restored
     else:
-      init = lambda seed: init_state(c, mesh, plan, seed)
+      params = first_params(c, mesh)
+      init = lambda seed: init_state(c, mesh, plan, seed, params)
       state = jax.vmap(init)(numbers.seed)
 
     def save(t: int, finished: bool = False) -> None:
