@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import json
 import pathlib
 import re
 import sys
@@ -10,7 +11,7 @@ import jax
 import pytest
 
 from diloco.algorithm.plan import make_plan
-from diloco.config import resolve
+from diloco.config import ConfigError, resolve
 from diloco.config.command_line import parse_count
 from diloco.model.shapes import matrix_params, num_params
 from diloco.run.mesh import make_mesh
@@ -283,3 +284,37 @@ def test_the_sample_is_small_and_has_at_least_four_fragments():
   schedule = c.make_schedule()
   sends = sum(len(schedule.sends(t)) for t in range(1, c.train.steps + 1))
   assert sends >= 30
+
+
+@pytest.mark.parametrize(
+  ("size", "parameters"),
+  [
+    ("0.6B", 596_049_920),
+    ("1.7B", 1_720_574_976),
+    ("4B", 4_022_468_096),
+    ("8B", 8_190_735_360),
+  ],
+)
+def test_sizes_of_public_models_have_their_numbers_of_parameters(size, parameters):
+  _, c = load("qwen3", size)
+  assert num_params(c.model) == parameters
+  assert c.model.head_size == 128
+
+
+def test_a_public_folder_gives_sizes_and_tokenizer(tmp_path):
+  sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4}
+  sizes |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 96}
+  sizes |= {"vocab_size": 300, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+  sizes |= {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1e4}}
+  (tmp_path / "config.json").write_text(json.dumps(sizes))
+  _, c = load("qwen3", f"{tmp_path},M=4")
+  m = c.model
+  assert (m.name, m.num_layers, m.dim, m.ff_dim) == ("qwen3", 3, 64, 96)
+  assert (m.kv_heads, m.head_size, m.rope_theta) == (2, 32, 1e4)
+  assert c.init.checkpoint == str(tmp_path)
+  assert (c.data.tokenizer, c.replicas) == (f"{tmp_path}/tokenizer.json", 4)
+
+
+def test_another_size_is_refused():
+  with pytest.raises(ConfigError, match=r"the size is '2B'; write sample"):
+    load("qwen3", "2B")
