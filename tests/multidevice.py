@@ -16,6 +16,7 @@ import numpy as np
 import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
+import diloco
 from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.outer import drain, merge, outer_step, send, update
@@ -318,6 +319,31 @@ def arrivals(slices: int, gathers: bool) -> bool:
   ) and all(y.sharding.is_equivalent_to(exchange.transmitted(mesh), 3) for y in found)
 
 
+def library(devices: int, fsdp: int, stacked: bool) -> list[list[float]]:
+  """Trains a user's tree by the library; returns its outer parameters, flat."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  one = {"net": [{"w": draw(4, 8, 6)}, {"b": draw(4, 3)}], "z": draw(8, 2)}
+  mesh = diloco.replica_mesh(4, fsdp, jax.devices()[:devices])
+  params_M = diloco.replicate(one, 4, mesh)
+  by_path = lambda path: int(path == "z")
+  method = diloco.streaming(
+    params_M,
+    sync_every=4,
+    fragments=diloco.Stacked("net", size=2) if stacked else by_path,
+    tau=1,
+    mesh=mesh,
+  )
+  state = method.init(params_M)
+  for t in range(1, 12):
+    moves = np.random.default_rng(t)
+    move = lambda x, moves=moves: x - moves.integers(-8, 9, x.shape).astype(x.dtype)
+    params_M, state, _ = method.step(t, jax.tree.map(move, params_M), state)
+  params_M, state, _ = method.drain(11, params_M, state)
+  leaves = jax.tree.leaves((params_M, method.params(state)))
+  return [np.asarray(x).ravel().tolist() for x in leaves]
+
+
 def main() -> None:
   one_model = {"algorithm": "data_parallel"}
   layouts = {
@@ -347,6 +373,11 @@ def main() -> None:
     "arrivals": lambda: {
       f"{slices}, {gathers}": arrivals(slices, gathers)
       for slices, gathers in ((1, False), (2, False), (4, False), (3, False), (1, True))
+    },
+    "library": lambda: {
+      f"{stacked}, {devices}": library(devices, fsdp, stacked)
+      for stacked in (False, True)
+      for devices, fsdp in ((1, 1), (8, 2))
     },
     "bits": lambda: {transport: bits(transport) for transport in ("device", "host")},
     "shards": lambda: {

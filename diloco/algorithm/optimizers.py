@@ -272,7 +272,8 @@ def state_shardings(
     found = jax.tree.map(place, state)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
-  replicated = size(x for x, at in pairs if FSDP not in at.spec)
+  # Not the state of a parameter that is whole on every device itself.
+  replicated = size(x for x, at in pairs if at is whole)
   if fsdp > 1 and replicated > _WHOLE * size(jax.tree.leaves(params)) / fsdp:
     raise ConfigError(
       f"{field} keeps {replicated:,} bytes of state on every device, which mesh.fsdp ="

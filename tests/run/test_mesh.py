@@ -43,7 +43,7 @@ def multidevice():
   flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   # The last part changes JAX and attention.check.
   parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
-  parts += ("attentions",)
+  parts += ("library", "attentions")
   return run_on_8_devices(*parts, flags=flags)
 
 
@@ -51,6 +51,13 @@ def multidevice():
 def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
   losses = multidevice["losses"]
   np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_library_does_not_depend_on_the_layout(multidevice, stacked):
+  one, eight = (multidevice["library"][f"{stacked}, {n}"] for n in (1, 8))
+  for x, y in zip(one, eight, strict=True):
+    np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
 
 
 def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
