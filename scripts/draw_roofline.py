@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import optax
 from absl import flags
@@ -32,7 +33,7 @@ from ml_collections import config_flags
 from timing import in_turn, timed
 
 from diloco.algorithm import optimizers
-from diloco.config import Config, ConfigError, command_line, resolve
+from diloco.config import Config, ConfigError, command_line, palette, resolve
 from diloco.model import attention, loss, shapes
 from diloco.run import hardware
 
@@ -40,6 +41,7 @@ ATTENTION, SCORES = "attention projections", "attention products and softmax"
 FEED_FORWARD, LOSS, NORMS = "feed-forward", "loss", "norms and element-wise"
 OPTIMIZER, OUTER = "optimizer", "outer step"
 PARTS = (ATTENTION, SCORES, FEED_FORWARD, LOSS, NORMS, OPTIMIZER, OUTER)
+COLORS = dict(zip(PARTS, palette.OTHERS))
 # Bytes per second of device memory: Google Cloud's page on TPU v5e
 # (docs.cloud.google.com/tpu/docs/v5e), NVIDIA's data sheet of the H100 SXM.
 DEVICES = {
@@ -309,17 +311,34 @@ def draw(
     if bandwidth:
       y = np.minimum(roofs.flops, bandwidth * x)
       label = f"{name}: {bandwidth / 1e9:,.0f} GB/s"
-      axes.plot(x, y / 1e9, style, color="black", linewidth=1, label=label)
+      axes.plot(x, y / 1e9, style, color="black", label=label)
   axes.plot([], [], " ", label=f"products: {roofs.flops / 1e9:,.0f} GFLOP/s")
   all_seconds = sum(seconds.values())
   for name, w in work.items():
-    area = 20 + 1500 * seconds[name] / all_seconds
-    speed, color = w.flops / seconds[name] / 1e9, f"C{PARTS.index(name)}"
-    axes.scatter(w.flops / w.nbytes, speed, area, color=color, alpha=0.6)
-  axes.set(xscale="log", yscale="log", xlim=(0.1, 5000), title=title)
+    area = 10 + 500 * seconds[name] / all_seconds
+    speed, color = w.flops / seconds[name] / 1e9, COLORS[name]
+    axes.scatter(w.flops / w.nbytes, speed, area, color=color, alpha=0.7, zorder=3)
+  axes.set(xscale="log", yscale="log", xlim=(0.1, 5000))
+  axes.set_title(title, fontsize="medium")
   axes.set(xlabel="FLOP per byte", ylabel="GFLOP/s")
-  axes.grid(alpha=0.3)
-  axes.legend(loc="lower right", fontsize=8)
+  # Below the panel: a roof or a disk may lie anywhere in it.
+  axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
+
+
+def whole_figure(
+  panels: dict[str, tuple[Roofs, dict[str, Work], dict[str, float]]],
+) -> Figure:
+  """Draws a panel for each {title: the arguments of `draw`}."""
+  figure = Figure((palette.PAGE, 3.4), layout="constrained")
+  for axes, (title, of_panel) in zip(figure.subplots(1, len(panels)), panels.items()):
+    draw(axes, title, *of_panel)
+  marks = [
+    Line2D([], [], marker="o", linestyle="", color=COLORS[name], label=name)
+    for name in PARTS
+  ]
+  figure.legend(handles=marks, loc="outside lower center", ncols=4)
+  figure.suptitle("A step's parts under the roofs; area: share of the step's time")
+  return figure
 
 
 def main(argv) -> None:
@@ -356,21 +375,14 @@ def main(argv) -> None:
     most = mfu(big, sum(times_of[name].values()), chip.flops)
     print(f"{name}: MFU {most:.0%} if every part is as fast as its roof allows")
 
-  figure = Figure((14, 5.4), layout="constrained")
-  panels = figure.subplots(1, 1 + len(chips))
-  title = "{:,.3g}M parameters, {}, {}"
+  title = "{:,.3g}M parameters, {},\n{}"
   millions = [shapes.num_params(x.model) / 1e6 for x in (c, big)]
-  draw(panels[0], title.format(millions[0], kind, "measured"), roofs, work, seconds)
-  for axes, (name, chip) in zip(panels[1:], chips.items()):
+  panels = {title.format(millions[0], kind, "measured"): (roofs, work, seconds)}
+  for name, chip in chips.items():
     text = title.format(millions[1], name, "predicted")
-    draw(axes, text, chip, predicted, times_of[name])
-  marks = [
-    Line2D([], [], marker="o", linestyle="", color=f"C{i}", label=name)
-    for i, name in enumerate(PARTS)
-  ]
-  figure.legend(handles=marks, loc="outside lower center", ncols=len(PARTS))
-  figure.suptitle("A step's parts under the roofs; area: share of the step's time")
-  figure.savefig(out, dpi=110)
+    panels[text] = (chip, predicted, times_of[name])
+  with matplotlib.rc_context(palette.STYLE):
+    whole_figure(panels).savefig(out)
   print(f"wrote {out}")
 
 

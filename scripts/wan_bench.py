@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import make_folder
+from diloco.config.palette import COLORS, PAGE, STYLE, shades
 from diloco.model.shapes import num_params
 from diloco.simulate import from_config
 from diloco.simulate import utilisation as simulate_lib
@@ -44,6 +45,13 @@ METHODS = {
   "Streaming, overlap": {"wire.format": "fp32"},
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
+# Colours of the curves: an algorithm's colour, Streaming's variants in its shades.
+CURVES = dict(
+  zip(
+    ("data-parallel", "DiLoCo", *[*METHODS][2:]),
+    (COLORS["data_parallel"], COLORS["diloco"], *shades(COLORS["streaming"], 3)),
+  )
+)
 # Steps between a change of the rate and a measurement: the log shows steps late.
 SETTLE = 20
 
@@ -250,37 +258,35 @@ def table(rows: list[dict]) -> str:
 def picture(options, rows: list[dict], path: pathlib.Path) -> None:
   """Draws measured utilisation against bandwidth, like figure 4 of 2501.18512."""
   import matplotlib
+  from matplotlib.figure import Figure
 
-  matplotlib.use("Agg")
-  from matplotlib import pyplot as plt
-
-  figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
   found = {r["method"] for r in rows}
-  # The same order, and so the same colors, as in simulate/figures.py.
-  order = ("data-parallel", *(m for m in METHODS if m != "data-parallel"))
-  for i, method in ((i, m) for i, m in enumerate(order) if m in found):
-    own_rows = rows_of(rows, method)
-    x = [r["rate_mbit_s"] for r in own_rows]
-    color = f"C{i}"
-    axes.plot(x, [r["utilisation"] for r in own_rows], "o-", color=color, label=method)
-    c, seconds = resolved(options, method), own_rows[0]["compute_s_per_step"]
-    grid = np.geomspace(min(options.rates), max(options.rates), 60)
-    simulated = [predicted(c, seconds, rate) for rate in grid]
-    axes.plot(grid / 1e6, simulated, ":", color=color, lw=1)
-  axes.plot([], [], ":", color="grey", label="simulated")
-  axes.set(
-    xscale="log",
-    ylim=(0, 1.05),
-    xlabel="rate of every link (Mbit/s)",
-    ylabel="compute utilisation",
-    title=f"Measured: {options.replicas} processes, H = {c.sync_every}",
-  )
-  rates = sorted({r["rate_mbit_s"] for r in rows})
-  axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-  axes.minorticks_off()
-  axes.grid(alpha=0.3)
-  figure.legend(loc="outside right center", fontsize=8)
-  figure.savefig(path, dpi=150)
+  with matplotlib.rc_context(STYLE):
+    figure = Figure(figsize=(PAGE, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for method, color in CURVES.items():
+      if method not in found:
+        continue
+      own_rows = rows_of(rows, method)
+      x, y = ([r[k] for r in own_rows] for k in ("rate_mbit_s", "utilisation"))
+      axes.plot(x, y, "o-", color=color, label=method)
+      c, seconds = resolved(options, method), own_rows[0]["compute_s_per_step"]
+      grid = np.geomspace(min(options.rates), max(options.rates), 60)
+      simulated = [predicted(c, seconds, rate) for rate in grid]
+      axes.plot(grid / 1e6, simulated, ":", color=color, lw=1)
+    axes.plot([], [], ":", color="grey", label="simulated")
+    axes.set(
+      xscale="log",
+      ylim=(0, 1.05),
+      xlabel="rate of every link (Mbit/s)",
+      ylabel="compute utilisation (share)",
+      title=f"Measured: {options.replicas} processes, H = {c.sync_every}",
+    )
+    rates = sorted({r["rate_mbit_s"] for r in rows})
+    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axes.minorticks_off()
+    figure.legend(loc="outside right center")
+    figure.savefig(path)
 
 
 def parse(argv=None):

@@ -1,16 +1,27 @@
 """Draws figures 2b and 13 of the scaling-laws paper, from its tables and our fits."""
 
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
+import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
+from diloco.config import palette
 from diloco.scaling_laws import paper
 
-COLORS = dict(zip(paper.ALGORITHMS, ("k", "C0", "C1", "C2", "C3")))
+# A shade of DiLoCo's colour, a marker and its size for each M. Later markers lie above
+# the earlier ones and are smaller, so that all stay visible.
+_ORANGES = palette.shades(palette.COLORS["diloco"], len(paper.ALGORITHMS) - 1)
+COLORS = dict(zip(paper.ALGORITHMS, (palette.COLORS["data_parallel"], *_ORANGES)))
+MARKERS = dict(zip(paper.ALGORITHMS, "o^sDv"))
+MARKER_SIZES = dict(zip(paper.ALGORITHMS, (8, 6, 5, 3, 4)))
 
 
-def extrapolation(axes) -> None:
+def extrapolation(axes: Axes) -> None:
   """Draws figure 13: the losses from 35M to 10B and the laws fitted up to 2.4B."""
   n = paper.model_sizes()
   large = paper.model_sizes(models=paper.LARGE)
@@ -19,16 +30,13 @@ def extrapolation(axes) -> None:
     color = COLORS[algorithm]
     for fit, style in ((paper.loss_fit, ":"), (paper.floor_fit, "-")):
       law = fit(algorithm)
-      axes.plot(line, [law(x) for x in line], style, color=color, lw=1)
+      axes.plot(line, [law(x) for x in line], style, color=color)
     _points(axes, algorithm, n, paper.losses(algorithm), large, _large(algorithm))
-  axes.set(xscale="log", xlabel="N", ylabel="evaluation loss")
-  axes.set_title(
-    "dots fitted, stars measured; dotted A N^α, solid A N^α + C", fontsize=9
-  )
-  axes.legend()
+  axes.set(xscale="log", xlabel="parameters N", ylabel="evaluation loss (nats)")
+  axes.set_title("Laws fitted up to 2.4B, and losses up to 10B")
 
 
-def difference(axes) -> None:
+def difference(axes: Axes) -> None:
   """Draws figure 2b: losses and laws with a floor, in per cent above data-parallel."""
   n = paper.model_sizes()
   large = paper.model_sizes(models=paper.LARGE)
@@ -37,35 +45,58 @@ def difference(axes) -> None:
   for algorithm in paper.ALGORITHMS[1:]:
     law = paper.floor_fit(algorithm)
     fitted = [100 * (law(x) / base(x) - 1) for x in line]
-    axes.plot(line, fitted, color=COLORS[algorithm], lw=1)
+    axes.plot(line, fitted, color=COLORS[algorithm])
     ratio = paper.losses(algorithm) / paper.losses("data_parallel")
     beyond = _large(algorithm) / _large("data_parallel")
     _points(axes, algorithm, n, 100 * (ratio - 1), large, 100 * (beyond - 1))
   axes.axhline(0, color="k", lw=0.5)
-  axes.set(xscale="log", xlabel="N", ylabel="loss, % above data-parallel")
-  axes.legend()
+  axes.set(xscale="log", xlabel="parameters N", ylabel="loss above data-parallel (%)")
+  axes.set_title("DiLoCo against data-parallel")
 
 
 def draw(output: pathlib.Path) -> list[pathlib.Path]:
   """Draws both figures as PNG and SVG; returns the paths."""
   paths = []
-  for name, function in (("c13", extrapolation), ("c2", difference)):
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    function(figure.subplots())
-    for suffix in ("png", "svg"):
-      path = output / f"scaling_{name}.{suffix}"
-      figure.savefig(path, dpi=120)
-      paths.append(path)
+  with matplotlib.rc_context(palette.STYLE):
+    for name, function in (("c13", extrapolation), ("c2", difference)):
+      figure = whole_figure(function)
+      for suffix in ("png", "svg"):
+        path = output / f"scaling_{name}.{suffix}"
+        figure.savefig(path)
+        paths.append(path)
   return paths
 
 
-def _points(axes, algorithm: str, n, values, large, beyond) -> None:
-  """Draws dots at the sizes that were fitted, and stars at 4B and 10B."""
+def whole_figure(function: Callable[[Axes], None]) -> Figure:
+  """Draws one of the two figures, with a legend below it."""
+  figure = Figure(figsize=(palette.COLUMN, 3.2), layout="constrained")
+  axes = figure.subplots()
+  function(axes)
+  handles = axes.get_legend_handles_labels()[0]
+  grey: dict[str, Any] = {"color": "0.4"}
+  handles.append(Line2D([], [], marker="*", ms=8, ls="", label="measured", **grey))
+  handles.append(Line2D([], [], label="law A N^α + C", **grey))
+  if function is extrapolation:
+    handles.append(Line2D([], [], ls=":", label="law A N^α", **grey))
+  figure.legend(handles=handles, loc="outside lower center", ncols=3)
+  return figure
+
+
+def _points(
+  axes: Axes,
+  algorithm: str,
+  n: np.ndarray,
+  values: np.ndarray,
+  large: np.ndarray,
+  beyond: np.ndarray,
+) -> None:
+  """Draws markers at the sizes that were fitted, and stars at 4B and 10B."""
   name = algorithm.replace("data_parallel", "data-parallel")
-  label = name.replace("diloco_M", "M = ")
-  style = {"color": COLORS[algorithm], "ls": ""}
-  axes.plot(n, values, marker="o", ms=4, label=label, **style)
-  axes.plot(large, beyond, marker="*", ms=9, **style)
+  label = name.replace("diloco_M", "DiLoCo, M = ")
+  size = MARKER_SIZES[algorithm]
+  style: dict[str, Any] = {"color": COLORS[algorithm], "ls": ""}
+  axes.plot(n, values, marker=MARKERS[algorithm], ms=size, label=label, **style)
+  axes.plot(large, beyond, marker="*", ms=size + 4, **style)
 
 
 def _large(algorithm: str) -> np.ndarray:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from diloco.config.palette import COLORS, COLUMN, PAGE, STYLE, shades
 from diloco.simulate import limits
 from diloco.simulate.failures import Row, show_time
 from diloco.simulate.steady import steady_utilisation
@@ -21,12 +23,12 @@ from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
 
-COLORS = {
-  "forward": "#7aa6d8",
-  "backward_activations": "#b7d99c",
-  "backward_parameters": "#5e9e4a",
-  "reduction": "#8d6bb8",
+GREYS = {
+  "forward": "0.8",
+  "backward_activations": "0.6",
+  "backward_parameters": "0.4",
 }
+DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
 METHODS: Settings = {
   "data-parallel": {"method": "data_parallel"},
@@ -39,7 +41,7 @@ LABELS = {
   "data_parallel": "data-parallel, all restart",
   "restart_all": "DiLoCo, all restart",
   "all_wait": "DiLoCo, all wait",
-  "quorum": "quorum rounds",
+  "quorum": "DiLoCo, quorum rounds",
 }
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
@@ -52,14 +54,15 @@ def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
     ValueError: there is no such figure.
   """
   limits.check("figure", name, FIGURES)
-  return save(FIGURES[name](), name, folder)
+  with matplotlib.rc_context(STYLE):
+    return save(FIGURES[name](), name, folder)
 
 
 def save(figure: Figure, name: str, folder: pathlib.Path) -> list[pathlib.Path]:
   """Saves a figure as PNG and SVG; returns the paths."""
   paths = [folder / f"simulated_{name}.{kind}" for kind in ("png", "svg")]
   for path in paths:
-    figure.savefig(path, dpi=110)
+    figure.savefig(path)
   return paths
 
 
@@ -67,114 +70,177 @@ def draw_failures(rows: list[Row], folder: pathlib.Path) -> list[pathlib.Path]:
   """Draws goodput over chips, a panel per mean time between failures; saves it."""
   times = list(dict.fromkeys(row.mtbf_s for row in rows))
   titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
-  figure, axes = panels(titles)
-  for axis, mtbf in zip(axes, times):
-    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
-    for name, label in LABELS.items():
-      goodput = [row.goodput[name] for row in own]
-      deviation = [row.deviation[name] for row in own]
-      axis.errorbar(
-        [row.chips for row in own], goodput, deviation, None, "o-", ms=3, label=label
-      )
-    axis.set(xscale="log", xlabel="chips", ylabel="goodput", ylim=(0, 1.03))
-    axis.legend(fontsize=7)
-  return save(figure, "failures", folder)
+  methods = {
+    label: "data_parallel" if name == "data_parallel" else "diloco"
+    for name, label in LABELS.items()
+  }
+  with matplotlib.rc_context(STYLE):
+    figure, axes = panels("Simulated goodput when chips fail", titles)
+    for axis, mtbf in zip(axes, times):
+      own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
+      chips = [row.chips for row in own]
+      for name, look in zip(LABELS, looks(methods)):
+        goodput = [row.goodput[name] for row in own]
+        deviation = [row.deviation[name] for row in own]
+        axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
+      axis.set(xscale="log", xlabel="chips", ylim=(0, 1.03))
+    axes[0].set_ylabel("goodput (share)")
+    return save(legend(figure), "failures", folder)
 
 
 def draw_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
   """Draws one workload's utilisation in the long run and marks one bandwidth."""
-  figure, [axis] = panels([""])
+  with matplotlib.rc_context(STYLE):
+    own_figure(work, gbits).savefig(path)
+
+
+def own_figure(work: Workload, gbits: float) -> Figure:
+  """Draws one workload's utilisation in the long run and marks one bandwidth."""
+  figure, [axis] = panels("Compute utilisation in the long run", [""])
   marked = gbits or GRID[0]  # A single replica needs no bandwidth.
   grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
   reached = steady_utilisation(work, grid * 1e9)
   source = work.method if work.plan is None else "config"
-  label = f"{source}, H = {work.whole_plan[0].sync_every}"
-  plot_utilisation(axis, grid, {label: reached})
-  axis.axvline(marked, color="black", lw=0.8, ls=":")
-  figure.savefig(path, dpi=110)
+  schedule, layers = work.whole_plan
+  label = f"{source}, H = {schedule.sync_every}"
+  # A config of DiLoCo is a workload with one fragment.
+  method = "diloco" if work.method == "streaming" and len(layers) == 1 else work.method
+  plot_utilisation(axis, grid, {label: reached}, {label: method})
+  axis.axvline(marked, color="black", lw=0.8, ls=":", label=f"{marked:.3g} Gbit/s")
+  return legend(figure)
 
 
-def panels(titles: list[str]) -> tuple[Figure, list[Axes]]:
-  """Makes a figure with panels side by side."""
-  figure = Figure(figsize=(4.6 * len(titles), 3.6), layout="constrained")
-  axes = figure.subplots(1, len(titles), squeeze=False)[0]
-  for axis, title in zip(axes, titles):
-    axis.set_title(title)
-    axis.grid(alpha=0.3)
-  return figure, axes
+def panels(title: str, titles: list[str]) -> tuple[Figure, list[Axes]]:
+  """Makes a titled figure with panels side by side, which have titles of their own."""
+  width = COLUMN if len(titles) == 1 else PAGE
+  figure = Figure(figsize=(width, 2.7), layout="constrained")
+  axes = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
+  figure.suptitle(title)
+  for axis, own in zip(axes, titles):
+    axis.set_title(own, fontsize="medium")
+  return figure, list(axes)
 
 
-def plot_utilisation(
-  axis: Axes, gbits: np.ndarray, lines: dict[str, np.ndarray]
-) -> None:
-  """Draws utilisation against bandwidth in Gbit/s, a line per label."""
-  for label, reached in lines.items():
-    axis.plot(gbits, reached, label=label)
-  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylabel="compute utilisation")
-  axis.set_ylim(0, 1.03)
-  axis.legend(fontsize=7)
-
-
-def curves(models: Mapping[str, Model], settings: Settings) -> Figure:
-  """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
-  figure, axes = panels(list(models))
-  for axis, model in zip(axes, models.values()):
-    works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
-    lines = {k: utilisation(work, GRID * 1e9) for k, work in works.items()}
-    plot_utilisation(axis, GRID, lines)
+def legend(figure: Figure) -> Figure:
+  """Puts one legend below the panels, which all have the same lines."""
+  handles, labels = figure.axes[0].get_legend_handles_labels()
+  columns = 2 if len(figure.axes) == 1 else -(-len(labels) // (1 + len(labels) // 6))
+  figure.legend(handles, labels, loc="outside lower center", ncols=columns)
   return figure
 
 
-def schedules(
-  settings: Settings, layers: int, rate: float, steps: int, **fields
+def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
+  """Returns matplotlib's style of a line for each label.
+
+  Args:
+    methods: {label: method}. Lines of one method have shades of its color and different
+      dashes; the last line of a method is the darkest and has no dashes.
+  """
+  found: list[dict[str, Any]] = []
+  for label, method in methods.items():
+    same = [other for other, m in methods.items() if m == method]
+    color = COLORS.get(method, COLORS["streaming"])  # `overlapped` is Streaming.
+    i = same.index(label)
+    found.append(
+      {
+        "label": label,
+        "color": shades(color, len(same))[i],
+        "ls": DASHES[(len(same) - 1 - i) % len(DASHES)],
+      }
+    )
+  return found
+
+
+def plot_utilisation(
+  axis: Axes,
+  gbits: np.ndarray,
+  lines: Mapping[str, np.ndarray],
+  methods: Mapping[str, str],
+) -> None:
+  """Draws utilisation against bandwidth, a line per label.
+
+  Args:
+    axis: the panel.
+    gbits: bandwidths in Gbit/s.
+    lines: {label: utilisation at each bandwidth}.
+    methods: {label: method}.
+  """
+  for reached, look in zip(lines.values(), looks(methods)):
+    axis.plot(gbits, reached, **look)
+  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=(0, 1.03))
+  axis.set_ylabel("compute utilisation (share)")
+  axis.label_outer()
+
+
+def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
+  """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
+  figure, axes = panels(title, list(models))
+  methods = {label: own.get("method", "streaming") for label, own in settings.items()}
+  for axis, model in zip(axes, models.values()):
+    works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
+    lines = {k: utilisation(work, GRID * 1e9) for k, work in works.items()}
+    plot_utilisation(axis, GRID, lines, methods)
+  return legend(figure)
+
+
+def busy_times(
+  title: str, settings: Settings, layers: int, rate: float, steps: int, **fields
 ) -> Figure:
   """Draws when the link and the devices are busy; a panel per setting.
 
   Args:
-    settings: {title: fields of Workload}.
+    title: title of the figure.
+    settings: {title of the panel: fields of Workload}.
     layers: layers of a model of 1B parameters with steps of one second.
     rate: bits per second of the link.
     steps: steps to draw.
     fields: fields of Workload that all panels share.
   """
-  figure = Figure(figsize=(8, 1 + 1.5 * len(settings)), layout="constrained")
+  figure = Figure(figsize=(PAGE, 0.9 + 0.8 * len(settings)), layout="constrained")
   axes = figure.subplots(len(settings), 1, sharex=True)
-  for axis, (title, own) in zip(axes, settings.items()):
+  for axis, (own_title, own) in zip(axes, settings.items()):
     nodes: list[Node] = []
     work = Workload.of_equal_layers(1e9, layers, 1.0, **fields, **own)
     utilisation(work, [rate], steps, nodes)
     for n in nodes:
-      style = {"color": COLORS[n.kind], "edgecolor": "white", "lw": 0.3}
+      color = GREYS.get(n.kind, COLORS[work.method])
+      style = {"color": color, "edgecolor": "white", "lw": 0.3}
       axis.barh(int(n.resource == "compute"), n.end - n.start, 0.8, n.start, **style)
-    axis.set(yticks=[0, 1], yticklabels=["link", "compute"], title=title)
-    axis.set_xlabel("steps of compute")
-  handles = [Patch(color=c, label=kind.replace("_", " ")) for kind, c in COLORS.items()]
-  figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    axis.set(yticks=[0, 1], yticklabels=["reductions on the link", "compute"])
+    axis.set_title(own_title, fontsize="medium", loc="left")
+    axis.grid(axis="y", visible=False)
+  axes[-1].set_xlabel("time (steps of compute)")
+  handles = [Patch(color=c, label=kind.replace("_", " ")) for kind, c in GREYS.items()]
+  figure.legend(handles=handles, loc="outside lower center", ncols=4)
+  figure.suptitle(title)
   return figure
 
 
-def hours(xlabel: str, lines: dict[str, tuple[str, dict[float, Training]]]) -> Figure:
+def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> Figure:
   """Draws idealised hours of training runs: a panel per network.
 
   Args:
+    title: title of the figure.
     xlabel: meaning of x.
-    lines: {label: (matplotlib's style of the line, {x: run})}.
+    lines: {label: {x: run}}.
   """
   titles = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in NETWORKS.items()]
-  figure, axes = panels(titles)
+  figure, axes = panels(title, titles)
+  methods = {label: next(iter(runs.values())).method for label, runs in lines.items()}
   for axis, network in zip(axes, NETWORKS.values()):
-    for label, (style, runs) in lines.items():
+    for runs, look in zip(lines.values(), looks(methods)):
       y = [total_time(replace(run, across=network)) / 3600 for run in runs.values()]
-      axis.plot(list(runs), y, style, label=label, ms=3)
-    axis.set(xscale="log", yscale="log", xlabel=xlabel, ylabel="hours")
-    axis.legend(fontsize=7)
-  return figure
+      axis.plot(list(runs), y, marker="o", ms=2.5, **look)
+    axis.set(xscale="log", yscale="log", xlabel=xlabel)
+  axes[0].set_ylabel("idealised time (hours)")
+  return legend(figure)
 
 
 def figure_s3() -> Figure:
   """Draws schedules of four methods; two fragments of one layer, H = 2."""
   settings = dict(list(METHODS.items())[:4])
-  return schedules(settings, 2, 40e9, 4, sync_every=2, fragment_size=1)
+  title = "When link and devices are busy: two fragments of one layer, H = 2"
+  return busy_times(title, settings, 2, 40e9, 4, sync_every=2, fragment_size=1)
 
 
 def figure_s4() -> Figure:
@@ -184,7 +250,7 @@ def figure_s4() -> Figure:
     "10B, 0.8 s per step": (10e9, 48, 0.8),
     "100B, 4.9 s per step": MODEL_100B,
   }
-  return curves(models, METHODS)
+  return curves("Simulated compute utilisation", models, METHODS)
 
 
 def figure_s7() -> Figure:
@@ -194,25 +260,28 @@ def figure_s7() -> Figure:
     for pattern in ("sequential", "strided")
     for tau in (0, 1)
   }
-  return curves({"100B, fragments of 3 layers": MODEL_100B}, settings)
+  title = "Order of layers in fragments"
+  return curves(title, {"100B, fragments of 3 layers": MODEL_100B}, settings)
 
 
 def figure_s9() -> Figure:
   """Draws utilisation for different tau."""
   settings = {f"tau = {tau}": {"tau": tau} for tau in (0, 1, 2, 5, 10)}
-  return curves({"100B, 16 bits": MODEL_100B}, settings)
+  title = "Streaming with more overlap"
+  return curves(title, {"100B, 16 bits": MODEL_100B}, settings)
 
 
 def figure_s14() -> Figure:
   """Draws schedules with sequential and with strided fragments."""
   settings = {pattern: {"pattern": pattern} for pattern in ("sequential", "strided")}
-  return schedules(settings, 6, 24e9, 6, sync_every=4, fragment_size=2)
+  title = "When link and devices are busy: three fragments of two layers, H = 4"
+  return busy_times(title, settings, 6, 24e9, 6, sync_every=4, fragment_size=2)
 
 
 def figure_s15() -> Figure:
   """Draws utilisation for different step times."""
   models = {f"100B, {s} s per step": (100e9, 108, s) for s in (1, 5, 10)}
-  return curves(models, METHODS)
+  return curves("Simulated compute utilisation by step time", models, METHODS)
 
 
 def figure_s16() -> Figure:
@@ -221,7 +290,7 @@ def figure_s16() -> Figure:
     "llama3 405B, 26.9 s per step": (405e9, *TABLE_6["llama3"]),
     "deepseek_v3 671B, 20.1 s per step": (671e9, *TABLE_6["deepseek_v3"]),
   }
-  return curves(models, METHODS)
+  return curves("Simulated compute utilisation", models, METHODS)
 
 
 def figure_c10() -> Figure:
@@ -233,7 +302,7 @@ def figure_c10() -> Figure:
   }
   every = (1, 10, 50, 100, 300)
   settings = {f"DiLoCo, H = {h}": {"method": "diloco", "sync_every": h} for h in every}
-  return curves(models, settings)
+  return curves("DiLoCo synchronises every H steps", models, settings)
 
 
 def figure_c6() -> Figure:
@@ -247,20 +316,22 @@ def figure_c6() -> Figure:
   }
   sizes = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9, 4e9, 10e9)
   lines = {
-    label: ("o-", {n: Training(n, 20 * n, 2**20, **fields) for n in sizes})
+    label: {n: Training(n, 20 * n, 2**20, **fields) for n in sizes}
     for label, fields in settings.items()
   }
-  return hours("parameters", lines)
+  return hours("Idealised training time, 20 tokens per parameter", "parameters", lines)
 
 
 def figure_c12() -> Figure:
   """Draws hours against the overtraining factor; DiLoCo has the larger batch."""
   lines = {}
-  for color, n in (("C0", 335e6), ("C1", 1.3e9), ("C2", 2.4e9)):
-    for method, batch, dash in (("data_parallel", 2**20, "--"), ("diloco", 2**21, "-")):
+  for name, batch in (("data-parallel", 2**20), ("DiLoCo", 2**21)):
+    method = METHODS[name]["method"]
+    for n in (335e6, 1.3e9, 2.4e9):
       runs = {x: Training(n, 20 * n * x, batch, 2, method) for x in (1.0, 4.0, 16.0)}
-      lines[f"{n / 1e9:.2g}B {method}"] = (color + dash, runs)
-  return hours("overtraining", lines)
+      lines[f"{name}, {n / 1e9:.2g}B"] = runs
+  xlabel = "tokens / (20 N)"
+  return hours("Idealised training time with overtraining", xlabel, lines)
 
 
 FIGURES = {

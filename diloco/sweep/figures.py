@@ -16,16 +16,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib
 import pandas as pd
 
 from diloco.config.command_line import Parser, guarded, make_folder
+from diloco.config.palette import STYLE
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
 from diloco.sweep.runs import PLAIN, best, main_grid, read
 
 FILLS = ("full", "none", "left", "top")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
-PARAMS, CADENCE, LOSS = "parameters N", "inner steps between syncs H", "held-out loss"
+PARAMS, CADENCE, LOSS = (
+  "parameters N",
+  "inner steps between syncs H",
+  "held-out loss (nats)",
+)
 
 
 class Missing(ValueError):
@@ -38,7 +44,7 @@ def figure_2(table: pd.DataFrame):
   plain = cells[cells["curve"] == PLAIN].set_index("params")["loss"]
   cells = cells.assign(more=100 * (cells["loss"] / cells["params"].map(plain) - 1))
   others = cells[(cells["curve"] != PLAIN) & cells["more"].notna()]
-  figure, panels = drawing.axes(1 if others.empty else 2)
+  figure, panels = drawing.axes(1 if others.empty else 2, "Loss against size")
   drawing.lines(panels[0], cells, "params", "loss")
   panels[0].set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
   if others.empty:
@@ -49,20 +55,20 @@ def figure_2(table: pd.DataFrame):
   else:
     drawing.lines(panels[1], others, "params", "more")
     panels[1].axhline(0, color="black", lw=0.8)
-    panels[1].set(xscale="log", xlabel=PARAMS, ylabel="% above data-parallel")
+    panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
   return drawing.legend(figure)
 
 
 def figure_3(table: pd.DataFrame):
   """Draws the loss of data-parallel and DiLoCo with M = 1 against the batch, by N."""
-  return figure_4(table[table["replicas"] == 1])
+  return figure_4(table[table["replicas"] == 1], "Loss against batch, M = 1")
 
 
-def figure_4(table: pd.DataFrame):
+def figure_4(table: pd.DataFrame, title: str = "Loss against batch"):
   """Draws the loss of all algorithms against the batch, by N, at the best rates."""
   cells = best(main_grid(table), "params", "curve", "batch")
-  label = f"{LOSS}, best rates"
-  return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", label)
+  title += ", at the best learning rates"
+  return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", title)
 
 
 def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
@@ -75,14 +81,16 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
   cells = best(main_grid(table), "params", "curve", "batch")
   largest = _swept(cells)[-1]
   cells = cells[cells["params"] == largest]
-  figure, panels = drawing.axes(3)
-  for panel, name in zip(panels, reversed(wallclock.NETWORKS)):
-    seconds = _seconds(cells, wallclock.NETWORKS[name], chip_tokens)
-    unit = _unit(seconds.min())
-    drawing.lines(panel, cells.assign(time=seconds / UNITS[unit]), "time", "loss")
+  names = [*reversed(wallclock.NETWORKS)]
+  seconds = [_seconds(cells, wallclock.NETWORKS[n], chip_tokens) for n in names]
+  unit = _unit(max(s.max() for s in seconds))
+  title = f"Loss against idealised time, N = {largest:,.0f}"
+  figure, panels = drawing.axes(len(names), title)
+  for panel, name, own in zip(panels, names, seconds):
+    drawing.lines(panel, cells.assign(time=own / UNITS[unit]), "time", "loss")
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
-    panel.set_title(f"{name} bandwidth")
-  panels[0].set_ylabel(f"{LOSS}, N={largest:,.0f}")
+    panel.set_title(f"{name} bandwidth", fontsize="medium")
+  panels[0].set_ylabel(LOSS)
   drawing.legend(figure)
   for panel in panels:
     # EngFormatter would write "10m", and the m could be read as a unit.
@@ -97,7 +105,7 @@ def figure_7(table: pd.DataFrame):
     raise Missing("no cell has three outer learning rates")
   if cells["params"].nunique() < 2:
     raise Missing("outer learning rates were tried at one N only")
-  figure, (panel,) = drawing.axes(1)
+  figure, (panel,) = drawing.axes(1, "Best outer learning rate by size")
   shifted = drawing.beside(cells, "params")
   drawing.lines(panel, shifted, "params", "outer_learning_rate")
   panel.set(xscale="log", xlabel=PARAMS, ylabel=drawing.OUTER_RATE)
@@ -114,13 +122,14 @@ def figure_8(table: pd.DataFrame):
   if cells["params"].nunique() < 2:
     print("figure 8: the panel over N is left out, rates were tried at one N only")
     del columns["params"]
-  figure, panels = drawing.axes(len(columns))
+  title = "Best outer learning rate" + " by H and by size" * (len(columns) == 2)
+  figure, panels = drawing.axes(len(columns), title)
   for panel, (x, label) in zip(panels, columns.items()):
     rates = cells.groupby(["curve", x])["outer_learning_rate"]
     spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
     drawing.lines(panel, spread, x, "mean")
     for name, of_curve in spread.groupby("curve"):
-      band = {"color": drawing.color(name), "alpha": 0.15}
+      band: dict[str, Any] = {"color": drawing.look(name).color, "alpha": 0.15, "lw": 0}
       panel.fill_between(x, "min", "max", data=of_curve, **band)
     panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
   return drawing.legend(figure)
@@ -134,7 +143,8 @@ def figure_9(table: pd.DataFrame):
   sizes = sorted({n for n, _ in count.index[count > 1]})
   if not sizes:
     raise Missing("no cell was run at two H")
-  return _panel_per_size(cells, sizes, "sync_every", CADENCE, LOSS)
+  title = "Loss against H, at the best outer learning rates"
+  return _panel_per_size(cells, sizes, "sync_every", CADENCE, title)
 
 
 def figure_11(table: pd.DataFrame):
@@ -144,13 +154,15 @@ def figure_11(table: pd.DataFrame):
   if len(multiples) < 2:
     raise Missing("no run is overtrained")
   cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
-  figure, (panel,) = drawing.axes(1)
+  figure, (panel,) = drawing.axes(1, "Loss against compute, with overtraining")
   for multiple, fill in zip(multiples, FILLS):
     some = cells[cells["overtrain"] == multiple]
     drawing.lines(panel, some, "flops", "loss", fillstyle=fill)
-    key = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
+    key: dict[str, Any] = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
     panel.plot([], [], label=f"{multiple:g}x tokens", **key)
-  panel.set(xscale="log", yscale="log", xlabel="6 N D (FLOP)", ylabel=LOSS)
+  panel.set(
+    xscale="log", yscale="log", xlabel="training compute 6 N D (FLOP)", ylabel=LOSS
+  )
   return drawing.legend(figure)
 
 
@@ -183,14 +195,15 @@ def _swept(cells: pd.DataFrame) -> list[float]:
 
 
 def _panel_per_size(
-  cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, ylabel: str
+  cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, title: str
 ):
   """Draws the loss against a column x, with a panel per size N."""
-  figure, panels = drawing.axes(len(sizes))
+  figure, panels = drawing.axes(len(sizes), title)
   for panel, size in zip(panels, sizes):
     drawing.lines(panel, cells[cells["params"] == size], x, "loss")
-    panel.set(xscale="log", xlabel=xlabel, title=f"N={size:,.0f}")
-  panels[0].set_ylabel(ylabel)
+    panel.set(xscale="log", xlabel=xlabel)
+    panel.set_title(f"N = {size:,.0f}", fontsize="medium")
+  panels[0].set_ylabel(LOSS)
   return drawing.legend(figure)
 
 
@@ -211,9 +224,9 @@ def _seconds(
   return pd.Series([wallclock.total_time(t) for t in trainings], cells.index)
 
 
-def _unit(least: float) -> str:
+def _unit(time: float) -> str:
   """Returns the largest unit in which a time is at least 1, or the smallest unit."""
-  return next((unit for unit, size in UNITS.items() if least >= size), "ms")
+  return next((unit for unit, size in UNITS.items() if time >= size), "ms")
 
 
 def make_parser() -> Parser:
@@ -244,7 +257,8 @@ def run(args: argparse.Namespace) -> None:
     path = args.out / f"{args.prefix}{number}.png"
     options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
-      FIGURES[number](table, **options).savefig(path, dpi=80)
+      with matplotlib.rc_context(STYLE):
+        FIGURES[number](table, **options).savefig(path)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")

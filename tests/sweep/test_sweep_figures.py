@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 
+from diloco.config.palette import COLORS, shades
 from diloco.simulate import wallclock
 from diloco.sweep import figures, tables
 from diloco.sweep import runs as runs_lib
@@ -64,7 +65,7 @@ def test_the_command_draws_small_pictures(table, tmp_path, capsys):
   assert figures.main([str(table), f"--out={tmp_path}", "--prefix=x_"]) == 0
   pictures = sorted(tmp_path.glob("x_*.png"))
   assert len(pictures) == len(figures.FIGURES) - 1
-  assert all(10_000 < p.stat().st_size < 100_000 for p in pictures)
+  assert all(10_000 < p.stat().st_size < 200_000 for p in pictures)
   said = capsys.readouterr().out
   assert "3 seeds" in said
   assert "figure 6: left out, the runs are too small for the wall-clock model" in said
@@ -117,13 +118,13 @@ def test_chip_tokens_give_toy_models_an_idealised_time(table, tmp_path, capsys):
   arguments = [str(table), f"--out={tmp_path}", "--only", "6"]
   assert figures.main([*arguments, "--chip_tokens=32"]) == 0
   assert "figure 6: left out" not in capsys.readouterr().out
-  slow, *_ = figures.figure_6(runs_lib.read(table), chip_tokens=32).axes
-  assert slow.get_xlabel() == "idealised time (ms)"
+  panels = figures.figure_6(runs_lib.read(table), chip_tokens=32).axes
+  assert {panel.get_xlabel() for panel in panels} == {"idealised time (s)"}
   expected = wallclock.Training(
     200_000, 400_000, 4 * 64, 1, "data_parallel", chips=4 * 64 / 32
   )
-  times = slow.lines[0].get_xdata()
-  assert times[0] == pytest.approx(1e3 * wallclock.total_time(expected))
+  times = panels[0].lines[0].get_xdata()
+  assert times[0] == pytest.approx(wallclock.total_time(expected))
   assert figures.main([*arguments, "--chip_tokens=0"]) == 2
   assert "--chip_tokens is 0; give a positive" in capsys.readouterr().err
 
@@ -153,6 +154,17 @@ def test_outer_rates_tried_at_one_size_have_no_panel_over_sizes(tmp_path, capsys
   assert "figure 7: left out, outer learning rates were tried at one N only" in said
   assert "figure 8: the panel over N is left out" in said
   assert len(figures.figure_8(runs_lib.read(path)).axes) == 1
+
+
+def test_color_shows_the_algorithm_and_shade_shows_the_replicas(table):
+  colors = {line.get_label(): line.get_color() for line in _first_panel(table).lines}
+  assert colors["data-parallel"] == COLORS["data_parallel"]
+  assert colors["DiLoCo, M=1"] == shades(COLORS["diloco"], 4)[0]
+  assert colors["DiLoCo, M=2"] == shades(COLORS["diloco"], 4)[1]
+
+
+def _first_panel(table):
+  return figures.figure_2(runs_lib.read(table)).axes[0]
 
 
 def test_fill_shows_overtraining_and_color_shows_the_algorithm(table):
