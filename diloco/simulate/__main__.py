@@ -11,6 +11,7 @@ python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --ch
   --config.overlap.tau=5
 python -m diloco.simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
+python -m diloco.simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
 python -m diloco.simulate failures --config=configs/chinchilla.py:10B,M=8 \
   --step_time=1 --gbits=10 --chips=1024,131072 --mtbf=1y,5y
 """
@@ -43,6 +44,7 @@ from diloco.simulate.options import (
   MODEL,
   OUT,
   RUN,
+  SCHEDULE,
   TARGET,
   Option,
 )
@@ -173,6 +175,18 @@ def goodput(args: Args) -> Answer:
   return rows, text
 
 
+def draw_schedule(args: Args) -> Answer:
+  """Draws when a config sends and merges its fragments."""
+  from diloco.simulate import schedule_figure
+
+  c, out = args["config"], args["out"]
+  first, last = schedule_figure.window(c, args.get("first"), args.get("last"))
+  schedule_figure.check(c, first, last, out)
+  sends = schedule_figure.planned(c, first, last)
+  schedule_figure.save(c, sends, first, last, out)
+  return [str(out)], str(out)
+
+
 def workload(args: Args) -> Workload:
   """Makes the workload that a config or plain numbers describe."""
   speed = {name: args[name] for name in COMPUTE if name in args}
@@ -226,6 +240,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Args], Answer], dict[str, Option]]] = {
     MODEL | {"gbits": GBITS, "target": TARGET},
   ),
   "wallclock": ("idealised hours, Appendix A of 2503.09799", compare, RUN),
+  "schedule": ("draw a config's sends and merges", draw_schedule, SCHEDULE),
   "failures": ("goodput when chips fail", goodput, FAILURES),
 }
 

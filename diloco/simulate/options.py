@@ -109,6 +109,12 @@ RUN = {
   "gbits": Option("Gbit/s between datacentres, instead of the network's"),
   "latency": Option("seconds between datacentres, instead of the network's"),
 }
+SCHEDULE = {
+  "config": CONFIG._replace(help="config file", required=True),
+  "first": Option("first inner step to draw; default shortly before step H", whole),
+  "last": Option("last inner step to draw; default one round later", whole),
+  "out": Option("picture to write, such as x.png", pathlib.Path, required=True),
+}
 FAILURES = {name: option for name, option in METHOD.items() if name != "plot"} | {
   "gbits": GBITS,
   "chips": Option(

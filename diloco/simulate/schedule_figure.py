@@ -1,0 +1,169 @@
+"""Draws a schedule: inner steps, sends, fragments in flight, merges.
+
+The sends are those of a config (`planned`), or those of a run that has finished
+(`scripts/draw_run.py`).
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from diloco.algorithm.schedule import Fragment
+from diloco.config import Config, ConfigError
+from diloco.config.command_line import make_folder
+from diloco.config.palette import COLORS, PAGE, STYLE, shades
+from diloco.model.shapes import parameters
+from diloco.wire.sizes import sync_bytes
+
+MOST_STEPS = 1000  # More steps would be narrower than a pixel.
+MOST_SINGLE_STEPS = 150  # More steps are drawn as one bar for each replica.
+NAMES = {"diloco": "DiLoCo", "streaming": "Streaming DiLoCo"}
+UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+HEIGHT = 0.62  # Of a bar; rows have a height of 1.
+
+
+class Send(NamedTuple):
+  """One fragment is sent after inner step `step`.
+
+  Attributes:
+    step: finished inner steps.
+    fragment: index p of the fragment.
+    nbytes: bytes that one replica sends.
+  """
+
+  step: int
+  fragment: int
+  nbytes: int
+
+
+def planned(c: Config, first: int, last: int) -> list[Send]:
+  """Lists the sends of steps first..last of a config."""
+  shapes = parameters(c.model)
+  sizes = [sync_bytes(c.wire, c.replicas, f.shapes(shapes)) for f in c.make_fragments()]
+  schedule = c.make_schedule()
+  return [
+    Send(t, p, sizes[p]) for t in range(first, last + 1) for p in schedule.sends(t)
+  ]
+
+
+def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
+  """Returns the steps to draw: by default from the first send on, for one round."""
+  margin = 3 + c.sync_every // 20
+  first = max(c.sync_every - margin, 1) if first is None else first
+  if last is None:
+    last = first + c.sync_every + max(c.overlap.taus) + margin + 1
+  return first, last
+
+
+def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
+  """Checks what is to be drawn; makes the folder of the picture.
+
+  Raises:
+    ConfigError: nothing would be drawn, or the picture cannot be written.
+  """
+  if c.data_parallel:
+    raise ConfigError(
+      "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
+    )
+  if first < 1 or not 0 <= last - first < MOST_STEPS:
+    raise ConfigError(
+      f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps,"
+      " counted from 1."
+    )
+  if out.suffix.removeprefix(".") not in Figure().canvas.get_supported_filetypes():
+    raise ConfigError(f"--out is {str(out)!r}; give a file such as run.png or run.svg.")
+  make_folder(out.parent, "--out")
+
+
+def save(
+  c: Config, sends: Sequence[Send], first: int, last: int, out: pathlib.Path
+) -> None:
+  """Draws the schedule into a file."""
+  with matplotlib.rc_context(STYLE):
+    make(c, sends, first, last).savefig(out)
+
+
+def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:
+  """Draws the schedule, with a title and a legend below it."""
+  count = len(c.make_fragments())
+  height = 1.0 + 0.2 * (count + c.replicas)
+  figure = Figure(figsize=(PAGE, height), layout="constrained")
+  draw(c, sends, first, last, figure.subplots())
+  tau = "/".join(map(str, sorted(set(c.overlap.taus))))
+  figure.suptitle(
+    f"{NAMES[c.algorithm]}: {c.replicas} replicas, {count} fragment{'s' * (count > 1)},"
+    f" H = {c.sync_every}, τ = {tau}, {c.wire.format.upper()}"
+  )
+  color = COLORS[c.algorithm]
+  handles: list[Patch | Line2D] = [
+    Patch(color="0.8", label="inner steps"),
+    Line2D([], [], marker="v", ls="", color=color, label="all replicas send"),
+    Patch(color=color, label="in flight"),
+    Line2D([], [], marker="|", ls="", mew=2.5, ms=9, color=color, label="merge"),
+  ]
+  if len(set(c.overlap.taus)) > 1:
+    waits = Patch(color=color, alpha=0.3, label="waits for a replica with a larger τ")
+    handles.insert(3, waits)
+  figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+  return figure
+
+
+def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) -> None:
+  """Draws steps first..last: replicas above, the fragments in flight below."""
+  fragments = c.make_fragments()
+  count, taus = len(fragments), c.overlap.taus
+  base = count + 0.6  # Bottom of the lowest replica.
+  rows = {base + c.replicas - 1 - m: f"replica {m}" for m in range(c.replicas)}
+  steps = [(t - 0.9, 0.8) for t in range(first, last + 1)]
+  if len(steps) > MOST_SINGLE_STEPS:
+    steps = [(first - 0.9, len(steps) - 0.2)]
+  for y in rows:
+    for x, width in steps:
+      axes.add_patch(Rectangle((x, y), width, HEIGHT, lw=0, color="0.8"))
+  colors = shades(COLORS[c.algorithm], count)
+  for send in sends:
+    p, t = send.fragment, send.step
+    if not first <= t <= last:
+      continue
+    y, color = count - 1 - p, colors[p]
+    arrival, end = t + min(taus), t + max(taus)
+    axes.add_patch(Rectangle((t, y), arrival - t, HEIGHT, color=color))
+    if end > arrival:
+      waits = Rectangle((arrival, y), end - arrival, HEIGHT, fc=color, alpha=0.3, lw=0)
+      axes.add_patch(waits)
+    axes.plot([t, t], [y + HEIGHT, base - 0.12], color=color, lw=0.8)
+    axes.plot(t, base - 0.12, "v", color=color, ms=4)
+    for row, tau in zip(rows, taus):
+      if t + tau <= last:
+        axes.plot([t + tau] * 2, [y + HEIGHT, row], ":", color=color, lw=0.8)
+        axes.plot([t + tau] * 2, [row - 0.08, row + 0.7], color=color, lw=2.5)
+  sizes = {send.fragment: f" ({size_text(send.nbytes)})" for send in sends}
+  for p, fragment in enumerate(fragments):
+    rows[count - 1 - p] = content(fragment, c) + sizes.get(p, "")
+  axes.set_yticks([y + HEIGHT / 2 for y in rows], list(rows.values()))
+  axes.tick_params(left=False)
+  axes.set(xlim=(first - 1.5, last + 1), ylim=(-0.3, base + c.replicas))
+  axes.set_xlabel("inner steps")
+  axes.grid(visible=False)
+  axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def content(fragment: Fragment, c: Config) -> str:
+  """Names the parameters of a fragment, such as "layers 0, 3, 6"."""
+  count = len(fragment.layers)
+  names = ", ".join(map(str, fragment.layers[:4])) + ", ..." * (count > 4)
+  parts = [f"layer{'s' * (count > 1)} {names}"] * bool(count)
+  parts += ["embedding"] * ("embed" in fragment.shapes(parameters(c.model)))
+  return "whole model" if c.fragments.pattern == "whole" else " and ".join(parts)
+
+
+def size_text(nbytes: int) -> str:
+  """Writes a number of bytes with three digits."""
+  unit = next((u for u in UNITS if nbytes >= UNITS[u]), "B")
+  return f"{float(f'{nbytes / UNITS[unit]:.3g}'):g} {unit}"

@@ -1,0 +1,117 @@
+"""The picture of a schedule has its sends, flights and merges where they belong."""
+
+import json
+
+import pytest
+from matplotlib.colors import same_color
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from diloco.config import resolve
+from diloco.simulate import __main__ as command
+from diloco.simulate import schedule_figure
+
+
+def drawn(c, first: int, last: int):
+  """Draws planned sends; returns the rectangles, and the ends of the vertical lines."""
+  axes = Figure().subplots()
+  sends = schedule_figure.planned(c, first, last)
+  schedule_figure.draw(c, sends, first, last, axes)
+  boxes = [x for x in axes.patches if isinstance(x, Rectangle)]
+  return sends, boxes, axes.lines
+
+
+def test_bars_start_at_sends_and_end_at_arrivals(tiny):
+  tiny.sync_every, tiny.overlap.tau, tiny.train.steps = 8, 3, 40
+  c = resolve(tiny)
+  schedule, count = c.make_schedule(), len(c.make_fragments())
+  sends, boxes, _ = drawn(c, 10, 30)
+  assert [(s.step, s.fragment) for s in sends] == [
+    (t, p) for t in range(10, 31) for p in schedule.sends(t)
+  ]
+  # Fragments have the rows below `count`, replicas those above.
+  bars = {(b.get_x(), count - 1 - b.get_y(), b.get_width()) for b in boxes}
+  flights = {bar for bar in bars if bar[1] >= 0}
+  assert flights == {(s.step, s.fragment, 3) for s in sends}
+  assert len(boxes) - len(flights) == c.replicas * 21
+
+
+def test_every_merge_is_a_mark_on_the_replica_that_merges(tiny):
+  tiny.sync_every, tiny.train.steps = 8, 40
+  tiny.replicas, tiny.overlap.taus = 2, (1, 4)
+  c = resolve(tiny)
+  schedule, count = c.make_schedule(), len(c.make_fragments())
+  sends, boxes, lines = drawn(c, 8, 40)
+  top = count + 0.6 + c.replicas - 1  # Bottom of replica 0.
+  marks = {
+    (x.get_xdata()[0], round(top - x.get_ydata()[0] - 0.08))
+    for x in lines
+    if x.get_linewidth() == 2.5
+  }
+  expected = {
+    (t, m)
+    for t in range(8, 41)
+    for _, mask in schedule.arrivals(t)
+    for m, merges in enumerate(mask)
+    if merges
+  }
+  assert marks == expected
+  waits = [b for b in boxes if b.get_alpha() == 0.3]
+  assert {(b.get_x(), b.get_width()) for b in waits} == {(s.step + 1, 3) for s in sends}
+
+
+def test_the_colour_is_that_of_the_algorithm(tiny):
+  tiny.sync_every, tiny.train.steps, tiny.algorithm = 8, 40, "diloco"
+  c = resolve(tiny)
+  _, boxes, _ = drawn(c, 8, 20)
+  assert any(same_color(b.get_facecolor(), "#de8f05") for b in boxes)
+
+
+def test_rows_name_the_parameters_of_the_fragments(tiny):
+  tiny.model.num_layers, tiny.fragments.size = 5, 3
+  names = lambda c: [schedule_figure.content(f, c) for f in c.make_fragments()]
+  assert names(resolve(tiny)) == ["layers 0, 2, 4", "layers 1, 3", "embedding"]
+  tiny.fragments.size = 1
+  assert names(resolve(tiny))[-2:] == ["layer 4", "embedding"]
+  tiny.algorithm = "diloco"
+  assert names(resolve(tiny)) == ["whole model"]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_the_command_draws_any_config(kind, tmp_path, capsys):
+  out = tmp_path / "new" / f"x.{kind}"
+  config = ["--config=configs/streaming.py:35M", "--config.overlap.tau=7"]
+  assert command.main(["schedule", *config, f"--out={out}", "--json"]) == 0
+  assert json.loads(capsys.readouterr().out) == [str(out)]
+  assert 10_000 < out.stat().st_size < 200_000
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    ("--first=5 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
+    ("--first=0 --last=4 --out=a.png", "draw from 1 to 1000 steps"),
+    ("--first=1 --last=1000000000 --out=a.png", "draw from 1 to 1000 steps"),
+    ("--out=folder", "--out is 'folder'; give a file such as run.png"),
+    ("--out=a.txt", "--out is 'a.txt'; give a file such as run.png"),
+    ("--config.algorithm=data_parallel --out=a.png", "which has no rounds; choose"),
+  ],
+)
+def test_a_schedule_that_cannot_be_drawn_is_refused(arguments, message, capsys):
+  config = "--config=configs/sample.py"
+  assert command.main(["schedule", config, *arguments.split()]) == 2
+  assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("nbytes", "text"),
+  [
+    (999, "999 B"),
+    (1000, "1 kB"),
+    (141_505, "142 kB"),
+    (76_683_576, "76.7 MB"),
+    (999_900, "1000 kB"),
+  ],
+)
+def test_sizes_have_three_digits(nbytes, text):
+  assert schedule_figure.size_text(nbytes) == text
