@@ -1,67 +1,220 @@
-"""The notebook runs with today's code, and its stored outputs are complete."""
+"""Every notebook runs with today's code, and its stored outputs are complete.
+
+Default tests run the cells with smaller numbers, in seconds. Slow tests run the whole
+notebooks in a kernel, as scripts/run_notebooks.py does.
+"""
 
 import json
+import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-BOOK = json.loads((ROOT / "notebooks/sample.ipynb").read_text())
-CELLS = ["".join(c["source"]) for c in BOOK["cells"] if c["cell_type"] == "code"]
+BOOKS = {p.stem: json.loads(p.read_text()) for p in ROOT.glob("notebooks/*.ipynb")}
+NAMES = sorted(BOOKS)
+PICTURES = {
+  "anatomy": 6,
+  "quickstart": 4,
+  "scaling_laws": 4,
+  "simulators": 4,
+}
+MACHINE = ("/tmp/", "/root/", "/home/", "/content/", "Traceback", "Warning")
 
 
-def test_the_outputs_are_complete_and_name_no_machine():
-  assert BOOK["nbformat"] == 4
-  assert len({c["id"] for c in BOOK["cells"]}) == len(BOOK["cells"])
-  code = [c for c in BOOK["cells"] if c["cell_type"] == "code"]
-  outputs = [o for c in code for o in c["outputs"]]
-  assert not [o for o in outputs if o["output_type"] == "error"]
-  assert "/tmp/" not in json.dumps(outputs)
-  assert sum("image/png" in o.get("data", {}) for o in outputs) == 3
+def code(name: str) -> list[str]:
+  """The code cells of a notebook."""
+  cells = BOOKS[name]["cells"]
+  return ["".join(c["source"]) for c in cells if c["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("folder", [".", "notebooks", "docs/figures", ".."])
-def test_the_notebook_finds_the_root(folder, monkeypatch):
+def outputs(name: str) -> list[dict]:
+  return [o for c in BOOKS[name]["cells"] for o in c.get("outputs", [])]
+
+
+def test_there_is_a_notebook_for_each_subject():
+  assert sorted(PICTURES) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_outputs_are_complete_and_name_no_machine(name):
+  book, found = BOOKS[name], outputs(name)
+  assert book["nbformat"] == 4
+  assert len({c["id"] for c in book["cells"]}) == len(book["cells"])
+  assert not [o for o in found if o["output_type"] == "error"]
+  assert not [o for o in found if o.get("name") == "stderr"]
+  counts = [c["execution_count"] for c in book["cells"] if c["cell_type"] == "code"]
+  assert counts == [*range(1, len(counts) + 1)]
+  pictures = [o["data"]["image/png"] for o in found if "image/png" in o.get("data", {})]
+  assert len(pictures) == PICTURES[name]
+  text = json.dumps([o for o in found if "image/png" not in o.get("data", {})])
+  assert not [word for word in MACHINE if word in text]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_badge_opens_this_notebook_on_colab(name):
+  first = "".join(BOOKS[name]["cells"][0]["source"])
+  colab = "https://colab.research.google.com/github/diloco-jax/diloco/blob/main"
+  assert f"]({colab}/notebooks/{name}.ipynb)" in first.splitlines()[0]
+
+
+def test_all_notebooks_begin_with_the_same_cell():
+  assert len({code(name)[0] for name in NAMES}) == 1
+
+
+@pytest.fixture
+def keeps_path(monkeypatch):
+  monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("folder", [".", "notebooks", "docs/figures"])
+def test_in_a_clone_the_first_cell_only_finds_the_root(folder, monkeypatch, keeps_path):
   monkeypatch.chdir(ROOT / folder)
-  monkeypatch.syspath_prepend(ROOT)
-  names: dict = {}
-  exec(CELLS[0].split("root = find_root()")[0], names)
-  found = names["find_root"]()
-  assert found is not None
-  assert (found / "diloco/train.py").is_file()
+  monkeypatch.setattr(subprocess, "run", None)
+  exec(code("quickstart")[0], {})
+  assert pathlib.Path.cwd() == ROOT
+  assert sys.path[0] == str(ROOT)
 
 
-def run(cells: list[str]) -> dict:
-  """Runs cells on a small model; returns their variables."""
+@pytest.mark.parametrize(
+  ("device", "extra"),
+  [("accel0", "[tpu]"), ("vfio/0", "[tpu]"), ("nvidia0", "[gpu]"), ("null", "")],
+)
+def test_elsewhere_the_first_cell_clones_and_installs(
+  device, extra, monkeypatch, keeps_path, tmp_path
+):
+  """Runs against a folder of devices, with `git` and `pip` replaced."""
+  (tmp_path / "dev" / device).parent.mkdir(parents=True)
+  (tmp_path / "dev" / device).touch()
+  here = tmp_path / "content"
+  here.mkdir()
+  monkeypatch.chdir(here)
+  commands = []
+
+  def fake_run(command, check):
+    commands.append(command)
+    if command[0] == "git":
+      (here / "diloco/diloco").mkdir(parents=True)
+      (here / "diloco/diloco/train.py").touch()
+
+  monkeypatch.setattr(subprocess, "run", fake_run)
+  cell = code("quickstart")[0].replace('"/dev"', repr(str(tmp_path / "dev")))
+  exec(cell, {})
+  clone, install = commands
+  assert clone[-1] == "https://github.com/diloco-jax/diloco"
+  assert install[-1] == f"{here}/diloco{extra}"
+  assert pathlib.Path.cwd() == here / "diloco"
+  exec(cell, {})  # A second run finds the clone.
+  assert len(commands) == 2
+
+
+def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:
+  """Runs cells without a kernel; returns their variables.
+
+  Args:
+    name: name of the notebook.
+    cells: which code cells.
+    smaller: {old text: new text} of the cells; each must occur.
+  """
   names: dict = {}
-  for cell in cells:
-    # Without IPython, which the tests do not need.
-    exec(re.sub(r".*IPython.*|display\..*", "", cell), names)
-    if "config =" in cell:
-      small = {"model.dim": 16, "model.seq_len": 32, "train.batch_size": 4}
-      few = {"train.steps": 22, "eval.every": 11, "eval.tokens": 512}
-      names["config"].update_from_flattened_dict(small | few)
+  text = "\n".join(code(name)[cells])
+  for old, new in smaller.items():
+    assert old in text, old
+    text = text.replace(old, new)
+  # Without IPython, which the tests do not need.
+  exec(re.sub(r"(?m)^%.*$|^.*IPython.*$|^display\..*$", "", text), names)
   return names
 
 
 @pytest.fixture
-def notebook_folder(monkeypatch, tmp_path):
+def folder(monkeypatch, tmp_path, keeps_path):
   monkeypatch.setenv("MPLBACKEND", "agg")  # Draws the plots and shows none.
   monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
-  monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.chdir(ROOT / "notebooks")
+  yield
+  from matplotlib import pyplot
+
+  pyplot.close("all")
+  pyplot.rcdefaults()
 
 
-def test_the_cells_before_training_run(notebook_folder, capsys):
-  assert run(CELLS[:3])["schedule"].num_fragments == 5
+def test_the_laws_are_fitted_and_a_run_is_planned(folder, capsys):
+  names = run("scaling_laws")
+  assert names["own"].batch_sequences == 256
+  assert {*names["laws"]} >= {"data_parallel", "diloco_M2", "diloco_joint"}
+  assert "data_parallel  " in capsys.readouterr().out
+
+
+def test_the_simulators_answer_for_a_small_model(folder, capsys):
+  names = run("simulators", **{"LAYERS = 32": "LAYERS = 4", "* 300, 40)": "* 300, 3)"})
+  rates = [curve[1] for curve in names["curves"].values()]
+  assert rates == sorted(rates)  # Data-parallel first, overlapped 4 bits last.
+  assert "Gbit/s for 95%" in capsys.readouterr().out
+
+
+SMALL = {
+  "model.num_layers": 2,
+  "model.dim": 16,
+  "model.seq_len": 32,
+  "train.batch_size": 4,
+}
+
+
+FIELDS = "".join(f'"{name}={value}", ' for name, value in SMALL.items())
+SMALL_ANATOMY = {"overrides = [": f"overrides = [{FIELDS}"}
+
+
+def test_the_anatomy_begins_with_the_fragments(folder):
+  names = run("anatomy", slice(3), **SMALL_ANATOMY)
+  assert names["names"] == ["layer 0", "layer 1", "embedding"]
+  assert len(names["counts"]) == len(names["kilobytes"]) == 3
+
+
+@pytest.mark.slow  # About 40 s on one core, most of it compiling.
+def test_a_sync_is_taken_apart(folder, capsys):
+  """The cells assert that payload and update are those of the trainer."""
+  names = run("anatomy", **SMALL_ANATOMY, **{"range(60, 100)": "range(20, 60)"})
+  assert names["error"].shape == (2,)
+  apart = [row[1] for row in names["rows"]]
+  assert apart[0] == 0 < apart[1] < apart[2]
+  assert "step 26: send fragment 1" in capsys.readouterr().out
+
+
+def test_the_config_of_the_quickstart_has_a_schedule(folder, capsys):
+  assert run("quickstart", slice(3))["schedule"].num_fragments == 5
   assert "fragments.size: 3 -> 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # About 20 s on one core, most of it compiling.
-def test_all_cells_run(notebook_folder, capsys):
-  names = run(CELLS)
+def test_a_small_quickstart_trains(folder, capsys):
+  small = SMALL | {"train.steps": 22, "eval.every": 11, "eval.tokens": 512}
+  update = f"config.update_from_flattened_dict({small})\nc = resolve(config)"
+  names = run(
+    "quickstart",
+    **{
+      "config.sync_every = 20": "config.sync_every = 8",
+      "c = resolve(config)": update,
+    },
+  )
   assert names["summary"]["steps"] == 22
   assert names["ratio"] > 10
   assert "My fellow citizens" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # Minutes: the whole notebooks, each in a process of its own.
+@pytest.mark.parametrize("name", NAMES)
+def test_a_whole_notebook_runs(name, tmp_path):
+  cells = (re.sub(r"(?m)^%.*$", "", cell) for cell in code(name))
+  stub = "class display:\n  clear_output = staticmethod(lambda: None)\n"
+  text = "\n".join(cells).replace("from IPython import display\n", stub)
+  (tmp_path / "cells.py").write_text(text)
+  subprocess.run(
+    [sys.executable, str(tmp_path / "cells.py")],
+    cwd=ROOT / "notebooks",
+    env={**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path)},
+    timeout=900,
+    check=True,
+  )
