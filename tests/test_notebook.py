@@ -18,6 +18,7 @@ BOOKS = {p.stem: json.loads(p.read_text()) for p in ROOT.glob("notebooks/*.ipynb
 NAMES = sorted(BOOKS)
 PICTURES = {
   "anatomy": 6,
+  "own_loop": 2,
   "quickstart": 4,
   "scaling_laws": 4,
   "simulators": 4,
@@ -171,6 +172,21 @@ def test_the_anatomy_begins_with_the_fragments(folder):
   names = run("anatomy", slice(3), **SMALL_ANATOMY)
   assert names["names"] == ["layer 0", "layer 1", "embedding"]
   assert len(names["counts"]) == len(names["kilobytes"]) == 3
+
+
+def test_the_own_loop_has_fragments_by_path(folder):
+  # The cells up to the method; the loop itself is in the next cell.
+  names = run("own_loop", slice(5))
+  fragments = names["method"].fragments
+  assert fragments[0] == ("layer_0/b", "layer_0/w")
+  assert fragments[-1] == ("decode/b", "decode/w", "encode/b", "encode/w")
+
+
+@pytest.mark.slow  # About 30 s on one core, most of it compiling.
+def test_a_small_own_loop_resumes_exactly(folder, capsys):
+  names = run("own_loop", **{"= 2, 600, 512": "= 2, 40, 16"})
+  assert names["sent"][-1] > 0
+  assert "equal bit for bit: True" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # About 40 s on one core, most of it compiling.
