@@ -98,6 +98,8 @@ def train(
         summary.keep(workdir, start, peers)
     else:
       first = first_params(c, mesh)
+      if first is not None and peers.index == 0:
+        say(f"Starts from the parameters in {c.init.checkpoint}.")
       state = init_state(c, mesh, plan, params=first)
       start, record, first = 0, Record(c.to_dict()), None
     t = start

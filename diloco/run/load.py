@@ -145,6 +145,8 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   load_file = import_safetensors().load_file
   try:
     described = json.loads((folder / CONFIG).read_text())
+    if "model_type" in described:
+      raise ValueError("it is a folder of transformers, which init.checkpoint takes")
     exported, config = described["step"], described["config"]
     tensors = load_file(folder / WEIGHTS)
   except Exception as error:  # safetensors has an exception of its own.

@@ -18,7 +18,6 @@ from diloco.data import Tokenizer, load_tokenizer
 from diloco.data.tokenizer_json import convert
 from diloco.model import shapes, sharding
 from diloco.run import hf, load
-from diloco.run.peers import say
 
 # Fields of ModelConfig that say how to compute, and not what the parameters are.
 _FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
@@ -64,7 +63,6 @@ def first_params(c: Config, mesh: Mesh) -> Any:
     axis = shapes.sharded_axis(path, x.shape, mesh.shape[sharding.FSDP])
     spec = P() if axis is None else P(*[None] * axis, sharding.FSDP)
     found[path] = sharding.place(x, NamedSharding(mesh, spec))
-  say(f"Starts from the parameters in {folder}.")
   return traverse_util.unflatten_dict(found)
 
 

@@ -8,12 +8,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import test_hf
 from safetensors import numpy as safetensors
 
 from diloco import export, train
 from diloco.config import ConfigError, resolve
-from diloco.model import registry
-from diloco.run import load, metrics, start
+from diloco.config.public_model import fields_of
+from diloco.model import qwen3, registry
+from diloco.model.shapes import BOS_ID
+from diloco.run import hf, load, metrics, start
 from diloco.run.mesh import make_inference_mesh, make_mesh
 
 
@@ -173,3 +176,34 @@ def test_an_export_with_another_tokenizer_or_damage_is_refused(tiny, tmp_path):
   own.write_bytes(other)
   with pytest.raises(ConfigError, match=r"trained with another; set data.tokenizer="):
     start.first_params(c, make_mesh(c))
+
+
+@pytest.mark.slow
+def test_a_folder_that_transformers_wrote_gives_its_logits(tiny, tmp_path):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  tokenizer = test_hf.public_tokenizer(tmp_path)
+  sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+  sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+  theirs = transformers.Qwen3ForCausalLM(
+    transformers.Qwen3Config(vocab_size=408, tie_word_embeddings=False, **sizes)
+  )
+  theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+  assert len(list(tmp_path.glob("*.safetensors"))) > 2
+  tiny.fragments.size = 1
+  tiny.model.update(fields_of(tmp_path))
+  tiny.init.checkpoint, tiny.data.tokenizer = str(tmp_path), str(tokenizer.path)
+  c = resolve(tiny)
+  params = start.first_params(c, make_mesh(c))
+  public = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  text = 'Some "quoted", naïve words!'  # Their ids 0 and 1 are ! and ".
+  ours, ids = tokenizer.encode(text), public(text).input_ids
+  rows = hf.rows_of(tokenizer, 408)
+  assert rows[ours].tolist() == ids != ours
+  with torch.no_grad():
+    expected = theirs(torch.tensor([ids])).logits[0].numpy()
+  cache = qwen3.init_cache(dataclasses.replace(c.model, seq_len=64), 1)
+  for at, after in enumerate(expected):
+    found, _ = qwen3.logits(c.model, params, np.array([ours]), cache, 0, at)
+    kept = np.arange(408) != BOS_ID  # A row that the folder does not use.
+    np.testing.assert_allclose(found[0][kept], after[rows][kept], rtol=1e-4, atol=1e-4)
