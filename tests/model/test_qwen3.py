@@ -171,6 +171,7 @@ def test_it_trains_by_streaming_diloco_and_has_a_workload(tiny, tmp_path):
   assert workload.bits == pytest.approx(8 * sent / shapes.num_params(c.model))
 
 
+@pytest.mark.slow  # Compiles a round for one device and for four.
 def test_fsdp_changes_nothing_but_the_rounding():
   fields = {"model.name": "qwen3", "model.num_kv_heads": 1, "model.head_dim": 8}
   fields |= {"model.tie_embeddings": False, "wire.format": "fp32"}
