@@ -256,7 +256,10 @@ def table(rows: list[dict]) -> str:
 
 
 def picture(options, rows: list[dict], path: pathlib.Path) -> None:
-  """Draws measured utilisation against bandwidth, like figure 4 of 2501.18512."""
+  """Draws measured utilisation against bandwidth, like figure 4 of 2501.18512.
+
+  A point is the median of the measurements at a rate; a bar is their range.
+  """
   import matplotlib
   from matplotlib.figure import Figure
 
@@ -268,9 +271,15 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
       if method not in found:
         continue
       own_rows = rows_of(rows, method)
-      x, y = ([r[k] for r in own_rows] for k in ("rate_mbit_s", "utilisation"))
-      axes.plot(x, y, "o-", color=color, label=method)
-      c, seconds = resolved(options, method), own_rows[0]["compute_s_per_step"]
+      at = sorted({r["rate_mbit_s"] for r in own_rows})
+      found_at = lambda rate, own_rows=own_rows: [
+        r["utilisation"] for r in own_rows if r["rate_mbit_s"] == rate
+      ]
+      y, low, high = ([f(found_at(x)) for x in at] for f in (np.median, min, max))
+      axes.plot(at, y, "o-", color=color, label=method)
+      axes.vlines(at, low, high, color=color)
+      seconds = float(np.median([r["compute_s_per_step"] for r in own_rows]))
+      c = resolved(options, method)
       grid = np.geomspace(min(options.rates), max(options.rates), 60)
       simulated = [predicted(c, seconds, rate) for rate in grid]
       axes.plot(grid / 1e6, simulated, ":", color=color, lw=1)
