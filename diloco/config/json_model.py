@@ -48,8 +48,8 @@ class JsonModel:
     self._model.no_truncation()
     self._model.no_padding()
     found = [self._content[_KEY].get(role) for role in _ROLES]
-    ids = [-1 if x is None else self._model.token_to_id(x) for x in found]
-    ids = [-1 if i is None else i for i in ids]
+    known = [None if x is None else self._model.token_to_id(x) for x in found]
+    ids = [-1 if i is None else i for i in known]
     if ids[0] == ids[1]:
       ids[0] = -1  # Qwen pads with EOS; ours must differ.
     if ids[2] == ids[1]:
