@@ -37,9 +37,10 @@ def _most(mesh: Mesh) -> int:
 
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
-  """Says whether `send` takes the compressor: pieces draw no random numbers."""
+  """Says whether `send` takes the compressor: without random numbers and state."""
   plain = wire.format in formats.PLAIN or wire.rounding == "stochastic"
-  return wire.compressor == "quantize" and not plain and bool(_most(mesh))
+  stateless = wire.compressor == "quantize" and not wire.error_feedback
+  return stateless and not plain and bool(_most(mesh))
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:

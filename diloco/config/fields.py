@@ -145,6 +145,13 @@ class WireConfig:
   rounding: Literal["nearest", "stochastic"] = "nearest"
   # Share of the values that topk, random and dare send.
   density: Annotated[float, Range(0, 1, open=True)] = 0.1
+  # Values of a chunk: topk keeps its share of every chunk of a layer's tensor, as in
+  # SparseLoCo (arXiv 2508.15706), so an index needs few bits. 0: one chunk per layer.
+  chunk: Count = 0
+  # beta of error feedback, with any compressor: a replica keeps what its codes lost,
+  # and adds beta times that to its next outer gradient (SparseLoCo; MuLoCo, arXiv
+  # 2505.23725). 0: off, as in both papers.
+  error_feedback: Share = 0.0
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # psum: all-reduces decoded float32 values. psum is the simplest form of the papers'
   # outer step, and sends the most bytes.

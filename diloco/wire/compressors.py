@@ -111,9 +111,13 @@ def quantize(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
 def topk(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
   """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
-  The payload holds the indices of K = ceil(density S) values per layer, ascending, in
+  With `wire.chunk`, in each chunk of a layer (SparseLoCo, arXiv 2508.15706); the last
+  chunk of a layer is padded with zeros. Below, N counts chunks of S values.
+
+  The payload holds the indices of K = ceil(density S) values per chunk, ascending, in
   ceil(log2 S) bits each, then the values in `format`.
   """
+  x_NxS = _in_chunks(wire, x_NxS)
   s = x_NxS.shape[1]
   _, index_NxK = jax.lax.top_k(jnp.abs(x_NxS), sizes.kept(wire, s))
   index_NxK = jnp.sort(index_NxK, axis=-1)
@@ -124,12 +128,14 @@ def topk(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
 
 
 def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+  layers, values, (n, s) = n, s, sizes.chunks(wire, n, s)
   k, width = sizes.kept(wire, s), sizes.index_bits(s)
   size = sizes.topk_indices(wire, n, s)
   index_bits = codes_lib.unpack(payload[:size], 1, n * k * width)
   index_bits = index_bits.reshape(n, k, width).astype(jnp.int32)
   index_NxK = (index_bits << jnp.arange(width)).sum(axis=-1)
-  return _scatter(_dequantize(wire, payload[size:], n, k, row), index_NxK, s)
+  x_NxS = _scatter(_dequantize(wire, payload[size:], n, k, row), index_NxK, s)
+  return x_NxS.reshape(layers, -1)[:, :values]
 
 
 def random(
@@ -183,6 +189,12 @@ def _from_bytes(x: Array, dtype) -> Array:
   planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]
   word = functools.reduce(jnp.bitwise_or, [p << 8 * i for i, p in enumerate(planes)])
   return jax.lax.bitcast_convert_type(word, dtype)
+
+
+def _in_chunks(wire: WireConfig, x_NxS: Array) -> Array:
+  """Cuts layers (N, S) into chunks (N, S); the number and length of both differ."""
+  n, s = sizes.chunks(wire, *x_NxS.shape)
+  return _blocks(x_NxS, s).reshape(n, s)
 
 
 def _blocks(x_NxS: Array, block: int) -> Array:

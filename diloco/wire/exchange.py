@@ -44,9 +44,13 @@ def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
     delta_M: arrays shaped like the outer gradients of the fragment.
 
   Returns:
-    A tree like delta_M whose leaves are compressor states; () without state.
+    A tree like delta_M whose leaves are compressor states; () without state. With
+    error feedback, a leaf is a pair: compressor state and error.
   """
-  return jax.tree.map(COMPRESSORS[wire.compressor].init, delta_M)
+  init = COMPRESSORS[wire.compressor].init
+  if not wire.error_feedback:
+    return jax.tree.map(init, delta_M)
+  return jax.tree.map(lambda x_M: (init(x_M), jnp.zeros_like(x_M)), delta_M)
 
 
 def encode(
@@ -64,7 +68,6 @@ def encode(
   Returns:
     The payload uint8 [M, fsdp, bytes], sharded as `encoded` says, and the new state.
   """
-  compressor = COMPRESSORS[wire.compressor]
   places = specs(delta_M, mesh, (REPLICA,))
 
   def one(delta: Tree, state: Tree, replica_key: jax.Array):
@@ -80,7 +83,7 @@ def encode(
       if FSDP in place:
         leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
       old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)
-      code, new = compressor.encode(wire, x.reshape(n, s), old, row, leaf_key)
+      code, new = _encode_one(wire, x.reshape(n, s), old, row, leaf_key)
       codes.append(code)
       states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
     return jnp.concatenate(codes), treedef.unflatten(states)
@@ -95,6 +98,22 @@ def encode(
     in_specs=(places, places, P(REPLICA)),
     out_specs=(P(REPLICA, FSDP), places),
   )(delta_M, state_M, keys_M)
+
+
+def _encode_one(
+  wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Array
+) -> tuple[jax.Array, Tree]:
+  """Encodes a tensor: returns its codes and the new state."""
+  compressor = COMPRESSORS[wire.compressor]
+  if not wire.error_feedback:
+    return compressor.encode(wire, x_NxS, state, row, key)
+  # e <- beta e + delta; send the codes of e; e <- e - what was sent.
+  state, error_NxS = state
+  error_NxS = wire.error_feedback * error_NxS + x_NxS
+  code, state = compressor.encode(wire, error_NxS, state, row, key)
+  n, s = x_NxS.shape
+  sent_NxS = compressor.decode(wire, code, n, s, row)
+  return code, (state, error_NxS - sent_NxS)
 
 
 def decode(

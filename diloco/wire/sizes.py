@@ -55,12 +55,20 @@ def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
   return codes + n * -(-s // block_length(wire, s, row))
 
 
+def chunks(wire: "WireConfig", n: int, s: int) -> tuple[int, int]:
+  """Returns number and length of the chunks of which topk keeps a share each."""
+  length = min(wire.chunk or s, s)
+  return n * -(-s // length), length
+
+
 def topk_indices(wire: "WireConfig", n: int, s: int) -> int:
+  """Counts the bytes of the indices in n chunks of s values."""
   return packed(n * kept(wire, s) * index_bits(s), 1)
 
 
 def topk(wire: "WireConfig", n: int, s: int, row: int) -> int:
   """Counts the bytes of the indices and of the kept values."""
+  n, s = chunks(wire, n, s)
   return topk_indices(wire, n, s) + quantize(wire, n, kept(wire, s), row)
 
 

@@ -131,7 +131,7 @@ def test_stacked_layers_train_as_in_the_trainer(wire):
 
 def test_a_run_goes_on_from_any_step_bit_for_bit():
   start_M = diloco.replicate(tree(), M)
-  wire = diloco.WireConfig(compressor="random", format="e3m0", density=0.5)
+  wire = diloco.WireConfig("random", "e3m0", density=0.5, error_feedback=0.9)
   make = lambda: diloco.streaming(
     start_M,
     sync_every=6,

@@ -50,6 +50,14 @@ def codec(name="quantize", row=1, **options) -> Codec:
     ("quantize", {"format": "e1m0", "block_size": 16}, 1, 100, 25 + 7),
     # k = 3 of 30: indices of 5 bits, values of 32.
     ("topk", {"format": "fp32", "density": 0.1}, 2, 30, math.ceil(2 * 3 * 5 / 8) + 24),
+    # Per layer, three chunks of 16, padded: k = 2, indices of 4 bits, codes of 2 bits.
+    (
+      "topk",
+      {"format": "e1m0", "density": 0.1, "chunk": 16, "block_size": 0},
+      2,
+      40,
+      6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6,
+    ),
     ("random", {"format": "fp32", "density": 0.1}, 2, 30, 8 + 24),
     ("dare", {"format": "bf16", "density": 0.5}, 1, 9, 8 + 10),
   ],
@@ -177,6 +185,19 @@ def test_topk_keeps_the_largest_and_drops_the_rest():
     kept = np.sort(np.argsort(-np.abs(x[layer]))[:10])
     np.testing.assert_array_equal(np.flatnonzero(y[layer]), kept)
     np.testing.assert_array_equal(y[layer, kept], x[layer, kept])
+
+
+def test_topk_keeps_the_largest_of_every_chunk():
+  x = np.random.default_rng(1).normal(size=(2, 50)).astype(np.float32)
+  c = codec("topk", format="fp32", density=0.2, chunk=16)
+  y = np.asarray(c.decode(c.encode(x, KEY), 2, 50))
+  expected = np.zeros_like(x)
+  for layer in range(2):
+    for start in range(0, 50, 16):
+      part = x[layer, start : start + 16]
+      kept = start + np.argsort(-np.abs(part))[:4]  # ceil(0.2 * 16)
+      expected[layer, kept] = x[layer, kept]
+  np.testing.assert_array_equal(y, expected)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("random", 1.0), ("dare", 4.0)])
