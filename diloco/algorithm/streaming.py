@@ -153,7 +153,9 @@ def streaming(
   mesh: Mesh | None = None,
   transport: str = "device",
 ) -> Streaming:
-  """Makes the method for a tree of parameters; computes nothing.
+  """Makes the method for a tree of parameters.
+
+  With several processes, all must call this: it opens the connections between them.
 
   Args:
     params_M: parameters of M replicas, leaves (M, ...), or their shapes. All leaves are
@@ -209,6 +211,7 @@ def streaming(
   assert plan is not None
   for shapes in plan.shapes:  # Finds mistakes in the optimizer.
     outer_shardings(plan.outer, abstract(shapes, "float32"), mesh)
+  plan.transport.connect()
   return Streaming(plan, layout)
 
 

@@ -1,8 +1,12 @@
 """The library: Streaming DiLoCo for any pytree, against NumPy and the trainer."""
 
+import os
 import pathlib
 import re
 import runpy
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -217,6 +221,28 @@ def test_mistakes_are_named():
 def test_the_examples_train(name, capsys):
   runpy.run_path(str(ROOT / f"examples/{name}.py"))
   assert float(capsys.readouterr().out.split("loss ")[1].split(",")[0].split()[0]) < 0.3
+
+
+@pytest.mark.parametrize("transport", ["host", "device"])
+def test_two_processes_train_together(transport):
+  with socket.socket() as one:
+    one.bind(("localhost", 0))
+    address = f"localhost:{one.getsockname()[1]}"
+  script = ROOT / "examples/two_processes.py"
+  env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+  started = [
+    subprocess.Popen(
+      [sys.executable, script, str(i), "2", address, transport],
+      env=env,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  lines = [process.communicate(timeout=300)[0] for process in started]
+  losses = [line.split("loss ")[1].split()[0] for line in lines]
+  assert losses[0] == losses[1]  # Of the same outer parameters.
+  assert float(losses[0]) < 0.5
 
 
 def test_public_names_exist():
