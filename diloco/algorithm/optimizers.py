@@ -47,7 +47,7 @@ class OuterTuned(NamedTuple):
   """Numbers of the outer step that a sweep varies; arguments of its program.
 
   Attributes:
-    learning_rate: the constant rate.
+    learning_rate: rate of the first sync.
     momentum: sgd's momentum; None for sgd without momentum and for other optimizers.
   """
 
@@ -126,7 +126,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
 def make_outer(
   outer: Outer, values: OuterTuned | None = None
 ) -> optax.GradientTransformation:
-  """Makes the outer optimizer: the rate is constant, gradients are not clipped.
+  """Makes the outer optimizer; it counts the syncs of its fragment if the config asks.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
@@ -135,7 +135,37 @@ def make_outer(
     return outer
   values = values or outer_tuned(outer)
   own = {} if values.momentum is None else {"momentum": values.momentum}
-  return _make("outer.optimizer", outer.optimizer, values.learning_rate, **own)
+  rate = values.learning_rate
+  if outer.final_fraction < 1:
+    rate = optax.cosine_decay_schedule(
+      rate, max(outer.decay_syncs - 1, 1), alpha=outer.final_fraction
+    )
+  made = _make("outer.optimizer", outer.optimizer, rate, **own)
+  return _restarted(made, outer.restart_every) if outer.restart_every else made
+
+
+def _restarted(
+  optimizer: optax.GradientTransformation, every: int
+) -> optax.GradientTransformation:
+  """Resets the state after every so many updates; the rate's schedule goes on."""
+
+  def init(params):
+    return jnp.zeros((), jnp.int32), optimizer.init(params)
+
+  def update(updates, state, params=None):
+    count, state = state
+    again = (count > 0) & (count % every == 0)
+
+    def chosen(fresh, old):
+      is_schedule = isinstance(old, optax.ScaleByScheduleState)
+      return old if is_schedule else jnp.where(again, fresh, old)
+
+    is_leaf = lambda x: isinstance(x, optax.ScaleByScheduleState)
+    state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=is_leaf)
+    updates, state = optimizer.update(updates, state, params)
+    return updates, (count + 1, state)
+
+  return optax.GradientTransformation(init, update)
 
 
 def outer_shardings(outer: Outer, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:

@@ -187,6 +187,11 @@ def streaming(
   own = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
   if isinstance(outer, OuterConfig):
     own |= _fields("outer", outer)
+    if outer.final_fraction < 1 and not outer.decay_syncs:
+      raise ConfigError(
+        f"outer.final_fraction is {outer.final_fraction}, but outer.decay_syncs is 0;"
+        " give the number of syncs of a fragment in which the rate falls."
+      )
   c = _config(
     own
     | {

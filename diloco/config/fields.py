@@ -114,6 +114,16 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
+  # Outer learning rate at the last sync of a fragment, as a share of `learning_rate`.
+  # It falls along a cosine. 1: constant, as in both papers.
+  final_fraction: Share = 1.0
+  # Syncs of a fragment in which the rate falls; later syncs keep the last rate. 0: as
+  # many as the run has. Set it to extend a run.
+  decay_syncs: Count = 0
+  # Syncs of a fragment after which its outer optimizer starts afresh, again and again:
+  # late in training, momentum keeps outer gradients that are too large (arXiv
+  # 2605.28585). 0: never, as in both papers.
+  restart_every: Count = 0
   # Whether every fragment is synchronised once more after the last step. Off, because
   # the papers do not do this. Without it, the outer parameters lack the inner steps
   # after a fragment's last send.

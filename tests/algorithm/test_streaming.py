@@ -55,11 +55,16 @@ def assert_equal(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def by_hand(params_M, sync_every, fragment_of, tau, alpha, rate, momentum):
-  """Streaming DiLoCo with Nesterov momentum for a list of leaves, in float64."""
+def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momentum, restart=99):
+  """Streaming DiLoCo with Nesterov momentum for a list of leaves, in float64.
+
+  Args:
+    rates: outer learning rate of each sync of a fragment.
+    restart: syncs of a fragment after which its momentum is set to zero.
+  """
   inner = [np.asarray(x, np.float64) for x in params_M]
   outer, trace = [x[0] for x in inner], [np.zeros(x.shape[1:]) for x in inner]
-  count, deltas = max(fragment_of) + 1, {}
+  count, deltas, syncs = max(fragment_of) + 1, {}, [0 for _ in inner]
   for t in range(1, STEPS + tau + 1):
     if t <= STEPS:
       rng = np.random.default_rng(t)
@@ -70,14 +75,32 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rate, momentum):
         deltas[i, t] = outer[i] - inner[i].mean(axis=0)
       if (i, t - tau) in deltas:
         delta = deltas.pop((i, t - tau))
+        rate = rates[min(syncs[i], len(rates) - 1)]
+        if syncs[i] % restart == 0:
+          trace[i] = 0 * trace[i]
+        syncs[i] += 1
         trace[i] = delta + momentum * trace[i]
         outer[i] = outer[i] - rate * (delta + momentum * trace[i])
         inner[i] = alpha * inner[i] + (1 - alpha) * outer[i]
   return inner, outer
 
 
-@pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (2, 0.5)])
-def test_any_tree_trains_as_in_numpy(tau, alpha):
+@pytest.mark.parametrize(
+  ("tau", "alpha", "more", "rates", "restart"),
+  [
+    (0, 0.0, {}, [0.5], 99),
+    (2, 0.5, {}, [0.5], 99),
+    # A cosine over three syncs: 1, (1 + 0.2) / 2, 0.2.
+    (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], 99),
+    (1, 0.0, {"restart_every": 2}, [0.5], 2),
+    (
+      *(1, 0.5),
+      {"restart_every": 1, "final_fraction": 0.2, "decay_syncs": 3},
+      *([0.5, 0.3, 0.1], 1),
+    ),
+  ],
+)
+def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, restart):
   params_M = diloco.replicate(tree(), M)
   leaves, structure = jax.tree.flatten(params_M)
   numbers = {"net/0/b": 1, "net/0/w": 0, "net/1/0": 2, "net/1/1": 0, "z": 2}
@@ -87,10 +110,10 @@ def test_any_tree_trains_as_in_numpy(tau, alpha):
     fragments=numbers.get,
     tau=tau,
     alpha=alpha,
-    outer=diloco.OuterConfig("sgd(momentum=0.8, nesterov=True)", 0.5),
+    outer=diloco.OuterConfig("sgd(momentum=0.8, nesterov=True)", 0.5, **more),
   )
   _, (params_M, params) = train(method, params_M)
-  expected = by_hand(leaves, 6, [*numbers.values()], tau, alpha, 0.5, 0.8)
+  expected = by_hand(leaves, 6, [*numbers.values()], tau, alpha, rates, 0.8, restart)
   assert jax.tree.structure(params_M) == jax.tree.structure(params) == structure
   for found, wanted in zip((params_M, params), expected):
     for x, y in zip(jax.tree.leaves(found), wanted):
@@ -142,6 +165,7 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
     fragments=lambda path: int(path == "z"),
     tau=2,
     wire=wire,
+    outer=diloco.OuterConfig(final_fraction=0.1, decay_syncs=4, restart_every=2),
     seed=3,
   )
   states, expected = train(make(), start_M)
@@ -209,6 +233,7 @@ def test_mistakes_are_named():
     (good, {"wire": "e9m9"}, "wire.format is 'e9m9'"),
     (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
     (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
+    (good, {"outer": diloco.OuterConfig(final_fraction=0.1)}, "outer.decay_syncs is 0"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
   ]

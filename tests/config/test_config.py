@@ -158,3 +158,14 @@ def test_data_parallel_ignores_the_fields_of_the_outer_step():
     "train.steps": 1,
   }
   assert resolve(make(**fields)).train.steps == 1
+
+
+def test_the_outer_rate_falls_until_the_last_sync(tiny):
+  tiny.outer.final_fraction = 0.1
+  c = resolve(tiny)
+  assert c.outer.decay_syncs == max(c.num_syncs()) > 1
+  assert resolve(c) == c
+  tiny.outer.decay_syncs = 3
+  assert resolve(tiny).outer.decay_syncs == 3
+  tiny.outer.decay_syncs, tiny.algorithm = 0, "data_parallel"
+  assert resolve(tiny).outer.decay_syncs == 0
