@@ -23,6 +23,7 @@ from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_params, init_state
+from diloco.algorithm.streaming import Streaming
 from diloco.config import ConfigError, resolve
 from diloco.run import checkpoint, metrics, stored
 from diloco.run.log import Log, TrainingDiverged
@@ -358,7 +359,7 @@ def test_fedpart_trains_each_fragment_until_it_is_sent(tiny):
       changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)
       layers = np.flatnonzero(changed["blocks"]["ff"]["up"].any(axis=(0, 2, 3)))
       assert sorted(layers) == sorted(i for f in next_sent for i in f.layers), t
-      assert changed["embed"]["norm"]["scale"].any() == any(f.embed for f in next_sent)
+      assert changed["embed"]["norm"]["scale"].any() == any(f.rest for f in next_sent)
 
 
 @pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.
@@ -435,7 +436,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
   def fail(*args):
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr(train, "outer_step", fail)
+  monkeypatch.setattr(Streaming, "step", fail)
   before = signal.signal(signal.SIGTERM, handler)
   tiny.overlap.transport = "host"
   try:

@@ -163,7 +163,7 @@ def test_a_process_that_dies_while_it_waits_is_missing():
   dying = threading.Thread(target=lambda: join(port, 1, 3).cancel())
   dying.start()
   with pytest.raises(ProcessLost, match="process 1 came and went again"):
-    Peers.meet(f"localhost:{port}", 3, 0, 3)  # Process 2 never comes.
+    Peers.meet(f"localhost:{port}", 3, 0, 6)  # Process 2 never comes.
   dying.join()
 
 
