@@ -138,6 +138,7 @@ def join(port: int, p: int, count: int) -> grpc.Call:
   talk = channel.stream_stream("/diloco.Peers/Talk")
   call = talk(iter(messages.get, None), wait_for_ready=True, timeout=60)
   next(call)
+  time.sleep(0.5)  # Process 0 counts a process after it has sent the first message.
   return call
 
 
