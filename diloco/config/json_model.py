@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco.config.fields import ConfigError
 
-_ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
+ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
 # A copy of the file has the special tokens under this key.
 _KEY = "diloco_special_tokens"
 
@@ -47,7 +47,7 @@ class JsonModel:
     self._model.encode_special_tokens = True  # The text </s> is no EOS.
     self._model.no_truncation()
     self._model.no_padding()
-    found = [self._content[_KEY].get(role) for role in _ROLES]
+    found = [self._content[_KEY].get(role) for role in ROLES]
     known = [None if x is None else self._model.token_to_id(x) for x in found]
     ids = [-1 if i is None else i for i in known]
     if ids[0] == ids[1]:
@@ -99,6 +99,6 @@ class JsonModel:
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
   """Returns {role: text} from a tokenizer_config.json."""
-  found = {role: config.get(role) for role in _ROLES}
+  found = {role: config.get(role) for role in ROLES}
   text = lambda x: x["content"] if isinstance(x, dict) else x
   return {role: text(x) for role, x in found.items() if x}

@@ -10,7 +10,7 @@ import base64
 from typing import Any
 
 from diloco.config import ConfigError
-from diloco.config.json_model import JsonModel
+from diloco.config.json_model import ROLES, JsonModel
 from diloco.data.tokenizer import Tokenizer
 
 UNIGRAM, BPE = 1, 2
@@ -18,7 +18,6 @@ NORMAL, USER_DEFINED = 1, 4
 SPACE = "▁"
 # Names of ids 0 to 3 in the order of the ids, for models that lack them.
 NAMES = ("<pad>", "</s>", "<s>", "<unk>")
-ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
 
 
 def convert(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,15 @@ DESCRIPTION = {
 }
 
 
+def _norm(m: ModelConfig, name: str) -> nn.LayerNorm:
+  return nn.LayerNorm(
+    use_bias=False,
+    dtype=jnp.dtype(m.dtype),
+    param_dtype=jnp.dtype(m.param_dtype),
+    name=name,
+  )
+
+
 class Attention(nn.Module):
   """Causal self-attention with LayerNorm on queries and keys."""
 
@@ -66,21 +75,10 @@ class FeedForward(nn.Module):
     return linear(self, "down", y_BxLxF, self.m.dim)
 
 
-class Block(nn.Module):
-  """Pre-norm transformer block; `Decoder` repeats it N times."""
+class Block(transformer.Block):
+  """Attention and feed-forward of this file; `Decoder` repeats the block N times."""
 
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
-
-  @nn.compact
-  def __call__(self, x_BxLxD, cache, place: Place):
-    m = self.m
-    y_BxLxD, cache = Attention(m, self.batch_axes, name="attention")(
-      _norm(m, "attention_norm")(x_BxLxD), cache, place
-    )
-    x_BxLxD = by_sequence(self, x_BxLxD + y_BxLxD)
-    x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
-    return by_sequence(self, x_BxLxD), cache
+  Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
 
 class Embed(nn.Module):
@@ -116,15 +114,6 @@ class Decoder(transformer.Transformer):
   """Maps input ids to the hidden states before the head."""
 
   Embed, Block = Embed, Block
-
-
-def _norm(m: ModelConfig, name: str) -> nn.LayerNorm:
-  return nn.LayerNorm(
-    use_bias=False,
-    dtype=jnp.dtype(m.dtype),
-    param_dtype=jnp.dtype(m.param_dtype),
-    name=name,
-  )
 
 
 init = functools.partial(transformer.init, Decoder)

@@ -40,6 +40,15 @@ DESCRIPTION = {
 }
 
 
+def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
+  return nn.RMSNorm(
+    epsilon=m.norm_eps,
+    dtype=jnp.dtype(m.dtype),
+    param_dtype=jnp.dtype(m.param_dtype),
+    name=name,
+  )
+
+
 class Attention(nn.Module):
   """Causal self-attention of grouped, normalised and rotated heads."""
 
@@ -77,21 +86,10 @@ class FeedForward(nn.Module):
     return linear(self, "down", gate_BxLxF * up_BxLxF, self.m.dim)
 
 
-class Block(nn.Module):
-  """Pre-norm transformer block; `Decoder` repeats it N times."""
+class Block(transformer.Block):
+  """Attention and feed-forward of this file; `Decoder` repeats the block N times."""
 
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
-
-  @nn.compact
-  def __call__(self, x_BxLxD, cache, place: Place):
-    m = self.m
-    y_BxLxD, cache = Attention(m, self.batch_axes, name="attention")(
-      _norm(m, "attention_norm")(x_BxLxD), cache, place
-    )
-    x_BxLxD = by_sequence(self, x_BxLxD + y_BxLxD)
-    x_BxLxD += FeedForward(m, name="ff")(_norm(m, "ff_norm")(x_BxLxD))
-    return by_sequence(self, x_BxLxD), cache
+  Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
 
 class Embed(nn.Module):
@@ -139,15 +137,6 @@ def _rotated(x_BxLxHxK: jax.Array, rotation) -> jax.Array:
   a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return rotated.astype(x_BxLxHxK.dtype)
-
-
-def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
-  return nn.RMSNorm(
-    epsilon=m.norm_eps,
-    dtype=jnp.dtype(m.dtype),
-    param_dtype=jnp.dtype(m.param_dtype),
-    name=name,
-  )
 
 
 init = functools.partial(transformer.init, Decoder)

@@ -44,15 +44,42 @@ class Place(NamedTuple):
   rotation: tuple[jax.Array, jax.Array] | None = None
 
 
+class Block(nn.Module):
+  """Pre-norm transformer block, made of the parts that a subclass names.
+
+  `Attention`, a module, takes (x_BxLxD, cache, place) and returns hidden states and the
+  new cache, as the block does. `FeedForward`, a module, takes x_BxLxD.
+  """
+
+  Attention: ClassVar[type[Any]]
+  FeedForward: ClassVar[type[Any]]
+  m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
+
+  @staticmethod
+  def norm(m: ModelConfig, name: str) -> nn.Module:
+    """Makes one of the block's norms."""
+    raise NotImplementedError
+
+  @nn.compact
+  def __call__(self, x_BxLxD, cache, place: Place):
+    m = self.m
+    y_BxLxD, cache = self.Attention(m, self.batch_axes, name="attention")(
+      self.norm(m, "attention_norm")(x_BxLxD), cache, place
+    )
+    x_BxLxD = by_sequence(self, x_BxLxD + y_BxLxD)
+    x_BxLxD += self.FeedForward(m, name="ff")(self.norm(m, "ff_norm")(x_BxLxD))
+    return by_sequence(self, x_BxLxD), cache
+
+
 class Transformer(nn.Module):
   """Maps input ids to the hidden states before the head.
 
-  `Embed` makes hidden states from (ids_BxL, place) and has `final_norm`. `Block` takes
-  (x_BxLxD, cache, place) and returns the hidden states and the new cache.
+  `Embed` makes hidden states from (ids_BxL, place) and has `final_norm`.
   """
 
   Embed: ClassVar[type[nn.Module]]
-  Block: ClassVar[type[nn.Module]]
+  Block: ClassVar[type[Block]]
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
 

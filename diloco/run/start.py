@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from diloco.config import Config, ConfigError, complete
 from diloco.config.command_line import one_line
@@ -60,16 +59,14 @@ def first_params(c: Config, mesh: Mesh) -> Any:
   found = {}
   for name, x in tensors:
     path = tuple(name.split("."))
-    axis = shapes.sharded_axis(path, x.shape, mesh.shape[sharding.FSDP])
-    spec = P() if axis is None else P(*[None] * axis, sharding.FSDP)
+    spec = sharding.weight_spec(path, x.shape, mesh.shape[sharding.FSDP])
     found[path] = sharding.place(x, NamedSharding(mesh, spec))
   return traverse_util.unflatten_dict(found)
 
 
 def _check(c: Config, fields: dict[str, Any]) -> None:
   """Names the first field in which the config differs from the folder."""
-  m = c.model
-  own = dataclasses.asdict(m) | {"num_kv_heads": m.kv_heads, "head_dim": m.head_size}
+  own = _sizes(c.model)
   for field, value in fields.items():
     if own[field] != value:
       raise ConfigError(
@@ -87,9 +84,13 @@ def _exported(described: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]
       f"init.checkpoint is {str(folder)!r}, whose {CONFIG} is none of diloco.export"
       f" ({one_line(error)}); export again."
     ) from error
-  fields = dataclasses.asdict(m) | {"num_kv_heads": m.kv_heads, "head_dim": m.head_size}
   free = _FREE | ({"seq_len"} if m.name == "qwen3" else set())
-  return {field: value for field, value in fields.items() if field not in free}
+  return {field: value for field, value in _sizes(m).items() if field not in free}
+
+
+def _sizes(m: ModelConfig) -> dict[str, Any]:
+  """Returns all fields; those that follow from others have their values."""
+  return dataclasses.asdict(m) | {"num_kv_heads": m.kv_heads, "head_dim": m.head_size}
 
 
 def _read_export(
