@@ -52,7 +52,8 @@ def qwen3(m: "ModelConfig") -> Shapes:
     ValueError: a field has a value that this architecture cannot have.
   """
   n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
-  k = m.head_size
+  # Not m.head_size and m.kv_heads: a file of configs/ passes its ConfigDict.
+  k = m.head_dim or d // m.num_heads
   if not m.qk_norm:
     raise ValueError(
       "model.qk_norm is False, but model.name=qwen3 always normalises queries and keys;"
@@ -63,7 +64,7 @@ def qwen3(m: "ModelConfig") -> Shapes:
       f"the head size is {k}, but model.name=qwen3 rotates pairs; set model.head_dim or"
       " model.num_heads so that it is even."
     )
-  queries, keys = m.num_heads * k, m.kv_heads * k
+  queries, keys = m.num_heads * k, (m.num_kv_heads or m.num_heads) * k
   norm = lambda *shape: {"scale": shape}
   table = (m.vocab_size, d)
   return {
@@ -92,7 +93,9 @@ SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {
 # By model.name: training FLOPs per token of all attention scores, the masked ones too.
 ATTENTION_FLOPS: dict[str, Callable[["ModelConfig"], float]] = {
   "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
-  "qwen3": lambda m: 12.0 * m.num_layers * m.num_heads * m.head_size * m.seq_len,
+  "qwen3": lambda m: (
+    12.0 * m.num_layers * (m.num_heads * m.head_dim or m.dim) * m.seq_len
+  ),
 }
 
 
