@@ -55,10 +55,11 @@ def read(folder: pathlib.Path, name: str) -> Run:
       " a run of diloco.main."
     )
   c = whole_config(parts)
-  steps = [metrics.read(part) for part in parts]
-  evaluations = [r for part in parts for r in metrics.read(part, "eval")]
+  read_parts = [metrics.read_kinds(part, "step", "eval", "send") for part in parts]
+  steps = [found["step"] for found in read_parts]
+  evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
-  peak = max(_largest_sum(metrics.read(part, "send"), "bytes") for part in parts)
+  peak = max(_largest_sum(found["send"], "bytes") for found in read_parts)
   if c.data_parallel:
     peak = gradient_bytes(c)
     sent = {t: t * peak for t in sent}

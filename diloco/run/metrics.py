@@ -122,11 +122,17 @@ def as_record(line: bytes) -> dict[str, Any]:
 
 def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
   """Reads the records of one kind in order of steps; of repeated records the last."""
-  records = {}
+  return read_kinds(workdir, kind)[kind]
+
+
+def read_kinds(workdir: pathlib.Path, *kinds: str) -> dict[str, list[dict[str, Any]]]:
+  """Reads records as `read`, of several kinds in one pass over the file."""
+  found: dict[str, dict] = {kind: {} for kind in kinds}
   for record in Follower(workdir).records():
-    if record["kind"] == kind:
-      records[record["step"], record.get("fragment", 0)] = record
-  return [records[key] for key in sorted(records)]
+    if record["kind"] in found:
+      place = (record["step"], record.get("fragment", 0))
+      found[record["kind"]][place] = record
+  return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
