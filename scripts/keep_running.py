@@ -18,15 +18,11 @@ from collections.abc import Sequence
 
 from diloco.config import ConfigError
 from diloco.config.command_line import INTERRUPTED, guarded
+from diloco.run.record import steps_of
 
 FINAL = (0, 2, INTERRUPTED)  # Exit statuses after which a restart is pointless.
 MOST_DEATHS = 5
 PAUSE_S = 5.0  # The other processes of a run need time to end, too.
-
-
-def checkpoints(workdir: pathlib.Path) -> set[str]:
-  """Returns the names of the checkpoints of a run."""
-  return {path.name for path in (workdir / "checkpoints").glob("*")}
 
 
 def keep_running(command: Sequence[str], workdir: pathlib.Path) -> int:
@@ -44,11 +40,11 @@ def keep_running(command: Sequence[str], workdir: pathlib.Path) -> int:
     signal.signal(signum, forward)
   deaths = 0
   while True:
-    before = checkpoints(workdir)
+    before = steps_of(workdir)
     # In a group of its own: Ctrl-C reaches it once, through this process.
     child = subprocess.Popen(command, start_new_session=True)
     status = child.wait()
-    deaths = deaths + 1 if checkpoints(workdir) == before else 1
+    deaths = deaths + 1 if steps_of(workdir) == before else 1
     if status in FINAL or asked or deaths == MOST_DEATHS:
       return status if status >= 0 else 128 - status  # As a shell reports a signal.
     how = f"status {status}" if status > 0 else f"signal {-status}"

@@ -91,7 +91,7 @@ def test_a_killed_run_goes_on_and_a_stopped_one_ends(tmp_path):
   def wait_for_checkpoint(after: int) -> int:
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-      steps = [int(n) for n in keep_running.checkpoints(tmp_path) if n.isdigit()]
+      steps = keep_running.steps_of(tmp_path)
       if steps and max(steps) > after:
         return max(steps)
       time.sleep(0.2)
