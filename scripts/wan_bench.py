@@ -270,14 +270,12 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
     for method, color in CURVES.items():
       if method not in found:
         continue
-      own_rows = rows_of(rows, method)
-      at = sorted({r["rate_mbit_s"] for r in own_rows})
-      found_at = lambda rate, own_rows=own_rows: [
-        r["utilisation"] for r in own_rows if r["rate_mbit_s"] == rate
-      ]
-      y, low, high = ([f(found_at(x)) for x in at] for f in (np.median, min, max))
-      axes.plot(at, y, "o-", color=color, label=method)
-      axes.vlines(at, low, high, color=color)
+      own_rows, shares = rows_of(rows, method), dict[float, list[float]]()
+      for r in sorted(own_rows, key=lambda r: r["rate_mbit_s"]):
+        shares.setdefault(r["rate_mbit_s"], []).append(r["utilisation"])
+      y, low, high = (list(map(f, shares.values())) for f in (np.median, min, max))
+      axes.plot(list(shares), y, "o-", color=color, label=method)
+      axes.vlines(list(shares), low, high, color=color)
       seconds = float(np.median([r["compute_s_per_step"] for r in own_rows]))
       c = resolved(options, method)
       grid = np.geomspace(min(options.rates), max(options.rates), 60)
