@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from diloco.config import ConfigError, files
-from diloco.config.command_line import Parser, guarded, make_folder
+from diloco.config.command_line import Parser, check_picture, guarded, make_folder
 from diloco.config.palette import COLORS
 from diloco.config.resolve import leaves
 from diloco.model.shapes import matrix_params
 from diloco.run.look import Run, names_of, read, write_csv
 from diloco.run.loss_picture import points, smoothed, thinning
+from diloco.run.workdir import title
 from diloco.simulate import from_config, wallclock
 
 LINES = ("-", "--", ":", "-.")
@@ -36,9 +37,9 @@ _QUIET = (
 def row(run: Run) -> dict[str, str]:
   """Returns the columns of a run: its settings, then its results."""
   c, step, last = run.config, run.step, max(run.held_out, default=0)
-  taus = "/".join(map(str, sorted(set(c.overlap.taus))))
+  taus, wire = c.overlap.different_taus, c.wire.format
   unsynced = {"H": "-", "tau": "-", "wire": c.inner.gradient_dtype}
-  synced = {"H": str(c.sync_every), "tau": taus, "wire": c.wire.format}
+  synced = {"H": str(c.sync_every), "tau": taus, "wire": wire}
   loss = f"{run.held_out[last]:.4f}" if last else "-"
   return {
     "algorithm": c.algorithm,
@@ -116,8 +117,7 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
     steps, loss = points(run.loss)
     time = seconds.get(run.name, 0) / size
     label = f"{run.name}: " * (run.name != c.algorithm)
-    label += f"{c.algorithm}, M={c.replicas}"
-    label += f", H={c.sync_every}" * (not c.data_parallel)
+    label += title(c.algorithm, c.replicas, c.sync_every)
     places: list[dict[int, float]] = [
       {t: t * c.tokens_per_step for t in run.loss},
       run.sent,
@@ -170,10 +170,7 @@ def missing(run: Run) -> list[str]:
 
 def compare(args: argparse.Namespace) -> None:
   """Prints the table, and writes the picture and the CSV file."""
-  from matplotlib.figure import Figure
-
-  if args.out.suffix[1:] not in Figure().canvas.get_supported_filetypes():
-    raise ConfigError(f"--out is {str(args.out)!r}; give a file such as compare.png.")
+  check_picture(args.out, "compare.png")
   if args.chips is not None and not 2 <= args.chips <= 1e9:
     raise ConfigError(f"--chips is {args.chips:g}; give a number from 2 on.")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
@@ -192,10 +189,7 @@ def compare(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
   low, path = wallclock.NETWORKS["low"], pathlib.Path
-  parser = Parser(
-    prog="python -m diloco.compare",
-    description="Compares runs: a table, and a picture of their losses.",
-  )
+  parser = Parser(prog="python -m diloco.compare", description=__doc__)
   add = parser.add_argument
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
   add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)

@@ -23,7 +23,7 @@ from diloco.config.command_line import Parser, guarded
 from diloco.coordinator.calendar import Calendar
 from diloco.run import metrics
 from diloco.run.record import steps_of
-from diloco.run.workdir import backwards, read_config
+from diloco.run.workdir import backwards, read_config, title
 
 ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
@@ -189,8 +189,7 @@ def lines(folder: pathlib.Path, now: float) -> list[str]:
 def _title(config: dict[str, Any]) -> str:
   if not config:
     return "config not known, because there is neither config.json nor a checkpoint"
-  text = f"{config['algorithm']}, M={config['replicas']}"
-  return text + f", H={config['sync_every']}" * (config["algorithm"] != "data_parallel")
+  return title(config["algorithm"], config["replicas"], config["sync_every"])
 
 
 def _of(count: int, total: int | None) -> str:
@@ -232,9 +231,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(
-    prog="python -m diloco.status", description="Tells how runs go on; only reads."
-  )
+  parser = Parser(prog="python -m diloco.status", description=__doc__)
   add = parser.add_argument
   text = "folder of a run, of a coordinator, or of several of them"
   add("workdir", metavar="WORKDIR", type=pathlib.Path, nargs="+", help=text)

@@ -153,6 +153,19 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
   return module
 
 
+def check_picture(path: pathlib.Path, example: str) -> None:
+  """Checks that the flag --out names a picture of a kind that matplotlib writes.
+
+  Raises:
+    ConfigError: it does not.
+  """
+  from matplotlib.figure import Figure
+
+  kinds = Figure().canvas.get_supported_filetypes()
+  if path.suffix.removeprefix(".") not in kinds:
+    raise ConfigError(f"--out is {str(path)!r}; give a file such as {example}.")
+
+
 def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
   """Makes the folder that a flag names, unless it exists.
 

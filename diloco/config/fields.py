@@ -89,6 +89,11 @@ class OverlapConfig:
   # all three give the same results (docs/cluster.md).
   transport: Literal["device", "host", "sites"] = "device"
 
+  @property
+  def different_taus(self) -> str:
+    """The different taus in ascending order, such as 1/4, for titles and tables."""
+    return "/".join(map(str, sorted(set(self.taus))))
+
 
 @dataclasses.dataclass(frozen=True)
 class SitesConfig:

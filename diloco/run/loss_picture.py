@@ -8,6 +8,7 @@ import numpy as np
 from diloco.config import Config, files
 from diloco.config.palette import COLORS
 from diloco.run.metrics import Follower
+from diloco.run.workdir import title
 
 FILE = "loss.png"
 # More points than pixels show nothing more, and take longer to draw.
@@ -80,10 +81,9 @@ class LossPicture:
 
   def _title(self) -> str:
     c = self._c
-    text = f"{c.algorithm}, M={c.replicas}"
+    text = title(c.algorithm, c.replicas, c.sync_every)
     if not c.data_parallel:
-      taus = "/".join(map(str, sorted(set(c.overlap.taus))))
-      text += f", H={c.sync_every}, tau={taus}, {c.wire.format}"
+      text += f", tau={c.overlap.different_taus}, {c.wire.format}"
     last = max(self._loss, default=0)
     return f"{text}: step {last:,} of {c.train.steps:,}"
 

@@ -58,6 +58,12 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   return complete(whole)
 
 
+def title(algorithm: str, replicas: int, sync_every: int) -> str:
+  """Names a run in a title, such as "streaming, M=2, H=30"."""
+  synced = algorithm != "data_parallel"
+  return f"{algorithm}, M={replicas}" + f", H={sync_every}" * synced
+
+
 def backwards(path: pathlib.Path) -> Iterator[bytes]:
   """Yields the lines of a file from the last to the first, without their ends."""
   with path.open("rb") as file:

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from diloco.algorithm.schedule import Fragment
 from diloco.config import Config, ConfigError
-from diloco.config.command_line import make_folder
+from diloco.config.command_line import check_picture, make_folder
 from diloco.config.palette import COLORS, PAGE, STYLE, shades
 from diloco.model.shapes import parameters
 from diloco.wire.sizes import sync_bytes
@@ -76,8 +76,7 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
       f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps,"
       " counted from 1."
     )
-  if out.suffix.removeprefix(".") not in Figure().canvas.get_supported_filetypes():
-    raise ConfigError(f"--out is {str(out)!r}; give a file such as run.png or run.svg.")
+  check_picture(out, "run.png or run.svg")
   make_folder(out.parent, "--out")
 
 
@@ -95,10 +94,9 @@ def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:
   height = 1.0 + 0.2 * (count + c.replicas)
   figure = Figure(figsize=(PAGE, height), layout="constrained")
   draw(c, sends, first, last, figure.subplots())
-  tau = "/".join(map(str, sorted(set(c.overlap.taus))))
   figure.suptitle(
     f"{NAMES[c.algorithm]}: {c.replicas} replicas, {count} fragment{'s' * (count > 1)},"
-    f" H = {c.sync_every}, τ = {tau}, {c.wire.format.upper()}"
+    f" H = {c.sync_every}, τ = {c.overlap.different_taus}, {c.wire.format.upper()}"
   )
   color = COLORS[c.algorithm]
   handles: list[Patch | Line2D] = [
