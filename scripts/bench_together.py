@@ -2,11 +2,12 @@
 
   python scripts/bench_together.py --config=configs/sample.py --runs=1,2,4,8
   python scripts/bench_together.py --config=configs/chinchilla.py:35M,M=2 --memory
+  python scripts/bench_together.py --config=... --memory --topology=h100:1
 
 A time is the least of several rounds of H inner and outer steps, without evaluations.
 The table has the tokens of all runs of a launch; a CPU second is a second of one core.
 The memory is XLA's for the inner step, with parameters and optimizer state; nothing
-runs.
+runs. --topology compiles for a chip that is not there (docs/aot.md).
 """
 
 import dataclasses
@@ -17,12 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
 from diloco.algorithm import overlap
 from diloco.algorithm.outer import outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state, init_state
+from diloco.aot import topology
 from diloco.config import Config, changed, command_line, resolve
 from diloco.run.mesh import make_mesh
 from diloco.run.together import inner_together, numbers_of, step
@@ -31,6 +35,7 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "The config to time.")
 _RUNS = flags.DEFINE_list("runs", ["1", "2", "4", "8"], "Counts of runs.")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; the table has the least time.")
 _MEMORY = flags.DEFINE_bool("memory", False, "Show memory instead of times.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "With --memory: h100:1, v5e:1x1, ...")
 
 
 class Bench:
@@ -77,14 +82,15 @@ def tokens_shape(c: Config) -> tuple[int, int, int]:
   return c.models, c.train.batch_size // c.models, c.model.seq_len
 
 
-def memory(c: Config, count: int) -> tuple[int, int]:
+def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
   """Compiles the inner step; returns bytes of its arguments and of temporary arrays."""
-  mesh = make_mesh(c)
-  led = lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype)
+  place = NamedSharding(mesh, P())  # One device.
+  shape = lambda x, *s: jax.ShapeDtypeStruct((*s, *x.shape), x.dtype, sharding=place)
+  led = lambda x: shape(x, count)
+  inner = jax.tree.map(shape, numbers_of([c] * count).inner)
   with jax.set_mesh(mesh):
     state = jax.tree.map(led, abstract_state(c, mesh, None))
     tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
-    inner = numbers_of([c] * count).inner
     args = (state.params, state.opt_state, tokens, None, inner)
     lowered = inner_together.lower(*args, c=c)
     found = lowered.compile().memory_analysis()
@@ -96,9 +102,12 @@ def main(argv) -> None:
   c = resolve(_CONFIG.value)
   counts = [int(count) for count in _RUNS.value]
   if _MEMORY.value:
+    mesh = make_mesh(c)
+    if _TOPOLOGY.value:
+      mesh = topology.make_mesh(c, topology.describe(_TOPOLOGY.value), 1)
     print("runs   arguments   temporary (GB)")
     for count in counts:
-      arguments, temporary = memory(c, count)
+      arguments, temporary = memory(c, count, mesh)
       print(f"{count:>4} {arguments / 1e9:>11.2f} {temporary / 1e9:>11.2f}", flush=True)
     return
   with jax.set_mesh(make_mesh(c)):

@@ -303,10 +303,10 @@ def inner_together(
 ) -> tuple[Tree, Tree, InnerMetrics]:
   """Maps `inner_step` over the runs, which all train the same layers."""
   one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c)
+  in_turn = lambda *args: jax.lax.map(lambda args: one(*args), args)
   args = (params, opt_state, tokens, tuned)
-  if jax.default_backend() == "cpu":  # XLA for CPU is slow at batched products.
-    return jax.lax.map(lambda args: one(*args), args)
-  return jax.vmap(one)(*args)
+  # XLA for CPU is slow at batched products.
+  return jax.lax.platform_dependent(*args, cpu=in_turn, default=jax.vmap(one))
 
 
 def _outer(t: int, plan: Plan, state: TrainState) -> tuple[TrainState, list[Event]]:
