@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, place, shardings
+from diloco.model.sharding import FSDP, REPLICA, mesh_of, place, shardings
 from diloco.wire import exchange, transport
 
 # Row r of the mesh holds a group of replicas on two devices of process OWNERS[r].
@@ -25,7 +25,7 @@ SHAPES = ((4, 2, 3), (8, 2, 5), (8, 1, 3), (4, 4, 3))
 def make_mesh() -> Mesh:
   devices = {p: iter(jax.local_devices(p)) for p in set(OWNERS)}
   grid = [[next(devices[p]), next(devices[p])] for p in OWNERS]
-  return Mesh(np.asarray(grid), (REPLICA, FSDP), axis_types=AXIS_TYPES)
+  return mesh_of(np.asarray(grid))
 
 
 def connections() -> int:

@@ -36,7 +36,7 @@ from diloco.algorithm.state import (
 )
 from diloco.config import Config, ConfigError, changed, default_config, resolve
 from diloco.config.fields import OuterConfig, WireConfig
-from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA, abstract
+from diloco.model.sharding import FSDP, REPLICA, abstract, mesh_of
 
 Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
@@ -278,4 +278,4 @@ def _mesh_of(params_M: Tree) -> Mesh:
       " example from diloco.replica_mesh."
     )
   grid = np.asarray([devices or jax.devices()[:1]], dtype=object)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+  return mesh_of(grid)

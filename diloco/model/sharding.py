@@ -24,11 +24,15 @@ from diloco.model import shapes
 
 REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
-# With explicit axes, `with_sharding_constraint` silently ignores a replicated spec.
-AXIS_TYPES = (AxisType.Auto,) * 2
 
 Tree = Any
 Lead = tuple[str | None, ...]
+
+
+def mesh_of(grid: np.ndarray) -> Mesh:
+  """Makes the mesh of devices [replica, fsdp]."""
+  # With explicit axes, `with_sharding_constraint` silently ignores a replicated spec.
+  return Mesh(grid, BOTH, axis_types=(AxisType.Auto,) * 2)
 
 
 def num_slices(mesh: Mesh) -> int:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from diloco.config import Config, ConfigError, changed
 from diloco.model import attention
-from diloco.model.sharding import AXIS_TYPES, FSDP, REPLICA
+from diloco.model.sharding import mesh_of
 
 
 def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -55,7 +55,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     )
   attention.check(c.model, devices[0])
   grid = device_grid(devices, replica, fsdp)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+  return mesh_of(grid)
 
 
 def replica_mesh(
@@ -80,7 +80,7 @@ def replica_mesh(
   fitting = range(1, len(devices) // fsdp + 1)
   rows = max(k for k in fitting if replicas % k == 0)
   grid = device_grid(devices[: rows * fsdp], rows, fsdp)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+  return mesh_of(grid)
 
 
 def fit_eval_batch(c: Config, devices: int) -> Config:
@@ -91,7 +91,7 @@ def fit_eval_batch(c: Config, devices: int) -> Config:
 def make_inference_mesh() -> Mesh:
   """1 x n: one model, without replicas, sharded over all devices."""
   grid = np.asarray(jax.devices()).reshape(1, -1)
-  return Mesh(grid, (REPLICA, FSDP), axis_types=AXIS_TYPES)
+  return mesh_of(grid)
 
 
 def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:

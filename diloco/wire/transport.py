@@ -205,7 +205,7 @@ class HostTransport:
     self._rows = _rows_of_processes(mesh)
     firsts = {d.process_index: d for d in reversed(_cpus())}
     grid = np.asarray([[firsts[p]] for p in sorted(firsts)], dtype=object)
-    self.hosts = Mesh(grid, (REPLICA, FSDP), axis_types=sharding.AXIS_TYPES)
+    self.hosts = sharding.mesh_of(grid)
 
   def connect(self) -> None:
     self.carry(_one_byte(self._mesh))
