@@ -12,8 +12,7 @@ The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other s
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
 4 heads. Learning rates and batch are those of `python -m diloco.scaling_laws
 recommend`. H is 30, as in the paper. The default algorithm is streaming; the paper uses
-diloco. The paper overtrains by factors 1, 4 and 16 on Dolma and evaluates these runs on
-C4; here they are evaluated on Dolma.
+diloco. Runs with overtrain train on Dolma and are evaluated on C4, as in section 5.2.
 """
 
 import math
@@ -89,7 +88,7 @@ def get_config(arg: str = "35M"):
   c.data.source, c.data.tokenizer = "tfds:c4/en:3.1.0", "c4_32k.model"
   if data == "dolma":
     c.data.source = "tfds:dolma:1.0.0"
-    c.data.train_split, c.data.eval_split = "train[:99%]", "train[99%:]"
+    c.data.eval_source = "tfds:c4/en:3.1.0"
   c.eval.every, c.eval.tokens = 1000, 2**22
   return c
 

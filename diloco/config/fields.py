@@ -299,6 +299,9 @@ class DataConfig:
   # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
   # paragraph of a text is a document), or arrays:<folder> from prepare_data.
   source: str = "sotu"
+  # Another source for the held-out text, named like `source`. Empty: `source`. Scaling
+  # Laws trains on Dolma and evaluates on C4 (section 5.2).
+  eval_source: str = ""
   # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
   train_split: str = "train"
   eval_split: str = "validation"

@@ -1,5 +1,6 @@
 """Documents as tokens, by index: from text encoded when read, or from token arrays."""
 
+import dataclasses
 from typing import Protocol
 
 import numpy as np
@@ -26,14 +27,21 @@ class Documents(Protocol):
 
 
 def make_documents(c: Config, split: str) -> Documents:
-  """Opens the documents of `config.data.source`. All runs get their data here.
+  """Opens the documents of `config.data`. All runs get their data here.
 
   Args:
-    split: train or eval.
+    split: train (of data.source) or eval (of data.eval_source, if that is set).
 
   Raises:
     ConfigError: data are missing, or do not fit the tokenizer or the model.
   """
+  if split == "eval" and c.data.eval_source:
+    data = dataclasses.replace(c.data, source=c.data.eval_source, eval_source="")
+    try:
+      return make_documents(dataclasses.replace(c, data=data), split)
+    except ConfigError as error:  # The message names the field of training text.
+      text = str(error).replace("data.source", "data.eval_source")
+      raise ConfigError(text) from error
   tokenizer = load_tokenizer(c.data.tokenizer)
   if tokenizer.vocab_size > c.model.vocab_size:
     raise ConfigError(

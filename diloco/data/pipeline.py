@@ -217,9 +217,11 @@ def make_eval_set(c: Config) -> EvalSet:
     count += len(kept[-1])
     num_bytes += documents.num_bytes(i, len(kept[-1]))
   if not num_bytes:
+    field = "eval_source" if c.data.eval_source else "source"
+    source = getattr(c.data, field)
     raise ConfigError(
-      f"data.source is {c.data.source!r}, whose held-out part has no text"
-      f" (eval.tokens is {c.eval.tokens}); {more_documents(c.data.source)}, or choose"
+      f"data.{field} is {source!r}, whose held-out part has no text"
+      f" (eval.tokens is {c.eval.tokens}); {more_documents(source)}, or choose"
       " another data.eval_split."
     )
   rows, length = c.eval.batch_size, c.model.seq_len

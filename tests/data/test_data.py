@@ -375,6 +375,30 @@ def test_tfds_gives_the_same_batches_as_its_text(tiny, standin):
   assert a.num_bytes == b.num_bytes
 
 
+def test_held_out_text_may_come_from_another_source(tiny, tmp_path):
+  own, other = config_lib.resolve(tiny), ConfigDict(tiny.to_dict())
+  (tmp_path / "0.txt").write_text("words that no address has")
+  other.data.eval_source = f"files:{tmp_path}"
+  both = config_lib.resolve(other)
+  np.testing.assert_array_equal(batches(both, 2), batches(own, 2))
+  found = data_lib.make_eval_set(both)
+  text = data_lib.load_tokenizer(both.data.tokenizer).decode(
+    found.tokens.reshape(-1)[: found.num_tokens - 1].tolist()
+  )
+  assert (text, found.num_bytes) == ("words that no address has", len(text))
+
+
+def test_a_mistake_in_the_source_of_held_out_text_names_its_field(tiny, tmp_path):
+  tiny.data.eval_source = "files:/nowhere/*.txt"
+  with pytest.raises(ConfigError, match=r"^data.eval_source is 'files:/nowhere/"):
+    data_lib.make_eval_set(config_lib.resolve(tiny))
+  (tmp_path / "0.txt").write_text("")
+  (tmp_path / "1.txt").write_text("only training text")
+  tiny.data.eval_source = f"files:{tmp_path}"
+  with pytest.raises(ConfigError, match=r"^data.eval_source is .* has no text"):
+    data_lib.make_eval_set(config_lib.resolve(tiny))
+
+
 def test_slices_of_a_split_are_disjoint_and_complete(tiny, standin):
   tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(standin)
   tiny.data.train_split, tiny.data.eval_split = "train[:90%]", "train[90%:]"
