@@ -328,6 +328,9 @@ class EvalConfig:
   every: Count = 0
   # Held-out tokens per evaluation. 0: all.
   tokens: Count = 0
+  # Held-out tokens for test_loss, from the first document after those of `tokens`. Only
+  # the end of a run computes this loss, so that nothing is chosen by it. 0: none.
+  test_tokens: Count = 0
   # Zero-shot tasks of every evaluation, separated by commas: hellaswag, piqa, arc_easy,
   # arc_easy_test, or paths of .jsonl files.
   tasks: str = ""

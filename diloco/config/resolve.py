@@ -178,6 +178,11 @@ def _check_together(c: Config) -> None:
     raise ConfigError(
       f"sites.quorum is {c.sites.quorum}, but there are {count} sites; lower it."
     )
+  if c.eval.test_tokens and not c.eval.tokens:
+    raise ConfigError(
+      f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
+      " held-out text; set eval.tokens."
+    )
   m, shares = c.model, c.replicas * c.train.accumulate
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),

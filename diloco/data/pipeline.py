@@ -197,10 +197,14 @@ def _shard(c: Config, documents: Documents, replica: int) -> Any:
   return iter(batches)
 
 
-def make_eval_set(c: Config) -> EvalSet:
+def make_eval_set(c: Config, test: bool = False) -> EvalSet:
   """Packs the first `eval.tokens` held-out tokens (0: all tokens), in order.
 
   If the budget cuts a document, only the bytes of its kept tokens count.
+
+  Args:
+    test: whether to pack the `eval.test_tokens` tokens after them instead. The two sets
+      have no document in common.
 
   Raises:
     ConfigError: data are missing or empty.
@@ -209,13 +213,18 @@ def make_eval_set(c: Config) -> EvalSet:
   documents = make_documents(c, "eval")
   kept: list[np.ndarray] = []
   count, num_bytes = 0, 0
-  budget = c.eval.tokens or sys.maxsize
-  for i in range(len(documents)):
-    if count == budget:
-      break
-    kept.append(documents[i][: budget - count])
-    count += len(kept[-1])
-    num_bytes += documents.num_bytes(i, len(kept[-1]))
+  order = iter(range(len(documents)))
+  for budget in (c.eval.tokens or sys.maxsize, c.eval.test_tokens)[: 1 + test]:
+    kept, count, num_bytes = [], 0, 0
+    while count < budget and (i := next(order, None)) is not None:
+      kept.append(documents[i][: budget - count])
+      count += len(kept[-1])
+      num_bytes += documents.num_bytes(i, len(kept[-1]))
+  if test and not num_bytes:
+    raise ConfigError(
+      f"eval.test_tokens is {c.eval.test_tokens}, but the first eval.tokens ="
+      f" {c.eval.tokens} tokens take all held-out documents; lower eval.tokens."
+    )
   if not num_bytes:
     field = "eval_source" if c.data.eval_source else "source"
     source = getattr(c.data, field)

@@ -45,6 +45,8 @@ class Evaluation:
     """Loads the tasks and, if `held_out`, the held-out text."""
     self._c, self._mesh = c, mesh
     self._eval_set = make_eval_set(c) if held_out else None
+    test = held_out and c.eval.test_tokens > 0
+    self._test_set = make_eval_set(c, test=True) if test else None
     self.tokenizer = load_tokenizer(c.data.tokenizer)
     # {task: [(item, continuations of its choices)]}
     self._tasks = {
@@ -63,6 +65,12 @@ class Evaluation:
     """Computes the held-out loss."""
     assert self._eval_set is not None
     return heldout.evaluate(params, self._eval_set, self._c.model, self._mesh)
+
+  def test_loss(self, params: Any) -> float | None:
+    """Computes the loss on the test text; None if `eval.test_tokens` is 0."""
+    if self._test_set is None:
+      return None
+    return heldout.evaluate(params, self._test_set, self._c.model, self._mesh).loss
 
   def tasks(
     self,

@@ -51,10 +51,15 @@ def make(
   """
   outer = final_params(plan, state, mesh)
   scores = evaluation(outer)
-  mean = evaluation.loss(replica_mean(state.params, mesh=mesh)).loss
-  first = evaluation.loss(first_replica(state.params, mesh=mesh)).loss
-  more = {"loss_mean": mean, "loss_first": first}
+  losses = {"outer": scores.held_out.loss}
+  test = {"outer": evaluation.test_loss(outer)}
+  for name, choose in (("mean", replica_mean), ("first", first_replica)):
+    params = choose(state.params, mesh=mesh)
+    losses[name] = evaluation.loss(params).loss
+    test[name] = evaluation.test_loss(params)
+    del params  # Memory holds one more copy at a time.
   log.flush()
+  more = {f"loss_{name}": losses[name] for name in ("mean", "first")}
   log.evaluation(c.train.steps, scores.numbers | more)
   text = ""
   if c.log.sample_tokens:
@@ -63,8 +68,9 @@ def make(
       c.model, outer, prompt, c.log.sample_tokens, c.log.temperature, c.seed
     )
     text = evaluation.tokenizer.decode([*prompt, *ids])
-  losses = {"outer": scores.held_out.loss, "mean": mean, "first": first}
   summary = _numbers(c, log, losses, scores)
+  if c.eval.test_tokens:
+    summary["test_loss"] = test
   if site:
     m, total = site.config.replicas, num_params(c.model)
     reference = int(sizes.data_parallel_bytes(m, total, c.train.steps))
@@ -168,6 +174,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
     f"             replicas' mean {losses['mean']:.4f}, first replica"
     f" {losses['first']:.4f}",
+    *_test_lines(summary.get("test_loss")),
     *(
       f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
       f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
@@ -194,3 +201,11 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"summary      {workdir / FILE}",
   ]
   print("\n".join(lines))
+
+
+def _test_lines(losses: dict[str, float] | None) -> list[str]:
+  """Returns the line of the test text, if the run has any."""
+  if not losses:
+    return []
+  outer, mean, first = (losses[name] for name in ("outer", "mean", "first"))
+  return [f"test text    {outer:.4f}, replicas' mean {mean:.4f}, first {first:.4f}"]

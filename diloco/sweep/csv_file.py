@@ -32,6 +32,8 @@ EXPORTED_FIELDS = {
 _NOTED = ("name", "revision", "status", "error", "finished")
 # Columns that an imported file must have.
 _COLUMNS = (*EXPORTED_FIELDS, *_NOTED, *SUMMARY_COLUMNS, "config")
+# Columns that a file has only if a run has a value for them.
+_LATER = {name for name in SUMMARY_COLUMNS if name.startswith("test_loss")}
 # The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
 _PAPERS_N = "matrix_params"
 
@@ -46,8 +48,11 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
   with path.open("w", newline="") as file:
-    columns = (*asked, *EXPORTED_FIELDS, _PAPERS_N, *_COLUMNS[len(EXPORTED_FIELDS) :])
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    rest = _COLUMNS[len(EXPORTED_FIELDS) :]
+    empty = {c for c in _LATER if all(row[c] is None for row in ended)}
+    rest = tuple(c for c in rest if c not in empty)
+    columns = (*asked, *EXPORTED_FIELDS, _PAPERS_N, *rest)
+    writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(map(_line, ended))
   return len(ended)
@@ -66,7 +71,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
   with path.open(newline="") as file:
     reader = csv.DictReader(file)
     try:
-      missing = [c for c in _COLUMNS if c not in (reader.fieldnames or ())]
+      missing = [c for c in _COLUMNS if c not in {*(reader.fieldnames or ()), *_LATER}]
       if missing:
         raise ValueError(f"there is no column {', '.join(missing)}")
       for line in reader:
@@ -123,7 +128,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   if None in line or None in line.values():
     raise ValueError("it does not have as many cells as the first line")
   summary = {
-    field: kind(line[column]) if line[column] else None
+    field: kind(line[column]) if line.get(column) else None
     for column, (field, kind) in SUMMARY_COLUMNS.items()
   }
   loss = summary["eval_loss.outer"]

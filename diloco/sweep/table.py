@@ -29,8 +29,8 @@ from diloco.config.resolve import leaves
 Row = dict[str, Any]
 
 # Columns from summary.json: the field in that file and its type. Losses are held-out
-# losses in nats per token. Bytes are bytes that one replica sends, in total and in the
-# largest sync.
+# losses in nats per token; test losses are empty if eval.test_tokens is 0. Bytes are
+# bytes that one replica sends, in total and in the largest sync.
 SUMMARY_COLUMNS = {
   "params": ("params", int),
   "tokens": ("tokens", int),
@@ -38,6 +38,9 @@ SUMMARY_COLUMNS = {
   "loss": ("eval_loss.outer", float),
   "loss_mean": ("eval_loss.mean", float),
   "loss_first": ("eval_loss.first", float),
+  "test_loss": ("test_loss.outer", float),
+  "test_loss_mean": ("test_loss.mean", float),
+  "test_loss_first": ("test_loss.first", float),
   "bits_per_byte": ("bits_per_byte", float),
   "bytes_sent": ("bytes_sent_per_replica", int),
   "peak_bytes": ("peak_bytes_per_sync", int),

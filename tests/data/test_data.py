@@ -245,6 +245,30 @@ def test_evaluation_counts_every_token_once(numbered):
   np.testing.assert_array_equal(cut.tokens[cut.weights > 0], stream[:10])
 
 
+def test_the_test_text_begins_with_the_document_after_the_evaluated_text(tiny):
+  tiny.eval.tokens, tiny.eval.test_tokens = 2000, 3000
+  c = config_lib.resolve(tiny)
+  documents = make_documents(c, "eval")
+  # The first 2,000 tokens take all of document 0 and a part of document 1.
+  first, second = len(documents[0]), len(documents[1])
+  assert first < 2000 < first + second
+  wanted = np.concatenate([documents[i] for i in range(2, 5)])[:3000]
+  test = data_lib.make_eval_set(c, test=True)
+  np.testing.assert_array_equal(test.tokens[test.weights > 0], wanted)
+  assert (test.num_tokens, data_lib.make_eval_set(c).num_tokens) == (3000, 2000)
+
+
+def test_a_test_text_without_documents_is_refused(tiny):
+  tiny.eval.tokens, tiny.eval.test_tokens = 10**6, 10
+  with pytest.raises(
+    ConfigError, match=r"eval.test_tokens is 10, .* lower eval.tokens"
+  ):
+    data_lib.make_eval_set(config_lib.resolve(tiny), test=True)
+  tiny.eval.tokens = 0
+  with pytest.raises(ConfigError, match=r"eval.test_tokens is 10, .* set eval.tokens"):
+    config_lib.resolve(tiny)
+
+
 def test_evaluation_reads_no_document_beyond_its_budget(tiny, monkeypatch):
   class Documents(IdDocuments):
     def __init__(self, lengths):

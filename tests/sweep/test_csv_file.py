@@ -13,6 +13,7 @@ from fake_runs import (
   make_driver,
   make_sweep,
   rows_of,
+  summary_of,
   without,
   write_run,
 )
@@ -62,6 +63,19 @@ def test_an_imported_file_is_exported_as_it_was(tmp_path):
   )
   assert before == after
   assert list(before[0]) == list(after[0])
+
+
+def test_test_losses_survive_an_export_and_an_import(tmp_path):
+  def end(run, saved):
+    losses = {"outer": 3.5, "mean": 3.6, "first": 3.7}
+    summary = {**summary_of(saved), "test_loss": losses}
+    (run / "summary.json").write_text(json.dumps(summary))
+
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake(end)))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  load(tmp_path / "out.csv", tmp_path / "b")
+  for row in rows_of(tmp_path / "b"):
+    assert (row["test_loss"], row["test_loss_first"]) == (3.5, 3.7)
 
 
 @pytest.mark.parametrize(
