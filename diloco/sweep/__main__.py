@@ -17,13 +17,16 @@ import sys
 from absl import flags
 
 from diloco.config import ConfigError, command_line
-from diloco.sweep import csv_file, groups, progress, table
-from diloco.sweep.grid import Sweep, search_all
+from diloco.sweep import chart, csv_file, groups, progress, table
+from diloco.sweep.grid import Sweep
+from diloco.sweep.load import load_sweep, shared_programs
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
 
-_SWEEP = flags.DEFINE_string("sweep", "", "A sweep file, or the name ladder.")
+_SWEEP = flags.DEFINE_string(
+  "sweep", "", "A sweep file, or ladder, or ablations:NAME (docs/ablations.md)."
+)
 _RESULTS = flags.DEFINE_string("results", None, "The directory that holds all runs.")
 _PARALLEL = flags.DEFINE_integer(
   "parallel", 1, "Processes at once, at most.", lower_bound=1
@@ -47,40 +50,14 @@ _RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
 
 
 def make_backend(sweep: Sweep, results: pathlib.Path) -> Backend:
-  """Makes the backend that the flags name. Its runs share compiled programs."""
-  environment = {
-    "JAX_COMPILATION_CACHE_DIR": str(results.absolute() / "compiled"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    **sweep.environment,
-  }
+  """Makes the backend that the flags name."""
+  environment = shared_programs(results) | dict(sweep.environment)
   if _BACKEND.value == "local":
     return Local(_CORES.value, environment)
   given = command_line.parse_options(_OPTIONS.value, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
   cluster = "slurm" if _BACKEND.value == "slurm" else "local"
   return Slurm(results, environment, options, cluster)
-
-
-def load_sweep(path: str) -> Sweep:
-  """Runs a sweep file.
-
-  Raises:
-    ConfigError: the file has an error, or returns no sweep that can be searched.
-  """
-  if not path:
-    raise ConfigError("--sweep must be given, for example --sweep=configs/ladder.py.")
-  module = command_line.load_module(path, "get_sweep", "--sweep=configs/ladder.py")
-  try:
-    sweep = module.get_sweep()
-    if not isinstance(sweep, Sweep):
-      raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
-    search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
-  except Exception as error:
-    raise ConfigError(
-      f"{path}: {command_line.located(error, module.__file__)}"
-    ) from error
-  return sweep
 
 
 def run() -> int:
@@ -145,6 +122,13 @@ def drive_sweep(sweep: Sweep, results: pathlib.Path) -> int:
         text = f"--vectorize is {_VECTORIZE.value}, but runs in which {reason} train"
         print(f"{text} one by one.", file=sys.stderr)
     number = drive(driver, progress.Live(driver.runs))
+    if sweep.chart:
+      picture = results / f"{sweep.grids[0].name}.png"
+      found = chart.frame(sweep.chart, driver.best_rows())
+      print("\n".join(chart.lines(sweep.chart, found)))
+      if not found.empty:
+        chart.draw(sweep.chart, found, picture)
+        print(f"\nfigure       {picture}")
   if number:
     return 128 + number
   return int(any(cell.state == "failed" for cell in driver.cells()))
@@ -159,6 +143,9 @@ def show(driver: Driver) -> None:
   refused = [{"status": "failed", "error": plan.error} for plan in driver.refused()]
   rows = [*driver.rows.values(), *refused]
   print("\n".join(progress.lines(cells, rows, driver.runs, waiting)))
+  if driver.sweep.chart:
+    found = chart.frame(driver.sweep.chart, driver.best_rows())
+    print("\n".join(["", *chart.lines(driver.sweep.chart, found)]))
 
 
 if __name__ == "__main__":

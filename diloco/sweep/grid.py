@@ -9,9 +9,12 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_collections
+
+if TYPE_CHECKING:
+  from diloco.sweep.chart import Chart
 
 Point = dict[str, Any]
 
@@ -140,6 +143,7 @@ class Sweep:
     grids: the grids, in the order of search. A later grid may search the cells of an
       earlier grid along more axes.
     environment: additional environment variables of the runs' processes.
+    chart: how to compare the cells in a table and a figure; None: not at all.
 
   Raises:
     ValueError: there is no cell, or an environment variable is not a text.
@@ -148,6 +152,7 @@ class Sweep:
   config: Callable[[Point], ml_collections.ConfigDict]
   grids: Sequence[Grid]
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  chart: "Chart | None" = None
 
   def __post_init__(self):
     _check_list("the grids of a sweep", self.grids, Grid)

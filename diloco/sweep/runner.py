@@ -123,6 +123,11 @@ class Driver:
       todo.setdefault(plan.name, plan)
     return todo
 
+  def best_rows(self) -> list[tuple[Search, Row | None]]:
+    """Returns all cells, each with the row of its best run."""
+    row = lambda best: self.rows.get(self._plan(best).name) if best else None
+    return [(cell, row(cell.best)) for cell in self.cells()]
+
   def refused(self) -> list[Plan]:
     """Returns points without a valid config that have no row of a failed run yet."""
     noted = lambda plan: self.rows.get(plan.name, {}).get("error")

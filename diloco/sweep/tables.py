@@ -25,7 +25,7 @@ def losses(table: pd.DataFrame) -> list[str]:
     if name != PLAIN:
       text += more.map(" ({:+.2f}%)".format).where(more.notna(), "")
     columns[name] = text.where(wide[name].notna(), "-")
-  return _markdown(columns)
+  return markdown(columns)
 
 
 def best_points(table: pd.DataFrame) -> list[str]:
@@ -33,7 +33,7 @@ def best_points(table: pd.DataFrame) -> list[str]:
   main = main_grid(table)
   cells = best(main, "params", "curve")
   outer = cells["outer_learning_rate"].map("{:g}".format)
-  return _markdown(
+  return markdown(
     {
       "N": cells["params"].map("{:,.0f}".format),
       "algorithm": cells["curve"],
@@ -63,7 +63,7 @@ def laws(table: pd.DataFrame) -> list[str]:
     told.append(
       f"- {len(more)} more like these: python -m diloco.scaling_laws fit TABLE --any"
     )
-  return [*_markdown(columns), "", *told]
+  return [*markdown(columns), "", *told]
 
 
 def seeds(table: pd.DataFrame) -> list[str]:
@@ -89,7 +89,8 @@ def _law(fit: Fit | None) -> str:
   return text
 
 
-def _markdown(columns: Mapping[str, Iterable]) -> list[str]:
+def markdown(columns: Mapping[str, Iterable]) -> list[str]:
+  """Formats columns of texts or numbers as lines of a Markdown table."""
   rows = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
   head, rule, *body = [f"| {' | '.join(map(str, row))} |" for row in rows]
   return [head, rule.replace(" ", ""), *body]

