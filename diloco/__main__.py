@@ -26,6 +26,7 @@ SCRIPTS = (
   "prepare_data",
   "train_tokenizer",
   "draw_run",
+  "reproduce",
 )
 
 

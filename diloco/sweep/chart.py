@@ -139,7 +139,8 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
 
 def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
   colors = iter((COLORS["streaming"], *OTHERS))
-  numbers = pd.api.types.is_numeric_dtype(cells[chart.x].infer_objects())
+  kind = cells[chart.x].infer_objects().dtype
+  numbers = pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
   ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
   for name, some in cells.groupby("curve", sort=False):
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))

@@ -1,0 +1,554 @@
+r"""Runs the papers' ablations small, and writes a page: each claim beside our result.
+
+  python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
+  python -m diloco reproduce --out=/tmp/reproduced --only=tau,fragments --list
+  python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
+
+The runs are those of configs/ablations.py; finished runs are not run again, and Ctrl-C
+saves the others. At the end, and with --report at any time, OUT/reproduced.md has all
+tables, figures and verdicts. Give the same --seeds, --only and --text each time.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import pathlib
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import scipy.special
+
+from diloco.config import ConfigError, files
+from diloco.config.command_line import Parser, guarded, load_module, make_folder
+from diloco.sweep import chart, progress, table
+from diloco.sweep.grid import Search, Sweep
+from diloco.sweep.load import load_sweep, shared_programs
+from diloco.sweep.local import Local
+from diloco.sweep.runner import Driver, drive
+from diloco.sweep.table import Row
+from diloco.sweep.tables import markdown
+
+PAGE = "reproduced.md"
+STREAMING, SCALING = "2501.18512", "2503.09799"
+SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
+# Per cent of the loss that Streaming DiLoCo calls negligible (section 3.3.2).
+SMALL = 0.2
+# The verdicts' intervals contain the true mean with this probability.
+CONFIDENCE = 0.9
+# Of one run on one core of a 2-core CPU (docs/ablations.md): start, tokens a second.
+START_S, TOKENS_PER_S = 20.0, 30_000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+  """A claim of a paper: by how many per cent `a` lies above `b`.
+
+  Attributes:
+    ablation: name of the ablation whose runs decide.
+    text: the claim in words.
+    source: paper, table or figure.
+    paper: the paper's number.
+    a, b: keys of the points to compare; of several points of a seed, the one with the
+      least loss on the text for choosing counts.
+    low, high: what the claim says of 100 * (a / b - 1).
+    column: the number to compare, `loss` or a key of the points.
+  """
+
+  ablation: str
+  text: str
+  source: str
+  paper: str
+  a: Mapping
+  b: Mapping
+  low: float = -math.inf
+  high: float = math.inf
+  column: str = "loss"
+
+
+def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
+  """Returns 100 * (a / b - 1) of every seed that has both."""
+
+  def by_seed(keys: Mapping) -> dict[int, float]:
+    some = found
+    for key, value in keys.items():
+      some = some[some[key] == value]
+    best = some.loc[some.groupby("seed")["choice"].idxmin()]
+    return dict(zip(best["seed"], best[claim.column]))
+
+  if found.empty:
+    return []
+  a, b = by_seed(claim.a), by_seed(claim.b)
+  return [100 * (a[seed] / b[seed] - 1) for seed in sorted(a.keys() & b.keys())]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+  """Returns Student's interval of the mean; with one value, it is unbounded."""
+  if len(values) < 2:
+    return -math.inf, math.inf
+  quantile = scipy.special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
+  half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+  mean = statistics.mean(values)
+  return mean - half, mean + half
+
+
+def verdict(values: Sequence[float], low: float, high: float) -> str:
+  """Compares the interval of the mean with the range that a claim allows.
+
+  Returns:
+    SHOWN if the interval lies in the range, CONTRADICTED if it lies outside, else
+    NOT_SHOWN.
+  """
+  least, most = interval(values)
+  if low < least and most < high:
+    return SHOWN
+  return CONTRADICTED if most <= low or least >= high else NOT_SHOWN
+
+
+def _algorithm(name: str, replicas: int, **more) -> dict:
+  return {"algorithm": name, "replicas": replicas, **more}
+
+
+_PLAIN = _algorithm("data_parallel", 1)
+_ONE, _TWO, _FOUR = (_algorithm("diloco", m) for m in (1, 2, 4))
+_COARSE = {"method": "quantize", "bits": 4}
+_STRIDED, _SEQUENTIAL = {"pattern": "strided"}, {"pattern": "sequential"}
+
+CLAIMS = (
+  Claim(
+    "methods",
+    "Streaming DiLoCo in 4 bits is near data-parallel",
+    f"{STREAMING}, table 5, 35M",
+    "+0.6% (3.53, 3.51)",
+    {"name": "streaming, H=30"},
+    {"name": "data-parallel"},
+    high=1.0,
+  ),
+  Claim(
+    "methods",
+    "Streaming DiLoCo is no worse than DiLoCo",
+    f"{STREAMING}, table 5, 35M",
+    "-0.3% (3.53, 3.54)",
+    {"name": "streaming, H=30"},
+    {"name": "DiLoCo, H=30"},
+    high=SMALL,
+  ),
+  Claim(
+    "methods",
+    "H=100 is a little worse than H=30",
+    f"{STREAMING}, table 5, 35M",
+    "+0.8% (3.56, 3.53)",
+    {"name": "streaming, H=100"},
+    {"name": "streaming, H=30"},
+    low=0,
+  ),
+  Claim(
+    "fragments",
+    "The strided pattern is slightly better than the sequential one",
+    f"{STREAMING}, figure 6, section 3.3.1",
+    "lower, no number",
+    {"fragment": 3} | _STRIDED,
+    {"fragment": 3} | _SEQUENTIAL,
+    high=0,
+  ),
+  Claim(
+    "fragments",
+    "Small fragments cost little against one fragment of all layers",
+    f"{STREAMING}, figure 6",
+    "no number",
+    {"fragment": 1},
+    {"fragment": 6},
+    high=SMALL,
+  ),
+  Claim(
+    "fedpart",
+    "Freezing the other fragments is much worse",
+    f"{STREAMING}, section 3.3.1",
+    "+20% (3.2145, 2.6749)",
+    {"fedpart": True},
+    {"fedpart": False},
+    low=SMALL,
+  ),
+  *(
+    Claim(
+      "tau",
+      f"With alpha = {alpha:g}, an overlap of {tau} steps costs less than {SMALL}%",
+      f"{STREAMING}, figure 8",
+      f"below {SMALL}% up to 10 steps",
+      {"alpha": alpha, "tau": tau},
+      {"alpha": alpha, "tau": 1},
+      high=SMALL,
+    )
+    for alpha in (0.0, 0.5)
+    for tau in (5, 10)
+  ),
+  Claim(
+    "tau_2",
+    "A second replica that is 5 steps late costs little",
+    f"{STREAMING}, figure 10",
+    "very robust below 5, no number",
+    {"tau_2": 5},
+    {"tau_2": 1},
+    high=SMALL,
+  ),
+  Claim(
+    "compression",
+    "4 bits are as good as 32",
+    f"{STREAMING}, figure 11",
+    "no difference",
+    _COARSE,
+    {"method": "quantize", "bits": 32},
+    high=SMALL,
+  ),
+  *(
+    Claim(
+      "compression",
+      f"At the bytes of 4 bits, {name} is worse than E3M0",
+      f"{STREAMING}, figure 11",
+      "significantly worse, no number",
+      {"method": method, "bits": 4},
+      _COARSE,
+      low=0,
+    )
+    for method, name in (("topk", "top-k"), ("random", "FedDropout"), ("dare", "DARE"))
+  ),
+  Claim(
+    "compression",
+    "FedDropout is worse than top-k at the same bytes",
+    f"{STREAMING}, figure 11",
+    "particularly at random, no number",
+    {"method": "random", "bits": 4},
+    {"method": "topk", "bits": 4},
+    low=0,
+  ),
+  *(
+    Claim(
+      "replicas",
+      f"M=4 is worse than M=2 at a fixed {fixed} batch",
+      f"{STREAMING}, figure 12, {where}",
+      number,
+      _algorithm("streaming", 4, fixed=fixed),
+      _algorithm("streaming", 2, fixed=fixed),
+      low=0,
+    )
+    for fixed, where, number in (
+      ("global", "table 6, 35M", "+2.0% (3.60, 3.53)"),
+      ("local", "table 7, 25B tokens", "+2.6% (2.73, 2.66)"),
+    )
+  ),
+  Claim(
+    "cadence",
+    "At small H, Streaming DiLoCo is better than DiLoCo",
+    f"{STREAMING}, figure 13",
+    "more robust, no number",
+    _algorithm("streaming", 2, sync_every=5),
+    _algorithm("diloco", 2, sync_every=5),
+    high=0,
+  ),
+  *(
+    Claim(
+      "cadence",
+      f"{name} gets worse from H=30 to H=300",
+      f"{STREAMING}, figure 13",
+      "no number",
+      _algorithm(algorithm, 2, sync_every=300),
+      _algorithm(algorithm, 2, sync_every=30),
+      low=0,
+    )
+    for algorithm, name in (("diloco", "DiLoCo"), ("streaming", "Streaming DiLoCo"))
+  ),
+  Claim(
+    "evaluated",
+    "Outer parameters are better than the mean of the replicas",
+    f"{STREAMING}, table 3",
+    "-0.4% (2.67, 2.68)",
+    {"evaluated": "outer"},
+    {"evaluated": "mean of replicas"},
+    high=0,
+  ),
+  Claim(
+    "evaluated",
+    "Outer parameters are better than the first replica",
+    f"{STREAMING}, table 3",
+    "-3.6% (2.67, 2.77)",
+    {"evaluated": "outer"},
+    {"evaluated": "first replica"},
+    high=0,
+  ),
+  Claim(
+    "batch",
+    "DiLoCo with M=1 is better than data-parallel",
+    f"{SCALING}, finding 2, table 4, 35M",
+    "-0.1% (3.482, 3.485)",
+    _ONE,
+    _PLAIN,
+    high=0,
+  ),
+  *(
+    Claim(
+      "batch",
+      f"DiLoCo with M={m['replicas']} is worse than data-parallel at small N",
+      f"{SCALING}, table 4, 35M",
+      number,
+      m,
+      _PLAIN,
+      low=0,
+    )
+    for m, number in ((_TWO, "+0.7% (3.508, 3.485)"), (_FOUR, "+2.0% (3.554, 3.485)"))
+  ),
+  Claim(
+    "batch",
+    "At a large batch, M=1 is better than data-parallel",
+    f"{SCALING}, figure 3",
+    "lower, no number",
+    _ONE | {"batch": 32},
+    _PLAIN | {"batch": 32},
+    high=0,
+  ),
+  Claim(
+    "batch",
+    "The best batch of M=4 is larger than that of data-parallel",
+    f"{SCALING}, finding 3, figure 4",
+    "larger, no number",
+    _FOUR,
+    _PLAIN,
+    low=0,
+    column="batch",
+  ),
+  Claim(
+    "outer_rate",
+    "The best outer rate grows with M",
+    f"{SCALING}, finding 4, figures 7, 8",
+    "larger, no number",
+    _FOUR | {"sync_every": 30},
+    _ONE | {"sync_every": 30},
+    low=0,
+    column="outer_lr",
+  ),
+  Claim(
+    "outer_rate",
+    "The best outer rate grows with H",
+    f"{SCALING}, figure 8",
+    "larger, no number",
+    _TWO | {"sync_every": 100},
+    _TWO | {"sync_every": 1},
+    low=0,
+    column="outer_lr",
+  ),
+  Claim(
+    "outer_rate",
+    "H=1 is worse than H=10 for M=2",
+    f"{SCALING}, figure 9",
+    "H=1 is the worst, no number",
+    _TWO | {"sync_every": 1},
+    _TWO | {"sync_every": 10},
+    low=0,
+  ),
+  Claim(
+    "outer_rate",
+    "For M=2, H=100 is worse than H=10",
+    f"{SCALING}, figure 9",
+    "rises with H, no number",
+    _TWO | {"sync_every": 100},
+    _TWO | {"sync_every": 10},
+    low=0,
+  ),
+  *(
+    Claim(
+      "overtrain",
+      f"M=1 is slightly better than data-parallel with {factor} times the tokens",
+      f"{SCALING}, figure 11",
+      "slightly lower, no number",
+      _ONE | {"overtrain": factor},
+      _PLAIN | {"overtrain": factor},
+      high=0,
+    )
+    for factor in (1, 4, 16)
+  ),
+)
+
+
+def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
+  """Returns the sweeps of the ablations by name.
+
+  Raises:
+    ConfigError: --only names an unknown ablation.
+  """
+  known = load_module("ablations", "get_sweep", "configs/ablations.py").ABLATIONS
+  names = [name.strip() for name in args.only.split(",") if name.strip()]
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--only has {name!r}; write some of {', '.join(known)}.")
+  text = f",text={args.text}" if args.text else ""
+  chosen = names or known
+  return {n: load_sweep(f"ablations:{n},seeds={args.seeds}{text}") for n in chosen}
+
+
+def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
+  """Makes one driver for all ablations, so that a run that several need runs once."""
+  first = next(iter(found.values()))
+  grids = [grid for sweep in found.values() for grid in sweep.grids]
+  together = dataclasses.replace(first, grids=grids, chart=None)
+  backend = Local(1, shared_programs(args.out) | dict(together.environment))
+  return Driver(together, args.out, backend, args.jobs)
+
+
+def ablation(cell: Search) -> str:
+  """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
+  return cell.grid.name.partition(" ")[0]
+
+
+def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
+  """Lists the ablations with runs and minutes; a run that two of them need counts once.
+
+  A tuned rate needs two runs more for each first one, and seeds wait for the best rate.
+  """
+  known = set[str]()
+  lines = list[dict[str, Any]]()
+  for name in names:
+    cells = [cell for cell in driver.cells() if ablation(cell) == name]
+    todo = driver.todo(cells)
+    new = [_seconds(todo[run].config) for run in todo.keys() - known]
+    known |= todo.keys()
+    tuned = any(axis.ratio for cell in cells for axis in cell.grid.axes)
+    more = 2 * len(new) * tuned + sum(cell.state == "waiting" for cell in cells)
+    seconds = sum(new) + more * (statistics.mean(new) if new else START_S)
+    done = sum(len(cell.points) - len(cell.todo) for cell in cells)
+    minutes = math.ceil(seconds / 60 / jobs)
+    lines.append({"done": done, "to run": len(new) + more, "minutes": minutes})
+  columns = {key: [line[key] for line in lines] for key in lines[0]}
+  runs, minutes = sum(columns["to run"]), sum(columns["minutes"])
+  total = f"{runs} runs, about {minutes} minutes with --jobs={jobs}"
+  return [*markdown({"ablation": names} | columns), "", total]
+
+
+def _seconds(config: Mapping) -> float:
+  return START_S + (config["train"]["tokens"] if config else 0) / TOKENS_PER_S
+
+
+def report(
+  found: Mapping[str, Sweep], driver: Driver, args: argparse.Namespace
+) -> pathlib.Path:
+  """Writes the page and its figures; returns the path of the page."""
+  best = driver.best_rows()
+  tables = {
+    name: chart.frame(sweep.chart, [pair for pair in best if ablation(pair[0]) == name])
+    for name, sweep in found.items()
+    if sweep.chart
+  }
+  make_folder(args.out / "figures", "--out")
+  lines = [*_introduction(driver.rows, args), *_verdicts(tables)]
+  for name, some in tables.items():
+    own = found[name].chart
+    assert own is not None
+    picture = args.out / "figures" / f"reproduced_{name}.png"
+    lines += ["", f"## {own.title}", "", *chart.lines(own, some)]
+    if not some.empty:
+      chart.draw(own, some, picture)
+      lines += ["", f"![{own.title}](figures/{picture.name})"]
+  with files.replacing(args.out / PAGE) as file:
+    file.write("\n".join([*lines, ""]).encode())
+  return args.out / PAGE
+
+
+def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str]:
+  done = [row for row in rows.values() if row["status"] == "done"]
+  failed = sum(row["status"] == "failed" for row in rows.values())
+  hours = sum(row["wall_s"] or 0.0 for row in done) / 3600
+  revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"
+  only = f" --only={args.only}" if args.only else ""
+  text = f" --text={args.text}" if args.text else ""
+  return [
+    "# Claims of both papers, at small scale",
+    "",
+    f"`python -m diloco reproduce --out=OUT --seeds={args.seeds}{only}{text}`",
+    "",
+    f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core, on"
+    f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}."
+    " Losses are in nats per token, on held-out text by which nothing was chosen."
+    " Tables give mean and standard deviation over seeds.",
+    "",
+    "A number below is by how many per cent the first of the two compared settings lies"
+    " above the second one. The difference is taken seed by seed; the brackets are"
+    f" Student's {100 * CONFIDENCE:.0f}% interval of its mean. A claim is *{SHOWN}* if"
+    f" the whole interval lies in the range under 'shown if', *{CONTRADICTED}* if it"
+    f" lies outside, and else *{NOT_SHOWN}*. Where a paper gives no number,"
+    f" 'shown if' has its smallest difference, {SMALL}%, or only the sign.",
+    "",
+  ]
+
+
+def _verdicts(tables: Mapping[str, pd.DataFrame]) -> list[str]:
+  some = [claim for claim in CLAIMS if claim.ablation in tables]
+  values = [differences(claim, tables[claim.ablation]) for claim in some]
+  return markdown(
+    {
+      "claim": [claim.text for claim in some],
+      "source": [claim.source for claim in some],
+      "paper": [claim.paper for claim in some],
+      "here": [_formatted(v) for v in values],
+      "shown if": [_range(claim) for claim in some],
+      "verdict": [verdict(v, c.low, c.high) for c, v in zip(some, values)],
+    }
+  )
+
+
+def _range(claim: Claim) -> str:
+  """Formats the range that a claim allows, in per cent."""
+  low, high = claim.low, claim.high
+  above = f"above {low:g}%" if low > -math.inf else ""
+  return " and ".join(
+    filter(None, [above, f"below {high:g}%" if high < math.inf else ""])
+  )
+
+
+def _formatted(values: Sequence[float]) -> str:
+  if not values:
+    return "no runs yet"
+  text, (least, most) = f"{statistics.mean(values):+.2f}%", interval(values)
+  if len(values) > 1:
+    text += f" [{least:+.2f}, {most:+.2f}]"
+  return f"{text}, {len(values)} seed{'s' * (len(values) > 1)}"
+
+
+def run(args: argparse.Namespace) -> int:
+  """Lists, or runs what is missing, and writes the page; returns the exit status."""
+  if args.seeds < 1 or args.jobs < 1:
+    raise ConfigError(
+      f"--seeds is {args.seeds} and --jobs {args.jobs}; give 1 or more."
+    )
+  found = sweeps(args)
+  driver = make_driver(found, args)
+  if args.list:
+    print("\n".join(listing(driver, [*found], args.jobs)))
+    return 0
+  make_folder(args.out, "--out")
+  number = 0
+  if not args.report:
+    with table.alone(args.out):
+      number = drive(driver, progress.Live(driver.runs))
+  print(f"page         {report(found, driver, args)}")
+  if number:
+    return 128 + number
+  return int(any(cell.state == "failed" for cell in driver.cells()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco reproduce", description=__doc__)
+  add = parser.add_argument
+  add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
+  add("--only", default="", help="names of configs/ablations.py; default: all")
+  add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
+  add("--jobs", type=int, default=2, help="runs at a time, one core each; default 2")
+  add("--text", default="", help="data.source of the runs; default: sotu")
+  add("--list", action="store_true", help="only list what is left, with minutes")
+  add("--report", action="store_true", help="only write the page")
+  return guarded(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())
