@@ -15,6 +15,7 @@ from diloco.config import Config, ConfigError, resolve
 from diloco.coordinator.calendar import config_of
 from diloco.coordinator.site import Site
 from diloco.evaluate.evaluation import Evaluation
+from diloco.evaluate.merges import MergeLoss
 from diloco.model import attention
 from diloco.run import summary
 from diloco.run.batches import Batches
@@ -102,6 +103,7 @@ def train(
         say(f"Starts from the parameters in {c.init.checkpoint}.")
       state = init_state(c, mesh, plan, params=first)
       start, record, first = 0, Record(c.to_dict()), None
+    merge_loss = MergeLoss(c, mesh, plan, evaluation)
     t = start
     if site and plan and not record.finished:
       stack.callback(site.leave, "ended")
@@ -130,7 +132,9 @@ def train(
       if site and plan:
         t, state, events = site.outer_step(plan, t, state, batches, stop.is_told)
       elif method and state.outer:
+        before = merge_loss.before(t, state.params)
         params, outer, events = method.step(t, state.params, state.outer)
+        events += merge_loss.after(t, params, before)
         state = dataclasses.replace(state, params=params, outer=outer)
       log.stretch(steps, by_step, events)
       profile.end(steps, state)

@@ -65,6 +65,18 @@ def put(
   return params_M
 
 
+def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
+  """Rounds outer parameters to the replicas' dtype; returns float32.
+
+  The papers do not specify this. Replicas in bfloat16 start from rounded values. If
+  theta were not rounded, the outer gradient would contain the rounding error, even if
+  no replica trained.
+  """
+  info = jnp.finfo(x_M.dtype)
+  # XLA may drop a cast to bfloat16 and back, but not `reduce_precision`.
+  return jax.lax.reduce_precision(theta, info.nexp, info.nmant)
+
+
 def join(
   thetas: Iterable[Tree], layers: Iterable[Layers], parameters: Shapes, mesh: Mesh
 ) -> Tree:

@@ -70,7 +70,7 @@ def inner_step(
 
   if c.data_parallel:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
-  return _each_replica(c, step, *args)
+  return each_replica(c, step, *args)
 
 
 def _whole_step(c: Config, arrays_1: Any, shared: Any) -> Any:
@@ -109,10 +109,10 @@ def _gradients_of_all(c: Config, params_M: Tree, tokens_MxBxL: jax.Array) -> Any
     # All replicas live on the same devices. One after the other they need the memory of
     # one replica's activations, and XLA for CPU is slow at products with a batch axis.
     return jax.lax.map(lambda args: gradients(c, *args), args)
-  return _each_replica(c, functools.partial(gradients, c), *args)
+  return each_replica(c, functools.partial(gradients, c), *args)
 
 
-def _each_replica(c: Config, f: Callable[..., Any], *args_M: Any) -> Any:
+def each_replica(c: Config, f: Callable[..., Any], *args_M: Any) -> Any:
   """Maps a function over the replicas, which are sharded over the mesh."""
   program = drjax.program(placements={REPLICA: c.replicas})
   return program(lambda *args: drjax.map_fn(f, args))(*args_M)

@@ -26,8 +26,8 @@ import optax
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers, pieces
-from diloco.algorithm.fragments import put, take
+from diloco.algorithm import diagnostics, optimizers, pieces
+from diloco.algorithm.fragments import as_merged, put, take
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
@@ -85,18 +85,6 @@ def send(
     "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
   }
   return payload, codec_state, metrics
-
-
-def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
-  """Rounds outer parameters to the replicas' dtype; returns float32.
-
-  The papers do not specify this. Replicas in bfloat16 start from rounded values. If
-  theta were not rounded, the outer gradient would contain the rounding error, even if
-  no replica trained.
-  """
-  info = jnp.finfo(x_M.dtype)
-  # XLA may drop a cast to bfloat16 and back, but not `reduce_precision`.
-  return jax.lax.reduce_precision(theta, info.nexp, info.nmant)
 
 
 def _update(
@@ -213,9 +201,15 @@ def send_fragment(
   """Runs `send` for fragment p after step t; theta lies at home or on `home.mesh`."""
   # All sites and transports must draw the same random numbers.
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
-  parts = (params_M, plan.home.fetch(theta), codec_state, plan.layers[p], key, first)
+  theta, layers = plan.home.fetch(theta), plan.layers[p]
+  kind = {"wire": plan.wire, "mesh": plan.mesh}
   with TraceAnnotation("send"):
-    return send(*parts, wire=plan.wire, mesh=plan.mesh)
+    payload, codec_state, metrics = send(
+      params_M, theta, codec_state, layers, key, first, **kind
+    )
+    if plan.is_diagnosed(p, t):
+      metrics |= diagnostics.of_send(params_M, theta, payload, layers, **kind)
+  return payload, codec_state, metrics
 
 
 def merge_fragment(
@@ -251,9 +245,13 @@ def outer_step(
     if plan.schedule.is_outer_step(p, t):
       # Lines 10 and 11, once, at the earliest arrival.
       theta, opt_state = home.bring((theta, state.opt_state[p]))
+      diagnosed = plan.is_diagnosed(p, t - min(plan.schedule.taus))
+      before = jax.tree.map(jnp.copy, theta) if diagnosed else None
       theta, opt_state, metrics = plan.jobs.finish(
         p, receive, plan, state.in_flight[str(p)], theta, opt_state
       )
+      if diagnosed:
+        metrics |= diagnostics.of_update(before, theta)
       state = state.after_update(p, *home.keep((theta, opt_state)))
       events.append(Event("receive", p, t, 0, metrics | plan.jobs.waited()))
     # Line 12.

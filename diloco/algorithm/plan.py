@@ -37,6 +37,7 @@ class Plan:
     tuned: its learning rate and momentum.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
+    diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
     mesh: the device mesh.
     home: where the outer state lives and is updated.
     transport: carries the payloads between replicas.
@@ -53,6 +54,7 @@ class Plan:
   tuned: OuterTuned
   alpha: float
   seed: int | jax.Array
+  diagnostics_every: int
   mesh: Mesh
   home: Home
   transport: Transport
@@ -66,6 +68,14 @@ class Plan:
     """Returns the plan of a run that was finished after `step` and is extended."""
     schedule = dataclasses.replace(self.schedule, drained=step)
     return dataclasses.replace(self, schedule=schedule)
+
+  def is_diagnosed(self, p: int, t: int) -> bool:
+    """Returns whether the sync of fragment p that is sent after step t is diagnosed.
+
+    This is the first sync of the fragment, then one in `diagnostics_every`.
+    """
+    every, number = self.diagnostics_every, self.schedule.num_sends(p, t)
+    return bool(every) and (number - 1) % every == 0
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
@@ -130,6 +140,7 @@ def make_plan(
     tuned=outer_tuned(optimizer),
     alpha=c.overlap.alpha,
     seed=c.seed,
+    diagnostics_every=c.log.diagnostics_every,
     mesh=mesh,
     home=make_home(c, mesh, transport.hosts),
     transport=transport,

@@ -356,6 +356,10 @@ class LogConfig:
 
   # Steps between lines of metrics.jsonl, and between TensorBoard points.
   every: Positive = 1
+  # Syncs of a fragment between two that are measured layer by layer: cosine, drift,
+  # coding error, spectrum, update, and the loss around the merge (docs/diagnostics.md).
+  # The first sync is measured too. 0: never.
+  diagnostics_every: Count = 0
   # Whether TensorBoard files are written.
   tensorboard: bool = True
   # Weights & Biases project. Empty: no Weights & Biases. Needs the extra `wandb`.

@@ -173,6 +173,11 @@ def _check_together(c: Config) -> None:
       "overlap.transport is sites, but algorithm is data_parallel, which exchanges"
       " gradients in every step; choose streaming or diloco."
     )
+  if c.log.diagnostics_every and transport != "device" and not c.data_parallel:
+    raise ConfigError(
+      f"log.diagnostics_every is {c.log.diagnostics_every}, which compares replicas on"
+      f" devices, but overlap.transport is {transport}; set it to 0, or choose device."
+    )
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(

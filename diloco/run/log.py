@@ -132,7 +132,7 @@ class Log:
       self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
-    """Reports sends and receives, and counts their bytes."""
+    """Reports sends, receives and merges, and counts their bytes."""
     for event in events:
       values = {name: _local(x) for name, x in event.metrics.items()}
       extra = {"fragment": event.fragment}
@@ -140,7 +140,7 @@ class Log:
         self.ledger.record(event.fragment, event.step, event.sent)
         extra["bytes"] = event.sent
         self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
-      else:
+      elif event.kind == "receive":
         self._last_sync = f"fragment {event.fragment} @ {event.step}"
       self._peers.report([event.kind, event.step, values, extra])
 

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from diloco.config import Config, ConfigError, files
 from diloco.config.resolve import leaves
 
@@ -22,10 +24,10 @@ _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 class MetricsWriter:
   """Appends records to metrics.jsonl, and copies their numbers elsewhere.
 
-  Every line is one JSON object with `kind` (step, send, receive, eval or sample) and
-  `step`. Lines are only appended: a resumed run writes the steps since its checkpoint
-  again, with the same numbers, and `read` takes the last. The config is in config.json,
-  for commands that look at a run.
+  Every line is one JSON object with `step` and `kind`: step, send, receive, merge, eval
+  or sample. Lines are only appended: a resumed run writes the steps since its
+  checkpoint again, with the same numbers, and `read` takes the last. The config is in
+  config.json, for commands that look at a run.
   """
 
   def __init__(self, workdir: pathlib.Path, c: Config):
@@ -141,7 +143,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
   Dashboards group names by their first part. It is the quantity if there are several
   numbers of a quantity: outer_grad_cosine/fragment_0, loss_per_replica/replica_1. Else
   it is the kind of the record: step/loss, eval/perplexity. The quantities of a fragment
-  are means over the replicas; metrics.jsonl has the value of every replica.
+  are means over the replicas, and over the layers if each has a value; metrics.jsonl
+  has all values.
   """
   found = dict[str, float | None]()
   for name, value in record.items():
@@ -159,8 +162,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
   return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _mean(values: list[float | None]) -> float | None:
-  known = [x for x in values if x is not None]
+def _mean(values: list) -> float | None:
+  """Averages the numbers of a list, or of a list of lists; None if there are none."""
+  known = [x for x in np.ravel(values) if x is not None]
   return sum(known) / len(known) if known else None
 
 

@@ -19,6 +19,7 @@ _NEEDED = {
   "overlap.transport": "device",
   "outer.offload": False,
   "log.wandb_project": "",
+  "log.diagnostics_every": 0,
   "profile.steps": "",
   "plugins": (),  # They may hold state of one run.
 }

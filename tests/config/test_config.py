@@ -53,6 +53,10 @@ def make(**fields):
     ({"model.name": "mlp"}, "model.name is 'mlp'; choose one of decoder"),
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
+    (
+      {"log.diagnostics_every": 3, "overlap.transport": "host"},
+      "log.diagnostics_every is 3, which .* overlap.transport is host; set it to 0, or",
+    ),
     ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give 2 whole numbers"),
   ],
 )

@@ -1,0 +1,103 @@
+"""The loss of every replica just before and just after a merge.
+
+The sequences are held-out ones, always the same: the loss of the steps themselves jumps
+more from batch to batch than a merge changes it.
+
+Letters: M replicas, B sequences, L positions.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from diloco.algorithm.inner import each_replica
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import Event
+from diloco.config import Config
+from diloco.evaluate.evaluation import Evaluation
+from diloco.model import registry, sharding
+from diloco.model.sharding import FSDP, REPLICA
+
+Tree = Any
+# Part of a step's sequences, to bound the cost: a merge needs two forward passes.
+_SHARE = 8
+
+
+class MergeLoss:
+  """Computes the losses around the merges of diagnosed syncs.
+
+  A replica computes the loss of an eighth of the sequences that it trains on in a step,
+  and of a microbatch at most, so that this needs no more memory than training.
+  """
+
+  def __init__(self, c: Config, mesh: Mesh, plan: Plan | None, evaluation: Evaluation):
+    self._c, self._plan = c, plan
+    if plan and plan.diagnostics_every:
+      share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
+      count = -(-(share // max(_SHARE, c.train.accumulate)) // fsdp) * fsdp or fsdp
+      place = sharding.batch_sharding(mesh)
+      self._batch = [
+        sharding.place(np.broadcast_to(x, (c.replicas, *x.shape)), place)
+        for x in evaluation.sequences(count)
+      ]
+
+  def before(self, t: int, params_M: Tree) -> jax.Array | None:
+    """Returns the losses float32 [M] before the merges after inner step t.
+
+    None if no diagnosed sync is merged then.
+    """
+    return self._losses(params_M) if self._merged(t) else None
+
+  def after(self, t: int, params_M: Tree, before_M: jax.Array | None) -> list[Event]:
+    """Returns an event with both losses of the replicas that merged, else NaN.
+
+    If several fragments were merged after step t, the event names the first.
+    """
+    if before_M is None:
+      return []
+    merged = self._merged(t)
+    losses = {"before": before_M, "after": self._losses(params_M)}
+    mask_M = np.any([mask for _, mask in merged], axis=0)
+    metrics = {
+      f"loss_{when}_merge": jnp.where(mask_M, x_M, jnp.nan)
+      for when, x_M in losses.items()
+    }
+    return [Event("merge", merged[0][0], t, 0, metrics)]
+
+  def _merged(self, t: int) -> list[tuple[int, tuple[bool, ...]]]:
+    """Lists the diagnosed syncs that are merged after step t, as `arrivals`."""
+    plan = self._plan
+    if plan is None or not plan.diagnostics_every:
+      return []
+    taus = plan.schedule.taus
+    return [
+      (p, mask)
+      for p, mask in plan.schedule.arrivals(t)
+      if plan.is_diagnosed(p, t - taus[mask.index(True)])
+    ]
+
+  def _losses(self, params_M: Tree) -> jax.Array:
+    return losses(params_M, *self._batch, c=self._c)
+
+
+@functools.partial(jax.jit, static_argnames="c")
+def losses(
+  params_M: Tree, tokens_MxBxL: jax.Array, weights_MxBxL: jax.Array, *, c: Config
+) -> jax.Array:
+  """Computes the mean cross entropy of every replica, float32 [M], nats per token."""
+  mesh = jax.sharding.get_abstract_mesh()
+  batch_axes = () if mesh.size == 1 else (FSDP,)
+
+  def one(params: Tree, tokens_BxL: jax.Array, weights_BxL: jax.Array) -> jax.Array:
+    model = registry.get(c.model)
+    nll_BxL, _ = model.losses(c.model, params, tokens_BxL, batch_axes=batch_axes)
+    return (nll_BxL * weights_BxL).sum() / weights_BxL.sum()
+
+  args = (params_M, tokens_MxBxL, weights_MxBxL)
+  if mesh.shape[REPLICA] == 1:  # As in the inner step: one after the other.
+    return jax.lax.map(lambda args: one(*args), args)
+  return each_replica(c, one, *args)
