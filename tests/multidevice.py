@@ -19,7 +19,14 @@ import plugins  # noqa: F401  Registers `feedback`.
 import diloco
 from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.outer import drain, merge, outer_step, send, update
+from diloco.algorithm.outer import (
+  drain,
+  merge,
+  outer_step,
+  send,
+  send_fragment,
+  update,
+)
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import (
   TrainState,
@@ -31,6 +38,7 @@ from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
 from diloco.config.fields import ModelConfig
+from diloco.evaluate import merges
 from diloco.model import attention, shapes, sharding
 from diloco.run.mesh import make_mesh
 from diloco.wire import exchange, transport
@@ -344,6 +352,27 @@ def library(devices: int, fsdp: int, stacked: bool) -> list[list[float]]:
   return [np.asarray(x).ravel().tolist() for x in leaves]
 
 
+def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
+  """Diagnostics of two fragments, and the losses of MergeLoss."""
+  fields = {"log.diagnostics_every": 1, "mesh.fsdp": fsdp, "fragments.size": 3}
+  c = make_config(**fields)
+  mesh = make_mesh(c, jax.devices()[:devices])
+  rng, found = np.random.default_rng(0), {}
+  with jax.set_mesh(mesh):
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
+    draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
+    moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
+    for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
+      metrics = send_fragment(plan, 3, p, moved_M, theta, state)[2]
+      found |= {f"{name}, {p}": np.asarray(x).tolist() for name, x in metrics.items()}
+    rows = np.arange(2 * 4 * c.model.seq_len).reshape(2, 4, -1).astype(np.int32) % 64
+    weights = np.float32(rows % 5 > 0)
+    place = lambda x: jax.device_put(x, sharding.batch_sharding(mesh))
+    found["loss"] = merges.losses(moved_M, place(rows), place(weights), c=c).tolist()
+  return found
+
+
 def main() -> None:
   one_model = {"algorithm": "data_parallel"}
   layouts = {
@@ -378,6 +407,10 @@ def main() -> None:
       f"{stacked}, {devices}": library(devices, fsdp, stacked)
       for stacked in (False, True)
       for devices, fsdp in ((1, 1), (8, 2))
+    },
+    "diagnosed": lambda: {
+      f"{devices}, {fsdp}": diagnosed(devices, fsdp)
+      for devices, fsdp in ((1, 1), (2, 2), (2, 1), (4, 2))
     },
     "bits": lambda: {transport: bits(transport) for transport in ("device", "host")},
     "shards": lambda: {

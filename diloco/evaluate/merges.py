@@ -38,7 +38,7 @@ class MergeLoss:
     self._c, self._plan = c, plan
     if plan and plan.diagnostics_every:
       share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
-      count = -(-(share // max(_SHARE, c.train.accumulate)) // fsdp) * fsdp or fsdp
+      count = max(share // max(_SHARE, c.train.accumulate) // fsdp, 1) * fsdp
       place = sharding.batch_sharding(mesh)
       self._batch = [
         sharding.place(np.broadcast_to(x, (c.replicas, *x.shape)), place)

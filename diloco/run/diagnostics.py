@@ -1,8 +1,8 @@
-"""Draws the diagnostics of a run, layer by layer. The run may still go on. No JAX.
+"""Draws the diagnostics of a run, layer by layer. The run may still go on.
 
 python -m diloco.run.diagnostics /tmp/sample --out=diagnostics.png
 
-A run measures them with --config.log.diagnostics_every=1 (docs/diagnostics.md).
+A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md). No JAX.
 """
 
 import argparse
@@ -136,12 +136,13 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
     for panel in (error, rank, loss):
       panel.set_xlabel("inner step")
     cosine.legend(*_few(*cosine.get_legend_handles_labels()))
-    rank.legend(ncols=2)
+    rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Room for the legend.
+    rank.legend(ncols=3, loc="upper left", fontsize=6)
     loss.legend()
-    figure.suptitle(
-      f"{title(c.algorithm, c.replicas, c.sync_every)}, {c.wire.format}: one sync in"
-      f" {c.log.diagnostics_every} of each fragment"
-    )
+    every = c.log.diagnostics_every
+    chosen = f"one sync in {every}" if every > 1 else "every sync"
+    name = title(c.algorithm, c.replicas, c.sync_every)
+    figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
   return figure
 
 
@@ -191,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
   c, found = read(args.workdir)
   make_folder(args.out.parent, "--out")
   with files.replacing(args.out) as file:
-    draw(c, found).savefig(file, dpi=160, format=args.out.suffix[1:])
+    draw(c, found).savefig(file, dpi=120, format=args.out.suffix[1:])
   print(f"picture      {args.out}")
 
 

@@ -60,6 +60,19 @@ def test_the_library_does_not_depend_on_the_layout(multidevice, stacked):
     np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_diagnostics_do_not_depend_on_the_layout():
+  by_layout = run_on_8_devices("diagnosed")["diagnosed"]
+  one = by_layout.pop("1, 1")
+  assert len(one["outer_grad_cosine_by_layer, 0"]) == 3
+  assert len(by_layout) == 3
+  for layout, found in by_layout.items():
+    assert found.keys() == one.keys()
+    for name, x in one.items():
+      message = f"{name} on {layout}"
+      np.testing.assert_allclose(found[name], x, rtol=1e-4, err_msg=message)
+
+
 def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
   errors = multidevice["attentions"]["errors"]
   assert len(errors) == 7
