@@ -138,7 +138,6 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
     cosine.legend(*_few(*cosine.get_legend_handles_labels()))
     rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Room for the legend.
     rank.legend(ncols=3, loc="upper left", fontsize=6)
-    loss.legend()
     every = c.log.diagnostics_every
     chosen = f"one sync in {every}" if every > 1 else "every sync"
     name = title(c.algorithm, c.replicas, c.sync_every)
@@ -168,9 +167,9 @@ def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
   if len(steps):
     some = slice(None, None, thinning(len(steps)))
     panel.plot(steps[some], values[some], ".", ms=2, color="0.6", label="each merge")
-    panel.plot(
-      steps[some], _running_mean(values)[some], color=color, label="mean of 21"
-    )
+    mean = _running_mean(values)
+    panel.plot(steps[some], mean[some], color=color, label="mean of 21 merges")
+    panel.legend()
 
 
 def _running_mean(values: np.ndarray) -> np.ndarray:

@@ -84,7 +84,10 @@ def by_numpy(delta_M, sent_M, theta, layers) -> dict:
   return found
 
 
-@pytest.mark.parametrize(("m", "pattern"), [(2, "whole"), (5, "sequential")])
+@pytest.mark.parametrize(
+  ("m", "pattern"),
+  [(2, "whole"), pytest.param(5, "sequential", marks=pytest.mark.slow)],
+)
 def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
   fields = {"fragments.pattern": pattern, "fragments.size": LAYERS}
   plan = make(replicas=m, **fields, **{"wire.format": "e3m0"})
@@ -144,7 +147,8 @@ def test_the_stable_rank_counts_singular_values_relative_to_the_largest(values):
 
 def test_the_stable_rank_of_a_matrix_without_a_gap_is_hardly_too_large():
   matrix = np.random.default_rng(0).normal(size=(128, 512))
-  ratio = float(diagnostics.stable_rank(jnp.float32(matrix))) / rank(matrix)
+  found = jax.jit(diagnostics.stable_rank)(jnp.float32(matrix))
+  ratio = float(found) / rank(matrix)
   assert 1 - 1e-5 < ratio < 1.1
 
 
