@@ -75,7 +75,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
       params, opt_state, metrics = inner_step(
-        params, opt_state, tokens, None, tuned, c=c
+        params, opt_state, tokens, None, tuned, c=c, averaged=c.is_warm(t)
       )
       if plan:
         params, outer, _ = outer_step(plan, t, params, outer)

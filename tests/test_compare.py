@@ -12,6 +12,7 @@ from diloco.config import resolve
 from diloco.coordinator.calendar import config_of
 from diloco.run import look
 from diloco.simulate import wallclock
+from diloco.wire.ledger import gradient_bytes
 
 
 def make_run(folder, c, last=12, loss=5.0, sent=100):
@@ -54,7 +55,7 @@ def test_the_table_has_what_differs_and_the_results(two):
   streaming, plain = (line.split() for line in lines[1:])
   assert streaming[:5] == ["streaming", "streaming", "4", "1", "e3m0"]
   assert streaming[5:] == ["0", "12", "768", "4.0000", "300", "100", "1,000"]
-  peak = look.gradient_bytes(runs[1].config)
+  peak = gradient_bytes(runs[1].config)
   assert plain[:5] == ["plain", "data_parallel", "-", "-", "float32"]
   assert plain[5:10] == ["3", "8", "of", "12", "512"]
   assert plain[10:] == ["3.0000", f"{8 * peak:,}", f"{peak:,}", "1,000"]
@@ -78,7 +79,7 @@ def test_idealised_times_are_those_of_the_wall_clock_model(two):
   seconds, notes = compare.idealised(runs, 8, network)
   assert "8 chips of 300 TFLOP/s, 1 Gbit/s and 0.5 s" in notes[0]
   # Per step: 6 N D / (R Q), and 2 bits / W (1 - 1/R) + latency.
-  params = look.gradient_bytes(runs[1].config) / 4
+  params = gradient_bytes(runs[1].config) / 4
   step = 6 * params * 64 / (8 * wallclock.CHIP_FLOPS)
   exchange = 2 * 32 * params / 1e9 * (1 - 1 / 8) + 0.5
   assert seconds["plain"] == pytest.approx(step + exchange)

@@ -33,7 +33,7 @@ class InnerMetrics(NamedTuple):
   update_norm: jax.Array  # Global L2 norm of the parameters' change.
 
 
-@functools.partial(jax.jit, static_argnames="c", donate_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnames=("c", "averaged"), donate_argnums=(0, 1))
 def inner_step(
   params_M: Tree,
   opt_state_M: Tree,
@@ -42,6 +42,7 @@ def inner_step(
   tuned: Tuned,
   *,
   c: Config,
+  averaged: bool = False,
 ) -> tuple[Tree, Tree, InnerMetrics]:
   """Runs one inner step of all replicas; M is 1 for data-parallel.
 
@@ -51,6 +52,7 @@ def inner_step(
     tokens_MxBxL: int32, B sequences for each replica.
     trainable: FedPart's mask, from `fedpart_mask`; None trains everything.
     tuned: learning rate and weight decay.
+    averaged: whether all replicas step along their mean gradient (`warm_start`).
 
   Returns:
     New parameters, new optimizer state, metrics.
@@ -61,9 +63,12 @@ def inner_step(
     # Each device has one whole replica. Its program is the same wherever the others
     # are, so its result is the same bit for bit.
     spec = P(REPLICA)
-    whole = on_each_device(functools.partial(_whole_step, c), (spec, P()), spec)
-    return whole(arrays, shared)
-  args = (params_M, opt_state_M, *_gradients_of_all(c, params_M, tokens_MxBxL))
+    alone = functools.partial(_whole_step, c, averaged)
+    return on_each_device(alone, (spec, P()), spec)(arrays, shared)
+  grads_M, nll_M = _gradients_of_all(c, params_M, tokens_MxBxL)
+  if averaged:
+    grads_M = mean_of_all(c, grads_M)
+  args = (params_M, opt_state_M, grads_M, nll_M)
 
   def step(params, opt_state, grads, nll):
     return _step(c, params, opt_state, grads, nll, trainable, tuned)
@@ -73,10 +78,12 @@ def inner_step(
   return each_replica(c, step, *args)
 
 
-def _whole_step(c: Config, arrays_1: Any, shared: Any) -> Any:
+def _whole_step(c: Config, averaged: bool, arrays_1: Any, shared: Any) -> Any:
   """Steps the only replica of a device, without the leading axis."""
   params, opt_state, tokens_BxL = jax.tree.map(lambda x: x[0], arrays_1)
   grads, nll = _gradients(c, params, tokens_BxL)
+  if averaged:
+    (grads,) = _all_reduced(c, grads)
   found = _step(c, params, opt_state, grads, nll, *shared)
   return jax.tree.map(lambda x: x[None], found)
 
@@ -161,26 +168,45 @@ def _mean_gradients(
   as a tied embedding, would need two all-reduces.
   """
 
-  def mean_of(sent, nll):
-    means, nll = jax.lax.pmean((sent, nll), REPLICA)
-    return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), nll
-
-  def mean_widened(sent, nll):
-    # XLA for CPU aborts when it has to widen this 16-bit reduction itself.
-    return mean_of(jax.tree.map(jnp.float32, sent), nll)
-
-  def mean(params, tokens_BxL):
-    grads, nll = _gradients(c, params, tokens_BxL)
-    sent = jax.tree.map(lambda g: g.astype(c.inner.gradient_dtype), grads)
-    return jax.lax.platform_dependent(sent, nll, cpu=mean_widened, default=mean_of)
-
   return jax.shard_map(
-    mean,
+    lambda params, tokens_BxL: _all_reduced(c, *_gradients(c, params, tokens_BxL)),
     in_specs=(P(), P(REPLICA)),
     out_specs=P(),
     axis_names={REPLICA},
     check_vma=False,
   )(params, tokens_BxL)
+
+
+def mean_of_all(c: Config, grads_M: Tree) -> Tree:
+  """Gives every replica the mean gradient; a device first averages its replicas."""
+
+  def mean(grads_M):
+    own = jax.tree.map(lambda x_M: x_M.mean(axis=0), grads_M)
+    (means,) = _all_reduced(c, own)
+    return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), means, grads_M)
+
+  return jax.shard_map(
+    mean,
+    in_specs=P(REPLICA),
+    out_specs=P(REPLICA),
+    axis_names={REPLICA},
+    check_vma=False,
+  )(grads_M)
+
+
+def _all_reduced(c: Config, grads: Tree, *more: jax.Array) -> tuple:
+  """Averages over the axis REPLICA: gradients in inner.gradient_dtype, and `more`."""
+
+  def mean_of(sent, *more):
+    means, *more = jax.lax.pmean((sent, *more), REPLICA)
+    return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), *more
+
+  def mean_widened(sent, *more):
+    # XLA for CPU aborts when it has to widen this 16-bit reduction itself.
+    return mean_of(jax.tree.map(jnp.float32, sent), *more)
+
+  sent = jax.tree.map(lambda g: g.astype(c.inner.gradient_dtype), grads)
+  return jax.lax.platform_dependent(sent, *more, cpu=mean_widened, default=mean_of)
 
 
 def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:

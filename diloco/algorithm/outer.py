@@ -26,7 +26,7 @@ import optax
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import diagnostics, optimizers, pieces
+from diloco.algorithm import diagnostics, optimizers, pieces, warm_start
 from diloco.algorithm.fragments import as_merged, put, take
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
@@ -228,7 +228,8 @@ def outer_step(
 
   If `last_send` is given, no fragment is sent after that step.
   """
-  home, events = plan.home, list[Event]()
+  home = plan.home
+  state, events = warm_start.follow(plan, t, params_M, state)
   # Line 6.
   for p in plan.schedule.sends(t) if last_send is None or t <= last_send else []:
     # Lines 7 and 8; fragment p is in flight until it is updated.

@@ -101,6 +101,8 @@ class Schedule:
     taus: tau_m of each replica m, its inner steps between a send and the merge.
     drained: the step after which a finished run was extended. What was sent up to this
       step has been received, so this schedule begins after it. 0: the run's start.
+    warm_start: the last step of the warm start (`algorithm.warm_start`). Until then
+      nothing is sent, and a fragment that is due follows the replicas.
 
   Raises:
     ValueError: a tau is not below H.
@@ -110,6 +112,7 @@ class Schedule:
   sync_every: int
   taus: tuple[int, ...]
   drained: int = 0
+  warm_start: int = 0
 
   def __post_init__(self):
     for tau in self.taus:
@@ -137,8 +140,23 @@ class Schedule:
     return t > self.drained and t >= self.first_send(p) and self.is_due(p, t)
 
   def first_send(self, p: int) -> int:
-    """Returns the step after which fragment p is first sent: H + t_p."""
-    return self.sync_every + self.offset(p)
+    """Returns the step after which fragment p is first sent: H + t_p.
+
+    After a warm start, this is the first step at which fragment p is due.
+    """
+    first = self.sync_every + self.offset(p)
+    rounds = -(-max(self.warm_start + 1 - first, 0) // self.sync_every)
+    return first + rounds * self.sync_every
+
+  def follows(self, t: int) -> list[int]:
+    """Lists the fragments that follow the replicas after step t of the warm start."""
+    if t > self.warm_start:
+      return []
+    return [
+      p
+      for p in range(self.num_fragments)
+      if t >= self.sync_every + self.offset(p) and self.is_due(p, t)
+    ]
 
   def sends(self, t: int) -> list[int]:
     """Lists the fragments that are sent after inner step t (line 6)."""
@@ -146,7 +164,7 @@ class Schedule:
 
   def num_sends(self, p: int, steps: int) -> int:
     """Counts how often fragment p is sent in a run of `steps` steps, from the start."""
-    return max((steps - self.offset(p)) // self.sync_every, 0)
+    return max((steps - self.first_send(p)) // self.sync_every + 1, 0)
 
   def arrivals(
     self, t: int, last_send: int | None = None
@@ -170,6 +188,10 @@ class Schedule:
       if any(mask):
         found.append((p, mask))
     return found
+
+  def is_busy(self, t: int) -> bool:
+    """Returns whether the outer step has anything to do after inner step t."""
+    return bool(self.follows(t) or self.sends(t) or self.arrivals(t))
 
   def is_outer_step(self, p: int, t: int) -> bool:
     """Returns whether step t is p's earliest arrival, when its outer step runs."""
@@ -209,7 +231,7 @@ class Schedule:
   def longest_hiding(self) -> int:
     """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
     # Two rounds: in the first, fewer sends lie between a send and its arrival.
-    first = max(self.sync_every, self.drained + 1)
+    first = max(self.sync_every, self.drained + 1, self.warm_start + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}
     return max(

@@ -91,6 +91,9 @@ class Programs:
       )
       rest = (trained_next(c, plan, 0) if plan else None, tuned(c))
       self._add("inner step", inner_step, *arrays, tokens, *rest, c=c)
+      if c.is_warm(1):
+        kwargs = {"c": c, "averaged": True}
+        self._add("warm-start step", inner_step, *arrays, tokens, *rest, **kwargs)
       if plan and self.state.outer:
         self._add_outer_step(c, plan, self.state.outer)
       steps = plan.schedule.longest_hiding if plan and plan.transport.hides else 0

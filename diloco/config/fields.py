@@ -129,6 +129,12 @@ class OuterConfig:
   # late in training, momentum keeps outer gradients that are too large (arXiv
   # 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
+  # Steps of a warm start, as in Pier (arXiv 2511.17849): the gradients of all replicas
+  # are averaged at every step, as in data-parallel, so the replicas stay equal. Pier
+  # uses a tenth of all steps. 0: no warm start, as in both papers.
+  warm_start_steps: Count = 0
+  # Whether the outer optimizer already accumulates momentum in the warm start.
+  warm_start_momentum: bool = True
   # Whether every fragment is synchronised once more after the last step. Off, because
   # the papers do not do this. Without it, the outer parameters lack the inner steps
   # after a fragment's last send.
@@ -441,6 +447,10 @@ class Config:
     """Models that are trained: M, or 1 for data_parallel."""
     return 1 if self.data_parallel else self.replicas
 
+  def is_warm(self, t: int) -> bool:
+    """Whether inner step t belongs to the warm start, which averages gradients."""
+    return not self.data_parallel and t <= self.outer.warm_start_steps
+
   @property
   def tokens_per_step(self) -> int:
     """Tokens of one inner step, all replicas together."""
@@ -461,7 +471,10 @@ class Config:
   def make_schedule(self) -> schedule.Schedule:
     """Makes the schedule; `resolve` must have filled in the taus."""
     return schedule.Schedule(
-      len(self.make_fragments()), self.sync_every, self.overlap.taus
+      len(self.make_fragments()),
+      self.sync_every,
+      self.overlap.taus,
+      warm_start=self.outer.warm_start_steps,
     )
 
   def num_syncs(self) -> tuple[int, ...]:
@@ -469,6 +482,13 @@ class Config:
     schedule, final = self.make_schedule(), int(self.outer.final_sync)
     fragments = range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
+
+  def num_updates(self) -> tuple[int, ...]:
+    """Counts the updates of each fragment's outer optimizer in the whole run."""
+    if not self.outer.warm_start_momentum:
+      return self.num_syncs()
+    cold = dataclasses.replace(self.outer, warm_start_steps=0)
+    return dataclasses.replace(self, outer=cold).num_syncs()
 
   def to_dict(self) -> dict:
     """Returns nested dicts, which json can write; tuples stay tuples."""

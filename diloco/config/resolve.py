@@ -122,7 +122,7 @@ def _resolve(v: dict[str, Any]) -> Config:
   c = _build(v)
   _check_together(c)
   if c.outer.final_fraction < 1 and not c.outer.decay_syncs and not c.data_parallel:
-    c = _build(v | {"outer.decay_syncs": max(c.num_syncs())})
+    c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
   return c
 
@@ -178,6 +178,18 @@ def _check_together(c: Config) -> None:
       f"log.diagnostics_every is {c.log.diagnostics_every}, which compares replicas on"
       f" devices, but overlap.transport is {transport}; set it to 0, or choose device."
     )
+  warm, needs = c.outer.warm_start_steps, "which averages gradients at every step"
+  if warm and not c.data_parallel:
+    if transport == "sites":
+      raise ConfigError(
+        f"outer.warm_start_steps is {warm}, {needs}, but overlap.transport is sites;"
+        " choose device or host, or set outer.warm_start_steps to 0."
+      )
+    if c.outer.fedpart:
+      raise ConfigError(
+        f"outer.warm_start_steps is {warm}, but outer.fedpart trains only the fragment"
+        " that is sent next, and nothing is sent in a warm start; unset one of them."
+      )
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(
@@ -235,7 +247,7 @@ def _check_all_synced(c: Config) -> None:
   """Refuses a run so short that some outer parameters would stay untrained."""
   if not c.data_parallel and 0 in c.num_syncs():
     schedule = c.make_schedule()
-    first = c.sync_every + schedule.offset(schedule.num_fragments - 1)
+    first = max(map(schedule.first_send, range(schedule.num_fragments)))
     raise ConfigError(
       f"train.steps is {c.train.steps}, but with sync_every={c.sync_every} some"
       f" parameters are first synchronised at step {first}, so the outer parameters,"

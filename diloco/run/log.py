@@ -26,7 +26,7 @@ from diloco.model.shapes import flops_per_token
 from diloco.run import hardware, metrics
 from diloco.run.loss_picture import LossPicture
 from diloco.run.peers import Peers
-from diloco.wire.ledger import Ledger, gradient_bytes
+from diloco.wire.ledger import Ledger, all_reduced_bytes
 
 
 class TrainingDiverged(RuntimeError):
@@ -151,9 +151,7 @@ class Log:
 
   def sent(self, t: int) -> int:
     """Counts the bytes that one replica has sent after inner step t."""
-    if self._c.data_parallel:
-      return t * gradient_bytes(self._c)
-    return self.ledger.total
+    return self.ledger.total + all_reduced_bytes(self._c, t)
 
   def tokens_per_s(self) -> float | None:
     """Mean speed of the run so far."""

@@ -11,7 +11,7 @@ import numpy as np
 from diloco.config import Config, ConfigError, files
 from diloco.run import metrics
 from diloco.run.workdir import parts_of, whole_config
-from diloco.wire.ledger import gradient_bytes
+from diloco.wire.ledger import all_reduced_bytes
 
 
 @dataclasses.dataclass
@@ -60,9 +60,9 @@ def read(folder: pathlib.Path, name: str) -> Run:
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
   peak = max(_largest_sum(found["send"], "bytes") for found in read_parts)
+  peak = max(peak, all_reduced_bytes(c, 1))
   if c.data_parallel:
-    peak = gradient_bytes(c)
-    sent = {t: t * peak for t in sent}
+    sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
   return Run(
     name=name,

@@ -18,7 +18,7 @@ from diloco.model.shapes import matrix_params, num_params
 from diloco.run.log import Log
 from diloco.run.peers import Peers
 from diloco.wire import sizes
-from diloco.wire.ledger import gradient_bytes
+from diloco.wire.ledger import all_reduced_bytes
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -95,7 +95,7 @@ def _numbers(
   params, ledger = num_params(c.model), log.ledger
   reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
   sent = log.sent(c.train.steps)
-  peak = gradient_bytes(c) if c.data_parallel else ledger.peak
+  peak = max(all_reduced_bytes(c, 1), ledger.peak)
   return {
     "algorithm": c.algorithm,
     "replicas": c.replicas,

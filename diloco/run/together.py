@@ -282,16 +282,18 @@ def step(
   """
   trainable = overlap.trained_next(c, plan, t) if plan else None
   params, opt_state, metrics = inner_together(
-    state.params, state.opt_state, tokens, trainable, numbers.inner, c=c
+    *(state.params, state.opt_state, tokens, trainable, numbers.inner),
+    c=c,
+    averaged=c.is_warm(t),
   )
   state = TrainState(params, opt_state, state.outer)
-  if plan is None or not (plan.schedule.sends(t) or plan.schedule.arrivals(t)):
+  if plan is None or not plan.schedule.is_busy(t):
     return state, metrics, []
   state, events = over_runs(plan, numbers, functools.partial(_outer, t), state)
   return state, metrics, events
 
 
-@functools.partial(jax.jit, static_argnames="c", donate_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnames=("c", "averaged"), donate_argnums=(0, 1))
 def inner_together(
   params: Tree,
   opt_state: Tree,
@@ -300,9 +302,10 @@ def inner_together(
   tuned: Tuned,
   *,
   c: Config,
+  averaged: bool = False,
 ) -> tuple[Tree, Tree, InnerMetrics]:
   """Maps `inner_step` over the runs, which all train the same layers."""
-  one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c)
+  one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c, averaged=averaged)
   in_turn = lambda *args: jax.lax.map(lambda args: one(*args), args)
   args = (params, opt_state, tokens, tuned)
   # XLA for CPU is slow at batched products.

@@ -52,6 +52,8 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     ((0,) if f.rest else ()) + tuple(i + 1 for i in f.layers)
     for f in c.make_fragments()
   )
+  # Simulates the rounds after a warm start.
+  schedule = dataclasses.replace(c.make_schedule(), warm_start=0)
   return Workload(
     params_per_layer=(embed,) + (block,) * c.model.num_layers,
     step_time=seconds,
@@ -61,7 +63,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     tau=min(c.overlap.taus),
     bits=gradient_bits(c) if c.data_parallel else wire_bits(c),
     latency=latency,
-    plan=None if c.data_parallel else (c.make_schedule(), layers),
+    plan=None if c.data_parallel else (schedule, layers),
     exchange=c.wire.exchange,
   )
 

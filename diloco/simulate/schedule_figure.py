@@ -55,7 +55,7 @@ def planned(c: Config, first: int, last: int) -> list[Send]:
 def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
   """Returns the steps to draw: by default from the first send on, for one round."""
   margin = 3 + c.sync_every // 20
-  first = max(c.sync_every - margin, 1) if first is None else first
+  first = max(c.make_schedule().first_send(0) - margin, 1) if first is None else first
   if last is None:
     last = first + c.sync_every + max(c.overlap.taus) + margin + 1
   return first, last

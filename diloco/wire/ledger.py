@@ -39,6 +39,12 @@ class Ledger:
     return sum(count for count, _ in self.fragments.values())
 
 
+def all_reduced_bytes(c: Config, t: int) -> int:
+  """Counts the bytes of gradients that one replica has sent after inner step t."""
+  steps = t if c.data_parallel else min(t, c.outer.warm_start_steps)
+  return steps * gradient_bytes(c)
+
+
 def gradient_bytes(c: Config) -> int:
   """Counts the bytes that one data-parallel replica sends in a step."""
   value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]

@@ -1,0 +1,106 @@
+"""Pier's warm start (arXiv 2511.17849): data-parallel steps before the first sync.
+
+In the first `outer.warm_start_steps` inner steps, the gradients of all replicas are
+averaged at every step (`inner.inner_step` with `averaged`), so the replicas stay equal
+and nothing else is sent. When a fragment is due, its outer parameters follow the
+replicas: theta <- theta_m. With `outer.warm_start_momentum`, the outer optimizer first
+sees the outer gradient theta - theta_m, and only its step is dropped. So the first sync
+already has the momentum of a sync in the middle of a run. After the warm start follows
+Algorithm 2, with the inner optimizer's state of the warm start.
+
+The source is the paper's abstract and the authors' code, whose words are "lazy start"
+and "momentum produce". They report that GPT-2 XL trains 2.7 to 3.7 times as fast on 256
+A100, with the same validation loss. Their warm start takes a tenth of the steps. Then
+their code raises the outer rate along a line for another tenth, and lowers rate (1.1 to
+0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that.
+"""
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm import optimizers
+from diloco.algorithm.fragments import take
+from diloco.algorithm.optimizers import Outer, OuterTuned
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import Event, OuterState
+from diloco.config.fields import OuterConfig
+from diloco.model.sharding import REPLICA, specs
+
+Tree = Any
+
+
+def follow(
+  plan: Plan, t: int, params_M: Tree, state: OuterState
+) -> tuple[OuterState, list[Event]]:
+  """Lets the fragments that are due in the warm start follow the replicas.
+
+  Args:
+    plan: how replicas are synchronised.
+    t: number of finished inner steps.
+    params_M: parameters of all replicas, which are equal.
+    state: the outer state before.
+
+  Returns:
+    The new outer state, and an event for each fragment.
+  """
+  home, events = plan.home, list[Event]()
+  for p in plan.schedule.follows(t):
+    new = _own(params_M, plan.layers[p], keys=tuple(plan.shapes[p]), mesh=plan.mesh)
+    new = home.keep(new) if home.at_hosts else new
+    theta, opt_state = home.bring((state.theta[p], state.opt_state[p]))
+    place = jax.set_mesh(home.mesh) if home.at_hosts else contextlib.nullcontext()
+    with place:
+      opt_state, norm = _accumulate(
+        theta, opt_state, new, plan.tuned, outer=plan.outer, mesh=home.mesh
+      )
+    state = state.after_update(p, *home.keep((new, opt_state)))
+    events.append(Event("warm_start", p, t, 0, {"outer_grad_mean_norm": norm}))
+  return state, events
+
+
+@partial(jax.jit, static_argnames=("keys", "mesh"))
+def _own(
+  params_M: Tree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
+) -> Tree:
+  """Takes a fragment of one replica, float32; every device takes one that it holds."""
+  part_M = take(params_M, keys, layers)
+  led = specs(part_M, mesh, (REPLICA,))
+  # Not x_M[0] of the whole array: XLA would send replica 0 to all other devices.
+  return jax.shard_map(
+    lambda part_M: jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M),
+    mesh=mesh,
+    in_specs=(led,),
+    out_specs=jax.tree.map(lambda spec: P(*spec[1:]), led),
+    check_vma=False,
+  )(part_M)
+
+
+@partial(jax.jit, static_argnames=("outer", "mesh"))
+def _accumulate(
+  theta: Tree,
+  opt_state: Tree,
+  new: Tree,
+  tuned: OuterTuned,
+  *,
+  outer: Outer,
+  mesh: Mesh,
+) -> tuple[Tree, jax.Array]:
+  """Shows the outer optimizer the outer gradient theta - new, but drops its step.
+
+  Returns:
+    New opt_state; the norm of the outer gradient, float32 [].
+  """
+  delta = jax.tree.map(jnp.subtract, theta, new)
+  if isinstance(outer, OuterConfig) and outer.warm_start_momentum:
+    _, opt_state = optimizers.make_outer(outer, tuned).update(delta, opt_state, theta)
+  _, places = optimizers.outer_shardings(outer, theta, mesh)
+  opt_state = jax.lax.with_sharding_constraint(opt_state, places)
+  return opt_state, optax.tree.norm(delta)

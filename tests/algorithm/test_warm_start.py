@@ -1,0 +1,242 @@
+"""Pier's warm start: against float64 NumPy, and against data-parallel."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import diloco
+from diloco.algorithm.inner import inner_step, mean_of_all
+from diloco.algorithm.optimizers import tuned
+from diloco.algorithm.schedule import Schedule
+from diloco.algorithm.state import init_state
+from diloco.config import ConfigError, changed, resolve
+from diloco.run import metrics
+from diloco.run.mesh import make_mesh
+from diloco.train import train
+from diloco.wire.ledger import gradient_bytes
+
+ROOT = pathlib.Path(__file__).parents[2]
+M, H, STEPS, RATE, MOMENTUM = 2, 6, 27, 0.5, 0.8
+FRAGMENTS = {"a": 0, "b": 1, "c": 0}
+
+
+def increments(t, warm):
+  """What step t adds to each parameter of each replica; equal in the warm start."""
+  rng = np.random.default_rng(t)
+  add = {name: rng.normal(size=(M, 3, 2)) for name in FRAGMENTS}
+  return {name: x[:1].repeat(M, 0) if t <= warm else x for name, x in add.items()}
+
+
+def by_hand(start, warm, tau, accumulates, restart):
+  """Algorithm 2 with Nesterov momentum after a warm start; one tensor after another."""
+  found = {}
+  for name, p in FRAGMENTS.items():
+    inner, outer = [start[name].astype(float)] * M, start[name].astype(float)
+    trace, seen, deltas = 0, 0, {}
+    for t in range(1, STEPS + tau + 1):
+      if t <= STEPS:
+        add = increments(t, warm)[name]
+        inner = [x + add[m] for m, x in enumerate(inner)]
+      since = t - p * H // 2
+      delta = outer - sum(inner) / M
+      if t <= STEPS and since > 0 and since % H == 0:
+        if t > warm:
+          deltas[t] = delta
+        else:
+          if accumulates:
+            trace, seen = delta + MOMENTUM * trace * (seen % restart > 0), seen + 1
+          outer = inner[0]
+      if t - tau in deltas:
+        delta = deltas.pop(t - tau)
+        trace, seen = delta + MOMENTUM * trace * (seen % restart > 0), seen + 1
+        outer = outer - RATE * (delta + MOMENTUM * trace)
+        inner = [outer] * M
+    found[name] = outer, inner[0]
+  return found
+
+
+@pytest.mark.parametrize(
+  ("warm", "tau", "accumulates", "restart"),
+  [(12, 0, True, 99), (13, 2, False, 99), (16, 1, True, 3), (4, 0, True, 99)],
+)
+def test_fragments_follow_and_momentum_grows_as_in_numpy(
+  warm, tau, accumulates, restart
+):
+  start = {name: np.float32(x[0]) for name, x in increments(0, 0).items()}
+  params_M = diloco.replicate(start, M)
+  method = diloco.streaming(
+    params_M,
+    sync_every=H,
+    fragments=FRAGMENTS.get,
+    tau=tau,
+    outer=diloco.OuterConfig(
+      f"sgd(momentum={MOMENTUM}, nesterov=True)",
+      RATE,
+      warm_start_steps=warm,
+      warm_start_momentum=accumulates,
+      restart_every=restart % 99,
+    ),
+  )
+  state, kinds = method.init(params_M), {}
+  for t in range(1, STEPS + 1):
+    add = increments(t, warm)
+    params_M = {name: x + jnp.float32(add[name]) for name, x in params_M.items()}
+    params_M, state, events = method.step(t, params_M, state)
+    kinds |= {(e.step, e.fragment): e.kind for e in events if e.kind != "receive"}
+    assert not state.in_flight or t > warm
+  params_M, state, _ = method.drain(STEPS, params_M, state)
+  assert all((kind == "send") == (t > warm) for (t, _), kind in kinds.items())
+  expected = by_hand(start, warm, tau, accumulates, restart)
+  params = method.params(state)
+  for name, (outer, inner) in expected.items():
+    np.testing.assert_allclose(params[name], outer, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(params_M[name][0], inner, rtol=1e-5, atol=1e-5)
+
+
+@given(
+  fragments=st.integers(1, 5),
+  sync_every=st.integers(1, 12),
+  warm=st.integers(0, 40),
+  steps=st.integers(1, 60),
+)
+def test_a_due_fragment_follows_until_the_end_and_is_sent_later(
+  fragments, sync_every, warm, steps
+):
+  cold = Schedule(fragments, sync_every, (0,))
+  schedule = Schedule(fragments, sync_every, (0,), warm_start=warm)
+  sends = {p: [] for p in range(fragments)}
+  for t in range(1, steps + 1):
+    follows, sent = schedule.follows(t), schedule.sends(t)
+    assert (sent if t > warm else follows) == cold.sends(t)
+    assert not (follows if t > warm else sent)
+    assert schedule.is_busy(t) == bool(follows or sent)
+    for p in sent:
+      sends[p].append(t)
+  for p, found in sends.items():
+    assert schedule.num_sends(p, steps) == len(found)
+    assert not found or found[0] == schedule.first_send(p)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_replica_gets_the_mean_gradient(tiny, dtype):
+  tiny.inner.gradient_dtype = dtype
+  c, rng = resolve(tiny), np.random.default_rng(0)
+  grads_M = {"a": rng.normal(size=(M, 5)), "b": rng.normal(size=(M, 2, 3))}
+  grads_M = jax.tree.map(jnp.float32, grads_M)
+  with jax.set_mesh(make_mesh(c, jax.devices()[:1])):
+    found = jax.jit(functools.partial(mean_of_all, c))(grads_M)
+  for name, x_M in grads_M.items():
+    mean = np.asarray(x_M, float).mean(axis=0, keepdims=True).repeat(M, axis=0)
+    np.testing.assert_allclose(
+      found[name], mean, rtol=1e-6 if dtype == "float32" else 8e-3
+    )
+    rounded = jnp.asarray(mean, jnp.float32).astype(dtype).astype("float32")
+    np.testing.assert_allclose(found[name], rounded, rtol=1e-6)
+    assert found[name].dtype == "float32"
+
+
+@pytest.mark.slow  # Compiles two steps.
+def test_an_averaged_step_is_that_of_data_parallel(tiny):
+  tiny.train.batch_size, tiny.train.accumulate = 8, 2
+  tiny.inner.warmup_steps, tiny.inner.clip_norm = 0, 0.5
+  tiny.inner.optimizer, tiny.inner.weight_decay = "sgd", 0.0
+  c = resolve(tiny)
+  one = changed(c, {"algorithm": "data_parallel"})
+  tokens = jax.random.randint(jax.random.key(1), (M, 4, c.model.seq_len), 4, 2048)
+  found = []
+  for config, averaged in ((c, True), (one, False)):
+    mesh = make_mesh(config, jax.devices()[:1])
+    with jax.set_mesh(mesh):
+      s = init_state(config, mesh, None)
+      batch = tokens.reshape(config.models, -1, c.model.seq_len)
+      args = (s.params, s.opt_state, batch, None, tuned(config))
+      found.append(inner_step(*args, c=config, averaged=averaged))
+  (both, _, seen), (alone, _, other) = found
+  for x, y in zip(jax.tree.leaves(both), jax.tree.leaves(alone)):
+    np.testing.assert_array_equal(x[0], x[1])
+    np.testing.assert_allclose(x[0], y[0], rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(seen.loss.mean(), other.loss[0], rtol=1e-6)
+  np.testing.assert_allclose(seen.grad_norm, [other.grad_norm[0]] * M, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    (
+      {"overlap.transport": "sites"},
+      r"warm_start_steps is 4, which .*transport is sites",
+    ),
+    ({"outer.fedpart": True}, "warm_start_steps is 4, but outer.fedpart"),
+  ],
+)
+def test_a_warm_start_refuses_what_it_cannot_do(tiny, fields, message):
+  tiny.outer.warm_start_steps = 4
+  with pytest.raises(ConfigError, match=message):
+    changed(resolve(tiny), fields)
+
+
+def test_a_falling_rate_ends_with_the_last_update(tiny):
+  tiny.outer.warm_start_steps, tiny.sync_every, tiny.train.steps = 8, 4, 24
+  tiny.algorithm, tiny.outer.final_fraction = "diloco", 0.1
+  assert resolve(tiny).outer.decay_syncs == 6
+  tiny.outer.warm_start_momentum = False
+  assert resolve(tiny).outer.decay_syncs == 4
+
+
+@pytest.mark.slow
+def test_a_run_begins_as_data_parallel_and_counts_its_bytes(tiny, tmp_path):
+  tiny.outer.warm_start_steps, tiny.train.steps, tiny.sync_every = 9, 16, 4
+  c = resolve(tiny)
+  one = changed(c, {"algorithm": "data_parallel"})
+  summary = train(c, tmp_path / "warm")
+  train(one, tmp_path / "one")
+  warm, cold = (metrics.read(tmp_path / name) for name in ("warm", "one"))
+  for mine, other in zip(warm[:9], cold[:9]):
+    np.testing.assert_allclose(mine["loss"], other["loss"], rtol=1e-4)
+    assert mine["bytes_sent"] == other["bytes_sent"] == mine["step"] * gradient_bytes(c)
+  sends = sum(r["bytes"] for r in metrics.read(tmp_path / "warm", "send"))
+  assert summary["bytes_sent_per_replica"] == 9 * gradient_bytes(c) + sends
+  assert summary["peak_bytes_per_sync"] == gradient_bytes(c)
+  assert {r["step"] for r in metrics.read(tmp_path / "warm", "warm_start")} <= {
+    *range(10)
+  }
+
+
+@pytest.mark.slow
+def test_the_layout_changes_no_loss_and_the_gradients_cross_once():
+  script = """
+import json, jax, multidevice
+from diloco.aot.programs import Programs
+from diloco.model.shapes import num_params
+fields = {"outer.warm_start_steps": 4, "inner.warmup_steps": 0, "wire.format": "fp32"}
+fields |= {"inner.optimizer": "sgd", "inner.weight_decay": 0.0}
+c = multidevice.make_config(**fields)
+crossing = {}
+for n in (2, 4):
+  mesh = multidevice.make_mesh(c, jax.devices()[:n])
+  found = Programs(c, mesh).compile("warm-start step").crossing
+  crossing[n] = found / (4 * num_params(c.model))
+print(json.dumps([[multidevice.losses(n, **fields) for n in (1, 2, 4)], crossing]))
+"""
+  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+  paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+  env = {**os.environ, **flags, "PYTHONPATH": paths}
+  found = subprocess.run(
+    [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600
+  )
+  assert not found.returncode, found.stderr
+  losses, crossing = json.loads(found.stdout.splitlines()[-1])
+  for other in losses[1:]:
+    np.testing.assert_allclose(other, losses[0], rtol=2e-5)
+  for share in crossing.values():
+    assert 1 <= share < 1.001
