@@ -31,6 +31,7 @@ from diloco.algorithm.fragments import as_merged, put, take
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.radial import average
 from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
 from diloco.config.fields import WireConfig
@@ -123,7 +124,7 @@ def _update(
       delta, cosine = exchange.all_reduce(mesh, delta_M), jnp.float32(jnp.nan)
     else:
       delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
-      delta = jax.tree.map(partial(_mean, weights_M=weights_M), delta_M)
+      delta = average(delta_M, weights_M, outer)
       cosine = jnp.float32(jnp.nan)
       if weights_M is None:
         cosine = mean_cosine(products(delta_M))
@@ -147,14 +148,6 @@ update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
 update_in_place = jax.jit(
   _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
 )
-
-
-def _mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
-  if weights_M is None:
-    return x_M.mean(axis=0)
-  # An absent site's payload may decode to anything.
-  x_M = jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
-  return jnp.tensordot(weights_M / weights_M.sum(), x_M, axes=1)
 
 
 @partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")

@@ -129,6 +129,10 @@ class OuterConfig:
   # late in training, momentum keeps outer gradients that are too large (arXiv
   # 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
+  # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
+  # norms and directions are averaged apart, for each tensor of each layer but not for
+  # the embedding (Decoupled DiLoCo, arXiv 2604.21428).
+  average: Literal["mean", "radial"] = "mean"
   # Steps of a warm start, as in Pier (arXiv 2511.17849): the gradients of all replicas
   # are averaged at every step, as in data-parallel, so the replicas stay equal. Pier
   # uses a tenth of all steps. 0: no warm start, as in both papers.

@@ -178,6 +178,11 @@ def _check_together(c: Config) -> None:
       f"log.diagnostics_every is {c.log.diagnostics_every}, which compares replicas on"
       f" devices, but overlap.transport is {transport}; set it to 0, or choose device."
     )
+  if c.outer.average == "radial" and not c.data_parallel and c.wire.exchange == "psum":
+    raise ConfigError(
+      "outer.average is radial, which needs the outer gradient of each replica, but"
+      " wire.exchange is psum, which reduces them; choose gather."
+    )
   warm, needs = c.outer.warm_start_steps, "which averages gradients at every step"
   if warm and not c.data_parallel:
     if transport == "sites":
