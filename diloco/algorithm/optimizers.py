@@ -2,11 +2,13 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
+`OWN` lists optimizers that optax does not have.
 """
 
 import ast
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -15,6 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.delayed_nesterov import delayed_nesterov
 from diloco.config import Config, ConfigError
 from diloco.config.fields import OuterConfig
 from diloco.model import sharding
@@ -23,6 +26,9 @@ from diloco.model.sharding import FSDP, Lead
 Tree = Any
 # An outer optimizer by its name, or itself.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
+OWN: dict[str, Callable[..., optax.GradientTransformation]] = {
+  "delayed_nesterov": delayed_nesterov,
+}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -180,7 +186,7 @@ def _make(
   """Makes an optimizer; `numbers` replace arguments of the text."""
   name, arguments = parse(field, text)
   arguments |= numbers
-  factory = getattr(optax.contrib, name, None) or getattr(optax, name, None)
+  factory = OWN.get(name) or getattr(optax.contrib, name, getattr(optax, name, None))
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:
     raise ConfigError(
