@@ -174,10 +174,17 @@ def _restarted(
   return optax.GradientTransformation(init, update)
 
 
-def outer_shardings(outer: Outer, theta: Tree, mesh: Mesh) -> tuple[Tree, Tree]:
-  """Returns NamedShardings of a fragment's outer parameters and optimizer state."""
-  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh)
-  return sharding.shardings(theta, mesh), opt_at
+def outer_shardings(
+  outer: Outer, theta: Tree, mesh: Mesh, lead: Lead = ()
+) -> tuple[Tree, Tree]:
+  """Returns NamedShardings of a fragment's outer parameters and optimizer state.
+
+  Args:
+    theta: the fragment's outer parameters without `lead`, or their shapes.
+    lead: (REPLICA,) if every replica has its own; see `diloco.model.sharding`.
+  """
+  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, lead)
+  return sharding.with_lead(sharding.shardings(theta, mesh), lead), opt_at
 
 
 def _make(

@@ -101,7 +101,7 @@ class Plan:
   def kind(self, p: int) -> dict:
     """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
-    return {"keys": tuple(self.shapes[p]), **present}
+    return {"keys": tuple(self.shapes[p]), "each": self.schedule.eager, **present}
 
 
 def make_plan(

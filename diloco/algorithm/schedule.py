@@ -103,6 +103,8 @@ class Schedule:
       step has been received, so this schedule begins after it. 0: the run's start.
     warm_start: the last step of the warm start (`algorithm.warm_start`). Until then
       nothing is sent, and a fragment that is due follows the replicas.
+    eager: whether an exchange takes a whole round (`algorithm.eager`): every tau is H,
+      and a fragment arrives when it is sent again.
 
   Raises:
     ValueError: a tau is not below H.
@@ -113,10 +115,11 @@ class Schedule:
   taus: tuple[int, ...]
   drained: int = 0
   warm_start: int = 0
+  eager: bool = False
 
   def __post_init__(self):
     for tau in self.taus:
-      if not 0 <= tau < self.sync_every:
+      if not 0 <= tau < self.sync_every + self.eager:
         raise ValueError(
           f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
           f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."

@@ -29,7 +29,8 @@ class OuterState:
 
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
-      {'embed': ...}, float32, sharded over fsdp, the same for every replica.
+      {'embed': ...}, float32, sharded over fsdp, the same for every replica. With
+      eager updates every replica has its own, leaves (M, ...), as in `opt_state`.
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
@@ -160,7 +161,8 @@ def abstract_outer(
   for p, layers in enumerate(plan.layers):
     init = functools.partial(_init_fragment, **plan.kind(p))
     state = jax.eval_shape(init, params_M, layers)
-    theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, plan.mesh)
+    kind = (plan.outer, plan.mesh, plan.schedule.eager)
+    theta_at, opt_at, codec_at = _outer_shardings(state, *kind)
     places = (*plan.home.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
   payloads = {str(p): plan.payload(p, fsdp) for p in in_flight}
@@ -180,7 +182,8 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
     One replica's tree, float32, sharded over fsdp.
   """
   plan.jobs.settle()  # Jobs and the copies below may both start collectives.
-  thetas = map(plan.home.fetch, state.theta)
+  mean = functools.partial(replica_mean, mesh=plan.mesh)
+  thetas = map(mean if plan.schedule.eager else plan.home.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
@@ -232,30 +235,39 @@ def _inner_structs(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "wire", "outer", "mesh"))
+@functools.partial(jax.jit, static_argnames=("keys", "each", "wire", "outer", "mesh"))
 def _init_fragment(
   params_M: Tree,
   layers: np.ndarray,
   *,
   keys: tuple[str, ...],
+  each: bool,
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Tree]:
-  """Makes the first theta, opt_state and codec_state of a fragment."""
-  part_M = fragments.take(params_M, keys, layers)
-  theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
-  opt_state = optimizers.make_outer(outer).init(theta)
+  """Makes the first theta, opt_state and codec_state of a fragment, of each replica?"""
+  part_M, init = (
+    fragments.take(params_M, keys, layers),
+    optimizers.make_outer(outer).init,
+  )
+  own = lambda x_M: x_M if each else x_M[0]
+  theta = jax.tree.map(lambda x_M: own(x_M).astype(jnp.float32), part_M)
+  opt_state = jax.vmap(init)(theta) if each else init(theta)
   codec_state = exchange.init_state(wire, jax.tree.map(jnp.float32, part_M))
   state = (theta, opt_state, codec_state)
-  return jax.lax.with_sharding_constraint(state, _outer_shardings(state, outer, mesh))
+  places = _outer_shardings(state, outer, mesh, each)
+  return jax.lax.with_sharding_constraint(state, places)
 
 
-def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh) -> tuple:
+def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tuple:
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
-  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)
-  led = sharding.with_lead(theta_at, (REPLICA,))
+  if each:
+    theta = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), theta)
+  lead = (REPLICA,) if each else ()
+  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, lead)
+  led = theta_at if each else sharding.with_lead(theta_at, (REPLICA,))
   codec_at = jax.tree.map(
     lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
   )

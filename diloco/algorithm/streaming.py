@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm import eager
 from diloco.algorithm import outer as outer_lib
 from diloco.algorithm.layout import Fragments, Layout, make_layout
 from diloco.algorithm.optimizers import Outer, outer_shardings
@@ -79,9 +80,8 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    found, state, events = outer_lib.outer_step(
-      self.plan, t, self._split(params_M), state
-    )
+    rule = eager if self.plan.schedule.eager else outer_lib
+    found, state, events = rule.outer_step(self.plan, t, self._split(params_M), state)
     return self._join(found), state, events
 
   def drain(
@@ -94,9 +94,11 @@ class Streaming:
       final_sync: whether all fragments are synchronised once more. Without this, the
         outer parameters lack the inner steps after a fragment's last send.
     """
-    found, state, events = outer_lib.drain(
-      self.plan, last, self._split(params_M), state, final_sync
-    )
+    args = (self.plan, last, self._split(params_M), state)
+    if self.plan.schedule.eager:
+      found, state, events = eager.drain(*args)
+    else:
+      found, state, events = outer_lib.drain(*args, final_sync)
     return self._join(found), state, events
 
   def params(self, state: OuterState) -> Tree:

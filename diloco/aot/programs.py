@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
+from diloco.algorithm import eager
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update_in_place
@@ -132,6 +133,12 @@ class Programs:
     key = jax.eval_shape(lambda: jax.random.key(0))
     codec_state, everyone = outer.codec_state[p], np.ones(c.replicas, bool)
     wire = {"wire": c.wire, "mesh": self.mesh}
+    if c.overlap.eager:
+      self._add("send", eager.send, params, theta, codec_state, layers, key, **wire)
+      both = (payloads[p], self.payload, layers, plan.tuned)
+      update_all = partial(self._add, "update", eager.update, params)
+      update_all(theta, opt_state, *both, outer=c.outer, **wire)
+      return
     self._add("send", send, params, theta, codec_state, layers, key, **wire)
     self._add("merge", merge, params, theta, layers, everyone, alpha=plan.alpha)
     if plan.home.at_hosts:

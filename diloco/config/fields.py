@@ -82,6 +82,11 @@ class OverlapConfig:
   # alpha: weight of the replica's own parameters in the merge. 0 discards the inner
   # steps that ran during the exchange, 0.5 averages, 1 ignores the other replicas.
   alpha: Share = 0.0
+  # Eager updates (arXiv 2502.12996): an exchange takes a whole round of H steps, and a
+  # replica steps at once along its own new outer gradient and the others' of the round
+  # before. tau and alpha are not used. The replicas' outer parameters differ; their
+  # mean is evaluated. Off, as in both papers.
+  eager: bool = False
   # device: devices exchange the payloads inside the program of the inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
   # hosts hold the outer state. sites: every site trains on its own, and a coordinator
@@ -480,6 +485,7 @@ class Config:
       self.sync_every,
       self.overlap.taus,
       warm_start=self.outer.warm_start_steps,
+      eager=self.overlap.eager,
     )
 
   def num_syncs(self) -> tuple[int, ...]:

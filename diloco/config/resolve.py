@@ -104,6 +104,8 @@ def _resolve(v: dict[str, Any]) -> Config:
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
+  if v["overlap.eager"] and v["algorithm"] != "data_parallel":
+    v |= {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
@@ -194,6 +196,18 @@ def _check_together(c: Config) -> None:
       raise ConfigError(
         f"outer.warm_start_steps is {warm}, but outer.fedpart trains only the fragment"
         " that is sent next, and nothing is sent in a warm start; unset one of them."
+      )
+  for field, value, refused, choice in (
+    ("overlap.transport", transport, transport != "device", "device"),
+    ("wire.exchange", c.wire.exchange, c.wire.exchange == "psum", "gather"),
+    ("outer.average", c.outer.average, c.outer.average != "mean", "mean"),
+    ("outer.offload", True, c.outer.offload, "false"),
+    ("outer.final_sync", True, c.outer.final_sync, "false"),
+    ("outer.warm_start_steps", warm, warm, "0"),
+  ):
+    if c.overlap.eager and not c.data_parallel and refused:
+      raise ConfigError(
+        f"overlap.eager is set, with which {field} cannot be {value}; choose {choice}."
       )
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:

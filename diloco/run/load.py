@@ -16,7 +16,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
-from diloco.algorithm.state import abstract_params, first_replica
+from diloco.algorithm.state import abstract_params, first_replica, replica_mean
 from diloco.config import Config, ConfigError, changed, complete
 from diloco.config.command_line import one_line
 from diloco.model import shapes, sharding
@@ -121,14 +121,19 @@ def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config
 
 def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   """Describes the arrays of a checkpoint that contain the outer parameters."""
+
+  def led(tree: Any, models: int) -> Any:
+    struct = lambda x: jax.ShapeDtypeStruct((models, *x.shape), x.dtype)
+    like = jax.tree.map(struct, tree)
+    return sharding.structs(like, sharding.shardings(like, mesh, (None,)))
+
   if c.data_parallel:
-    led = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
-    like = jax.tree.map(led, abstract_params(c))
-    placed = sharding.structs(like, sharding.shardings(like, mesh, (None,)))
-    return {"params": placed}
+    return {"params": led(abstract_params(c), 1)}
   whole = shapes.parameters(c.model)
   parts = [part.shapes(whole) for part in c.make_fragments()]
   theta = [sharding.abstract(part, "float32") for part in parts]
+  if c.overlap.eager:  # Every replica has its own.
+    return {"theta": [led(x, c.replicas) for x in theta]}
   return {"theta": [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]}
 
 
@@ -136,8 +141,10 @@ def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
   """Joins the arrays of `_outer_arrays` to one replica's tree."""
   if c.data_parallel:
     return first_replica(arrays["params"], mesh=mesh)
-  layers = [part.indices for part in c.make_fragments()]
-  return fragments.join(arrays["theta"], layers, shapes.parameters(c.model), mesh)
+  layers, theta = [part.indices for part in c.make_fragments()], arrays["theta"]
+  if c.overlap.eager:
+    theta = [replica_mean(theta_M, mesh=mesh) for theta_M in theta]
+  return fragments.join(theta, layers, shapes.parameters(c.model), mesh)
 
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:

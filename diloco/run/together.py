@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
-from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import Event, TrainState, final_params, init_state
+from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 from diloco.evaluate.evaluation import Evaluation
 from diloco.run import summary
@@ -315,7 +315,7 @@ def inner_together(
 def _outer(t: int, plan: Plan, state: TrainState) -> tuple[TrainState, list[Event]]:
   """Runs the outer step of one run after inner step t."""
   assert state.outer
-  params, outer, events = outer_step(plan, t, state.params, state.outer)
+  params, outer, events = Streaming(plan).step(t, state.params, state.outer)
   return dataclasses.replace(state, params=params, outer=outer), events
 
 
@@ -323,7 +323,7 @@ def _drain(c: Config, plan: Plan, state: TrainState) -> tuple[TrainState, list[E
   """Receives the fragments of one run that are in flight after the last step."""
   assert state.outer
   args = (c.train.steps, state.params, state.outer, c.outer.final_sync)
-  params, outer, events = drain(plan, *args)
+  params, outer, events = Streaming(plan).drain(*args)
   return dataclasses.replace(state, params=params, outer=outer), events
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_config
 
 from diloco import train
-from diloco.config import files, resolve
+from diloco.config import changed, files, resolve
 from diloco.run import metrics, together
 from diloco.sweep import job, table
 
@@ -94,6 +94,22 @@ def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
     check(folders[POINTS.index(point)], alone(algorithm, point))
   losses = {metrics.read(folder)[-1]["loss"] for folder in folders}
   assert len(losses) == (3 if algorithm == "data_parallel" else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "fields",
+  [{"outer.warm_start_steps": 4}, {"overlap.eager": True, "outer.final_sync": False}],
+)
+def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
+  folders = folders_of(tmp_path, "streaming", POINTS[:2])
+  base = [resolve(make_config("streaming", *point)) for point in POINTS[:2]]
+  configs = [changed(c, fields) for c in base]
+  together.train([together.Run(c, f) for c, f in zip(configs, folders)])
+  train.train(configs[1], tmp_path / "alone")
+  check(folders[1], tmp_path / "alone")
+  followed = (metrics.read(f, "warm_start") for f in (folders[1], tmp_path / "alone"))
+  close(*followed)
 
 
 def test_runs_that_were_stopped_together_go_on_together_or_alone(
