@@ -2,7 +2,7 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-`OWN` lists optimizers that optax does not have.
+`OWN` lists optimizers that optax does not have, by the field that takes them.
 """
 
 import ast
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.delayed_nesterov import delayed_nesterov
+from diloco.algorithm.gpa import gpa
 from diloco.config import Config, ConfigError
 from diloco.config.fields import OuterConfig
 from diloco.model import sharding
@@ -26,8 +27,9 @@ from diloco.model.sharding import FSDP, Lead
 Tree = Any
 # An outer optimizer by its name, or itself.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
-OWN: dict[str, Callable[..., optax.GradientTransformation]] = {
-  "delayed_nesterov": delayed_nesterov,
+OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
+  "inner.optimizer": {"gpa": gpa},
+  "outer.optimizer": {"delayed_nesterov": delayed_nesterov},
 }
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
@@ -94,6 +96,11 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
+  if is_gpa(c) and not c.data_parallel:
+    raise ConfigError(
+      f"inner.optimizer is gpa, which averages one model, but algorithm is"
+      f" {c.algorithm}; choose data_parallel."
+    )
   values = values or tuned(c)
   clip = optax.clip_by_global_norm(c.inner.clip_norm)
   rate = learning_rate(c, values.learning_rate)
@@ -102,6 +109,11 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
     clip if c.inner.clip_norm else optax.identity(),
     _make("inner.optimizer", c.inner.optimizer, rate, decay),
   )
+
+
+def is_gpa(c: Config) -> bool:
+  """Whether the inner optimizer is GPA, which averages its parameters."""
+  return parse("inner.optimizer", c.inner.optimizer)[0] == "gpa"
 
 
 def at_step(opt_state: Tree, t: int) -> Tree:
@@ -193,7 +205,8 @@ def _make(
   """Makes an optimizer; `numbers` replace arguments of the text."""
   name, arguments = parse(field, text)
   arguments |= numbers
-  factory = OWN.get(name) or getattr(optax.contrib, name, getattr(optax, name, None))
+  factory = OWN[field].get(name) or getattr(optax.contrib, name, None)
+  factory = factory or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}
   if factory is None or "learning_rate" not in known:
     raise ConfigError(

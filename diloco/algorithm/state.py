@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
+from diloco.algorithm.gpa import judged
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config
@@ -190,10 +191,11 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
 def final_params(plan: Plan | None, state: TrainState, mesh: Mesh) -> Tree:
   """Returns the parameters by which a run is judged (2501.18512, Table 3), float32.
 
-  These are the outer parameters; for data-parallel, those of the one model.
+  These are the outer parameters; for data-parallel, those of the one model, or their
+  average if GPA trains.
   """
   if plan is None or state.outer is None:
-    return first_replica(state.params, mesh=mesh)
+    return first_replica(judged(state.params, state.opt_state), mesh=mesh)
   return outer_params(plan, state.outer)
 
 

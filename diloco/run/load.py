@@ -16,7 +16,14 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
-from diloco.algorithm.state import abstract_params, first_replica, replica_mean
+from diloco.algorithm.gpa import judged
+from diloco.algorithm.optimizers import is_gpa
+from diloco.algorithm.state import (
+  abstract_params,
+  abstract_state,
+  first_replica,
+  replica_mean,
+)
 from diloco.config import Config, ConfigError, changed, complete
 from diloco.config.command_line import one_line
 from diloco.model import shapes, sharding
@@ -128,7 +135,10 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
     return sharding.structs(like, sharding.shardings(like, mesh, (None,)))
 
   if c.data_parallel:
-    return {"params": led(abstract_params(c), 1)}
+    params = {"params": led(abstract_params(c), 1)}
+    if not is_gpa(c):
+      return params
+    return params | {"opt_state": abstract_state(c, mesh, None).opt_state}
   whole = shapes.parameters(c.model)
   parts = [part.shapes(whole) for part in c.make_fragments()]
   theta = [sharding.abstract(part, "float32") for part in parts]
@@ -140,7 +150,8 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
   """Joins the arrays of `_outer_arrays` to one replica's tree."""
   if c.data_parallel:
-    return first_replica(arrays["params"], mesh=mesh)
+    params = judged(arrays["params"], arrays.get("opt_state"))
+    return first_replica(params, mesh=mesh)
   layers, theta = [part.indices for part in c.make_fragments()], arrays["theta"]
   if c.overlap.eager:
     theta = [replica_mean(theta_M, mesh=mesh) for theta_M in theta]
