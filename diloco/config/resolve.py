@@ -204,6 +204,7 @@ def _check_together(c: Config) -> None:
     ("outer.offload", True, c.outer.offload, "false"),
     ("outer.final_sync", True, c.outer.final_sync, "false"),
     ("outer.warm_start_steps", warm, warm, "0"),
+    ("log.diagnostics_every", c.log.diagnostics_every, c.log.diagnostics_every, "0"),
   ):
     if c.overlap.eager and not c.data_parallel and refused:
       raise ConfigError(
