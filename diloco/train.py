@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from diloco.algorithm import overlap
+from diloco.algorithm import between_syncs, overlap
 from diloco.algorithm.state import Event, final_params, init_state
 from diloco.algorithm.streaming import make_method
 from diloco.config import Config, ConfigError, resolve
@@ -75,6 +75,7 @@ def train(
     evaluation = Evaluation(c, mesh)
     method = make_method(c, mesh)
     plan = method.plan if method else None
+    periods = (c.eval.every, c.checkpoint.every, *between_syncs.periods(c))
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
@@ -121,14 +122,15 @@ def train(
       now = make_record(c, batches, log, mesh, plan, peers, finished)
       checkpoints.save(t, state, now)
 
-    periods = (c.eval.every, c.checkpoint.every)
     while t < c.train.steps:
       steps = overlap.stretch(plan, t, c.train.steps, periods)
       # Run inner steps of all replicas, then the outer step.
       profile.begin(steps, state)
       tokens = [next(batches) for _ in steps]
       state, by_step = overlap.inner_steps(c, plan, steps, state, tokens)
-      t, events = steps[-1], list[Event]()
+      t, averages, events = steps[-1], list[Event](), list[Event]()
+      if plan:
+        state, averages = between_syncs.average(c, t, plan, state)
       if site and plan:
         t, state, events = site.outer_step(plan, t, state, batches, stop.is_told)
       elif method and state.outer:
@@ -136,7 +138,7 @@ def train(
         params, outer, events = method.step(t, state.params, state.outer)
         events += merge_loss.after(t, params, before)
         state = dataclasses.replace(state, params=params, outer=outer)
-      log.stretch(steps, by_step, events)
+      log.stretch(steps, by_step, averages + events)
       profile.end(steps, state)
 
       last = t == c.train.steps

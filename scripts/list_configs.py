@@ -27,6 +27,7 @@ from diloco.config import Config
 from diloco.config.command_line import Parser, guarded, load_config, load_module
 from diloco.model.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.wire import sizes
+from diloco.wire.ledger import average_bytes
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
@@ -105,6 +106,8 @@ def traffic(c: Config) -> tuple[int, int]:
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     times = schedule.num_sends(p, c.train.steps)
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
+  of_average = average_bytes(c)
+  sent += sum(c.train.steps // n * of_average[kind] for kind, n in c.averages().items())
   return most, sent
 
 

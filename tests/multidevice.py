@@ -17,7 +17,7 @@ import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
 import diloco
-from diloco.algorithm import fragments, optimizers, overlap
+from diloco.algorithm import between_syncs, fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.outer import (
   drain,
@@ -41,7 +41,7 @@ from diloco.config.fields import ModelConfig
 from diloco.evaluate import merges
 from diloco.model import attention, shapes, sharding
 from diloco.run.mesh import make_mesh
-from diloco.wire import exchange, transport
+from diloco.wire import exchange, sizes, transport
 from diloco.wire.transport import transmit
 
 STEPS = 6
@@ -161,6 +161,42 @@ def traffic(devices: int, **fields) -> dict:
   assert real.sharding.is_equivalent_to(payload.sharding, real.ndim)
   crossing["payload_shape"] = list(payload.shape)
   return crossing
+
+
+def averages(devices: int, **fields) -> dict:
+  """Averages moments and parameters that differ between the replicas.
+
+  Returns:
+    For each kind of average, bytes that a replica sends and books. `right`: whether
+    changed values are means over the replicas, and arrays lie where they lay. `changed`
+    and `expected`: numbers of changed parameters and moments.
+  """
+  c = make_config(**fields, **{"des_loc.second_every": 1, "sparta.share": 0.1})
+  mesh = make_mesh(c, jax.devices()[:devices])
+  programs = Programs(c, mesh)
+  with jax.set_mesh(mesh):
+    plan = make_plan(c, mesh)
+    s = init_state(c, mesh, plan)
+    draw = lambda x: np.random.default_rng(x.size).normal(size=x.shape)
+    put = lambda x: jax.device_put(draw(x).astype(x.dtype), x.sharding)
+    s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
+    old = jax.tree.map(np.asarray, (s.params, s.opt_state))
+    places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
+    s, events = between_syncs.average(c, 1, plan, s)
+  right, changed = True, [0, 0]
+  for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
+    for x, y, place in zip(*map(jax.tree.leaves, three)):
+      mean = np.broadcast_to(np.mean(x, axis=0, dtype=np.float64), x.shape)
+      moved = (x != np.asarray(y)).any(axis=0)
+      right &= np.allclose(np.asarray(y)[:, moved], mean[:, moved], atol=1e-5)
+      right &= y.sharding.is_equivalent_to(place, y.ndim)
+      changed[i] += int(moved.sum())
+  crossing = {x.fragment: programs.compile(x.fragment).crossing for x in events}
+  booked = {x.fragment: x.sent for x in events}
+  n = shapes.num_params(c.model)
+  values = sizes.sparta_values(0.1, plan.parameters, mesh.shape[sharding.FSDP])
+  found = {"crossing": crossing, "booked": booked, "right": bool(right)}
+  return found | {"changed": changed, "expected": [values, n]}
 
 
 def whole_models() -> dict:
@@ -396,6 +432,10 @@ def main() -> None:
       "2": gradients(2),
       "8": gradients(8),
       "accumulated": gradients(2, **{"train.accumulate": 2}),
+    },
+    "averages": lambda: {
+      "8": averages(8),
+      "4 of 4": averages(4, replicas=4),
     },
     "whole_models": whole_models,
     "losses": lambda: {name: losses(n, **f) for name, (n, f) in layouts.items()},

@@ -83,18 +83,18 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """A send or a receive of one fragment, for the log and the ledger.
+  """A send or a receive of one fragment, or an average, for the log and the ledger.
 
   Attributes:
-    kind: send or receive.
-    fragment: index p of the fragment.
+    kind: send, receive or average.
+    fragment: index p of the fragment; of an average, its name in `between_syncs`.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
     metrics: arrays that the devices may still be computing.
   """
 
   kind: str
-  fragment: int
+  fragment: int | str
   step: int
   sent: int
   metrics: dict[str, Any]

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
-from diloco.algorithm import eager
+from diloco.algorithm import between_syncs, eager
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update_in_place
@@ -65,6 +65,7 @@ class Programs:
     state: shapes and shardings of the training state; the outer state is on devices.
     fragment: the fragment with the largest payload.
     payload: shape of that payload; None for data-parallel.
+    moments: the leaves of the inner optimizer state that DES-LOC averages, by kind.
     on_device: bytes of each part of the state in the memory of one device. The part
       "in flight" is the most that fragments in flight take: their payloads and, with
       outer.offload, their outer state.
@@ -77,6 +78,7 @@ class Programs:
     self.fragment = 0
     self.payload: jax.ShapeDtypeStruct | None = None
     self.lower: dict[str, Callable[[], Lowered]] = {}
+    self.moments = dict[str, list[jax.ShapeDtypeStruct]]()
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
       plan = make_plan(changed(c, {"outer.offload": False}), mesh)
@@ -96,6 +98,7 @@ class Programs:
         kwargs = {"c": c, "averaged": True}
         self._add("warm-start step", inner_step, *arrays, tokens, *rest, **kwargs)
       if plan and self.state.outer:
+        self._add_averages(c, plan)
         self._add_outer_step(c, plan, self.state.outer)
       steps = plan.schedule.longest_hiding if plan and plan.transport.hides else 0
       if steps:
@@ -105,6 +108,21 @@ class Programs:
 
   def _add(self, name: str, function: Wrapped, *args, **kwargs) -> None:
     self.lower[name] = partial(function.lower, *args, **kwargs)
+
+  def _add_averages(self, c: Config, plan: Plan) -> None:
+    """Adds the programs that average moments (DES-LOC) and parameters (SPARTA)."""
+    leaves = jax.tree.leaves(self.state.opt_state)
+    for kind in c.averages():
+      if kind == between_syncs.SPARTA:
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        args, fields = (self.state.params, key), {"share": c.sparta.share}
+        self._add(kind, between_syncs.sparta, *args, **fields, mesh=self.mesh)
+        continue
+      due = between_syncs.moments_of(plan, self.state.opt_state, kind)
+      self.moments[kind] = [leaves[moment.leaf] for moment in due]
+      places = tuple(moment.place for moment in due)
+      average = between_syncs.replica_means
+      self._add(kind, average, self.moments[kind], places=places, mesh=self.mesh)
 
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
@@ -182,9 +200,11 @@ class Programs:
   def outside(self, name: str) -> int:
     """Returns the bytes of state on a device that are not arguments of a program."""
     total = sum(self.on_device.values())
+    if name in self.moments:
+      return total - nbytes(self.moments[name])
     if name not in ("exchange alone", "update"):
       total -= self.on_device["parameters"]
-    if name not in ("exchange alone", "update", "send", "merge"):
+    if name not in ("exchange alone", "update", "send", "merge", between_syncs.SPARTA):
       total -= self.on_device["inner optimizer"]
     outer, payload = self.state.outer, self.payload
     if outer is None or payload is None:

@@ -222,6 +222,29 @@ class InnerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DesLocConfig:
+  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549)."""
+
+  # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
+  # float32. The paper uses 3 * sync_every. 0: never, as in DiLoCo.
+  first_every: Count = 0
+  # Steps between two averages of the second moments (AdamW's nu). The paper uses
+  # 6 * sync_every. 0: never.
+  second_every: Count = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SpartaConfig:
+  """SPARTA: averages a few random parameters between the syncs (EXO, 2025)."""
+
+  # Share of every layer's tensor that is averaged over the replicas, in float32; at
+  # least one value. EXO uses 0.0005 to 0.005. 0: none.
+  share: Share = 0.0
+  # Steps between two such averages. EXO uses 1.
+  every: Positive = 1
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
   """How much a run trains."""
 
@@ -438,6 +461,8 @@ class Config:
   outer: OuterConfig = OuterConfig()
   wire: WireConfig = WireConfig()
   inner: InnerConfig = InnerConfig()
+  des_loc: DesLocConfig = DesLocConfig()
+  sparta: SpartaConfig = SpartaConfig()
   train: TrainConfig = TrainConfig()
   model: ModelConfig = ModelConfig()
   init: InitConfig = InitConfig()
@@ -471,6 +496,15 @@ class Config:
   def schedule_steps(self) -> int:
     """T of the learning rate's schedule."""
     return self.inner.decay_steps or self.train.steps
+
+  def averages(self) -> dict[str, int]:
+    """Returns the steps between two averages of each kind; kinds in use only."""
+    every = {
+      "sparta": self.sparta.every if self.sparta.share else 0,
+      "first_moments": self.des_loc.first_every,
+      "second_moments": self.des_loc.second_every,
+    }
+    return {kind: n for kind, n in every.items() if n}
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
     """Makes the fragments in the order in which they are sent."""

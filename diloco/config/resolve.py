@@ -220,6 +220,17 @@ def _check_together(c: Config) -> None:
       f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
       " held-out text; set eval.tokens."
     )
+  averages = {
+    "des_loc.first_every": c.des_loc.first_every,
+    "des_loc.second_every": c.des_loc.second_every,
+    "sparta.share": c.sparta.share,
+  }
+  for field, asked in averages.items():
+    if asked and (c.data_parallel or transport != "device"):
+      reason = f"overlap.transport is {transport}; choose device"
+      if c.data_parallel:
+        reason = "algorithm is data_parallel, which trains one model; choose diloco"
+      raise ConfigError(f"{field} is {asked}, but {reason}, or set {field}=0.")
   m, shares = c.model, c.replicas * c.train.accumulate
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),

@@ -132,8 +132,11 @@ class Log:
       self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
-    """Reports sends, receives and merges, and counts their bytes."""
+    """Reports sends, receives and merges; counts the bytes, also of averages."""
     for event in events:
+      if event.kind == "average":
+        self.ledger.record_average(event.fragment, event.step, event.sent)
+        continue
       values = {name: _local(x) for name, x in event.metrics.items()}
       extra = {"fragment": event.fragment}
       if event.kind == "send":

@@ -116,6 +116,9 @@ def _numbers(
     "fragments": {
       p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
     },
+    "averages": {
+      kind: {"times": n, "bytes": b} for kind, (n, b) in ledger.averages.items()
+    },
     "tokens_per_s": log.tokens_per_s(),
     "wall_s": log.spent().wall_s,
     "device": jax.devices()[0].device_kind,
@@ -168,6 +171,10 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
   if summary["syncs"]:
     peak = summary["peak_bytes_per_sync"]
     sent += f" in {summary['syncs']} syncs, at most {peak:,} at once"
+  averaged = ", ".join(
+    f"{kind.replace('_', ' ')} {of['bytes']:,} ({of['times']:,}x)"
+    for kind, of in summary.get("averages", {}).items()
+  )
   lines = [
     "",
     f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
@@ -182,6 +189,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
       for task, r in summary["tasks"].items()
     ),
     f"exchanged    {sent}",
+    *([f"             of these, averages sent {averaged}"] if averaged else []),
     "             data-parallel with 16-bit gradients would have sent"
     f" {summary['bytes_data_parallel_per_replica']:,}"
     + (f": {ratio:,.1f} times as many" if ratio else ""),

@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import overlap
+from diloco.algorithm import between_syncs, overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.plan import Plan, make_plan
@@ -115,6 +115,7 @@ def train(runs: Sequence[Run]) -> None:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, plan = Evaluation(c, mesh), make_plan(c, mesh)
+    periods = (c.eval.every, c.checkpoint.every, *between_syncs.periods(c))
     restored = list[Restored | None]()
     for run in runs:
       stack.callback(run.out.close)
@@ -159,7 +160,6 @@ def train(runs: Sequence[Run]) -> None:
           record = make_record(run.c, data, run.log, mesh, plan, run.peers, finished)
           run.checkpoints.save(t, _of_run(state, r), record)
 
-    periods = (c.eval.every, c.checkpoint.every)
     for steps in overlap.stretches(plan, start, c.train.steps, periods):
       # Run an inner step of all runs, then the outer step.
       by_seed = {seed: next(data) for seed, data in batches.items()}
@@ -286,11 +286,14 @@ def step(
     c=c,
     averaged=c.is_warm(t),
   )
-  state = TrainState(params, opt_state, state.outer)
+  state, averages = TrainState(params, opt_state, state.outer), list[Event]()
+  if plan and between_syncs.is_due(c, t):
+    due = functools.partial(between_syncs.average, c, t)
+    state, averages = over_runs(plan, numbers, due, state)
   if plan is None or not plan.schedule.is_busy(t):
-    return state, metrics, []
+    return state, metrics, averages
   state, events = over_runs(plan, numbers, functools.partial(_outer, t), state)
-  return state, metrics, events
+  return state, metrics, averages + events
 
 
 @functools.partial(jax.jit, static_argnames=("c", "averaged"), donate_argnums=(0, 1))

@@ -15,6 +15,7 @@ from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.wire import sizes
+from diloco.wire.ledger import average_bytes
 
 
 def step_time(
@@ -88,10 +89,17 @@ def gradient_bits(c: Config) -> int:
 
 
 def wire_bits(c: Config) -> float:
-  """Returns the bits per parameter that a replica sends in a round, with scales."""
+  """Returns the bits per parameter that a replica sends in a round, with scales.
+
+  Averages of moments and of SPARTA count as bytes of the fragments: that they wait for
+  the link is not simulated.
+  """
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())
-  return 8 * size / num_params(c.model)
+  sent = average_bytes(c)
+  more = sum(c.sync_every / n * sent[kind] for kind, n in c.averages().items())
+  copies = sizes.copies(c.wire.exchange, c.replicas)
+  return 8 * (size + (more / copies if more else 0)) / num_params(c.model)
 
 
 @dataclasses.dataclass(frozen=True)

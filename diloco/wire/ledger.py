@@ -3,7 +3,7 @@
 import dataclasses
 
 from diloco.config import Config
-from diloco.model.shapes import num_params
+from diloco.model.shapes import num_params, parameters
 from diloco.wire import sizes
 
 
@@ -13,17 +13,26 @@ class Ledger:
 
   Attributes:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
+    averages: {kind: [number of averages, bytes sent by one replica]}, see
+      `diloco.algorithm.between_syncs`.
     peak: the most bytes that one replica sent after a single step.
     latest: [step, bytes] of the latest step that sent something.
   """
 
   fragments: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+  averages: dict[str, list[int]] = dataclasses.field(default_factory=dict)
   peak: int = 0
   latest: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
 
-  def record(self, fragment: int, step: int, sent: int) -> None:
+  def record(self, fragment: int | str, step: int, sent: int) -> None:
     """Counts one sync, in which one replica sent `sent` bytes."""
-    account = self.fragments.setdefault(str(fragment), [0, 0])
+    self._count(self.fragments.setdefault(str(fragment), [0, 0]), step, sent)
+
+  def record_average(self, kind: int | str, step: int, sent: int) -> None:
+    """Counts one average, in which one replica sent `sent` bytes."""
+    self._count(self.averages.setdefault(str(kind), [0, 0]), step, sent)
+
+  def _count(self, account: list[int], step: int, sent: int) -> None:
     account[0] += 1
     account[1] += sent
     before = self.latest[1] if self.latest[0] == step else 0
@@ -32,7 +41,8 @@ class Ledger:
 
   @property
   def total(self) -> int:
-    return sum(sent for _, sent in self.fragments.values())
+    both = (*self.fragments.values(), *self.averages.values())
+    return sum(sent for _, sent in both)
 
   @property
   def syncs(self) -> int:
@@ -50,3 +60,16 @@ def gradient_bytes(c: Config) -> int:
   value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
   params = num_params(c.model)
   return int(sizes.data_parallel_bytes(c.replicas, params, 1, value_bytes))
+
+
+def average_bytes(c: Config) -> dict[str, int]:
+  """Counts the bytes that one replica sends in one average of each kind in use.
+
+  Counts one first and one second moment per parameter, as AdamW has; a run books what
+  its own optimizer has. Tensors are not sharded.
+  """
+  whole = num_params(c.model)
+  values = dict.fromkeys(c.averages(), whole)
+  if "sparta" in values:
+    values["sparta"] = sizes.sparta_values(c.sparta.share, parameters(c.model))
+  return {kind: sizes.average_bytes(c.replicas, n) for kind, n in values.items()}

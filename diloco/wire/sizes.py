@@ -36,10 +36,15 @@ def block_length(wire: "WireConfig", s: int, row: int) -> int:
   return min(named.get(wire.block_size, wire.block_size), s)
 
 
+def share_of(share: float, s: int) -> int:
+  """Returns the number of values in a share of s values: at least one."""
+  # Rounds before the ceiling: 0.07 * 100 is 7.000000000000001.
+  return max(math.ceil(round(share * s, 6)), 1)
+
+
 def kept(wire: "WireConfig", s: int) -> int:
   """Returns the number of values that topk, random and dare keep of a layer."""
-  # Rounds before the ceiling: 0.07 * 100 is 7.000000000000001.
-  return max(math.ceil(round(wire.density * s, 6)), 1)
+  return share_of(wire.density, s)
 
 
 def index_bits(s: int) -> int:
@@ -142,6 +147,23 @@ def copies(exchange: str, replicas: int) -> float:
     replicas: M.
   """
   return 2 * (replicas - 1) / replicas if exchange == "psum" else replicas - 1
+
+
+def sparta_values(share: float, parameters: Shapes, fsdp: int = 1) -> int:
+  """Counts the values of one replica, over all its devices, in an average of SPARTA.
+
+  Args:
+    share: share of every layer's tensor.
+    parameters: shapes of one replica's parameters.
+    fsdp: number of shards; each device of the replica draws values of its own.
+  """
+  shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(parameters)]
+  return fsdp * sum(n * share_of(share, s) for n, s, _ in shards)
+
+
+def average_bytes(replicas: int, values: int) -> int:
+  """Counts the bytes that one replica sends when float32 values are averaged."""
+  return round(copies("psum", replicas) * 4 * values)
 
 
 def data_parallel_bytes(

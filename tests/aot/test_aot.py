@@ -150,9 +150,16 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
 
 def test_every_program_compiles(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
+  tiny.sparta.share, tiny.des_loc.second_every = 0.01, 8
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
-  assert list(programs.lower)[:4] == ["inner step", "send", "merge", "update"]
+  names = ["inner step", "sparta", "second_moments", "send", "merge", "update"]
+  assert list(programs.lower)[:6] == names
+  inner = programs.on_device["inner optimizer"]
+  # AdamW holds two moments; some bytes count steps.
+  averaged = programs.outside("inner step") + programs.on_device["parameters"]
+  assert averaged + inner / 2 == pytest.approx(programs.outside("second_moments"), 1e-2)
+  assert programs.outside("sparta") == programs.outside("inner step") + inner
   found = [programs.compile(name) for name in programs.lower]
   assert all(x.crossing == 0 and x.peak > 0 for x in found)
 

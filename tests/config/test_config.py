@@ -57,6 +57,18 @@ def make(**fields):
       {"log.diagnostics_every": 3, "overlap.transport": "host"},
       "log.diagnostics_every is 3, which .* overlap.transport is host; set it to 0, or",
     ),
+    (
+      {"sparta.share": 0.01, "algorithm": "data_parallel"},
+      "sparta.share is 0.01, but algorithm is data_parallel, which trains one model",
+    ),
+    (
+      {"des_loc.first_every": 3, "overlap.transport": "host"},
+      "des_loc.first_every is 3, but overlap.transport is host; choose device, or set",
+    ),
+    (
+      {"des_loc.second_every": 3, "overlap.transport": "sites"},
+      "des_loc.second_every is 3, but overlap.transport is sites; choose device",
+    ),
     ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give 2 whole numbers"),
   ],
 )

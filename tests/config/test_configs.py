@@ -16,6 +16,7 @@ from diloco.config.command_line import parse_count
 from diloco.model.shapes import matrix_params, num_params
 from diloco.run.mesh import make_mesh
 from diloco.scaling_laws import paper, recommend
+from diloco.wire import sizes
 from diloco.wire.ledger import Ledger
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -180,6 +181,7 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
 )
 def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
   tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
+  tiny.sparta.share, tiny.sparta.every, tiny.des_loc.first_every = 0.1, 2, 4
   tiny.wire.exchange = exchange
   c = resolve(tiny)
   # The bytes and the schedule of the trainer, step by step.
@@ -189,8 +191,10 @@ def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
     for p in plan.schedule.sends(t):
       books.record(p, t, plan.sync_bytes(p))
       largest = max(largest, plan.payload(p).size // 3)
+  values = sizes.sparta_values(0.1, plan.parameters)
+  averages = 4 / 3 * 4 * (steps // 2 * values + steps // 4 * num_params(c.model))
   row = listing.row("tiny", c)
-  assert row.sent == books.total
+  assert row.sent == pytest.approx(books.total + averages, abs=steps)
   if exchange == "gather" and steps == 30:
     assert row.payload == largest
 

@@ -43,7 +43,7 @@ def multidevice():
   flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   # The last part changes JAX and attention.check.
   parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
-  parts += ("library", "attentions")
+  parts += ("library", "averages", "attentions")
   return run_on_8_devices(*parts, flags=flags)
 
 
@@ -204,6 +204,15 @@ def test_the_reference_reduces_float32(multidevice, layout):
   assert {(kind, dtype) for kind, dtype, _ in traffic["update"]} == {
     ("all-reduce", "f32")
   }
+
+
+@pytest.mark.parametrize("layout", ["8", "4 of 4"])
+def test_averages_send_the_bytes_that_are_booked(multidevice, layout):
+  found = multidevice["averages"][layout]
+  assert found["crossing"] == found["booked"]
+  assert set(found["booked"]) == {"sparta", "second_moments"}
+  assert found["right"]
+  assert found["changed"] == found["expected"]
 
 
 def test_every_large_parameter_is_sharded(tiny):

@@ -66,6 +66,16 @@ def test_wire_bits_by_hand():
       from_config.wire_bits(load_config(CONFIG, [f"--config.wire.{field}"]))
 
 
+def test_averages_add_the_bits_of_a_round(tiny):
+  base = from_config.wire_bits(resolve(tiny))
+  tiny.des_loc.first_every, tiny.des_loc.second_every = 12, 24  # 3 and 6 rounds.
+  # With two replicas a ring and a gather send each value once.
+  more = from_config.wire_bits(resolve(tiny)) - base
+  assert more == pytest.approx(32 / 3 + 32 / 6)
+  tiny.sparta.share = 1.0
+  assert from_config.wire_bits(resolve(tiny)) - base - more == pytest.approx(4 * 32)
+
+
 def test_psum_all_reduces_float32(tiny):
   tiny.wire.exchange, tiny.replicas = "psum", 4
   work = from_config.workload(resolve(tiny), 1.0)

@@ -16,6 +16,15 @@ def test_a_new_ledger_is_empty():
   assert (ledger.total, ledger.syncs, ledger.peak) == (0, 0, 0)
 
 
+def test_averages_count_as_bytes_but_not_as_syncs():
+  ledger = Ledger()
+  ledger.record_average("sparta", 1, 5)
+  ledger.record_average("sparta", 2, 5)
+  ledger.record(0, 2, 7)
+  assert ledger.averages == {"sparta": [2, 10]}
+  assert (ledger.total, ledger.syncs, ledger.peak) == (17, 1, 12)
+
+
 @given(SYNCS)
 def test_totals_and_the_peak_are_sums_over_fragments_and_steps(syncs):
   ledger = Ledger()

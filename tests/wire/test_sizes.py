@@ -79,6 +79,19 @@ def test_psum_reduces_small_tensors_on_every_device():
   assert sizes.exchanged_bytes(wire, FRAGMENT) == 4 * VALUES
 
 
+def test_sparta_takes_a_share_of_every_layers_tensor_and_shard():
+  # 10% of 48, 5, 40 and 4 values, rounded up.
+  assert sizes.sparta_values(0.1, FRAGMENT) == 2 * (5 + 1) + 4 + 1
+  # On each of 2 devices 24, 5, 20 and 2 values.
+  assert sizes.sparta_values(0.1, FRAGMENT, fsdp=2) == 2 * (2 * (3 + 1) + 2 + 1)
+  assert sizes.sparta_values(1.0, FRAGMENT) == VALUES
+
+
+@pytest.mark.parametrize(("replicas", "sent"), [(1, 0), (2, 40), (4, 60)])
+def test_an_average_reduces_float32_on_a_ring(replicas, sent):
+  assert sizes.average_bytes(replicas, 10) == sent
+
+
 def test_a_registered_compressor_has_its_own_size():
   assert sizes.payload_bytes(WireConfig(compressor="signs"), FRAGMENT) == (
     (2 * 4 + 12) + (2 * 4 + 2) + (4 + 5) + (4 + 1)

@@ -1,0 +1,265 @@
+"""DES-LOC and SPARTA against float64 NumPy, and in whole runs of the trainer."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from diloco import train
+from diloco.algorithm import between_syncs
+from diloco.algorithm.optimizers import learning_rate, make_inner
+from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
+from diloco.config import ConfigError, default_config, resolve
+from diloco.model.shapes import num_params
+from diloco.run import metrics
+from diloco.run.mesh import make_mesh
+from diloco.wire import sizes
+
+M, STEPS, H = 3, 13, 2
+RNG = np.random.default_rng
+ONE = {
+  "blocks": {"v": RNG(0).normal(size=(5, 6)), "w": RNG(1).normal(size=(5, 3, 4))},
+  "embed": {"t": RNG(2).normal(size=(7, 4))},
+}
+
+
+def make_config(**fields):
+  """DES-LOC of its paper: a plain mean of the parameters every H steps."""
+  c = default_config()
+  c.algorithm, c.replicas, c.sync_every = "diloco", M, H
+  c.train.batch_size, c.train.steps, c.eval.batch_size = M, STEPS, 1
+  c.outer.optimizer, c.outer.learning_rate = "sgd", 1.0
+  c.inner.warmup_steps, c.inner.weight_decay, c.inner.clip_norm = 0, 0.0, 0.0
+  c.inner.optimizer, c.inner.learning_rate = "adam(b1=0.8, b2=0.9)", 0.1
+  c.update_from_flattened_dict(fields)
+  return resolve(c)
+
+
+def gradients(t):
+  """Gradients of all replicas at step t, leaves (M, ...)."""
+  draw = lambda x: RNG([t, x.size]).normal(size=(M, *x.shape)).astype(np.float32)
+  return jax.tree.map(draw, ONE)
+
+
+def by_package(c):
+  """Trains with the optimizers, averages and outer steps of the trainer."""
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  inner, sent = make_inner(c), dict[str, list[int]]()
+  inner_step = jax.jit(jax.vmap(inner.update))
+  params = jax.tree.map(
+    lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.float32), (M, *x.shape)), ONE
+  )
+  state = TrainState(params, jax.vmap(inner.init)(params), init_outer(plan, params))
+  with jax.set_mesh(plan.mesh):
+    for t in range(1, STEPS + 1):
+      updates, opt_state = inner_step(gradients(t), state.opt_state, state.params)
+      params = optax.apply_updates(state.params, updates)
+      state = TrainState(params, opt_state, state.outer)
+      state, events = between_syncs.average(c, t, plan, state)
+      for event in events:
+        assert (event.kind, event.step, event.metrics) == ("average", t, {})
+        sent.setdefault(event.fragment, []).append(event.sent)
+      params, outer, _ = outer_step(plan, t, state.params, state.outer)
+      state = TrainState(params, state.opt_state, outer)
+    params, outer, _ = drain(plan, STEPS, state.params, state.outer)
+  return jax.tree.leaves(params), jax.tree.leaves(outer_params(plan, outer)), sent
+
+
+def by_hand(c, masks=None):
+  """The same in float64: local Adam, whose states are averaged at their own periods.
+
+  Args:
+    masks: which values SPARTA averages after each step, {t: leaves (...) of bool}.
+  """
+  x_M = [np.stack([x] * M).astype(np.float64) for x in jax.tree.leaves(ONE)]
+  u_M, v_M = [0 * x for x in x_M], [0 * x for x in x_M]
+  outer, rate = [x[0].copy() for x in x_M], learning_rate(c)
+  mean = lambda a: np.broadcast_to(a.mean(axis=0), a.shape).copy()
+  for t in range(1, STEPS + 1):
+    for i, g in enumerate(jax.tree.leaves(gradients(t))):
+      u_M[i] = 0.8 * u_M[i] + 0.2 * g
+      v_M[i] = 0.9 * v_M[i] + 0.1 * g.astype(np.float64) ** 2
+      hat = (u_M[i] / (1 - 0.8**t)) / (np.sqrt(v_M[i] / (1 - 0.9**t)) + 1e-8)
+      x_M[i] = x_M[i] - float(rate(t - 1)) * hat
+      if masks:
+        x_M[i] = np.where(masks[t][i], mean(x_M[i]), x_M[i])
+      if c.des_loc.first_every and t % c.des_loc.first_every == 0:
+        u_M[i] = mean(u_M[i])
+      if c.des_loc.second_every and t % c.des_loc.second_every == 0:
+        v_M[i] = mean(v_M[i])
+      if t % H == 0:
+        x_M[i] = mean(x_M[i])
+        outer[i] = x_M[i][0]
+  return x_M, outer
+
+
+def assert_close(found, want):
+  for x, y in zip(found, want, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(3 * H, 6 * H), (1, 0), (0, 5)])
+def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(first, second):
+  c = make_config(**{"des_loc.first_every": first, "des_loc.second_every": second})
+  params_M, outer, sent = by_package(c)
+  want_M, want = by_hand(c)
+  assert_close(params_M, want_M)
+  assert_close(outer, want)
+  # A ring of 3 sends 2 x 2/3 of float32; both moments have a value per parameter.
+  one = 4 * 4 * sum(x.size for x in jax.tree.leaves(ONE)) // 3
+  periods = {"first_moments": first, "second_moments": second}
+  assert sent == {kind: [one] * (STEPS // n) for kind, n in periods.items() if n}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_sparta_averages_the_drawn_values_before_the_outer_step(every, monkeypatch):
+  """The masks come from the values that really change; their draw is tested below."""
+  c = make_config(**{"sparta.share": 0.2, "sparta.every": every, "sync_every": 4})
+  monkeypatch.setattr(f"{__name__}.H", 4)
+  masks = {
+    t: [np.zeros(x.shape, bool) for x in jax.tree.leaves(ONE)] for t in range(99)
+  }
+  steps, sparta = [], between_syncs.sparta
+
+  def watched(params_M, key, **static):
+    steps.append(len(steps) * every + every)
+    old = jax.tree.map(np.array, params_M)
+    new = sparta(params_M, key, **static)
+    changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(axis=0), old, new)
+    masks[steps[-1]] = jax.tree.leaves(changed)
+    return new
+
+  monkeypatch.setattr(between_syncs, "sparta", watched)
+  params_M, outer, sent = by_package(c)
+  want_M, want = by_hand(c, masks)
+  assert_close(params_M, want_M)
+  assert_close(outer, want)
+  # 20% of the layers' 6 and 12 values and of the 28 of the embedding, rounded up.
+  drawn = 5 * 2 + 5 * 3 + 6
+  counts = [sum(mask.sum() for mask in masks[t]) for t in steps]
+  # Adam's first step has the same length everywhere, so some values are equal already.
+  assert 0 < counts[0] <= drawn
+  assert counts[1:] == [drawn] * (STEPS // every - 1)
+  assert not np.array_equal(masks[steps[0]][1], masks[steps[1]][1])
+  assert sent == {"sparta": [round(4 / 3 * 4 * drawn)] * len(steps)}
+
+
+def test_sparta_of_all_values_is_their_mean_in_any_dtype():
+  c = make_config()
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  old = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), gradients(0))
+  want = [np.asarray(x, np.float64).mean(axis=0) for x in jax.tree.leaves(old)]
+  found = between_syncs.sparta(old, jax.random.key(0), share=1.0, mesh=plan.mesh)
+  for x_M, mean in zip(jax.tree.leaves(found), want, strict=True):
+    assert x_M.dtype == jnp.bfloat16
+    assert (x_M == x_M[:1]).all()
+    np.testing.assert_allclose(np.asarray(x_M[0], np.float64), mean, rtol=2**-8)
+
+
+@pytest.mark.parametrize(("n", "s", "k"), [(3, 20, 6), (2, 7, 7)])
+def test_a_draw_gives_different_values_and_in_time_all(n, s, k):
+  keys = jax.random.split(jax.random.key(0), 300)
+  drawn = np.asarray(jax.vmap(lambda key: between_syncs.draw(key, n, s, k))(keys))
+  assert drawn.shape == (300, n, k)
+  assert (np.diff(drawn, axis=-1) > 0).all()
+  assert drawn.min() >= 0
+  counts = np.stack([np.bincount(drawn[:, i].ravel(), minlength=s) for i in range(n)])
+  assert counts.shape == (n, s)
+  # Each value is drawn with the probability 1 / ceil(s / k) or 1 / floor(s / k).
+  low, high = 300 / -(-s // k), 300 / (s // k)
+  assert (counts > low - 5 * np.sqrt(low)).all()
+  assert (counts < high + 5 * np.sqrt(high)).all()
+  assert (drawn[:, 0] != drawn[:, -1]).any() == (k < s)  # Layers differ.
+
+
+@pytest.mark.parametrize(
+  ("optimizer", "first", "second"),
+  [
+    ("adamw", 1, 1),
+    ("lion", 1, 0),
+    ("amsgrad", 1, 2),
+    ("sgd(momentum=0.9)", 1, 0),
+    ("rmsprop", 0, 1),
+  ],
+)
+def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
+  tiny.inner.optimizer, tiny.inner.weight_decay = optimizer, 0.0
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices()[:1])
+  plan = make_plan(c, mesh)
+  state = abstract_state(c, mesh, plan).opt_state
+  for kind, times in ((between_syncs.FIRST, first), (between_syncs.SECOND, second)):
+    found = between_syncs.moments_of(plan, state, kind)
+    assert sum(moment.values for moment in found) == times * num_params(c.model)
+
+
+def test_muon_has_a_second_moment_of_few_parameters(tiny):
+  tiny.inner.optimizer = "muon"
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices()[:1])
+  plan = make_plan(c, mesh)
+  state = abstract_state(c, mesh, plan).opt_state
+  values = {
+    kind: sum(moment.values for moment in between_syncs.moments_of(plan, state, kind))
+    for kind in (between_syncs.FIRST, between_syncs.SECOND)
+  }
+  matrices = num_params(c.model) - values[between_syncs.SECOND]
+  assert values[between_syncs.FIRST] == num_params(c.model)
+  assert matrices == 12 * c.model.num_layers * c.model.dim**2
+
+
+def test_moments_that_do_not_exist_are_refused_before_training(tiny, tmp_path):
+  tiny.inner.optimizer, tiny.des_loc.second_every = "lion", 4
+  said = (
+    "des_loc.second_every is 4, but inner.optimizer is 'lion', which keeps no second"
+  )
+  with pytest.raises(ConfigError, match=said):
+    train.train(tiny, tmp_path / "run")
+  assert not (tmp_path / "run").exists()
+
+
+def arrays_of(folder):
+  """All arrays of the last checkpoint, by path."""
+  tree = ocp.StandardCheckpointer().restore((folder / "12/state").absolute())
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
+  tiny.sparta.share, tiny.des_loc.first_every = 0.01, 6
+  tiny.des_loc.second_every, tiny.overlap.tau, tiny.checkpoint.keep = 12, 2, 3
+  c, whole, again = resolve(tiny), tmp_path / "whole", tmp_path / "again"
+  summary = train.train(tiny, whole)
+  found, n = arrays_of(whole / "checkpoints"), num_params(c.model)
+  # Step 12 averages both moments; M = 2 sends each float32 value once.
+  moments = {name: x for name, x in found.items() if "mu" in name or "nu" in name}
+  assert sum(x.size for x in moments.values()) == 2 * 2 * n
+  assert all((x[0] == x[1]).all() for x in moments.values())
+  values = sizes.sparta_values(0.01, make_plan(c, make_mesh(c)).parameters)
+  assert 0.01 * n < values < 0.02 * n  # Small tensors send one value at least.
+  assert summary["averages"] == {
+    "sparta": {"times": 12, "bytes": 12 * 4 * values},
+    "first_moments": {"times": 2, "bytes": 2 * 4 * n},
+    "second_moments": {"times": 1, "bytes": 4 * n},
+  }
+  synced = sum(f["bytes"] for f in summary["fragments"].values())
+  assert summary["bytes_sent_per_replica"] == synced + 4 * (12 * values + 3 * n)
+  steps = metrics.read(whole)
+  assert [r["bytes_sent"] for r in steps[:3]] == [4 * values * t for t in (1, 2, 3)]
+  shutil.copytree(whole, again)
+  for step in ("10", "12"):
+    shutil.rmtree(again / "checkpoints" / step)
+  assert sorted(p.name for p in (again / "checkpoints").iterdir()) == ["5"]
+  (again / "summary.json").unlink()
+  resumed = train.train(tiny, again)
+  for name, x in arrays_of(again / "checkpoints").items():
+    np.testing.assert_array_equal(x, found[name], err_msg=name)
+  for field in ("eval_loss", "averages", "bytes_sent_per_replica"):
+    assert resumed[field] == json.loads((whole / "summary.json").read_text())[field]
