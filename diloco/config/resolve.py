@@ -226,8 +226,10 @@ def _check_together(c: Config) -> None:
     "sparta.share": c.sparta.share,
   }
   for field, asked in averages.items():
-    if asked and (c.data_parallel or transport != "device"):
+    if asked and (c.data_parallel or c.overlap.eager or transport != "device"):
       reason = f"overlap.transport is {transport}; choose device"
+      if c.overlap.eager:
+        reason = "overlap.eager gives every replica its own; set overlap.eager=false"
       if c.data_parallel:
         reason = "algorithm is data_parallel, which trains one model; choose diloco"
       raise ConfigError(f"{field} is {asked}, but {reason}, or set {field}=0.")
