@@ -199,6 +199,16 @@ def averages(devices: int, **fields) -> dict:
   return found | {"changed": changed, "expected": [values, n]}
 
 
+def pairs(devices: int) -> list[float]:
+  """Bytes that a replica sends and books in an exchange of NoLoCo."""
+  fields = {"wire.exchange": "pair", "wire.format": "fp32", "overlap.tau": 0}
+  c = make_config(**fields)
+  programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
+  with jax.set_mesh(programs.mesh):
+    booked = make_plan(c, programs.mesh).sync_bytes(programs.fragment)
+  return [programs.compile("update").crossing, booked]
+
+
 def whole_models() -> dict:
   """Bytes on one device while a replica's model is joined, relative to a shard."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
@@ -363,7 +373,7 @@ def arrivals(slices: int, gathers: bool) -> bool:
   ) and all(y.sharding.is_equivalent_to(exchange.transmitted(mesh), 3) for y in found)
 
 
-def library(devices: int, fsdp: int, stacked: bool) -> list[list[float]]:
+def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
   """Trains a user's tree by the library; returns its outer parameters, flat."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -374,8 +384,11 @@ def library(devices: int, fsdp: int, stacked: bool) -> list[list[float]]:
   method = diloco.streaming(
     params_M,
     sync_every=4,
-    fragments=diloco.Stacked("net", size=2) if stacked else by_path,
-    tau=1,
+    fragments=diloco.Stacked("net", size=2) if kind == "stacked" else by_path,
+    tau=int(kind != "pairs"),
+    wire=diloco.WireConfig(
+      format="fp32", exchange="pair" if kind == "pairs" else "gather"
+    ),
     mesh=mesh,
   )
   state = method.init(params_M)
@@ -437,6 +450,7 @@ def main() -> None:
       "8": averages(8),
       "4 of 4": averages(4, replicas=4),
     },
+    "pairs": lambda: {"2": pairs(2), "8": pairs(8)},
     "whole_models": whole_models,
     "losses": lambda: {name: losses(n, **f) for name, (n, f) in layouts.items()},
     "arrivals": lambda: {
@@ -444,8 +458,8 @@ def main() -> None:
       for slices, gathers in ((1, False), (2, False), (4, False), (3, False), (1, True))
     },
     "library": lambda: {
-      f"{stacked}, {devices}": library(devices, fsdp, stacked)
-      for stacked in (False, True)
+      f"{kind}, {devices}": library(devices, fsdp, kind)
+      for kind in ("by path", "stacked", "pairs")
       for devices, fsdp in ((1, 1), (8, 2))
     },
     "diagnosed": lambda: {

@@ -64,6 +64,11 @@ class Plan:
   def replicas(self) -> int:
     return len(self.schedule.taus)
 
+  @property
+  def own_outer(self) -> bool:
+    """Whether every replica has outer parameters of its own."""
+    return self.schedule.eager or self.wire.exchange == "pair"
+
   def after_drain(self, step: int) -> "Plan":
     """Returns the plan of a run that was finished after `step` and is extended."""
     schedule = dataclasses.replace(self.schedule, drained=step)
@@ -101,7 +106,7 @@ class Plan:
   def kind(self, p: int) -> dict:
     """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
-    return {"keys": tuple(self.shapes[p]), "each": self.schedule.eager, **present}
+    return {"keys": tuple(self.shapes[p]), "each": self.own_outer, **present}
 
 
 def make_plan(

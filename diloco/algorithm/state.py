@@ -31,7 +31,8 @@ class OuterState:
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
       {'embed': ...}, float32, sharded over fsdp, the same for every replica. With
-      eager updates every replica has its own, leaves (M, ...), as in `opt_state`.
+      eager updates or pairs every replica has its own, leaves (M, ...), as in
+      `opt_state`.
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
@@ -162,7 +163,7 @@ def abstract_outer(
   for p, layers in enumerate(plan.layers):
     init = functools.partial(_init_fragment, **plan.kind(p))
     state = jax.eval_shape(init, params_M, layers)
-    kind = (plan.outer, plan.mesh, plan.schedule.eager)
+    kind = (plan.outer, plan.mesh, plan.own_outer)
     theta_at, opt_at, codec_at = _outer_shardings(state, *kind)
     places = (*plan.home.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
@@ -184,7 +185,7 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
   """
   plan.jobs.settle()  # Jobs and the copies below may both start collectives.
   mean = functools.partial(replica_mean, mesh=plan.mesh)
-  thetas = map(mean if plan.schedule.eager else plan.home.fetch, state.theta)
+  thetas = map(mean if plan.own_outer else plan.home.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import eager
+from diloco.algorithm import eager, noloco
 from diloco.algorithm import outer as outer_lib
 from diloco.algorithm.layout import Fragments, Layout, make_layout
 from diloco.algorithm.optimizers import Outer, outer_shardings
@@ -80,8 +80,12 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    rule = eager if self.plan.schedule.eager else outer_lib
-    found, state, events = rule.outer_step(self.plan, t, self._split(params_M), state)
+    args = (self.plan, t, self._split(params_M), state)
+    if self.plan.wire.exchange == "pair":
+      found, state, events = noloco.outer_step(*args)
+    else:
+      rule = eager if self.plan.schedule.eager else outer_lib
+      found, state, events = rule.outer_step(*args)
     return self._join(found), state, events
 
   def drain(
@@ -95,6 +99,8 @@ class Streaming:
         outer parameters lack the inner steps after a fragment's last send.
     """
     args = (self.plan, last, self._split(params_M), state)
+    if self.plan.wire.exchange == "pair":
+      return params_M, state, []  # Nothing is in flight.
     if self.plan.schedule.eager:
       found, state, events = eager.drain(*args)
     else:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
-from diloco.algorithm import between_syncs, eager
+from diloco.algorithm import between_syncs, eager, noloco
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update_in_place
@@ -151,6 +151,11 @@ class Programs:
     key = jax.eval_shape(lambda: jax.random.key(0))
     codec_state, everyone = outer.codec_state[p], np.ones(c.replicas, bool)
     wire = {"wire": c.wire, "mesh": self.mesh}
+    if c.wire.exchange == "pair":
+      pair = {"outer": c.outer, "mesh": self.mesh}
+      own = (params, theta, opt_state, layers, key, plan.tuned)
+      self._add("update", noloco.update, *own, **pair)
+      return
     if c.overlap.eager:
       self._add("send", eager.send, params, theta, codec_state, layers, key, **wire)
       both = (payloads[p], self.payload, layers, plan.tuned)

@@ -185,8 +185,10 @@ class WireConfig:
   error_feedback: Share = 0.0
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # psum: all-reduces decoded float32 values. psum is the simplest form of the papers'
-  # outer step, and sends the most bytes.
-  exchange: Literal["gather", "psum"] = "gather"
+  # outer step, and sends the most bytes. pair: NoLoCo (arXiv 2506.10911): a replica
+  # exchanges float32 parameters with one random peer; every replica has its own outer
+  # parameters, whose mean is evaluated.
+  exchange: Literal["gather", "psum", "pair"] = "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,6 +479,12 @@ class Config:
   def data_parallel(self) -> bool:
     """Whether there is no outer step."""
     return self.algorithm == "data_parallel"
+
+  @property
+  def own_outer(self) -> bool:
+    """Whether every replica has outer parameters of its own."""
+    pairs = self.wire.exchange == "pair"
+    return not self.data_parallel and (self.overlap.eager or pairs)
 
   @property
   def models(self) -> int:

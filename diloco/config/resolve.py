@@ -210,6 +210,7 @@ def _check_together(c: Config) -> None:
       raise ConfigError(
         f"overlap.eager is set, with which {field} cannot be {value}; choose {choice}."
       )
+  _check_pairs(c)
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(
@@ -264,6 +265,34 @@ def _check_together(c: Config) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
+
+
+def _check_pairs(c: Config) -> None:
+  """Refuses what NoLoCo's pairs cannot do."""
+  if c.wire.exchange != "pair" or c.data_parallel:
+    return
+  if c.replicas % 2:
+    raise ConfigError(
+      f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
+    )
+  needed = {
+    "overlap.transport": (c.overlap.transport, "device"),
+    "overlap.tau": (max(c.overlap.taus, default=0), 0),
+    "overlap.eager": (c.overlap.eager, False),
+    "wire.compressor": (c.wire.compressor, "quantize"),
+    "wire.format": (c.wire.format, "fp32"),
+    "wire.error_feedback": (c.wire.error_feedback, 0.0),
+    "outer.average": (c.outer.average, "mean"),
+    "outer.offload": (c.outer.offload, False),
+    "outer.final_sync": (c.outer.final_sync, False),
+    "outer.warm_start_steps": (c.outer.warm_start_steps, 0),
+  }
+  for field, (given, works) in needed.items():
+    if given != works:
+      raise ConfigError(
+        f"{field} is {given}, but wire.exchange is pair, where replicas exchange their"
+        f" parameters in pairs and wait; choose {works}, or another exchange."
+      )
 
 
 def _check_profile(c: Config) -> None:

@@ -142,7 +142,7 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   whole = shapes.parameters(c.model)
   parts = [part.shapes(whole) for part in c.make_fragments()]
   theta = [sharding.abstract(part, "float32") for part in parts]
-  if c.overlap.eager:  # Every replica has its own.
+  if c.own_outer:  # Every replica has its own.
     return {"theta": [led(x, c.replicas) for x in theta]}
   return {"theta": [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]}
 
@@ -153,7 +153,7 @@ def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
     params = judged(arrays["params"], arrays.get("opt_state"))
     return first_replica(params, mesh=mesh)
   layers, theta = [part.indices for part in c.make_fragments()], arrays["theta"]
-  if c.overlap.eager:
+  if c.own_outer:
     theta = [replica_mean(theta_M, mesh=mesh) for theta_M in theta]
   return fragments.join(theta, layers, shapes.parameters(c.model), mesh)
 

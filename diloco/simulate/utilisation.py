@@ -58,7 +58,7 @@ class Workload:
     bits: bits per value on the link.
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
-    exchange: gather or psum; psum all-reduces outer gradients.
+    exchange: gather, psum (all-reduces outer gradients) or pair (sends to one peer).
 
   Raises:
     ValueError: a value is not possible.

@@ -143,9 +143,12 @@ def copies(exchange: str, replicas: int) -> float:
   """Counts how often a replica sends its bytes.
 
   Args:
-    exchange: psum is a ring all-reduce, gather an all-gather of payloads.
+    exchange: psum is a ring all-reduce, gather an all-gather of payloads, pair one
+      message.
     replicas: M.
   """
+  if exchange == "pair":
+    return 1
   return 2 * (replicas - 1) / replicas if exchange == "psum" else replicas - 1
 
 

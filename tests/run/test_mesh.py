@@ -43,7 +43,7 @@ def multidevice():
   flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
   # The last part changes JAX and attention.check.
   parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
-  parts += ("library", "averages", "attentions")
+  parts += ("library", "averages", "pairs", "attentions")
   return run_on_8_devices(*parts, flags=flags)
 
 
@@ -53,9 +53,9 @@ def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
   np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_the_library_does_not_depend_on_the_layout(multidevice, stacked):
-  one, eight = (multidevice["library"][f"{stacked}, {n}"] for n in (1, 8))
+@pytest.mark.parametrize("kind", ["by path", "stacked", "pairs"])
+def test_the_library_does_not_depend_on_the_layout(multidevice, kind):
+  one, eight = (multidevice["library"][f"{kind}, {n}"] for n in (1, 8))
   for x, y in zip(one, eight, strict=True):
     np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
 
@@ -213,6 +213,12 @@ def test_averages_send_the_bytes_that_are_booked(multidevice, layout):
   assert set(found["booked"]) == {"sparta", "second_moments"}
   assert found["right"]
   assert found["changed"] == found["expected"]
+
+
+@pytest.mark.parametrize("layout", ["2", "8"])
+def test_a_pair_sends_the_bytes_that_are_booked(multidevice, layout):
+  crossing, booked = multidevice["pairs"][layout]
+  assert crossing == booked > 0
 
 
 def test_every_large_parameter_is_sharded(tiny):

@@ -1,0 +1,123 @@
+"""NoLoCo's pairs against float64 NumPy, and exact resume."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diloco
+from diloco.algorithm import noloco
+from diloco.config import ConfigError, resolve
+from diloco.wire import sizes
+
+M, H, STEPS, RATE, MOMENTUM = 4, 3, 13, 0.7, 0.5
+WIRE = diloco.WireConfig(format="fp32", exchange="pair")
+
+
+def tree():
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  return {"a": draw(4, 6), "b": draw(5)}
+
+
+def moved(t, params_M):
+  rng = np.random.default_rng(t)
+  move = lambda x: x - jnp.asarray(rng.normal(size=x.shape), x.dtype) / 8
+  return jax.tree.map(move, params_M)
+
+
+def make(params_M):
+  outer = diloco.OuterConfig(f"sgd(momentum={MOMENTUM})", RATE)
+  return diloco.streaming(params_M, sync_every=H, wire=WIRE, outer=outer, seed=3)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 6, 12])
+def test_in_a_tournament_everyone_meets_everyone_once(replicas):
+  peers = noloco.rounds(replicas)
+  assert peers.shape == (replicas - 1, replicas)
+  for row in peers:
+    assert (row[row] == np.arange(replicas)).all()
+    assert (row != np.arange(replicas)).all()
+  for m in range(replicas):
+    assert sorted(peers[:, m]) == [x for x in range(replicas) if x != m]
+
+
+def test_pairs_step_as_in_the_authors_code(monkeypatch):
+  """m <- mu m + rate (mean(theta - phi) + mean(phi) - phi_m); phi_m <- phi_m + m."""
+  pairs, drawn = [], noloco.peers_of
+
+  def watched(x_M, key, mesh):
+    peers_M = drawn(x_M, key, mesh)
+    same = lambda x, y: [int(jnp.argmin(jnp.abs(x - p).sum((1, 2)))) for p in y]
+    pairs.append(same(jax.tree.leaves(x_M)[0], jax.tree.leaves(peers_M)[0]))
+    return peers_M
+
+  monkeypatch.setattr(noloco, "peers_of", watched)
+  monkeypatch.setattr(noloco, "update", noloco.update.__wrapped__)  # Not traced.
+  params_M = diloco.replicate(tree(), M)
+  method = make(params_M)
+  state, sent = method.init(params_M), []
+  inner = [np.asarray(x, np.float64) for x in jax.tree.leaves(params_M)]
+  phi, momentum = [x.copy() for x in inner], [0 * x for x in inner]
+  for t in range(1, STEPS + 1):
+    params_M, state, events = method.step(t, moved(t, params_M), state)
+    sent += [event.sent for event in events if event.kind == "send"]
+    rng = np.random.default_rng(t)
+    inner = [x - rng.normal(size=x.shape) / 8 for x in inner]
+    if t % H:
+      continue
+    for i, x in enumerate(inner):
+      delta, pair = x - phi[i], pairs[-1]
+      pull = (phi[i] + phi[i][pair]) / 2 - phi[i]
+      mean = (delta + delta[pair]) / 2
+      momentum[i] = MOMENTUM * momentum[i] + RATE * (mean + pull)
+      phi[i] = phi[i] + momentum[i]
+      inner[i] = phi[i].copy()
+  params_M, state, _ = method.drain(STEPS, params_M, state)
+  for x, y in zip(jax.tree.leaves(params_M), inner):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+  for x, y in zip(jax.tree.leaves(method.params(state)), phi):
+    np.testing.assert_allclose(x, y.mean(axis=0), rtol=1e-5, atol=1e-5)
+  assert sent == [4 * (24 + 5)] * (STEPS // H)  # To one peer, whatever M is.
+  assert len({tuple(pair) for pair in pairs}) > 1
+
+
+def test_a_run_goes_on_from_any_step_bit_for_bit():
+  start_M = diloco.replicate(tree(), M)
+
+  def train(params_M, first, state):
+    method, states = make(start_M), {}
+    state = state or method.init(params_M)
+    for t in range(first + 1, STEPS + 1):
+      params_M, state, _ = method.step(t, moved(t, params_M), state)
+      states[t] = jax.tree.map(np.asarray, (params_M, state))
+    return states, jax.tree.map(np.asarray, (params_M, method.params(state)))
+
+  states, expected = train(start_M, 0, None)
+  for t in (2, 3, 7):
+    params_M, state = states[t]
+    like = make(start_M).abstract_state(start_M, t)
+    state = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), state, like)
+    found = train(jax.tree.map(jnp.asarray, params_M), t, state)[1]
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+
+
+def test_a_replica_sends_once():
+  assert [sizes.copies("pair", m) for m in (2, 4, 8)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    ("replicas", 3, "replicas is 3, but wire.exchange is pair.*choose an even number"),
+    ("overlap.tau", 1, "overlap.tau is 1, but"),
+    ("wire.format", "e3m0", "wire.format is e3m0, but"),
+    ("outer.offload", True, "outer.offload is True, but"),
+    ("overlap.transport", "host", "overlap.transport is host, but"),
+  ],
+)
+def test_what_pairs_cannot_do_is_refused(tiny, field, value, said):
+  tiny.wire.exchange, tiny.wire.format, tiny.overlap.tau = "pair", "fp32", 0
+  tiny.update_from_flattened_dict({field: value, "train.batch_size": 12})
+  with pytest.raises(ConfigError, match=said):
+    resolve(tiny)
