@@ -286,6 +286,7 @@ def _check_pairs(c: Config) -> None:
     "outer.offload": (c.outer.offload, False),
     "outer.final_sync": (c.outer.final_sync, False),
     "outer.warm_start_steps": (c.outer.warm_start_steps, 0),
+    "log.diagnostics_every": (c.log.diagnostics_every, 0),
   }
   for field, (given, works) in needed.items():
     if given != works:

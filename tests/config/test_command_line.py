@@ -57,7 +57,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("config.sync_evry=3", r"sync_evry is no field \(did you mean sync_every\?\);"),
     ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
     ("config.wire.format.x=1", "--config.wire.format.x is no field"),
-    ("config.log=1", r"log is no field \(did you mean log.every or log.diagnostics_every or"),
+    ("config.log=1", r"log is no field \(did you mean log.every or log.\w+ or"),
     ("config.qqq=1", "--config.qqq is no field; see diloco/config/fields.py"),
     ("number=0", "--number=0: give a positive integer"),
     ("mode=c", "--mode=c: value should be one of <a|b>"),
