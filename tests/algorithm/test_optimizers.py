@@ -118,6 +118,14 @@ def test_weight_decay_is_refused_for_an_optimizer_without_it(tiny):
   optimizers.make_inner(resolve(tiny, **{"inner.weight_decay": 0.0}))
 
 
+def test_weight_decay_zero_decays_nothing(tiny):
+  c = resolve(tiny, **{"inner.weight_decay": 0.0, "inner.warmup_steps": 0})
+  optimizer = optimizers.make_inner(c)
+  params, zeros = {"w": jnp.ones(3)}, {"w": jnp.zeros(3)}
+  updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+  np.testing.assert_array_equal(updates["w"], 0)
+
+
 def test_muon_orthogonalises_each_layer_of_the_blocks(tiny):
   c = resolve(
     tiny,
