@@ -12,6 +12,7 @@ or run. Killed at any moment, the same command goes on: each package's prose is 
 raw/. The same packages in the same versions give the same files.
 """
 
+import argparse
 import collections
 import gzip
 import hashlib
@@ -27,19 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import clean_text
-from absl import flags
 
-from diloco.config import ConfigError, command_line
+from diloco.config import ConfigError
+from diloco.config.command_line import Parser, guarded, make_folder
 from diloco.config.files import replacing, write_json
-
-_OUT = flags.DEFINE_string("out", None, "Folder for the text and its manifest.")
-_MEGABYTES = flags.DEFINE_float(
-  "megabytes", 100, "Stop after the package that reaches this, in 10^6 bytes of text."
-)
-_PACKAGES = flags.DEFINE_string(
-  "packages", None, "A list like scripts/text_packages.txt, the default."
-)
-_PAUSE = flags.DEFINE_float("pause", 1, "Seconds between two downloads.")
 
 LIST = pathlib.Path(__file__).with_name("text_packages.txt")
 # A registry that fails this often in a row is left out.
@@ -305,23 +297,33 @@ def _finish(out: pathlib.Path, rules: str, entries: list[dict[str, Any]]) -> Non
   )
 
 
-def main(argv: Sequence[str]) -> None:
-  del argv
-  out = command_line.make_folder(_OUT.value, "--out")
+def run(args: argparse.Namespace) -> None:
+  out = make_folder(args.out, "--out")
   try:
-    packages = read_list(pathlib.Path(_PACKAGES.value or LIST))
+    packages = read_list(args.packages)
   except OSError as error:
     raise ConfigError(f"--packages cannot be read ({error}).") from error
-  total = collect(packages, out, _MEGABYTES.value * 1e6, _PAUSE.value)
-  if total < _MEGABYTES.value * 1e6:
+  total = collect(packages, out, args.megabytes * 1e6, args.pause)
+  if total < args.megabytes * 1e6:
     raise ConfigError(
-      f"--megabytes is {_MEGABYTES.value:g}, but the packages of the list gave"
+      f"--megabytes is {args.megabytes:g}, but the packages of the list gave"
       f" {total / 1e6:.1f} MB, which lie in {out}; start again when the registries"
       " answer, or give a longer list with --packages."
     )
   print(f"{out}/manifest.json names {total / 1e6:.1f} MB of text.")
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="collect_text.py", description=__doc__)
+  add = parser.add_argument
+  add("--out", required=True, help="folder for the text and its manifest")
+  text = "stop after the package that reaches this, in 10^6 bytes of text"
+  add("--megabytes", type=float, default=100, help=text)
+  text = "a list like scripts/text_packages.txt, the default"
+  add("--packages", type=pathlib.Path, default=LIST, help=text)
+  add("--pause", type=float, default=1, help="seconds between two downloads")
+  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
+
+
 if __name__ == "__main__":
-  flags.mark_flag_as_required("out")
-  command_line.run(main)
+  sys.exit(main())
