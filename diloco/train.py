@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import ml_collections
 
-from diloco.algorithm import between_syncs, overlap
+from diloco.algorithm import overlap
+from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.state import Event, final_params, init_state
 from diloco.algorithm.streaming import make_method
 from diloco.config import Config, ConfigError, resolve

@@ -17,8 +17,9 @@ import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
 import diloco
-from diloco.algorithm import between_syncs, fragments, optimizers, overlap
+from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
+from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.outer import (
   drain,
   merge,

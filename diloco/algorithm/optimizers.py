@@ -17,8 +17,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.delayed_nesterov import delayed_nesterov
-from diloco.algorithm.gpa import gpa
+from diloco.algorithm.methods.delayed_nesterov import delayed_nesterov
+from diloco.algorithm.methods.gpa import gpa
 from diloco.config import Config, ConfigError
 from diloco.config.fields import OuterConfig
 from diloco.model import sharding

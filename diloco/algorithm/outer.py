@@ -26,12 +26,13 @@ import optax
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import diagnostics, optimizers, pieces, warm_start
+from diloco.algorithm import diagnostics, optimizers, pieces
 from diloco.algorithm.fragments import as_merged, put, take
+from diloco.algorithm.methods import warm_start
+from diloco.algorithm.methods.radial import average
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.radial import average
 from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
 from diloco.config.fields import WireConfig

@@ -101,9 +101,9 @@ class Schedule:
     taus: tau_m of each replica m, its inner steps between a send and the merge.
     drained: the step after which a finished run was extended. What was sent up to this
       step has been received, so this schedule begins after it. 0: the run's start.
-    warm_start: the last step of the warm start (`algorithm.warm_start`). Until then
+    warm_start: the last step of the warm start (methods/warm_start.py). Until then
       nothing is sent, and a fragment that is due follows the replicas.
-    eager: whether an exchange takes a whole round (`algorithm.eager`): every tau is H,
+    eager: whether an exchange takes a whole round (methods/eager.py): every tau is H,
       and a fragment arrives when it is sent again.
 
   Raises:

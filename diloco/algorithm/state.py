@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
-from diloco.algorithm.gpa import judged
+from diloco.algorithm.methods.gpa import judged
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config

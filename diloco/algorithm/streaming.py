@@ -22,9 +22,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import eager, noloco
 from diloco.algorithm import outer as outer_lib
 from diloco.algorithm.layout import Fragments, Layout, make_layout
+from diloco.algorithm.methods import eager, noloco
 from diloco.algorithm.optimizers import Outer, outer_shardings
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.schedule import Fragment

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
-from diloco.algorithm import between_syncs, eager, noloco
 from diloco.algorithm.inner import inner_step
+from diloco.algorithm.methods import between_syncs, eager, noloco
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update_in_place
 from diloco.algorithm.overlap import hidden_exchange, trained_next

@@ -16,7 +16,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
-from diloco.algorithm.gpa import judged
+from diloco.algorithm.methods.gpa import judged
 from diloco.algorithm.optimizers import is_gpa
 from diloco.algorithm.state import (
   abstract_params,

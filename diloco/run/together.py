@@ -20,8 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import between_syncs, overlap
+from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
+from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import Event, TrainState, final_params, init_state

@@ -14,7 +14,7 @@ class Ledger:
   Attributes:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
-      `diloco.algorithm.between_syncs`.
+      `diloco.algorithm.methods.between_syncs`.
     peak: the most bytes that one replica sent after a single step.
     latest: [step, bytes] of the latest step that sent something.
   """

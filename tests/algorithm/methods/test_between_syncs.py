@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from diloco import train
-from diloco.algorithm import between_syncs
+from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.optimizers import learning_rate, make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.algorithm.gpa import gpa, judged
+from diloco.algorithm.methods.gpa import gpa, judged
 from diloco.algorithm.optimizers import make_inner
 from diloco.config import ConfigError, resolve
 from diloco.evaluate.evaluation import Evaluation

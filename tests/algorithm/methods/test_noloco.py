@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import diloco
-from diloco.algorithm import noloco
+from diloco.algorithm.methods import noloco
 from diloco.config import ConfigError, resolve
 from diloco.wire import sizes
 

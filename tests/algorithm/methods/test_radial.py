@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import diloco
-from diloco.algorithm.radial import average
+from diloco.algorithm.methods.radial import average
 from diloco.config import ConfigError, changed, resolve
 
 RADIAL = diloco.OuterConfig("sgd", 1.0, average="radial")
