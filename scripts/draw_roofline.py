@@ -319,6 +319,7 @@ def draw(
     speed, color = w.flops / seconds[name] / 1e9, COLORS[name]
     axes.scatter(w.flops / w.nbytes, speed, area, color=color, alpha=0.7, zorder=3)
   axes.set(xscale="log", yscale="log", xlim=(0.1, 5000))
+  axes.set_ylim(top=2.5 * roofs.flops / 1e9)  # Circles at the roof are whole.
   axes.set_title(title, fontsize="medium")
   axes.set(xlabel="FLOP per byte", ylabel="GFLOP/s")
   # Below the panel: a roof or a disk may lie anywhere in it.
