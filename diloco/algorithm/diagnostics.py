@@ -22,7 +22,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.fragments import as_merged
+from diloco.algorithm.fragments import outer_gradient
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.config.fields import WireConfig
 from diloco.model import sharding
@@ -101,8 +101,7 @@ def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
     distances from their mean []; L2 norm of theta []; stable rank of each matrix in the
     mean outer gradient [].
   """
-  minus = lambda t, x_M: as_merged(t, x_M)[None] - x_M.astype(jnp.float32)
-  delta_M = jax.tree.map(minus, theta, x_M)
+  delta_M = jax.tree.map(outer_gradient, theta, x_M)
   norm_M = norms(delta_M)
   error_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
   # From here on, each device has the outer gradients of all replicas.

@@ -77,6 +77,11 @@ def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
   return jax.lax.reduce_precision(theta, info.nexp, info.nmant)
 
 
+def outer_gradient(theta: jax.Array, x_M: jax.Array) -> jax.Array:
+  """Returns outer minus inner parameters of all replicas, float32 (M, ...)."""
+  return as_merged(theta, x_M)[None] - x_M.astype(jnp.float32)
+
+
 def join(
   thetas: Iterable[Tree], layers: Iterable[Layers], parameters: Shapes, mesh: Mesh
 ) -> Tree:

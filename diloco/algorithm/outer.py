@@ -27,7 +27,7 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm import diagnostics, optimizers, pieces
-from diloco.algorithm.fragments import as_merged, put, take
+from diloco.algorithm.fragments import outer_gradient, put, take
 from diloco.algorithm.methods import warm_start
 from diloco.algorithm.methods.radial import average
 from diloco.algorithm.norms import mean_cosine, norms, products
@@ -67,26 +67,47 @@ def send(
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
-  # Line 7: outer parameters minus inner parameters, float32.
-  minus = lambda theta, x_M: as_merged(theta, x_M)[None] - x_M.astype(jnp.float32)
   if pieces.can_send(wire, mesh):
-    payload, squares = pieces.send(minus, params_M, theta, layers, wire, mesh)
-    delta_norm_M, error_norm_M = jnp.sqrt(squares)
-  else:
-    delta_M = jax.tree.map(minus, theta, take(params_M, theta, layers))
-    delta_norm_M = norms(delta_M)
-    # Line 8: each replica draws its own random numbers.
-    numbers = first + jnp.arange(len(delta_norm_M))
-    keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
-    payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
-    # Every sender decodes its own codes to find their error; nothing is exchanged.
-    sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
-    error_norm_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
-  metrics = {
+    payload, squares = pieces.send(outer_gradient, params_M, theta, layers, wire, mesh)
+    return payload, codec_state, _send_metrics(*jnp.sqrt(squares))
+  # Line 7: outer parameters minus inner parameters, float32.
+  delta_M = jax.tree.map(outer_gradient, theta, take(params_M, theta, layers))
+  return encoded(delta_M, theta, codec_state, key, first, wire=wire, mesh=mesh)
+
+
+def encoded(
+  delta_M: Tree,
+  theta: Tree,
+  codec_state: Tree,
+  key: jax.Array,
+  first: int = 0,
+  *,
+  wire: WireConfig,
+  mesh: Mesh,
+) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
+  """Line 8: encodes outer gradients, float32 leaves (M, ...); see `send`.
+
+  Args:
+    theta: outer parameters of one replica, or their shapes.
+  """
+  delta_norm_M = norms(delta_M)
+  # Each replica draws its own random numbers.
+  numbers = first + jnp.arange(len(delta_norm_M))
+  keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+  payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
+  # Every sender decodes its own codes to find their error; nothing is exchanged.
+  sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
+  error_norm_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
+  return payload, codec_state, _send_metrics(delta_norm_M, error_norm_M)
+
+
+def _send_metrics(
+  delta_norm_M: jax.Array, error_norm_M: jax.Array
+) -> dict[str, jax.Array]:
+  return {
     "outer_grad_norm": delta_norm_M,
     "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
   }
-  return payload, codec_state, metrics
 
 
 def _update(
@@ -193,8 +214,7 @@ def send_fragment(
   first: int = 0,
 ) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
   """Runs `send` for fragment p after step t; theta lies at home or on `home.mesh`."""
-  # All sites and transports must draw the same random numbers.
-  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
+  key = plan.key(t, p)
   theta, layers = plan.home.fetch(theta), plan.layers[p]
   kind = {"wire": plan.wire, "mesh": plan.mesh}
   with TraceAnnotation("send"):

@@ -35,6 +35,7 @@ class Plan:
     wire: compressor and number format of payloads.
     outer: the outer optimizer.
     tuned: its learning rate and momentum.
+    own_outer: whether every replica has outer parameters of its own.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
     diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
@@ -52,6 +53,7 @@ class Plan:
   wire: WireConfig
   outer: Outer
   tuned: OuterTuned
+  own_outer: bool
   alpha: float
   seed: int | jax.Array
   diagnostics_every: int
@@ -64,10 +66,12 @@ class Plan:
   def replicas(self) -> int:
     return len(self.schedule.taus)
 
-  @property
-  def own_outer(self) -> bool:
-    """Whether every replica has outer parameters of its own."""
-    return self.schedule.eager or self.wire.exchange == "pair"
+  def key(self, t: int, number: int) -> jax.Array:
+    """Makes the PRNG key of fragment `number` after step t.
+
+    It depends on nothing else, so sites, transports and resumed runs draw alike.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
 
   def after_drain(self, step: int) -> "Plan":
     """Returns the plan of a run that was finished after `step` and is extended."""
@@ -143,6 +147,7 @@ def make_plan(
     wire=c.wire,
     outer=optimizer,
     tuned=outer_tuned(optimizer),
+    own_outer=c.own_outer,
     alpha=c.overlap.alpha,
     seed=c.seed,
     diagnostics_every=c.log.diagnostics_every,

@@ -80,12 +80,9 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    args = (self.plan, t, self._split(params_M), state)
-    if self.plan.wire.exchange == "pair":
-      found, state, events = noloco.outer_step(*args)
-    else:
-      rule = eager if self.plan.schedule.eager else outer_lib
-      found, state, events = rule.outer_step(*args)
+    rule = eager if self.plan.schedule.eager else outer_lib
+    rule = noloco if self.plan.wire.exchange == "pair" else rule
+    found, state, events = rule.outer_step(self.plan, t, self._split(params_M), state)
     return self._join(found), state, events
 
   def drain(

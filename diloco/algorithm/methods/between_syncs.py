@@ -95,8 +95,7 @@ def average(
     if t % every:
       continue
     if kind == SPARTA:
-      key = jax.random.fold_in(jax.random.key(plan.seed), t)
-      key = jax.random.fold_in(key, _SPARTA_KEY)
+      key = plan.key(t, _SPARTA_KEY)
       with TraceAnnotation("sparta"):
         params = sparta(params, key, share=c.sparta.share, mesh=plan.mesh)
       fsdp = plan.mesh.shape[FSDP]

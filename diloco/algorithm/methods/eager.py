@@ -25,15 +25,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers
-from diloco.algorithm.fragments import put, take
+from diloco.algorithm.fragments import as_merged, take
+from diloco.algorithm.methods.own_outer import one_of, step_each
 from diloco.algorithm.norms import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.outer import as_merged
+from diloco.algorithm.outer import encoded
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.config.fields import WireConfig
@@ -68,17 +67,7 @@ def send(
   """
   minus = lambda t_M, x_M: as_merged(t_M, x_M) - x_M.astype(jnp.float32)
   delta_M = jax.tree.map(minus, theta_M, take(params_M, theta_M, layers))
-  delta_norm_M = norms(delta_M)
-  draw = jax.vmap(partial(jax.random.fold_in, key))
-  keys_M = draw(jnp.arange(len(delta_norm_M)))
-  payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
-  sent_M = exchange.decode(wire, mesh, payload, _one(theta_M), (REPLICA,))
-  error_norm_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
-  metrics = {
-    "outer_grad_norm": delta_norm_M,
-    "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
-  }
-  return payload, codec_state, metrics
+  return encoded(delta_M, one_of(theta_M), codec_state, key, wire=wire, mesh=mesh)
 
 
 @partial(jax.jit, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1, 2))
@@ -105,7 +94,7 @@ def update(
   Returns:
     New params_M, theta_M and opt_state_M, and metrics.
   """
-  like, m = _one(theta_M), len(jax.tree.leaves(theta_M)[0])
+  like, m = one_of(theta_M), len(jax.tree.leaves(theta_M)[0])
   # What replica m knows: its own part of the mean now, everyone's mean before.
   grads_M = jax.tree.map(jnp.zeros_like, theta_M)
   if own is not None:
@@ -115,17 +104,15 @@ def update(
     late_M = exchange.decode(wire, mesh, late, like, (None,))
     add = lambda g_M, x_M: g_M + (x_M.mean(axis=0) - x_M / m)
     grads_M = jax.tree.map(add, grads_M, late_M)
-  step = optimizers.make_outer(outer, tuned).update
-  updates_M, opt_state_M = jax.vmap(step)(grads_M, opt_state_M, theta_M)
-  theta_M = optax.apply_updates(theta_M, updates_M)
-  places = optimizers.outer_shardings(outer, like, mesh, (REPLICA,))
-  state = jax.lax.with_sharding_constraint((theta_M, opt_state_M), places)
-  cast = lambda old_M, new_M: new_M.astype(old_M.dtype)
+  state = (theta_M, opt_state_M)
+  params_M, state, updates_M = step_each(
+    params_M, state, grads_M, layers, tuned, outer, mesh
+  )
   metrics = {
     "outer_grad_mean_norm": norms(grads_M).mean(),
     "outer_update_norm": norms(updates_M).mean(),
   }
-  return put(params_M, state[0], layers, cast), *state, metrics
+  return params_M, *state, metrics
 
 
 def outer_step(
@@ -145,7 +132,7 @@ def outer_step(
       with TraceAnnotation("exchange"):
         late = plan.transport.carry(late)
     if p in sends:
-      key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
+      key = plan.key(t, p)
       with TraceAnnotation("send"):
         own, codec_state, metrics = send(
           params_M, theta_M, codec_state, plan.layers[p], key, **kind
@@ -173,8 +160,3 @@ def drain(
     params_M, state, more = outer_step(plan, t, params_M, state, last_send=last)
     events += more
   return params_M, state, events
-
-
-def _one(theta_M: Tree) -> Tree:
-  """Describes one replica's outer parameters of a fragment."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), theta_M)

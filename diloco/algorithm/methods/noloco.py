@@ -27,15 +27,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm import optimizers
-from diloco.algorithm.fragments import put, take
+from diloco.algorithm.fragments import as_merged, take
+from diloco.algorithm.methods.own_outer import step_each
 from diloco.algorithm.norms import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.outer import as_merged
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.model.sharding import REPLICA, specs
@@ -87,19 +85,16 @@ def update(
   grad = lambda t_M, own_M, peer_M: t_M - (own_M + peer_M) / 2
   grads_M = jax.tree.map(grad, merged_M, own_M, peers_M)
   sent = {"outer_grad_norm": norms(jax.tree.map(jnp.subtract, merged_M, own_M))}
-  step = optimizers.make_outer(outer, tuned).update
-  updates_M, opt_state_M = jax.vmap(step)(grads_M, opt_state_M, theta_M)
-  theta_M = optax.apply_updates(theta_M, updates_M)
-  like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), theta_M)
-  places = optimizers.outer_shardings(outer, like, mesh, (REPLICA,))
-  state = jax.lax.with_sharding_constraint((theta_M, opt_state_M), places)
-  cast = lambda old_M, new_M: new_M.astype(old_M.dtype)
+  state = (theta_M, opt_state_M)
+  params_M, state, updates_M = step_each(
+    params_M, state, grads_M, layers, tuned, outer, mesh
+  )
   # Of each replica: a mean over the replicas would be one more exchange.
   metrics = {
     "outer_grad_mean_norm": norms(grads_M),
     "outer_update_norm": norms(updates_M),
   }
-  return put(params_M, state[0], layers, cast), *state, sent, metrics
+  return params_M, *state, sent, metrics
 
 
 def peers_of(x_M: Tree, key: jax.Array, mesh: Mesh) -> Tree:
@@ -137,7 +132,7 @@ def outer_step(
   """
   events = list[Event]()
   for p in plan.schedule.sends(t):
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(plan.seed), t), p)
+    key = plan.key(t, p)
     own = (state.theta[p], state.opt_state[p], plan.layers[p], key, plan.tuned)
     with TraceAnnotation("exchange"):
       params_M, theta_M, opt_state_M, sent, metrics = update(

@@ -1,0 +1,50 @@
+"""The outer step of methods in which every replica has outer parameters of its own."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from diloco.algorithm import optimizers
+from diloco.algorithm.fragments import put
+from diloco.algorithm.optimizers import Outer, OuterTuned
+from diloco.model.sharding import REPLICA
+
+Tree = Any
+
+
+def step_each(
+  params_M: Tree,
+  state_M: tuple[Tree, Tree],
+  grads_M: Tree,
+  layers: np.ndarray,
+  tuned: OuterTuned,
+  outer: Outer,
+  mesh: Mesh,
+) -> tuple[Tree, tuple[Tree, Tree], Tree]:
+  """Steps the outer optimizer of every replica, which goes on from the result.
+
+  Args:
+    params_M: parameters of all replicas.
+    state_M: the fragment's outer parameters and optimizer state, leaves (M, ...).
+    grads_M: what each replica steps along, float32 leaves (M, ...).
+    layers: int32 (n,), the fragment's layers.
+
+  Returns:
+    New params_M, new state_M, and the updates of the outer parameters.
+  """
+  theta_M, opt_state_M = state_M
+  step = optimizers.make_outer(outer, tuned).update
+  updates_M, opt_state_M = jax.vmap(step)(grads_M, opt_state_M, theta_M)
+  theta_M = optax.apply_updates(theta_M, updates_M)
+  places = optimizers.outer_shardings(outer, one_of(theta_M), mesh, (REPLICA,))
+  state_M = jax.lax.with_sharding_constraint((theta_M, opt_state_M), places)
+  cast = lambda old_M, new_M: new_M.astype(old_M.dtype)
+  return put(params_M, state_M[0], layers, cast), state_M, updates_M
+
+
+def one_of(theta_M: Tree) -> Tree:
+  """Describes the outer parameters of one replica."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), theta_M)
