@@ -243,9 +243,10 @@ class Checkpoints:
 
   def _remove_parts(self) -> None:
     """Frees the disk, which others may need, of a checkpoint that is not whole."""
-    for part in folder_of(self._workdir).glob("*.orbax-checkpoint-tmp"):
-      if self._peers.index == 0:
-        shutil.rmtree(part, ignore_errors=True)
+    parts = folder_of(self._workdir)
+    for _ in range(10 if self._peers.index == 0 else 0):
+      for part in parts.glob("*.orbax-checkpoint-tmp"):
+        shutil.rmtree(part, ignore_errors=True)  # Fails if threads still write into it.
 
   def _hear(self, record: logs.LogRecord) -> bool:
     """Ends all processes when Orbax logs that one of them cannot write.

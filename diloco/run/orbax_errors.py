@@ -19,7 +19,8 @@ from typing import Any
 def hush() -> None:
   """Drops what Orbax logs, and what it leaves behind after an error."""
   logging.getLogger("absl").addFilter(lambda record: not of_orbax(record.pathname))
-  # If several arrays fail, Orbax raises the first error only; asyncio logs the others.
+  # Orbax raises the first error and closes the loop; asyncio logs the other errors, and
+  # the writes that had not ended.
   logging.getLogger("asyncio").addFilter(lambda record: not _another_error(record))
   warnings.filterwarnings("ignore", "coroutine '_?(read|write)_", RuntimeWarning)
   hook = sys.unraisablehook
@@ -49,10 +50,9 @@ def reason_of(error: Exception) -> str:
 
 
 def _another_error(record: logging.LogRecord) -> bool:
-  """Whether asyncio tells of an error that nobody asked Orbax for."""
+  """Whether asyncio tells of an error or an end that nobody asked Orbax for."""
   trace = traceback.format_exception(*record.exc_info) if record.exc_info else []
-  text = record.getMessage()
-  return "exception was never retrieved" in text and of_orbax("".join([text, *trace]))
+  return of_orbax("".join([record.getMessage(), *trace]))
 
 
 def _left_behind(ignored: Any) -> bool:
