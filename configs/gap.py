@@ -5,7 +5,7 @@
     --parallel=2 --cores=1
 
 A case changes the sample run (configs/sample.py) in the fields that it names; all have
-the same tokens, 1.64M. Every case has three seeds. Results: docs/gap.md.
+the same tokens, 1.64M, if their names do not say otherwise. Results: docs/gap.md.
 """
 
 import os
@@ -25,39 +25,95 @@ def every(h: int, **more) -> Point:
   return {"sync_every": h, "overlap.tau": min(h - 1, 1), **more}
 
 
-def batch(sequences: int) -> Point:
+def batch(sequences: int, **more) -> Point:
   steps = 400 * 32 // sequences
   parts = max(sequences // 16, 1)
   return {
     "train.batch_size": sequences,
     "train.steps": steps,
     "train.accumulate": parts,
+    **more,
   }
 
 
+def longer(times: int) -> Point:
+  return {"train.steps": 400 * times}
+
+
+def warm(steps: int, momentum: bool = True) -> Point:
+  return {"outer.warm_start_steps": steps, "outer.warm_start_momentum": momentum}
+
+
+def width(dim: int) -> Point:
+  return {"model.dim": dim, "model.num_heads": max(dim // 64, 1)}
+
+
+def muon(rate: float) -> Point:
+  # Updates as large as AdamW's (arXiv 2502.16982, section 2.2).
+  return {"inner.optimizer": "muon(consistent_rms=0.2)", "inner.learning_rate": rate}
+
+
+PLAIN = outer(1.0, 0)  # The replicas' mean.
 DATA_PARALLEL = {"algorithm": "data_parallel"}
-OUTER = ((1.0, 0), (0.8, 0.3), (0.7, 0.5), (0.3, 0.7), (0.2, 0.9), (0.4, 0.9))
-BOTH = {
-  **{f"rate {r}": {"inner.learning_rate": r} for r in (2e-3, 2.8e-3, 5.7e-3, 8e-3)},
-  **{f"batch {b}": batch(b) for b in (16, 64)},
-  "b2=0.95": {"inner.optimizer": "adamw(b1=0.9, b2=0.95, eps=1e-8)"},
+DILOCO = {"algorithm": "diloco", **PLAIN}
+MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
+OUTER = ((0.7, 0.5), (0.3, 0.7), (0.2, 0.9), (0.4, 0.9))
+RATES = (2e-3, 2.8e-3, 5.7e-3, 8e-3)
+
+# Settings in which both algorithms were run: what decides, and what else was tried.
+BOTH: dict[str, Point] = {
+  "": {},
+  "batch 16": batch(16),
+  "batch 8": batch(8),
   "warm-up 100": {"inner.warmup_steps": 100},
+  "batch 16, warm-up 100": batch(16, **{"inner.warmup_steps": 100}),
+  "muon": muon(4e-3),
+  "2 times the tokens": longer(2),
 }
-CASES: dict[str, Point] = {
-  "data-parallel": DATA_PARALLEL,
-  "streaming": {},
-  **{f"data-parallel, {name}": DATA_PARALLEL | x for name, x in BOTH.items()},
-  **{f"streaming, {name}": x for name, x in BOTH.items()},
-  **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
-  **{f"H={h}, outer rate 1": every(h, **outer(1.0, 0)) for h in (1, 2, 5, 20, 40)},
+BOTH_TRIED: dict[str, Point] = {
+  **{f"rate {r}": {"inner.learning_rate": r} for r in RATES},
+  **{f"batch 16, rate {r}": batch(16, **{"inner.learning_rate": r}) for r in RATES[1:3]},
+  "batch 64": batch(64),
+  "b2=0.95": {"inner.optimizer": "adamw(b1=0.9, b2=0.95, eps=1e-8)"},
+  "muon, rate 0.008": muon(8e-3),
+  "4 times the tokens": longer(4),
+  "dim 64": width(64),
+  "dim 256": width(256),
+}
+# Settings of Streaming DiLoCo alone.
+STREAMING: dict[str, Point] = {
+  **{f"H={h}, the mean": every(h, **PLAIN) for h in (1, 5, 10, 20)},
+  "H=20, batch 16": every(20, **batch(16)),
   "M=1": {"replicas": 1},
+  "outer rate 0.8, momentum 0.3": outer(0.8, 0.3),
   "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
+  "DiLoCo, the mean": DILOCO,
+  "DiLoCo, the mean, of moments too": DILOCO | MOMENTS,
+  "warm start 40": warm(40),
+  "warm start 80": warm(80),
+}
+STREAMING_TRIED: dict[str, Point] = {
+  **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
+  **{f"H={h}, the mean": every(h, **PLAIN) for h in (2, 40)},
   "tau=0": {"overlap.tau": 0},
   "alpha=0.5": {"overlap.alpha": 0.5},
   "last sync of all": {"outer.final_sync": True},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "momentum restarts": {"outer.restart_every": 10},
+  "warm start 80, momentum from zero": warm(80, momentum=False),
 }
+
+
+def cases(both: dict[str, Point], streaming: dict[str, Point]) -> dict[str, Point]:
+  found = dict[str, Point]()
+  for name, point in both.items():
+    found[f"data-parallel, {name}".rstrip(", ")] = DATA_PARALLEL | point
+    found[f"streaming, {name}".rstrip(", ")] = point
+  return found | streaming
+
+
+FIRST = cases(BOTH, STREAMING)
+CASES = FIRST | cases(BOTH_TRIED, STREAMING_TRIED)
 
 
 def get_config(point: Point):
@@ -72,5 +128,10 @@ def get_config(point: Point):
 
 
 def get_sweep() -> Sweep:
-  cells = [{"case": case, "seed": seed} for seed in SEEDS for case in CASES]
+  cells = [
+    {"case": case, "seed": seed}
+    for some in (FIRST, [case for case in CASES if case not in FIRST])
+    for seed in SEEDS
+    for case in some
+  ]
   return Sweep(get_config, [Grid("gap", cells)])
