@@ -72,7 +72,8 @@ BOTH: dict[str, Point] = {
 }
 BOTH_TRIED: dict[str, Point] = {
   **{f"rate {r}": {"inner.learning_rate": r} for r in RATES},
-  **{f"batch 16, rate {r}": batch(16, **{"inner.learning_rate": r}) for r in RATES[1:3]},
+  "batch 16, rate 0.0028": batch(16, **{"inner.learning_rate": 2.8e-3}),
+  "batch 16, rate 0.0057": batch(16, **{"inner.learning_rate": 5.7e-3}),
   "batch 64": batch(64),
   "b2=0.95": {"inner.optimizer": "adamw(b1=0.9, b2=0.95, eps=1e-8)"},
   "muon, rate 0.008": muon(8e-3),
