@@ -80,11 +80,23 @@ def replicas(*some: int) -> list[Point]:
 
 def compressions() -> list[Point]:
   """Lists the number formats, and dropped values with the same bytes."""
-  sparse = cross(method=("topk", "random", "dare"), bits=(16, 8, 4))
-  return streaming(cross(method=("quantize",), bits=(32, 16, 8, 4)) + sparse)
+  sparse = cross(compressor=("topk", "random", "dare"), bits=(16, 8, 4))
+  return streaming(cross(compressor=("quantize",), bits=(32, 16, 8, 4)) + sparse)
 
 
 def _methods() -> list[Point]:
+  """Lists the methods of configs/methods.py."""
+  return [
+    {
+      "algorithm": fields.get("algorithm", "streaming"),
+      "replicas": fields.get("replicas", 2),
+      "method": name,
+    }
+    for name, fields in METHODS.METHODS.items()
+  ]
+
+
+def _algorithms() -> list[Point]:
   named = {
     "data-parallel": ("data_parallel", 30),
     "DiLoCo, H=30": ("diloco", 30),
@@ -97,6 +109,7 @@ def _methods() -> list[Point]:
   ]
 
 
+METHODS = load_module("methods", "get_config", "methods")
 _TAUS = (1, 2, 5, 10, 15, 20)
 _FEDPART = streaming(cross(fedpart=(False, True)))
 _TAU = streaming(cross(alpha=(0.0, 0.5), tau=_TAUS))
@@ -109,11 +122,11 @@ _CADENCE = cross(
 )
 _H = "inner steps between syncs H"
 ABLATIONS = {
-  "methods": Ablation(
+  "algorithms": Ablation(
     "streaming",
-    _methods(),
-    _methods(),
-    Chart("Methods at one size (2501.18512, table 5)", "name", xlabel="method"),
+    _algorithms(),
+    _algorithms(),
+    Chart("Algorithms at one size (2501.18512, table 5)", "name", xlabel="algorithm"),
     tuned=("small",),
   ),
   "fragments": Ablation(
@@ -156,7 +169,7 @@ ABLATIONS = {
     Chart(
       "Compression (2501.18512, figure 11)",
       "bits",
-      ("method",),
+      ("compressor",),
       "bits of a value, or the same bytes",
       log=True,
     ),
@@ -230,6 +243,13 @@ ABLATIONS = {
       "multiple of the tokens",
       log=True,
     ),
+  ),
+  "methods": Ablation(
+    "streaming",
+    _methods(),
+    _methods(),
+    Chart("Later methods (docs/methods.md)", "method"),
+    tuned=("small",),
   ),
 }
 OPTIONS = {"scale": ("small", "paper"), "seeds": int, "size": str, "text": str}
@@ -305,12 +325,14 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
     c.train.batch_size = c.train.batch_size * point["replicas"] // 2
   if small:
     c.inner.warmup_steps = tokens // (c.train.batch_size * LENGTH) // 10
-  if "method" in point:
+  if "bits" in point:
     c.wire.format = FORMATS[point["bits"]]
-    if point["method"] != "quantize":
-      density = same_bytes(c, point["method"])
-      c.wire.compressor, c.wire.density = point["method"], density
+    if point["compressor"] != "quantize":
+      density = same_bytes(c, point["compressor"])
+      c.wire.compressor, c.wire.density = point["compressor"], density
       c.wire.format = "fp32"
+  if "method" in point:
+    METHODS.use(c, point["method"])
   return c
 
 

@@ -115,12 +115,12 @@ def _algorithm(name: str, replicas: int, **more) -> dict:
 
 _PLAIN = _algorithm("data_parallel", 1)
 _ONE, _TWO, _FOUR = (_algorithm("diloco", m) for m in (1, 2, 4))
-_COARSE = {"method": "quantize", "bits": 4}
+_COARSE = {"compressor": "quantize", "bits": 4}
 _STRIDED, _SEQUENTIAL = {"pattern": "strided"}, {"pattern": "sequential"}
 
 CLAIMS = (
   Claim(
-    "methods",
+    "algorithms",
     "Streaming DiLoCo in 4 bits is near data-parallel",
     f"{STREAMING}, table 5, 35M",
     "+0.6% (3.53, 3.51)",
@@ -129,7 +129,7 @@ CLAIMS = (
     high=1.0,
   ),
   Claim(
-    "methods",
+    "algorithms",
     "Streaming DiLoCo is no worse than DiLoCo",
     f"{STREAMING}, table 5, 35M",
     "-0.3% (3.53, 3.54)",
@@ -138,7 +138,7 @@ CLAIMS = (
     high=SMALL,
   ),
   Claim(
-    "methods",
+    "algorithms",
     "H=100 is a little worse than H=30",
     f"{STREAMING}, table 5, 35M",
     "+0.8% (3.56, 3.53)",
@@ -201,7 +201,7 @@ CLAIMS = (
     f"{STREAMING}, figure 11",
     "no difference",
     _COARSE,
-    {"method": "quantize", "bits": 32},
+    {"compressor": "quantize", "bits": 32},
     high=SMALL,
   ),
   *(
@@ -210,7 +210,7 @@ CLAIMS = (
       f"At the bytes of 4 bits, {name} is worse than E3M0",
       f"{STREAMING}, figure 11",
       "significantly worse, no number",
-      {"method": method, "bits": 4},
+      {"compressor": method, "bits": 4},
       _COARSE,
       low=0,
     )
@@ -221,8 +221,8 @@ CLAIMS = (
     "FedDropout is worse than top-k at the same bytes",
     f"{STREAMING}, figure 11",
     "particularly at random, no number",
-    {"method": "random", "bits": 4},
-    {"method": "topk", "bits": 4},
+    {"compressor": "random", "bits": 4},
+    {"compressor": "topk", "bits": 4},
     low=0,
   ),
   *(

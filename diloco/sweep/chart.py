@@ -88,7 +88,7 @@ def curve(values: dict) -> str:
   algorithm = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
   if "replicas" in values and algorithm:
     algorithm += f", M={values.pop('replicas')}"
-  words = ("method", "pattern")
+  words = ("compressor", "pattern")
   rest = [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
   return ", ".join(filter(None, [algorithm, *rest]))
 
@@ -162,6 +162,6 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
     panel.set_xscale("log")
   panel.set_xticks(ticks if numbers else range(len(ticks)), [f"{t}" for t in ticks])
   if not numbers:  # Words side by side would overlap.
-    panel.tick_params("x", rotation=15)
+    panel.tick_params("x", rotation=15 if len(ticks) <= 6 else 90)
   panel.minorticks_off()
   panel.set_xlabel(chart.xlabel or chart.x)

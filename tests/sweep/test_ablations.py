@@ -14,9 +14,9 @@ from diloco.sweep.load import load_sweep
 from diloco.wire import sizes
 
 FILE = command_line.load_module("ablations", "get_sweep", "")
-# Runs of one seed; tuned inner rates (methods, batch) begin with one run per cell.
+# Runs of one seed; a cell that tunes its inner rate begins with one run.
 SMALL = {
-  "methods": 4,
+  "algorithms": 4,
   "fragments": 6,
   "fedpart": 2,
   "tau": 12,
@@ -28,6 +28,7 @@ SMALL = {
   "batch": 16,
   "outer_rate": 60,
   "overtrain": 12,
+  "methods": len(FILE.METHODS.METHODS),
 }
 PAPER = SMALL | {"fragments": 10, "batch": 25, "outer_rate": 4 * 6 * 7}
 
@@ -86,7 +87,7 @@ def test_each_point_changes_the_fields_of_its_figure():
     return resolve(FILE.get_config(base | point))
 
   assert c(tau_2=5, alpha=0.5).overlap.taus == (1, 5)
-  assert c(tau_2=1) == c(tau=1) == c(fedpart=False) == c(method="quantize", bits=4)
+  assert c(tau_2=1) == c(tau=1) == c(fedpart=False) == c(compressor="quantize", bits=4)
   assert c(fedpart=True).outer.fedpart
   assert c(fragment=3, pattern="sequential").make_fragments()[0].layers == (0, 1, 2)
   for m in (2, 4, 8):
@@ -95,6 +96,18 @@ def test_each_point_changes_the_fields_of_its_figure():
     assert len({x.train.tokens for x in fixed}) == 1
     assert all(x.train.steps % x.sync_every == 0 for x in fixed)
   assert c(overtrain=16).train.tokens == 16 * c().train.tokens
+
+
+def test_methods_of_later_papers_set_fields_of_any_config():
+  c = resolve(command_line.load_config("methods:pier"))
+  assert (c.outer.warm_start_steps, c.train.steps, c.model.dim) == (40, 400, 128)
+  point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
+  c = resolve(FILE.get_config({**point, "method": "des_loc"}))
+  assert (c.sync_every, c.des_loc.first_every, c.des_loc.second_every) == (30, 90, 180)
+  sample = resolve(command_line.load_config("sample"))
+  assert resolve(command_line.load_config("methods")) == sample
+  with pytest.raises(ConfigError, match="the method is 'pear'; write one of data_par"):
+    command_line.load_config("methods:pear")
 
 
 def test_overtrained_runs_are_evaluated_on_another_text():
@@ -112,7 +125,7 @@ def test_dropped_values_take_the_bytes_of_the_number_formats(scale):
     c = resolve(sweep.config(point))
     shapes = [f.shapes(parameters(c.model)) for f in c.make_fragments()]
     sent = sum(sizes.payload_bytes(c.wire, fragment) for fragment in shapes)
-    found[point["method"], point["bits"]] = sent
+    found[point["compressor"], point["bits"]] = sent
   for (_, bits), sent in found.items():
     assert 0.995 * found["quantize", bits] < sent <= found["quantize", bits]
   assert found["quantize", 32] > 7.5 * found["quantize", 4]
@@ -121,7 +134,7 @@ def test_dropped_values_take_the_bytes_of_the_number_formats(scale):
 @pytest.mark.parametrize(
   ("argument", "message"),
   [
-    ("", r"the ablation is ''; write one of methods, fragments, "),
+    ("", r"the ablation is ''; write one of algorithms, fragments, "),
     ("taus", "the ablation is 'taus'; write one of"),
     ("tau,seeds=0", "'tau,seeds=0'; give at least one seed"),
     ("tau,size=1B", "'tau,size=1B'; give .* size only with scale=paper"),
@@ -140,7 +153,7 @@ def test_a_wrong_argument_is_one_sentence(argument, message):
 
 
 def test_later_seeds_take_the_rate_that_the_first_seed_chose():
-  sweep = load_sweep("ablations:methods,seeds=2")
+  sweep = load_sweep("ablations:algorithms,seeds=2")
   best = {"data-parallel": 2.0**-7, "streaming, H=30": 2.0**-5}
 
   def loss(point):
@@ -182,9 +195,9 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   runs = [("a", 1, 2.0), ("a", 1, 4.0), ("b", 1, 5.0), ("b", 2, 6.0)]
   table = pd.DataFrame(
-    [{"method": m, "x": x, "loss": y, "bytes": 7} for m, x, y in runs]
+    [{"compressor": m, "x": x, "loss": y, "bytes": 7} for m, x, y in runs]
   )
-  own = chart.Chart("title", "x", ("method",), log=True)
+  own = chart.Chart("title", "x", ("compressor",), log=True)
   assert chart.lines(own, table)[2:] == [
     "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00% | 7 |",
     "| b | 1 | 1 | 5.0000 | +66.67% | 7 |",
@@ -192,7 +205,7 @@ def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   ]
   chart.draw(own, table, tmp_path / "a.png")
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-  words = chart.Chart("title", "method")
+  words = chart.Chart("title", "compressor")
   chart.draw(words, table, tmp_path / "b.png")
   nothing = chart.frame(words, [])
   assert chart.lines(words, nothing) == ["no cell has a result yet"]
@@ -203,5 +216,5 @@ def test_curves_are_named_as_in_the_other_figures():
   assert name({"algorithm": "data_parallel", "replicas": 1}) == "data-parallel"
   assert name({"algorithm": "diloco", "replicas": 4}) == "DiLoCo, M=4"
   assert name({"algorithm": "streaming", "fixed": "local"}) == "streaming, fixed=local"
-  assert name({"method": "topk"}) == "topk"
+  assert name({"compressor": "topk"}) == "topk"
   assert name({}) == ""

@@ -1,0 +1,95 @@
+"""The sample run with a method of a later paper: methods:NAME (docs/methods.md).
+
+  python -m diloco.main --config=methods:pier --workdir=/tmp/pier
+  python -m diloco.sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
+
+METHODS names the fields that a method sets in a config of Streaming DiLoCo. The first
+command runs one, the second compares all of them in smaller runs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from diloco.config import ConfigError
+from diloco.config.command_line import load_module
+
+# Of a run: its steps, and H.
+Value = Any | Callable[[int, int], int]
+
+DILOCO = {"algorithm": "diloco"}
+MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
+# Updates as large as AdamW's (arXiv 2502.16982, section 2.2).
+MUON = {"inner.optimizer": "muon(consistent_rms=0.2)"}
+TWO_BITS = {"wire.format": "e1m0"}
+
+METHODS: dict[str, dict[str, Value]] = {
+  "data_parallel": {"algorithm": "data_parallel"},
+  "diloco": DILOCO,
+  "streaming": {},
+  "fedpart": {"outer.fedpart": True},
+  "topk": {"wire.compressor": "topk"},
+  "random": {"wire.compressor": "random"},
+  "dare": {"wire.compressor": "dare"},
+  "snoo": DILOCO | {"replicas": 1},
+  "error_feedback": {"wire.error_feedback": 1.0},
+  "sparseloco": {
+    "wire.compressor": "topk",
+    "wire.density": 0.03,
+    "wire.chunk": 4096,
+    "wire.error_feedback": 0.95,
+    **TWO_BITS,
+    **MEAN,
+  },
+  "muon": {"algorithm": "data_parallel", **MUON},
+  "muon_diloco": DILOCO | MUON,
+  "muloco": {"wire.error_feedback": 1.0, **TWO_BITS, **MUON},
+  "des_loc": {
+    "des_loc.first_every": lambda steps, h: 3 * h,
+    "des_loc.second_every": lambda steps, h: 6 * h,
+    **DILOCO,
+    **MEAN,
+  },
+  "sparta": DILOCO | {"sparta.share": 0.005},
+  "diloco_4": DILOCO | {"replicas": 4},
+  "noloco": {
+    "replicas": 4,
+    "wire.exchange": "pair",
+    "outer.optimizer": "sgd(momentum=0.5)",
+    "outer.learning_rate": 0.7,
+    **DILOCO,
+  },
+  "falling_rate": {"outer.final_fraction": 0.1},
+  "restarts": {"outer.restart_every": 10},
+  "pier": {"outer.warm_start_steps": lambda steps, h: steps // 10},
+  "warm_start": {
+    "outer.warm_start_steps": lambda steps, h: steps // 10,
+    "outer.warm_start_momentum": False,
+  },
+  "eager": DILOCO | {"overlap.eager": True},
+  "radial": {"outer.average": "radial"},
+  "delayed_nesterov": {"outer.optimizer": "delayed_nesterov(every=4)"},
+  "gpa": {
+    "algorithm": "data_parallel",
+    "inner.optimizer": "gpa(b1=0.9, b2=0.99)",
+  },
+}
+
+
+def use(c, name: str) -> None:
+  """Sets a method's fields in a config whose steps or tokens are set.
+
+  Raises:
+    ConfigError: the name is unknown.
+  """
+  if name not in METHODS:
+    raise ConfigError(f"the method is {name!r}; write one of {', '.join(METHODS)}.")
+  steps = c.train.steps or c.train.tokens // (c.train.batch_size * c.model.seq_len)
+  for field, value in METHODS[name].items():
+    found = value(steps, c.sync_every) if callable(value) else value
+    c.update_from_flattened_dict({field: found})
+
+
+def get_config(name: str = "streaming"):
+  c = load_module("sample", "get_config", "sample").get_config()
+  use(c, name)
+  return c
