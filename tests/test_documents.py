@@ -6,7 +6,7 @@ import re
 import pytest
 
 from diloco import __main__ as listing
-from diloco.config import Config, shipped
+from diloco.config import Config, command_line, shipped
 from diloco.config.resolve import leaves
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -53,3 +53,8 @@ def test_every_command_config_and_field_exists(page):
   for config in re.findall(r"--config=(\w[\w/]*(?:\.py)?)", text):
     if config != "my_config.py":
       assert pathlib.Path(shipped.find(config)).is_file(), config
+
+
+def test_every_method_has_a_row():
+  named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/methods.md").read_text(), re.M)
+  assert named == [*command_line.load_module("methods", "get_config", "").METHODS]
