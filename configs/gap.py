@@ -54,6 +54,8 @@ def muon(rate: float) -> Point:
 
 
 PLAIN = outer(1.0, 0)  # The replicas' mean.
+# The best setting of data-parallel with AdamW among the first ones that were tried.
+SMALL = batch(8, **{"inner.warmup_steps": 400})
 DATA_PARALLEL = {"algorithm": "data_parallel"}
 DILOCO = {"algorithm": "diloco", **PLAIN}
 MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
@@ -67,12 +69,12 @@ BOTH: dict[str, Point] = {
   "batch 8": batch(8),
   "warm-up 100": {"inner.warmup_steps": 100},
   "batch 8, warm-up 100": batch(8, **{"inner.warmup_steps": 100}),
-  "batch 8, warm-up 400": batch(8, **{"inner.warmup_steps": 400}),
-  "batch 8, rate 0.0028": batch(8, **{"inner.learning_rate": 2.8e-3}),
+  "batch 8, warm-up 400": SMALL,
   "muon": muon(4e-3),
   "batch 8, muon": batch(8, **muon(4e-3)),
 }
 BOTH_TRIED: dict[str, Point] = {
+  "batch 8, rate 0.0028": batch(8, **{"inner.learning_rate": 2.8e-3}),
   **{f"rate {r}": {"inner.learning_rate": r} for r in RATES},
   "batch 16, rate 0.0028": batch(16, **{"inner.learning_rate": 2.8e-3}),
   "batch 16, rate 0.0057": batch(16, **{"inner.learning_rate": 5.7e-3}),
@@ -87,7 +89,13 @@ BOTH_TRIED: dict[str, Point] = {
   "dim 64": width(64),
   "dim 256": width(256),
 }
-# Settings of Streaming DiLoCo alone.
+BOTH_SMALL: dict[str, Point] = {
+  **{f"small, rate {r}": SMALL | {"inner.learning_rate": r} for r in (2.8e-3, 5.7e-3)},
+  "small, warm-up 800": SMALL | {"inner.warmup_steps": 800},
+  "batch 4, warm-up 800": batch(4, **{"inner.warmup_steps": 800}),
+  "small, muon": SMALL | muon(4e-3),
+}
+# Settings of Streaming DiLoCo alone; "small" has batches of 8 and 400 steps of warm-up.
 STREAMING: dict[str, Point] = {
   **{f"H={h}, the mean": every(h, **PLAIN) for h in (1, 5, 10, 20)},
   "H=40, batch 8": every(40, **batch(8)),
@@ -101,6 +109,16 @@ STREAMING: dict[str, Point] = {
   "warm start 40": warm(40),
   "warm start 80": warm(80),
   "warm start 160, batch 8": warm(160) | batch(8),
+}
+STREAMING_SMALL: dict[str, Point] = {
+  "small, the mean": SMALL | PLAIN,
+  "small, outer rate 0.8, momentum 0.3": SMALL | outer(0.8, 0.3),
+  "small, H=5": SMALL | every(5),
+  "small, fp32, tau=0": SMALL | {"wire.format": "fp32", "overlap.tau": 0},
+  "small, error feedback": SMALL | {"wire.error_feedback": 1.0},
+  "small, M=1": SMALL | {"replicas": 1},
+  "small, DiLoCo, the mean": SMALL | DILOCO,
+  "small, DiLoCo, the mean, of moments too": SMALL | DILOCO | MOMENTS,
 }
 STREAMING_TRIED: dict[str, Point] = {
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
@@ -123,7 +141,7 @@ def cases(both: dict[str, Point], streaming: dict[str, Point]) -> dict[str, Poin
   return found | streaming
 
 
-FIRST = cases(BOTH, STREAMING)
+FIRST = cases(BOTH, STREAMING) | cases(BOTH_SMALL, STREAMING_SMALL)
 CASES = FIRST | cases(BOTH_TRIED, STREAMING_TRIED)
 
 
