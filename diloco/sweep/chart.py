@@ -39,6 +39,9 @@ class Chart:
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss` or a key of the points, such as
       a tuned rate.
+    against: a key of the points: the x with which a point is compared, seed by seed.
+      Then a column `more` has the difference in per cent. Empty: the table compares
+      with its first row.
   """
 
   title: str
@@ -47,6 +50,7 @@ class Chart:
   xlabel: str = ""
   log: bool = False
   y: tuple[tuple[str, str], ...] = (("loss", LOSS),)
+  against: str = ""
 
 
 def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFrame:
@@ -75,7 +79,14 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     if row and cell.state in ("interior", "edge")
     for name, end in which.items()
   ]
-  return pd.DataFrame(found, columns=None if found else [chart.x, *chart.by, "loss"])
+  if not found:
+    return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
+  table = pd.DataFrame(found)
+  if chart.against:
+    of = table.groupby([chart.x, "seed"])["loss"].first()
+    same_seed = pd.MultiIndex.from_frame(table[[chart.against, "seed"]])
+    table["more"] = 100 * (table["loss"] / of.reindex(same_seed).to_numpy() - 1)
+  return table
 
 
 def curve(values: dict) -> str:
@@ -105,31 +116,51 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   if table.empty:
     return ["no cell has a result yet"]
   cells = spread(chart, table)
-  deviation = cells["std"].map(" ± {:.4f}".format).where(cells["count"] > 1, "")
-  more = 100 * (cells["mean"] / cells["mean"].iloc[0] - 1)
   columns = {
     "curve": cells["curve"],
     chart.xlabel or chart.x: cells[chart.x],
     "seeds": cells["count"],
-    "held-out loss": cells["mean"].map("{:.4f}".format) + deviation,
-    "from the first": more.map("{:+.2f}%".format),
+    "held-out loss": _with_deviation(cells, "{:.4f}"),
+  }
+  if chart.against:
+    reference = table.groupby(chart.x, sort=False)[chart.against].first()
+    columns["against"] = cells[chart.x].map(reference)
+    columns["difference (%)"] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
+  else:
+    more = 100 * (cells["mean"] / cells["mean"].iloc[0] - 1)
+    columns["from the first"] = more.map("{:+.2f}%".format)
+  columns |= {
     "bytes sent": spread(chart, table, "bytes")["mean"].map("{:,.0f}".format),
   }
   for y, label in chart.y:
-    if y != "loss":
+    if y not in ("loss", "more"):
       columns[label] = spread(chart, table, y)["mean"].map("{:.3g}".format)
   if not chart.by:
     del columns["curve"]
   return tables.markdown(columns)
 
 
+def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
+  """Formats means, with the standard deviation where there are several seeds."""
+  plain = form.replace("+", "")
+  deviation = cells["std"].map(f" ± {plain}".format).where(cells["count"] > 1, "")
+  return cells["mean"].map(form.format) + deviation
+
+
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
   """Draws the figure: points are means over seeds, bars standard deviations."""
   with matplotlib.rc_context(STYLE):
-    figure, panels = drawing.axes(len(chart.y), chart.title)
+    count = table[chart.x].nunique()
+    many = count > 6 and not chart.by and not _numbers(table[chart.x])
+    height = 1 + 0.17 * count if many else drawing.HEIGHT
+    figure, panels = drawing.axes(len(chart.y), chart.title, height)
     for panel, (y, label) in zip(panels, chart.y):
-      _draw_panel(panel, spread(chart, table, y), chart)
-      panel.set_ylabel(label)
+      if many:
+        _draw_words(panel, spread(chart, table, y), chart)
+        panel.set_xlabel(label)
+      else:
+        _draw_panel(panel, spread(chart, table, y), chart)
+        panel.set_ylabel(label)
     handles = panels[0].get_legend_handles_labels()
     if chart.by:
       figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
@@ -137,10 +168,32 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
       figure.savefig(file, format="png")
 
 
+def _numbers(values: pd.Series) -> bool:
+  kind = values.infer_objects().dtype
+  return pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
+
+
+def _draw_words(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
+  """Draws many words below each other."""
+  places = range(len(cells))
+  panel.errorbar(
+    cells["mean"],
+    places,
+    xerr=cells["std"].fillna(0.0),
+    color=COLORS["streaming"],
+    marker="o",
+    ms=4,
+    capsize=2,
+    ls="",
+  )
+  panel.set_yticks(places, cells[chart.x])
+  panel.invert_yaxis()
+  panel.grid(axis="y", lw=0.4)
+
+
 def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
   colors = iter((COLORS["streaming"], *OTHERS))
-  kind = cells[chart.x].infer_objects().dtype
-  numbers = pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
+  numbers = _numbers(cells[chart.x])
   ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
   for name, some in cells.groupby("curve", sort=False):
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
@@ -162,6 +215,6 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
     panel.set_xscale("log")
   panel.set_xticks(ticks if numbers else range(len(ticks)), [f"{t}" for t in ticks])
   if not numbers:  # Words side by side would overlap.
-    panel.tick_params("x", rotation=15 if len(ticks) <= 6 else 90)
+    panel.tick_params("x", rotation=15)
   panel.minorticks_off()
   panel.set_xlabel(chart.xlabel or chart.x)

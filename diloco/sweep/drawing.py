@@ -13,6 +13,7 @@ from diloco.sweep.runs import PLAIN, curves
 OUTER_RATE = "best outer learning rate"
 REPLICAS = (1, 2, 4, 8)
 MARKERS = "^sDv"
+HEIGHT = 2.8  # Inches of a figure.
 OTHER_M = "P"  # The marker of any other number of replicas.
 
 
@@ -64,10 +65,10 @@ def beside(table: pd.DataFrame, x: str) -> pd.DataFrame:
   return table.assign(**{x: table[x] * spread ** (0.03 * place)})
 
 
-def axes(columns: int, title: str) -> tuple[Figure, list[Axes]]:
-  """Makes a titled figure with panels side by side."""
+def axes(columns: int, title: str, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
+  """Makes a titled figure with panels side by side; the height is in inches."""
   width = COLUMN if columns == 1 else PAGE
-  figure = Figure(figsize=(width, 2.8), layout="constrained")
+  figure = Figure(figsize=(width, height), layout="constrained")
   figure.suptitle(title)
   return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 

@@ -1,6 +1,7 @@
 """configs/ablations.py: grids, configs, equal bytes; and the chart of a sweep."""
 
 import math
+import types
 
 import pandas as pd
 import pytest
@@ -209,6 +210,30 @@ def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   chart.draw(words, table, tmp_path / "b.png")
   nothing = chart.frame(words, [])
   assert chart.lines(words, nothing) == ["no cell has a result yet"]
+
+
+def test_a_chart_compares_with_another_point_seed_by_seed(tmp_path):
+  runs = [("a", 0, 2.0), ("a", 1, 4.0), ("b", 0, 2.2), ("b", 1, 4.8), ("c", 1, 4.0)]
+  own = chart.Chart("t", "case", y=(("more", "above (%)"),), against="against")
+  cells = [
+    (
+      types.SimpleNamespace(
+        best={"case": case, "against": "a", "seed": seed}, state="interior"
+      ),
+      {"loss": 9.0, "test_loss": loss, "bytes_sent": 7},
+    )
+    for case, seed, loss in runs
+  ]
+  table = chart.frame(own, cells)
+  assert table["more"].tolist() == pytest.approx([0, 0, 10, 20, 0])
+  assert chart.lines(own, table)[2:] == [
+    "| a | 2 | 3.0000 ± 1.4142 | a | +0.00 ± 0.00 | 7 |",
+    "| b | 2 | 3.5000 ± 1.8385 | a | +15.00 ± 7.07 | 7 |",
+    "| c | 1 | 4.0000 | a | +0.00 | 7 |",
+  ]
+  more = pd.concat([table.assign(case=table["case"] + str(i)) for i in range(9)])
+  chart.draw(own, more, tmp_path / "words.png")
+  assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_are_named_as_in_the_other_figures():
