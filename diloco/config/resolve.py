@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_collections
 
+from diloco.config import combinations
 from diloco.config.fields import Config, ConfigError, Range
 from diloco.config.vocabulary import fill_in
 from diloco.model import shapes
@@ -122,7 +123,7 @@ def _resolve(v: dict[str, Any]) -> Config:
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
-  _check_together(c)
+  _check_together(c, v)
   if c.outer.final_fraction < 1 and not c.outer.decay_syncs and not c.data_parallel:
     c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
@@ -162,55 +163,14 @@ def _build(v: Mapping[str, Any]) -> Config:
   return Config(**own, **parts)
 
 
-def _check_together(c: Config) -> None:
-  """Checks fields that depend on each other."""
-  transport = c.overlap.transport
-  if transport != "device" and not c.data_parallel and c.wire.exchange == "psum":
+def _check_together(c: Config, v: Mapping[str, Any]) -> None:
+  """Checks fields that depend on each other; `v` has all by name."""
+  tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
+  combinations.check(c, {**v, "overlap.tau": tau}, _DEFAULTS)
+  if c.wire.exchange == "pair" and c.replicas % 2 and not c.data_parallel:
     raise ConfigError(
-      f"overlap.transport is {transport}, but wire.exchange is psum, which needs"
-      " devices; choose gather."
+      f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
     )
-  if transport == "sites" and c.data_parallel:
-    raise ConfigError(
-      "overlap.transport is sites, but algorithm is data_parallel, which exchanges"
-      " gradients in every step; choose streaming or diloco."
-    )
-  if c.log.diagnostics_every and transport != "device" and not c.data_parallel:
-    raise ConfigError(
-      f"log.diagnostics_every is {c.log.diagnostics_every}, which compares replicas on"
-      f" devices, but overlap.transport is {transport}; set it to 0, or choose device."
-    )
-  if c.outer.average == "radial" and not c.data_parallel and c.wire.exchange == "psum":
-    raise ConfigError(
-      "outer.average is radial, which needs the outer gradient of each replica, but"
-      " wire.exchange is psum, which reduces them; choose gather."
-    )
-  warm, needs = c.outer.warm_start_steps, "which averages gradients at every step"
-  if warm and not c.data_parallel:
-    if transport == "sites":
-      raise ConfigError(
-        f"outer.warm_start_steps is {warm}, {needs}, but overlap.transport is sites;"
-        " choose device or host, or set outer.warm_start_steps to 0."
-      )
-    if c.outer.fedpart:
-      raise ConfigError(
-        f"outer.warm_start_steps is {warm}, but outer.fedpart trains only the fragment"
-        " that is sent next, and nothing is sent in a warm start; unset one of them."
-      )
-  for field, value, refused, choice in (
-    ("overlap.transport", transport, transport != "device", "device"),
-    ("wire.exchange", c.wire.exchange, c.wire.exchange == "psum", "gather"),
-    ("outer.average", c.outer.average, c.outer.average != "mean", "mean"),
-    ("outer.offload", True, c.outer.offload, "false"),
-    ("outer.final_sync", True, c.outer.final_sync, "false"),
-    ("outer.warm_start_steps", warm, warm, "0"),
-    ("log.diagnostics_every", c.log.diagnostics_every, c.log.diagnostics_every, "0"),
-  ):
-    if c.overlap.eager and not c.data_parallel and refused:
-      raise ConfigError(
-        f"overlap.eager is set, with which {field} cannot be {value}; choose {choice}."
-      )
-  _check_pairs(c)
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(
@@ -221,19 +181,6 @@ def _check_together(c: Config) -> None:
       f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
       " held-out text; set eval.tokens."
     )
-  averages = {
-    "des_loc.first_every": c.des_loc.first_every,
-    "des_loc.second_every": c.des_loc.second_every,
-    "sparta.share": c.sparta.share,
-  }
-  for field, asked in averages.items():
-    if asked and (c.data_parallel or c.overlap.eager or transport != "device"):
-      reason = f"overlap.transport is {transport}; choose device"
-      if c.overlap.eager:
-        reason = "overlap.eager gives every replica its own; set overlap.eager=false"
-      if c.data_parallel:
-        reason = "algorithm is data_parallel, which trains one model; choose diloco"
-      raise ConfigError(f"{field} is {asked}, but {reason}, or set {field}=0.")
   m, shares = c.model, c.replicas * c.train.accumulate
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
@@ -265,35 +212,6 @@ def _check_together(c: Config) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
-
-
-def _check_pairs(c: Config) -> None:
-  """Refuses what NoLoCo's pairs cannot do."""
-  if c.wire.exchange != "pair" or c.data_parallel:
-    return
-  if c.replicas % 2:
-    raise ConfigError(
-      f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
-    )
-  needed = {
-    "overlap.transport": (c.overlap.transport, "device"),
-    "overlap.tau": (max(c.overlap.taus, default=0), 0),
-    "overlap.eager": (c.overlap.eager, False),
-    "wire.compressor": (c.wire.compressor, "quantize"),
-    "wire.format": (c.wire.format, "fp32"),
-    "wire.error_feedback": (c.wire.error_feedback, 0.0),
-    "outer.average": (c.outer.average, "mean"),
-    "outer.offload": (c.outer.offload, False),
-    "outer.final_sync": (c.outer.final_sync, False),
-    "outer.warm_start_steps": (c.outer.warm_start_steps, 0),
-    "log.diagnostics_every": (c.log.diagnostics_every, 0),
-  }
-  for field, (given, works) in needed.items():
-    if given != works:
-      raise ConfigError(
-        f"{field} is {given}, but wire.exchange is pair, where replicas exchange their"
-        f" parameters in pairs and wait; choose {works}, or another exchange."
-      )
 
 
 def _check_profile(c: Config) -> None:

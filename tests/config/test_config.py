@@ -55,19 +55,19 @@ def make(**fields):
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     (
       {"log.diagnostics_every": 3, "overlap.transport": "host"},
-      "log.diagnostics_every is 3, which .* overlap.transport is host; set it to 0, or",
+      "log.diagnostics_every is 3, which .* overlap.transport is host; choose device,",
     ),
     (
       {"sparta.share": 0.01, "algorithm": "data_parallel"},
-      "sparta.share is 0.01, but algorithm is data_parallel, which trains one model",
+      "sparta.share is 0.01, .* algorithm is data_parallel; choose streaming or diloco",
     ),
     (
       {"des_loc.first_every": 3, "overlap.transport": "host"},
-      "des_loc.first_every is 3, but overlap.transport is host; choose device, or set",
+      "des_loc.first_every is 3, .* overlap.transport is host; choose device, or set",
     ),
     (
       {"des_loc.second_every": 3, "overlap.transport": "sites"},
-      "des_loc.second_every is 3, but overlap.transport is sites; choose device",
+      "des_loc.second_every is 3, .* overlap.transport is sites; choose device",
     ),
     ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give 2 whole numbers"),
   ],

@@ -172,7 +172,6 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
   ("field", "value"),
   [
     ("overlap.transport", "host"),
-    ("wire.exchange", "psum"),
     ("outer.average", "radial"),
     ("outer.offload", True),
     ("outer.final_sync", True),
@@ -180,8 +179,15 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
   ],
 )
 def test_what_does_not_fit_is_refused(field, value):
-  with pytest.raises(ConfigError, match=f"overlap.eager is set, .*{field} cannot be"):
+  with pytest.raises(
+    ConfigError, match=f"overlap.eager is True, .*but {field} is {value}; choose"
+  ):
     changed(config(), {field: value})
+
+
+def test_sums_on_devices_do_not_fit():
+  with pytest.raises(ConfigError, match=r"psum, .* overlap.eager is True; choose f"):
+    changed(config(), {"wire.exchange": "psum"})
 
 
 def test_data_parallel_ignores_it():

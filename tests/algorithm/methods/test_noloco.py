@@ -110,10 +110,10 @@ def test_a_replica_sends_once():
   ("field", "value", "said"),
   [
     ("replicas", 3, "replicas is 3, but wire.exchange is pair.*choose an even number"),
-    ("overlap.tau", 1, "overlap.tau is 1, but"),
-    ("wire.format", "e3m0", "wire.format is e3m0, but"),
-    ("outer.offload", True, "outer.offload is True, but"),
-    ("overlap.transport", "host", "overlap.transport is host, but"),
+    ("overlap.tau", 1, "pair, .* but overlap.tau is 1; choose"),
+    ("wire.format", "e3m0", "pair, .* but wire.format is e3m0; choose"),
+    ("outer.offload", True, "pair, .* but outer.offload is True; choose"),
+    ("overlap.transport", "host", "pair, .* but overlap.transport is host; choose"),
   ],
 )
 def test_what_pairs_cannot_do_is_refused(tiny, field, value, said):

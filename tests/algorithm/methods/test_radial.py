@@ -71,5 +71,5 @@ def test_a_sync_steps_along_the_radial_mean():
 
 def test_a_reduction_of_values_is_refused(tiny):
   tiny.outer.average = "radial"
-  with pytest.raises(ConfigError, match=r"outer.average is radial, .* choose gather"):
+  with pytest.raises(ConfigError, match=r"but outer.average is radial; choose mean"):
     changed(resolve(tiny), {"wire.exchange": "psum"})

@@ -176,7 +176,10 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
       {"overlap.transport": "sites"},
       r"warm_start_steps is 4, which .*transport is sites",
     ),
-    ({"outer.fedpart": True}, "warm_start_steps is 4, but outer.fedpart"),
+    (
+      {"outer.fedpart": True},
+      "warm_start_steps is 4, which .* but outer.fedpart is True; choose false",
+    ),
   ],
 )
 def test_a_warm_start_refuses_what_it_cannot_do(tiny, fields, message):

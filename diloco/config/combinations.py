@@ -1,0 +1,102 @@
+"""Fields that do not work together, each refused with one sentence. No JAX."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from diloco.config.fields import Config, ConfigError
+
+DILOCO = ("streaming", "diloco")
+DEVICE = ("device",)
+OFF = (0,)  # Also False.
+
+
+class Rule(NamedTuple):
+  """What one choice needs of other fields.
+
+  Attributes:
+    field: the field with the choice.
+    choice: its value; None: any but the default.
+    reason: why it needs that.
+    needs: {other field: values that work}. data_parallel ignores most fields, so then
+      only `algorithm` counts.
+  """
+
+  field: str
+  choice: Any
+  reason: str
+  needs: Mapping[str, tuple]
+
+
+_OWN_OUTER = {
+  "overlap.transport": DEVICE,
+  "outer.average": ("mean",),
+  "outer.offload": OFF,
+  "outer.final_sync": OFF,
+  "outer.warm_start_steps": OFF,
+  "log.diagnostics_every": OFF,
+}
+_PAIRS = {
+  **_OWN_OUTER,
+  "overlap.tau": (0,),
+  "overlap.eager": OFF,
+  "wire.compressor": ("quantize",),
+  "wire.format": ("fp32",),
+  "wire.error_feedback": OFF,
+}
+_AVERAGES = {"algorithm": DILOCO, "overlap.transport": DEVICE, "overlap.eager": OFF}
+
+RULES = (
+  Rule(
+    "overlap.transport", "sites", "which carries outer gradients", {"algorithm": DILOCO}
+  ),
+  Rule(
+    "wire.exchange",
+    "psum",
+    "where devices add up what replicas send",
+    {"overlap.transport": DEVICE, "outer.average": ("mean",), "overlap.eager": OFF},
+  ),
+  Rule("wire.exchange", "pair", "where replicas exchange parameters and wait", _PAIRS),
+  Rule(
+    "log.diagnostics_every",
+    None,
+    "which compares replicas on devices",
+    {"overlap.transport": DEVICE},
+  ),
+  Rule(
+    "outer.warm_start_steps",
+    None,
+    "which averages gradients at every step and sends nothing else",
+    {"overlap.transport": ("device", "host"), "outer.fedpart": OFF},
+  ),
+  Rule("overlap.eager", True, "where every replica has its outer state", _OWN_OUTER),
+  *(
+    Rule(field, None, "which averages values of the replicas on devices", _AVERAGES)
+    for field in ("des_loc.first_every", "des_loc.second_every", "sparta.share")
+  ),
+)
+
+
+def check(c: Config, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+  """Refuses fields that do not work together.
+
+  Args:
+    c: the config.
+    values: its fields by name, such as "outer.average"; overlap.tau is the largest tau.
+    defaults: the default of each field.
+
+  Raises:
+    ConfigError: a choice needs another value of a field.
+  """
+  for field, choice, reason, needs in RULES:
+    value, default = values[field], defaults[field]
+    if value == default or choice not in (None, value):
+      continue
+    for other, works in needs.items():
+      if values[other] in works or (c.data_parallel and other != "algorithm"):
+        continue
+      given = values[other]
+      choices = " or ".join(str(type(given)(x)).lower() for x in works)
+      raise ConfigError(
+        f"{field} is {value}, {reason}, but {other} is {given}; choose {choices}, or"
+        f" set {field}={str(default).lower()}."
+      )
