@@ -5,8 +5,8 @@
     --parallel=2 --cores=1
 
 A case changes the sample run (configs/sample.py). All have the same tokens, 1.64M, if
-their names do not say otherwise; a batch of 32 sequences has 400 steps. A case is compared
-with data-parallel of the same batch. Results: docs/gap.md.
+their names do not say otherwise; a batch of 32 sequences has 400 steps. A case is
+compared with data-parallel of the same batch. Results: docs/gap.md.
 """
 
 import os
