@@ -40,8 +40,10 @@ SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradict
 SMALL = 0.2
 # The verdicts' intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
+# Runs that a process trains together, if they differ only in seed or rates.
+TOGETHER = 6
 # Of one run on one core of a 2-core CPU (docs/ablations.md): start, tokens a second.
-START_S, TOKENS_PER_S = 20.0, 30_000.0
+START_S, TOKENS_PER_S = 6.0, 45_000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,7 +396,7 @@ def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
   grids = [grid for sweep in found.values() for grid in sweep.grids]
   together = dataclasses.replace(first, grids=grids, chart=None)
   backend = Local(1, shared_programs(args.out) | dict(together.environment))
-  return Driver(together, args.out, backend, args.jobs)
+  return Driver(together, args.out, backend, args.jobs, TOGETHER)
 
 
 def ablation(cell: Search) -> str:
@@ -543,7 +545,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
   add("--only", default="", help="names of configs/ablations.py; default: all")
   add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
-  add("--jobs", type=int, default=2, help="runs at a time, one core each; default 2")
+  add("--jobs", type=int, default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")
