@@ -78,8 +78,13 @@ def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
 
 
 def outer_gradient(theta: jax.Array, x_M: jax.Array) -> jax.Array:
-  """Returns outer minus inner parameters of all replicas, float32 (M, ...)."""
-  return as_merged(theta, x_M)[None] - x_M.astype(jnp.float32)
+  """Returns outer minus inner parameters of all replicas, float32 (M, ...).
+
+  Args:
+    theta: outer parameters, (...), or those of each replica, (M, ...).
+    x_M: inner parameters, (M, ...).
+  """
+  return as_merged(theta, x_M) - x_M.astype(jnp.float32)
 
 
 def join(

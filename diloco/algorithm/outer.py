@@ -68,7 +68,7 @@ def send(
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
   if pieces.can_send(wire, mesh):
-    payload, squares = pieces.send(outer_gradient, params_M, theta, layers, wire, mesh)
+    payload, squares = pieces.send(params_M, theta, layers, wire, mesh)
     return payload, codec_state, _send_metrics(*jnp.sqrt(squares))
   # Line 7: outer parameters minus inner parameters, float32.
   delta_M = jax.tree.map(outer_gradient, theta, take(params_M, theta, layers))

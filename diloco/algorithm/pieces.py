@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers
-from diloco.algorithm.fragments import Layers
+from diloco.algorithm.fragments import Layers, outer_gradient
 from diloco.algorithm.norms import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.fields import OuterConfig, WireConfig
@@ -55,7 +55,6 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
 
 
 def send(
-  minus: Callable[[Array, Array], Array],
   params_M: Tree,
   theta: Tree,
   layers: Layers,
@@ -63,9 +62,6 @@ def send(
   mesh: Mesh,
 ) -> tuple[Array, Array]:
   """Computes the outer gradients and encodes them: lines 7 and 8 of Algorithm 2.
-
-  Args:
-    minus: outer parameters and parameters [M, ...] -> outer gradients [M, ...].
 
   Returns:
     Payload uint8 [M, fsdp, bytes]; the squared norms of the outer gradients and of
@@ -79,7 +75,7 @@ def send(
     tensors = _tensors(wire, mesh, len(leaves_M[0]), theta, places)
     for x_M, (in_blocks, share, t, piece) in zip(leaves_M, tensors):
       ids = layers if in_blocks else jnp.zeros(1, jnp.int32)
-      parts_M, squares = _encode(minus, piece, x_M, t, ids)
+      parts_M, squares = _encode(piece, x_M, t, ids)
       codes_M, sums = codes_M + parts_M, sums + share * squares
     return jnp.concatenate(codes_M, axis=1)[:, None], jax.lax.psum(sums, FSDP)
 
@@ -92,9 +88,7 @@ def send(
   )(params_M, theta, layers)
 
 
-def _encode(
-  minus: Callable, piece: Cut, x_M: Array, t: Array, ids: Layers
-) -> tuple[list[Array], Array]:
+def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array], Array]:
   """Encodes a tensor: returns parts of its payload uint8 [M, n], and the sums."""
   t = t.reshape(len(ids), -1, piece.row)
   x_M = x_M.reshape(len(x_M), -1, *t.shape[1:])
@@ -105,7 +99,7 @@ def _encode(
       layer, i = divmod((plane * piece.pieces + j) * piece.rows, t.shape[1])
       shape = (1, piece.rows, piece.row)
       x = part(x_M, (0, ids[layer], i, 0), (len(x_M), *shape))
-      planes.append(minus(part(t, (layer, i, 0), shape), x))
+      planes.append(outer_gradient(part(t, (layer, i, 0), shape), x))
     return jnp.concatenate(planes, axis=1)
 
   def body(j):

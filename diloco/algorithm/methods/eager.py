@@ -28,7 +28,7 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm.fragments import as_merged, take
+from diloco.algorithm.fragments import outer_gradient, take
 from diloco.algorithm.methods.own_outer import one_of, step_each
 from diloco.algorithm.norms import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
@@ -65,8 +65,7 @@ def send(
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
-  minus = lambda t_M, x_M: as_merged(t_M, x_M) - x_M.astype(jnp.float32)
-  delta_M = jax.tree.map(minus, theta_M, take(params_M, theta_M, layers))
+  delta_M = jax.tree.map(outer_gradient, theta_M, take(params_M, theta_M, layers))
   return encoded(delta_M, one_of(theta_M), codec_state, key, wire=wire, mesh=mesh)
 
 
