@@ -3,11 +3,8 @@
 import dataclasses
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,19 +176,6 @@ def test_fsdp_changes_nothing_but_the_rounding():
     "import json, sys, multidevice; fields = json.loads(sys.argv[1]);"
     "print([multidevice.losses(n, **fields) for n in (1, 4)])"
   )
-  tests = pathlib.Path(__file__).parents[1]
-  found = subprocess.run(
-    [sys.executable, "-c", code, json.dumps(fields)],
-    env={
-      **os.environ,
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-      "PYTHONPATH": f"{tests.parent}:{tests}",
-    },
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert found.returncode == 0, found.stderr
-  one, four = json.loads(found.stdout.splitlines()[-1])
+  one, four = cpu_devices.run(4, "-c", code, json.dumps(fields))
   np.testing.assert_allclose(one, four, rtol=1e-4)
   assert np.ptp(one) > 1e-3

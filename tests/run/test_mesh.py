@@ -1,12 +1,8 @@
 """Mesh layouts: all train the same numbers, and only payloads cross replicas."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
+import cpu_devices
 import jax
 import numpy as np
 import pytest
@@ -16,24 +12,10 @@ from diloco.config import ConfigError, resolve
 from diloco.model import sharding
 from diloco.run.mesh import device_grid, make_mesh
 
-TESTS = pathlib.Path(__file__).parents[1]
-
 
 def run_on_8_devices(*parts: str, flags: str = "") -> dict:
   """The results of these parts of multidevice.py."""
-  path = os.pathsep.join(
-    [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-  )
-  flags += " --xla_force_host_platform_device_count=8"
-  result = subprocess.run(
-    [sys.executable, TESTS / "multidevice.py", *parts],
-    env={**os.environ, "PYTHONPATH": path, "XLA_FLAGS": flags},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert result.returncode == 0, result.stderr[-3000:]
-  return json.loads(result.stdout)
+  return cpu_devices.run(8, cpu_devices.TESTS / "multidevice.py", *parts, flags=flags)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,8 @@
 """Eager updates against float64 NumPy: every replica with an outer state of its own."""
 
 import dataclasses
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +15,6 @@ from diloco.algorithm.streaming import Streaming
 from diloco.config import ConfigError, changed, default_config, resolve
 from diloco.run.mesh import make_mesh
 
-ROOT = pathlib.Path(__file__).parents[2]
 M, LAYERS, H, STEPS = 3, 4, 4, 18
 SHAPES = {"blocks": {"w": (LAYERS, 2, 3)}, "embed": {"t": (5, 3)}}
 
@@ -232,14 +227,7 @@ for n in (1, 2, 4):
   found["hidden"].append(hidden)
 print(json.dumps(found))
 """
-  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-  env = {**os.environ, **flags, "PYTHONPATH": paths}
-  result = subprocess.run(
-    [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=900
-  )
-  assert not result.returncode, result.stderr
-  found = json.loads(result.stdout.splitlines()[-1])
+  found = cpu_devices.run(8, "-c", script)
   for other in found["losses"][1:]:
     for x, y in zip(other, found["losses"][0]):
       np.testing.assert_allclose(x, y, rtol=5e-5)

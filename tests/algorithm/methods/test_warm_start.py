@@ -1,12 +1,8 @@
 """Pier's warm start: against float64 NumPy, and against data-parallel."""
 
 import functools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
+import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +21,6 @@ from diloco.run.mesh import make_mesh
 from diloco.train import train
 from diloco.wire.ledger import gradient_bytes
 
-ROOT = pathlib.Path(__file__).parents[2]
 M, H, STEPS, RATE, MOMENTUM = 2, 6, 27, 0.5, 0.8
 FRAGMENTS = {"a": 0, "b": 1, "c": 0}
 
@@ -231,14 +226,7 @@ for n in (2, 4):
   crossing[n] = found / (4 * num_params(c.model))
 print(json.dumps([[multidevice.losses(n, **fields) for n in (1, 2, 4)], crossing]))
 """
-  flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-  paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-  env = {**os.environ, **flags, "PYTHONPATH": paths}
-  found = subprocess.run(
-    [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600
-  )
-  assert not found.returncode, found.stderr
-  losses, crossing = json.loads(found.stdout.splitlines()[-1])
+  losses, crossing = cpu_devices.run(8, "-c", script)
   for other in losses[1:]:
     np.testing.assert_allclose(other, losses[0], rtol=2e-5)
   for share in crossing.values():

@@ -1,0 +1,32 @@
+"""Runs Python in a process of its own that has several CPU devices."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def run(count: int, *command: str | pathlib.Path, flags: str = "") -> Any:
+  """Returns the JSON in the last line that Python prints.
+
+  Args:
+    count: CPU devices of the process.
+    command: arguments of Python, which finds the tests' modules.
+    flags: other flags for XLA.
+  """
+  paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+  flags += f" --xla_force_host_platform_device_count={count}"
+  found = subprocess.run(
+    [sys.executable, *command],
+    env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags},
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=900,
+  )
+  assert found.returncode == 0, found.stderr[-3000:]
+  return json.loads(found.stdout.splitlines()[-1])
