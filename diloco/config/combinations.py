@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diloco.config.fields import Config, ConfigError
+from diloco.config.fields import ConfigError
 
 DILOCO = ("streaming", "diloco")
 DEVICE = ("device",)
@@ -76,23 +76,24 @@ RULES = (
 )
 
 
-def check(c: Config, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """Refuses fields that do not work together.
 
   Args:
-    c: the config.
-    values: its fields by name, such as "outer.average"; overlap.tau is the largest tau.
+    values: a config's fields by name, such as "outer.average"; overlap.tau is the
+      largest tau.
     defaults: the default of each field.
 
   Raises:
     ConfigError: a choice needs another value of a field.
   """
+  data_parallel = values["algorithm"] == "data_parallel"
   for field, choice, reason, needs in RULES:
     value, default = values[field], defaults[field]
     if value == default or choice not in (None, value):
       continue
     for other, works in needs.items():
-      if values[other] in works or (c.data_parallel and other != "algorithm"):
+      if values[other] in works or (data_parallel and other != "algorithm"):
         continue
       given = values[other]
       choices = " or ".join(str(type(given)(x)).lower() for x in works)

@@ -166,7 +166,7 @@ def _build(v: Mapping[str, Any]) -> Config:
 def _check_together(c: Config, v: Mapping[str, Any]) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
-  combinations.check(c, {**v, "overlap.tau": tau}, _DEFAULTS)
+  combinations.check({**v, "overlap.tau": tau}, _DEFAULTS)
   if c.wire.exchange == "pair" and c.replicas % 2 and not c.data_parallel:
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
