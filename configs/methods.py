@@ -10,11 +10,11 @@ command runs one, the second compares all of them in smaller runs.
 from collections.abc import Callable
 from typing import Any
 
-from diloco.config import ConfigError
+from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import load_module
 
-# Of a run: its steps, and H.
-Value = Any | Callable[[int, int], int]
+# A value, or how to compute it from a run's config.
+Value = Any | Callable[[Config], int]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
@@ -44,8 +44,8 @@ METHODS: dict[str, dict[str, Value]] = {
   "muon_diloco": DILOCO | MUON,
   "muloco": {"wire.error_feedback": 1.0, **TWO_BITS, **MUON},
   "des_loc": {
-    "des_loc.first_every": lambda steps, h: 3 * h,
-    "des_loc.second_every": lambda steps, h: 6 * h,
+    "des_loc.first_every": lambda c: 3 * c.sync_every,
+    "des_loc.second_every": lambda c: 6 * c.sync_every,
     **DILOCO,
     **MEAN,
   },
@@ -60,9 +60,9 @@ METHODS: dict[str, dict[str, Value]] = {
   },
   "falling_rate": {"outer.final_fraction": 0.1},
   "restarts": {"outer.restart_every": 10},
-  "pier": {"outer.warm_start_steps": lambda steps, h: steps // 10},
+  "pier": {"outer.warm_start_steps": lambda c: c.train.steps // 10},
   "warm_start": {
-    "outer.warm_start_steps": lambda steps, h: steps // 10,
+    "outer.warm_start_steps": lambda c: c.train.steps // 10,
     "outer.warm_start_momentum": False,
   },
   "eager": DILOCO | {"overlap.eager": True},
@@ -83,9 +83,9 @@ def use(c, name: str) -> None:
   """
   if name not in METHODS:
     raise ConfigError(f"the method is {name!r}; write one of {', '.join(METHODS)}.")
-  steps = c.train.steps or c.train.tokens // (c.train.batch_size * c.model.seq_len)
+  run = resolve(c)
   for field, value in METHODS[name].items():
-    found = value(steps, c.sync_every) if callable(value) else value
+    found = value(run) if callable(value) else value
     c.update_from_flattened_dict({field: found})
 
 
