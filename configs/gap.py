@@ -1,7 +1,7 @@
 """Which settings close the gap of Streaming DiLoCo to data-parallel at 1M parameters.
 
   python scripts/collect_text.py --out=/tmp/text
-  DILOCO_TEXT=/tmp/text python -m diloco.sweep --sweep=gap --results=/tmp/gap \
+  DILOCO_TEXT=/tmp/text/tokens python -m diloco.sweep --sweep=gap --results=/tmp/gap \
     --parallel=2 --cores=1
 
 A case changes the sample run (configs/sample.py). All have the same tokens, 1.64M, if
@@ -20,8 +20,10 @@ DATA_PARALLEL = {"algorithm": "data_parallel"}
 
 
 def outer(rate: float, momentum: float) -> Point:
-  momentum_of = f"sgd(momentum={momentum}, nesterov=True)" if momentum else "sgd"
-  return {"outer.learning_rate": rate, "outer.optimizer": momentum_of}
+  return {
+    "outer.learning_rate": rate,
+    "outer.optimizer": f"sgd(momentum={momentum}, nesterov=True)",
+  }
 
 
 def every(h: int, **more) -> Point:
@@ -49,11 +51,10 @@ def rate(value: float) -> Point:
   return {"inner.learning_rate": value}
 
 
-MEAN = outer(1.0, 0)  # Of the replicas.
-DILOCO = {"algorithm": "diloco", **MEAN}
+METHODS = load_module("methods", "get_config", "methods")
+MEAN, MUON = METHODS.MEAN, METHODS.MUON
+DILOCO = METHODS.DILOCO | MEAN
 MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
-# Updates as large as AdamW's (arXiv 2502.16982, section 2.2).
-MUON = {"inner.optimizer": "muon(consistent_rms=0.2)"}
 
 LARGE, SMALL = batch(32, 25), batch(4, 800)
 # Settings of both algorithms: {name: fields}.
@@ -129,12 +130,11 @@ def get_config(point: Point):
 
 
 def get_sweep() -> Sweep:
-  first = [*CASES][:8]  # All seeds of the batches come first.
+  # All seeds of a case come before the next case.
   cells = [
-    {"case": case, "against": CASES[case][1], "seed": seed}
-    for some in (first, [case for case in CASES if case not in first])
+    {"case": case, "against": against, "seed": seed}
+    for case, (_, against) in CASES.items()
     for seed in SEEDS
-    for case in some
   ]
   more = ("more", "above data-parallel (%)")
   return Sweep(
