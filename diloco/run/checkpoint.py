@@ -244,9 +244,11 @@ class Checkpoints:
   def _remove_parts(self) -> None:
     """Frees the disk, which others may need, of a checkpoint that is not whole."""
     parts = folder_of(self._workdir)
-    for _ in range(10 if self._peers.index == 0 else 0):
+    if self._peers.index:
+      return
+    for _ in range(10):  # Removing fails while threads still write into a part.
       for part in parts.glob("*.orbax-checkpoint-tmp"):
-        shutil.rmtree(part, ignore_errors=True)  # Fails if threads still write into it.
+        shutil.rmtree(part, ignore_errors=True)
 
   def _hear(self, record: logs.LogRecord) -> bool:
     """Ends all processes when Orbax logs that one of them cannot write.

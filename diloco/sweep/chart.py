@@ -112,7 +112,7 @@ def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
 
 
 def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
-  """Formats the table as Markdown; the difference is that from the first row."""
+  """Formats the table as Markdown, with differences from `against` or the first row."""
   if table.empty:
     return ["no cell has a result yet"]
   cells = spread(chart, table)
