@@ -56,61 +56,68 @@ MEAN, MUON = METHODS.MEAN, METHODS.MUON
 DILOCO = METHODS.DILOCO | MEAN
 MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
 
-LARGE, SMALL = batch(32, 25), batch(4, 800)
+LARGE, SMALL = batch(32, 25), batch(8, 400)
 # Settings of both algorithms: {name: fields}.
 BOTH: dict[str, Point] = {
-  "batch 4": SMALL,
-  "batch 8": batch(8, 400),
+  "batch 4": batch(4, 800),
+  "batch 8": SMALL,
   "batch 32, warm-up 25": LARGE,
   "batch 32": batch(32, 100),
   "batch 8, warm-up 25": batch(8, 25),
-  "batch 8, warm-up 800": batch(8, 800),
-  "batch 4, Muon": SMALL | MUON,
-  "batch 4, a quarter of the tokens": batch(4, 200, 1 / 4),
-  "batch 4, half of the tokens": batch(4, 400, 1 / 2),
-  "batch 4, twice the tokens": batch(4, 1600, 2),
-  "batch 4, dim 64": SMALL | width(64),
-  "batch 4, dim 256": SMALL | width(256),
-  "batch 4, rate 0.0028": SMALL | rate(2.8e-3),
-  "batch 4, rate 0.0057": SMALL | rate(5.7e-3),
+  "batch 8, Muon": SMALL | MUON,
+  "batch 8, rate 0.0028": SMALL | rate(2.8e-3),
+  "batch 8, rate 0.0057": SMALL | rate(5.7e-3),
+}
+# The same, for the gap against the rounds at fixed N, and against N at fixed rounds.
+SCALES: dict[str, Point] = {
+  "batch 8, a quarter of the tokens": batch(8, 100, 1 / 4),
+  "batch 8, half of the tokens": batch(8, 200, 1 / 2),
+  "batch 8, twice the tokens": batch(8, 800, 2),
+  "batch 8, dim 64": SMALL | width(64),
+  "batch 8, dim 256": SMALL | width(256),
 }
 OUTER = ((0.8, 0.3), (0.7, 0.5), (0.3, 0.7), (0.2, 0.9))
 # Settings of Streaming DiLoCo with LARGE and SMALL, and with SMALL: {name: fields}.
 STREAMING: dict[str, Point] = {
   "M=1": {"replicas": 1},
-  "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
-  "H=5": every(5),
-  "H=20": every(20),
   "outer mean": MEAN,
   "H=1, outer mean": every(1, **MEAN),
+  "H=5": every(5),
+  "H=20": every(20),
+  "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
   "DiLoCo, outer mean": DILOCO,
   "DiLoCo, outer mean, mean moments": DILOCO | MOMENTS,
 }
 STREAMING_SMALL: dict[str, Point] = {
-  "tau=0": {"overlap.tau": 0},
-  "error feedback": {"wire.error_feedback": 1.0},
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "momentum restarts": {"outer.restart_every": 10},
+  "warm start 160": warm(160),
   "warm start 320": warm(320),
-  "warm start 640": warm(640),
-  "warm start 640, momentum from zero": warm(640, momentum=False),
+  "warm start 320, momentum from zero": warm(320, momentum=False),
+  "tau=0": {"overlap.tau": 0},
+  "error feedback": {"wire.error_feedback": 1.0},
 }
 
 
 def cases() -> dict[str, tuple[Point, str]]:
   """Returns {case: (fields, the case to compare with)}."""
   found = dict[str, tuple[Point, str]]()
-  for name, point in BOTH.items():
-    plain = f"data-parallel, {name}"
-    found[plain] = (DATA_PARALLEL | point, plain)
-    found[f"streaming, {name}"] = (point, plain)
-  for base, changes in (
-    ("batch 4", STREAMING | STREAMING_SMALL),
-    ("batch 32, warm-up 25", STREAMING),
-  ):
+
+  def pairs(settings: dict[str, Point]) -> None:
+    for name, point in settings.items():
+      plain = f"data-parallel, {name}"
+      found[plain] = (DATA_PARALLEL | point, plain)
+      found[f"streaming, {name}"] = (point, plain)
+
+  def changed(base: str, changes: dict[str, Point]) -> None:
     for name, point in changes.items():
       found[f"{base}: {name}"] = (BOTH[base] | point, f"data-parallel, {base}")
+
+  pairs(BOTH)
+  changed("batch 8", STREAMING | STREAMING_SMALL)
+  changed("batch 32, warm-up 25", STREAMING)
+  pairs(SCALES)
   return found
 
 
