@@ -20,10 +20,10 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
   """Finds the best run and the best batch of every cell.
 
   Args:
-    runs: as `runs.read` returns them.
+    runs: as `runs.read` returns them; without `choice`, `loss` chooses.
 
   Returns:
-    A row per cell, ordered by algorithm, M and N: the run with the least loss. Its
+    A row per cell, ordered by algorithm, M and N: the one with the least `choice`. Its
     `batch` is replaced by the minimum of the quadratic in log2 B (Section 6.1), if the
     quadratic has one. Two columns are added:
       swept: the axes with two or more values in this cell.
@@ -41,6 +41,7 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
       f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
       f" {second}); {remedy}."
     )
+  runs = runs.assign(choice=runs.get("choice", runs["loss"]))
   return pd.DataFrame([_best(some) for _, some in runs.groupby(CELL)])
 
 
@@ -89,12 +90,12 @@ def _filter(runs: pd.DataFrame) -> dict[str, str]:
 
 def _best(runs: pd.DataFrame) -> dict:
   """Makes the row of one cell."""
-  best = runs.loc[runs["loss"].idxmin()]
+  best = runs.loc[runs["choice"].idxmin()]
   # Data-parallel has no outer learning rate, and a table may lack the column.
   axes = AXES if runs["outer_learning_rate"].any() else AXES[:2]
   problems = [p for axis in axes if (p := _axis_problem(best, runs, axis, axes))]
   # The loss at each batch, with the best rates (Section 6.1).
-  losses = runs.groupby("batch", sort=False)["loss"].min()
+  losses = runs.groupby("batch", sort=False)["choice"].min()
   batch = best["batch"]
   if len(losses) > 1:
     try:

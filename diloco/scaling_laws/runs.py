@@ -8,7 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from diloco.scaling_laws.seeds import joined
+
 NEEDED = ("params", "replicas", "loss", "learning_rate")
+# A loss on text by which nothing was chosen; used if all runs have it.
+TOLD = "test_loss"
 # Columns that may be absent or empty; both count as 0.
 OPTIONAL = ("outer_learning_rate", "tokens")
 WHOLE = ("replicas", "sync_every", "seed")
@@ -27,11 +31,15 @@ def read(
     more: further columns of numbers that the caller needs.
 
   Returns:
-    A row per run, indexed by the run's line in the file, with the columns
+    A row per setting, indexed by the line of its run in the file. Runs that differ only
+    in the seed are joined (`seeds.joined`). The columns are
       algorithm: data_parallel, diloco or streaming.
       params: N.
       replicas: M; 1 for data_parallel.
-      loss: held-out loss, nats per token.
+      loss: held-out loss, nats per token, mean over the seeds: the column `test_loss`
+        if all runs have it, else `loss`.
+      choice: the column `loss` of one run, by which the best setting is chosen.
+      losses: (seed, loss) of each seed.
       learning_rate: peak of the inner learning rate.
       batch: tokens per step over all replicas, from the columns `batch_sequences` and
         `seq_len`, or from `batch_tokens`.
@@ -59,10 +67,14 @@ def read(
   text.loc[plain, ["replicas", "outer_learning_rate"]] = ["1", "0"]
   runs = text.copy()
   _check(text["algorithm"], text["algorithm"] != "", "name", path)
-  for column in dict.fromkeys((*needed, *OPTIONAL)):
+  seed = ("seed",) if "seed" in text else ()
+  for column in dict.fromkeys((*needed, *OPTIONAL, *seed)):
     runs[column] = _numbers(text[column], path, column in optional)
   runs["batch"] = runs[list(batch)].prod(axis=1)
-  return runs
+  runs["choice"] = runs["loss"]
+  if TOLD in text and (text[TOLD] != "").all():
+    runs["loss"] = runs[TOLD] = _numbers(text[TOLD], path, optional=False)
+  return joined(runs)
 
 
 def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from diloco.config.command_line import Parser, guarded, make_folder
 from diloco.config.palette import STYLE
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
-from diloco.sweep.runs import PLAIN, best, main_grid, read
+from diloco.sweep.runs import PLAIN, above_plain, best, main_grid, read
 
 FILLS = ("full", "none", "left", "top")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
@@ -39,11 +39,12 @@ class Missing(ValueError):
 
 
 def figure_2(table: pd.DataFrame):
-  """Draws the loss against N by algorithm, and in per cent above data-parallel."""
+  """Draws the loss against N by algorithm, and in per cent above data-parallel.
+
+  Bars are standard deviations over the seeds.
+  """
   cells = best(main_grid(table), "curve", "params")
-  plain = cells[cells["curve"] == PLAIN].set_index("params")["loss"]
-  cells = cells.assign(more=100 * (cells["loss"] / cells["params"].map(plain) - 1))
-  others = cells[(cells["curve"] != PLAIN) & cells["more"].notna()]
+  others = above_plain(cells)
   figure, panels = drawing.axes(1 if others.empty else 2, "Loss against size")
   drawing.lines(panels[0], cells, "params", "loss")
   panels[0].set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
@@ -53,7 +54,11 @@ def figure_2(table: pd.DataFrame):
       " data-parallel and DiLoCo"
     )
   else:
+    others = drawing.beside(others, "params")
     drawing.lines(panels[1], others, "params", "more")
+    for name, some in others.groupby("curve"):
+      bars: dict[str, Any] = {"color": drawing.look(name).color, "ls": "", "capsize": 2}
+      panels[1].errorbar("params", "more", "more_std", data=some.fillna(0.0), **bars)
     panels[1].axhline(0, color="black", lw=0.8)
     panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
   return drawing.legend(figure)

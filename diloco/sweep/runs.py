@@ -23,7 +23,6 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
   Returns:
     The columns of `scaling_laws.runs.read` and
       sync_every: H.
-      seed: the run's seed.
       overtrain: D / N as a multiple of the smallest D / N in the table.
       curve: the algorithm's name in legends, with M.
 
@@ -50,7 +49,7 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
 def main_grid(
   table: pd.DataFrame, any_cadence: bool = False, any_budget: bool = False
 ) -> pd.DataFrame:
-  """Selects the runs with the most frequent H and seed, without overtraining.
+  """Selects the runs with the most frequent H, without overtraining.
 
   Data-parallel does not sync, so its H does not matter.
 
@@ -68,12 +67,34 @@ def main_grid(
   else:
     usual = plain | (table["sync_every"] == statistics.mode(cadences))
   budget = any_budget | (table["overtrain"] == 1)
-  return table[usual & budget & (table["seed"] == statistics.mode(table["seed"]))]
+  return table[usual & budget]
 
 
 def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:
-  """Selects the run with the least loss for each value of the columns `by`."""
-  return table.loc[table.groupby(list(by))["loss"].idxmin()]
+  """Selects the run with the least `choice` for each value of the columns `by`."""
+  return table.loc[table.groupby(list(by))["choice"].idxmin()]
+
+
+def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
+  """Compares the losses with those of data-parallel at the same N, seed by seed.
+
+  Args:
+    cells: a row per algorithm and N.
+
+  Returns:
+    The other algorithms' rows where data-parallel has this N, with the mean of the
+    differences in per cent as `more`, and its standard deviation as `more_std`: NaN for
+    one seed.
+  """
+  plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"].map(dict)
+  others = cells[(cells["curve"] != PLAIN) & cells["params"].isin(plain.index)]
+  found = list[pd.Series]()
+  for n, losses in zip(others["params"], others["losses"]):
+    more = [100 * (x / plain[n][seed] - 1) for seed, x in losses if seed in plain[n]]
+    found.append(pd.Series(more, dtype=float))
+  return others.assign(
+    more=[more.mean() for more in found], more_std=[more.std() for more in found]
+  )
 
 
 def curves(table: pd.DataFrame) -> list[str]:

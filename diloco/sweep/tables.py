@@ -1,31 +1,34 @@
 """Writes Markdown tables of a sweep: losses, best points, laws, spread over seeds."""
 
+import math
+import statistics
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import pandas as pd
 
 from diloco.scaling_laws import results
 from diloco.scaling_laws.fits import Fit
 from diloco.scaling_laws.uncertainty import show
-from diloco.sweep.runs import PLAIN, best, curves, main_grid
+from diloco.sweep.runs import PLAIN, above_plain, best, curves, main_grid
 
 # The number of problems that are printed below the laws.
 MOST_PROBLEMS = 5
 
 
 def losses(table: pd.DataFrame) -> list[str]:
-  """Lists the best loss of every cell and the difference from data-parallel."""
+  """Lists the best loss of every cell and the difference from data-parallel.
+
+  Numbers are means over the seeds; a standard deviation follows each difference of
+  several seeds.
+  """
   cells = best(main_grid(table), "params", "curve")
-  wide = cells.pivot(index="params", columns="curve", values="loss")
+  text = cells["loss"].map("{:.4f}".format)
+  for i, row in above_plain(cells).iterrows():
+    spread = "" if math.isnan(row["more_std"]) else f" ± {row['more_std']:.2f}"
+    text[i] += f" ({row['more']:+.2f}{spread}%)"
+  wide = cells.assign(text=text).pivot(index="params", columns="curve", values="text")
   columns = {"N": wide.index.map("{:,.0f}".format)}
-  for name in curves(cells):
-    more = 100 * (wide[name] / wide.get(PLAIN, np.nan) - 1)
-    text = wide[name].map("{:.4f}".format)
-    if name != PLAIN:
-      text += more.map(" ({:+.2f}%)".format).where(more.notna(), "")
-    columns[name] = text.where(wide[name].notna(), "-")
-  return markdown(columns)
+  return markdown(columns | {name: wide[name].fillna("-") for name in curves(cells)})
 
 
 def best_points(table: pd.DataFrame) -> list[str]:
@@ -68,12 +71,12 @@ def laws(table: pd.DataFrame) -> list[str]:
 
 def seeds(table: pd.DataFrame) -> list[str]:
   """Lists the spread of the loss over runs that differ only in the seed."""
-  same = [column for column in table if column not in ("seed", "loss")]
   lines = [
-    f"{some['curve'].iloc[0]}, N={some['params'].iloc[0]:,.0f}: {len(some)} seeds,"
-    f" {some['loss'].mean():.4f} +- {some['loss'].std():.4f} (standard deviation)"
-    for _, some in table.groupby(same, sort=False)
-    if len(some) > 1
+    f"{row['curve']}, N={row['params']:,.0f}: {len(row['losses'])} seeds,"
+    f" {row['loss']:.4f} ± {statistics.stdev(dict(row['losses']).values()):.4f}"
+    " (standard deviation)"
+    for row in table.to_dict("records")
+    if len(row["losses"]) > 1
   ]
   return lines or ["no run was repeated with another seed"]
 

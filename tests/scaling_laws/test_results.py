@@ -206,10 +206,10 @@ def test_runs_alike_are_told_apart_by_the_filter_that_keeps_most(tmp_path):
   longer = table[7:9].assign(point_overtrain="4", note="d, e", wall_s=[304, 305])
   every = [table.assign(point_overtrain=""), other_seed, longer]
   path = write(tmp_path / "runs.csv", pd.concat(every))
-  message = r"\(lines 2 and 245\); add seed=0,point_overtrain= to --where"
+  message = r"\(lines 9 and 248\); add point_overtrain= to --where"
   with pytest.raises(ValueError, match=message):
     cells.best_of_cells(runs.read(path))
-  found = runs.read(path, {"seed": "0", "point_overtrain": ""})
+  found = runs.read(path, {"point_overtrain": ""})
   assert len(cells.best_of_cells(found)) == 9
   # The same run twice: no column but the time differs.
   twice = pd.concat([table, table[:1].assign(wall_s=7.5)])

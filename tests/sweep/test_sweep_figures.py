@@ -3,6 +3,7 @@
 import csv
 import pathlib
 
+import numpy as np
 import pytest
 
 from diloco.config.palette import COLORS, shades
@@ -86,10 +87,28 @@ def test_figures_draw_the_numbers_of_the_table(table):
   assert tables.losses(runs)[2].startswith("| 100,000 | 4.9000 | 5.0000 (+2.04%) |")
 
 
-def test_the_main_grid_has_one_cadence_one_seed_and_no_overtraining(table):
+def test_differences_are_taken_seed_by_seed(tmp_path):
+  losses = {0: (4.0, 5.0, 3.0), 2: (4.4, 5.3, 3.3)}
+  rows = [
+    row(m, 100_000, seed=seed, loss=loss)
+    for m, some in losses.items()
+    for seed, loss in enumerate(some)
+  ]
+  table = runs_lib.read(write(tmp_path / "t.csv", rows))
+  percent = np.array([10, 6, 10])
+  more = f"(+{percent.mean():.2f} ± {percent.std(ddof=1):.2f}%)"
+  assert tables.losses(table)[2] == f"| 100,000 | 4.0000 | 4.3333 {more} |"
+  said = "data-parallel, N=100,000: 3 seeds, 4.0000 ± 1.0000 (standard deviation)"
+  assert tables.seeds(table)[0] == said
+  (bars,) = figures.figure_2(table).axes[1].containers
+  ((low, high),) = bars.lines[2][0].get_segments()
+  assert high[1] - low[1] == pytest.approx(2 * percent.std(ddof=1))
+
+
+def test_the_main_grid_has_one_cadence_and_no_overtraining(table):
   main = runs_lib.main_grid(runs_lib.read(table))
-  kinds = main[["sync_every", "seed", "overtrain"]].drop_duplicates()
-  assert kinds.to_numpy().tolist() == [[10, 0, 1]]
+  kinds = main[["sync_every", "overtrain"]].drop_duplicates()
+  assert kinds.to_numpy().tolist() == [[10, 1]]
 
 
 def test_where_selects_rows_by_column(table, tmp_path, capsys):
