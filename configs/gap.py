@@ -1,17 +1,17 @@
 """Which settings close the gap of Streaming DiLoCo to data-parallel at 1M parameters.
 
-  python scripts/collect_text.py --out=/tmp/text
-  DILOCO_TEXT=/tmp/text/tokens python -m diloco.sweep --sweep=gap --results=/tmp/gap \
+  python -m diloco.sweep --sweep=gap:text=arrays:/tmp/text/tokens --results=/tmp/gap \
     --parallel=2 --cores=1
 
 A case changes the sample run (configs/sample.py). All have the same tokens, 1.64M, if
 their names do not say otherwise; a batch of 32 sequences has 400 steps. A case is
-compared with data-parallel of the same batch. Results: docs/gap.md.
+compared with data-parallel of the same batch. docs/gap.md has the results, and how to
+make the text.
 """
 
-import os
+import functools
 
-from diloco.config.command_line import load_module
+from diloco.config.command_line import load_module, parse_options
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Grid, Point, Sweep
 
@@ -124,10 +124,9 @@ def cases() -> dict[str, tuple[Point, str]]:
 CASES = cases()
 
 
-def get_config(point: Point):
+def get_config(point: Point, text: str):
   c = load_module("sample", "get_config", "sample").get_config()
-  if text := os.environ.get("DILOCO_TEXT"):
-    c.data.source = f"arrays:{text}"
+  c.data.source = text
   c.update_from_flattened_dict(CASES[point["case"]][0])
   c.seed = point["seed"]
   c.eval.every, c.checkpoint.every, c.log.every = 0, 0, 10
@@ -136,7 +135,9 @@ def get_config(point: Point):
   return c
 
 
-def get_sweep() -> Sweep:
+def get_sweep(argument: str = "") -> Sweep:
+  """Makes the sweep. The argument may be text=SOURCE, a data.source."""
+  text = parse_options(argument, {"text": str}).get("text", "sotu")
   # All seeds of a case come before the next case.
   cells = [
     {"case": case, "against": against, "seed": seed}
@@ -145,7 +146,7 @@ def get_sweep() -> Sweep:
   ]
   more = ("more", "above data-parallel (%)")
   return Sweep(
-    get_config,
+    functools.partial(get_config, text=text),
     [Grid("gap", cells)],
     chart=Chart("The gap to data-parallel", "case", y=(more,), against="against"),
   )
