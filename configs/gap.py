@@ -79,7 +79,7 @@ SCALES: dict[str, Point] = {
 OUTER = ((0.8, 0.3), (0.7, 0.5), (0.3, 0.7), (0.2, 0.9))
 # Settings of Streaming DiLoCo with LARGE and SMALL, and with SMALL: {name: fields}.
 STREAMING: dict[str, Point] = {
-  "M=1": {"replicas": 1},
+  "M=1": {"replicas": 1, "data.shards": 2},
   "outer mean": MEAN,
   "H=1, outer mean": every(1, **MEAN),
   "H=5": every(5),

@@ -355,7 +355,11 @@ class DataConfig:
   tokenizer: str = ""
   # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
   add_bos: bool = False
-  # How many packed sequences of a replica are shuffled together. 0: no shuffling, so a
+  # Shards of the training documents, a multiple of `replicas`; a replica reads several
+  # side by side. Runs with different M but the same shards see the same sequences in
+  # every step, so their losses may be compared seed by seed. 0: one shard per replica.
+  shards: Count = 0
+  # How many packed sequences of a shard are shuffled together. 0: no shuffling, so a
   # long document fills whole batches.
   shuffle_window: Count = 0
   # Batches that a background thread prepares ahead. 0: no thread.
@@ -490,6 +494,11 @@ class Config:
   def models(self) -> int:
     """Models that are trained: M, or 1 for data_parallel."""
     return 1 if self.data_parallel else self.replicas
+
+  @property
+  def shards(self) -> int:
+    """Shards of the training documents."""
+    return self.data.shards or self.replicas
 
   def is_warm(self, t: int) -> bool:
     """Whether inner step t belongs to the warm start, which averages gradients."""

@@ -184,6 +184,8 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
   m, shares = c.model, c.replicas * c.train.accumulate
   for multiple, n, divisor, d in (
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
+    ("train.batch_size", c.train.batch_size, "data.shards", c.data.shards),
+    ("data.shards", c.data.shards, "replicas", c.replicas),
     ("replicas", c.replicas, "sites.count", c.sites.count),
     ("model.dim", m.dim, "model.num_heads", 0 if m.head_dim else m.num_heads),
     ("model.num_heads", m.num_heads, "model.num_kv_heads", m.num_kv_heads),

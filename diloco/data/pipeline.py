@@ -1,9 +1,9 @@
-"""Packed sequences: one shard per replica for training, a fixed set for evaluation.
+"""Packed sequences: shards for training, a fixed set for evaluation.
 
-Replica r of M reads only the documents r, r+M, r+2M, ... and shuffles them anew in each
+Shard s of S has only the documents s, s+S, s+2S, ... and shuffles them anew in each
 epoch. Documents end with EOS, are concatenated and cut into sequences of exactly L
 tokens. The model shifts its inputs right, so every token is a target exactly once. All
-algorithms use the same M shards.
+algorithms use the same shards: one per replica, or S / M of them (`data.shards`).
 """
 
 import dataclasses
@@ -49,43 +49,50 @@ class TrainIterator(Iterator[np.ndarray]):
   because reading is much faster than training.
   """
 
-  def __init__(self, replicas: dict[int, Any], num_documents: int):
-    """Takes, and later closes, iterators {replica id: iterator} in the order of R."""
-    self._replicas = replicas
+  def __init__(self, shards: dict[int, Any], per_replica: int, num_documents: int):
+    """Takes, and later closes, the iterators of the shards.
+
+    Args:
+      shards: {shard: iterator}, in the order of R.
+      per_replica: shards of a replica.
+      num_documents: training documents of all shards.
+    """
+    self._shards, self._per_replica = shards, per_replica
     self._num_documents = num_documents
     # Also closes them when Python exits: otherwise Python kills their threads inside
     # C++, which prints tracebacks, or aborts the process and hides its exit code.
-    self._finalizer = weakref.finalize(self, _close_all, replicas)
+    self._finalizer = weakref.finalize(self, _close_all, shards)
 
   def __next__(self) -> np.ndarray:
-    return np.stack([next(r)["tokens"] for r in self._replicas.values()])
+    rows = np.stack([next(shard)["tokens"] for shard in self._shards.values()])
+    return rows.reshape(len(rows) // self._per_replica, -1, rows.shape[2])
 
   def get_state(self) -> dict[str, dict[str, Any]]:
     """Returns the position after the last batch, as JSON values.
 
     Returns:
-      {replica id as a string: number of training documents and position in the stream}.
+      {shard as a string: number of training documents and position in the stream}.
       The union over all processes is the position of the run.
     """
     return {
-      str(i): {"documents": self._num_documents, "position": r.get_state()}
-      for i, r in self._replicas.items()
+      str(i): {"documents": self._num_documents, "position": shard.get_state()}
+      for i, shard in self._shards.items()
     }
 
   def set_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Goes to a position from `get_state`, so that the same batches follow.
 
     Args:
-      state: positions of at least the replicas of this process.
+      state: positions of at least the shards of this process.
 
     Raises:
-      ConfigError: a replica is missing, or the number of documents has changed.
+      ConfigError: a shard is missing, or the number of documents has changed.
     """
-    for i, replica in self._replicas.items():
+    for i, shard in self._shards.items():
       if str(i) not in state:
         raise ConfigError(
-          f"The saved data position has no replica {i}, only {', '.join(state)}; resume"
-          " with as many replicas as were saved."
+          f"The saved data position has no shard {i}, only {', '.join(state)}; resume"
+          " with as many replicas and data.shards as were saved."
         )
       saved = state[str(i)]
       if saved["documents"] != self._num_documents:
@@ -94,17 +101,17 @@ class TrainIterator(Iterator[np.ndarray]):
           f" data.source now has {self._num_documents}; restore the data, or start anew"
           " in another --workdir."
         )
-      replica.set_state(_tuples(saved["position"]))
+      shard.set_state(_tuples(saved["position"]))
 
   def close(self) -> None:
     """Ends the background threads. The iterator cannot be used afterwards."""
     self._finalizer()
 
 
-def _close_all(replicas: dict[int, Any]) -> None:
+def _close_all(shards: dict[int, Any]) -> None:
   """Closes and deletes the iterators: later, at exit, their destructors would fail."""
-  while replicas:
-    replicas.popitem()[1].close()
+  while shards:
+    shards.popitem()[1].close()
 
 
 def _tuples(position: Any) -> Any:
@@ -140,19 +147,22 @@ def make_train_iterator(
   _check_memory("model.seq_len", c.model.seq_len, 1)
   _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
   _check_memory("data.prefetch", c.data.prefetch, batch)
-  window = c.replicas * c.model.seq_len
+  window = c.shards * c.model.seq_len
   _check_memory("data.shuffle_window", c.data.shuffle_window, window)
   documents = make_documents(c, "train")
-  if len(documents) < c.replicas:
+  if len(documents) < c.shards:
+    field = "data.shards" if c.data.shards else "replicas"
     raise ConfigError(
-      f"replicas is {c.replicas}, but data.source {c.data.source!r} has only"
+      f"{field} is {c.shards}, but data.source {c.data.source!r} has only"
       f" {len(documents)} training documents; {more_documents(c.data.source)}, or lower"
-      " replicas."
+      f" {field}."
     )
   ids = range(c.replicas) if replica_ids is None else replica_ids
   if not set(ids) <= set(range(c.replicas)):
     raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
-  return TrainIterator({r: _shard(c, documents, r) for r in ids}, len(documents))
+  per = c.shards // c.replicas
+  own = [s for r in ids for s in range(r * per, (r + 1) * per)]
+  return TrainIterator({s: _shard(c, documents, s) for s in own}, per, len(documents))
 
 
 def _check_memory(field: str, value: int, tokens: int) -> None:
@@ -168,14 +178,14 @@ def _check_memory(field: str, value: int, tokens: int) -> None:
     )
 
 
-def _shard(c: Config, documents: Documents, replica: int) -> Any:
-  """Opens a replica's endless stream of batches, {"tokens": int32 [B, L]}."""
+def _shard(c: Config, documents: Documents, index: int) -> Any:
+  """Opens a shard's endless stream of batches, {"tokens": int32 [B, L]}."""
   import grain  # Imports JAX, which reading text does not need.
 
-  shard = grain.MapDataset.source(documents)[replica :: c.replicas]
-  # One seed per replica: with a common seed, shards of equal length would have the same
-  # order, and all replicas would see neighbouring documents at the same time.
-  seeds = np.random.SeedSequence([c.seed, replica]).generate_state(2)
+  shard = grain.MapDataset.source(documents)[index :: c.shards]
+  # One seed per shard: with a common seed, shards of equal length would have the same
+  # order, and all shards would give neighbouring documents at the same time.
+  seeds = np.random.SeedSequence([c.seed, index]).generate_state(2)
   tokens = (
     shard.shuffle(seed=int(seeds[0]))
     .repeat()
@@ -189,7 +199,7 @@ def _shard(c: Config, documents: Documents, replica: int) -> Any:
     packed = grain.experimental.WindowShuffleIterDataset(
       packed, window_size=c.data.shuffle_window, seed=int(seeds[1])
     )
-  batches = packed.batch(c.train.batch_size // c.replicas, drop_remainder=True)
+  batches = packed.batch(c.train.batch_size // c.shards, drop_remainder=True)
   if c.data.prefetch:
     batches = grain.experimental.ThreadPrefetchIterDataset(
       batches, prefetch_buffer_size=c.data.prefetch

@@ -25,6 +25,11 @@ def make(**fields):
       {"train.accumulate": 3},
       r"which replicas \* train.accumulate = 6 does not divide",
     ),
+    ({"data.shards": 3}, "train.batch_size is 256, which data.shards = 3 does not"),
+    (
+      {"replicas": 2, "data.shards": 1},
+      "data.shards is 1, which replicas = 2 does not divide; change one of them",
+    ),
     ({"fragments.size": 7}, "fragments.size is 7, but the model has 6 layers"),
     ({"fragments.pattern": "odd"}, "fragments.pattern is 'odd'; choose one of strided"),
     ({"overlap.alpha": 1.5}, "is 1.5; it must be at least 0 and at most 1"),

@@ -161,6 +161,35 @@ def test_each_replica_has_its_own_order(tiny, set_documents):
   assert np.mean(order_0 == order_1) < 0.5
 
 
+def test_with_the_same_shards_every_m_sees_the_same_sequences_in_every_step(tiny):
+  tiny.data.shards, tiny.train.batch_size = 4, 8
+  found = {}
+  for m in (1, 2, 4):
+    tiny.replicas = m
+    c = config_lib.resolve(tiny)
+    found[m] = np.stack(batches(c, 5))
+    assert found[m].shape == (5, m, 8 // m, 16)
+    last = np.stack(batches(c, 5, replica_ids=[m - 1]))
+    np.testing.assert_array_equal(last, found[m][:, -1:])
+  for m in (1, 2):
+    np.testing.assert_array_equal(found[m].reshape(found[4].shape), found[4])
+  tiny.data.shards = 0
+  plain = np.stack(batches(config_lib.resolve(tiny), 5))
+  np.testing.assert_array_equal(plain, found[4])
+
+
+def test_a_position_of_several_shards_resumes_with_another_m(tiny):
+  tiny.data.shards, tiny.train.batch_size = 4, 8
+  two = config_lib.resolve(tiny)
+  position = split_positions(two, [[1], [0]], steps=3)
+  tiny.replicas = 1
+  iterator = data_lib.make_train_iterator(config_lib.resolve(tiny))
+  iterator.set_state(position)
+  rows = next(iterator)
+  iterator.close()
+  np.testing.assert_array_equal(rows.reshape(2, 4, 16), batches(two, 4)[3])
+
+
 def test_one_replica_alone_has_the_same_batches(tiny):
   c = config_lib.resolve(tiny)
   both, second = batches(c, 3), batches(c, 3, replica_ids=[1])
@@ -204,7 +233,7 @@ def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
   c = config_lib.resolve(tiny)
   position = split_positions(c, [[1]], steps=1)
   iterator = data_lib.make_train_iterator(c)
-  with pytest.raises(ConfigError, match="has no replica 0, only 1; resume"):
+  with pytest.raises(ConfigError, match="has no shard 0, only 1; resume"):
     iterator.set_state(position)
   iterator.close()
   for number in (11, 13):
