@@ -24,6 +24,12 @@ reproduce = sys.modules["reproduce"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reproduce)
 
 
+def claim_of(column="loss", **bounds):
+  return reproduce.Claim(
+    "x", "t", "s", "p", {"m": 2}, {"m": 1}, column=column, **bounds
+  )
+
+
 @pytest.mark.parametrize(
   ("values", "low", "high", "verdict"),
   [
@@ -33,14 +39,29 @@ spec.loader.exec_module(reproduce)
     ([0.1, 0.11, 0.12], -math.inf, 0.2, "shown"),
     ([0.1, 0.2, 0.4], -math.inf, 0.2, "not shown at this scale"),
     ([0.5, 0.51, 0.52], -math.inf, 0.2, "contradicted"),
-    ([0.0, 0.0, 0.0], 0, math.inf, "contradicted"),
+    ([0.0, 0.0, 0.0], 0, math.inf, "not shown at this scale"),
     ([0.0, 0.0, 0.0], -1, 1, "shown"),
     ([5.0], 0, math.inf, "not shown at this scale"),
     ([], 0, math.inf, "not shown at this scale"),
   ],
 )
 def test_a_verdict_needs_the_whole_interval(values, low, high, verdict):
-  assert reproduce.verdict(values, low, high) == verdict
+  assert reproduce.verdict(claim_of(low=low, high=high), values) == verdict
+
+
+@pytest.mark.parametrize(
+  ("values", "verdict"),
+  [
+    ([100.0, 0.0, 100.0], "not shown at this scale"),
+    ([100.0, 10.0, 100.0], "shown"),
+    ([100.0, 100.0, 100.0], "shown"),
+    ([0.0, 0.0, 0.0], "not shown at this scale"),
+    ([-50.0, -75.0, -50.0], "contradicted"),
+    ([100.0], "not shown at this scale"),
+  ],
+)
+def test_for_a_best_rate_all_seeds_must_agree(values, verdict):
+  assert reproduce.verdict(claim_of("outer_lr", low=0), values) == verdict
 
 
 def test_the_interval_contains_the_true_mean_in_nine_of_ten_cases():
@@ -61,11 +82,9 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
     (2, 2, 0.6, 3.0, 5.0),  # Seed 2 has no m=1.
   ]
   found = pd.DataFrame(rows, columns=["m", "seed", "rate", "choice", "loss"])
-  claim = reproduce.Claim("x", "t", "s", "p", {"m": 2}, {"m": 1})
-  assert reproduce.differences(claim, found) == pytest.approx([10, 25])
-  claim = reproduce.Claim("x", "t", "s", "p", {"m": 2}, {"m": 1}, column="rate")
-  assert reproduce.differences(claim, found) == pytest.approx([100, 200])
-  assert reproduce.differences(claim, found[:0]) == []
+  assert reproduce.differences(claim_of(), found) == pytest.approx([10, 25])
+  assert reproduce.differences(claim_of("rate"), found) == pytest.approx([100, 200])
+  assert reproduce.differences(claim_of(), found[:0]) == []
 
 
 @pytest.mark.parametrize("name", sorted({c.ablation for c in reproduce.CLAIMS}))
@@ -81,7 +100,7 @@ def test_every_claim_has_runs_and_a_range(name):
     assert a, claim
     assert b, claim
     assert not any(p in b for p in a)
-    assert math.isfinite(claim.low) or math.isfinite(claim.high)
+    assert math.isfinite(claim.low) != math.isfinite(claim.high)
     assert claim.column == "loss" or all(claim.column in p for p in a + b)
 
 
