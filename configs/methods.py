@@ -1,6 +1,6 @@
 """The sample run with a method of a later paper: methods:NAME (docs/methods.md).
 
-  python -m diloco.main --config=methods:pier --workdir=/tmp/pier
+  python -m diloco.main --config=methods:warm_start --workdir=/tmp/warm
   python -m diloco.sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
 
 METHODS names the fields that a method sets in a config of Streaming DiLoCo. The first
@@ -14,22 +14,23 @@ from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import load_module
 
 # A value, or how to compute it from a run's config.
-Value = Any | Callable[[Config], int]
+Value = Any | Callable[[Config], float]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
 # Updates as large as AdamW's (arXiv 2502.16982, section 2.2).
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2)"}
-TWO_BITS = {"wire.format": "e1m0"}
+FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "e1m0"}
+WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
 
 METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
   "diloco": DILOCO,
   "streaming": {},
   "fedpart": {"outer.fedpart": True},
-  "topk": {"wire.compressor": "topk"},
-  "random": {"wire.compressor": "random"},
-  "dare": {"wire.compressor": "dare"},
+  "topk": {"wire.compressor": "topk", **FLOAT32},
+  "random": {"wire.compressor": "random", **FLOAT32},
+  "dare": {"wire.compressor": "dare", **FLOAT32},
   "snoo": DILOCO | {"replicas": 1},
   "error_feedback": {"wire.error_feedback": 1.0},
   "sparseloco": {
@@ -37,12 +38,13 @@ METHODS: dict[str, dict[str, Value]] = {
     "wire.density": 0.03,
     "wire.chunk": 4096,
     "wire.error_feedback": 0.95,
+    **DILOCO,
     **TWO_BITS,
     **MEAN,
   },
   "muon": {"algorithm": "data_parallel", **MUON},
   "muon_diloco": DILOCO | MUON,
-  "muloco": {"wire.error_feedback": 1.0, **TWO_BITS, **MUON},
+  "muloco": {"wire.error_feedback": 1.0, **DILOCO, **TWO_BITS, **MUON},
   "des_loc": {
     "des_loc.first_every": lambda c: 3 * c.sync_every,
     "des_loc.second_every": lambda c: 6 * c.sync_every,
@@ -60,14 +62,16 @@ METHODS: dict[str, dict[str, Value]] = {
   },
   "falling_rate": {"outer.final_fraction": 0.1},
   "restarts": {"outer.restart_every": 10},
-  "pier": {"outer.warm_start_steps": lambda c: c.train.steps // 10},
-  "warm_start": {
-    "outer.warm_start_steps": lambda c: c.train.steps // 10,
-    "outer.warm_start_momentum": False,
-  },
+  "warm_start": DILOCO | WARM,
+  "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
   "eager": DILOCO | {"overlap.eager": True},
   "radial": {"outer.average": "radial"},
-  "delayed_nesterov": {"outer.optimizer": "delayed_nesterov(every=4)"},
+  # The paper's g is of one worker, so N of them are about one mean of all replicas.
+  "delayed_nesterov": {
+    "outer.optimizer": "delayed_nesterov(every=4, momentum=0.5)",
+    "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
+    **DILOCO,
+  },
   "gpa": {
     "algorithm": "data_parallel",
     "inner.optimizer": "gpa(b1=0.9, b2=0.99)",

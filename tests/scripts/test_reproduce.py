@@ -25,9 +25,8 @@ spec.loader.exec_module(reproduce)
 
 
 def claim_of(column="loss", **bounds):
-  return reproduce.Claim(
-    "x", "t", "s", "p", {"m": 2}, {"m": 1}, column=column, **bounds
-  )
+  points = {"m": 2}, {"m": 1}
+  return reproduce.Claim("x", "t", "s", "p", *points, column=column, **bounds)
 
 
 @pytest.mark.parametrize(

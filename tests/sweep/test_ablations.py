@@ -100,7 +100,7 @@ def test_each_point_changes_the_fields_of_its_figure():
 
 
 def test_methods_of_later_papers_set_fields_of_any_config():
-  c = resolve(command_line.load_config("methods:pier"))
+  c = resolve(command_line.load_config("methods:warm_start"))
   assert (c.outer.warm_start_steps, c.train.steps, c.model.dim) == (40, 400, 128)
   point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
   c = resolve(FILE.get_config({**point, "method": "des_loc"}))

@@ -6,7 +6,8 @@ takes the momentum's step mu m. With `activation` c, each of the N steps takes c
 instead, and the last one the rest, (1 - (N - 1) c) mu m. For N = 1 this is Nesterov
 momentum. The authors' server gets an outer gradient from one worker at a time, of which
 many are stale, and momentum at every arrival would repeat stale directions. Here an
-arrival is the mean of one sync.
+arrival is the mean of one sync, so at the same outer rate a step is about N times
+smaller than theirs: multiply the rate by N.
 
 This is written from the abstract and from public implementations of the pseudo-code
 (utnslab/halos, torchft). The authors report that, together with local steps set by the

@@ -16,7 +16,7 @@ along what the others sent last. Both gradients of a replica are those that its 
 say, so that what was added is also what is subtracted. The formula is read from public
 summaries of the paper, which do not say how it treats these three. Its authors report
 for 500M parameters and H = 30 a loss of 2.69, against 2.67 without overlap, and 3.01 if
-the mean of all replicas is simply applied a round late.
+the mean of all replicas is simply applied a round late, 2.73 at a lower rate.
 """
 
 from functools import partial
