@@ -39,9 +39,8 @@ class Chart:
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss` or a key of the points, such as
       a tuned rate.
-    against: a key of the points: the x with which a point is compared, seed by seed.
-      Then a column `more` has the difference in per cent. Empty: the table compares
-      with its first row.
+    against: a key of the points: the x with which a point is compared. Empty: all are
+      compared with the first row of the table.
   """
 
   title: str
@@ -63,6 +62,8 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     A row per cell whose search has ended well, with the keys of its best point,
       choice: the loss by which the sweep chooses.
       loss: the test loss if there is one, else the same loss.
+      more: by how many per cent the loss lies above that of the same seed in the row
+        with which it is compared.
       bytes: bytes that one replica sent.
     For EVALUATED, three rows per cell.
   """
@@ -82,11 +83,19 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
   if not found:
     return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
   table = pd.DataFrame(found)
+  table["seed"] = table.get("seed", 0)
+  return table.assign(more=_more(chart, table))
+
+
+def _more(chart: Chart, table: pd.DataFrame) -> pd.Series:
   if chart.against:
-    of = table.groupby([chart.x, "seed"])["loss"].first()
-    same_seed = pd.MultiIndex.from_frame(table[[chart.against, "seed"]])
-    table["more"] = 100 * (table["loss"] / of.reindex(same_seed).to_numpy() - 1)
-  return table
+    others = table.groupby([chart.x, "seed"])["loss"].first()
+    asked = pd.MultiIndex.from_frame(table[[chart.against, "seed"]])
+  else:
+    cells = table[[*chart.by, chart.x]]
+    first = table[(cells == cells.iloc[0]).all(axis=1)]
+    others, asked = first.groupby("seed")["loss"].first(), pd.Index(table["seed"])
+  return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
 
 def curve(values: dict) -> str:
@@ -112,7 +121,7 @@ def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
 
 
 def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
-  """Formats the table as Markdown, with differences from `against` or the first row."""
+  """Formats the table as Markdown; differences are taken seed by seed."""
   if table.empty:
     return ["no cell has a result yet"]
   cells = spread(chart, table)
@@ -125,13 +134,9 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   if chart.against:
     reference = table.groupby(chart.x, sort=False)[chart.against].first()
     columns["against"] = cells[chart.x].map(reference)
-    columns["difference (%)"] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
-  else:
-    more = 100 * (cells["mean"] / cells["mean"].iloc[0] - 1)
-    columns["from the first"] = more.map("{:+.2f}%".format)
-  columns |= {
-    "bytes sent": spread(chart, table, "bytes")["mean"].map("{:,.0f}".format),
-  }
+  name = "difference (%)" if chart.against else "from the first (%)"
+  columns[name] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
+  columns["bytes sent"] = spread(chart, table, "bytes")["mean"].map("{:,.0f}".format)
   for y, label in chart.y:
     if y not in ("loss", "more"):
       columns[label] = spread(chart, table, y)["mean"].map("{:.3g}".format)

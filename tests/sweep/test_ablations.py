@@ -194,15 +194,25 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
 
 
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
-  runs = [("a", 1, 2.0), ("a", 1, 4.0), ("b", 1, 5.0), ("b", 2, 6.0)]
-  table = pd.DataFrame(
-    [{"compressor": m, "x": x, "loss": y, "bytes": 7} for m, x, y in runs]
-  )
+  runs = [("a", 1, 0, 2.0), ("a", 1, 1, 4.0)]
+  runs += [("b", 1, 0, 3.0), ("b", 1, 1, 5.0), ("b", 2, 1, 6.0)]
   own = chart.Chart("title", "x", ("compressor",), log=True)
+  table = chart.frame(
+    own,
+    [
+      (
+        types.SimpleNamespace(
+          best={"compressor": m, "x": x, "seed": seed}, state="interior"
+        ),
+        {"loss": y, "test_loss": None, "bytes_sent": 7},
+      )
+      for m, x, seed, y in runs
+    ],
+  )
   assert chart.lines(own, table)[2:] == [
-    "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00% | 7 |",
-    "| b | 1 | 1 | 5.0000 | +66.67% | 7 |",
-    "| b | 2 | 1 | 6.0000 | +100.00% | 7 |",
+    "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00 ± 0.00 | 7 |",
+    "| b | 1 | 2 | 4.0000 ± 1.4142 | +37.50 ± 17.68 | 7 |",
+    "| b | 2 | 1 | 6.0000 | +50.00 | 7 |",
   ]
   chart.draw(own, table, tmp_path / "a.png")
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
