@@ -14,7 +14,7 @@ from diloco.config import default_config
 from diloco.model.shapes import matrix_params
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
-# Layers, heads and width of each size, named by its parameters.
+# Layers, heads and width. The names of the two largest leave out positions and norms.
 SIZES = {
   "105k": (3, 2, 32),
   "142k": (3, 2, 40),

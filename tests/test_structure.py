@@ -1,4 +1,4 @@
-"""docs/design.md against the code: every room is on a floor, imports go down."""
+"""docs/design.md against the code: every folder is in a layer, imports go down."""
 
 import ast
 import pathlib
@@ -9,15 +9,15 @@ PACKAGE = ROOT / "diloco"
 PAGE = (ROOT / "docs/design.md").read_text()
 
 
-def floors() -> dict[str, int]:
-  """{room: its floor, counted from the ground}."""
-  block = re.search(r"## Floors.*?```\n(.*?)```", PAGE, re.S)[1]
+def layers() -> dict[str, int]:
+  """{folder: its layer, the lowest is 0}."""
+  block = re.search(r"## Layers.*?```\n(.*?)```", PAGE, re.S)[1]
   lines = reversed(block.splitlines())
-  return {room: i for i, line in enumerate(lines) for room in line.split()}
+  return {folder: i for i, line in enumerate(lines) for folder in line.split()}
 
 
 def plans() -> set[str]:
-  """Modules that every floor may import."""
+  """Modules that every layer may import."""
   paths = re.findall(r"`(\w+/\w+)\.py`", PAGE[PAGE.index("import no JAX") :])
   return {"diloco." + path.replace("/", ".") for path in paths}
 
@@ -37,20 +37,20 @@ def imports(path: pathlib.Path) -> set[str]:
   return found
 
 
-def test_every_room_is_on_a_floor():
-  rooms = {p.name for p in PACKAGE.iterdir() if not p.name.startswith("__")}
-  assert set(floors()) == rooms
-  assert len(rooms) <= 18
+def test_every_folder_is_in_a_layer():
+  folders = {p.name for p in PACKAGE.iterdir() if not p.name.startswith("__")}
+  assert set(layers()) == folders
+  assert len(folders) <= 18
 
 
 def test_imports_go_down():
-  floor, open_to_all = floors(), plans()
+  layer, open_to_all = layers(), plans()
   for path in PACKAGE.rglob("*.py"):
-    room = path.relative_to(PACKAGE).parts[0]
-    if path.name == "__main__.py" or room.startswith("__"):
+    folder = path.relative_to(PACKAGE).parts[0]
+    if path.name == "__main__.py" or folder.startswith("__"):
       continue
     for module in imports(path) - open_to_all:
       other = module.split(".")[1]
-      other = other if other in floor else other + ".py"
-      below = floor[other] < floor[room] or other == room
+      other = other if other in layer else other + ".py"
+      below = layer[other] < layer[folder] or other == folder
       assert below, f"{path.relative_to(ROOT)} imports {module}, which is not below it"
