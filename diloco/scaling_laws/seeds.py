@@ -24,7 +24,7 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
   if "seed" not in runs:
     return runs.assign(losses=[((0, loss),) for loss in runs["loss"]])
   tuned = runs["seed"].mode()[0]
-  same = [c for c in (*CELL, *AXES, "tokens", "sync_every") if c in runs]
+  same = [c for c in (*CELL, *AXES, "tokens", "sync_every", "config") if c in runs]
   rows = {}
   for _, some in runs.groupby(same, sort=False):
     parts = [some] if some["seed"].is_unique else [some.loc[[i]] for i in some.index]

@@ -6,6 +6,7 @@ only chooses the best run.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import re
 from collections.abc import Sequence
@@ -92,8 +93,8 @@ def _more(chart: Chart, table: pd.DataFrame) -> pd.Series:
     others = table.groupby([chart.x, "seed"])["loss"].first()
     asked = pd.MultiIndex.from_frame(table[[chart.against, "seed"]])
   else:
-    cells = table[[*chart.by, chart.x]]
-    first = table[(cells == cells.iloc[0]).all(axis=1)]
+    cells = table.groupby([*chart.by, chart.x], sort=False, dropna=False)
+    first = table[cells.ngroup() == 0]
     others, asked = first.groupby("seed")["loss"].first(), pd.Index(table["seed"])
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
@@ -197,7 +198,7 @@ def _draw_words(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
 
 
 def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
-  colors = iter((COLORS["streaming"], *OTHERS))
+  colors = itertools.cycle((COLORS["streaming"], *OTHERS))
   numbers = _numbers(cells[chart.x])
   ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
   for name, some in cells.groupby("curve", sort=False):

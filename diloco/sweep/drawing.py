@@ -85,7 +85,7 @@ def legend(figure: Figure) -> Figure:
         axis.set_major_formatter(ticker.EngFormatter(sep=""))
         axis.set_minor_formatter(ticker.NullFormatter())
     if panel.get_ylabel() == OUTER_RATE:
-      panel.set_ylim(0, 1.1)
+      panel.set_ylim(bottom=0)
   columns = 2 if len(figure.axes) == 1 else 4
   handles = figure.axes[0].get_legend_handles_labels()
   figure.legend(*handles, loc="outside lower center", ncols=columns)

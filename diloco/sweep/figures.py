@@ -25,7 +25,7 @@ from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
 from diloco.sweep.runs import PLAIN, above_plain, best, main_grid, read
 
-FILLS = ("full", "none", "left", "top")
+FILLS = ("full", "none", "left", "top", "right", "bottom")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
 PARAMS, CADENCE, LOSS = (
   "parameters N",
@@ -58,7 +58,8 @@ def figure_2(table: pd.DataFrame):
     drawing.lines(panels[1], others, "params", "more")
     for name, some in others.groupby("curve"):
       bars: dict[str, Any] = {"color": drawing.look(name).color, "ls": "", "capsize": 2}
-      panels[1].errorbar("params", "more", "more_std", data=some.fillna(0.0), **bars)
+      some = some.fillna({"more_std": 0.0})
+      panels[1].errorbar("params", "more", "more_std", data=some, **bars)
     panels[1].axhline(0, color="black", lw=0.8)
     panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
   return drawing.legend(figure)
@@ -105,7 +106,7 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
 
 def figure_7(table: pd.DataFrame):
   """Draws the best outer learning rate against N, by M."""
-  cells = best(_outer_swept(main_grid(table)), "replicas", "params")
+  cells = best(_outer_swept(main_grid(table)), "curve", "params")
   if cells.empty:
     raise Missing("no cell has three outer learning rates")
   if cells["params"].nunique() < 2:
@@ -120,7 +121,7 @@ def figure_7(table: pd.DataFrame):
 def figure_8(table: pd.DataFrame):
   """Draws the best outer learning rate against H (mean over N), and against N."""
   some = _outer_swept(main_grid(table, any_cadence=True))
-  cells = best(some, "replicas", "sync_every", "params")
+  cells = best(some, "curve", "sync_every", "params")
   if cells["sync_every"].nunique() < 2:
     raise Missing("outer learning rates were tried at one H only")
   columns = {"sync_every": CADENCE, "params": PARAMS}
@@ -143,8 +144,8 @@ def figure_8(table: pd.DataFrame):
 def figure_9(table: pd.DataFrame):
   """Draws the loss against H by M and N, at the best outer learning rate of each H."""
   some = main_grid(table, any_cadence=True)
-  cells = best(some, "params", "replicas", "sync_every")
-  count = cells.groupby(["params", "replicas"])["loss"].count()
+  cells = best(some, "params", "curve", "sync_every")
+  count = cells.groupby(["params", "curve"])["loss"].count()
   sizes = sorted({n for n, _ in count.index[count > 1]})
   if not sizes:
     raise Missing("no cell was run at two H")
@@ -158,6 +159,8 @@ def figure_11(table: pd.DataFrame):
   multiples = sorted(set(cells["overtrain"]))
   if len(multiples) < 2:
     raise Missing("no run is overtrained")
+  if len(multiples) > len(FILLS):
+    raise Missing(f"there are {len(multiples)} budgets; at most {len(FILLS)} are drawn")
   cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
   figure, (panel,) = drawing.axes(1, "Loss against compute, with overtraining")
   for multiple, fill in zip(multiples, FILLS):
@@ -186,7 +189,7 @@ FIGURES = {
 def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:
   """Selects DiLoCo's runs of cells with three outer learning rates or more."""
   table = table[table["curve"] != PLAIN]
-  cells = table.groupby(["params", "replicas", "sync_every"])
+  cells = table.groupby(["params", "curve", "sync_every"])
   return table[cells["outer_learning_rate"].transform("nunique") > 2]
 
 

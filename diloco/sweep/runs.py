@@ -82,9 +82,9 @@ def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
     cells: a row per algorithm and N.
 
   Returns:
-    The other algorithms' rows where data-parallel has this N, with the mean of the
-    differences in per cent as `more`, and its standard deviation as `more_std`: NaN for
-    one seed.
+    The other algorithms' rows where data-parallel has this N and one of the seeds, with
+    the mean of the differences in per cent as `more`, and its standard deviation as
+    `more_std`: NaN for one seed.
   """
   plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"].map(dict)
   others = cells[(cells["curve"] != PLAIN) & cells["params"].isin(plain.index)]
@@ -92,9 +92,8 @@ def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
   for n, losses in zip(others["params"], others["losses"]):
     more = [100 * (x / plain[n][seed] - 1) for seed, x in losses if seed in plain[n]]
     found.append(pd.Series(more, dtype=float))
-  return others.assign(
-    more=[more.mean() for more in found], more_std=[more.std() for more in found]
-  )
+  means, deviations = [x.mean() for x in found], [x.std() for x in found]
+  return others.assign(more=means, more_std=deviations).dropna(subset="more")
 
 
 def curves(table: pd.DataFrame) -> list[str]:

@@ -54,6 +54,13 @@ def test_runs_with_equal_seeds_or_other_tokens_stay_apart(tmp_path):
     cells.best_of_cells(twice)
 
 
+def test_runs_with_another_config_stay_apart(tmp_path):
+  path = tmp_path / "runs.csv"
+  table = pd.read_csv(write(path)).assign(config=list("aaaba"))
+  table.to_csv(path, index=False)
+  assert list(runs.read(path).index) == [2, 3, 5, 6]
+
+
 def test_without_the_tuning_seed_the_first_run_stands_for_a_setting(tmp_path):
   later = [(1e8, 2, 0.1, 2, 2.0, 2.1, 6e8), (1e8, 2, 0.1, 1, 2.2, 2.3, 6e8)]
   table = runs.read(write(tmp_path / "runs.csv", [*ROWS, *later]))

@@ -105,6 +105,35 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
   assert high[1] - low[1] == pytest.approx(2 * percent.std(ddof=1))
 
 
+def test_without_a_common_seed_there_is_no_difference(tmp_path):
+  rows = [row(0, 100_000), row(1, 100_000, seed=1), row(0, 200_000), row(1, 200_000)]
+  table = runs_lib.read(write(tmp_path / "t.csv", rows))
+  assert tables.losses(table)[2] == "| 100,000 | 4.9000 | 5.0000 |"
+  left, right = figures.figure_2(table).axes
+  assert len(left.lines[1].get_xdata()) == 2
+  assert list(right.lines[0].get_ydata()) == pytest.approx([100 * (4.9 / 4.8 - 1)])
+
+
+def test_algorithms_with_the_same_replicas_are_different_curves(tmp_path):
+  rows = [
+    ("streaming" if s else "diloco", *row(2, n, h=h, outer=o, loss=5 + s - n / 1e6)[1:])
+    for n in (100_000, 200_000)
+    for h in (1, 10)
+    for o in (0.4, 0.6, 0.8)
+    for s in (0, 1)
+  ]
+  table = runs_lib.read(write(tmp_path / "t.csv", rows))
+  for figure in (figures.figure_7, figures.figure_8, figures.figure_9):
+    for panel in figure(table).axes:
+      names = [line.get_label() for line in panel.lines]
+      assert len(names) == 2
+  assert names_of(figures.figure_7(table)) == ["DiLoCo, M=2", "streaming, M=2"]
+
+
+def names_of(figure):
+  return [line.get_label() for line in figure.axes[0].lines]
+
+
 def test_the_main_grid_has_one_cadence_and_no_overtraining(table):
   main = runs_lib.main_grid(runs_lib.read(table))
   kinds = main[["sync_every", "overtrain"]].drop_duplicates()
