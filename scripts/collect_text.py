@@ -283,12 +283,16 @@ def collect(
 
 
 def _finish(out: pathlib.Path, rules: str, entries: list[dict[str, Any]]) -> None:
-  """Writes the manifest, and removes files of packages that are not in it."""
-  used = {f"{entry['registry']}-{entry['package']}.jsonl" for entry in entries}
+  """Writes the manifest, and removes files that are not in it."""
+  used = {
+    (split, f"{entry['registry']}-{entry['package']}.jsonl")
+    for entry in entries
+    for split in entry["splits"]
+  }
   totals = dict[str, dict[str, int]]()
   for split in SPLITS:
     for path in (out / "text" / split).iterdir():
-      if path.name not in used:
+      if (split, path.name) not in used:
         path.unlink()
     sizes = [e["splits"][split] for e in entries if split in e["splits"]]
     totals[split] = {k: sum(s[k] for s in sizes) for k in ("documents", "bytes")}

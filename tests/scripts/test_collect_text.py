@@ -135,6 +135,29 @@ def test_the_same_command_goes_on_without_fetching_again(registry, tmp_path):
   assert {row["package"] for _, row in rows(parts)} == {"debian-first"}
 
 
+def test_another_order_leaves_no_text_of_the_one_before(registry, tmp_path):
+  """The page that both packages have moves from one to the other."""
+  before, after = tmp_path / "before", tmp_path / "after"
+  collect(before)
+  collect(before, (SECOND, FIRST))
+  collect(after, (SECOND, FIRST))
+  assert files(before) == files(after)
+
+
+def test_a_split_that_a_package_no_longer_has_is_removed(registry, tmp_path):
+  whole = lambda i: "\n\n".join(story(i))
+  page, other = (
+    next(i for i in range(99) if collect_text.split_of(whole(i)) == split)
+    for split in ("test", "train")
+  )
+  both = {"doc/a.txt": story(page)}
+  registry.packages = {"first": both | {"doc/b.txt": story(other)}, "second": both}
+  collect(tmp_path, (FIRST,))
+  collect(tmp_path, (SECOND, FIRST))
+  found = [row["text"] for split, row in rows(tmp_path) if split == "test"]
+  assert found == [whole(page)]
+
+
 def test_a_package_that_is_not_reachable_is_left_out_and_named(
   registry, tmp_path, capsys
 ):
