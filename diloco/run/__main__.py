@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
       if reason or len(group) == 1:
         say(f"Training one by one{': ' * bool(reason)}{reason}.")
         for one in group:
+          stopped = False
           with one.own():
             stopped = not train.train(one.c, one.workdir)
-          if stopped and not one.diverged:
+          if stopped:
             return 0
       else:
         say(f"Training together: {' '.join(one.workdir.name for one in group)}.")

@@ -59,6 +59,11 @@ def numbers_of(configs: Sequence[Config]) -> Numbers:
   return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *each)
 
 
+# Before the error of a run that diverged, in its log.txt. The process itself says
+# `error: `, and its output goes to the log.txt of the first run.
+DIVERGED = "diverged: "
+
+
 class Run:
   """One of the runs.
 
@@ -87,8 +92,9 @@ class Run:
         yield
       except TrainingDiverged as error:
         self.diverged = True
-        self.log.close()  # Ends the line of the progress bar.
-        say(f"error: {error}")
+        if hasattr(self, "log"):  # Else it trained alone, and has closed its log.
+          self.log.close()  # Ends the line of the progress bar.
+        say(f"{DIVERGED}{error}")
 
 
 def train(runs: Sequence[Run]) -> None:

@@ -84,7 +84,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       code = trainer.wait()
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
-        own = _errors(lines) if len(runs) > 1 else []  # A run of a group diverged.
+        own = _after("diverged: ", lines)  # A run of a group, see run/together.py.
         if own or code > 0 or -code in CRASHES:
           error = own[-1] if own else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)
@@ -128,14 +128,14 @@ def _since(log: str, start: int) -> list[str]:
   return pathlib.Path(log).read_bytes()[start:].decode(errors="replace").splitlines()
 
 
-def _errors(lines: Iterable[str]) -> list[str]:
-  """Returns the errors that a trainer printed."""
-  return [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+def _after(word: str, lines: Iterable[str]) -> list[str]:
+  """Returns what follows a word at the beginning of lines."""
+  return [line.removeprefix(word) for line in lines if line.startswith(word)]
 
 
 def _error(log: str, lines: Sequence[str], code: int) -> str:
   """Returns the last error that the trainer printed, or its last line."""
-  if errors := _errors(lines):
+  if errors := _after("error: ", lines):
     return errors[-1]
   if code < 0:
     return f"crashed with {signal.Signals(-code).name}; see {log}."

@@ -3,7 +3,7 @@
 The directories are the only record. RESULTS/runs/NAME holds
 
   config.json   every field of the run's config, resolved
-  run.json      notes of the driver: point, revision, attempts, started, running,
+  run.json      notes of the driver: point, group, revision, attempts, started, running,
                 vanished
   ended.json    how the last attempt ended: failed, error, finished
   summary.json  the trainer's results

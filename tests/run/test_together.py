@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -152,3 +153,24 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   first, _, last = [(folder / "log.txt").read_text() for folder in folders]
   assert "Training together: 0 1 2." in first
   assert "evaluation   outer parameters" in last
+
+
+def test_a_run_that_diverges_alone_leaves_the_rest_of_the_group(tmp_path, alone):
+  """A group with a saved run trains one by one."""
+  worse = (*POINTS[1][:3], 1e30)
+  folders = folders_of(tmp_path, "streaming", (worse, POINTS[0]))
+  shutil.copytree(alone("streaming", POINTS[0]), folders[1], dirs_exist_ok=True)
+  for name in ("summary.json", "log.txt"):
+    (folders[1] / name).unlink(missing_ok=True)
+  assert job.run(*map(str, folders)) == 0
+  ends = [files.read_json(folder / "ended.json") for folder in folders]
+  assert [end["failed"] for end in ends] == [True, False]
+  assert "of replica 0 is nan at step" in ends[0]["error"]
+  assert (folders[1] / "summary.json").exists()
+
+
+def test_a_crash_is_not_blamed_on_the_divergence_of_another_run(tmp_path):
+  log = tmp_path / "log.txt"
+  lines = ["diverged: the loss of replica 0 is nan at step 10", "Killed by a fault"]
+  assert job._after("diverged: ", lines) == ["the loss of replica 0 is nan at step 10"]
+  assert job._error(str(log), lines, 1) == "exit status 1: Killed by a fault"
