@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from diloco.config import ConfigError, changed
+from diloco.config import ConfigError, changed, files
 from diloco.config.command_line import guarded, make_folder, model_parser
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
@@ -67,9 +67,10 @@ def run(args: argparse.Namespace) -> None:
       r = evaluation.loss(model.params)
       said |= dataclasses.asdict(r)
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
-  said["tasks"] = {name: dataclasses.asdict(r) for name, r in results.items()}
   path = pathlib.Path(args.workdir) / f"evaluation_{model.step}.json"
-  path.write_text(json.dumps(said, indent=2) + "\n")
+  before = files.read_json(path) or {}  # Of other tasks, or of the held-out text.
+  of_tasks = {name: dataclasses.asdict(r) for name, r in results.items()}
+  files.write_json(path, before | said | {"tasks": before.get("tasks", {}) | of_tasks})
   if args.details:
     args.details.write_text("".join(json.dumps(d) + "\n" for d in details))
 

@@ -195,3 +195,5 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
     assert message in capsys.readouterr().err
   assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
   assert capsys.readouterr().out.startswith("held-out ")
+  # Each command adds to what is known of the step.
+  assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
