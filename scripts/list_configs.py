@@ -27,7 +27,7 @@ from diloco.config import Config
 from diloco.config.command_line import Parser, guarded, load_config, load_module
 from diloco.model.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.wire import sizes
-from diloco.wire.ledger import average_bytes
+from diloco.wire.ledger import all_reduced_bytes, average_bytes
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
@@ -96,15 +96,13 @@ def traffic(c: Config) -> tuple[int, int]:
 
   data_parallel all-reduces its gradients at every step.
   """
+  sent = all_reduced_bytes(c, c.train.steps)
   if c.data_parallel:
-    n, size = num_params(c.model), sizes.DTYPE_BYTES[c.inner.gradient_dtype]
-    total = sizes.data_parallel_bytes(c.replicas, n, c.train.steps, size)
-    return size * n, int(total)
-  whole, schedule, most, sent = parameters(c.model), c.make_schedule(), 0, 0
-  for p, fragment in enumerate(c.make_fragments()):
+    return sizes.DTYPE_BYTES[c.inner.gradient_dtype] * num_params(c.model), sent
+  whole, most = parameters(c.model), 0
+  for times, fragment in zip(c.num_syncs(), c.make_fragments()):
     shapes = fragment.shapes(whole)
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
-    times = schedule.num_sends(p, c.train.steps)
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
   of_average = average_bytes(c)
   sent += sum(c.train.steps // n * of_average[kind] for kind, n in c.averages().items())

@@ -15,7 +15,6 @@ the measured steps; most steps exchange nothing. Data-parallel has no such steps
 uses DiLoCo's compute time at the same rate: DiLoCo does the same computation.
 """
 
-import argparse
 import csv
 import itertools
 import pathlib
@@ -30,12 +29,11 @@ from wan_run import CONFIG, Phase, Trace, nodes, run
 sys.path.insert(0, str(ROOT))
 
 from diloco.config import Config, ConfigError, resolve
-from diloco.config.command_line import make_folder
+from diloco.config.command_line import Parser, make_folder
 from diloco.config.palette import COLORS, PAGE, STYLE, shades
-from diloco.model.shapes import num_params
 from diloco.simulate import from_config
 from diloco.simulate import utilisation as simulate_lib
-from diloco.wire import sizes
+from diloco.wire.ledger import gradient_bytes
 
 # DiLoCo is before data-parallel, which uses DiLoCo's compute time.
 METHODS = {
@@ -82,7 +80,7 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
   phases: list[Phase] = []
   if method == "data-parallel":
     # The first steps compile.
-    at, bits = 5, all_reduce(c) * 8
+    at, bits = 5, gradient_bytes(c) * 8
     for rate in rates:
       seconds = bits / rate + compute_s
       if seconds <= options.longest_step:
@@ -102,12 +100,6 @@ def plan(options, method: str, compute_s: float) -> list[Phase]:
     phases.append(Phase(rate, at, first, last))
     at = last + (at - last) % gap
   return phases
-
-
-def all_reduce(c: Config) -> float:
-  """Returns the bytes that one worker of data-parallel sends in a step."""
-  value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
-  return sizes.data_parallel_bytes(c.replicas, num_params(c.model), 1, value_bytes)
 
 
 def predicted(c, compute_s: float, rate: float) -> float:
@@ -139,7 +131,7 @@ def row(c, method: str, phase: Phase, set_at: float, trace: Trace, compute_s: fl
       " s too late; run again on an idle machine."
     )
   wall = end - begin
-  booked = all_reduce(c)
+  booked = gradient_bytes(c)
   if c.algorithm != "data_parallel":
     booked = trace.total("send", "bytes", phase) / steps
   sent = (trace.sent(end) - trace.sent(begin)) / steps
@@ -179,6 +171,9 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
       "data-parallel needs DiLoCo at the same rates; measure it first."
     )
   phases = plan(options, method, max(compute.values(), default=0))
+  if not phases:
+    print(f"{method}: no step ends within --longest_step at these --rates")
+    return []
   trace = run(options, fields(options, method, phases[-1].last + 5), phases, network)
   found: list[dict] = []
   for phase, set_at in zip(phases, trace.changes):
@@ -298,9 +293,7 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
 
 def parse(argv=None):
   """Parses the command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder for the results")
   add("--replicas", type=int, default=2, help="number of replicas")

@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from diloco.algorithm.plan import make_plan
-from diloco.config import ConfigError, resolve
-from diloco.config.command_line import parse_count
+from diloco.config import ConfigError, changed, resolve
+from diloco.config.command_line import load_config, parse_count
 from diloco.model.shapes import matrix_params, num_params
 from diloco.run.mesh import make_mesh
 from diloco.scaling_laws import paper, recommend
@@ -151,6 +151,16 @@ def test_listed_flops_are_those_of_table_5(listing):
   for scale, value in ratio.items():
     close = {"100M": 1.2, "300M": 1.15, "500M": 1.27}.get(scale, 1)
     assert value == pytest.approx(close, rel=0.05), scale
+
+
+def test_listed_bytes_have_the_gradients_of_a_warm_start_and_a_final_sync(listing):
+  # 40 steps send gradients, and 36 syncs follow; all are float32.
+  [row] = listing.rows([f"{CONFIGS}/methods.py:warm_start"])
+  assert row.sent == (40 + 36) * row.payload
+  c = resolve(load_config("sample"))
+  last = changed(c, {"outer.final_sync": True})
+  more = listing.traffic(last)[1] - listing.traffic(c)[1]
+  assert more == 21_765_996 - 21_224_347  # As runs have printed (docs/benchmarks.md).
 
 
 def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
