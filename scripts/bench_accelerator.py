@@ -82,7 +82,12 @@ def cases(size: str, device: attention.Device, devices: int) -> Iterator[Case]:
       one = changed(chosen, {"model.remat": remat, "replicas": 2})
       yield size, "data-parallel", name, remat, one
       # One inner step hides the exchange of a fragment.
-      fields = {"algorithm": "streaming", "overlap.tau": 1}
+      fields = {
+        "algorithm": "streaming",
+        "overlap.tau": 1,
+        "overlap.taus": (),
+        "fragments.pattern": "strided",
+      }
       two = changed(bench_nanodo.two_replicas(one), fields)
       yield size, "M=2", name, remat, two
 

@@ -7,7 +7,7 @@ Writes the parameters as a run does and compressed as is Orbax's default.
 
 import contextlib
 import pathlib
-import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -24,13 +24,19 @@ from diloco.run.peers import Peers
 from diloco.run.record import folder_of
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the model.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder to write to; it must be new.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for a temporary folder.")
 
 
 def main(argv) -> None:
   del argv
   logging.set_verbosity(logging.ERROR)
-  workdir = pathlib.Path(_WORKDIR.value).absolute()
+  around = command_line.make_folder(_WORKDIR.value, "--workdir").absolute()
+  with tempfile.TemporaryDirectory(dir=around) as workdir:
+    measure(pathlib.Path(workdir))
+
+
+def measure(workdir: pathlib.Path) -> None:
+  """Prints the times and sizes of saving to a folder, and of reading."""
   values = np.random.default_rng(0).standard_normal(1 << 24, np.float32)
   fill = lambda x: jax.device_put(np.resize(values, x.shape).astype(x.dtype))
   tree = {"params": jax.tree.map(fill, abstract_params(resolve(_CONFIG.value)))}
@@ -55,7 +61,6 @@ def main(argv) -> None:
     with timed("checksums after reading"):
       assert not checksums.changed(found, sums, Peers())
     found = None
-  shutil.rmtree(workdir)
 
 
 @contextlib.contextmanager

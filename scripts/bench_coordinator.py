@@ -6,7 +6,6 @@ Applies closed rounds with random codes, one of each fragment, as the coordinato
 when all sites have sent. No site and no network takes part.
 """
 
-import argparse
 import os
 import pathlib
 import resource
@@ -19,7 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import numpy as np
 
 from diloco.config import changed
-from diloco.config.command_line import guarded, load_config
+from diloco.config.command_line import Parser, guarded, load_config
 from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.group import OuterGroup
 from diloco.coordinator.journal import Entry, Journal
@@ -27,9 +26,7 @@ from diloco.model.shapes import num_params
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   parser.add_argument("--config", required=True, help="as for diloco.main")
   parser.add_argument("--folder", help="for the journal and the checkpoint")
   args, overrides = parser.parse_known_args()

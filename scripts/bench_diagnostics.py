@@ -13,7 +13,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from diloco import train
-from diloco.config import command_line, shipped
+from diloco.config import command_line, resolve, shipped
 from diloco.run import metrics
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -28,6 +28,7 @@ def main(argv) -> None:
   c, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
   c.log.diagnostics_every = 4
   c.eval.every = c.checkpoint.every = 0
+  c = resolve(c)
   train.train(c, workdir)
 
   ended = {r["step"]: r["time"] for r in metrics.read(workdir)}
@@ -35,7 +36,7 @@ def main(argv) -> None:
   diagnosed = {r["step"] for r in metrics.read(workdir, "merge")}
   took: dict[bool, list[float]] = {True: [], False: []}
   for t in {r["step"] for r in merges}:
-    sent = t - c.overlap.tau
+    sent = t - max(c.overlap.taus)
     if sent > COMPILING and t in ended:
       took[t in diagnosed].append(ended[t] - ended[sent - 1])
   with_, without = (1e3 * statistics.median(took[x]) for x in (True, False))

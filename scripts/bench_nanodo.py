@@ -75,7 +75,8 @@ def config(size: Size) -> Config:
   c.model.remat, c.model.loss_chunk = size.remat, size.loss_chunk
   c.train.accumulate = size.accumulate
   changes = (text.partition("=") for text in _OURS.value)
-  return changed(resolve(c), {name: literal(value) for name, _, value in changes})
+  c.update_from_flattened_dict({name: literal(value) for name, _, value in changes})
+  return resolve(c)
 
 
 def random_tokens(c: Config) -> np.ndarray:

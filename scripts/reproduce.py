@@ -471,7 +471,11 @@ def report(
 def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str]:
   done = [row for row in rows.values() if row["status"] == "done"]
   failed = sum(row["status"] == "failed" for row in rows.values())
-  hours = sum(row["wall_s"] or 0.0 for row in done) / 3600
+  groups = dict[str, float]()  # All runs of a group have its time.
+  for row in done:
+    group = row.get("group", row["name"])
+    groups[group] = max(groups.get(group, 0.0), row["wall_s"] or 0.0)
+  hours = sum(groups.values()) / 3600
   revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"
   only = f" --only={args.only}" if args.only else ""
   text = f" --text={args.text}" if args.text else ""

@@ -77,7 +77,10 @@ def complete(saved: Mapping[str, Any]) -> Config:
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
-  """Resolves the config again with other values, for example {"model.dim": 64}."""
+  """Resolves the config again with other values, for example {"eval.tasks": ""}.
+
+  Derived fields, such as model.ff_dim and overlap.taus, keep their values.
+  """
   return _resolve(leaves(config.to_dict()) | dict(fields))
 
 
