@@ -18,7 +18,6 @@ and the last checkpoints. Writes faults.json in --out, which must be new. Needs 
 iproute2 and the package cryptography.
 """
 
-import argparse
 import collections
 import contextlib
 import dataclasses
@@ -36,6 +35,8 @@ import time
 import fault_audit
 import netns
 import sites_run
+
+from diloco.config.command_line import Parser
 
 CONFIG = "configs/faults.py"
 SITES = 4
@@ -284,9 +285,7 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
 
 def parse(argv=None):
   """Parses the command line; unknown flags --config.NAME=VALUE change the config."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="new folder for the run")
   add("--seed", type=int, default=0, help="of the storm and of the run")

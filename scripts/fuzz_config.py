@@ -10,7 +10,6 @@ in the sentence about lack of memory. The script prints every other end and its 
 and a table of the ends; its exit status is 1 if there was any other end.
 """
 
-import argparse
 import collections
 import contextlib
 import io
@@ -27,7 +26,7 @@ from concurrent import futures
 import tqdm
 
 from diloco.config import Config, ConfigError, changed, resolve
-from diloco.config.command_line import load_config
+from diloco.config.command_line import Parser, load_config
 from diloco.config.resolve import leaves
 
 # Two steps of this config synchronise all fragments.
@@ -79,9 +78,7 @@ class TooSlow(BaseException):
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   parser.add_argument("--cases", type=int, default=1000)
   parser.add_argument("--seed", type=int, default=0)
   options = parser.parse_args()

@@ -25,7 +25,7 @@ from absl import flags
 
 from diloco.config import ConfigError, command_line
 from diloco.config.fields import DataConfig
-from diloco.data import prepare
+from diloco.data import pieces, prepare
 
 _SOURCE = flags.DEFINE_string(
   "source",
@@ -70,6 +70,10 @@ def _prepare(command: str) -> None:
     lines = [str(prepare.convert(source, output, data_dir, workers))]
   else:
     lines, unit_size = [], _UNIT_MB.value << 20
+    for split in _folders(
+      output
+    ):  # A wrong second split is found before hours of work.
+      pieces.make_pieces(source, split, data_dir)
     for split, folder in _folders(output).items():
       made = prepare.tokenize(
         source, split, _TOKENIZER.value, folder, data_dir, workers, unit_size

@@ -104,8 +104,8 @@ class TokenArrays:
       raise ConfigError(
         f"data.source has arrays made with the tokenizer {made_with['name']} (sha256"
         f" {made_with['sha256'][:12]}), but data.tokenizer has sha256"
-        f" {self._tokenizer.sha256[:12]}; set data.tokenizer to the first one, or leave"
-        " it empty."
+        f" {self._tokenizer.sha256[:12]}; set data.tokenizer to the first one (empty:"
+        " that of data.source), or make the arrays again with the second one."
       )
     for file in manifest["files"]:
       path = self._folder / file["file"]

@@ -238,10 +238,11 @@ def make_eval_set(c: Config, test: bool = False) -> EvalSet:
   if not num_bytes:
     field = "eval_source" if c.data.eval_source else "source"
     source = getattr(c.data, field)
+    named = source.startswith(("tfds:", "arrays:"))
     raise ConfigError(
-      f"data.{field} is {source!r}, whose held-out part has no text"
-      f" (eval.tokens is {c.eval.tokens}); {more_documents(source)}, or choose"
-      " another data.eval_split."
+      f"data.{field} is {source!r}, whose held-out part has no text (eval.tokens is"
+      f" {c.eval.tokens}); {more_documents(source)}"
+      f"{', or choose another data.eval_split' * named}."
     )
   rows, length = c.eval.batch_size, c.model.seq_len
   shape = (-(-count // (rows * length)), rows, length)

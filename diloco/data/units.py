@@ -14,9 +14,8 @@ import pathlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-import tqdm
-
 from diloco.config import ConfigError
+from diloco.config.bar import make_bar
 from diloco.config.files import try_lock
 from diloco.data.pieces import Piece
 
@@ -60,7 +59,7 @@ def run_units(
   others = set(multiprocessing.active_children())
   spawn = multiprocessing.get_context("spawn")
   pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _end_with_parent)
-  bar = tqdm.tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True)
+  bar = make_bar(desc=title, total=total, initial=done, unit="B", unit_scale=True)
   with pool, bar:
     futures = {pool.submit(make, unit): unit.size for unit in missing}
     try:

@@ -90,5 +90,5 @@ def own_laws(laws: dict[str, Laws], name: str, algorithm: str) -> tuple[str, Law
       return prefix + short, laws[prefix + short]
   raise ValueError(
     f"the results have no law {name}, only {', '.join(laws)}; add runs, or choose"
-    " another method or number of replicas."
+    " another --algorithm, --method or --replicas."
   )

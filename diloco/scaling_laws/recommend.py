@@ -110,7 +110,7 @@ def recommend(
       f" {sequences} sequences of {seq_len}; shorten seq_len or raise overtrain."
     )
   outer, outer_source = (0.0, "") if plain else _outer(replicas, own)
-  notes = _notes(params, replicas, own)
+  notes = _notes(params, 1 if plain else replicas, own)
   if not plain and not source.startswith(algorithm):
     notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
   ratio = sequences * seq_len / batch_tokens

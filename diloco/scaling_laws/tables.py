@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
-import tqdm
 
+from diloco.config.bar import make_bar
 from diloco.scaling_laws import fits, optimum, paper, parametric
 
 # Parameters of the forms of Section 6.5.
@@ -149,7 +149,7 @@ def table13(sizes: str = "nominal", seeds: int = 5) -> Table:
   """
   grid = paper.loss_grid(sizes)
   pairs = [(form, seed) for form in parametric.FORMS for seed in range(seeds)]
-  bar = tqdm.tqdm(pairs, "Table 13", leave=False, disable=None, unit="fit")
+  bar = make_bar(iterable=pairs, desc="Table 13", leave=False, disable=None, unit="fit")
   searched = [parametric.fit_parametric(form, *grid, seed=seed) for form, seed in bar]
   rows: dict[str, tuple[Cell, ...]] = {}
   ours, theirs, alone = [], [], []

@@ -1,6 +1,7 @@
 """Writes the table as a CSV file (--export), and reads such files (--import)."""
 
 import csv
+import io
 import json
 import math
 import pathlib
@@ -47,7 +48,8 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
-  with path.open("w", newline="") as file:
+  with files.replacing(path) as binary:
+    file = io.TextIOWrapper(binary, newline="")
     rest = _COLUMNS[len(EXPORTED_FIELDS) :]
     empty = {c for c in _LATER if all(row[c] is None for row in ended)}
     rest = tuple(c for c in rest if c not in empty)
@@ -55,6 +57,7 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
     writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(map(_line, ended))
+    file.detach()  # Closing it would close the file that `replacing` still needs.
   return len(ended)
 
 

@@ -99,7 +99,6 @@ def test_a_cell_starts_from_the_best_point_of_another():
   ("cells", "axis", "message"),
   [
     ([{"m": 1}, {"m": 1}], {"values": (1,)}, "the cell m=1 twice"),
-    ([{"m": 1}], {"values": ()}, "axis 'lr' is empty"),
     ([{"m": 1}], {"values": (0.1, 0.1)}, "axis 'lr' has a value twice"),
     ([{"m": 1}], {"values": (0.003,), "ratio": 2}, "the nearest is 0.00390625"),
   ],
