@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from diloco.config import files
-from diloco.config.palette import COLORS, OTHERS, STYLE
+from diloco.config.palette import COLORS, OTHERS, PAGE, STYLE
 from diloco.sweep import drawing, tables
 from diloco.sweep.grid import Search
 from diloco.sweep.runs import PLAIN
@@ -156,12 +156,15 @@ def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
   """Draws the figure: points are means over seeds, bars standard deviations."""
   with matplotlib.rc_context(STYLE):
+    if chart.against:  # A point that is compared with itself lies at 0.
+      table = table[table[chart.x] != table[chart.against]]
     count = table[chart.x].nunique()
     many = count > 6 and not chart.by and not _numbers(table[chart.x])
     height = 1 + 0.17 * count if many else drawing.HEIGHT
     figure, panels = drawing.axes(len(chart.y), chart.title, height)
     for panel, (y, label) in zip(panels, chart.y):
       if many:
+        figure.set_figwidth(PAGE)  # Long words and the label need the room.
         _draw_words(panel, spread(chart, table, y), chart)
         panel.set_xlabel(label)
       else:
