@@ -15,7 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache = tempfile.mkdtemp()
   atexit.register(shutil.rmtree, _cache, ignore_errors=True)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import ml_collections
 import pytest
@@ -25,6 +25,16 @@ from diloco import config as config_lib
 # A shell without job control starts background processes with Ctrl-C ignored, and their
 # children inherit this; tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# LLVM does not optimise.
+QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+
+
+def pytest_configure(config: pytest.Config):
+  """Compiling is most of a test's time; only slow tests run their programs for long."""
+  flags = os.environ.get("XLA_FLAGS", "")
+  if config.option.markexpr == "not slow" and QUICK_TO_COMPILE not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {QUICK_TO_COMPILE}".strip()
 
 
 def tiny_config() -> ml_collections.ConfigDict:

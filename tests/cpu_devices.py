@@ -16,10 +16,11 @@ def run(count: int, *command: str | pathlib.Path, flags: str = "") -> Any:
   Args:
     count: CPU devices of the process.
     command: arguments of Python, which finds the tests' modules.
-    flags: other flags for XLA.
+    flags: flags for XLA beside those of this process.
   """
   paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
   flags += f" --xla_force_host_platform_device_count={count}"
+  flags += f" {os.environ.get('XLA_FLAGS', '')}"
   found = subprocess.run(
     [sys.executable, *command],
     env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags},

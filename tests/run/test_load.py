@@ -208,7 +208,8 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
     "assert m.config.eval.batch_size % 4 == 0; export.export(m, sys.argv[2]);"
     "evaluate.main(sys.argv[3:])"
   )
-  env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+  devices = "--xla_force_host_platform_device_count=4"
+  env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
   workdir, out = str(trained[0]), str(tmp_path / "out")
   items = ROOT / "tests" / "fixtures" / "items.jsonl"
   args = [f"--workdir={workdir}", f"--tasks={items}"]
