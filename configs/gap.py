@@ -116,8 +116,8 @@ def cases() -> dict[str, tuple[Point, str]]:
 
   pairs(BOTH)
   changed("batch 8", STREAMING | STREAMING_SMALL)
-  changed("batch 32, warm-up 25", STREAMING)
   pairs(SCALES)
+  changed("batch 32, warm-up 25", STREAMING)
   return found
 
 
