@@ -18,8 +18,8 @@ Value = Any | Callable[[Config], float]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
-# Updates as large as AdamW's (arXiv 2502.16982, section 2.2).
-MUON = {"inner.optimizer": "muon(consistent_rms=0.2)"}
+# Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
+MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "e1m0"}
 WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
 

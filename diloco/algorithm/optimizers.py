@@ -221,6 +221,8 @@ def _make(
         " not 0; set it to 0."
       )
     given["weight_decay"] = decay
+    if "adam_weight_decay" in known:  # Of Muon, for what is no matrix of a layer.
+      given["adam_weight_decay"] = decay
   elif field == "inner.optimizer" and "weight_decay" in known:
     arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.
   if name == "muon":

@@ -10,7 +10,10 @@ from jax.sharding import AxisType
 from diloco.algorithm import optimizers
 from diloco.config import Config, ConfigError
 from diloco.config import resolve as resolve_config
+from diloco.config.command_line import load_module
 from diloco.config.fields import OuterConfig
+
+METHODS = load_module("methods", "get_config", "methods").METHODS
 
 
 def resolve(c, **fields) -> Config:
@@ -126,29 +129,61 @@ def test_weight_decay_zero_decays_nothing(tiny):
   np.testing.assert_array_equal(updates["w"], 0)
 
 
-def test_muon_orthogonalises_each_layer_of_the_blocks(tiny):
+def newton_schulz(x):
+  """Five iterations towards the nearest orthogonal matrix (Jordan, 2024)."""
+  x = x / (np.linalg.norm(x) + 1e-8)
+  if x.shape[0] > x.shape[1]:
+    return newton_schulz(x.T).T
+  for _ in range(5):
+    a = x @ x.T
+    x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+  return x
+
+
+def nesterov(m, g, b, t):
+  """Momentum of the next step, with optax's corrections of the start."""
+  return b * m / (1 - b ** (t + 1)) + (1 - b) * g / (1 - b**t)
+
+
+def test_muon_by_hand(tiny):
+  """A matrix of each layer has Muon, everything else Adam; all of it decays."""
   c = resolve(
     tiny,
     **{
-      "inner.optimizer": "muon(ns_steps=30, ns_coeffs=(1.5, -0.5, 0.0))",
-      "inner.weight_decay": 0.0,
+      "inner.optimizer": METHODS["muon"]["inner.optimizer"],
+      "inner.learning_rate": 0.02,
       "inner.warmup_steps": 0,
       "inner.clip_norm": 0.0,
-      "inner.learning_rate": 1.0,
+      "train.steps": 10,
     },
   )
+  optimizer, rate = optimizers.make_inner(c), optimizers.learning_rate(c)
   rng = np.random.default_rng(0)
-  grads = {
-    "blocks": {"w": jnp.float32(rng.normal(size=(3, 8, 8)))},
-    "embed": {"tokens": jnp.float32(rng.normal(size=(8, 8)))},
+  draw = lambda *shape: rng.normal(size=shape)
+  x = {
+    "blocks": {"up": draw(3, 4, 8), "out": draw(3, 8, 4)},
+    "embed": {"e": draw(8, 4)},
   }
-  optimizer = optimizers.make_inner(c)
-  updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
-  for layer in np.asarray(updates["blocks"]["w"]):
-    values = np.linalg.svd(layer, compute_uv=False)
-    np.testing.assert_allclose(values, values[0], rtol=1e-2)
-  tokens = np.linalg.svd(np.asarray(updates["embed"]["tokens"]), compute_uv=False)
-  assert tokens[0] > 2 * tokens[-1]  # Adam's.
+  mine = jax.tree.map(jnp.float32, x)
+  opt_state = optimizer.init(mine)
+  m, v = (jax.tree.map(np.zeros_like, x) for _ in range(2))
+  for t in range(1, 5):
+    g = jax.tree.map(lambda x: draw(*x.shape), x)
+    updates, opt_state = optimizer.update(jax.tree.map(jnp.float32, g), opt_state, mine)
+    mine = optax.apply_updates(mine, updates)
+    lr, decay = float(rate(t - 1)), float(rate(t - 1)) / 0.02 / 10
+    for name, x_N in x["blocks"].items():
+      g_N = g["blocks"][name]
+      m["blocks"][name] = 0.95 * m["blocks"][name] + 0.05 * g_N
+      toward_N = nesterov(m["blocks"][name], g_N, 0.95, t)
+      step_N = 0.2 * 8**0.5 * np.stack([newton_schulz(a) for a in toward_N])
+      x["blocks"][name] = x_N - lr * step_N - decay * x_N
+    e, g_e = x["embed"]["e"], g["embed"]["e"]
+    m["embed"]["e"] = 0.9 * m["embed"]["e"] + 0.1 * g_e
+    v["embed"]["e"] = 0.99 * v["embed"]["e"] + 0.01 * g_e**2
+    root = np.sqrt(v["embed"]["e"] / (1 - 0.99**t)) + 1e-8
+    x["embed"]["e"] = e - lr * nesterov(m["embed"]["e"], g_e, 0.9, t) / root - decay * e
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4), mine, x)
 
 
 SHAPES = {
