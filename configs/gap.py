@@ -91,6 +91,7 @@ STREAMING: dict[str, Point] = {
 STREAMING_SMALL: dict[str, Point] = {
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
+  "falling outer momentum": {"outer.final_momentum": 0.0},
   "momentum restarts": {"outer.restart_every": 10},
   "warm start 160": warm(160),
   "warm start 320": warm(320),

@@ -14,7 +14,7 @@ from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import load_module
 
 # A value, or how to compute it from a run's config.
-Value = Any | Callable[[Config], float]
+Value = Any | Callable[[Config], Any]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
@@ -61,6 +61,7 @@ METHODS: dict[str, dict[str, Value]] = {
     **DILOCO,
   },
   "falling_rate": {"outer.final_fraction": 0.1},
+  "falling_momentum": {"outer.final_momentum": 0.0},
   "restarts": {"outer.restart_every": 10},
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
@@ -68,7 +69,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "radial": {"outer.average": "radial"},
   # The paper's g is of one worker, so N of them are about one mean of all replicas.
   "delayed_nesterov": {
-    "outer.optimizer": "delayed_nesterov(every=4, momentum=0.5)",
+    "outer.optimizer": lambda c: delayed(c.outer.optimizer),
     "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
     **DILOCO,
   },
@@ -77,6 +78,12 @@ METHODS: dict[str, dict[str, Value]] = {
     "inner.optimizer": "gpa(b1=0.9, b2=0.99)",
   },
 }
+
+
+def delayed(sgd: str) -> str:
+  """Returns delayed Nesterov with the momentum of Nesterov SGD."""
+  momentum = sgd.removeprefix("sgd(").removesuffix(", nesterov=True)")
+  return f"delayed_nesterov(every=4, {momentum})"
 
 
 def use(c, name: str) -> None:

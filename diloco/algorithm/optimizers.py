@@ -101,6 +101,11 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
       f"inner.optimizer is gpa, which averages one model, but algorithm is"
       f" {c.algorithm}; choose data_parallel."
     )
+  if is_gpa(c) and c.model.param_dtype != "float32":
+    raise ConfigError(
+      f"inner.optimizer is gpa, but model.param_dtype is {c.model.param_dtype}, which"
+      " is too coarse for its average; choose float32."
+    )
   values = values or tuned(c)
   clip = optax.clip_by_global_norm(c.inner.clip_norm)
   rate = learning_rate(c, values.learning_rate)
@@ -153,19 +158,57 @@ def make_outer(
     return outer
   values = values or outer_tuned(outer)
   own = {} if values.momentum is None else {"momentum": values.momentum}
-  rate = values.learning_rate
+  rate, last = values.learning_rate, max(outer.decay_syncs - 1, 1)
   if outer.final_fraction < 1:
-    rate = optax.cosine_decay_schedule(
-      rate, max(outer.decay_syncs - 1, 1), alpha=outer.final_fraction
-    )
+    rate = optax.cosine_decay_schedule(rate, last, alpha=outer.final_fraction)
   made = _make("outer.optimizer", outer.optimizer, rate, **own)
+  if outer.final_momentum >= 0:
+    _, arguments = parse("outer.optimizer", outer.optimizer)
+    if values.momentum is None:
+      raise ConfigError(
+        f"outer.final_momentum is {outer.final_momentum}, but outer.optimizer is"
+        f" {outer.optimizer!r}; choose sgd with a momentum, or set it to -1."
+      )
+    fall, end = optax.cosine_decay_schedule(1.0, last), outer.final_momentum
+    momentum = lambda count: end + (values.momentum - end) * fall(count)
+    made = optax.chain(
+      _trace(momentum, bool(arguments.get("nesterov"))),
+      optax.scale_by_learning_rate(rate),
+    )
   return _restarted(made, outer.restart_every) if outer.restart_every else made
+
+
+def _trace(momentum: optax.Schedule, nesterov: bool) -> optax.GradientTransformation:
+  """Momentum that changes from sync to sync: optax.trace with a schedule.
+
+  Late in training, when the inner rate is small, a large momentum keeps outer gradients
+  that are too large. Pier (arXiv 2511.17849) lowers it from 0.99 to 0.9 along a cosine,
+  and the rate from 1.1 to 0.9; its effect alone is not reported.
+  """
+
+  def init(params):
+    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return count, optax.tree.zeros_like(params)
+
+  def update(updates, state, params=None):
+    (count,), trace = state
+    mu = momentum(count)
+    add = lambda g, m: g + mu * m
+    trace = jax.tree.map(add, updates, trace)
+    updates = jax.tree.map(add, updates, trace) if nesterov else trace
+    return updates, (optax.ScaleByScheduleState(count + 1), trace)
+
+  return optax.GradientTransformation(init, update)
 
 
 def _restarted(
   optimizer: optax.GradientTransformation, every: int
 ) -> optax.GradientTransformation:
-  """Resets the state after every so many updates; the rate's schedule goes on."""
+  """Starts the optimizer afresh every `every` updates; schedules go on.
+
+  Restarts of the outer momentum (arXiv 2605.28585): late in training, it keeps outer
+  gradients that are larger than the new ones.
+  """
 
   def init(params):
     return jnp.zeros((), jnp.int32), optimizer.init(params)

@@ -47,7 +47,7 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
   """Says whether `update` takes the optimizer and payloads of `fsdp` shards."""
   if not isinstance(outer, OuterConfig):
     return False
-  if outer.final_fraction < 1 or outer.restart_every or outer.average != "mean":
+  if outer.changes or outer.restart_every or outer.average != "mean":
     return False  # The state also counts syncs, or the mean needs whole tensors.
   name, _ = optimizers.parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.

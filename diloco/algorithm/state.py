@@ -73,7 +73,8 @@ class TrainState:
   Attributes:
     params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
       `model.param_dtype`. Inner steps and merges change them.
-    opt_state: inner optimizer state, leaves (M, ...). Replicas never exchange it.
+    opt_state: inner optimizer state, leaves (M, ...). Only DES-LOC
+      averages it over the replicas.
     outer: outer state; None for data-parallel.
   """
 
@@ -87,8 +88,8 @@ class Event:
   """A send or a receive of one fragment, or an average, for the log and the ledger.
 
   Attributes:
-    kind: send, receive or average.
-    fragment: index p of the fragment; of an average, its name in `between_syncs`.
+    kind: send, receive, merge, average or warm_start.
+    fragment: index p of the fragment; of an average, what it averages.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
     metrics: arrays that the devices may still be computing.
@@ -249,7 +250,11 @@ def _init_fragment(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Tree]:
-  """Makes the first theta, opt_state and codec_state of a fragment, of each replica?"""
+  """Makes the first theta, opt_state and codec_state of a fragment.
+
+  Args:
+    each: whether every replica has its own theta and opt_state.
+  """
   part_M, init = (
     fragments.take(params_M, keys, layers),
     optimizers.make_outer(outer).init,

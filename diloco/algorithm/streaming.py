@@ -13,6 +13,7 @@ its first axis. An ending `_M` says so throughout the package.
 """
 
 import dataclasses
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,9 +81,8 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    rule = eager if self.plan.schedule.eager else outer_lib
-    rule = noloco if self.plan.wire.exchange == "pair" else rule
-    found, state, events = rule.outer_step(self.plan, t, self._split(params_M), state)
+    args = (self.plan, t, self._split(params_M), state)
+    found, state, events = self._rule.outer_step(*args)
     return self._join(found), state, events
 
   def drain(
@@ -95,13 +95,8 @@ class Streaming:
       final_sync: whether all fragments are synchronised once more. Without this, the
         outer parameters lack the inner steps after a fragment's last send.
     """
-    args = (self.plan, last, self._split(params_M), state)
-    if self.plan.wire.exchange == "pair":
-      return params_M, state, []  # Nothing is in flight.
-    if self.plan.schedule.eager:
-      found, state, events = eager.drain(*args)
-    else:
-      found, state, events = outer_lib.drain(*args, final_sync)
+    args = (self.plan, last, self._split(params_M), state, final_sync)
+    found, state, events = self._rule.drain(*args)
     return self._join(found), state, events
 
   def params(self, state: OuterState) -> Tree:
@@ -131,6 +126,13 @@ class Streaming:
   def close(self) -> None:
     """Ends the thread of transport="host"."""
     self.plan.jobs.close()
+
+  @property
+  def _rule(self) -> types.ModuleType:
+    """The module with the outer step."""
+    if self.plan.wire.exchange == "pair":
+      return noloco
+    return eager if self.plan.schedule.eager else outer_lib
 
   def _split(self, tree: Tree) -> Tree:
     return self.layout.split(tree) if self.layout else tree
@@ -192,10 +194,11 @@ def streaming(
   own = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
   if isinstance(outer, OuterConfig):
     own |= _fields("outer", outer)
-    if outer.final_fraction < 1 and not outer.decay_syncs:
+    if outer.changes and not outer.decay_syncs:
       raise ConfigError(
-        f"outer.final_fraction is {outer.final_fraction}, but outer.decay_syncs is 0;"
-        " give the number of syncs of a fragment in which the rate falls."
+        f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"
+        f" {outer.final_momentum}, but outer.decay_syncs is 0; give the number of syncs"
+        " of a fragment in which the rate or the momentum changes."
       )
   c = _config(
     own

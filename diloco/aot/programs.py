@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.methods import between_syncs, eager, noloco
+from diloco.algorithm.methods import between_syncs, des_loc, eager, noloco, sparta
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.outer import merge, send, update_in_place
 from diloco.algorithm.overlap import hidden_exchange, trained_next
@@ -116,12 +116,12 @@ class Programs:
       if kind == between_syncs.SPARTA:
         key = jax.eval_shape(lambda: jax.random.key(0))
         args, fields = (self.state.params, key), {"share": c.sparta.share}
-        self._add(kind, between_syncs.sparta, *args, **fields, mesh=self.mesh)
+        self._add(kind, sparta.average, *args, **fields, mesh=self.mesh)
         continue
-      due = between_syncs.moments_of(plan, self.state.opt_state, kind)
+      due = des_loc.moments_of(plan, self.state.opt_state, kind)
       self.moments[kind] = [leaves[moment.leaf] for moment in due]
       places = tuple(moment.place for moment in due)
-      average = between_syncs.replica_means
+      average = des_loc.replica_means
       self._add(kind, average, self.moments[kind], places=places, mesh=self.mesh)
 
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:

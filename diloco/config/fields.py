@@ -125,19 +125,23 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Outer learning rate at the last sync of a fragment, as a share of `learning_rate`.
-  # It falls along a cosine. 1: constant, as in both papers.
+  # Outer learning rate at the last sync of the fragment with the most syncs, as a share
+  # of `learning_rate`. It falls along a cosine. 1: constant, as in both papers.
   final_fraction: Share = 1.0
-  # Syncs of a fragment in which the rate falls; later syncs keep the last rate. 0: as
-  # many as the run has. Set it to extend a run.
+  # Momentum of sgd at that sync; it changes along a cosine. Negative: constant, as in
+  # both papers.
+  final_momentum: Annotated[float, Range(-1, 1)] = -1.0
+  # Syncs of a fragment in which rate and momentum change; later syncs keep the last
+  # values. 0: as many as the run has. Set it to extend a run.
   decay_syncs: Count = 0
   # Syncs of a fragment after which its outer optimizer starts afresh, again and again:
   # late in training, momentum keeps outer gradients that are too large (arXiv
   # 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
-  # norms and directions are averaged apart, for each tensor of each layer but not for
-  # the embedding (Decoupled DiLoCo, arXiv 2604.21428).
+  # norms and directions are averaged separately, for each tensor of each layer.
+  # Embedding, positions and final norm keep the plain mean (Decoupled DiLoCo, arXiv
+  # 2604.21428).
   average: Literal["mean", "radial"] = "mean"
   # Steps of a warm start, as in Pier (arXiv 2511.17849): the gradients of all replicas
   # are averaged at every step, as in data-parallel, so the replicas stay equal. Pier
@@ -155,6 +159,11 @@ class OuterConfig:
   # Whether only the fragment that is sent next is trained, as in FedPart. The paper
   # finds this much worse (section 3.3.1).
   fedpart: bool = False
+
+  @property
+  def changes(self) -> bool:
+    """Whether the rate or the momentum changes from sync to sync."""
+    return self.final_fraction < 1 or self.final_momentum >= 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +228,8 @@ class InnerConfig:
   weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
   # Global L2 norm to which each replica clips its gradient. 0: no clipping.
   clip_norm: NonNegative = 1.0
-  # Type in which data_parallel all-reduces gradients. The papers count 16 bits.
+  # Type in which data_parallel and a warm start all-reduce gradients. The papers count
+  # 16 bits.
   gradient_dtype: DType = "float32"
 
 

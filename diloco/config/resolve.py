@@ -127,7 +127,7 @@ def _resolve(v: dict[str, Any]) -> Config:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
   _check_together(c, v)
-  if c.outer.final_fraction < 1 and not c.outer.decay_syncs and not c.data_parallel:
+  if c.outer.changes and not c.outer.decay_syncs and not c.data_parallel:
     c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
   return c

@@ -106,6 +106,12 @@ def test_an_unknown_outer_optimizer_is_refused(text, message):
     optimizers.make_outer(OuterConfig(optimizer=text))
 
 
+def test_only_a_momentum_can_fall():
+  outer = OuterConfig("sgd", final_momentum=0.5, decay_syncs=3)
+  with pytest.raises(ConfigError, match=r"momentum is 0.5, .* choose sgd with a"):
+    optimizers.make_outer(outer)
+
+
 def test_keyword_arguments_reach_optax():
   made = optimizers.make_outer(OuterConfig("adam(b1=0.5)", learning_rate=1.0))
   state, g = made.init(jnp.float32(0)), jnp.float32(3)

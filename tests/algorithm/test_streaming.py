@@ -55,11 +55,11 @@ def assert_equal(a, b):
     np.testing.assert_array_equal(x, y)
 
 
-def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momentum, restart=99):
+def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, restart=99):
   """Streaming DiLoCo with Nesterov momentum for a list of leaves, in float64.
 
   Args:
-    rates: outer learning rate of each sync of a fragment.
+    rates, momenta: outer learning rate and momentum of each sync of a fragment.
     restart: syncs of a fragment after which its momentum is set to zero.
   """
   inner = [np.asarray(x, np.float64) for x in params_M]
@@ -75,32 +75,43 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momentum, rest
         deltas[i, t] = outer[i] - inner[i].mean(axis=0)
       if (i, t - tau) in deltas:
         delta = deltas.pop((i, t - tau))
-        rate = rates[min(syncs[i], len(rates) - 1)]
+        rate, mu = (x[min(syncs[i], len(x) - 1)] for x in (rates, momenta))
         if syncs[i] % restart == 0:
           trace[i] = 0 * trace[i]
         syncs[i] += 1
-        trace[i] = delta + momentum * trace[i]
-        outer[i] = outer[i] - rate * (delta + momentum * trace[i])
+        trace[i] = delta + mu * trace[i]
+        outer[i] = outer[i] - rate * (delta + mu * trace[i])
         inner[i] = alpha * inner[i] + (1 - alpha) * outer[i]
   return inner, outer
 
 
 @pytest.mark.parametrize(
-  ("tau", "alpha", "more", "rates", "restart"),
+  ("tau", "alpha", "more", "rates", "momenta", "restart"),
   [
-    (0, 0.0, {}, [0.5], 99),
-    (2, 0.5, {}, [0.5], 99),
+    (0, 0.0, {}, [0.5], [0.8], 99),
+    (2, 0.5, {}, [0.5], [0.8], 99),
     # A cosine over three syncs: 1, (1 + 0.2) / 2, 0.2.
-    (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], 99),
-    (1, 0.0, {"restart_every": 2}, [0.5], 2),
+    (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], [0.8], 99),
+    (1, 0.0, {"restart_every": 2}, [0.5], [0.8], 2),
     (
       *(1, 0.5),
-      {"restart_every": 1, "final_fraction": 0.2, "decay_syncs": 3},
-      *([0.5, 0.3, 0.1], 1),
+      {"restart_every": 2, "final_fraction": 0.2, "decay_syncs": 3},
+      *([0.5, 0.3, 0.1], [0.8], 2),
+    ),
+    (0, 0.5, {"final_momentum": 0.2, "decay_syncs": 3}, [0.5], [0.8, 0.5, 0.2], 99),
+    (
+      *(1, 0.0),
+      {"final_momentum": 0, "final_fraction": 0.2, "decay_syncs": 3},
+      *([0.5, 0.3, 0.1], [0.8, 0.4, 0.0], 99),
+    ),
+    (
+      *(0, 0.0),
+      {"final_momentum": 0.2, "decay_syncs": 3, "restart_every": 2},
+      *([0.5], [0.8, 0.5, 0.2], 2),
     ),
   ],
 )
-def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, restart):
+def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
   params_M = diloco.replicate(tree(), M)
   leaves, structure = jax.tree.flatten(params_M)
   numbers = {"net/0/b": 1, "net/0/w": 0, "net/1/0": 2, "net/1/1": 0, "z": 2}
@@ -113,7 +124,9 @@ def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, restart):
     outer=diloco.OuterConfig("sgd(momentum=0.8, nesterov=True)", 0.5, **more),
   )
   _, (params_M, params) = train(method, params_M)
-  expected = by_hand(leaves, 6, [*numbers.values()], tau, alpha, rates, 0.8, restart)
+  expected = by_hand(
+    leaves, 6, [*numbers.values()], tau, alpha, rates, momenta, restart
+  )
   assert jax.tree.structure(params_M) == jax.tree.structure(params) == structure
   for found, wanted in zip((params_M, params), expected):
     for x, y in zip(jax.tree.leaves(found), wanted):

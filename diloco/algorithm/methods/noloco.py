@@ -6,19 +6,20 @@ every process, and a pair exchanges its inner parameters theta. Replica m then s
 outer optimizer along `phi_m - (theta_m + theta_peer) / 2`, and goes on from the result.
 So the step follows the mean of the pair's outer gradients, and pulls phi_m towards the
 mean of the pair's outer parameters: it equals
-`(phi_m - theta_m + phi_peer - theta_peer) / 2 + (phi_m - phi_peer) / 2`. The authors
-call this a modified Nesterov momentum; their code weights both terms by the outer rate,
-uses momentum without a look-ahead, 0.5 at a rate of 0.7 and H = 50, and sends both
-terms, where one message of theta is enough. Pairs come from the rounds of a tournament:
-in each of M - 1 rounds every replica has another peer, and each sync draws a round,
-where the authors draw a permutation. A run is judged by the mean of the outer
+`(phi_m - theta_m + phi_peer - theta_peer) / 2 + (phi_m - phi_peer) / 2`, which the
+authors call a modified Nesterov momentum. A run is judged by the mean of the outer
 parameters.
 
-Read from the authors' code (github.com/gensyn-ai/noloco, sparse_optimizer_c.py and
+The authors' code weights both terms by the outer rate, uses momentum without a
+look-ahead, 0.5 at a rate of 0.7 and H = 50, and sends both terms; one message of theta
+is enough. It draws a permutation for the pairs. Here pairs come from the rounds of a
+tournament: in each of M - 1 rounds every replica has another peer, and each sync draws
+a round. Their random routing between pipeline stages is not implemented. This was read
+from the authors' code (github.com/gensyn-ai/noloco, sparse_optimizer_c.py and
 configs/no_reduce_exp/C4) and the abstract, not from the paper's text, in which the two
-terms may have rates of their own. Not here: their random routing between pipeline
-stages. They report, from 125M to 6.8B parameters, a convergence up to 4% faster than
-DiLoCo's, and a sync estimated ten times faster with a few hundred replicas.
+terms may have rates of their own. The authors report, from 125M to 6.8B parameters, a
+convergence up to 4% faster than DiLoCo's, and a sync estimated ten times faster with a
+few hundred replicas.
 """
 
 from functools import partial
@@ -142,3 +143,11 @@ def outer_step(
     events.append(Event("send", p, t, plan.sync_bytes(p), sent))
     events.append(Event("receive", p, t, 0, metrics))
   return params_M, state, events
+
+
+def drain(
+  plan: Plan, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
+) -> tuple[Tree, OuterState, list[Event]]:
+  """Changes nothing: no fragment is in flight, and there is no final sync."""
+  del plan, last, final_sync
+  return params_M, state, []

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from diloco import train
-from diloco.algorithm.methods import between_syncs
+from diloco.algorithm.methods import between_syncs, des_loc, sparta
 from diloco.algorithm.optimizers import learning_rate, make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
@@ -126,17 +126,17 @@ def test_sparta_averages_the_drawn_values_before_the_outer_step(every, monkeypat
   masks = {
     t: [np.zeros(x.shape, bool) for x in jax.tree.leaves(ONE)] for t in range(99)
   }
-  steps, sparta = [], between_syncs.sparta
+  steps, average = [], sparta.average
 
   def watched(params_M, key, **static):
     steps.append(len(steps) * every + every)
     old = jax.tree.map(np.array, params_M)
-    new = sparta(params_M, key, **static)
+    new = average(params_M, key, **static)
     changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(axis=0), old, new)
     masks[steps[-1]] = jax.tree.leaves(changed)
     return new
 
-  monkeypatch.setattr(between_syncs, "sparta", watched)
+  monkeypatch.setattr(sparta, "average", watched)
   params_M, outer, sent = by_package(c)
   want_M, want = by_hand(c, masks)
   assert_close(params_M, want_M)
@@ -156,7 +156,7 @@ def test_sparta_of_all_values_is_their_mean_in_any_dtype():
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   old = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), gradients(0))
   want = [np.asarray(x, np.float64).mean(axis=0) for x in jax.tree.leaves(old)]
-  found = between_syncs.sparta(old, jax.random.key(0), share=1.0, mesh=plan.mesh)
+  found = sparta.average(old, jax.random.key(0), share=1.0, mesh=plan.mesh)
   for x_M, mean in zip(jax.tree.leaves(found), want, strict=True):
     assert x_M.dtype == jnp.bfloat16
     assert (x_M == x_M[:1]).all()
@@ -166,7 +166,7 @@ def test_sparta_of_all_values_is_their_mean_in_any_dtype():
 @pytest.mark.parametrize(("n", "s", "k"), [(3, 20, 6), (2, 7, 7)])
 def test_a_draw_gives_different_values_and_in_time_all(n, s, k):
   keys = jax.random.split(jax.random.key(0), 300)
-  drawn = np.asarray(jax.vmap(lambda key: between_syncs.draw(key, n, s, k))(keys))
+  drawn = np.asarray(jax.vmap(lambda key: sparta.draw(key, n, s, k))(keys))
   assert drawn.shape == (300, n, k)
   assert (np.diff(drawn, axis=-1) > 0).all()
   assert drawn.min() >= 0
@@ -187,6 +187,7 @@ def test_a_draw_gives_different_values_and_in_time_all(n, s, k):
     ("amsgrad", 1, 2),
     ("sgd(momentum=0.9)", 1, 0),
     ("rmsprop", 0, 1),
+    ("adan", 1, 1),  # And moments of differences, and the last gradient.
   ],
 )
 def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
@@ -195,8 +196,8 @@ def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
   mesh = make_mesh(c, jax.devices()[:1])
   plan = make_plan(c, mesh)
   state = abstract_state(c, mesh, plan).opt_state
-  for kind, times in ((between_syncs.FIRST, first), (between_syncs.SECOND, second)):
-    found = between_syncs.moments_of(plan, state, kind)
+  for kind, times in ((des_loc.FIRST, first), (des_loc.SECOND, second)):
+    found = des_loc.moments_of(plan, state, kind)
     assert sum(moment.values for moment in found) == times * num_params(c.model)
 
 
@@ -207,11 +208,11 @@ def test_muon_has_a_second_moment_of_few_parameters(tiny):
   plan = make_plan(c, mesh)
   state = abstract_state(c, mesh, plan).opt_state
   values = {
-    kind: sum(moment.values for moment in between_syncs.moments_of(plan, state, kind))
-    for kind in (between_syncs.FIRST, between_syncs.SECOND)
+    kind: sum(moment.values for moment in des_loc.moments_of(plan, state, kind))
+    for kind in (des_loc.FIRST, des_loc.SECOND)
   }
-  matrices = num_params(c.model) - values[between_syncs.SECOND]
-  assert values[between_syncs.FIRST] == num_params(c.model)
+  matrices = num_params(c.model) - values[des_loc.SECOND]
+  assert values[des_loc.FIRST] == num_params(c.model)
   assert matrices == 12 * c.model.num_layers * c.model.dim**2
 
 

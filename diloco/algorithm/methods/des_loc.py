@@ -1,0 +1,130 @@
+"""DES-LOC (arXiv 2505.22549): averages the moments of the inner optimizer as well.
+
+In DiLoCo every replica keeps the state of its inner optimizer for itself. DES-LOC
+(Desynced Low Communication Adaptive Optimizers) averages the first and the second
+moments over the replicas, each at its own period, since a moment with a longer
+half-life changes more slowly: parameters every K steps, first moments every 3 K, second
+moments every 6 K. Here the outer step treats the parameters as before; the paper's
+plain mean of the parameters is `outer.optimizer=sgd` with `outer.learning_rate=1`. The
+step counts are equal on all replicas and stay.
+
+Source: the abstract and the notes of others; the paper itself was not at hand. The
+authors prove that the method converges, and that a second moment has to be averaged now
+and then for guarantees with high probability. They report, for language models up to
+1.7B, the loss of Local Adam (all three at one period) with half of its bytes, and 170
+times fewer bytes than data-parallel.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm.plan import Plan
+from diloco.model import shapes, sharding
+from diloco.model.shapes import Shapes
+from diloco.model.sharding import FSDP, REPLICA
+
+Tree = Any
+FIRST, SECOND = "first_moments", "second_moments"
+# How optax calls the moments of its optimizers. Other state that is shaped like a
+# parameter, such as a gradient before, is not averaged.
+_KINDS = {
+  **dict.fromkeys(("mu", "trace", "m"), FIRST),
+  **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "n"), SECOND),
+}
+
+
+class Moment(NamedTuple):
+  """One leaf of the inner optimizer state that is shaped like a parameter.
+
+  Attributes:
+    leaf: number of the leaf in the flattened optimizer state.
+    kind: FIRST or SECOND.
+    place: partition spec of the leaf, with its leading axis.
+    values: number of values on all devices of a replica.
+  """
+
+  leaf: int
+  kind: str
+  place: P
+  values: int
+
+
+def average(plan: Plan, opt_state_M: Tree, kind: str) -> tuple[Tree, int]:
+  """Averages moments of the inner optimizer over the replicas.
+
+  Args:
+    opt_state_M: inner optimizer state, leaves (M, ...); averaged leaves are donated.
+    kind: FIRST or SECOND.
+
+  Returns:
+    The new state, and the number of values that one replica's devices average.
+  """
+  leaves, structure = jax.tree.flatten(opt_state_M)
+  due = moments_of(plan, opt_state_M, kind)
+  means = replica_means(
+    [leaves[moment.leaf] for moment in due],
+    places=tuple(moment.place for moment in due),
+    mesh=plan.mesh,
+  )
+  for moment, mean in zip(due, means):
+    leaves[moment.leaf] = mean
+  return jax.tree.unflatten(structure, leaves), sum(moment.values for moment in due)
+
+
+def moments_of(plan: Plan, opt_state_M: Tree, kind: str) -> list[Moment]:
+  """Lists the moments of one kind, FIRST or SECOND."""
+  found = moments(plan.parameters, opt_state_M, plan.mesh.shape[FSDP])
+  return [moment for moment in found if moment.kind == kind]
+
+
+def moments(parameters: Shapes, opt_state_M: Tree, fsdp: int = 1) -> list[Moment]:
+  """Lists the leaves of an optimizer state that are shaped like parameters.
+
+  The path of such a leaf ends in the path of its parameter, after the moment's name.
+
+  Args:
+    parameters: shapes of one replica's parameters.
+    opt_state_M: leaves (M, ...), or their shapes.
+  """
+  by_path, found = dict(shapes.leaves(parameters)), list[Moment]()
+  for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
+    names, shape = tuple(map(sharding.key, path)), x_M.shape[1:]
+    starts = [i for i in range(1, len(names)) if by_path.get(names[i:]) == shape]
+    for i in starts[:1]:
+      kind = _KINDS.get(names[i - 1])
+      if not kind:
+        continue
+      place = P(REPLICA, *sharding.weight_spec(path[i:], shape, fsdp))
+      values = fsdp * math.prod(shapes.shard(names[i:], shape, fsdp))
+      found.append(Moment(leaf, kind, place, values))
+  return found
+
+
+@partial(jax.jit, static_argnames=("places", "mesh"), donate_argnums=0)
+def replica_means(
+  leaves_M: list[jax.Array], *, places: Sequence[P], mesh: Mesh
+) -> list[jax.Array]:
+  """Replaces arrays (M, ...) by their means over the replicas, computed in float32.
+
+  Args:
+    leaves_M: donated.
+    places: partition spec of each array.
+  """
+
+  def local(leaves_M: list[jax.Array]) -> list[jax.Array]:
+    means = [x_M.astype(jnp.float32).mean(axis=0) for x_M in leaves_M]
+    means = jax.lax.pmean(means, REPLICA)
+    spread = lambda mean, x_M: jnp.broadcast_to(mean, x_M.shape).astype(x_M.dtype)
+    return [spread(mean, x_M) for mean, x_M in zip(means, leaves_M)]
+
+  at = list(places)
+  return jax.shard_map(local, mesh=mesh, in_specs=(at,), out_specs=at, check_vma=False)(
+    leaves_M
+  )
