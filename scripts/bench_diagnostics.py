@@ -2,8 +2,9 @@
 
   python scripts/bench_diagnostics.py --workdir=/tmp/diagnosed
 
-Prints the median time from the step before a send to the end of the step with its
-merge, for both kinds of syncs, and the share of the run that the difference takes.
+Prints the median time from the step before a send to the end of the step with its last
+merge, for both kinds of syncs, and the share of the run that the difference takes. The
+run needs syncs of both kinds after step 60.
 """
 
 import pathlib
@@ -17,7 +18,7 @@ from diloco.config import command_line, resolve, shipped
 from diloco.run import metrics
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", shipped.find("sample"), "Config of the run; log.diagnostics_every is 4."
+  "config", shipped.find("sample"), "Config; the script sets log.diagnostics_every=4."
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder to write to; it must be new.")
 COMPILING = 60  # Steps, of which the first ones compile programs.
@@ -26,19 +27,19 @@ COMPILING = 60  # Steps, of which the first ones compile programs.
 def main(argv) -> None:
   del argv
   c, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
-  c.log.diagnostics_every = 4
+  c.log.every, c.log.diagnostics_every = 1, 4
   c.eval.every = c.checkpoint.every = 0
   c = resolve(c)
   train.train(c, workdir)
 
   ended = {r["step"]: r["time"] for r in metrics.read(workdir)}
-  merges = metrics.read(workdir, "receive")
-  diagnosed = {r["step"] for r in metrics.read(workdir, "merge")}
+  sends = metrics.read(workdir, "send")
+  diagnosed = {r["step"] for r in sends if "replica_drift_by_layer" in r}
   took: dict[bool, list[float]] = {True: [], False: []}
-  for t in {r["step"] for r in merges}:
-    sent = t - max(c.overlap.taus)
-    if sent > COMPILING and t in ended:
-      took[t in diagnosed].append(ended[t] - ended[sent - 1])
+  for sent in {r["step"] for r in sends}:
+    merged = sent + max(c.overlap.taus)
+    if sent > COMPILING and merged in ended:
+      took[sent in diagnosed].append(ended[merged] - ended[sent - 1])
   with_, without = (1e3 * statistics.median(took[x]) for x in (True, False))
   steps = [s for s in ended if s > COMPILING]
   step = 1e3 * (ended[max(steps)] - ended[min(steps)]) / (len(steps) - 1)

@@ -1,4 +1,4 @@
-"""Draws the schedule of a run from its metrics: inner steps, sends, merges.
+"""Draws the schedule of a run from its log: inner steps, sends, merges.
 
 python -m diloco draw_run --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/run.png
 
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from diloco.config import Config, ConfigError, command_line, complete
+from diloco.config import Config, ConfigError, command_line
 from diloco.run import metrics
-from diloco.run.record import read_record, steps_of
+from diloco.run.workdir import parts_of, whole_config
 from diloco.simulate import schedule_figure
 from diloco.simulate.schedule_figure import Send
 
@@ -24,26 +24,21 @@ _OUT = flags.DEFINE_string("out", None, "Picture to write, for example run.png."
 
 
 def read(workdir: pathlib.Path) -> tuple[Config, list[Send]]:
-  """Reads a run's config and the records of its sends.
+  """Reads a run's config and the records of its sends. The run may still go on.
 
   Raises:
     ConfigError: the folder holds no run that synchronises replicas.
   """
-  steps = steps_of(workdir)
-  if not steps:
-    raise ConfigError(f"--workdir is {workdir}, which has no checkpoint; train first.")
-  try:
-    c = complete(read_record(workdir, steps[0]).config)
-    records = metrics.read(workdir, "send")
-    sends = [Send(r["step"], r["fragment"], r["bytes"]) for r in records]
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  if parts_of(workdir) != [workdir]:
     raise ConfigError(
-      f"--workdir is {workdir}, whose newest checkpoint or metrics.jsonl cannot be read"
-      f" ({type(error).__name__}: {command_line.one_line(error)})."
-    ) from error
+      f"--workdir is {workdir}, which has no {metrics.FILE}; give the --workdir of a"
+      " run of diloco.main."
+    )
+  c = whole_config([workdir])
   if c.data_parallel:
     raise ConfigError(f"--workdir is {workdir}, a data-parallel run; use a DiLoCo run.")
-  return c, sends
+  records = metrics.read(workdir, "send")
+  return c, [Send(r["step"], r["fragment"], r["bytes"]) for r in records]
 
 
 def check(sends: Sequence[Send], first: int, last: int) -> None:

@@ -97,7 +97,7 @@ def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
   Returns:
     L2 norm of each replica's outer gradient [M]; L2 norm of the error of its codes,
     divided by that norm [M]; mean cosine similarity of the outer gradients of each two
-    replicas [] (2501.18512, figures 17 and 18); root mean square of the replicas'
+    replicas [] (2501.18512, figures 17(b) and 18); root mean square of the replicas'
     distances from their mean []; L2 norm of theta []; stable rank of each matrix in the
     mean outer gradient [].
   """

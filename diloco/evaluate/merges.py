@@ -1,4 +1,4 @@
-"""The loss of every replica just before and just after a merge.
+"""The loss of every replica before and after all merges of a step.
 
 The sequences are held-out ones, always the same: the loss of the steps themselves jumps
 more from batch to batch than a merge changes it.
@@ -28,7 +28,10 @@ _SHARE = 8
 
 
 class MergeLoss:
-  """Computes the losses around the merges of diagnosed syncs.
+  """Computes the losses around the steps in which a diagnosed sync is merged.
+
+  All merges of such a step lie between the two losses, also those of syncs that are
+  not diagnosed.
 
   A replica computes the loss of an eighth of the sequences that it trains on in a step,
   and of a microbatch at most, so that this needs no more memory than training.
@@ -46,16 +49,17 @@ class MergeLoss:
       ]
 
   def before(self, t: int, params_M: Tree) -> jax.Array | None:
-    """Returns the losses float32 [M] before the merges after inner step t.
+    """Returns the losses float32 [M] before all merges after inner step t.
 
     None if no diagnosed sync is merged then.
     """
     return self._losses(params_M) if self._merged(t) else None
 
   def after(self, t: int, params_M: Tree, before_M: jax.Array | None) -> list[Event]:
-    """Returns an event with both losses of the replicas that merged, else NaN.
+    """Returns an event with the losses before and after all merges of step t.
 
-    If several fragments were merged after step t, the event names the first.
+    A replica that merged no diagnosed sync has NaN in both. If several diagnosed syncs
+    were merged, the event names the fragment of the first.
     """
     if before_M is None:
       return []

@@ -45,7 +45,7 @@ def read(folder: pathlib.Path) -> tuple[Config, dict[str, list[dict[str, Any]]]]
   if not any("replica_drift_by_layer" in r for r in found["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
-      " --config.log.diagnostics_every=1, and not with algorithm=data_parallel."
+      " --config.log.diagnostics_every=4, and not with algorithm=data_parallel."
     )
   return c, found
 

@@ -1,7 +1,7 @@
 """Draws a schedule: inner steps, sends, fragments in flight, merges.
 
-The sends are those of a config (`planned`), or those of a run that has finished
-(`scripts/draw_run.py`).
+The sends are those of a config (`planned`), or those in the log of a run
+(`scripts/draw_run.py`). The merges follow from the sends and the config.
 """
 
 import pathlib

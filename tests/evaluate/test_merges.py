@@ -9,11 +9,12 @@ import orbax.checkpoint as ocp
 import pytest
 from numpy_decoder import numpy_decoder
 
+from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import resolve
 from diloco.data import make_eval_set
 from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.merges import losses
+from diloco.evaluate.merges import MergeLoss, losses
 from diloco.model.shapes import BOS_ID
 from diloco.run import metrics
 from diloco.run.mesh import make_mesh
@@ -26,16 +27,28 @@ KINDS = ("send", "receive", "merge")
 def run(tiny, tmp_path):
   """The config and the folder of a finished run, with checkpoints of step 6 and 12."""
   tiny.checkpoint.every, tiny.log.diagnostics_every = 6, 2
-  tiny.overlap.tau = 2
+  tiny.overlap.tau, tiny.overlap.alpha = 2, 0.5
   tiny.eval.tokens = 2 * tiny.model.seq_len + 3
   train(tiny, tmp_path / "run")
   return resolve(tiny), tmp_path / "run"
 
 
-def params_at(workdir, step: int):
-  """The parameters of all replicas in a checkpoint."""
+def around_the_merge(workdir, step: int, layer: int) -> tuple:
+  """Parameters of all replicas before and after the merge of fragment 0, one layer.
+
+  A checkpoint of that step has theta and merged = (local + theta) / 2. So local is
+  2 merged - theta.
+  """
   folder = workdir / "checkpoints" / str(step) / "state"
-  return ocp.StandardCheckpointer().restore(folder.absolute())["params"]
+  state = ocp.StandardCheckpointer().restore(folder.absolute())
+  after_M = jax.tree.map(np.asarray, state["params"])
+  blocks_M = jax.tree.map(np.copy, after_M["blocks"])
+
+  def undo(x_M, theta):
+    x_M[:, layer] = 2 * x_M[:, layer] - theta[0]
+
+  jax.tree.map(undo, blocks_M, state["theta"][0]["blocks"])
+  return {**after_M, "blocks": blocks_M}, after_M
 
 
 def numpy_loss(c, params, tokens) -> float:
@@ -60,10 +73,17 @@ def test_the_records_tell_the_same_after_a_resume(run, tiny):
   # The fragment in flight after the last step changes no further loss.
   assert place("merge", "loss_before_merge") == updates[:-1]
   tokens = make_eval_set(c).tokens.reshape(-1, c.model.seq_len)[0]
-  params_M = params_at(folder, 6)
-  for m, loss in enumerate(found["merge"][0]["loss_after_merge"]):
-    params = jax.tree.map(lambda x_M, m=m: np.asarray(x_M[m]), params_M)
-    assert loss == pytest.approx(numpy_loss(c, params, tokens), abs=1e-4)
+  # Step 6 merges layer 0 and nothing else.
+  before_M, after_M = around_the_merge(folder, 6, layer=0)
+  for m in range(c.replicas):
+    before, after = (
+      numpy_loss(c, jax.tree.map(lambda x_M, m=m: x_M[m], params_M), tokens)
+      for params_M in (before_M, after_M)
+    )
+    assert abs(before - after) > 1e-2
+    record = found["merge"][0]
+    assert record["loss_before_merge"][m] == pytest.approx(before, abs=1e-4)
+    assert record["loss_after_merge"][m] == pytest.approx(after, abs=1e-4)
   # Fragments 1 and 2 are in flight at step 6.
   resumed = folder.parent / "resumed"
   shutil.copytree(folder, resumed)
@@ -74,6 +94,35 @@ def test_the_records_tell_the_same_after_a_resume(run, tiny):
   (resumed / "metrics.jsonl").write_text("".join(kept))
   train(tiny, resumed)
   assert metrics.read_kinds(resumed, *KINDS) == found
+
+
+def test_a_replica_that_merges_no_diagnosed_sync_has_no_losses(tiny):
+  tiny.overlap.taus, tiny.log.diagnostics_every = (1, 3), 2
+  c = resolve(tiny)
+  mesh = make_mesh(c, jax.devices()[:1])
+  found = {}
+  with jax.set_mesh(mesh):
+    plan = make_plan(c, mesh)
+    params_M = init_state(c, mesh, plan).params
+    merge_loss = MergeLoss(c, mesh, plan, Evaluation(c, mesh))
+    for t in range(1, c.train.steps + 1):
+      before_M = merge_loss.before(t, params_M)
+      for event in merge_loss.after(t, params_M, before_M):
+        nulls = [np.isnan(x_M).tolist() for x_M in event.metrics.values()]
+        assert list(event.metrics) == ["loss_before_merge", "loss_after_merge"]
+        assert nulls[0] == nulls[1]
+        found[t] = event.fragment, nulls[0]
+  # Fragment p is sent after step 4 + p, and again, without diagnostics, after 8 + p.
+  # Replica 0 merges one step later, replica 1 three steps later.
+  only_0, only_1, both = [False, True], [True, False], [False, False]
+  assert found == {
+    5: (0, only_0),
+    6: (1, only_0),
+    7: (0, both),  # Replica 0 merges fragment 2.
+    8: (1, both),
+    9: (2, only_1),
+    10: (3, only_1),
+  }
 
 
 @pytest.mark.slow

@@ -1,18 +1,63 @@
 """The picture of a run: which runs and which steps can be drawn."""
 
 import pathlib
+import shutil
+import subprocess
 import sys
 
 import pytest
 
-from diloco.simulate.schedule_figure import Send
+from diloco.config import resolve
+from diloco.run.metrics import MetricsWriter
+from diloco.simulate.schedule_figure import Send, planned
+from diloco.train import train
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
 import draw_run
 
 
+def test_the_sends_of_a_run_are_read_and_drawn(tiny, tmp_path):
+  tiny.overlap.tau = 2
+  train(tiny, tmp_path)
+  shutil.rmtree(tmp_path / "checkpoints")  # A young run has none.
+  c, sends = draw_run.read(tmp_path)
+  assert c == resolve(tiny)
+  # H is 4, so fragment p is sent after 4 + p, 8 + p and 12 + p steps. E3M0 sends half a
+  # byte for each value, and a byte for each block of 16. A layer has 3072 values in
+  # matrices and 48 in norms; fragment 3, the embedding, has 33,024 and 16.
+  sizes = [1536 + 192 + 24 + 4] * 3 + [16_512 + 2064 + 8 + 1]
+  assert sends == [Send(t, t % 4, sizes[t % 4]) for t in range(4, 13)]
+  assert sends == planned(c, 1, 12)
+  out = tmp_path / "new" / "run.png"
+  flags = [f"--workdir={tmp_path}", "--last=12", f"--out={out}"]
+  ended = subprocess.run(
+    [sys.executable, "-m", "diloco", "draw_run", *flags],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert (ended.returncode, ended.stdout) == (0, f"{out}\n"), ended.stderr
+  assert out.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
-  with pytest.raises(draw_run.ConfigError, match="has no checkpoint; train first"):
+  with pytest.raises(draw_run.ConfigError, match=r"has no metrics.jsonl; give the"):
+    draw_run.read(tmp_path)
+
+
+def test_a_run_without_a_config_is_refused(tmp_path):
+  (tmp_path / "metrics.jsonl").write_text("")
+  (tmp_path / "config.json").write_text('{"seed": ')
+  (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+  message = r"has neither a config.json nor a checkpoint yet"
+  with pytest.raises(draw_run.ConfigError, match=message):
+    draw_run.read(tmp_path)
+
+
+def test_a_data_parallel_run_is_refused(tiny, tmp_path):
+  tiny.algorithm = "data_parallel"
+  MetricsWriter(tmp_path, resolve(tiny)).close()
+  with pytest.raises(draw_run.ConfigError, match="a data-parallel run; use a DiLoCo"):
     draw_run.read(tmp_path)
 
 
@@ -23,9 +68,3 @@ def test_steps_without_a_send_are_refused():
     draw_run.check(sends, 20, 30)
   with pytest.raises(draw_run.ConfigError, match="but the log has no send; choose"):
     draw_run.check([], 20, 30)
-
-
-def test_a_damaged_run_is_refused(tmp_path):
-  (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-  with pytest.raises(draw_run.ConfigError, match=r"whose newest checkpoint or metrics"):
-    draw_run.read(tmp_path)
