@@ -212,6 +212,31 @@ def quantised(
   return compress
 
 
+def largest_of_chunks(
+  chunk: int, density: float, exponent_bits: int, mantissa_bits: int
+) -> Compress:
+  """A `Compress` of the largest values of each chunk; the last chunk gets zeros.
+
+  The indices come first, then the kept values as eXmY codes with a scale per chunk.
+  """
+
+  def compress(x, row):
+    length = min(chunk, len(x))
+    k, width = math.ceil(density * length), math.ceil(math.log2(length))
+    padded = np.concatenate([x, np.zeros(-len(x) % length)])
+    decoded = np.zeros_like(padded)
+    for start in range(0, len(x), length):
+      order = np.argsort(-np.abs(padded[start : start + length]), kind="stable")
+      kept = start + np.sort(order[:k])
+      decoded[kept] = block_quantise(padded[kept], None, exponent_bits, mantissa_bits)
+    chunks = len(padded) // length
+    bits = 1 + exponent_bits + mantissa_bits
+    num_bytes = math.ceil(chunks * k * width / 8) + math.ceil(chunks * k * bits / 8)
+    return decoded[: len(x)], num_bytes + chunks
+
+  return compress
+
+
 def uncompressed(x: np.ndarray, row: int) -> tuple[np.ndarray, int]:
   """A `Compress` that sends float32."""
   return x, 4 * len(x)
@@ -268,6 +293,7 @@ def simulate(
   M: int,
   outer,
   compress: Compress = uncompressed,
+  feedback: float = 0.0,
   stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
   drain: bool = True,
 ) -> Result:
@@ -284,6 +310,8 @@ def simulate(
     M: replicas.
     outer: one of the outer optimizers above.
     compress: what the wire does to an outer gradient.
+    feedback: beta of error feedback: a replica sends beta times what its earlier codes
+      lost, plus the outer gradient.
     stored: rounds values to the type in which replicas keep their parameters. The outer
       gradient starts from the rounded outer parameters, which were merged.
     drain: whether fragments still in flight after step T are received.
@@ -297,6 +325,7 @@ def simulate(
   keys = [keys_of(fragment, theta_outer) for fragment in fragments]
   result = Result({}, [], [{key: {} for key in keys[p]} for p in range(P)])
   updates = [0] * P
+  error: dict[tuple, np.ndarray] = {}  # Per replica and key.
   # Per fragment in flight: when it was sent, the mean of the decoded outer
   # gradients, the outer parameters once updated, and who has not merged yet.
   flight: dict[int, dict] = {}
@@ -333,7 +362,9 @@ def simulate(
         payload = 0
         for key in keys[p]:
           delta_m = stored(theta_outer[key]) - theta_m[m][key]
+          delta_m = delta_m + feedback * error.get((m, key), 0.0)
           decoded, num_bytes = compress(delta_m.ravel(), delta_m.shape[-1])
+          error[m, key] = delta_m - decoded.reshape(delta_m.shape)
           delta[key] += decoded.reshape(delta_m.shape) / M
           payload += num_bytes
       flight[p] = {"sent": t, "delta": delta, "theta": None, "waiting": list(range(M))}

@@ -21,7 +21,7 @@ from diloco.config.fields import WireConfig
 from diloco.model import shapes
 from diloco.model.sharding import FSDP, REPLICA, Lead, key, shardings, specs
 from diloco.wire import sizes
-from diloco.wire.compressors import COMPRESSORS
+from diloco.wire.error_feedback import compressor_of
 
 Tree = Any
 
@@ -44,13 +44,9 @@ def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
     delta_M: arrays shaped like the outer gradients of the fragment.
 
   Returns:
-    A tree like delta_M whose leaves are compressor states; () without state. With
-    error feedback, a leaf is a pair: compressor state and error.
+    A tree like delta_M whose leaves are compressor states; () without state.
   """
-  init = COMPRESSORS[wire.compressor].init
-  if not wire.error_feedback:
-    return jax.tree.map(init, delta_M)
-  return jax.tree.map(lambda x_M: (init(x_M), jnp.zeros_like(x_M)), delta_M)
+  return jax.tree.map(compressor_of(wire).init, delta_M)
 
 
 def encode(
@@ -68,7 +64,7 @@ def encode(
   Returns:
     The payload uint8 [M, fsdp, bytes], sharded as `encoded` says, and the new state.
   """
-  places = specs(delta_M, mesh, (REPLICA,))
+  compressor, places = compressor_of(wire), specs(delta_M, mesh, (REPLICA,))
 
   def one(delta: Tree, state: Tree, replica_key: jax.Array):
     """Returns codes and new state of this device's shard of one replica."""
@@ -83,7 +79,7 @@ def encode(
       if FSDP in place:
         leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
       old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)
-      code, new = _encode_one(wire, x.reshape(n, s), old, row, leaf_key)
+      code, new = compressor.encode(wire, x.reshape(n, s), old, row, leaf_key)
       codes.append(code)
       states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
     return jnp.concatenate(codes), treedef.unflatten(states)
@@ -98,22 +94,6 @@ def encode(
     in_specs=(places, places, P(REPLICA)),
     out_specs=(P(REPLICA, FSDP), places),
   )(delta_M, state_M, keys_M)
-
-
-def _encode_one(
-  wire: WireConfig, x_NxS: jax.Array, state: Tree, row: int, key: jax.Array
-) -> tuple[jax.Array, Tree]:
-  """Encodes a tensor: returns its codes and the new state."""
-  compressor = COMPRESSORS[wire.compressor]
-  if not wire.error_feedback:
-    return compressor.encode(wire, x_NxS, state, row, key)
-  # e <- beta e + delta; send the codes of e; e <- e - what was sent.
-  state, error_NxS = state
-  error_NxS = wire.error_feedback * error_NxS + x_NxS
-  code, state = compressor.encode(wire, error_NxS, state, row, key)
-  n, s = x_NxS.shape
-  sent_NxS = compressor.decode(wire, code, n, s, row)
-  return code, (state, error_NxS - sent_NxS)
 
 
 def decode(
@@ -182,7 +162,7 @@ def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
 
 def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
   """Decodes the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
-  compressor = COMPRESSORS[wire.compressor]
+  compressor = compressor_of(wire)
   leaves, treedef = _flatten(shards)
   out, start = [], 0
   for path, x in leaves:

@@ -54,6 +54,8 @@ class Program:
   mu: float = 0.5
   block: int | None = None
   exchange: str = "gather"
+  feedback: float = 0.0
+  chunk: int = 0  # With one, half of each chunk is sent in e1m0.
   dtype: str = "float32"  # Of the replicas' parameters.
   exact: bool = True
 
@@ -71,6 +73,9 @@ PROGRAMS = (
   Program(M=4, block=4, lr=1.0, pattern="sequential", dtype="bfloat16"),
   Program(M=4, optimizer="adam", lr=0.1, alpha=0.25, exact=False),
   Program(M=2, lr=0.4, mu=0.9, alpha=1.0, embedding="first", exact=False),
+  # SparseLoCo: no outer momentum.
+  Program(M=3, optimizer="sgd", lr=1.0, mu=0.0, chunk=4, feedback=0.75, exact=False),
+  Program(M=2, block=4, alpha=0.5, feedback=1.0, exact=False),
 )
 
 
@@ -111,6 +116,10 @@ def plan_of(program: Program, start: ref.Params) -> Plan:
   c.outer.learning_rate = program.lr
   c.wire.format = "fp32" if program.block is None else "e3m0"
   c.wire.block_size = program.block or 0
+  c.wire.error_feedback = program.feedback
+  if program.chunk:
+    c.wire.compressor, c.wire.format, c.wire.density = "topk", "e1m0", 0.5
+    c.wire.chunk = program.chunk
   c.wire.exchange = program.exchange
   c = resolve(c)
   mesh = make_mesh(c, jax.devices()[:1])
@@ -193,6 +202,10 @@ def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Resu
   }[program.optimizer]
 
   def compress(x, row):
+    if program.chunk:
+      return ref.largest_of_chunks(program.chunk, 0.5, 1, 0)(x, row)
+    if program.block is None:
+      return ref.uncompressed(x, row)
     block = {TENSOR: None, ROW: row}.get(program.block, program.block)
     return ref.quantised(block)(x, row)
 
@@ -206,7 +219,8 @@ def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Resu
     alpha=program.alpha,
     M=program.M,
     outer=rule(),
-    compress=ref.uncompressed if program.block is None else compress,
+    compress=compress,
+    feedback=program.feedback,
     stored=lambda x: x.astype(program.dtype).astype(np.float64),
     drain=drain,
   )
@@ -292,6 +306,9 @@ def check(program: Program, H: int, taus: tuple[int, ...], T: int):
 @example(case=(PROGRAMS[1], 5, (4, 4), 18))
 # Replicas of different speed; the earliest updates, the last merges while draining.
 @example(case=(PROGRAMS[5], 5, (1, 3, 4), 18))
+# Errors of three rounds.
+@example(case=(PROGRAMS[11], 4, (1, 0, 3), 15))
+@example(case=(PROGRAMS[12], 4, (1, 1), 15))
 # More fragments than steps between two sends of one.
 @example(case=(PROGRAMS[3], 2, (1, 0, 1, 1), 7))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)

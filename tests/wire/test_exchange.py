@@ -84,7 +84,7 @@ def test_error_feedback_sends_what_earlier_codes_lost(tiny, name):
 
 
 def test_error_feedback_loses_nothing_over_several_sends(tiny):
-  wire = WireConfig(compressor="feedback", format="e3m0", block_size=4)
+  wire = WireConfig(error_feedback=1.0, format="e3m0", block_size=4)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   delta_M, state_M, sent = draw_M(), None, []
   for _ in range(5):
@@ -92,9 +92,11 @@ def test_error_feedback_loses_nothing_over_several_sends(tiny):
     sent.append(decode(wire, mesh, payload, first(delta_M)))
   total = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64), *sent)
   # The decoded gradients and the kept error add up to the outer gradients.
-  check = lambda s, e, d: np.testing.assert_allclose(s + e, 5.0 * d, atol=1e-5)
-  jax.tree.map(check, total, state_M, delta_M)
-  assert all(np.abs(e).max() > 1e-3 for e in jax.tree.leaves(state_M))
+  leaves = jax.tree.structure(delta_M).flatten_up_to(state_M)
+  errors_M = [error_M for _, error_M in leaves]
+  for s, e, d in zip(*map(jax.tree.leaves, (total, errors_M, delta_M)), strict=True):
+    np.testing.assert_allclose(s + e, 5.0 * d, atol=1e-5)
+    assert np.abs(e).max() > 1e-3
 
 
 @pytest.mark.parametrize(("shards", "compressor"), [(2, "topk"), (4, "quantize")])

@@ -1,0 +1,47 @@
+"""Error feedback: a replica sends later what its codes lost now.
+
+A replica keeps an error e for every value of a fragment. At a send, e becomes beta e +
+delta; the replica sends the codes of e, and subtracts from e what they say. This works
+with any compressor (`wire.error_feedback` is beta; 0, the papers' choice, switches it
+off). A replica then holds one more copy of its parameters in float32, which is
+compressor state: sharded, saved, resumed exactly. SparseLoCo (arXiv 2508.15706) sends
+the largest 1% to 3% of each chunk in 2 bits, with outer SGD without momentum: the error
+takes the place of the momentum. MuLoCo (arXiv 2505.23725) has Muon inside and Nesterov
+momentum outside.
+
+Source: the abstracts, and the code of both (tplr-ai/templar, facebookresearch/MuLoCo).
+SparseLoCo's authors report a lower loss than DiLoCo with uncompressed outer gradients.
+MuLoCo's report that it is better than DiLoCo with AdamW from 150M to 3.1B parameters.
+Their 2-bit codes are not those of this package, see docs/methods.md.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+from diloco.config.fields import WireConfig
+from diloco.wire.compressors import COMPRESSORS, Compressor, Tree
+
+
+def compressor_of(wire: WireConfig) -> Compressor:
+  """Returns the compressor of a config, with error feedback if the config asks."""
+  plain = COMPRESSORS[wire.compressor]
+  return wrap(plain, wire.error_feedback) if wire.error_feedback else plain
+
+
+def wrap(compressor: Compressor, beta: float) -> Compressor:
+  """Adds error feedback; a state is the pair (state of the compressor, error)."""
+
+  def init(x: Array) -> tuple[Tree, Array]:
+    return compressor.init(x), jnp.zeros_like(x)
+
+  def encode(
+    wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array
+  ) -> tuple[Array, Tree]:
+    state, error_NxS = state
+    error_NxS = beta * error_NxS + x_NxS
+    code, state = compressor.encode(wire, error_NxS, state, row, key)
+    n, s = x_NxS.shape
+    sent_NxS = compressor.decode(wire, code, n, s, row)
+    return code, (state, error_NxS - sent_NxS)
+
+  return compressor._replace(init=init, encode=encode)
