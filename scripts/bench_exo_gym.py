@@ -1,25 +1,24 @@
 r"""Trains the sample config's model with exo gym's DiLoCo; prints loss and tokens/s.
 
   git clone https://github.com/exo-explore/gym /tmp/exogym
+  git -C /tmp/exogym checkout 9fa323c26364f4437ffd23517da5d65946003963
   PYTHONPATH=/tmp/exogym OMP_NUM_THREADS=1 python scripts/bench_exo_gym.py \
     --tokens=/data/text/tokens
 
-Needs torch, and of exo gym's requirements only tqdm and numpy; no JAX. Each replica is
-a process of its own with one thread. The model, the number of tokens, the batch, AdamW
-and the outer SGD are those of
+Needs diloco and torch in one environment, and of exo gym's requirements only tqdm and
+numpy. Each replica is a process of its own with one thread. The model, AdamW, the outer
+SGD, each replica's sequences and their order, and the held-out sequences are those of
 
   python -m diloco.main --config=configs/sample.py --config.algorithm=diloco \
     --config.inner.final_fraction=0.1 --config.data.source=arrays:/data/text/tokens
 
-The sequences are others of the same text. docs/comparison.md has the results.
+docs/comparison.md has the results.
 """
 
 import argparse
 import csv
 import os
-import pathlib
 import socket
-import statistics
 import time
 
 import numpy as np
@@ -31,6 +30,10 @@ from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.optim import OptimSpec
 from torch import nn
 from torch.utils.data import TensorDataset
+
+from diloco.config import Config
+from diloco.config.command_line import load_config
+from diloco.data import make_eval_set, make_train_iterator
 
 LAYERS, HEADS, WIDTH, VOCABULARY, LENGTH = 4, 2, 128, 2048, 128
 REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
@@ -109,36 +112,50 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class TimedDiLoCo(DiLoCoStrategy):
-  """exo gym's DiLoCo; the first replica writes the seconds of each step."""
+  """exo gym's DiLoCo; the first replica writes when each step ended."""
 
   def step(self) -> None:
     super().step()
     self.times = [*getattr(self, "times", []), time.perf_counter()]
     if self.rank == 0 and self.local_step == self.max_steps:
-      np.save(f"logs/{RUN}/times.npy", np.diff(self.times))
+      np.save(f"logs/{RUN}/times.npy", self.times)
 
 
-def sequences(folder: pathlib.Path, count: int) -> TensorDataset:
-  """Draws sequences of a split that prepare_data wrote, always the same."""
-  shards = [np.load(f, mmap_mode="r") for f in sorted(folder.glob("*-of-*.npy"))]
-  ids = np.concatenate(shards)
-  rows = ids[: len(ids) // LENGTH * LENGTH].reshape(-1, LENGTH)
-  chosen = np.random.default_rng(0).permutation(len(rows))[:count]
-  return TensorDataset(torch.from_numpy(rows[chosen].astype(np.int32)))
+def training_set(c: Config, steps: int) -> TensorDataset:
+  """Reads our run's sequences; exo gym gives every M-th of them to a replica."""
+  batches = make_train_iterator(c)
+  rows_SxMxBxL = np.stack([next(batches) for _ in range(steps)])
+  batches.close()
+  rows = rows_SxMxBxL.swapaxes(1, 2).reshape(-1, LENGTH)
+  return TensorDataset(torch.from_numpy(rows))
+
+
+def held_out_set(c: Config) -> TensorDataset:
+  """Reads the sequences of our run's held-out loss."""
+  held_out = make_eval_set(c)
+  ids = held_out.tokens.reshape(-1)[: held_out.num_tokens]
+  return TensorDataset(torch.from_numpy(ids.reshape(-1, LENGTH)))
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--tokens", type=pathlib.Path, required=True)
-  parser.add_argument("--steps", type=int, default=400)
+  parser.add_argument("--tokens", required=True, help="Of prepare_data.py.")
+  parser.add_argument("--steps", type=int, default=400, help="20 or more.")
   parser.add_argument("--minibatch", type=int, default=16, help="Sequences at once.")
-  parser.add_argument("--eval_tokens", type=int, default=65_536)
   args = parser.parse_args()
 
+  c = load_config(
+    "configs/sample.py",
+    [
+      "--config.algorithm=diloco",
+      "--config.inner.final_fraction=0.1",
+      f"--config.data.source=arrays:{args.tokens}",
+    ],
+  )
+  held_out = held_out_set(c)
   with socket.socket() as free:  # Other runs may have exo gym's port.
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  evaluated = args.eval_tokens // LENGTH
   torch.manual_seed(0)
   model = Decoder()
   print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -154,8 +171,8 @@ def main() -> None:
   )
   trainer.Trainer(
     model,
-    sequences(args.tokens / "train", args.steps * REPLICAS * PER_REPLICA),
-    sequences(args.tokens / "validation", evaluated),
+    training_set(c, args.steps),
+    held_out,
     start_port=port,
     device="cpu",
   ).fit(
@@ -165,13 +182,15 @@ def main() -> None:
     num_nodes=REPLICAS,
     batch_size=PER_REPLICA,
     minibatch_size=args.minibatch,
-    val_size=evaluated,
+    shuffle=False,
+    val_size=len(held_out),
     val_interval=args.steps,
     run_name=RUN,
   )
-  # A step of both replicas; the first ones start threads and allocate memory.
-  seconds = statistics.median(np.load(f"logs/{RUN}/times.npy")[5:])
-  print(f"{REPLICAS * PER_REPLICA * LENGTH / seconds:,.0f} tokens/s, median of steps")
+  # The first round has no sync; each other round has one, after its first step.
+  ends = np.load(f"logs/{RUN}/times.npy")[SYNC_EVERY - 1 :: SYNC_EVERY]
+  tokens = SYNC_EVERY * REPLICAS * PER_REPLICA * LENGTH
+  print(f"{tokens / np.diff(ends).mean():,.0f} tokens/s, mean of rounds but the first")
   with open(f"logs/{RUN}/validation.csv") as file:
     rows = list(csv.DictReader(file))
   print(f"held-out loss of the mean of the replicas: {rows[-1]['global_loss']}")
