@@ -7,8 +7,8 @@
 The argument is a name of ABLATIONS, and after it any of scale (small or paper), seeds,
 size (paper: of configs/streaming.py or chinchilla.py) and text (small: data.source).
 
-Small runs train 0.14M parameters on 0.9M tokens, about half a minute on a CPU core. The
-sweep chooses by the first 65,536 held-out tokens; table and figure report the next.
+Small runs train 0.14M parameters on 0.9M tokens, about 45 s on a CPU core. The sweep
+chooses by the first 65,536 held-out tokens; table and figure report the next.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from diloco.wire import sizes
 # Streaming DiLoCo's ablations have 18 layers, Scaling Laws' sizes go from 35M to 2.4B.
 PAPER_SIZES = {"streaming": "500M", "chinchilla": "550M"}
 ROOT2 = 2**0.5
-# A multiple of every H below, also of a half, a quarter and an eighth of the steps.
+# A multiple of every H below. Runs with larger batches have 900 or 450 steps, which are
+# multiples of 30.
 STEPS, BATCH, LENGTH = 1800, 8, 64
 # Inner rates as powers of ROOT2, between the best ones at 0.105M, 0.142M and 0.185M in
 # docs/ladder.csv; M = 8, which is not there, as M = 4. Streaming takes that of its M.

@@ -84,6 +84,9 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
   assert reproduce.differences(claim_of(), found) == pytest.approx([10, 25])
   assert reproduce.differences(claim_of("rate"), found) == pytest.approx([100, 200])
   assert reproduce.differences(claim_of(), found[:0]) == []
+  # 2.2 and 5.0 to 2.0 and 4.0, less those at the rate 0.4 (2.2 to 1.0, only seed 0).
+  than = {"m": 2}, {"m": 1, "rate": 0.4}
+  assert reproduce.differences(claim_of(than=than), found) == pytest.approx([10 - 120])
 
 
 @pytest.mark.parametrize("name", sorted({c.ablation for c in reproduce.CLAIMS}))
@@ -93,12 +96,12 @@ def test_every_claim_has_runs_and_a_range(name):
   if name == "evaluated":
     found = [{**p, chart.EVALUATED: x} for p in found for x in chart._PARAMETERS]
   for claim in (c for c in reproduce.CLAIMS if c.ablation == name):
-    a, b = (
-      [p for p in found if keys.items() <= p.items()] for keys in (claim.a, claim.b)
-    )
-    assert a, claim
-    assert b, claim
-    assert not any(p in b for p in a)
+    pairs = [(claim.a, claim.b), *([claim.than] if claim.than else [])]
+    for pair in pairs:
+      a, b = ([p for p in found if keys.items() <= p.items()] for keys in pair)
+      assert a, claim
+      assert b, claim
+      assert not any(p in b for p in a)
     assert math.isfinite(claim.low) != math.isfinite(claim.high)
     assert claim.column == "loss" or all(claim.column in p for p in a + b)
 
