@@ -26,6 +26,7 @@ WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
 METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
   "diloco": DILOCO,
+  "diloco_4": DILOCO | {"replicas": 4},
   "streaming": {},
   "fedpart": {"outer.fedpart": True},
   "topk": {"wire.compressor": "topk", **FLOAT32},
@@ -52,7 +53,6 @@ METHODS: dict[str, dict[str, Value]] = {
     **MEAN,
   },
   "sparta": DILOCO | {"sparta.share": 0.005},
-  "diloco_4": DILOCO | {"replicas": 4},
   "noloco": {
     "replicas": 4,
     "wire.exchange": "pair",

@@ -2,12 +2,16 @@
 
 import pathlib
 import re
+import sys
 
 import pytest
 
 from diloco import __main__ as listing
 from diloco.config import Config, command_line, shipped
 from diloco.config.resolve import leaves
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
+import list_configs
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -55,6 +59,11 @@ def test_every_command_config_and_field_exists(page):
       assert pathlib.Path(shipped.find(config)).is_file(), config
 
 
-def test_every_method_has_a_row():
-  named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/methods.md").read_text(), re.M)
-  assert named == [*command_line.load_module("methods", "get_config", "").METHODS]
+def test_every_method_has_a_row_with_the_bytes_of_its_sample_run():
+  page = (ROOT / "docs/methods.md").read_text()
+  found = dict(re.findall(r"^\| `(\w+)` \|.* ([\d,]+) \|[^|]*\|$", page, re.M))
+  named = [*command_line.load_module("methods", "get_config", "").METHODS]
+  counted = list_configs.rows([f"configs/methods.py:{name}" for name in named])
+  assert [*found.items()] == [
+    (n, f"{row.sent:,}") for n, row in zip(named, counted, strict=True)
+  ]
