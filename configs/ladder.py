@@ -1,23 +1,28 @@
-"""A ladder of tiny models on State of the Union texts, for two CPU cores.
+"""A ladder of tiny models, for two CPU cores: does the gap shrink with N?
 
-  python -m diloco.sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
+  python -m diloco.sweep --sweep=ladder:text=arrays:/tmp/text/tokens \
+    --results=/tmp/ladder --parallel=2 --cores=1
 
-Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with seven tiny
-sizes, data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch
-and outer learning rate are tuned until the best point is not on the edge of the grid;
-at three more sizes the learning rate is tuned, and at 382k also the outer one of M = 2
-and 4. The two largest sizes take the best point of 382k. Other runs vary H, seed and
-budget. D = 6 N tokens (paper: 20 N), H = 10 (paper: 30). Results: docs/ladder.md.
+Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with six tiny sizes,
+data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch and
+outer learning rate are tuned until the best point is not on the edge of the grid; at
+two more sizes the learning rate is tuned, and at 382k also the outer one of M = 2 and
+4. The two largest sizes take the best point of 382k. Every best point has three seeds;
+the first one chooses. D = 6 N tokens (paper: 20 N), H = 10 (paper: 30). Results and
+text: docs/ladder.md. Without an argument, the text is the shipped one, of which the two
+largest sizes see parts twice.
 """
 
+import functools
+
 from diloco.config import default_config
+from diloco.config.command_line import parse_options
 from diloco.model.shapes import matrix_params
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
 # Layers, heads and width. The names of the two largest leave out positions and norms.
 SIZES = {
   "105k": (3, 2, 32),
-  "142k": (3, 2, 40),
   "185k": (3, 3, 48),
   "269k": (4, 4, 56),
   "382k": (5, 4, 64),
@@ -27,18 +32,18 @@ SIZES = {
 TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
+SEEDS = (0, 1, 2)
 
 
-def get_config(point: Point):
-  """Makes the config of a point.
+def get_config(point: Point, text: str = "sotu"):
+  """Makes the config of a point, which trains on `text`, a data.source.
 
-  A point has size, algorithm, replicas, lr and batch. It may also have outer_lr,
-  sync_every, overtrain and seed.
+  A point has size, algorithm, replicas, lr and batch, and perhaps outer_lr and seed.
   """
   layers, heads, width = SIZES[point["size"]]
   c = default_config()
   c.algorithm, c.replicas = point["algorithm"], point["replicas"]
-  c.sync_every = point.get("sync_every", 10)
+  c.sync_every = 10
   c.seed = point.get("seed", 0)
   # The papers use momentum 0.9; runs with few rounds need less.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
@@ -48,24 +53,28 @@ def get_config(point: Point):
   c.model.dtype, c.model.remat = "float32", "full"
 
   params = matrix_params(c.model)
-  budget = TOKENS_PER_PARAMETER * params * point.get("overtrain", 1)
-  c.train.batch_size = point["batch"]
-  # A multiple of every H below, so the last sync follows the last inner step.
-  c.train.steps = 30 * round(budget / (point["batch"] * LENGTH * 30))
+  batch, h = point["batch"], c.sync_every
+  c.train.batch_size = batch
+  # A multiple of H, so the last sync follows the last inner step.
+  c.train.steps = h * round(TOKENS_PER_PARAMETER * params / (batch * LENGTH * h))
   c.inner.learning_rate = point["lr"]
   c.inner.warmup_steps = c.train.steps // 10
 
-  c.data.shuffle_window = 256
-  c.eval.tokens, c.eval.batch_size = 65_536, 64
+  c.data.source, c.data.shuffle_window = text, 1024
+  # All M see the same sequences in every step.
+  c.data.shards = min(4, batch)
+  # The first tokens choose the settings; the next ones are reported.
+  c.eval.tokens, c.eval.test_tokens, c.eval.batch_size = 65_536, 65_536, 64
   c.checkpoint.every, c.checkpoint.keep = 400, 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
   return c
 
 
-def get_sweep() -> Sweep:
+def get_sweep(argument: str = "") -> Sweep:
+  """Makes the sweep. The argument may be text=SOURCE, a data.source."""
+  text = parse_options(argument, {"text": str}).get("text", "sotu")
   lr = Axis("lr", (power(ROOT2, -13),), ratio=ROOT2)
   outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
-  at_4 = Axis("batch", (4,))
   data_parallel = {"algorithm": "data_parallel", "replicas": 1}
   diloco = [{"algorithm": "diloco", "replicas": m} for m in (1, 2, 4)]
   everyone = [data_parallel, *diloco]
@@ -75,9 +84,6 @@ def get_sweep() -> Sweep:
 
   def from_size(size: str):
     return lambda cell: {**cell, "size": size}
-
-  def without(name: str):
-    return lambda cell: {k: v for k, v in cell.items() if k != name}
 
   def everything(size: str) -> list[Grid]:
     """Tunes all axes at a size, starting from the best point of 105k."""
@@ -100,33 +106,28 @@ def get_sweep() -> Sweep:
     """Tunes the learning rate at a size, starting from the best point of 185k."""
     return Grid(f"lr {size}", cells(size, everyone), (lr,), from_size("185k"))
 
-  def cadences(size: str) -> Grid:
-    some = [c for h in (1, 30) for c in cells(size, diloco, sync_every=h)]
-    return Grid(f"cadence {size}", some, (outer,), without("sync_every"))
+  def same(size: str) -> Grid:
+    """Takes the best point of 382k."""
+    return Grid(size, cells(size, everyone), (), from_size("382k"))
 
-  def overtrained(size: str) -> Grid:
-    some = cells(size, everyone, overtrain=4)
-    return Grid(f"overtrain {size}", some, (), without("overtrain"))
-
-  seeds = [c for s in (1, 2) for c in cells("105k", everyone, seed=s)]
+  def seeds(size: str) -> Grid:
+    """Repeats the best point of every cell of a size."""
+    more = [c for seed in SEEDS[1:] for c in cells(size, everyone, seed=seed)]
+    first = lambda cell: {k: v for k, v in cell.items() if k != "seed"}
+    return Grid(f"seeds {size}", more, (), first)
 
   return Sweep(
-    config=get_config,
+    config=functools.partial(get_config, text=text),
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
-      Grid("smallest", cells("105k", everyone), (lr, at_4)),
+      Grid("smallest", cells("105k", everyone), (lr, Axis("batch", (4,)))),
       *everything("105k"),
       *everything("185k"),
       rates("382k"),
       rates("269k"),
-      rates("142k"),
-      Grid("1081k", cells("1081k", everyone), (), from_size("382k")),
-      Grid("625k", cells("625k", everyone), (), from_size("382k")),
-      cadences("105k"),
       Grid("outer 382k", cells("382k", diloco[1:]), (outer,), lambda cell: cell),
-      cadences("185k"),
-      Grid("seeds", seeds, (), without("seed")),
-      overtrained("105k"),
-      overtrained("185k"),
+      same("625k"),
+      same("1081k"),
+      *(seeds(size) for size in SIZES),
     ],
   )

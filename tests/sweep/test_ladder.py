@@ -33,21 +33,33 @@ def test_sizes_rise_from_100_000_and_budgets_are_6_tokens_per_parameter(ladder):
   assert 0.1e6 < sizes[0] < sizes[-1] < 3e6
 
 
-def test_ablations_change_the_budget_the_cadence_and_the_seed(ladder):
+def test_the_last_sync_follows_the_last_step_and_all_m_see_the_same_text(ladder):
+  for batch, shards in ((2, 2), (8, 4)):
+    point = {
+      "size": "105k",
+      "algorithm": "diloco",
+      "replicas": 2,
+      "lr": 0.01,
+      "seed": 1,
+    }
+    c = resolve(ladder.get_config({**point, "batch": batch}))
+    assert c.train.steps % c.sync_every == 0
+    assert (c.data.shards, c.seed) == (shards, 1)
+
+
+def test_the_argument_names_the_text(ladder):
   point = {"size": "105k", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
-  base = resolve(ladder.get_config(point))
-  more = resolve(
-    ladder.get_config({**point, "overtrain": 4, "sync_every": 30, "seed": 1})
-  )
-  assert more.train.steps == pytest.approx(4 * base.train.steps, abs=4 * 15)
-  # The last sync follows the last inner step.
-  assert base.train.steps % base.sync_every == more.train.steps % more.sync_every == 0
-  assert (base.sync_every, more.sync_every, more.seed) == (10, 30, 1)
+  for argument, text in (("", "sotu"), ("text=arrays:/here", "arrays:/here")):
+    assert ladder.get_sweep(argument).config(point).data.source == text
 
 
-def test_every_size_has_all_algorithms(ladder):
+def test_every_size_has_all_algorithms_and_three_seeds(ladder):
   cells = [cell for grid in ladder.get_sweep().grids for cell in grid.cells]
   wanted = {("data_parallel", 1), ("diloco", 1), ("diloco", 2), ("diloco", 4)}
   for size in ladder.SIZES:
     here = [c for c in cells if c["size"] == size]
-    assert {(c["algorithm"], c["replicas"]) for c in here} == wanted
+    for seed in (0, 1, 2):
+      found = {
+        (c["algorithm"], c["replicas"]) for c in here if c.get("seed", 0) == seed
+      }
+      assert found == wanted
