@@ -20,7 +20,7 @@ DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
 # Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
-FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "e1m0"}
+FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
 WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
 
 METHODS: dict[str, dict[str, Value]] = {
@@ -45,7 +45,14 @@ METHODS: dict[str, dict[str, Value]] = {
   },
   "muon": {"algorithm": "data_parallel", **MUON},
   "muon_diloco": DILOCO | MUON,
-  "muloco": {"wire.error_feedback": 1.0, **DILOCO, **TWO_BITS, **MUON},
+  # A table of bins for each row, and the error of the authors' 2-bit runs.
+  "muloco": {
+    "wire.error_feedback": 0.9,
+    "wire.block_size": -1,
+    **DILOCO,
+    **TWO_BITS,
+    **MUON,
+  },
   "des_loc": {
     "des_loc.first_every": lambda c: 3 * c.sync_every,
     "des_loc.second_every": lambda c: 6 * c.sync_every,

@@ -38,9 +38,10 @@ def _most(mesh: Mesh) -> int:
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   """Says whether `send` takes the compressor: without random numbers and state."""
-  plain = wire.format in formats.PLAIN or wire.rounding == "stochastic"
+  plain = wire.format in {*formats.PLAIN, *formats.BINS}
   stateless = wire.compressor == "quantize" and not wire.error_feedback
-  return stateless and not plain and bool(_most(mesh))
+  nearest = wire.rounding == "nearest"
+  return stateless and nearest and not plain and bool(_most(mesh))
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:

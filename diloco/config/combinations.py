@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diloco.config.fields import ConfigError
+from diloco.wire.formats import BINS
 
 DILOCO = ("streaming", "diloco")
 DEVICE = ("device",)
@@ -54,6 +55,15 @@ RULES = (
     "psum",
     "where devices add up what replicas send",
     {"overlap.transport": DEVICE, "outer.average": ("mean",), "overlap.eager": OFF},
+  ),
+  *(
+    Rule(
+      "wire.format",
+      name,
+      "whose bins are decoded to means",
+      {"wire.rounding": ("nearest",)},
+    )
+    for name in BINS
   ),
   Rule("wire.exchange", "pair", "where replicas exchange parameters and wait", _PAIRS),
   Rule(

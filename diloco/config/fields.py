@@ -174,12 +174,14 @@ class WireConfig:
   # compressor that you registered. Section 3.3.3 compares them.
   compressor: str = "quantize"
   # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16 or
-  # fp32. auto: e3m0 for streaming, fp32 for diloco.
+  # fp32; bins2, bins3 or bins4: bins around the mean, with a table of values per block,
+  # as in SparseLoCo and MuLoCo. auto: e3m0 for streaming, fp32 for diloco.
   format: str = "auto"
-  # Values that share one power-of-two scale of one byte. They are consecutive values of
-  # one layer's tensor. 0: one scale per tensor. -1: one scale per row. The paper does
-  # not specify this. If fsdp shards a tensor, each shard is coded like a separate
-  # tensor: no block spans two shards, and topk and random choose within a shard.
+  # Values that share one power-of-two scale of one byte, or one table. They are
+  # consecutive values of one layer's tensor. 0: one scale per tensor. -1: one scale per
+  # row. The paper does not specify this. If fsdp shards a tensor, each shard is coded
+  # like a separate tensor: no block spans two shards, and topk and random choose within
+  # a shard.
   block_size: Annotated[int, Range(-1, LARGEST)] = 128
   # How a value is rounded to the format. The paper does not specify this.
   rounding: Literal["nearest", "stochastic"] = "nearest"

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from diloco.config.fields import WireConfig
+from diloco.wire import bins, formats, sizes
 from diloco.wire import codes as codes_lib
-from diloco.wire import formats, sizes
 
 Tree = Any
 
@@ -64,10 +64,14 @@ def register(name: str, compressor: Compressor) -> None:
 def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
   if wire.format in formats.PLAIN:
     return _to_bytes(x_NxS.astype(_plain(wire)).reshape(-1))
-  fmt, stochastic = formats.parse_format(wire.format), wire.rounding == "stochastic"
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = _blocks(x_NxS, block)
+  if bits := formats.BINS.get(wire.format):
+    codes, tables = bins.encode(x_NxKxB, s, bits)
+    codes = codes_lib.pack(codes.reshape(n, -1)[:, :s], bits)
+    return jnp.concatenate([codes, _to_bytes(tables.reshape(-1))])
+  fmt, stochastic = formats.parse_format(wire.format), wire.rounding == "stochastic"
   amax_NxK = codes_lib.largest_magnitude(x_NxKxB)
   finite_NxK = jnp.isfinite(amax_NxK)
   k_NxK = codes_lib.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
@@ -86,7 +90,15 @@ def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
 def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
   if wire.format in formats.PLAIN:
     return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
-  fmt, block = formats.parse_format(wire.format), sizes.block_length(wire, s, row)
+  block = sizes.block_length(wire, s, row)
+  if bits := formats.BINS.get(wire.format):
+    size = sizes.packed(n * s, bits)
+    codes_NxKxB = _blocks(
+      codes_lib.unpack(payload[:size], bits, n * s).reshape(n, s), block
+    )
+    tables = _from_bytes(payload[size:], jnp.bfloat16).reshape(n, -1, 2**bits)
+    return bins.decode(codes_NxKxB, tables).reshape(n, -1)[:, :s]
+  fmt = formats.parse_format(wire.format)
   size = sizes.packed(n * s, fmt.bits)
   codes = codes_lib.unpack(payload[:size], fmt.bits, n * s)
   # Barrier: without it XLA for GPU and TPU writes decoded values, not codes.

@@ -12,7 +12,7 @@ momentum outside.
 Source: the abstracts, and the code of both (tplr-ai/templar, facebookresearch/MuLoCo).
 SparseLoCo's authors report a lower loss than DiLoCo with uncompressed outer gradients.
 MuLoCo's report that it is better than DiLoCo with AdamW from 150M to 3.1B parameters.
-Their 2-bit codes are not those of this package, see docs/methods.md.
+`diloco.wire.bins` has their 2-bit codes.
 """
 
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Number formats by name: plain floats, and eXmY of 2 to 8 bits. No JAX.
+"""Number formats by name: plain floats, bins, and eXmY of 2 to 8 bits. No JAX.
 
 eXmY (arXiv 2405.13938) has one sign bit, X exponent bits, Y mantissa bits and
 subnormals, but no infinity and no NaN: larger values saturate. Some formats are also
@@ -12,6 +12,9 @@ import re
 
 # Bytes per value of the plain formats, which have no scale.
 PLAIN = {"fp32": 4, "bf16": 2}
+# Bits per value of the formats of `diloco.wire.bins`, and bytes per bin of a table.
+BINS = {"bins2": 2, "bins3": 3, "bins4": 4}
+BIN_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,5 +74,5 @@ def parse_format(name: str) -> Format:
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
   raise ValueError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
-    " bits and X at least 1, for example e3m0, e2m1, e4m3fn."
+    " bits and X at least 1, for example e3m0, e2m1, e4m3fn; or bins2, bins3, bins4."
   )

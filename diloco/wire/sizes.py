@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.model.shapes import Shapes, leaves, shard
-from diloco.wire.formats import PLAIN, parse_format
+from diloco.wire.formats import BIN_BYTES, BINS, PLAIN, parse_format
 
 if TYPE_CHECKING:
   from diloco.config.fields import WireConfig
@@ -53,11 +53,14 @@ def index_bits(s: int) -> int:
 
 
 def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
-  """Counts bytes of codes and one scale per block; of values in a plain format."""
+  """Counts bytes of codes, and of a scale or a table per block; of plain values."""
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
-  codes = packed(n * s, parse_format(wire.format).bits)
-  return codes + n * -(-s // block_length(wire, s, row))
+  blocks = n * -(-s // block_length(wire, s, row))
+  if wire.format in BINS:
+    bits = BINS[wire.format]
+    return packed(n * s, bits) + blocks * 2**bits * BIN_BYTES
+  return packed(n * s, parse_format(wire.format).bits) + blocks
 
 
 def chunks(wire: "WireConfig", n: int, s: int) -> tuple[int, int]:
@@ -101,7 +104,7 @@ def check(wire: "WireConfig") -> None:
     raise ValueError(
       f"wire.compressor is {wire.compressor!r}; choose one of {', '.join(SIZES)}."
     )
-  if wire.format not in (*PLAIN, "auto"):
+  if wire.format not in (*PLAIN, *BINS, "auto"):
     parse_format(wire.format)
 
 

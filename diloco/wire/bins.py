@@ -1,0 +1,53 @@
+"""Bins around a block's mean: the 2-bit codes of SparseLoCo and MuLoCo.
+
+The formats bins2, bins3 and bins4 cut the values of a block into 4, 8 or 16 bins of
+equal width, `RANGE` standard deviations in all, around the mean of the block. A value
+has the number of its bin; values beyond the last bin belong to it. A bin decodes to the
+mean of its values, so each block also sends a table of these means in bfloat16. An eXmY
+format of 2 bits has three values, of which one is 0; here all four are used.
+
+Source: the code of MuLoCo (arXiv 2505.23725; facebookresearch/MuLoCo,
+quantized_outer_sgd.py, `QuantizationCompressor`), which names that of SparseLoCo (arXiv
+2508.15706) as its base. There a table is float32 and belongs to a tensor or a row;
+here to a block of `wire.block_size` values. What the authors report of 2 bits with
+error feedback is in `error_feedback.py`.
+
+Letters: N layers of S values; per layer K blocks of B.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+# Standard deviations from the first to the last bin; the authors' choice.
+RANGE = 6.0
+
+
+def encode(x_NxKxB: Array, s: int, bits: int) -> tuple[Array, Array]:
+  """Returns the bins of the values, uint8 (N, K, B), and tables bfloat16 (N, K, bins).
+
+  Args:
+    x_NxKxB: blocks; behind the first S values of a layer are zeros, which do not count.
+    s: S.
+    bits: log2 of the number of bins.
+  """
+  bins, (_, k, b) = 2**bits, x_NxKxB.shape
+  counts_KxB = (jnp.arange(k * b) < s).reshape(k, b).astype(jnp.float32)
+  count_Kx1 = counts_KxB.sum(axis=-1, keepdims=True)
+  mean_NxKx1 = x_NxKxB.sum(axis=-1, keepdims=True) / count_Kx1
+  centred = (x_NxKxB - mean_NxKx1) * counts_KxB
+  variance = jnp.square(centred).sum(axis=-1, keepdims=True) / (count_Kx1 - 1)
+  width = RANGE / bins * jnp.sqrt(variance)
+  width = jnp.where(jnp.isfinite(width) & (width > 0), width, 1.0)
+  bin_ = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
+  is_in = (bin_[..., None, :] == jnp.arange(bins)[:, None]) * counts_KxB[:, None]
+  # NaN and infinity reach the table through the mean, and so the receiver.
+  sums = (is_in * centred[..., None, :]).sum(axis=-1)
+  table = sums / jnp.maximum(is_in.sum(axis=-1), 1) + mean_NxKx1
+  return jnp.nan_to_num(bin_).astype(jnp.uint8), table.astype(jnp.bfloat16)
+
+
+def decode(bin_NxKxB: Array, table_NxKxT: Array) -> Array:
+  """Returns the values that the bins stand for, float32 (N, K, B)."""
+  return jnp.take_along_axis(
+    table_NxKxT.astype(jnp.float32), bin_NxKxB.astype(jnp.int32), axis=-1
+  )
