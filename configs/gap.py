@@ -76,7 +76,7 @@ SCALES: dict[str, Point] = {
   "batch 8, dim 64": SMALL | width(64),
   "batch 8, dim 256": SMALL | width(256),
 }
-OUTER = ((0.8, 0.3), (0.7, 0.5), (0.3, 0.7), (0.2, 0.9))
+OUTER = ((0.8, 0.3), (0.7, 0.5), (1.0, 0.5), (0.3, 0.7), (0.2, 0.9))
 # Settings of Streaming DiLoCo with LARGE and SMALL, and with SMALL: {name: fields}.
 STREAMING: dict[str, Point] = {
   "M=1": {"replicas": 1, "data.shards": 2},
@@ -97,6 +97,7 @@ STREAMING_SMALL: dict[str, Point] = {
   "warm start 320": warm(320),
   "warm start 320, momentum from zero": warm(320, momentum=False),
   "tau=0": {"overlap.tau": 0},
+  "H=5, outer rate 0.7, momentum 0.5": every(5, **outer(0.7, 0.5)),
   "error feedback": {"wire.error_feedback": 1.0},
 }
 
