@@ -70,11 +70,10 @@ def _prepare(command: str) -> None:
     lines = [str(prepare.convert(source, output, data_dir, workers))]
   else:
     lines, unit_size = [], _UNIT_MB.value << 20
-    for split in _folders(
-      output
-    ):  # A wrong second split is found before hours of work.
+    folders = _folders(output)
+    for split in [*folders][1:]:  # So an error here costs no hours of work.
       pieces.make_pieces(source, split, data_dir)
-    for split, folder in _folders(output).items():
+    for split, folder in folders.items():
       made = prepare.tokenize(
         source, split, _TOKENIZER.value, folder, data_dir, workers, unit_size
       )

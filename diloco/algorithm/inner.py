@@ -1,9 +1,9 @@
 """The inner step: every replica trains alone, and one jitted program runs all replicas.
 
-DrJAX maps the step over the leading axis, the replicas, which exchange
-nothing but the gradients of a warm start. If every
-device has one whole replica, each device runs the step of its own, without that axis.
-Data-parallel has one model on this axis, and averages its gradient over the whole mesh.
+DrJAX maps the step over the leading axis, the replicas, which exchange nothing but the
+gradients of a warm start. If every device has one whole replica, each device runs the
+step of its own, without that axis. Data-parallel has one model on this axis, and
+averages its gradient over the whole mesh.
 """
 
 import functools

@@ -2,7 +2,8 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-`OWN` lists optimizers that optax does not have, by the field that takes them.
+`OWN` lists optimizers that optax does not have or has with less, by the field that
+takes them.
 """
 
 import ast
@@ -27,9 +28,42 @@ from diloco.model.sharding import FSDP, Lead
 Tree = Any
 # An outer optimizer by its name, or itself.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
+
+
+def sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: optax.ScalarOrSchedule | None = None,
+  nesterov: bool = False,
+  accumulator_dtype: Any = None,
+) -> optax.GradientTransformation:
+  """optax.sgd, whose momentum may also be a schedule.
+
+  Late in training, when the inner rate is small, a large momentum keeps outer gradients
+  that are too large. Pier (arXiv 2511.17849) lowers it from 0.99 to 0.9 along a cosine,
+  and the rate from 1.1 to 0.9; its effect alone is not reported.
+  """
+  if not callable(momentum):
+    return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
+  trace = lambda value: optax.trace(value, nesterov, accumulator_dtype)
+
+  def init(params):
+    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+    return count, trace(0.0).init(params)
+
+  def update(updates, state, params=None):
+    (count,), old = state
+    updates, new = trace(momentum(count)).update(updates, old)
+    return updates, (optax.ScaleByScheduleState(count + 1), new)
+
+  return optax.chain(
+    optax.GradientTransformation(init, update),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
 OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
   "inner.optimizer": {"gpa": gpa},
-  "outer.optimizer": {"delayed_nesterov": delayed_nesterov},
+  "outer.optimizer": {"delayed_nesterov": delayed_nesterov, "sgd": sgd},
 }
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
@@ -157,48 +191,22 @@ def make_outer(
   if isinstance(outer, optax.GradientTransformation):
     return outer
   values = values or outer_tuned(outer)
-  own = {} if values.momentum is None else {"momentum": values.momentum}
+  own: dict[str, Any] = {}
+  if values.momentum is not None:
+    own["momentum"] = values.momentum
   rate, last = values.learning_rate, max(outer.decay_syncs - 1, 1)
   if outer.final_fraction < 1:
     rate = optax.cosine_decay_schedule(rate, last, alpha=outer.final_fraction)
-  made = _make("outer.optimizer", outer.optimizer, rate, **own)
   if outer.final_momentum >= 0:
-    _, arguments = parse("outer.optimizer", outer.optimizer)
     if values.momentum is None:
       raise ConfigError(
         f"outer.final_momentum is {outer.final_momentum}, but outer.optimizer is"
         f" {outer.optimizer!r}; choose sgd with a momentum, or set it to -1."
       )
     fall, end = optax.cosine_decay_schedule(1.0, last), outer.final_momentum
-    momentum = lambda count: end + (values.momentum - end) * fall(count)
-    made = optax.chain(
-      _trace(momentum, bool(arguments.get("nesterov"))),
-      optax.scale_by_learning_rate(rate),
-    )
+    own["momentum"] = lambda count: end + (values.momentum - end) * fall(count)
+  made = _make("outer.optimizer", outer.optimizer, rate, **own)
   return _restarted(made, outer.restart_every) if outer.restart_every else made
-
-
-def _trace(momentum: optax.Schedule, nesterov: bool) -> optax.GradientTransformation:
-  """Momentum that changes from sync to sync: optax.trace with a schedule.
-
-  Late in training, when the inner rate is small, a large momentum keeps outer gradients
-  that are too large. Pier (arXiv 2511.17849) lowers it from 0.99 to 0.9 along a cosine,
-  and the rate from 1.1 to 0.9; its effect alone is not reported.
-  """
-
-  def init(params):
-    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-    return count, optax.tree.zeros_like(params)
-
-  def update(updates, state, params=None):
-    (count,), trace = state
-    mu = momentum(count)
-    add = lambda g, m: g + mu * m
-    trace = jax.tree.map(add, updates, trace)
-    updates = jax.tree.map(add, updates, trace) if nesterov else trace
-    return updates, (optax.ScaleByScheduleState(count + 1), trace)
-
-  return optax.GradientTransformation(init, update)
 
 
 def _restarted(

@@ -38,10 +38,10 @@ def _most(mesh: Mesh) -> int:
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   """Says whether `send` takes the compressor: without random numbers and state."""
-  plain = wire.format in {*formats.PLAIN, *formats.BINS}
+  scaled = wire.format not in {*formats.PLAIN, *formats.BINS}
   stateless = wire.compressor == "quantize" and not wire.error_feedback
   nearest = wire.rounding == "nearest"
-  return stateless and nearest and not plain and bool(_most(mesh))
+  return stateless and nearest and scaled and bool(_most(mesh))
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:

@@ -73,8 +73,8 @@ class TrainState:
   Attributes:
     params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
       `model.param_dtype`. Inner steps and merges change them.
-    opt_state: inner optimizer state, leaves (M, ...). Only DES-LOC
-      averages it over the replicas.
+    opt_state: inner optimizer state, leaves (M, ...). Only DES-LOC averages it over
+      the replicas.
     outer: outer state; None for data-parallel.
   """
 

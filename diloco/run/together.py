@@ -38,6 +38,7 @@ from diloco.run.peers import Peers, say
 from diloco.run.processes import lock_workdir
 from diloco.run.start import first_params
 from diloco.run.stop import end_on_signal
+from diloco.run.workdir import DIVERGED
 from diloco.wire.ledger import Ledger
 
 Tree = Any
@@ -57,11 +58,6 @@ def numbers_of(configs: Sequence[Config]) -> Numbers:
   """Stacks the numbers of configs. They stay weakly typed, as Python numbers are."""
   each = [Numbers(c.seed, tuned(c), outer_tuned(c.outer)) for c in configs]
   return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *each)
-
-
-# Before the error of a run that diverged, in its log.txt. The process itself says
-# `error: `, and its output goes to the log.txt of the first run.
-DIVERGED = "diverged: "
 
 
 class Run:

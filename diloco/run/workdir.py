@@ -10,6 +10,9 @@ from diloco.config import Config, ConfigError, complete, files
 from diloco.run import metrics
 from diloco.run.record import read_record, steps_of
 
+# Before the error of one of several runs that train together, in its log.txt. Their
+# process says `error: `, and its output goes to the log.txt of the first run.
+DIVERGED = "diverged: "
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
 

@@ -67,55 +67,60 @@ def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = _blocks(x_NxS, block)
-  if bits := formats.BINS.get(wire.format):
-    codes, tables = bins.encode(x_NxKxB, s, bits)
-    codes = codes_lib.pack(codes.reshape(n, -1)[:, :s], bits)
-    return jnp.concatenate([codes, _to_bytes(tables.reshape(-1))])
+  if wire.format in formats.BINS:
+    codes, tables = bins.encode(x_NxKxB, s, formats.code_bits(wire.format))
+    tail = _to_bytes(tables.reshape(-1))
+  else:
+    codes, tail = _scaled(wire, x_NxKxB, key)
+  # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
+  codes = jax.lax.optimization_barrier(codes)
+  if s % block:
+    codes = codes.reshape(n, -1)[:, :s]
+  return jnp.concatenate([codes_lib.pack(codes, formats.code_bits(wire.format)), tail])
+
+
+def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+  if wire.format in formats.PLAIN:
+    return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
+  bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
+  size = sizes.packed(n * s, bits)
+  codes = codes_lib.unpack(payload[:size], bits, n * s)
+  # Barrier: without it XLA for GPU and TPU writes decoded values, not codes.
+  codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
+  codes_NxKxB, tail = _blocks(codes_NxS, block), payload[size:]
+  if wire.format in formats.BINS:
+    tables = _from_bytes(tail, jnp.bfloat16).reshape(n, -1, 2**bits)
+    x = bins.decode(codes_NxKxB, tables)
+  else:
+    x = _unscaled(wire, codes_NxKxB, tail)
+  return x.reshape(n, -1)[:, :s]
+
+
+def _scaled(wire: WireConfig, x_NxKxB: Array, key: Array) -> tuple[Array, Array]:
+  """Codes blocks as eXmY; returns the codes, and a scale uint8 of each block."""
   fmt, stochastic = formats.parse_format(wire.format), wire.rounding == "stochastic"
   amax_NxK = codes_lib.largest_magnitude(x_NxKxB)
   finite_NxK = jnp.isfinite(amax_NxK)
   k_NxK = codes_lib.scale_exponents(fmt, jnp.where(finite_NxK, amax_NxK, 0), stochastic)
   noise = jax.random.bits(key, x_NxKxB.shape) if stochastic else None
   codes = codes_lib.encode(fmt, x_NxKxB, k_NxK[..., None], noise)
-  # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
-  codes = jax.lax.optimization_barrier(codes)
-  if s % block:
-    codes = codes.reshape(n, -1)[:, :s]
   scales = jnp.where(finite_NxK, k_NxK + codes_lib.SCALE_BIAS, codes_lib.NAN_SCALE)
-  return jnp.concatenate(
-    [codes_lib.pack(codes, fmt.bits), scales.astype(jnp.uint8).reshape(-1)]
-  )
+  return codes, scales.astype(jnp.uint8).reshape(-1)
 
 
-def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
-  if wire.format in formats.PLAIN:
-    return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
-  block = sizes.block_length(wire, s, row)
-  if bits := formats.BINS.get(wire.format):
-    size = sizes.packed(n * s, bits)
-    codes_NxKxB = _blocks(
-      codes_lib.unpack(payload[:size], bits, n * s).reshape(n, s), block
-    )
-    tables = _from_bytes(payload[size:], jnp.bfloat16).reshape(n, -1, 2**bits)
-    return bins.decode(codes_NxKxB, tables).reshape(n, -1)[:, :s]
+def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
+  """Inverts `_scaled`, but for rounding."""
   fmt = formats.parse_format(wire.format)
-  size = sizes.packed(n * s, fmt.bits)
-  codes = codes_lib.unpack(payload[:size], fmt.bits, n * s)
-  # Barrier: without it XLA for GPU and TPU writes decoded values, not codes.
-  codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
-  scales_NxKx1 = payload[size:].reshape(n, -1, 1).astype(jnp.int32)
-  x = codes_lib.decode(
-    fmt, _blocks(codes_NxS, block), scales_NxKx1 - codes_lib.SCALE_BIAS
-  )
-  x = jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
-  return x.reshape(n, -1)[:, :s]
+  scales_NxKx1 = scales.reshape(len(codes_NxKxB), -1, 1).astype(jnp.int32)
+  x = codes_lib.decode(fmt, codes_NxKxB, scales_NxKx1 - codes_lib.SCALE_BIAS)
+  return jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
 
 
 def quantize(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
   """Codes every value, with one scale byte per block (2501.18512, section 2.4).
 
   A block is `block_size` consecutive values of one layer's tensor; the last block of a
-  layer may be shorter. The payload holds all codes, then all scales.
+  layer may be shorter. The payload holds all codes, then all scales or tables.
   """
   return _quantize(wire, x_NxS, row, key), state
 

@@ -76,3 +76,13 @@ def parse_format(name: str) -> Format:
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
     " bits and X at least 1, for example e3m0, e2m1, e4m3fn; or bins2, bins3, bins4."
   )
+
+
+def code_bits(name: str) -> int:
+  """Returns the bits per value of a format with blocks: bins or eXmY."""
+  return BINS.get(name) or parse_format(name).bits
+
+
+def block_bytes(name: str) -> int:
+  """Returns the bytes that a block sends beside its codes: a table, or a scale."""
+  return 2 ** BINS[name] * BIN_BYTES if name in BINS else 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.model.shapes import Shapes, leaves, shard
-from diloco.wire.formats import BIN_BYTES, BINS, PLAIN, parse_format
+from diloco.wire.formats import BINS, PLAIN, block_bytes, code_bits, parse_format
 
 if TYPE_CHECKING:
   from diloco.config.fields import WireConfig
@@ -57,10 +57,7 @@ def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
   blocks = n * -(-s // block_length(wire, s, row))
-  if wire.format in BINS:
-    bits = BINS[wire.format]
-    return packed(n * s, bits) + blocks * 2**bits * BIN_BYTES
-  return packed(n * s, parse_format(wire.format).bits) + blocks
+  return packed(n * s, code_bits(wire.format)) + blocks * block_bytes(wire.format)
 
 
 def chunks(wire: "WireConfig", n: int, s: int) -> tuple[int, int]:

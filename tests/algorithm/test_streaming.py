@@ -93,10 +93,13 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, resta
     # A cosine over three syncs: 1, (1 + 0.2) / 2, 0.2.
     (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], [0.8], 99),
     (1, 0.0, {"restart_every": 2}, [0.5], [0.8], 2),
-    (
-      *(1, 0.5),
-      {"restart_every": 2, "final_fraction": 0.2, "decay_syncs": 3},
-      *([0.5, 0.3, 0.1], [0.8], 2),
+    *(
+      (
+        *(1, 0.5),
+        {"restart_every": every, "final_fraction": 0.2, "decay_syncs": 3},
+        *([0.5, 0.3, 0.1], [0.8], every),
+      )
+      for every in (1, 2)
     ),
     (0, 0.5, {"final_momentum": 0.2, "decay_syncs": 3}, [0.5], [0.8, 0.5, 0.2], 99),
     (

@@ -14,9 +14,9 @@ the axis M. A run is judged by the mean of the outer parameters. The formula is 
 from public summaries of the paper. They do not say three things, which are choices
 made here: the first sync steps along Delta_m(H) / M; after the last step, every replica
 applies what the others sent last; a replica's own gradient is decoded from its codes,
-so that what is added is later subtracted exactly. The authors report
-for 500M parameters and H = 30 a loss of 2.69, against 2.67 without overlap, and 3.01 if
-the mean of all replicas is simply applied a round late, 2.73 at a lower rate.
+so that what is added is later subtracted exactly. The authors report for 500M
+parameters and H = 30 a loss of 2.69, against 2.67 without overlap, and 3.01 if the mean
+of all replicas is simply applied a round late, 2.73 at a lower rate.
 """
 
 from functools import partial
