@@ -23,8 +23,8 @@ _LAST = flags.DEFINE_integer("last", 60, "Last inner step to draw.")
 _OUT = flags.DEFINE_string("out", None, "Picture to write, for example run.png.")
 
 
-def read(workdir: pathlib.Path) -> tuple[Config, list[Send]]:
-  """Reads a run's config and the records of its sends. The run may still go on.
+def read(workdir: pathlib.Path) -> tuple[Config, list[Send], int]:
+  """Reads a run's config, the records of its sends, and the last step that is logged.
 
   Raises:
     ConfigError: the folder holds no run that synchronises replicas.
@@ -37,8 +37,10 @@ def read(workdir: pathlib.Path) -> tuple[Config, list[Send]]:
   c = whole_config([workdir])
   if c.data_parallel:
     raise ConfigError(f"--workdir is {workdir}, a data-parallel run; use a DiLoCo run.")
-  records = metrics.read(workdir, "send")
-  return c, [Send(r["step"], r["fragment"], r["bytes"]) for r in records]
+  records = metrics.read_kinds(workdir, "send", "step")
+  sends = [Send(r["step"], r["fragment"], r["bytes"]) for r in records["send"]]
+  steps = [r["step"] for some in records.values() for r in some]
+  return c, sends, max(steps, default=0)
 
 
 def check(sends: Sequence[Send], first: int, last: int) -> None:
@@ -54,11 +56,12 @@ def check(sends: Sequence[Send], first: int, last: int) -> None:
 
 def main(argv) -> None:
   del argv
-  c, sends = read(pathlib.Path(str(_WORKDIR.value)))
+  c, sends, done = read(pathlib.Path(str(_WORKDIR.value)))
   first, last, out = _FIRST.value, _LAST.value, pathlib.Path(str(_OUT.value))
   schedule_figure.check(c, first, last, out)
   check(sends, first, last)
-  schedule_figure.save(c, sends, first, last, out)
+  # A run that still goes on has not merged what would arrive later.
+  schedule_figure.save(c, sends, first, min(last, done), out)
   print(out)
 
 

@@ -20,7 +20,8 @@ def test_the_sends_of_a_run_are_read_and_drawn(tiny, tmp_path):
   tiny.overlap.tau = 2
   train(tiny, tmp_path)
   shutil.rmtree(tmp_path / "checkpoints")  # A young run has none.
-  c, sends = draw_run.read(tmp_path)
+  c, sends, done = draw_run.read(tmp_path)
+  assert done == 12
   assert c == resolve(tiny)
   # H is 4, so fragment p is sent after 4 + p, 8 + p and 12 + p steps. E3M0 sends half a
   # byte for each value, and a byte for each block of 16. A layer has 3072 values in
