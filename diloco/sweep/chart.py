@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from diloco.config import files
 from diloco.config.palette import COLORS, OTHERS, PAGE, STYLE
 from diloco.sweep import drawing, tables
-from diloco.sweep.grid import Search
+from diloco.sweep.grid import Search, key
 from diloco.sweep.runs import PLAIN
 from diloco.sweep.table import Row
 
@@ -40,8 +40,9 @@ class Chart:
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss` or a key of the points, such as
       a tuned rate.
-    against: a key of the points: the x with which a point is compared. Empty: all are
-      compared with the first row of the table.
+    against: with what a point is compared. Empty: with the first row of the table.
+      PLAIN: with data-parallel at the same x. Else a key of the points: its value is
+      the x with which the point is compared.
   """
 
   title: str
@@ -52,6 +53,11 @@ class Chart:
   y: tuple[tuple[str, str], ...] = (("loss", LOSS),)
   against: str = ""
 
+  @property
+  def by_name(self) -> bool:
+    """Whether the points name the x with which they are compared."""
+    return self.against not in ("", PLAIN)
+
 
 def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFrame:
   """Makes a table of the best runs.
@@ -60,8 +66,10 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     cells: every cell, and the row of its best run.
 
   Returns:
-    A row per cell whose search has ended well, with the keys of its best point,
+    A row per cell whose search has ended well, with the keys of its best point. Of
+    grids that search the same cell, the better one counts.
       choice: the loss by which the sweep chooses.
+      seed: 0 if the points have none.
       loss: the test loss if there is one, else the same loss.
       more: by how many per cent the loss lies above that of the same seed in the row
         with which it is compared.
@@ -69,6 +77,12 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     For EVALUATED, three rows per cell.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
+  best = dict[str, tuple[Search, Row]]()
+  for cell, row in cells:
+    if row and cell.state in ("interior", "edge"):
+      _, other = best.setdefault(key(cell.cell), (cell, row))
+      if row["loss"] < other["loss"]:
+        best[key(cell.cell)] = cell, row
   found = [
     {
       **(cell.best or {}),
@@ -77,21 +91,23 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       "loss": row[f"test_loss{end}"] or row[f"loss{end}"],
       "bytes": row["bytes_sent"],
     }
-    for cell, row in cells
-    if row and cell.state in ("interior", "edge")
+    for cell, row in best.values()
     for name, end in which.items()
   ]
   if not found:
     return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
   table = pd.DataFrame(found)
-  table["seed"] = table.get("seed", 0)
+  table["seed"] = table["seed"].fillna(0).astype(int) if "seed" in table else 0
   return table.assign(more=_more(chart, table))
 
 
 def _more(chart: Chart, table: pd.DataFrame) -> pd.Series:
   if chart.against:
-    others = table.groupby([chart.x, "seed"])["loss"].first()
-    asked = pd.MultiIndex.from_frame(table[[chart.against, "seed"]])
+    plain = chart.against == PLAIN
+    some = table[table["algorithm"] == "data_parallel"] if plain else table
+    others = some.groupby([chart.x, "seed"])["loss"].first()
+    asked_x = chart.x if plain else chart.against
+    asked = pd.MultiIndex.from_frame(table[[asked_x, "seed"]])
   else:
     cells = table.groupby([*chart.by, chart.x], sort=False, dropna=False)
     first = table[cells.ngroup() == 0]
@@ -132,10 +148,11 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
     "seeds": cells["count"],
     "held-out loss": _with_deviation(cells, "{:.4f}"),
   }
-  if chart.against:
+  if chart.by_name:
     reference = table.groupby(chart.x, sort=False)[chart.against].first()
     columns["against"] = cells[chart.x].map(reference)
-  name = "difference (%)" if chart.against else "from the first (%)"
+  from_what = {"": "from the first (%)", PLAIN: "above data-parallel (%)"}
+  name = from_what.get(chart.against, "difference (%)")
   columns[name] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
   columns["bytes sent"] = spread(chart, table, "bytes")["mean"].map("{:,.0f}".format)
   for y, label in chart.y:
@@ -156,7 +173,7 @@ def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
   """Draws the figure: points are means over seeds, bars standard deviations."""
   with matplotlib.rc_context(STYLE):
-    if chart.against:  # A point that is compared with itself lies at 0.
+    if chart.by_name:  # A point that is compared with itself lies at 0.
       table = table[table[chart.x] != table[chart.against]]
     count = table[chart.x].nunique()
     many = count > 6 and not chart.by and not _numbers(table[chart.x])

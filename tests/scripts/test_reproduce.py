@@ -91,8 +91,9 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
 
 @pytest.mark.parametrize("name", sorted({c.ablation for c in reproduce.CLAIMS}))
 def test_every_claim_has_runs_and_a_range(name):
-  sweep = load_sweep(f"ablations:{name}")
-  found = [p for s in search_all(sweep.grids, lambda point: None) for p in s.points]
+  sweep = load_sweep(name if name == reproduce.LADDER else f"ablations:{name}")
+  searches = search_all(sweep.grids, lambda point: None)
+  found = [p for s in searches for p in s.points or [s.cell]]
   if name == "evaluated":
     found = [{**p, chart.EVALUATED: x} for p in found for x in chart._PARAMETERS]
   for claim in (c for c in reproduce.CLAIMS if c.ablation == name):
@@ -106,9 +107,10 @@ def test_every_claim_has_runs_and_a_range(name):
     assert claim.column == "loss" or all(claim.column in p for p in a + b)
 
 
-def test_every_ablation_of_the_papers_has_a_claim():
+def test_every_ablation_of_the_papers_and_the_ladder_have_a_claim():
   names = reproduce.load_module("ablations", "get_sweep", "").ABLATIONS
-  assert {c.ablation for c in reproduce.CLAIMS} == set(names) - {"methods"}
+  wanted = {*names, reproduce.LADDER} - {"methods"}
+  assert {c.ablation for c in reproduce.CLAIMS} == wanted
 
 
 class Fake:
@@ -163,6 +165,31 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   assert page.count("](figures/") == 2
   assert reproduce.main(flags) == reproduce.main([*flags, "--report"]) == 0
   assert Fake.started == 24
+
+
+def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(reproduce, "Local", Fake)
+  Fake.started = 0
+  flags = [f"--out={tmp_path}", "--only=fedpart,ladder", "--seeds=2", "--jobs=99"]
+  assert reproduce.main([*flags, "--list"]) == 0
+  listed = capsys.readouterr().out.splitlines()
+  # Four algorithms of six sizes, with a second seed each: at least 48 runs.
+  ladder = next(line for line in listed if line.startswith("| ladder | 0 |"))
+  assert int(ladder.split("|")[3]) > 48
+  assert reproduce.main(flags) == 0
+  configs = [json.loads(p.read_text()) for p in tmp_path.glob("runs/*/config.json")]
+  widths = {32: 0, 48: 0, 56: 0, 64: 0, 80: 0, 96: 0}
+  for c in configs:
+    widths[c["model"]["dim"]] += c["model"]["seq_len"] == 64
+  # The ablation's four runs have the width of the smallest size.
+  assert Fake.started == len(configs) == sum(widths.values())
+  assert widths[80] == widths[96] == 4 * 2
+  page = (tmp_path / "reproduced.md").read_text()
+  # All losses of a seed are alike.
+  claim = "The gap of M=2 to data-parallel shrinks as N grows"
+  row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
+  assert "+0.00% [+0.00, +0.00], 2 seeds | below 0% | not shown at this scale" in row
+  assert "| DiLoCo, M=4 | 1081 | 2 | 5.0500 ± 0.0707 | +0.00 ± 0.00 |" in page
 
 
 @pytest.mark.parametrize(

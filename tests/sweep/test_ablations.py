@@ -193,21 +193,19 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
     assert some["loss"].tolist() == [loss + 2.0**-8] * 2
 
 
+def ended(cell, loss, test_loss=None, **tuned):
+  """A cell whose search has ended, and the row of its best run."""
+  found = types.SimpleNamespace(cell=cell, best={**cell, **tuned}, state="interior")
+  return found, {"loss": loss, "test_loss": test_loss, "bytes_sent": 7}
+
+
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   runs = [("a", 1, 0, 2.0), ("a", 1, 1, 4.0)]
   runs += [("b", 1, 0, 3.0), ("b", 1, 1, 5.0), ("b", 2, 1, 6.0)]
   own = chart.Chart("title", "x", ("compressor",), log=True)
   table = chart.frame(
     own,
-    [
-      (
-        types.SimpleNamespace(
-          best={"compressor": m, "x": x, "seed": seed}, state="interior"
-        ),
-        {"loss": y, "test_loss": None, "bytes_sent": 7},
-      )
-      for m, x, seed, y in runs
-    ],
+    [ended({"compressor": m, "x": x, "seed": seed}, y) for m, x, seed, y in runs],
   )
   assert chart.lines(own, table)[2:] == [
     "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00 ± 0.00 | 7 |",
@@ -226,12 +224,7 @@ def test_a_chart_compares_with_another_point_seed_by_seed(tmp_path):
   runs = [("a", 0, 2.0), ("a", 1, 4.0), ("b", 0, 2.2), ("b", 1, 4.8), ("c", 1, 4.0)]
   own = chart.Chart("t", "case", y=(("more", "above (%)"),), against="against")
   cells = [
-    (
-      types.SimpleNamespace(
-        best={"case": case, "against": "a", "seed": seed}, state="interior"
-      ),
-      {"loss": 9.0, "test_loss": loss, "bytes_sent": 7},
-    )
+    ended({"case": case, "against": "a", "seed": seed}, 9.0, loss)
     for case, seed, loss in runs
   ]
   table = chart.frame(own, cells)
@@ -244,6 +237,40 @@ def test_a_chart_compares_with_another_point_seed_by_seed(tmp_path):
   more = pd.concat([table.assign(case=table["case"] + str(i)) for i in range(9)])
   chart.draw(own, more, tmp_path / "words.png")
   assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_compares_with_data_parallel_at_the_same_size(tmp_path):
+  def cell(size, m, **more):
+    algorithm = "diloco" if m else "data_parallel"
+    return {"size": size, "algorithm": algorithm, "replicas": m or 1, **more}
+
+  own = chart.Chart(
+    "t",
+    "size",
+    ("algorithm", "replicas"),
+    y=(("loss", "nats"), ("more", "above (%)")),
+    against=chart.PLAIN,
+  )
+  cells = [
+    ended(cell(2, 2), 2.2),
+    ended(cell(2, 0), 9.0, lr=1),  # The next grid finds a better point of the cell.
+    ended(cell(2, 0), 2.0, lr=2),
+    ended(cell(2, 0), 3.0, lr=3),
+    ended(cell(4, 0), 1.0),
+    ended(cell(4, 2), 1.2),
+    ended(cell(4, 0, seed=1), 2.0),
+    ended(cell(4, 2, seed=1), 2.2),
+    ended(cell(8, 2), 1.0),  # There is no data-parallel of this size.
+  ]
+  table = chart.frame(own, cells)
+  assert table["seed"].tolist() == [0, 0, 0, 0, 1, 1, 0]
+  assert table["lr"].tolist()[1] == 2
+  assert table["more"].tolist()[:-1] == pytest.approx([10, 0, 0, 20, 0, 10])
+  lines = chart.lines(own, table)
+  assert "above data-parallel (%)" in lines[0]
+  assert "| DiLoCo, M=2 | 4 | 2 | 1.7000 ± 0.7071 | +15.00 ± 7.07 | 7 |" in lines
+  chart.draw(own, table, tmp_path / "a.png")
+  assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_are_named_as_in_the_other_figures():

@@ -36,7 +36,7 @@ def test_sizes_rise_from_100_000_and_budgets_are_6_tokens_per_parameter(ladder):
 def test_the_last_sync_follows_the_last_step_and_all_m_see_the_same_text(ladder):
   for batch, shards in ((2, 2), (8, 4)):
     point = {
-      "size": "105k",
+      "size": 105,
       "algorithm": "diloco",
       "replicas": 2,
       "lr": 0.01,
@@ -48,7 +48,7 @@ def test_the_last_sync_follows_the_last_step_and_all_m_see_the_same_text(ladder)
 
 
 def test_the_argument_names_the_text(ladder):
-  point = {"size": "105k", "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
+  point = {"size": 105, "algorithm": "diloco", "replicas": 2, "lr": 0.01, "batch": 8}
   for argument, text in (("", "sotu"), ("text=arrays:/here", "arrays:/here")):
     assert ladder.get_sweep(argument).config(point).data.source == text
 
