@@ -56,12 +56,12 @@ MEAN, MUON = METHODS.MEAN, METHODS.MUON
 DILOCO = METHODS.DILOCO | MEAN
 MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
 
-LARGE, SMALL = batch(32, 25), batch(8, 400)
+SMALL = batch(8, 400)
 # Settings of both algorithms: {name: fields}.
 BOTH: dict[str, Point] = {
   "batch 4": batch(4, 800),
   "batch 8": SMALL,
-  "batch 32, warm-up 25": LARGE,
+  "batch 32, warm-up 25": batch(32, 25),
   "batch 32": batch(32, 100),
   "batch 8, warm-up 25": batch(8, 25),
   "batch 8, Muon": SMALL | MUON,
@@ -77,7 +77,7 @@ SCALES: dict[str, Point] = {
   "batch 8, dim 256": SMALL | width(256),
 }
 OUTER = ((0.8, 0.3), (0.7, 0.5), (1.0, 0.5), (0.3, 0.7), (0.2, 0.9))
-# Settings of Streaming DiLoCo with LARGE and SMALL, and with SMALL: {name: fields}.
+# Settings of Streaming DiLoCo with SMALL: {name: fields}.
 STREAMING: dict[str, Point] = {
   "M=1": {"replicas": 1, "data.shards": 2},
   "outer mean": MEAN,
@@ -87,8 +87,6 @@ STREAMING: dict[str, Point] = {
   "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
   "DiLoCo, outer mean": DILOCO,
   "DiLoCo, outer mean, mean moments": DILOCO | MOMENTS,
-}
-STREAMING_SMALL: dict[str, Point] = {
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "falling outer momentum": {"outer.final_momentum": 0.0},
@@ -112,14 +110,10 @@ def cases() -> dict[str, tuple[Point, str]]:
       found[plain] = (DATA_PARALLEL | point, plain)
       found[f"streaming, {name}"] = (point, plain)
 
-  def changed(base: str, changes: dict[str, Point]) -> None:
-    for name, point in changes.items():
-      found[f"{base}: {name}"] = (BOTH[base] | point, f"data-parallel, {base}")
-
   pairs(BOTH)
-  changed("batch 8", STREAMING | STREAMING_SMALL)
+  for name, point in STREAMING.items():
+    found[f"batch 8: {name}"] = (SMALL | point, "data-parallel, batch 8")
   pairs(SCALES)
-  changed("batch 32, warm-up 25", STREAMING)
   return found
 
 
