@@ -35,7 +35,7 @@ PAGE = "reproduced.md"
 # Runs that a process trains together, if they differ only in seed or rates.
 TOGETHER = 6
 # Of a run on one core of a 2-core CPU: start; a token; a token and parameter.
-START_S, TOKEN_S, PARAMETER_S = 6.0, 15e-6, 50e-12
+START_S, TOKEN_S, PARAMETER_S = 6.0, 24e-6, 70e-12
 
 
 def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
