@@ -160,8 +160,9 @@ def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str
   only = f" --only={args.only}" if args.only else ""
   text = f" --text={args.text}" if args.text else ""
   repeats = (
-    "State of the Union addresses, which 16 times the tokens repeat 4.6 times and on"
-    " which overtrained runs are also evaluated (--text changes this)"
+    "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
+    " ladder's largest size twice, and on which overtrained runs are also evaluated"
+    " (--text changes this)"
   )
   return [
     "# Claims of both papers, at small scale",
@@ -175,9 +176,11 @@ def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, the same text order for all M, and"
-    f" {'the text of --text' if args.text else repeats}. docs/ladder.md says how the"
-    " ladder differs. Claims about simulated networks and fitted laws are not here:"
-    " docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
+    f" {'the text of --text' if args.text else repeats}. An ablation that does not vary"
+    " the outer rate has 0.8 for all M; the papers tune it for each M. The ladder has"
+    " H = 10 and 6 tokens per parameter (docs/ladder.md). Claims about simulated"
+    " networks and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md"
+    " repeat the papers' numbers.",
     "",
   ]
 

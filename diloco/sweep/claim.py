@@ -11,15 +11,18 @@ import scipy.special
 from diloco.sweep.tables import markdown
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
+NO_RUNS = "no runs yet"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
 MEANING = (
   "A number below is by how many per cent the first of the two compared settings lies"
   " above the second one. The difference is taken seed by seed; the brackets are"
-  f" Student's {100 * CONFIDENCE:.0f}% interval of its mean. A claim is *{SHOWN}* if"
-  f" the whole interval lies in the range under 'shown if', *{CONTRADICTED}* if it lies"
-  f" outside, and else *{NOT_SHOWN}*. For a best rate or batch, the brackets are the"
-  " least and the greatest value, so all seeds must agree."
+  f" Student's {100 * CONFIDENCE:.0f}% interval of its mean. Where a claim compares two"
+  " such differences, the number is the first one less the second one, in points. A"
+  f" claim is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
+  f" *{CONTRADICTED}* if it lies outside. Otherwise it is *{NOT_SHOWN}*. For a best"
+  " rate or batch, the brackets are the least and the greatest value, so all seeds must"
+  " agree."
 )
 
 
@@ -106,9 +109,11 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
   """Compares the span of the values with the range that a claim allows.
 
   Returns:
-    SHOWN if the span lies in the range, CONTRADICTED if it lies outside, else
-    NOT_SHOWN.
+    NO_RUNS without values, SHOWN if the span lies in the range, CONTRADICTED if it lies
+    outside, else NOT_SHOWN.
   """
+  if not values:
+    return NO_RUNS
   least, most = span(claim, values)
   if claim.low < least and most < claim.high:
     return SHOWN
@@ -138,15 +143,21 @@ def lines(claims: Sequence[Claim], tables: Mapping[str, pd.DataFrame]) -> list[s
 
 
 def _range(claim: Claim) -> str:
-  """Formats the range that a claim allows, in per cent: all have one bound."""
+  """Formats the range that a claim allows: all have one bound."""
   above = claim.low > -math.inf
-  return f"above {claim.low:g}%" if above else f"below {claim.high:g}%"
+  bound = f"above {claim.low:g}" if above else f"below {claim.high:g}"
+  return bound + _unit(claim)
+
+
+def _unit(claim: Claim) -> str:
+  return " points" if claim.than else "%"
 
 
 def _formatted(claim: Claim, values: Sequence[float]) -> str:
   if not values:
-    return "no runs yet"
-  text, (least, most) = f"{statistics.mean(values):+.2f}%", span(claim, values)
+    return "-"
+  least, most = span(claim, values)
+  text = f"{statistics.mean(values):+.2f}{_unit(claim)}"
   if len(values) > 1:
     text += f" [{least:+.2f}, {most:+.2f}]"
   return f"{text}, {len(values)} seed{'s' * (len(values) > 1)}"

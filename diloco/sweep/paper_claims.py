@@ -61,7 +61,7 @@ CLAIMS = (
   ),
   Claim(
     "fragments",
-    "Small fragments cost little against one fragment of all layers",
+    f"Fragments of one layer cost less than {SMALL}% against one of all layers",
     f"{STREAMING}, figure 6, section 3.3.1",
     "a trade-off with the peak of the bytes, no number",
     {"fragment": 1},
@@ -120,14 +120,17 @@ CLAIMS = (
     )
     for method, name in (("topk", "top-k"), ("random", "FedDropout"), ("dare", "DARE"))
   ),
-  Claim(
-    "compression",
-    "FedDropout is worse than top-k at the same bytes",
-    f"{STREAMING}, figure 11",
-    "particularly at random, no number",
-    {"compressor": "random", "bits": 4},
-    {"compressor": "topk", "bits": 4},
-    low=0,
+  *(
+    Claim(
+      "compression",
+      f"{name} is worse than top-k at the same bytes",
+      f"{STREAMING}, figure 11",
+      "particularly at random, no number",
+      {"compressor": method, "bits": 4},
+      {"compressor": "topk", "bits": 4},
+      low=0,
+    )
+    for method, name in (("random", "FedDropout"), ("dare", "DARE"))
   ),
   *(
     Claim(
@@ -146,12 +149,16 @@ CLAIMS = (
   ),
   Claim(
     "cadence",
-    "At H=5, Streaming DiLoCo is better than DiLoCo",
+    "From H=30 to H=5, Streaming DiLoCo loses less than DiLoCo",
     f"{STREAMING}, figure 13",
     "more robust to low H, no number",
     _algorithm("streaming", 2, sync_every=5),
-    _algorithm("diloco", 2, sync_every=5),
+    _algorithm("streaming", 2, sync_every=30),
     high=0,
+    than=(
+      _algorithm("diloco", 2, sync_every=5),
+      _algorithm("diloco", 2, sync_every=30),
+    ),
   ),
   *(
     Claim(
@@ -223,6 +230,27 @@ CLAIMS = (
     low=0,
     than=(_PLAIN | {"batch": 8}, _ONE | {"batch": 8}),
   ),
+  *(
+    Claim(
+      "batch",
+      f"At a large batch, M={m['replicas']} is better than data-parallel",
+      f"{SCALING}, finding 3, figure 4",
+      "lower, no number",
+      m | {"batch": 32},
+      _PLAIN | {"batch": 32},
+      high=0,
+    )
+    for m in (_TWO, _FOUR)
+  ),
+  Claim(
+    "batch",
+    "M=2 is worse than M=1",
+    f"{SCALING}, table 4, 35M",
+    "+0.7% (3.508, 3.482)",
+    _TWO,
+    _ONE,
+    low=0,
+  ),
   Claim(
     "batch",
     "The best batch of M=4 is larger than that of data-parallel",
@@ -230,6 +258,16 @@ CLAIMS = (
     "larger, no number",
     _FOUR,
     _PLAIN,
+    low=0,
+    column="batch",
+  ),
+  Claim(
+    "batch",
+    "The best batch of M=4 is larger than that of M=1",
+    f"{SCALING}, finding 3, figure 4",
+    "grows with M, no number",
+    _FOUR,
+    _ONE,
     low=0,
     column="batch",
   ),
@@ -253,14 +291,17 @@ CLAIMS = (
     low=0,
     column="outer_lr",
   ),
-  Claim(
-    "outer_rate",
-    "H=1 is worse than H=10 for M=2",
-    f"{SCALING}, figure 9",
-    "H=1 is the worst, no number",
-    _TWO | {"sync_every": 1},
-    _TWO | {"sync_every": 10},
-    low=0,
+  *(
+    Claim(
+      "outer_rate",
+      f"For M=2, H=1 is worse than H={h}",
+      f"{SCALING}, figure 9",
+      "H=1 is the worst, no number",
+      _TWO | {"sync_every": 1},
+      _TWO | {"sync_every": h},
+      low=0,
+    )
+    for h in (10, 100)
   ),
   Claim(
     "outer_rate",
@@ -270,6 +311,16 @@ CLAIMS = (
     _TWO | {"sync_every": 100},
     _TWO | {"sync_every": 10},
     low=0,
+  ),
+  Claim(
+    "outer_rate",
+    "From H=10 to H=100, M=1 loses less than M=2",
+    f"{SCALING}, figure 9",
+    "less pronounced for M=1, no number",
+    _ONE | {"sync_every": 100},
+    _ONE | {"sync_every": 10},
+    high=0,
+    than=(_TWO | {"sync_every": 100}, _TWO | {"sync_every": 10}),
   ),
   *(
     Claim(
@@ -282,6 +333,25 @@ CLAIMS = (
       high=0,
     )
     for factor in (1, 4, 16)
+  ),
+  Claim(
+    "overtrain",
+    "With 16 times the tokens, M=1 is slightly better than M=2",
+    f"{SCALING}, figure 11",
+    "slightly lower, no number",
+    _ONE | {"overtrain": 16},
+    _TWO | {"overtrain": 16},
+    high=0,
+  ),
+  Claim(
+    "overtrain",
+    "The gap of M=2 to data-parallel does not grow with 16 times the tokens",
+    f"{SCALING}, figure 11",
+    "parallel curves, no number",
+    _TWO | {"overtrain": 16},
+    _PLAIN | {"overtrain": 16},
+    high=SMALL,
+    than=(_TWO | {"overtrain": 1}, _PLAIN | {"overtrain": 1}),
   ),
   Claim(
     LADDER,

@@ -121,7 +121,10 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   # All losses of a seed are alike.
   claim = "The gap of M=2 to data-parallel shrinks as N grows"
   row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
-  assert "+0.00% [+0.00, +0.00], 2 seeds | below 0% | not shown at this scale" in row
+  assert (
+    "+0.00 points [+0.00, +0.00], 2 seeds | below 0 points | not shown at this scale"
+    in row
+  )
   assert "| DiLoCo, M=4 | 1081 | 2 | 5.0500 ± 0.0707 | +0.00 ± 0.00 |" in page
 
 

@@ -26,7 +26,7 @@ def claim_of(column="loss", **bounds):
     ([0.0, 0.0, 0.0], 0, math.inf, "not shown at this scale"),
     ([0.0, 0.0, 0.0], -1, 1, "shown"),
     ([5.0], 0, math.inf, "not shown at this scale"),
-    ([], 0, math.inf, "not shown at this scale"),
+    ([], 0, math.inf, "no runs yet"),
   ],
 )
 def test_a_verdict_needs_the_whole_interval(values, low, high, verdict):
@@ -72,3 +72,14 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
   # 2.2 and 5.0 to 2.0 and 4.0, less those at the rate 0.4 (2.2 to 1.0, only seed 0).
   than = {"m": 2}, {"m": 1, "rate": 0.4}
   assert claim.differences(claim_of(than=than), found) == pytest.approx([10 - 120])
+
+
+def test_a_difference_of_differences_is_told_in_points():
+  rows = [(m, s, 5.0 * (1 + m / 100)) for m in (1, 2, 3, 4) for s in (0, 1)]
+  found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
+  plain = claim_of(low=0)
+  gap = claim_of(high=0, than=({"m": 4}, {"m": 3}))
+  told = claim.lines([plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found})
+  assert told[-2].endswith("| +0.99% [+0.99, +0.99], 2 seeds | above 0% | shown |")
+  assert told[-1].endswith("2 seeds | below 0 points | contradicted |")
+  assert "| +0.02 points [+0.02, +0.02]," in told[-1]
