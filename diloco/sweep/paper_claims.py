@@ -365,7 +365,7 @@ CLAIMS = (
   *(
     Claim(
       LADDER,
-      f"The gap of M={m['replicas']} to data-parallel shrinks as N grows",
+      f"M={m['replicas']} does better relative to data-parallel at the largest N",
       f"{SCALING}, finding 1, table 4, 35M to 2.4B",
       number,
       m | _LARGEST,

@@ -119,7 +119,7 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   assert widths[80] == widths[96] == 4 * 2
   page = (tmp_path / "reproduced.md").read_text()
   # All losses of a seed are alike.
-  claim = "The gap of M=2 to data-parallel shrinks as N grows"
+  claim = "M=2 does better relative to data-parallel at the largest N"
   row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
   assert (
     "+0.00 points [+0.00, +0.00], 2 seeds | below 0 points | not shown at this scale"
