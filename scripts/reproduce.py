@@ -172,7 +172,8 @@ def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str
     f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core, on"
     f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}."
     " Losses are in nats per token, on held-out text by which nothing was chosen."
-    " Tables give mean and standard deviation over seeds.",
+    " Tables give mean and standard deviation over seeds. The bars in figures are"
+    " standard deviations too, without what all settings of a seed have in common.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, the same text order for all M, and"

@@ -170,8 +170,25 @@ def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
   return cells["mean"].map(form.format) + deviation
 
 
+def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
+  """Subtracts from the losses what all cells of a seed have in common.
+
+  All cells of a seed see the same text, so their losses rise and fall together, often
+  by more than the cells differ. The table is returned as it is while cells lack seeds.
+  """
+  cells = table.groupby([*chart.by, chart.x], dropna=False)["seed"].nunique()
+  if (cells < table["seed"].nunique()).any():
+    return table
+  common = table.groupby("seed")["loss"].transform("mean") - table["loss"].mean()
+  return table.assign(loss=table["loss"] - common)
+
+
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
-  """Draws the figure: points are means over seeds, bars standard deviations."""
+  """Draws the figure: points are means over seeds, bars standard deviations.
+
+  The bars of losses leave out what all cells of a seed have in common.
+  """
+  table = paired(chart, table)
   with matplotlib.rc_context(STYLE):
     if chart.by_name:  # A point that is compared with itself lies at 0.
       table = table[table[chart.x] != table[chart.against]]

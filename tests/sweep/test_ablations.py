@@ -273,6 +273,19 @@ def test_a_chart_compares_with_data_parallel_at_the_same_size(tmp_path):
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_bars_leave_out_what_all_cells_of_a_seed_share():
+  losses = {(1, 0): 2.0, (2, 0): 2.3, (1, 1): 4.0, (2, 1): 4.1}
+  own = chart.Chart("t", "x")
+  cells = [ended({"x": x, "seed": seed}, loss) for (x, seed), loss in losses.items()]
+  table = chart.frame(own, cells)
+  drawn = chart.spread(own, chart.paired(own, table))
+  assert drawn["mean"].tolist() == pytest.approx([3.0, 3.2])
+  # The differences are 0.3 and 0.1, half of each on either side.
+  assert drawn["std"].tolist() == pytest.approx([0.1 / 2**0.5] * 2)
+  part = table[:-1]
+  assert chart.paired(own, part) is part
+
+
 def test_curves_are_named_as_in_the_other_figures():
   name = chart.curve
   assert name({"algorithm": "data_parallel", "replicas": 1}) == "data-parallel"
