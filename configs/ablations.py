@@ -205,10 +205,10 @@ ABLATIONS = {
     [c | {"batch": b} for c in replicas(1, 2, 4) for b in (4, 8, 16, 32)],
     [c | {"batch": b} for c in replicas(1, 2, 4, 8) for b in (64, 128, 256, 512, 1024)],
     Chart(
-      "Batch, at the best inner rates (2503.09799, figures 3, 4)",
+      "Batch (2503.09799, figures 3, 4)",
       "batch",
       ALGORITHM,
-      "sequences per step",
+      "sequences per step, at the best inner rates",
       log=True,
     ),
     tuned=("small", "paper"),

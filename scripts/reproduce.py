@@ -128,7 +128,9 @@ def report(
     if sweep.chart
   }
   make_folder(args.out / "figures", "--out")
-  lines = [*_introduction(driver.rows, args), *claim.lines(CLAIMS, tables)]
+  waiting = sum(not cell.ended for cell, _ in best)
+  left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
+  lines = [*_introduction(driver.rows, left, args), *claim.lines(CLAIMS, tables)]
   lines += [
     "",
     "'Shown if' tests the direction of a claim, not its size. Its margin of"
@@ -148,7 +150,9 @@ def report(
   return args.out / PAGE
 
 
-def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str]:
+def _introduction(
+  rows: Mapping[str, Row], left: str, args: argparse.Namespace
+) -> list[str]:
   done = [row for row in rows.values() if row["status"] == "done"]
   failed = sum(row["status"] == "failed" for row in rows.values())
   groups = dict[str, float]()  # All runs of a group have its time.
@@ -170,7 +174,7 @@ def _introduction(rows: Mapping[str, Row], args: argparse.Namespace) -> list[str
     f"`python -m diloco reproduce --out=OUT --seeds={args.seeds}{only}{text}`",
     "",
     f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core, on"
-    f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}."
+    f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
     " Tables give mean and standard deviation over seeds. The bars in figures are"
     " standard deviations too, without what all settings of a seed have in common.",

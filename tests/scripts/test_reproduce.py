@@ -82,6 +82,10 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   # The run of `evaluated` is that of tau = 1 with alpha = 0.
   assert listed[2:4] == ["| tau | 0 | 24 | 1 |", "| evaluated | 0 | 0 | 0 |"]
   assert not list(tmp_path.iterdir())
+  assert reproduce.main([*flags, "--report"]) == 0
+  page = (tmp_path / "reproduced.md").read_text()
+  assert "26 of 26 settings have no result yet." in page
+  assert page.count("| no runs yet |") == 6
   assert reproduce.main(flags) == 0
   assert Fake.started == 24
   page = (tmp_path / "reproduced.md").read_text()
@@ -93,6 +97,7 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   assert "-0.20% [-0.21, -0.18], 2 seeds | below 0% | shown |" in page
   # Two seeds train together, and both have the group's 36 s.
   assert "24 runs, 0 failed, 0.1 hours" in page
+  assert "no result yet" not in page
   for picture in re.findall(r"\]\((.*?png)\)", page):
     assert (tmp_path / picture).is_file()
   assert page.count("](figures/") == 2
