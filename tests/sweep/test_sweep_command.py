@@ -161,7 +161,7 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   done = sweep_command(sweep, "--show", f"--results={missing}")
   waiting = [x.split() for x in done.stdout.splitlines() if x.startswith("waiting")]
   assert [x[2:5] for x in waiting] == [
-    ["size=105k", f"algorithm={algorithm}", f"replicas={m}"]
+    ["size=105", f"algorithm={algorithm}", f"replicas={m}"]
     for algorithm, m in [("data_parallel", 1), *(("diloco", m) for m in (1, 2, 4))]
   ]
   assert not missing.exists()
