@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -39,6 +40,12 @@ class Stop:
     say("\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once.")
     if self.peers.count > 1:  # JAX tells the other processes of a SIGTERM.
       os.kill(os.getpid(), signal.SIGTERM)
+
+  def raise_again(self, signum: int, frame: object) -> None:
+    """Raises the KeyboardInterrupt that Python dropped, unless a step must be saved."""
+    del signum, frame
+    if not self.unsaved:
+      raise KeyboardInterrupt
 
   def is_told(self) -> bool:
     """Returns whether this process has received a signal to end."""
@@ -89,17 +96,33 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
     say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
     yield stop
     return
-  # JAX handles SIGTERM if several processes train together.
-  signums = [signal.SIGINT] + ([signal.SIGTERM] if peers.count == 1 else [])
+  handlers = {signal.SIGINT: stop.handle, signal.SIGALRM: stop.raise_again}
+  if peers.count == 1:  # JAX handles SIGTERM if several processes train together.
+    handlers[signal.SIGTERM] = stop.handle
   # A shell without job control starts background processes with Ctrl-C ignored.
-  signums = [s for s in signums if signal.getsignal(s) != signal.SIG_IGN]
-  before = {s: signal.signal(s, stop.handle) for s in signums}
+  heard = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
+  before = {s: signal.signal(s, handlers[s]) for s in heard}
+  report, sys.unraisablehook = sys.unraisablehook, _raise_soon
   try:
     yield stop
   finally:
+    sys.unraisablehook = report
+    signal.setitimer(signal.ITIMER_REAL, 0)
     for signum, handler in before.items():
       # None is a handler that was not set from Python and cannot be restored.
       signal.signal(signum, handler or signal.SIG_DFL)
+
+
+def _raise_soon(lost: "sys.UnraisableHookArgs") -> None:
+  """Sends SIGALRM if Python has dropped a KeyboardInterrupt.
+
+  Python drops what is raised in __del__ and in callbacks of its garbage collector. JAX
+  has such a callback, and a signal often reaches it: the collector is slow.
+  """
+  if lost.exc_type is KeyboardInterrupt:
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+  else:
+    sys.__unraisablehook__(lost)
 
 
 def end_at_second_interrupt() -> None:

@@ -1,0 +1,52 @@
+"""Ctrl-C ends a run wherever it arrives."""
+
+import gc
+import os
+import signal
+import time
+
+import pytest
+
+from diloco.run.peers import Peers
+from diloco.run.stop import end_on_signal
+
+
+@pytest.fixture
+def interrupt_while_collecting():
+  """Sends Ctrl-C inside a callback of the collector, where Python drops exceptions."""
+
+  def interrupt(phase, info):
+    if phase == "stop":
+      os.kill(os.getpid(), signal.SIGINT)
+
+  gc.disable()  # Until a test collects.
+  gc.callbacks.append(interrupt)
+  yield
+  gc.callbacks.remove(interrupt)
+  gc.enable()
+
+
+def collect():
+  """Collects garbage, and gives an interrupt ten seconds."""
+  gc.collect()
+  time.sleep(10)
+
+
+def test_an_interrupt_while_garbage_is_collected_is_raised_after_it(
+  interrupt_while_collecting, capfd
+):
+  handler = signal.getsignal(signal.SIGALRM)
+  with pytest.raises(KeyboardInterrupt), end_on_signal(Peers()):
+    collect()
+  assert capfd.readouterr().err == ""
+  assert signal.getsignal(signal.SIGALRM) == handler
+
+
+def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
+  interrupt_while_collecting,
+):
+  with end_on_signal(Peers()) as stop:
+    stop.unsaved = True
+    gc.collect()
+    time.sleep(0.1)
+    assert stop.is_told()
