@@ -130,7 +130,8 @@ def report(
   make_folder(args.out / "figures", "--out")
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
-  lines = [*_introduction(driver.rows, left, args), *claim.lines(CLAIMS, tables)]
+  runs = driver.asked([cell for cell, _ in best])
+  lines = [*_introduction(runs, left, args), *claim.lines(CLAIMS, tables)]
   lines += [
     "",
     "'Shown if' tests the direction of a claim, not its size. Its margin of"
@@ -151,10 +152,10 @@ def report(
 
 
 def _introduction(
-  rows: Mapping[str, Row], left: str, args: argparse.Namespace
+  rows: Sequence[Row], left: str, args: argparse.Namespace
 ) -> list[str]:
-  done = [row for row in rows.values() if row["status"] == "done"]
-  failed = sum(row["status"] == "failed" for row in rows.values())
+  done = [row for row in rows if row["status"] == "done"]
+  failed = sum(row["status"] == "failed" for row in rows)
   groups = dict[str, float]()  # All runs of a group have its time.
   for row in done:
     group = row.get("group", row["name"])

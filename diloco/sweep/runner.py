@@ -128,6 +128,11 @@ class Driver:
     row = lambda best: self.rows.get(self._plan(best).name) if best else None
     return [(cell, row(cell.best)) for cell in self.cells()]
 
+  def asked(self, cells: list[Search]) -> list[Row]:
+    """Returns the rows of the runs that the cells have asked for so far."""
+    names = dict.fromkeys(self._plan(p).name for cell in cells for p in cell.points)
+    return [self.rows[name] for name in names if name in self.rows]
+
   def refused(self) -> list[Plan]:
     """Returns points without a valid config that have no row of a failed run yet."""
     noted = lambda plan: self.rows.get(plan.name, {}).get("error")

@@ -103,6 +103,9 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   assert page.count("](figures/") == 2
   assert reproduce.main(flags) == reproduce.main([*flags, "--report"]) == 0
   assert Fake.started == 24
+  flags[1] = "--only=evaluated"
+  assert reproduce.main([*flags, "--report"]) == 0
+  assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
 
 
 def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
