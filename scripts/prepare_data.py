@@ -13,7 +13,8 @@ A TFDS data set in tfrecord becomes array_record, for data.source=tfds:...:
     --output=/data/array_record --workers=16
 
 After an interruption, start the same command again: finished files stay, and at most
-one file of each process is made again. docs/data.md has sizes and rates.
+one file of each process is made again. docs/data.md has sizes,
+docs/benchmarks.md speeds.
 """
 
 import pathlib

@@ -158,7 +158,7 @@ def _introduction(
   failed = sum(row["status"] == "failed" for row in rows)
   groups = dict[str, float]()  # All runs of a group have its time.
   for row in done:
-    group = row.get("group", row["name"])
+    group = row["group"] or row["name"]
     groups[group] = max(groups.get(group, 0.0), row["wall_s"] or 0.0)
   hours = sum(groups.values()) / 3600
   revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"

@@ -1,6 +1,7 @@
 #!/bin/bash
 # One run on several slices of Cloud TPU, with at least one replica on each:
 #
+#   export ACCELERATOR=v5litepod-16
 #   scripts/tpu_multislice.sh create   # Requests the slices; may wait in a queue.
 #   scripts/tpu_multislice.sh setup    # Installs this repository on all hosts.
 #   scripts/tpu_multislice.sh run --config=configs/chinchilla.py:1.3B,M=2 \

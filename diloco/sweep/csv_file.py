@@ -30,11 +30,11 @@ EXPORTED_FIELDS = {
   "vocab_size": "model.vocab_size",
   "seed": "seed",
 }
-_NOTED = ("name", "revision", "status", "error", "finished")
+_NOTED = ("name", "group", "revision", "status", "error", "finished")
 # Columns that an imported file must have.
 _COLUMNS = (*EXPORTED_FIELDS, *_NOTED, *SUMMARY_COLUMNS, "config")
 # Columns that a file has only if a run has a value for them.
-_LATER = {name for name in SUMMARY_COLUMNS if name.startswith("test_loss")}
+_LATER = {"group", *(c for c in SUMMARY_COLUMNS if c.startswith("test_loss"))}
 # The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
 _PAPERS_N = "matrix_params"
 
@@ -51,7 +51,7 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   with files.replacing(path) as binary:
     file = io.TextIOWrapper(binary, newline="")
     rest = _COLUMNS[len(EXPORTED_FIELDS) :]
-    empty = {c for c in _LATER if all(row[c] is None for row in ended)}
+    empty = {c for c in _LATER if all(row[c] in (None, "") for row in ended)}
     rest = tuple(c for c in rest if c not in empty)
     columns = (*asked, *EXPORTED_FIELDS, _PAPERS_N, *rest)
     writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
@@ -148,6 +148,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
     "ended.json": {"failed": False, "error": "", "finished": line["finished"]},
     "run.json": {
       "point": {column.removeprefix("point_"): text for column, text in asked.items()},
+      "group": line.get("group", ""),
       "revision": line["revision"],
       "attempts": 1,
       "started": table.utc_now("microseconds"),

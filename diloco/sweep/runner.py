@@ -105,7 +105,7 @@ class Driver:
     alive = {name for name, row in self.rows.items() if row["status"] == "running"}
     # Slurm may have put an interrupted run back into its queue.
     alive |= {n for n in todo if n not in alive and self.backend.running(self._path(n))}
-    busy = {self.rows.get(name, {}).get("group", name) for name in alive}
+    busy = {self.rows.get(name, {}).get("group") or name for name in alive}
     due = {name: plan.config for name, plan in todo.items() if name not in alive}
     together = groups.split(due, self.vectorize)
     for names in together[: max(self.parallel - len(busy), 0)]:

@@ -94,7 +94,8 @@ def read_row(directory: pathlib.Path) -> Row:
   ended = files.read_json(directory / "ended.json") or {}
   summary = leaves(files.read_json(directory / "summary.json") or {})
   row: Row = {
-    **{"point": {}, "revision": None, "attempts": 0, "started": "", "vanished": 0},
+    **{"point": {}, "group": "", "revision": None},
+    **{"attempts": 0, "started": "", "vanished": 0},
     **(files.read_json(directory / "run.json") or {}),
     **dict.fromkeys(SUMMARY_COLUMNS),
     "name": directory.name,

@@ -51,6 +51,7 @@ def test_a_sweep_goes_on_from_an_exported_file(tmp_path):
   for row in rows_of(b):
     assert row["loss"] == pytest.approx(before[row["name"]]["loss"], rel=1e-5)
     assert row["revision"] == before[row["name"]]["revision"]
+    assert row["group"] == before[row["name"]]["group"] != ""
 
 
 def test_an_imported_file_is_exported_as_it_was(tmp_path):
