@@ -71,7 +71,7 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
 
 
 def _only_extends(changes: Mapping[str, str], old: Config, c: Config) -> bool:
-  derived = {x.inner.weight_decay * x.schedule_steps for x in (old, c)} == {1.0}
+  derived = all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c))
   return changes.keys() <= _EXTENSION | ({"inner.weight_decay"} if derived else set())
 
 

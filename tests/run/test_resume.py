@@ -123,6 +123,14 @@ def test_an_extension_says_what_changes(tiny, before, fields, told):
   assert said.endswith(told)
 
 
+@pytest.mark.parametrize("steps", [98, 11_000])
+def test_a_weight_decay_follows_any_number_of_steps(tiny, steps):
+  assert 1 / steps * steps != 1  # In floats.
+  tiny.train.steps = steps
+  said = check(tiny, **{"train.steps": 2 * steps, "inner.decay_steps": 2 * steps})
+  assert "the weight decay changes" in said
+
+
 @pytest.mark.parametrize(
   "fields",
   [
