@@ -187,7 +187,7 @@ class Player:
     return self
 
   def send(self, number: int, **fields) -> None:
-    data = {m: [number, {}] for m in self.calendar.replicas_of(self.site)}
+    data = {s: [number, {}] for s in self.calendar.shards_of(self.site)}
     fields = {"tokens": 16, "data": data} | fields
     self.link.send(number, payload(self.calendar, self.site, number), fields)
 

@@ -31,7 +31,7 @@ class Group(Protocol):
 
   Attributes:
     applied: rounds below this number are in it.
-    data: {replica: [step, position in its text]} of these rounds.
+    data: {shard: [step, position in its text]} of these rounds.
   """
 
   applied: int
@@ -76,7 +76,7 @@ class Upload:
 
   Attributes:
     tokens: inner tokens behind each replica's payload.
-    data: {replica: [step, position in its text]}.
+    data: {shard: [step, position in its text]}.
     total: size of the payload.
     crc32: its checksum; -1 if other bytes came.
     received: its first bytes.
@@ -188,10 +188,9 @@ class Board:
     return True
 
   async def positions(self, site: int) -> dict[str, Any]:
-    """Returns {replica: [step, position in its text]} of a site, as far as recorded."""
+    """Returns {shard: [step, position in its text]} of a site, as far as recorded."""
     data = (await self._get()).data
-    own = self.calendar.replicas_of(site)
-    return {replica: data[replica] for replica in own if replica in data}
+    return {s: data[s] for s in self.calendar.shards_of(site) if s in data}
 
   async def snapshot(self) -> tuple[int, bytes]:
     """Returns the number of applied rounds, and the outer state as bytes."""
@@ -369,17 +368,15 @@ class Board:
 
   def _begin_upload(self, session: Session, r: int, message: Message) -> Upload:
     """Reads the header of a payload's first part."""
-    total, wanted = (
-      number(message, "total", 0, _LARGEST),
-      self.calendar.payload_bytes(r),
-    )
+    total = number(message, "total", 0, _LARGEST)
+    wanted = self.calendar.payload_bytes(r)
     if total != wanted:
       raise BadMessage(f"its payload of round {r} has {total} bytes, not {wanted}")
     data = message.fields.get("data")
-    own = self.calendar.replicas_of(session.site)
+    own = self.calendar.shards_of(session.site)
     return Upload(
       number(message, "tokens", 1, _LARGEST),
-      {m: data[m] for m in own if m in data} if isinstance(data, dict) else {},
+      {s: data[s] for s in own if s in data} if isinstance(data, dict) else {},
       total,
       number(message, "crc32", 0, (1 << 32) - 1),
     )

@@ -57,10 +57,10 @@ class Calendar:
     """Closed rounds that a site holds until it merges them; in flight are at most P."""
     return 2 * self.fragments + 2
 
-  def replicas_of(self, site: int) -> list[str]:
-    """Returns the numbers of a site's replicas, as in the positions of their texts."""
-    n = self.replicas_per_site
-    return [str(m) for m in range(site * n, (site + 1) * n)]
+  def shards_of(self, site: int) -> list[str]:
+    """Returns the shards of the text that a site reads, as in saved positions."""
+    n = self.config.shards // self.sites
+    return [str(shard) for shard in range(site * n, (site + 1) * n)]
 
   def payload_bytes(self, number: int) -> int:
     """Counts the bytes of one site's payload of a round."""
@@ -117,6 +117,7 @@ def config_of(c: Config, site: int) -> Config:
   own = {
     "replicas": n,
     "train.batch_size": c.train.batch_size * n // c.replicas,
+    "data.shards": c.data.shards // calendar.sites,
     "overlap.taus": c.overlap.taus[site * n : (site + 1) * n],
     "sites.count": 1,
     "sites.quorum": 1,

@@ -119,11 +119,11 @@ class Site:
       round=self._applied,
       digests=outer_state.digests(state.outer),
     )
-    recorded = {r: x for r, (step, x) in welcome.data.items() if step > start}
+    recorded = {s: x for s, (step, x) in welcome.data.items() if step > start}
     text = "its own position"
     if recorded:
       own = batches.get_state()
-      batches.set_state({r: recorded.get(r, x) for r, x in own.items()})
+      batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
     t, step = start, self._calendar.step_before(welcome.round)
     if welcome.snapshot is not None:

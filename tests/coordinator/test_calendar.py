@@ -1,6 +1,7 @@
 """The rounds of a run, beside the trainer's schedule and real payloads."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from diloco.algorithm.plan import make_plan
 from diloco.config import ConfigError, resolve
 from diloco.coordinator.calendar import Calendar, config_of
 from diloco.model import registry
+from diloco.run.batches import Batches
 from diloco.run.mesh import make_mesh
 from diloco.wire import exchange
 
@@ -123,4 +125,19 @@ def test_sites_of_several_replicas_get_their_own_part():
     (0, 1),
     (2, 3),
   ]
-  assert [calendar.replicas_of(k) for k in (0, 1)] == [["0", "1"], ["2", "3"]]
+  assert [calendar.shards_of(k) for k in (0, 1)] == [["0", "1"], ["2", "3"]]
+
+
+def test_sites_read_the_shards_whose_positions_they_record():
+  calendar = make(sites__count=2, data__shards=8)
+  for site, own in enumerate((["0", "1", "2", "3"], ["4", "5", "6", "7"])):
+    assert calendar.shards_of(site) == own
+    c = config_of(calendar.config, site)
+    assert (c.data.shards, c.replicas) == (4, 2)
+    batches = Batches(
+      c,
+      make_mesh(c),
+      types.SimpleNamespace(config=calendar.config, first_replica=2 * site),
+    )
+    assert [*batches.get_state()] == own
+    batches.close()
