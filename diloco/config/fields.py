@@ -10,6 +10,7 @@ The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from diloco.algorithm import schedule
@@ -511,6 +512,11 @@ class Config:
   def shards(self) -> int:
     """Shards of the training documents."""
     return self.data.shards or self.replicas
+
+  def shards_of(self, replicas: Iterable[int]) -> list[int]:
+    """Lists the shards that some replicas read, in the order of the replicas."""
+    n = self.shards // self.replicas
+    return [shard for r in replicas for shard in range(r * n, (r + 1) * n)]
 
   def is_warm(self, t: int) -> bool:
     """Whether inner step t belongs to the warm start, which averages gradients."""

@@ -59,8 +59,9 @@ class Calendar:
 
   def shards_of(self, site: int) -> list[str]:
     """Returns the shards of the text that a site reads, as in saved positions."""
-    n = self.config.shards // self.sites
-    return [str(shard) for shard in range(site * n, (site + 1) * n)]
+    n = self.replicas_per_site
+    own = range(site * n, (site + 1) * n)
+    return [str(shard) for shard in self.config.shards_of(own)]
 
   def payload_bytes(self, number: int) -> int:
     """Counts the bytes of one site's payload of a round."""

@@ -161,8 +161,8 @@ def make_train_iterator(
   if not set(ids) <= set(range(c.replicas)):
     raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
   per = c.shards // c.replicas
-  own = [s for r in ids for s in range(r * per, (r + 1) * per)]
-  return TrainIterator({s: _shard(c, documents, s) for s in own}, per, len(documents))
+  shards = {s: _shard(c, documents, s) for s in c.shards_of(ids)}
+  return TrainIterator(shards, per, len(documents))
 
 
 def _check_memory(field: str, value: int, tokens: int) -> None:

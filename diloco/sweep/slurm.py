@@ -120,7 +120,7 @@ class Slurm:
     """Names a run's job. A later driver finds the job by this name, even if this
     driver was killed before it knew the job's number. A job of several runs has the
     name of the first."""
-    first = (files.read_json(run / "run.json") or {}).get("group", run.name)
+    first = (files.read_json(run / "run.json") or {}).get("group") or run.name
     return f"{self._prefix}-{first}-{self._place}"
 
   def _queue(self) -> dict[str, str] | None:
