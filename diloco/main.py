@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco.config import ConfigError, resolve
-from diloco.config.command_line import INTERRUPTED, guarded, make_folder, parse_flags
+from diloco.config.command_line import guarded, interrupted, make_folder, parse_flags
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -98,11 +98,11 @@ def main(_) -> None:
     peers.fail(str(error))
   except stop.Interrupted:
     peers.close()
-    sys.exit(INTERRUPTED)
+    sys.exit(interrupted())
   except KeyboardInterrupt:
     peers.fail(
       "interrupted; the same command goes on from the newest checkpoint, if any.",
-      INTERRUPTED,
+      interrupted(),
     )
   except Exception as error:
     reason = memory.explain(error) or room.explain(error)
@@ -132,4 +132,4 @@ if __name__ == "__main__":
   try:
     app.run(main, flags_parser=parse_flags)
   except KeyboardInterrupt:  # While modules were imported.
-    sys.exit(INTERRUPTED)
+    sys.exit(interrupted())

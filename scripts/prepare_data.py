@@ -59,7 +59,7 @@ def _run(command: str) -> int:
     _prepare(command)
   except KeyboardInterrupt:
     print("Interrupted; start the same command again to continue.", file=sys.stderr)
-    return command_line.INTERRUPTED
+    return command_line.interrupted()
   return 0
 
 

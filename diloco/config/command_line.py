@@ -64,8 +64,19 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
     return 2
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
-    return INTERRUPTED
+    return interrupted()
   return status if isinstance(status, int) else 0
+
+
+def interrupted() -> int:
+  """Returns INTERRUPTED; after a KeyboardInterrupt, call it just before the exit.
+
+  A KeyboardInterrupt may come while Python executes a text: dataclasses are made so.
+  Then CPython notes that it will end by SIGINT, even if the program handles the
+  exception and exits with another status. The next text makes it forget that.
+  """
+  exec("")
+  return INTERRUPTED
 
 
 def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from diloco.config import ConfigError, resolve
-from diloco.config.command_line import INTERRUPTED, Parser, guarded
+from diloco.config.command_line import Parser, guarded, interrupted
 from diloco.sweep import groups, saved, table
 
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         say(f"Training together: {' '.join(one.workdir.name for one in group)}.")
         together.train(group)
   except KeyboardInterrupt:
-    return INTERRUPTED
+    return interrupted()
   except Exception as error:
     found = memory.explain(error) or room.explain(error)
     if not found:

@@ -142,6 +142,19 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
   assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_ctrl_c_while_a_text_is_executed_has_the_same_status(tmp_path):
+  lines = (
+    "import sys",
+    "from diloco.config.command_line import guarded",
+    "sys.exit(guarded(exec, 'raise KeyboardInterrupt'))",
+  )
+  (tmp_path / "program.py").write_text("\n".join(lines))
+  # With -m, as our commands are started; CPython ends a file in another way.
+  command = [sys.executable, "-m", "program"]
+  done = subprocess.run(command, cwd=tmp_path, capture_output=True)
+  assert (done.returncode, done.stderr) == (130, b"interrupted\n")
+
+
 def test_a_python_file_needs_its_function(tmp_path):
   for text, said in (
     ("def get_it(): pass", ""),
