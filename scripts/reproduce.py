@@ -91,7 +91,7 @@ def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
     known |= todo.keys()
     points += [point for cell in cells for point in _later(cell, cells)]
     seconds = sum(_seconds(resolve(driver.sweep.config(point))) for point in points)
-    done = sum(len(cell.points) - len(cell.todo) for cell in cells)
+    done = sum(row["status"] == "done" for row in driver.asked(cells))
     minutes = math.ceil(seconds / 60 / jobs)
     lines.append({"done": done, "to run": len(points), "minutes": minutes})
   columns = {key: [line[key] for line in lines] for key in lines[0]}
@@ -131,7 +131,11 @@ def report(
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
   runs = driver.asked([cell for cell, _ in best])
-  lines = [*_introduction(runs, left, args), *claim.lines(CLAIMS, tables)]
+  missing = {
+    name: [c.cell for c, _ in best if ablation(c) == name and not c.has_best]
+    for name in found
+  }
+  lines = [*_introduction(runs, left, args), *claim.lines(CLAIMS, tables, missing)]
   lines += [
     "",
     "'Shown if' tests the direction of a claim, not its size. Its margin of"
@@ -178,7 +182,8 @@ def _introduction(
     f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
     " Tables give mean and standard deviation over seeds. The bars in figures are"
-    " standard deviations too, without what all settings of a seed have in common.",
+    " standard deviations too; once no run is missing, they leave out what all settings"
+    " of a seed have in common.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, the same text order for all M, and"
@@ -199,6 +204,9 @@ def run(args: argparse.Namespace) -> int:
     )
   found = sweeps(args)
   driver = make_driver(found, args)
+  driver.cells()  # Reads the config of every run.
+  if refused := driver.refused():
+    raise ConfigError(refused[0].error)
   if args.list:
     print("\n".join(listing(driver, [*found], args.jobs)))
     return 0

@@ -7,6 +7,7 @@ only chooses the best run.
 
 import dataclasses
 import itertools
+import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from matplotlib.axes import Axes
 from diloco.config import files
 from diloco.config.palette import COLORS, OTHERS, PAGE, STYLE
 from diloco.sweep import drawing, tables
-from diloco.sweep.grid import Search, key
+from diloco.sweep.grid import Point, Search, key
 from diloco.sweep.runs import PLAIN
 from diloco.sweep.table import Row
 
@@ -70,25 +71,27 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     grids that search the same cell, the better one counts.
       choice: the loss by which the sweep chooses.
       seed: 0 if the points have none.
-      loss: the test loss if there is one, else the same loss.
+      loss: the test loss if all these runs have one, else the same loss.
       more: by how many per cent the loss lies above that of the same seed in the row
-        with which it is compared.
+        with which it is compared; NaN if that row has no result.
       bytes: bytes that one replica sent.
     For EVALUATED, three rows per cell.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
   best = dict[str, tuple[Search, Row]]()
   for cell, row in cells:
-    if row and cell.state in ("interior", "edge"):
+    if row and cell.has_best:
       _, other = best.setdefault(key(cell.cell), (cell, row))
       if row["loss"] < other["loss"]:
         best[key(cell.cell)] = cell, row
+  told = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
+  test = "test_" * all(told(row) for _, row in best.values())
   found = [
     {
       **(cell.best or {}),
       EVALUATED: name,
       "choice": row["loss"],
-      "loss": row[f"test_loss{end}"] or row[f"loss{end}"],
+      "loss": row[f"{test}loss{end}"],
       "bytes": row["bytes_sent"],
     }
     for cell, row in best.values()
@@ -98,10 +101,10 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
   table = pd.DataFrame(found)
   table["seed"] = table["seed"].fillna(0).astype(int) if "seed" in table else 0
-  return table.assign(more=_more(chart, table))
+  return table.assign(more=_more(chart, cells[0][0].cell, table))
 
 
-def _more(chart: Chart, table: pd.DataFrame) -> pd.Series:
+def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
   if chart.against:
     plain = chart.against == PLAIN
     some = table[table["algorithm"] == "data_parallel"] if plain else table
@@ -109,9 +112,11 @@ def _more(chart: Chart, table: pd.DataFrame) -> pd.Series:
     asked_x = chart.x if plain else chart.against
     asked = pd.MultiIndex.from_frame(table[[asked_x, "seed"]])
   else:
-    cells = table.groupby([*chart.by, chart.x], sort=False, dropna=False)
-    first = table[cells.ngroup() == 0]
-    others, asked = first.groupby("seed")["loss"].first(), pd.Index(table["seed"])
+    keys = [name for name in (*chart.by, chart.x) if name in first]
+    some = table[(table[keys] == pd.Series(first)[keys]).all(axis=1)]
+    if chart.x == EVALUATED:
+      some = some[some[EVALUATED] == table[EVALUATED].iloc[0]]
+    others, asked = some.groupby("seed")["loss"].first(), pd.Index(table["seed"])
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
 
@@ -164,23 +169,31 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
 
 
 def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
-  """Formats means, with the standard deviation where there are several seeds."""
+  """Formats means, with the standard deviation where there are several seeds.
+
+  NaN becomes "-".
+  """
   plain = form.replace("+", "")
   deviation = cells["std"].map(f" ± {plain}".format).where(cells["count"] > 1, "")
-  return cells["mean"].map(form.format) + deviation
+  text = lambda mean: "-" if math.isnan(mean) else form.format(mean)
+  return cells["mean"].map(text) + deviation
 
 
 def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
   """Subtracts from the losses what all cells of a seed have in common.
 
   All cells of a seed see the same text, so their losses rise and fall together, often
-  by more than the cells differ. The table is returned as it is while cells lack seeds.
+  by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
+  cells, because each cell is part of the common mean; this is put right (Cousineau
+  2005, Morey 2008). The table is returned as it is while cells lack seeds.
   """
-  cells = table.groupby([*chart.by, chart.x], dropna=False)["seed"].nunique()
-  if (cells < table["seed"].nunique()).any():
+  by = table.groupby([*chart.by, chart.x], dropna=False)
+  if (by["seed"].nunique() < table["seed"].nunique()).any():
     return table
   common = table.groupby("seed")["loss"].transform("mean") - table["loss"].mean()
-  return table.assign(loss=table["loss"] - common)
+  mean = by["loss"].transform("mean")
+  stretch = math.sqrt(len(by) / max(len(by) - 1, 1))
+  return table.assign(loss=mean + stretch * (table["loss"] - common - mean))
 
 
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import scipy.special
 from diloco.sweep.tables import markdown
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
-NO_RUNS = "no runs yet"
+NO_RUNS, MISSING = "no runs yet", "runs are missing"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
 MEANING = (
@@ -120,13 +120,27 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
   return CONTRADICTED if most < claim.low or least > claim.high else NOT_SHOWN
 
 
-def lines(claims: Sequence[Claim], tables: Mapping[str, pd.DataFrame]) -> list[str]:
+def lines(
+  claims: Sequence[Claim],
+  tables: Mapping[str, pd.DataFrame],
+  missing: Mapping[str, Sequence[Mapping]],
+) -> list[str]:
   """Formats claims and verdicts as Markdown, and says what the numbers mean.
+
+  A claim has no verdict before all runs that it asks for have ended: the best of some
+  rates is not the best of all.
 
   Args:
     claims: the claims; those of other ablations are left out.
     tables: {ablation: its runs, see `differences`}.
+    missing: {ablation: its cells that have no result}.
   """
+
+  def decided(claim: Claim, values: Sequence[float]) -> str:
+    some = missing.get(claim.ablation, ())
+    waits = values and any(_asks_for(claim, cell) for cell in some)
+    return MISSING if waits else verdict(claim, values)
+
   some = [claim for claim in claims if claim.ablation in tables]
   values = [differences(claim, tables[claim.ablation]) for claim in some]
   found = markdown(
@@ -136,10 +150,15 @@ def lines(claims: Sequence[Claim], tables: Mapping[str, pd.DataFrame]) -> list[s
       "paper": [claim.paper for claim in some],
       "here": [_formatted(claim, v) for claim, v in zip(some, values)],
       "shown if": [_range(claim) for claim in some],
-      "verdict": [verdict(claim, v) for claim, v in zip(some, values)],
+      "verdict": [decided(claim, v) for claim, v in zip(some, values)],
     }
   )
   return [MEANING, "", *found]
+
+
+def _asks_for(claim: Claim, cell: Mapping) -> bool:
+  points = [claim.a, claim.b, *(claim.than or ())]
+  return any(all(cell.get(k, v) == v for k, v in keys.items()) for keys in points)
 
 
 def _range(claim: Claim) -> str:

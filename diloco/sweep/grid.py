@@ -200,7 +200,12 @@ class Search:
 
   @property
   def ended(self) -> bool:
-    return self.state in ("interior", "edge", "failed")
+    return self.has_best or self.state == "failed"
+
+  @property
+  def has_best(self) -> bool:
+    """Whether the search has ended, and `best` is its result."""
+    return self.state in ("interior", "edge")
 
 
 # The loss of a point: inf if its run failed, None if the run has not ended.

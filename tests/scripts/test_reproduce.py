@@ -1,5 +1,6 @@
 """scripts/reproduce.py: claims, verdicts, the page, and runs from end to end."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -152,6 +153,25 @@ def test_a_mistake_is_one_sentence(tmp_path, capsys, flags, message):
   assert message in told
 
 
+@pytest.mark.parametrize("flag", ["--list", "--report"])
+def test_a_run_that_is_refused_is_a_mistake_and_not_done(
+  tmp_path, monkeypatch, capsys, flag
+):
+  sweep = tiny_sweep()
+  config = sweep.config
+
+  def refuse(point):
+    c = config(point)
+    c.sync_every = 0 if point["fedpart"] else c.sync_every
+    return c
+
+  sweep = dataclasses.replace(sweep, config=refuse)
+  monkeypatch.setattr(reproduce, "sweeps", lambda args: {"fedpart": sweep})
+  assert reproduce.main([f"--out={tmp_path}", flag]) == 2
+  assert "error: sync_every is 0" in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())
+
+
 def tiny_sweep():
   def config(point):
     c = conftest.tiny_config()
@@ -159,7 +179,7 @@ def tiny_sweep():
     c.eval.test_tokens, c.log.sample_tokens = 256, 0
     return c
 
-  cells = [{"fedpart": frozen, "seed": 0} for frozen in (False, True)]
+  cells = [{"size": "small", "fedpart": f, "seed": 0} for f in (False, True)]
   own = chart.Chart("FedPart", "fedpart")
   return Sweep(config, [Grid("fedpart", cells)], chart=own)
 

@@ -1,8 +1,8 @@
 """configs/ablations.py: grids, configs, equal bytes; and the chart of a sweep."""
 
 import math
-import types
 
+import numpy as np
 import pandas as pd
 import pytest
 from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
@@ -10,7 +10,7 @@ from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 from diloco.config import ConfigError, command_line, files, resolve
 from diloco.model.shapes import num_params, parameters
 from diloco.sweep import chart
-from diloco.sweep.grid import search_all
+from diloco.sweep.grid import Grid, Search, search_all
 from diloco.sweep.load import load_sweep
 from diloco.wire import sizes
 
@@ -195,7 +195,7 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
 
 def ended(cell, loss, test_loss=None, **tuned):
   """A cell whose search has ended, and the row of its best run."""
-  found = types.SimpleNamespace(cell=cell, best={**cell, **tuned}, state="interior")
+  found = Search(Grid("g", [cell]), cell, "interior", best={**cell, **tuned})
   return found, {"loss": loss, "test_loss": test_loss, "bytes_sent": 7}
 
 
@@ -273,6 +273,24 @@ def test_a_chart_compares_with_data_parallel_at_the_same_size(tmp_path):
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_without_the_first_cell_there_is_no_difference_from_it():
+  own = chart.Chart("t", "x")
+  open_ = Search(Grid("g", [{"x": 1, "seed": 0}]), {"x": 1, "seed": 0}, "searching")
+  cells = [
+    (open_, None),
+    ended({"x": 2, "seed": 0}, 2.0),
+    ended({"x": 3, "seed": 0}, 3.0),
+  ]
+  lines = chart.lines(own, chart.frame(own, cells))
+  assert [line.split("|")[4].strip() for line in lines[2:]] == ["-", "-"]
+
+
+def test_losses_on_two_texts_are_not_compared():
+  own = chart.Chart("t", "x")
+  cells = [ended({"x": 1}, 2.0, 2.5), ended({"x": 2}, 3.0)]
+  assert chart.frame(own, cells)["loss"].tolist() == [2.0, 3.0]
+
+
 def test_bars_leave_out_what_all_cells_of_a_seed_share():
   losses = {(1, 0): 2.0, (2, 0): 2.3, (1, 1): 4.0, (2, 1): 4.1}
   own = chart.Chart("t", "x")
@@ -281,9 +299,26 @@ def test_bars_leave_out_what_all_cells_of_a_seed_share():
   drawn = chart.spread(own, chart.paired(own, table))
   assert drawn["mean"].tolist() == pytest.approx([3.0, 3.2])
   # The differences are 0.3 and 0.1, half of each on either side.
-  assert drawn["std"].tolist() == pytest.approx([0.1 / 2**0.5] * 2)
+  assert drawn["std"].tolist() == pytest.approx([0.1 / 2**0.5 * 2**0.5] * 2)
   part = table[:-1]
   assert chart.paired(own, part) is part
+
+
+def test_bars_have_the_size_of_the_scatter_of_each_cell():
+  random = np.random.default_rng(0)
+  squares = []
+  for _ in range(300):
+    shared, own_scatter = random.normal(0, 9, 3), random.normal(0, 1, (4, 3))
+    rows = [
+      {"x": x, "seed": s, "loss": shared[s] + own_scatter[x, s]}
+      for x in range(4)
+      for s in range(3)
+    ]
+    drawn = chart.spread(
+      chart.Chart("t", "x"), chart.paired(chart.Chart("t", "x"), pd.DataFrame(rows))
+    )
+    squares.append((drawn["std"] ** 2).mean())
+  assert np.mean(squares) == pytest.approx(1, rel=0.1)
 
 
 def test_curves_are_named_as_in_the_other_figures():

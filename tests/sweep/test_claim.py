@@ -74,12 +74,29 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
   assert claim.differences(claim_of(than=than), found) == pytest.approx([10 - 120])
 
 
+@pytest.mark.parametrize(
+  ("cell", "verdict"),
+  [
+    ({"m": 2, "seed": 1}, "runs are missing"),
+    ({"seed": 1}, "runs are missing"),  # Its m is tuned, and may become 1.
+    ({"m": 3, "seed": 1}, "shown"),
+  ],
+)
+def test_a_claim_waits_for_the_runs_that_it_asks_for(cell, verdict):
+  rows = [(m, s, 5.0 + m + s / 100) for m in (1, 2) for s in (0, 1, 2)]
+  found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
+  lines = claim.lines([claim_of(low=0)], {"x": found}, {"x": [cell], "y": [{"m": 1}]})
+  assert lines[-1].split("|")[-2].strip() == verdict
+  nothing = claim.lines([claim_of(low=0)], {"x": found[:0]}, {"x": [cell]})
+  assert nothing[-1].split("|")[-2].strip() == "no runs yet"
+
+
 def test_a_difference_of_differences_is_told_in_points():
   rows = [(m, s, 5.0 * (1 + m / 100)) for m in (1, 2, 3, 4) for s in (0, 1)]
   found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
   plain = claim_of(low=0)
   gap = claim_of(high=0, than=({"m": 4}, {"m": 3}))
-  told = claim.lines([plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found})
+  told = claim.lines([plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found}, {})
   assert told[-2].endswith("| +0.99% [+0.99, +0.99], 2 seeds | above 0% | shown |")
   assert told[-1].endswith("2 seeds | below 0 points | contradicted |")
   assert "| +0.02 points [+0.02, +0.02]," in told[-1]
