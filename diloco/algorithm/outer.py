@@ -238,7 +238,9 @@ def merge_fragment(
 def outer_step(
   plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
 ) -> tuple[Tree, OuterState, list[Event]]:
-  """Runs lines 6 to 12 after inner step t; donates params_M and compressor states.
+  """Runs lines 6 to 12 after inner step t.
+
+  `params_M` and `state` are donated: use only what is returned.
 
   If `last_send` is given, no fragment is sent after that step.
   """

@@ -42,6 +42,12 @@ from diloco.model.sharding import FSDP, REPLICA, abstract, mesh_of
 
 Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
+# Fields of OuterConfig that the outer step alone cannot do.
+_TRAINER = {
+  "fedpart": "only the trainer can freeze parameters; leave it out",
+  "warm_start_steps": "only the trainer can average gradients; leave it out",
+  "final_sync": "here it is an argument of drain; give it there",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +78,12 @@ class Streaming:
     """Sends, receives and merges the fragments that are due after inner step t.
 
     Call it after every inner step. Steps without a due fragment cost nothing.
+    `params_M` and `state` are donated: use only what is returned.
 
     Args:
       t: number of finished inner steps, from 1.
-      params_M: parameters of all replicas; donated if a fragment is merged.
-      state: from `init` or the last `step`; compressor states are donated.
+      params_M: parameters of all replicas.
+      state: from `init` or the last `step`.
 
     Returns:
       New parameters, new state, and an event for each send and receive.
@@ -94,7 +101,15 @@ class Streaming:
       last: number of the last inner step.
       final_sync: whether all fragments are synchronised once more. Without this, the
         outer parameters lack the inner steps after a fragment's last send.
+
+    Raises:
+      ConfigError: eager updates and NoLoCo's pairs have no final sync.
     """
+    if final_sync and self._rule is not outer_lib:
+      raise ConfigError(
+        "final_sync is True, but eager updates and wire.exchange=pair have no final"
+        " sync; leave it out."
+      )
     args = (self.plan, last, self._split(params_M), state, final_sync)
     found, state, events = self._rule.drain(*args)
     return self._join(found), state, events
@@ -191,9 +206,13 @@ def streaming(
     raise ConfigError(f"transport is {transport!r}; choose device or host.")
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
+  tau = np.asarray(tau).tolist()  # Of Python's integers, as in a config.
   own = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
   if isinstance(outer, OuterConfig):
     own |= _fields("outer", outer)
+    for name, instead in _TRAINER.items():
+      if value := getattr(outer, name):
+        raise ConfigError(f"outer.{name} is {value}, but {instead}.")
     if outer.changes and not outer.decay_syncs:
       raise ConfigError(
         f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"

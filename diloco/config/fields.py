@@ -152,7 +152,8 @@ class OuterConfig:
   warm_start_momentum: bool = True
   # Whether every fragment is synchronised once more after the last step. Off, because
   # the papers do not do this. Without it, the outer parameters lack the inner steps
-  # after a fragment's last send.
+  # after a fragment's last send. A fragment that was received at the last step lacks
+  # none, but its outer momentum moves it once more.
   final_sync: bool = False
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.

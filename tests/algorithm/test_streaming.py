@@ -250,12 +250,30 @@ def test_mistakes_are_named():
     (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
     (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
     (good, {"outer": diloco.OuterConfig(final_fraction=0.1)}, "outer.decay_syncs is 0"),
+    (good, {"outer": diloco.OuterConfig(fedpart=True)}, "outer.fedpart is True, but"),
+    (good, {"outer": diloco.OuterConfig(warm_start_steps=9)}, "steps is 9, but only"),
+    (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
   ]
   for params_M, arguments, message in cases:
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.streaming(params_M, **{"sync_every": 6} | arguments)
+
+
+def test_pairs_have_no_final_sync():
+  params_M = diloco.replicate(tree(), 2)
+  wire = diloco.WireConfig(format="fp32", exchange="pair")
+  method = diloco.streaming(params_M, sync_every=6, wire=wire)
+  with pytest.raises(diloco.ConfigError, match="final_sync is True, but eager"):
+    method.drain(12, params_M, method.init(params_M), final_sync=True)
+
+
+def test_tau_is_a_number_of_any_kind():
+  params_M = diloco.replicate(tree(), M)
+  for tau in (2, np.int64(2), np.asarray([2] * M)):
+    method = diloco.streaming(params_M, sync_every=6, tau=tau)
+    assert method.plan.schedule.taus == (2,) * M
 
 
 @pytest.mark.parametrize("name", ["plain_jax", "nnx_model", "equinox_model"])
