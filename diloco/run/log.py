@@ -135,7 +135,9 @@ class Log:
     """Reports sends, receives and merges; counts the bytes, also of averages."""
     for event in events:
       if event.kind == "average":
-        self.ledger.record_average(event.fragment, event.step, event.sent)
+        t = event.step
+        gradients = all_reduced_bytes(self._c, t) - all_reduced_bytes(self._c, t - 1)
+        self.ledger.record_average(event.fragment, t, event.sent, gradients)
         continue
       values = {name: _local(x) for name, x in event.metrics.items()}
       extra = {"fragment": event.fragment}
