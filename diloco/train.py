@@ -171,6 +171,7 @@ def train(
         log.events(events)
         if not site.is_finished:  # A signal came; the last checkpoint is older.
           site.leave("stopped")
+          stop.leave(checkpoints.latest or 0, workdir, late=True)
           return {}
       elif method and state.outer:
         params, outer, events = method.drain(

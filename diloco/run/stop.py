@@ -1,11 +1,12 @@
 """How a run ends before its last step: SIGTERM and Ctrl-C save a checkpoint."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jax.experimental import multihost_utils
 
@@ -63,15 +64,21 @@ class Stop:
       return any(list(map(reached, steps)))  # list: any() would skip steps.
     return bool(self.signum)
 
-  def leave(self, t: int, workdir: object) -> None:
+  def leave(self, t: int, workdir: object, late: bool = False) -> None:
     """Says that step t is saved.
+
+    Args:
+      t: step of the newest checkpoint; 0: there is none.
+      workdir: its folder.
+      late: whether steps after t are done, and not saved.
 
     Raises:
       Interrupted: the signal was Ctrl-C.
     """
     self.unsaved = False
     what = "Ctrl-C" if self.signum == signal.SIGINT else "SIGTERM"
-    line = f"{what}: saved step {t} in {workdir}; the same command goes on."
+    saved = f"step {t} is the newest that is saved" if late else f"saved step {t}"
+    line = f"{what}: {saved} in {workdir}; the same command goes on."
     if self.peers.index == 0:
       say(line)
     if self.signum == signal.SIGINT:
@@ -102,7 +109,8 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
   # A shell without job control starts background processes with Ctrl-C ignored.
   heard = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
   before = {s: signal.signal(s, handlers[s]) for s in heard}
-  report, sys.unraisablehook = sys.unraisablehook, _raise_soon
+  report = sys.unraisablehook
+  sys.unraisablehook = functools.partial(_raise_soon, report)
   try:
     yield stop
   finally:
@@ -113,8 +121,8 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
       signal.signal(signum, handler or signal.SIG_DFL)
 
 
-def _raise_soon(lost: "sys.UnraisableHookArgs") -> None:
-  """Sends SIGALRM if Python has dropped a KeyboardInterrupt.
+def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
+  """Sends SIGALRM if Python has dropped a KeyboardInterrupt; reports all else.
 
   Python drops what is raised in __del__ and in callbacks of its garbage collector. JAX
   has such a callback, and a signal often reaches it: the collector is slow.
@@ -122,7 +130,7 @@ def _raise_soon(lost: "sys.UnraisableHookArgs") -> None:
   if lost.exc_type is KeyboardInterrupt:
     signal.setitimer(signal.ITIMER_REAL, 0.01)
   else:
-    sys.__unraisablehook__(lost)
+    report(lost)
 
 
 def end_at_second_interrupt() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from diloco.run.peers import Peers
-from diloco.run.stop import end_on_signal
+from diloco.run.stop import Interrupted, end_on_signal
 
 
 @pytest.fixture
@@ -50,3 +50,15 @@ def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
     gc.collect()
     time.sleep(0.1)
     assert stop.is_told()
+
+
+@pytest.mark.parametrize(
+  ("late", "said"), [(False, "saved step 4 "), (True, "step 4 is")]
+)
+def test_a_run_that_leaves_says_which_step_is_saved(late, said, capfd):
+  with end_on_signal(Peers()) as stop:
+    stop.unsaved = True
+    os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(Interrupted):
+      stop.leave(4, "/w", late)
+  assert f"Ctrl-C: {said}" in capfd.readouterr().err
