@@ -89,3 +89,14 @@ def lines(tmp_path):
     text = "\n".join(json.dumps(r, ensure_ascii=i % 2 == 0) for i, r in enumerate(rows))
     (folder / f"{f}.jsonl").write_text(text + "\n" * f)
   return f"files:{folder}/*.jsonl"
+
+
+def stretches(plan, start: int, last: int, periods):
+  """Cuts the steps after `start` into ranges, as the loop of diloco.train does."""
+  from diloco.algorithm import overlap  # Imports JAX.
+
+  t = start
+  while t < last:
+    steps = overlap.stretch(plan, t, last, periods)
+    yield steps
+    t = steps[-1]

@@ -93,7 +93,7 @@ def bits(transport: str) -> dict:
   with jax.set_mesh(mesh):
     plan = make_plan(c, mesh)
     s = init_state(c, mesh, plan)
-    for steps in overlap.stretches(plan, 0, last, (c.eval.every,)):
+    for steps in conftest.stretches(plan, 0, last, (c.eval.every,)):
       hides = overlap.hiding_steps(plan, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
       s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)

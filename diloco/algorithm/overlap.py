@@ -8,7 +8,7 @@ With `overlap.transport=host` the hosts exchange payloads, and this file hides n
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -45,17 +45,6 @@ def stretch(plan: Plan | None, t: int, last: int, periods: Iterable[int]) -> ran
   """
   ends = [last - t, *(period - t % period for period in periods if period)]
   return range(t + 1, t + 1 + min(max(hiding_steps(plan, t), 1), *ends))
-
-
-def stretches(
-  plan: Plan | None, start: int, last: int, periods: Iterable[int]
-) -> Iterator[range]:
-  """Cuts the steps from `start` + 1 to `last` into ranges, see `stretch`."""
-  t = start
-  while t < last:
-    steps = stretch(plan, t, last, periods)
-    yield steps
-    t = steps[-1]
 
 
 def inner_steps(

@@ -118,7 +118,6 @@ def train(runs: Sequence[Run]) -> None:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, plan = Evaluation(c, mesh), make_plan(c, mesh)
-    periods = (c.eval.every, c.checkpoint.every, *between_syncs.periods(c))
     restored = list[Restored | None]()
     for run in runs:
       stack.callback(run.out.close)
@@ -163,13 +162,12 @@ def train(runs: Sequence[Run]) -> None:
           record = make_record(run.c, data, run.log, mesh, plan, run.peers, finished)
           run.checkpoints.save(t, _of_run(state, r), record)
 
-    for steps in overlap.stretches(plan, start, c.train.steps, periods):
+    for t in range(start + 1, c.train.steps + 1):
       # Run an inner step of all runs, then the outer step.
       by_seed = {seed: next(data) for seed, data in batches.items()}
       tokens = jnp.stack([by_seed[run.c.seed] for run in runs])
-      t = steps[-1]  # On one device, a stretch has one step.
       state, metrics, events = step(c, plan, numbers, t, state, tokens)
-      log.stretch(steps, [metrics], events)
+      log.step(t, metrics, events)
 
       last = t == c.train.steps
       if c.eval.every and t % c.eval.every == 0 and not last:
@@ -177,7 +175,7 @@ def train(runs: Sequence[Run]) -> None:
           for r, run in log.going():
             params = final_params(plan, _of_run(state, r), mesh)
             run.log.evaluation(t, evaluation(params).numbers)
-      if stop.after(steps) and not last:
+      if stop.after(range(t, t + 1)) and not last:
         with log.pause():
           save(t)
         for run in runs:
@@ -208,28 +206,27 @@ class _Logs:
 
   def __init__(self, runs: Sequence[Run]):
     self._runs = runs
-    self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
+    self._pending: tuple[int, InnerMetrics, list[Event]] | None = None
 
   def going(self) -> list[tuple[int, Run]]:
     """Lists the runs that have not diverged, with their numbers from 0."""
     return [(r, run) for r, run in enumerate(self._runs) if not run.diverged]
 
-  def stretch(
-    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
-  ) -> None:
-    """Takes the metrics of steps that were just launched, as `Log.stretch`."""
+  def step(self, t: int, metrics: InnerMetrics, events: list[Event]) -> None:
+    """Takes the metrics of step t, which was just launched, as `Log.stretch`."""
     self.report()
-    self._pending = steps, by_step, events
+    self._pending = t, metrics, events
 
   def report(self) -> None:
     """Waits for the pending launch, and gives each log its part."""
     if self._pending is None:
       return
-    (steps, by_step, events), self._pending = self._pending, None
-    by_step = jax.device_get(by_step)
+    (t, metrics, events), self._pending = self._pending, None
+    metrics = jax.device_get(metrics)
     for r, run, own in self._split(events):
       with run.own():
-        run.log.stretch(steps, jax.tree.map(lambda x_R: x_R[r], by_step), own)  # noqa: B023
+        of_run = jax.tree.map(lambda x_R: x_R[r], metrics)  # noqa: B023
+        run.log.stretch(range(t, t + 1), [of_run], own)
 
   def events(self, events: list[Event]) -> None:
     """Gives each log its part of the events after the last step."""

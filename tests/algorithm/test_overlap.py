@@ -4,10 +4,10 @@ import itertools
 import types
 
 import pytest
+from conftest import stretches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.overlap import stretches
 from diloco.algorithm.schedule import Schedule
 
 

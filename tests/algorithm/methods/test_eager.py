@@ -209,7 +209,7 @@ for n in (1, 2, 4):
   with jax.set_mesh(mesh):
     method = make_method(c, mesh)
     s = init_state(c, mesh, method.plan)
-    for steps in overlap.stretches(method.plan, 0, 11, ()):
+    for steps in multidevice.conftest.stretches(method.plan, 0, 11, ()):
       hidden += overlap.hiding_steps(method.plan, steps[0] - 1) > 0
       tokens = [multidevice.tokens_of(c, mesh, t) for t in steps]
       s, metrics = overlap.inner_steps(c, method.plan, steps, s, tokens)
