@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from diloco.config import ConfigError, default_config, resolve
 from diloco.config.command_line import load_module, parse_options
 from diloco.model.shapes import parameters
-from diloco.sweep.chart import EVALUATED, LOSS, Chart
+from diloco.sweep.chart import EVALUATED, Chart
+from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
 from diloco.wire import sizes
 

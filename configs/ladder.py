@@ -18,7 +18,8 @@ import functools
 from diloco.config import default_config
 from diloco.config.command_line import parse_options
 from diloco.model.shapes import matrix_params
-from diloco.sweep.chart import LOSS, PLAIN, Chart
+from diloco.sweep.chart import PLAIN, Chart
+from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 
 # Layers, heads and width by size, which is in thousands of parameters. The two largest

@@ -1,4 +1,4 @@
-r"""Runs ablations and ladder small; writes a page: each claim beside our result.
+"""Runs the small ablations and the ladder; writes each claim beside our result.
 
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
   python -m diloco reproduce --out=/tmp/reproduced --only=tau,fragments --list
@@ -34,7 +34,7 @@ from diloco.sweep.tables import markdown
 PAGE = "reproduced.md"
 # Runs that a process trains together, if they differ only in seed or rates.
 TOGETHER = 6
-# Of a run on one core of a 2-core CPU: start; a token; a token and parameter.
+# Seconds on a core of a 2-core CPU: to start a run, per token, per token and parameter.
 START_S, TOKEN_S, PARAMETER_S = 6.0, 24e-6, 70e-12
 
 

@@ -2,8 +2,8 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-`OWN` lists optimizers that optax does not have or has with less, by the field that
-takes them.
+`OWN` lists optimizers that optax lacks, or whose version in optax can do less, by the
+field that takes them.
 """
 
 import ast

@@ -69,7 +69,8 @@ class Plan:
   def key(self, t: int, number: int) -> jax.Array:
     """Makes the PRNG key of fragment `number` after step t.
 
-    It depends on nothing else, so sites, transports and resumed runs draw alike.
+    It depends only on the seed, t and the number, so sites, transports and resumed runs
+    draw alike.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
 

@@ -255,10 +255,8 @@ def _init_fragment(
   Args:
     each: whether every replica has its own theta and opt_state.
   """
-  part_M, init = (
-    fragments.take(params_M, keys, layers),
-    optimizers.make_outer(outer).init,
-  )
+  part_M = fragments.take(params_M, keys, layers)
+  init = optimizers.make_outer(outer).init
   own = lambda x_M: x_M if each else x_M[0]
   theta = jax.tree.map(lambda x_M: own(x_M).astype(jnp.float32), part_M)
   opt_state = jax.vmap(init)(theta) if each else init(theta)

@@ -38,10 +38,8 @@ def read(folder: pathlib.Path) -> tuple[Config, dict[str, list[dict[str, Any]]]]
       f"WORKDIR is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
       " a run of diloco.main."
     )
-  c, found = (
-    whole_config([folder]),
-    metrics.read_kinds(folder, "send", "receive", "merge"),
-  )
+  c = whole_config([folder])
+  found = metrics.read_kinds(folder, "send", "receive", "merge")
   if not any("replica_drift_by_layer" in r for r in found["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"

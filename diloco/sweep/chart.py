@@ -19,14 +19,14 @@ from matplotlib.axes import Axes
 from diloco.config import files
 from diloco.config.palette import COLORS, OTHERS, PAGE, STYLE
 from diloco.sweep import drawing, tables
+from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Point, Search, key
-from diloco.sweep.runs import PLAIN
+from diloco.sweep.runs import PLAIN, curve_name
 from diloco.sweep.table import Row
 
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).
 EVALUATED = "evaluated"
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
-LOSS = "held-out loss (nats)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +122,13 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
 
 def curve(values: dict) -> str:
   """Names a curve: the algorithm with M as in the other figures, then other keys."""
-  values = dict(values)
-  algorithm = values.pop("algorithm", "")
-  if algorithm == "data_parallel":
-    values.pop("replicas", None)
-    algorithm = PLAIN
-  algorithm = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
-  if "replicas" in values and algorithm:
-    algorithm += f", M={values.pop('replicas')}"
   words = ("compressor", "pattern")
-  rest = [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
-  return ", ".join(filter(None, [algorithm, *rest]))
+  names = []
+  if "algorithm" in values:
+    names = [curve_name(values["algorithm"], values.get("replicas"))]
+    values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
+  names += [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
+  return ", ".join(names)
 
 
 def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:

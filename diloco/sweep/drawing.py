@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from diloco.config.palette import COLORS, COLUMN, PAGE, shades
 from diloco.sweep.runs import PLAIN, curves
 
-OUTER_RATE = "best outer learning rate"
+LOSS, OUTER_RATE = "held-out loss (nats)", "best outer learning rate"
 REPLICAS = (1, 2, 4, 8)
 MARKERS = "^sDv"
 HEIGHT = 2.8  # Inches of a figure.

@@ -23,15 +23,12 @@ from diloco.config.command_line import Parser, guarded, make_folder
 from diloco.config.palette import STYLE
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
+from diloco.sweep.drawing import LOSS
 from diloco.sweep.runs import PLAIN, above_plain, best, main_grid, read
 
 FILLS = ("full", "none", "left", "top", "right", "bottom")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
-PARAMS, CADENCE, LOSS = (
-  "parameters N",
-  "inner steps between syncs H",
-  "held-out loss (nats)",
-)
+PARAMS, CADENCE = "parameters N", "inner steps between syncs H"
 
 
 class Missing(ValueError):

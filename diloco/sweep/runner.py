@@ -65,7 +65,7 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    results: the results directory; only `step` writes there.
+    results: the results directory; only `step` and `settle` write there.
     backend: executes the runs.
     parallel: limit of processes at a time, including those of an earlier driver.
     vectorize: limit of runs that a process trains together.

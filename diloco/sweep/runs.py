@@ -38,12 +38,18 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
       " file written by python -m diloco.sweep --export."
     ) from error
   ratio = table["tokens"] / table["params"]
-  names = table["algorithm"].replace({"data_parallel": PLAIN, "diloco": "DiLoCo"})
-  replicas = ", M=" + table["replicas"].astype(str)
   return table.assign(
     overtrain=(ratio / ratio.min()).round().astype(int),
-    curve=names + replicas.where(names != PLAIN, ""),
+    curve=[*map(curve_name, table["algorithm"], table["replicas"])],
   )
+
+
+def curve_name(algorithm: str, replicas: int | None = None) -> str:
+  """Names the curve of an algorithm, with M: "DiLoCo, M=4"."""
+  if algorithm == "data_parallel":
+    return PLAIN
+  name = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
+  return name if replicas is None else f"{name}, M={replicas}"
 
 
 def main_grid(

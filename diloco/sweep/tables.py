@@ -40,7 +40,7 @@ def best_points(table: pd.DataFrame) -> list[str]:
     {
       "N": cells["params"].map("{:,.0f}".format),
       "algorithm": cells["curve"],
-      "runs": main.groupby(["params", "curve"]).size(),
+      "settings tried": main.groupby(["params", "curve"]).size(),
       "learning rate": cells["learning_rate"].map("{:.4g}".format),
       "batch (tokens)": cells["batch"].map("{:,.0f}".format),
       "outer rate": outer.where(cells["curve"] != PLAIN, "-"),
