@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from diloco.config import ConfigError, default_config, resolve
 from diloco.config.command_line import load_module, parse_options
 from diloco.model.shapes import parameters
-from diloco.sweep.chart import EVALUATED, Chart
+from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
 from diloco.wire import sizes
@@ -245,6 +245,7 @@ ABLATIONS = {
       ALGORITHM,
       "multiple of the tokens",
       log=True,
+      against=PLAIN,
     ),
   ),
   "methods": Ablation(
@@ -359,8 +360,6 @@ def _small(point: Point, text: str):
   c.train.batch_size = BATCH
   c.train.tokens = STEPS * BATCH * LENGTH * point.get("overtrain", 1)
   c.data.source, c.data.shuffle_window = text, 256
-  if "overtrain" in point and text != "sotu":
-    c.data.eval_source = "sotu"
   c.eval.tokens, c.eval.test_tokens, c.eval.batch_size = 65_536, 65_536, 64
   c.checkpoint.every, c.checkpoint.keep = 5000, 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0

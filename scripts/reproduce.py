@@ -135,18 +135,23 @@ def report(
     name: [c.cell for c, _ in best if ablation(c) == name and not c.has_best]
     for name in found
   }
-  lines = [*_introduction(runs, left, args), *claim.lines(CLAIMS, tables, missing)]
+  lines = [
+    *_introduction(found, runs, left, args),
+    *claim.lines(CLAIMS, tables, missing),
+  ]
   lines += [
     "",
-    "'Shown if' tests the direction of a claim, not its size. Its margin of"
-    f" {SMALL}% is the difference that Streaming DiLoCo calls negligible"
-    " (section 3.3.2); the margin of 1% is ours.",
+    "'Shown if' tests the direction of a claim; its size counts only where the claim"
+    f" names a margin. Streaming DiLoCo calls {SMALL}% negligible for an overlap"
+    " (section 3.3.2); that other claims use this margin too, and the margin of 1%, is"
+    " ours.",
   ]
   for name, some in tables.items():
     own = found[name].chart
     assert own is not None
     picture = args.out / "figures" / f"reproduced_{name}.png"
     lines += ["", f"## {own.title}", "", *chart.lines(own, some)]
+    lines += _edges([cell for cell, _ in best if ablation(cell) == name])
     if not some.empty:
       chart.draw(own, some, picture)
       lines += ["", f"![{own.title}](figures/{picture.name})"]
@@ -156,7 +161,7 @@ def report(
 
 
 def _introduction(
-  rows: Sequence[Row], left: str, args: argparse.Namespace
+  found: Mapping[str, Sweep], rows: Sequence[Row], left: str, args: argparse.Namespace
 ) -> list[str]:
   done = [row for row in rows if row["status"] == "done"]
   failed = sum(row["status"] == "failed" for row in rows)
@@ -170,8 +175,7 @@ def _introduction(
   text = f" --text={args.text}" if args.text else ""
   repeats = (
     "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
-    " ladder's largest size twice, and on which overtrained runs are also evaluated"
-    " (--text changes this)"
+    " ladder's largest size twice (--text changes this)"
   )
   return [
     "# Claims of both papers, at small scale",
@@ -182,18 +186,38 @@ def _introduction(
     f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
     " Tables give mean and standard deviation over seeds. The bars in figures are"
-    " standard deviations too; once no run is missing, they leave out what all settings"
-    " of a seed have in common.",
+    " standard deviations too; once no run is missing, they only show how the"
+    " differences between settings vary over the seeds. Bytes are those that one"
+    " replica sends; a single replica sends none.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
-    " momentum 0.5 instead of 0.9, the same text order for all M, and"
-    f" {'the text of --text' if args.text else repeats}. An ablation that does not vary"
-    " the outer rate has 0.8 for all M; the papers tune it for each M. The ladder has"
-    " H = 10 and 6 tokens per parameter (docs/ladder.md). Claims about simulated"
-    " networks and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md"
-    " repeat the papers' numbers.",
+    " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
+    f" text order for all M, and {'the text of --text' if args.text else repeats}. An"
+    " ablation that does not vary the outer rate has 0.8 for all M; Scaling Laws tunes"
+    " it for each M, Streaming DiLoCo has 0.4. The inner rate is tuned"
+    f"{_where_tuned(found)}; the other ablations have one rate for each M. So a setting"
+    " may have different losses in two tables. The ladder has H = 10 and 6 tokens per"
+    " parameter (docs/ladder.md). Claims about simulated networks and fitted laws are"
+    " not here: docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
     "",
   ]
+
+
+def _where_tuned(found: Mapping[str, Sweep]) -> str:
+  """Names the ablations that tune the inner rate."""
+  axes = {name: [a.name for g in s.grids for a in g.axes] for name, s in found.items()}
+  names = [name for name in found if "lr" in axes[name]]
+  return f" in {', '.join(names)}" if names else " nowhere"
+
+
+def _edges(cells: Sequence[Search]) -> list[str]:
+  """Says how often a best point lies at an end of the values that were tried."""
+  tuned = [cell for cell in cells if cell.grid.axes and cell.has_best]
+  at_end = sum(bool(cell.edge) for cell in tuned)
+  if not at_end:
+    return []
+  what = f"In {at_end} of {len(tuned)} searches the best value is an end of its range,"
+  return ["", f"{what} so a value beyond it may be better."]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ FREE_FIELDS = (
   "sites.start_s",
   "outer.offload",
   "data.data_dir",
+  "data.eval_",
   "data.prefetch",
 )
 # Fields that may change when a run is extended: train.steps grows.

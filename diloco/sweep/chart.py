@@ -158,7 +158,7 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   columns["bytes sent"] = spread(chart, table, "bytes")["mean"].map("{:,.0f}".format)
   for y, label in chart.y:
     if y not in ("loss", "more"):
-      columns[label] = spread(chart, table, y)["mean"].map("{:.3g}".format)
+      columns[f"{label}, mean"] = spread(chart, table, y)["mean"].map("{:.3g}".format)
   if not chart.by:
     del columns["curve"]
   return tables.markdown(columns)

@@ -22,7 +22,7 @@ MEANING = (
   f" claim is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
   f" *{CONTRADICTED}* if it lies outside. Otherwise it is *{NOT_SHOWN}*. For a best"
   " rate or batch, the brackets are the least and the greatest value, so all seeds must"
-  " agree."
+  " agree. All verdicts are of this scale."
 )
 
 
