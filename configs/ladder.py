@@ -15,7 +15,7 @@ largest sizes see parts twice.
 
 import functools
 
-from diloco.config import default_config
+from diloco.config import ConfigError, default_config
 from diloco.config.command_line import parse_options
 from diloco.model.shapes import matrix_params
 from diloco.sweep.chart import PLAIN, Chart
@@ -85,6 +85,10 @@ def get_sweep(argument: str = "") -> Sweep:
   """Makes the sweep. The argument may have text=SOURCE, a data.source, and seeds=N."""
   options = parse_options(argument, {"text": str, "seeds": int})
   text, seeds = options.get("text", "sotu"), range(options.get("seeds", 3))
+  if not seeds:
+    raise ConfigError(
+      f"the sweep's argument has seeds={options['seeds']}; write 1 or more."
+    )
   lr = Axis("lr", (power(ROOT2, -13),), ratio=ROOT2)
   outer = Axis("outer_lr", (0.2, 0.4, 0.6, 0.8, 1.0), first=(0.6,))
   data_parallel = {"algorithm": "data_parallel", "replicas": 1}

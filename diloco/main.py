@@ -76,6 +76,11 @@ def main(_) -> None:
     resolve(FLAGS.config)
     make_folder(FLAGS.workdir, "--workdir")
     alone = FLAGS.site is None
+    for name in ("process0", "tls", "insecure") if alone else ():
+      if FLAGS[name].value:
+        raise ConfigError(
+          f"--{name} is {FLAGS[name].value}, but --site is not given; add --site=K."
+        )
     peers = processes.initialize(
       FLAGS.coordinator if alone else FLAGS.process0,
       FLAGS.num_processes,

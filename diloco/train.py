@@ -170,6 +170,7 @@ def train(
         state, events = site.drain(plan, state, batches, stop.is_told)
         log.events(events)
         if not site.is_finished:  # A signal came; the last checkpoint is older.
+          checkpoints.wait()
           site.leave("stopped")
           stop.leave(checkpoints.latest or 0, workdir, late=True)
           return {}

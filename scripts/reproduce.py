@@ -87,7 +87,7 @@ def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
   for name in names:
     cells = [cell for cell in driver.cells() if ablation(cell) == name]
     todo = driver.todo(cells)
-    points = [todo[run].point for run in todo.keys() - known if not todo[run].error]
+    points = [todo[run].point for run in todo.keys() - known]
     known |= todo.keys()
     points += [point for cell in cells for point in _later(cell, cells)]
     seconds = sum(_seconds(resolve(driver.sweep.config(point))) for point in points)
@@ -131,14 +131,8 @@ def report(
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
   runs = driver.asked([cell for cell, _ in best])
-  missing = {
-    name: [c.cell for c, _ in best if ablation(c) == name and not c.has_best]
-    for name in found
-  }
-  lines = [
-    *_introduction(found, runs, left, args),
-    *claim.lines(CLAIMS, tables, missing),
-  ]
+  cells = {name: [c for c, _ in best if ablation(c) == name] for name in found}
+  lines = [*_introduction(found, runs, left, args), *claim.lines(CLAIMS, tables, cells)]
   lines += [
     "",
     "'Shown if' tests the direction of a claim; its size counts only where the claim"
@@ -151,7 +145,7 @@ def report(
     assert own is not None
     picture = args.out / "figures" / f"reproduced_{name}.png"
     lines += ["", f"## {own.title}", "", *chart.lines(own, some)]
-    lines += _edges([cell for cell, _ in best if ablation(cell) == name])
+    lines += _edges(cells[name])
     if not some.empty:
       chart.draw(own, some, picture)
       lines += ["", f"![{own.title}](figures/{picture.name})"]
@@ -228,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
     )
   found = sweeps(args)
   driver = make_driver(found, args)
-  driver.cells()  # Reads the config of every run.
+  driver.cells()  # Reads the configs of all runs that are asked for.
   if refused := driver.refused():
     raise ConfigError(refused[0].error)
   if args.list:

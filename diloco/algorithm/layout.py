@@ -123,6 +123,15 @@ def _by_path(
 def _stacked(
   named: list[tuple[str, Any]], how: Stacked
 ) -> tuple[list[str], tuple[Fragment, ...]]:
+  for name, choices in (
+    ("pattern", ("strided", "sequential")),
+    ("rest", ("last", "first")),
+  ):
+    if getattr(how, name) not in choices:
+      raise ConfigError(
+        f"fragments is Stacked, whose {name} is {getattr(how, name)!r}; choose"
+        f" {' or '.join(choices)}."
+      )
   below = [path.startswith(how.path.rstrip("/") + "/") for path, _ in named]
   layers = {
     x.shape[1] if x.ndim > 1 else 0 for (_, x), is_in in zip(named, below) if is_in

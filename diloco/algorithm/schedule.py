@@ -85,7 +85,9 @@ def make_fragments(
   elif pattern == "sequential":
     layers = [range(i, min(i + size, num_layers)) for i in range(0, num_layers, size)]
   else:
-    raise ValueError(f"no fragments have the pattern {pattern!r}.")
+    raise ValueError(
+      f"fragments.pattern is {pattern!r}; choose strided, sequential or whole."
+    )
   blocks = [Fragment(tuple(ids)) for ids in layers]
   embed = [Fragment((), ("embed",))]
   return tuple(embed + blocks if embedding == "first" else blocks + embed)

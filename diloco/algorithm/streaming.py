@@ -20,11 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import outer as outer_lib
-from diloco.algorithm.layout import Fragments, Layout, make_layout
+from diloco.algorithm.layout import Fragments, Layout, Stacked, make_layout
 from diloco.algorithm.methods import eager, noloco
 from diloco.algorithm.optimizers import Outer, outer_shardings
 from diloco.algorithm.plan import Plan, make_plan
@@ -204,6 +205,7 @@ def streaming(
   """
   if transport not in ("device", "host"):
     raise ConfigError(f"transport is {transport!r}; choose device or host.")
+  _check_kinds(fragments, wire, outer)
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
   tau = np.asarray(tau).tolist()  # Of Python's integers, as in a config.
@@ -225,7 +227,7 @@ def streaming(
       "replicas": replicas,
       "train.batch_size": replicas,
       "sync_every": sync_every,
-      "overlap.taus": (tau,) * replicas if isinstance(tau, int) else tuple(tau),
+      "overlap.taus": tuple(tau) if isinstance(tau, list) else (tau,) * replicas,
       "overlap.alpha": alpha,
       "overlap.transport": transport,
       "seed": seed,
@@ -269,6 +271,19 @@ def replicate(params: Tree, replicas: int, mesh: Mesh | None = None) -> Tree:
   copies = lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (replicas, *jnp.shape(x)))
   params_M = jax.tree.map(copies, params)
   return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA))) if mesh else params_M
+
+
+def _check_kinds(fragments: Any, wire: Any, outer: Any) -> None:
+  if not (fragments is None or isinstance(fragments, Stacked) or callable(fragments)):
+    raise ConfigError(
+      f"fragments is {fragments!r}; give diloco.Stacked(...), a function, or None."
+    )
+  if not isinstance(wire, str | WireConfig):
+    raise ConfigError(f"wire is {wire!r}; give a number format or diloco.WireConfig.")
+  if not isinstance(outer, OuterConfig | optax.GradientTransformation):
+    raise ConfigError(
+      f"outer is {outer!r}; give a diloco.OuterConfig or a transformation of optax."
+    )
 
 
 def _config(fields: dict[str, Any]) -> Config:

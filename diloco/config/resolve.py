@@ -6,6 +6,7 @@ Every error is one sentence with the field, its value and the remedy.
 import dataclasses
 import importlib
 import math
+import numbers
 import re
 import typing
 from collections.abc import Mapping
@@ -133,6 +134,9 @@ def _resolve(v: dict[str, Any]) -> Config:
   return c
 
 
+_KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
+
+
 def _check_each(v: Mapping[str, Any]) -> None:
   """Checks names, choices and limits of all fields."""
   for field in sorted(v.keys() ^ _DEFAULTS.keys()):
@@ -143,6 +147,11 @@ def _check_each(v: Mapping[str, Any]) -> None:
       )
     raise ConfigError(f"{field} is missing; its default is {_DEFAULTS[field]!r}.")
   for field, kind in _TYPES.items():
+    base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
+    if base in _KINDS and (
+      not isinstance(v[field], _KINDS[base][0]) or isinstance(v[field], bool)
+    ):
+      raise ConfigError(f"{field} is {v[field]!r}; give {_KINDS[base][1]}.")
     if isinstance(v[field], float) and not math.isfinite(v[field]):
       raise ConfigError(f"{field} is {v[field]}; give a finite number.")
     choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()

@@ -116,7 +116,8 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
     _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
     _lines(step, update, _of_layers(c))
     _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
-    _lines(rank, by_matrix(c, sends), _of_matrices())
+    matrices = by_matrix(c, sends)
+    _lines(rank, matrices, _of_matrices(matrices))
     _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
     for panel, text in (
       (cosine, "cosine similarity of outer gradients"),
@@ -143,21 +144,25 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
   return figure
 
 
-def _of_layers(c: Config) -> list[dict[str, Any]]:
+def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
   """Styles of all parts: earlier layers are darker, as in 2501.18512, figure 18."""
   colors = reversed(shades(COLORS[c.algorithm], c.model.num_layers))
-  return [*({"color": color} for color in colors), {"color": OTHERS[3], "ls": "--"}]
+  layers = {f"layer {i}": {"color": color} for i, color in enumerate(colors)}
+  return layers | {EMBEDDING: {"color": OTHERS[3], "ls": "--"}}
 
 
-def _of_matrices() -> list[dict[str, Any]]:
-  return [{"color": color, "ls": line} for line in ("-", "--", ":") for color in OTHERS]
+def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
+  looks = [
+    {"color": color, "ls": line} for line in ("-", "--", ":") for color in OTHERS
+  ]
+  return dict(zip(curves, looks))
 
 
-def _lines(panel: Any, curves: Curves, styles: Sequence[dict[str, Any]]) -> None:
-  for (name, curve), style in zip(curves.items(), styles):
+def _lines(panel: Any, curves: Curves, styles: dict[str, dict[str, Any]]) -> None:
+  for name, curve in curves.items():
     steps, values = points(curve)
     some = slice(None, None, thinning(len(steps)))
-    panel.plot(steps[some], smoothed(values)[some], label=name, **style)
+    panel.plot(steps[some], smoothed(values)[some], label=name, **styles[name])
 
 
 def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from diloco.config import Config, ConfigError, files
 from diloco.run import metrics
 from diloco.run.workdir import parts_of, whole_config
-from diloco.wire.ledger import all_reduced_bytes
+from diloco.wire.ledger import all_reduced_bytes, average_bytes, gradient_bytes
 
 
 @dataclasses.dataclass
@@ -24,7 +24,7 @@ class Run:
     loss: {step: training loss, mean of the replicas}, nats per token.
     held_out: {step: held-out loss of the outer parameters}, nats per token.
     sent: {step: bytes that one replica has sent so far}.
-    peak: the most bytes that one replica sent after one step.
+    peak: the most bytes that one replica sent at a single step.
     tokens_per_s: of all replicas together; None before the second step.
   """
 
@@ -59,8 +59,8 @@ def read(folder: pathlib.Path, name: str) -> Run:
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
-  peak = max(_largest_sum(found["send"], "bytes") for found in read_parts)
-  peak = max(peak, all_reduced_bytes(c, 1))
+  last = max((r["step"] for records in steps for r in records), default=0)
+  peak = max(_peak(c, found["send"], last) for found in read_parts)
   if c.data_parallel:
     sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
@@ -85,11 +85,16 @@ def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   return {t: float(np.mean(found[t])) for t in sorted(found)}
 
 
-def _largest_sum(records: Sequence[dict[str, Any]], field: str) -> int:
-  """Sums a field by step; returns the largest sum."""
+def _peak(c: Config, sends: Sequence[dict[str, Any]], last: int) -> int:
+  """Returns the most bytes of one step: fragments, averages and gradients."""
   found = dict[int, int]()
-  for r in records:
-    found[r["step"]] = found.get(r["step"], 0) + r[field]
+  for r in sends:
+    found[r["step"]] = found.get(r["step"], 0) + r["bytes"]
+  gradients, own = gradient_bytes(c), average_bytes(c)
+  averages = [(every, own[kind]) for kind, every in c.averages().items()]
+  for t in range(1, last + 1):
+    found[t] = found.get(t, 0) + sum(sent for every, sent in averages if t % every == 0)
+    found[t] += gradients * (c.data_parallel or c.is_warm(t))
   return max(found.values(), default=0)
 
 

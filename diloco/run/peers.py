@@ -172,7 +172,7 @@ class Peers:
           raise ProcessLost(
             f"process {self.index} of {self.count} found no process 0 at {address}"
             f" within {timeout} s ({error.details()}); start it, or correct"
-            " --coordinator."
+            " --coordinator (of a site: --process0)."
           ) from error
         time.sleep(0.2)
 
@@ -187,7 +187,7 @@ class Peers:
     except RuntimeError as error:
       raise ProcessLost(
         f"process 0 cannot listen at port {port}, which is in use or not"
-        " allowed; choose another port in --coordinator."
+        " allowed; choose another port in --coordinator (of a site: --process0)."
       ) from error
     self._server.start()
     is_over = lambda: self._refusal or len(self._boxes) == self.count - 1
@@ -199,8 +199,9 @@ class Peers:
       note = f" ({process_names(died)} came and went again)" if died else ""
       message = self._refusal or (
         f"{process_names(missing)} of {self.count} did not come to {address} within"
-        f" {timeout} s{note}; start all with the same --coordinator and"
-        " --num_processes, and see whether their machines reach that address."
+        f" {timeout} s{note}; start all with the same --coordinator (of a site:"
+        " --process0) and --num_processes, and see whether their machines reach that"
+        " address."
       )
       self._send("end", message)
       self._server.stop(_GRACE).wait()

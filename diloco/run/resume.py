@@ -63,10 +63,13 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
   if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
     return _extension(old, c, step)
   if changes:
+    hint = ""
+    if old and "outer.decay_syncs" in changes:
+      hint = f"; to extend the run, set outer.decay_syncs={old.outer.decay_syncs}"
     lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
     raise ConfigError(
       f"workdir holds a checkpoint of step {step} made with another config ({lines});"
-      " choose another --workdir or the same values."
+      f" choose another --workdir or the same values{hint}."
     )
   return ""
 

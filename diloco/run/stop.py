@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from jax.experimental import multihost_utils
 
 from diloco.config.command_line import INTERRUPTED
+from diloco.run.orbax_errors import hush
 from diloco.run.peers import Peers, say
 
 
@@ -78,6 +79,7 @@ class Stop:
     self.unsaved = False
     what = "Ctrl-C" if self.signum == signal.SIGINT else "SIGTERM"
     saved = f"step {t} is the newest that is saved" if late else f"saved step {t}"
+    saved = saved if t else "no step is saved"
     line = f"{what}: {saved} in {workdir}; the same command goes on."
     if self.peers.index == 0:
       say(line)
@@ -109,6 +111,7 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
   # A shell without job control starts background processes with Ctrl-C ignored.
   heard = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
   before = {s: signal.signal(s, handlers[s]) for s in heard}
+  hush()  # Before the hook below, which it must outlast.
   report = sys.unraisablehook
   sys.unraisablehook = functools.partial(_raise_soon, report)
   try:

@@ -41,7 +41,7 @@ class Chart:
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss` or a key of the points, such as
       a tuned rate.
-    against: with what a point is compared. Empty: with the first row of the table.
+    against: with what a point is compared. Empty: with the sweep's first cell.
       PLAIN: with data-parallel at the same x. Else a key of the points: its value is
       the x with which the point is compared.
   """
@@ -112,10 +112,9 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
     asked_x = chart.x if plain else chart.against
     asked = pd.MultiIndex.from_frame(table[[asked_x, "seed"]])
   else:
+    first = {**first, EVALUATED: table[EVALUATED].iloc[0]}
     keys = [name for name in (*chart.by, chart.x) if name in first]
     some = table[(table[keys] == pd.Series(first)[keys]).all(axis=1)]
-    if chart.x == EVALUATED:
-      some = some[some[EVALUATED] == table[EVALUATED].iloc[0]]
     others, asked = some.groupby("seed")["loss"].first(), pd.Index(table["seed"])
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
@@ -125,7 +124,8 @@ def curve(values: dict) -> str:
   words = ("compressor", "pattern")
   names = []
   if "algorithm" in values:
-    names = [curve_name(values["algorithm"], values.get("replicas"))]
+    m = values.get("replicas", math.nan)  # NaN if only other cells have it.
+    names = [curve_name(values["algorithm"], None if math.isnan(m) else int(m))]
     values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
   names += [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
   return ", ".join(names)
@@ -181,14 +181,15 @@ def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
   All cells of a seed see the same text, so their losses rise and fall together, often
   by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
   cells, because each cell is part of the common mean; this is put right (Cousineau
-  2005, Morey 2008). The table is returned as it is while cells lack seeds.
+  2005, Morey 2008). The table of one cell, or with cells that lack seeds, is returned
+  as it is.
   """
   by = table.groupby([*chart.by, chart.x], dropna=False)
-  if (by["seed"].nunique() < table["seed"].nunique()).any():
+  if len(by) < 2 or (by["seed"].nunique() < table["seed"].nunique()).any():
     return table
   common = table.groupby("seed")["loss"].transform("mean") - table["loss"].mean()
   mean = by["loss"].transform("mean")
-  stretch = math.sqrt(len(by) / max(len(by) - 1, 1))
+  stretch = math.sqrt(len(by) / (len(by) - 1))
   return table.assign(loss=mean + stretch * (table["loss"] - common - mean))
 
 

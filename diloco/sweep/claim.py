@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import scipy.special
 
+from diloco.sweep.grid import Search
 from diloco.sweep.tables import markdown
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
-NO_RUNS, MISSING = "no runs yet", "runs are missing"
+NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
 MEANING = (
@@ -123,7 +124,7 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
 def lines(
   claims: Sequence[Claim],
   tables: Mapping[str, pd.DataFrame],
-  missing: Mapping[str, Sequence[Mapping]],
+  cells: Mapping[str, Sequence[Search]],
 ) -> list[str]:
   """Formats claims and verdicts as Markdown, and says what the numbers mean.
 
@@ -133,13 +134,15 @@ def lines(
   Args:
     claims: the claims; those of other ablations are left out.
     tables: {ablation: its runs, see `differences`}.
-    missing: {ablation: its cells that have no result}.
+    cells: {ablation: its cells}.
   """
 
   def decided(claim: Claim, values: Sequence[float]) -> str:
-    some = missing.get(claim.ablation, ())
-    waits = values and any(_asks_for(claim, cell) for cell in some)
-    return MISSING if waits else verdict(claim, values)
+    asked = [one for one in cells[claim.ablation] if _asks_for(claim, one.cell)]
+    if not all(one.ended for one in asked):
+      return MISSING if values else NO_RUNS
+    failed = any(one.state == "failed" for one in asked)
+    return FAILED if failed else verdict(claim, values)
 
   some = [claim for claim in claims if claim.ablation in tables]
   values = [differences(claim, tables[claim.ablation]) for claim in some]

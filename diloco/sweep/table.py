@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 # Columns from summary.json: the field in that file and its type. Losses are held-out
 # losses in nats per token; test losses are empty if eval.test_tokens is 0. Bytes are
-# bytes that one replica sends, in total and in the largest sync.
+# bytes that one replica sends, in total and at the step that sends most.
 SUMMARY_COLUMNS = {
   "params": ("params", int),
   "tokens": ("tokens", int),

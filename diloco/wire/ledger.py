@@ -15,7 +15,8 @@ class Ledger:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
       `diloco.algorithm.methods.between_syncs`.
-    peak: the most bytes that one replica sent at a single step.
+    peak: the most bytes that one replica sent at a single step; without steps that only
+      sent gradients.
     latest: [step, bytes] of the latest step that sent something.
   """
 

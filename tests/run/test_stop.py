@@ -46,8 +46,8 @@ def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
   interrupt_while_collecting,
 ):
   with end_on_signal(Peers()) as stop:
-    stop.unsaved = True
     gc.collect()
+    stop.unsaved = True
     time.sleep(0.1)
     assert stop.is_told()
 

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from diloco.sweep import claim
+from diloco.sweep.grid import Grid, Search
 
 
 def claim_of(column="loss", **bounds):
@@ -75,20 +76,24 @@ def test_differences_are_taken_seed_by_seed_at_the_chosen_point():
 
 
 @pytest.mark.parametrize(
-  ("cell", "verdict"),
+  ("cell", "state", "verdict", "without"),
   [
-    ({"m": 2, "seed": 1}, "runs are missing"),
-    ({"seed": 1}, "runs are missing"),  # Its m is tuned, and may become 1.
-    ({"m": 3, "seed": 1}, "shown"),
+    ({"m": 2, "seed": 1}, "searching", "runs are missing", "no runs yet"),
+    ({"m": 2, "seed": 1}, "waiting", "runs are missing", "no runs yet"),
+    # Its m is tuned, and may become 1.
+    ({"seed": 1}, "searching", "runs are missing", "no runs yet"),
+    ({"m": 2, "seed": 1}, "failed", "runs have failed", "runs have failed"),
+    ({"m": 3, "seed": 1}, "searching", "shown", "no runs yet"),
+    ({"m": 2, "seed": 1}, "edge", "shown", "no runs yet"),
   ],
 )
-def test_a_claim_waits_for_the_runs_that_it_asks_for(cell, verdict):
+def test_a_claim_waits_for_the_runs_that_it_asks_for(cell, state, verdict, without):
   rows = [(m, s, 5.0 + m + s / 100) for m in (1, 2) for s in (0, 1, 2)]
   found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
-  lines = claim.lines([claim_of(low=0)], {"x": found}, {"x": [cell], "y": [{"m": 1}]})
-  assert lines[-1].split("|")[-2].strip() == verdict
-  nothing = claim.lines([claim_of(low=0)], {"x": found[:0]}, {"x": [cell]})
-  assert nothing[-1].split("|")[-2].strip() == "no runs yet"
+  cells = {"x": [Search(Grid("g", [cell]), cell, state)]}
+  for table, told in ((found, verdict), (found[:0], without)):
+    lines = claim.lines([claim_of(low=0)], {"x": table}, cells)
+    assert lines[-1].split("|")[-2].strip() == told
 
 
 def test_a_difference_of_differences_is_told_in_points():
@@ -96,7 +101,9 @@ def test_a_difference_of_differences_is_told_in_points():
   found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
   plain = claim_of(low=0)
   gap = claim_of(high=0, than=({"m": 4}, {"m": 3}))
-  told = claim.lines([plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found}, {})
+  told = claim.lines(
+    [plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found}, {"x": []}
+  )
   assert told[-2].endswith("| +0.99% [+0.99, +0.99], 2 seeds | above 0% | shown |")
   assert told[-1].endswith("2 seeds | below 0 points | contradicted |")
   assert "| +0.02 points [+0.02, +0.02]," in told[-1]
