@@ -35,7 +35,9 @@ class Ledger:
     """Counts one average, in which one replica sent `sent` bytes.
 
     Args:
-      kind, step, sent: what was averaged, and when.
+      kind: what was averaged.
+      step: after this inner step.
+      sent: bytes.
       gradients: bytes of gradients that the replica sent at this step. They count for
         the peak only.
     """
