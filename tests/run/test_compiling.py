@@ -13,7 +13,12 @@ from diloco.run import compiling
 def announced(monkeypatch):
   monkeypatch.setattr(compiling, "_PATIENCE", 0.05)
   compiling.announce_compilations()
+  # XLA once crashed when it wrote the long program to the cache, which nobody reads.
+  limit = "jax_persistent_cache_min_compile_time_secs"
+  before = jax.config.values[limit]
+  jax.config.update(limit, 1e9)
   yield
+  jax.config.update(limit, before)
   jax.monitoring.unregister_event_duration_listener(compiling._listen)
 
 
