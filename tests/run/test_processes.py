@@ -381,7 +381,8 @@ def free_port() -> int:
   [(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2), ("localhost", 2, 0)],
 )
 def test_incomplete_or_wrong_flags_are_refused(given):
-  shown = "--coordinator is {}, --num_processes {} and --process_id {}; give host:port"
+  flags = r"--coordinator \(of a site: --process0\) is {}, --num_processes {} and"
+  shown = flags + " --process_id {}; give host:port"
   with pytest.raises(ConfigError, match=shown.format(*given)):
     processes.initialize(*given)
 
