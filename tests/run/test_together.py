@@ -99,10 +99,14 @@ def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
   assert len(losses) == (3 if algorithm == "data_parallel" else 4)
 
 
+# What eager updates refuse.
+NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_every": 0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "fields",
-  [{"outer.warm_start_steps": 4}, {"overlap.eager": True, "outer.final_sync": False}],
+  [{"outer.warm_start_steps": 4}, {"overlap.eager": True} | NOT_EAGER],
 )
 def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
