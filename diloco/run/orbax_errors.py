@@ -52,7 +52,9 @@ def reason_of(error: Exception) -> str:
 def _another_error(record: logging.LogRecord) -> bool:
   """Whether asyncio tells of an error or an end that nobody asked Orbax for."""
   trace = traceback.format_exception(*record.exc_info) if record.exc_info else []
-  return of_orbax("".join([record.getMessage(), *trace]))
+  text = "".join([record.getMessage(), *trace])
+  of_tensorstore = " in OCDBT database " in text  # The format of the files; no frames.
+  return of_orbax(text) or of_tensorstore
 
 
 def _left_behind(ignored: Any) -> bool:
