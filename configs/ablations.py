@@ -30,7 +30,8 @@ ROOT2 = 2**0.5
 # multiples of 30.
 STEPS, BATCH, LENGTH = 1800, 8, 64
 # Inner rates as powers of ROOT2, between the best ones at 0.105M, 0.142M and 0.185M in
-# docs/ladder.csv; M = 8, which is not there, as M = 4. Streaming takes that of its M.
+# an earlier ladder (docs/ladder.md); M = 8, which is not there, as M = 4. Streaming
+# takes that of its M.
 RATES = {"data_parallel": -13, 1: -13, 2: -12, 4: -11, 8: -11}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
 ALGORITHM = ("algorithm", "replicas")
@@ -350,7 +351,7 @@ def _small(point: Point, text: str):
   rate = RATES.get(c.algorithm, RATES[c.replicas])
   c.inner.learning_rate = power(ROOT2, rate)
   # The papers use momentum 0.9 at rate 0.4; runs with few rounds need less. The rate is
-  # the best of docs/ladder.csv for M = 2 at H = 30.
+  # the best of that ladder for M = 2 at H = 30.
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = 0.8
   c.fragments.size = 1

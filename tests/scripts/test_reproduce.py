@@ -109,6 +109,22 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
 
 
+def test_failed_runs_are_run_again_when_asked(tmp_path, monkeypatch):
+  monkeypatch.setattr(reproduce, "Local", Fake)
+  Fake.started = 0
+  flags = [f"--out={tmp_path}", "--only=evaluated", "--seeds=2", "--jobs=99"]
+  assert reproduce.main(flags) == 0
+  for run in tmp_path.glob("runs/*"):
+    (run / "summary.json").unlink()
+    table.note_end(run, failed=True, error="The disk was full.")
+  assert reproduce.main(flags) == 1
+  assert Fake.started == 2
+  assert "\n0 runs, 2 failed" in (tmp_path / "reproduced.md").read_text()
+  assert reproduce.main([*flags, "--retry_failed"]) == 0
+  assert Fake.started == 4
+  assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
+
+
 def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(reproduce, "Local", Fake)
   Fake.started = 0
