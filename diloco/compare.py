@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from diloco.config import ConfigError, files
-from diloco.config.command_line import Parser, check_picture, guarded, make_folder
+from diloco.config.command_line import (
+  Parser,
+  check_picture,
+  guarded,
+  make_folder,
+  make_parent,
+)
 from diloco.config.palette import COLORS
 from diloco.config.resolve import leaves
 from diloco.model.shapes import matrix_params
@@ -174,6 +180,8 @@ def compare(args: argparse.Namespace) -> None:
   if args.chips is not None and not 2 <= args.chips <= 1e9:
     raise ConfigError(f"--chips is {args.chips:g}; give a number from 2 on.")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
+  if args.csv:
+    make_parent(args.csv, "--csv", "a file name.csv")
   runs = [read(f, name) for f, name in zip(args.workdir, names_of(args.workdir))]
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
@@ -183,7 +191,6 @@ def compare(args: argparse.Namespace) -> None:
     draw(runs, seconds).savefig(file, dpi=120, format=args.out.suffix[1:])
   print(f"picture      {args.out}")
   if args.csv:
-    make_folder(args.csv.parent, "--csv")
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
 
 

@@ -16,13 +16,14 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 from flax import traverse_util
 
 from diloco.config import ConfigError
-from diloco.config.command_line import guarded, make_folder, model_parser
+from diloco.config.command_line import guarded, make_folder, model_parser, one_line
 from diloco.data import load_tokenizer
 from diloco.model import registry
 from diloco.run import hf, load
@@ -42,12 +43,11 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
     ConfigError: the tokenizer or the package safetensors is missing, or the folder is
       a run's.
   """
-  save_file = load.import_safetensors().save_file
   folder = make_output(output)
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   # safetensors writes the buffer as it lies in memory, so it must be contiguous.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
-  save_file(tensors, folder / load.WEIGHTS, metadata={"format": "np"})
+  _save_file(tensors, folder / load.WEIGHTS, {"format": "np"})
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,
@@ -70,10 +70,25 @@ def export_hf(
   Raises:
     ConfigError: the architecture or the tokenizer has no counterpart, or as `export`.
   """
-  save_file = load.import_safetensors().save_file
   c, folder = model.config, make_output(output)
   tokenizer = load_tokenizer(c.data.tokenizer)
-  return folder, hf.write(c.model, model.params, tokenizer, folder, save_file, dtype)
+  return folder, hf.write(c.model, model.params, tokenizer, folder, _save_file, dtype)
+
+
+def _save_file(tensors: Mapping, path: pathlib.Path, metadata: dict) -> None:
+  """Writes a safetensors file.
+
+  Raises:
+    ConfigError: safetensors is missing, or the disk is full.
+  """
+  save_file = load.import_safetensors().save_file
+  try:
+    save_file(tensors, path, metadata=metadata)
+  except Exception as error:  # Of safetensors, also around an OSError.
+    raise ConfigError(
+      f"--output is {str(path.parent)!r}, where no more can be written"
+      f" ({one_line(error)}); make room."
+    ) from error
 
 
 def make_output(output: str | pathlib.Path) -> pathlib.Path:
@@ -112,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--format", choices=formats, default="diloco", help="hf: Qwen3")
   dtypes = ("float32", "bfloat16")
   parser.add_argument("--dtype", choices=dtypes, default="float32", help="for hf")
-  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
+  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
 
 
 if __name__ == "__main__":

@@ -140,7 +140,8 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   away = [text for text in away if text.split()[0] not in inside]
   if away:
     news["away"] = ", ".join(away)
-  done = files.read_json(folder / "coordinator.json") is not None
+  ended = files.read_json(folder / "coordinator.json") is not None
+  done = ended and last["round"] + 1 == total  # Else the run is extended.
   news |= _age(folder / ROUNDS, now, _ROUND_S, done)
   details = {"last sync": _fragments(syncs)} | _checkpoint(folder)
   return Status(_title(config), news, details)

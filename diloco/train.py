@@ -76,7 +76,9 @@ def train(
     evaluation = Evaluation(c, mesh)
     method = make_method(c, mesh)
     plan = method.plan if method else None
-    periods = (c.eval.every, c.checkpoint.every, *between_syncs.periods(c))
+    between_syncs.check(c)
+    # Launches of inner steps end at these multiples.
+    periods = (c.eval.every, c.checkpoint.every, *c.averages().values())
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
@@ -98,7 +100,7 @@ def train(
       method = method.after_drain(record.drained) if method else None
       plan = method.plan if method else None
       if start == record.drained:
-        summary.keep(workdir, start, peers)
+        summary.set_aside(workdir, start, peers)
     else:
       first = first_params(c, mesh)
       if first is not None and peers.index == 0:
@@ -152,7 +154,7 @@ def train(
         checkpoints.wait()
         if site:
           site.leave("stopped")
-        stop.leave(t, workdir)
+        stop.leave(checkpoints.latest or t, workdir)
         return {}
       if c.checkpoint.every and t % c.checkpoint.every == 0 and not last:
         with log.pause():

@@ -132,11 +132,14 @@ def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
     (["{0}", "{0}"], "is given twice"),
     (["{0}/none"], "has no metrics.jsonl; give the --workdir"),
     (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
+    (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
+    (["{0}", "--csv={0}/a.png"], "a.png', a folder; give a file name.csv"),
     (["{0}", "--chips=1"], "--chips is 1; give a number from 2 on"),
     (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),
   ],
 )
 def test_mistakes_are_told_in_one_sentence(two, capsys, args, message):
+  (two[0] / "a.png").mkdir(exist_ok=True)
   assert compare.main([arg.format(two[0]) for arg in args]) == 2
   error = capsys.readouterr().err
   assert message in error

@@ -96,6 +96,10 @@ def test_a_coordinator_tells_who_is_in(tmp_path, config):
   assert "away         1 since step 2" in found
   # The four fragments are sent after the steps 4, 5, 6 and 7, then every four steps.
   assert "round        3 of 9, step 3" in found
+  (tmp_path / "coordinator.json").write_text("{}")  # Of the run before it was extended.
+  assert "state        finished" not in status.lines(tmp_path, NOW)
+  write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
+  assert "state        finished" in status.lines(tmp_path, NOW)
 
 
 def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):

@@ -165,19 +165,6 @@ def await_metrics(process, workdir):
     time.sleep(0.01)
 
 
-def test_the_second_interrupt_ends_a_run_at_once(tmp_path):
-  process = start(tmp_path, "--config.train.steps=100000", stderr=subprocess.PIPE)
-  await_metrics(process, tmp_path)
-  # A stopped process cannot save between the two signals.
-  process.send_signal(signal.SIGSTOP)
-  process.send_signal(signal.SIGINT)
-  process.send_signal(signal.SIGCONT)
-  process.send_signal(signal.SIGINT)
-  _, stderr = process.communicate(timeout=120)
-  assert process.returncode == 130
-  assert b"Traceback" not in stderr
-
-
 def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   process = start(tmp_path, stderr=subprocess.PIPE, text=True)
   while process.poll() is None and not (tmp_path / ".lock").exists():

@@ -26,7 +26,7 @@ from diloco.model import sharding
 from diloco.model.sharding import FSDP, Lead
 
 Tree = Any
-# An outer optimizer by its name, or itself.
+# A config that names an outer optimizer, or a transformation of optax.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 
 
@@ -175,7 +175,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
     return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
   momentum = arguments.get("momentum") if name == "sgd" else None
-  # A bool or a text stays in the optimizer's name, and optax judges it.
+  # A bool or a text is passed on to optax, which may refuse it.
   number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
   return OuterTuned(outer.learning_rate, momentum if number else None)
 
@@ -272,7 +272,7 @@ def _make(
         " not 0; set it to 0."
       )
     given["weight_decay"] = decay
-    if "adam_weight_decay" in known:  # Of Muon, for what is no matrix of a layer.
+    if "adam_weight_decay" in known:  # Muon uses Adam for what is no matrix.
       given["adam_weight_decay"] = decay
   elif field == "inner.optimizer" and "weight_decay" in known:
     arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.

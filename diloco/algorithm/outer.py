@@ -15,7 +15,7 @@ parameters and optimizer state. Fragments of equal shapes share their programs.
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -277,17 +277,26 @@ def outer_step(
 
 
 def drain(
-  plan: Plan, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
+  plan: Plan,
+  last: int,
+  params_M: Tree,
+  state: OuterState,
+  final_sync: bool = False,
+  step: Callable[..., tuple[Tree, OuterState, list[Event]]] = outer_step,
 ) -> tuple[Tree, OuterState, list[Event]]:
-  """Receives the fragments in flight after the last step; then may sync all again."""
+  """Receives the fragments in flight after the last step; then may sync all again.
+
+  Args:
+    step: the method's outer step.
+  """
   events, t = list[Event](), last
   for t in range(last + 1, last + max(plan.schedule.taus) + 1):
-    params_M, state, more = outer_step(plan, t, params_M, state, last_send=last)
+    params_M, state, more = step(plan, t, params_M, state, last_send=last)
     events += more
   if final_sync:
     # The step t + 1 gives random numbers that no other send has used.
     now = Schedule(len(plan.fragments), 1, (0,) * plan.replicas)
-    plan = dataclasses.replace(plan, schedule=now)
-    params_M, state, more = outer_step(plan, t + 1, params_M, state)
+    plan = dataclasses.replace(plan, schedule=now, diagnostics_every=0)
+    params_M, state, more = step(plan, t + 1, params_M, state)
     events += more
   return params_M, state, events

@@ -191,7 +191,7 @@ def _step(
 def _tensors(
   wire: WireConfig, mesh: Mesh, m: int, theta: Tree, places: Tree
 ) -> list[tuple[bool, float, Array, Cut]]:
-  """Lists tensors: has one layers, the share of a device's sums, the tensor, its cut.
+  """Lists (has it layers, the share of a device's sums, the tensor, its cut).
 
   Sums are added over the devices of a replica, which all hold an unsharded tensor.
   """

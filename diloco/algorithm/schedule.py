@@ -109,7 +109,7 @@ class Schedule:
       and a fragment arrives when it is sent again.
 
   Raises:
-    ValueError: a tau is not below H.
+    ValueError: a tau is not below H; with `eager`, it is above H.
   """
 
   num_fragments: int
@@ -235,7 +235,8 @@ class Schedule:
   @functools.cached_property
   def longest_hiding(self) -> int:
     """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
-    # Two rounds: in the first, fewer sends lie between a send and its arrival.
+    # Three rounds: the first may be cut, and in the second fewer sends lie between a
+    # send and its arrival.
     first = max(self.sync_every, self.drained + 1, self.warm_start + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}

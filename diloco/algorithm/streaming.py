@@ -112,7 +112,7 @@ class Streaming:
         " sync; leave it out."
       )
     args = (self.plan, last, self._split(params_M), state, final_sync)
-    found, state, events = self._rule.drain(*args)
+    found, state, events = outer_lib.drain(*args, step=self._rule.outer_step)
     return self._join(found), state, events
 
   def params(self, state: OuterState) -> Tree:

@@ -7,7 +7,7 @@ XLA compiles as it would on the real devices.
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,7 @@ class Programs:
     self.fragment = 0
     self.payload: jax.ShapeDtypeStruct | None = None
     self.lower: dict[str, Callable[[], Lowered]] = {}
+    self._held = dict[str, int]()  # Bytes of `on_device` that are arguments.
     self.moments = dict[str, list[jax.ShapeDtypeStruct]]()
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
@@ -93,10 +94,11 @@ class Programs:
         sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
       )
       rest = (trained_next(c, plan, 0) if plan else None, tuned(c))
-      self._add("inner step", inner_step, *arrays, tokens, *rest, c=c)
+      both = dict(zip(parts, arrays))
+      self._add("inner step", both, inner_step, *arrays, tokens, *rest, c=c)
       if c.is_warm(1):
-        kwargs = {"c": c, "averaged": True}
-        self._add("warm-start step", inner_step, *arrays, tokens, *rest, **kwargs)
+        warm = partial(self._add, "warm-start step", both, inner_step)
+        warm(*arrays, tokens, *rest, c=c, averaged=True)
       if plan and self.state.outer:
         self._add_averages(c, plan)
         self._add_outer_step(c, plan, self.state.outer)
@@ -104,10 +106,22 @@ class Programs:
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
         args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)
-        self._add(name, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
+        held = {**both, "in flight": self.payload}
+        self._add(name, held, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
 
-  def _add(self, name: str, function: Wrapped, *args, **kwargs) -> None:
+  def _add(
+    self, name: str, held: Mapping[str, Any], function: Wrapped, *args, **kwargs
+  ) -> None:
+    """Adds a program.
+
+    Args:
+      held: what it takes of each part of `on_device`, which may be on the host instead.
+      function: the jitted function.
+      args, kwargs: its arguments.
+    """
     self.lower[name] = partial(function.lower, *args, **kwargs)
+    here = [nbytes(tree) for part, tree in held.items() if part in self.on_device]
+    self._held[name] = sum(here)
 
   def _add_averages(self, c: Config, plan: Plan) -> None:
     """Adds the programs that average moments (DES-LOC) and parameters (SPARTA)."""
@@ -116,13 +130,14 @@ class Programs:
       if kind == between_syncs.SPARTA:
         key = jax.eval_shape(lambda: jax.random.key(0))
         args, fields = (self.state.params, key), {"share": c.sparta.share}
-        self._add(kind, sparta.average, *args, **fields, mesh=self.mesh)
+        held = {"parameters": self.state.params}
+        self._add(kind, held, sparta.average, *args, **fields, mesh=self.mesh)
         continue
       due = des_loc.moments_of(plan, self.state.opt_state, kind)
       self.moments[kind] = [leaves[moment.leaf] for moment in due]
       places = tuple(moment.place for moment in due)
-      average = des_loc.replica_means
-      self._add(kind, average, self.moments[kind], places=places, mesh=self.mesh)
+      one = partial(self._add, kind, {"inner optimizer": self.moments[kind]})
+      one(des_loc.replica_means, self.moments[kind], places=places, mesh=self.mesh)
 
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
@@ -151,32 +166,42 @@ class Programs:
     key = jax.eval_shape(lambda: jax.random.key(0))
     codec_state, everyone = outer.codec_state[p], np.ones(c.replicas, bool)
     wire = {"wire": c.wire, "mesh": self.mesh}
+    merged = {"parameters": params, "outer parameters": theta}
+    sent = merged | {"compressor": codec_state}
+    updated = {"outer parameters": theta, "outer optimizer": opt_state}
     if c.wire.exchange == "pair":
-      pair = {"outer": c.outer, "mesh": self.mesh}
+      held = updated | {"parameters": params}
       own = (params, theta, opt_state, layers, key, plan.tuned)
-      self._add("update", noloco.update, *own, **pair)
+      self._add("update", held, noloco.update, *own, outer=c.outer, mesh=self.mesh)
       return
+    arriving = updated | {"in flight": payloads[p]}
     if c.overlap.eager:
-      self._add("send", eager.send, params, theta, codec_state, layers, key, **wire)
+      mine = (params, theta, codec_state, layers, key)
+      self._add("send", sent, eager.send, *mine, **wire)
+      held = arriving | {"parameters": params}
       both = (payloads[p], self.payload, layers, plan.tuned)
-      update_all = partial(self._add, "update", eager.update, params)
+      update_all = partial(self._add, "update", held, eager.update, params)
       update_all(theta, opt_state, *both, outer=c.outer, **wire)
       return
-    self._add("send", send, params, theta, codec_state, layers, key, **wire)
-    self._add("merge", merge, params, theta, layers, everyone, alpha=plan.alpha)
+    self._add("send", sent, send, params, theta, codec_state, layers, key, **wire)
+    self._add("merge", merged, merge, params, theta, layers, everyone, alpha=plan.alpha)
     if plan.home.at_hosts:
       return  # The hosts exchange payloads and update theta.
-    args = (theta, opt_state, payloads[p], plan.tuned)
-    self._add("update", update_in_place, *args, outer=c.outer, **wire)
-    if plan.transport.hides:
-      self._add("exchange alone", transmit, self.payload, mesh=self.mesh)
+    part = (theta, opt_state)
     if c.outer.offload:
-      part = (theta, opt_state)
+      arriving = {"in flight": (*part, payloads[p])}
+    args = (*part, payloads[p], plan.tuned)
+    self._add("update", arriving, update_in_place, *args, outer=c.outer, **wire)
+    if plan.transport.hides:
+      alone = {"in flight": self.payload}
+      self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
+    if c.outer.offload:
       here = jax.tree.map(lambda x: x.sharding, part)
       there = jax.tree.map(lambda at: at.with_memory_kind("pinned_host"), here)
       copy = lambda to: jax.jit(lambda x: jax.device_put(x, to), out_shardings=to)
-      self._add("fetch from host", copy(here), sharding.structs(part, there))
-      self._add("back to host", copy(there), part)
+      fetched = sharding.structs(part, there)
+      self._add("fetch from host", {}, copy(here), fetched)
+      self._add("back to host", {"in flight": part}, copy(there), part)
 
   def compile(self, name: str, quick: bool = False) -> Program:
     """Compiles one program and measures it.
@@ -204,23 +229,7 @@ class Programs:
 
   def outside(self, name: str) -> int:
     """Returns the bytes of state on a device that are not arguments of a program."""
-    total = sum(self.on_device.values())
-    if name in self.moments:
-      return total - nbytes(self.moments[name])
-    if name not in ("exchange alone", "update"):
-      total -= self.on_device["parameters"]
-    if name not in ("exchange alone", "update", "send", "merge", between_syncs.SPARTA):
-      total -= self.on_device["inner optimizer"]
-    outer, payload = self.state.outer, self.payload
-    if outer is None or payload is None:
-      return total
-    if name.startswith("exchange") or name == "update":
-      total -= nbytes(payload)
-    if "outer parameters" in self.on_device and name in ("send", "merge"):
-      total -= max(map(nbytes, outer.theta))
-    if name == "update":
-      total -= max(map(nbytes, outer.theta)) + max(map(nbytes, outer.opt_state))
-    return max(total, 0)
+    return sum(self.on_device.values()) - self._held[name]
 
 
 def nbytes(tree) -> int:

@@ -38,8 +38,9 @@ _OWN_OUTER = {
 }
 _PAIRS = {
   **_OWN_OUTER,
+  "overlap.eager": OFF,  # Before tau, which eager updates set to H.
   "overlap.tau": (0,),
-  "overlap.eager": OFF,
+  "overlap.alpha": OFF,
   "wire.compressor": ("quantize",),
   "wire.format": ("fp32",),
   "wire.error_feedback": OFF,
@@ -64,6 +65,9 @@ RULES = (
       {"wire.rounding": ("nearest",)},
     )
     for name in BINS
+  ),
+  Rule(
+    "wire.format", "bf16", "which casts to nearest", {"wire.rounding": ("nearest",)}
   ),
   Rule("wire.exchange", "pair", "where replicas exchange parameters and wait", _PAIRS),
   Rule(

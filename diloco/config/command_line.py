@@ -71,9 +71,9 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
 def interrupted() -> int:
   """Returns INTERRUPTED; after a KeyboardInterrupt, call it just before the exit.
 
-  A KeyboardInterrupt may come while Python executes a text: dataclasses are made so.
+  A KeyboardInterrupt may come while `exec` runs a string, as dataclasses do.
   Then CPython notes that it will end by SIGINT, even if the program handles the
-  exception and exits with another status. The next text makes it forget that.
+  exception and exits with another status. The next `exec` makes it forget that.
   """
   exec("")
   return INTERRUPTED
@@ -167,14 +167,27 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
 def check_picture(path: pathlib.Path, example: str) -> None:
   """Checks that the flag --out names a picture of a kind that matplotlib writes.
 
+  A folder with such a name is refused, too.
+
   Raises:
     ConfigError: it does not.
   """
   from matplotlib.figure import Figure
 
   kinds = Figure().canvas.get_supported_filetypes()
-  if path.suffix.removeprefix(".") not in kinds:
+  if path.suffix.removeprefix(".") not in kinds or path.is_dir():
     raise ConfigError(f"--out is {str(path)!r}; give a file such as {example}.")
+
+
+def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:
+  """Makes the folder of the file that a flag names.
+
+  Raises:
+    ConfigError: the path is a folder, or nothing can be written beside it.
+  """
+  if path.is_dir():
+    raise ConfigError(f"{flag} is {str(path)!r}, a folder; give {wanted}.")
+  make_folder(path.parent, flag)
 
 
 def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:

@@ -152,7 +152,7 @@ def _kind(hint: Any) -> str:
 
 
 def _limits(limits: Range) -> str:
-  """Describes limits; the largest number that a device counts is no limit to tell."""
+  """Describes limits; leaves out LARGEST, which every count has."""
   told = limits.high < fields.LARGEST
   return str(limits if told else dataclasses.replace(limits, high=math.inf))
 

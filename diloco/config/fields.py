@@ -132,12 +132,13 @@ class OuterConfig:
   # Momentum of sgd at that sync; it changes along a cosine. Negative: constant, as in
   # both papers.
   final_momentum: Annotated[float, Range(-1, 1)] = -1.0
-  # Syncs of a fragment in which rate and momentum change; later syncs keep the last
-  # values. 0: as many as the run has. Set it to extend a run.
+  # Outer updates of a fragment, with those of a warm start, in which rate and momentum
+  # change; later ones keep the last values. 0: as many as the run has. Set it to extend
+  # a run.
   decay_syncs: Count = 0
-  # Syncs of a fragment after which its outer optimizer starts afresh, again and again:
-  # late in training, momentum keeps outer gradients that are too large (arXiv
-  # 2605.28585). 0: never, as in both papers.
+  # Outer updates of a fragment, with those of a warm start, after which its outer
+  # optimizer starts afresh, again and again: late in training, momentum keeps outer
+  # gradients that are too large (arXiv 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
   # norms and directions are averaged separately, for each tensor of each layer.
@@ -179,11 +180,11 @@ class WireConfig:
   # fp32; bins2, bins3 or bins4: bins around the mean, with a table of values per block,
   # as in SparseLoCo and MuLoCo. auto: e3m0 for streaming, fp32 for diloco.
   format: str = "auto"
-  # Values that share one power-of-two scale of one byte, or one table. They are
-  # consecutive values of one layer's tensor. 0: one scale per tensor. -1: one scale per
-  # row. The paper does not specify this. If fsdp shards a tensor, each shard is coded
-  # like a separate tensor: no block spans two shards, and topk and random choose within
-  # a shard.
+  # Values that share one power-of-two scale of one byte, or one table: consecutive
+  # values among those that are sent of one layer's tensor. 0: one scale per tensor. -1:
+  # as many values as a row has. The paper does not specify this. If fsdp shards a
+  # tensor, each shard is coded like a separate tensor: no block spans two shards, and
+  # topk and random choose within a shard.
   block_size: Annotated[int, Range(-1, LARGEST)] = 128
   # How a value is rounded to the format. The paper does not specify this.
   rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -197,10 +198,11 @@ class WireConfig:
   # 2505.23725). 0: off, as in both papers.
   error_feedback: Share = 0.0
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
-  # psum: all-reduces decoded float32 values. psum is the simplest form of the papers'
-  # outer step, and sends the most bytes. pair: NoLoCo (arXiv 2506.10911): a replica
-  # exchanges float32 parameters with one random peer; every replica has its own outer
-  # parameters, whose mean is evaluated.
+  # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
+  # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
+  # value: fewer than gather with fp32 and M > 2. pair: NoLoCo (arXiv 2506.10911): a
+  # replica exchanges float32 parameters with one random peer; every replica has its own
+  # outer parameters, whose mean is evaluated.
   exchange: Literal["gather", "psum", "pair"] = "gather"
 
 
@@ -418,7 +420,8 @@ class LogConfig:
   every: Positive = 1
   # Measures the first sync of each fragment and then every n-th, layer by layer:
   # cosine, drift, coding error, stable rank, update, and the loss around the merge
-  # (docs/diagnostics.md). 4 takes 1.1 to 1.3% of the sample run's time. 0: never.
+  # (docs/diagnostics.md). 4 takes 1.1 to 1.3% of the sample run's time. 0: never. A
+  # final sync is not measured.
   diagnostics_every: Count = 0
   # Whether TensorBoard files are written.
   tensorboard: bool = True
@@ -566,7 +569,10 @@ class Config:
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
 
   def num_updates(self) -> tuple[int, ...]:
-    """Counts the updates of each fragment's outer optimizer in the whole run."""
+    """Counts the updates of each fragment's outer optimizer in the whole run.
+
+    Without the one that eager updates make after the last step.
+    """
     if not self.outer.warm_start_momentum:
       return self.num_syncs()
     cold = dataclasses.replace(self.outer, warm_start_steps=0)

@@ -34,11 +34,15 @@ def try_lock(file: IO) -> bool:
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
   """Opens a temporary file, which becomes `path` when it is complete and on disk."""
   unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-  with unfinished.open("wb+") as file:
-    yield file
-    file.flush()
-    os.fsync(file.fileno())
-  unfinished.rename(path)
+  try:
+    with unfinished.open("wb+") as file:
+      yield file
+      file.flush()
+      os.fsync(file.fileno())
+    unfinished.rename(path)
+  except BaseException:
+    unfinished.unlink(missing_ok=True)
+    raise
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:

@@ -183,6 +183,11 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
     )
+  if c.overlap.eager and c.replicas == 1 and not c.data_parallel:
+    raise ConfigError(
+      "replicas is 1, but overlap.eager is True, and a single replica sends nothing;"
+      " set overlap.eager=false."
+    )
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(

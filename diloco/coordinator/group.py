@@ -28,7 +28,7 @@ class OuterGroup:
 
   Attributes:
     applied: rounds below this number are in the outer state.
-    data: {replica: [step, position in its text]} of these rounds.
+    data: {shard: [step, position in its text]} of these rounds.
   """
 
   def __init__(self, calendar: Calendar, workdir: pathlib.Path, journal: Journal):
@@ -145,10 +145,12 @@ class OuterGroup:
 
   def _is_due(self, step: int) -> bool:
     """Returns whether a checkpoint is due after the round that was just applied."""
-    every, latest = self._calendar.config.checkpoint.every, self._checkpoints.latest
-    rounds = self._calendar.rounds
+    c, latest = self._calendar.config, self._checkpoints.latest
+    every, rounds = c.checkpoint.every, self._calendar.rounds
     if not every or self.applied == len(rounds) or rounds[self.applied][0] == step:
       return False  # A checkpoint holds all rounds of its step, or none.
+    if step == c.train.steps:
+      return False  # `finish` saves this step with the final sync, which comes later.
     return step // every > (latest or 0) // every
 
   def _state(self) -> OuterState:

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
       keys are the members.
     payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
     late: the sites that were expected and did not send.
-    data: {replica: position in its text} that the members sent along.
+    data: {shard: [step, position in its text]} that the members sent along.
     waited_s: seconds between the quorum and the closing.
   """
 

@@ -63,7 +63,7 @@ class Welcome:
 
   Attributes:
     round: the first round that the site will receive.
-    data: {replica: position in its text}, as the coordinator recorded them.
+    data: {shard: [step, position in its text]}, as the coordinator recorded them.
     snapshot: the group's outer state as bytes; None if the site's own is right.
   """
 

@@ -225,7 +225,7 @@ class Site:
     steps = self._calendar.steps_behind(number, self._since)
     tokens = steps * self.config.tokens_per_step // self.config.replicas
     parts = self._peers.all_gather(batches.get_state())
-    position = {r: [t, x] for part in parts for r, x in part.items()}
+    position = {shard: [t, x] for part in parts for shard, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
     self._pending.add(number)
     if isinstance(self._link, Link):  # Several processes must receive together.

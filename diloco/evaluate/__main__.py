@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from diloco.config import ConfigError, changed, files
-from diloco.config.command_line import guarded, make_folder, model_parser
+from diloco.config.command_line import guarded, make_folder, make_parent, model_parser
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.run.load import load
@@ -46,9 +46,7 @@ def run(args: argparse.Namespace) -> None:
   if args.items < 0:
     raise ConfigError(f"--items is {args.items}; it must be at least 0.")
   if args.details:
-    make_folder(args.details.parent, "--details")
-    if args.details.is_dir():
-      raise ConfigError(f"--details is {str(args.details)!r}, a folder; give a file.")
+    make_parent(args.details, "--details")
   model = load(args.workdir, args.step)
   make_folder(args.workdir, "--workdir")
   fields = {
@@ -82,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--heldout", action="store_true", help="add the held-out loss")
   parser.add_argument("--data_dir", help="root of TFDS data sets; default: the run's")
   parser.add_argument("--details", type=pathlib.Path, help="one JSON line per item")
-  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
+  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
 
 
 if __name__ == "__main__":

@@ -268,17 +268,27 @@ def _from_package(task: Task) -> list[Item]:
 
 
 def _from_tfds(task: Task, root: pathlib.Path) -> list[Item]:
-  """Reads items of the newest version; [] unless its format is ArrayRecord."""
+  """Reads items of the newest version; [] unless its format is ArrayRecord.
+
+  Raises:
+    ConfigError: the data set is damaged.
+  """
   folders = [p.parent for p in (root / task.tfds).glob("*/dataset_info.json")]
   if not folders:
     return []
   import tensorflow_datasets as tfds  # Slow to import.
 
-  newest = max(folders, key=lambda folder: tfds.core.Version(folder.name))
-  builder = tfds.builder_from_directory(newest)
-  if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
-    return []
-  return [task.to_item(_decoded(r)) for r in builder.as_data_source(task.split)]
+  try:
+    newest = max(folders, key=lambda folder: tfds.core.Version(folder.name))
+    builder = tfds.builder_from_directory(newest)
+    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
+      return []
+    return [task.to_item(_decoded(r)) for r in builder.as_data_source(task.split)]
+  except Exception as error:  # TFDS and its libraries may raise anything.
+    raise ConfigError(
+      f"eval.tasks names a task whose data set {root / task.tfds} cannot be read"
+      f" ({one_line(error)}); fetch the data set again."
+    ) from error
 
 
 def _decoded(value: Any) -> Any:

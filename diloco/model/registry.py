@@ -13,7 +13,7 @@ from diloco.model import decoder, qwen3, shapes
 
 Params = dict[str, Any]
 Axes = tuple[str, ...]
-Id = int | Array
+Position = int | Array
 
 
 class Model(Protocol):
@@ -34,7 +34,13 @@ class Model(Protocol):
   def init_cache(self, m: ModelConfig, batch: int) -> Any: ...
 
   def logits(
-    self, m: ModelConfig, params: Params, ids_BxL: Array, cache: Any, start: Id, at: Id
+    self,
+    m: ModelConfig,
+    params: Params,
+    ids_BxL: Array,
+    cache: Any,
+    start: Position,
+    at: Position,
   ) -> tuple[Array, Any]: ...
 
 

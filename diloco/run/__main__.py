@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
       else:
         say(f"Training together: {' '.join(one.workdir.name for one in group)}.")
-        together.train(group)
+        if together.train(group):
+          return 0
   except KeyboardInterrupt:
     return interrupted()
   except Exception as error:

@@ -47,7 +47,7 @@ class Batches:
     return sharding.place(tokens, self._sharding)
 
   def get_state(self) -> dict[str, Any]:
-    """Position of this process's replicas, see `TrainIterator.get_state`."""
+    """Positions in this process's shards, see `TrainIterator.get_state`."""
     return self._data.get_state()
 
   def set_state(self, state: Mapping[str, Any]) -> None:

@@ -89,7 +89,7 @@ def write(
   Args:
     params: one replica's parameters.
     folder: exists.
-    save_file: of safetensors.numpy.
+    save_file: as that of safetensors.numpy.
     dtype: type of the weights, float32 or bfloat16.
 
   Raises:
@@ -117,7 +117,7 @@ def write(
     layers = whole if name.startswith("blocks.") else whole[None]
     for layer, x in zip(theirs, layers):
       tensors[layer] = np.ascontiguousarray(x.T)
-  save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+  save_file(tensors, folder / WEIGHTS, {"format": "pt"})
   for file, content in files.items():
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / file).write_text(text + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 Metrics are fetched from the devices one launch late, so that logging never waits for
 the steps that were just launched. Each process reads the metrics of its own replicas;
-process 0 writes them when it has those of all.
+process 0 writes a step when the metrics of all processes have arrived.
 """
 
 import contextlib

@@ -5,7 +5,8 @@ start of the run to its end. It carries small values, such as metrics and data
 positions, and the news that a process failed or is gone. No inner step waits for it.
 
 A message is a JSON list. The first of a stream is [index, count], the others are [kind,
-value]. The kind is value, report or end; an end has an error, or "". Some are empty.
+value]. The kind is value, report or end; an end has an error, or "". Empty messages
+show that their sender is there.
 """
 
 import contextlib

@@ -155,9 +155,9 @@ def lock_workdir(folder: pathlib.Path, peers: Peers) -> Iterator[None]:
     ConfigError: another run is training there.
   """
   with (folder / ".lock").open("a+") as file:
-    own = peers.index > 0 or files.try_lock(file)
+    is_free = peers.index > 0 or files.try_lock(file)
     file.seek(0)
-    holder = peers.broadcast("" if own else file.read() or "another process")
+    holder = peers.broadcast("" if is_free else file.read() or "another process")
     if holder:
       raise ConfigError(
         f"--workdir is {str(folder)!r}, where {holder} is training; wait for its end,"

@@ -20,7 +20,7 @@ class Record:
 
   Attributes:
     config: all fields of the run's config.
-    data: position of every replica in its text, see `TrainIterator.get_state`.
+    data: position in every shard of the text, see `TrainIterator.get_state`.
     ledger: fields of a `Ledger`.
     spent: fields of a `Spent`.
     finished: whether training has ended and nothing is in flight.

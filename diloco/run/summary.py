@@ -54,6 +54,9 @@ def make(
   losses = {"outer": scores.held_out.loss}
   test = {"outer": evaluation.test_loss(outer)}
   for name, choose in (("mean", replica_mean), ("first", first_replica)):
+    if name == "first" and c.models == 1:  # The mean is the first replica.
+      losses[name], test[name] = losses["mean"], test["mean"]
+      continue
     params = choose(state.params, mesh=mesh)
     losses[name] = evaluation.loss(params).loss
     test[name] = evaluation.test_loss(params)
@@ -150,7 +153,7 @@ def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
   return peers.broadcast(found if isinstance(found, dict) else None)
 
 
-def keep(workdir: pathlib.Path, step: int, peers: Peers) -> None:
+def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
   """Renames the summary of a finished run that is extended to summary_STEP.json."""
   path = workdir / FILE
   if peers.index == 0 and path.exists():

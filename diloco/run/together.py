@@ -27,7 +27,7 @@ from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import Event, TrainState, final_params, init_state
 from diloco.algorithm.streaming import Streaming
-from diloco.config import Config
+from diloco.config import Config, ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.run import summary
 from diloco.run.batches import Batches
@@ -38,7 +38,7 @@ from diloco.run.peers import Peers, say
 from diloco.run.processes import lock_workdir
 from diloco.run.start import first_params
 from diloco.run.stop import end_on_signal
-from diloco.run.workdir import DIVERGED
+from diloco.run.workdir import FAILED
 from diloco.wire.ledger import Ledger
 
 Tree = Any
@@ -68,7 +68,7 @@ class Run:
     workdir: folder of the run.
     peers: only this process. Own, since a log takes the reports of its peers.
     out: the run's log.txt, which `train` closes.
-    diverged: whether the run ended with an error.
+    failed: whether the run ended with an error.
     log, checkpoints: as in `diloco.train`.
   """
 
@@ -76,24 +76,24 @@ class Run:
   checkpoints: Checkpoints
 
   def __init__(self, c: Config, workdir: pathlib.Path):
-    self.c, self.workdir, self.peers, self.diverged = c, workdir, Peers(), False
+    self.c, self.workdir, self.peers, self.failed = c, workdir, Peers(), False
     self.out = (workdir / "log.txt").open("a", buffering=1)
 
   @contextlib.contextmanager
   def own(self) -> Iterator[None]:
-    """Writes all output to the run's log.txt, and notes that the run has diverged."""
+    """Writes all output to the run's log.txt; an error of this run is no other's."""
     out = self.out
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
       try:
         yield
-      except TrainingDiverged as error:
-        self.diverged = True
+      except (ConfigError, TrainingDiverged) as error:
+        self.failed = True
         if hasattr(self, "log"):  # Else it trained alone, and has closed its log.
           self.log.close()  # Ends the line of the progress bar.
-        say(f"{DIVERGED}{error}")
+        say(f"{FAILED}{error}")
 
 
-def train(runs: Sequence[Run]) -> None:
+def train(runs: Sequence[Run]) -> bool:
   """Trains runs, all from the start or all from checkpoints of the same step.
 
   SIGTERM and Ctrl-C save all runs. If a damaged checkpoint leaves the runs at different
@@ -103,8 +103,11 @@ def train(runs: Sequence[Run]) -> None:
     runs: on one process and one device. Their configs differ in the fields of
       `Numbers` only.
 
+  Returns:
+    Whether SIGTERM ended the runs early, and they are saved.
+
   Raises:
-    ConfigError: as `diloco.train.train`.
+    ConfigError: as `diloco.train.train`, if it holds for all runs.
     Interrupted: Ctrl-C ended the runs early, and the runs are saved.
   """
   c = runs[0].c
@@ -118,12 +121,14 @@ def train(runs: Sequence[Run]) -> None:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, plan = Evaluation(c, mesh), make_plan(c, mesh)
+    between_syncs.check(c)
     restored = list[Restored | None]()
     for run in runs:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.checkpoints = Checkpoints(run.workdir, run.c, mesh, plan, run.peers)
       stack.enter_context(contextlib.closing(run.checkpoints))
+      found = None
       with run.own():
         found = run.checkpoints.restore()
         if note := summary.note(run.c):
@@ -132,7 +137,7 @@ def train(runs: Sequence[Run]) -> None:
     start = restored[0].step if restored[0] else 0
     if any((found.step if found else 0) != start for found in restored):
       say("A damaged checkpoint leaves the runs at different steps; start again.")
-      return None
+      return False
     for run, found in zip(runs, restored):
       ledger = Ledger(**found.record.ledger) if found else Ledger()
       spent = Spent(**found.record.spent) if found else Spent()
@@ -180,12 +185,13 @@ def train(runs: Sequence[Run]) -> None:
           save(t)
         for run in runs:
           run.checkpoints.wait()
-        return stop.leave(t, "the folder of every run")
+        stop.leave(t, "the folder of every run")
+        return True
       if c.checkpoint.every and t % c.checkpoint.every == 0 and not last:
         with log.pause():
           save(t)
       if not log.going():
-        return None
+        return False
 
     # Receive the fragments in flight.
     log.report()
@@ -198,7 +204,7 @@ def train(runs: Sequence[Run]) -> None:
       with run.own():
         args = (_of_run(state, r), mesh, evaluation, run.log, run.workdir, run.peers)
         summary.make(run.c, plan, *args)
-    return None
+    return False
 
 
 class _Logs:
@@ -209,8 +215,8 @@ class _Logs:
     self._pending: tuple[int, InnerMetrics, list[Event]] | None = None
 
   def going(self) -> list[tuple[int, Run]]:
-    """Lists the runs that have not diverged, with their numbers from 0."""
-    return [(r, run) for r, run in enumerate(self._runs) if not run.diverged]
+    """Lists the runs that have not failed, with their numbers from 0."""
+    return [(r, run) for r, run in enumerate(self._runs) if not run.failed]
 
   def step(self, t: int, metrics: InnerMetrics, events: list[Event]) -> None:
     """Takes the metrics of step t, which was just launched, as `Log.stretch`."""

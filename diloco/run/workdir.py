@@ -12,7 +12,7 @@ from diloco.run.record import read_record, steps_of
 
 # Before the error of one of several runs that train together, in its log.txt. Their
 # process says `error: `, and its output goes to the log.txt of the first run.
-DIVERGED = "diverged: "
+FAILED = "failed: "
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
 
@@ -56,6 +56,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   if len(configs) > 1:
     whole["replicas"] = sum(c["replicas"] for c in configs)
     whole["train"]["batch_size"] = sum(c["train"]["batch_size"] for c in configs)
+    whole["data"]["shards"] = sum(c["data"]["shards"] for c in configs)
     whole["overlap"]["taus"] = sum((tuple(c["overlap"]["taus"]) for c in configs), ())
     whole["sites"]["count"] = len(configs)
   return complete(whole)

@@ -71,13 +71,13 @@ def figures(args: argparse.Namespace) -> list[str]:
   return paths
 
 
-def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def fit(args: argparse.Namespace) -> dict[str, Any]:
   """Fits the laws of a CSV file; prints them and the problems of the runs.
 
   Returns:
     {law: {quantity: {parameter: {value, interval}}}}, and for each law with enough
     sizes {law: {'left_out': {quantity: {M: residual}}}}: residuals at the largest N of
-    a law that is fitted to the smaller N (Section 6.3).
+    a law that is fitted to the smaller N (Section 6.3). And {"problems": [sentence]}.
 
   Raises:
     ValueError: the runs cannot be fitted.
@@ -111,7 +111,7 @@ def fit(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
     found[name]["left_out"] = left_out
   _tell(args, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)]))
-  return found
+  return found | {"problems": problems}
 
 
 def recommend(args: argparse.Namespace) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def fit_runs(
     except ValueError as error:  # Too few cells.
       problems.append(str(error))
   # The laws repeat the problems of their cells.
-  told = chain(problems, *(law.problems for law in found.values()))
-  problems = list(dict.fromkeys(told))
+  every = chain(problems, *(law.problems for law in found.values()))
+  problems = list(dict.fromkeys(every))
   if strict and problems:
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     raise ValueError(f"{problems[0]} To fit despite this{more}: --any, strict=False.")

@@ -12,7 +12,7 @@ from diloco.scaling_laws.seeds import joined
 
 NEEDED = ("params", "replicas", "loss", "learning_rate")
 # A loss on text by which nothing was chosen; used if all runs have it.
-TOLD = "test_loss"
+TEST_LOSS = "test_loss"
 # Columns that may be absent or empty; both count as 0.
 OPTIONAL = ("outer_learning_rate", "tokens")
 WHOLE = ("replicas", "sync_every", "seed")
@@ -72,8 +72,8 @@ def read(
     runs[column] = _numbers(text[column], path, column in optional)
   runs["batch"] = runs[list(batch)].prod(axis=1)
   runs["choice"] = runs["loss"]
-  if TOLD in text and (text[TOLD] != "").all():
-    runs["loss"] = runs[TOLD] = _numbers(text[TOLD], path, optional=False)
+  if TEST_LOSS in text and (text[TEST_LOSS] != "").all():
+    runs["loss"] = runs[TEST_LOSS] = _numbers(text[TEST_LOSS], path, optional=False)
   return joined(runs)
 
 

@@ -4,6 +4,10 @@ import pandas as pd
 
 from diloco.scaling_laws.cells import AXES, CELL
 
+# Other columns of an export that runs of one setting share.
+_SHAPE = ("num_layers", "dim", "vocab_size", "seq_len")
+_MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config")
+
 
 def joined(runs: pd.DataFrame) -> pd.DataFrame:
   """Joins runs of one setting that differ only in the seed to one row.
@@ -24,7 +28,7 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
   if "seed" not in runs:
     return runs.assign(losses=[((0, loss),) for loss in runs["loss"]])
   tuned = runs["seed"].mode()[0]
-  same = [c for c in (*CELL, *AXES, "tokens", "sync_every", "config") if c in runs]
+  same = [c for c in (*CELL, *AXES, *_MORE) if c in runs]
   rows = {}
   for _, some in runs.groupby(same, sort=False):
     parts = [some] if some["seed"].is_unique else [some.loc[[i]] for i in some.index]

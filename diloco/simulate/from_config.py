@@ -9,7 +9,13 @@ import math
 
 from diloco.config import Config
 from diloco.config.fields import Range
-from diloco.model.shapes import flops_per_token, leaves, num_params, parameters
+from diloco.model.shapes import (
+  flops_per_token,
+  leaves,
+  matrix_params,
+  num_params,
+  parameters,
+)
 from diloco.simulate import wallclock
 from diloco.simulate.limits import check
 from diloco.simulate.steady import steady_utilisation
@@ -70,15 +76,20 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
 
 
 def training(c: Config, **fields) -> wallclock.Training:
-  """Makes the training run of a config; `fields` are the other fields of Training."""
+  """Makes the training run of a config; `fields` are the other fields of Training.
+
+  N is the papers', without positions and norms, which are sent too: bits are per N.
+  """
+  n = matrix_params(c.model)
+  sent = num_params(c.model) / n
   own = {
-    "params": num_params(c.model),
+    "params": n,
     "tokens": c.train.tokens,
     "batch_tokens": c.tokens_per_step,
     "replicas": c.replicas,
     "sync_every": c.sync_every,
-    "bits": gradient_bits(c),
-    "outer_bits": wire_bits(c),
+    "bits": gradient_bits(c) * sent,
+    "outer_bits": wire_bits(c) * sent,
   }
   return wallclock.Training(**(own | fields))
 

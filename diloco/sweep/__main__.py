@@ -38,12 +38,16 @@ _VECTORIZE = flags.DEFINE_integer(
   " only.",
   lower_bound=1,
 )
-_CORES = flags.DEFINE_integer("cores", 0, "CPU cores per run; 0: all.", lower_bound=0)
+_CORES = flags.DEFINE_integer(
+  "cores", 0, "CPU cores per run, with --backend=local; 0: all.", lower_bound=0
+)
 _BACKEND = flags.DEFINE_enum(
   "backend", "local", ["local", "slurm", "submitit"], "Where runs are executed."
 )
 _OPTIONS = flags.DEFINE_string("slurm_options", "", "For submitit: name=value,...")
-_EXPORT = flags.DEFINE_string("export", "", "Write a CSV file of all results and end.")
+_EXPORT = flags.DEFINE_string(
+  "export", "", "Write a CSV file of all runs, or of those of --sweep, and end."
+)
 _IMPORT = flags.DEFINE_string("import", "", "Import an exported CSV file and end.")
 _SHOW = flags.DEFINE_bool("show", False, "Show the sweep's progress and end.")
 _RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
@@ -69,7 +73,7 @@ def run() -> int:
   if len(asked) > 1:
     raise ConfigError(f"--{' and --'.join(asked)} are given; give one at a time.")
   if _EXPORT.value:
-    export_runs(results, pathlib.Path(_EXPORT.value))
+    export_runs(results, pathlib.Path(_EXPORT.value), _SWEEP.value)
   elif _IMPORT.value:
     import_runs(results, pathlib.Path(_IMPORT.value))
   elif _SHOW.value:
@@ -79,14 +83,17 @@ def run() -> int:
   return 0
 
 
-def export_runs(results: pathlib.Path, path: pathlib.Path) -> None:
-  """Writes the CSV file of --export."""
+def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: str) -> None:
+  """Writes the CSV file of --export: all runs, or those that --sweep asks for."""
   if not (results / "runs").is_dir():
     raise ConfigError(f"--results={results} holds no runs; run a sweep first.")
-  if path.is_dir():
-    raise ConfigError(f"--export is {str(path)!r}, a folder; give a file name.csv.")
-  command_line.make_folder(path.parent, "--export")
-  count = csv_file.export(table.read_rows(results).values(), path)
+  command_line.make_parent(path, "--export", "a file name.csv")
+  if sweep:
+    driver = Driver(load_sweep(sweep), results, Local(0, {}))
+    rows = driver.asked(driver.cells())
+  else:
+    rows = [*table.read_rows(results).values()]
+  count = csv_file.export(rows, path)
   print(f"{count} runs written to {path}")
 
 
@@ -109,6 +116,11 @@ def drive_sweep(sweep: Sweep, results: pathlib.Path) -> int:
     raise ConfigError(
       f"--slurm_options is {_OPTIONS.value!r}, but --backend is local; add"
       " --backend=slurm, or leave the options out."
+    )
+  if _CORES.value and _BACKEND.value != "local":
+    raise ConfigError(
+      f"--cores is {_CORES.value}, but --backend is {_BACKEND.value}; give"
+      " cpus_per_task in --slurm_options."
     )
   command_line.make_folder(results, "--results")
   with table.alone(results):
@@ -141,7 +153,7 @@ def show(driver: Driver) -> None:
   started = [n for n, row in driver.rows.items() if row["status"] == "running"]
   waiting = {n: plan.point for n, plan in todo.items() if n not in started}
   refused = [{"status": "failed", "error": plan.error} for plan in driver.refused()]
-  rows = [*driver.rows.values(), *refused]
+  rows = [*driver.asked(cells), *refused]
   print("\n".join(progress.lines(cells, rows, driver.runs, waiting)))
   if driver.sweep.chart:
     found = chart.frame(driver.sweep.chart, driver.best_rows())

@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import matplotlib
 import pandas as pd
@@ -26,6 +26,8 @@ from diloco.sweep.table import Row
 
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).
 EVALUATED = "evaluated"
+# Columns that `frame` adds to the keys of the points.
+_ADDED = (EVALUATED, "choice", "loss", "more", "bytes", "seed")
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
 
@@ -59,6 +61,17 @@ class Chart:
     """Whether the points name the x with which they are compared."""
     return self.against not in ("", PLAIN)
 
+  def check(self, keys: Collection[str]) -> None:
+    """Raises a ValueError if the chart asks for a key that no point has."""
+    asked = {self.x, *self.by, *(column for column, _ in self.y)}
+    if self.against:
+      asked.add("algorithm" if self.against == PLAIN else self.against)
+    for name in sorted(asked - {*keys, *_ADDED}):
+      raise ValueError(
+        f"the chart asks for {name!r}, which no cell or axis has; they have"
+        f" {', '.join(sorted(keys))}."
+      )
+
 
 def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFrame:
   """Makes a table of the best runs.
@@ -84,8 +97,8 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       _, other = best.setdefault(key(cell.cell), (cell, row))
       if row["loss"] < other["loss"]:
         best[key(cell.cell)] = cell, row
-  told = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
-  test = "test_" * all(told(row) for _, row in best.values())
+  tested = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
+  test = "test_" * all(tested(row) for _, row in best.values())
   found = [
     {
       **(cell.best or {}),

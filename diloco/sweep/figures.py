@@ -218,7 +218,7 @@ def _seconds(
   """Computes the idealised time of each run on a network, in seconds."""
   fields = cells[["params", "tokens", "replicas", "sync_every"]].assign(
     batch_tokens=cells["batch"],
-    method=cells["algorithm"].replace("streaming", "diloco"),
+    method=cells["algorithm"].replace("streaming", "overlapped"),
     chips=cells["batch"] / chip_tokens if chip_tokens else None,
     across=network,
   )

@@ -146,7 +146,8 @@ class Sweep:
     chart: how to compare the cells in a table and a figure; None: not at all.
 
   Raises:
-    ValueError: there is no cell, or an environment variable is not a text.
+    ValueError: there is no cell, an environment variable is not a text, or the chart
+      asks for what no point has.
   """
 
   config: Callable[[Point], ml_collections.ConfigDict]
@@ -161,6 +162,11 @@ class Sweep:
     for name, value in self.environment.items():
       if not isinstance(value, str):
         raise ValueError(f"environment has {name}={value!r}; give the value as a text.")
+    if self.chart:
+      axes = {axis.name for grid in self.grids for axis in grid.axes}
+      self.chart.check(
+        axes.union(*(cell for grid in self.grids for cell in grid.cells))
+      )
 
 
 def _check_list(name: str, values: object, kind: type = object) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from diloco.config import files
 from diloco.config.command_line import Parser, guarded
-from diloco.run.workdir import DIVERGED
+from diloco.run.workdir import FAILED
 from diloco.sweep import saved, table
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
@@ -85,7 +85,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       code = trainer.wait()
       written = [_since(log.name, start) for log, start in zip(logs, starts)]
       for run, lines in zip(runs, written):
-        own = _after(DIVERGED, lines)
+        own = _after(FAILED, lines)
         if own or code > 0 or -code in CRASHES:
           error = own[-1] if own else _error(logs[0].name, written[0], code)
           table.note_end(run, failed=True, error=error)

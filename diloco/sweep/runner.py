@@ -89,7 +89,6 @@ class Driver:
     self.rows = table.read_rows(results)
     self._names = table.names_by_digest(self.rows)
     self._plans: dict[str, Plan] = {}  # By the point's key.
-    self._revision = table.git_revision()
 
   def step(self) -> list[Search]:
     """Notes vanished runs and starts new runs; returns all cells."""
@@ -178,8 +177,9 @@ class Driver:
 
   def _start(self, plans: Sequence[Plan]) -> None:
     directories = [self._path(plan.name) for plan in plans]
+    revision = table.git_revision()  # The runs import the code as it is now.
     for plan, directory in zip(plans, directories):
-      self._prepare(plan, directory, group=plans[0].name)
+      self._prepare(plan, directory, plans[0].name, revision)
     try:
       self.backend.start(*directories)
     except (ValueError, OSError):
@@ -187,7 +187,9 @@ class Driver:
         table.note(directory, running=False)
       raise
 
-  def _prepare(self, plan: Plan, directory: pathlib.Path, group: str) -> None:
+  def _prepare(
+    self, plan: Plan, directory: pathlib.Path, group: str, revision: str
+  ) -> None:
     """Writes the config and the notes of a run that is about to start."""
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
@@ -195,7 +197,7 @@ class Driver:
       directory,
       point=row["point"] or plan.point,
       group=group,
-      revision=self._revision,
+      revision=revision,
       attempts=row["attempts"] + 1,
       vanished=row["vanished"],
       running=True,
@@ -221,7 +223,7 @@ def drive(
 
   Args:
     driver: runs the sweep, one step after another.
-    show: called with all cells and all rows after every step.
+    show: called after every step with all cells and the rows of their runs.
     pause: seconds between steps.
 
   Returns:
@@ -241,7 +243,7 @@ def drive(
     try:
       while not received:
         cells = driver.step()
-        show(cells, driver.rows.values())
+        show(cells, driver.asked(cells))
         if all(cell.ended for cell in cells):
           break
         end = time.monotonic() + pause
@@ -261,10 +263,11 @@ def drive(
     return 0
   if not driver.backend.detached:
     driver.settle(stopped=True)
-  cells, rows = driver.cells(), driver.rows
-  waiting = len(driver.todo(cells).keys() - rows.keys())
-  told = progress.stopped(received[0], cells, rows.values(), driver.runs, waiting)
-  print(told, file=sys.stderr)
+  cells = driver.cells()
+  waiting = len(driver.todo(cells).keys() - driver.rows.keys())
+  rows = driver.asked(cells)
+  line = progress.stopped(received[0], cells, rows, driver.runs, waiting)
+  print(line, file=sys.stderr)
   return received[0]
 
 

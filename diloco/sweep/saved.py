@@ -15,9 +15,7 @@ def get_config(path: str = ""):
     raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
   c = default_config()
   try:
-    saved = json.loads(pathlib.Path(path).read_text())
-    saved["overlap"]["taus"] = tuple(saved["overlap"]["taus"])  # JSON has only lists.
-    c.update(saved)
+    c.update(json.loads(pathlib.Path(path).read_text()))
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error)}."

@@ -61,12 +61,12 @@ def laws(table: pd.DataFrame) -> list[str]:
     "learning rate": [_law(law.learning_rate) for law in found.values()],
     "batch (tokens)": [_law(law.batch) for law in found.values()],
   }
-  told = [f"- {problem}" for problem in problems[:MOST_PROBLEMS]]
+  listed = [f"- {problem}" for problem in problems[:MOST_PROBLEMS]]
   if more := problems[MOST_PROBLEMS:]:
-    told.append(
+    listed.append(
       f"- {len(more)} more like these: python -m diloco.scaling_laws fit TABLE --any"
     )
-  return [*markdown(columns), "", *told]
+  return [*markdown(columns), "", *listed]
 
 
 def seeds(table: pd.DataFrame) -> list[str]:

@@ -209,7 +209,7 @@ def _from_bytes(x: Array, dtype) -> Array:
 
 
 def _in_chunks(wire: WireConfig, x_NxS: Array) -> Array:
-  """Cuts layers (N, S) into chunks (N, S); the number and length of both differ."""
+  """Cuts N layers of S values into chunks, (number of chunks, values of a chunk)."""
   n, s = sizes.chunks(wire, *x_NxS.shape)
   return _blocks(x_NxS, s).reshape(n, s)
 

@@ -42,7 +42,7 @@ class Transport(Protocol):
 
   Attributes:
     hides: whether an exchange must share a program with inner steps to be hidden. Only
-      for permutations on devices: `overlap` then calls `start` and `finish` below.
+      on devices: `overlap` then calls `start` and `finish` below.
   """
 
   hides: bool

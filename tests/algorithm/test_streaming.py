@@ -4,7 +4,6 @@ import os
 import pathlib
 import re
 import runpy
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from threads import free_port
 
 import diloco
 from diloco.algorithm.outer import drain, outer_step
@@ -293,9 +293,7 @@ def test_the_examples_train(name, capsys):
 
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_two_processes_train_together(transport):
-  with socket.socket() as one:
-    one.bind(("localhost", 0))
-    address = f"localhost:{one.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   script = ROOT / "examples/two_processes.py"
   env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
   started = [

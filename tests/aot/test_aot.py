@@ -148,6 +148,34 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   assert programs.outside("update") == inner_state
 
 
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {},
+    {"algorithm": "diloco"},
+    {"wire.error_feedback": 0.9},
+    {"sparta.share": 0.01, "des_loc.second_every": 8},
+    {"outer.offload": True},
+    {"wire.exchange": "pair", "wire.format": "fp32", "overlap.tau": 0},
+  ],
+)
+def test_arguments_and_the_rest_of_the_state_make_the_whole(tiny, fields):
+  tiny.update_from_flattened_dict(fields)
+  c = resolve(tiny)
+  programs = Programs(c, make_mesh(c, jax.devices()[:1]))
+  whole = sum(programs.on_device.values())
+  for name, lower in programs.lower.items():
+    if c.outer.offload and name in ("send", "merge", "fetch from host"):
+      continue  # They take outer state that is counted at the host.
+    with jax.set_mesh(programs.mesh):
+      taken = jax.tree.leaves(lower().args_info)
+    arguments = sum(math.prod(x.shape) * x.dtype.itemsize for x in taken)
+    more = arguments + programs.outside(name) - whole
+    if (c.algorithm, name) == ("diloco", "update"):
+      more -= math.prod(programs.payload.shape)  # It arrives within one step.
+    assert abs(more) < 10_000, name  # Tokens, layers, keys and rates are no state.
+
+
 def test_every_program_compiles(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
   tiny.sparta.share, tiny.des_loc.second_every = 0.01, 8

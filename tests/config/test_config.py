@@ -37,6 +37,10 @@ def make(**fields):
     ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give 2 whole numbers"),
     ({"wire.density": 0.0}, "wire.density is 0.0; it must be above 0 and at most"),
     ({"wire.rounding": "up"}, "wire.rounding is 'up'; choose one of nearest"),
+    (
+      {"wire.format": "bf16", "wire.rounding": "stochastic"},
+      "wire.format is bf16, .* but wire.rounding is stochastic; choose nearest",
+    ),
     ({"model.num_heads": 7}, "which model.num_heads = 7 does not divide; change one"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
     ({"model.dtype": "int8"}, "model.dtype is 'int8'; choose one of float32"),

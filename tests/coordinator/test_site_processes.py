@@ -5,7 +5,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from threads import free_port
 
 from diloco.config import resolve
 from diloco.config.command_line import load_module
@@ -50,8 +50,7 @@ class Run:
     self.folder, self.sites, self._env = folder, sites, env
     self._flags = (f"--config={CONFIG}", *flags)
     make_certificates.make(folder / "tls", sites)
-    with socket.create_server(("localhost", 0)) as free:
-      self._address = f"localhost:{free.getsockname()[1]}"
+    self._address = f"localhost:{free_port()}"
     self.processes: dict[str | int, subprocess.Popen] = {}
 
   def start(self, *names: str | int) -> None:

@@ -249,6 +249,16 @@ def test_items_are_read_from_the_newest_version_in_tfds(name, tmp_path):
   assert tasks.load_items(name, str(tmp_path)) == [item] * 3
 
 
+def test_a_damaged_data_set_is_one_sentence(tmp_path):
+  folder = tmp_path / tasks.TASKS["piqa"].tfds / "1.0.0"
+  folder.mkdir(parents=True)
+  (folder / "dataset_info.json").write_text('{"name": ')
+  with pytest.raises(
+    config_lib.ConfigError, match=r"cannot be read \(.*; fetch the data set again"
+  ):
+    tasks.load_items("piqa", str(tmp_path))
+
+
 @pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
 def test_the_papers_accuracies_show_the_size_of_the_set(task, size):
   with (pathlib.Path(__file__).parents[1] / "papers" / TABLE_5).open() as file:

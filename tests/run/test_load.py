@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from diloco import export, generate, train
+from diloco.config import ConfigError
 from diloco.evaluate import __main__ as evaluate
 from diloco.evaluate import heldout
 from diloco.run import load as restore
@@ -255,3 +256,12 @@ def test_commands(trained, tmp_path, capsys):
   evaluated = [f"--workdir={trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
   assert evaluate.main(evaluated) == 2
   assert "--details is '/proc/none', where nothing" in capsys.readouterr().err
+
+
+def test_an_export_to_a_full_disk_is_one_sentence(trained, tmp_path, monkeypatch):
+  def full(*args, **kinds):
+    raise RuntimeError("I/O error: File too large")  # As safetensors' own error.
+
+  monkeypatch.setattr("safetensors.numpy.save_file", full)
+  with pytest.raises(ConfigError, match=r"can be written \(.*too large\); make room"):
+    export.export(restore.load(trained[0]), tmp_path)

@@ -15,41 +15,12 @@ from collections.abc import Iterator
 import grpc
 import jax
 import pytest
+from threads import at_once, connected, free_port, meet
 
 from diloco.config import ConfigError
 from diloco.run import peers as peers_lib
 from diloco.run import processes
 from diloco.run.peers import Peers, ProcessLost
-
-
-def free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("", 0))
-    return s.getsockname()[1]
-
-
-def at_once(run, indices) -> dict:
-  """Calls run(i) for all indices at once: {i: its result, or the ProcessLost}."""
-  found = {}
-
-  def call(i):
-    try:
-      found[i] = run(i)
-    except ProcessLost as error:
-      found[i] = error
-
-  threads = [threading.Thread(target=call, args=(i,)) for i in indices]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  return found
-
-
-def meet(indices, count, timeout=20, port=None) -> dict:
-  """Calls `Peers.meet` in each process: {i: its Peers, or the ProcessLost}."""
-  address = f"localhost:{port or free_port()}"
-  return at_once(lambda i: Peers.meet(address, count, i, timeout), indices)
 
 
 @pytest.fixture
@@ -235,11 +206,6 @@ def test_all_are_told_that_jax_does_not_start(
   for line in said:
     assert re.match(f"error: process 0 of 2 met the others, .* {message}", line)
   own.join()
-
-
-def connected(count: int) -> list[Peers]:
-  found = meet(range(count), count)
-  return [found[i] for i in range(count)]
 
 
 def test_values_are_gathered_broadcast_and_reported_in_order():

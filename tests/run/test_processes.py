@@ -6,13 +6,13 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+from threads import free_port
 
 from diloco.config import ConfigError
 from diloco.run import metrics, processes
@@ -337,6 +337,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
   while not (tmp_path / "metrics.jsonl").stat().st_size:
+    assert run.poll() is None
     time.sleep(0.05)
   os.kill(pid_of(run, 1), signum)
   output, _ = run.communicate(timeout=600)
@@ -353,6 +354,7 @@ def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
   while not (tmp_path / "metrics.jsonl").stat().st_size:
+    assert run.poll() is None
     time.sleep(0.05)
   run.send_signal(signal.SIGINT)
   output, _ = run.communicate(timeout=600)
@@ -368,12 +370,6 @@ def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
   output, _ = run.communicate(timeout=600)
   assert run.returncode == 2
   assert "error: train.batch_size is 3" in output
-
-
-def free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("", 0))
-    return s.getsockname()[1]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,40 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from diloco.run.peers import Peers
 from diloco.run.stop import Interrupted, end_on_signal
+
+# A process that does not end at the first Ctrl-C.
+DEAF = """
+import signal, time
+from diloco.run import stop
+signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
+stop.end_at_second_interrupt()
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_second_interrupt_ends_a_process_at_once():
+  process = subprocess.Popen(
+    [sys.executable, "-c", DEAF],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGINT)
+  assert process.stdout.readline() == "heard\n"
+  process.send_signal(signal.SIGINT)
+  _, stderr = process.communicate(timeout=30)
+  assert process.returncode == 130
+  assert "Second Ctrl-C: ended at once" in stderr
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from conftest import tiny_config
 
 from diloco import train
 from diloco.config import changed, files, resolve
-from diloco.run import metrics, together
+from diloco.run import __main__ as run_together
+from diloco.run import metrics, stop, together
 from diloco.sweep import job, table
 
 # Seed, outer rate, outer momentum and inner rate of each run.
@@ -175,6 +176,31 @@ def test_a_run_that_diverges_alone_leaves_the_rest_of_the_group(tmp_path, alone)
 
 def test_a_crash_is_not_blamed_on_the_divergence_of_another_run(tmp_path):
   log = tmp_path / "log.txt"
-  lines = ["diverged: the loss of replica 0 is nan at step 10", "Killed by a fault"]
-  assert job._after("diverged: ", lines) == ["the loss of replica 0 is nan at step 10"]
+  lines = ["failed: the loss of replica 0 is nan at step 10", "Killed by a fault"]
+  assert job._after("failed: ", lines) == ["the loss of replica 0 is nan at step 10"]
   assert job._error(str(log), lines, 1) == "exit status 1: Killed by a fault"
+
+
+def test_a_run_with_a_damaged_checkpoint_leaves_the_rest_of_the_group(tmp_path):
+  folders = folders_of(tmp_path, "streaming", POINTS[:2])
+  (folders[0] / "checkpoints" / "4").mkdir(parents=True)  # Nothing is in it.
+  assert job.run(*map(str, folders)) == 0
+  ends = [files.read_json(folder / "ended.json") for folder in folders]
+  assert [end["failed"] for end in ends] == [True, False]
+  assert "step 4 cannot be read" in ends[0]["error"]
+  assert (folders[1] / "summary.json").exists()
+
+
+def test_sigterm_ends_all_groups_of_a_process(tmp_path, monkeypatch):
+  folders, trained = folders_of(tmp_path, "streaming", POINTS), []
+
+  def stopped(group):
+    trained.append(len(group))
+    return True
+
+  # Its thread would end the tests at their second Ctrl-C.
+  monkeypatch.setattr(stop, "end_at_second_interrupt", lambda: None)
+  monkeypatch.setattr(together, "train", stopped)
+  monkeypatch.setattr(run_together, "_by_position", lambda runs: [runs[:2], runs[2:]])
+  assert run_together.main([*map(str, folders)]) == 0
+  assert trained == [2]

@@ -40,7 +40,7 @@ def test_the_config_of_an_old_run_comes_from_its_newest_checkpoint(tiny, tmp_pat
 
 
 def test_the_configs_of_sites_make_that_of_the_run(tiny, tmp_path):
-  tiny.overlap.transport, tiny.overlap.taus = "sites", (1, 2)
+  tiny.overlap.transport, tiny.overlap.taus, tiny.data.shards = "sites", (1, 2), 2
   c = resolve(tiny)
   folders = [tmp_path / f"site-{k}" for k in (0, 1)]
   for k, folder in enumerate(folders):

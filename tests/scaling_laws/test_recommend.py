@@ -233,6 +233,8 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   assert main(["recommend", "--params=4e6", f"--results={path}", "--any"]) == 0
   # The fifth note says that the laws are not of diloco.
   assert capsys.readouterr().out.count("\nnote") == 5
+  assert main(["fit", path, "--any", "--json"]) == 0
+  assert {edge, few, missing} <= {*json.loads(capsys.readouterr().out)["problems"]}
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
   answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
   (note,) = answer["notes"]

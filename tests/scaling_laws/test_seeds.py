@@ -54,9 +54,10 @@ def test_runs_with_equal_seeds_or_other_tokens_stay_apart(tmp_path):
     cells.best_of_cells(twice)
 
 
-def test_runs_with_another_config_stay_apart(tmp_path):
+@pytest.mark.parametrize("column", ["config", "outer_optimizer", "dim", "seq_len"])
+def test_runs_with_another_config_stay_apart(tmp_path, column):
   path = tmp_path / "runs.csv"
-  table = pd.read_csv(write(path)).assign(config=list("aaaba"))
+  table = pd.read_csv(write(path)).assign(**{column: list("aaaba")})
   table.to_csv(path, index=False)
   assert list(runs.read(path).index) == [2, 3, 5, 6]
 

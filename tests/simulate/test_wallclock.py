@@ -8,6 +8,7 @@ import pathlib
 import pytest
 
 from diloco.config.command_line import load_config
+from diloco.model import shapes
 from diloco.simulate import __main__ as command
 from diloco.simulate import figures, from_config, tables
 from diloco.simulate import wallclock as wc
@@ -82,9 +83,12 @@ def test_the_command(capsys):
   text = capsys.readouterr().out.splitlines()
   assert len(text) == 1 + len(wc.METHODS)
   assert text[0].split() == ["method", "compute_hours", "communication_hours", "hours"]
-  run = from_config.training(load_config(f"{config}:1.3B,M=2,H=100"))
+  c = load_config(f"{config}:1.3B,M=2,H=100")
+  run = from_config.training(c)
   assert (run.replicas, run.sync_every) == (2, 100)
-  assert run.outer_bits == pytest.approx(4 + 8 / 128, rel=1e-5)
+  assert run.params == shapes.matrix_params(c.model) < shapes.num_params(c.model)
+  sent = (4 + 8 / 128) * shapes.num_params(c.model)
+  assert run.outer_bits * run.params == pytest.approx(sent, rel=1e-5)
   assert float(text[2].split()[-1]) == pytest.approx(
     wc.total_time(run) / 3600, rel=1e-3
   )

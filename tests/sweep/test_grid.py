@@ -6,7 +6,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Axis, Grid, Sweep, exponent, key, power, powers, search
+from diloco.sweep.runs import PLAIN
 
 ROOT2 = 2**0.5
 
@@ -133,6 +135,19 @@ def test_cells_and_axes_of_a_sweep_file_are_checked(cells, axis, message):
     (lambda: Sweep(dict, [Grid("g", [])]), "no cell to run"),
     (lambda: Sweep(dict, ["g"]), "the grids of a sweep have 'g', which is no Grid"),
     (lambda: Sweep(dict, [Grid("g", [{}])], {"A": 1}), "A=1; give the value as a text"),
+    *(
+      (
+        lambda chart=chart: Sweep(dict, [Grid("g", [{"tau": 1}])], chart=chart),
+        f"the chart asks for '{name}', which no cell or axis has; they have tau",
+      )
+      for name, chart in (
+        ("rat", Chart("t", "rat")),
+        ("m", Chart("t", "tau", ("m",))),
+        ("lr", Chart("t", "tau", y=(("lr", ""),))),
+        ("first", Chart("t", "tau", against="first")),
+        ("algorithm", Chart("t", "tau", against=PLAIN)),
+      )
+    ),
   ],
 )
 def test_a_sweep_that_cannot_be_searched_is_refused(make, message):

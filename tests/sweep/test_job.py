@@ -30,6 +30,7 @@ def test_a_job_that_is_stopped_has_not_failed(tmp_path):
   command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
   started = subprocess.Popen(command)
   while not _handles_sigterm(started.pid):
+    assert started.poll() is None
     time.sleep(0.05)
   started.send_signal(signal.SIGTERM)  # While the trainer is still importing.
   started.wait()
@@ -44,6 +45,7 @@ def test_a_trainer_that_is_killed_leaves_no_end(tmp_path):
   started = subprocess.Popen(command)
   children = pathlib.Path(f"/proc/{started.pid}/task/{started.pid}/children")
   while not (trainer := children.read_text().split()):
+    assert started.poll() is None
     time.sleep(0.05)
   os.kill(int(trainer[0]), signal.SIGKILL)
   started.wait()
@@ -58,6 +60,7 @@ def test_a_signal_to_all_processes_of_a_job_lets_the_trainer_save(tmp_path, numb
   command = [sys.executable, "-m", "diloco.sweep.job", str(tmp_path)]
   started = subprocess.Popen(command, start_new_session=True)
   while not _handles_sigterm(started.pid):
+    assert started.poll() is None
     time.sleep(0.05)
   os.killpg(started.pid, number)
   started.wait()
@@ -73,13 +76,13 @@ def test_a_job_is_asked_for_with_its_folder(tmp_path, capsys):
   assert capsys.readouterr().err == said
   assert job.main([str(tmp_path / "none")]) == 2
   assert "has no config.json; give a folder of a sweep" in capsys.readouterr().err
-  (tmp_path / "config.json").write_text("{}")
+  (tmp_path / "config.json").write_text('{"warp": 1}')
   with (tmp_path / "lock").open("w") as lock:
     assert files.try_lock(lock)
     assert job.main([str(tmp_path)]) == 2
   assert "which another process trains already" in capsys.readouterr().err
   assert job.main([str(tmp_path)]) == 1
-  assert "is no config.json of this version's runs" in capsys.readouterr().out
+  assert "warp is 1, but there is no such field" in capsys.readouterr().out
 
 
 def test_kill_ends_a_job_and_its_trainer(tmp_path):
@@ -87,6 +90,7 @@ def test_kill_ends_a_job_and_its_trainer(tmp_path):
   backend = Local(0, {})
   backend.start(tmp_path)
   while not job.alive(tmp_path):
+    assert backend.running(tmp_path)
     time.sleep(0.02)
   backend.kill()
   assert not backend.running(tmp_path)  # Nobody holds the lock.

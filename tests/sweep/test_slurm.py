@@ -8,16 +8,14 @@ import time
 
 import conftest
 import pytest
+import submitit
 
 from diloco.config import default_config
+from diloco.sweep import slurm
 from diloco.sweep.grid import Axis, Grid, Sweep
 from diloco.sweep.runner import Driver
+from diloco.sweep.slurm import Slurm
 from diloco.sweep.table import read_rows
-
-submitit = pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
-
-from diloco.sweep import slurm  # noqa: E402
-from diloco.sweep.slurm import Slurm  # noqa: E402
 
 
 def diverging(point):

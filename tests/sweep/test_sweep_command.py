@@ -1,5 +1,6 @@
 """The command: flags, Ctrl-C, kills. Some tests train."""
 
+import csv
 import os
 import pathlib
 import signal
@@ -127,6 +128,23 @@ def test_two_drivers_do_not_share_results(tmp_path):
   assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
 
 
+def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
+  runs, out = f"--results={tmp_path}", tmp_path / "out.csv"
+  everything = ROOT / "docs" / "reproduced.csv"
+  sweep = "--sweep=ladder:text=arrays:/tmp/text/tokens"
+  for command in ([f"--import={everything}"], [sweep, f"--export={out}"]):
+    done = sweep_command(*command, runs)
+    assert done.returncode == 0, done.stderr
+  with everything.open(newline="") as all_runs, out.open(newline="") as exported:
+    ladder = [
+      row["name"] for row in csv.DictReader(all_runs) if row["point_size"].isdigit()
+    ]
+    found = [row["name"] for row in csv.DictReader(exported)]
+  assert len(found) > 100
+  # An earlier order of the search has made runs that the sweep no longer asks for.
+  assert set(found) < set(ladder)
+
+
 def test_the_example_of_the_docs_trains_small_models(tmp_path):
   """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
   text = (ROOT / "docs" / "sweep.md").read_text()
@@ -187,6 +205,15 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
     (
       ["--results=r", f"--sweep={ROOT}/configs/ladder.py", "--slurm_options=b=c"],
       "but --backend is local",
+    ),
+    (
+      [
+        "--results=r",
+        f"--sweep={ROOT}/configs/ladder.py",
+        "--backend=slurm",
+        "--cores=2",
+      ],
+      "--cores is 2, but --backend is slurm; give cpus_per_task",
     ),
   ],
 )

@@ -61,18 +61,20 @@ def test_a_tree_is_coded_tensor_by_tensor(tiny, name):
       np.testing.assert_array_equal(y, alone.reshape(x.shape))
 
 
-@pytest.mark.parametrize("name", ["quantize", "topk", "feedback"])
-def test_error_feedback_sends_what_earlier_codes_lost(tiny, name):
+@pytest.mark.parametrize(
+  ("name", "beta"), [("quantize", 1.0), ("topk", 0.75), ("feedback", 0.75)]
+)
+def test_error_feedback_sends_what_earlier_codes_lost(tiny, name, beta):
   options = {"format": "e3m0", "block_size": 4, "density": 0.3, "chunk": 4}
   plain = WireConfig(compressor=name, **options)
-  wire = WireConfig(compressor=name, error_feedback=0.75, **options)
+  wire = WireConfig(compressor=name, error_feedback=beta, **options)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   delta_M, state_M = draw_M(), None
   error_M = jax.tree.map(lambda x: np.zeros(x.shape, np.float64), delta_M)
   for send in range(4):
     payload, state_M = encode(wire, mesh, delta_M, state_M)
     sent_M = decode(wire, mesh, payload, first(delta_M))
-    wanted_M = jax.tree.map(lambda e, x: 0.75 * e + x, error_M, delta_M)
+    wanted_M = jax.tree.map(lambda e, x: beta * e + x, error_M, delta_M)
     if name != "feedback":  # That compressor has an error of its own.
       alone, _ = encode(plain, mesh, jax.tree.map(jnp.float32, wanted_M))
       assert np.mean(np.asarray(payload) != alone) < 0.02  # Rounding of float32.
@@ -81,22 +83,6 @@ def test_error_feedback_sends_what_earlier_codes_lost(tiny, name):
     for (_, found), x in zip(leaves, jax.tree.leaves(error_M), strict=True):
       np.testing.assert_allclose(found, x, atol=1e-5)
       assert send == 0 or np.abs(x).max() > 1e-3
-
-
-def test_error_feedback_loses_nothing_over_several_sends(tiny):
-  wire = WireConfig(error_feedback=1.0, format="e3m0", block_size=4)
-  mesh = make_mesh(resolve(tiny), jax.devices()[:1])
-  delta_M, state_M, sent = draw_M(), None, []
-  for _ in range(5):
-    payload, state_M = encode(wire, mesh, delta_M, state_M)
-    sent.append(decode(wire, mesh, payload, first(delta_M)))
-  total = jax.tree.map(lambda *x: np.sum(x, axis=0, dtype=np.float64), *sent)
-  # The decoded gradients and the kept error add up to the outer gradients.
-  leaves = jax.tree.structure(delta_M).flatten_up_to(state_M)
-  errors_M = [error_M for _, error_M in leaves]
-  for s, e, d in zip(*map(jax.tree.leaves, (total, errors_M, delta_M)), strict=True):
-    np.testing.assert_allclose(s + e, 5.0 * d, atol=1e-5)
-    assert np.abs(e).max() > 1e-3
 
 
 @pytest.mark.parametrize(("shards", "compressor"), [(2, "topk"), (4, "quantize")])

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import types
@@ -11,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from threads import free_port
 
 from diloco.config import ConfigError, resolve
 from diloco.model.sharding import FSDP, REPLICA
@@ -23,8 +23,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def processes():
   """What transports.py finds on two processes with four devices each."""
-  with socket.create_server(("localhost", 0)) as server:
-    address = f"localhost:{server.getsockname()[1]}"
+  address = f"localhost:{free_port()}"
   flags = "--xla_force_host_platform_device_count=4"
   env = {
     **os.environ,

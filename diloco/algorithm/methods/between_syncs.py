@@ -22,17 +22,15 @@ SPARTA = "sparta"
 _SPARTA_KEY = 2**32 - 1
 
 
-def periods(c: Config) -> tuple[int, ...]:
-  """Returns the steps between two averages of each kind in use.
-
-  Inner steps that are launched together must end at each multiple of these.
+def check(c: Config) -> None:
+  """Refuses averages that the inner optimizer cannot give.
 
   Raises:
     ConfigError: des_loc asks for moments that the inner optimizer does not have.
   """
   every = c.averages()
   if not every:
-    return ()
+    return
   with_lead = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
   params_1 = jax.tree.map(with_lead, abstract_params(c))
   state_1 = jax.eval_shape(jax.vmap(make_inner(c).init), params_1)
@@ -45,7 +43,6 @@ def periods(c: Config) -> tuple[int, ...]:
         f"des_loc.{name}_every is {every[kind]}, but inner.optimizer is"
         f" {c.inner.optimizer!r}, which keeps no {name} moments; set it to 0."
       )
-  return tuple(every.values())
 
 
 def is_due(c: Config, t: int) -> bool:

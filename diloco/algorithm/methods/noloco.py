@@ -51,7 +51,8 @@ def rounds(replicas: int) -> np.ndarray:
   n = replicas - 1
   peers = (2 * np.arange(n)[:, None] - np.arange(replicas)) % n
   each = np.arange(n)
-  peers[each, each], peers[:, n] = n, each  # The last replica meets who has no peer.
+  # The one without a peer meets the last replica.
+  peers[each, each], peers[:, n] = n, each
   return peers
 
 
@@ -90,7 +91,7 @@ def update(
   params_M, state, updates_M = step_each(
     params_M, state, grads_M, layers, tuned, outer, mesh
   )
-  # Of each replica: a mean over the replicas would be one more exchange.
+  # One value per replica: a mean over the replicas would be one more exchange.
   metrics = {
     "outer_grad_mean_norm": norms(grads_M),
     "outer_update_norm": norms(updates_M),
@@ -143,11 +144,3 @@ def outer_step(
     events.append(Event("send", p, t, plan.sync_bytes(p), sent))
     events.append(Event("receive", p, t, 0, metrics))
   return params_M, state, events
-
-
-def drain(
-  plan: Plan, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
-) -> tuple[Tree, OuterState, list[Event]]:
-  """Changes nothing: no fragment is in flight, and there is no final sync."""
-  del plan, last, final_sync
-  return params_M, state, []

@@ -18,7 +18,7 @@ from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
 from diloco.config import ConfigError, default_config, resolve
 from diloco.model.shapes import num_params
-from diloco.run import metrics
+from diloco.run import metrics, together
 from diloco.run.mesh import make_mesh
 from diloco.wire import sizes
 
@@ -224,6 +224,9 @@ def test_moments_that_do_not_exist_are_refused_before_training(tiny, tmp_path):
   with pytest.raises(ConfigError, match=said):
     train.train(tiny, tmp_path / "run")
   assert not (tmp_path / "run").exists()
+  (tmp_path / "runs").mkdir()
+  with pytest.raises(ConfigError, match=said):
+    together.train([together.Run(resolve(tiny), tmp_path / "runs")])
 
 
 def arrays_of(folder):

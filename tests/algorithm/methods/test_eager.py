@@ -185,6 +185,11 @@ def test_sums_on_devices_do_not_fit():
     changed(config(), {"wire.exchange": "psum"})
 
 
+def test_a_single_replica_is_refused():
+  with pytest.raises(ConfigError, match=r"replicas is 1, but overlap\.eager is"):
+    config(replicas=1)
+
+
 def test_data_parallel_ignores_it():
   c = config(algorithm="data_parallel")
   assert c.overlap.taus == (0,) * M

@@ -8,7 +8,6 @@ import pytest
 import diloco
 from diloco.algorithm.methods import noloco
 from diloco.config import ConfigError, resolve
-from diloco.wire import sizes
 
 M, H, STEPS, RATE, MOMENTUM = 4, 3, 13, 0.7, 0.5
 WIRE = diloco.WireConfig(format="fp32", exchange="pair")
@@ -102,8 +101,16 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
-def test_a_replica_sends_once():
-  assert [sizes.copies("pair", m) for m in (2, 4, 8)] == [1, 1, 1]
+def test_bfloat16_replicas_that_did_not_train_send_zeros():
+  params_M = diloco.replicate(jax.tree.map(jnp.bfloat16, tree()), M)
+  method = make(params_M)
+  state, norms = method.init(params_M), []
+  for t in range(1, 2 * H + 1):
+    params_M = moved(t, params_M) if t <= H else params_M
+    params_M, state, events = method.step(t, params_M, state)
+    norms += [e.metrics["outer_grad_norm"] for e in events if e.kind == "send"]
+  assert (norms[0] > 0.1).all()
+  np.testing.assert_array_equal(norms[1], 0)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +118,8 @@ def test_a_replica_sends_once():
   [
     ("replicas", 3, "replicas is 3, but wire.exchange is pair.*choose an even number"),
     ("overlap.tau", 1, "pair, .* but overlap.tau is 1; choose"),
+    ("overlap.alpha", 0.5, "pair, .* but overlap.alpha is 0.5; choose"),
+    ("overlap.eager", True, "pair, .* but overlap.eager is True; choose false"),
     ("wire.format", "e3m0", "pair, .* but wire.format is e3m0; choose"),
     ("outer.offload", True, "pair, .* but outer.offload is True; choose"),
     ("overlap.transport", "host", "pair, .* but overlap.transport is host; choose"),
