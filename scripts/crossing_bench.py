@@ -56,7 +56,7 @@ class Calendar:
   def payload_bytes(self, number: int) -> int:
     return self.sizes[number]
 
-  def replicas_of(self, site: int) -> list[str]:
+  def shards_of(self, site: int) -> list[str]:
     return [str(site)]
 
 
@@ -104,7 +104,8 @@ def send(options) -> None:
   tls = str(options.folder / "tls" / f"site-{options.site}")
   channel = functools.partial(security.channel, options.address, tls, False)
   hello = {"site": options.site, "config": {}}
-  link = Link(channel, options.address, hello, lambda line: None, room=8)
+  say = lambda line: print(line, file=sys.stderr)
+  link = Link(channel, options.address, hello, say, room=8)
   link.join(fsdp=1, round=0, digests=[])
   link.ready(0)
   link.wait_for_start(lambda: False)

@@ -13,7 +13,9 @@ from test_wan_bench import SCRIPTS, netns
 def test_payloads_cross_and_their_bytes_are_counted(tmp_path):
   argv = ["--rates=8,32", "--sizes=2e5", "--repeats=2", "--quiet=1"]
   argv += [f"--out={tmp_path}/crossing.csv"]
-  subprocess.run([sys.executable, SCRIPTS / "crossing_bench.py", *argv], check=True)
+  subprocess.run(
+    [sys.executable, SCRIPTS / "crossing_bench.py", *argv], check=True, timeout=300
+  )
   with (tmp_path / "crossing.csv").open() as file:
     rows = list(csv.DictReader(file))
   assert [float(r["rate_mbit_s"]) for r in rows] == [8, 32]
