@@ -38,7 +38,9 @@ def test_the_residuals_of_table_11_are_nearest_with_words():
 def test_the_first_seed_reproduces_table_13():
   table = tables.table13(seeds=1)
   assert largest(table)["residual"] < 0.0005
-  assert "Same order as the paper" in table.note
+  product, floor, exponent, total = (cell.ours for (cell,) in table.rows.values())
+  # The order within each pair depends on the starts, and on the processor.
+  assert max(floor, exponent) < min(product, total)
 
 
 def test_the_optimum_of_the_first_form_is_the_joint_law():

@@ -25,6 +25,7 @@ from diloco.model.shapes import num_params
 from diloco.sweep import table
 from diloco.sweep.csv_file import export
 from diloco.sweep.grid import Axis, Grid, Sweep
+from diloco.sweep.load import load_sweep
 from diloco.sweep.table import alone
 
 
@@ -129,20 +130,20 @@ def test_two_drivers_do_not_share_results(tmp_path):
 
 
 def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
-  runs, out = f"--results={tmp_path}", tmp_path / "out.csv"
-  everything = ROOT / "docs" / "reproduced.csv"
-  sweep = "--sweep=ladder:text=arrays:/tmp/text/tokens"
-  for command in ([f"--import={everything}"], [sweep, f"--export={out}"]):
-    done = sweep_command(*command, runs)
-    assert done.returncode == 0, done.stderr
-  with everything.open(newline="") as all_runs, out.open(newline="") as exported:
-    ladder = [
-      row["name"] for row in csv.DictReader(all_runs) if row["point_size"].isdigit()
-    ]
-    found = [row["name"] for row in csv.DictReader(exported)]
-  assert len(found) > 100
-  # An earlier order of the search has made runs that the sweep no longer asks for.
-  assert set(found) < set(ladder)
+  results, out = tmp_path / "results", tmp_path / "out.csv"
+  text = SWEEP_FILE.format(tests=str(ROOT / "tests"))
+  (tmp_path / "sweep.py").write_text(text)
+  sweep = load_sweep(str(tmp_path / "sweep.py"))
+  finish(make_driver(sweep, results, Fake()))
+  names = {row["name"] for row in rows_of(results)}
+  finish(make_driver(make_sweep(), results, Fake()))
+  done = sweep_command(
+    f"--results={results}", f"--sweep={tmp_path / 'sweep.py'}", f"--export={out}"
+  )
+  assert done.returncode == 0, done.stderr
+  with out.open(newline="") as file:
+    assert {row["name"] for row in csv.DictReader(file)} == names
+  assert 3 == len(names) < len(rows_of(results))
 
 
 def test_the_example_of_the_docs_trains_small_models(tmp_path):
