@@ -1,5 +1,6 @@
 """Says which program XLA is compiling, if that takes long."""
 
+import functools
 import sys
 import threading
 
@@ -21,6 +22,7 @@ class _Clock(threading.local):
 _clock = _Clock()
 
 
+@functools.cache  # Once per process.
 def announce_compilations() -> None:
   """Writes a line to stderr for every compilation that takes long."""
   jax.monitoring.register_event_duration_secs_listener(_listen)
@@ -28,14 +30,12 @@ def announce_compilations() -> None:
 
 def _listen(event: str, duration_secs: float, **about: str | int) -> None:
   del duration_secs
-  if event not in (_BEFORE, _AFTER):
-    return
-  if _clock.timer:  # Also of a compilation that failed, or if this listens twice.
-    _clock.timer.cancel()
-    _clock.timer = None
   if event == _BEFORE:
     program = str(about.get("fun_name", "a program")).removeprefix("jit(").lstrip("_")
     line = f"Compiling {program.removesuffix(')')} ..."
     _clock.timer = threading.Timer(_PATIENCE, tqdm.tqdm.write, (line, sys.stderr))
     _clock.timer.daemon = True
     _clock.timer.start()
+  elif event == _AFTER and _clock.timer:
+    _clock.timer.cancel()
+    _clock.timer = None

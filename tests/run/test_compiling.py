@@ -18,8 +18,8 @@ def announced(monkeypatch):
   jax.config.update(limit, 1e9)
   yield
   jax.config.update(limit, before)
-  for _ in range(2):
-    jax.monitoring.unregister_event_duration_listener(compiling._listen)
+  jax.monitoring.unregister_event_duration_listener(compiling._listen)
+  compiling.announce_compilations.cache_clear()
 
 
 def slow_to_compile(x):

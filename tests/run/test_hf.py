@@ -135,6 +135,8 @@ def test_a_converted_tokenizer_gives_equal_ids(tmp_path, options):
   # one, the rounding decides between two splits whose scores hardly differ.
   long = [(ROOT / "README.md").read_text(), *(source[i] for i in range(3))]
   texts = [*TEXTS, *(line for text in long for line in text.splitlines())]
+  if options and options["model_type"] == "bpe":  # It adds no scores.
+    texts += long
   for text in texts:
     ids = mine.encode(text)
     found = theirs.encode(text, add_special_tokens=False).ids
