@@ -14,6 +14,10 @@ from diloco.config.command_line import INTERRUPTED
 from diloco.run.orbax_errors import hush
 from diloco.run.peers import Peers, say
 
+# Makes Python raise a KeyboardInterrupt again. Not SIGALRM, which a user may need; and
+# SIGURG does nothing to a process that does not handle it.
+AGAIN = signal.SIGURG
+
 
 class Interrupted(KeyboardInterrupt):
   """Ctrl-C ended a run, and the run is saved."""
@@ -105,7 +109,7 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
     say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
     yield stop
     return
-  handlers = {signal.SIGINT: stop.handle, signal.SIGALRM: stop.raise_again}
+  handlers = {signal.SIGINT: stop.handle, AGAIN: stop.raise_again}
   if peers.count == 1:  # JAX handles SIGTERM if several processes train together.
     handlers[signal.SIGTERM] = stop.handle
   # A shell without job control starts background processes with Ctrl-C ignored.
@@ -118,20 +122,21 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
     yield stop
   finally:
     sys.unraisablehook = report
-    signal.setitimer(signal.ITIMER_REAL, 0)
     for signum, handler in before.items():
       # None is a handler that was not set from Python and cannot be restored.
       signal.signal(signum, handler or signal.SIG_DFL)
 
 
 def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
-  """Sends SIGALRM if Python has dropped a KeyboardInterrupt; reports all else.
+  """Sends AGAIN if Python has dropped a KeyboardInterrupt; reports all else.
 
   Python drops what is raised in __del__ and in callbacks of its garbage collector. JAX
   has such a callback, and a signal often reaches it: the collector is slow.
   """
   if lost.exc_type is KeyboardInterrupt:
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    # Later, because what is raised now would be dropped, too.
+    main = threading.main_thread().ident
+    threading.Timer(0.01, signal.pthread_kill, (main, AGAIN)).start()
   else:
     report(lost)
 

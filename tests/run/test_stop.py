@@ -10,7 +10,7 @@ import time
 import pytest
 
 from diloco.run.peers import Peers
-from diloco.run.stop import Interrupted, end_on_signal
+from diloco.run.stop import AGAIN, Interrupted, end_on_signal
 
 # A process that does not end at the first Ctrl-C.
 DEAF = """
@@ -63,11 +63,11 @@ def collect():
 def test_an_interrupt_while_garbage_is_collected_is_raised_after_it(
   interrupt_while_collecting, capfd
 ):
-  handler = signal.getsignal(signal.SIGALRM)
+  before = signal.getsignal(AGAIN)
   with pytest.raises(KeyboardInterrupt), end_on_signal(Peers()):
     collect()
   assert capfd.readouterr().err == ""
-  assert signal.getsignal(signal.SIGALRM) == handler
+  assert signal.getsignal(AGAIN) == before
 
 
 def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
@@ -78,6 +78,19 @@ def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
     stop.unsaved = True
     time.sleep(0.1)
     assert stop.is_told()
+
+
+def test_an_alarm_of_the_user_rings_in_a_run_and_after_it():
+  rung = []
+  before = signal.signal(signal.SIGALRM, lambda *_: rung.append(True))
+  try:
+    with end_on_signal(Peers()):
+      signal.raise_signal(signal.SIGALRM)
+      signal.alarm(1)
+    time.sleep(3)
+  finally:
+    signal.signal(signal.SIGALRM, before)
+  assert len(rung) == 2
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ import pathlib
 import runpy
 import subprocess
 import sys
+import time
 
 import pytest
 
 from diloco import train
+from diloco.run import stop
+from diloco.run.peers import Peers
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "fuzz_config.py"
 
 
 def run(cases: int, seed: int) -> subprocess.CompletedProcess:
   args = [sys.executable, SCRIPT, f"--cases={cases}", f"--seed={seed}"]
+  args.append("--limit_s=600")  # Two cores share the tests.
   return subprocess.run(args, capture_output=True, text=True, check=False)
 
 
@@ -30,10 +34,23 @@ def test_many_random_configs_end_well():
   assert "trained" in process.stdout
 
 
-def test_another_end_is_told(tmp_path, monkeypatch):
+def end_of_a_case(tmp_path) -> str:
   script = runpy.run_path(str(SCRIPT))
   (tmp_path / "base.py").write_text(script["BASE"])
+  return script["run"](tmp_path / "base.py", [], tmp_path / "run", 1)
+
+
+def test_another_end_is_told(tmp_path, monkeypatch):
   monkeypatch.setattr(train, "train", lambda *_: 1 / 0)
-  end = script["run"](tmp_path / "base.py", [], tmp_path / "run")
+  end = end_of_a_case(tmp_path)
   assert end.startswith("other")
   assert "ZeroDivisionError" in end
+
+
+def test_a_case_without_an_end_is_told(tmp_path, monkeypatch):
+  def train_for_ever(*_):
+    with stop.end_on_signal(Peers()):
+      time.sleep(60)
+
+  monkeypatch.setattr(train, "train", train_for_ever)
+  assert end_of_a_case(tmp_path) == "slow: more than 1 s"
