@@ -270,7 +270,7 @@ class Link:
         raise ConfigError(f"the coordinator at {self._address} {reason}.")
       if not told and now - lost_at > 1:
         told = True
-        self._say(f"No coordinator at {self._address} ({reason}); tries again.")
+        self._say(f"{_problem(status, self._address, reason)} This site tries again.")
       time.sleep(pause)
       pause = min(2 * pause, _RETRY_S[1])
       self.reconnects += 1
@@ -390,6 +390,13 @@ def _is_rejection(status: grpc.StatusCode | None, reason: str) -> bool:
   """
   silent = "Socket closed" in reason or "handshake" in reason.lower()
   return status is grpc.StatusCode.UNAVAILABLE and silent
+
+
+def _problem(status: grpc.StatusCode | None, address: str, reason: str) -> str:
+  """Returns a sentence about a lost connection; UNKNOWN is an error of the server."""
+  if status is grpc.StatusCode.UNKNOWN:
+    return f"The coordinator at {address} has an error, see its output ({reason})."
+  return f"No coordinator at {address} ({reason})."
 
 
 def _last_error(details: str) -> str:

@@ -1,6 +1,7 @@
 """A real server and real connections: rounds, late sites, restarts, newcomers."""
 
 import threading
+import time
 from concurrent import futures
 
 import grpc
@@ -9,6 +10,7 @@ import sites
 from sites import Coordinator, Player, in_time, make_calendar, payload, play, wait
 
 from diloco.coordinator.rounds import Presence
+from diloco.coordinator.server import Server
 
 ALL = make_calendar()
 
@@ -113,6 +115,29 @@ def test_nobody_begins_alone(start):
   play([second], range(1))
   first.receive(1)
   assert first.members == {0: (0, 1)}
+
+
+def test_a_site_tells_an_error_of_the_coordinator_from_its_absence(start, monkeypatch):
+  join, until = Server._join, time.monotonic() + 2
+
+  async def broken(server, iterator, context):
+    if time.monotonic() < until:
+      raise KeyError("shards")
+    return await join(server, iterator, context)
+
+  monkeypatch.setattr(Server, "_join", broken)
+  coordinator, (player,) = start(sites=(0,))
+  (line,) = player.said
+  assert line.startswith(f"The coordinator at {coordinator.address} has an error")
+  assert "shards" in line
+  assert coordinator.board.inside() == 1
+
+  coordinator.kill()
+  other = Player(coordinator, 1)
+  threading.Thread(target=other.link._run, daemon=True).start()
+  wait(lambda: other.said)
+  other.link._leaving = True
+  assert other.said[0].startswith(f"No coordinator at {coordinator.address} (")
 
 
 @pytest.mark.parametrize("kept", [0, 2, 5])
