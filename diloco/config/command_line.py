@@ -7,6 +7,7 @@ of the fields first, because those libraries answer such mistakes with a traceba
 import argparse
 import difflib
 import math
+import os
 import pathlib
 import re
 import runpy
@@ -27,6 +28,7 @@ from diloco.config.fields import Config, ConfigError
 from diloco.config.resolve import leaves, resolve
 
 INTERRUPTED = 128 + signal.SIGINT  # Exit status of a program that Ctrl-C ended.
+UNREAD = 128 + signal.SIGPIPE  # Exit status of a program whose output nobody reads.
 # The kind of an option's value: int, float, str, or the words to choose from.
 Kind = type | tuple[str, ...]
 
@@ -47,7 +49,8 @@ def run(main: Callable, commands: Sequence[str] = ()) -> None:
 def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> int:
   """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
 
-  Ctrl-C becomes one word, exit status 130.
+  Ctrl-C becomes one word, exit status 130. If the reader of the output has ended, as in
+  `... | head`, that is no mistake: no word, exit status 141.
 
   Args:
     args: its arguments.
@@ -59,6 +62,11 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
   """
   try:
     status = run(*args)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    # Python flushes again at its end; that must not fail, too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return UNREAD
   except mistakes as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -286,3 +286,25 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     assert ended.returncode == 2
     assert [line[: len(said)] for line in ended.stderr.splitlines()] == [said]
   assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("size", [1, 10**6])
+def test_a_reader_that_ends_early_is_no_mistake(size):
+  """A short text is written when the program ends, a long one before."""
+  program = f"""
+import sys
+from diloco.config.command_line import guarded
+sys.exit(guarded(lambda: input() and print("x" * {size})))
+"""
+  process = subprocess.Popen(
+    [sys.executable, "-c", program],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  process.stdout.close()
+  process.stdin.write("go\n")
+  process.stdin.close()
+  assert process.stderr.read() == ""
+  assert process.wait() == 141
