@@ -211,6 +211,7 @@ def _alone(j: Array, f: Callable[..., Tree], *args) -> Tree:
   Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in
   place then runs on one thread, and XLA copies whole tensors that it reads twice.
   """
+  f = jax.jit(f)  # Traced once for the three uses below.
   zeros = lambda *args: jax.tree.map(jnp.zeros_like, jax.eval_shape(f, *args))
   branch = lambda *args: jax.lax.cond(j >= 0, f, zeros, *args)
   barrier = lambda *args: jax.lax.optimization_barrier(f(*args))

@@ -4,6 +4,7 @@ Letters: M replicas; a tensor has N layers of D rows of R values; `Cut` has G, J
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -39,12 +40,14 @@ class Cut:
   plane_bytes: int
   size: int
 
+  @functools.partial(jax.jit, static_argnums=0)
   def encode(self, x_M: Array) -> Array:
     """Codes a piece, float32 [M, G, C, R], as uint8 [M, bytes / J]."""
     coder, unused_key = COMPRESSORS[self.wire.compressor], jax.random.key(0)
     one = lambda x: coder.encode(self.wire, x, (), self.row, unused_key)[0]
     return jax.vmap(one)(x_M.reshape(*x_M.shape[:2], -1))
 
+  @functools.partial(jax.jit, static_argnums=0)
   def decode(self, code_M: Array) -> Array:
     """Inverts `encode`."""
     coder, s = COMPRESSORS[self.wire.compressor], self.rows * self.row
