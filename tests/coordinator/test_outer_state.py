@@ -31,10 +31,10 @@ def test_the_mean_is_weighted_by_tokens(tiny, tokens):
   )
   theta, deltas = draw(), {site: draw(2) for site in tokens}
   keys_M = jax.random.split(jax.random.key(0), 2)
-  payloads = {}
+  encode = jax.jit(lambda x_M: exchange.encode(plan.wire, mesh, x_M, state_M, keys_M))
+  payloads, state_M = {}, exchange.init_state(plan.wire, deltas[0])
   for site, delta_M in deltas.items():
-    state_M = exchange.init_state(plan.wire, delta_M)
-    code, _ = exchange.encode(plan.wire, mesh, delta_M, state_M, keys_M)
+    code, _ = encode(delta_M)
     payloads[site] = np.asarray(code).tobytes()
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)

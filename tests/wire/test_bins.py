@@ -2,10 +2,11 @@
 
 import jax
 import numpy as np
+import one_tensor
 import pytest
 
 from diloco.config.fields import WireConfig
-from diloco.wire import compressors, sizes
+from diloco.wire import sizes
 
 KEY = jax.random.key(0)
 
@@ -20,10 +21,9 @@ def by_hand(x, bits):
 
 
 def through(wire, x, row=1):
-  code = compressors.quantize(wire, x, (), row, KEY)[0]
+  code = one_tensor.encode(wire, x, (), row, KEY)[0]
   assert code.nbytes == sizes.quantize(wire, *x.shape, row)
-  compressor = compressors.COMPRESSORS["quantize"]
-  return np.asarray(compressor.decode(wire, code, *x.shape, row))
+  return np.asarray(one_tensor.decode(wire, code, *x.shape, row))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
