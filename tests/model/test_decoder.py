@@ -1,6 +1,7 @@
 """Model and loss against plain NumPy, and the papers' parameter counts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ from numpy_decoder import MODEL, numpy_decoder
 from diloco.config.fields import ModelConfig
 from diloco.model import decoder, shapes
 
+init = jax.jit(decoder.init, static_argnums=0)
 
+
+@functools.partial(jax.jit, static_argnums=0)
 def hidden_states(m: ModelConfig, params, ids_BxL):
   return decoder.Decoder(m).apply({"params": params}, jnp.asarray(ids_BxL))[0]
 
@@ -23,7 +27,7 @@ def shift_right(tokens_BxL) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def params():
-  return decoder.init(MODEL, jax.random.key(0))
+  return init(MODEL, jax.random.key(0))
 
 
 def test_hidden_states_agree_with_numpy(params):
@@ -118,7 +122,7 @@ def test_a_model_without_masks_computes_none(params):
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_changes_nothing_but_memory(params, remat):
   ids = jnp.asarray(np.random.default_rng(2).integers(0, 50, (2, 12)))
-  f = lambda d: jax.grad(lambda p: (hidden_states(d, p, ids) ** 2).sum())
+  f = lambda d: jax.jit(jax.grad(lambda p: (hidden_states(d, p, ids) ** 2).sum()))
   plain, other = f(MODEL)(params), f(dataclasses.replace(MODEL, remat=remat))(params)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, plain, other)
@@ -126,7 +130,7 @@ def test_rematerialisation_changes_nothing_but_memory(params, remat):
 
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
   dims = dataclasses.replace(MODEL, dtype="bfloat16", param_dtype="bfloat16")
-  params = decoder.init(dims, jax.random.key(0))
+  params = init(dims, jax.random.key(0))
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
   x = hidden_states(dims, params, jnp.zeros((1, 12), jnp.int32))
   assert x.dtype == jnp.bfloat16

@@ -14,7 +14,7 @@ from diloco.model import decoder, sampling, shapes
 
 def make_params(m=MODEL):
   """Scales away from one and logits far apart, so that mistakes are seen."""
-  params = decoder.init(m, jax.random.key(0))
+  params = jax.jit(decoder.init, static_argnums=0)(m, jax.random.key(0))
   return jax.tree.map(
     lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype),
     params,
