@@ -163,6 +163,7 @@ def test_only_process_0_writes(two):
   assert len(re.findall("evaluation", output)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_two_processes_goes_on_in_one_on_four_devices(launch, two, tmp_path):
   rewind(two[0], tmp_path / "run")
   output = finish(launch(1, tmp_path / "run", "--config.mesh.fsdp=2", devices=4))

@@ -89,7 +89,14 @@ def check(found, want):
   assert {name: a[name] for name in SAME} == {name: b[name] for name in SAME}
 
 
-@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data_parallel"])
+@pytest.mark.parametrize(
+  "algorithm",
+  [
+    "streaming",
+    pytest.param("diloco", marks=pytest.mark.slow),
+    pytest.param("data_parallel", marks=pytest.mark.slow),
+  ],
+)
 def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
   folders = folders_of(tmp_path, algorithm, POINTS)
   train_together(algorithm, POINTS, folders)
