@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests with the newest libraries that pyproject.toml allows, in a fresh environment, and
-# with coverage, which slows down Python 3.11 by a fifth, and newer ones hardly.
+# measures coverage, which slows down Python 3.11 more than newer ones.
 #
 #   scripts/test_newest.sh                            # python3.13, or else python3.12
 #   scripts/test_newest.sh python3.12 tests/model -x  # a Python, arguments for pytest
