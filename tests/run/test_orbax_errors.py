@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import warnings
 
 import pytest
 
@@ -37,6 +38,22 @@ def left_behind(path):
 )
 def test_tasks_of_orbax_end_silently(path, told):
   assert len(told_by_asyncio(lambda: left_behind(path))) == told
+
+
+@pytest.mark.parametrize(
+  ("path", "told"),
+  [("/lib/orbax/checkpoint/write.py", 0), ("/home/user/own_code.py", 1)],
+)
+def test_coroutines_of_orbax_that_nobody_awaited_end_silently(path, told):
+  hush()
+  scope = {"asyncio": asyncio}
+  exec(compile(SOURCE, path, "exec"), scope)
+  with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    scope["write"]()
+    gc.collect()
+  messages = [str(w.message) for w in seen]
+  assert messages == ["coroutine 'write' was never awaited"] * told
 
 
 def future_of_tensorstore():
