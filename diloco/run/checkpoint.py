@@ -82,6 +82,7 @@ class Checkpoints:
     self._workdir, self._c, self._mesh, self._plan = workdir, c, mesh, plan
     self._peers = peers or Peers()
     self._saving: int | None = None  # The step that Orbax writes in the background.
+    self._failed = False
     self._size = 0  # Bytes of a checkpoint.
     hush()
     if self._peers.count > 1:  # First, because `hush` drops what Orbax logs.
@@ -215,7 +216,11 @@ class Checkpoints:
       self.wait()
     finally:
       logs.getLogger("absl").removeFilter(self._hear)
-      self._manager.close()
+      try:
+        self._manager.close()
+      except Exception:  # The error that was told, or one that follows from it.
+        if not self._failed:
+          raise
       self._remove_parts()  # `close` of Orbax writes a file into the part it left.
 
   @contextlib.contextmanager
@@ -233,7 +238,7 @@ class Checkpoints:
         raise
       reason = reason_of(error)
     if reason:
-      self._saving = None
+      self._saving, self._failed = None, True
       raise ConfigError(self._unwritten(step, reason))
 
   def _unwritten(self, step: int, reason: str) -> str:

@@ -154,6 +154,22 @@ def test_an_error_of_the_saving_thread_is_told_by_close(c, tmp_path, full_disk):
     checkpoints.close()
 
 
+def test_close_does_not_tell_the_error_again(c, tmp_path, full_disk, monkeypatch):
+  def close(manager):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  # Orbax does so, now and then, after an error in the JSON record.
+  monkeypatch.setattr(ocp.CheckpointManager, "close", close)
+  with pytest.raises(OSError, match="No space left"):
+    open_checkpoints(tmp_path, c).close()
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match="step 12 cannot be written"):
+    checkpoints.wait()
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == []
+
+
 def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
   class Pair(Peers):
     """The first of two processes; the other never answers."""
