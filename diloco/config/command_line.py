@@ -6,11 +6,13 @@ of the fields first, because those libraries answer such mistakes with a traceba
 
 import argparse
 import difflib
+import io
 import math
 import os
 import pathlib
 import re
 import runpy
+import select
 import signal
 import sys
 import tempfile
@@ -63,17 +65,29 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
   try:
     status = run(*args)
     sys.stdout.flush()
-  except BrokenPipeError:
-    # Python flushes again at its end; that must not fail, too.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return UNREAD
-  except mistakes as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
   except KeyboardInterrupt:
     print("interrupted", file=sys.stderr)
     return interrupted()
+  except Exception as error:
+    if isinstance(error, BrokenPipeError) and _output_is_unread():
+      # Python flushes again at its end; that must not fail, too.
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+      return UNREAD
+    if not isinstance(error, mistakes):
+      raise
+    print(f"error: {error}", file=sys.stderr)
+    return 2
   return status if isinstance(status, int) else 0
+
+
+def _output_is_unread() -> bool:
+  """Whether stdout is a pipe whose reader has ended."""
+  poll = select.poll()
+  try:
+    poll.register(sys.stdout.fileno(), 0)
+  except io.UnsupportedOperation:  # A notebook's output.
+    return False
+  return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def interrupted() -> int:

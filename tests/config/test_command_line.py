@@ -1,5 +1,6 @@
 """A mistake at the command line gives one sentence and exit status 2."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -308,3 +309,18 @@ sys.exit(guarded(lambda: input() and print("x" * {size})))
   process.stdin.close()
   assert process.stderr.read() == ""
   assert process.wait() == 141
+
+
+def test_another_broken_pipe_is_told(capsys):
+  def run():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+      os.write(writer, b"x")
+    finally:
+      os.close(writer)
+
+  with pytest.raises(BrokenPipeError):
+    command_line.guarded(run, mistakes=ConfigError)
+  assert command_line.guarded(run) == 2
+  assert "Broken pipe" in capsys.readouterr().err
