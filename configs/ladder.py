@@ -6,9 +6,9 @@
 Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with six tiny sizes,
 data-parallel and DiLoCo with M = 1, 2, 4. At two sizes the learning rate, batch and
 outer learning rate are tuned until the best point is not on the edge of the grid; at
-two more sizes the learning rate is tuned, and at 382k also the outer one of M = 2 and
-4. The two largest sizes take the best point of 382k. Every best point has three seeds;
-the first one chooses. D = 6 N tokens (paper: 20 N), H = 10 (paper: 30). Results and
+three more sizes the learning rate is tuned, and at 382k also the outer one of M = 2 and
+4. The largest size takes the best point of 625k. Every best point has three seeds; the
+first one chooses. D = 6 N tokens (paper: 20 N), H = 10 (paper: 30). Results and
 text: docs/ladder.md. Without an argument, the text is the shipped one, of which the two
 largest sizes see parts twice.
 """
@@ -71,7 +71,9 @@ def get_config(point: Point, text: str = "sotu"):
   c.inner.learning_rate = point["lr"]
   c.inner.warmup_steps = c.train.steps // 10
 
-  c.data.source, c.data.shuffle_window = text, 1024
+  # All sequences are shuffled: in windows of 1,024, each replica stays on few documents
+  # for hundreds of steps.
+  c.data.source, c.data.shuffle_window = text, -1
   # With the same batch, all M see the same sequences in every step.
   c.data.shards = min(4, batch)
   # The first tokens choose the settings; the next ones are reported.
@@ -126,9 +128,9 @@ def get_sweep(argument: str = "") -> Sweep:
     """
     return Grid(f"lr {size}k", cells(size, everyone), (lr,), from_size(smaller))
 
-  def same(size: int) -> Grid:
-    """Takes the best point of 382k."""
-    return Grid(f"{size}k", cells(size, everyone), (), from_size(382))
+  def same(size: int, smaller: int) -> Grid:
+    """Takes the best point of a smaller size."""
+    return Grid(f"{size}k", cells(size, everyone), (), from_size(smaller))
 
   def repeats(size: int) -> Grid:
     """Repeats the best point of every cell of a size."""
@@ -147,8 +149,8 @@ def get_sweep(argument: str = "") -> Sweep:
       rates(269, 185),
       rates(382, 269),
       Grid("outer 382k", cells(382, diloco[1:]), (outer,), lambda cell: cell),
-      same(625),
-      same(1081),
+      rates(625, 382),
+      same(1081, 625),
       *(repeats(size) for size in SIZES),
     ],
   )

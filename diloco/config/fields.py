@@ -376,8 +376,9 @@ class DataConfig:
   # every step, so their losses may be compared seed by seed. 0: one shard per replica.
   shards: Count = 0
   # How many packed sequences of a shard are shuffled together. 0: no shuffling, so a
-  # long document fills whole batches.
-  shuffle_window: Count = 0
+  # long document fills whole batches. -1: all sequences of the shard, anew in each
+  # epoch; a text then stays in memory, arrays stay on disk.
+  shuffle_window: Annotated[int, Range(-1, LARGEST)] = 0
   # Batches that a background thread prepares ahead. 0: no thread.
   prefetch: Count = 2
 

@@ -13,6 +13,9 @@ from diloco.data.sources import Source, make_source
 from diloco.data.tokenizer import Tokenizer, load_tokenizer
 from diloco.model.shapes import BOS_ID, EOS_ID
 
+# Most tokens in memory at once: 512 MiB, which take up to a minute to read.
+MOST_TOKENS = 1 << 27
+
 
 class Documents(Protocol):
   """The documents of one split: int32 ids, each document ended by EOS."""
@@ -20,6 +23,10 @@ class Documents(Protocol):
   def __len__(self) -> int: ...
 
   def __getitem__(self, index: int) -> np.ndarray: ...
+
+  def lengths(self) -> np.ndarray:
+    """Returns the tokens of each document, int64."""
+    ...
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     """Returns how many UTF-8 bytes the first tokens of a document stand for."""
@@ -65,12 +72,36 @@ class EncodedText:
 
   def __init__(self, source: Source, tokenizer: Tokenizer):
     self._source, self._tokenizer = source, tokenizer
+    self._kept = list[np.ndarray]()
 
   def __len__(self) -> int:
     return len(self._source)
 
   def __getitem__(self, index: int) -> np.ndarray:
+    if self._kept:
+      return self._kept[index]
     return encode_document(self._tokenizer, self._source[index])
+
+  def lengths(self) -> np.ndarray:
+    """Encodes all documents, and keeps their tokens in memory.
+
+    Raises:
+      ConfigError: these are too many tokens.
+    """
+    kept, total = list[np.ndarray](), 0
+    for i in range(0 if self._kept else len(self)):
+      kept.append(self[i])
+      total += len(kept[-1])
+      expected = total // (i + 1) * len(self) if i > 1000 else total
+      if expected > MOST_TOKENS:
+        raise ConfigError(
+          "data.shuffle_window is -1, which keeps all tokens of a text in memory, but"
+          f" data.source has about {expected:,}, and {MOST_TOKENS:,} are allowed;"
+          " prepare arrays (python -m diloco prepare_data tokenize), which stay on"
+          " disk, or choose a window."
+        )
+    self._kept = self._kept or kept
+    return np.array([len(ids) for ids in self._kept], np.int64)
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._tokenizer.prefix_bytes(self._source[index], num_tokens)
@@ -87,6 +118,9 @@ class WithBos:
 
   def __getitem__(self, index: int) -> np.ndarray:
     return np.insert(self._documents[index], 0, BOS_ID)
+
+  def lengths(self) -> np.ndarray:
+    return self._documents.lengths() + 1
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._documents.num_bytes(index, max(num_tokens - 1, 0))

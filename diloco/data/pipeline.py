@@ -1,9 +1,10 @@
 """Packed sequences: shards for training, a fixed set for evaluation.
 
-Shard s of S has only the documents s, s+S, s+2S, ... and shuffles them anew in each
-epoch. Documents end with EOS, are concatenated and cut into sequences of exactly L
-tokens. The model shifts its inputs right, so every token is a target exactly once. All
-algorithms use the same shards: one per replica, or S / M of them (`data.shards`).
+Shard s of S has only the documents s, s+S, s+2S, ... and shuffles them, or their
+sequences, anew in each epoch. Documents end with EOS, are concatenated and cut into
+sequences of exactly L tokens. The model shifts its inputs right, so every token is a
+target exactly once. All algorithms use the same shards: one per replica, or S / M of
+them (`data.shards`).
 """
 
 import dataclasses
@@ -15,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config, ConfigError
-from diloco.data.documents import Documents, make_documents
+from diloco.data.documents import MOST_TOKENS, Documents, make_documents
+from diloco.data.sequences import Sequences
 from diloco.data.sources import more_documents
-
-# Most tokens in memory at once: 512 MiB, which take up to a minute to read.
-_MOST_TOKENS = 1 << 27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,10 +170,10 @@ def _check_memory(field: str, value: int, tokens: int) -> None:
   Raises:
     ConfigError: reading them would take minutes, and perhaps all memory.
   """
-  if value * tokens > _MOST_TOKENS:
+  if value * tokens > MOST_TOKENS:
     raise ConfigError(
       f"{field} is {value}, which reads and keeps {value * tokens:,} tokens at once;"
-      f" lower it to at most {_MOST_TOKENS // tokens}."
+      f" lower it to at most {MOST_TOKENS // tokens}."
     )
 
 
@@ -182,19 +181,24 @@ def _shard(c: Config, documents: Documents, index: int) -> Any:
   """Opens a shard's endless stream of batches, {"tokens": int32 [B, L]}."""
   import grain  # Imports JAX, which reading text does not need.
 
-  shard = grain.MapDataset.source(documents)[index :: c.shards]
   # One seed per shard: with a common seed, shards of equal length would have the same
   # order, and all shards would give neighbouring documents at the same time.
   seeds = np.random.SeedSequence([c.seed, index]).generate_state(2)
-  tokens = (
+  indices, length = range(index, len(documents), c.shards), c.model.seq_len
+  if c.data.shuffle_window < 0:
+    shard = grain.MapDataset.source(Sequences(documents, indices, length))
+  else:
+    shard = grain.MapDataset.source(documents)[index :: c.shards]
+  packed = (
     shard.shuffle(seed=int(seeds[0]))
     .repeat()
     .map(lambda ids: {"tokens": ids})
     .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
   )
-  packed = grain.experimental.ConcatThenSplitIterDataset(
-    tokens, length_struct={"tokens": c.model.seq_len}
-  )
+  if c.data.shuffle_window >= 0:
+    packed = grain.experimental.ConcatThenSplitIterDataset(
+      packed, length_struct={"tokens": length}
+    )
   if c.data.shuffle_window > 1:
     packed = grain.experimental.WindowShuffleIterDataset(
       packed, window_size=c.data.shuffle_window, seed=int(seeds[1])

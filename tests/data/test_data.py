@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco.config import ConfigError
+from diloco.data import documents as documents_lib
 from diloco.data import pipeline
 from diloco.data.documents import encode_document, make_documents
 from diloco.model.shapes import BOS_ID, EOS_ID
@@ -101,6 +102,9 @@ class IdDocuments:
   def __getitem__(self, index):
     return self.tokens[index]
 
+  def lengths(self):
+    return np.array([len(ids) for ids in self.tokens])
+
 
 @pytest.fixture
 def set_documents(monkeypatch):
@@ -113,7 +117,9 @@ def set_documents(monkeypatch):
   return set_lengths
 
 
-@pytest.mark.parametrize(("prefetch", "window"), [(0, 0), (3, 0), (0, 5), (3, 5)])
+@pytest.mark.parametrize(
+  ("prefetch", "window"), [(0, 0), (3, 0), (0, 5), (3, 5), (0, -1), (3, -1)]
+)
 # With EOS, documents fill sequences of 8 exactly: always, sometimes or seldom.
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])
 def test_every_saved_position_resumes_bit_for_bit(
@@ -149,6 +155,39 @@ def test_the_window_shuffles_packed_sequences_and_keeps_all(tiny, set_documents)
     np.testing.assert_array_equal(np.sort(before), np.sort(after))
     # Of two sequences, every other window keeps the order.
     assert np.mean((before != after).any(axis=1)) > (0.2 if size == 2 else 0.99)
+
+
+@pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22, 1] * 3])
+def test_all_sequences_of_a_shard_are_shuffled_anew_in_each_epoch(
+  tiny, set_documents, lengths
+):
+  set_documents(lengths)
+  tiny.data.shuffle_window, tiny.model.seq_len = -1, 8
+  c = config_lib.resolve(tiny)
+  documents = pipeline.make_documents(c, "train").tokens
+  for r in range(2):
+    whole = np.concatenate(documents[r::2])
+    sequences = whole[: len(whole) // 8 * 8].reshape(-1, 8).tolist()
+    # Two epochs of one replica, whose batches have two sequences.
+    taken = np.concatenate([b[0] for b in batches(c, len(sequences), replica_ids=[r])])
+    epochs = [
+      taken[: len(sequences)].tolist(),
+      taken[len(sequences) :].tolist(),
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(sequences)
+    assert epochs[0] != epochs[1]
+    assert sequences not in epochs
+
+
+def test_what_cannot_be_shuffled_whole_is_refused(tiny, set_documents, monkeypatch):
+  tiny.data.shuffle_window = -1
+  c = config_lib.resolve(tiny)
+  monkeypatch.setattr(documents_lib, "MOST_TOKENS", 10_000)
+  with pytest.raises(ConfigError, match=r"window is -1, .* prepare arrays"):
+    data_lib.make_train_iterator(c)
+  set_documents([50, 3])
+  with pytest.raises(ConfigError, match=r"shard 1 of 2 .* only 4 tokens, .* is 16"):
+    data_lib.make_train_iterator(c)
 
 
 def test_each_replica_has_its_own_order(tiny, set_documents):
@@ -561,21 +600,21 @@ def test_exactly_as_many_tokens_as_fit_are_kept(
   tiny.data.prefetch, tiny.data.shuffle_window = 0, 0
   tiny.update_from_flattened_dict(fields)
   c = config_lib.resolve(tiny)
-  monkeypatch.setattr(pipeline, "_MOST_TOKENS", tokens - 1)
+  monkeypatch.setattr(pipeline, "MOST_TOKENS", tokens - 1)
   with pytest.raises(ConfigError, match=message):
     data_lib.make_train_iterator(c)
-  monkeypatch.setattr(pipeline, "_MOST_TOKENS", max(tokens, 64))
+  monkeypatch.setattr(pipeline, "MOST_TOKENS", max(tokens, 64))
   data_lib.make_train_iterator(c).close()
 
 
 def test_an_evaluation_batch_of_exactly_as_many_tokens_as_fit_is_kept(
   tiny, monkeypatch
 ):
-  monkeypatch.setattr(pipeline, "_MOST_TOKENS", 63)
+  monkeypatch.setattr(pipeline, "MOST_TOKENS", 63)
   c = config_lib.resolve(tiny)
   with pytest.raises(ConfigError, match=r"eval.batch_size is 4, .* 64 .* at most 3"):
     data_lib.make_eval_set(c)
-  monkeypatch.setattr(pipeline, "_MOST_TOKENS", 64)
+  monkeypatch.setattr(pipeline, "MOST_TOKENS", 64)
   assert data_lib.make_eval_set(c).tokens.shape[1:] == (4, 16)
 
 

@@ -77,7 +77,11 @@ def test_arrays_hold_the_documents_of_their_source(
   assert first[-1] == 1
 
 
-def test_a_run_reads_the_same_batches_from_arrays(tiny, tmp_path, in_line):
+@pytest.mark.parametrize(("window", "add_bos"), [(0, False), (-1, False), (-1, True)])
+def test_a_run_reads_the_same_batches_from_arrays(
+  tiny, tmp_path, in_line, window, add_bos
+):
+  tiny.data.shuffle_window, tiny.data.add_bos = window, add_bos
   direct = config_lib.resolve(tiny)
   for split in ("train", "eval"):
     prepare.tokenize("sotu", split, "sotu_2048", tmp_path / split, unit_size=1 << 20)
