@@ -5,8 +5,9 @@ python -m diloco.sweep.figures docs/ladder.csv --out=docs/figures --prefix=ladde
 Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss against N, and
 in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
 and 8 the best outer learning rate; 9 the loss against H; 11 overtraining. The paper's
-figure 5 shows zero-shot accuracy, which is not in the table. The command names the
-figures whose runs are missing.
+figure 5 shows zero-shot accuracy, which is not in the table. 2 and 11 take means over
+all seeds of a point; 3, 4, 6 and 9 take the seeds that all points of a panel have. The
+command names the figures whose runs are missing.
 """
 
 import argparse
@@ -24,7 +25,14 @@ from diloco.config.palette import STYLE
 from diloco.simulate import wallclock
 from diloco.sweep import drawing, tables
 from diloco.sweep.drawing import LOSS
-from diloco.sweep.runs import PLAIN, above_plain, best, main_grid, read
+from diloco.sweep.runs import (
+  PLAIN,
+  above_plain,
+  at_common_seeds,
+  best,
+  main_grid,
+  read,
+)
 
 FILLS = ("full", "none", "left", "top", "right", "bottom")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
@@ -83,7 +91,7 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
   """
   cells = best(main_grid(table), "params", "curve", "batch")
   largest = _swept(cells)[-1]
-  cells = cells[cells["params"] == largest]
+  cells = at_common_seeds(cells[cells["params"] == largest])
   names = [*reversed(wallclock.NETWORKS)]
   seconds = [_seconds(cells, wallclock.NETWORKS[n], chip_tokens) for n in names]
   unit = _unit(max(s.max() for s in seconds))
@@ -205,7 +213,8 @@ def _panel_per_size(
   """Draws the loss against a column x, with a panel per size N."""
   figure, panels = drawing.axes(len(sizes), title)
   for panel, size in zip(panels, sizes):
-    drawing.lines(panel, cells[cells["params"] == size], x, "loss")
+    some = at_common_seeds(cells[cells["params"] == size])
+    drawing.lines(panel, some, x, "loss")
     panel.set(xscale="log", xlabel=xlabel)
     panel.set_title(f"N = {size:,.0f}", fontsize="medium")
   panels[0].set_ylabel(LOSS)

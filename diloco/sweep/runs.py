@@ -81,6 +81,20 @@ def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:
   return table.loc[table.groupby(list(by))["choice"].idxmin()]
 
 
+def at_common_seeds(cells: pd.DataFrame) -> pd.DataFrame:
+  """Replaces `loss` by its mean over the seeds that all rows have.
+
+  A sweep repeats only its best points with other seeds, which see other documents. With
+  means over different seeds, the best point may seem worse than its neighbours. Rows
+  without a common seed keep `loss`.
+  """
+  losses = [*map(dict, cells["losses"])]
+  seeds = set.intersection(*map(set, losses)) if losses else set()
+  if not seeds:
+    return cells
+  return cells.assign(loss=[statistics.mean(x[s] for s in seeds) for x in losses])
+
+
 def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
   """Compares the losses with those of data-parallel at the same N, seed by seed.
 

@@ -105,6 +105,25 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
   assert high[1] - low[1] == pytest.approx(2 * percent.std(ddof=1))
 
 
+def test_curves_over_the_batch_compare_points_with_the_same_seeds(tmp_path):
+  # The best batch, 8, is repeated with seeds that see harder documents.
+  losses = {4: (5.1,), 8: (5.0, 5.5, 5.6), 16: (5.2,)}
+  rows = [
+    row(m, 100_000, batch=batch, seed=seed, loss=loss + m / 10)
+    for m in (0, 1)
+    for batch, some in losses.items()
+    for seed, loss in enumerate(some)
+  ]
+  table = runs_lib.read(write(tmp_path / "t.csv", rows))
+  for figure in (figures.figure_3(table), figures.figure_4(table)):
+    plain, one = figure.axes[0].lines
+    assert list(plain.get_ydata()) == pytest.approx([5.1, 5.0, 5.2])
+    assert list(one.get_ydata()) == pytest.approx([5.2, 5.1, 5.3])
+  idealised = figures.figure_6(table, chip_tokens=32).axes[0]
+  assert sorted(idealised.lines[0].get_ydata()) == pytest.approx([5.0, 5.1, 5.2])
+  assert figures.figure_2(table).axes[0].lines[0].get_ydata()[0] > 5.3
+
+
 def test_without_a_common_seed_there_is_no_difference(tmp_path):
   rows = [row(0, 100_000), row(1, 100_000, seed=1), row(0, 200_000), row(1, 200_000)]
   table = runs_lib.read(write(tmp_path / "t.csv", rows))
