@@ -214,8 +214,12 @@ def _restarted(
 ) -> optax.GradientTransformation:
   """Starts the optimizer afresh every `every` updates; schedules go on.
 
-  Restarts of the outer momentum (arXiv 2605.28585): late in training, it keeps outer
-  gradients that are larger than the new ones.
+  Outer momentum restarts (arXiv 2605.28585; read: its abstract): a restart forgets the
+  momentum of older outer gradients, and keeps the parameters.
+
+  Its authors report that periodic restarts widen the range of outer rates and momenta
+  with which language models train stably. They explain it by directions in which the
+  old momentum points against the new outer gradients.
   """
 
   def init(params):

@@ -69,6 +69,12 @@ RULES = (
   Rule(
     "wire.format", "bf16", "which casts to nearest", {"wire.rounding": ("nearest",)}
   ),
+  Rule(
+    "wire.compressor",
+    "dare",
+    "which enlarges the values that it sends",
+    {"wire.error_feedback": OFF},  # Each send would add to the error, without end.
+  ),
   Rule("wire.exchange", "pair", "where replicas exchange parameters and wait", _PAIRS),
   Rule(
     "log.diagnostics_every",

@@ -137,8 +137,8 @@ class OuterConfig:
   # a run.
   decay_syncs: Count = 0
   # Outer updates of a fragment, with those of a warm start, after which its outer
-  # optimizer starts afresh, again and again: late in training, momentum keeps outer
-  # gradients that are too large (arXiv 2605.28585). 0: never, as in both papers.
+  # optimizer starts afresh, again and again, so that it forgets old outer gradients
+  # (arXiv 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
   # norms and directions are averaged separately, for each tensor of each layer.
@@ -193,8 +193,8 @@ class WireConfig:
   # Values of a chunk: topk keeps its share of every chunk of a layer's tensor, as in
   # SparseLoCo (arXiv 2508.15706), so an index needs few bits. 0: one chunk per layer.
   chunk: Count = 0
-  # beta of error feedback, with any compressor: a replica keeps what its codes lost,
-  # and adds beta times that to its next outer gradient (SparseLoCo; MuLoCo, arXiv
+  # beta of error feedback, with any compressor but dare: a replica keeps what its codes
+  # lost, and adds beta times that to its next outer gradient (SparseLoCo; MuLoCo, arXiv
   # 2505.23725). 0: off, as in both papers.
   error_feedback: Share = 0.0
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.

@@ -183,6 +183,13 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
     )
+  exact = c.wire.compressor == "quantize" and c.wire.format == "fp32"
+  if c.wire.error_feedback and exact and not c.data_parallel:
+    raise ConfigError(
+      f"wire.error_feedback is {c.wire.error_feedback}, but wire.format is fp32, whose"
+      " codes lose nothing; choose another format, such as e3m0, or set"
+      " wire.error_feedback=0."
+    )
   if c.overlap.eager and c.replicas == 1 and not c.data_parallel:
     raise ConfigError(
       "replicas is 1, but overlap.eager is True, and a single replica sends nothing;"
@@ -248,9 +255,12 @@ def _check_all_synced(c: Config) -> None:
   if not c.data_parallel and 0 in c.num_syncs():
     schedule = c.make_schedule()
     first = max(map(schedule.first_send, range(schedule.num_fragments)))
+    warm = c.outer.warm_start_steps
+    after = f" after outer.warm_start_steps={warm}" if warm else ""
+    field = "outer.warm_start_steps or sync_every" if warm else "sync_every"
     raise ConfigError(
-      f"train.steps is {c.train.steps}, but with sync_every={c.sync_every} some"
+      f"train.steps is {c.train.steps}, but with sync_every={c.sync_every}{after} some"
       f" parameters are first synchronised at step {first}, so the outer parameters,"
-      " which are evaluated, would stay untrained; train longer, lower sync_every, or"
-      " set outer.final_sync=true."
+      f" which are evaluated, would not contain all training; train longer, lower"
+      f" {field}, or set outer.final_sync=true."
     )

@@ -119,7 +119,11 @@ def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
 
 
 def test_a_single_replica_has_no_cosine_and_no_drift():
-  plan = make(replicas=1, algorithm="diloco", **{"wire.error_feedback": 0.5})
+  plan = make(
+    replicas=1,
+    algorithm="diloco",
+    **{"wire.error_feedback": 0.5, "wire.format": "e3m0"},
+  )
   params_M = jax.tree.map(lambda x: x[None], draw(np.random.default_rng(1)))
   with jax.set_mesh(plan.mesh):
     theta, args = init_outer(plan, params_M).theta[0], (plan.layers[0],)

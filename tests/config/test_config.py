@@ -168,8 +168,30 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
   assert resolve(make(**{"train.steps": 200})).num_syncs() == (2, 1, 1)
   final = {"train.steps": 10, "outer.final_sync": True}
   assert resolve(make(**final)).num_syncs() == (1, 1, 1)
+  warm = {"train.steps": 150, "outer.warm_start_steps": 150}
+  message = "after outer.warm_start_steps=150 .* lower outer.warm_start_steps or"
+  with pytest.raises(ConfigError, match=message):
+    resolve(make(**warm))
   # A run of an older version can still be read.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"wire.format": "fp32"}, "error_feedback is 0.9, .* is fp32, whose codes lose"),
+    (
+      {"wire.compressor": "dare"},
+      "compressor is dare, .*error_feedback is 0.9; choose",
+    ),
+  ],
+)
+def test_error_feedback_without_use_or_without_end_is_refused(fields, message):
+  feedback = {"wire.error_feedback": 0.9}
+  with pytest.raises(ConfigError, match=message):
+    resolve(make(**feedback, **fields))
+  resolve(make(**fields))
+  resolve(make(**feedback, **{"wire.compressor": "topk", "wire.format": "fp32"}))
 
 
 def test_data_parallel_ignores_the_fields_of_the_outer_step():
