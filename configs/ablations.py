@@ -30,8 +30,8 @@ ROOT2 = 2**0.5
 # multiples of 30.
 STEPS, BATCH, LENGTH = 1800, 8, 64
 # Inner rates as powers of ROOT2, between the best ones at 0.105M, 0.142M and 0.185M in
-# an earlier ladder (docs/ladder.md); M = 8, which is not there, as M = 4. Streaming
-# takes that of its M.
+# an earlier ladder (docs/ladder.md). That ladder has no M = 8, which takes the rate of
+# M = 4. Streaming takes that of its M.
 RATES = {"data_parallel": -13, 1: -13, 2: -12, 4: -11, 8: -11}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
 ALGORITHM = ("algorithm", "replicas")

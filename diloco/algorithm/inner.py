@@ -213,6 +213,9 @@ def _all_reduced(c: Config, grads: Tree, *more: jax.Array) -> tuple:
 def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:
   """Makes FedPart's mask (2501.18512, 3.3.1): 1 for parameters that train, else 0.
 
+  Only the fragment that is sent next trains; all others are frozen. Streaming DiLoCo
+  compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
+
   Args:
     num_layers: N, layers of the model.
     fragments: the group of fragments that is sent next.

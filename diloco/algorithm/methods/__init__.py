@@ -1,1 +1,15 @@
-"""Methods of later papers, each off by default; docs/methods.md lists them."""
+"""Methods of later papers, one file each; docs/methods.md compares them.
+
+Some need no file, because other fields make them:
+
+SNOO (arXiv 2510.15830) is DiLoCo with M = 1: every H steps of AdamW or Muon, Nesterov
+momentum steps along the outer gradient, and nothing is sent. Its authors report that it
+trains 1.5 to 2.5 times as fast as its inner optimizer alone, up to 1e23 FLOPs (read:
+notes of others).
+
+Muon inside, as in MuLoCo (arXiv 2505.23725): the inner optimizer orthogonalises the
+momentum of every matrix, `optimizers.py` tells it which tensors are stacks of matrices,
+and AdamW trains the rest. `consistent_rms=0.2` makes its updates as large as AdamW's
+(arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss than DiLoCo with
+AdamW for every M, from 150M to 3.1B parameters (read: abstract, code).
+"""
