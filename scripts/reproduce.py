@@ -12,9 +12,7 @@ and --text each time.
 
 import argparse
 import math
-import os
 import pathlib
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -176,13 +174,13 @@ def _introduction(
     "",
     f"`python -m diloco reproduce --out=OUT --seeds={args.seeds}{only}{text}`",
     "",
-    f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core, on"
-    f" {os.cpu_count()} cores of {platform.machine()}; revisions {revisions}.{left}"
+    f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core (column wall_s,"
+    f" runs that train together counted once); revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
-    " Tables give mean and standard deviation over seeds. The bars in figures are"
-    " standard deviations without what all settings of a seed have in common; if runs"
-    " are missing, with it. Bytes are those that one replica sends; a single replica"
-    " sends none.",
+    " Tables give mean and standard deviation over seeds. Bars in figures show the"
+    " spread over seeds after the mean shift of each seed is taken out; if runs are"
+    " missing, the shift stays in. Bytes are those that one replica sends; a single"
+    " replica sends none.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
@@ -192,9 +190,11 @@ def _introduction(
     f"{_where_tuned(found)}; the other ablations have one rate for each M. So a setting"
     " may have different losses in two tables. Where something is tuned, the run of"
     " the first seed is the best of several on the other held-out text, so its loss may"
-    " be a little too low. The ladder has H = 10 and 6 tokens per parameter"
-    " (docs/ladder.md). Claims about simulated networks and fitted laws are not here:"
-    " docs/simulate.md and docs/scaling_laws.md repeat the papers' numbers.",
+    " be a little too low. Overtraining has one text for training and evaluation. The"
+    " ladder has H = 10 and 6 tokens per parameter; its largest size takes the best"
+    " point of the next smaller one (docs/ladder.md). Claims about simulated networks"
+    " and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md repeat"
+    " the papers' numbers.",
     "",
   ]
 

@@ -155,7 +155,7 @@ CLAIMS = (
   ),
   Claim(
     "cadence",
-    "H=5 instead of 30 is better for Streaming DiLoCo than for DiLoCo",
+    "From H=30 to H=5, the loss of Streaming DiLoCo rises less than that of DiLoCo",
     f"{STREAMING}, figure 13",
     "more robust to low H, no number",
     _algorithm("streaming", 2, sync_every=5),
