@@ -31,8 +31,8 @@ from diloco.wire import exchange
 
 Tree = Any
 Metrics = dict[str, jax.Array]
-# Steps of the power iteration, see `stable_rank`.
-_ITERATIONS = 16
+# Singular values that are logged; columns and steps of the iteration, see `spectrum`.
+_VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
 
 
@@ -56,7 +56,8 @@ def of_send(
 
   Returns:
     float32 metrics of all parts, see `_of_part`; the first axis is M if there is one.
-    `stable_rank.NAME` has the shape [n], or [1] for a matrix without a layer axis.
+    `stable_rank.NAME` has the shape [n], or [1] for a matrix without a layer axis, and
+    `spectrum.NAME` the shape [K, n] or [K, 1].
   """
   sent_M, found = exchange.decode(wire, mesh, payload, theta, (REPLICA,)), []
 
@@ -98,8 +99,8 @@ def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
     L2 norm of each replica's outer gradient [M]; L2 norm of the error of its codes,
     divided by that norm [M]; mean cosine similarity of the outer gradients of each two
     replicas [] (2501.18512, figures 17(b) and 18); root mean square of the replicas'
-    distances from their mean []; L2 norm of theta []; stable rank of each matrix in the
-    mean outer gradient [].
+    distances from their mean []; L2 norm of theta []; spectrum [K] and stable rank []
+    of each matrix in the mean outer gradient.
   """
   delta_M = jax.tree.map(outer_gradient, theta, x_M)
   norm_M = norms(delta_M)
@@ -116,38 +117,48 @@ def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
     "outer_grad_cosine_by_layer": mean_cosine(products(delta_M)),
     "replica_drift_by_layer": jnp.sqrt(jnp.square(apart_M).mean()),
     "outer_norm_by_layer": optax.tree.norm(theta),
-    **_stable_ranks(mean),
+    **_spectra(mean),
   }
 
 
-def _stable_ranks(mean: Tree) -> Metrics:
-  """Returns {"stable_rank.attention.q": float32 [], ...} for all matrices of a part."""
+def _spectra(mean: Tree) -> Metrics:
+  """Returns spectrum [K] and stable rank [] of each matrix of a part, by name."""
   found = {}
   for path, x in jax.tree_util.tree_leaves_with_path(mean):
     if x.ndim == 2:
       name = ".".join(map(sharding.key, path[1:]))
-      found[f"stable_rank.{name}"] = stable_rank(x)
+      found[f"spectrum.{name}"] = values = spectrum(x)
+      found[f"stable_rank.{name}"] = 1 / jnp.square(values[0])
   return found
 
 
-def stable_rank(x_RxC: jax.Array) -> jax.Array:
-  """Computes |A|_F^2 / |A|_2^2; NaN for a matrix of zeros.
+def spectrum(x_RxC: jax.Array) -> jax.Array:
+  """Computes the largest singular values, divided by the Frobenius norm |A|_F.
 
-  This is the sum of the squared singular values divided by the largest one: 1 for a
-  matrix of rank one, at most min(R, C). The power iteration finds the largest singular
-  value, or a smaller one if several are close: then the result is too large by some
-  percent.
+  The squares of all singular values, so divided, have the sum 1. The stable rank is
+  |A|_F^2 / |A|_2^2: 1 for a matrix of rank one, at most min(R, C).
+
+  Subspace iteration finds the values. If more than `_COLUMNS` are close to each other,
+  the results are too small by some percent, and the stable rank too large.
+
+  Returns:
+    float32 [K], K = min(`_VALUES`, R, C), descending; NaN for a matrix of zeros.
   """
   norm = jnp.sqrt(jnp.square(x_RxC).sum())
-  unit = lambda v: v / jnp.maximum(jnp.linalg.norm(v), _TINY)
   # By default, TPUs multiply in bfloat16.
   dot = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
   x_RxC /= jnp.maximum(norm, _TINY)
-  start_C = jax.random.normal(jax.random.key(0), x_RxC.shape[1:])
-  step = lambda _, v_C: unit(dot(dot(x_RxC, v_C), x_RxC))
-  v_C = jax.lax.fori_loop(0, _ITERATIONS, step, unit(start_C))
-  largest = jnp.square(dot(x_RxC, v_C)).sum()
-  return jnp.where(norm > 0, 1 / jnp.maximum(largest, _TINY), jnp.nan)
+  rank = min(x_RxC.shape)
+  start_CxK = jax.random.normal(
+    jax.random.key(0), (x_RxC.shape[1], min(_COLUMNS, rank))
+  )
+  base = lambda x_CxK: jnp.linalg.qr(x_CxK)[0]
+  step = lambda _, q_CxK: base(dot(x_RxC.T, dot(x_RxC, q_CxK)))
+  q_CxK = jax.lax.fori_loop(0, _ITERATIONS, step, base(start_CxK))
+  image_RxK = dot(x_RxC, q_CxK)
+  squares_K = jnp.linalg.eigvalsh(dot(image_RxK.T, image_RxK))[::-1]
+  values_K = jnp.sqrt(jnp.maximum(squares_K, 0))[: min(_VALUES, rank)]
+  return jnp.where(norm > 0, values_K, jnp.nan)
 
 
 @jax.jit

@@ -90,6 +90,21 @@ def by_matrix(c: Config, records: Records) -> Curves:
   }
 
 
+def last_spectra(records: Records) -> Curves:
+  """Returns {matrix: {k: k-th singular value}} of the last sync with that matrix.
+
+  The values are divided by the Frobenius norm; the mean of the layers of that sync.
+  """
+  found = Curves()
+  for r in records:
+    for name in r:
+      _, is_spectrum, matrix = name.partition("spectrum.")
+      if is_spectrum:
+        values = np.asarray(r[name], dtype=float).mean(axis=1)
+        found[matrix] = dict(enumerate(values.tolist(), start=1))
+  return found
+
+
 def merges(records: Records) -> dict[int, float]:
   """Returns {step: loss after a merge minus loss before}, the mean of the replicas."""
   found = {}
@@ -110,14 +125,21 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
   norms, sends = of("send", "outer_norm_by_layer"), found["send"]
   update = relative(of("receive", "outer_update_norm_by_layer"), norms)
   with matplotlib.rc_context(STYLE):
-    figure = Figure(figsize=(9.6, 5.4), layout="constrained")
-    cosine, drift, step, error, rank, loss = figure.subplots(2, 3, sharex=True).flat
+    figure = Figure(figsize=(12.8, 5.4), layout="constrained")
+    panels = figure.subplots(2, 4)
+    cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
+    for panel in (drift, step, rank, error, loss, norm):
+      panel.sharex(cosine)
     _lines(cosine, of("send", "outer_grad_cosine_by_layer"), _of_layers(c))
     _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
     _lines(step, update, _of_layers(c))
     _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
     matrices = by_matrix(c, sends)
     _lines(rank, matrices, _of_matrices(matrices))
+    _lines(norm, of("send", "outer_grad_norm_by_layer"), _of_layers(c))
+    spectra = last_spectra(sends)
+    for matrix, values in spectra.items():
+      spectrum.plot(*points(values), label=matrix, **_of_matrices(matrices)[matrix])
     _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
     for panel, text in (
       (cosine, "cosine similarity of outer gradients"),
@@ -125,15 +147,21 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
       (step, "outer update / norm of outer parameters"),
       (error, "error of the codes /\nnorm of the outer gradient"),
       (rank, "stable rank of the mean outer gradient,\nmean of the layers"),
+      (norm, "norm of a replica's outer gradient"),
+      (
+        spectrum,
+        "singular values of the mean outer gradient\n/ its norm, last sync",
+      ),
       (loss, "held-out loss after a merge minus before\n(nats per token)"),
     ):
       panel.set_title(text, fontsize=8)
-    for panel in (drift, step):
+    for panel in (drift, step, norm):
       panel.set_yscale("log")
     for panel in (cosine, loss):
       panel.axhline(0, color="black", lw=0.6)
-    for panel in (error, rank, loss):
+    for panel in (error, loss, norm):
       panel.set_xlabel("inner step")
+    spectrum.set(xlabel="number of the singular value", ylim=(0, None))
     cosine.legend(*_few(*cosine.get_legend_handles_labels()))
     rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Room for the legend.
     rank.legend(ncols=3, loc="upper left", fontsize=6)

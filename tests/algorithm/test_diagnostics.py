@@ -53,6 +53,11 @@ def rank(matrix: np.ndarray) -> float:
   return np.sum(values**2) / values[0] ** 2
 
 
+def largest(matrix: np.ndarray) -> np.ndarray:
+  values = np.linalg.svd(matrix, compute_uv=False)
+  return values[:8] / np.sqrt(np.sum(values**2))
+
+
 def by_numpy(delta_M, sent_M, theta, layers) -> dict:
   """All diagnostics of a fragment.
 
@@ -79,8 +84,11 @@ def by_numpy(delta_M, sent_M, theta, layers) -> dict:
   if "blocks" in theta:
     up = delta_M["blocks"]["ff"]["up"].mean(axis=0)
     found["stable_rank.ff.up"] = [rank(up[i]) for i in layers]
+    found["spectrum.ff.up"] = np.transpose([largest(up[i]) for i in layers])
   if "embed" in theta:
-    found["stable_rank.tokens"] = [rank(delta_M["embed"]["tokens"].mean(axis=0))]
+    tokens = delta_M["embed"]["tokens"].mean(axis=0)
+    found["stable_rank.tokens"] = [rank(tokens)]
+    found["spectrum.tokens"] = largest(tokens)[:, None]
   return found
 
 
@@ -110,8 +118,8 @@ def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
       expected = by_numpy(delta_M, sent_M, own, layers)
       assert found.keys() == expected.keys()
       for name, value in expected.items():
-        # The power iteration may stop below the largest singular value.
-        limit = 0.02 if "rank" in name else 1e-4
+        # The iteration may stop below a singular value.
+        limit = 0.02 if "rank" in name or "spectrum" in name else 1e-4
         np.testing.assert_allclose(found[name], value, rtol=limit, err_msg=name)
       # The parts make up the fragment that `send` measures.
       squares_M = jnp.square(found["outer_grad_norm_by_layer"]).sum(axis=1)
@@ -140,20 +148,32 @@ def test_a_single_replica_has_no_cosine_and_no_drift():
 
 
 @pytest.mark.parametrize("values", [[3.0, 2.0, 1.0, 0.5], [1.0, 0, 0, 0], [0] * 4])
-def test_the_stable_rank_counts_singular_values_relative_to_the_largest(values):
+def test_the_spectrum_of_a_small_matrix_has_all_singular_values(values):
   rng = np.random.default_rng(0)
   left, right = (np.linalg.qr(rng.normal(size=(n, 4)))[0] for n in (9, 6))
-  found = diagnostics.stable_rank(jnp.float32(1e-3 * (left * values) @ right.T))
-  largest = max(values)
-  expected = np.sum(np.square(values)) / largest**2 if largest else np.nan
-  np.testing.assert_allclose(found, expected, rtol=1e-3)
+  found = diagnostics.spectrum(jnp.float32(1e-3 * (left * values) @ right.T))
+  norm = np.linalg.norm(values)
+  expected = np.append(values, [0, 0]) / norm if norm else np.full(6, np.nan)
+  np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
-def test_the_stable_rank_of_a_matrix_without_a_gap_is_hardly_too_large():
+def test_the_spectrum_has_the_largest_singular_values():
+  rng = np.random.default_rng(0)
+  # Singular values that fall like those of outer gradients: 1, 1/2, 1/3, ...
+  left, right = (np.linalg.qr(rng.normal(size=(n, 128)))[0] for n in (512, 128))
+  values = 1 / np.arange(1, 129)
+  matrix = (left * values) @ right.T
+  for x in (matrix, matrix.T):
+    found = jax.jit(diagnostics.spectrum)(jnp.float32(x))
+    np.testing.assert_allclose(found, values[:8] / np.linalg.norm(values), rtol=1e-2)
+
+
+def test_the_spectrum_of_a_matrix_without_a_gap_is_hardly_too_small():
   matrix = np.random.default_rng(0).normal(size=(128, 512))
-  found = jax.jit(diagnostics.stable_rank)(jnp.float32(matrix))
-  ratio = float(found) / rank(matrix)
-  assert 1 - 1e-5 < ratio < 1.1
+  found = jax.jit(diagnostics.spectrum)(jnp.float32(matrix))
+  exact = np.linalg.svd(matrix, compute_uv=False)[:8] / np.linalg.norm(matrix)
+  assert (found <= exact * (1 + 1e-5)).all()
+  assert (found > 0.9 * exact).all()
 
 
 def test_the_norm_of_an_update_is_that_of_each_part():

@@ -60,6 +60,17 @@ def test_the_stable_rank_of_a_matrix_is_the_mean_of_the_layers_in_a_round(c):
   assert found == {"ff.up": {4: 3.0, 8: 2.0}, "tokens": {4: 9.0}}
 
 
+def test_the_last_spectrum_of_a_matrix_is_the_mean_of_the_layers_of_its_sync():
+  records = [
+    {"step": 4, "fragment": 0, "spectrum.ff.up": [[0.9, 0.9], [0.4, 0.4]]},
+    {"step": 8, "fragment": 0, "spectrum.ff.up": [[0.8, 0.6], [0.3, 0.1]]},
+    {"step": 9, "fragment": 2, "spectrum.tokens": [[0.5], [0.5]]},
+  ]
+  found = diagnostics.last_spectra(records)
+  assert found["ff.up"] == pytest.approx({1: 0.7, 2: 0.2})
+  assert found["tokens"] == {1: 0.5, 2: 0.5}
+
+
 def test_only_replicas_that_merge_change_the_loss():
   record = {
     "step": 5,
@@ -84,6 +95,7 @@ def test_the_command_draws_a_run_that_goes_on(c, tmp_path, capsys):
   errors = {"quantization_error_by_layer": [[0.1, 0.2], [0.1, 0.2]]}
   sent = sends([4, 8], **values, **errors)
   sent[0]["stable_rank.ff.up"] = [3.0, 4.0]
+  sent[0]["spectrum.ff.up"] = [[0.5, 0.4], [0.3, 0.2]]
   received = sends([5], outer_update_norm_by_layer=[0.1, 0.2])
   write(tmp_path, c, {"send": sent, "receive": received})
   out = tmp_path / "new" / "picture.png"

@@ -141,7 +141,8 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
     widths[c["model"]["dim"]] += c["model"]["seq_len"] == 64
   # The ablation's four runs have the width of the smallest size.
   assert Fake.started == len(configs) == sum(widths.values())
-  assert widths[80] == widths[96] == 4 * 2
+  # The largest size is not tuned, the others are.
+  assert widths[96] == 4 * 2 < widths[80]
   page = (tmp_path / "reproduced.md").read_text()
   # All losses of a seed are alike.
   claim = "M=2 does better relative to data-parallel at the largest N"
