@@ -91,18 +91,20 @@ def by_matrix(c: Config, records: Records) -> Curves:
 
 
 def last_spectra(records: Records) -> Curves:
-  """Returns {matrix: {k: k-th singular value}} of the last sync with that matrix.
+  """Returns {matrix: {k: k-th singular value}} at the last sync of each fragment.
 
-  The values are divided by the Frobenius norm; the mean of the layers of that sync.
+  The values are divided by the Frobenius norm; the mean of the layers of all fragments.
   """
-  found = Curves()
+  last = dict[str, dict[int, np.ndarray]]()  # {matrix: {fragment: values x layers}}
   for r in records:
     for name in r:
       _, is_spectrum, matrix = name.partition("spectrum.")
       if is_spectrum:
-        values = np.asarray(r[name], dtype=float).mean(axis=1)
-        found[matrix] = dict(enumerate(values.tolist(), start=1))
-  return found
+        last.setdefault(matrix, {})[r["fragment"]] = np.asarray(r[name], dtype=float)
+  return {
+    matrix: dict(enumerate(np.hstack([*found.values()]).mean(axis=1).tolist(), start=1))
+    for matrix, found in last.items()
+  }
 
 
 def merges(records: Records) -> dict[int, float]:
@@ -150,7 +152,8 @@ def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
       (norm, "norm of a replica's outer gradient"),
       (
         spectrum,
-        "singular values of the mean outer gradient\n/ its norm, last sync",
+        "singular values of the mean outer gradient /\n"
+        "its norm, last syncs, mean of the layers",
       ),
       (loss, "held-out loss after a merge minus before\n(nats per token)"),
     ):

@@ -60,14 +60,15 @@ def test_the_stable_rank_of_a_matrix_is_the_mean_of_the_layers_in_a_round(c):
   assert found == {"ff.up": {4: 3.0, 8: 2.0}, "tokens": {4: 9.0}}
 
 
-def test_the_last_spectrum_of_a_matrix_is_the_mean_of_the_layers_of_its_sync():
+def test_the_last_spectrum_of_a_matrix_is_the_mean_of_all_layers():
   records = [
     {"step": 4, "fragment": 0, "spectrum.ff.up": [[0.9, 0.9], [0.4, 0.4]]},
+    {"step": 6, "fragment": 1, "spectrum.ff.up": [[0.4], [0.2]]},
     {"step": 8, "fragment": 0, "spectrum.ff.up": [[0.8, 0.6], [0.3, 0.1]]},
     {"step": 9, "fragment": 2, "spectrum.tokens": [[0.5], [0.5]]},
   ]
   found = diagnostics.last_spectra(records)
-  assert found["ff.up"] == pytest.approx({1: 0.7, 2: 0.2})
+  assert found["ff.up"] == pytest.approx({1: 0.6, 2: 0.2})
   assert found["tokens"] == {1: 0.5, 2: 0.5}
 
 
