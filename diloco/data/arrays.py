@@ -86,9 +86,10 @@ class TokenArrays:
       raise _damage(path, f"whose document {index} does not end with EOS")
     return ids.astype(np.int32)
 
-  def lengths(self) -> np.ndarray:
-    """Returns the tokens of each document, int64."""
-    return np.diff(self._ends.astype(np.int64), prepend=0)
+  def lengths(self, indices: range) -> np.ndarray:
+    """Returns the tokens of some documents, int64."""
+    at, ends = np.array(indices), np.asarray(self._ends)
+    return (ends[at] - np.where(at > 0, ends[at - 1], 0)).astype(np.int64)
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     """Returns how many UTF-8 bytes the first tokens of a document stand for.

@@ -24,8 +24,8 @@ class Documents(Protocol):
 
   def __getitem__(self, index: int) -> np.ndarray: ...
 
-  def lengths(self) -> np.ndarray:
-    """Returns the tokens of each document, int64."""
+  def lengths(self, indices: range) -> np.ndarray:
+    """Returns the tokens of some documents, int64."""
     ...
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
@@ -82,14 +82,18 @@ class EncodedText:
       return self._kept[index]
     return encode_document(self._tokenizer, self._source[index])
 
-  def lengths(self) -> np.ndarray:
-    """Encodes all documents, and keeps their tokens in memory.
+  def lengths(self, indices: range) -> np.ndarray:
+    """Encodes all documents at the first call, and keeps their tokens in memory.
 
     Raises:
       ConfigError: these are too many tokens.
     """
+    self._kept = self._kept or self._encode_all()
+    return np.array([len(self._kept[i]) for i in indices], np.int64)
+
+  def _encode_all(self) -> list[np.ndarray]:
     kept, total = list[np.ndarray](), 0
-    for i in range(0 if self._kept else len(self)):
+    for i in range(len(self)):
       kept.append(self[i])
       total += len(kept[-1])
       expected = total // (i + 1) * len(self) if i > 1000 else total
@@ -100,8 +104,7 @@ class EncodedText:
           " prepare arrays (python -m diloco prepare_data tokenize), which stay on"
           " disk, or choose a window."
         )
-    self._kept = self._kept or kept
-    return np.array([len(ids) for ids in self._kept], np.int64)
+    return kept
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._tokenizer.prefix_bytes(self._source[index], num_tokens)
@@ -119,8 +122,8 @@ class WithBos:
   def __getitem__(self, index: int) -> np.ndarray:
     return np.insert(self._documents[index], 0, BOS_ID)
 
-  def lengths(self) -> np.ndarray:
-    return self._documents.lengths() + 1
+  def lengths(self, indices: range) -> np.ndarray:
+    return self._documents.lengths(indices) + 1
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._documents.num_bytes(index, max(num_tokens - 1, 0))

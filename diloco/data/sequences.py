@@ -29,7 +29,7 @@ class Sequences:
       length: L.
     """
     self._documents, self._indices, self._length = documents, indices, length
-    self._ends = np.cumsum(documents.lengths()[indices.start :: indices.step])
+    self._ends = np.cumsum(documents.lengths(indices))
     if not len(self):
       raise ConfigError(
         f"data.shuffle_window is -1, but shard {indices.start} of {indices.step} of"

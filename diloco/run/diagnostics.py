@@ -8,7 +8,7 @@ A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md).
 import argparse
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,16 +74,23 @@ def relative(curves: Curves, norms: Curves) -> Curves:
   return found
 
 
+def _matrices(
+  records: Records, kind: str
+) -> Iterator[tuple[dict[str, Any], str, np.ndarray]]:
+  """Yields each value KIND.MATRIX of the records: its record, MATRIX, the value."""
+  for r in records:
+    for name in r:
+      _, is_kind, matrix = name.partition(f"{kind}.")
+      if is_kind:
+        yield r, matrix, np.asarray(r[name], dtype=float)
+
+
 def by_matrix(c: Config, records: Records) -> Curves:
   """Returns the stable rank of each matrix, the mean of the layers in a round."""
   found = dict[str, dict[int, list[float]]]()
-  for r in records:
-    for name in r:
-      _, is_rank, matrix = name.partition("stable_rank.")
-      if is_rank:
-        last = r["step"] // c.sync_every * c.sync_every
-        values = np.asarray(r[name], dtype=float)
-        found.setdefault(matrix, {}).setdefault(last, []).extend(values)
+  for r, matrix, values in _matrices(records, "stable_rank"):
+    last = r["step"] // c.sync_every * c.sync_every
+    found.setdefault(matrix, {}).setdefault(last, []).extend(values)
   return {
     matrix: {t: float(np.mean(values)) for t, values in rounds.items()}
     for matrix, rounds in found.items()
@@ -96,11 +103,8 @@ def last_spectra(records: Records) -> Curves:
   The values are divided by the Frobenius norm; the mean of the layers of all fragments.
   """
   last = dict[str, dict[int, np.ndarray]]()  # {matrix: {fragment: values x layers}}
-  for r in records:
-    for name in r:
-      _, is_spectrum, matrix = name.partition("spectrum.")
-      if is_spectrum:
-        last.setdefault(matrix, {})[r["fragment"]] = np.asarray(r[name], dtype=float)
+  for r, matrix, values in _matrices(records, "spectrum"):
+    last.setdefault(matrix, {})[r["fragment"]] = values
   return {
     matrix: dict(enumerate(np.hstack([*found.values()]).mean(axis=1).tolist(), start=1))
     for matrix, found in last.items()

@@ -102,8 +102,8 @@ class IdDocuments:
   def __getitem__(self, index):
     return self.tokens[index]
 
-  def lengths(self):
-    return np.array([len(ids) for ids in self.tokens])
+  def lengths(self, indices):
+    return np.array([len(self.tokens[i]) for i in indices])
 
 
 @pytest.fixture
