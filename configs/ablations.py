@@ -360,7 +360,7 @@ def _small(point: Point, text: str):
   c.model.dtype, c.model.remat = "float32", "full"
   c.train.batch_size = BATCH
   c.train.tokens = STEPS * BATCH * LENGTH * point.get("overtrain", 1)
-  c.data.source, c.data.shuffle_window = text, 256
+  c.data.source, c.data.shuffle_window = text, -1
   c.eval.tokens, c.eval.test_tokens, c.eval.batch_size = 65_536, 65_536, 64
   c.checkpoint.every, c.checkpoint.keep = 5000, 1
   c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0

@@ -72,11 +72,20 @@ METHODS: dict[str, dict[str, Value]] = {
   "restarts": {"outer.restart_every": 10},
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
+  # The authors' rate falls from 1.1 to 0.9, their momentum from 0.99 to 0.9.
+  "pier": {
+    "outer.final_fraction": 0.9 / 1.1,
+    "outer.final_momentum": lambda c: momentum(c.outer.optimizer) * 0.9 / 0.99,
+    **DILOCO,
+    **WARM,
+  },
   "eager": DILOCO | {"overlap.eager": True},
   "radial": {"outer.average": "radial"},
   # The paper's g is of one worker, so N of them are about one mean of all replicas.
   "delayed_nesterov": {
-    "outer.optimizer": lambda c: delayed(c.outer.optimizer),
+    "outer.optimizer": lambda c: (
+      f"delayed_nesterov(every=4, momentum={momentum(c.outer.optimizer)})"
+    ),
     "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
     **DILOCO,
   },
@@ -87,10 +96,9 @@ METHODS: dict[str, dict[str, Value]] = {
 }
 
 
-def delayed(sgd: str) -> str:
-  """Returns delayed Nesterov with the momentum of Nesterov SGD."""
-  momentum = sgd.removeprefix("sgd(").removesuffix(", nesterov=True)")
-  return f"delayed_nesterov(every=4, {momentum})"
+def momentum(optimizer: str) -> float:
+  """Returns the momentum of `sgd(momentum=0.9, nesterov=True)`."""
+  return float(optimizer.removeprefix("sgd(momentum=").removesuffix(", nesterov=True)"))
 
 
 def use(c, name: str) -> None:
