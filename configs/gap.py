@@ -43,6 +43,10 @@ def warm(steps: int, momentum: bool = True) -> Point:
   return {"outer.warm_start_steps": steps, "outer.warm_start_momentum": momentum}
 
 
+def moments(h: int) -> Point:
+  return {"des_loc.first_every": h, "des_loc.second_every": h}
+
+
 def width(dim: int) -> Point:
   return {"model.dim": dim, "model.num_heads": max(dim // 64, 1)}
 
@@ -54,7 +58,8 @@ def rate(value: float) -> Point:
 METHODS = load_module("methods", "get_config", "methods")
 MEAN, MUON = METHODS.MEAN, METHODS.MUON
 DILOCO = METHODS.DILOCO | MEAN
-MOMENTS = {"des_loc.first_every": 10, "des_loc.second_every": 10}
+# As much as the authors' rate and momentum fall.
+PIER = {"outer.final_fraction": 0.9 / 1.1, "outer.final_momentum": 0.5 * 0.9 / 0.99}
 
 SMALL = batch(8, 400)
 # Settings of both algorithms: {name: fields}.
@@ -86,7 +91,10 @@ STREAMING: dict[str, Point] = {
   "H=20": every(20),
   "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
   "DiLoCo, outer mean": DILOCO,
-  "DiLoCo, outer mean, mean moments": DILOCO | MOMENTS,
+  "DiLoCo, outer mean, mean moments": DILOCO | moments(10),
+  "DiLoCo, H=5, outer rate 0.7, mean moments": (
+    METHODS.DILOCO | every(5, **outer(0.7, 0.5)) | moments(5)
+  ),
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "falling outer momentum": {"outer.final_momentum": 0.0},
@@ -94,6 +102,7 @@ STREAMING: dict[str, Point] = {
   "warm start 160": warm(160),
   "warm start 320": warm(320),
   "warm start 320, momentum from zero": warm(320, momentum=False),
+  "Pier's decays, warm start 160": warm(160) | PIER,
   "tau=0": {"overlap.tau": 0},
   "H=5, outer rate 0.7, momentum 0.5": every(5, **outer(0.7, 0.5)),
   "error feedback": {"wire.error_feedback": 1.0},
@@ -122,7 +131,8 @@ CASES = cases()
 
 def get_config(point: Point, text: str):
   c = load_module("sample", "get_config", "sample").get_config()
-  c.data.source = text
+  # All sequences are shuffled: in a window, each replica stays on few documents.
+  c.data.source, c.data.shuffle_window = text, -1
   c.update_from_flattened_dict(CASES[point["case"]][0])
   c.seed = point["seed"]
   c.eval.every, c.checkpoint.every, c.log.every = 0, 0, 10
