@@ -29,10 +29,11 @@ ROOT2 = 2**0.5
 # A multiple of every H below. Runs with larger batches have 900 or 450 steps, which are
 # multiples of 30.
 STEPS, BATCH, LENGTH = 1800, 8, 64
-# Inner rates as powers of ROOT2, between the best ones at 0.105M, 0.142M and 0.185M in
-# an earlier ladder (docs/ladder.md). That ladder has no M = 8, which takes the rate of
-# M = 4. Streaming takes that of its M.
-RATES = {"data_parallel": -13, 1: -13, 2: -12, 4: -11, 8: -11}
+# Inner rates of small runs as powers of ROOT2. A tuned ablation starts its search at
+# START. The others have the best rates of `batch` with 8 sequences; M = 8 takes the
+# rate of M = 4, Streaming DiLoCo that of its M.
+START = -13
+RATES = {"data_parallel": -10, 1: -12, 2: -11, 4: -12, 8: -12}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
 ALGORITHM = ("algorithm", "replicas")
 
@@ -292,7 +293,8 @@ def get_sweep(argument: str = "") -> Sweep:
     outer = Axis("outer_lr", ablation.rates[scale])
     grids = [Grid(name, every, [outer])]
   elif scale in ablation.tuned:
-    near = exponent(ROOT2, config(first[0]).inner.learning_rate)
+    rate = exponent(ROOT2, config(first[0]).inner.learning_rate)
+    near = START if scale == "small" else rate
     lr = Axis("lr", (power(ROOT2, near),), ratio=ROOT2)
     same = lambda cell: {**cell, "seed": 0}
     grids = [Grid(name, first, [lr]), Grid(f"{name} seeds", later, (), same)]
