@@ -293,8 +293,9 @@ def get_sweep(argument: str = "") -> Sweep:
     outer = Axis("outer_lr", ablation.rates[scale])
     grids = [Grid(name, every, [outer])]
   elif scale in ablation.tuned:
-    rate = exponent(ROOT2, config(first[0]).inner.learning_rate)
-    near = START if scale == "small" else rate
+    near = START
+    if scale == "paper":
+      near = exponent(ROOT2, config(first[0]).inner.learning_rate)
     lr = Axis("lr", (power(ROOT2, near),), ratio=ROOT2)
     same = lambda cell: {**cell, "seed": 0}
     grids = [Grid(name, first, [lr]), Grid(f"{name} seeds", later, (), same)]
@@ -353,7 +354,7 @@ def _small(point: Point, text: str):
   rate = RATES.get(c.algorithm, RATES[c.replicas])
   c.inner.learning_rate = power(ROOT2, rate)
   # The papers use momentum 0.9 at rate 0.4; runs with few rounds need less. The rate is
-  # the best of that ladder for M = 2 at H = 30.
+  # the best one for M = 2 at H = 30 in an earlier ladder (docs/ladder.md).
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.outer.learning_rate = 0.8
   c.fragments.size = 1

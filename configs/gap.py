@@ -58,8 +58,10 @@ def rate(value: float) -> Point:
 METHODS = load_module("methods", "get_config", "methods")
 MEAN, MUON = METHODS.MEAN, METHODS.MUON
 DILOCO = METHODS.DILOCO | MEAN
-# As much as the authors' rate and momentum fall.
-PIER = {"outer.final_fraction": 0.9 / 1.1, "outer.final_momentum": 0.5 * 0.9 / 0.99}
+PIER = {
+  "outer.final_fraction": METHODS.PIER_RATE,
+  "outer.final_momentum": METHODS.PIER_MOMENTUM * 0.5,
+}
 
 SMALL = batch(8, 400)
 # Settings of both algorithms: {name: fields}.

@@ -21,6 +21,8 @@ MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
 # Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
+# Pier's outer rate falls from 1.1 to 0.9, its outer momentum from 0.99 to 0.9.
+PIER_RATE, PIER_MOMENTUM = 0.9 / 1.1, 0.9 / 0.99
 WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
 
 METHODS: dict[str, dict[str, Value]] = {
@@ -72,10 +74,9 @@ METHODS: dict[str, dict[str, Value]] = {
   "restarts": {"outer.restart_every": 10},
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
-  # The authors' rate falls from 1.1 to 0.9, their momentum from 0.99 to 0.9.
   "pier": {
-    "outer.final_fraction": 0.9 / 1.1,
-    "outer.final_momentum": lambda c: momentum(c.outer.optimizer) * 0.9 / 0.99,
+    "outer.final_fraction": PIER_RATE,
+    "outer.final_momentum": lambda c: PIER_MOMENTUM * momentum(c.outer.optimizer),
     **DILOCO,
     **WARM,
   },
