@@ -141,6 +141,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
   parser.add_argument("--tokens", required=True, help="Of prepare_data.py.")
   parser.add_argument("--steps", type=int, default=400, help="20 or more.")
+  parser.add_argument("--seed", type=int, default=0, help="Weights, order of data.")
   parser.add_argument("--minibatch", type=int, default=16, help="Sequences at once.")
   args = parser.parse_args()
 
@@ -150,13 +151,14 @@ def main() -> None:
       "--config.algorithm=diloco",
       "--config.inner.final_fraction=0.1",
       f"--config.data.source=arrays:{args.tokens}",
+      f"--config.seed={args.seed}",
     ],
   )
   held_out = held_out_set(c)
   with socket.socket() as free:  # Other runs may have exo gym's port.
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  torch.manual_seed(0)
+  torch.manual_seed(args.seed)
   model = Decoder()
   print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
   strategy = TimedDiLoCo(
