@@ -13,7 +13,9 @@ chooses by the first held-out tokens, 65,536 or 4M; table and figure report the 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from ml_collections import ConfigDict
 
 from diloco.config import ConfigError, default_config, resolve
 from diloco.config.command_line import load_module, parse_options
@@ -33,6 +35,7 @@ STEPS, BATCH, LENGTH = 1800, 8, 64
 # START. The others have the best rates of `batch` with 8 sequences; M = 8 takes the
 # rate of M = 4, Streaming DiLoCo that of its M.
 START = -13
+RATE = 0.8  # Outer rate of small runs that do not vary it.
 RATES = {"data_parallel": -10, 1: -12, 2: -11, 4: -12, 8: -12}
 FORMATS = {32: "fp32", 16: "bf16", 8: "e4m3", 4: "e3m0"}
 ALGORITHM = ("algorithm", "replicas")
@@ -46,8 +49,10 @@ class Ablation:
     family: the config file of the paper's scale.
     small, paper: the cells of a scale, without size and seed.
     chart: how the cells are compared.
-    tuned: whether the inner rate is tuned, at the first seed.
-    rates: {scale: outer rates among which each cell chooses}.
+    tuned: the scales at which the inner rate is tuned, with the seed 0. Several seeds
+      are then 1, 2, ..., because the best of many runs is a lucky one.
+    rates: {scale: outer rates among which each cell chooses}. If the inner rate is
+      tuned too, the search begins at RATE, and data-parallel has no outer rate.
   """
 
   family: str
@@ -205,16 +210,22 @@ ABLATIONS = {
   ),
   "batch": Ablation(
     "chinchilla",
-    [c | {"batch": b} for c in replicas(1, 2, 4) for b in (4, 8, 16, 32)],
+    [
+      c | {"batch": b}
+      for c in replicas(1, 2, 4)
+      for b in (2, 4, 8, 16, 32)
+      if b >= c["replicas"]
+    ],
     [c | {"batch": b} for c in replicas(1, 2, 4, 8) for b in (64, 128, 256, 512, 1024)],
     Chart(
       "Batch (2503.09799, figures 3, 4)",
       "batch",
       ALGORITHM,
-      "sequences per step, at the best inner rates",
+      "sequences per step, at the best rates",
       log=True,
     ),
     tuned=("small", "paper"),
+    rates={"small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)},
   ),
   "outer_rate": Ablation(
     "chinchilla",
@@ -233,7 +244,7 @@ ABLATIONS = {
       y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
     ),
     rates={
-      "small": (0.2, 0.4, 0.6, 0.8, 1.0),
+      "small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
       "paper": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
     },
   ),
@@ -271,9 +282,9 @@ def get_sweep(argument: str = "") -> Sweep:
   if name not in ABLATIONS:
     raise ConfigError(f"the ablation is {name!r}; write one of {', '.join(ABLATIONS)}.")
   ablation, options = ABLATIONS[name], parse_options(rest, OPTIONS)
-  scale, seeds = options.get("scale", "small"), range(options.get("seeds", 1))
+  scale, seeds = options.get("scale", "small"), options.get("seeds", 1)
   unused = "size" if scale == "small" else "text"
-  if not seeds or unused in options:
+  if seeds < 1 or unused in options:
     raise ConfigError(
       f"the argument is {argument!r}; give at least one seed, size only with"
       " scale=paper, and text only with scale=small."
@@ -286,23 +297,44 @@ def get_sweep(argument: str = "") -> Sweep:
     {"size": size if scale == "paper" else "small", **cell}
     for cell in (ablation.paper if scale == "paper" else ablation.small)
   ]
-  every = [{**cell, "seed": seed} for cell in cells for seed in seeds]
-  first = [cell for cell in every if cell["seed"] == 0]
-  later = [cell for cell in every if cell["seed"] > 0]
-  if scale in ablation.rates:
-    outer = Axis("outer_lr", ablation.rates[scale])
-    grids = [Grid(name, every, [outer])]
-  elif scale in ablation.tuned:
-    near = START
-    if scale == "paper":
-      near = exponent(ROOT2, config(first[0]).inner.learning_rate)
-    lr = Axis("lr", (power(ROOT2, near),), ratio=ROOT2)
-    same = lambda cell: {**cell, "seed": 0}
-    grids = [Grid(name, first, [lr]), Grid(f"{name} seeds", later, (), same)]
-  else:
-    grids = [Grid(name, every)]
+  grids = _grids(ablation, scale, name, cells, seeds, config)
   flags = {"XLA_FLAGS": "--xla_backend_optimization_level=1"}
   return Sweep(config, grids, flags if scale == "small" else {}, ablation.chart)
+
+
+def _grids(
+  ablation: Ablation,
+  scale: str,
+  name: str,
+  cells: Sequence[Point],
+  seeds: int,
+  config: Callable[[Point], ConfigDict],
+) -> list[Grid]:
+  """Makes the grids; several seeds repeat the best point that seed 0 found.
+
+  Without an inner rate to tune, each seed runs all cells, and chooses its outer rates.
+  """
+
+  def seeded(some: Sequence[int], among: Sequence[Point] = cells) -> list[Point]:
+    return [{**cell, "seed": seed} for cell in among for seed in some]
+
+  values = ablation.rates.get(scale, ())
+  if scale not in ablation.tuned:
+    axes = [Axis("outer_lr", values)] if values else []
+    return [Grid(name, seeded(range(seeds)), axes)]
+  near = START
+  if scale == "paper":
+    near = exponent(ROOT2, config({**cells[0], "seed": 0}).inner.learning_rate)
+  axes = [Axis("lr", (power(ROOT2, near),), ratio=ROOT2)]
+  both = [*axes, Axis("outer_lr", values, first=(RATE,))] if values else axes
+  plain = [cell for cell in cells if cell["algorithm"] == "data_parallel"]
+  others = [cell for cell in cells if cell not in plain]
+  later = seeded(range(1, seeds + 1)) if seeds > 1 else []
+  return [
+    Grid(f"{name} data-parallel", seeded([0], plain), axes),
+    Grid(name, seeded([0], others), both),
+    Grid(f"{name} seeds", later, (), lambda cell: {**cell, "seed": 0}),
+  ]
 
 
 def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
@@ -356,7 +388,7 @@ def _small(point: Point, text: str):
   # The papers use momentum 0.9 at rate 0.4; runs with few rounds need less. The rate is
   # the best one for M = 2 at H = 30 in an earlier ladder (docs/ladder.md).
   c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
-  c.outer.learning_rate = 0.8
+  c.outer.learning_rate = RATE
   c.fragments.size = 1
   c.model.num_layers, c.model.num_heads, c.model.dim = 6, 2, 32
   c.model.vocab_size, c.model.seq_len = 0, LENGTH

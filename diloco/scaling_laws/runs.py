@@ -36,10 +36,11 @@ def read(
       algorithm: data_parallel, diloco or streaming.
       params: N.
       replicas: M; 1 for data_parallel.
-      loss: held-out loss, nats per token, mean over the seeds: the column `test_loss`
-        if all runs have it, else `loss`.
+      loss: held-out loss, nats per token, mean of `losses`: the column `test_loss` if
+        all runs have it, else `loss`.
       choice: the column `loss` of one run, by which the best setting is chosen.
-      losses: (seed, loss) of each seed.
+      losses: (seed, loss) of each seed, without the one that tunes if others repeat.
+      all_losses: (seed, loss) of each seed.
       learning_rate: peak of the inner learning rate.
       batch: tokens per step over all replicas, from the columns `batch_sequences` and
         `seq_len`, or from `batch_tokens`.

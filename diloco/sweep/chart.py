@@ -2,7 +2,8 @@
 
 A row of the table is a cell with all its seeds: mean and standard deviation of the loss
 of the cells' best runs. If runs have a test loss, that is reported, and the other loss
-only chooses the best run.
+only chooses the best run. Where a seed tunes a cell and others repeat its best point,
+only the others are reported: the best of many runs is a lucky one.
 """
 
 import dataclasses
@@ -80,8 +81,9 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     cells: every cell, and the row of its best run.
 
   Returns:
-    A row per cell whose search has ended well, with the keys of its best point. Of
-    grids that search the same cell, the better one counts.
+    A row per cell whose search has ended well, with the keys of its best point, without
+    tuned cells that others repeat. Of grids that search the same cell, the better one
+    counts.
       choice: the loss by which the sweep chooses.
       seed: 0 if the points have none.
       loss: the test loss if all these runs have one, else the same loss.
@@ -97,6 +99,8 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       _, other = best.setdefault(key(cell.cell), (cell, row))
       if row["loss"] < other["loss"]:
         best[key(cell.cell)] = cell, row
+  for name in {repeated(cell) for cell, _ in [*best.values()]}:
+    best.pop(name, None)
   tested = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
   test = "test_" * all(tested(row) for _, row in best.values())
   found = [
@@ -115,6 +119,13 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
   table = pd.DataFrame(found)
   table["seed"] = table["seed"].fillna(0).astype(int) if "seed" in table else 0
   return table.assign(more=_more(chart, cells[0][0].cell, table))
+
+
+def repeated(cell: Search) -> str:
+  """Returns the key of the cell that this one repeats with another seed, or ""."""
+  source = cell.grid.like(cell.cell) or {}
+  same = {**source, "seed": 0} == {**cell.cell, "seed": 0}
+  return key(source) if same and not cell.grid.axes else ""
 
 
 def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:

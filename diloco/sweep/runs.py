@@ -88,7 +88,7 @@ def at_common_seeds(cells: pd.DataFrame) -> pd.DataFrame:
   means over different seeds, the best point may seem worse than its neighbours. Rows
   without a common seed keep `loss`.
   """
-  losses = [*map(dict, cells["losses"])]
+  losses = [*map(dict, cells["all_losses"])]
   seeds = set.intersection(*map(set, losses)) if losses else set()
   if not seeds:
     return cells

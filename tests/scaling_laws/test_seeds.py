@@ -24,14 +24,15 @@ def write(path, rows=ROWS, drop=()) -> str:
   return str(path)
 
 
-def test_the_tuning_seed_chooses_and_the_mean_over_seeds_is_told(tmp_path):
+def test_the_tuning_seed_chooses_and_the_mean_of_the_others_is_told(tmp_path):
   table = runs.read(write(tmp_path / "runs.csv"))
   assert list(table.index) == [2, 3, 6]  # Lines of the tuning seed's runs.
   small, large = cells.best_of_cells(table).to_dict("records")
   assert small["learning_rate"] == 0.2
   assert small["choice"] == 3.9
-  assert small["loss"] == pytest.approx((4.4 + 4.8 + 4.6) / 3)
-  assert small["losses"] == ((0, 4.4), (1, 4.8), (2, 4.6))
+  assert small["loss"] == pytest.approx((4.8 + 4.6) / 2)
+  assert small["losses"] == ((1, 4.8), (2, 4.6))
+  assert small["all_losses"] == ((0, 4.4), (1, 4.8), (2, 4.6))
   assert (large["choice"], large["loss"], large["losses"]) == (3.0, 3.1, ((0, 3.1),))
 
 
@@ -41,7 +42,13 @@ def test_without_a_test_loss_in_every_run_the_loss_is_told(tmp_path):
     write(tmp_path / "without.csv", drop=["test_loss"]),
     write(tmp_path / "some.csv", some),
   ):
-    assert runs.read(path)["losses"].iloc[1] == ((0, 3.9), (1, 4.2), (2, 4.3))
+    assert runs.read(path)["losses"].iloc[1] == ((1, 4.2), (2, 4.3))
+
+
+def test_if_all_settings_have_the_same_seeds_all_are_told(tmp_path):
+  some = [(1e6, 2, lr, s, 3.0 + s, 4.0 + s, 6e6) for lr in (0.1, 0.2) for s in (0, 1)]
+  table = runs.read(write(tmp_path / "runs.csv", some))
+  assert table["loss"].tolist() == [4.5, 4.5]
 
 
 def test_runs_with_equal_seeds_or_other_tokens_stay_apart(tmp_path):

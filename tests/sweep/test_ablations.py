@@ -10,7 +10,7 @@ from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 from diloco.config import ConfigError, command_line, files, resolve
 from diloco.model.shapes import num_params, parameters
 from diloco.sweep import chart
-from diloco.sweep.grid import Grid, Search, search_all
+from diloco.sweep.grid import Axis, Grid, Search, search_all
 from diloco.sweep.load import load_sweep
 from diloco.wire import sizes
 
@@ -26,8 +26,8 @@ SMALL = {
   "replicas": 12,
   "cadence": 10,
   "evaluated": 1,
-  "batch": 16,
-  "outer_rate": 60,
+  "batch": 19,
+  "outer_rate": 72,
   "overtrain": 12,
   "methods": len(FILE.METHODS.METHODS),
 }
@@ -163,12 +163,24 @@ def test_later_seeds_take_the_rate_that_the_first_seed_chose():
 
   searches = search_all(sweep.grids, loss)
   assert all(s.ended for s in searches)
-  later = [s for s in searches if s.cell["seed"] == 1]
-  assert len(later) == 4
+  later = [s for s in searches if s.cell["seed"] > 0]
+  assert [s.cell["seed"] for s in later] == [1, 2] * 4
   for s in later:
     assert s.points == [s.best]
     near = best.get(s.cell["name"], 2.0**-6)
     assert s.best["lr"] == pytest.approx(near, rel=1e-5)
+
+
+def test_batches_of_diloco_tune_the_outer_rate_too():
+  def loss(point):
+    far = abs(point.get("outer_lr", 0.4) - 0.4)
+    return abs(math.log2(point["lr"] / 2.0**-6)) + far
+
+  searches = search_all(load_sweep("ablations:batch,seeds=2").grids, loss)
+  for s in searches:
+    assert (s.state, s.best["lr"]) == ("interior", 2.0**-6)
+    plain = s.cell["algorithm"] == "data_parallel"
+    assert s.best.get("outer_lr") == (None if plain else 0.4)
 
 
 def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_path):
@@ -283,6 +295,24 @@ def test_without_the_first_cell_there_is_no_difference_from_it():
   ]
   lines = chart.lines(own, chart.frame(own, cells))
   assert [line.split("|")[4].strip() for line in lines[2:]] == ["-", "-"]
+
+
+def test_the_run_that_tuned_is_not_reported_beside_those_that_repeat_it():
+  tuned = Grid("t", [{"x": 1, "seed": 0}, {"x": 2, "seed": 0}], [Axis("lr", (0.1, 1))])
+  seeds = [{"x": 1, "seed": 1}, {"x": 1, "seed": 2}]
+  repeats = Grid("r", seeds, (), lambda cell: {**cell, "seed": 0})
+  losses = {(1, 0): 2.0, (2, 0): 2.5, (1, 1): 3.0, (1, 2): 4.0}
+  cells = [
+    (
+      Search(grid, cell, "interior", best={**cell, "lr": 1}),
+      {"loss": losses[cell["x"], cell["seed"]], "test_loss": None, "bytes_sent": 7},
+    )
+    for grid in (tuned, repeats)
+    for cell in grid.cells
+  ]
+  table = chart.frame(chart.Chart("t", "x"), cells)
+  # Nothing repeats x = 2 yet.
+  assert table[["x", "seed"]].values.tolist() == [[2, 0], [1, 1], [1, 2]]
 
 
 def test_losses_on_two_texts_are_not_compared():
