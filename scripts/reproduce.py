@@ -135,8 +135,7 @@ def report(
     "",
     "'Shown if' tests the direction of a claim; its size counts only where the claim"
     f" names a margin. Streaming DiLoCo calls {SMALL}% negligible for an overlap"
-    " (section 3.3.2); that other claims use this margin too, and the margin of 1%, is"
-    " ours.",
+    " (section 3.3.2).",
   ]
   for name, some in tables.items():
     own = found[name].chart
@@ -177,22 +176,21 @@ def _introduction(
     f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core (column wall_s,"
     f" runs that train together counted once); revisions {revisions}.{left}"
     " Losses are in nats per token, on held-out text by which nothing was chosen."
-    " Tables give mean and standard deviation over seeds. Bars in figures show the"
-    " spread over seeds after the mean shift of each seed is taken out; if runs are"
-    " missing, the shift stays in. Bytes are those that one replica sends; a single"
-    " replica sends none.",
+    " Tables give mean and standard deviation over seeds. Bars in figures leave out"
+    " what all settings of a seed have in common, unless runs are missing. Bytes are"
+    " those that one replica sends; a single replica sends none.",
     "",
     "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
     " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
     f" text order for all M, and {'the text of --text' if args.text else repeats}. An"
     " ablation that does not vary the outer rate has 0.8 for all M; Scaling Laws tunes"
     " it for each M, Streaming DiLoCo has 0.4. The inner rate is tuned"
-    f"{_where_tuned(found)}; the other ablations have one rate for each M. So a setting"
-    " may have different losses in two tables. Where something is tuned, the run of"
-    " the first seed is the best of several on the other held-out text, so its loss may"
-    " be a little too low. Overtraining has one text for training and evaluation. The"
-    " ladder has H = 10 and 6 tokens per parameter; its largest size takes the best"
-    " point of the next smaller one (docs/ladder.md). Claims about simulated networks"
+    f"{_where_tuned(found)}, by a seed that is not reported; the other ablations have"
+    " one rate for each M. So a setting may have different losses in two tables. In"
+    " outer_rate, and for a best batch, every seed takes the best of several runs. All"
+    " choices are made by other held-out text. D is the usual budget of tokens."
+    " Overtraining has one text for training and evaluation. The ladder has H = 10 and"
+    " 6 tokens per parameter (docs/ladder.md). Claims about simulated networks"
     " and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md repeat"
     " the papers' numbers.",
     "",

@@ -16,14 +16,16 @@ NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
 MEANING = (
-  "A number below is by how many per cent the first of the two compared settings lies"
-  " above the second one. The difference is taken seed by seed; the brackets are"
-  f" Student's {100 * CONFIDENCE:.0f}% interval of its mean. Where a claim compares two"
-  " such differences, the number is the first one less the second one, in points. A"
-  f" claim is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
+  "Each number says how many per cent the loss of the first setting is above that of"
+  " the second. The difference is taken seed by seed; the brackets are Student's"
+  f" {100 * CONFIDENCE:.0f}% interval of its mean. Where a claim compares two such"
+  " differences, the number is the first one less the second one, in points. A claim"
+  f" is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
   f" *{CONTRADICTED}* if it lies outside. Otherwise it is *{NOT_SHOWN}*. For a best"
   " rate or batch, the brackets are the least and the greatest value, so all seeds must"
-  " agree. All verdicts are of this scale."
+  " agree. If a claim about batches names none, each seed takes its best one. The"
+  " interval contains the choice of the seed, not that of the held-out text. All"
+  " verdicts are of this scale."
 )
 
 
