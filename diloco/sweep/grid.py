@@ -71,8 +71,14 @@ class Axis:
     """Returns the values next to `value` on both sides, if the axis has them.
 
     Raises:
-      ValueError: the axis does not grow, and `value` is not one of its values.
+      ValueError: the axis does not grow, and `value` is not one of its values; or it
+        grows by a ratio, and `value` is not positive.
     """
+    if self.ratio and value <= 0:
+      raise ValueError(
+        f"axis {self.name!r} has the ratio {self.ratio:g}, but starts from {value};"
+        " leave the ratio out, or change `like`."
+      )
     if not self.ratio:
       if value not in self.values:
         raise ValueError(
@@ -83,6 +89,18 @@ class Axis:
       return [self.values[j] for j in (i - 1, i + 1) if 0 <= j < len(self.values)]
     near = [power(self.ratio, exponent(self.ratio, value) + d) for d in (-1, 1)]
     return [v for v in near if self.low <= v <= self.high]
+
+  def check_start(self, source: "Axis") -> None:
+    """Checks that the axis can start from every value that another may end at.
+
+    Raises:
+      ValueError: it cannot; see `neighbours`.
+    """
+    ends = list(source.values)
+    for value in ends:  # Gets longer, until a fixed axis refuses a value or has all.
+      self.neighbours(value)
+      if not self.ratio:
+        ends += [near for near in source.neighbours(value) if near not in ends]
 
   def beside(self, point: Point) -> list[Point]:
     """Returns the points next to `point` along the axis."""
@@ -238,6 +256,28 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
       latest[key(cell)] = _search_after(before, grid, cell, loss)
       found.append(latest[key(cell)])
   return found
+
+
+def check_starts(grids: Sequence[Grid]) -> None:
+  """Checks that every axis can start from all values that `like` may give it.
+
+  Args:
+    grids: every cell starts from an earlier one; see `search_all`.
+
+  Raises:
+    ValueError: a cell may start from a value that an axis does not have.
+  """
+  known: dict[str, dict[str, Axis]] = {}  # The values of each name, by the cell's key.
+  for grid in grids:
+    for cell in grid.cells:
+      source = grid.like(cell)
+      start = {} if source is None else known[key(source)]
+      for axis in grid.axes:
+        if axis.name in start:
+          axis.check_start(start[axis.name])
+      given = {name: Axis(name, (value,)) for name, value in cell.items()}
+      tuned = {axis.name: axis for axis in grid.axes}
+      known[key(cell)] = start | given | tuned
 
 
 def _search_after(before: Search | None, grid: Grid, cell: Point, loss: Loss) -> Search:

@@ -3,7 +3,7 @@
 import pathlib
 
 from diloco.config import ConfigError, command_line
-from diloco.sweep.grid import Sweep, search_all
+from diloco.sweep.grid import Sweep, check_starts, search_all
 
 
 def load_sweep(name: str) -> Sweep:
@@ -24,6 +24,7 @@ def load_sweep(name: str) -> Sweep:
     if not isinstance(sweep, Sweep):
       raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
     search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
+    check_starts(sweep.grids)
   except Exception as error:
     raise ConfigError(
       f"{path}: {command_line.located(error, module.__file__)}"
