@@ -1,7 +1,10 @@
-"""Finds the paragraphs of English prose in files of documentation. No JAX.
+"""Makes documents of the English prose in files of documentation. No JAX.
 
 The rules are few and count characters and words, so a reader can check them by eye.
 They prefer to lose prose rather than to keep code, tables and other languages.
+
+This file decides which text a package gives: collect_text.py keeps prose under the hash
+of this file.
 """
 
 import gzip
@@ -10,6 +13,7 @@ import pathlib
 import re
 import string
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,6 +21,9 @@ import numpy as np
 MARKUP = (".html", ".htm", ".xhtml", ".xml", ".docbook", ".page", ".xhp")
 PLAIN = (".txt", ".md", ".rst", ".pod", ".info", ".text")
 _INFO_PART = re.compile(r"\.info-\d+$")  # A large Info manual has numbered parts.
+
+# Longer files are cut between paragraphs, so that no book fills a held-out split.
+_LONGEST, _SHORTEST = 50_000, 200  # Characters of a document.
 
 # Elements whose text is no prose: code, programs' output, and the frame of a page.
 _DROPPED = re.compile(
@@ -186,3 +193,41 @@ class Seen:
     hashes = np.convolve(ids, self._WEIGHTS, "valid") >> np.uint64(16)
     sampled = hashes[(hashes % self._SAMPLED == 0) | (hashes == hashes.min())]
     return sampled.tolist()
+
+
+def prose_of(files: pathlib.Path, part: str) -> Iterator[dict[str, str]]:
+  """Yields {path, text} of each file with prose; a line of `text` is a paragraph.
+
+  Args:
+    files: root of a package's files.
+    part: the path of every file that is read contains this.
+  """
+  for path in sorted(files.rglob("*")):
+    name = path.relative_to(files).as_posix()
+    if part not in f"/{name}" or not is_text(name):
+      continue
+    if path.is_symlink() or not path.is_file():
+      continue
+    try:
+      found = filter(is_prose, read_paragraphs(path))
+      text = "\n".join(found)
+    except OSError as error:
+      print(f"{error}; the file is left out.", flush=True)
+      continue
+    if text:
+      yield {"path": name, "text": text}
+
+
+def documents(text: str, seen: Seen) -> Iterator[str]:
+  """Yields the documents of a file, without the paragraphs that were seen before."""
+  kept, size = list[str](), 0
+  for paragraph in text.split("\n"):
+    if not seen.add(paragraph):
+      continue
+    if kept and size + len(paragraph) > _LONGEST:
+      yield "\n\n".join(kept)
+      kept, size = [], 0
+    kept.append(paragraph)
+    size += len(paragraph)
+  if size >= _SHORTEST:
+    yield "\n\n".join(kept)

@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import clean_text
@@ -37,8 +38,6 @@ LIST = pathlib.Path(__file__).with_name("text_packages.txt")
 # A registry that fails this often in a row is left out.
 _TRIES = 3
 _TIMEOUT = 600  # Seconds for one download.
-# Longer files are cut between paragraphs, so that no book fills a held-out split.
-_LONGEST, _SHORTEST = 50_000, 200  # Characters of a document.
 # Percent of the documents, by the hash of their text; the rest is for training.
 HELD_OUT = {"validation": range(0, 3), "test": range(3, 6)}
 SPLITS = ("train", *HELD_OUT)
@@ -55,6 +54,11 @@ class Package(NamedTuple):
   def label(self) -> str:
     return f"{self.registry}-{self.name}"
 
+  @property
+  def raw(self) -> str:
+    """Name of the file with its prose, another one for another part."""
+    return f"{self.label},{urllib.parse.quote(self.part, safe='')}.jsonl.gz"
+
 
 class Unreachable(Exception):
   """A package cannot be fetched; the message says why."""
@@ -64,9 +68,10 @@ def read_list(path: pathlib.Path) -> list[Package]:
   """Reads `<registry> <package> [<part of the path>]` on each line; # is a comment.
 
   Raises:
-    ConfigError: a line is of another form, or names another registry.
+    ConfigError: a line is of another form, names another registry, or names a package
+      again.
   """
-  packages = []
+  packages = list[Package]()
   for number, line in enumerate(path.read_text().splitlines(), 1):
     words = line.partition("#")[0].split()
     if not words:
@@ -76,7 +81,13 @@ def read_list(path: pathlib.Path) -> list[Package]:
         f"{path}, line {number}, is {line!r}; write debian or pypi, a package, and if"
         " wanted a part of the paths to read."
       )
-    packages.append(Package(*words))
+    package = Package(*words)
+    if any(package.label == other.label for other in packages):
+      raise ConfigError(
+        f"{path}, line {number}, is {line!r}, but a line before it names this package;"
+        " keep one of them, with a part that all wanted paths contain."
+      )
+    packages.append(package)
   return packages
 
 
@@ -144,29 +155,6 @@ def licences(notice: str) -> list[str]:
   return sorted({name.strip() for name in names}) or ["see the notice"]
 
 
-def prose_of(files: pathlib.Path, part: str) -> Iterator[dict[str, str]]:
-  """Yields {path, text} of each file with prose; a line of `text` is a paragraph.
-
-  Args:
-    files: root of a package's files.
-    part: the path of every file that is read contains this.
-  """
-  for path in sorted(files.rglob("*")):
-    name = path.relative_to(files).as_posix()
-    if part not in f"/{name}" or not clean_text.is_text(name):
-      continue
-    if path.is_symlink() or not path.is_file():
-      continue
-    try:
-      found = filter(clean_text.is_prose, clean_text.read_paragraphs(path))
-      text = "\n".join(found)
-    except OSError as error:
-      print(f"{error}; the file is left out.", flush=True)
-      continue
-    if text:
-      yield {"path": name, "text": text}
-
-
 def extract(package: Package, raw: pathlib.Path, out: pathlib.Path) -> None:
   """Fetches a package and writes its prose, with a first line that describes it.
 
@@ -189,25 +177,10 @@ def extract(package: Package, raw: pathlib.Path, out: pathlib.Path) -> None:
     notices = out / "notices"
     notices.mkdir(exist_ok=True)
     (notices / f"{package.label}.txt").write_text(notice)
-    lines = [about, *prose_of(folder / "files", package.part)]
+    lines = [about, *clean_text.prose_of(folder / "files", package.part)]
   data = "".join(json.dumps(line) + "\n" for line in lines)
   with replacing(raw) as out_file:
     out_file.write(gzip.compress(data.encode(), compresslevel=3, mtime=0))
-
-
-def documents(text: str, seen: clean_text.Seen) -> Iterator[str]:
-  """Yields the documents of a file, without the paragraphs that were seen before."""
-  kept, size = list[str](), 0
-  for paragraph in text.split("\n"):
-    if not seen.add(paragraph):
-      continue
-    if kept and size + len(paragraph) > _LONGEST:
-      yield "\n\n".join(kept)
-      kept, size = [], 0
-    kept.append(paragraph)
-    size += len(paragraph)
-  if size >= _SHORTEST:
-    yield "\n\n".join(kept)
 
 
 def split_of(document: str) -> str:
@@ -226,7 +199,7 @@ def add(
   texts = collections.defaultdict[str, list[str]](list)
   digest = hashlib.sha256()
   for line in lines:
-    for text in documents(line["text"], seen):
+    for text in clean_text.documents(line["text"], seen):
       digest.update(text.encode())
       row = {"text": text, "package": package.label, "path": line["path"]}
       texts[split_of(text)].append(json.dumps(row, ensure_ascii=False) + "\n")
@@ -261,7 +234,7 @@ def collect(
   for package in packages:
     if total >= least:
       break
-    raw = raw_folder / f"{package.label}.jsonl.gz"
+    raw = raw_folder / package.raw
     if not raw.exists():
       if failed[package.registry] == _TRIES:
         continue

@@ -16,6 +16,7 @@ from diloco.config.fields import DataConfig
 from diloco.data import make_source
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+import clean_text
 import collect_text
 from collect_text import Package
 
@@ -135,6 +136,21 @@ def test_the_same_command_goes_on_without_fetching_again(registry, tmp_path):
   assert {row["package"] for _, row in rows(parts)} == {"debian-first"}
 
 
+def test_another_part_or_another_rule_is_fetched_again(registry, tmp_path, monkeypatch):
+  parts = lambda: {row["path"] for _, row in rows(tmp_path)}
+  collect(tmp_path, (SECOND,))
+  assert parts() == {"doc/a.txt", "doc/b.txt"}
+  collect(tmp_path, (Package("debian", "second", "/other/"),))
+  assert parts() == {"other/c.txt"}
+  collect(tmp_path, (SECOND,))
+  assert registry.asked == ["second", "second"]
+  rules = tmp_path / "rules.py"
+  rules.write_bytes(pathlib.Path(clean_text.__file__).read_bytes() + b"\n")
+  monkeypatch.setattr(clean_text, "__file__", str(rules))
+  collect(tmp_path, (SECOND,))
+  assert registry.asked == ["second"] * 3
+
+
 def test_another_order_leaves_no_text_of_the_one_before(registry, tmp_path):
   """The page that both packages have moves from one to the other."""
   before, after = tmp_path / "before", tmp_path / "after"
@@ -192,9 +208,7 @@ def test_shares_of_the_splits():
 
 def test_long_files_are_cut_between_paragraphs():
   paragraphs = list(itertools.chain.from_iterable(story(i) for i in range(60)))
-  parts = [
-    *collect_text.documents("\n".join(paragraphs), collect_text.clean_text.Seen())
-  ]
+  parts = [*clean_text.documents("\n".join(paragraphs), clean_text.Seen())]
   assert len(parts) > 1
   assert max(map(len, parts)) < 52_000
   assert "\n\n".join(parts).split("\n\n") == paragraphs
@@ -238,8 +252,13 @@ def test_lists_name_the_line_that_is_wrong(tmp_path):
     collect_text.ConfigError, match="line 2, is 'npm b'; write debian"
   ):
     collect_text.read_list(path)
+  path.write_text("debian a /doc/\npypi a\ndebian a /other/\n")
+  with pytest.raises(
+    collect_text.ConfigError, match="line 3, is 'debian a /other/', but a line before"
+  ):
+    collect_text.read_list(path)
 
 
 def test_the_list_that_ships_is_read():
   packages = collect_text.read_list(collect_text.LIST)
-  assert len(set(packages)) == len(packages) > 60
+  assert len({package.label for package in packages}) == len(packages) > 60
