@@ -173,18 +173,22 @@ class Seen:
     self._ids = _WordIds()
     self._runs: set[int] = set()
 
-  def add(self, paragraph: str) -> bool:
-    """Returns whether a paragraph is new, and remembers it if it is.
+  def add(self, paragraph: str) -> set[int]:
+    """Remembers a paragraph if it is new; returns its new runs, none for a repeat.
 
     Args:
       paragraph: at least 5 words.
     """
     runs = self._sample(split_words(paragraph))
-    old = sum(run in self._runs for run in runs)
-    if 2 * old >= len(runs):
-      return False
-    self._runs.update(runs)
-    return True
+    new = [run for run in runs if run not in self._runs]
+    if 2 * len(new) <= len(runs):
+      return set()
+    self._runs.update(new)
+    return {*new}
+
+  def forget(self, runs: set[int]) -> None:
+    """Forgets the runs of paragraphs that are not used."""
+    self._runs -= runs
 
   def _sample(self, words: list[str]) -> list[int]:
     """Returns the hashes of the sampled runs of words."""
@@ -219,15 +223,23 @@ def prose_of(files: pathlib.Path, part: str) -> Iterator[dict[str, str]]:
 
 
 def documents(text: str, seen: Seen) -> Iterator[str]:
-  """Yields the documents of a file, without the paragraphs that were seen before."""
-  kept, size = list[str](), 0
+  """Yields the documents of a file, without the paragraphs that were seen before.
+
+  A last document of too few characters is left out, and its paragraphs are not seen: a
+  longer document may have them.
+  """
+  kept, size, runs = list[str](), 0, set[int]()
   for paragraph in text.split("\n"):
-    if not seen.add(paragraph):
+    new = seen.add(paragraph)
+    if not new:
       continue
-    if kept and size + len(paragraph) > _LONGEST:
+    if size >= _SHORTEST and size + len(paragraph) > _LONGEST:
       yield "\n\n".join(kept)
-      kept, size = [], 0
+      kept, size, runs = [], 0, set()
     kept.append(paragraph)
     size += len(paragraph)
+    runs |= new
   if size >= _SHORTEST:
     yield "\n\n".join(kept)
+  else:
+    seen.forget(runs)

@@ -81,3 +81,23 @@ def test_repeats_are_found_although_some_words_differ():
     "The harbour was quiet in the evening, but nobody who lived there slept, since a"
     " ship that none of them knew lay at anchor outside it."
   )
+
+
+def paragraph(letter: str, words: int) -> str:
+  """Makes a paragraph of words that no paragraph of another letter has."""
+  return " ".join(f"{letter}{'xyz'[i % 3] * (i // 3 + 1)}" for i in range(words))
+
+
+def test_every_document_has_the_least_length(monkeypatch):
+  """Neither a short beginning before a long paragraph nor a short end is a document."""
+  monkeypatch.setattr(clean_text, "_LONGEST", 900)
+  head, body, tail, other = map(paragraph, "abcd", (15, 66, 20, 30))
+  seen = clean_text.Seen()
+  found = lambda *paragraphs: [*clean_text.documents("\n".join(paragraphs), seen)]
+  assert len(head) < len(tail) < 200 < len(other) < 700 < len(body) < 900
+  assert len(head) + len(body) > 900
+  assert found(head, body, tail) == [f"{head}\n\n{body}"]
+  # The end was left out, so a longer document may have it, but none has it twice.
+  assert found(tail, tail) == []
+  assert found(head, tail, other) == [f"{tail}\n\n{other}"]
+  assert found(tail, body) == []
