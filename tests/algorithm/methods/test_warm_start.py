@@ -33,12 +33,18 @@ def increments(t, warm):
   return {name: x[:1].repeat(M, 0) if t <= warm else x for name, x in add.items()}
 
 
-def by_hand(start, warm, tau, accumulates, restart):
-  """Algorithm 2 with Nesterov momentum after a warm start; one tensor after another."""
+def by_hand(start, warm, tau, accumulates, restart, rates, momenta):
+  """Algorithm 2 with Nesterov momentum after a warm start; one tensor after another.
+
+  Args:
+    rates, momenta: of each update of a fragment, of which those of the warm start that
+      accumulate momentum are the first.
+  """
   found = {}
   for name, p in FRAGMENTS.items():
     inner, outer = [start[name].astype(float)] * M, start[name].astype(float)
     trace, seen, deltas = 0, 0, {}
+    now = lambda values, seen: values[min(seen, len(values) - 1)]
     for t in range(1, STEPS + tau + 1):
       if t <= STEPS:
         add = increments(t, warm)[name]
@@ -50,23 +56,38 @@ def by_hand(start, warm, tau, accumulates, restart):
           deltas[t] = delta
         else:
           if accumulates:
-            trace, seen = delta + MOMENTUM * trace * (seen % restart > 0), seen + 1
+            trace = delta + now(momenta, seen) * trace * (seen % restart > 0)
+            seen += 1
           outer = inner[0]
       if t - tau in deltas:
         delta = deltas.pop(t - tau)
-        trace, seen = delta + MOMENTUM * trace * (seen % restart > 0), seen + 1
-        outer = outer - RATE * (delta + MOMENTUM * trace)
+        rate, mu = now(rates, seen), now(momenta, seen)
+        trace = delta + mu * trace * (seen % restart > 0)
+        seen += 1
+        outer = outer - rate * (delta + mu * trace)
         inner = [outer] * M
     found[name] = outer, inner[0]
   return found
 
 
+FALLS = {"final_fraction": 0.2, "final_momentum": 0.3, "decay_syncs": 5}
+# A cosine over five updates falls from 1 to 0.
+COSINE = (1 + np.cos(np.pi * np.arange(5) / 4)) / 2
+
+
 @pytest.mark.parametrize(
-  ("warm", "tau", "accumulates", "restart"),
-  [(12, 0, True, 99), (13, 2, False, 99), (16, 1, True, 3), (4, 0, True, 99)],
+  ("warm", "tau", "accumulates", "restart", "falls"),
+  [
+    (12, 0, True, 99, False),
+    (13, 2, False, 99, False),
+    (16, 1, True, 3, False),
+    (4, 0, True, 99, False),
+    (12, 1, True, 99, True),
+    (12, 1, False, 99, True),
+  ],
 )
 def test_fragments_follow_and_momentum_grows_as_in_numpy(
-  warm, tau, accumulates, restart
+  warm, tau, accumulates, restart, falls
 ):
   start = {name: np.float32(x[0]) for name, x in increments(0, 0).items()}
   params_M = diloco.replicate(start, M)
@@ -80,6 +101,7 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
       RATE,
       warm_start_momentum=accumulates,
       restart_every=restart % 99,
+      **(FALLS if falls else {}),
     ),
   )
   # The library refuses a warm start, whose gradients it cannot average.
@@ -95,7 +117,10 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
     assert not state.in_flight or t > warm
   params_M, state, _ = method.drain(STEPS, params_M, state)
   assert all((kind == "send") == (t > warm) for (t, _), kind in kinds.items())
-  expected = by_hand(start, warm, tau, accumulates, restart)
+  fall = lambda first, last: last + (first - last) * COSINE
+  rates = fall(RATE, 0.2 * RATE) if falls else [RATE]
+  momenta = fall(MOMENTUM, 0.3) if falls else [MOMENTUM]
+  expected = by_hand(start, warm, tau, accumulates, restart, rates, momenta)
   params = method.params(state)
   for name, (outer, inner) in expected.items():
     np.testing.assert_allclose(params[name], outer, rtol=1e-5, atol=1e-5)
