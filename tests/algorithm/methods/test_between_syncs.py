@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import reference as ref
 
 from diloco import train
 from diloco.algorithm.methods import between_syncs, des_loc, sparta
-from diloco.algorithm.optimizers import learning_rate, make_inner
+from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
@@ -30,6 +31,17 @@ ONE = {
 }
 
 
+# Fragments of two layers and of the embedding, received two steps after they were sent.
+STREAMING = {
+  "algorithm": "streaming",
+  "sync_every": 4,
+  "fragments.size": 2,
+  "overlap.tau": 2,
+  "overlap.alpha": 0.25,
+  "wire.format": "fp32",
+}
+
+
 def make_config(**fields):
   """DES-LOC of its paper: a plain mean of the parameters every H steps."""
   c = default_config()
@@ -38,6 +50,7 @@ def make_config(**fields):
   c.outer.optimizer, c.outer.learning_rate = "sgd", 1.0
   c.inner.warmup_steps, c.inner.weight_decay, c.inner.clip_norm = 0, 0.0, 0.0
   c.inner.optimizer, c.inner.learning_rate = "adam(b1=0.8, b2=0.9)", 0.1
+  c.model.num_layers = 5
   c.update_from_flattened_dict(fields)
   return resolve(c)
 
@@ -75,28 +88,42 @@ def by_package(c):
 def by_hand(c, masks=None):
   """The same in float64: local Adam, whose states are averaged at their own periods.
 
+  The inner rate falls along a cosine from 0.1 to 0.005. Every fragment is sent, arrives
+  tau steps later, and steps the outer parameters with rate 1.
+
   Args:
     masks: which values SPARTA averages after each step, {t: leaves (...) of bool}.
   """
   x_M = [np.stack([x] * M).astype(np.float64) for x in jax.tree.leaves(ONE)]
   u_M, v_M = [0 * x for x in x_M], [0 * x for x in x_M]
-  outer, rate = [x[0].copy() for x in x_M], learning_rate(c)
+  outer, sent = [x[0].copy() for x in x_M], {}
   mean = lambda a: np.broadcast_to(a.mean(axis=0), a.shape).copy()
-  for t in range(1, STEPS + 1):
-    for i, g in enumerate(jax.tree.leaves(gradients(t))):
+  parts = ref.make_fragments(5, c.fragments.size, c.fragments.pattern)
+  # The layers or the whole of each leaf that belongs to a fragment.
+  places = [
+    [*((i, [*layers]) for i in (0, 1)), *[(2, ...)] * rest] for layers, rest in parts
+  ]
+  tau, alpha = c.overlap.tau, c.overlap.alpha
+  for t in range(1, STEPS + tau + 1):
+    for i, g in enumerate(jax.tree.leaves(gradients(t)) if t <= STEPS else []):
       u_M[i] = 0.8 * u_M[i] + 0.2 * g
       v_M[i] = 0.9 * v_M[i] + 0.1 * g.astype(np.float64) ** 2
       hat = (u_M[i] / (1 - 0.8**t)) / (np.sqrt(v_M[i] / (1 - 0.9**t)) + 1e-8)
-      x_M[i] = x_M[i] - float(rate(t - 1)) * hat
+      rate = 0.005 + 0.095 * (1 + np.cos(np.pi * (t - 1) / STEPS)) / 2
+      x_M[i] = x_M[i] - rate * hat
       if masks:
         x_M[i] = np.where(masks[t][i], mean(x_M[i]), x_M[i])
       if c.des_loc.first_every and t % c.des_loc.first_every == 0:
         u_M[i] = mean(u_M[i])
       if c.des_loc.second_every and t % c.des_loc.second_every == 0:
         v_M[i] = mean(v_M[i])
-      if t % H == 0:
-        x_M[i] = mean(x_M[i])
-        outer[i] = x_M[i][0]
+    for p in ref.sent_at(t, len(parts), c.sync_every) if t <= STEPS else []:
+      sent[p, t] = [outer[i][at] - x_M[i][:, at].mean(axis=0) for i, at in places[p]]
+    for p in range(len(parts)):
+      for (i, at), delta in zip(places[p], sent.pop((p, t - tau), [])):
+        outer[i][at] -= delta
+        x_M[i][:, at] = alpha * x_M[i][:, at] + (1 - alpha) * outer[i][at]
+  assert not sent
   return x_M, outer
 
 
@@ -105,9 +132,16 @@ def assert_close(found, want):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("first", "second"), [(3 * H, 6 * H), (1, 0), (0, 5)])
-def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(first, second):
-  c = make_config(**{"des_loc.first_every": first, "des_loc.second_every": second})
+@pytest.mark.parametrize(
+  ("first", "second", "fields"),
+  [(3 * H, 6 * H, {}), (1, 0, {}), (0, 5, {}), (3, 5, STREAMING)],
+)
+def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(
+  first, second, fields
+):
+  c = make_config(
+    **{"des_loc.first_every": first, "des_loc.second_every": second, **fields}
+  )
   params_M, outer, sent = by_package(c)
   want_M, want = by_hand(c)
   assert_close(params_M, want_M)
@@ -118,11 +152,14 @@ def test_des_loc_is_adam_with_states_averaged_at_their_own_periods(first, second
   assert sent == {kind: [one] * (STEPS // n) for kind, n in periods.items() if n}
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_sparta_averages_the_drawn_values_before_the_outer_step(every, monkeypatch):
+@pytest.mark.parametrize(
+  ("every", "fields"), [(1, {"sync_every": 4}), (3, {"sync_every": 4}), (2, STREAMING)]
+)
+def test_sparta_averages_the_drawn_values_before_the_outer_step(
+  every, fields, monkeypatch
+):
   """The masks come from the values that really change; their draw is tested below."""
-  c = make_config(**{"sparta.share": 0.2, "sparta.every": every, "sync_every": 4})
-  monkeypatch.setattr(f"{__name__}.H", 4)
+  c = make_config(**{"sparta.share": 0.2, "sparta.every": every, **fields})
   masks = {
     t: [np.zeros(x.shape, bool) for x in jax.tree.leaves(ONE)] for t in range(99)
   }
