@@ -25,11 +25,21 @@ def draw(seed):
   return jax.tree.map(lambda s: rng.normal(size=s), SHAPES, is_leaf=is_shape)
 
 
-def by_hand(start, fragments, mu, rate, compress):
-  """The update of arXiv 2502.12996 with Nesterov momentum, literally."""
+def by_hand(start, fragments, mu, rate, compress, beta):
+  """The update of arXiv 2502.12996 with Nesterov momentum, literally.
+
+  A replica's own gradient is what its codes decode to. With error feedback, the codes
+  are those of its outer gradient plus beta times what its earlier codes lost.
+  """
   inner = [ref.split(start) for _ in range(M)]
   outer, trace = [ref.split(start) for _ in range(M)], [{} for _ in range(M)]
-  late = {}
+  late, lost = {}, [dict.fromkeys(outer[0], 0) for _ in range(M)]
+
+  def sent(m, key):
+    wanted = outer[m][key] - inner[m][key] + beta * lost[m][key]
+    decoded = compress(wanted)
+    lost[m][key] = wanted - decoded
+    return decoded
 
   def step(keys, grads):
     for m in range(M):
@@ -46,9 +56,7 @@ def by_hand(start, fragments, mu, rate, compress):
       inner[m] = {key: x + add[key] for key, x in inner[m].items()}
     for p in ref.sent_at(t, len(fragments), H):
       keys = ref.keys_of(fragments[p], inner[0])
-      now = [
-        {key: compress(outer[m][key] - inner[m][key]) for key in keys} for m in range(M)
-      ]
+      now = [{key: sent(m, key) for key in keys} for m in range(M)]
       before = late.get(p, [dict.fromkeys(keys, 0)] * M)
       step(
         keys,
@@ -100,11 +108,12 @@ def train(method, start=0, params_M=None, state=None):
 
 
 @pytest.mark.parametrize(
-  ("algorithm", "wire"),
-  [("streaming", "e3m0"), ("diloco", "fp32")],
+  ("algorithm", "wire", "beta"),
+  [("streaming", "e3m0", 0.0), ("diloco", "fp32", 0.0), ("streaming", "e3m0", 0.75)],
 )
-def test_every_replica_steps_along_the_mixture(algorithm, wire):
-  c = config(algorithm=algorithm, **{"wire.format": wire, "wire.block_size": -1})
+def test_every_replica_steps_along_the_mixture(algorithm, wire, beta):
+  fields = {"wire.format": wire, "wire.block_size": -1, "wire.error_feedback": beta}
+  c = config(algorithm=algorithm, **fields)
   assert c.overlap.taus == (H,) * M
   method = method_of(c)
   states, kinds, params_M, state = train(method)
@@ -117,7 +126,7 @@ def test_every_replica_steps_along_the_mixture(algorithm, wire):
     return ref.block_quantise(x.ravel(), x.shape[-1]).reshape(x.shape)
 
   start = jax.tree.map(lambda x: np.float32(x).astype(float), draw(0))
-  before, outer, inner = by_hand(start, fragments, 0.7, 0.4, compress)
+  before, outer, inner = by_hand(start, fragments, 0.7, 0.4, compress, beta)
   sends = [
     (t, p) for t in range(1, STEPS + 1) for p in ref.sent_at(t, len(fragments), H)
   ]
