@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference as ref
 
 import diloco
 from diloco.algorithm.methods import noloco
@@ -25,9 +26,10 @@ def moved(t, params_M):
   return jax.tree.map(move, params_M)
 
 
-def make(params_M):
+def make(params_M, fragments=None):
   outer = diloco.OuterConfig(f"sgd(momentum={MOMENTUM})", RATE)
-  return diloco.streaming(params_M, sync_every=H, wire=WIRE, outer=outer, seed=3)
+  fields = {"fragments": fragments, "wire": WIRE, "outer": outer, "seed": 3}
+  return diloco.streaming(params_M, sync_every=H, **fields)
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 6, 12])
@@ -41,32 +43,38 @@ def test_in_a_tournament_everyone_meets_everyone_once(replicas):
     assert sorted(peers[:, m]) == [x for x in range(replicas) if x != m]
 
 
-def test_pairs_step_as_in_the_authors_code(monkeypatch):
+@pytest.mark.parametrize("fragment_of", [(0, 0), (0, 1)])
+def test_pairs_step_as_in_the_authors_code(fragment_of, monkeypatch):
   """m <- mu m + rate (mean(theta - phi) + mean(phi) - phi_m); phi_m <- phi_m + m."""
   pairs, drawn = [], noloco.peers_of
 
   def watched(x_M, key, mesh):
+    """Finds out who met whom from the first tensor of the fragment."""
     peers_M = drawn(x_M, key, mesh)
-    same = lambda x, y: [int(jnp.argmin(jnp.abs(x - p).sum((1, 2)))) for p in y]
-    pairs.append(same(jax.tree.leaves(x_M)[0], jax.tree.leaves(peers_M)[0]))
+    x, y = (np.asarray(jax.tree.leaves(a)[0]).reshape(M, -1) for a in (x_M, peers_M))
+    pairs.append([int(np.abs(x - peer).sum(1).argmin()) for peer in y])
     return peers_M
 
   monkeypatch.setattr(noloco, "peers_of", watched)
   monkeypatch.setattr(noloco, "update", noloco.update.__wrapped__)  # Not traced.
   params_M = diloco.replicate(tree(), M)
-  method = make(params_M)
+  method = make(params_M, dict(zip("ab", fragment_of)).get)
   state, sent = method.init(params_M), []
   inner = [np.asarray(x, np.float64) for x in jax.tree.leaves(params_M)]
   phi, momentum = [x.copy() for x in inner], [0 * x for x in inner]
+  met = {p: [] for p in fragment_of}
   for t in range(1, STEPS + 1):
     params_M, state, events = method.step(t, moved(t, params_M), state)
     sent += [event.sent for event in events if event.kind == "send"]
     rng = np.random.default_rng(t)
     inner = [x - rng.normal(size=x.shape) / 8 for x in inner]
-    if t % H:
-      continue
-    for i, x in enumerate(inner):
-      delta, pair = x - phi[i], pairs[-1]
+    for p in ref.sent_at(t, len(met), H):
+      met[p].append(pairs.pop(0))
+      assert all(met[p][-1][peer] == m != peer for m, peer in enumerate(met[p][-1]))
+    for i, p in enumerate(fragment_of):
+      if p not in ref.sent_at(t, len(met), H):
+        continue
+      delta, pair = inner[i] - phi[i], met[p][-1]
       pull = (phi[i] + phi[i][pair]) / 2 - phi[i]
       mean = (delta + delta[pair]) / 2
       momentum[i] = MOMENTUM * momentum[i] + RATE * (mean + pull)
@@ -77,8 +85,16 @@ def test_pairs_step_as_in_the_authors_code(monkeypatch):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
   for x, y in zip(jax.tree.leaves(method.params(state)), phi):
     np.testing.assert_allclose(x, y.mean(axis=0), rtol=1e-5, atol=1e-5)
-  assert sent == [4 * (24 + 5)] * (STEPS // H)  # To one peer, whatever M is.
-  assert len({tuple(pair) for pair in pairs}) > 1
+  # To one peer, whatever M is.
+  size = {p: 4 * sum(n for n, q in zip((24, 5), fragment_of) if q == p) for p in met}
+  assert sent == [
+    size[p] for t in range(1, STEPS + 1) for p in ref.sent_at(t, len(met), H)
+  ]
+  assert not pairs
+  for found in met.values():
+    assert len({tuple(pair) for pair in found}) > 1
+  if len(met) == 2:  # Each fragment draws for itself.
+    assert met[0] != met[1]
 
 
 def test_a_run_goes_on_from_any_step_bit_for_bit():
