@@ -1,12 +1,15 @@
-"""The methods of configs/methods.py: optax takes their optimizers, and they train."""
+"""The methods of configs/methods.py: what each changes, and that it trains."""
 
+import functools
+
+import conftest
 import jax
 import numpy as np
 import pytest
 
-from diloco.algorithm.methods import between_syncs
+from diloco.algorithm.methods import between_syncs, warm_start
 from diloco.algorithm.plan import make_plan
-from diloco.algorithm.state import abstract_state
+from diloco.aot.programs import Programs
 from diloco.config import resolve
 from diloco.config.command_line import load_module
 from diloco.run import metrics
@@ -14,16 +17,85 @@ from diloco.run.mesh import make_mesh
 from diloco.train import train
 
 METHODS = load_module("methods", "get_config", "methods")
+OUTER_STEP = {"send", "merge", "update"}
+# Other replicas: other shapes everywhere.
+SHAPES = {"inner step", "bytes", "schedule", *OUTER_STEP}
+# {method: (the method that it changes, what it changes)}; see `computed`.
+CHANGES = {
+  "diloco": ("streaming", {"bytes", "schedule", *OUTER_STEP}),
+  "diloco_4": ("diloco", SHAPES),
+  "fedpart": ("streaming", {"inner step"}),
+  "topk": ("streaming", {"send", "update", "bytes"}),
+  "random": ("streaming", {"send", "update", "bytes"}),
+  "dare": ("random", {"send"}),
+  "snoo": ("diloco", SHAPES),
+  # The update decodes the same codes, but no longer piece by piece.
+  "error_feedback": ("streaming", {"send", "update"}),
+  "sparseloco": ("diloco", {"send", "update", "bytes", "numbers"}),
+  "muon": ("data_parallel", {"inner step"}),
+  "muon_diloco": ("diloco", {"inner step"}),
+  "muloco": ("muon_diloco", {"send", "update", "bytes"}),
+  "des_loc": ("diloco", {"first_moments", "second_moments", "update", "numbers"}),
+  "sparta": ("diloco", {"sparta"}),
+  # One peer receives as much as the other replica of two; nothing is merged.
+  "noloco": ("diloco", SHAPES - {"bytes"} | {"numbers"}),
+  "falling_rate": ("streaming", {"update"}),
+  "falling_momentum": ("streaming", {"update"}),
+  "restarts": ("streaming", {"update"}),
+  "warm_start": ("diloco", {"warm-start step", "follow", "schedule"}),
+  "warm_start_zero": ("warm_start", {"follow"}),
+  "pier": ("warm_start", {"follow", "update"}),
+  "eager": ("diloco", {"schedule", *OUTER_STEP}),
+  "radial": ("streaming", {"update"}),
+  "delayed_nesterov": ("diloco", {"update", "numbers"}),
+  "gpa": ("data_parallel", {"inner step"}),
+}
 
 
-@pytest.mark.parametrize("name", METHODS.METHODS)
-def test_the_state_of_every_method_can_be_made(name, tiny):
-  METHODS.use(tiny, name)
-  c = resolve(tiny)
-  mesh = make_mesh(c, jax.devices()[:1])
-  assert abstract_state(c, mesh, make_plan(c, mesh)).opt_state
+@functools.cache
+def computed(name: str) -> dict:
+  """Lowers a method's programs in the tiny config.
+
+  Returns:
+    Texts of the programs by name, `follow` for what the warm start does when a fragment
+    is due; bytes of a sync, the schedule, and the numbers of the outer step.
+  """
+  # On one device all shardings are equivalent, so JAX may return a program that an
+  # earlier test lowered, with other shardings in its text.
+  jax.clear_caches()
+  config = conftest.tiny_config()
+  METHODS.use(config, name)
+  c = resolve(config)
   between_syncs.check(c)
-  assert len(c.averages()) == (2 if name == "des_loc" else name == "sparta")
+  mesh = make_mesh(c, jax.devices()[:1])
+  programs, plan = Programs(c, mesh), make_plan(c, mesh)
+  with jax.set_mesh(mesh):
+    found = {name: lower().as_text() for name, lower in programs.lower.items()}
+    if c.is_warm(1):
+      theta, opt_state = (
+        programs.state.outer.theta[0],
+        programs.state.outer.opt_state[0],
+      )
+      found["follow"] = warm_start._accumulate.lower(
+        theta, opt_state, theta, plan.tuned, outer=plan.outer, mesh=mesh
+      ).as_text()
+  if plan:
+    found["bytes"] = [plan.sync_bytes(p) for p in range(len(plan.fragments))]
+    found |= {"schedule": plan.schedule, "numbers": plan.tuned}
+  return found
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_method_changes_these_programs_and_no_other(name):
+  base, expected = CHANGES[name]
+  before, after = computed(base), computed(name)
+  assert {
+    part for part in {*before, *after} if before.get(part) != after.get(part)
+  } == expected
+
+
+def test_every_method_is_compared():
+  assert {*CHANGES, "streaming", "data_parallel"} == {*METHODS.METHODS}
 
 
 @pytest.mark.slow
