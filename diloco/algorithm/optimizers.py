@@ -130,15 +130,15 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
-  if is_gpa(c) and not c.data_parallel:
+  if averages(c) and not c.data_parallel:
     raise ConfigError(
-      f"inner.optimizer is gpa, which averages one model, but algorithm is"
-      f" {c.algorithm}; choose data_parallel."
+      f"inner.optimizer is {c.inner.optimizer}, which averages one model, but algorithm"
+      f" is {c.algorithm}; choose data_parallel."
     )
-  if is_gpa(c) and c.model.param_dtype != "float32":
+  if averages(c) and c.model.param_dtype != "float32":
     raise ConfigError(
-      f"inner.optimizer is gpa, but model.param_dtype is {c.model.param_dtype}, which"
-      " is too coarse for its average; choose float32."
+      f"inner.optimizer is {c.inner.optimizer}, but model.param_dtype is"
+      f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
     )
   values = values or tuned(c)
   clip = optax.clip_by_global_norm(c.inner.clip_norm)
@@ -150,9 +150,13 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   )
 
 
-def is_gpa(c: Config) -> bool:
-  """Whether the inner optimizer is GPA, which averages its parameters."""
-  return parse("inner.optimizer", c.inner.optimizer)[0] == "gpa"
+def averages(c: Config) -> bool:
+  """Whether the inner optimizer averages its parameters: GPA or Schedule-Free.
+
+  No outer step synchronises the sequence z in the optimizer's state.
+  """
+  name, _ = parse("inner.optimizer", c.inner.optimizer)
+  return name == "gpa" or name.startswith("schedule_free")
 
 
 def at_step(opt_state: Tree, t: int) -> Tree:

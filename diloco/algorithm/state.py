@@ -195,7 +195,7 @@ def final_params(plan: Plan | None, state: TrainState, mesh: Mesh) -> Tree:
   """Returns the parameters by which a run is judged (2501.18512, Table 3), float32.
 
   These are the outer parameters; for data-parallel, those of the one model, or their
-  average if GPA trains.
+  average if GPA or Schedule-Free trains.
   """
   if plan is None or state.outer is None:
     return first_replica(judged(state.params, state.opt_state), mesh=mesh)

@@ -213,8 +213,9 @@ class InnerConfig:
   The defaults are those of Scaling Laws, section 3.
   """
 
-  # An optimizer of optax or optax.contrib with keyword arguments. Also gpa, for
-  # data_parallel: AdamW with an average at every step (arXiv 2512.17131).
+  # An optimizer of optax or optax.contrib with keyword arguments. Also gpa: AdamW with
+  # an average at every step (arXiv 2512.17131). gpa and schedule_free_adamw average
+  # parameters in a state that no outer step sees, so they need data_parallel.
   optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
   # Peak of the learning rate. The best value falls with the number of parameters:
   # `python -m diloco.scaling_laws recommend` prints the papers' choice.

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from optax.contrib import ScheduleFreeState
 
 Tree = Any
 
@@ -83,17 +84,17 @@ def gpa(
 
 
 def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
-  """Returns x if GPA trains, else the parameters.
+  """Returns the average x if GPA or Schedule-Free trains, else the parameters.
 
   Args:
     params_M: parameters, leaves (M, ...).
     opt_state_M: inner optimizer state, leaves (M, ...).
   """
-  is_gpa = lambda x: isinstance(x, GPAState)
-  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=is_gpa) if is_gpa(x)]
+  averages = lambda x: isinstance(x, GPAState | ScheduleFreeState)
+  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
   return jax.jit(jax.vmap(_x))(states[0], params_M) if states else params_M
 
 
-def _x(state: GPAState, y: Tree) -> Tree:
-  mu_y = state.mu_y
+def _x(state: GPAState | ScheduleFreeState, y: Tree) -> Tree:
+  mu_y = state.mu_y if isinstance(state, GPAState) else state.b1
   return jax.tree.map(lambda y, z: (y - (1 - mu_y) * z) / mu_y, y, state.z)

@@ -66,29 +66,41 @@ def test_three_sequences_equal_those_in_numpy(mu_y, mu_x, decay):
 def test_schedule_free_differs_by_its_weights_and_momentum_only():
   start = np.random.default_rng(1).normal(size=(3, 4))
   optimizer = optax.contrib.schedule_free_adamw(0.1, b1=0.7, b2=B2, eps=EPS)
-  y, _ = trained(optimizer, start)
+  y, state = trained(optimizer, start)
   weights = [1 / t for t in range(1, STEPS + 1)]
-  _, want, _ = by_hand(start, [0.1] * STEPS, 0.7, weights, 0.0, 0.0)
-  np.testing.assert_allclose(y["a"][0], want, rtol=1e-4, atol=1e-4)
+  want = by_hand(start, [0.1] * STEPS, 0.7, weights, 0.0, 0.0)
+  for tree, expected in zip((judged(y, state), y), want):
+    np.testing.assert_allclose(tree["a"][0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_gpa_the_parameters_are_judged():
+def test_without_an_average_the_parameters_are_judged():
   y, state = trained(optax.adamw(0.1), np.ones((2, 4)))
   assert judged(y, state) is y
 
 
-def test_gpa_needs_one_model_and_coefficients_in_range(tiny):
-  tiny.inner.optimizer = "gpa"
-  with pytest.raises(ConfigError, match=r"inner.optimizer is gpa, .* is streaming;"):
+@pytest.mark.parametrize("name", ["gpa", "schedule_free_adamw", "schedule_free_sgd"])
+def test_an_average_needs_one_float32_model(tiny, name):
+  tiny.inner.optimizer = name
+  message = f"inner.optimizer is {name}, .* is streaming; choose data_parallel"
+  with pytest.raises(ConfigError, match=message):
     make_inner(resolve(tiny))
+  tiny.algorithm = "data_parallel"
+  make_inner(resolve(tiny))
+  tiny.model.param_dtype = "bfloat16"
+  with pytest.raises(ConfigError, match="is too coarse for its average"):
+    make_inner(resolve(tiny))
+
+
+def test_coefficients_lie_in_range(tiny):
   tiny.algorithm, tiny.inner.optimizer = "data_parallel", "gpa(train_interp_coeff=0.0)"
   with pytest.raises(ConfigError, match=r"train_interp_coeff is 0\.0"):
     make_inner(resolve(tiny))
 
 
 @pytest.mark.slow
-def test_a_run_and_its_checkpoint_are_judged_by_the_average(tiny, tmp_path):
-  tiny.algorithm, tiny.inner.optimizer = "data_parallel", "gpa(eval_interp_coeff=0.9)"
+@pytest.mark.parametrize("name", ["gpa(eval_interp_coeff=0.9)", "schedule_free_adamw"])
+def test_a_run_and_its_checkpoint_are_judged_by_the_average(tiny, tmp_path, name):
+  tiny.algorithm, tiny.inner.optimizer = "data_parallel", name
   c = resolve(tiny)
   losses = train(c, tmp_path)["eval_loss"]
   assert abs(losses["outer"] - losses["first"]) > 1e-3
