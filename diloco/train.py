@@ -10,7 +10,7 @@ import ml_collections
 
 from diloco.algorithm import overlap
 from diloco.algorithm.methods import between_syncs
-from diloco.algorithm.state import Event, final_params, init_state
+from diloco.algorithm.state import Event, abstract_state, final_params, init_state
 from diloco.algorithm.streaming import make_method
 from diloco.config import Config, ConfigError, resolve
 from diloco.coordinator.calendar import config_of
@@ -76,6 +76,7 @@ def train(
     evaluation = Evaluation(c, mesh)
     method = make_method(c, mesh)
     plan = method.plan if method else None
+    abstract_state(c, mesh, None)  # Finds mistakes in inner.optimizer.
     between_syncs.check(c)
     # Launches of inner steps end at these multiples.
     periods = (c.eval.every, c.checkpoint.every, *c.averages().values())

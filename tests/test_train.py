@@ -440,3 +440,29 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
   with pytest.raises(ConfigError, match=r"JAX's are 2; join them by"):
     train.train(tiny, tmp_path)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  ("fields", "message"),
+  [
+    ({"outer.optimizer": "bogus"}, "outer.optimizer is 'bogus', but optax has no"),
+    ({"outer.optimizer": "momo"}, "outer.optimizer cannot step these parameters"),
+    (
+      {"outer.optimizer": "adam", "outer.final_momentum": 0.5},
+      "outer.final_momentum is 0.5, but outer.optimizer is 'adam'",
+    ),
+    ({"inner.optimizer": "bogus"}, "inner.optimizer is 'bogus', but optax has no"),
+    (
+      {"inner.optimizer": "momo", "inner.weight_decay": 0.0},
+      "inner.optimizer cannot step these parameters",
+    ),
+    ({"inner.optimizer": "gpa"}, "inner.optimizer is gpa, which averages one model"),
+  ],
+)
+def test_a_mistake_in_an_optimizer_is_found_before_a_run_begins(
+  tiny, tmp_path, fields, message
+):
+  tiny.update_from_flattened_dict(fields)
+  with pytest.raises(ConfigError, match=message):
+    train.train(tiny, tmp_path / "run")
+  assert not (tmp_path / "run").exists()

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.home import Home, make_home
 from diloco.algorithm.jobs import Jobs
-from diloco.algorithm.optimizers import Outer, OuterTuned, outer_tuned
+from diloco.algorithm.optimizers import Outer, OuterTuned, outer_shardings, outer_tuned
 from diloco.algorithm.schedule import Fragment, Schedule
 from diloco.config import Config
 from diloco.config.fields import WireConfig
 from diloco.model import shapes
 from diloco.model.shapes import Shapes
-from diloco.model.sharding import FSDP, REPLICA
+from diloco.model.sharding import FSDP, REPLICA, abstract
 from diloco.wire import exchange, sizes
 from diloco.wire.transport import Transport, make_transport
 
@@ -129,7 +129,8 @@ def make_plan(
     outer: the outer optimizer; None: that of the config.
 
   Raises:
-    ConfigError: overlap.transport or outer.offload does not fit the machine.
+    ConfigError: overlap.transport or outer.offload does not fit the machine, or the
+      outer optimizer cannot step these parameters.
   """
   if c.data_parallel:
     return None
@@ -139,12 +140,15 @@ def make_plan(
     schedule = dataclasses.replace(schedule, num_fragments=len(fragments))
   fragments, optimizer = fragments or c.make_fragments(), outer or c.outer
   parameters = parameters or shapes.parameters(c.model)
+  parts = tuple(f.shapes(parameters) for f in fragments)
+  for part in parts:  # Finds mistakes in the optimizer; computes nothing.
+    outer_shardings(optimizer, abstract(part, "float32"), mesh)
   return Plan(
     schedule=schedule,
     fragments=fragments,
     layers=tuple(f.indices for f in fragments),
     parameters=parameters,
-    shapes=tuple(f.shapes(parameters) for f in fragments),
+    shapes=parts,
     wire=c.wire,
     outer=optimizer,
     tuned=outer_tuned(optimizer),

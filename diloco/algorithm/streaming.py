@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import outer as outer_lib
 from diloco.algorithm.layout import Fragments, Layout, Stacked, make_layout
 from diloco.algorithm.methods import eager, noloco
-from diloco.algorithm.optimizers import Outer, outer_shardings
+from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.schedule import Fragment
 from diloco.algorithm.state import (
@@ -39,7 +39,7 @@ from diloco.algorithm.state import (
 )
 from diloco.config import Config, ConfigError, changed, default_config, resolve
 from diloco.config.fields import OuterConfig, WireConfig
-from diloco.model.sharding import FSDP, REPLICA, abstract, mesh_of
+from diloco.model.sharding import FSDP, REPLICA, mesh_of
 
 Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
@@ -243,8 +243,6 @@ def streaming(
   given = None if isinstance(outer, OuterConfig) else outer
   plan = make_plan(c, mesh, layout.parameters(params_M), parts, given)
   assert plan is not None
-  for shapes in plan.shapes:  # Finds mistakes in the optimizer.
-    outer_shardings(plan.outer, abstract(shapes, "float32"), mesh)
   plan.transport.connect()
   return Streaming(plan, layout)
 

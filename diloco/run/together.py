@@ -25,7 +25,13 @@ from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.plan import Plan, make_plan
-from diloco.algorithm.state import Event, TrainState, final_params, init_state
+from diloco.algorithm.state import (
+  Event,
+  TrainState,
+  abstract_state,
+  final_params,
+  init_state,
+)
 from diloco.algorithm.streaming import Streaming
 from diloco.config import Config, ConfigError
 from diloco.evaluate.evaluation import Evaluation
@@ -121,6 +127,7 @@ def train(runs: Sequence[Run]) -> bool:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, plan = Evaluation(c, mesh), make_plan(c, mesh)
+    abstract_state(c, mesh, None)  # Finds mistakes in inner.optimizer.
     between_syncs.check(c)
     restored = list[Restored | None]()
     for run in runs:
