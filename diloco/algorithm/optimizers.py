@@ -282,7 +282,7 @@ def _make(
     given["weight_decay"] = decay
     if "adam_weight_decay" in known:  # Muon uses Adam for what is no matrix.
       given["adam_weight_decay"] = decay
-  elif field == "inner.optimizer" and "weight_decay" in known:
+  elif "weight_decay" in known:
     arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.
   if name == "muon":
     given["muon_weight_dimension_numbers"] = _matrices

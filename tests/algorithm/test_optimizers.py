@@ -135,6 +135,18 @@ def test_weight_decay_zero_decays_nothing(tiny):
   np.testing.assert_array_equal(updates["w"], 0)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "nadamw"])
+def test_outer_parameters_decay_only_if_the_text_says_so(name):
+  theta = {"w": jnp.ones(3)}
+
+  def update(text):
+    optimizer = optimizers.make_outer(OuterConfig(text, learning_rate=0.5))
+    return optimizer.update({"w": jnp.zeros(3)}, optimizer.init(theta), theta)[0]["w"]
+
+  np.testing.assert_array_equal(update(name), 0)
+  np.testing.assert_allclose(update(f"{name}(weight_decay=0.1)"), -0.05, rtol=1e-6)
+
+
 def newton_schulz(x):
   """Five iterations towards the nearest orthogonal matrix (Jordan, 2024)."""
   x = x / (np.linalg.norm(x) + 1e-8)
