@@ -179,9 +179,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
     return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
   momentum = arguments.get("momentum") if name == "sgd" else None
-  # A bool or a text is passed on to optax, which may refuse it.
-  number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
-  return OuterTuned(outer.learning_rate, momentum if number else None)
+  return OuterTuned(outer.learning_rate, momentum)
 
 
 def make_outer(
@@ -263,6 +261,13 @@ def _make(
 ) -> optax.GradientTransformation:
   """Makes an optimizer; `numbers` replace arguments of the text."""
   name, arguments = parse(field, text)
+  momentum = arguments.get("momentum")
+  number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
+  if momentum is not None and not (number and 0 <= momentum < 1):
+    raise ConfigError(
+      f"{field} is {text!r}, whose momentum is {momentum!r}; give a number of at least"
+      " 0 and below 1."
+    )
   arguments |= numbers
   factory = OWN[field].get(name) or getattr(optax.contrib, name, None)
   factory = factory or getattr(optax, name, None)

@@ -99,6 +99,13 @@ def test_every_outer_optimizer_descends(name):
     ),
     ("adam(learning_rate=1.0)", "adam takes no argument learning_rate here"),
     ("dpsgd(noise_multiplier=1)", "which optax refuses"),
+    ("sgd(momentum=1.5)", r"whose momentum is 1\.5; give a number of at least 0 and"),
+    ("sgd(momentum=-0.1)", r"whose momentum is -0\.1; give a number"),
+    ("sgd(momentum=True)", "whose momentum is True; give a number"),
+    ("sgd(momentum='0.9')", "whose momentum is '0.9'; give a number"),
+    ("delayed_nesterov(every=2, momentum=1)", "whose momentum is 1; give a number"),
+    ("delayed_nesterov(every=2.5)", r"every is 2\.5, but must be a whole number"),
+    ("delayed_nesterov(every=True)", "every is True, but must be a whole number"),
   ],
 )
 def test_an_unknown_outer_optimizer_is_refused(text, message):

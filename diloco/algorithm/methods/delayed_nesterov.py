@@ -53,10 +53,10 @@ def delayed_nesterov(
     activation: c, the share of mu m in each of the first N - 1 steps, up to 1 / N.
 
   Raises:
-    ValueError: `every` or `activation` is out of range.
+    ValueError: `every` is no whole number, or `every` or `activation` is out of range.
   """
-  if every < 1:
-    raise ValueError(f"every is {every}, but must be at least 1")
+  if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    raise ValueError(f"every is {every}, but must be a whole number of at least 1")
   if not 0 <= activation <= 1 / every:
     raise ValueError(f"activation is {activation}, but must lie in 0..1 / every")
 
