@@ -242,12 +242,15 @@ def outer_step(
 
   `params_M` and `state` are donated: use only what is returned.
 
-  If `last_send` is given, no fragment is sent after that step.
+  If `last_send` is given, no fragment is sent after that step, and none follows a warm
+  start.
   """
-  home = plan.home
-  state, events = warm_start.follow(plan, t, params_M, state)
+  home, events, sends = plan.home, list[Event](), list[int]()
   # Line 6.
-  for p in plan.schedule.sends(t) if last_send is None or t <= last_send else []:
+  if last_send is None or t <= last_send:
+    state, events = warm_start.follow(plan, t, params_M, state)
+    sends = plan.schedule.sends(t)
+  for p in sends:
     # Lines 7 and 8; fragment p is in flight until it is updated.
     theta, opt_state = home.bring((state.theta[p], state.opt_state[p]))
     payload, codec_state, metrics = send_fragment(

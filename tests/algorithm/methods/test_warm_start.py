@@ -77,11 +77,13 @@ COSINE = (1 + np.cos(np.pi * np.arange(5) / 4)) / 2
 
 @pytest.mark.parametrize(
   ("warm", "tau", "accumulates", "restart", "falls"),
+  # One warm start is longer than the run, whose drain passes step 30.
   [
     (12, 0, True, 99, False),
     (13, 2, False, 99, False),
     (16, 1, True, 3, False),
     (4, 0, True, 99, False),
+    (40, 4, True, 99, False),
     (12, 1, True, 99, True),
     (12, 1, False, 99, True),
   ],
