@@ -104,8 +104,9 @@ def traffic(c: Config) -> tuple[int, int]:
     shapes = fragment.shapes(whole)
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
-  of_average = average_bytes(c)
-  sent += sum(c.train.steps // n * of_average[kind] for kind, n in c.averages().items())
+  of_average, warm = average_bytes(c), min(c.outer.warm_start_steps, c.train.steps)
+  for kind, n in c.averages().items():
+    sent += (c.train.steps // n - warm // n) * of_average[kind]
   return most, sent
 
 

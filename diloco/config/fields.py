@@ -548,6 +548,11 @@ class Config:
     }
     return {kind: n for kind, n in every.items() if n}
 
+  def averages_after(self, t: int) -> list[str]:
+    """Lists the averages after inner step t; in a warm start, replicas are equal."""
+    every = {} if self.is_warm(t) else self.averages()
+    return [kind for kind, n in every.items() if t % n == 0]
+
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
     """Makes the fragments in the order in which they are sent."""
     f = self.fragments

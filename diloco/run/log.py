@@ -135,9 +135,7 @@ class Log:
     """Reports sends, receives and merges; counts the bytes, also of averages."""
     for event in events:
       if event.kind == "average":
-        t = event.step
-        gradients = all_reduced_bytes(self._c, t) - all_reduced_bytes(self._c, t - 1)
-        self.ledger.record_average(event.fragment, t, event.sent, gradients)
+        self.ledger.record_average(event.fragment, event.step, event.sent)
         continue
       values = {name: _local(x) for name, x in event.metrics.items()}
       extra = {"fragment": event.fragment}

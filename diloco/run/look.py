@@ -91,9 +91,8 @@ def _peak(c: Config, sends: Sequence[dict[str, Any]], last: int) -> int:
   for r in sends:
     found[r["step"]] = found.get(r["step"], 0) + r["bytes"]
   gradients, own = gradient_bytes(c), average_bytes(c)
-  averages = [(every, own[kind]) for kind, every in c.averages().items()]
   for t in range(1, last + 1):
-    found[t] = found.get(t, 0) + sum(sent for every, sent in averages if t % every == 0)
+    found[t] = found.get(t, 0) + sum(own[kind] for kind in c.averages_after(t))
     found[t] += gradients * (c.data_parallel or c.is_warm(t))
   return max(found.values(), default=0)
 

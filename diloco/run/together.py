@@ -300,7 +300,7 @@ def step(
     averaged=c.is_warm(t),
   )
   state, averages = TrainState(params, opt_state, state.outer), list[Event]()
-  if plan and between_syncs.is_due(c, t):
+  if plan and c.averages_after(t):
     due = functools.partial(between_syncs.average, c, t)
     state, averages = over_runs(plan, numbers, due, state)
   if plan is None or not plan.schedule.is_busy(t):

@@ -15,8 +15,8 @@ class Ledger:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
       `diloco.algorithm.methods.between_syncs`.
-    peak: the most bytes that one replica sent at a single step; without steps that only
-      sent gradients.
+    peak: the most bytes that one replica sent at a single step. Gradients do not count:
+      a step that sends them sends nothing else.
     latest: [step, bytes] of the latest step that sent something.
   """
 
@@ -29,25 +29,14 @@ class Ledger:
     """Counts one sync, in which one replica sent `sent` bytes."""
     self._count(self.fragments.setdefault(str(fragment), [0, 0]), step, sent)
 
-  def record_average(
-    self, kind: int | str, step: int, sent: int, gradients: int = 0
-  ) -> None:
-    """Counts one average, in which one replica sent `sent` bytes.
+  def record_average(self, kind: int | str, step: int, sent: int) -> None:
+    """Counts one average of `kind`, in which one replica sent `sent` bytes."""
+    self._count(self.averages.setdefault(str(kind), [0, 0]), step, sent)
 
-    Args:
-      kind: what was averaged.
-      step: after this inner step.
-      sent: bytes.
-      gradients: bytes of gradients that the replica sent at this step. They count for
-        the peak only.
-    """
-    account = self.averages.setdefault(str(kind), [0, 0])
-    self._count(account, step, sent, gradients)
-
-  def _count(self, account: list[int], step: int, sent: int, beside: int = 0) -> None:
+  def _count(self, account: list[int], step: int, sent: int) -> None:
     account[0] += 1
     account[1] += sent
-    before = self.latest[1] if self.latest[0] == step else beside
+    before = self.latest[1] if self.latest[0] == step else 0
     self.latest = [step, before + sent]
     self.peak = max(self.peak, self.latest[1])
 

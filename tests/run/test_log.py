@@ -10,7 +10,7 @@ from diloco.config import resolve
 from diloco.run import metrics
 from diloco.run.log import Log, Spent, TrainingDiverged, _join
 from diloco.run.peers import Peers
-from diloco.wire.ledger import Ledger, gradient_bytes
+from diloco.wire.ledger import Ledger
 
 
 class OnDevice:
@@ -123,13 +123,3 @@ def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
   recorder.stretch(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
   with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
     recorder.flush()
-
-
-def test_the_peak_has_a_warm_start_with_its_averages(tiny, tmp_path):
-  tiny.outer.warm_start_steps = 4
-  recorder = make_recorder(tiny, tmp_path)
-  gradients = gradient_bytes(resolve(tiny))
-  recorder.events([Event("average", "sparta", 4, 10, {})])
-  assert recorder.ledger.peak == gradients + 10
-  recorder.events([Event("average", "sparta", 5, 10, {})])
-  assert recorder.ledger.peak == gradients + 10

@@ -25,13 +25,6 @@ def test_averages_count_as_bytes_but_not_as_syncs():
   assert (ledger.total, ledger.syncs, ledger.peak) == (17, 1, 12)
 
 
-def test_the_peak_has_the_gradients_of_a_step_once():
-  ledger = Ledger()
-  ledger.record_average("sparta", 1, 5, gradients=20)
-  ledger.record_average("moments", 1, 3, gradients=20)
-  assert (ledger.total, ledger.peak) == (8, 28)
-
-
 @given(SYNCS)
 def test_totals_and_the_peak_are_sums_over_fragments_and_steps(syncs):
   ledger = Ledger()

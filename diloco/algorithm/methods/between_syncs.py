@@ -45,11 +45,6 @@ def check(c: Config) -> None:
       )
 
 
-def is_due(c: Config, t: int) -> bool:
-  """Returns whether anything is averaged after inner step t."""
-  return any(t % n == 0 for n in c.averages().values())
-
-
 def average(
   c: Config, t: int, plan: Plan, state: TrainState
 ) -> tuple[TrainState, list[Event]]:
@@ -63,9 +58,7 @@ def average(
     The new state, and an event for each kind of average.
   """
   params, opt_state, events = state.params, state.opt_state, list[Event]()
-  for kind, every in c.averages().items():
-    if t % every:
-      continue
+  for kind in c.averages_after(t):
     if kind == SPARTA:
       key = plan.key(t, _SPARTA_KEY)
       with TraceAnnotation("sparta"):

@@ -188,6 +188,16 @@ def test_sparta_averages_the_drawn_values_before_the_outer_step(
   assert sent == {"sparta": [round(4 / 3 * 4 * drawn)] * len(steps)}
 
 
+def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
+  fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
+  c = make_config(**fields, **{"outer.warm_start_steps": 4})
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  state = TrainState(ONE, ONE, None)
+  assert all(between_syncs.average(c, t, plan, state) == (state, []) for t in (1, 4))
+  assert c.averages_after(5) == ["sparta"]
+  assert c.averages_after(8) == ["sparta", "first_moments", "second_moments"]
+
+
 def test_sparta_of_all_values_is_their_mean_in_any_dtype():
   c = make_config()
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
