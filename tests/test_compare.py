@@ -15,7 +15,7 @@ from diloco.simulate import wallclock
 from diloco.wire.ledger import gradient_bytes
 
 
-def make_run(folder, c, last=12, loss=5.0, sent=100):
+def make_run(folder, c, last=12, loss=5.0, sent=100, peak=0):
   """Writes the files of a run, which sends `sent` bytes after every fourth step."""
   folder.mkdir(parents=True)
   (folder / "config.json").write_text(json.dumps(c.to_dict()))
@@ -23,6 +23,7 @@ def make_run(folder, c, last=12, loss=5.0, sent=100):
     for t in range(1, last + 1):
       r = {"kind": "step", "step": t, "tokens": t * c.tokens_per_step, "loss": loss}
       r |= {"bytes_sent": t // 4 * sent, "tokens_per_s": 1000.0, "time": 1.0 * t}
+      r["peak_bytes"] = max(gradient_bytes(c) * c.data_parallel, peak)
       file.write(json.dumps(r) + "\n")
       if t % 4 == 0:
         r = {"kind": "send", "step": t, "fragment": 0, "bytes": sent // 2}
@@ -86,6 +87,11 @@ def test_idealised_times_are_those_of_the_wall_clock_model(two):
   assert seconds["streaming"] < 0.2  # One latency in four steps.
 
 
+def test_the_peak_has_the_averages_that_the_run_counted(tmp_path):
+  assert look.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
+  assert look.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
+
+
 def test_sites_are_one_run(tmp_path):
   c = tiny_config()
   c.overlap.transport = "sites"
@@ -120,7 +126,8 @@ def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
     "eval/loss_outer",
     "step/bytes_sent",
   ]
-  assert list(table.columns[4:]) == ["step/loss", "step/tokens", "step/tokens_per_s"]
+  names = ("loss", "peak_bytes", "tokens", "tokens_per_s")
+  assert list(table.columns[4:]) == [f"step/{name}" for name in names]
   assert list(table["run"]) == ["streaming"] * 12 + ["plain"] * 8
   assert table["eval/loss_outer"].dropna().tolist() == [4.0, 3.0]
   np.testing.assert_array_equal(table["step"], [*range(1, 13), *range(1, 9)])

@@ -156,6 +156,10 @@ class Log:
     """Counts the bytes that one replica has sent after inner step t."""
     return self.ledger.total + all_reduced_bytes(self._c, t)
 
+  def peak(self) -> int:
+    """The most bytes that one replica has sent at a single step so far."""
+    return max(self.ledger.peak, all_reduced_bytes(self._c, 1))
+
   def tokens_per_s(self) -> float | None:
     """Mean speed of the run so far."""
     s = self._spent
@@ -192,6 +196,7 @@ class Log:
       extra = {
         "time": time.time(),
         "bytes_sent": self.sent(t),
+        "peak_bytes": self.peak(),
         "tokens_per_s": self.tokens_per_s(),
       }
       self._peers.report(["step", t, values, extra])

@@ -1,5 +1,6 @@
 """Reads runs to compare them, also while they go on. No JAX."""
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -11,7 +12,7 @@ import numpy as np
 from diloco.config import Config, ConfigError, files
 from diloco.run import metrics
 from diloco.run.workdir import parts_of, whole_config
-from diloco.wire.ledger import all_reduced_bytes, average_bytes, gradient_bytes
+from diloco.wire.ledger import all_reduced_bytes
 
 
 @dataclasses.dataclass
@@ -59,8 +60,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
-  last = max((r["step"] for records in steps for r in records), default=0)
-  peak = max(_peak(c, found["send"], last) for found in read_parts)
+  peak = max(_peak(c, found) for found in read_parts)
   if c.data_parallel:
     sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
@@ -85,16 +85,14 @@ def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   return {t: float(np.mean(found[t])) for t in sorted(found)}
 
 
-def _peak(c: Config, sends: Sequence[dict[str, Any]], last: int) -> int:
-  """Returns the most bytes of one step: fragments, averages and gradients."""
-  found = dict[int, int]()
-  for r in sends:
-    found[r["step"]] = found.get(r["step"], 0) + r["bytes"]
-  gradients, own = gradient_bytes(c), average_bytes(c)
-  for t in range(1, last + 1):
-    found[t] = found.get(t, 0) + sum(own[kind] for kind in c.averages_after(t))
-    found[t] += gradients * (c.data_parallel or c.is_warm(t))
-  return max(found.values(), default=0)
+def _peak(c: Config, found: dict[str, list[dict[str, Any]]]) -> int:
+  """Returns the most bytes of one step, from the records of a part of a run."""
+  # Runs of older versions do not have the field.
+  of_steps = [r.get("peak_bytes", all_reduced_bytes(c, 1)) for r in found["step"]]
+  sends = collections.Counter[int]()  # The final sync follows the last step's record.
+  for r in found["send"]:
+    sends[r["step"]] += r["bytes"]
+  return max([*of_steps, *sends.values()], default=0)
 
 
 def names_of(folders: Sequence[pathlib.Path]) -> list[str]:

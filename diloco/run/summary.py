@@ -18,7 +18,6 @@ from diloco.model.shapes import matrix_params, num_params
 from diloco.run.log import Log
 from diloco.run.peers import Peers
 from diloco.wire import sizes
-from diloco.wire.ledger import all_reduced_bytes
 
 FILE = "summary.json"
 # Fewer syncs than this leave the outer parameters far behind the replicas.
@@ -98,7 +97,6 @@ def _numbers(
   params, ledger = num_params(c.model), log.ledger
   reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
   sent = log.sent(c.train.steps)
-  peak = max(all_reduced_bytes(c, 1), ledger.peak)
   return {
     "algorithm": c.algorithm,
     "replicas": c.replicas,
@@ -113,7 +111,7 @@ def _numbers(
     "bytes_sent_per_replica": sent,
     "bytes_data_parallel_per_replica": int(reference),
     "bytes_ratio_to_data_parallel": reference / sent if sent else None,
-    "peak_bytes_per_sync": peak,
+    "peak_bytes_per_sync": log.peak(),
     "syncs": ledger.syncs,
     "note": note(c),
     "fragments": {

@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 # LLVM does not optimise: it takes longer than the tiny programs themselves.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # These depend on fsdp: every shard sends the parameters that fsdp does not divide.
-BYTES = ("bytes", "bytes_sent")
+BYTES = ("bytes", "bytes_sent", "peak_bytes")
 KINDS = ("step", "send", "receive")
 # The last payload arrives tau = 2 steps after the last inner step.
 ALL_STEPS, AFTER_42 = range(1, 63), range(43, 63)

@@ -19,7 +19,7 @@ from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
 from diloco.config import ConfigError, default_config, resolve
 from diloco.model.shapes import num_params
-from diloco.run import metrics, together
+from diloco.run import look, metrics, together
 from diloco.run.mesh import make_mesh
 from diloco.wire import sizes
 
@@ -312,5 +312,7 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   resumed = train.train(tiny, again)
   for name, x in arrays_of(again / "checkpoints").items():
     np.testing.assert_array_equal(x, found[name], err_msg=name)
+  peak = summary["peak_bytes_per_sync"]
+  assert look.read(whole, "run").peak == peak == max(r["peak_bytes"] for r in steps)
   for field in ("eval_loss", "averages", "bytes_sent_per_replica"):
     assert resumed[field] == json.loads((whole / "summary.json").read_text())[field]
