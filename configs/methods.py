@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco.config import Config, ConfigError, resolve
 from diloco.config.command_line import load_module
+from diloco.config.optimizer import parse
 
 # A value, or how to compute it from a run's config.
 Value = Any | Callable[[Config], Any]
@@ -76,7 +77,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
   "pier": {
     "outer.final_fraction": PIER_RATE,
-    "outer.final_momentum": lambda c: PIER_MOMENTUM * momentum(c.outer.optimizer),
+    "outer.final_momentum": lambda c: PIER_MOMENTUM * momentum(c),
     **DILOCO,
     **WARM,
   },
@@ -84,9 +85,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "radial": {"outer.average": "radial"},
   # The paper's g is of one worker, so N of them are about one mean of all replicas.
   "delayed_nesterov": {
-    "outer.optimizer": lambda c: (
-      f"delayed_nesterov(every=4, momentum={momentum(c.outer.optimizer)})"
-    ),
+    "outer.optimizer": lambda c: f"delayed_nesterov(every=4, momentum={momentum(c)})",
     "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
     **DILOCO,
   },
@@ -97,9 +96,19 @@ METHODS: dict[str, dict[str, Value]] = {
 }
 
 
-def momentum(optimizer: str) -> float:
-  """Returns the momentum of `sgd(momentum=0.9, nesterov=True)`."""
-  return float(optimizer.removeprefix("sgd(momentum=").removesuffix(", nesterov=True)"))
+def momentum(c: Config) -> float:
+  """Returns the momentum of the outer optimizer.
+
+  Raises:
+    ConfigError: it has none.
+  """
+  _, arguments = parse("outer.optimizer", c.outer.optimizer)
+  if not isinstance(arguments.get("momentum"), float):
+    raise ConfigError(
+      f"outer.optimizer is {c.outer.optimizer!r}, which has no momentum; the method"
+      " needs one, for example sgd(momentum=0.9, nesterov=True)."
+    )
+  return arguments["momentum"]
 
 
 def use(c, name: str) -> None:

@@ -6,7 +6,6 @@ keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov
 field that takes them.
 """
 
-import ast
 import inspect
 import math
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from diloco.algorithm.methods.delayed_nesterov import delayed_nesterov
 from diloco.algorithm.methods.gpa import gpa
 from diloco.config import Config, ConfigError
 from diloco.config.fields import OuterConfig
+from diloco.config.optimizer import parse
 from diloco.model import sharding
 from diloco.model.sharding import FSDP, Lead
 
@@ -302,31 +302,6 @@ def _make(
     return factory(**given, **arguments)
   except (TypeError, ValueError) as error:
     raise ConfigError(f"{field} is {text!r}, which optax refuses: {error}.") from error
-
-
-def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
-  """Parses the name and the keyword arguments of an optimizer.
-
-  Args:
-    field: name of the config's field, for error messages.
-    text: such as "adamw(b1=0.9)"; arguments are Python literals.
-
-  Raises:
-    ConfigError: the text is not a name, alone or with keyword arguments.
-  """
-  try:
-    call = ast.parse(text.strip(), mode="eval").body
-    if isinstance(call, ast.Name):
-      return call.id, {}
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-      pairs = [(k.arg, ast.literal_eval(k.value)) for k in call.keywords]
-      return call.func.id, {str(name): value for name, value in pairs}
-  except (SyntaxError, ValueError):
-    pass
-  raise ConfigError(
-    f"{field} is {text!r}; write a name of optax with keyword arguments, for example"
-    " sgd(momentum=0.9, nesterov=True)."
-  )
 
 
 def _matrices(params: Tree) -> Tree:

@@ -23,6 +23,7 @@ from diloco.algorithm.fragments import Layers, outer_gradient
 from diloco.algorithm.norms import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.fields import OuterConfig, WireConfig
+from diloco.config.optimizer import parse
 from diloco.model.sharding import FSDP, REPLICA, key, specs
 from diloco.wire import formats, sizes
 from diloco.wire.cuts import Cut, cut
@@ -50,7 +51,7 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
     return False
   if outer.changes or outer.restart_every or outer.average != "mean":
     return False  # The state also counts syncs, or the mean needs whole tensors.
-  name, _ = optimizers.parse("outer.optimizer", outer.optimizer)
+  name, _ = parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.
   return fits and wire.exchange == "gather" and can_send(wire, mesh)
 

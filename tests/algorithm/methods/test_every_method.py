@@ -10,7 +10,7 @@ import pytest
 from diloco.algorithm.methods import between_syncs, warm_start
 from diloco.algorithm.plan import make_plan
 from diloco.aot.programs import Programs
-from diloco.config import resolve
+from diloco.config import ConfigError, resolve
 from diloco.config.command_line import load_module
 from diloco.run import metrics
 from diloco.run.mesh import make_mesh
@@ -96,6 +96,20 @@ def test_a_method_changes_these_programs_and_no_other(name):
 
 def test_every_method_is_compared():
   assert {*CHANGES, "streaming", "data_parallel"} == {*METHODS.METHODS}
+
+
+def test_a_method_takes_the_momentum_however_it_is_written(tiny):
+  tiny.outer.optimizer = "sgd(nesterov=True, momentum=0.8)"
+  METHODS.use(tiny, "pier")
+  assert tiny.outer.final_momentum == pytest.approx(0.8 * 0.9 / 0.99)
+  METHODS.use(tiny, "delayed_nesterov")
+  assert tiny.outer.optimizer == "delayed_nesterov(every=4, momentum=0.8)"
+
+
+def test_a_method_refuses_an_optimizer_without_the_momentum_that_it_needs(tiny):
+  tiny.outer.optimizer = "sgd"
+  with pytest.raises(ConfigError, match=r"outer.optimizer is 'sgd', which has no mom"):
+    METHODS.use(tiny, "pier")
 
 
 @pytest.mark.slow
