@@ -38,6 +38,7 @@ from diloco.algorithm.state import (
   outer_params,
 )
 from diloco.config import Config, ConfigError, changed, default_config, resolve
+from diloco.config.combinations import check_effects
 from diloco.config.fields import OuterConfig, WireConfig
 from diloco.model.sharding import FSDP, REPLICA, mesh_of
 
@@ -288,7 +289,9 @@ def _config(fields: dict[str, Any]) -> Config:
   """Makes a config with these fields, which is checked like a run's config."""
   base = default_config()
   base.train.steps, base.fragments.pattern = 10**6, "whole"
-  return changed(resolve(base), fields)
+  c = changed(resolve(base), fields)
+  check_effects(c)
+  return c
 
 
 def _fields(group: str, values: Any) -> dict[str, Any]:

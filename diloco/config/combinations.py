@@ -1,9 +1,11 @@
-"""Fields that do not work together, each refused with one sentence. No JAX."""
+"""Fields that do not work together or do nothing, refused with one sentence. No JAX."""
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from diloco.config.fields import ConfigError
+from diloco.config.fields import Config, ConfigError
+from diloco.config.optimizer import parse
 from diloco.wire.formats import BINS
 
 DILOCO = ("streaming", "diloco")
@@ -120,4 +122,60 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
       raise ConfigError(
         f"{field} is {value}, {reason}, but {other} is {given}; choose {choices}, or"
         f" set {field}={str(default).lower()}."
+      )
+
+
+# A compressor that you registered may use any field of `wire`.
+_BUILT_IN = {"quantize", "topk", "random", "dare"}
+
+
+def check_effects(c: Config) -> None:
+  """Refuses fields that other fields leave without effect; data_parallel ignores them.
+
+  Not for saved configs: a run that had such a field can still be read.
+
+  Raises:
+    ConfigError: such a field is not at its default.
+  """
+  if c.data_parallel:
+    return
+  name, arguments = parse("outer.optimizer", c.outer.optimizer)
+  momentum = arguments.get("momentum") or c.outer.final_momentum > 0
+  alone = c.replicas == 1, "replicas is 1, and a single replica sends nothing"
+  fp32, compressor = c.wire.format == "fp32", c.wire.compressor
+  for field, (useless, reason) in {
+    "overlap.eager": alone,
+    "sparta.share": alone,
+    "des_loc.first_every": alone,
+    "des_loc.second_every": alone,
+    "wire.error_feedback": (
+      fp32 and compressor == "quantize",
+      "wire.format is fp32, whose codes lose nothing",
+    ),
+    "wire.rounding": (
+      fp32 and compressor in _BUILT_IN,
+      "wire.format is fp32, whose values are not rounded",
+    ),
+    "wire.chunk": (
+      compressor in _BUILT_IN - {"topk"},
+      f"wire.compressor is {compressor}, which has no chunks",
+    ),
+    "outer.restart_every": (
+      name == "sgd" and not momentum,
+      "outer.optimizer is sgd without momentum, which has nothing to forget",
+    ),
+    "outer.decay_syncs": (
+      not c.outer.changes,
+      "outer.final_fraction and outer.final_momentum keep rate and momentum constant",
+    ),
+    "outer.warm_start_momentum": (
+      not c.outer.warm_start_steps,
+      "outer.warm_start_steps is 0",
+    ),
+  }.items():
+    value, default = attrgetter(field)(c), attrgetter(field)(Config())
+    if useless and value != default:
+      raise ConfigError(
+        f"{field} is {value}, but {reason}; change that, or set"
+        f" {field}={str(default).lower()}."
       )

@@ -64,6 +64,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
     ConfigError: a field has a value that cannot work.
   """
   c = _resolve(leaves(config.to_dict()))
+  combinations.check_effects(c)
   _check_all_synced(c)
   return c
 
@@ -182,18 +183,6 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
   if c.wire.exchange == "pair" and c.replicas % 2 and not c.data_parallel:
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
-    )
-  exact = c.wire.compressor == "quantize" and c.wire.format == "fp32"
-  if c.wire.error_feedback and exact and not c.data_parallel:
-    raise ConfigError(
-      f"wire.error_feedback is {c.wire.error_feedback}, but wire.format is fp32, whose"
-      " codes lose nothing; choose another format, such as e3m0, or set"
-      " wire.error_feedback=0."
-    )
-  if c.overlap.eager and c.replicas == 1 and not c.data_parallel:
-    raise ConfigError(
-      "replicas is 1, but overlap.eager is True, and a single replica sends nothing;"
-      " set overlap.eager=false."
     )
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:

@@ -259,6 +259,7 @@ def test_mistakes_are_named():
     (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
     (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
     (good, {"outer": diloco.OuterConfig(final_fraction=0.1)}, "outer.decay_syncs is 0"),
+    (good, {"outer": diloco.OuterConfig(decay_syncs=3)}, "decay_syncs is 3, but"),
     (good, {"outer": diloco.OuterConfig(fedpart=True)}, "outer.fedpart is True, but"),
     (good, {"outer": diloco.OuterConfig(warm_start_steps=9)}, "steps is 9, but only"),
     (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),

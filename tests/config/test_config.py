@@ -41,6 +41,41 @@ def make(**fields):
       {"wire.format": "bf16", "wire.rounding": "stochastic"},
       "wire.format is bf16, .* but wire.rounding is stochastic; choose nearest",
     ),
+    (
+      {"wire.format": "fp32", "wire.rounding": "stochastic"},
+      "wire.rounding is stochastic, but wire.format is fp32, whose values are not",
+    ),
+    (
+      {"wire.format": "fp32", "wire.error_feedback": 0.9},
+      "wire.error_feedback is 0.9, but wire.format is fp32, whose codes lose nothing",
+    ),
+    *(
+      (
+        {"wire.compressor": name, "wire.chunk": 64},
+        f"wire.chunk is 64, but wire.compressor is {name}, .*, or set wire.chunk=0",
+      )
+      for name in ("quantize", "random", "dare")
+    ),
+    *(
+      ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
+      for field in ("des_loc.first_every", "des_loc.second_every")
+    ),
+    (
+      {"replicas": 1, "sparta.share": 0.1},
+      r"sparta.share is 0.1, but replicas is 1, .*, or set sparta.share=0\.0",
+    ),
+    (
+      {"outer.optimizer": "sgd", "outer.restart_every": 3},
+      "outer.restart_every is 3, but outer.optimizer is sgd without momentum",
+    ),
+    (
+      {"outer.decay_syncs": 9},
+      "outer.decay_syncs is 9, but outer.final_fraction and outer.final_momentum keep",
+    ),
+    (
+      {"outer.warm_start_momentum": False},
+      "warm_start_momentum is False, but outer.warm_start_steps is 0; .*=true",
+    ),
     ({"model.num_heads": 7}, "which model.num_heads = 7 does not divide; change one"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
     ({"model.dtype": "int8"}, "model.dtype is 'int8'; choose one of float32"),
@@ -174,6 +209,7 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
     resolve(make(**warm))
   # A run of an older version can still be read.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
+  assert complete(make(**{"outer.decay_syncs": 9}).to_dict()).outer.decay_syncs == 9
 
 
 @pytest.mark.parametrize(

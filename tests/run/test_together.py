@@ -25,9 +25,10 @@ def make_config(algorithm: str, seed: int, outer: float, momentum: float, inner:
   c.algorithm, c.seed, c.train.steps = algorithm, seed, 9
   c.outer.learning_rate, c.inner.learning_rate = outer, inner
   c.outer.optimizer = f"sgd(momentum={momentum}, nesterov=True)"
-  c.wire.rounding, c.eval.every, c.sync_every = "stochastic", 4, 3
+  c.eval.every, c.sync_every = 4, 3
   c.outer.final_sync = True
   if algorithm == "streaming":
+    c.wire.rounding = "stochastic"
     c.sparta.share, c.sparta.every, c.des_loc.first_every = 0.02, 2, 3
   return c
 

@@ -193,7 +193,9 @@ def test_sums_on_devices_do_not_fit():
 
 
 def test_a_single_replica_is_refused():
-  with pytest.raises(ConfigError, match=r"replicas is 1, but overlap\.eager is"):
+  with pytest.raises(
+    ConfigError, match=r"overlap\.eager is True, but replicas is 1, and"
+  ):
     config(replicas=1)
 
 

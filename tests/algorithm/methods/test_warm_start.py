@@ -101,14 +101,14 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
     outer=diloco.OuterConfig(
       f"sgd(momentum={MOMENTUM}, nesterov=True)",
       RATE,
-      warm_start_momentum=accumulates,
       restart_every=restart % 99,
       **(FALLS if falls else {}),
     ),
   )
   # The library refuses a warm start, whose gradients it cannot average.
   schedule = dataclasses.replace(method.plan.schedule, warm_start=warm)
-  plan = dataclasses.replace(method.plan, schedule=schedule)
+  outer = dataclasses.replace(method.plan.outer, warm_start_momentum=accumulates)
+  plan = dataclasses.replace(method.plan, schedule=schedule, outer=outer)
   method = dataclasses.replace(method, plan=plan)
   state, kinds = method.init(params_M), {}
   for t in range(1, STEPS + 1):
