@@ -247,9 +247,10 @@ def _check_all_synced(c: Config) -> None:
     warm = c.outer.warm_start_steps
     after = f" after outer.warm_start_steps={warm}" if warm else ""
     field = "outer.warm_start_steps or sync_every" if warm else "sync_every"
+    final = "" if c.own_outer else ", or set outer.final_sync=true"
     raise ConfigError(
       f"train.steps is {c.train.steps}, but with sync_every={c.sync_every}{after} some"
       f" parameters are first synchronised at step {first}, so the outer parameters,"
-      f" which are evaluated, would not contain all training; train longer, lower"
-      f" {field}, or set outer.final_sync=true."
+      f" which are evaluated, would not contain all training; train longer or lower"
+      f" {field}{final}."
     )

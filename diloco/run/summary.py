@@ -136,10 +136,11 @@ def note(c: Config) -> str:
   few = min(c.num_syncs())
   if few >= _ENOUGH_SYNCS:
     return ""
+  final = "" if c.own_outer else ", or set outer.final_sync=true"
   return (
     f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
     f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
-    " train longer, lower sync_every, or set outer.final_sync=true."
+    f" train longer or lower sync_every{final}."
   )
 
 

@@ -207,6 +207,10 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
   message = "after outer.warm_start_steps=150 .* lower outer.warm_start_steps or"
   with pytest.raises(ConfigError, match=message):
     resolve(make(**warm))
+  for own, hint in ((False, True), (True, False)):  # Eager updates have no final sync.
+    with pytest.raises(ConfigError, match="train longer or lower") as raised:
+      resolve(make(**{"train.steps": 10, "overlap.eager": own}))
+    assert ("final_sync" in str(raised.value)) == hint
   # A run of an older version can still be read.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
   assert complete(make(**{"outer.decay_syncs": 9}).to_dict()).outer.decay_syncs == 9

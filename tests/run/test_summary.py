@@ -21,6 +21,9 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   note = summary.note(resolve(tiny))
   assert said in note
   assert bool(note) == bool(said)
+  assert ("final_sync" in note) == bool(said)
+  tiny.overlap.eager = True  # Has no final sync.
+  assert "final_sync" not in summary.note(resolve(tiny))
 
 
 @pytest.mark.slow
