@@ -14,6 +14,7 @@ from concurrent import futures
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.optimizers import at_step
@@ -73,7 +74,8 @@ class Site:
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
-    self._pending = set[int]()  # Rounds that this site has sent, not yet merged.
+    # Rounds that this site has sent, not yet merged: the compressor state before each.
+    self._pending = dict[int, Tree]()
     self._ready = False
     # A thread updates the outer state while the devices train; see `_send`.
     self._thread = futures.ThreadPoolExecutor(1, "outer-step")
@@ -217,6 +219,7 @@ class Site:
         self._miss(t)
       return state
     outer = state.outer
+    before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
     payload, codec_state, metrics = send_fragment(
       plan, t, p, *arrays, self.first_replica
@@ -227,16 +230,14 @@ class Site:
     parts = self._peers.all_gather(batches.get_state())
     position = {shard: [t, x] for part in parts for shard, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
-    self._pending.add(number)
+    self._pending[number] = before
     if isinstance(self._link, Link):  # Several processes must receive together.
       theta, opt_state = outer.theta[p], outer.opt_state[p]
       self._jobs[number] = self._thread.submit(
         self._outer_step, plan, number, theta, opt_state
       )
     events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
-    codec_states = list(outer.codec_state)
-    codec_states[p] = codec_state
-    outer = dataclasses.replace(outer, codec_state=tuple(codec_states))
+    outer = _with_codec_state(outer, p, codec_state)
     return dataclasses.replace(state, outer=outer)
 
   def _arrivals(
@@ -305,7 +306,9 @@ class Site:
       self._account.contributed += 1
     elif number in self._pending:
       self._miss(t)
-    self._pending.discard(number)
+      # Error feedback: what the lost payload took from the error comes back.
+      outer = _with_codec_state(outer, p, self._pending[number])
+    self._pending.pop(number, None)
     # For audits: the round, how many sites are in it, and whether this one is.
     more = {
       "round": np.asarray(number),
@@ -427,6 +430,13 @@ def make_site(
   if link and peers.count == 1:
     return Site(c, index, link, peers)
   return Site(c, index, SharedLink(link, peers), peers)
+
+
+def _with_codec_state(outer: OuterState, p: int, codec_state: Tree) -> OuterState:
+  """Replaces the compressor state of fragment p."""
+  states = list(outer.codec_state)
+  states[p] = codec_state
+  return dataclasses.replace(outer, codec_state=tuple(states))
 
 
 def _at_step(state: TrainState, t: int) -> TrainState:

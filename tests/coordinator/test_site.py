@@ -91,9 +91,10 @@ class Batches:
 class Player:
   """Site 0 of two, whose inner steps make all parameters a little larger."""
 
-  def __init__(self):
+  def __init__(self, **fields):
     c = get_config()
     c.overlap.transport = "sites"
+    c.update_from_flattened_dict(fields)
     self.calendar = Calendar(resolve(c))
     own = config_of(self.calendar.config, 0)
     self.mesh = make_mesh(own)
@@ -212,6 +213,31 @@ def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
   assert player.received() == [(0, 1, 0)]
   player.step()
   assert list(player.link.sent) == [1]
+
+
+def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
+  player, errors = Player(**{"wire.error_feedback": 1.0}), []
+
+  def error():
+    leaves = jax.tree.leaves(player.state.outer.codec_state[0])
+    errors.append(np.concatenate([np.ravel(x) for x in leaves]))
+
+  player.enter()
+  for number in range(2):
+    for _ in range(EVERY - TAU * bool(number)):
+      player.step()
+    error()  # After the send.
+    data, _ = player.link.sent[number]
+    player.link.close({0: data, 1: player.other()} if number else {1: player.other()})
+    for _ in range(TAU):
+      player.step()
+    error()  # After the merge.
+  assert player.received() == [(0, 1, 0), (1, 2, 1)]
+  sent, lost, again, counted = errors
+  assert sent.any()
+  assert not lost.any()
+  assert again.any()
+  np.testing.assert_array_equal(counted, again)
 
 
 def test_a_newcomer_starts_from_the_snapshot():
