@@ -92,9 +92,14 @@ def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
   """
   averages = lambda x: isinstance(x, GPAState | ScheduleFreeState)
   states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
-  return jax.jit(jax.vmap(_x))(states[0], params_M) if states else params_M
+  return _x_M(states[0], params_M) if states else params_M
 
 
 def _x(state: GPAState | ScheduleFreeState, y: Tree) -> Tree:
   mu_y = state.mu_y if isinstance(state, GPAState) else state.b1
   return jax.tree.map(lambda y, z: (y - (1 - mu_y) * z) / mu_y, y, state.z)
+
+
+@jax.jit
+def _x_M(state_M: GPAState | ScheduleFreeState, y_M: Tree) -> Tree:
+  return jax.vmap(_x)(state_M, y_M)

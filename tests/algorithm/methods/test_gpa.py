@@ -73,6 +73,14 @@ def test_schedule_free_differs_by_its_weights_and_momentum_only():
     np.testing.assert_allclose(tree["a"][0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_average_compiles_once(caplog):
+  y, state = trained(gpa(0.1), np.ones((2, 4)))
+  judged(y, state)
+  with jax.log_compiles(), caplog.at_level("WARNING"):
+    judged(y, state)
+  assert not caplog.records
+
+
 def test_without_an_average_the_parameters_are_judged():
   y, state = trained(optax.adamw(0.1), np.ones((2, 4)))
   assert judged(y, state) is y
