@@ -243,7 +243,10 @@ class InnerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DesLocConfig:
-  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549)."""
+  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
+
+  An average waits for all exchanges, so inner steps hide an exchange only up to it.
+  """
 
   # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
   # float32. The paper uses 3 * sync_every. 0: never, as in DiLoCo.
@@ -260,7 +263,8 @@ class SpartaConfig:
   # Share of every layer's tensor that is averaged over the replicas, in float32; at
   # least one value. EXO uses 0.0005 to 0.005. 0: none.
   share: Share = 0.0
-  # Steps between two such averages. EXO uses 1.
+  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
+  # the next average: with 1, a single step hides it, whatever overlap.tau is.
   every: Positive = 1
 
 

@@ -67,7 +67,8 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     method="data_parallel" if c.data_parallel else "streaming",
     replicas=c.replicas,
     sync_every=c.sync_every,
-    tau=min(c.overlap.taus),
+    # An exchange is hidden up to the next average of DES-LOC or SPARTA.
+    tau=min([*c.overlap.taus, *c.averages().values()]),
     bits=gradient_bits(c) if c.data_parallel else wire_bits(c),
     latency=latency,
     plan=None if c.data_parallel else (schedule, layers),

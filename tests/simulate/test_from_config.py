@@ -76,6 +76,12 @@ def test_averages_add_the_bits_of_a_round(tiny):
   assert from_config.wire_bits(resolve(tiny)) - base - more == pytest.approx(4 * 32)
 
 
+@pytest.mark.parametrize(("every", "hidden"), [(1, 1), (2, 2), (5, 3)])
+def test_an_average_ends_what_hides_an_exchange(tiny, every, hidden):
+  tiny.overlap.tau, tiny.sparta.share, tiny.sparta.every = 3, 0.1, every
+  assert from_config.workload(resolve(tiny), 1.0).tau == hidden
+
+
 def test_psum_all_reduces_float32(tiny):
   tiny.wire.exchange, tiny.replicas = "psum", 4
   work = from_config.workload(resolve(tiny), 1.0)
