@@ -92,7 +92,7 @@ class Calendar:
     """
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
-    # A final sync right after a send repeats that send's weight, not 0.
+    # At least 1: a final sync right after a send has no steps behind it.
     return max(min(step, self.config.train.steps) - max(next(before, 0), since), 1)
 
   def first_after(self, step: int) -> int:
