@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from diloco.algorithm import diagnostics, optimizers, pieces
 from diloco.algorithm.fragments import outer_gradient, put, take
 from diloco.algorithm.methods import warm_start
+from diloco.algorithm.methods.own_outer import one_of
 from diloco.algorithm.methods.radial import average
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
@@ -42,7 +43,7 @@ from diloco.wire import exchange
 Tree = Any
 
 
-@partial(jax.jit, static_argnames=("wire", "mesh"), donate_argnums=2)
+@partial(jax.jit, static_argnames=("wire", "mesh", "each"), donate_argnums=2)
 def send(
   params_M: Tree,
   theta: Tree,
@@ -53,6 +54,7 @@ def send(
   *,
   wire: WireConfig,
   mesh: Mesh,
+  each: bool = False,
 ) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
   """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
@@ -63,40 +65,24 @@ def send(
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
     first: number of the first replica; a site has only some of the replicas.
+    each: whether every replica has its own theta, leaves (M, ...).
 
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
   """
-  if pieces.can_send(wire, mesh):
+  if not each and pieces.can_send(wire, mesh):
     payload, squares = pieces.send(params_M, theta, layers, wire, mesh)
     return payload, codec_state, _send_metrics(*jnp.sqrt(squares))
   # Line 7: outer parameters minus inner parameters, float32.
   delta_M = jax.tree.map(outer_gradient, theta, take(params_M, theta, layers))
-  return encoded(delta_M, theta, codec_state, key, first, wire=wire, mesh=mesh)
-
-
-def encoded(
-  delta_M: Tree,
-  theta: Tree,
-  codec_state: Tree,
-  key: jax.Array,
-  first: int = 0,
-  *,
-  wire: WireConfig,
-  mesh: Mesh,
-) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
-  """Line 8: encodes outer gradients, float32 leaves (M, ...); see `send`.
-
-  Args:
-    theta: outer parameters of one replica, or their shapes.
-  """
   delta_norm_M = norms(delta_M)
-  # Each replica draws its own random numbers.
+  # Line 8. Each replica draws its own random numbers.
   numbers = first + jnp.arange(len(delta_norm_M))
   keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
   payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
   # Every sender decodes its own codes to find their error; nothing is exchanged.
-  sent_M = exchange.decode(wire, mesh, payload, theta, (REPLICA,))
+  like = one_of(theta) if each else theta
+  sent_M = exchange.decode(wire, mesh, payload, like, (REPLICA,))
   error_norm_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
   return payload, codec_state, _send_metrics(delta_norm_M, error_norm_M)
 
@@ -219,7 +205,7 @@ def send_fragment(
   kind = {"wire": plan.wire, "mesh": plan.mesh}
   with TraceAnnotation("send"):
     payload, codec_state, metrics = send(
-      params_M, theta, codec_state, layers, key, first, **kind
+      params_M, theta, codec_state, layers, key, first, each=plan.own_outer, **kind
     )
     if plan.is_diagnosed(p, t):
       metrics |= diagnostics.of_send(params_M, theta, payload, layers, **kind)

@@ -175,15 +175,14 @@ class Programs:
       self._add("update", held, noloco.update, *own, outer=c.outer, mesh=self.mesh)
       return
     arriving = updated | {"in flight": payloads[p]}
+    mine = (params, theta, codec_state, layers, key)
+    self._add("send", sent, send, *mine, each=c.own_outer, **wire)
     if c.overlap.eager:
-      mine = (params, theta, codec_state, layers, key)
-      self._add("send", sent, eager.send, *mine, **wire)
       held = arriving | {"parameters": params}
       both = (payloads[p], self.payload, layers, plan.tuned)
       update_all = partial(self._add, "update", held, eager.update, params)
       update_all(theta, opt_state, *both, outer=c.outer, **wire)
       return
-    self._add("send", sent, send, params, theta, codec_state, layers, key, **wire)
     self._add("merge", merged, merge, params, theta, layers, everyone, alpha=plan.alpha)
     if plan.home.at_hosts:
       return  # The hosts exchange payloads and update theta.

@@ -29,11 +29,10 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm.fragments import outer_gradient, take
 from diloco.algorithm.methods.own_outer import one_of, step_each
 from diloco.algorithm.norms import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.outer import encoded
+from diloco.algorithm.outer import send_fragment
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.config.fields import WireConfig
@@ -41,33 +40,6 @@ from diloco.model.sharding import REPLICA
 from diloco.wire import exchange
 
 Tree = Any
-
-
-@partial(jax.jit, static_argnames=("wire", "mesh"), donate_argnums=2)
-def send(
-  params_M: Tree,
-  theta_M: Tree,
-  codec_state: Tree,
-  layers: np.ndarray,
-  key: jax.Array,
-  *,
-  wire: WireConfig,
-  mesh: Mesh,
-) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
-  """Encodes theta_m - params_m of every replica m, as `outer.send` does.
-
-  Args:
-    params_M: parameters of all replicas.
-    theta_M: the replicas' outer parameters of the fragment.
-    codec_state: compressor state of the fragment; donated.
-    layers: int32 (n,), the fragment's layers.
-    key: PRNG key of this step and fragment.
-
-  Returns:
-    Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
-  """
-  delta_M = jax.tree.map(outer_gradient, theta_M, take(params_M, theta_M, layers))
-  return encoded(delta_M, one_of(theta_M), codec_state, key, wire=wire, mesh=mesh)
 
 
 @partial(jax.jit, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1, 2))
@@ -132,11 +104,9 @@ def outer_step(
       with TraceAnnotation("exchange"):
         late = plan.transport.carry(late)
     if p in sends:
-      key = plan.key(t, p)
-      with TraceAnnotation("send"):
-        own, codec_state, metrics = send(
-          params_M, theta_M, codec_state, plan.layers[p], key, **kind
-        )
+      own, codec_state, metrics = send_fragment(
+        plan, t, p, params_M, theta_M, codec_state
+      )
       events.append(Event("send", p, t, plan.sync_bytes(p), metrics))
     args = (theta_M, state.opt_state[p], late, own, plan.layers[p], plan.tuned)
     with TraceAnnotation("receive"):
