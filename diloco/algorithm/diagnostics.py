@@ -139,7 +139,12 @@ def spectrum(x_RxC: jax.Array) -> jax.Array:
   |A|_F^2 / |A|_2^2: 1 for a matrix of rank one, at most min(R, C).
 
   Subspace iteration finds the values. If more than `_COLUMNS` are close to each other,
-  the results are too small by some percent, and the stable rank too large.
+  the results are too small by some percent, and the stable rank too large. The values
+  are roots of the eigenvalues of a Gram matrix in float32, so values below 3e-4 of the
+  largest are less accurate; far below that they are noise.
+
+  Args:
+    x_RxC: a matrix, float32.
 
   Returns:
     float32 [K], K = min(`_VALUES`, R, C), descending; NaN for a matrix of zeros.

@@ -86,10 +86,10 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """A send or a receive of one fragment, or an average, for the log and the ledger.
+  """What happened after an inner step, for the log and the ledger.
 
   Attributes:
-    kind: send, receive, merge, average or warm_start.
+    kind: send, receive, merge or warm_start of a fragment, or average.
     fragment: index p of the fragment; of an average, what it averages.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.

@@ -52,6 +52,9 @@ def delayed_nesterov(
     momentum: mu, the share of the momentum that stays.
     activation: c, the share of mu m in each of the first N - 1 steps, up to 1 / N.
 
+  Returns:
+    A transformation of optax; its state has a `DelayedNesterovState`.
+
   Raises:
     ValueError: `every` is no whole number, or `every` or `activation` is out of range.
   """

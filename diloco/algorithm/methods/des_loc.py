@@ -92,6 +92,10 @@ def moments(parameters: Shapes, opt_state_M: Tree, fsdp: int = 1) -> list[Moment
   Args:
     parameters: shapes of one replica's parameters.
     opt_state_M: leaves (M, ...), or their shapes.
+    fsdp: devices that share a replica's parameters.
+
+  Returns:
+    Moments of both kinds, in the order of the leaves.
   """
   by_path, found = dict(shapes.leaves(parameters)), list[Moment]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):

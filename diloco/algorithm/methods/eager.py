@@ -59,12 +59,18 @@ def update(
   """Steps the outer optimizer of every replica, which goes on from the result.
 
   Args:
-    params_M, theta_M, opt_state_M: donated.
-    late: everyone's payloads of the sync before; None: there was none.
-    own: the payloads of this sync, before their exchange; None in the drain.
+    params_M: parameters of all replicas; donated.
+    theta_M: the replicas' outer parameters of the fragment, leaves (M, ...); donated.
+    opt_state_M: their outer optimizer state, leaves (M, ...); donated.
+    late: payloads of the sync before, uint8 [M, fsdp, bytes], of which every replica
+      holds all (`exchange.transmitted`); None: there was no such sync.
+    own: payloads of this sync, uint8 [M, fsdp, bytes], of which every replica holds
+      its own (`exchange.encoded`); None in the drain.
+    layers: int32 (n,), the fragment's layers.
+    tuned: learning rate and momentum.
 
   Returns:
-    New params_M, theta_M and opt_state_M, and metrics.
+    New params_M, theta_M and opt_state_M; metrics float32 [].
   """
   like, m = one_of(theta_M), len(jax.tree.leaves(theta_M)[0])
   # What replica m knows: its own part of the mean now, everyone's mean before.

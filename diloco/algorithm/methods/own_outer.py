@@ -28,12 +28,16 @@ def step_each(
 
   Args:
     params_M: parameters of all replicas.
-    state_M: the fragment's outer parameters and optimizer state, leaves (M, ...).
+    state_M: the fragment's outer parameters, float32, and optimizer state, leaves
+      (M, ...).
     grads_M: what each replica steps along, float32 leaves (M, ...).
     layers: int32 (n,), the fragment's layers.
+    tuned: learning rate and momentum.
+    outer: the outer optimizer.
+    mesh: the device mesh, over which state_M is sharded: replicas, then fsdp.
 
   Returns:
-    New params_M, new state_M, and the updates of the outer parameters.
+    New params_M; new state_M; the updates of the outer parameters, leaves (M, ...).
   """
   theta_M, opt_state_M = state_M
   step = optimizers.make_outer(outer, tuned).update

@@ -33,6 +33,9 @@ def average(delta_M: Tree, weights_M: jax.Array | None, outer: Outer) -> Tree:
     weights_M: weights of the mean, float32 [M]; None: equal weights. An absent site has
       the weight 0.
     outer: the outer optimizer; without a config, the mean is plain.
+
+  Returns:
+    Leaves without the axis M, float32.
   """
   plain = partial(_mean, weights_M=weights_M)
   if not isinstance(outer, OuterConfig) or outer.average == "mean":
@@ -48,6 +51,7 @@ def average(delta_M: Tree, weights_M: jax.Array | None, outer: Outer) -> Tree:
 
 
 def _mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
+  """Averages float32 (M, ...) over M, with weights float32 [M] if there are some."""
   if weights_M is None:
     return x_M.mean(axis=0)
   return jnp.tensordot(weights_M / weights_M.sum(), _present(x_M, weights_M), axes=1)
@@ -59,7 +63,16 @@ def _present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
 
 
 def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array:
-  """Averages norms and directions of the tensors behind `lead` axes; 0 has none."""
+  """Averages norms and directions of tensors; a tensor of zeros has no direction.
+
+  Args:
+    weights_M: weights of the mean, float32 [M]; None: equal weights.
+    lead: number of axes before those of a tensor, 2 for (M, n, ...), 1 for (M, ...).
+    x_M: the tensors, float32.
+
+  Returns:
+    The mean without the axis M, float32 (n, ...) or (...).
+  """
   x_M = x_M if weights_M is None else _present(x_M, weights_M)
   axes = tuple(range(lead, x_M.ndim))
 

@@ -70,7 +70,16 @@ def follow(
 def _own(
   params_M: Tree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
 ) -> Tree:
-  """Takes a fragment of one replica, float32; every device takes one that it holds."""
+  """Takes a fragment of one replica; every device takes one that it holds.
+
+  Args:
+    params_M: parameters of all replicas, which are equal.
+    layers: int32 (n,), the fragment's layers.
+    keys: names of the fragment's parts, such as `blocks`.
+
+  Returns:
+    Leaves (n, ...) under `blocks`, else (...), float32, sharded over fsdp.
+  """
   part_M = take(params_M, keys, layers)
   led = specs(part_M, mesh, (REPLICA,))
   # Not x_M[0] of the whole array: XLA would send replica 0 to all other devices.
@@ -95,8 +104,15 @@ def _accumulate(
 ) -> tuple[Tree, jax.Array]:
   """Shows the outer optimizer the outer gradient theta - new, but drops its step.
 
+  Args:
+    theta: outer parameters of the fragment, float32 leaves (n, ...) or (...).
+    opt_state: outer optimizer state of the fragment.
+    new: the replicas' parameters, shaped like theta.
+    tuned: learning rate and momentum.
+
   Returns:
-    New opt_state; the norm of the outer gradient, float32 [].
+    New opt_state, unchanged without `outer.warm_start_momentum`; the norm of the outer
+    gradient, float32 [].
   """
   delta = jax.tree.map(jnp.subtract, theta, new)
   if isinstance(outer, OuterConfig) and outer.warm_start_momentum:
