@@ -67,7 +67,7 @@ def test_an_outer_optimizer_of_this_name_trains():
   ("text", "message"),
   [
     ("delayed_nesterov", "every"),
-    ("delayed_nesterov(every=0)", "every is 0, but must be at least 1"),
+    ("delayed_nesterov(every=0)", "every is 0, but must be a whole number"),
     ("delayed_nesterov(every=4, activation=0.5)", "activation is 0.5"),
     ("delayed_nesterov(every=4, nesterov=True)", "takes no argument nesterov"),
   ],
