@@ -130,12 +130,12 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
-  if averages(c) and not c.data_parallel:
+  if averages_parameters(c) and not c.data_parallel:
     raise ConfigError(
       f"inner.optimizer is {c.inner.optimizer}, which averages one model, but algorithm"
       f" is {c.algorithm}; choose data_parallel."
     )
-  if averages(c) and c.model.param_dtype != "float32":
+  if averages_parameters(c) and c.model.param_dtype != "float32":
     raise ConfigError(
       f"inner.optimizer is {c.inner.optimizer}, but model.param_dtype is"
       f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
@@ -150,7 +150,7 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   )
 
 
-def averages(c: Config) -> bool:
+def averages_parameters(c: Config) -> bool:
   """Whether the inner optimizer averages its parameters: GPA or Schedule-Free.
 
   No outer step synchronises the sequence z in the optimizer's state.

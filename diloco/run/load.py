@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
 from diloco.algorithm.methods.gpa import judged
-from diloco.algorithm.optimizers import averages
+from diloco.algorithm.optimizers import averages_parameters
 from diloco.algorithm.state import (
   abstract_params,
   abstract_state,
@@ -136,7 +136,7 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
 
   if c.data_parallel:
     params = {"params": led(abstract_params(c), 1)}
-    if not averages(c):
+    if not averages_parameters(c):
       return params
     return params | {"opt_state": abstract_state(c, mesh, None).opt_state}
   whole = shapes.parameters(c.model)
