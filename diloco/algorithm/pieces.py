@@ -39,10 +39,8 @@ def _most(mesh: Mesh) -> int:
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   """Says whether `send` takes the compressor: without random numbers and state."""
-  scaled = wire.format not in {*formats.PLAIN, *formats.BINS}
-  stateless = wire.compressor == "quantize" and not wire.error_feedback
   nearest = wire.rounding == "nearest"
-  return stateless and nearest and scaled and bool(_most(mesh))
+  return _can_decode(wire, mesh) and nearest and not wire.error_feedback
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
@@ -53,7 +51,12 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
     return False  # The state also counts syncs, or the mean needs whole tensors.
   name, _ = parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.
-  return fits and wire.exchange == "gather" and can_send(wire, mesh)
+  return fits and wire.exchange == "gather" and _can_decode(wire, mesh)
+
+
+def _can_decode(wire: WireConfig, mesh: Mesh) -> bool:
+  scaled = wire.format not in {*formats.PLAIN, *formats.BINS}
+  return wire.compressor == "quantize" and scaled and bool(_most(mesh))
 
 
 def send(
