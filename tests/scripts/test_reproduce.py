@@ -131,7 +131,7 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   flags = [f"--out={tmp_path}", "--only=fedpart,ladder", "--seeds=2", "--jobs=99"]
   assert reproduce.main([*flags, "--list"]) == 0
   listed = capsys.readouterr().out.splitlines()
-  # Four algorithms of six sizes, with two seeds each that do not tune: at least 48 runs.
+  # Four algorithms of six sizes, two seeds each that do not tune: at least 48 runs.
   ladder = next(line for line in listed if line.startswith("| ladder | 0 |"))
   assert int(ladder.split("|")[3]) > 48
   assert reproduce.main(flags) == 0
