@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
   "diloco": DILOCO,
   "diloco_4": DILOCO | {"replicas": 4},
+  "local_adamw": DILOCO | MEAN,
   "streaming": {},
   "fedpart": {"outer.fedpart": True},
   "topk": {"wire.compressor": "topk", **FLOAT32},

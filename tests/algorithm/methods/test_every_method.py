@@ -24,18 +24,18 @@ SHAPES = {"inner step", "bytes", "schedule", *OUTER_STEP}
 CHANGES = {
   "diloco": ("streaming", {"bytes", "schedule", *OUTER_STEP}),
   "diloco_4": ("diloco", SHAPES),
+  "local_adamw": ("diloco", {"update", "numbers"}),
   "fedpart": ("streaming", {"inner step"}),
   "topk": ("streaming", {"send", "update", "bytes"}),
   "random": ("streaming", {"send", "update", "bytes"}),
   "dare": ("random", {"send"}),
   "snoo": ("diloco", SHAPES),
-  # The update decodes the same codes, but no longer piece by piece.
-  "error_feedback": ("streaming", {"send", "update"}),
-  "sparseloco": ("diloco", {"send", "update", "bytes", "numbers"}),
+  "error_feedback": ("streaming", {"send"}),
+  "sparseloco": ("local_adamw", {"send", "update", "bytes"}),
   "muon": ("data_parallel", {"inner step"}),
   "muon_diloco": ("diloco", {"inner step"}),
   "muloco": ("muon_diloco", {"send", "update", "bytes"}),
-  "des_loc": ("diloco", {"first_moments", "second_moments", "update", "numbers"}),
+  "des_loc": ("local_adamw", {"first_moments", "second_moments"}),
   "sparta": ("diloco", {"sparta"}),
   # One peer receives as much as the other replica of two; nothing is merged.
   "noloco": ("diloco", SHAPES - {"bytes"} | {"numbers"}),
