@@ -21,11 +21,12 @@ from diloco.config import Config, ConfigError, files, resolve
 from diloco.config.command_line import Parser, guarded, load_module, make_folder
 from diloco.model.shapes import matrix_params
 from diloco.sweep import chart, claim, progress, table
-from diloco.sweep.grid import Point, Search, Sweep
+from diloco.sweep.grid import Point, Sweep
 from diloco.sweep.load import load_sweep, shared_programs
 from diloco.sweep.local import Local
 from diloco.sweep.paper_claims import CLAIMS, LADDER, SMALL
 from diloco.sweep.runner import Driver, drive
+from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 from diloco.sweep.tables import markdown
 

@@ -21,8 +21,9 @@ from diloco.config import files
 from diloco.config.palette import COLORS, OTHERS, PAGE, STYLE
 from diloco.sweep import drawing, tables
 from diloco.sweep.drawing import LOSS
-from diloco.sweep.grid import Point, Search, key
+from diloco.sweep.grid import Point, key
 from diloco.sweep.runs import PLAIN, curve_name
+from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).

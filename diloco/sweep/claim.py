@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 import scipy.special
 
-from diloco.sweep.grid import Search
+from diloco.sweep.search import Search
 from diloco.sweep.tables import markdown
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"

@@ -1,11 +1,10 @@
-"""Decides what a sweep tries: cells, hyperparameters to tune, and the next runs.
+"""Says what a sweep compares: cells, and hyperparameters to tune in each of them.
 
 Scaling Laws for DiLoCo (arXiv 2503.09799), Section 3.1: learning rates are powers of
-sqrt 2, batches are powers of 2, and a grid grows until its best point is interior.
+sqrt 2, batches are powers of 2.
 """
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -197,134 +196,6 @@ def _check_list(name: str, values: object, kind: type = object) -> None:
   for value in values:
     if not isinstance(value, kind):
       raise ValueError(f"{name} have {value!r}, which is no {kind.__name__}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-  """The progress of the search of one cell.
-
-  Attributes:
-    grid, cell: the searched cell and its grid.
-    state: waiting (for the cell in `like`), searching, interior, edge or failed.
-    points: all points of the cell so far.
-    todo: the points that have no result yet.
-    best: the point with the least loss so far; None before the first result.
-    loss: the loss of `best`.
-    edge: the axes whose bound the best point touches.
-  """
-
-  grid: Grid
-  cell: Point
-  state: str
-  points: Sequence[Point] = ()
-  todo: Sequence[Point] = ()
-  best: Point | None = None
-  loss: float = math.inf
-  edge: Sequence[str] = ()
-
-  @property
-  def ended(self) -> bool:
-    return self.has_best or self.state == "failed"
-
-  @property
-  def has_best(self) -> bool:
-    """Whether the search has ended, and `best` is its result."""
-    return self.state in ("interior", "edge")
-
-
-# The loss of a point: inf if its run failed, None if the run has not ended.
-Loss = Callable[[Point], float | None]
-
-
-def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
-  """Searches all cells of all grids, in order.
-
-  Raises:
-    ValueError: a cell starts from a cell that is not an earlier one.
-  """
-  latest: dict[str, Search] = {}  # By the cell's key.
-  found = list[Search]()
-  for grid in grids:
-    for cell in grid.cells:
-      source = grid.like(cell)
-      if source is not None and key(source) not in latest:
-        raise ValueError(
-          f"grid {grid.name!r}: the cell {describe(cell)} starts from"
-          f" {describe(source)}, which is no earlier cell; add it, or change `like`."
-        )
-      before = None if source is None else latest[key(source)]
-      latest[key(cell)] = _search_after(before, grid, cell, loss)
-      found.append(latest[key(cell)])
-  return found
-
-
-def check_starts(grids: Sequence[Grid]) -> None:
-  """Checks that every axis can start from all values that `like` may give it.
-
-  Args:
-    grids: every cell starts from an earlier one; see `search_all`.
-
-  Raises:
-    ValueError: a cell may start from a value that an axis does not have.
-  """
-  known: dict[str, dict[str, Axis]] = {}  # The values of each name, by the cell's key.
-  for grid in grids:
-    for cell in grid.cells:
-      source = grid.like(cell)
-      start = {} if source is None else known[key(source)]
-      for axis in grid.axes:
-        if axis.name in start:
-          axis.check_start(start[axis.name])
-      given = {name: Axis(name, (value,)) for name, value in cell.items()}
-      tuned = {axis.name: axis for axis in grid.axes}
-      known[key(cell)] = start | given | tuned
-
-
-def _search_after(before: Search | None, grid: Grid, cell: Point, loss: Loss) -> Search:
-  if before is None:
-    return search(grid, cell, None, loss)
-  if before.ended and before.best is not None:
-    return search(grid, cell, before.best, loss)
-  return Search(grid, cell, "failed" if before.ended else "waiting")
-
-
-def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:
-  """Searches one cell as far as losses are known.
-
-  The points of the first grid come first, then the missing neighbours of the best point
-  along every axis. The search ends when both neighbours of every axis are known and
-  none is better.
-
-  Args:
-    grid: the cell's grid.
-    cell: a cell of the grid.
-    start: the best point of the cell from which this one starts, if any.
-    loss: the loss of a point.
-  """
-  points = _first_points(grid, cell, start or {})
-  while True:
-    losses = [loss(point) for point in points]
-    todo = [p for p, value in zip(points, losses) if value is None]
-    ended = [(value, p) for p, value in zip(points, losses) if value is not None]
-    least, best = min(ended, key=lambda pair: pair[0], default=(math.inf, None))
-    if todo:
-      return Search(grid, cell, "searching", points, todo, best, least)
-    if best is None or least == math.inf:
-      return Search(grid, cell, "failed", points)
-    near = [point for axis in grid.axes for point in axis.beside(best)]
-    missing = [point for point in near if point not in points]
-    if not missing:
-      edge = [axis.name for axis in grid.axes if axis.ends_at(best)]
-      state = "edge" if edge else "interior"
-      return Search(grid, cell, state, points, [], best, least, edge)
-    points += missing
-
-
-def _first_points(grid: Grid, cell: Point, start: Point) -> list[Point]:
-  axes = [axis for axis in grid.axes if axis.name not in start]
-  choices = itertools.product(*(axis.first or axis.values for axis in axes))
-  names = [axis.name for axis in axes]
-  return [{**start, **cell, **dict(zip(names, values))} for values in choices]
 
 
 def key(point: Mapping[str, Any]) -> str:

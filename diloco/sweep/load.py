@@ -3,7 +3,8 @@
 import pathlib
 
 from diloco.config import ConfigError, command_line
-from diloco.sweep.grid import Sweep, check_starts, search_all
+from diloco.sweep.grid import Sweep
+from diloco.sweep.search import check_starts, search_all
 
 
 def load_sweep(name: str) -> Sweep:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco.run import metrics
 from diloco.run.workdir import backwards
-from diloco.sweep.grid import Point, Search, describe
+from diloco.sweep.grid import Point, describe
+from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 
 

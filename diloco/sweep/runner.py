@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from diloco.config import ConfigError, files, resolve
 from diloco.config.command_line import one_line
-from diloco.sweep import grid as grid_lib
 from diloco.sweep import groups, progress, table
-from diloco.sweep.grid import Point, Search, Sweep
+from diloco.sweep.grid import Point, Sweep, describe, key
 from diloco.sweep.job import handled
+from diloco.sweep.search import Search, search_all
 from diloco.sweep.table import Row
 
 # A run fails when it has vanished (was killed, ran out of memory, lost its node) this
@@ -113,7 +113,7 @@ class Driver:
 
   def cells(self) -> list[Search]:
     """Searches all cells; the losses come from `rows`."""
-    return grid_lib.search_all(self.sweep.grids, self._loss)
+    return search_all(self.sweep.grids, self._loss)
 
   def todo(self, cells: list[Search]) -> dict[str, Plan]:
     """Returns the runs without a result that the cells ask for, by name."""
@@ -157,10 +157,10 @@ class Driver:
     return row["loss"] if row else None
 
   def _plan(self, point: Point) -> Plan:
-    key = grid_lib.key(point)
-    if key not in self._plans:
-      self._plans[key] = self._make_plan(point)
-    return self._plans[key]
+    name = key(point)
+    if name not in self._plans:
+      self._plans[name] = self._make_plan(point)
+    return self._plans[name]
 
   def _make_plan(self, point: Point) -> Plan:
     try:
@@ -169,7 +169,7 @@ class Driver:
       reason = one_line(error)
       if not isinstance(error, ConfigError):
         kind = type(error).__name__
-        where = f"at the point {grid_lib.describe(point)}"
+        where = f"at the point {describe(point)}"
         reason = f"the sweep file's config raises {kind}: {reason} {where}"
       return Plan(point, _refused_name(point), {}, reason)
     name = table.digest(config)

@@ -14,8 +14,9 @@ import pytest
 
 from diloco.config import files
 from diloco.sweep import chart, table
-from diloco.sweep.grid import Grid, Sweep, search_all
+from diloco.sweep.grid import Grid, Sweep
 from diloco.sweep.load import load_sweep
+from diloco.sweep.search import search_all
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "reproduce.py"
 spec = importlib.util.spec_from_file_location("reproduce", SCRIPT)

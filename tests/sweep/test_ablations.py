@@ -10,8 +10,9 @@ from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 from diloco.config import ConfigError, command_line, files, resolve
 from diloco.model.shapes import num_params, parameters
 from diloco.sweep import chart
-from diloco.sweep.grid import Axis, Grid, Search, search_all
+from diloco.sweep.grid import Axis, Grid
 from diloco.sweep.load import load_sweep
+from diloco.sweep.search import Search, search_all
 from diloco.wire import sizes
 
 FILE = command_line.load_module("ablations", "get_sweep", "")

@@ -7,7 +7,8 @@ import pandas as pd
 import pytest
 
 from diloco.sweep import claim
-from diloco.sweep.grid import Grid, Search
+from diloco.sweep.grid import Grid
+from diloco.sweep.search import Search
 
 
 def claim_of(column="loss", **bounds):
