@@ -97,6 +97,7 @@ STREAMING: dict[str, Point] = {
   "DiLoCo, H=5, outer rate 0.7, mean moments": (
     METHODS.DILOCO | every(5, **outer(0.7, 0.5)) | moments(5)
   ),
+  "H=5, outer rate 0.7, mean moments": every(5, **outer(0.7, 0.5)) | moments(5),
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "falling outer momentum": {"outer.final_momentum": 0.0},
