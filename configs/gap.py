@@ -56,14 +56,15 @@ def rate(value: float) -> Point:
 
 
 METHODS = load_module("methods", "get_config", "methods")
+DILOCO, LOCAL_ADAMW = METHODS.DILOCO, METHODS.LOCAL_ADAMW
 MEAN, MUON = METHODS.MEAN, METHODS.MUON
-DILOCO = METHODS.DILOCO | MEAN
 PIER = {
   "outer.final_fraction": METHODS.PIER_RATE,
   "outer.final_momentum": METHODS.PIER_MOMENTUM * 0.5,
 }
 
 SMALL = batch(8, 400)
+H_5 = every(5, **outer(0.7, 0.5))
 # Settings of both algorithms: {name: fields}.
 BOTH: dict[str, Point] = {
   "batch 4": batch(4, 800),
@@ -92,12 +93,10 @@ STREAMING: dict[str, Point] = {
   "H=5": every(5),
   "H=20": every(20),
   "fp32, tau=0": {"wire.format": "fp32", "overlap.tau": 0},
-  "DiLoCo, outer mean": DILOCO,
-  "DiLoCo, outer mean, mean moments": DILOCO | moments(10),
-  "DiLoCo, H=5, outer rate 0.7, mean moments": (
-    METHODS.DILOCO | every(5, **outer(0.7, 0.5)) | moments(5)
-  ),
-  "H=5, outer rate 0.7, mean moments": every(5, **outer(0.7, 0.5)) | moments(5),
+  "DiLoCo, outer mean": LOCAL_ADAMW,
+  "DiLoCo, outer mean, mean moments": LOCAL_ADAMW | moments(10),
+  "DiLoCo, H=5, outer rate 0.7, mean moments": DILOCO | H_5 | moments(5),
+  "H=5, outer rate 0.7, mean moments": H_5 | moments(5),
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "falling outer momentum": {"outer.final_momentum": 0.0},
@@ -107,7 +106,7 @@ STREAMING: dict[str, Point] = {
   "warm start 320, momentum from zero": warm(320, momentum=False),
   "Pier's decays, warm start 160": warm(160) | PIER,
   "tau=0": {"overlap.tau": 0},
-  "H=5, outer rate 0.7, momentum 0.5": every(5, **outer(0.7, 0.5)),
+  "H=5, outer rate 0.7, momentum 0.5": H_5,
   "error feedback": {"wire.error_feedback": 1.0},
 }
 

@@ -19,6 +19,7 @@ Value = Any | Callable[[Config], Any]
 
 DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
+LOCAL_ADAMW = DILOCO | MEAN
 # Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
@@ -30,7 +31,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
   "diloco": DILOCO,
   "diloco_4": DILOCO | {"replicas": 4},
-  "local_adamw": DILOCO | MEAN,
+  "local_adamw": LOCAL_ADAMW,
   "streaming": {},
   "fedpart": {"outer.fedpart": True},
   "topk": {"wire.compressor": "topk", **FLOAT32},
@@ -43,9 +44,8 @@ METHODS: dict[str, dict[str, Value]] = {
     "wire.density": 0.03,
     "wire.chunk": 4096,
     "wire.error_feedback": 0.95,
-    **DILOCO,
+    **LOCAL_ADAMW,
     **TWO_BITS,
-    **MEAN,
   },
   "muon": {"algorithm": "data_parallel", **MUON},
   "muon_diloco": DILOCO | MUON,
@@ -60,8 +60,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "des_loc": {
     "des_loc.first_every": lambda c: 3 * c.sync_every,
     "des_loc.second_every": lambda c: 6 * c.sync_every,
-    **DILOCO,
-    **MEAN,
+    **LOCAL_ADAMW,
   },
   "sparta": DILOCO | {"sparta.share": 0.005},
   "noloco": {
