@@ -1,6 +1,7 @@
 """All tests share one CPU device, a config that trains in seconds, and small texts."""
 
 import atexit
+import collections
 import concurrent.futures
 import json
 import os
@@ -28,13 +29,72 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # LLVM does not optimise.
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+# {tier: what its tests need}; a test without a mark is in the default tier.
+TIERS = {
+  "integration": "processes, kills, sweeps, long compiles",
+  "slow": "minutes each",
+}
+# These take longest, so they begin first, and the workers end together.
+FIRST = ()
+_left_out: collections.Counter[str] = collections.Counter()
 
 
 def pytest_configure(config: pytest.Config):
   """Compiling is most of a test's time; only slow tests run their programs for long."""
   flags = os.environ.get("XLA_FLAGS", "")
-  if config.option.markexpr == "not slow" and QUICK_TO_COMPILE not in flags:
+  without_slow = "slow" not in config.option.markexpr.replace("not slow", "")
+  if config.option.markexpr and without_slow and QUICK_TO_COMPILE not in flags:
     os.environ["XLA_FLAGS"] = f"{flags} {QUICK_TO_COMPILE}".strip()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+  """A worker for each core (of up to 2 GB); none to test a single file."""
+  if len(config.args) == 1 and ".py" in config.args[0]:
+    return 0
+  return min(len(os.sched_getaffinity(0)), 8)
+
+
+def tier_of(item: pytest.Item) -> str:
+  """The tier of a test, which says why it is not in the default one."""
+  marks = [m for m in item.iter_markers() if m.name in TIERS]
+  if not marks:
+    return ""
+  if len(marks) > 1 or len(marks[0].args) != 1:
+    raise pytest.UsageError(f"{item.nodeid} needs one tier, with its reason in it")
+  return marks[0].name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+  for item in items:
+    tier_of(item)
+  place = {name: i for i, name in enumerate(FIRST)}
+  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_deselected(items: list[pytest.Item]):
+  if items and not items[0].config.option.keyword:
+    _left_out.update(filter(None, map(tier_of, items)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session):
+  if hasattr(session.config, "workeroutput"):
+    session.config.workeroutput["left_out"] = dict(_left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+  # All workers collect, and leave out, the same tests.
+  found = getattr(node, "workeroutput", {}).get("left_out", {})
+  _left_out.update({t: n for t, n in found.items() if t not in _left_out})
+
+
+def pytest_terminal_summary(terminalreporter):
+  for tier, number in _left_out.items():
+    terminalreporter.write_line(
+      f"Left out: {number} {tier} tests ({TIERS[tier]}); pytest -m {tier} runs them."
+    )
 
 
 def tiny_config() -> ml_collections.ConfigDict:

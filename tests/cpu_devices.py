@@ -8,6 +8,14 @@ import sys
 from typing import Any
 
 TESTS = pathlib.Path(__file__).parent
+# LLVM does not optimise: it takes longer than the tiny programs themselves, and has no
+# part in sharding and collectives.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def run_on_8_devices(*parts: str, flags: str = "") -> dict:
+  """The results of these parts of multidevice.py."""
+  return run(8, TESTS / "multidevice.py", *parts, flags=flags)
 
 
 def run(count: int, *command: str | pathlib.Path, flags: str = "") -> Any:

@@ -1,9 +1,10 @@
 """Runs in a process of its own with 8 forced host devices; prints JSON.
 
 Trains the same few steps on several layouts of the mesh, and reads the collectives of
-the compiled programs. Arguments: the parts to run.
+the compiled programs. Arguments: parts to run, whole or with names: losses=1,8.
 """
 
+import functools
 import hashlib
 import json
 import sys
@@ -441,49 +442,57 @@ def main() -> None:
     "16_bits": (2, {**one_model, "inner.gradient_dtype": "bfloat16"}),
   }
   parts = {
-    "attentions": attentions,
-    "gradients": lambda: {
-      "2": gradients(2),
-      "8": gradients(8),
-      "accumulated": gradients(2, **{"train.accumulate": 2}),
+    "gradients": {
+      "2": lambda: gradients(2),
+      "8": lambda: gradients(8),
+      "accumulated": lambda: gradients(2, **{"train.accumulate": 2}),
     },
-    "averages": lambda: {
-      "8": averages(8),
-      "4 of 4": averages(4, replicas=4),
+    "averages": {
+      "8": lambda: averages(8),
+      "4 of 4": lambda: averages(4, replicas=4),
     },
-    "pairs": lambda: {"2": pairs(2), "8": pairs(8)},
-    "whole_models": whole_models,
-    "losses": lambda: {name: losses(n, **f) for name, (n, f) in layouts.items()},
-    "arrivals": lambda: {
-      f"{slices}, {gathers}": arrivals(slices, gathers)
+    "pairs": {"2": lambda: pairs(2), "8": lambda: pairs(8)},
+    "whole_models": {"2 of 4": whole_models},
+    "losses": {
+      name: functools.partial(losses, n, **f) for name, (n, f) in layouts.items()
+    },
+    "arrivals": {
+      f"{slices}, {gathers}": functools.partial(arrivals, slices, gathers)
       for slices, gathers in ((1, False), (2, False), (4, False), (3, False), (1, True))
     },
-    "library": lambda: {
-      f"{kind}, {devices}": library(devices, fsdp, kind)
+    "library": {
+      f"{kind}, {devices}": functools.partial(library, devices, fsdp, kind)
       for kind in ("by path", "stacked", "pairs")
       for devices, fsdp in ((1, 1), (8, 2))
     },
-    "diagnosed": lambda: {
-      f"{devices}, {fsdp}": diagnosed(devices, fsdp)
+    "diagnosed": {
+      f"{devices}, {fsdp}": functools.partial(diagnosed, devices, fsdp)
       for devices, fsdp in ((1, 1), (2, 2), (2, 1), (4, 2))
     },
-    "bits": lambda: {transport: bits(transport) for transport in ("device", "host")},
-    "shards": lambda: {
-      f"{compressor}, {rounding}": shards(compressor, rounding)
+    "bits": {name: functools.partial(bits, name) for name in ("device", "host")},
+    "shards": {
+      f"{compressor}, {rounding}": functools.partial(shards, compressor, rounding)
       for compressor in ("quantize", "random", "feedback")
       for rounding in ("nearest", "stochastic")
     },
-    "traffic": lambda: {
-      "2": traffic(2),
-      "8": traffic(8),
-      "chunked": traffic(8, **{"model.loss_chunk": 4}),
-      "feedback": traffic(8, **{"wire.compressor": "feedback"}),
-      "psum": traffic(2, **{"wire.exchange": "psum"}),
-      "psum_8": traffic(8, **{"wire.exchange": "psum"}),
-      "psum_of_4": traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
+    "traffic": {
+      "2": lambda: traffic(2),
+      "8": lambda: traffic(8),
+      "chunked": lambda: traffic(8, **{"model.loss_chunk": 4}),
+      "feedback": lambda: traffic(8, **{"wire.compressor": "feedback"}),
+      "psum": lambda: traffic(2, **{"wire.exchange": "psum"}),
+      "psum_8": lambda: traffic(8, **{"wire.exchange": "psum"}),
+      "psum_of_4": lambda: traffic(4, **{"wire.exchange": "psum", "replicas": 4}),
     },
+    # The last part: it changes JAX and attention.check.
+    "attentions": {"all": attentions},
   }
-  json.dump({part: parts[part]() for part in sys.argv[1:]}, sys.stdout)
+  found = {}
+  for word in sys.argv[1:]:
+    part, _, names = word.partition("=")
+    chosen = names.split(",") if names else parts[part]
+    found[part] = {name: parts[part][name]() for name in chosen}
+  json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp
   assert summary["eval_loss"]["outer"] < 7.7  # log(2048) is 7.62.
 
 
+@pytest.mark.integration("whole runs")
 @pytest.mark.parametrize("transport", ["device", "host"])
 def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
   tiny, tmp_path, transport
@@ -70,6 +71,7 @@ def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
   assert losses("plain")[-1] != losses("whole")[-1]
 
 
+@pytest.mark.integration("whole runs")
 def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
   tiny.model.name, tiny.log.sample_tokens = "bigram", 3
   tiny.train.batch_size, tiny.train.steps = 32, 60
@@ -83,6 +85,7 @@ def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
   assert summary["syncs"] == len(metrics.read(tmp_path, "send")) > 0
 
 
+@pytest.mark.integration("whole runs")
 def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
   tiny.model.name, tiny.wire.compressor, tiny.plugins = "bigram", "signs", ("plugins",)
   train.train(tiny, tmp_path / "run")

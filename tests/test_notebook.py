@@ -182,14 +182,14 @@ def test_the_own_loop_has_fragments_by_path(folder):
   assert fragments[-1] == ("decode/b", "decode/w", "encode/b", "encode/w")
 
 
-@pytest.mark.slow  # About 30 s on one core, most of it compiling.
+@pytest.mark.slow("trains a loop, 30 s")
 def test_a_small_own_loop_resumes_exactly(folder, capsys):
   names = run("own_loop", **{"= 2, 600, 512": "= 2, 40, 16"})
   assert names["sent"][-1] > 0
   assert "equal bit for bit: True" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # About 40 s on one core, most of it compiling.
+@pytest.mark.slow("trains, 40 s")
 def test_a_sync_is_taken_apart(folder, capsys):
   """The cells assert that payload and update are those of the trainer."""
   names = run("anatomy", **SMALL_ANATOMY, **{"range(60, 100)": "range(20, 60)"})
@@ -204,7 +204,7 @@ def test_the_config_of_the_quickstart_has_a_schedule(folder, capsys):
   assert "fragments.size: 3 -> 1" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # About 20 s on one core, most of it compiling.
+@pytest.mark.slow("trains, 20 s")
 def test_a_small_quickstart_trains(folder, capsys):
   small = SMALL | {"train.steps": 22, "eval.every": 11, "eval.tokens": 512}
   update = f"config.update_from_flattened_dict({small})\nc = resolve(config)"
@@ -220,7 +220,7 @@ def test_a_small_quickstart_trains(folder, capsys):
   assert "My fellow citizens" in capsys.readouterr().out
 
 
-@pytest.mark.slow  # Minutes: the whole notebooks, each in a process of its own.
+@pytest.mark.slow("whole notebooks")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_whole_notebook_runs(name, tmp_path):
   cells = (re.sub(r"(?m)^%.*$", "", cell) for cell in code(name))

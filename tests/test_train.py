@@ -141,6 +141,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
     assert a[field] == b[field]
 
 
+@pytest.mark.integration("starts processes and stops them")
 @pytest.mark.parametrize(("signum", "status"), [("SIGTERM", 0), ("SIGINT", 130)])
 def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   process = start(
@@ -165,6 +166,7 @@ def await_metrics(process, workdir):
     time.sleep(0.01)
 
 
+@pytest.mark.integration("starts processes and stops them")
 def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   process = start(tmp_path, stderr=subprocess.PIPE, text=True)
   while process.poll() is None and not (tmp_path / ".lock").exists():
@@ -176,6 +178,7 @@ def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   assert "Traceback" not in stderr
 
 
+@pytest.mark.integration("starts processes and stops them")
 def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
   process = start(tmp_path, "--config.train.steps=100000", stderr=subprocess.DEVNULL)
   try:
@@ -190,6 +193,7 @@ def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
     pass  # A dead process keeps no lock.
 
 
+@pytest.mark.integration("starts a process for each run")
 def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   shutil.copytree(finished, tmp_path / "copy")
   before = (finished / "summary.json").read_text()
@@ -206,6 +210,7 @@ def test_a_finished_run_is_not_trained_again(finished, tmp_path):
     assert after[field] == before[field]
 
 
+@pytest.mark.integration("starts a process for each run")
 def test_another_config_is_refused_with_the_difference(finished, tmp_path):
   shutil.copytree(finished, tmp_path / "copy")
   code, stderr = run(tmp_path / "copy", "--config.outer.learning_rate=0.7")
@@ -214,6 +219,7 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path):
   assert "checkpoint of step 12 made with another config" in stderr
 
 
+@pytest.mark.integration("starts a process for each run")
 @pytest.mark.parametrize("harm", [damage.cut, damage.flip])
 def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   workdir = tmp_path / "copy"
@@ -232,6 +238,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   assert_same_end(workdir, finished)
 
 
+@pytest.mark.integration("starts a process for each run")
 def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
@@ -258,6 +265,7 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   assert_same_end(workdir, finished)
 
 
+@pytest.mark.integration("starts a process for each run")
 @pytest.mark.parametrize("field", ["overlap.transport=host", "outer.offload=True"])
 def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, field):
   workdir = tmp_path / "copy"
@@ -298,6 +306,7 @@ def test_the_baselines_run_from_the_same_config(tiny, tmp_path, algorithm):
     assert summary["syncs"] == len(sends)
 
 
+@pytest.mark.integration("whole runs")
 def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
   # Before anything was learned all have the same parameters: the first losses agree.
   first = {}
@@ -309,6 +318,7 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
   assert first["data_parallel"] == pytest.approx(first["diloco"], rel=1e-6)
 
 
+@pytest.mark.integration("compiles what the next test compiles otherwise")
 def test_fedpart_trains_only_the_next_fragment(tiny):
   tiny.outer.fedpart = True
   c = resolve(tiny)
@@ -361,6 +371,7 @@ def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
   assert not any(np.all(x == 1) for x in jax.tree.leaves(found[0]["blocks"]))
 
 
+@pytest.mark.integration("compiles everything twice")
 def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
   def compiled(layers):
     tiny.model.num_layers, tiny.train.steps = layers, 12
@@ -379,6 +390,7 @@ def test_no_program_is_compiled_per_fragment(tiny, tmp_path, caplog):
   assert few["send"] == 2  # Block fragments and the embedding.
 
 
+@pytest.mark.integration("whole runs")
 def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypatch):
   tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
   first = train.train(tiny, tmp_path)

@@ -93,7 +93,10 @@ def by_numpy(delta_M, sent_M, theta, layers) -> dict:
 
 @pytest.mark.parametrize(
   ("m", "pattern"),
-  [(2, "whole"), pytest.param(5, "sequential", marks=pytest.mark.slow)],
+  [
+    (2, "whole"),
+    pytest.param(5, "sequential", marks=pytest.mark.slow("compiles for five replicas")),
+  ],
 )
 def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
   fields = {"fragments.pattern": pattern, "fragments.size": LAYERS}

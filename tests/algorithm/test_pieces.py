@@ -25,9 +25,14 @@ def make_config(**fields):
   return resolve(c)
 
 
+# Parameters with two tensors of blocks and one besides; those of a model take as many
+# programs as they have shapes.
+SHAPES = {"blocks": {"up": (4, 64, 256), "odd": (4, 33)}, "embed": {"tokens": (48, 64)}}
+
+
 def outer_steps(c) -> tuple:
   """Sends and updates the first fragment twice, from random parameters."""
-  plan = make_plan(c, make_mesh(c, jax.devices()[:1]))
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
   at = {"wire": c.wire, "mesh": plan.mesh}
   send = jax.jit(lambda *args: outer.send.__wrapped__(*args, **at))
   update = jax.jit(lambda *args: outer.update.__wrapped__(*args, outer=c.outer, **at))
@@ -65,8 +70,7 @@ def outer_steps(c) -> tuple:
 def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   c = make_config(**fields)
   monkeypatch.setitem(pieces._VALUES, "cpu", 1 << 10)
-  shapes = c.make_fragments()[0].shapes(make_plan(c, make_mesh(c)).parameters)
-  n, d, f = shapes["blocks"]["ff"]["up"]
+  n, d, f = c.make_fragments()[0].shapes(SHAPES)["blocks"]["up"]
   assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
   found, metrics = outer_steps(c)
   monkeypatch.setattr(pieces, "can_send", lambda *_: False)

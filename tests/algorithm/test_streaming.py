@@ -136,6 +136,7 @@ def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
       np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.integration("compiles the library and the trainer")
 @pytest.mark.parametrize("wire", ["fp32", "e3m0"])
 def test_stacked_layers_train_as_in_the_trainer(wire):
   c = default_config()
@@ -286,12 +287,14 @@ def test_tau_is_a_number_of_any_kind():
     assert method.plan.schedule.taus == (2,) * M
 
 
+@pytest.mark.integration("trains the examples")
 @pytest.mark.parametrize("name", ["plain_jax", "nnx_model", "equinox_model"])
 def test_the_examples_train(name, capsys):
   runpy.run_path(str(ROOT / f"examples/{name}.py"))
   assert float(capsys.readouterr().out.split("loss ")[1].split(",")[0].split()[0]) < 0.3
 
 
+@pytest.mark.integration("two processes")
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_two_processes_train_together(transport):
   address = f"localhost:{free_port()}"

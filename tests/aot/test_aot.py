@@ -304,6 +304,7 @@ def run_alone(script: str, *args: str):
   return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.integration("compiles for TPUs")
 @needs_libtpu
 @pytest.mark.parametrize("name", ["e3m0", "e2m3", "bf16", "fp32"])
 def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(name):
@@ -313,6 +314,7 @@ def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(nam
   assert decode < 4
 
 
+@pytest.mark.integration("compiles for TPUs")
 @needs_libtpu
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
@@ -337,6 +339,7 @@ def check_hidden(kinds: list[str], *args: str) -> dict:
   return found
 
 
+@pytest.mark.integration("compiles for TPUs")
 @needs_libtpu
 @pytest.mark.parametrize(
   ("slices", "replicas", "kinds"),
@@ -358,7 +361,7 @@ def test_on_a_tpu_the_exchange_overlaps_with_the_layers(slices, replicas, kinds)
   [
     ("h100:8", "1", "4"),
     *(
-      pytest.param(*case, marks=pytest.mark.slow)
+      pytest.param(*case, marks=pytest.mark.slow("compiles for GPUs"))
       for case in [
         *[("h100:2", "1", "2"), ("h100:8", "1", "2"), ("h100:8", "2", "2")],
         *[("h100:4", "1", "4"), ("h100:8", "2", "4"), ("h100:8", "4", "4")],
@@ -371,7 +374,7 @@ def test_on_gpus_the_exchange_overlaps_with_collectives_of_fsdp(name, nodes, rep
   check_hidden(["all-gather"], name, nodes, replicas, "{}")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles for GPUs")
 @needs_cuda_plugin
 @pytest.mark.parametrize(
   ("changes", "program"),

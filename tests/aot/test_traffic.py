@@ -88,7 +88,7 @@ def ratios(chip: str) -> dict[str, float]:
 
 
 @needs_libtpu
-@pytest.mark.slow
+@pytest.mark.slow("compiles for TPUs")
 def test_the_outer_step_moves_few_bytes_on_tpus():
   found = ratios("v5e:1x1")
   assert found["send"] < 1.4
@@ -97,7 +97,7 @@ def test_the_outer_step_moves_few_bytes_on_tpus():
 
 
 @needs_cuda_plugin
-@pytest.mark.slow
+@pytest.mark.slow("compiles for GPUs")
 def test_the_outer_step_moves_few_bytes_on_gpus():
   found = ratios("h100:1")
   assert found["send"] < 3.8  # Three passes over outer gradients in memory.

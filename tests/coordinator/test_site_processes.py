@@ -17,6 +17,7 @@ from threads import free_port
 from diloco.config import resolve
 from diloco.config.command_line import load_module
 from diloco.coordinator.calendar import Calendar
+from diloco.run import metrics
 from diloco.run.load import load
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
@@ -180,27 +181,41 @@ def assert_same_bits(a, b) -> None:
   jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-def test_two_sites_compute_the_bits_of_transport_device(make_run, tmp_path, env):
-  flags = ("--config.train.steps=24", "--config.outer.final_sync=true")
+def test_two_processes_and_two_sites_compute_the_bits_of_one_process(
+  make_run, tmp_path, env
+):
+  flags = ("--config.train.steps=12", "--config.outer.final_sync=true")
   run = make_run(2, *flags)
   run.start()
-  device = tmp_path / "device"
-  together = [sys.executable, "scripts/launch_local.py", "-n2", "--devices=1", "--"]
-  command = [*together, f"--config={CONFIG}", f"--workdir={device}", *flags]
-  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-  found = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes, timeout=LONG)
-  assert found.returncode == 0, found.stdout[-4000:]
   run.finish()
-  audit(run, rounds=9, whole=(0, 1))
+  launch = [sys.executable, "scripts/launch_local.py"]
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+  for n in (1, 2):  # Both have two devices.
+    place = [f"-n{n}", f"--devices={2 // n}", "--", f"--config={CONFIG}"]
+    command = [*launch, *place, f"--workdir={tmp_path / str(n)}_processes", *flags]
+    found = subprocess.run(command, cwd=ROOT, env=env, text=True, **pipes, timeout=LONG)
+    assert found.returncode == 0, found.stdout[-4000:]
+  one, two = tmp_path / "1_processes", tmp_path / "2_processes"
+  said = [line for line in found.stdout.splitlines() if line.startswith("[1]")]
+  assert [line for line in said if "Gloo" not in line] == []  # Process 0 speaks.
+  for kind in ("step", "send", "receive"):
+    a, b = (metrics.read(workdir, kind) for workdir in (one, two))
+    for record in (*a, *b):
+      for clock in ("time", "tokens_per_s", "waited_s"):
+        record.pop(clock, None)
+    assert a == b != []
+  audit(run, rounds=5, whole=(0, 1))
   assert all(len(line["tokens"]) == 2 for line in run.lines())
-  assert_same_bits(load(run.workdir("group")).params, load(device).params)
-  want = json.loads((device / "summary.json").read_text())
+  models = [load(x).params for x in (run.workdir("group"), one, two)]
+  assert_same_bits(models[0], models[1])
+  assert_same_bits(models[1], models[2])
+  want = json.loads((two / "summary.json").read_text())
   for site in range(2):
     own = json.loads((run.workdir(site) / "summary.json").read_text())
     # The same parameters, but two devices sum the losses in another order.
     assert own["eval_loss"]["outer"] == pytest.approx(want["eval_loss"]["outer"], 1e-6)
     assert own["bytes_sent_per_replica"] == want["bytes_sent_per_replica"]
-    assert own["site"]["contributed"] == own["site"]["rounds"] == 9
+    assert own["site"]["contributed"] == own["site"]["rounds"] == 5
     assert own["site"]["lost"] == own["site"]["skipped_steps"] == 0
 
 
@@ -226,7 +241,7 @@ def rounds_of(run: Run) -> int:
   return len(Calendar(resolve(c)).rounds)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills processes for a minute")
 def test_a_site_is_killed_and_comes_back_with_and_without_its_checkpoint(make_run):
   run = make_run(3, *LONGER)
   run.start()
@@ -246,7 +261,7 @@ def test_a_site_is_killed_and_comes_back_with_and_without_its_checkpoint(make_ru
     assert any(site not in line["tokens"] for line in run.lines())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills processes for a minute")
 def test_the_coordinator_is_killed_twice_and_goes_on(make_run):
   run = make_run(3, *LONGER)
   run.start()
@@ -261,7 +276,7 @@ def test_the_coordinator_is_killed_twice_and_goes_on(make_run):
   assert all(len(line["tokens"]) == 3 for line in run.lines())
 
 
-@pytest.mark.slow
+@pytest.mark.slow("stops processes for a minute")
 def test_a_site_that_hangs_and_goes_on_delays_the_others_once(make_run):
   run = make_run(3, *LONGER)
   run.start()
@@ -281,7 +296,7 @@ def test_a_site_that_hangs_and_goes_on_delays_the_others_once(make_run):
   assert max(line["waited_s"] for line in lines) < 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.slow("stops processes for a minute")
 def test_all_are_stopped_and_go_on_by_the_same_commands(make_run):
   run = make_run(3, *LONGER)
   names = ("group", 0, 1, 2)

@@ -118,7 +118,14 @@ def set_documents(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("prefetch", "window"), [(0, 0), (3, 0), (0, 5), (3, 5), (0, -1), (3, -1)]
+  ("prefetch", "window"),
+  [
+    *[(3, 0), (3, 5), (0, -1)],
+    *(
+      pytest.param(*case, marks=pytest.mark.integration("more of the same"))
+      for case in [(0, 0), (0, 5), (3, -1)]
+    ),
+  ],
 )
 # With EOS, documents fill sequences of 8 exactly: always, sometimes or seldom.
 @pytest.mark.parametrize("lengths", [[7] * 12, [15, 7] * 6, [6, 2, 10, 4, 22] * 3])

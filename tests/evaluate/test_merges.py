@@ -59,6 +59,7 @@ def numpy_loss(c, params, tokens) -> float:
   return float(np.mean(log_z - logits[np.arange(len(tokens)), tokens]))
 
 
+@pytest.mark.integration("whole runs")
 def test_the_records_tell_the_same_after_a_resume(run, tiny):
   c, folder = run
   found = metrics.read_kinds(folder, *KINDS)
@@ -125,7 +126,7 @@ def test_a_replica_that_merges_no_diagnosed_sync_has_no_losses(tiny):
   }
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles for each replica")
 def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
   tiny.eval.tokens = 2 * tiny.model.seq_len + 3
   c = resolve(tiny)

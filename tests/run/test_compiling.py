@@ -28,6 +28,7 @@ def slow_to_compile(x):
   return x
 
 
+@pytest.mark.integration("compiles for long")
 def test_a_long_compilation_is_announced_once(announced, capfd):
   program = jax.jit(slow_to_compile)
   for _ in range(2):

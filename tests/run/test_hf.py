@@ -166,7 +166,7 @@ def test_a_tokenizer_that_cannot_be_converted_is_named(tmp_path, options, reason
     convert(trained_tokenizer(tmp_path, **options))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports PyTorch and transformers")
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_computes_the_same_logits_ids_and_text(tiny, tmp_path, tied):
   torch = pytest.importorskip("torch")

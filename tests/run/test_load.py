@@ -22,7 +22,13 @@ from diloco.run import load as restore
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=["streaming", "data_parallel"])
+@pytest.fixture(
+  scope="module",
+  params=[
+    "streaming",
+    pytest.param("data_parallel", marks=pytest.mark.integration("another whole run")),
+  ],
+)
 def trained(request, tmp_path_factory):
   """The folder of a run, and the outer parameters of its last evaluation."""
   workdir = tmp_path_factory.mktemp(request.param)
@@ -63,6 +69,7 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
   assert_same_bits(model.params, params)
 
 
+@pytest.mark.integration("whole runs, and a process")
 @pytest.mark.parametrize(
   "fields", [{"overlap.transport": "host"}, {"outer.offload": True}]
 )
@@ -177,6 +184,7 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp
     restore.load(copy)
 
 
+@pytest.mark.integration("restores dozens of damaged checkpoints")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # By Orbax.
 def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
   if "data_parallel" in str(trained[0]):
@@ -198,6 +206,7 @@ def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
   assert older > 20
 
 
+@pytest.mark.integration("whole runs, and a process")
 def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):
   if "data_parallel" in str(trained[0]):
     pytest.skip("one algorithm is enough")

@@ -9,6 +9,7 @@ from diloco import train
 from diloco.run import memory
 
 
+@pytest.mark.integration("compiles a large model")
 def test_a_model_that_does_not_fit_is_named_with_remedies(tiny, tmp_path):
   tiny.model.dim = 2**22  # 2**46 values per matrix.
   with pytest.raises(jax.errors.JaxRuntimeError) as caught:

@@ -2,10 +2,10 @@
 
 import types
 
-import cpu_devices
 import jax
 import numpy as np
 import pytest
+from cpu_devices import QUICK, run_on_8_devices
 
 from diloco.algorithm.state import abstract_params
 from diloco.config import ConfigError, resolve
@@ -13,194 +13,25 @@ from diloco.model import sharding
 from diloco.run.mesh import device_grid, make_mesh
 
 
-def run_on_8_devices(*parts: str, flags: str = "") -> dict:
-  """The results of these parts of multidevice.py."""
-  return cpu_devices.run(8, cpu_devices.TESTS / "multidevice.py", *parts, flags=flags)
-
-
 @pytest.fixture(scope="module")
-def multidevice():
-  # LLVM does not optimise here: it takes longer than the tiny programs themselves, and
-  # has no part in sharding and collectives.
-  flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-  # The last part changes JAX and attention.check.
-  parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
-  parts += ("library", "averages", "pairs", "attentions")
-  return run_on_8_devices(*parts, flags=flags)
+def few():
+  """Two layouts, whose programs are compiled once; test_layouts.py has all."""
+  return run_on_8_devices("traffic=2", "losses=2,8", flags=QUICK)
 
 
-@pytest.mark.parametrize("layout", ["2", "4", "8", "fsdp"])
-def test_the_losses_do_not_depend_on_the_layout(multidevice, layout):
-  losses = multidevice["losses"]
-  np.testing.assert_allclose(losses[layout], losses["1"], rtol=2e-4)
+def test_four_devices_of_a_replica_train_like_one(few):
+  losses = few["losses"]
+  np.testing.assert_allclose(losses["8"], losses["2"], rtol=2e-4)
 
 
-@pytest.mark.parametrize("kind", ["by path", "stacked", "pairs"])
-def test_the_library_does_not_depend_on_the_layout(multidevice, kind):
-  one, eight = (multidevice["library"][f"{kind}, {n}"] for n in (1, 8))
-  for x, y in zip(one, eight, strict=True):
-    np.testing.assert_allclose(y, x, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_diagnostics_do_not_depend_on_the_layout():
-  by_layout = run_on_8_devices("diagnosed")["diagnosed"]
-  one = by_layout.pop("1, 1")
-  assert len(one["outer_grad_cosine_by_layer, 0"]) == 3
-  assert len(by_layout) == 3
-  for layout, found in by_layout.items():
-    assert found.keys() == one.keys()
-    for name, x in one.items():
-      message = f"{name} on {layout}"
-      np.testing.assert_allclose(found[name], x, rtol=1e-4, err_msg=message)
-
-
-def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
-  errors = multidevice["attentions"]["errors"]
-  assert len(errors) == 7
-  for case, of_y_and_gradients in errors.items():
-    # Rounding to bfloat16 changes a value by at most 2^-9.
-    limit = 2e-6 if "float32" in case else 2**-7
-    assert max(of_y_and_gradients) < limit, case
-
-
-def test_splash_trains_data_parallel_like_xla(multidevice):
-  losses = multidevice["attentions"]["losses"]
-  np.testing.assert_allclose(losses["splash"], losses["xla"], rtol=1e-5)
-
-
-def test_hosts_update_whole_tensors_that_their_devices_shard(multidevice):
-  # Equal but for rounding: XLA compiles the update of a shard and of the whole
-  # differently.
-  losses = multidevice["losses"]
-  np.testing.assert_allclose(losses["host"], losses["8"], rtol=1e-6)
-
-
-def test_both_transports_give_the_same_bits_where_a_replica_is_one_device():
-  # Optimised as in training: LLVM may contract the same sums differently.
-  bits = run_on_8_devices("bits")["bits"]
-  device, host = bits["device"], bits["host"]
-  # Only the device transport exchanges payloads inside programs of inner steps.
-  assert device.pop("hidden") > 1
-  assert host.pop("hidden") == 0
-  assert device["late"] == 0
-  assert np.isfinite(device["losses"]).all()
-  assert host == device
-
-
-def test_several_replicas_on_one_device(multidevice):
-  losses = multidevice["losses"]
-  np.testing.assert_allclose(losses["two_on_each"], losses["four_on_one"], rtol=2e-4)
-
-
-def test_no_device_ever_holds_a_whole_model(multidevice):
-  found = multidevice["whole_models"]
-  assert found.pop("same")
-  # In units of a shard; a whole model would be 4.
-  for name in ("joining", "joined", "mean", "first"):
-    assert found[name] == pytest.approx(1, rel=0.01), (name, found)
-  for name in ("mean", "first"):
-    assert found[f"{name} temporaries"] < 2.5, found
-
-
-@pytest.mark.parametrize("layout", ["2", "8", "chunked", "feedback"])
-def test_only_the_packed_payload_crosses_between_replicas(multidevice, layout):
-  traffic = multidevice["traffic"][layout]
-  for program in ("inner", "send", "update", "merge"):
-    assert traffic[program] == []
-  replicas, shards, size = traffic["payload_shape"]
-  # Each device receives its fsdp shard of the other replica's payload once, also in
-  # the program that runs inner steps meanwhile.
-  assert replicas == 2
-  assert traffic["transmit"] == [["collective-permute", "u8", size]]
+def test_only_the_packed_payload_crosses_and_is_booked(few):
+  traffic = few["traffic"]["2"]
+  assert traffic["inner"] == traffic["send"] == traffic["merge"] == []
+  [[kind, dtype, size]] = traffic["transmit"]
+  assert (kind, dtype) == ("collective-permute", "u8")
+  assert traffic["payload_shape"] == [2, 1, size]
   assert traffic["hidden"] == traffic["transmit"]
-  assert shards == (1 if layout == "2" else 4)
-
-
-@pytest.mark.parametrize(
-  "way", ["1, False", "2, False", "4, False", "3, False", "1, True"]
-)
-def test_two_payloads_arrive_everywhere_in_order(multidevice, way):
-  assert multidevice["arrivals"][way]
-
-
-@pytest.mark.parametrize("compressor", ["quantize", "random", "feedback"])
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_shards_draw_other_numbers_and_copies_the_same(
-  multidevice, compressor, rounding
-):
-  found = multidevice["shards"][f"{compressor}, {rounding}"]
-  draws = compressor == "random" or rounding == "stochastic"
-  assert found.pop("halves_agree") == (not draws)
-  assert found.pop("state_is_the_error")  # True also without state.
-  # Holds on both devices, and on a mesh of one device that decodes both shards.
-  assert found == {
-    "some_arrive": True,
-    "whole_leaves_agree": True,
-    "foreign_agrees": True,
-  }
-
-
-@pytest.mark.parametrize("layout", ["two_copies", "two_copies_on_8", "accumulated"])
-def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout):
-  losses = multidevice["losses"]
-  np.testing.assert_allclose(losses[layout], losses["one_copy"], rtol=2e-4)
-
-
-def test_gradients_of_16_bits_are_rounded_before_they_are_averaged(multidevice):
-  losses = multidevice["losses"]
-  rounded, exact = np.asarray(losses["16_bits"]), np.asarray(losses["two_copies"])
-  np.testing.assert_allclose(rounded, exact, rtol=2e-3)
-  assert not np.array_equal(rounded, exact)
-
-
-@pytest.mark.parametrize(("layout", "fsdp"), [("2", 1), ("8", 4), ("accumulated", 1)])
-def test_data_parallel_reduces_its_gradient_once(multidevice, layout, fsdp):
-  found = multidevice["gradients"][layout]
-  assert found["kinds"] == ["all-reduce"]
-  # Each device reduces its fsdp shard of the float32 gradient, and the loss.
-  assert found["bytes"] == found["gradient"] / fsdp + 4
-  # Each of two copies sends the whole gradient once, as the dry run also finds.
-  assert found["dry_run"] == found["gradient"] + 4 * fsdp
-
-
-@pytest.mark.parametrize(
-  ("layout", "program"),
-  [
-    ("2", "transmit"),
-    ("8", "transmit"),
-    ("psum", "update"),
-    ("psum_8", "update"),
-    ("psum_of_4", "update"),
-  ],
-)
-def test_the_ledger_books_what_the_programs_send(multidevice, layout, program):
-  traffic = multidevice["traffic"][layout]
-  assert traffic["booked"] == traffic["bytes"][program] > 0
-
-
-@pytest.mark.parametrize("layout", ["psum", "psum_8", "psum_of_4"])
-def test_the_reference_reduces_float32(multidevice, layout):
-  traffic = multidevice["traffic"][layout]
-  assert traffic["send"] == traffic["inner"] == []
-  assert {(kind, dtype) for kind, dtype, _ in traffic["update"]} == {
-    ("all-reduce", "f32")
-  }
-
-
-@pytest.mark.parametrize("layout", ["8", "4 of 4"])
-def test_averages_send_the_bytes_that_are_booked(multidevice, layout):
-  found = multidevice["averages"][layout]
-  assert found["crossing"] == found["booked"]
-  assert set(found["booked"]) == {"sparta", "second_moments"}
-  assert found["right"]
-  assert found["changed"] == found["expected"]
-
-
-@pytest.mark.parametrize("layout", ["2", "8"])
-def test_a_pair_sends_the_bytes_that_are_booked(multidevice, layout):
-  crossing, booked = multidevice["pairs"][layout]
-  assert crossing == booked > 0
+  assert traffic["booked"] == traffic["bytes"]["transmit"] > 0
 
 
 def test_every_large_parameter_is_sharded(tiny):

@@ -130,6 +130,7 @@ def test_a_process_may_die_and_come_again_while_the_others_wait(order):
   at_once(lambda i: found[i].close(), range(3))
 
 
+@pytest.mark.integration("kills processes")
 def test_a_process_that_dies_while_it_waits_is_missing():
   port = free_port()
   dying = threading.Thread(target=lambda: join(port, 1, 3).cancel())

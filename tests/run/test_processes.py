@@ -148,12 +148,14 @@ def two(launch, tmp_path_factory):
   return workdir, output
 
 
+@pytest.mark.integration("runs of several processes")
 def test_two_processes_train_like_one(one, two):
   workdir, _ = two
   assert_same_training(workdir, one, rtol=0)
   assert_same_losses_at_the_end(workdir, one)
 
 
+@pytest.mark.integration("runs of several processes")
 def test_only_process_0_writes(two):
   workdir, output = two
   steps = [r["step"] for r in map(json.loads, (workdir / "metrics.jsonl").open())]
@@ -163,7 +165,7 @@ def test_only_process_0_writes(two):
   assert len(re.findall("evaluation", output)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs that go on elsewhere")
 def test_a_run_of_two_processes_goes_on_in_one_on_four_devices(launch, two, tmp_path):
   rewind(two[0], tmp_path / "run")
   output = finish(launch(1, tmp_path / "run", "--config.mesh.fsdp=2", devices=4))
@@ -171,7 +173,7 @@ def test_a_run_of_two_processes_goes_on_in_one_on_four_devices(launch, two, tmp_
   assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("runs that go on elsewhere")
 def test_a_run_of_two_processes_goes_on_in_four(launch, two, tmp_path):
   rewind(two[0], tmp_path / "run")
   finish(launch(4, tmp_path / "run", "--config.mesh.fsdp=2"))
@@ -192,7 +194,7 @@ def four_in_one_process(launch, tmp_path_factory):
   return workdir
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four processes")
 @pytest.mark.parametrize("transport", ["device", "host"])
 def test_four_processes_train_like_one_with_the_same_devices(
   launch, four_in_one_process, tmp_path, transport
@@ -218,7 +220,7 @@ def test_four_processes_train_like_one_with_the_same_devices(
   assert_same_losses_at_the_end(tmp_path, one_device)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("four processes")
 @pytest.mark.parametrize("transport", ["device", "host"])
 def test_four_processes_train_like_one_device_without_codes(
   launch, four_in_one_process, tmp_path, transport
@@ -255,7 +257,7 @@ peers.close()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("waits 35 seconds")
 def test_a_process_may_come_late_to_the_first_exchange():
   # Gloo waits at most half a minute for a connection.
   env = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
@@ -275,7 +277,7 @@ def test_a_process_may_come_late_to_the_first_exchange():
   assert all(output.endswith("[0, 1]\n") for output in found), found
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole runs of processes")
 def test_data_parallel_on_two_processes_trains_like_on_one(launch, tmp_path):
   args = ("--config.algorithm=data_parallel", "--config.train.steps=10")
   for n in (1, 2):
@@ -286,6 +288,7 @@ def test_data_parallel_on_two_processes_trains_like_on_one(launch, tmp_path):
   np.testing.assert_allclose(ours, theirs, rtol=2e-5)
 
 
+@pytest.mark.integration("starts two processes")
 def test_the_same_command_goes_on_after_a_process_was_killed(launch, two, tmp_path):
   run = launch(2, tmp_path)
   await_path(run, "checkpoints/21/_CHECKPOINT_METADATA", tmp_path)
@@ -299,7 +302,7 @@ def test_the_same_command_goes_on_after_a_process_was_killed(launch, two, tmp_pa
   assert_same_training(tmp_path, two[0], rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills processes during an exchange")
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, killed):
   args = ("--config.overlap.transport=host", "--config.train.steps=120")
@@ -330,7 +333,7 @@ def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, k
     assert_same_training(tmp_path / "run", tmp_path / "undisturbed", rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("stops processes, then goes on")
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_one_process_saves_the_same_step_on_all(
   launch, two, tmp_path, signum
@@ -350,7 +353,7 @@ def test_a_signal_to_one_process_saves_the_same_step_on_all(
   assert_same_training(tmp_path, two[0], rtol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("stops processes, then goes on")
 def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
   run = launch(2, tmp_path, "--config.checkpoint.every=0")
   await_path(run, "metrics.jsonl", tmp_path)
@@ -366,6 +369,7 @@ def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
   assert_same_training(tmp_path, two[0], rtol=0)
 
 
+@pytest.mark.integration("starts two processes")
 def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
   run = launch(2, tmp_path, "--config.train.batch_size=3")
   output, _ = run.communicate(timeout=600)

@@ -31,6 +31,7 @@ def names(workdir):
   return {event.get("name") for event in events}
 
 
+@pytest.mark.integration("whole runs")
 def test_a_profile_changes_no_result_and_names_the_parts(tiny, tmp_path, capsys):
   for name in ("plain", "traced"):
     tiny.profile.steps = "5:8" if name == "traced" else ""
@@ -41,6 +42,7 @@ def test_a_profile_changes_no_result_and_names_the_parts(tiny, tmp_path, capsys)
   assert "The trace of the steps 5 to 8 is in" in capsys.readouterr().err
 
 
+@pytest.mark.integration("whole runs")
 def test_a_run_that_goes_on_after_the_steps_traces_nothing(tiny, tmp_path, capsys):
   tiny.train.steps = 8
   train.train(tiny, tmp_path)

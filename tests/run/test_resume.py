@@ -31,6 +31,7 @@ def short(tiny):
   return tiny
 
 
+@pytest.mark.integration("whole runs")
 @pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
 def test_without_fragments_in_flight_an_extended_run_equals_a_long_run(
   short, tmp_path, algorithm, capsys
@@ -51,6 +52,7 @@ def test_without_fragments_in_flight_an_extended_run_equals_a_long_run(
   assert kept["eval_loss"] == first["eval_loss"]
 
 
+@pytest.mark.integration("whole runs")
 def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_path):
   # The fragments in flight at step 8 were received there; the schedule begins anew.
   short.overlap.tau = 2

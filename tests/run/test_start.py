@@ -71,6 +71,7 @@ def test_an_export_of_any_architecture_is_read(tiny, tmp_path):
   assert_equal(start.first_params(c, make_mesh(c)), params)
 
 
+@pytest.mark.integration("whole runs")
 def test_training_starts_there_and_a_resumed_run_does_not_read_it(tiny, tmp_path):
   tiny.overlap.tau, tiny.checkpoint.keep = 2, 9
   make_folder(tiny, tmp_path / "hf", "hf")
@@ -178,7 +179,7 @@ def test_an_export_with_another_tokenizer_or_damage_is_refused(tiny, tmp_path):
     start.first_params(c, make_mesh(c))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports PyTorch and transformers")
 def test_a_folder_that_transformers_wrote_gives_its_logits(tiny, tmp_path):
   torch = pytest.importorskip("torch")
   transformers = pytest.importorskip("transformers")

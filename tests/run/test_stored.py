@@ -48,6 +48,7 @@ def saved(c, tmp_path):
 
 
 # Orbax forgets a coroutine when it cannot read a part of an array.
+@pytest.mark.integration("restores dozens of damaged checkpoints")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
   newest, found = saved / "checkpoints" / "12", {10: 0, 12: 0}
@@ -66,7 +67,7 @@ def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
   assert min(found.values()) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.slow("restores hundreds of damaged checkpoints")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_flipped_bits_at_many_places(saved, c, tmp_path):
   newest = saved / "checkpoints" / "12"

@@ -26,7 +26,7 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert "final_sync" not in summary.note(resolve(tiny))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole runs")
 def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tmp_path):
   tiny.eval.test_tokens, tiny.log.sample_tokens = 300, 0
   found = train(tiny, tmp_path)

@@ -93,9 +93,9 @@ def check(found, want):
 @pytest.mark.parametrize(
   "algorithm",
   [
-    "streaming",
-    pytest.param("diloco", marks=pytest.mark.slow),
-    pytest.param("data_parallel", marks=pytest.mark.slow),
+    pytest.param("streaming", marks=pytest.mark.integration("groups of whole runs")),
+    pytest.param("diloco", marks=pytest.mark.slow("whole runs")),
+    pytest.param("data_parallel", marks=pytest.mark.slow("whole runs")),
   ],
 )
 def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
@@ -112,7 +112,7 @@ def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
 NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_every": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole runs")
 @pytest.mark.parametrize(
   "fields",
   [{"outer.warm_start_steps": 4}, {"overlap.eager": True} | NOT_EAGER],
@@ -128,6 +128,7 @@ def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
   close(*followed)
 
 
+@pytest.mark.integration("groups of whole runs")
 def test_runs_that_were_stopped_together_go_on_together_or_alone(
   tmp_path, alone, monkeypatch
 ):
@@ -152,6 +153,7 @@ def test_runs_that_were_stopped_together_go_on_together_or_alone(
     check(folder, alone("streaming", point))
 
 
+@pytest.mark.integration("groups of whole runs")
 def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   """Also shows the process that a sweep starts."""
   worse = (*POINTS[1][:3], 1e30)
@@ -168,6 +170,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   assert "evaluation   outer parameters" in last
 
 
+@pytest.mark.integration("groups of whole runs")
 def test_a_run_that_diverges_alone_leaves_the_rest_of_the_group(tmp_path, alone):
   """A group with a saved run trains one by one."""
   worse = (*POINTS[1][:3], 1e30)
@@ -189,6 +192,7 @@ def test_a_crash_is_not_blamed_on_the_divergence_of_another_run(tmp_path):
   assert job._error(str(log), lines, 1) == "exit status 1: Killed by a fault"
 
 
+@pytest.mark.integration("groups of whole runs")
 def test_a_run_with_a_damaged_checkpoint_leaves_the_rest_of_the_group(tmp_path):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
   (folders[0] / "checkpoints" / "4").mkdir(parents=True)  # Nothing is in it.

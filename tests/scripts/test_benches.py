@@ -33,7 +33,7 @@ def run(command: str, **environment: str) -> str:
   return ended.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a benchmark")
 @pytest.mark.parametrize(
   ("command", "last"),
   [
@@ -49,13 +49,13 @@ def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):
   assert last in run(command.format(tmp_path / "new")).splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a benchmark")
 def test_two_devices_exchange_beside_an_inner_step():
   ended = run(f"{ACCELERATOR} --repeats=1", XLA_FLAGS=TWO_DEVICES)
   assert re.search(r"M=2 .* [+-][\d.]+%$", ended.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles for TPUs")
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_the_programs_of_the_accelerator_table_compile_for_a_tpu():
   lines = run(f"{ACCELERATOR} --compile_for=v5e:1x1 --quick").splitlines()

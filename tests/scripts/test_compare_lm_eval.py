@@ -52,7 +52,7 @@ def test_differences_are_found(script):
   assert script.differences(own, items, other)["other"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow("imports PyTorch and lm-eval")
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="extra test-hf")
 def test_every_score_and_choice_is_that_of_the_harness(script, tiny, tmp_path):
   tiny.model.update({"name": "qwen3", "num_kv_heads": 1, "head_dim": 8})

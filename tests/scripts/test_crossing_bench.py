@@ -8,7 +8,7 @@ import pytest
 from test_wan_bench import SCRIPTS, netns
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a benchmark in network namespaces")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_payloads_cross_and_their_bytes_are_counted(tmp_path):
   argv = ["--rates=8,32", "--sizes=2e5", "--repeats=2", "--quiet=1"]

@@ -163,7 +163,7 @@ def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
   assert [*audit.lines(tmp_path / "none")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a storm of faults")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_a_run_survives_a_storm_and_its_audit(tmp_path):
   argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2"]

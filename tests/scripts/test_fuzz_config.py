@@ -21,13 +21,14 @@ def run(cases: int, seed: int) -> subprocess.CompletedProcess:
   return subprocess.run(args, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.integration("trains random configs")
 def test_a_few_random_configs_end_well():
   process = run(10, 0)
   assert process.returncode == 0, process.stdout + process.stderr[-2000:]
   assert "refused" in process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains many random configs")
 def test_many_random_configs_end_well():
   process = run(200, 2)
   assert process.returncode == 0, process.stdout + process.stderr[-2000:]

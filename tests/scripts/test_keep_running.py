@@ -78,7 +78,7 @@ def test_a_mistake_is_told_once(tmp_path):
   assert process.returncode == 2
 
 
-@pytest.mark.slow  # Two trainers start and compile.
+@pytest.mark.slow("two trainers start and compile")
 def test_a_killed_run_goes_on_and_a_stopped_one_ends(tmp_path):
   flags = ["--config=sample", f"--workdir={tmp_path}", "--config.checkpoint.every=2"]
   small = ["--config.model.dim=16", "--config.train.batch_size=4"]

@@ -126,6 +126,7 @@ def test_failed_runs_are_run_again_when_asked(tmp_path, monkeypatch):
   assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
 
 
+@pytest.mark.integration("draws a whole report")
 def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(reproduce, "Local", Fake)
   Fake.started = 0
@@ -204,7 +205,7 @@ def tiny_sweep():
   return Sweep(config, [Grid("fedpart", cells)], chart=own)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains runs of the report")
 def test_two_real_runs_make_a_page(tmp_path, monkeypatch):
   monkeypatch.setattr(reproduce, "sweeps", lambda args: {"fedpart": tiny_sweep()})
   flags = [f"--out={tmp_path}", "--seeds=1", "--jobs=2"]

@@ -179,7 +179,7 @@ def test_results_of_other_methods_are_kept(tmp_path):
   assert len((tmp_path / "wan.md").read_text().splitlines()) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow("a benchmark in network namespaces")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_one_command_measures_and_saves(tmp_path):
   subprocess.run(

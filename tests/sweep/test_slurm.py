@@ -173,7 +173,7 @@ def slurm_answers() -> bool:
   return asked.returncode == 0 and "idle" in asked.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow("starts a real Slurm")
 @pytest.mark.skipif(
   not slurm_answers(), reason="no Slurm answers; see scripts/slurm_one_node.sh"
 )

@@ -37,7 +37,7 @@ def test_the_sweep_imports_no_jax():
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow("stops runs of a sweep")
 def test_ctrl_c_lets_runs_save(tmp_path):
   tests = pathlib.Path(__file__).parents[1]
   text = SWEEP_FILE.format(tests=str(tests))
@@ -84,7 +84,7 @@ def get_sweep():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow("kills runs of a sweep")
 def test_kill_minus_nine_loses_no_finished_result(tmp_path):
   """Kills the driver when one run is done; a second driver runs only the others."""
   tests = pathlib.Path(__file__).parents[1]
@@ -113,6 +113,7 @@ def _done(results: pathlib.Path) -> dict:
   return {name: row for name, row in rows.items() if row["status"] == "done"}
 
 
+@pytest.mark.integration("runs a sweep")
 def test_two_drivers_do_not_share_results(tmp_path):
   finish(make_driver(make_sweep(), tmp_path / "from", Fake()))
   export(rows_of(tmp_path / "from"), tmp_path / "out.csv")
@@ -129,6 +130,7 @@ def test_two_drivers_do_not_share_results(tmp_path):
   assert [row["error"] for row in rows_of(tmp_path)] == ["It failed."]
 
 
+@pytest.mark.integration("runs a sweep")
 def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   results, out = tmp_path / "results", tmp_path / "out.csv"
   text = SWEEP_FILE.format(tests=str(ROOT / "tests"))
@@ -146,6 +148,7 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   assert 3 == len(names) < len(rows_of(results))
 
 
+@pytest.mark.integration("runs a sweep")
 def test_the_example_of_the_docs_trains_small_models(tmp_path):
   """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
   text = (ROOT / "docs" / "sweep.md").read_text()
@@ -161,6 +164,7 @@ def test_the_example_of_the_docs_trains_small_models(tmp_path):
   assert {num_params(complete(c).model) for c in configs} == {103_744}
 
 
+@pytest.mark.integration("runs a sweep")
 def test_a_sweep_whose_cell_has_failed_ends_with_status_1(tmp_path):
   (tmp_path / "sweep.py").write_text(
     "from diloco.sweep.grid import Grid, Sweep\n"
@@ -193,6 +197,7 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
 
 
+@pytest.mark.integration("a process for each mistake")
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
@@ -226,6 +231,7 @@ def test_flags_that_do_not_fit_are_refused(tmp_path, monkeypatch, flags, message
   assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration("a process for each mistake")
 @pytest.mark.parametrize(
   ("text", "message"),
   [

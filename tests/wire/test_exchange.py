@@ -27,14 +27,17 @@ def draw_M() -> dict:
   }
 
 
+_encode = jax.jit(exchange.encode, static_argnums=(0, 1))
+_decode = jax.jit(exchange.decode, static_argnums=(0, 1, 4))
+
+
 def encode(wire, mesh, delta_M, state_M=None):
   state_M = exchange.init_state(wire, delta_M) if state_M is None else state_M
-  run = jax.jit(lambda x, state: exchange.encode(wire, mesh, x, state, KEYS))
-  return run(delta_M, state_M)
+  return _encode(wire, mesh, delta_M, state_M, KEYS)
 
 
 def decode(wire, mesh, payload, like, lead=(REPLICA,)):
-  return jax.jit(lambda x: exchange.decode(wire, mesh, x, like, lead))(payload)
+  return _decode(wire, mesh, payload, like, lead)
 
 
 def first(tree_M):

@@ -283,6 +283,7 @@ def arrays_of(folder):
   return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
+@pytest.mark.integration("whole runs")
 def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   tiny.sparta.share, tiny.des_loc.first_every = 0.01, 6
   tiny.des_loc.second_every, tiny.overlap.tau, tiny.checkpoint.keep = 12, 2, 3

@@ -155,7 +155,7 @@ def test_without_momentum_all_replicas_end_with_the_mean_of_every_sync():
   jax.tree.map(near, method.params(state), ref.join(want))
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains six times")
 def test_a_run_goes_on_from_any_step_bit_for_bit():
   fields = {"wire.compressor": "random", "wire.error_feedback": 0.9}
   c = config(algorithm="diloco", **fields)
@@ -206,7 +206,7 @@ def test_data_parallel_ignores_it():
   assert config(algorithm="data_parallel", replicas=1).overlap.eager  # Not refused.
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles for several devices")
 def test_replicas_on_several_devices_exchange_payloads_only():
   script = """
 import json, jax, multidevice

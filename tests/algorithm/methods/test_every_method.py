@@ -85,6 +85,7 @@ def computed(name: str) -> dict:
   return found
 
 
+@pytest.mark.integration("lowers the programs of all methods")
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_method_changes_these_programs_and_no_other(name):
   base, expected = CHANGES[name]
@@ -112,7 +113,7 @@ def test_a_method_refuses_an_optimizer_without_the_momentum_that_it_needs(tiny):
     METHODS.use(tiny, "pier")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains 80 steps of every method")
 @pytest.mark.parametrize("name", METHODS.METHODS)
 def test_every_method_trains(name, tiny, tmp_path):
   tiny.train.steps, tiny.inner.learning_rate = 80, 0.01

@@ -171,7 +171,7 @@ def test_every_replica_gets_the_mean_gradient(tiny, dtype):
     assert found[name].dtype == "float32"
 
 
-@pytest.mark.slow  # Compiles two steps.
+@pytest.mark.slow("compiles two steps")
 def test_an_averaged_step_is_that_of_data_parallel(tiny):
   tiny.train.batch_size, tiny.train.accumulate = 8, 2
   tiny.inner.warmup_steps, tiny.inner.clip_norm = 0, 0.5
@@ -222,7 +222,7 @@ def test_a_falling_rate_ends_with_the_last_update(tiny):
   assert resolve(tiny).outer.decay_syncs == 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow("whole runs")
 def test_a_run_begins_as_data_parallel_and_counts_its_bytes(tiny, tmp_path):
   tiny.outer.warm_start_steps, tiny.train.steps, tiny.sync_every = 9, 16, 4
   c = resolve(tiny)
@@ -241,7 +241,7 @@ def test_a_run_begins_as_data_parallel_and_counts_its_bytes(tiny, tmp_path):
   assert follows == [*range(4, 10)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("compiles for several devices")
 def test_the_layout_changes_no_loss_and_the_gradients_cross_once():
   script = """
 import json, jax, multidevice
