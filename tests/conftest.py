@@ -57,11 +57,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def tier_of(item: pytest.Item) -> str:
   """The tier of a test, which says why it is not in the default one."""
   marks = [m for m in item.iter_markers() if m.name in TIERS]
-  if not marks:
-    return ""
-  if len(marks) > 1 or len(marks[0].args) != 1:
-    raise pytest.UsageError(f"{item.nodeid} needs one tier, with its reason in it")
-  return marks[0].name
+  tiers = {m.name for m in marks}
+  if len(tiers) > 1 or not all(len(m.args) == 1 for m in marks):
+    raise ValueError(f"{item.nodeid} needs one tier, and the reason in its mark")
+  return tiers.pop() if tiers else ""
 
 
 @pytest.hookimpl(tryfirst=True)
