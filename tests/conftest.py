@@ -27,8 +27,10 @@ from diloco import config as config_lib
 # children inherit this; tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# LLVM does not optimise.
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0"
+# LLVM does not optimise, and gets fewer instructions: together three times as fast.
+QUICK_TO_COMPILE = (
+  "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+)
 # {tier: what its tests need}; a test without a mark is in the default tier.
 TIERS = {
   "integration": "processes, kills, sweeps, long compiles",

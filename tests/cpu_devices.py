@@ -8,26 +8,22 @@ import sys
 from typing import Any
 
 TESTS = pathlib.Path(__file__).parent
-# LLVM does not optimise: it takes longer than the tiny programs themselves, and has no
-# part in sharding and collectives.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
-def run_on_8_devices(*parts: str, flags: str = "") -> dict:
+def run_on_8_devices(*parts: str) -> dict:
   """The results of these parts of multidevice.py."""
-  return run(8, TESTS / "multidevice.py", *parts, flags=flags)
+  return run(8, TESTS / "multidevice.py", *parts)
 
 
-def run(count: int, *command: str | pathlib.Path, flags: str = "") -> Any:
+def run(count: int, *command: str | pathlib.Path) -> Any:
   """Returns the JSON in the last line that Python prints.
 
   Args:
     count: CPU devices of the process.
     command: arguments of Python, which finds the tests' modules.
-    flags: flags for XLA beside those of this process.
   """
   paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-  flags += f" --xla_force_host_platform_device_count={count}"
+  flags = f"--xla_force_host_platform_device_count={count}"
   flags += f" {os.environ.get('XLA_FLAGS', '')}"
   found = subprocess.run(
     [sys.executable, *command],

@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK_TO_COMPILE
 from threads import free_port
 
 from diloco.config import resolve
@@ -25,8 +26,6 @@ import make_certificates
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = ROOT / "tests" / "process_config.py"
-# LLVM does not optimise: it takes longer than the tiny programs themselves.
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 LONG = 900  # Seconds after which a test gives up.
 
 
@@ -38,7 +37,7 @@ def env():
     "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "XLA_FLAGS": FLAGS,
+    "XLA_FLAGS": QUICK_TO_COMPILE,
   }
 
 
@@ -185,6 +184,7 @@ def test_two_processes_and_two_sites_compute_the_bits_of_one_process(
   make_run, tmp_path, env
 ):
   flags = ("--config.train.steps=12", "--config.outer.final_sync=true")
+  flags += ("--config.log.sample_tokens=0",)
   run = make_run(2, *flags)
   run.start()
   run.finish()

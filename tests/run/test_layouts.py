@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cpu_devices import QUICK, run_on_8_devices
+from cpu_devices import run_on_8_devices
 
 LONG = pytest.mark.integration("compiles for eight devices")
 
@@ -11,7 +11,7 @@ LONG = pytest.mark.integration("compiles for eight devices")
 def multidevice():
   parts = ("losses", "gradients", "whole_models", "shards", "traffic", "arrivals")
   parts += ("library", "averages", "pairs", "attentions")
-  return run_on_8_devices(*parts, flags=QUICK)
+  return run_on_8_devices(*parts)
 
 
 @LONG

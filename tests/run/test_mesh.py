@@ -5,7 +5,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from cpu_devices import QUICK, run_on_8_devices
+from cpu_devices import run_on_8_devices
 
 from diloco.algorithm.state import abstract_params
 from diloco.config import ConfigError, resolve
@@ -16,7 +16,7 @@ from diloco.run.mesh import device_grid, make_mesh
 @pytest.fixture(scope="module")
 def few():
   """Two layouts, whose programs are compiled once; test_layouts.py has all."""
-  return run_on_8_devices("traffic=2", "losses=2,8", flags=QUICK)
+  return run_on_8_devices("traffic=2", "losses=2,8")
 
 
 def test_four_devices_of_a_replica_train_like_one(few):

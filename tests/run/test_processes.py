@@ -12,14 +12,13 @@ import time
 
 import numpy as np
 import pytest
+from conftest import QUICK_TO_COMPILE
 from threads import free_port
 
 from diloco.config import ConfigError
 from diloco.run import metrics, processes
 
 ROOT = pathlib.Path(__file__).parents[2]
-# LLVM does not optimise: it takes longer than the tiny programs themselves.
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # These depend on fsdp: every shard sends the parameters that fsdp does not divide.
 BYTES = ("bytes", "bytes_sent", "peak_bytes")
 KINDS = ("step", "send", "receive")
@@ -29,15 +28,14 @@ NORMS = ("grad_norm", "grad_norm_per_replica", "update_norm")
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
+def launch():
   """A function that starts the launcher with n processes and pipes its output."""
   env = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
     "JAX_PLATFORMS": "cpu",
-    "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "XLA_FLAGS": FLAGS,
+    "XLA_FLAGS": QUICK_TO_COMPILE,
   }
   started = []
 

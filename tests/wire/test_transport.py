@@ -10,6 +10,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from conftest import QUICK_TO_COMPILE
 from threads import free_port
 
 from diloco.config import ConfigError, resolve
@@ -29,7 +30,7 @@ def processes():
     **os.environ,
     "PYTHONPATH": str(TESTS.parent),
     "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": f"{flags} --xla_backend_optimization_level=0",
+    "XLA_FLAGS": f"{flags} {QUICK_TO_COMPILE}",
   }
   started = [
     subprocess.Popen(
