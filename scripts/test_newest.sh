@@ -39,6 +39,6 @@ echo 'import warnings; warnings.filterwarnings(' \
 python --version
 pip freeze
 if [ $# = 0 ]; then
-  set -- -n 2 --dist loadfile --max-worker-restart=0 --cov --cov-fail-under=90
+  set -- -m 'not slow' --cov --cov-fail-under=90
 fi
 pytest "$@"

@@ -37,7 +37,11 @@ TIERS = {
   "slow": "minutes each",
 }
 # These take longest, so they begin first, and the workers end together.
-FIRST = ()
+FIRST = (
+  *("test_layouts.py", "test_site_processes.py", "test_processes.py", "test_train.py"),
+  *("test_together.py", "test_every_method.py", "test_data.py", "test_mesh.py"),
+  *("test_outer_reference.py", "test_inner.py", "test_peers.py", "test_site.py"),
+)
 _left_out: collections.Counter[str] = collections.Counter()
 
 

@@ -182,13 +182,12 @@ def test_results_of_other_methods_are_kept(tmp_path):
 @pytest.mark.slow("a benchmark in network namespaces")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
 def test_one_command_measures_and_saves(tmp_path):
-  subprocess.run(
-    [
-      *(sys.executable, SCRIPTS / "wan_bench.py", f"--out={tmp_path}"),
-      *("--methods", "DiLoCo", "--rates=50,500"),
-    ],
-    check=True,
-  )
+  command = [sys.executable, SCRIPTS / "wan_bench.py", f"--out={tmp_path}"]
+  command += ["--methods", "DiLoCo", "--rates=50,500"]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if "run again on an idle machine" in done.stderr:
+    pytest.skip(done.stderr.splitlines()[-1])
+  assert done.returncode == 0, done.stderr[-4000:]
   with (tmp_path / "wan.csv").open() as file:
     rows = list(csv.DictReader(file))
   assert len(rows) == 2
