@@ -7,24 +7,29 @@ import subprocess
 import sys
 from typing import Any
 
+import conftest
+
 TESTS = pathlib.Path(__file__).parent
 
 
-def run_on_8_devices(*parts: str) -> dict:
+def run_on_8_devices(*parts: str, optimized: bool = False) -> dict:
   """The results of these parts of multidevice.py."""
-  return run(8, TESTS / "multidevice.py", *parts)
+  return run(8, TESTS / "multidevice.py", *parts, optimized=optimized)
 
 
-def run(count: int, *command: str | pathlib.Path) -> Any:
+def run(count: int, *command: str | pathlib.Path, optimized: bool = False) -> Any:
   """Returns the JSON in the last line that Python prints.
 
   Args:
     count: CPU devices of the process.
     command: arguments of Python, which finds the tests' modules.
+    optimized: compile as in training, not quickly.
   """
   paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
   flags = f"--xla_force_host_platform_device_count={count}"
   flags += f" {os.environ.get('XLA_FLAGS', '')}"
+  if optimized:
+    flags = flags.replace(conftest.QUICK_TO_COMPILE, "")
   found = subprocess.run(
     [sys.executable, *command],
     env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags},
