@@ -1,6 +1,7 @@
 """scripts/reproduce.py: claims, verdicts, the page, and runs from end to end."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -46,6 +47,13 @@ def test_every_ablation_of_the_papers_and_the_ladder_have_a_claim():
   names = reproduce.load_module("ablations", "get_sweep", "").ABLATIONS
   wanted = {*names, reproduce.LADDER} - {"methods"}
   assert {c.ablation for c in reproduce.CLAIMS} == wanted
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+  """Fake runs end at once, so no driver waits."""
+  drive = functools.partial(reproduce.drive, pause=0.05)
+  monkeypatch.setattr(reproduce, "drive", drive)
 
 
 class Fake:
@@ -126,7 +134,6 @@ def test_failed_runs_are_run_again_when_asked(tmp_path, monkeypatch):
   assert "\n2 runs, 0 failed" in (tmp_path / "reproduced.md").read_text()
 
 
-@pytest.mark.integration("draws a whole report")
 def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(reproduce, "Local", Fake)
   Fake.started = 0
