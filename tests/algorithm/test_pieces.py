@@ -94,6 +94,32 @@ def test_other_compressors_take_whole_tensors(fields):
   assert not pieces.can_send(c.wire, make_mesh(c, jax.devices()[:1]))
 
 
+def test_a_mean_with_weights_counts_the_weights():
+  """A replica without weight is as absent as if the other were there twice."""
+  c = make_config()
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
+  assert pieces.can_update(c.wire, c.outer, plan.mesh, fsdp=1)
+  rng = np.random.default_rng(0)
+  draw = lambda x: rng.normal(size=(2, *x)).astype(np.float32)
+  params_M = jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+  send = jax.jit(outer.send.__wrapped__, static_argnames=("wire", "mesh"))
+  update = jax.jit(outer.update.__wrapped__, static_argnames=("wire", "outer", "mesh"))
+  with jax.set_mesh(plan.mesh):
+    state = init_outer(plan, jax.tree.map(jnp.asarray, params_M))
+    at = {"wire": c.wire, "mesh": plan.mesh}
+    moved_M = jax.tree.map(lambda x: x + draw(x.shape[1:]), params_M)
+    sent = (moved_M, state.theta[0], state.codec_state[0], plan.layers[0])
+    payload = send(*sent, jax.random.key(0), **at)[0]
+    start, args = (state.theta[0], state.opt_state[0]), {**at, "outer": c.outer}
+    tuned = optimizers.outer_tuned(c.outer)
+    only = update(*start, payload, tuned, jnp.asarray([0.0, 5.0]), **args)[0]
+    twice = update(*start, payload[np.array([1, 1])], tuned, **args)[0]
+    both = update(*start, payload, tuned, **args)[0]
+  for x, y, z in zip(*map(jax.tree.leaves, (only, twice, both)), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+    assert np.any(np.asarray(x) != z)
+
+
 def test_optimizers_that_mix_values_take_whole_tensors():
   c = make_config(**{"outer.optimizer": "lamb"})
   mesh = make_mesh(c, jax.devices()[:1])

@@ -166,3 +166,12 @@ def test_the_steps_that_hide_an_exchange_end_at_the_next_event(p, h, data):
     assert 1 <= k <= min(taus)
     assert happens(t + k)
     assert not any(happens(s) for s in range(t + 1, t + k))
+
+
+def test_what_was_drained_is_not_sent_or_received_again():
+  """H=4, P=2, tau=3: at step 8 fragment 0 was sent, and the drain received it."""
+  extended = Schedule(2, 4, (3, 3), drained=8)
+  assert Schedule(2, 4, (3, 3)).sends(8) == [0]
+  assert not extended.sends(8)
+  assert not extended.in_flight(8)
+  assert [t for t in range(8, 15) if extended.sends(t)] == [10, 12, 14]
