@@ -200,6 +200,18 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
   assert in_flight > 3
 
 
+def test_the_seed_of_the_library_draws_what_is_sent():
+  def trained(seed):
+    params_M = diloco.replicate(tree(), M)
+    wire = diloco.WireConfig("random", "e3m0", density=0.5)
+    method = diloco.streaming(params_M, sync_every=6, wire=wire, seed=seed)
+    return train(method, params_M, last=6)[1]
+
+  assert_equal(trained(3), trained(3))
+  with pytest.raises(AssertionError):
+    assert_equal(trained(3), trained(4))
+
+
 def test_hosts_and_optax_change_nothing():
   found = []
   names = diloco.OuterConfig("sgd(momentum=0.5, nesterov=True)", 0.25)

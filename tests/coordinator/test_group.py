@@ -53,6 +53,7 @@ def test_the_last_checkpoint_has_the_final_sync(tmp_path):
   group.close()
   again = OuterGroup(calendar, tmp_path, Journal(tmp_path))
   assert again.snapshot() == expected
+  assert again.data == group.data != {}
   again.close()
 
 

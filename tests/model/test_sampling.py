@@ -110,6 +110,15 @@ def test_the_seed_fixes_the_text_and_eos_ends_it():
   assert sampling.generate(MODEL, params, [5, 6], 8) == [shapes.EOS_ID]
 
 
+def test_numbers_are_drawn_once_also_in_a_text_longer_than_the_context():
+  params = make_params()
+  params["embed"]["tokens"] *= 0.0  # All tokens are equally likely.
+  made = sampling.generate(MODEL, params, [], 3 * MODEL.seq_len, seed=1)
+  assert len(made) > 2 * MODEL.seq_len  # It did not end.
+  runs = [tuple(made[i : i + 3]) for i in range(len(made) - 2)]
+  assert len(set(runs)) == len(runs)
+
+
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3)])
 def test_draws_follow_the_tempered_and_truncated_distribution(temperature, top_k):
   logits = np.random.default_rng(1).normal(size=8).astype(np.float32)

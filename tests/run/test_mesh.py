@@ -88,6 +88,12 @@ def test_a_leading_axis_has_the_name_that_is_given(tiny):
       assert place.spec[0] == axis
 
 
+def test_a_part_that_two_devices_hold_is_copied_once():
+  part = types.SimpleNamespace(index=(slice(0, 2),), data=np.ones(2))
+  x = types.SimpleNamespace(shape=(3,), dtype=float, addressable_shards=[part, part])
+  assert sharding.local_parts(x).tolist() == [1, 1, 0]
+
+
 @pytest.mark.parametrize(
   ("replica", "slices", "processes"),
   [(1, 2, 4), (2, 1, 2), (4, 1, 1), (8, 1, 1)],

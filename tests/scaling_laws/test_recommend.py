@@ -79,6 +79,15 @@ def test_predictions_are_near_the_losses_that_the_paper_measured():
   assert predict.measured(4e9, 2, "joint", "streaming") is None
 
 
+def test_a_prediction_has_the_law_and_the_interval_of_its_replicas():
+  law = paper.loss_fit("joint")
+  for m in (1, 4):
+    found = predict.predict(1e9, m)
+    assert (found.loss, found.interval) == (law(1e9, m), law.predict_interval(1e9, m))
+    assert found.interval[0] < found.loss < found.interval[1]
+  assert predict.predict(1e9, 1).interval[1] < found.interval[1]
+
+
 def test_predictions_at_fitted_sizes_are_near_the_data():
   for n, loss in zip(paper.model_sizes(), paper.losses("diloco_M4")):
     found = predict.predict(n, 4, "independent")

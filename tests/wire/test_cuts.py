@@ -45,6 +45,7 @@ def test_the_codes_of_a_piece_are_those_of_its_rows(fmt, block, shape):
     ("e3m0", 16, (4, 2, 8)),  # Small.
     ("e3m0", 16, (1, 7, 512)),  # Rows do not divide into two planes.
     ("e3m0", 48, (2, 16, 256)),  # Blocks do not divide into rows.
+    ("e3m0", 48, (4, 16, 256)),  # Nor do they divide into half of the layers.
     ("e3m0", 0, (2, 16, 256)),  # A block is a layer.
   ],
 )

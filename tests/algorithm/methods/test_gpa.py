@@ -105,7 +105,7 @@ def test_coefficients_lie_in_range(tiny):
     make_inner(resolve(tiny))
 
 
-@pytest.mark.slow("whole runs")
+@pytest.mark.integration("whole runs")
 @pytest.mark.parametrize("name", ["gpa(eval_interp_coeff=0.9)", "schedule_free_adamw"])
 def test_a_run_and_its_checkpoint_are_judged_by_the_average(tiny, tmp_path, name):
   tiny.algorithm, tiny.inner.optimizer = "data_parallel", name
