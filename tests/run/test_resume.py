@@ -86,6 +86,26 @@ def test_a_run_continues_with_another_attention(tiny):
   assert resume.check(c.to_dict(), other, step=4) == ""
 
 
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *[("seed", 7), ("sync_every", 3), ("replicas", 1), ("algorithm", "diloco")],
+    *[
+      ("outer.learning_rate", 0.7),
+      ("outer.optimizer", "sgd"),
+      ("outer.fedpart", True),
+    ],
+    *[("inner.learning_rate", 0.7), ("inner.clip_norm", 0.5), ("wire.format", "e2m1")],
+    *[("wire.block_size", 32), ("overlap.tau", 2), ("overlap.alpha", 0.25)],
+    *[("fragments.pattern", "sequential"), ("model.qk_norm", False)],
+    *[("train.batch_size", 8), ("data.shuffle_window", 9), ("data.source", "files:/x")],
+  ],
+)
+def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, value):
+  with pytest.raises(ConfigError, match=rf"{field}: .* -> "):
+    check(tiny, **{field: value})
+
+
 def test_a_cosine_is_not_silently_stretched(tiny):
   tiny.train.steps, tiny.inner.warmup_steps = 8, 0
   message = (
