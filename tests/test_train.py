@@ -318,7 +318,7 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
   assert first["data_parallel"] == pytest.approx(first["diloco"], rel=1e-6)
 
 
-@pytest.mark.integration("compiles what the next test compiles otherwise")
+@pytest.mark.integration("compiles one more step")
 def test_fedpart_trains_only_the_next_fragment(tiny):
   tiny.outer.fedpart = True
   c = resolve(tiny)

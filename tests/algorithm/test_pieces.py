@@ -25,8 +25,7 @@ def make_config(**fields):
   return resolve(c)
 
 
-# Parameters with two tensors of blocks and one besides; those of a model take as many
-# programs as they have shapes.
+# Three shapes instead of a model's dozen: each is traced by itself.
 SHAPES = {"blocks": {"up": (4, 64, 256), "odd": (4, 33)}, "embed": {"tokens": (48, 64)}}
 
 

@@ -90,7 +90,14 @@ def test_a_payload_weighs_the_steps_since_the_send_before(fields):
 
 
 @pytest.mark.parametrize(
-  ("wire", "count"), [("e3m0", 4), ("e3m0", 2), ("fp32", 2), ("e4m3fn", 4)]
+  ("wire", "count"),
+  [
+    *[("e3m0", 4), ("e3m0", 2), ("fp32", 2), ("e4m3fn", 4)],
+    *(
+      pytest.param(*case, marks=pytest.mark.integration("more of the same"))
+      for case in [("fp32", 4), ("e4m3fn", 2)]
+    ),
+  ],
 )
 def test_payload_bytes_are_those_of_an_encoded_payload(wire, count):
   calendar = make(wire__format=wire, sites__count=count)
