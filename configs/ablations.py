@@ -1,8 +1,8 @@
 """The ablations of both papers, small or at the papers' scale (docs/ablations.md).
 
-  python -m diloco.sweep --sweep=ablations:tau --results=/tmp/a --parallel=2 --cores=1
-  python -m diloco.sweep --sweep=ablations:tau,seeds=3 --results=/tmp/a --parallel=2 ...
-  python -m diloco.sweep --sweep=ablations:tau,scale=paper --results=/shared/tau ...
+  python -m diloco sweep --sweep=ablations:tau --results=/tmp/a --parallel=2 --cores=1
+  python -m diloco sweep --sweep=ablations:tau,seeds=3 --results=/tmp/a --parallel=2 ...
+  python -m diloco sweep --sweep=ablations:tau,scale=paper --results=/shared/tau ...
 
 The argument is a name of ABLATIONS, and after it any of scale (small or paper), seeds,
 size (paper: of configs/streaming.py or chinchilla.py) and text (small: data.source).
@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from diloco.config import ConfigError, default_config, resolve
-from diloco.config.command_line import load_module, parse_options
-from diloco.model.shapes import parameters
+from diloco.config import default_config, resolve
+from diloco.errors import ConfigError
+from diloco.reproduce.drawing import LOSS
+from diloco.spec import sizes
+from diloco.spec.shapes import parameters
 from diloco.sweep.chart import EVALUATED, PLAIN, Chart
-from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
-from diloco.wire import sizes
+from diloco.util.command import load_module, parse_options
 
 # Streaming DiLoCo's ablations have 18 layers, Scaling Laws' sizes go from 35M to 2.4B.
 PAPER_SIZES = {"streaming": "500M", "chinchilla": "550M"}

@@ -10,17 +10,18 @@ or independent), overtrain (multiplies the budget of 20 tokens per parameter) an
 
 The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
-4 heads. Learning rates and batch are those of `python -m diloco.scaling_laws
+4 heads. Learning rates and batch are those of `python -m diloco scaling_laws
 recommend`. H is 30, as in the paper. The default algorithm is streaming; the paper uses
 diloco. Runs with overtrain train on Dolma and are evaluated on C4, as in section 5.2.
 """
 
 import math
 
-from diloco.config import ALGORITHMS, ConfigError, default_config
-from diloco.config.command_line import parse_count, parse_options
+from diloco.config import ALGORITHMS, default_config
+from diloco.errors import ConfigError
 from diloco.scaling_laws import paper, predict
 from diloco.scaling_laws.recommend import recommend
+from diloco.util.command import parse_count, parse_options
 
 # Size: layers, attention heads (of size 64), training tokens.
 SCALES = {

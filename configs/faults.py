@@ -1,4 +1,4 @@
-"""The run of scripts/fault_bench.py, which strikes four sites (docs/faults.md).
+"""The run of fault_bench.py, which strikes four sites (docs/faults.md).
 
 The model is so small that the time of a step is that of the payloads on slow uploads.
 """

@@ -1,6 +1,6 @@
 """Which settings close the gap of Streaming DiLoCo to data-parallel at 1M parameters.
 
-  python -m diloco.sweep --sweep=gap:text=arrays:/tmp/text/tokens --results=/tmp/gap \
+  python -m diloco sweep --sweep=gap:text=arrays:/tmp/text/tokens --results=/tmp/gap \
     --parallel=2 --cores=1
 
 A case changes the sample run (configs/sample.py). All have the same tokens, 1.64M, if
@@ -11,9 +11,9 @@ make the text.
 
 import functools
 
-from diloco.config.command_line import load_module, parse_options
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Grid, Point, Sweep
+from diloco.util.command import load_module, parse_options
 
 SEEDS = (0, 1, 2)
 DATA_PARALLEL = {"algorithm": "data_parallel"}

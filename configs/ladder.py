@@ -1,6 +1,6 @@
 """A ladder of tiny models, for two CPU cores: does the gap shrink with N?
 
-  python -m diloco.sweep --sweep=ladder:text=arrays:/tmp/text/tokens \
+  python -m diloco sweep --sweep=ladder:text=arrays:/tmp/text/tokens \
     --results=/tmp/ladder --parallel=2 --cores=1
 
 Repeats the procedure of Scaling Laws for DiLoCo (arXiv 2503.09799) with six tiny sizes,
@@ -14,12 +14,13 @@ argument, the text is the shipped one, of which the two largest sizes see parts 
 
 import functools
 
-from diloco.config import ConfigError, default_config
-from diloco.config.command_line import parse_options
-from diloco.model.shapes import matrix_params
+from diloco.config import default_config
+from diloco.errors import ConfigError
+from diloco.reproduce.drawing import LOSS
+from diloco.spec.shapes import matrix_params
 from diloco.sweep.chart import PLAIN, Chart
-from diloco.sweep.drawing import LOSS
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
+from diloco.util.command import parse_options
 
 # Layers, heads and width by size, which is in thousands of parameters. The two largest
 # leave out positions and norms.

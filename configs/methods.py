@@ -1,7 +1,7 @@
 """The sample run with a method of a later paper: methods:NAME (docs/methods.md).
 
   python -m diloco.main --config=methods:warm_start --workdir=/tmp/warm
-  python -m diloco.sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
+  python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
 
 METHODS names the fields that a method sets in a config of Streaming DiLoCo. The first
 command runs one, the second compares all of them in smaller runs.
@@ -10,9 +10,10 @@ command runs one, the second compares all of them in smaller runs.
 from collections.abc import Callable
 from typing import Any
 
-from diloco.config import Config, ConfigError, resolve
-from diloco.config.command_line import load_module
+from diloco.config import Config, resolve
 from diloco.config.optimizer import parse
+from diloco.errors import ConfigError
+from diloco.util.command import load_module
 
 # A value, or how to compute it from a run's config.
 Value = Any | Callable[[Config], Any]

@@ -1,7 +1,7 @@
 """A model that transformers, vLLM and lm-evaluation-harness load: Qwen3's architecture.
 
   python -m diloco.main --config=configs/qwen3.py --workdir=/tmp/qwen3
-  python -m diloco.export --workdir=/tmp/qwen3 --format=hf --output=/tmp/qwen3_hf
+  python -m diloco export --workdir=/tmp/qwen3 --format=hf --output=/tmp/qwen3_hf
 
 Trains 1.00M parameters like configs/sample.py: minutes on two CPU cores, held-out loss
 4.35 nats per token. An argument takes the sizes of a public model, or goes on with the
@@ -13,10 +13,11 @@ training of one from its folder (docs/models.md):
 
 import pathlib
 
-from diloco.config import ConfigError, default_config
-from diloco.config.command_line import parse_options
-from diloco.config.public_model import fields_of
-from diloco.model.shapes import matrix_params
+from diloco.config import default_config
+from diloco.errors import ConfigError
+from diloco.interop.public_model import fields_of
+from diloco.spec.shapes import matrix_params
+from diloco.util.command import parse_options
 
 # layers, width, feed-forward width, heads and whether the head is the embedding; all
 # have 8 heads of keys and values, of size 128 (arXiv 2505.09388, table 1).

@@ -18,9 +18,10 @@ laws of Scaling Laws (arXiv 2503.09799) for M = 2.
 
 import math
 
-from diloco.config import ALGORITHMS, ConfigError, default_config
-from diloco.config.command_line import parse_options
-from diloco.model.shapes import matrix_params
+from diloco.config import ALGORITHMS, default_config
+from diloco.errors import ConfigError
+from diloco.spec.shapes import matrix_params
+from diloco.util.command import parse_options
 
 # Scale: layers, attention heads (of size 64), billions of training tokens.
 SCALES = {

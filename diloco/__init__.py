@@ -11,9 +11,9 @@ if TYPE_CHECKING:
   from diloco.algorithm.layout import Stacked
   from diloco.algorithm.state import Event, OuterState
   from diloco.algorithm.streaming import Streaming, replicate, streaming
-  from diloco.config import ConfigError
-  from diloco.config.fields import OuterConfig, WireConfig
-  from diloco.run.mesh import replica_mesh
+  from diloco.errors import ConfigError
+  from diloco.mesh.devices import replica_mesh
+  from diloco.spec.fields import OuterConfig, WireConfig
   from diloco.wire.ledger import Ledger
 
 __all__ = [
@@ -34,8 +34,9 @@ _HOMES = {
   "diloco.algorithm.layout": ("Stacked",),
   "diloco.algorithm.state": ("Event", "OuterState"),
   "diloco.algorithm.streaming": ("Streaming", "replicate", "streaming"),
-  "diloco.config.fields": ("ConfigError", "OuterConfig", "WireConfig"),
-  "diloco.run.mesh": ("replica_mesh",),
+  "diloco.errors": ("ConfigError",),
+  "diloco.spec.fields": ("OuterConfig", "WireConfig"),
+  "diloco.mesh.devices": ("replica_mesh",),
   "diloco.wire.ledger": ("Ledger",),
 }
 

@@ -8,45 +8,35 @@ python -m diloco launch_local -n 2 -- --config=sample --workdir=/tmp/two
 """
 
 import ast
-import pathlib
 import runpy
 import sys
 from collections.abc import Sequence
 
-from diloco.config import shipped
-
-# The scripts that ship with the package: launch, data, tables and pictures of own runs.
-# pyproject.toml copies them into the wheel. The other scripts measure this repository.
-SCRIPTS = (
-  "launch_local",
-  "keep_running",
-  "list_configs",
-  "make_certificates",
-  "make_standin",
-  "prepare_data",
-  "train_tokenizer",
-  "draw_run",
-  "reproduce",
-)
+from diloco.util import shipped
 
 
-def commands() -> dict[str, pathlib.Path]:
-  """Returns {name: file} of all commands; main, which trains, is the first."""
-  modules = {}
+def commands() -> dict[str, str]:
+  """Returns {name: module} of all commands; main, which trains, is the first.
+
+  A command is a module that may be run. Its name is that of the file, or that of the
+  folder if the file is `__main__.py`.
+  """
+  found = {}
   for file in sorted(shipped.PACKAGE.rglob("*.py")):
-    path = file.relative_to(shipped.PACKAGE).with_suffix("")
-    parts = path.parent.parts if path.name == "__main__" else path.parts
-    shipped_too = parts[:1] in (("scripts",), ("configs",))
-    if parts and not shipped_too and '__name__ == "__main__"' in file.read_text():
-      modules[".".join(parts)] = file
-  scripts = {name: shipped.folder("scripts") / f"{name}.py" for name in SCRIPTS}
-  return {"main": modules.pop("main")} | modules | scripts
+    *folders, stem = file.relative_to(shipped.PACKAGE).with_suffix("").parts
+    is_config = folders[:1] == ["configs"]  # A wheel has them inside the package.
+    is_command = '__name__ == "__main__"' in file.read_text() and not is_config
+    if is_command and [*folders, stem] != ["__main__"]:
+      name = folders[-1] if stem == "__main__" else stem
+      found[name] = ".".join(["diloco", *folders, stem])
+  return {"main": found.pop("main")} | dict(sorted(found.items()))
 
 
 def listing() -> str:
   """Returns one line for each command: its name, and what it does."""
   lines = ["Commands, as in `python -m diloco main --help`:", ""]
-  for name, file in commands().items():
+  for name, module in commands().items():
+    file = shipped.PACKAGE.parent / f"{module.replace('.', '/')}.py"
     doc = ast.get_docstring(ast.parse(file.read_text())) or ""
     lines.append(f"  {name:<19}{doc.partition(chr(10))[0]}")
   names = ", ".join(shipped.names("get_config"))
@@ -64,10 +54,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"error: there is no command {name}; give one of {known}.", file=sys.stderr)
     return 2
   sys.argv = list(argv[1:])
-  if name in SCRIPTS:
-    runpy.run_path(str(found[name]), run_name="__main__")
-  else:
-    runpy.run_module(f"diloco.{name}", run_name="__main__", alter_sys=True)
+  runpy.run_module(found[name], run_name="__main__", alter_sys=True)
   return 0
 
 

@@ -21,8 +21,10 @@ import traceback
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco.config import ConfigError, resolve
-from diloco.config.command_line import guarded, interrupted, make_folder, parse_flags
+from diloco.config import resolve
+from diloco.config.command_line import parse_flags
+from diloco.errors import ConfigError
+from diloco.util.command import guarded, interrupted, make_folder
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -62,11 +64,14 @@ def main(_) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
-  from diloco.coordinator.site import make_site
-  from diloco.run import memory, processes, room, stop
-  from diloco.run.compiling import announce_compilations
-  from diloco.run.log import TrainingDiverged
-  from diloco.run.peers import Peers, ProcessLost
+  from diloco.checkpoint import disk
+  from diloco.log.log import TrainingDiverged
+  from diloco.mesh import memory
+  from diloco.mesh.compiling import announce_compilations
+  from diloco.processes import distributed as processes
+  from diloco.processes import stop
+  from diloco.processes.peers import Peers, ProcessLost
+  from diloco.sites.site import make_site
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
@@ -110,7 +115,7 @@ def main(_) -> None:
       interrupted(),
     )
   except Exception as error:
-    reason = memory.explain(error) or room.explain(error)
+    reason = memory.explain(error) or disk.explain(error)
     if peers.count == 1 and not reason:
       raise
     peers.await_loss()

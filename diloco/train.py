@@ -12,22 +12,24 @@ from diloco.algorithm import overlap
 from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.state import Event, abstract_state, final_params, init_state
 from diloco.algorithm.streaming import make_method
-from diloco.config import Config, ConfigError, resolve
-from diloco.coordinator.calendar import config_of
-from diloco.coordinator.site import Site
+from diloco.checkpoint.checkpoints import Checkpoints, Record, make_record
+from diloco.checkpoint.record import Spent
+from diloco.config import Config, resolve
+from diloco.data.batches import Batches
+from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.evaluate.merges import MergeLoss
+from diloco.interop.init import first_params
+from diloco.log import summary
+from diloco.log.log import Log
+from diloco.log.profile import Profile
+from diloco.mesh.devices import make_mesh
 from diloco.model import attention
-from diloco.run import summary
-from diloco.run.batches import Batches
-from diloco.run.checkpoint import Checkpoints, Record, make_record
-from diloco.run.log import Log, Spent
-from diloco.run.mesh import make_mesh
-from diloco.run.peers import Peers, say
-from diloco.run.processes import check_all_meet, lock_workdir, make_shared
-from diloco.run.profile import Profile
-from diloco.run.start import first_params
-from diloco.run.stop import end_on_signal
+from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
+from diloco.processes.peers import Peers, say
+from diloco.processes.stop import end_on_signal
+from diloco.sites.calendar import config_of
+from diloco.sites.site import Site
 from diloco.wire.ledger import Ledger
 
 
@@ -71,6 +73,7 @@ def train(
 
     # Every mistake in the config is found here, before anything compiles.
     mesh = make_mesh(c)
+    attention.check(c.model, mesh.devices.flat[0])
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, site)))
     evaluation = Evaluation(c, mesh)
@@ -123,7 +126,9 @@ def train(
       if site and t <= (checkpoints.latest or 0):
         return  # The site went back to the group's step.
       log.flush()  # Raises if a loss is not finite: that state must not be saved.
-      now = make_record(c, batches, log, mesh, plan, peers, finished)
+      now = make_record(
+        c, batches, log.ledger, log.spent(), mesh, plan, peers, finished
+      )
       checkpoints.save(t, state, now)
 
     while t < c.train.steps:

@@ -39,11 +39,13 @@ from diloco.algorithm.state import (
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
-from diloco.config.fields import ModelConfig
 from diloco.evaluate import merges
-from diloco.model import attention, shapes, sharding
-from diloco.run.mesh import make_mesh
-from diloco.wire import exchange, sizes, transport
+from diloco.mesh import sharding
+from diloco.mesh.devices import make_mesh
+from diloco.model import attention
+from diloco.spec import shapes, sizes
+from diloco.spec.fields import ModelConfig
+from diloco.wire import exchange, transport
 from diloco.wire.transport import transmit
 
 STEPS = 6

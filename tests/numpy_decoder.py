@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from diloco.config.fields import ModelConfig
+from diloco.spec.fields import ModelConfig
 
 # Small enough for the reference and for float64.
 MODEL = ModelConfig(

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from diloco.config.fields import ModelConfig
+from diloco.spec.fields import ModelConfig
 
 # Small enough for the reference; heads of another size than dim / num_heads.
 MODEL = ModelConfig(

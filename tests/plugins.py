@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import loss, registry
-from diloco.model.shapes import BOS_ID
-from diloco.wire import compressors, sizes
+from diloco.spec import sizes
+from diloco.spec.shapes import BOS_ID
+from diloco.wire import compressors
 
 
 def encode_signs(wire, x_NxS, state, row, key):

@@ -13,12 +13,12 @@ import numpy as np
 from conftest import tiny_config
 
 from diloco.config import resolve
-from diloco.coordinator import security
 from diloco.coordinator.board import Board
-from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.journal import Entry, Journal
-from diloco.coordinator.link import Link
 from diloco.coordinator.server import Server
+from diloco.sites import security
+from diloco.sites.calendar import Calendar
+from diloco.sites.link import Link
 
 FREE = ("log.", "checkpoint.")  # Fields in which sites may differ.
 LONG = 60.0  # Seconds after which a test gives up.

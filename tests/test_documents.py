@@ -2,16 +2,14 @@
 
 import pathlib
 import re
-import sys
 
 import pytest
 
 from diloco import __main__ as listing
-from diloco.config import Config, command_line, shipped
+from diloco.cli import list_configs
+from diloco.config import Config
 from diloco.config.resolve import leaves
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "scripts"))
-import list_configs
+from diloco.util import command, shipped
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -45,11 +43,12 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_command_config_and_field_exists(page):
   text, commands = page.read_text(), listing.commands()
+  modules = {m.removeprefix("diloco.") for m in commands.values()}
   for module in re.findall(r"python -m diloco\.([\w.]*\w)", text):
-    assert module in commands, module
-  for command in re.findall(r"python -m diloco (\w[\w.]*)", text):
-    assert command in commands, command
-  for script in re.findall(r"(?:python |sbatch |`|^)(scripts/\w+\.\w+)", text, re.M):
+    assert module in modules, module
+  for name in re.findall(r"python -m diloco (\w[\w.]*)", text):
+    assert name in commands, name
+  for script in re.findall(r"(?:python |sbatch |`|^)(scripts/[\w/]+\.\w+)", text, re.M):
     assert (ROOT / script).is_file(), script
   for field in re.findall(r"--config\.([a-z_.]+[a-z_])\b", text):
     groups = {name.split(".")[0] for name in FIELDS}
@@ -62,7 +61,7 @@ def test_every_command_config_and_field_exists(page):
 def test_every_method_has_a_row_with_the_bytes_of_its_sample_run():
   page = (ROOT / "docs/methods.md").read_text()
   found = dict(re.findall(r"^\| `(\w+)` \|.*? ([\d,]+) (?:\|[^|]*){3}\|$", page, re.M))
-  named = [*command_line.load_module("methods", "get_config", "").METHODS]
+  named = [*command.load_module("methods", "get_config", "").METHODS]
   counted = list_configs.rows([f"configs/methods.py:{name}" for name in named])
   assert [*found.items()] == [
     (n, f"{row.sent:,}") for n, row in zip(named, counted, strict=True)

@@ -10,11 +10,11 @@ import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
 
 from diloco import train
-from diloco.config import ConfigError, resolve
-from diloco.model import shapes
-from diloco.run import metrics
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.log import metrics
 from diloco.simulate import from_config
-from diloco.wire import sizes
+from diloco.spec import shapes, sizes
 
 
 def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp_path):
@@ -89,7 +89,7 @@ def test_a_registered_model_trains_like_the_decoder(tiny, tmp_path):
 def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
   tiny.model.name, tiny.wire.compressor, tiny.plugins = "bigram", "signs", ("plugins",)
   train.train(tiny, tmp_path / "run")
-  command = [sys.executable, "-m", "diloco.export", f"--output={tmp_path / 'out'}"]
+  command = [sys.executable, "-m", "diloco.cli.export", f"--output={tmp_path / 'out'}"]
   env = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parent)}
   subprocess.run([*command, f"--workdir={tmp_path / 'run'}"], check=True, env=env)
   exported = json.loads((tmp_path / "out/config.json").read_text())

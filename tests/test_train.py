@@ -24,12 +24,15 @@ from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_params, init_state
 from diloco.algorithm.streaming import Streaming
-from diloco.config import ConfigError, resolve
-from diloco.run import checkpoint, metrics, stored
-from diloco.run.log import Log, TrainingDiverged
-from diloco.run.mesh import make_mesh
-from diloco.run.peers import Peers
-from diloco.run.processes import lock_workdir
+from diloco.checkpoint import checkpoints as checkpoint
+from diloco.checkpoint import stored
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.log.log import Log, TrainingDiverged
+from diloco.mesh.devices import make_mesh
+from diloco.processes.distributed import lock_workdir
+from diloco.processes.peers import Peers
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 
-from diloco.run.peers import Peers, ProcessLost
+from diloco.processes.peers import Peers, ProcessLost
 
 # Linux gives outgoing connections ports from 32768 on, so nobody takes these meanwhile.
 _PORTS = itertools.count(20_000 + os.getpid() * 101 % 12_000)

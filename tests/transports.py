@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.model.sharding import FSDP, REPLICA, mesh_of, place, shardings
+from diloco.mesh.sharding import FSDP, REPLICA, mesh_of, place, shardings
 from diloco.wire import exchange, transport
 
 # Row r of the mesh holds a group of replicas on two devices of process OWNERS[r].

@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.fragments import outer_gradient
 from diloco.algorithm.norms import mean_cosine, norms, products
-from diloco.config.fields import WireConfig
-from diloco.model import sharding
-from diloco.model.sharding import REPLICA
+from diloco.mesh import sharding
+from diloco.mesh.sharding import REPLICA
+from diloco.spec.fields import WireConfig
 from diloco.wire import exchange
 
 Tree = Any

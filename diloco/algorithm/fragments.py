@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.model import sharding
-from diloco.model.shapes import Shapes
+from diloco.mesh import sharding
+from diloco.spec.shapes import Shapes
 
 Tree = Any
 Layers = jax.Array | np.ndarray

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import Config, ConfigError
-from diloco.model import sharding
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.mesh import sharding
 
 Tree = Any
 

@@ -18,10 +18,10 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.optimizers import Tuned, make_inner
-from diloco.algorithm.schedule import Fragment
 from diloco.config import Config
+from diloco.mesh.sharding import FSDP, REPLICA, on_each_device
 from diloco.model import registry
-from diloco.model.sharding import FSDP, REPLICA, on_each_device
+from diloco.spec.schedule import Fragment
 
 Tree = Any
 

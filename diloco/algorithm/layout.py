@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diloco.algorithm.schedule import Fragment, make_fragments
-from diloco.config import ConfigError
-from diloco.model.shapes import Shapes
+from diloco.errors import ConfigError
+from diloco.spec.schedule import Fragment, make_fragments
+from diloco.spec.shapes import Shapes
 
 Tree = Any
 

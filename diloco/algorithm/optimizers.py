@@ -19,11 +19,12 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.methods.delayed_nesterov import delayed_nesterov
 from diloco.algorithm.methods.gpa import gpa
-from diloco.config import Config, ConfigError
-from diloco.config.fields import OuterConfig
+from diloco.config import Config
 from diloco.config.optimizer import parse
-from diloco.model import sharding
-from diloco.model.sharding import FSDP, Lead
+from diloco.errors import ConfigError
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, Lead
+from diloco.spec.fields import OuterConfig
 
 Tree = Any
 # A config that names an outer optimizer, or a transformation of optax.
@@ -250,7 +251,7 @@ def outer_shardings(
 
   Args:
     theta: the fragment's outer parameters without `lead`, or their shapes.
-    lead: (REPLICA,) if every replica has its own; see `diloco.model.sharding`.
+    lead: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
   """
   opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, lead)
   return sharding.with_lead(sharding.shardings(theta, mesh), lead), opt_at
@@ -332,7 +333,7 @@ def state_shardings(
   Args:
     field: name of the config's field, for error messages.
     params: shapes of one model's parameters, without a leading axis.
-    lead: the leading axis of the state, see `diloco.model.sharding`.
+    lead: the leading axis of the state, see `diloco.mesh.sharding`.
 
   Raises:
     ConfigError: the optimizer needs more than gradients and parameters, or fsdp cannot

@@ -34,10 +34,10 @@ from diloco.algorithm.methods.radial import average
 from diloco.algorithm.norms import mean_cosine, norms, products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import Event, OuterState
-from diloco.config.fields import WireConfig
-from diloco.model.sharding import REPLICA
+from diloco.mesh.sharding import REPLICA
+from diloco.spec.fields import WireConfig
+from diloco.spec.schedule import Schedule
 from diloco.wire import exchange
 
 Tree = Any

@@ -22,10 +22,10 @@ from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import Layers, outer_gradient
 from diloco.algorithm.norms import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.config.fields import OuterConfig, WireConfig
 from diloco.config.optimizer import parse
-from diloco.model.sharding import FSDP, REPLICA, key, specs
-from diloco.wire import formats, sizes
+from diloco.mesh.sharding import FSDP, REPLICA, key, specs
+from diloco.spec import formats, sizes
+from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.wire.cuts import Cut, cut
 
 Tree = Any

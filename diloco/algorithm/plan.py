@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm.home import Home, make_home
 from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.optimizers import Outer, OuterTuned, outer_shardings, outer_tuned
-from diloco.algorithm.schedule import Fragment, Schedule
 from diloco.config import Config
-from diloco.config.fields import WireConfig
-from diloco.model import shapes
-from diloco.model.shapes import Shapes
-from diloco.model.sharding import FSDP, REPLICA, abstract
-from diloco.wire import exchange, sizes
+from diloco.mesh.sharding import FSDP, REPLICA, abstract
+from diloco.spec import shapes, sizes
+from diloco.spec.fields import WireConfig
+from diloco.spec.schedule import Fragment, Schedule
+from diloco.spec.shapes import Shapes
+from diloco.wire import exchange
 from diloco.wire.transport import Transport, make_transport
 
 

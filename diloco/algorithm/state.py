@@ -17,9 +17,11 @@ from diloco.algorithm.methods.own_outer import one_of
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config
-from diloco.config.fields import WireConfig
-from diloco.model import registry, shapes, sharding
-from diloco.model.sharding import REPLICA
+from diloco.mesh import sharding
+from diloco.mesh.sharding import REPLICA
+from diloco.model import registry
+from diloco.spec import shapes
+from diloco.spec.fields import WireConfig
 from diloco.wire import exchange
 
 Tree = Any

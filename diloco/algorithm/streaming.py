@@ -29,7 +29,6 @@ from diloco.algorithm.layout import Fragments, Layout, Stacked, make_layout
 from diloco.algorithm.methods import eager, noloco
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan, make_plan
-from diloco.algorithm.schedule import Fragment
 from diloco.algorithm.state import (
   Event,
   OuterState,
@@ -37,10 +36,12 @@ from diloco.algorithm.state import (
   init_outer,
   outer_params,
 )
-from diloco.config import Config, ConfigError, changed, default_config, resolve
-from diloco.config.combinations import check_effects
-from diloco.config.fields import OuterConfig, WireConfig
-from diloco.model.sharding import FSDP, REPLICA, mesh_of
+from diloco.config import Config, changed, default_config, resolve
+from diloco.config.rules import check_effects
+from diloco.errors import ConfigError
+from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
+from diloco.spec.fields import OuterConfig, WireConfig
+from diloco.spec.schedule import Fragment
 
 Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.

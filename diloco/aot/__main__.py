@@ -1,8 +1,8 @@
 """Dry run: compiles a config's training programs for TPUs or GPUs that are not there.
 
-python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
-python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=h100:8 --slices=2
-python -m diloco.aot --config=configs/chinchilla.py:1.3B --topology=v5e --slices=2
+python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=v5e:4x4 --slices=2
+python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=h100:8 --slices=2
+python -m diloco aot --config=configs/chinchilla.py:1.3B --topology=v5e --slices=2
 
 The first command prints memory, compile time, bytes between replicas and overlap of
 each program on two slices, the second on two nodes of eight GPUs. The third command

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from diloco.model.sharding import REPLICA, num_slices
+from diloco.mesh.sharding import REPLICA, num_slices
 
 # For example pred, s32, bf16 or f8e4m3fn.
 _TYPE = re.compile(r"(?:pred|(?:bf|[sufc])(\d+)(?:e\d+m\d+\w*)?)")

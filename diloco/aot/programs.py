@@ -26,7 +26,7 @@ from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
 from diloco.config import Config, changed
-from diloco.model import sharding
+from diloco.mesh import sharding
 from diloco.wire.exchange import transmitted
 from diloco.wire.transport import transmit
 

@@ -13,12 +13,13 @@ from ml_collections import ConfigDict
 from diloco.aot import hlo
 from diloco.aot.programs import Program, Programs, nbytes
 from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
-from diloco.config import Config, ConfigError, changed, resolve
-from diloco.config.command_line import one_line
+from diloco.config import Config, changed, resolve
+from diloco.errors import ConfigError
+from diloco.mesh import hardware
+from diloco.mesh.devices import fit_eval_batch
 from diloco.model import attention
-from diloco.model.shapes import flops_per_token, num_params
-from diloco.run import hardware
-from diloco.run.mesh import fit_eval_batch
+from diloco.spec.shapes import flops_per_token, num_params
+from diloco.util.command import one_line
 
 Lines = Iterator[str]
 

@@ -10,10 +10,12 @@ from typing import Any
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from diloco.config import Config, ConfigError
-from diloco.config.command_line import one_line
-from diloco.model.sharding import REPLICA
-from diloco.run import mesh as run_mesh
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.mesh import devices as run_mesh
+from diloco.mesh.sharding import REPLICA
+from diloco.model import attention
+from diloco.util.command import one_line
 
 # Grids of the slices that Google Cloud sells, smallest first.
 _GRIDS_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -83,6 +85,7 @@ def make_mesh(c: Config, devices: list[Any], slices: int) -> Mesh:
     ConfigError: the layout does not fit, or a replica would lie on two slices.
   """
   mesh = run_mesh.make_mesh(c, devices)
+  attention.check(c.model, devices[0])
   groups = mesh.shape[REPLICA]
   if groups % slices:
     raise ConfigError(

@@ -1,7 +1,8 @@
 """Configs: every field with its default, and how files and flags set them. No JAX."""
 
-from diloco.config.fields import ALGORITHMS, Config, ConfigError
 from diloco.config.resolve import changed, complete, default_config, resolve
+from diloco.errors import ConfigError
+from diloco.spec.fields import ALGORITHMS, Config
 
 __all__ = [
   "ALGORITHMS",

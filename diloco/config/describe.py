@@ -11,9 +11,9 @@ from typing import Any
 
 import ml_collections
 
-from diloco.config import fields
-from diloco.config.fields import Config, Range
 from diloco.config.resolve import leaves, resolve
+from diloco.spec import fields
+from diloco.spec.fields import Config, Range
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 _WIDTH = 88
@@ -80,7 +80,7 @@ def markdown() -> str:
   parts = [
     "# Config fields",
     "Every field with its type, its default and its meaning, made from"
-    " `diloco/config/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
+    " `diloco/spec/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
     " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
     " --print_config` prints the values of a run.",
   ]

@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from diloco.config.fields import ConfigError
+from diloco.errors import ConfigError
 
 
 def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import ml_collections
 
-from diloco.config import combinations
-from diloco.config.fields import Config, ConfigError, Range
-from diloco.config.vocabulary import fill_in
-from diloco.model import shapes
-from diloco.wire import sizes
+from diloco.config import rules
+from diloco.errors import ConfigError
+from diloco.spec import shapes, sizes
+from diloco.spec.fields import Config, Range
+from diloco.tokenizer.vocabulary import fill_in
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -64,7 +64,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
     ConfigError: a field has a value that cannot work.
   """
   c = _resolve(leaves(config.to_dict()))
-  combinations.check_effects(c)
+  rules.check_effects(c)
   _check_all_synced(c)
   return c
 
@@ -144,7 +144,7 @@ def _check_each(v: Mapping[str, Any]) -> None:
     if field in v:
       raise ConfigError(
         f"{field} is {v[field]!r}, but there is no such field; see"
-        " diloco/config/fields.py."
+        " diloco/spec/fields.py."
       )
     raise ConfigError(f"{field} is missing; its default is {_DEFAULTS[field]!r}.")
   for field, kind in _TYPES.items():
@@ -179,7 +179,7 @@ def _build(v: Mapping[str, Any]) -> Config:
 def _check_together(c: Config, v: Mapping[str, Any]) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
-  combinations.check({**v, "overlap.tau": tau}, _DEFAULTS)
+  rules.check({**v, "overlap.tau": tau}, _DEFAULTS)
   if c.wire.exchange == "pair" and c.replicas % 2 and not c.data_parallel:
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."

@@ -1,6 +1,6 @@
 """Coordinates the sites of a run (docs/sites.md).
 
-python -m diloco.coordinator --config=configs/sample.py --workdir=/tmp/group \\
+python -m diloco coordinator --config=configs/sample.py --workdir=/tmp/group \\
   --listen=localhost:7000 --insecure --config.overlap.transport=sites
 """
 
@@ -13,8 +13,11 @@ import signal
 from absl import flags, logging
 from ml_collections import config_flags
 
-from diloco.config import ConfigError, files, resolve
-from diloco.config.command_line import make_folder, run
+from diloco.config import resolve
+from diloco.config.command_line import run
+from diloco.errors import ConfigError
+from diloco.util import files
+from diloco.util.command import make_folder
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -48,16 +51,16 @@ def main(_) -> None:
 
 async def coordinate(c, workdir: pathlib.Path) -> None:
   """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
-  from diloco.coordinator import security
+  from diloco.checkpoint import resume
   from diloco.coordinator.board import Board
-  from diloco.coordinator.calendar import Calendar
   from diloco.coordinator.journal import Journal
   from diloco.coordinator.report import Report
   from diloco.coordinator.server import Server
-  from diloco.run import resume
-  from diloco.run.metrics import CONFIG
-  from diloco.run.peers import Peers, say
-  from diloco.run.processes import lock_workdir
+  from diloco.log.metrics import CONFIG
+  from diloco.processes.distributed import lock_workdir
+  from diloco.processes.peers import Peers, say
+  from diloco.sites import security
+  from diloco.sites.calendar import Calendar
 
   credentials = security.server_credentials(FLAGS.listen, FLAGS.tls, FLAGS.insecure)
   calendar = Calendar(c, c.mesh.fsdp or 1)

@@ -14,11 +14,11 @@ import zlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from diloco.config import ConfigError
-from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.journal import Entry, Journal
-from diloco.coordinator.messages import BadMessage, Message, number
 from diloco.coordinator.rounds import Closing, Presence, Rounds
+from diloco.errors import ConfigError
+from diloco.sites.calendar import Calendar
+from diloco.sites.messages import BadMessage, Message, number
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.

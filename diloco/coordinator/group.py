@@ -7,17 +7,18 @@ import jax
 
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import OuterState, TrainState, init_outer
-from diloco.config import ConfigError, changed
-from diloco.coordinator import outer_state
-from diloco.coordinator.calendar import Calendar, config_of
+from diloco.checkpoint import resume, stored
+from diloco.checkpoint.checkpoints import Checkpoints
+from diloco.checkpoint.record import Record, steps_of
+from diloco.config import changed
 from diloco.coordinator.journal import Entry, Journal
+from diloco.errors import ConfigError
+from diloco.interop.init import first_params
+from diloco.mesh.devices import make_mesh
 from diloco.model import registry
-from diloco.run import resume, stored
-from diloco.run.checkpoint import Checkpoints
-from diloco.run.mesh import make_mesh
-from diloco.run.peers import Peers
-from diloco.run.record import Record, steps_of
-from diloco.run.start import first_params
+from diloco.processes.peers import Peers
+from diloco.sites import outer_state
+from diloco.sites.calendar import Calendar, config_of
 
 Tree = Any
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.

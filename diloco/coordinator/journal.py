@@ -14,7 +14,8 @@ import secrets
 import zlib
 from typing import Any, NamedTuple
 
-from diloco.config import ConfigError, files
+from diloco.errors import ConfigError
+from diloco.util import files
 
 
 class Entry(NamedTuple):

@@ -7,12 +7,12 @@ from typing import Any
 
 import tqdm
 
-from diloco.config import files
-from diloco.config.bar import make_bar
 from diloco.coordinator.board import Board
-from diloco.coordinator.calendar import Calendar
 from diloco.coordinator.journal import Entry, Journal
 from diloco.coordinator.server import Server
+from diloco.sites.calendar import Calendar
+from diloco.util import files
+from diloco.util.bar import make_bar
 
 
 class Report:

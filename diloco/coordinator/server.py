@@ -11,11 +11,11 @@ from typing import Any
 
 import grpc
 
-from diloco.config import ConfigError
 from diloco.config.resolve import difference
-from diloco.coordinator import messages, security
 from diloco.coordinator.board import Board, Session, Upload
-from diloco.coordinator.messages import BadMessage, Message, chunks, pack
+from diloco.errors import ConfigError
+from diloco.sites import messages, security
+from diloco.sites.messages import BadMessage, Message, chunks, pack
 
 _HELLO_S = 30.0  # Seconds in which a connection must say who it is.
 _LONGEST = 2000  # Characters of a reason; gRPC refuses headers of 8 KiB.

@@ -2,7 +2,7 @@
 
 from diloco.data.pipeline import EvalSet, make_eval_set, make_train_iterator
 from diloco.data.sources import make_source
-from diloco.data.tokenizer import Tokenizer, load_tokenizer
+from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
   "EvalSet",

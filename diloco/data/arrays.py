@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from diloco.config import ConfigError
-from diloco.config.vocabulary import read_manifest
 from diloco.data.files import reading
-from diloco.data.tokenizer import Tokenizer
-from diloco.model.shapes import EOS_ID
+from diloco.errors import ConfigError
+from diloco.spec.shapes import EOS_ID
+from diloco.tokenizer.tokenizer import Tokenizer
+from diloco.tokenizer.vocabulary import read_manifest
 
 ENDS, BYTES = "ends.npy", "bytes.npy"
 # Most arrays open at the same time: each needs a file descriptor.

@@ -5,13 +5,14 @@ from typing import Protocol
 
 import numpy as np
 
-from diloco.config import Config, ConfigError
-from diloco.config.vocabulary import split_folder
+from diloco.config import Config
 from diloco.data.arrays import TokenArrays
 from diloco.data.files import reading
 from diloco.data.sources import Source, make_source
-from diloco.data.tokenizer import Tokenizer, load_tokenizer
-from diloco.model.shapes import BOS_ID, EOS_ID
+from diloco.errors import ConfigError
+from diloco.spec.shapes import BOS_ID, EOS_ID
+from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from diloco.tokenizer.vocabulary import split_folder
 
 # Most tokens in memory at once: 512 MiB, which take up to a minute to read.
 MOST_TOKENS = 1 << 27

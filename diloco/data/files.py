@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
 
 # Without a validation split, a source holds out about one document in this many.
 HOLD_OUT_EVERY = 20

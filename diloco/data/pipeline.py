@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from diloco.config import Config, ConfigError
+from diloco.config import Config
 from diloco.data.documents import MOST_TOKENS, Documents, make_documents
 from diloco.data.sequences import Sequences
 from diloco.data.sources import more_documents
+from diloco.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
 
 
 def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:

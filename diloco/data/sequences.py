@@ -7,8 +7,8 @@ differ from C4, and it widens the gap between replicas (docs/ladder.md).
 
 import numpy as np
 
-from diloco.config import ConfigError
 from diloco.data.documents import Documents
+from diloco.errors import ConfigError
 
 
 class Sequences:

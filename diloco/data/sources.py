@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from diloco.config import ConfigError
-from diloco.config.command_line import one_line
-from diloco.config.fields import DataConfig
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
+from diloco.errors import ConfigError
+from diloco.spec.fields import DataConfig
+from diloco.util.command import one_line
 
 _FILES, _PARAGRAPHS = "files:", "paragraphs:"
 

@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.config.fields import ModelConfig
 from diloco.data import EvalSet
-from diloco.model import registry, sharding
+from diloco.mesh import sharding
+from diloco.model import registry
+from diloco.spec.fields import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,9 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event
 from diloco.config import Config
 from diloco.evaluate.evaluation import Evaluation
-from diloco.model import registry, sharding
-from diloco.model.sharding import FSDP, REPLICA
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.model import registry
 
 Tree = Any
 # Part of a step's sequences, to bound the cost: a merge needs two forward passes.

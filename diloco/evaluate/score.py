@@ -13,10 +13,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diloco.config.bar import make_bar
-from diloco.config.fields import ModelConfig
 from diloco.evaluate.tasks import Continuation
-from diloco.model import registry, sharding
+from diloco.mesh import sharding
+from diloco.model import registry
+from diloco.spec.fields import ModelConfig
+from diloco.util.bar import make_bar
 
 # Sequences are padded to at least this length, see `batches`.
 MIN_LENGTH = 32

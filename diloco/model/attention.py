@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from diloco.config.command_line import one_line
-from diloco.config.fields import ConfigError, ModelConfig
-from diloco.model import sharding
+from diloco.errors import ConfigError
+from diloco.mesh import sharding
+from diloco.spec.fields import ModelConfig
+from diloco.util.command import one_line
 
 
 class Device(Protocol):

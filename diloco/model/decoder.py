@@ -3,7 +3,7 @@
 Pre-LayerNorm, learned positions, GELU feed-forward, tied head, no biases. The stack of
 blocks, the cache and the losses are in `diloco.model.transformer`.
 
-Parameters: `diloco.model.shapes.decoder`. Letters: B sequences, L positions, D width, H
+Parameters: `diloco.spec.shapes.decoder`. Letters: B sequences, L positions, D width, H
 heads, K head size, F feed-forward width, V vocabulary.
 """
 
@@ -13,9 +13,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from diloco.config.fields import ModelConfig
 from diloco.model import transformer
 from diloco.model.transformer import Place, by_sequence, linear, table
+from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
 DESCRIPTION = {

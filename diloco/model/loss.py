@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from diloco.model import sharding
+from diloco.mesh import sharding
 
 Axes = tuple[str, ...]
 

@@ -5,7 +5,7 @@ of keys and values, SwiGLU feed-forward, no biases; the head is the token embedd
 matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack of
 blocks, the cache and the losses are in `diloco.model.transformer`.
 
-Parameters: `diloco.model.shapes.qwen3`. Letters: B sequences, L positions, D width, H
+Parameters: `diloco.spec.shapes.qwen3`. Letters: B sequences, L positions, D width, H
 query heads, G heads of keys and values, K head size, F feed-forward width, V
 vocabulary.
 """
@@ -16,9 +16,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from diloco.config.fields import ModelConfig
 from diloco.model import transformer
 from diloco.model.transformer import Place, by_sequence, linear, table
+from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
 DESCRIPTION = {

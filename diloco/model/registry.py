@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from jax import Array
 
-from diloco.config.fields import ModelConfig
-from diloco.model import decoder, qwen3, shapes
+from diloco.model import decoder, qwen3
+from diloco.spec import shapes
+from diloco.spec.fields import ModelConfig
 
 Params = dict[str, Any]
 Axes = tuple[str, ...]

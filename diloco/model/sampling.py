@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.config.fields import ModelConfig
 from diloco.model import registry
 from diloco.model.registry import Params
-from diloco.model.shapes import BOS_ID, EOS_ID
+from diloco.spec.fields import ModelConfig
+from diloco.spec.shapes import BOS_ID, EOS_ID
 
 
 def generate(

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from diloco.config.fields import ModelConfig
 from diloco.model import loss
 from diloco.model.attention import attend
-from diloco.model.shapes import BOS_ID, EOS_ID
+from diloco.spec.fields import ModelConfig
+from diloco.spec.shapes import BOS_ID, EOS_ID
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]

@@ -1,12 +1,12 @@
 """Fits scaling laws, and recommends hyperparameters by them.
 
-python -m diloco.scaling_laws tables
-python -m diloco.scaling_laws tables --sizes=nominal --json
-python -m diloco.scaling_laws figures --out=/tmp/figures
-python -m diloco.scaling_laws fit my_runs.csv --where=sync_every=30
-python -m diloco.scaling_laws recommend --params=4e9 --replicas=2
-python -m diloco.scaling_laws recommend --params=10B --method=independent --json
-python -m diloco.scaling_laws recommend --params=700M --results=my_runs.csv
+python -m diloco scaling_laws tables
+python -m diloco scaling_laws tables --sizes=nominal --json
+python -m diloco scaling_laws figures --out=/tmp/figures
+python -m diloco scaling_laws fit my_runs.csv --where=sync_every=30
+python -m diloco scaling_laws recommend --params=4e9 --replicas=2
+python -m diloco scaling_laws recommend --params=10B --method=independent --json
+python -m diloco scaling_laws recommend --params=700M --results=my_runs.csv
 """
 
 import argparse
@@ -21,15 +21,15 @@ from typing import Any
 # tiny matrices: `tables` would take ten times the CPU time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from diloco.config.command_line import Parser, guarded, make_folder, parse_options
 from diloco.scaling_laws import paper, recommend_command, results, runs
 from diloco.scaling_laws import tables as tables_lib
 from diloco.scaling_laws.fits import leave_largest_out
 from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
+from diloco.util.command import Parser, guarded, make_folder, parse_options
 
 
 def make_parser() -> Parser:
-  parser = Parser(prog="python -m diloco.scaling_laws", description=__doc__)
+  parser = Parser(prog="python -m diloco scaling_laws", description=__doc__)
   commands = parser.add_subparsers(required=True)
   p = commands.add_parser("tables", help="the paper's tables: ours / theirs")
   p.set_defaults(command=tables)

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from diloco.config import palette
 from diloco.scaling_laws import paper
+from diloco.util import palette
 
 # A shade of DiLoCo's colour, a marker and its size for each M. Later markers lie above
 # the earlier ones and are smaller, so that all stay visible.

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diloco.config.command_line import parse_count
-from diloco.config.fields import ModelConfig
-from diloco.model.shapes import matrix_params
 from diloco.scaling_laws import optimum, parametric
 from diloco.scaling_laws.fits import Fit, PowerLaw, fit_power_law
 from diloco.scaling_laws.uncertainty import Array
+from diloco.spec.fields import ModelConfig
+from diloco.spec.shapes import matrix_params
+from diloco.util.command import parse_count
 
 # Tokens per sequence; the unit of the paper's batch laws.
 SEQ_LEN = 2048

@@ -4,9 +4,9 @@ import argparse
 import dataclasses
 from typing import Any
 
-from diloco.config.command_line import parse_count, parse_options
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws.recommend import recommend
+from diloco.util.command import parse_count, parse_options
 
 NOTES = 5  # The text shows so many notes.
 ROWS = {

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from diloco.config.bar import make_bar
 from diloco.scaling_laws import fits, optimum, paper, parametric
+from diloco.util.bar import make_bar
 
 # Parameters of the forms of Section 6.5.
 COLUMNS13 = ("A", "alpha", "B", "beta", "C")

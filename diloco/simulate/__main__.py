@@ -1,18 +1,18 @@
 r"""Simulates compute utilisation, wall-clock time and goodput.
 
-python -m diloco.simulate table4
-python -m diloco.simulate table6
-python -m diloco.simulate figures --out=/tmp/figures
-python -m diloco.simulate bandwidth --params=1B --layers=24 --step_time=0.1
-python -m diloco.simulate utilisation --params=1B --layers=24 --step_time=0.1 --gbits=2
-python -m diloco.simulate frontier --params=1B --layers=24 --step_time=0.1 --gbits=1
-python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
-python -m diloco.simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
+python -m diloco simulate table4
+python -m diloco simulate table6
+python -m diloco simulate figures --out=/tmp/figures
+python -m diloco simulate bandwidth --params=1B --layers=24 --step_time=0.1
+python -m diloco simulate utilisation --params=1B --layers=24 --step_time=0.1 --gbits=2
+python -m diloco simulate frontier --params=1B --layers=24 --step_time=0.1 --gbits=1
+python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
+python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
   --config.overlap.tau=5
-python -m diloco.simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
+python -m diloco simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
-python -m diloco.simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
-python -m diloco.simulate failures --config=configs/chinchilla.py:10B,M=8 \
+python -m diloco simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
+python -m diloco simulate failures --config=configs/chinchilla.py:10B,M=8 \
   --step_time=1 --gbits=10 --chips=1024,131072 --mtbf=1y,5y
 """
 
@@ -25,14 +25,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from diloco.config import ConfigError
-from diloco.config.command_line import (
-  Parser,
-  guarded,
-  load_config,
-  make_folder,
-  parse_count,
-)
+from diloco.config.command_line import load_config
+from diloco.errors import ConfigError
 from diloco.simulate import failures, from_config, tables, wallclock
 from diloco.simulate.limits import check
 from diloco.simulate.options import (
@@ -50,6 +44,7 @@ from diloco.simulate.options import (
 )
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.simulate.utilisation import Workload
+from diloco.util.command import Parser, guarded, make_folder, parse_count
 
 Args = dict[str, Any]  # The arguments that are given, by name.
 Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
@@ -65,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> Parser:
-  parser = Parser(prog="python -m diloco.simulate", description=__doc__)
+  parser = Parser(prog="python -m diloco simulate", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, _, options) in COMMANDS.items():
     command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)

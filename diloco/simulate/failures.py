@@ -47,10 +47,10 @@ from typing import Annotated
 
 import numpy as np
 
-from diloco.config.fields import NonNegative, Positive, Range, Share
 from diloco.simulate.limits import AboveZero, check, check_fields
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
+from diloco.spec.fields import NonNegative, Positive, Range, Share
 
 METHODS = ("data_parallel", "restart_all", "all_wait", "quorum")
 MOST_FAILURES = 1e7  # In a run; more take minutes.

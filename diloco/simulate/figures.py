@@ -15,13 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from diloco.config.palette import COLORS, COLUMN, PAGE, STYLE, shades
 from diloco.simulate import limits
 from diloco.simulate.failures import Row, show_time
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
+from diloco.util.palette import COLORS, COLUMN, PAGE, STYLE, shades
 
 GREYS = {
   "forward": "0.8",

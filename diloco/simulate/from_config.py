@@ -8,19 +8,19 @@ import itertools
 import math
 
 from diloco.config import Config
-from diloco.config.fields import Range
-from diloco.model.shapes import (
+from diloco.simulate import wallclock
+from diloco.simulate.limits import check
+from diloco.simulate.steady import steady_utilisation
+from diloco.simulate.utilisation import Workload
+from diloco.spec import sizes
+from diloco.spec.fields import Range
+from diloco.spec.shapes import (
   flops_per_token,
   leaves,
   matrix_params,
   num_params,
   parameters,
 )
-from diloco.simulate import wallclock
-from diloco.simulate.limits import check
-from diloco.simulate.steady import steady_utilisation
-from diloco.simulate.utilisation import Workload
-from diloco.wire import sizes
 from diloco.wire.ledger import average_bytes
 
 

@@ -4,7 +4,7 @@ import typing
 from collections.abc import Collection
 from typing import Annotated, Any
 
-from diloco.config.fields import Range
+from diloco.spec.fields import Range
 
 AboveZero = Annotated[float, Range(0, open=True)]
 

@@ -1,7 +1,7 @@
 """Draws a schedule: inner steps, sends, fragments in flight, merges.
 
 The sends are those of a config (`planned`), or those in the log of a run
-(`scripts/draw_run.py`). The merges follow from the sends and the config.
+(`diloco/cli/draw_run.py`). The merges follow from the sends and the config.
 """
 
 import pathlib
@@ -14,12 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from diloco.algorithm.schedule import Fragment
-from diloco.config import Config, ConfigError
-from diloco.config.command_line import check_picture, make_folder
-from diloco.config.palette import COLORS, PAGE, STYLE, shades
-from diloco.model.shapes import parameters
-from diloco.wire.sizes import sync_bytes
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.spec.schedule import Fragment
+from diloco.spec.shapes import parameters
+from diloco.spec.sizes import sync_bytes
+from diloco.util.command import check_picture, make_folder
+from diloco.util.palette import COLORS, PAGE, STYLE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
 MOST_SINGLE_STEPS = 150  # More steps are drawn as one bar for each replica.

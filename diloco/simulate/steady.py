@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, sparse
 
-from diloco.config.fields import Range
 from diloco.simulate.limits import check
 from diloco.simulate.utilisation import Workload, check_rates
+from diloco.spec.fields import Range
 
 
 class Rule(NamedTuple):

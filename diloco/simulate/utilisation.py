@@ -30,10 +30,10 @@ from typing import Annotated
 
 import numpy as np
 
-from diloco.algorithm.schedule import Schedule, make_fragments
-from diloco.config.fields import NonNegative, Positive, Range
 from diloco.simulate.limits import AboveZero, check, check_fields
-from diloco.wire import sizes
+from diloco.spec import sizes
+from diloco.spec.fields import NonNegative, Positive, Range
+from diloco.spec.schedule import Schedule, make_fragments
 
 METHODS = ("data_parallel", "diloco", "streaming")
 STEPS = 300
@@ -53,7 +53,7 @@ class Workload:
     replicas: M. Data-parallel all-reduces gradients: 2 (M-1)/M copies of each value
       cross a replica's link. The other methods gather M-1 payloads. Both are 1 for M=2.
     sync_every: H; data-parallel ignores it.
-    fragment_size, pattern: as in `diloco.algorithm.schedule`; only for streaming.
+    fragment_size, pattern: as in `diloco.spec.schedule`; only for streaming.
     tau: inner steps that hide a reduction; only for streaming.
     bits: bits per value on the link.
     latency: seconds added to every reduction.

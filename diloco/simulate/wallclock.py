@@ -7,8 +7,8 @@ bandwidths are bits per second, times are seconds.
 import dataclasses
 from typing import Annotated
 
-from diloco.config.fields import NonNegative, Positive, Range
 from diloco.simulate.limits import AboveZero, check_fields
+from diloco.spec.fields import NonNegative, Positive, Range
 
 # Q, FLOP/s per chip: between half the peak of TPU v5e and half the peak of v6e (A.3).
 CHIP_FLOPS = 300e12

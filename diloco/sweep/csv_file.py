@@ -8,12 +8,13 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from diloco.config import Config, changed, complete, files
-from diloco.config.command_line import one_line
+from diloco.config import Config, changed, complete
 from diloco.config.resolve import leaves
-from diloco.model.shapes import matrix_params
+from diloco.spec.shapes import matrix_params
 from diloco.sweep import table
 from diloco.sweep.table import SUMMARY_COLUMNS, Row
+from diloco.util import files
+from diloco.util.command import one_line
 
 # Config fields that have a column: the fields in which runs usually differ.
 EXPORTED_FIELDS = {

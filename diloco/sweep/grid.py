@@ -8,12 +8,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_collections
 
-if TYPE_CHECKING:
-  from diloco.sweep.chart import Chart
+from diloco.sweep.chart import Chart
 
 Point = dict[str, Any]
 
@@ -170,7 +169,7 @@ class Sweep:
   config: Callable[[Point], ml_collections.ConfigDict]
   grids: Sequence[Grid]
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  chart: "Chart | None" = None
+  chart: Chart | None = None
 
   def __post_init__(self):
     _check_list("the grids of a sweep", self.grids, Grid)

@@ -3,7 +3,7 @@
 python -m diloco.sweep.job RUN
 python -m diloco.sweep.job RUN RUN ...
 
-RUN is a run directory with a config.json. `diloco.main` trains one run, `diloco.run`
+RUN is a run directory with a config.json. `diloco.main` trains one run, `worker.py`
 several. The trainer holds a lock on RUN/lock until it ends, even if its parent process
 ends earlier. So no two processes ever train the same run.
 """
@@ -17,10 +17,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from diloco.config import files
-from diloco.config.command_line import Parser, guarded
-from diloco.run.workdir import FAILED
+from diloco.log.workdir import FAILED
 from diloco.sweep import saved, table
+from diloco.util import files
+from diloco.util.command import Parser, guarded
 
 LOCKED = 75  # Exit status EX_TEMPFAIL: temporary failure.
 # Signals that ask a run to save and end. Before a time limit or a preemption, Slurm
@@ -55,7 +55,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       return LOCKED
     for run in runs:
       (run / "ended.json").unlink(missing_ok=True)
-    command = ["diloco.run", *directories]
+    command = ["diloco.sweep.worker", *directories]
     if len(runs) == 1:
       config = f"--config={saved.__file__}:{runs[0] / 'config.json'}"
       command = ["diloco.main", config, f"--workdir={runs[0]}"]

@@ -2,9 +2,10 @@
 
 import pathlib
 
-from diloco.config import ConfigError, command_line
+from diloco.errors import ConfigError
 from diloco.sweep.grid import Sweep
 from diloco.sweep.search import check_starts, search_all
+from diloco.util import command
 
 
 def load_sweep(name: str) -> Sweep:
@@ -19,7 +20,7 @@ def load_sweep(name: str) -> Sweep:
   path, _, argument = name.partition(":")
   if not path:
     raise ConfigError("--sweep must be given, for example --sweep=configs/ladder.py.")
-  module = command_line.load_module(path, "get_sweep", "--sweep=configs/ladder.py")
+  module = command.load_module(path, "get_sweep", "--sweep=configs/ladder.py")
   try:
     sweep = module.get_sweep(*filter(None, [argument]))
     if not isinstance(sweep, Sweep):
@@ -27,9 +28,7 @@ def load_sweep(name: str) -> Sweep:
     search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
     check_starts(sweep.grids)
   except Exception as error:
-    raise ConfigError(
-      f"{path}: {command_line.located(error, module.__file__)}"
-    ) from error
+    raise ConfigError(f"{path}: {command.located(error, module.__file__)}") from error
   return sweep
 
 

@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco.run import metrics
-from diloco.run.workdir import backwards
+from diloco.log import metrics
+from diloco.log.workdir import backwards
 from diloco.sweep.grid import Point, describe
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row

@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from diloco.config import ConfigError, files, resolve
-from diloco.config.command_line import one_line
-from diloco.sweep import groups, progress, table
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep, describe, key
 from diloco.sweep.job import handled
 from diloco.sweep.search import Search, search_all
 from diloco.sweep.table import Row
+from diloco.together import groups
+from diloco.util import files
+from diloco.util.command import one_line
 
 # A run fails when it has vanished (was killed, ran out of memory, lost its node) this
 # many times in a row. A run that stopped and saved has not vanished.

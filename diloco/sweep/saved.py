@@ -6,8 +6,9 @@ python -m diloco.main --config=diloco/sweep/saved.py:RUN/config.json --workdir=E
 import json
 import pathlib
 
-from diloco.config import ConfigError, default_config
-from diloco.config.command_line import one_line
+from diloco.config import default_config
+from diloco.errors import ConfigError
+from diloco.util.command import one_line
 
 
 def get_config(path: str = ""):

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Mapping
 
-from diloco.config import files
-from diloco.config.command_line import one_line
 from diloco.sweep import job
 from diloco.sweep.table import digest
+from diloco.util import files
+from diloco.util.command import one_line
 
 # An answer of squeue is used for FRESH seconds. If squeue does not answer for PATIENCE
 # seconds, that is an error.

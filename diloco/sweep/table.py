@@ -23,8 +23,9 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco.config import Config, complete, files
+from diloco.config import Config, complete
 from diloco.config.resolve import leaves
+from diloco.util import files
 
 Row = dict[str, Any]
 

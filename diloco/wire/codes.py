@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.wire.formats import Format
-from diloco.wire.sizes import packed
+from diloco.spec.formats import Format
+from diloco.spec.sizes import packed
 
 SCALE_BIAS = 127
 # The scale byte of a block that holds a NaN or an infinity, as in OCP's E8M0.

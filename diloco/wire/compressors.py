@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from diloco.config.fields import WireConfig
-from diloco.wire import bins, formats, sizes
+from diloco.spec import formats, sizes
+from diloco.spec.fields import WireConfig
+from diloco.wire import bins
 from diloco.wire import codes as codes_lib
 
 Tree = Any

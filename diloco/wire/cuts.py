@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from diloco.config.fields import WireConfig
-from diloco.wire import formats, sizes
+from diloco.spec import formats, sizes
+from diloco.spec.fields import WireConfig
 from diloco.wire.codes import group_size
 from diloco.wire.compressors import COMPRESSORS
 

@@ -19,7 +19,7 @@ MuLoCo's report that it is better than DiLoCo with AdamW from 150M to 3.1B param
 import jax.numpy as jnp
 from jax import Array
 
-from diloco.config.fields import WireConfig
+from diloco.spec.fields import WireConfig
 from diloco.wire.compressors import COMPRESSORS, Compressor, Tree
 
 

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config.fields import WireConfig
-from diloco.model import shapes
-from diloco.model.sharding import FSDP, REPLICA, Lead, key, shardings, specs
-from diloco.wire import sizes
+from diloco.mesh.sharding import FSDP, REPLICA, Lead, key, shardings, specs
+from diloco.spec import shapes, sizes
+from diloco.spec.fields import WireConfig
 from diloco.wire.error_feedback import compressor_of
 
 Tree = Any

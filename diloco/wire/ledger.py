@@ -3,8 +3,8 @@
 import dataclasses
 
 from diloco.config import Config
-from diloco.model.shapes import num_params, parameters
-from diloco.wire import sizes
+from diloco.spec import sizes
+from diloco.spec.shapes import num_params, parameters
 
 
 @dataclasses.dataclass

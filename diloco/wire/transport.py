@@ -23,9 +23,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import Config, ConfigError
-from diloco.model import sharding
-from diloco.model.sharding import FSDP, REPLICA
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.wire import exchange
 
 # XLA for GPU has one collective under way at a time on each stream. On the stream of

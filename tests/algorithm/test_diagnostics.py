@@ -12,7 +12,7 @@ from diloco.algorithm.outer import drain, outer_step, send
 from diloco.algorithm.plan import Plan, make_plan
 from diloco.algorithm.state import init_outer
 from diloco.config import default_config, resolve
-from diloco.run.mesh import make_mesh
+from diloco.mesh.devices import make_mesh
 from diloco.wire import exchange
 
 LAYERS = 5

@@ -16,9 +16,10 @@ from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
-from diloco.config import ConfigError, resolve
-from diloco.model import sharding
-from diloco.run.mesh import make_mesh
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.mesh import sharding
+from diloco.mesh.devices import make_mesh
 from diloco.wire.transport import ExchangeFailed
 
 STEPS = 11

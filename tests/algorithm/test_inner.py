@@ -9,8 +9,8 @@ from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.state import init_state
 from diloco.config import Config
 from diloco.config import resolve as resolve_config
+from diloco.mesh.devices import make_mesh
 from diloco.model import decoder
-from diloco.run.mesh import make_mesh
 
 
 def resolve(c, **fields) -> Config:

@@ -8,10 +8,11 @@ import pytest
 from jax.sharding import AxisType
 
 from diloco.algorithm import optimizers
-from diloco.config import Config, ConfigError
+from diloco.config import Config
 from diloco.config import resolve as resolve_config
-from diloco.config.command_line import load_module
-from diloco.config.fields import OuterConfig
+from diloco.errors import ConfigError
+from diloco.spec.fields import OuterConfig
+from diloco.util.command import load_module
 
 METHODS = load_module("methods", "get_config", "methods").METHODS
 

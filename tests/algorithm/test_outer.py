@@ -8,8 +8,8 @@ from diloco.algorithm.outer import drain, outer_step, receive, send, update
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state, init_outer, outer_params
 from diloco.config import Config, default_config, resolve
-from diloco.model import sharding
-from diloco.run.mesh import make_mesh
+from diloco.mesh import sharding
+from diloco.mesh.devices import make_mesh
 from diloco.wire import exchange
 
 LAYERS, WIDTH, ROWS = 5, 6, 7

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import Plan, make_plan
-from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
-from diloco.model import sharding
-from diloco.run.mesh import make_mesh
-from diloco.wire import sizes
+from diloco.mesh import sharding
+from diloco.mesh.devices import make_mesh
+from diloco.spec import sizes
+from diloco.spec.schedule import Schedule
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 # E3M0 codes with one scale per this many values; None sends float32.

@@ -8,7 +8,7 @@ from conftest import stretches
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.algorithm.schedule import Schedule
+from diloco.spec.schedule import Schedule
 
 
 def make_plan(schedule: Schedule, hides: bool = True):

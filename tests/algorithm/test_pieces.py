@@ -9,7 +9,7 @@ from diloco.algorithm import optimizers, outer, pieces
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state, init_outer
 from diloco.config import default_config, resolve
-from diloco.run.mesh import make_mesh
+from diloco.mesh.devices import make_mesh
 from diloco.wire.cuts import cut
 
 

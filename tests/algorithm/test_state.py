@@ -7,7 +7,7 @@ import pytest
 
 from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
 from diloco.config import resolve
-from diloco.run.mesh import make_mesh
+from diloco.mesh.devices import make_mesh
 
 
 @pytest.fixture

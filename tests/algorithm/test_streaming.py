@@ -19,7 +19,7 @@ from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
-from diloco.run.mesh import make_mesh
+from diloco.mesh.devices import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 M, STEPS = 2, 23

@@ -18,11 +18,12 @@ from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state, init_state
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes
-from diloco.config import ConfigError, resolve
-from diloco.model.shapes import num_params
-from diloco.run import hardware
-from diloco.run.mesh import make_mesh
-from diloco.wire import sizes
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.mesh import hardware
+from diloco.mesh.devices import make_mesh
+from diloco.spec import sizes
+from diloco.spec.shapes import num_params
 
 TESTS = pathlib.Path(__file__).parents[1]
 
@@ -246,7 +247,7 @@ import conftest
 from diloco.aot.programs import Programs
 from diloco.aot.topology import describe, make_mesh
 from diloco.config import resolve
-from diloco.model.shapes import num_params
+from diloco.spec.shapes import num_params
 
 c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1})
@@ -265,7 +266,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 from diloco.aot.topology import describe
-from diloco.config.fields import WireConfig
+from diloco.spec.fields import WireConfig
 from diloco.wire.compressors import COMPRESSORS
 
 place = SingleDeviceSharding(describe("v5e:2x2", 1)[0])

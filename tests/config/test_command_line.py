@@ -10,11 +10,13 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from diloco.config import ConfigError, command_line
+from diloco.config import command_line
 from diloco.data import records
-from diloco.run import load as restore
-from diloco.run import metrics
+from diloco.errors import ConfigError
+from diloco.interop import load as restore
+from diloco.log import metrics
 from diloco.sweep import slurm
+from diloco.util import command
 
 ROOT = pathlib.Path(__file__).parents[2]
 SAMPLE = f"--config={ROOT}/configs/sample.py"
@@ -59,7 +61,7 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
     ("config.wire.format.x=1", "--config.wire.format.x is no field"),
     ("config.log=1", r"log is no field \(did you mean log.every or log.\w+ or"),
-    ("config.qqq=1", "--config.qqq is no field; see diloco/config/fields.py"),
+    ("config.qqq=1", "--config.qqq is no field; see diloco/spec/fields.py"),
     ("number=0", "--number=0: give a positive integer"),
     ("mode=c", "--mode=c: value should be one of <a|b>"),
     ("numbr=1", "Unknown command line flag 'numbr'. Did you mean: number"),
@@ -126,20 +128,20 @@ def test_load_config_takes_the_arguments_of_the_trainer():
 
 
 def test_folders_that_are_not_writable(tmp_path):
-  made = command_line.make_folder(tmp_path / "a" / "b", "--output")
+  made = command.make_folder(tmp_path / "a" / "b", "--output")
   assert made.is_dir()
   assert not list(made.iterdir())
   (tmp_path / "file").touch()
   for path in (tmp_path / "file", tmp_path / "file" / "under", "/proc/none"):
     with pytest.raises(ConfigError, match=r"^--output is '.*', where nothing can be"):
-      command_line.make_folder(path, "--output")
+      command.make_folder(path, "--output")
 
 
 def test_ctrl_c_ends_without_a_traceback(capsys):
   def interrupted():
     raise KeyboardInterrupt
 
-  assert command_line.guarded(interrupted) == 130
+  assert command.guarded(interrupted) == 130
   assert capsys.readouterr().err == "interrupted\n"
 
 
@@ -166,40 +168,40 @@ def test_a_python_file_needs_its_function(tmp_path):
     (tmp_path / "m.py").write_text(text)
     load = (str(tmp_path / "m.py"), "get_it", "configs/ladder.py")
     if not said:
-      assert command_line.load_module(*load).get_it() is None
+      assert command.load_module(*load).get_it() is None
       continue
     with pytest.raises(ConfigError, match=said):
-      command_line.load_module(*load)
+      command.load_module(*load)
   for path in ("none.py", str(tmp_path)):
     with pytest.raises(ConfigError, match=f"there is no file {path}; give for"):
-      command_line.load_module(path, "get_it", "configs/ladder.py")
+      command.load_module(path, "get_it", "configs/ladder.py")
 
 
 def test_counts_have_a_unit_or_an_exponent():
   counts = ("35M", "2.4B", "4e9", "1048576")
-  assert [command_line.parse_count(c) for c in counts] == [35e6, 2.4e9, 4e9, 2**20]
+  assert [command.parse_count(c) for c in counts] == [35e6, 2.4e9, 4e9, 2**20]
   for text in ("4X", "1B3", "", "-1M", "nan", "inf", "1e999", "1e31", "0.5"):
     with pytest.raises(ConfigError, match=f"^size is '{text}'; write one such as 35M"):
-      command_line.parse_count(text)
+      command.parse_count(text)
   with pytest.raises(ConfigError, match=r"^--params is 'big'; write one such"):
-    command_line.parse_count("big", "--params")
+    command.parse_count("big", "--params")
 
 
 def test_options_have_names_and_types():
   known = {"M": int, "rate": float, "note": str, "data": ("c4", "dolma")}
-  found = command_line.parse_options("M=2, rate=1e-3,note=a=b,data=c4,", known)
+  found = command.parse_options("M=2, rate=1e-3,note=a=b,data=c4,", known)
   assert found == {"M": 2, "rate": 1e-3, "note": "a=b", "data": "c4"}
-  assert command_line.parse_options("") == {}
-  assert command_line.parse_options("x=1,y=a") == {"x": "1", "y": "a"}
+  assert command.parse_options("") == {}
+  assert command.parse_options("x=1,y=a") == {"x": "1", "y": "a"}
   allowed = "M=<integer> rate=<number> note=<text> data=c4|dolma, separated by commas."
   for text in ("M", "=3", "H=3", "M=2.5", "rate=x", "rate=inf", "data=mc4"):
     with pytest.raises(ConfigError) as caught:
-      command_line.parse_options(text, known, "--options")
+      command.parse_options(text, known, "--options")
     assert str(caught.value) == f"--options has {text!r}; write {allowed}"
   with pytest.raises(ConfigError, match="--where has 'foo'; write name=value, separat"):
-    command_line.parse_options("foo", place="--where")
+    command.parse_options("foo", place="--where")
   with pytest.raises(ConfigError, match="has M twice; give it once"):
-    command_line.parse_options("M=2,M=3", known)
+    command.parse_options("M=2,M=3", known)
 
 
 @pytest.mark.parametrize(
@@ -252,18 +254,27 @@ def run(*args: str) -> subprocess.CompletedProcess:
     ),
     ("-m diloco.sweep --results=/tmp --foo", "Unknown command line flag 'foo'"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
-    ("scripts/prepare_data.py --source=sotu --output=/tmp", "no command is given"),
-    ("scripts/train_tokenizer.py --source=sotu --output=/proc/x/y", "--output is '/pr"),
+    ("diloco/cli/prepare_data.py --source=sotu --output=/tmp", "no command is given"),
     (
-      "scripts/make_standin.py --name=c4 --data_dir=/tmp",
+      "diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y",
+      "--output is '/pr",
+    ),
+    (
+      "diloco/cli/make_standin.py --name=c4 --data_dir=/tmp",
       "--name is 'c4'; give c4/en",
     ),
     (
-      "scripts/bench_data.py --config=configs/sample.py:x",
+      "scripts/benchmarks/bench_data.py --config=configs/sample.py:x",
       "configs/sample.py:x: TypeError: get_config() takes 0",
     ),
-    ("scripts/bench_step.py --config.seed=1", "--config.seed needs a --config before"),
-    ("scripts/bench_prepare.py --folder=/proc/x", "--folder is '/proc/x', where noth"),
+    (
+      "scripts/benchmarks/bench_step.py --config.seed=1",
+      "--config.seed needs a --config before",
+    ),
+    (
+      "scripts/benchmarks/bench_prepare.py --folder=/proc/x",
+      "--folder is '/proc/x', where noth",
+    ),
   ],
 )
 def test_other_programs_end_with_one_sentence(command, said):
@@ -321,6 +332,6 @@ def test_another_broken_pipe_is_told(capsys):
       os.close(writer)
 
   with pytest.raises(BrokenPipeError):
-    command_line.guarded(run, mistakes=ConfigError)
-  assert command_line.guarded(run) == 2
+    command.guarded(run, mistakes=ConfigError)
+  assert command.guarded(run) == 2
   assert "Broken pipe" in capsys.readouterr().err

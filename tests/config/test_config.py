@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from diloco.config import ConfigError, changed, complete, default_config, resolve
+from diloco.config import changed, complete, default_config, resolve
 from diloco.config.resolve import difference, leaves
+from diloco.errors import ConfigError
 
 
 def make(**fields):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.config import files
+from diloco.util import files
 
 
 def test_a_file_is_replaced_only_when_it_is_complete(tmp_path):

@@ -5,18 +5,20 @@ import importlib.util
 import json
 import pathlib
 import re
-import sys
 
 import jax
 import pytest
 
 from diloco.algorithm.plan import make_plan
-from diloco.config import ConfigError, changed, resolve
-from diloco.config.command_line import load_config, parse_count
-from diloco.model.shapes import matrix_params, num_params
-from diloco.run.mesh import make_mesh
+from diloco.cli import list_configs as listing
+from diloco.config import changed, resolve
+from diloco.config.command_line import load_config
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
-from diloco.wire import sizes
+from diloco.spec import sizes
+from diloco.spec.shapes import matrix_params, num_params
+from diloco.util.command import parse_count
 from diloco.wire.ledger import Ledger
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -129,18 +131,7 @@ def test_the_runs_are_those_of_the_scaling_laws():
     assert c.algorithm == "data_parallel" or c.sync_every == 30
 
 
-@pytest.fixture(scope="module")
-def listing():
-  spec = importlib.util.spec_from_file_location(
-    "list_configs", CONFIGS.parent / "scripts" / "list_configs.py"
-  )
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[spec.name] = module
-  spec.loader.exec_module(module)
-  return module
-
-
-def test_listed_flops_are_those_of_table_5(listing):
+def test_listed_flops_are_those_of_table_5():
   # Table 5 prints 6 N D of Table 2, except for three rows, which are larger.
   ratio = {}
   for r in read("streaming_table5_c4_scaling"):
@@ -153,7 +144,7 @@ def test_listed_flops_are_those_of_table_5(listing):
     assert value == pytest.approx(close, rel=0.05), scale
 
 
-def test_listed_bytes_have_the_gradients_of_a_warm_start_and_a_final_sync(listing):
+def test_listed_bytes_have_the_gradients_of_a_warm_start_and_a_final_sync():
   # 40 steps send gradients, and 36 syncs follow; all are float32.
   [row] = listing.rows([f"{CONFIGS}/methods.py:warm_start"])
   assert row.sent == (40 + 36) * row.payload
@@ -163,7 +154,7 @@ def test_listed_bytes_have_the_gradients_of_a_warm_start_and_a_final_sync(listin
   assert more == 21_765_996 - 21_224_347  # As runs have printed (docs/benchmarks.md).
 
 
-def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
+def test_listed_bytes_have_the_ratios_of_tables_1_and_7():
   paper = {
     (r["method"], r["token_budget"]): float(r["terabytes_exchanged"])
     for r in read("streaming_table7_dolma_replicas")
@@ -189,7 +180,7 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7(listing):
 @pytest.mark.parametrize(
   ("steps", "exchange"), [(7, "gather"), (9, "gather"), (30, "gather"), (30, "psum")]
 )
-def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
+def test_the_list_counts_what_a_run_sends(tiny, steps, exchange):
   tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
   tiny.sparta.share, tiny.sparta.every, tiny.des_loc.first_every = 0.1, 2, 4
   tiny.wire.exchange = exchange
@@ -209,7 +200,7 @@ def test_the_list_counts_what_a_run_sends(listing, tiny, steps, exchange):
     assert row.payload == largest
 
 
-def test_the_list_as_a_command(listing, capsys):
+def test_the_list_as_a_command(capsys):
   arguments = [f"{CONFIGS}/sample.py", f"{CONFIGS}/chinchilla.py:10B,M=4"]
   assert listing.main(arguments) == 0
   head, sample, largest = capsys.readouterr().out.splitlines()

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 from sites import make_calendar
 
-from diloco.config import ConfigError, changed
-from diloco.coordinator.calendar import Calendar
+from diloco.config import changed
 from diloco.coordinator.group import OuterGroup
 from diloco.coordinator.journal import Entry, Journal
+from diloco.errors import ConfigError
+from diloco.sites.calendar import Calendar
 
 
 def entry_of(calendar, number: int) -> Entry:

@@ -5,9 +5,10 @@ import json
 import damage
 import pytest
 
-from diloco.config import ConfigError, files
 from diloco.coordinator import journal as journal_lib
 from diloco.coordinator.journal import Entry, Journal
+from diloco.errors import ConfigError
+from diloco.util import files
 
 
 def entry(number: int) -> Entry:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco.config import ConfigError
-from diloco.data import prepare
 from diloco.data.arrays import TokenArrays
+from diloco.data.prepare import tokenize as prepare
+from diloco.errors import ConfigError
 
 
 @pytest.fixture

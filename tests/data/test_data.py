@@ -16,11 +16,11 @@ from ml_collections import ConfigDict
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco.config import ConfigError
 from diloco.data import documents as documents_lib
 from diloco.data import pipeline
 from diloco.data.documents import encode_document, make_documents
-from diloco.model.shapes import BOS_ID, EOS_ID
+from diloco.errors import ConfigError
+from diloco.spec.shapes import BOS_ID, EOS_ID
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -459,7 +459,7 @@ def standin(tmp_path_factory):
   """Makes a data_dir with stand-ins for C4 and Dolma."""
   folder = tmp_path_factory.mktemp("tfds")
   for name in ("c4/en:3.1.0", "dolma:1.0.0"):
-    run = run_script("make_standin.py", f"--name={name}", f"--data_dir={folder}")
+    run = run_script("make_standin", f"--name={name}", f"--data_dir={folder}")
     assert run.returncode == 0, run.stderr
   return folder
 
@@ -640,7 +640,7 @@ def test_line_ends_are_read_as_stored(tiny, tmp_path):
 
 def run_script(script, *flags):
   return subprocess.run(
-    [sys.executable, ROOT / "scripts" / script, *flags],
+    [sys.executable, "-m", f"diloco.cli.{script}", *flags],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,

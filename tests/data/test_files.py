@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco.config import ConfigError
-from diloco.data import files, pieces, sources
+from diloco.data import files, sources
 from diloco.data.documents import make_documents
+from diloco.data.prepare import pieces
+from diloco.errors import ConfigError
 
 LINE = st.sampled_from([b"", b" \t", b"One line.", b"  indented", "Ω\u2028".encode()])
 

@@ -22,10 +22,12 @@ from tensorboardX.record_writer import RecordWriter
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco.config import ConfigError
-from diloco.data import files, pieces, prepare, records, units
+from diloco.data import files, records
 from diloco.data.arrays import TokenArrays
 from diloco.data.documents import make_documents
+from diloco.data.prepare import pieces, units
+from diloco.data.prepare import tokenize as prepare
+from diloco.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -177,7 +179,7 @@ def test_tokenizing_goes_on_after_a_kill_between_any_two_steps(
 
 def command(*flags):
   return subprocess.Popen(
-    [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *flags],
+    [sys.executable, "-m", "diloco.cli.prepare_data", *flags],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -295,7 +297,11 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
 def test_the_benchmark_empties_only_its_own_folder(tmp_path):
   (tmp_path / "thesis.tex").touch()
   run = subprocess.run(
-    [sys.executable, ROOT / "scripts/bench_prepare.py", f"--folder={tmp_path}"],
+    [
+      sys.executable,
+      ROOT / "scripts/benchmarks/bench_prepare.py",
+      f"--folder={tmp_path}",
+    ],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,
@@ -427,7 +433,7 @@ def tfrecord(tmp_path_factory):
   """Writes C4's stand-in, and a copy in tfrecord with the writer of tensorboardX."""
   root = tmp_path_factory.mktemp("tfds")
   run = subprocess.run(
-    [sys.executable, ROOT / "scripts/make_standin.py", f"--data_dir={root}/standin"],
+    [sys.executable, ROOT / "diloco/cli/make_standin.py", f"--data_dir={root}/standin"],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     check=False,

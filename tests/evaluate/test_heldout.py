@@ -7,8 +7,8 @@ import pytest
 from diloco.config import resolve
 from diloco.data import EvalSet, make_eval_set
 from diloco.evaluate import heldout
+from diloco.mesh.devices import make_mesh
 from diloco.model import decoder
-from diloco.run.mesh import make_mesh
 
 
 def test_padding_counts_neither_as_loss_nor_as_tokens(tiny):

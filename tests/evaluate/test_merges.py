@@ -15,9 +15,9 @@ from diloco.config import resolve
 from diloco.data import make_eval_set
 from diloco.evaluate.evaluation import Evaluation
 from diloco.evaluate.merges import MergeLoss, losses
-from diloco.model.shapes import BOS_ID
-from diloco.run import metrics
-from diloco.run.mesh import make_mesh
+from diloco.log import metrics
+from diloco.mesh.devices import make_mesh
+from diloco.spec.shapes import BOS_ID
 from diloco.train import train
 
 KINDS = ("send", "receive", "merge")

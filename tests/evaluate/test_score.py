@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from numpy_decoder import numpy_decoder
 
 from diloco import train
+from diloco.cli import evaluate
 from diloco.config import resolve
 from diloco.data import load_tokenizer
-from diloco.evaluate import __main__ as evaluate
 from diloco.evaluate import score, tasks
 from diloco.evaluate.evaluation import Evaluation
+from diloco.log import metrics
+from diloco.mesh.devices import make_mesh
 from diloco.model import decoder
-from diloco.run import metrics
-from diloco.run.mesh import make_mesh
 
 ITEMS = str(pathlib.Path(__file__).parents[1] / "fixtures" / "items.jsonl")
 

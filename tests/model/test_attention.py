@@ -1,6 +1,6 @@
 """Which attention a device gets, and the sentences that refuse one.
 
-tests/run/test_mesh.py compares values and gradients with NumPy on several devices.
+tests/mesh/test_mesh.py compares values and gradients with NumPy on several devices.
 """
 
 import dataclasses
@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from diloco.config import ConfigError, changed, resolve
-from diloco.config.fields import ModelConfig
+from diloco.config import changed, resolve
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
 from diloco.model import attention
-from diloco.run.mesh import make_mesh
+from diloco.spec.fields import ModelConfig
 
 MODEL = ModelConfig(dim=128, num_heads=2, seq_len=256)
 DEVICES = {

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from numpy_decoder import MODEL, numpy_decoder
 
-from diloco.config.fields import ModelConfig
-from diloco.model import decoder, shapes
+from diloco.model import decoder
+from diloco.spec import shapes
+from diloco.spec.fields import ModelConfig
 
 init = jax.jit(decoder.init, static_argnums=0)
 

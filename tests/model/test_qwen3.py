@@ -12,11 +12,13 @@ import pytest
 from numpy_qwen3 import MODEL, numpy_head, numpy_qwen3
 
 from diloco import train
-from diloco.config import ConfigError, resolve
-from diloco.model import qwen3, shapes
-from diloco.model.shapes import BOS_ID, EOS_ID
-from diloco.run import metrics
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.model import qwen3
 from diloco.simulate import from_config
+from diloco.spec import shapes
+from diloco.spec.shapes import BOS_ID, EOS_ID
 
 UNTIED = dataclasses.replace(MODEL, tie_embeddings=False)
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy_decoder import MODEL
 
-from diloco.model import decoder, sampling, shapes
+from diloco.model import decoder, sampling
+from diloco.spec import shapes
 
 
 def make_params(m=MODEL):

@@ -22,7 +22,7 @@ def run(command: str, **environment: str) -> str:
   paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
   script, *arguments = command.split()
   ended = subprocess.run(
-    [sys.executable, f"scripts/{script}", *arguments],
+    [sys.executable, f"scripts/benchmarks/{script}", *arguments],
     cwd=ROOT,
     env={**os.environ, "PYTHONPATH": paths, **environment},
     capture_output=True,

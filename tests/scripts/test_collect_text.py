@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from diloco.config.fields import DataConfig
 from diloco.data import make_source
+from diloco.spec.fields import DataConfig
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "experiments"))
 import clean_text
 import collect_text
 from collect_text import Package

@@ -6,18 +6,18 @@ import pathlib
 import jax
 import pytest
 
-from diloco import export
+from diloco.cli import export
 from diloco.config import resolve
+from diloco.interop import load
+from diloco.mesh.devices import make_inference_mesh
 from diloco.model import qwen3
-from diloco.run import load
-from diloco.run.mesh import make_inference_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
 def script(monkeypatch):
-  monkeypatch.syspath_prepend(ROOT / "scripts")
+  monkeypatch.syspath_prepend(ROOT / "scripts" / "experiments")
   import compare_lm_eval
 
   return compare_lm_eval

@@ -9,10 +9,10 @@ import pytest
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state
 from diloco.config import changed, resolve
-from diloco.model.shapes import flops_per_token
-from diloco.run.mesh import make_mesh
+from diloco.mesh.devices import make_mesh
+from diloco.spec.shapes import flops_per_token
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "benchmarks"))
 import bench_step
 import draw_roofline
 

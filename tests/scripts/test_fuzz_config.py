@@ -9,10 +9,12 @@ import time
 import pytest
 
 from diloco import train
-from diloco.run import stop
-from diloco.run.peers import Peers
+from diloco.processes import stop
+from diloco.processes.peers import Peers
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "fuzz_config.py"
+SCRIPT = (
+  pathlib.Path(__file__).parents[2] / "scripts" / "experiments" / "fuzz_config.py"
+)
 
 
 def run(cases: int, seed: int) -> subprocess.CompletedProcess:

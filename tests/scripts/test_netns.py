@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts" / "experiments"
 
 
 def _load():

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from diloco.model.shapes import num_params
+from diloco.spec.shapes import num_params
 
-SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts" / "experiments"
 
 
 def _load(name: str):

@@ -7,11 +7,11 @@ import pytest
 
 from diloco.config import resolve
 from diloco.config.command_line import load_config
-from diloco.model.shapes import flops_per_token, num_params
 from diloco.simulate import __main__ as command
 from diloco.simulate import from_config
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
+from diloco.spec.shapes import flops_per_token, num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"

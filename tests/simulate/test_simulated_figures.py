@@ -3,8 +3,8 @@
 import pytest
 
 from diloco.config import resolve
-from diloco.config.palette import COLORS, shades
 from diloco.simulate import figures, from_config
+from diloco.util.palette import COLORS, shades
 
 
 @pytest.mark.parametrize("algorithm", COLORS)

@@ -8,10 +8,10 @@ import pathlib
 import pytest
 
 from diloco.config.command_line import load_config
-from diloco.model import shapes
 from diloco.simulate import __main__ as command
 from diloco.simulate import figures, from_config, tables
 from diloco.simulate import wallclock as wc
+from diloco.spec import shapes
 
 LOW, HIGH = wc.NETWORKS["low"], wc.NETWORKS["high"]
 

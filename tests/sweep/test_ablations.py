@@ -7,15 +7,18 @@ import pandas as pd
 import pytest
 from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 
-from diloco.config import ConfigError, command_line, files, resolve
-from diloco.model.shapes import num_params, parameters
-from diloco.sweep import chart
+from diloco.config import command_line, resolve
+from diloco.errors import ConfigError
+from diloco.reproduce import comparison
+from diloco.spec import sizes
+from diloco.spec.shapes import num_params, parameters
+from diloco.sweep.chart import EVALUATED, Chart
 from diloco.sweep.grid import Axis, Grid
 from diloco.sweep.load import load_sweep
 from diloco.sweep.search import Search, search_all
-from diloco.wire import sizes
+from diloco.util import command, files
 
-FILE = command_line.load_module("ablations", "get_sweep", "")
+FILE = command.load_module("ablations", "get_sweep", "")
 # Runs of one seed; a cell that tunes its inner rate begins with one run.
 SMALL = {
   "algorithms": 4,
@@ -193,16 +196,16 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
 
   driver = make_driver(make_sweep(), tmp_path, Fake(end))
   finish(driver)
-  own = chart.Chart("t", "replicas", y=(("loss", "loss"), ("lr", "best rate")))
-  found = chart.frame(own, driver.best_rows())
+  own = Chart("t", "replicas", y=(("loss", "loss"), ("lr", "best rate")))
+  found = comparison.frame(own, driver.best_rows())
   # `fake_runs` has its least loss, 3, at the rate 2^-8; the least test loss is at 2^-9.
   assert found["choice"].tolist() == [3, 3]
   assert found["loss"].tolist() == [10 + 2.0**-8] * 2
   assert found["lr"].tolist() == pytest.approx([2.0**-8] * 2, rel=1e-5)
-  three = chart.frame(chart.Chart("t", chart.EVALUATED), driver.best_rows())
+  three = comparison.frame(Chart("t", EVALUATED), driver.best_rows())
   wanted = {"first replica": 30, "mean of replicas": 20, "outer": 10}
   for name, loss in wanted.items():
-    some = three[three[chart.EVALUATED] == name]
+    some = three[three[EVALUATED] == name]
     assert some["loss"].tolist() == [loss + 2.0**-8] * 2
 
 
@@ -215,40 +218,40 @@ def ended(cell, loss, test_loss=None, **tuned):
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
   runs = [("a", 1, 0, 2.0), ("a", 1, 1, 4.0)]
   runs += [("b", 1, 0, 3.0), ("b", 1, 1, 5.0), ("b", 2, 1, 6.0)]
-  own = chart.Chart("title", "x", ("compressor",), log=True)
-  table = chart.frame(
+  own = Chart("title", "x", ("compressor",), log=True)
+  table = comparison.frame(
     own,
     [ended({"compressor": m, "x": x, "seed": seed}, y) for m, x, seed, y in runs],
   )
-  assert chart.lines(own, table)[2:] == [
+  assert comparison.lines(own, table)[2:] == [
     "| a | 1 | 2 | 3.0000 ± 1.4142 | +0.00 ± 0.00 | 7 |",
     "| b | 1 | 2 | 4.0000 ± 1.4142 | +37.50 ± 17.68 | 7 |",
     "| b | 2 | 1 | 6.0000 | +50.00 | 7 |",
   ]
-  chart.draw(own, table, tmp_path / "a.png")
+  comparison.draw(own, table, tmp_path / "a.png")
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-  words = chart.Chart("title", "compressor")
-  chart.draw(words, table, tmp_path / "b.png")
-  nothing = chart.frame(words, [])
-  assert chart.lines(words, nothing) == ["no cell has a result yet"]
+  words = Chart("title", "compressor")
+  comparison.draw(words, table, tmp_path / "b.png")
+  nothing = comparison.frame(words, [])
+  assert comparison.lines(words, nothing) == ["no cell has a result yet"]
 
 
 def test_a_chart_compares_with_another_point_seed_by_seed(tmp_path):
   runs = [("a", 0, 2.0), ("a", 1, 4.0), ("b", 0, 2.2), ("b", 1, 4.8), ("c", 1, 4.0)]
-  own = chart.Chart("t", "case", y=(("more", "above (%)"),), against="against")
+  own = Chart("t", "case", y=(("more", "above (%)"),), against="against")
   cells = [
     ended({"case": case, "against": "a", "seed": seed}, 9.0, loss)
     for case, seed, loss in runs
   ]
-  table = chart.frame(own, cells)
+  table = comparison.frame(own, cells)
   assert table["more"].tolist() == pytest.approx([0, 0, 10, 20, 0])
-  assert chart.lines(own, table)[2:] == [
+  assert comparison.lines(own, table)[2:] == [
     "| a | 2 | 3.0000 ± 1.4142 | a | +0.00 ± 0.00 | 7 |",
     "| b | 2 | 3.5000 ± 1.8385 | a | +15.00 ± 7.07 | 7 |",
     "| c | 1 | 4.0000 | a | +0.00 | 7 |",
   ]
   more = pd.concat([table.assign(case=table["case"] + str(i)) for i in range(9)])
-  chart.draw(own, more, tmp_path / "words.png")
+  comparison.draw(own, more, tmp_path / "words.png")
   assert (tmp_path / "words.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -257,12 +260,12 @@ def test_a_chart_compares_with_data_parallel_at_the_same_size(tmp_path):
     algorithm = "diloco" if m else "data_parallel"
     return {"size": size, "algorithm": algorithm, "replicas": m or 1, **more}
 
-  own = chart.Chart(
+  own = Chart(
     "t",
     "size",
     ("algorithm", "replicas"),
     y=(("loss", "nats"), ("more", "above (%)")),
-    against=chart.PLAIN,
+    against=comparison.PLAIN,
   )
   cells = [
     ended(cell(2, 2), 2.2),
@@ -275,26 +278,26 @@ def test_a_chart_compares_with_data_parallel_at_the_same_size(tmp_path):
     ended(cell(4, 2, seed=1), 2.2),
     ended(cell(8, 2), 1.0),  # There is no data-parallel of this size.
   ]
-  table = chart.frame(own, cells)
+  table = comparison.frame(own, cells)
   assert table["seed"].tolist() == [0, 0, 0, 0, 1, 1, 0]
   assert table["lr"].tolist()[1] == 2
   assert table["more"].tolist()[:-1] == pytest.approx([10, 0, 0, 20, 0, 10])
-  lines = chart.lines(own, table)
+  lines = comparison.lines(own, table)
   assert "above data-parallel (%)" in lines[0]
   assert "| DiLoCo, M=2 | 4 | 2 | 1.7000 ± 0.7071 | +15.00 ± 7.07 | 7 |" in lines
-  chart.draw(own, table, tmp_path / "a.png")
+  comparison.draw(own, table, tmp_path / "a.png")
   assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_the_first_cell_there_is_no_difference_from_it():
-  own = chart.Chart("t", "x")
+  own = Chart("t", "x")
   open_ = Search(Grid("g", [{"x": 1, "seed": 0}]), {"x": 1, "seed": 0}, "searching")
   cells = [
     (open_, None),
     ended({"x": 2, "seed": 0}, 2.0),
     ended({"x": 3, "seed": 0}, 3.0),
   ]
-  lines = chart.lines(own, chart.frame(own, cells))
+  lines = comparison.lines(own, comparison.frame(own, cells))
   assert [line.split("|")[4].strip() for line in lines[2:]] == ["-", "-"]
 
 
@@ -311,28 +314,28 @@ def test_the_run_that_tuned_is_not_reported_beside_those_that_repeat_it():
     for grid in (tuned, repeats)
     for cell in grid.cells
   ]
-  table = chart.frame(chart.Chart("t", "x"), cells)
+  table = comparison.frame(Chart("t", "x"), cells)
   # Nothing repeats x = 2 yet.
   assert table[["x", "seed"]].values.tolist() == [[2, 0], [1, 1], [1, 2]]
 
 
 def test_losses_on_two_texts_are_not_compared():
-  own = chart.Chart("t", "x")
+  own = Chart("t", "x")
   cells = [ended({"x": 1}, 2.0, 2.5), ended({"x": 2}, 3.0)]
-  assert chart.frame(own, cells)["loss"].tolist() == [2.0, 3.0]
+  assert comparison.frame(own, cells)["loss"].tolist() == [2.0, 3.0]
 
 
 def test_bars_leave_out_what_all_cells_of_a_seed_share():
   losses = {(1, 0): 2.0, (2, 0): 2.3, (1, 1): 4.0, (2, 1): 4.1}
-  own = chart.Chart("t", "x")
+  own = Chart("t", "x")
   cells = [ended({"x": x, "seed": seed}, loss) for (x, seed), loss in losses.items()]
-  table = chart.frame(own, cells)
-  drawn = chart.spread(own, chart.paired(own, table))
+  table = comparison.frame(own, cells)
+  drawn = comparison.spread(own, comparison.paired(own, table))
   assert drawn["mean"].tolist() == pytest.approx([3.0, 3.2])
   # The differences are 0.3 and 0.1, half of each on either side.
   assert drawn["std"].tolist() == pytest.approx([0.1 / 2**0.5 * 2**0.5] * 2)
   part = table[:-1]
-  assert chart.paired(own, part) is part
+  assert comparison.paired(own, part) is part
 
 
 def test_bars_have_the_size_of_the_scatter_of_each_cell():
@@ -345,15 +348,16 @@ def test_bars_have_the_size_of_the_scatter_of_each_cell():
       for x in range(4)
       for s in range(3)
     ]
-    drawn = chart.spread(
-      chart.Chart("t", "x"), chart.paired(chart.Chart("t", "x"), pd.DataFrame(rows))
+    drawn = comparison.spread(
+      Chart("t", "x"),
+      comparison.paired(Chart("t", "x"), pd.DataFrame(rows)),
     )
     squares.append((drawn["std"] ** 2).mean())
   assert np.mean(squares) == pytest.approx(1, rel=0.1)
 
 
 def test_curves_are_named_as_in_the_other_figures():
-  name = chart.curve
+  name = comparison.curve
   assert name({"algorithm": "data_parallel", "replicas": 1}) == "data-parallel"
   assert name({"algorithm": "diloco", "replicas": 4}) == "DiLoCo, M=4"
   assert name({"algorithm": "streaming", "fixed": "local"}) == "streaming, fixed=local"

@@ -9,11 +9,11 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from diloco.config import ConfigError
+from diloco.errors import ConfigError
+from diloco.reproduce.runs import PLAIN
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Axis, Grid, Sweep, exponent, key, power, powers
 from diloco.sweep.load import load_sweep
-from diloco.sweep.runs import PLAIN
 from diloco.sweep.search import search
 
 ROOT2 = 2**0.5

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from diloco.config import default_config, files
+from diloco.config import default_config
 from diloco.sweep import job
 from diloco.sweep.local import Local
+from diloco.util import files
 
 
 def test_a_job_notes_the_error_that_the_trainer_printed(tmp_path):

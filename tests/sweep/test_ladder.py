@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from diloco.config import resolve
-from diloco.model.shapes import num_params
+from diloco.spec.shapes import num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -175,7 +175,8 @@ def slurm_answers() -> bool:
 
 @pytest.mark.slow("starts a real Slurm")
 @pytest.mark.skipif(
-  not slurm_answers(), reason="no Slurm answers; see scripts/slurm_one_node.sh"
+  not slurm_answers(),
+  reason="no Slurm answers; see scripts/launchers/slurm_one_node.sh",
 )
 def test_jobs_of_a_real_slurm_outlive_the_driver_and_lost_jobs_run_again(tmp_path):
   sweep = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001, 0.002)),))])

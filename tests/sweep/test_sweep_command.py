@@ -21,7 +21,7 @@ from fake_runs import (
 )
 
 from diloco.config import complete
-from diloco.model.shapes import num_params
+from diloco.spec.shapes import num_params
 from diloco.sweep import table
 from diloco.sweep.csv_file import export
 from diloco.sweep.grid import Axis, Grid, Sweep
@@ -31,7 +31,7 @@ from diloco.sweep.table import alone
 
 def test_the_sweep_imports_no_jax():
   code = (
-    "import sys, diloco.sweep.__main__, diloco.sweep.slurm, diloco.sweep.figures;"
+    "import sys, diloco.sweep.__main__, diloco.sweep.slurm, diloco.reproduce.figures;"
     "sys.exit('jax' in sys.modules)"
   )
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,8 +5,8 @@ import numpy as np
 import one_tensor
 import pytest
 
-from diloco.config.fields import WireConfig
-from diloco.wire import sizes
+from diloco.spec import sizes
+from diloco.spec.fields import WireConfig
 
 KEY = jax.random.key(0)
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.spec import formats
+from diloco.spec.sizes import packed
 from diloco.wire import codes as codes_lib
-from diloco.wire import formats
-from diloco.wire.sizes import packed
 
 ML_DTYPES = {
   "e2m1": ml_dtypes.float4_e2m1fn,

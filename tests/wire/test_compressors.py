@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.config.fields import WireConfig
-from diloco.wire import sizes
+from diloco.spec import sizes
+from diloco.spec.fields import WireConfig
 
 KEY = jax.random.key(0)
 

@@ -5,7 +5,7 @@ import numpy as np
 import one_tensor
 import pytest
 
-from diloco.config.fields import WireConfig
+from diloco.spec.fields import WireConfig
 from diloco.wire.cuts import cut
 
 

@@ -8,10 +8,11 @@ import plugins  # noqa: F401  Registers compressors.
 import pytest
 
 from diloco.config import resolve
-from diloco.config.fields import WireConfig
-from diloco.model.sharding import REPLICA
-from diloco.run.mesh import make_mesh
-from diloco.wire import exchange, sizes
+from diloco.mesh.devices import make_mesh
+from diloco.mesh.sharding import REPLICA
+from diloco.spec import sizes
+from diloco.spec.fields import WireConfig
+from diloco.wire import exchange
 from diloco.wire.compressors import COMPRESSORS
 
 KEYS = jax.random.split(jax.random.key(1), 2)

@@ -13,9 +13,10 @@ import pytest
 from conftest import QUICK_TO_COMPILE
 from threads import free_port
 
-from diloco.config import ConfigError, resolve
-from diloco.model.sharding import FSDP, REPLICA
-from diloco.run.mesh import make_mesh
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
+from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.wire import transport
 
 TESTS = pathlib.Path(__file__).parents[1]

@@ -12,10 +12,10 @@ from diloco.algorithm.methods.des_loc import FIRST, SECOND
 from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, TrainState, abstract_params
-from diloco.config import Config, ConfigError
-from diloco.model import shapes
-from diloco.model.sharding import FSDP
-from diloco.wire import sizes
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.mesh.sharding import FSDP
+from diloco.spec import shapes, sizes
 
 SPARTA = "sparta"
 # Sends of fragments use the numbers 0, 1, ... in this place of the key.

@@ -26,9 +26,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.plan import Plan
-from diloco.model import shapes, sharding
-from diloco.model.shapes import Shapes
-from diloco.model.sharding import FSDP, REPLICA
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.spec import shapes
+from diloco.spec.shapes import Shapes
 
 Tree = Any
 FIRST, SECOND = "first_moments", "second_moments"

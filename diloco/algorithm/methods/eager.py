@@ -35,8 +35,8 @@ from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.outer import send_fragment
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
-from diloco.config.fields import WireConfig
-from diloco.model.sharding import REPLICA
+from diloco.mesh.sharding import REPLICA
+from diloco.spec.fields import WireConfig
 from diloco.wire import exchange
 
 Tree = Any

@@ -37,7 +37,7 @@ from diloco.algorithm.norms import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
-from diloco.model.sharding import REPLICA, specs
+from diloco.mesh.sharding import REPLICA, specs
 
 Tree = Any
 

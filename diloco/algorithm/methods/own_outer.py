@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import put
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.model.sharding import REPLICA
+from diloco.mesh.sharding import REPLICA
 
 Tree = Any
 

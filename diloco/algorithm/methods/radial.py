@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.algorithm.optimizers import Outer
-from diloco.config.fields import OuterConfig
+from diloco.spec.fields import OuterConfig
 
 Tree = Any
 

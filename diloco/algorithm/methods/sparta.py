@@ -26,9 +26,9 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diloco.model import sharding
-from diloco.model.sharding import FSDP, REPLICA
-from diloco.wire import sizes
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.spec import sizes
 
 Tree = Any
 

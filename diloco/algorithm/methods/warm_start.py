@@ -31,8 +31,8 @@ from diloco.algorithm.fragments import take
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
-from diloco.config.fields import OuterConfig
-from diloco.model.sharding import REPLICA, specs
+from diloco.mesh.sharding import REPLICA, specs
+from diloco.spec.fields import OuterConfig
 
 Tree = Any
 

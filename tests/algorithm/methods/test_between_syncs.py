@@ -17,11 +17,13 @@ from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
-from diloco.config import ConfigError, default_config, resolve
-from diloco.model.shapes import num_params
-from diloco.run import look, metrics, together
-from diloco.run.mesh import make_mesh
-from diloco.wire import sizes
+from diloco.config import default_config, resolve
+from diloco.errors import ConfigError
+from diloco.log import look, metrics
+from diloco.mesh.devices import make_mesh
+from diloco.spec import sizes
+from diloco.spec.shapes import num_params
+from diloco.together import training as together
 
 M, STEPS, H = 3, 13, 2
 RNG = np.random.default_rng

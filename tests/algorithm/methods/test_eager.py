@@ -10,8 +10,9 @@ import reference as ref
 import diloco
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.streaming import Streaming
-from diloco.config import ConfigError, changed, default_config, resolve
-from diloco.run.mesh import make_mesh
+from diloco.config import changed, default_config, resolve
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
 
 M, LAYERS, H, STEPS = 3, 4, 4, 18
 SHAPES = {"blocks": {"w": (LAYERS, 2, 3)}, "embed": {"t": (5, 3)}}

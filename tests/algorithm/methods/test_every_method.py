@@ -10,11 +10,12 @@ import pytest
 from diloco.algorithm.methods import between_syncs, warm_start
 from diloco.algorithm.plan import make_plan
 from diloco.aot.programs import Programs
-from diloco.config import ConfigError, resolve
-from diloco.config.command_line import load_module
-from diloco.run import metrics
-from diloco.run.mesh import make_mesh
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.mesh.devices import make_mesh
 from diloco.train import train
+from diloco.util.command import load_module
 
 METHODS = load_module("methods", "get_config", "methods")
 OUTER_STEP = {"send", "merge", "update"}

@@ -8,9 +8,10 @@ import pytest
 
 from diloco.algorithm.methods.gpa import gpa, judged
 from diloco.algorithm.optimizers import make_inner
-from diloco.config import ConfigError, resolve
+from diloco.config import resolve
+from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
-from diloco.run import load
+from diloco.interop import load
 from diloco.train import train
 
 STEPS, B2, EPS = 9, 0.95, 1e-8

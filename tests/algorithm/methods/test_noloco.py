@@ -8,7 +8,8 @@ import reference as ref
 
 import diloco
 from diloco.algorithm.methods import noloco
-from diloco.config import ConfigError, resolve
+from diloco.config import resolve
+from diloco.errors import ConfigError
 
 M, H, STEPS, RATE, MOMENTUM = 4, 3, 13, 0.7, 0.5
 WIRE = diloco.WireConfig(format="fp32", exchange="pair")

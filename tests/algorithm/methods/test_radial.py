@@ -7,7 +7,8 @@ import pytest
 
 import diloco
 from diloco.algorithm.methods.radial import average
-from diloco.config import ConfigError, changed, resolve
+from diloco.config import changed, resolve
+from diloco.errors import ConfigError
 
 RADIAL = diloco.OuterConfig("sgd", 1.0, average="radial")
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.schedule import Schedule
 from diloco.algorithm.state import init_state
-from diloco.config import ConfigError, changed, resolve
-from diloco.run import metrics
-from diloco.run.mesh import make_mesh
+from diloco.config import changed, resolve
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.mesh.devices import make_mesh
+from diloco.spec.schedule import Schedule
 from diloco.train import train
 from diloco.wire.ledger import gradient_bytes
 
@@ -246,7 +247,7 @@ def test_the_layout_changes_no_loss_and_the_gradients_cross_once():
   script = """
 import json, jax, multidevice
 from diloco.aot.programs import Programs
-from diloco.model.shapes import num_params
+from diloco.spec.shapes import num_params
 fields = {"outer.warm_start_steps": 4, "inner.warmup_steps": 0, "wire.format": "fp32"}
 fields |= {"inner.optimizer": "sgd", "inner.weight_decay": 0.0}
 c = multidevice.make_config(**fields)

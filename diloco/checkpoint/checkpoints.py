@@ -1,0 +1,295 @@
+"""Checkpoints, written by Orbax: everything that a run needs to go on exactly.
+
+A checkpoint holds the train state, with the fragments in flight, and a JSON record with
+the config, the data position and the ledger. Random numbers need no state: they follow
+from (seed, step, fragment, replica). Saving is asynchronous. All processes write and
+read. A run may go on with another number of processes or devices.
+
+A checkpoint that cannot be read is moved to workdir/unreadable once an older one is
+restored, because Orbax saves no step below the newest one that it finds.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import logging as logs
+import pathlib
+import shutil
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh
+
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import TrainState, abstract_state
+from diloco.checkpoint import checksums, disk, resume
+from diloco.checkpoint.record import Record, Spent, folder_of, steps_of
+from diloco.checkpoint.stored import read_newest
+from diloco.config import Config
+from diloco.config.resolve import leaves
+from diloco.data.batches import Batches
+from diloco.errors import ConfigError
+from diloco.mesh import memory
+from diloco.mesh.sharding import FSDP
+from diloco.processes.peers import Peers, say
+from diloco.util.orbax_errors import hush, of_orbax, reason_of
+from diloco.wire.ledger import Ledger
+
+
+def make_record(
+  c: Config,
+  batches: Batches,
+  ledger: Ledger,
+  spent: Spent,
+  mesh: Mesh,
+  plan: Plan | None,
+  peers: Peers,
+  finished: bool,
+) -> Record:
+  """Joins what all processes know; all must call it."""
+  position = dict[str, Any]()
+  for part in peers.all_gather(batches.get_state()):
+    position.update(part)
+  return Record(
+    config=c.to_dict(),
+    data=position,
+    ledger=dataclasses.asdict(ledger),
+    spent=dataclasses.asdict(spent),
+    finished=finished,
+    fsdp=mesh.shape[FSDP],
+    drained=plan.schedule.drained if plan else 0,
+  )
+
+
+class Restored(NamedTuple):
+  """A checkpoint that was read; `step` counts finished inner steps."""
+
+  step: int
+  state: TrainState
+  record: Record
+
+
+class Checkpoints:
+  """The checkpoints of one run."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    c: Config,
+    mesh: Mesh,
+    plan: Plan | None,
+    peers: Peers | None = None,
+  ):
+    self._workdir, self._c, self._mesh, self._plan = workdir, c, mesh, plan
+    self._peers = peers or Peers()
+    self._saving: int | None = None  # The step that Orbax writes in the background.
+    self._failed = False
+    self._size = 0  # Bytes of a checkpoint.
+    hush()
+    if self._peers.count > 1:  # First, because `hush` drops what Orbax logs.
+      logs.getLogger("absl").filters.insert(0, self._hear)
+    self._manager = ocp.CheckpointManager(
+      folder_of(workdir),
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=c.checkpoint.keep,
+        cleanup_tmp_directories=True,  # Parts of checkpoints, left by a kill.
+      ),
+      item_handlers={
+        # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of
+        # the time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
+        "state": ocp.PyTreeCheckpointHandler(use_compression=False),
+        "record": ocp.JsonCheckpointHandler(),
+      },
+    )
+
+  @property
+  def latest(self) -> int | None:
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: TrainState, record: Record) -> None:
+    """Starts to save. Copies the arrays before it returns, so they may be donated.
+
+    Raises:
+      ConfigError: there is a checkpoint of this step or a later one, the disk has no
+        room, or the checkpoint before could not be written.
+    """
+    if self._plan:
+      self._plan.jobs.settle()  # Saving may use the devices of all processes.
+    tree = _tree(state)
+    sums = checksums.compute(tree, self._peers)
+    record = dataclasses.replace(record, checksums=sums)
+    self.wait()
+    self._size = disk.needed(tree)
+    disk.check(self._workdir, step, self._size)
+    self._saving = step
+    with self._told(step):
+      saved = self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(tree), record=ocp.args.JsonSave(record.to_json())
+        ),
+      )
+    if not saved:
+      raise ConfigError(
+        f"workdir is {str(self._workdir)!r}, where step {step} cannot be saved since a"
+        f" checkpoint of step {self.latest} is there; choose another --workdir, or move"
+        " that checkpoint away."
+      )
+
+  def restore(self) -> Restored | None:
+    """Reads the newest whole checkpoint; None if there is no checkpoint.
+
+    Raises:
+      ConfigError: the checkpoint was made with another config, or see `read_newest`.
+    """
+    steps = self._peers.broadcast(steps_of(self._workdir))
+    if not steps:
+      return None
+    described = dict[int, TrainState]()
+
+    def like(step: int, record: Record) -> dict[str, Any]:
+      described[step] = self._like(step, record)
+      return _tree(described[step])
+
+    remedy = "choose another --workdir, or move these away to train from the start"
+    step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
+    self._set_aside([s for s in steps if s > step])
+    state = _state(arrays, described[step])
+    if self._peers.index == 0:
+      resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
+      say(f"Going on from the checkpoint of step {step}.")
+      extension = resume.check(record.config, self._c, step)
+      if extension:
+        say(extension)
+    if record.finished and step < self._c.train.steps:
+      record = dataclasses.replace(record, finished=False, drained=step)
+    return Restored(step, state, record)
+
+  def _like(self, step: int, record: Record) -> TrainState:
+    """Describes the state of a checkpoint of this run.
+
+    Raises:
+      ConfigError: the checkpoint was made with another config.
+    """
+    resume.check(record.config, self._c, step)
+    plan = self._plan and self._plan.after_drain(record.drained)
+    # A site's payloads in flight are at the coordinator.
+    is_site = leaves(record.config).get("overlap.transport") == "sites"
+    has_payloads = plan and not record.finished and not is_site
+    in_flight = plan.schedule.in_flight(step) if plan and has_payloads else ()
+    return abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
+
+  def _set_aside(self, unreadable: list[int]) -> None:
+    """Moves unreadable checkpoints out of Orbax's way.
+
+    Raises:
+      ConfigError: a checkpoint cannot be moved.
+    """
+    for step in unreadable if self._peers.index == 0 else ():
+      to = _unused(self._workdir / "unreadable" / str(step))
+      try:
+        to.parent.mkdir(exist_ok=True)
+        (folder_of(self._workdir) / str(step)).rename(to)
+      except OSError as error:
+        raise ConfigError(
+          f"--workdir is {self._workdir}, where the damaged checkpoint of step {step}"
+          f" cannot be moved to {to} ({error.strerror}); move it away."
+        ) from error
+      say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
+    if unreadable:
+      self._peers.broadcast(None)
+      self._manager.reload()
+
+  def wait(self) -> None:
+    """Waits until the last checkpoint is written.
+
+    Raises:
+      ConfigError: it could not be written.
+    """
+    if self._saving is not None:
+      with self._told(self._saving):
+        self._manager.wait_until_finished()
+    self._saving = None
+
+  def close(self) -> None:
+    """Waits like `wait`, and ends the threads of Orbax."""
+    try:
+      self.wait()
+    finally:
+      logs.getLogger("absl").removeFilter(self._hear)
+      try:
+        self._manager.close()
+      except Exception:  # The error that was told, or one that follows from it.
+        if not self._failed:
+          raise
+      self._remove_parts()  # `close` of Orbax writes a file into the part it left.
+
+  @contextlib.contextmanager
+  def _told(self, step: int) -> Iterator[None]:
+    """Turns an error of Orbax while it writes into one sentence.
+
+    Raises:
+      ConfigError: the checkpoint cannot be written.
+    """
+    reason = None
+    try:
+      yield
+    except Exception as error:  # Orbax and TensorStore have no type for a full disk.
+      if memory.explain(error):
+        raise
+      reason = reason_of(error)
+    if reason:
+      self._saving, self._failed = None, True
+      raise ConfigError(self._unwritten(step, reason))
+
+  def _unwritten(self, step: int, reason: str) -> str:
+    """Removes the part that was written, and says why the rest was not."""
+    self._remove_parts()
+    return disk.unwritten(self._workdir, step, self._size, reason)
+
+  def _remove_parts(self) -> None:
+    """Frees the disk, which others may need, of a checkpoint that is not whole."""
+    parts = folder_of(self._workdir)
+    if self._peers.index:
+      return
+    for _ in range(10):  # Removing fails while threads still write into a part.
+      for part in parts.glob("*.orbax-checkpoint-tmp"):
+        shutil.rmtree(part, ignore_errors=True)
+
+  def _hear(self, record: logs.LogRecord) -> bool:
+    """Ends all processes when Orbax logs that one of them cannot write.
+
+    Orbax itself would wait 20 minutes for the others before it raises the error.
+    """
+    error = record.exc_info and record.exc_info[1]
+    if isinstance(error, Exception) and self._saving and of_orbax(record.pathname):
+      say("")  # Ends the line of the progress bar.
+      self._peers.fail(self._unwritten(self._saving, reason_of(error)), code=2)
+    return True
+
+
+def _unused(path: pathlib.Path) -> pathlib.Path:
+  """The path, or if it exists the path with a number."""
+  names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
+  return next(p for p in map(path.with_name, names) if not p.exists())
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+  """The state as nested dicts and lists, without empty parts."""
+  tree = {"params": state.params, "opt_state": state.opt_state}
+  if state.outer:
+    tree["theta"] = list(state.outer.theta)
+    tree["outer_opt_state"] = list(state.outer.opt_state)
+    tree["codec_state"] = list(state.outer.codec_state)
+    tree["in_flight"] = state.outer.in_flight
+  return {name: part for name, part in tree.items() if jax.tree.leaves(part)}
+
+
+def _state(tree: dict[str, Any], like: TrainState) -> TrainState:
+  """The inverse of `_tree`: puts its leaves where `like` has them."""
+  leaves, structure = jax.tree.flatten(like)
+  numbered = jax.tree.unflatten(structure, range(len(leaves)))
+  found = dict(zip(jax.tree.leaves(_tree(numbered)), jax.tree.leaves(tree)))
+  return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])

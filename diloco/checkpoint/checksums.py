@@ -1,0 +1,100 @@
+"""Checksums of arrays, the same for every sharding: they show damaged checkpoints.
+
+The checksum of an array is the sum, modulo 2**64, of the bits of each element times
+the element's weight. A weight is a product of one odd number per index. So one flipped
+bit always changes the checksum, and other damage goes unnoticed with probability
+2**-64. Each process sums the shards that it holds; the sums are added.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco.processes.peers import Peers
+
+Tree = Any
+Shard = Any  # JAX has no public name for the type of `jax.Array.addressable_shards`.
+_BLOCK = 1 << 16  # Indices of the last axis that are weighted at once.
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd.
+
+
+def compute(tree: Tree, peers: Peers) -> dict[str, int]:
+  """Returns {name: checksum} of global arrays; all processes must call it."""
+  sums = _sum(tree, peers, lambda shard: shard.replica_id == 0)
+  return {name: found for name, (found, _) in sums.items()}
+
+
+def changed(tree: Tree, saved: dict[str, int], peers: Peers) -> list[str]:
+  """Returns the names of arrays that differ from those that were saved.
+
+  All processes must call it, and get the same names. Each process checks all of its
+  shards, also where other devices have copies.
+
+  Args:
+    tree: the global arrays, or some of those that were saved.
+    saved: from `compute`; empty if the checkpoint has no checksums.
+  """
+  if not saved:
+    return []
+  sizes = {name: x.size for name, x in _named(tree).items()}
+  return [
+    name
+    for name, (found, elements) in _sum(tree, peers, lambda shard: True).items()
+    if name not in saved or found != saved[name] * (elements // sizes[name]) % 2**64
+  ]
+
+
+def _sum(
+  tree: Tree, peers: Peers, chosen: Callable[[Shard], bool]
+) -> dict[str, tuple[int, int]]:
+  """Adds the chosen shards of all processes.
+
+  Returns:
+    {name: (sum of the checksums, number of elements)}.
+  """
+  shards = {
+    name: [shard for shard in x.addressable_shards if chosen(shard)]
+    for name, x in _named(tree).items()
+  }
+  with futures.ThreadPoolExecutor() as pool:
+    sums = {name: pool.map(_of_shard, some) for name, some in shards.items()}
+    own = {
+      name: (sum(sums[name]), sum(shard.data.size for shard in some))
+      for name, some in shards.items()
+    }
+  parts = peers.all_gather(own)
+  total = lambda name, i: sum(part[name][i] for part in parts)
+  return {name: (total(name, 0) % 2**64, total(name, 1)) for name in own}
+
+
+def _of_shard(shard: Shard) -> int:
+  """Returns the weighted sum of the bits of a shard; indices are those of the array."""
+  x = np.asarray(shard.data)
+  sums: Any = x.view(f"u{x.itemsize}")
+  for axis in reversed(range(x.ndim)):
+    first, size = shard.index[axis].start or 0, x.shape[axis]
+    # Block by block: the weights of a long axis would take more memory than the array.
+    blocks = [range(i, min(i + _BLOCK, size)) for i in range(0, size, _BLOCK)]
+    parts = [
+      np.einsum("...i,i->...", sums[..., b.start : b.stop], _weights(axis, first, b))
+      for b in blocks
+    ]
+    sums = np.sum(parts, axis=0, dtype=np.uint64)
+  return int(sums)
+
+
+def _weights(axis: int, first: int, block: range) -> np.ndarray:
+  """Returns odd numbers, uint64, for the indices first + block of an axis."""
+  i = np.arange(first + block.start + 1, first + block.stop + 1, dtype=np.uint64)
+  mixed = (i + np.uint64(axis << 48)) * _MIX
+  return (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)
+
+
+def _named(tree: Tree) -> dict[str, jax.Array]:
+  """Returns the arrays by the names of their places in the tree."""
+  name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+  return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

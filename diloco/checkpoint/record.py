@@ -1,0 +1,104 @@
+"""What lies in a run's folder `checkpoints`, but for the arrays. No JAX.
+
+Each checkpoint is a folder whose name is its step. `state` holds the arrays, in the
+format of Orbax; `record` holds the rest, as JSON. Whoever reads a checkpoint gets what
+was saved or a reason: checksums show damage that the format of the files does not show.
+"""
+
+import dataclasses
+import json
+import pathlib
+import zlib
+from typing import Any
+
+from diloco.errors import ConfigError
+
+
+@dataclasses.dataclass
+class Spent:
+  """Time of a run, over all processes that continued it from a checkpoint.
+
+  Attributes:
+    wall_s: seconds from the first step of each process to its last checkpoint.
+    busy_s: seconds of training, without evaluations, checkpoints, and the first launch
+      of each process, which compiles.
+    steps: inner steps of `busy_s`.
+  """
+
+  wall_s: float = 0.0
+  busy_s: float = 0.0
+  steps: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """The part of a checkpoint that is not arrays, as JSON.
+
+  Attributes:
+    config: all fields of the run's config.
+    data: position in every shard of the text, see `TrainIterator.get_state`.
+    ledger: fields of a `Ledger`.
+    spent: fields of a `Spent`.
+    finished: whether training has ended and nothing is in flight.
+    fsdp: size of the fsdp axis that encoded the payloads in flight.
+    drained: `Schedule.drained` of an extended run.
+    checksums: {name: checksum} of the arrays; empty if an older version saved them.
+  """
+
+  config: dict[str, Any]
+  data: dict[str, Any] = dataclasses.field(default_factory=dict)
+  ledger: dict[str, Any] = dataclasses.field(default_factory=dict)
+  spent: dict[str, Any] = dataclasses.field(default_factory=dict)
+  finished: bool = False
+  fsdp: int = 1
+  drained: int = 0
+  checksums: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the fields and a checksum of them, for a JSON file."""
+    fields = json.loads(json.dumps(dataclasses.asdict(self)))
+    return {**fields, "crc32": _crc32(fields)}
+
+
+def folder_of(workdir: pathlib.Path) -> pathlib.Path:
+  """Returns the folder of a run's checkpoints, which may not exist yet.
+
+  Raises:
+    ConfigError: something else is there.
+  """
+  folder = (workdir / "checkpoints").absolute()
+  if folder.exists() and not folder.is_dir():
+    raise ConfigError(
+      f"--workdir is {workdir}, where `checkpoints` is a file and not a folder; move it"
+      " away or choose another --workdir."
+    )
+  return folder
+
+
+def steps_of(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps of the checkpoints in a workdir, newest first."""
+  names = (p.name for p in folder_of(workdir).glob("*"))
+  return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+
+
+def read_record(workdir: pathlib.Path, step: int) -> Record:
+  """Reads the record of a checkpoint.
+
+  Raises:
+    ValueError, OSError, TypeError: the record is missing or damaged.
+  """
+  path = folder_of(workdir) / str(step) / "record" / "metadata"
+  text = path.read_bytes()
+  try:
+    fields = json.loads(text)
+    saved = fields.pop("crc32", None)  # Older versions wrote none.
+    whole = saved in (None, _crc32(fields))
+  except (ValueError, TypeError, AttributeError):  # Not JSON, or no dict.
+    whole = False
+  if not whole:
+    raise ValueError(f"{path} has another content than was saved")
+  return Record(**fields)
+
+
+def _crc32(fields: dict[str, Any]) -> int:
+  return zlib.crc32(json.dumps(fields, sort_keys=True).encode())

@@ -1,0 +1,114 @@
+"""Whether a run may go on from a checkpoint with a config, and what that changes."""
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from absl import logging
+
+from diloco.algorithm.optimizers import learning_rate
+from diloco.config import Config, complete
+from diloco.config.resolve import difference
+from diloco.errors import ConfigError
+from diloco.spec.formats import PLAIN
+
+# Fields that may change when a run goes on. They do not change what is computed, except
+# that mesh.fsdp changes the codes (`warn_of_other_shards`), and model.attention rounds.
+FREE_FIELDS = (
+  "log.",
+  "profile.",
+  "init.",
+  "eval.",
+  "checkpoint.",
+  "mesh.",
+  "model.attention",
+  "overlap.transport",
+  "sites.quorum",
+  "sites.grace_s",
+  "sites.start_s",
+  "outer.offload",
+  "data.data_dir",
+  "data.eval_",
+  "data.prefetch",
+)
+# Fields that may change when a run is extended: train.steps grows.
+_EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
+
+
+def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
+  """Refuses to go on with another config than the run's, unless it extends the run.
+
+  Fields that the code of the run did not have count as their defaults.
+
+  Args:
+    saved: config of the checkpoint.
+    c: config of this process.
+    step: step of the checkpoint.
+
+  Returns:
+    A sentence that tells what an extension changes; "" if this is none.
+
+  Raises:
+    ConfigError: shows the fields that differ, old -> new; or the extended schedule of
+      the learning rate is not clear.
+  """
+  old: Config | None = None
+  with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
+    old = complete(saved)
+    saved = old.to_dict()
+  changes = {
+    field: change
+    for field, change in difference(saved, c.to_dict()).items()
+    if not field.startswith(FREE_FIELDS)
+  }
+  if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
+    return _extension(old, c, step)
+  if changes:
+    hint = ""
+    if old and "outer.decay_syncs" in changes:
+      hint = f"; to extend the run, set outer.decay_syncs={old.outer.decay_syncs}"
+    lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
+    raise ConfigError(
+      f"workdir holds a checkpoint of step {step} made with another config ({lines});"
+      f" choose another --workdir or the same values{hint}."
+    )
+  return ""
+
+
+def _only_extends(changes: Mapping[str, str], old: Config, c: Config) -> bool:
+  derived = all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c))
+  return changes.keys() <= _EXTENSION | ({"inner.weight_decay"} if derived else set())
+
+
+def _extension(old: Config, c: Config, step: int) -> str:
+  before, now = old.train.steps, c.train.steps
+  rates = [float(learning_rate(x)(step)) for x in (old, c)]
+  cosine = c.inner.final_fraction != 1
+  if cosine and not c.inner.decay_steps and c.schedule_steps != old.schedule_steps:
+    raise ConfigError(
+      f"train.steps is {now}, but the run's cosine ends at step {old.schedule_steps};"
+      f" set inner.decay_steps={old.schedule_steps} to keep the cosine (later steps use"
+      f" its last rate), or inner.decay_steps={now} to stretch it (the rate jumps from"
+      f" {rates[0]:.3g} to {rates[1]:.3g} at step {step + 1})."
+    )
+  same = old.schedule_steps == c.schedule_steps or not cosine
+  told = "the learning rate follows the same schedule"
+  if not same:
+    told = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
+  if old.inner.weight_decay != c.inner.weight_decay:
+    told += (
+      f", the weight decay changes from {old.inner.weight_decay:.3g} to"
+      f" {c.inner.weight_decay:.3g}"
+    )
+  return f"Extends the run from {before} to {now} steps: {told}."
+
+
+def warn_of_other_shards(c: Config, before: int, now: int) -> None:
+  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
+  plain = c.wire.compressor == "quantize" and c.wire.format in PLAIN
+  if before != now and not plain and not c.data_parallel:
+    logging.warning(
+      f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
+      f" gradients lose other bits than before; set mesh.fsdp={before} for the results"
+      " of an uninterrupted run."
+    )

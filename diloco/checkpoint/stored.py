@@ -1,0 +1,125 @@
+"""Reads checkpoints with their arrays; see `record.py` for the rest.
+
+Whoever reads a checkpoint gets what was saved or a reason: checksums show damage that
+the format of the files does not show.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from diloco.checkpoint import checksums
+from diloco.checkpoint.record import Record, folder_of, read_record
+from diloco.errors import ConfigError
+from diloco.mesh import memory
+from diloco.processes.peers import Peers, say
+from diloco.util.orbax_errors import hush, reason_of
+
+Tree = Any
+
+
+class Stored(NamedTuple):
+  """A checkpoint that was read: its step, its record and the arrays asked for."""
+
+  step: int
+  record: Record
+  arrays: Tree
+
+
+def read_newest(
+  workdir: pathlib.Path,
+  steps: list[int],
+  like: Callable[[int, Record], Tree],
+  remedy: str,
+  peers: Peers | None = None,
+) -> Stored:
+  """Reads the newest checkpoint that is whole.
+
+  Args:
+    workdir: folder of the run.
+    steps: the checkpoints to try, newest first.
+    like: describes the arrays to read, for `read_arrays`, from the step and the record.
+    remedy: what the user can do if no checkpoint is whole.
+    peers: the processes, all in this function; default this one.
+
+  Raises:
+    ConfigError: no checkpoint is whole, or some processes cannot read one that others
+      can: then older checkpoints are no remedy.
+  """
+  hush()
+  peers = peers or Peers()
+  damaged = dict[int, str]()
+  for step in steps:
+    found, reason = _read(workdir, step, like)
+    by_process = peers.all_gather(reason)
+    unable = [p for p, x in enumerate(by_process) if x]
+    if found and not unable:
+      reason = _changed(found, peers)
+      if not reason:
+        for other, why in damaged.items() if peers.index == 0 else ():
+          say(f"The checkpoint of step {other} is damaged ({why}); took step {step}.")
+        return found
+    elif len(unable) < peers.count:
+      raise ConfigError(
+        f"--workdir is {workdir}, whose checkpoint of step {step} process {unable[0]}"
+        f" cannot read ({by_process[unable[0]]}) while others can; see that it is the"
+        " same folder on all machines, and start again."
+      )
+    damaged[step] = str(reason)
+    found = None  # Otherwise the arrays stay in memory while the next are read.
+  s = "s" if len(steps) > 1 else ""
+  raise ConfigError(
+    f"--workdir is {workdir}, whose checkpoint{s} of step{s}"
+    f" {', '.join(map(str, steps))} cannot be read (of step {steps[0]}:"
+    f" {damaged[steps[0]]}); {remedy}."
+  )
+
+
+def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
+  """Reads arrays of a checkpoint, each straight to its devices.
+
+  Uses a handler of Orbax alone, in which no process waits for another.
+
+  Args:
+    workdir: folder of the run.
+    step: step of the checkpoint.
+    like: shapes, dtypes and shardings of the saved tree, or of some of its parts:
+      `params`, `opt_state`, `theta`, `outer_opt_state`, `codec_state`, `in_flight`.
+
+  Raises:
+    Exception: arrays are missing or damaged; Orbax has no narrower type for this.
+  """
+  place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, dtype=x.dtype)
+  args = ocp.args.PyTreeRestore(
+    item=like, restore_args=jax.tree.map(place, like), partial_restore=True
+  )
+  folder = folder_of(workdir) / str(step) / "state"
+  return ocp.PyTreeCheckpointHandler().restore(folder, args=args)
+
+
+def _read(
+  workdir: pathlib.Path, step: int, like: Callable[[int, Record], Tree]
+) -> tuple[Stored | None, str | None]:
+  """Reads a checkpoint on this process; else returns the reason why not."""
+  try:
+    record = read_record(workdir, step)
+    arrays = read_arrays(workdir, step, like(step, record))
+    return Stored(step, record, arrays), None
+  except ConfigError:
+    raise
+  except Exception as error:  # Damaged files make Orbax raise any exception.
+    if memory.explain(error):
+      raise  # Older checkpoints take as much memory.
+    return None, reason_of(error)
+
+
+def _changed(found: Stored, peers: Peers) -> str | None:
+  """Says which arrays are not those that were saved; None if all are."""
+  names = checksums.changed(found.arrays, found.record.checksums, peers)
+  more = f" and of {len(names) - 1} more arrays" if len(names) > 1 else ""
+  return (
+    f"the values of {names[0]}{more} are not those that were saved" if names else None
+  )

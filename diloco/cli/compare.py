@@ -1,0 +1,211 @@
+r"""Compares runs: a table, and a picture of their losses. The runs may still go on.
+
+python -m diloco compare /tmp/data_parallel /tmp/diloco /tmp/streaming
+python -m diloco compare /tmp/a /tmp/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
+python -m diloco compare /tmp/a /tmp/b --csv=metrics.csv
+"""
+
+import argparse
+import itertools
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from diloco.config.resolve import leaves
+from diloco.errors import ConfigError
+from diloco.log.look import Run, names_of, read, write_csv
+from diloco.log.loss_picture import points, smoothed, thinning
+from diloco.log.workdir import title
+from diloco.simulate import from_config, wallclock
+from diloco.spec.shapes import matrix_params
+from diloco.util import files
+from diloco.util.command import Parser, check_picture, guarded, make_folder, make_parent
+from diloco.util.palette import COLORS
+
+LINES = ("-", "--", ":", "-.")
+# Fields that are columns already, follow from columns, or change no result.
+_QUIET = (
+  *("algorithm", "replicas", "sync_every", "seed", "overlap.", "wire.format"),
+  *("fragments.pattern", "train.tokens", "plugins", "sites.", "eval.", "mesh."),
+  *("log.", "checkpoint.", "profile.", "data.data_dir", "data.prefetch"),
+)
+
+
+def row(run: Run) -> dict[str, str]:
+  """Returns the columns of a run: its settings, then its results."""
+  c, step, last = run.config, run.step, max(run.held_out, default=0)
+  taus, wire = c.overlap.different_taus, c.wire.format
+  unsynced = {"H": "-", "tau": "-", "wire": c.inner.gradient_dtype}
+  synced = {"H": str(c.sync_every), "tau": taus, "wire": wire}
+  loss = f"{run.held_out[last]:.4f}" if last else "-"
+  return {
+    "algorithm": c.algorithm,
+    "M": str(c.replicas),
+    **(unsynced if c.data_parallel else synced),
+    "N": f"{matrix_params(c.model):,}",
+    "seed": str(c.seed),
+    "step": f"{step:,}" + f" of {c.train.steps:,}" * (step < c.train.steps),
+    "tokens": f"{step * c.tokens_per_step:,}",
+    "held-out loss": loss + f" at {last:,}" * (0 < last < step),
+    "bytes sent": f"{run.sent.get(step, 0):,.0f}",
+    "peak bytes": f"{run.peak:,}",
+    "tokens/s": f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "-",
+  }
+
+
+def table(runs: Sequence[Run]) -> str:
+  """Formats a line per run; first a line with the settings that all runs share."""
+  import pandas as pd
+
+  fields = pd.DataFrame([leaves(run.config.to_dict()) for run in runs]).astype(str)
+  differs = [f for f in fields if fields[f].nunique() > 1 and not f.startswith(_QUIET)]
+  found = pd.DataFrame([row(run) for run in runs]).join(fields[differs])
+  settings = ("M", "H", "tau", "wire", "N", "seed", "step", "tokens")
+  alike = [name for name in settings if found[name].nunique() == 1 and len(runs) > 1]
+  shared = "all: " + ", ".join(f"{name} {found[name][0]}" for name in alike)
+  shown = found.drop(columns=alike).set_axis([run.name for run in runs])
+  return (shared + "\n\n") * bool(alike) + shown.to_string()
+
+
+def idealised(
+  runs: Sequence[Run], chips: float | None, across: wallclock.Network
+) -> tuple[dict[str, float], list[str]]:
+  """Computes the idealised seconds of a step of each run (2503.09799, Appendix A).
+
+  Args:
+    chips: of each run; None: as many as the largest run needs.
+    across: the network between replicas.
+
+  Returns:
+    {name of a run: seconds}; the assumptions and the reasons why runs are missing, one
+    sentence each.
+  """
+  configs = [run.config for run in runs]
+  needed = [wallclock.chips(matrix_params(c.model), c.tokens_per_step) for c in configs]
+  chips = chips or math.ceil(max(2, *needed, *(c.replicas for c in configs)))
+  notes = [
+    f"idealised time: {chips:g} chips of {wallclock.CHIP_FLOPS / 1e12:g} TFLOP/s,"
+    f" {across.bandwidth / 1e9:g} Gbit/s and {across.latency:g} s of latency between"
+    " replicas (2503.09799, Appendix A); change --chips, --gbits, --latency."
+  ]
+  found = dict[str, float]()
+  for run, c in zip(runs, configs):
+    hidden = c.algorithm == "streaming" and min(c.overlap.taus) > 0
+    method = "overlapped" if hidden else c.algorithm
+    try:
+      whole = from_config.training(c, method=method, chips=chips, across=across)
+      found[run.name] = wallclock.total_time(whole) / c.train.steps
+    except ValueError as error:
+      notes.append(f"{run.name} has no idealised time: {error}")
+  return found, notes
+
+
+def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
+  """Draws the loss against tokens, bytes sent and idealised time; returns a figure."""
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(12, 4.6), layout="constrained")
+  panels = figure.subplots(1, 3, sharey=True)
+  longest = max([seconds.get(run.name, 0) * run.step for run in runs])
+  unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
+  names = ("tokens", "bytes sent by one replica", f"idealised time ({unit})")
+  for run, style in zip(runs, styles(runs)):
+    c = run.config
+    steps, loss = points(run.loss)
+    time = seconds.get(run.name, 0) / size
+    label = f"{run.name}: " * (run.name != c.algorithm)
+    label += title(c.algorithm, c.replicas, c.sync_every)
+    places: list[dict[int, float]] = [
+      {t: t * c.tokens_per_step for t in run.loss},
+      run.sent,
+      {t: t * time for t in run.loss},
+    ]
+    for panel, place in zip(panels, places):
+      # On a logarithmic axis there is no place for 0.
+      x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
+      some = slice(None, None, thinning(len(steps)))
+      panel.plot(x[some], smoothed(loss)[some], label=label, lw=1.3, **style)
+      for t in filter(place.get, run.held_out):
+        color = style["color"]
+        panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
+  for panel, name in zip(panels, names):
+    panel.set(xscale="log", xlabel=name)
+    panel.grid(alpha=0.3)
+  panels[0].set_ylabel("loss (nats per token)")
+  figure.suptitle("Lines: training loss, smoothed. Circles: held-out loss.", size=10)
+  handles = panels[0].get_legend_handles_labels()
+  figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
+  return figure
+
+
+def styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
+  """Chooses a colour by algorithm; runs of one algorithm differ in line and shade."""
+  from matplotlib.colors import to_rgb
+
+  found, places = list[dict[str, Any]](), {a: itertools.count() for a in COLORS}
+  for run in runs:
+    turn, line = divmod(next(places[run.config.algorithm]), len(LINES))
+    shade = min(0.25 * turn, 0.75)  # Lighter each time that all lines are in use.
+    color = [x + (1 - x) * shade for x in to_rgb(COLORS[run.config.algorithm])]
+    found.append({"color": color, "ls": LINES[line]})
+  return found
+
+
+def missing(run: Run) -> list[str]:
+  """Says what a run lacks, one sentence each."""
+  if not run.loss:
+    return [f"{run.name} has no step yet."]
+  found = list[str]()
+  if run.step < run.config.train.steps:
+    found.append(f"{run.name} is not finished; the numbers are those so far.")
+  if not run.held_out:
+    found.append(f"{run.name} has no held-out loss yet; see eval.every.")
+  if not run.sent[run.step]:
+    found.append(f"{run.name} has sent nothing, so it has no line against bytes.")
+  return found
+
+
+def compare(args: argparse.Namespace) -> None:
+  """Prints the table, and writes the picture and the CSV file."""
+  check_picture(args.out, "compare.png")
+  if args.chips is not None and not 2 <= args.chips <= 1e9:
+    raise ConfigError(f"--chips is {args.chips:g}; give a number from 2 on.")
+  across = wallclock.Network(args.gbits * 1e9, args.latency)
+  if args.csv:
+    make_parent(args.csv, "--csv", "a file name.csv")
+  runs = [read(f, name) for f, name in zip(args.workdir, names_of(args.workdir))]
+  seconds, notes = idealised(runs, args.chips, across)
+  print(table(runs) + "\n")
+  print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
+  make_folder(args.out.parent, "--out")
+  with files.replacing(args.out) as file:
+    draw(runs, seconds).savefig(file, dpi=120, format=args.out.suffix[1:])
+  print(f"picture      {args.out}")
+  if args.csv:
+    print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  low, path = wallclock.NETWORKS["low"], pathlib.Path
+  parser = Parser(prog="python -m diloco compare", description=__doc__)
+  add = parser.add_argument
+  text = "--workdir of a run, or the folder of its site-0, site-1, ..."
+  add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
+  text = "picture to write; default compare.png"
+  add("--out", type=path, default=path("compare.png"), help=text)
+  add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
+  add("--chips", type=float, help="chips of each run; default: enough for the largest")
+  gbits = low.bandwidth / 1e9
+  text = f"Gbit/s between replicas; default {gbits:g}"
+  add("--gbits", type=float, default=gbits, help=text)
+  text = f"seconds of latency between replicas; default {low.latency:g}"
+  add("--latency", type=float, default=low.latency, help=text)
+  return guarded(compare, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

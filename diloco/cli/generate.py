@@ -1,0 +1,67 @@
+"""Continues a prompt with a trained model.
+
+  python -m diloco generate --workdir=/tmp/sample --prompt='My fellow citizens'
+
+Uses the outer parameters of the newest checkpoint. --temperature=0 always takes the
+most likely token; --top_k=40 draws only from the 40 most likely tokens.
+"""
+
+import argparse
+import sys
+
+import jax
+
+from diloco.data import load_tokenizer
+from diloco.errors import ConfigError
+from diloco.interop.load import load
+from diloco.model import sampling
+from diloco.util.command import guarded, model_parser
+
+# Logits divided by less may exceed the range of float32.
+MIN_TEMPERATURE = 1e-6
+
+
+def run(args: argparse.Namespace) -> None:
+  """Prints the prompt with its continuation."""
+  for name in ("tokens", "temperature", "top_k"):
+    if not getattr(args, name) >= 0:
+      raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
+  if 0 < args.temperature < MIN_TEMPERATURE:
+    raise ConfigError(
+      f"--temperature is {args.temperature:g}, which overflows; give 0 for the"
+      f" likeliest tokens, or at least {MIN_TEMPERATURE:g}."
+    )
+  if not -(2**63) <= args.seed < 2**63:
+    raise ConfigError(f"--seed is {args.seed}; it must have at most 64 bits.")
+  try:
+    args.prompt.encode()
+  except UnicodeEncodeError as error:
+    raise ConfigError(f"--prompt is {args.prompt!r}, which is not UTF-8.") from error
+  model = load(args.workdir, args.step)
+  tokenizer = load_tokenizer(model.config.data.tokenizer)
+  prompt = tokenizer.encode(args.prompt)
+  with jax.set_mesh(model.mesh):
+    new = sampling.generate(
+      model.config.model,
+      model.params,
+      prompt,
+      args.tokens,
+      args.temperature,
+      args.seed,
+      args.top_k,
+    )
+  print(tokenizer.decode([*prompt, *new]))
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = model_parser("generate", __doc__)
+  parser.add_argument("--prompt", default="", help="empty: begins a document")
+  parser.add_argument("--tokens", type=int, default=128, help="new tokens at most")
+  parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
+  parser.add_argument("--top_k", type=int, default=0, help="0: all tokens")
+  parser.add_argument("--seed", type=int, default=0)
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,147 @@
+"""Prints a table of runs: what each run trains, and how much it sends. No JAX.
+
+  python -m diloco list_configs
+  python -m diloco list_configs configs/streaming.py:1B,H=100 configs/sample.py
+
+A config file without an argument stands for all its `RUNS`. Without any config, the
+table lists the papers' runs: configs/streaming.py and configs/chinchilla.py.
+
+M          replicas
+N          parameters without positions and norms; the papers name models by this N
+tokens     training tokens, all replicas together
+batch x L  sequences per step, all replicas together, and tokens per sequence
+inner      peak of the inner learning rate
+outer      outer learning rate
+H          inner steps between two syncs of a fragment
+P          fragments
+payload    the most bytes that one replica sends for one fragment, with scales
+sent       bytes that one replica sends in the whole run
+FLOPs      6 N per token, as the papers count
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+from diloco.config import Config
+from diloco.config.command_line import load_config
+from diloco.spec import sizes
+from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
+from diloco.util import shipped
+from diloco.util.command import Parser, guarded, load_module
+from diloco.wire.ledger import all_reduced_bytes, average_bytes
+
+CONFIGS = shipped.folder("configs")
+DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One run. The module's docstring explains the columns."""
+
+  name: str
+  algorithm: str
+  replicas: int
+  params: int
+  tokens: int
+  batch: int
+  seq_len: int
+  steps: int
+  inner_lr: float
+  outer_lr: float
+  sync_every: int
+  fragments: int
+  payload: int
+  sent: int
+  flops: float
+
+
+def rows(names: list[str]) -> list[Row]:
+  """Returns the rows of configs such as `configs/streaming.py:1B,H=100`."""
+  found = []
+  for name in names or map(str, DEFAULT):
+    path, _, argument = name.partition(":")
+    module = load_module(path, "get_config", "configs/streaming.py:1B")
+    arguments = [argument] if argument else getattr(module, "RUNS", [""])
+    for a in arguments:
+      c = load_config(f"{path}:{a}" if a else path)
+      found.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
+  return found
+
+
+def row(name: str, c: Config) -> Row:
+  """Returns the row of a config."""
+  n = matrix_params(c.model)
+  most, sent = traffic(c)
+  parallel = c.data_parallel
+  return Row(
+    name=name,
+    algorithm=c.algorithm,
+    replicas=c.replicas,
+    params=n,
+    tokens=c.train.tokens,
+    batch=c.train.batch_size,
+    seq_len=c.model.seq_len,
+    steps=c.train.steps,
+    inner_lr=c.inner.learning_rate,
+    outer_lr=0.0 if parallel else c.outer.learning_rate,
+    sync_every=1 if parallel else c.sync_every,
+    fragments=1 if parallel else len(c.make_fragments()),
+    payload=most,
+    sent=sent,
+    flops=flops_per_token(c.model, attention=False) * c.train.tokens,
+  )
+
+
+def traffic(c: Config) -> tuple[int, int]:
+  """Returns the bytes of the largest payload, and of all that one replica sends.
+
+  data_parallel all-reduces its gradients at every step.
+  """
+  sent = all_reduced_bytes(c, c.train.steps)
+  if c.data_parallel:
+    return sizes.DTYPE_BYTES[c.inner.gradient_dtype] * num_params(c.model), sent
+  whole, most = parameters(c.model), 0
+  for times, fragment in zip(c.num_syncs(), c.make_fragments()):
+    shapes = fragment.shapes(whole)
+    most = max(most, sizes.exchanged_bytes(c.wire, shapes))
+    sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
+  of_average, warm = average_bytes(c), min(c.outer.warm_start_steps, c.train.steps)
+  for kind, n in c.averages().items():
+    sent += (c.train.steps // n - warm // n) * of_average[kind]
+  return most, sent
+
+
+def table(found: list[Row]) -> str:
+  """Formats the rows: one line per run."""
+  head = (
+    f"{'config':<60}{'M':>2}{'N':>7}{'tokens':>8}{'batch x L':>13}{'steps':>10}"
+    f"{'inner':>9}{'outer':>6}{'H':>5}{'P':>3}{'payload':>9}{'sent':>9}{'FLOPs':>9}"
+  )
+  lines = [head]
+  for r in found:
+    lines.append(
+      f"{r.name:<60}{r.replicas:>2}{short(r.params):>7}{short(r.tokens):>8}"
+      f"{f'{r.batch} x {r.seq_len}':>13}{r.steps:>10,}{r.inner_lr:>9.2e}"
+      f"{r.outer_lr:>6.2g}{r.sync_every:>5}{r.fragments:>3}{short(r.payload) + 'B':>9}"
+      f"{short(r.sent) + 'B':>9}{r.flops:>9.2g}"
+    )
+  return "\n".join(lines)
+
+
+def short(value: float) -> str:
+  """Formats a number with three digits and a decimal prefix."""
+  for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if value >= 0.9995 * size:
+      return f"{value / size:.3g}{suffix}"
+  return f"{value:.3g}"
+
+
+def main(argv: list[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco list_configs", description=__doc__)
+  parser.add_argument("config", nargs="*", help="file, or file:argument")
+  return guarded(lambda args: print(table(rows(args.config))), parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

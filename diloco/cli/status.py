@@ -1,0 +1,250 @@
+r"""Tells how runs go on, here or on another machine. Only reads the files of the runs.
+
+python -m diloco status /tmp/sample
+python -m diloco status /tmp/sites --follow=5
+
+WORKDIR is the --workdir of diloco.main or of diloco.coordinator, or a folder of such
+folders: that of a sweep, or of a run of several sites.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from diloco.checkpoint.record import steps_of
+from diloco.config import complete
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.log.workdir import backwards, read_config, title
+from diloco.sites.calendar import Calendar
+from diloco.util import files
+from diloco.util.command import Parser, guarded
+
+ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
+# A run has probably stopped if there is no new line for so many times the usual time
+# of a line, and for so many seconds: evaluations and checkpoints take time too.
+_PATIENCE, _LEAST_S = 20, 60
+_ROUND_S = 30  # The usual time of a round, whose lines have no times.
+_RECENT = 20  # Steps from which the usual time follows.
+
+
+class Status(NamedTuple):
+  """How a run goes on.
+
+  Attributes:
+    title: algorithm and numbers of the run.
+    news: {what: text}, what is told of each run of many.
+    details: {what: text}, what is told of a single run besides.
+  """
+
+  title: str
+  news: dict[str, str]
+  details: dict[str, str]
+
+
+class Newest(NamedTuple):
+  """The end of a run's metrics.jsonl.
+
+  Attributes:
+    step, evaluation: the last record of the kind; {} without one.
+    syncs: {fragment: the last receive}.
+    times: of the last steps, newest first.
+  """
+
+  step: dict[str, Any]
+  evaluation: dict[str, Any]
+  syncs: dict[int, dict[str, Any]]
+  times: list[float]
+
+
+def of_run(folder: pathlib.Path, now: float) -> Status:
+  """Reads how a run, or a site of a run, goes on."""
+  config = read_config(folder)
+  total = config.get("train", {}).get("steps")
+  step, evaluation, syncs, times = newest(folder, config)
+  if not step:
+    return Status(_title(config), {"step": "none yet"}, {})
+  t, rate = step["step"], step["tokens_per_s"]
+  news = {"step": _of(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
+  if rate and total and t < total:
+    left = (total - t) * step["tokens"] / t / rate
+    news["step"] += f", {_time(left)} of training left"
+  news["loss"] = f"{step['loss']:.4f}"
+  if evaluation:
+    loss = evaluation["loss_outer"]
+    text = "not finite" if loss is None else f"{loss:.4f}"
+    news["held-out"] = f"{text} at {evaluation['step']:,}"
+  details = dict[str, str]()
+  if syncs:
+    details["last sync"] = _fragments({p: r["step"] for p, r in syncs.items()})
+    last = max(syncs.values(), key=lambda r: r["step"])
+    if "sites" in last:
+      news["sites"] = f"{last['sites']:g} in the last round"
+  done = t == total and files.read_json(folder / SUMMARY) is not None
+  usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
+  news |= _age(folder / metrics.FILE, now, usual, done)
+  return Status(_title(config), news, details | _checkpoint(folder))
+
+
+def newest(folder: pathlib.Path, config: dict[str, Any]) -> Newest:
+  """Reads a run's metrics.jsonl from its end, no further than needed."""
+  step, evaluation = dict[str, Any](), dict[str, Any]()
+  syncs, times = dict[int, dict](), list[float]()
+  every = config.get("eval", {}).get("every", 1)
+  # In so many steps, every fragment is received at least once.
+  reach = max(2 * config.get("sync_every", 0), _RECENT)
+  for line in backwards(folder / metrics.FILE):
+    record = metrics.as_record(line)
+    kind = record.get("kind")
+    if kind == "step":
+      step = step or record
+      times += [record["time"]] * (len(times) < _RECENT)
+      awaited = not evaluation and every and step["step"] > every
+      if not awaited and record["step"] < step["step"] - reach:
+        break
+    elif kind == "eval":
+      evaluation = evaluation or record
+    elif kind == "receive":
+      syncs.setdefault(record["fragment"], record)
+  return Newest(step, evaluation, syncs, times)
+
+
+def of_coordinator(folder: pathlib.Path, now: float) -> Status:
+  """Reads how the rounds of a run of several sites go on."""
+  config, rounds = read_config(folder), list[dict[str, Any]]()
+  for line in backwards(folder / ROUNDS):
+    with contextlib.suppress(ValueError):  # The last line may be cut short.
+      rounds.append(json.loads(line))
+  if not rounds:
+    return Status(_title(config), {"round": "none closed yet"}, {})
+  last, total, sites = rounds[0], None, None
+  with contextlib.suppress(ConfigError):
+    calendar = Calendar(complete(config))
+    total, sites = len(calendar.rounds), calendar.sites
+  syncs, sent = dict[int, int](), dict[str, int]()
+  for r in rounds:
+    syncs.setdefault(r["fragment"], r["step"])
+    for site in r["tokens"]:
+      sent.setdefault(site, r["step"])
+  inside = sorted(last["tokens"], key=int)
+  news = {
+    "round": f"{_of(last['round'] + 1, total)}, step {last['step']:,}",
+    "sites": f"{_of(len(inside), sites)} in the last round: {', '.join(inside)}",
+  }
+  away = [f"{k} since step {sent[k]:,}" for k in sorted(sent, key=int)]
+  away = [text for text in away if text.split()[0] not in inside]
+  if away:
+    news["away"] = ", ".join(away)
+  ended = files.read_json(folder / "coordinator.json") is not None
+  done = ended and last["round"] + 1 == total  # Else the run is extended.
+  news |= _age(folder / ROUNDS, now, _ROUND_S, done)
+  details = {"last sync": _fragments(syncs)} | _checkpoint(folder)
+  return Status(_title(config), news, details)
+
+
+# {the file that shows whose folder it is: reads the folder}
+READERS = {metrics.FILE: of_run, ROUNDS: of_coordinator}
+
+
+def read(folder: pathlib.Path, now: float) -> Status:
+  """Reads how the run of a folder goes on, now by the clock of its file system."""
+  reader = next(r for name, r in READERS.items() if (folder / name).is_file())
+  return reader(folder, now)
+
+
+def find(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the folder if it is that of a run; else the folders of runs in it.
+
+  Raises:
+    ConfigError: there is no run.
+  """
+  for pattern in (".", "*", "runs/*"):
+    found = [path for name in READERS for path in folder.glob(f"{pattern}/{name}")]
+    if found:
+      return sorted({path.parent for path in found})
+  raise ConfigError(
+    f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)} yet;"
+    " give the --workdir of diloco.main or of diloco.coordinator."
+  )
+
+
+def lines(folder: pathlib.Path, now: float) -> list[str]:
+  """Tells how the run of a folder goes on, or each run in the folder in one line."""
+  runs = find(folder)
+  if len(runs) == 1:
+    title, news, details = read(runs[0], now)
+    told = {"run": f"{runs[0]}: {title}"} | news | details
+    return [f"{what:<12} {text}" for what, text in told.items()]
+  wide, found = max(len(run.name) for run in runs), list[str]()
+  for run in runs:
+    parts = [f"{what} {text}" for what, text in read(run, now).news.items()]
+    found.append(f"{run.name:<{wide}}  {'; '.join(parts)}")
+  return found
+
+
+def _title(config: dict[str, Any]) -> str:
+  if not config:
+    return "config not known, because there is neither config.json nor a checkpoint"
+  return title(config["algorithm"], config["replicas"], config["sync_every"])
+
+
+def _of(count: int, total: int | None) -> str:
+  return f"{count:,}" + (f" of {total:,}" if total else "")
+
+
+def _fragments(steps: dict[int, int]) -> str:
+  return ", ".join(f"fragment {p} at {t:,}" for p, t in sorted(steps.items()))
+
+
+def _checkpoint(folder: pathlib.Path) -> dict[str, str]:
+  steps = steps_of(folder)
+  return {"checkpoint": f"step {steps[0]:,}" if steps else "none yet"}
+
+
+def _time(seconds: float) -> str:
+  return str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, str]:
+  if done:
+    return {"state": "finished"}
+  age = now - path.stat().st_mtime
+  if age > max(_PATIENCE * usual, _LEAST_S):
+    return {"last line": f"{_time(age)} ago: probably stopped"}
+  return {"last line": f"{max(age, 0):.0f} s ago"}
+
+
+def show(args: argparse.Namespace) -> None:
+  """Prints the lines of all folders; again and again with --follow."""
+  while True:
+    found = [line for folder in args.workdir for line in lines(folder, time.time())]
+    if args.follow and sys.stdout.isatty():
+      print("\x1b[H\x1b[J", end="")  # Clears the terminal.
+    print("\n".join(found), flush=True)
+    if not args.follow:
+      return
+    time.sleep(args.follow)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco status", description=__doc__)
+  add = parser.add_argument
+  text = "folder of a run, of a coordinator, or of several of them"
+  add("workdir", metavar="WORKDIR", type=pathlib.Path, nargs="+", help=text)
+  text = "show it again every so many seconds; default 10"
+  add("--follow", type=float, nargs="?", const=10, metavar="SECONDS", help=text)
+  args = parser.parse_args(argv)
+  if args.follow is not None and not 0.1 <= args.follow <= 86_400:
+    parser.error(f"--follow is {args.follow:g}; give seconds from 0.1 to 86400")
+  return guarded(show, args)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

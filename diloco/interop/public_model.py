@@ -1,0 +1,79 @@
+"""The sizes in the config.json of a public model, as fields of a config. No JAX."""
+
+import json
+import pathlib
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.util.command import one_line
+
+CONFIG = "config.json"
+MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
+# {attribute of ModelConfig: its name in config.json}
+NAMES = {
+  "num_layers": "num_hidden_layers",
+  "dim": "hidden_size",
+  "num_heads": "num_attention_heads",
+  "kv_heads": "num_key_value_heads",
+  "head_size": "head_dim",
+  "ff_dim": "intermediate_size",
+  "vocab_size": "vocab_size",
+  "norm_eps": "rms_norm_eps",
+  "rope_theta": "rope_theta",
+  "tie_embeddings": "tie_word_embeddings",
+}
+# Entries that have only one value here.
+FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object of a folder that init.checkpoint names.
+
+  Raises:
+    ConfigError: there is no such file, or it holds something else.
+  """
+  try:
+    found = json.loads(path.read_bytes())
+    if not isinstance(found, dict):
+      raise ValueError("it is no JSON object")
+    return found
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"init.checkpoint is {str(path.parent)!r}, whose {path.name} cannot be read"
+      f" ({one_line(error)}); give a folder of transformers or of diloco export."
+    ) from error
+
+
+def fields_of(folder: str | pathlib.Path) -> dict[str, Any]:
+  """Returns the fields of the group `model` that a folder's config.json fixes.
+
+  Raises:
+    ConfigError: it is another architecture, or has features that this one has not.
+  """
+  found = read_json(pathlib.Path(folder) / CONFIG)
+  where = f"init.checkpoint is {str(folder)!r}, whose {CONFIG}"
+  if found.get("model_type") != MODEL_TYPE:
+    raise ConfigError(
+      f"{where} has model_type {found.get('model_type')!r}; give a folder of"
+      f" {MODEL_TYPE} or an export of diloco export."
+    )
+  rope = found.get("rope_parameters") or {}
+  found = {"rope_theta": rope.get("rope_theta"), "tie_word_embeddings": False} | found
+  scaling = found.get("rope_scaling") or rope
+  found["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
+  for name, value in (FIXED | {"rope_type": "default"}).items():
+    if found.get(name, value) != value:
+      raise ConfigError(
+        f"{where} has {name} {found[name]!r}, which model.name={MODEL_TYPE} cannot"
+        " compute; give another folder."
+      )
+  lacks = [name for name in NAMES.values() if found.get(name) is None]
+  if lacks:
+    raise ConfigError(f"{where} lacks {', '.join(lacks)}; download the folder again.")
+  fields = {ours: found[theirs] for ours, theirs in NAMES.items()}
+  fields["num_kv_heads"], fields["head_dim"] = (
+    fields.pop("kv_heads"),
+    fields.pop("head_size"),
+  )
+  fields["rope_theta"] = float(fields["rope_theta"])
+  return {"name": MODEL_TYPE, **fields}

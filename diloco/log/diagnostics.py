@@ -1,0 +1,248 @@
+"""Draws the diagnostics of a run, layer by layer. The run may still go on.
+
+python -m diloco diagnostics /tmp/sample --out=diagnostics.png
+
+A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md). No JAX.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from diloco.config import Config
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.log.loss_picture import points, smoothed, thinning
+from diloco.log.workdir import parts_of, title, whole_config
+from diloco.util import files
+from diloco.util.command import Parser, check_picture, guarded, make_folder
+from diloco.util.palette import COLORS, OTHERS, STYLE, shades
+
+# The part of a fragment that is no layer: embedding, positions, final norm, head.
+EMBEDDING = "embedding"
+Records = Sequence[dict[str, Any]]
+# {curve: {step: value}}
+Curves = dict[str, dict[int, float]]
+
+
+def read(folder: pathlib.Path) -> tuple[Config, dict[str, list[dict[str, Any]]]]:
+  """Reads a run's config, and its records by kind: send, receive, merge.
+
+  Raises:
+    ConfigError: the folder has no run of one process group with diagnostics.
+  """
+  if parts_of(folder) != [folder]:
+    raise ConfigError(
+      f"WORKDIR is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
+      " a run of diloco.main."
+    )
+  c = whole_config([folder])
+  found = metrics.read_kinds(folder, "send", "receive", "merge")
+  if not any("replica_drift_by_layer" in r for r in found["send"]):
+    raise ConfigError(
+      f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
+      " --config.log.diagnostics_every=4, and not with algorithm=data_parallel."
+    )
+  return c, found
+
+
+def by_layer(c: Config, records: Records, name: str) -> Curves:
+  """Returns the curve of each layer and of the embedding; replicas are averaged."""
+  fragments, found = c.make_fragments(), dict[str, dict[int, float]]()
+  for r in records:
+    if name in r:
+      fragment = fragments[r["fragment"]]
+      names = [f"layer {i}" for i in fragment.layers] + [EMBEDDING] * bool(
+        fragment.rest
+      )
+      values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
+      for part, value in zip(names, values):
+        found.setdefault(part, {})[r["step"]] = value
+  order = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
+  return {part: found[part] for part in order if part in found}
+
+
+def relative(curves: Curves, norms: Curves) -> Curves:
+  """Divides the curve of each part by the L2 norm of its outer parameters."""
+  found = Curves()
+  for part, curve in curves.items():
+    steps, values = points(curve)
+    norm = np.interp(steps, *points(norms[part]))  # An update comes after its send.
+    found[part] = dict(zip(steps.tolist(), values / norm))
+  return found
+
+
+def _matrices(
+  records: Records, kind: str
+) -> Iterator[tuple[dict[str, Any], str, np.ndarray]]:
+  """Yields each value KIND.MATRIX of the records: its record, MATRIX, the value."""
+  for r in records:
+    for name in r:
+      _, is_kind, matrix = name.partition(f"{kind}.")
+      if is_kind:
+        yield r, matrix, np.asarray(r[name], dtype=float)
+
+
+def by_matrix(c: Config, records: Records) -> Curves:
+  """Returns the stable rank of each matrix, the mean of the layers in a round."""
+  found = dict[str, dict[int, list[float]]]()
+  for r, matrix, values in _matrices(records, "stable_rank"):
+    last = r["step"] // c.sync_every * c.sync_every
+    found.setdefault(matrix, {}).setdefault(last, []).extend(values)
+  return {
+    matrix: {t: float(np.mean(values)) for t, values in rounds.items()}
+    for matrix, rounds in found.items()
+  }
+
+
+def last_spectra(records: Records) -> Curves:
+  """Returns {matrix: {k: k-th singular value}} at the last sync of each fragment.
+
+  The values are divided by the Frobenius norm; the mean of the layers of all fragments.
+  """
+  last = dict[str, dict[int, np.ndarray]]()  # {matrix: {fragment: values x layers}}
+  for r, matrix, values in _matrices(records, "spectrum"):
+    last.setdefault(matrix, {})[r["fragment"]] = values
+  return {
+    matrix: dict(enumerate(np.hstack([*found.values()]).mean(axis=1).tolist(), start=1))
+    for matrix, found in last.items()
+  }
+
+
+def merges(records: Records) -> dict[int, float]:
+  """Returns {step: loss after a merge minus loss before}, the mean of the replicas."""
+  found = {}
+  for r in records:
+    after, before = (
+      np.asarray(r[f"loss_{when}_merge"], dtype=float) for when in ("after", "before")
+    )
+    found[r["step"]] = float(np.nanmean(after - before))  # NaN: merges at another step.
+  return found
+
+
+def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
+  """Draws one panel for each quantity; returns a figure."""
+  import matplotlib
+  from matplotlib.figure import Figure
+
+  of = lambda kind, name: by_layer(c, found[kind], name)
+  norms, sends = of("send", "outer_norm_by_layer"), found["send"]
+  update = relative(of("receive", "outer_update_norm_by_layer"), norms)
+  with matplotlib.rc_context(STYLE):
+    figure = Figure(figsize=(12.8, 5.4), layout="constrained")
+    panels = figure.subplots(2, 4)
+    cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
+    for panel in (drift, step, rank, error, loss, norm):
+      panel.sharex(cosine)
+    _lines(cosine, of("send", "outer_grad_cosine_by_layer"), _of_layers(c))
+    _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
+    _lines(step, update, _of_layers(c))
+    _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
+    matrices = by_matrix(c, sends)
+    _lines(rank, matrices, _of_matrices(matrices))
+    _lines(norm, of("send", "outer_grad_norm_by_layer"), _of_layers(c))
+    spectra = last_spectra(sends)
+    for matrix, values in spectra.items():
+      spectrum.plot(*points(values), label=matrix, **_of_matrices(matrices)[matrix])
+    _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
+    for panel, text in (
+      (cosine, "cosine similarity of outer gradients"),
+      (drift, "replicas' distance from their mean /\nnorm of outer parameters"),
+      (step, "outer update / norm of outer parameters"),
+      (error, "error of the codes /\nnorm of the outer gradient"),
+      (rank, "stable rank of the mean outer gradient,\nmean of the layers"),
+      (norm, "norm of a replica's outer gradient"),
+      (
+        spectrum,
+        "singular values of the mean outer gradient /\n"
+        "its norm, last syncs, mean of the layers",
+      ),
+      (loss, "held-out loss after a merge minus before\n(nats per token)"),
+    ):
+      panel.set_title(text, fontsize=8)
+    for panel in (drift, step, norm):
+      panel.set_yscale("log")
+    for panel in (cosine, loss):
+      panel.axhline(0, color="black", lw=0.6)
+    for panel in (error, loss, norm):
+      panel.set_xlabel("inner step")
+    spectrum.set(xlabel="number of the singular value", ylim=(0, None))
+    cosine.legend(*_few(*cosine.get_legend_handles_labels()))
+    rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Room for the legend.
+    rank.legend(ncols=3, loc="upper left", fontsize=6)
+    every = c.log.diagnostics_every
+    chosen = f"one sync in {every}" if every > 1 else "every sync"
+    name = title(c.algorithm, c.replicas, c.sync_every)
+    figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
+  return figure
+
+
+def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
+  """Styles of all parts: earlier layers are darker, as in 2501.18512, figure 18."""
+  colors = reversed(shades(COLORS[c.algorithm], c.model.num_layers))
+  layers = {f"layer {i}": {"color": color} for i, color in enumerate(colors)}
+  return layers | {EMBEDDING: {"color": OTHERS[3], "ls": "--"}}
+
+
+def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
+  looks = [
+    {"color": color, "ls": line} for line in ("-", "--", ":") for color in OTHERS
+  ]
+  return dict(zip(curves, looks))
+
+
+def _lines(panel: Any, curves: Curves, styles: dict[str, dict[str, Any]]) -> None:
+  for name, curve in curves.items():
+    steps, values = points(curve)
+    some = slice(None, None, thinning(len(steps)))
+    panel.plot(steps[some], smoothed(values)[some], label=name, **styles[name])
+
+
+def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
+  steps, values = points(changes)
+  if len(steps):
+    some = slice(None, None, thinning(len(steps)))
+    panel.plot(steps[some], values[some], ".", ms=2, color="0.6", label="each merge")
+    mean = _running_mean(values)
+    panel.plot(steps[some], mean[some], color=color, label="mean of 21 merges")
+    panel.legend()
+
+
+def _running_mean(values: np.ndarray) -> np.ndarray:
+  """Returns the mean of each value, the 10 before and the 10 after."""
+  ends = np.arange(len(values))
+  return np.array([values[max(i - 10, 0) : i + 11].mean() for i in ends])
+
+
+def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
+  """Keeps the first and the last layer, and the embedding, for a legend."""
+  layers = [i for i, label in enumerate(labels) if label != EMBEDDING]
+  kept = sorted({*layers[:1], *layers[-1:], len(labels) - 1})
+  return [handles[i] for i in kept], [labels[i] for i in kept]
+
+
+def run(args: argparse.Namespace) -> None:
+  """Writes the picture."""
+  check_picture(args.out, "diagnostics.png")
+  c, found = read(args.workdir)
+  make_folder(args.out.parent, "--out")
+  with files.replacing(args.out) as file:
+    draw(c, found).savefig(file, dpi=120, format=args.out.suffix[1:])
+  print(f"picture      {args.out}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco diagnostics", description=__doc__)
+  path = pathlib.Path
+  parser.add_argument("workdir", metavar="WORKDIR", type=path, help="of the run")
+  text = "picture to write; default diagnostics.png"
+  parser.add_argument("--out", type=path, default=path("diagnostics.png"), help=text)
+  return guarded(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

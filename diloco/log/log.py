@@ -1,0 +1,264 @@
+"""What a run says while it runs: progress bar, metrics, divergence check, speed.
+
+Metrics are fetched from the devices one launch late, so that logging never waits for
+the steps that were just launched. Each process reads the metrics of its own replicas;
+process 0 writes a step when the metrics of all processes have arrived.
+"""
+
+import contextlib
+import math
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.optimizers import learning_rate
+from diloco.algorithm.state import Event
+from diloco.checkpoint.record import Spent
+from diloco.config import Config
+from diloco.log import metrics
+from diloco.log.loss_picture import LossPicture
+from diloco.mesh import hardware
+from diloco.processes.peers import Peers
+from diloco.spec.shapes import flops_per_token
+from diloco.util.bar import make_bar
+from diloco.wire.ledger import Ledger, all_reduced_bytes
+
+
+class TrainingDiverged(RuntimeError):
+  """A loss or a gradient is NaN or infinite."""
+
+
+class Log:
+  """Writes the metrics of all processes, and counts bytes and time.
+
+  Attributes:
+    ledger: bytes of all steps so far.
+    note: returns more text for the progress line; None: nothing more.
+  """
+
+  def __init__(
+    self,
+    c: Config,
+    workdir: pathlib.Path,
+    ledger: Ledger,
+    spent: Spent,
+    last_checkpoint: Callable[[], int | None],
+    peers: Peers,
+  ):
+    """Opens the files.
+
+    Args:
+      workdir: folder of the files.
+      ledger: bytes of the steps before the run started or resumed.
+      spent: time of those steps.
+      last_checkpoint: returns the step of the newest checkpoint, None without one.
+    """
+    self._c, self._workdir, self.ledger, self._spent = c, workdir, ledger, spent
+    self._last_checkpoint, self._peers = last_checkpoint, peers
+    self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
+    self._picture = LossPicture(workdir, c)
+    self._schedule = learning_rate(c)
+    # The launch that is not reported yet: steps, their metrics, and events.
+    self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
+    self._began = time.perf_counter() - spent.wall_s
+    self._clock: float | None = None  # When the last steps were reported.
+    self._last_sync = "none yet"
+    self._bar: tqdm.tqdm | None = None
+    self.note: Callable[[], str] | None = None
+
+  def stretch(
+    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
+  ) -> None:
+    """Takes inner steps that were just launched, and reports those launched before.
+
+    Args:
+      by_step: metrics of each step, which the devices may still be computing.
+      events: sends and receives after the last step.
+    """
+    for x in jax.tree.leaves((by_step, [event.metrics for event in events])):
+      if hasattr(x, "copy_to_host_async"):  # Hosts compute NumPy arrays.
+        x.copy_to_host_async()
+    self._report_pending()
+    self._pending = steps, by_step, events
+    self._write(wait=False)
+
+  def flush(self) -> None:
+    """Waits for all steps and writes them."""
+    self._report_pending()
+    self._write(wait=True)
+
+  @contextlib.contextmanager
+  def pause(self) -> Iterator[None]:
+    """Keeps an evaluation or a checkpoint out of the training time."""
+    self.flush()
+    yield
+    self._clock = time.perf_counter() if self._clock else None
+
+  def evaluation(self, t: int, values: dict[str, float]) -> None:
+    """Writes the results of an evaluation after step t, and draws loss.png again.
+
+    Call `flush` before, so that the picture has all steps.
+    """
+    if self._writer:
+      self._writer.write("eval", t, values)
+      self._picture.draw()
+
+  def results(self, summary: dict[str, Any], text: str) -> None:
+    """Writes generated text, unless it is empty, and passes the summary on."""
+    if self._writer:
+      if text:
+        self._writer.sample(self._c.train.steps, text)
+      self._writer.results(summary)
+
+  def events(self, events: list[Event]) -> None:
+    """Reports sends, receives and merges; counts the bytes, also of averages."""
+    for event in events:
+      if event.kind == "average":
+        self.ledger.record_average(event.fragment, event.step, event.sent)
+        continue
+      values = {name: _local(x) for name, x in event.metrics.items()}
+      extra = {"fragment": event.fragment}
+      if event.kind == "send":
+        self.ledger.record(event.fragment, event.step, event.sent)
+        extra["bytes"] = event.sent
+        self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
+      elif event.kind == "receive":
+        self._last_sync = f"fragment {event.fragment} @ {event.step}"
+      self._peers.report([event.kind, event.step, values, extra])
+
+  def spent(self) -> Spent:
+    """Returns the time that the run has taken so far, for a checkpoint."""
+    self._spent.wall_s = time.perf_counter() - self._began
+    return self._spent
+
+  def sent(self, t: int) -> int:
+    """Counts the bytes that one replica has sent after inner step t."""
+    return self.ledger.total + all_reduced_bytes(self._c, t)
+
+  def peak(self) -> int:
+    """The most bytes that one replica has sent at a single step so far."""
+    return max(self.ledger.peak, all_reduced_bytes(self._c, 1))
+
+  def tokens_per_s(self) -> float | None:
+    """Mean speed of the run so far."""
+    s = self._spent
+    return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
+
+  def close(self) -> None:
+    if self._bar:
+      self._bar.close()
+    if self._writer:
+      self._writer.close()
+
+  def _report_pending(self) -> None:
+    """Waits for the pending launch, and hands its metrics to process 0."""
+    if self._pending is None:
+      return
+    (steps, by_step, events), self._pending = self._pending, None
+    found = [{name: _local(x) for name, x in m._asdict().items()} for m in by_step]
+    now = time.perf_counter()
+    if self._clock is not None:
+      self._spent.busy_s += now - self._clock
+      self._spent.steps += len(steps)
+    self._clock = now
+    if self._peers.index == 0:
+      # Made after the first launch, whose compilation would count as its time.
+      self._bar = self._bar or self._make_bar(steps[-1])
+      self._bar.update(steps[-1] - self._bar.n)
+    for t, values in zip(steps, found):
+      self._check_finite(t, values["loss"], "loss")
+      self._check_finite(t, values["grad_norm"], "gradient norm")
+      if t == steps[-1]:
+        self.events(events)
+      if t % self._c.log.every and t < self._c.train.steps:
+        continue  # Skips steps that are not logged: links may be slow.
+      extra = {
+        "time": time.time(),
+        "bytes_sent": self.sent(t),
+        "peak_bytes": self.peak(),
+        "tokens_per_s": self.tokens_per_s(),
+      }
+      self._peers.report(["step", t, values, extra])
+
+  def _write(self, wait: bool) -> None:
+    """Writes the reports that have come from all processes; process 0 only."""
+    for reports in self._peers.reports(wait):
+      kind, step, own, extra = reports[0]
+      values = {name: _join([r[2][name] for r in reports]) for name in own}
+      if kind == "step":
+        self._write_step(step, values, extra)
+      elif self._writer:
+        self._writer.write(kind, step, {**extra, **values})
+
+  def _write_step(self, t: int, inner: dict[str, list[float]], extra: dict) -> None:
+    loss, rate = float(np.mean(inner["loss"])), extra["tokens_per_s"]
+    if t % self._c.log.every == 0 and self._writer:
+      values = {
+        "tokens": t * self._c.tokens_per_step,
+        "loss": loss,
+        "loss_per_replica": inner["loss"],
+        "grad_norm": float(np.mean(inner["grad_norm"])),
+        "grad_norm_per_replica": inner["grad_norm"],
+        "update_norm": float(np.mean(inner["update_norm"])),
+        "learning_rate": float(self._schedule(t - 1)),
+        **extra,
+      }
+      peak = hardware.peak_flops(jax.devices()[0].device_kind)
+      if peak and rate:
+        flops = rate * flops_per_token(self._c.model)
+        values["mfu"] = flops / (peak * jax.device_count())
+      self._writer.write("step", t, values)
+    if self._bar:
+      note = f", {self.note()}" if self.note else ""
+      self._bar.set_postfix_str(
+        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}"
+        f"{note}",
+        refresh=False,
+      )
+
+  def _make_bar(self, t: int) -> tqdm.tqdm:
+    return make_bar(
+      total=self._c.train.steps,
+      initial=t,
+      position=0,  # Runs that train together have one file each.
+      unit="step",
+      desc=self._c.algorithm,
+    )
+
+  def _check_finite(self, t: int, per_replica: list, name: str) -> None:
+    for m, value in per_replica:
+      if not math.isfinite(value):
+        saved = self._last_checkpoint()
+        raise TrainingDiverged(
+          f"the {name} of replica {m} is {value} at step {t}; last good checkpoint:"
+          f" {'none' if saved is None else f'step {saved}'}, in"
+          f" {self._workdir / 'checkpoints'}."
+        )
+
+
+def _local(x: Any) -> Any:
+  """This process's part of a metric: [replica, value] pairs, or a number."""
+  if x.ndim == 0:
+    return float(np.asarray(x))
+  if isinstance(x, np.ndarray):
+    return list(enumerate(x.tolist()))
+  pairs: list[tuple[int, float]] = []
+  for shard in x.addressable_shards:
+    if shard.replica_id == 0:  # Other devices hold copies.
+      values = np.asarray(shard.data).tolist()
+      pairs += enumerate(values, start=shard.index[0].start or 0)
+  return pairs
+
+
+def _join(parts: list[Any]) -> Any:
+  """Joins a metric of all processes: one value per replica, or a number."""
+  if not isinstance(parts[0], list):
+    return parts[0]
+  by_replica = dict(pair for part in parts for pair in part)
+  return [by_replica[m] for m in sorted(by_replica)]

@@ -1,0 +1,109 @@
+"""Draws the loss curve of a run while the run goes on. No JAX."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from diloco.config import Config
+from diloco.log.metrics import Follower
+from diloco.log.workdir import title
+from diloco.util import files
+from diloco.util.palette import COLORS
+
+FILE = "loss.png"
+# More points than pixels show nothing more, and take longer to draw.
+MOST_POINTS = 2000
+# More marks of sends would be one bar.
+_MOST_MARKS = 300
+# Share of the run over which the smoothed line averages.
+_WINDOW = 0.02
+
+
+class LossPicture:
+  """The picture loss.png of a run, which may be drawn again and again.
+
+  Each drawing reads the lines of metrics.jsonl that are new.
+  """
+
+  def __init__(self, workdir: pathlib.Path, c: Config):
+    self._follower, self._path, self._c = Follower(workdir), workdir / FILE, c
+    self._loss, self._held_out = dict[int, float](), dict[int, float]()
+    self._sends = set[int]()
+
+  def draw(self) -> pathlib.Path:
+    """Replaces the picture; a reader never sees a part of it."""
+    # Without pyplot, whose backend belongs to the caller, for instance a notebook.
+    from matplotlib.figure import Figure
+
+    self._read()
+    figure = Figure(figsize=(7, 4.4), layout="constrained")
+    axes = figure.subplots()
+    color = COLORS[self._c.algorithm]
+    steps, loss = points(self._loss)
+    if len(steps):
+      some = slice(None, None, thinning(len(steps)))
+      axes.plot(steps[some], loss[some], color=color, alpha=0.4, lw=0.7)
+      axes.lines[-1].set_label("training")
+      label = f"training, mean over {_WINDOW:.0%} of the steps"
+      axes.plot(steps[some], smoothed(loss)[some], color=color, lw=1.5, label=label)
+    if self._held_out:
+      label = "held-out" + ", outer parameters" * (not self._c.data_parallel)
+      axes.plot(*points(self._held_out), "ko", ms=4, label=label)
+    self._mark_sends(axes)
+    axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+      figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    with files.replacing(self._path) as file:
+      figure.savefig(file, dpi=120, format="png")
+    return self._path
+
+  def _read(self) -> None:
+    for r in self._follower.records():
+      if r["kind"] == "step":
+        self._loss[r["step"]] = r["loss"]
+      elif r["kind"] == "eval":
+        self._held_out[r["step"]] = r["loss_outer"]
+      elif r["kind"] == "send":
+        self._sends.add(r["step"])
+
+  def _mark_sends(self, axes: Any) -> None:
+    """Marks the steps after which fragments are sent, at the bottom."""
+    count = len(self._sends)
+    if not count:
+      return
+    label = f"a fragment is sent (after {count:,} steps)"
+    if count > _MOST_MARKS:  # Only the legend tells the sends.
+      axes.plot([], [], " ", label=f"{label[:-1]}, too many to mark)")
+      return
+    where = {"transform": axes.get_xaxis_transform(), "color": "0.6", "lw": 0.7}
+    axes.vlines(sorted(self._sends), 0, 0.03, label=label, **where)
+
+  def _title(self) -> str:
+    c = self._c
+    text = title(c.algorithm, c.replicas, c.sync_every)
+    if not c.data_parallel:
+      text += f", tau={c.overlap.different_taus}, {c.wire.format}"
+    last = max(self._loss, default=0)
+    return f"{text}: step {last:,} of {c.train.steps:,}"
+
+
+def points(by_step: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the steps, ascending, and their values; a missing value is NaN."""
+  steps = np.array(sorted(by_step))
+  return steps, np.array([by_step[t] for t in steps], dtype=float)
+
+
+def thinning(count: int) -> int:
+  """Returns k such that every k-th of `count` points is enough for a picture."""
+  return count // MOST_POINTS + 1
+
+
+def smoothed(values: np.ndarray) -> np.ndarray:
+  """Returns the mean of the values around each value, over `_WINDOW` of all."""
+  reach = int(len(values) * _WINDOW / 2)
+  sums = np.concatenate([[0.0], np.cumsum(values)])
+  at = np.arange(len(values))
+  first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+  return (sums[end] - sums[first]) / (end - first)

@@ -1,0 +1,200 @@
+"""Where a run's numbers go: JSON lines, TensorBoard, Weights & Biases. No JAX.
+
+TensorBoard, Weights & Biases and the CSV files of `diloco compare` call a number by the
+same name, see `scalars`.
+"""
+
+import json
+import pathlib
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from diloco.config import Config
+from diloco.config.resolve import leaves
+from diloco.errors import ConfigError
+from diloco.util import files
+
+FILE = "metrics.jsonl"
+CONFIG = "config.json"
+# Fields of records that are no curves: names, constants and times of the clock.
+_NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
+
+
+class MetricsWriter:
+  """Appends records to metrics.jsonl, and copies their numbers elsewhere.
+
+  Every line is one JSON object with `step` and `kind`: step, send, receive, merge,
+  warm_start, eval or sample. Lines are only appended: a resumed run writes the steps
+  since its checkpoint again, with the same numbers, and `read` takes the last. The
+  config is in config.json, for commands that look at a run.
+  """
+
+  def __init__(self, workdir: pathlib.Path, c: Config):
+    files.write_json(workdir / CONFIG, c.to_dict())
+    path = workdir / FILE
+    # A kill may have cut the last line short.
+    with path.open("ab+") as file:
+      file.seek(max(file.tell() - 1, 0))
+      if file.read() not in (b"", b"\n"):
+        file.write(b"\n")
+    self._file = path.open("a", buffering=1)  # Line by line, so that one can follow it.
+    self._tensorboard: Any = None
+    self._wandb: Any = None
+    if c.log.tensorboard:
+      import tensorboardX
+
+      self._tensorboard = tensorboardX.SummaryWriter(
+        str(workdir / "tensorboard"), flush_secs=30
+      )
+      fields = leaves(c.to_dict()).items()
+      text = "\n".join(f"{field} = {value!r}" for field, value in fields)
+      self._tensorboard.add_text("config", _as_code(text))
+    if c.log.wandb_project:
+      self._wandb = _start_wandb(workdir, c)
+
+  def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+    """Writes a record of plain Python numbers and lists of numbers."""
+    record = self._append(kind, step, values)
+    curves = scalars(record)
+    if self._tensorboard:
+      for name, value in curves.items():
+        self._tensorboard.add_scalar(name, value, step)
+    if self._wandb:
+      self._wandb.log({**curves, "inner_step": step})
+
+  def sample(self, step: int, text: str) -> None:
+    """Writes text that the model generated after a step."""
+    self._append("sample", step, {"text": text})
+    if self._tensorboard:
+      self._tensorboard.add_text("sample", _as_code(text), step)
+    if self._wandb:
+      self._wandb.log({"sample": text, "inner_step": step})
+
+  def results(self, summary: Mapping[str, Any]) -> None:
+    """Hands the content of summary.json to Weights & Biases."""
+    if self._wandb:
+      self._wandb.summary.update(dict(summary))
+
+  def close(self) -> None:
+    self._file.close()
+    if self._tensorboard:
+      self._tensorboard.close()
+    if self._wandb:
+      self._wandb.finish()
+
+  def _append(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+    # JSON has no NaN, which stands for "not defined": null takes its place.
+    clean = json.loads(json.dumps(values), parse_constant=lambda _: None)
+    record = {"kind": kind, "step": step, **clean}
+    self._file.write(json.dumps(record) + "\n")
+    return record
+
+
+class Follower:
+  """Reads a run's records as they are added; skips lines that are no records.
+
+  A kill cuts lines short, and a line may be read while it is written.
+  """
+
+  def __init__(self, workdir: pathlib.Path):
+    self._path, self._next = workdir / FILE, 0  # The first byte that is not read yet.
+
+  def records(self) -> Iterator[dict[str, Any]]:
+    """Yields the records that were added since the last call, in the file's order."""
+    with self._path.open("rb") as file:
+      file.seek(self._next)
+      for line in file:
+        record = as_record(line)
+        if not record and not line.endswith(b"\n"):
+          return  # The rest follows.
+        self._next += len(line)
+        if record:
+          yield record
+
+
+def as_record(line: bytes) -> dict[str, Any]:
+  """Parses a line of metrics.jsonl; {} if the line is no record."""
+  try:
+    record = json.loads(line)
+    return record if "kind" in record and "step" in record else {}
+  except (ValueError, TypeError):
+    return {}
+
+
+def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
+  """Reads the records of one kind in order of steps; of repeated records the last."""
+  return read_kinds(workdir, kind)[kind]
+
+
+def read_kinds(workdir: pathlib.Path, *kinds: str) -> dict[str, list[dict[str, Any]]]:
+  """Reads records as `read`, of several kinds in one pass over the file."""
+  found: dict[str, dict] = {kind: {} for kind in kinds}
+  for record in Follower(workdir).records():
+    if record["kind"] in found:
+      place = (record["step"], record.get("fragment", 0))
+      found[record["kind"]][place] = record
+  return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+  """Names the numbers of a record that make curves.
+
+  Dashboards group names by their first part. It is the quantity if there are several
+  numbers of a quantity: outer_grad_cosine/fragment_0, loss_per_replica/replica_1. Else
+  it is the kind of the record: step/loss, eval/perplexity. The quantities of a fragment
+  are means over the replicas, and over the layers if each has a value; metrics.jsonl
+  has all values.
+  """
+  found = dict[str, float | None]()
+  for name, value in record.items():
+    if name in _NO_CURVES or isinstance(value, str):
+      continue
+    if "fragment" in record:
+      value = _mean(value) if isinstance(value, list) else value
+      found[f"{name}/fragment_{record['fragment']}"] = value
+    elif isinstance(value, list):
+      # One replica's number is also the mean, which has its own name.
+      several = enumerate(value if len(value) > 1 else [])
+      found |= {f"{name}/replica_{i}": x for i, x in several}
+    else:
+      found[f"{record['kind']}/{name}"] = value
+  return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _mean(values: list) -> float | None:
+  """Averages the numbers of a list, or of a list of lists; None if there are none."""
+  known = [x for x in np.ravel(values) if x is not None]
+  return sum(known) / len(known) if known else None
+
+
+def _as_code(text: str) -> str:
+  """Indents a text, so that TensorBoard shows its lines as they are."""
+  return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _start_wandb(workdir: pathlib.Path, c: Config) -> Any:
+  """Starts a run of Weights & Biases, or continues the one of this workdir."""
+  try:
+    import wandb
+  except ImportError as error:
+    raise ConfigError(
+      f"log.wandb_project is {c.log.wandb_project!r}, but wandb is not installed: pip"
+      " install wandb, or '.[wandb]' from a clone."
+    ) from error
+  path = workdir / "wandb_id.txt"
+  if not path.exists():
+    path.write_text(secrets.token_hex(8) + "\n")
+  run = wandb.init(
+    project=c.log.wandb_project,
+    config=c.to_dict(),
+    dir=str(workdir),
+    id=path.read_text().strip(),
+    resume="allow",
+  )
+  # W&B drops steps below its own counter: after a resume, and those of the last drain.
+  run.define_metric("inner_step")
+  run.define_metric("*", step_metric="inner_step")
+  return run

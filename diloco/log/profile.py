@@ -1,0 +1,82 @@
+"""Traces some inner steps of a run for xprof (docs/profiling.md)."""
+
+import pathlib
+
+import jax
+
+from diloco.algorithm.state import TrainState
+from diloco.config import Config
+from diloco.log.log import Log
+from diloco.processes.peers import Peers, say
+
+FOLDER = "profile"
+
+
+class Profile:
+  """The trace of the steps `profile.steps`, in WORKDIR/profile.
+
+  Steps that are launched together are traced together, so a trace may begin a few steps
+  earlier and end a few steps later. The trace changes no result: it waits for the
+  devices before it begins and before it ends, and this time is no training time.
+  """
+
+  def __init__(self, c: Config, workdir: pathlib.Path, log: Log, peers: Peers):
+    self._steps, self._log, self._peers = c.profile.range, log, peers
+    self._folder = workdir / FOLDER
+    if peers.count > 1:  # On one machine, their files would have the same name.
+      self._folder /= f"process-{peers.index}"
+    self._first: int | None = None  # The first step of the trace, while it runs.
+    self._annotation: jax.profiler.StepTraceAnnotation | None = None
+
+  def begin(self, steps: range, state: TrainState) -> None:
+    """Begins the trace if steps to trace are launched next.
+
+    Args:
+      steps: the inner steps of the next launch.
+      state: the state after the steps before.
+    """
+    if not self._steps:
+      return
+    if self._first is None and steps[0] > self._steps[-1]:
+      self._say(f"Traces nothing: the steps of profile.steps are before {steps[0]}.")
+      self._steps = range(0)
+    elif self._first is None and steps[-1] >= self._steps[0]:
+      with self._log.pause():
+        jax.block_until_ready(state)
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0  # Every Python call would hide the others.
+        jax.profiler.start_trace(self._folder, profiler_options=options)
+      self._first = steps[0]
+    if self._first is not None:
+      name = "inner steps and sync"
+      self._annotation = jax.profiler.StepTraceAnnotation(name, step_num=steps[-1])
+      self._annotation.__enter__()
+
+  def end(self, steps: range, state: TrainState) -> None:
+    """Ends the trace if no more steps are to be traced.
+
+    Args:
+      steps: the inner steps that were just launched.
+      state: the state after them, also after their syncs.
+    """
+    if self._first is None:
+      return
+    if self._annotation:
+      self._annotation.__exit__(None, None, None)
+      self._annotation = None
+    if steps[-1] >= self._steps[-1]:
+      with self._log.pause():
+        jax.block_until_ready(state)
+        traced = f"{self._first} to {steps[-1]}"
+        self.close()
+      self._say(f"The trace of the steps {traced} is in {self._folder}.")
+
+  def close(self) -> None:
+    """Writes a trace that has begun, also if the run ends early."""
+    if self._first is not None:
+      self._first, self._steps = None, range(0)
+      jax.profiler.stop_trace()
+
+  def _say(self, text: str) -> None:
+    if self._peers.index == 0:
+      say(text)

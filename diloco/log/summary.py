@@ -1,0 +1,222 @@
+"""The end of a run: evaluates, generates, and writes summary.json."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
+from diloco.config import Config
+from diloco.evaluate.evaluation import Evaluation, Scores
+from diloco.log.log import Log
+from diloco.model import attention, sampling
+from diloco.processes.peers import Peers
+from diloco.spec import sizes
+from diloco.spec.shapes import matrix_params, num_params
+from diloco.util import files
+
+FILE = "summary.json"
+# Fewer syncs than this leave the outer parameters far behind the replicas.
+_ENOUGH_SYNCS = 3
+
+
+class Account(Protocol):
+  """A site, which counts what happened to it; its config is that of the whole run."""
+
+  config: Config
+
+  def account(self) -> dict[str, Any]: ...
+
+
+def make(
+  c: Config,
+  plan: Plan | None,
+  state: TrainState,
+  mesh: Mesh,
+  evaluation: Evaluation,
+  log: Log,
+  workdir: pathlib.Path,
+  peers: Peers,
+  site: Account | None = None,
+) -> dict[str, Any]:
+  """Evaluates, generates and draws; writes summary.json, prints it and returns it.
+
+  Args:
+    site: what this site of a run of several sites has to tell.
+  """
+  outer = final_params(plan, state, mesh)
+  scores = evaluation(outer)
+  losses = {"outer": scores.held_out.loss}
+  test = {"outer": evaluation.test_loss(outer)}
+  for name, choose in (("mean", replica_mean), ("first", first_replica)):
+    if name == "first" and c.models == 1:  # The mean is the first replica.
+      losses[name], test[name] = losses["mean"], test["mean"]
+      continue
+    params = choose(state.params, mesh=mesh)
+    losses[name] = evaluation.loss(params).loss
+    test[name] = evaluation.test_loss(params)
+    del params  # Memory holds one more copy at a time.
+  log.flush()
+  more = {f"loss_{name}": losses[name] for name in ("mean", "first")}
+  log.evaluation(c.train.steps, scores.numbers | more)
+  text = ""
+  if c.log.sample_tokens:
+    prompt = evaluation.tokenizer.encode(c.log.prompt)
+    ids = sampling.generate(
+      c.model, outer, prompt, c.log.sample_tokens, c.log.temperature, c.seed
+    )
+    text = evaluation.tokenizer.decode([*prompt, *ids])
+  summary = _numbers(c, log, losses, scores)
+  if c.eval.test_tokens:
+    summary["test_loss"] = test
+  if site:
+    m, total = site.config.replicas, num_params(c.model)
+    reference = int(sizes.data_parallel_bytes(m, total, c.train.steps))
+    sent = summary["bytes_sent_per_replica"]
+    summary |= {
+      "site": site.account(),
+      "bytes_data_parallel_per_replica": reference,
+      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+    }
+  if peers.index == 0:
+    files.write_json(workdir / FILE, summary)
+    log.results(summary, text)
+    log.close()  # Ends the progress bar.
+    report(workdir, summary, text)
+  return summary
+
+
+def _numbers(
+  c: Config, log: Log, losses: dict[str, float], scores: Scores
+) -> dict[str, Any]:
+  """The content of summary.json; bytes are those that one replica sends."""
+  params, ledger = num_params(c.model), log.ledger
+  reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
+  sent = log.sent(c.train.steps)
+  return {
+    "algorithm": c.algorithm,
+    "replicas": c.replicas,
+    "steps": c.train.steps,
+    "tokens": c.train.tokens,
+    "params": params,
+    "matrix_params": matrix_params(c.model),  # The papers' N.
+    "eval_loss": losses,
+    "perplexity": scores.held_out.perplexity,
+    "bits_per_byte": scores.held_out.bits_per_byte,
+    "tasks": {task: dataclasses.asdict(r) for task, r in scores.tasks.items()},
+    "bytes_sent_per_replica": sent,
+    "bytes_data_parallel_per_replica": int(reference),
+    "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+    "peak_bytes_per_sync": log.peak(),
+    "syncs": ledger.syncs,
+    "note": note(c),
+    "fragments": {
+      p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
+    },
+    "averages": {
+      kind: {"times": n, "bytes": b} for kind, (n, b) in ledger.averages.items()
+    },
+    "tokens_per_s": log.tokens_per_s(),
+    "wall_s": log.spent().wall_s,
+    "device": jax.devices()[0].device_kind,
+    "devices": jax.device_count(),
+    "attention": attention.choose(c.model, jax.devices()[0]),
+    "jax": jax.__version__,
+  }
+
+
+def note(c: Config) -> str:
+  """Says that some fragments are rarely synchronised in this run; "" if none is."""
+  if c.data_parallel:
+    return ""
+  few = min(c.num_syncs())
+  if few >= _ENOUGH_SYNCS:
+    return ""
+  final = "" if c.own_outer else ", or set outer.final_sync=true"
+  return (
+    f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
+    f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
+    f" train longer or lower sync_every{final}."
+  )
+
+
+def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
+  """Reads process 0's summary.json; None if it is absent or damaged."""
+  found = None
+  with contextlib.suppress(OSError, ValueError):  # `make` writes it again.
+    found = json.loads((workdir / FILE).read_text())
+  return peers.broadcast(found if isinstance(found, dict) else None)
+
+
+def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
+  """Renames the summary of a finished run that is extended to summary_STEP.json."""
+  path = workdir / FILE
+  if peers.index == 0 and path.exists():
+    path.rename(workdir / f"summary_{step}.json")
+
+
+def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> None:
+  """Prints a summary and the paths of the files.
+
+  Args:
+    workdir: folder of the run.
+    summary: from `make` or `read`.
+    text: text that the model generated.
+  """
+  losses = summary["eval_loss"]
+  ratio = summary["bytes_ratio_to_data_parallel"]
+  sent = f"{summary['bytes_sent_per_replica']:,} bytes sent per replica"
+  if summary["syncs"]:
+    peak = summary["peak_bytes_per_sync"]
+    sent += f" in {summary['syncs']} syncs, at most {peak:,} at once"
+  averaged = ", ".join(
+    f"{kind.replace('_', ' ')} {of['bytes']:,} ({of['times']:,}x)"
+    for kind, of in summary.get("averages", {}).items()
+  )
+  lines = [
+    "",
+    f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
+    f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
+    f"             replicas' mean {losses['mean']:.4f}, first replica"
+    f" {losses['first']:.4f}",
+    *_test_lines(summary.get("test_loss")),
+    *(
+      f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
+      f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
+      f" {100 * r['chance']:.0f}% by chance"
+      for task, r in summary["tasks"].items()
+    ),
+    f"exchanged    {sent}",
+    *([f"             of these, averages sent {averaged}"] if averaged else []),
+    "             data-parallel with 16-bit gradients would have sent"
+    f" {summary['bytes_data_parallel_per_replica']:,}"
+    + (f": {ratio:,.1f} times as many" if ratio else ""),
+    f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
+    f" {summary['wall_s']:.0f} s in all",
+  ]
+  if summary.get("site"):
+    lines.append("site         " + summary["site"]["text"])
+  if summary.get("note"):
+    lines.append(f"note         {summary['note']}")
+  if text:
+    lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
+  lines += [
+    f"checkpoint   {workdir / 'checkpoints'}",
+    f"metrics      {workdir / 'metrics.jsonl'} and tensorboard/",
+    f"loss curve   {workdir / 'loss.png'}",
+    f"summary      {workdir / FILE}",
+  ]
+  print("\n".join(lines))
+
+
+def _test_lines(losses: dict[str, float] | None) -> list[str]:
+  """Returns the line of the test text, if the run has any."""
+  if not losses:
+    return []
+  outer, mean, first = (losses[name] for name in ("outer", "mean", "first"))
+  return [f"test text    {outer:.4f}, replicas' mean {mean:.4f}, first {first:.4f}"]

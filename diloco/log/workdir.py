@@ -1,0 +1,83 @@
+"""Looks at the folder of a run, also while the run goes on. Only reads; no JAX."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from diloco.checkpoint.record import read_record, steps_of
+from diloco.config import Config, complete
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.util import files
+
+# Before the error of one of several runs that train together, in its log.txt. Their
+# process says `error: `, and its output goes to the log.txt of the first run.
+FAILED = "failed: "
+_BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
+
+
+def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the folders of a run's sites, site-0, site-1, ...; else the folder itself.
+
+  The list is empty if there is no metrics.jsonl.
+  """
+  sites = [path.parent for path in folder.glob(f"site-*/{metrics.FILE}")]
+  if sites:
+    return sorted(sites, key=lambda path: (len(path.name), path.name))
+  return [folder] if (folder / metrics.FILE).is_file() else []
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+  """Reads all fields of a run's config; {} if the folder does not tell them.
+
+  Older versions of the trainer wrote no config.json, but checkpoints have the config.
+  """
+  found = files.read_json(folder / metrics.CONFIG)
+  if found is not None:
+    return found
+  with contextlib.suppress(OSError, ValueError, TypeError, IndexError):
+    return read_record(folder, steps_of(folder)[0]).config
+  return {}
+
+
+def whole_config(parts: Sequence[pathlib.Path]) -> Config:
+  """Returns the config of a run, joined from those of its sites if it has several.
+
+  Raises:
+    ConfigError: a folder has no config, or this version cannot use it.
+  """
+  configs = []
+  for part in parts:
+    saved = read_config(part)
+    if not saved:
+      raise ConfigError(f"{part} has neither a config.json nor a checkpoint yet.")
+    configs.append(complete(saved).to_dict())
+  whole = configs[0]
+  if len(configs) > 1:
+    whole["replicas"] = sum(c["replicas"] for c in configs)
+    whole["train"]["batch_size"] = sum(c["train"]["batch_size"] for c in configs)
+    whole["data"]["shards"] = sum(c["data"]["shards"] for c in configs)
+    whole["overlap"]["taus"] = sum((tuple(c["overlap"]["taus"]) for c in configs), ())
+    whole["sites"]["count"] = len(configs)
+  return complete(whole)
+
+
+def title(algorithm: str, replicas: int, sync_every: int) -> str:
+  """Names a run in a title, such as "streaming, M=2, H=30"."""
+  synced = algorithm != "data_parallel"
+  return f"{algorithm}, M={replicas}" + f", H={sync_every}" * synced
+
+
+def backwards(path: pathlib.Path) -> Iterator[bytes]:
+  """Yields the lines of a file from the last to the first, without their ends."""
+  with path.open("rb") as file:
+    end, rest = file.seek(0, os.SEEK_END), b""
+    while end:
+      start = max(end - _BLOCK, 0)
+      file.seek(start)
+      rest, *lines = (file.read(end - start) + rest).split(b"\n")
+      yield from reversed(lines)
+      end = start
+    yield rest

@@ -1,0 +1,119 @@
+"""The replica x fsdp mesh of the devices that are there."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from diloco.config import Config, changed
+from diloco.errors import ConfigError
+from diloco.mesh.sharding import mesh_of
+
+
+def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """The mesh of a config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
+
+  Args:
+    devices: devices to use, default all of them.
+
+  Raises:
+    ConfigError: the layout does not fit the devices, the replicas or the batch.
+  """
+  devices = jax.devices() if devices is None else devices
+  # For data-parallel, m counts copies of the one model.
+  n, m = len(devices), c.replicas
+  replica, fsdp = c.mesh.replica, c.mesh.fsdp
+  if not replica and fsdp:
+    replica = n // fsdp
+  if not replica:
+    replica = max(k for k in range(1, m + 1) if m % k == 0 and n % k == 0)
+  fsdp = fsdp or max(n // replica, 1)
+  if replica * fsdp != n:
+    raise ConfigError(
+      f"mesh.replica * mesh.fsdp is {replica} * {fsdp}, but there are {n} devices;"
+      f" choose two factors of {n}, or 0 to derive them."
+    )
+  if m % replica:
+    derived = "" if c.mesh.replica else f" ({n} devices over mesh.fsdp={fsdp})"
+    raise ConfigError(
+      f"mesh.replica is {replica}{derived}, which does not divide the {m} replicas;"
+      " choose a divisor, or 0 for both axes."
+    )
+  rows = c.train.batch_size // (m * c.train.accumulate)
+  if rows % fsdp:
+    raise ConfigError(
+      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences; raise"
+      f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
+    )
+  if c.eval.batch_size % n:
+    raise ConfigError(
+      f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
+      f" choose a multiple of {n}."
+    )
+  grid = device_grid(devices, replica, fsdp)
+  return mesh_of(grid)
+
+
+def replica_mesh(
+  replicas: int, fsdp: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+  """Makes a mesh for a training loop of your own; see `diloco.streaming`.
+
+  Args:
+    replicas: M. The axis `replica` gets the largest size that divides M, and for which
+      there are enough devices.
+    fsdp: devices that share one replica's parameters.
+    devices: default all; devices that do not fit are left out.
+
+  Raises:
+    ConfigError: there are fewer than `fsdp` devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  if not 1 <= fsdp <= len(devices):
+    raise ConfigError(
+      f"fsdp is {fsdp}, but there are {len(devices)} devices; choose at most as many."
+    )
+  fitting = range(1, len(devices) // fsdp + 1)
+  rows = max(k for k in fitting if replicas % k == 0)
+  grid = device_grid(devices[: rows * fsdp], rows, fsdp)
+  return mesh_of(grid)
+
+
+def fit_eval_batch(c: Config, devices: int) -> Config:
+  """Rounds eval.batch_size up to a multiple of the devices, as `make_mesh` demands."""
+  return changed(c, {"eval.batch_size": -(-c.eval.batch_size // devices) * devices})
+
+
+def make_inference_mesh() -> Mesh:
+  """1 x n: one model, without replicas, sharded over all devices."""
+  grid = np.asarray(jax.devices()).reshape(1, -1)
+  return mesh_of(grid)
+
+
+def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:
+  """Devices [replica, fsdp], with slow links between the rows as far as possible.
+
+  Sorts by slice first (between the slices of a TPU there is only the data-centre
+  network), then by process: a row belongs to one slice and one process if the numbers
+  allow it. Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
+  """
+  slices: dict[int, list[jax.Device]] = {}
+  order = lambda d: (_slice(d), d.process_index, d.id)
+  for device in sorted(devices, key=order):
+    slices.setdefault(_slice(device), []).append(device)
+  rows = replica // len(slices) or 1  # Per slice; a replica may take several slices.
+  blocks = []
+  for part in slices.values():
+    block = np.asarray(part)
+    if part[0].platform == "tpu" and len(part) % rows == 0:
+      block = mesh_utils.create_device_mesh(
+        (rows, len(part) // rows), part, allow_split_physical_axes=True
+      )
+    blocks.append(block.ravel())
+  return np.concatenate(blocks).reshape(replica, fsdp)
+
+
+def _slice(device: jax.Device) -> int:
+  return getattr(device, "slice_index", None) or 0

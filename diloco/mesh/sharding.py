@@ -1,0 +1,147 @@
+"""How every array is sharded over the replica x fsdp mesh.
+
+DrJAX maps over the axis `replica`, which has slow links. The axis `fsdp` has fast links
+and shards each replica: of every parameter it shards the first axis after the layer
+axis. If fsdp does not divide that axis, every device of the replica holds the whole
+tensor (`diloco.spec.shapes.sharded_axis`).
+
+A tree of parameters may have one more axis in front, its `lead`:
+  (REPLICA,)  parameters of M replicas, one replica per coordinate of `replica`
+  (None,)     the one model of data-parallel, copied to every coordinate
+  ()          no such axis: outer parameters, copied to every coordinate
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.config import Config
+from diloco.spec import shapes
+
+REPLICA, FSDP = "replica", "fsdp"
+BOTH = (REPLICA, FSDP)
+
+Tree = Any
+Lead = tuple[str | None, ...]
+
+
+def mesh_of(grid: np.ndarray) -> Mesh:
+  """Makes the mesh of devices [replica, fsdp]."""
+  # With explicit axes, `with_sharding_constraint` silently ignores a replicated spec.
+  return Mesh(grid, BOTH, axis_types=(AxisType.Auto,) * 2)
+
+
+def num_slices(mesh: Mesh) -> int:
+  """Counts the TPU slices of a mesh; GPUs and CPUs count as one slice."""
+  return len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
+
+
+def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+  """Makes a function of the shards on each device, which XLA does not partition.
+
+  Every axis of the mesh is manual, because `vmap` adds the replica axis to the specs.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  return jax.shard_map(
+    f,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    check_vma=False,
+  )
+
+
+def lead(c: Config) -> Lead:
+  """Returns the lead of the inner parameters."""
+  return (None if c.data_parallel else REPLICA,)
+
+
+def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
+  """Returns the partition spec of one parameter, without a lead.
+
+  Args:
+    path: JAX's key path of the parameter.
+    shape: shape of the parameter.
+    fsdp: size of the fsdp axis.
+  """
+  axis = shapes.sharded_axis(tuple(map(key, path)), shape, fsdp)
+  return P() if axis is None else P(*[None] * axis, FSDP)
+
+
+def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
+  """Returns the partition specs of a tree shaped like parameters.
+
+  Args:
+    tree: arrays or shapes under `blocks` and/or `embed`.
+    lead: see the docstring of this file.
+  """
+
+  def spec(path, leaf):
+    return P(*lead, *weight_spec(path, leaf.shape[len(lead) :], mesh.shape[FSDP]))
+
+  return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
+  """Returns `specs` as NamedShardings."""
+  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh, lead))
+
+
+def batch_sharding(mesh: Mesh, lead: Lead = (REPLICA,)) -> NamedSharding:
+  """Shards training tokens [M, B, L]: M over `replica`, B over `fsdp`.
+
+  Data-parallel has tokens [1, M B, L]; both mesh axes shard M B.
+  """
+  return NamedSharding(mesh, P(REPLICA, FSDP) if lead == (REPLICA,) else P(None, BOTH))
+
+
+def eval_sharding(mesh: Mesh) -> NamedSharding:
+  """Shards evaluation tokens [B, L]: sequences over all devices."""
+  return NamedSharding(mesh, P(BOTH))
+
+
+def place(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
+  """Shards a host array that is present on every process.
+
+  Unlike device_put, this does not compare the arrays of the processes. So each process
+  needs the right values only in the parts that its own devices hold.
+  """
+  return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def local_parts(x: jax.Array) -> np.ndarray:
+  """Copies the parts that this process holds to a host array; the rest is zero."""
+  whole = np.zeros(x.shape, x.dtype)
+  for shard in x.addressable_shards:
+    whole[shard.index] = np.asarray(shard.data)
+  return whole
+
+
+def with_lead(places: Tree, lead: Lead) -> Tree:
+  """Turns NamedShardings of tensors without a lead into those with the lead."""
+  return jax.tree.map(lambda at: NamedSharding(at.mesh, P(*lead, *at.spec)), places)
+
+
+def structs(tree: Tree, places: Tree) -> Tree:
+  """Describes arrays as ShapeDtypeStructs with the given shardings."""
+  return jax.tree.map(
+    lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, places
+  )
+
+
+def abstract(parameters: shapes.Shapes, dtype: str) -> Tree:
+  """Describes parameters as ShapeDtypeStructs, from their shapes and dtype."""
+  return jax.tree.map(
+    lambda shape: jax.ShapeDtypeStruct(shape, dtype),
+    parameters,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+
+
+def key(entry) -> str:
+  """Returns the name in one entry of a JAX key path."""
+  return str(getattr(entry, "key", getattr(entry, "name", entry)))

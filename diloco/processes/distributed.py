@@ -1,0 +1,171 @@
+"""How a run of several processes starts, and shares a folder."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from diloco.errors import ConfigError
+from diloco.processes.peers import Peers, process_names
+from diloco.util import files
+
+# Seconds after which JAX itself aborts a run whose process is gone. Long, since `Peers`
+# notices it at once, and since a process may be suspended for a while.
+_HEARTBEAT = 600
+
+
+def initialize(
+  coordinator: str | None,
+  num_processes: int | None,
+  process_id: int | None,
+  auto: bool = False,
+  timeout: int = 300,
+) -> Peers:
+  """Joins the other processes of a run; must come before anything else of JAX.
+
+  Args:
+    coordinator: host:port of process 0. None, without `auto`: this process is alone.
+    num_processes: number of processes.
+    process_id: number of this process.
+    auto: whether JAX finds these three, on Slurm, Open MPI, GKE or Cloud TPU.
+    timeout: seconds to wait for all processes.
+
+  Raises:
+    ConfigError: the arguments are incomplete.
+    ProcessLost: a process did not come.
+  """
+  devices = None
+  if auto:
+    # JAX has a public function only for detecting and joining at once.
+    from jax._src import clusters
+
+    detect = clusters.ClusterEnv.auto_detect_unset_distributed_params
+    coordinator, num_processes, process_id, devices = detect(
+      coordinator, num_processes, process_id, None, None, timeout
+    )
+    if coordinator is None:
+      raise ConfigError(
+        "--distributed is auto, but this is neither Slurm, Open MPI, GKE nor Cloud"
+        " TPU; give --coordinator, --num_processes and --process_id."
+      )
+  given = (coordinator, num_processes, process_id)
+  if given == (None, None, None):
+    return Peers()
+  address, count, index = coordinator or "", num_processes or 0, process_id or 0
+  host, _, port = address.rpartition(":")
+  if None in given or not host or not port.isdigit() or not 0 <= index < count:
+    raise ConfigError(
+      f"--coordinator (of a site: --process0) is {coordinator}, --num_processes"
+      f" {num_processes} and"
+      f" --process_id {process_id}; give host:port, the number of processes, and to"
+      " each process its own number from 0, or use --distributed=auto."
+    )
+  if count == 1:
+    return Peers()
+  host = f"[{host.strip('[]')}]" if ":" in host else host
+  # Before JAX starts, which waits until the time-out for a process that dies now.
+  peers = Peers.meet(f"{host}:{port}", count, index, timeout)
+  address = f"{host}:{peers.broadcast(_free_port())}"
+  # Otherwise the CPU devices of different processes cannot exchange anything.
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+  def refuse(reason: str) -> None:
+    peers.fail(
+      f"process {index} of {count} met the others, but JAX did not join them at"
+      f" {address} ({reason}); start all again, and see whether their machines reach"
+      " that address."
+    )
+
+  # After its own time-out JAX would abort the process, without an error to catch.
+  late = threading.Timer(timeout, refuse, [f"within {timeout} s"])
+  late.daemon = True
+  late.start()
+  # `diloco.coordinator` silences gRPC. JAX has a gRPC of its own, which reads this now,
+  # and must say why it aborts a process.
+  silence = os.environ.pop("GRPC_VERBOSITY", None)
+  try:
+    jax.distributed.initialize(
+      address,
+      count,
+      index,
+      devices,
+      initialization_timeout=timeout + 60,
+      heartbeat_timeout_seconds=_HEARTBEAT,
+    )
+  except RuntimeError as error:
+    late.cancel()
+    peers.await_loss()
+    refuse(str(error).partition("\n")[0])
+  finally:
+    if silence is not None:
+      os.environ["GRPC_VERBOSITY"] = silence
+  late.cancel()
+  return peers
+
+
+def _free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(("", 0))
+    return listener.getsockname()[1]
+
+
+def check_all_meet(peers: Peers) -> None:
+  """Refuses processes of JAX that `peers` does not know.
+
+  Each of them would write the same files, with its own part of the run.
+
+  Raises:
+    ConfigError: JAX has more or fewer processes than `peers`.
+  """
+  if peers.count != jax.process_count():
+    raise ConfigError(
+      f"peers are {peers.count} processes, but JAX's are {jax.process_count()}; join"
+      " them by diloco.processes.distributed.initialize, and give its result to train."
+    )
+
+
+def make_shared(folder: pathlib.Path, peers: Peers) -> None:
+  """Makes a folder that all processes write to.
+
+  Raises:
+    ConfigError: some processes see another folder under this path.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as own:
+    name = peers.broadcast(pathlib.Path(own.name).name)
+    seen = peers.all_gather((folder / name).exists())
+  blind = [p for p, sees in enumerate(seen) if not sees]
+  if blind:
+    raise ConfigError(
+      f"--workdir is {folder}, which {process_names(blind)} of"
+      f" {peers.count} does not share with process 0; put it on a file system that all"
+      " machines mount."
+    )
+
+
+@contextlib.contextmanager
+def lock_workdir(folder: pathlib.Path, peers: Peers) -> Iterator[None]:
+  """Keeps other runs out of a folder until this run ends, or its process 0 dies.
+
+  Raises:
+    ConfigError: another run is training there.
+  """
+  with (folder / ".lock").open("a+") as file:
+    is_free = peers.index > 0 or files.try_lock(file)
+    file.seek(0)
+    holder = peers.broadcast("" if is_free else file.read() or "another process")
+    if holder:
+      raise ConfigError(
+        f"--workdir is {str(folder)!r}, where {holder} is training; wait for its end,"
+        " or choose another --workdir."
+      )
+    if peers.index == 0:
+      file.truncate(0)
+      file.write(f"process {os.getpid()} on {socket.gethostname()}")
+      file.flush()
+    yield

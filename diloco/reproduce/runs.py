@@ -1,0 +1,120 @@
+"""Reads the runs of an exported table and selects the runs of a figure."""
+
+import csv
+import pathlib
+import statistics
+from collections.abc import Sequence
+
+import pandas as pd
+
+from diloco.scaling_laws import runs
+from diloco.sweep.chart import PLAIN
+from diloco.util.command import one_line, parse_options
+
+
+def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
+  """Reads the finished runs of an exported table.
+
+  Args:
+    path: the table.
+    where: texts `column=value,...`; the rows must have all these values.
+
+  Returns:
+    The columns of `scaling_laws.runs.read` and
+      sync_every: H.
+      overtrain: D / N as a multiple of the smallest D / N in the table.
+      curve: the algorithm's name in legends, with M.
+
+  Raises:
+    ValueError: the file is not an exported table, or no finished run is selected.
+  """
+  conditions = parse_options(",".join(where), place="--where")
+  try:
+    table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
+  except (OSError, UnicodeDecodeError, csv.Error) as error:
+    raise ValueError(
+      f"the table is {str(path)!r}, which cannot be read ({one_line(error)}); give a"
+      " file written by python -m diloco sweep --export."
+    ) from error
+  ratio = table["tokens"] / table["params"]
+  return table.assign(
+    overtrain=(ratio / ratio.min()).round().astype(int),
+    curve=[*map(curve_name, table["algorithm"], table["replicas"])],
+  )
+
+
+def curve_name(algorithm: str, replicas: int | None = None) -> str:
+  """Names the curve of an algorithm, with M: "DiLoCo, M=4"."""
+  if algorithm == "data_parallel":
+    return PLAIN
+  name = {"diloco": "DiLoCo"}.get(algorithm, algorithm)
+  return name if replicas is None else f"{name}, M={replicas}"
+
+
+def main_grid(
+  table: pd.DataFrame, any_cadence: bool = False, any_budget: bool = False
+) -> pd.DataFrame:
+  """Selects the runs with the most frequent H, without overtraining.
+
+  Data-parallel does not sync, so its H does not matter.
+
+  Args:
+    table: as `read` returns it.
+    any_cadence: whether to take runs of all H; then data-parallel is left out.
+    any_budget: whether to take overtrained runs too.
+  """
+  if table.empty:
+    return table
+  plain = table["curve"] == PLAIN
+  cadences = table.loc[~plain, "sync_every"]
+  if any_cadence or cadences.empty:
+    usual = plain != any_cadence
+  else:
+    usual = plain | (table["sync_every"] == statistics.mode(cadences))
+  budget = any_budget | (table["overtrain"] == 1)
+  return table[usual & budget]
+
+
+def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:
+  """Selects the run with the least `choice` for each value of the columns `by`."""
+  return table.loc[table.groupby(list(by))["choice"].idxmin()]
+
+
+def at_common_seeds(cells: pd.DataFrame) -> pd.DataFrame:
+  """Replaces `loss` by its mean over the seeds that all rows have.
+
+  A sweep repeats only its best points with other seeds, which see other documents. With
+  means over different seeds, the best point may seem worse than its neighbours. Rows
+  without a common seed keep `loss`.
+  """
+  losses = [*map(dict, cells["all_losses"])]
+  seeds = set.intersection(*map(set, losses)) if losses else set()
+  if not seeds:
+    return cells
+  return cells.assign(loss=[statistics.mean(x[s] for s in seeds) for x in losses])
+
+
+def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
+  """Compares the losses with those of data-parallel at the same N, seed by seed.
+
+  Args:
+    cells: a row per algorithm and N.
+
+  Returns:
+    The other algorithms' rows where data-parallel has this N and one of the seeds, with
+    the mean of the differences in per cent as `more`, and its standard deviation as
+    `more_std`: NaN for one seed.
+  """
+  plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"].map(dict)
+  others = cells[(cells["curve"] != PLAIN) & cells["params"].isin(plain.index)]
+  found = list[pd.Series]()
+  for n, losses in zip(others["params"], others["losses"]):
+    more = [100 * (x / plain[n][seed] - 1) for seed, x in losses if seed in plain[n]]
+    found.append(pd.Series(more, dtype=float))
+  means, deviations = [x.mean() for x in found], [x.std() for x in found]
+  return others.assign(more=means, more_std=deviations).dropna(subset="more")
+
+
+def curves(table: pd.DataFrame) -> list[str]:
+  """Lists the names of the curves, data-parallel first."""
+  return sorted(set(table["curve"]), key=lambda name: (name != PLAIN, name))

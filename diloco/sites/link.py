@@ -1,0 +1,410 @@
+"""A site's connection to the coordinator: joins, sends payloads, receives rounds.
+
+One thread keeps the connection, and opens it again when it breaks. The training thread
+sends payloads and waits for closed rounds. Nothing here uses JAX.
+"""
+
+import contextlib
+import dataclasses
+import queue
+import re
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+
+from diloco.errors import ConfigError
+from diloco.sites.messages import (
+  METHOD,
+  VERSION,
+  BadMessage,
+  Message,
+  chunks,
+  pack,
+  unpack,
+)
+
+_FINAL = {  # Statuses after which it is useless to try again.
+  grpc.StatusCode.INVALID_ARGUMENT,
+  grpc.StatusCode.FAILED_PRECONDITION,
+  grpc.StatusCode.PERMISSION_DENIED,
+  grpc.StatusCode.UNAUTHENTICATED,
+  grpc.StatusCode.UNIMPLEMENTED,
+}
+_DOUBLED_S = 45.0  # A dead connection of this site is noticed by then.
+_RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
+_REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
+
+
+@dataclasses.dataclass(frozen=True)
+class Closed:
+  """A closed round, as a site receives it.
+
+  Attributes:
+    round: its number.
+    fragment: the fragment p.
+    tokens: {site: tokens behind each payload of the site}; its keys are the members.
+    payloads: {site: bytes}.
+  """
+
+  round: int
+  fragment: int
+  tokens: dict[int, int]
+  payloads: dict[int, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Welcome:
+  """The answer to a site that joins.
+
+  Attributes:
+    round: the first round that the site will receive.
+    data: {shard: [step, position in its text]}, as the coordinator recorded them.
+    snapshot: the group's outer state as bytes; None if the site's own is right.
+  """
+
+  round: int
+  data: dict[str, Any]
+  snapshot: bytes | None
+
+
+@dataclasses.dataclass
+class _Outgoing:
+  """A payload that may have to be sent again."""
+
+  fields: dict[str, Any]
+  data: bytes
+
+
+class Link:
+  """The connection of one site.
+
+  Attributes:
+    inside: sites that were connected when the last round closed.
+    reconnects: how often the connection had to be opened again.
+    room: closed rounds that are kept until the training thread takes them.
+  """
+
+  def __init__(
+    self,
+    open_channel: Callable[[], grpc.Channel],
+    address: str,
+    hello: dict[str, Any],
+    say: Callable[[str], None],
+    room: int,
+  ):
+    """Prepares the connection; `join` opens it.
+
+    Args:
+      open_channel: opens a channel to the coordinator.
+      address: of the coordinator, for messages.
+      hello: what the site says of itself: `join` of docs/sites.md.
+      say: tells the user a line.
+      room: closed rounds that are kept; more than the fragments of the model.
+    """
+    self.inside, self.reconnects, self.room = 0, 0, room
+    self._open, self._address, self._say = open_channel, address, say
+    self._hello = {**hello, "version": VERSION, "session": secrets.token_hex(8)}
+    self._changed = threading.Condition()
+    self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    self._welcome: Welcome | None = None  # Until the training thread takes it.
+    self._error: Exception | None = None
+    # Whether this process has ever been welcomed, and whether this connection is.
+    self._known = self._entered = False
+    self._started = self._leaving = False
+    self._closed: dict[int, Closed] = {}
+    self._next = 0  # The next round to receive.
+    self._published = 0  # Rounds that the coordinator has closed.
+    self._snapshot: bytearray | None = None
+    self._welcomed: dict[str, Any] = {}
+    self._parts: dict[tuple[int, int], bytearray] = {}
+    self._outgoing: dict[int, _Outgoing] = {}  # {round that is not closed: payload}
+    self._first: int | None = None  # The last argument of `ready`.
+    self._call: grpc.Call | None = None
+    self._thread: threading.Thread | None = None
+
+  def join(self, **state: Any) -> Welcome:
+    """Joins the group, and waits for the coordinator's answer.
+
+    Args:
+      state: position of the site: `round` (rounds below it are applied) and `digests`
+        of its outer state.
+
+    Raises:
+      ConfigError: the coordinator refuses the site.
+    """
+    self._hello |= state
+    self._thread = threading.Thread(target=self._run, daemon=True, name="link")
+    self._thread.start()
+    self._wait(lambda: self._welcome is not None)
+    welcome = self.welcome()
+    assert welcome is not None
+    return welcome
+
+  def ready(self, first: int) -> None:
+    """Says that the site will send round `first` and those after it."""
+    with self._changed:
+      self._first = first
+      if self._entered:
+        self._put(Message("ready", {"round": first}))
+
+  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
+    """Waits until the group begins; returns False if `stopping()` comes first."""
+    self._wait(lambda: self._started or stopping())
+    return self._started
+
+  def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
+    """Sends the payload of a round, again if the connection breaks meanwhile."""
+    with self._changed:
+      if number < self._next:
+        return  # The round closed without this site.
+      fields = {"round": number, "total": len(data), "crc32": zlib.crc32(data)} | fields
+      self._outgoing[number] = _Outgoing(fields, data)
+      if self._entered:  # Otherwise `_enter` sends it.
+        self._put_payload(self._outgoing[number])
+
+  def wait_until(self, number: int, stopping: Callable[[], bool]) -> bool:
+    """Waits until a round is closed; returns False if `stopping()` comes first."""
+    self._wait(lambda: number < self._next or stopping())
+    return number < self._next
+
+  def closed(self, number: int) -> Closed:
+    """Returns a closed round that is neither forgotten nor part of a snapshot."""
+    with self._changed:
+      return self._closed[number]
+
+  def welcome(self) -> Welcome | None:
+    """Returns the snapshot that came after a long absence, once; None without one."""
+    with self._changed:
+      found, self._welcome = self._welcome, None
+      return found
+
+  def newest(self) -> tuple[int, int]:
+    """Returns how many rounds are received, and how many the coordinator has closed."""
+    with self._changed:
+      self._raise()
+      return self._next, self._published
+
+  def forget(self, below: int) -> None:
+    """Frees the rounds below this number."""
+    with self._changed:
+      for number in [r for r in self._closed if r < below]:
+        del self._closed[number]
+      self._changed.notify_all()
+
+  def leave(self, reason: str) -> None:
+    """Tells the coordinator that the site goes, and closes the connection.
+
+    Later calls do nothing. Threads that wait for a round get an error.
+    """
+    with self._changed:
+      if self._leaving:
+        return
+      self._leaving = True
+      self._put(Message("leave", {"reason": reason}))
+      self._requests.put(None)
+      self._changed.notify_all()
+    if self._thread:
+      self._thread.join(timeout=10)
+    if self._call:
+      self._call.cancel()
+
+  def _put(self, message: Message) -> None:
+    self._requests.put(pack(message))
+
+  def _put_payload(self, out: _Outgoing) -> None:
+    for offset, part in chunks(out.data):
+      more = out.fields if offset == 0 else {"round": out.fields["round"]}
+      self._put(Message("chunk", {**more, "offset": offset}, part))
+
+  def _wait(self, done: Callable[[], bool]) -> None:
+    with self._changed:
+      while not done():
+        self._raise()
+        self._changed.wait(1.0)  # Lets Ctrl-C through.
+
+  def _raise(self) -> None:
+    if self._error:
+      raise self._error
+    if self._leaving:
+      raise ConnectionError("this site has left")
+
+  def _run(self) -> None:
+    """Keeps the connection until the site leaves or is refused."""
+    try:
+      self._keep()
+    except Exception as error:  # Otherwise the training thread would wait for ever.
+      with self._changed:
+        self._error = error
+        self._changed.notify_all()
+
+  def _keep(self) -> None:
+    """Connects again and again.
+
+    Raises:
+      ConfigError: the coordinator refuses the site.
+    """
+    pause, lost_at, told, rejected = _RETRY_S[0], time.monotonic(), False, 0
+    while not self._leaving:
+      began, received = time.monotonic(), self._next
+      status, reason = self._session()
+      now = time.monotonic()
+      if self._leaving:
+        return
+      if self._next > received or (self._entered and now - began > 2 * _RETRY_S[1]):
+        pause, lost_at, told = _RETRY_S[0], now, False
+      rejected = rejected + 1 if _is_rejection(status, reason) else 0
+      if rejected == _REJECTED and not self._known:
+        raise ConfigError(
+          f"the coordinator at {self._address} ends every connection at once; give"
+          " --tls=FOLDER with a certificate of the coordinator's own authority"
+          " (python -m diloco make_certificates)."
+        )
+      if status in _FINAL or (
+        status is grpc.StatusCode.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
+      ):
+        raise ConfigError(f"the coordinator at {self._address} {reason}.")
+      if not told and now - lost_at > 1:
+        told = True
+        self._say(f"{_problem(status, self._address, reason)} This site tries again.")
+      time.sleep(pause)
+      pause = min(2 * pause, _RETRY_S[1])
+      self.reconnects += 1
+
+  def _session(self) -> tuple[grpc.StatusCode | None, str]:
+    """Joins and receives until the connection ends; returns why it ended."""
+    with self._changed:
+      requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+      self._requests, self._entered, self._snapshot = requests, False, None
+      self._parts.clear()
+      self._put(
+        Message(
+          "join", {**self._hello, "received": self._next if self._known else None}
+        )
+      )
+    try:
+      with contextlib.closing(self._open()) as channel:
+        call = channel.stream_stream(METHOD)
+        self._call = received = call(_until_none(requests))
+        for data in received:
+          self._receive(unpack(data))
+      return None, "it closed the connection"
+    except grpc.RpcError as error:
+      return error.code(), _last_error(str(error.details()))
+    except BadMessage as error:
+      return None, f"it sent {error}"
+    finally:
+      requests.put(None)
+
+  def _receive(self, message: Message) -> None:
+    """Takes a message.
+
+    Raises:
+      BadMessage: the message cannot come from this version of diloco.
+    """
+    fields = message.fields
+    with self._changed:
+      try:
+        if message.kind == "chunk":
+          self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
+        elif message.kind == "welcome":
+          self._snapshot = bytearray() if fields["snapshot"] else None
+          self._welcomed = fields
+          self._enter()
+        elif message.kind == "state" and self._snapshot is not None:
+          self._snapshot += message.body
+          self._enter()
+        elif message.kind == "start":
+          self._started = True
+        elif message.kind == "closed":
+          self._close(fields)
+      except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BadMessage(f"a wrong {message.kind[:50]!r} ({error})") from error
+      self._changed.notify_all()
+
+  def _enter(self) -> None:
+    """Takes the coordinator's welcome when the whole snapshot is here."""
+    fields, snapshot = self._welcomed, self._snapshot
+    if snapshot is not None and len(snapshot) < fields["snapshot"]:
+      return
+    self._started = self._started or fields["started"]
+    if not self._known or snapshot is not None:
+      self._welcome = Welcome(
+        fields["round"], fields["data"], None if snapshot is None else bytes(snapshot)
+      )
+      self._outgoing.clear()
+      self._next = fields["round"]
+    self._published = max(fields["published"], self._next)
+    self._hello["run"] = fields["run"]
+    self._known = self._entered = True
+    self._snapshot = None
+    if self._first is not None:  # The site trains already: the connection was lost.
+      for out in self._outgoing.values():
+        self._put_payload(out)
+      self._put(Message("ready", {"round": min([*self._outgoing, self._first])}))
+
+  def _chunk(
+    self, number: int, site: int, offset: int, body: bytes | memoryview
+  ) -> None:
+    part = self._parts.setdefault((number, site), bytearray())
+    if offset == 0:
+      part.clear()
+    if offset != len(part):
+      raise BadMessage(f"a chunk at {offset} after {len(part)} bytes")
+    part += body
+
+  def _close(self, fields: dict[str, Any]) -> None:
+    number = fields["round"]
+    if number != self._next:
+      raise BadMessage(f"round {number} after round {self._next - 1}")
+    self._published = max(fields["published"], number + 1)
+    self._changed.notify_all()
+    # The coordinator waits meanwhile: a site that takes no rounds needs no more.
+    self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
+    tokens = {int(site): n for site, n in fields["tokens"].items()}
+    own = self._outgoing.pop(number, None)
+    payloads = dict[int, bytes]()
+    for site, crc32 in zip(tokens, fields["crc32"]):
+      part: bytes | bytearray | None = self._parts.pop((number, site), None)
+      if part is None and own and site == self._hello["site"]:
+        part = own.data
+      if part is None or zlib.crc32(part) != crc32:
+        raise BadMessage(f"another payload of site {site} than round {number} has")
+      payloads[site] = bytes(part)
+    for key in [k for k in self._parts if k[0] <= number]:
+      del self._parts[key]  # Late payloads.
+    self.inside = fields["inside"]
+    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads)
+    self._next = number + 1
+
+
+def _is_rejection(status: grpc.StatusCode | None, reason: str) -> bool:
+  """Returns whether a connection ended before the coordinator answered.
+
+  The side that does not accept a certificate says nothing: the other side sees only
+  that the connection ends.
+  """
+  silent = "Socket closed" in reason or "handshake" in reason.lower()
+  return status is grpc.StatusCode.UNAVAILABLE and silent
+
+
+def _problem(status: grpc.StatusCode | None, address: str, reason: str) -> str:
+  """Returns a sentence about a lost connection; UNKNOWN is an error of the server."""
+  if status is grpc.StatusCode.UNKNOWN:
+    return f"The coordinator at {address} has an error, see its output ({reason})."
+  return f"No coordinator at {address} ({reason})."
+
+
+def _last_error(details: str) -> str:
+  """Returns the end of a sentence of gRPC, which tells the reason."""
+  reason = details.rpartition("last error: ")[2].rstrip(".")
+  return re.sub(r"^UN[A-Z]+: (ipv.:\S+: )?", "", reason)
+
+
+def _until_none(requests: queue.SimpleQueue) -> Iterator[bytes]:
+  while (request := requests.get()) is not None:
+    yield request

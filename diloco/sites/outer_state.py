@@ -1,0 +1,118 @@
+"""The outer step of a closed round, and the outer state as bytes.
+
+The coordinator and every site run the same program on a CPU with the same payloads. So
+all hold the same outer state, and float32 values cross only to newcomers.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm.outer import update
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import OuterState
+from diloco.mesh import sharding
+
+Tree = Any
+
+
+def apply(
+  plan: Plan,
+  p: int,
+  sites: int,
+  fsdp: int,
+  theta: Tree,
+  opt_state: Tree,
+  payloads: Mapping[int, bytes],
+  tokens: Mapping[int, int],
+) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+  """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
+
+  Args:
+    plan: of a site, or of the coordinator.
+    p: the fragment.
+    sites: number of sites, K.
+    fsdp: devices that shared each replica's parameters.
+    theta: outer parameters of the fragment.
+    opt_state: outer optimizer state of the fragment.
+    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
+    tokens: {site: tokens behind each replica's payload}: the weights of the mean.
+
+  Returns:
+    New theta, new opt_state, metrics float32 [].
+  """
+  mesh, (n, *shape) = plan.home.mesh, plan.payload(p, fsdp).shape
+  # Absent sites have empty payloads of weight 0, so that one program serves all counts.
+  codes = np.zeros((sites, n, *shape), np.uint8)
+  weights = np.zeros((sites, n), np.float32)
+  for site, data in payloads.items():
+    codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
+    weights[site] = tokens[site]
+  # With equal weights the plain mean: no bit differs from the other transports.
+  equal = bool((weights == weights[0]).all())
+  payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    return update(
+      theta,
+      opt_state,
+      payload,
+      plan.tuned,
+      None if equal else weights.reshape(-1),
+      wire=plan.wire,
+      outer=plan.outer,
+      mesh=mesh,
+    )
+
+
+def digests(state: OuterState) -> list[int]:
+  """Returns a CRC-32 of each fragment's outer parameters and optimizer state."""
+  return [digest(*parts) for parts in zip(state.theta, state.opt_state)]
+
+
+def digest(theta: Tree, opt_state: Tree) -> int:
+  """Returns the CRC-32 of a fragment's outer state."""
+  sum_ = 0
+  for leaf in jax.tree.leaves((theta, opt_state)):
+    sum_ = zlib.crc32(_host(leaf).data, sum_)  # Without a copy of the array.
+  return sum_
+
+
+def to_bytes(thetas: Sequence[Tree], opt_states: Sequence[Tree]) -> bytes:
+  """Writes the outer state of all fragments, in the order of the flattened trees."""
+  leaves = jax.tree.leaves((list(thetas), list(opt_states)))
+  return b"".join(_host(leaf).tobytes() for leaf in leaves)
+
+
+def from_bytes(
+  data: bytes, thetas: Sequence[Tree], opt_states: Sequence[Tree]
+) -> tuple[list[Tree], list[Tree]]:
+  """Reads what `to_bytes` has written.
+
+  Args:
+    thetas, opt_states: arrays, or their shapes, of the same outer state.
+
+  Returns:
+    Arrays on the CPU that have the shardings of the arguments.
+
+  Raises:
+    ValueError: the bytes have another length.
+  """
+  leaves, structure = jax.tree.flatten((list(thetas), list(opt_states)))
+  sizes = [x.size * x.dtype.itemsize for x in leaves]
+  if sum(sizes) != len(data):
+    raise ValueError(f"the snapshot has {len(data)} bytes, not {sum(sizes)}")
+  found, start = [], 0
+  for x, size in zip(leaves, sizes):
+    values = np.frombuffer(data, x.dtype, x.size, start).reshape(x.shape)
+    found.append(sharding.place(values, x.sharding))
+    start += size
+  return jax.tree.unflatten(structure, found)
+
+
+def _host(x: jax.Array) -> np.ndarray:
+  return np.asarray(x.addressable_data(0))

@@ -1,0 +1,102 @@
+"""The connection of a site of several processes: process 0 has it and tells the rest.
+
+All processes of the site call every method together, in the same order, so that all of
+them merge the same rounds after the same steps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from diloco.processes.peers import Peers
+from diloco.sites.link import Closed, Link, Welcome
+
+
+class SharedLink:
+  """Has the methods of a `Link`."""
+
+  def __init__(self, link: Link | None, peers: Peers):
+    """Shares a connection.
+
+    Args:
+      link: the connection; None on all processes but process 0.
+      peers: the processes of this site.
+    """
+    self._link, self._peers = link, peers
+
+  @property
+  def inside(self) -> int:
+    return self._link.inside if self._link else 0
+
+  @property
+  def reconnects(self) -> int:
+    return self._link.reconnects if self._link else 0
+
+  def join(self, **state: Any) -> Welcome:
+    found = self._welcome(self._link.join(**state) if self._link else None)
+    assert found is not None
+    return found
+
+  def ready(self, first: int) -> None:
+    if self._link:
+      self._link.ready(first)
+
+  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
+    return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))
+
+  def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
+    if self._link:
+      self._link.send(number, data, fields)
+
+  def wait_until(self, number: int, stopping: Callable[[], bool]) -> bool:
+    return self._peers.broadcast(self._link and self._link.wait_until(number, stopping))
+
+  def closed(self, number: int) -> Closed:
+    own = self._link.closed(number) if self._link else None
+    head = self._peers.broadcast(
+      own
+      and [
+        own.fragment,
+        list(own.tokens.items()),
+        [len(x) for x in own.payloads.values()],
+      ]
+    )
+    fragment, tokens, sizes = head
+    data = self._bytes(b"".join(own.payloads.values()) if own else None, sum(sizes))
+    ends = np.cumsum(sizes)
+    parts = [data[end - size : end] for size, end in zip(sizes, ends.tolist())]
+    payloads = dict(zip((site for site, _ in tokens), parts))
+    return Closed(number, fragment, dict(tokens), payloads)
+
+  def newest(self) -> tuple[int, int]:
+    received, published = self._peers.broadcast(self._link and self._link.newest())
+    return received, published
+
+  def welcome(self) -> Welcome | None:
+    return self._welcome(self._link.welcome() if self._link else None)
+
+  def forget(self, below: int) -> None:
+    if self._link:
+      self._link.forget(below)
+
+  def leave(self, reason: str) -> None:
+    if self._link:
+      self._link.leave(reason)
+
+  def _welcome(self, own: Welcome | None) -> Welcome | None:
+    size = None if own is None or own.snapshot is None else len(own.snapshot)
+    head = self._peers.broadcast(own and [own.round, own.data, size])
+    if head is None:
+      return None
+    number, data, size = head
+    snapshot = (
+      None if size is None else self._bytes(own.snapshot if own else None, size)
+    )
+    return Welcome(number, data, snapshot)
+
+  def _bytes(self, own: bytes | None, size: int) -> bytes:
+    """Returns the bytes of process 0, which may be many."""
+    values = np.frombuffer(own or bytes(size), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(values)).tobytes()

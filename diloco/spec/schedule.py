@@ -1,0 +1,261 @@
+"""Which layers form a fragment, and when a fragment is sent and received. No JAX.
+
+The schedule of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm 2).
+Trainer, ledger, checkpoints and simulators all ask this file.
+
+Symbols: M replicas, H inner steps between two syncs of one fragment, P fragments,
+tau overlap in inner steps, t = 1..T finished inner steps.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+  """Parameters that are synchronised together.
+
+  Attributes:
+    layers: indices of its layers, that is of its transformer blocks, ascending; may be
+      empty.
+    rest: names of the parameters without a layer axis that it holds, or (). In the
+      trainer's models this is `embed`: embedding, head, positions and final norm.
+  """
+
+  layers: tuple[int, ...]
+  rest: tuple[str, ...] = ()
+
+  @property
+  def indices(self) -> np.ndarray:
+    """The layers as int32 (n,), which jitted functions take as an argument."""
+    return np.asarray(self.layers, np.int32)
+
+  def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
+    """Selects the shapes of the fragment's parameters from those of a model.
+
+    Args:
+      parameters: from `diloco.spec.shapes.parameters`.
+    """
+
+    def cut(tree):
+      if isinstance(tree, dict):
+        return {name: cut(part) for name, part in tree.items()}
+      return (len(self.layers), *tree[1:])
+
+    blocks = {"blocks": cut(parameters["blocks"])} if self.layers else {}
+    return blocks | {name: parameters[name] for name in self.rest}
+
+
+def make_fragments(
+  num_layers: int, size: int = 3, pattern: str = "strided", embedding: str = "last"
+) -> tuple[Fragment, ...]:
+  """Splits a model; every parameter belongs to exactly one fragment.
+
+  With n = ceil(num_layers / size), `strided` gives fragment p the layers p, p+n, p+2n,
+  ...; `sequential` gives it consecutive layers; `whole` makes DiLoCo's one fragment of
+  all parameters. If size does not divide num_layers, some fragments have one layer less
+  (strided), or the last fragment is smaller (sequential).
+
+  Args:
+    num_layers: transformer blocks N.
+    size: blocks per fragment (the paper uses 3); `whole` ignores it.
+    pattern: strided, sequential or whole (figure 2).
+    embedding: place of the embedding's own fragment in the schedule, last or first. The
+      paper shows the fragment (figures 2 and 17) but not when it is sent.
+
+  Returns:
+    The P fragments in the order in which they are sent.
+
+  Raises:
+    ValueError: the pattern is unknown, or the fragment is larger than the model.
+  """
+  if pattern == "whole":
+    return (Fragment(tuple(range(num_layers)), ("embed",)),)
+  if not 1 <= size <= num_layers:
+    raise ValueError(
+      f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
+      f" from 1 to {num_layers}."
+    )
+  n = -(-num_layers // size)
+  if pattern == "strided":
+    layers = [range(p, num_layers, n) for p in range(n)]
+  elif pattern == "sequential":
+    layers = [range(i, min(i + size, num_layers)) for i in range(0, num_layers, size)]
+  else:
+    raise ValueError(
+      f"fragments.pattern is {pattern!r}; choose strided, sequential or whole."
+    )
+  blocks = [Fragment(tuple(ids)) for ids in layers]
+  embed = [Fragment((), ("embed",))]
+  return tuple(embed + blocks if embedding == "first" else blocks + embed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """When each fragment is sent, and when each replica receives it.
+
+  Attributes:
+    num_fragments: P.
+    sync_every: H, inner steps between two syncs of one fragment.
+    taus: tau_m of each replica m, its inner steps between a send and the merge.
+    drained: the step after which a finished run was extended. What was sent up to this
+      step has been received, so this schedule begins after it. 0: the run's start.
+    warm_start: the last step of the warm start (methods/warm_start.py). Until then
+      nothing is sent, and a fragment that is due follows the replicas.
+    eager: whether an exchange takes a whole round (methods/eager.py): every tau is H,
+      and a fragment arrives when it is sent again.
+
+  Raises:
+    ValueError: a tau is not below H; with `eager`, it is above H.
+  """
+
+  num_fragments: int
+  sync_every: int
+  taus: tuple[int, ...]
+  drained: int = 0
+  warm_start: int = 0
+  eager: bool = False
+
+  def __post_init__(self):
+    for tau in self.taus:
+      if not 0 <= tau < self.sync_every + self.eager:
+        raise ValueError(
+          f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
+          f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."
+        )
+
+  def offset(self, p: int) -> int:
+    """Returns t_p = floor(p H / P), which spreads the fragments evenly over H steps."""
+    return p * self.sync_every // self.num_fragments
+
+  def is_due(self, p: int, t: int) -> bool:
+    """Returns whether t is t_p plus a whole number of rounds of H steps."""
+    return (t - self.offset(p)) % self.sync_every == 0
+
+  def is_sent(self, p: int, t: int) -> bool:
+    """Returns whether fragment p is sent after inner step t (Algorithm 2, line 6).
+
+    The text of the paper says t + t_p, Algorithm 2 says t - t_p. The paper's example
+    (H=100, P=2: second fragment at 150, 250, ...) fits t - t_p if nothing is sent
+    before step H.
+    """
+    return t > self.drained and t >= self.first_send(p) and self.is_due(p, t)
+
+  def first_send(self, p: int) -> int:
+    """Returns the step after which fragment p is first sent: H + t_p.
+
+    After a warm start, this is the first step at which fragment p is due.
+    """
+    first = self.sync_every + self.offset(p)
+    rounds = -(-max(self.warm_start + 1 - first, 0) // self.sync_every)
+    return first + rounds * self.sync_every
+
+  def follows(self, t: int) -> list[int]:
+    """Lists the fragments that follow the replicas after step t of the warm start."""
+    if t > self.warm_start:
+      return []
+    return [
+      p
+      for p in range(self.num_fragments)
+      if t >= self.sync_every + self.offset(p) and self.is_due(p, t)
+    ]
+
+  def sends(self, t: int) -> list[int]:
+    """Lists the fragments that are sent after inner step t (line 6)."""
+    return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
+
+  def num_sends(self, p: int, steps: int) -> int:
+    """Counts how often fragment p is sent in a run of `steps` steps, from the start."""
+    return max((steps - self.first_send(p)) // self.sync_every + 1, 0)
+
+  def arrivals(
+    self, t: int, last_send: int | None = None
+  ) -> list[tuple[int, tuple[bool, ...]]]:
+    """Lists the fragments that some replica merges after inner step t (line 9).
+
+    Args:
+      t: finished inner steps.
+      last_send: the last step after which fragments are sent; None: no last step.
+
+    Returns:
+      Pairs (p, mask): mask[m] says whether replica m merges fragment p now. If the
+      taus differ, a fragment arrives at different steps at different replicas.
+    """
+    found = []
+    for p in range(self.num_fragments):
+      mask = tuple(
+        self.is_sent(p, t - tau) and (last_send is None or t - tau <= last_send)
+        for tau in self.taus
+      )
+      if any(mask):
+        found.append((p, mask))
+    return found
+
+  def is_busy(self, t: int) -> bool:
+    """Returns whether the outer step has anything to do after inner step t."""
+    return bool(self.follows(t) or self.sends(t) or self.arrivals(t))
+
+  def is_outer_step(self, p: int, t: int) -> bool:
+    """Returns whether step t is p's earliest arrival, when its outer step runs."""
+    return self.is_sent(p, t - min(self.taus))
+
+  def in_flight(self, t: int) -> dict[int, int]:
+    """Returns the fragments that are sent, but not yet updated, after step t.
+
+    A fragment is in flight at most once, since tau < H. A replica with a larger tau
+    merges later, but needs no payload: the outer parameters that it merges stay the
+    same until the next outer update.
+
+    Returns:
+      {p: step at which fragment p was sent}.
+    """
+    return {
+      p: sent
+      for p in range(self.num_fragments)
+      for sent in range(max(t - min(self.taus) + 1, 1), t + 1)
+      if self.is_sent(p, sent)
+    }
+
+  def hiding_steps(self, t: int) -> int:
+    """Counts the inner steps that hide the exchange that follows step t.
+
+    The steps end at the next send or arrival of any fragment. 0 if step t sends
+    nothing, or if the smallest tau is 0.
+    """
+    if not self.sends(t) or min(self.taus) == 0:
+      return 0
+    k = 1
+    while not self.sends(t + k) and not self.arrivals(t + k):
+      k += 1
+    return k
+
+  @functools.cached_property
+  def longest_hiding(self) -> int:
+    """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
+    # Three rounds: the first may be cut, and in the second fewer sends lie between a
+    # send and its arrival.
+    first = max(self.sync_every, self.drained + 1, self.warm_start + 1)
+    rounds = range(first // self.sync_every, first // self.sync_every + 3)
+    offsets = {self.offset(p) for p in range(self.num_fragments)}
+    return max(
+      self.hiding_steps(n * self.sync_every + offset)
+      for n in rounds
+      for offset in offsets
+    )
+
+  def groups(self) -> list[tuple[int, ...]]:
+    """Groups fragments that are always sent together; if H >= P, each is alone."""
+    fragments = range(self.num_fragments)
+    return [tuple(group) for _, group in itertools.groupby(fragments, self.offset)]
+
+  def next_to_send(self, t: int) -> tuple[int, ...]:
+    """Returns the group that is sent next, after step t or later (for FedPart)."""
+
+    def wait(group: tuple[int, ...]) -> int:
+      first = self.first_send(group[0])
+      return max(first - t, 0) if t <= first else -(t - first) % self.sync_every
+
+    return min(self.groups(), key=wait)

@@ -1,0 +1,175 @@
+"""Parameter shapes, parameter counts and FLOPs of every architecture. No JAX.
+
+Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. The first axis of every
+tensor under `blocks` is the layer.
+
+Letters: N layers, D width, F feed-forward width, H query heads, G heads of keys and
+values, K head size, V vocabulary, L positions.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from diloco.spec.fields import ModelConfig
+
+Shapes = dict[str, Any]  # Nested dicts of tuples of int.
+# Token ids of every tokenizer and model, as in NanoDO.
+PAD_ID, EOS_ID, BOS_ID, UNK_ID = range(4)
+
+
+def decoder(m: "ModelConfig") -> Shapes:
+  """Returns the parameter shapes of `diloco.model.decoder`."""
+  n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
+  k = d // m.num_heads
+  norm = lambda *shape: {"scale": shape}
+  heads = {"q_norm": norm(n, k), "k_norm": norm(n, k)} if m.qk_norm else {}
+  attention = dict.fromkeys(("q", "k", "v", "out"), (n, d, d))
+  return {
+    "embed": {
+      "tokens": (m.vocab_size, d),
+      "positions": (m.seq_len, d),
+      "norm": norm(d),
+    },
+    "blocks": {
+      "attention_norm": norm(n, d),
+      "attention": attention | heads,
+      "ff_norm": norm(n, d),
+      "ff": {"up": (n, d, f), "down": (n, f, d)},
+    },
+  }
+
+
+# Fields of ModelConfig that `decoder` does not have.
+ONLY_QWEN3 = ("num_kv_heads", "head_dim", "rope_theta", "norm_eps", "tie_embeddings")
+
+
+def qwen3(m: "ModelConfig") -> Shapes:
+  """Returns the parameter shapes of `diloco.model.qwen3`.
+
+  Raises:
+    ValueError: a field has a value that this architecture cannot have.
+  """
+  n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
+  # Not m.head_size and m.kv_heads: a file of configs/ passes its ConfigDict.
+  k = m.head_dim or d // m.num_heads
+  if not m.qk_norm:
+    raise ValueError(
+      "model.qk_norm is False, but model.name=qwen3 always normalises queries and keys;"
+      " set it to True, or set model.name=decoder."
+    )
+  if k % 2:
+    raise ValueError(
+      f"the head size is {k}, but model.name=qwen3 rotates pairs; set model.head_dim or"
+      " model.num_heads so that it is even."
+    )
+  queries, keys = m.num_heads * k, (m.num_kv_heads or m.num_heads) * k
+  norm = lambda *shape: {"scale": shape}
+  table = (m.vocab_size, d)
+  return {
+    "embed": {"tokens": table, "norm": norm(d)}
+    | ({} if m.tie_embeddings else {"head": table}),
+    "blocks": {
+      "attention_norm": norm(n, d),
+      "attention": {
+        "q": (n, d, queries),
+        "k": (n, d, keys),
+        "v": (n, d, keys),
+        "out": (n, queries, d),
+        "q_norm": norm(n, k),
+        "k_norm": norm(n, k),
+      },
+      "ff_norm": norm(n, d),
+      "ff": {"gate": (n, d, f), "up": (n, d, f), "down": (n, f, d)},
+    },
+  }
+
+
+SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {
+  "decoder": decoder,
+  "qwen3": qwen3,
+}
+# By model.name: training FLOPs per token of all attention scores, the masked ones too.
+ATTENTION_FLOPS: dict[str, Callable[["ModelConfig"], float]] = {
+  "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+  "qwen3": lambda m: (
+    12.0 * m.num_layers * (m.num_heads * m.head_dim or m.dim) * m.seq_len
+  ),
+}
+
+
+def parameters(m: "ModelConfig") -> Shapes:
+  """Returns the parameter shapes of one replica.
+
+  Raises:
+    ValueError: there is no such architecture.
+  """
+  if m.name not in SHAPES:
+    raise ValueError(f"model.name is {m.name!r}; choose one of {', '.join(SHAPES)}.")
+  return SHAPES[m.name](m)
+
+
+def leaves(shapes: Shapes, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+  """Yields pairs (path, shape) in the order in which JAX flattens trees."""
+  for name in sorted(shapes):
+    part = shapes[name]
+    if isinstance(part, dict):
+      yield from leaves(part, (*path, name))
+    else:
+      yield (*path, name), part
+
+
+def num_params(m: "ModelConfig") -> int:
+  """Counts all parameters."""
+  return sum(math.prod(shape) for _, shape in leaves(parameters(m)))
+
+
+def matrix_params(m: "ModelConfig") -> int:
+  """Counts as the papers do: 12 N D^2 + V D, without positions and norms.
+
+  Of an embedding and a head of its own only the head counts: an embedding is looked up.
+  """
+  whole = parameters(m)
+  looked_up = {"positions", "tokens"} if "head" in whole["embed"] else {"positions"}
+  return sum(
+    math.prod(shape)
+    for path, shape in leaves(whole)
+    if len(shape) > 1 + (path[0] == "blocks") and path[-1] not in looked_up
+  )
+
+
+def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
+  """Returns training FLOPs per token: 6 per matrix parameter, 12 N D L for attention.
+
+  Counts the matrix products of the forward and backward pass, and all attention scores
+  including the masked ones (PaLM, arXiv 2204.02311, appendix B).
+
+  Args:
+    attention: whether attention scores count; the DiLoCo papers do not count them.
+  """
+  return 6.0 * matrix_params(m) + attention * ATTENTION_FLOPS[m.name](m)
+
+
+def sharded_axis(
+  path: tuple[str, ...], shape: tuple[int, ...], fsdp: int
+) -> int | None:
+  """Returns the axis of a tensor that fsdp shards: the first after the layer axis.
+
+  Args:
+    path: names from the root to the tensor.
+    shape: shape of the tensor, without a replica axis.
+    fsdp: size of the fsdp axis of the mesh.
+
+  Returns:
+    The axis; None if fsdp does not divide it: then each device holds the whole tensor.
+  """
+  axis = int(path[0] == "blocks")
+  divides = fsdp > 1 and len(shape) > axis and shape[axis] % fsdp == 0
+  return axis if divides else None
+
+
+def shard(path: tuple[str, ...], shape: tuple[int, ...], fsdp: int) -> tuple[int, ...]:
+  """Returns the shape of one device's shard of a tensor."""
+  axis = sharded_axis(path, shape, fsdp)
+  return tuple(n // fsdp if i == axis else n for i, n in enumerate(shape))

@@ -1,0 +1,187 @@
+"""Counts the bytes that a tensor, a fragment and a sync put on the wire. No JAX.
+
+Trainer, ledger, checkpoints and simulators all ask this file.
+
+Letters: M replicas; a tensor has N layers of S values, in rows of R values.
+"""
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from diloco.spec.formats import BINS, PLAIN, block_bytes, code_bits, parse_format
+from diloco.spec.shapes import Shapes, leaves, shard
+
+if TYPE_CHECKING:
+  from diloco.spec.fields import WireConfig
+
+# (wire, N, S, R) -> bytes.
+Size = Callable[["WireConfig", int, int, int], int]
+# Special values of `wire.block_size`.
+WHOLE_TENSOR, ROW = 0, -1
+# Bytes per value of a gradient.
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# Bytes of the seed from which the receiver draws the kept subset.
+SEED = 8
+
+
+def packed(n: int, bits: int) -> int:
+  """Returns the bytes that n codes of `bits` bits take."""
+  return -(-n * bits // 8)
+
+
+def block_length(wire: "WireConfig", s: int, row: int) -> int:
+  """Returns the number of values that share a scale."""
+  named = {WHOLE_TENSOR: s, ROW: row}
+  return min(named.get(wire.block_size, wire.block_size), s)
+
+
+def share_of(share: float, s: int) -> int:
+  """Returns the number of values in a share of s values: at least one."""
+  # Rounds before the ceiling: 0.07 * 100 is 7.000000000000001.
+  return max(math.ceil(round(share * s, 6)), 1)
+
+
+def kept(wire: "WireConfig", s: int) -> int:
+  """Returns the number of values that topk, random and dare keep of a layer."""
+  return share_of(wire.density, s)
+
+
+def index_bits(s: int) -> int:
+  """Returns the bits of an index into s values."""
+  return max(math.ceil(math.log2(s)), 1)
+
+
+def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
+  """Counts bytes of codes, and of a scale or a table per block; of plain values."""
+  if wire.format in PLAIN:
+    return n * s * PLAIN[wire.format]
+  blocks = n * -(-s // block_length(wire, s, row))
+  return packed(n * s, code_bits(wire.format)) + blocks * block_bytes(wire.format)
+
+
+def chunks(wire: "WireConfig", n: int, s: int) -> tuple[int, int]:
+  """Returns number and length of the chunks of which topk keeps a share each."""
+  length = min(wire.chunk or s, s)
+  return n * -(-s // length), length
+
+
+def topk_indices(wire: "WireConfig", n: int, s: int) -> int:
+  """Counts the bytes of the indices in n chunks of s values."""
+  return packed(n * kept(wire, s) * index_bits(s), 1)
+
+
+def topk(wire: "WireConfig", n: int, s: int, row: int) -> int:
+  """Counts the bytes of the indices and of the kept values."""
+  n, s = chunks(wire, n, s)
+  return topk_indices(wire, n, s) + quantize(wire, n, kept(wire, s), row)
+
+
+def random(wire: "WireConfig", n: int, s: int, row: int) -> int:
+  """Counts the bytes of the seed and of the kept values."""
+  return SEED + quantize(wire, n, kept(wire, s), row)
+
+
+# Sizes by compressor; `diloco.wire.compressors.register` adds entries.
+SIZES: dict[str, Size] = {
+  "quantize": quantize,
+  "topk": topk,
+  "random": random,
+  "dare": random,
+}
+
+
+def check(wire: "WireConfig") -> None:
+  """Checks the names of the compressor and the number format.
+
+  Raises:
+    ValueError: a name is unknown.
+  """
+  if wire.compressor not in SIZES:
+    raise ValueError(
+      f"wire.compressor is {wire.compressor!r}; choose one of {', '.join(SIZES)}."
+    )
+  if wire.format not in (*PLAIN, *BINS, "auto"):
+    parse_format(wire.format)
+
+
+def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
+  """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
+  n = shape[0] if path[0] == "blocks" else 1
+  return n, math.prod(shape) // n, shape[-1] if shape else 1
+
+
+def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
+  """Counts the bytes of one replica's payload for a fragment, over all its devices.
+
+  Args:
+    wire: compressor and number format.
+    fragment: shapes of the fragment's parameters.
+    fsdp: number of shards; each device of the replica encodes its own.
+  """
+  size = SIZES[wire.compressor]
+  shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(fragment)]
+  return fsdp * sum(size(wire, *one) for one in shards)
+
+
+def exchanged_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
+  """Counts one replica's bytes in an exchange: its payload, or float32 with psum."""
+  if wire.exchange == "psum":
+    return 4 * fsdp * sum(math.prod(shard(p, s, fsdp)) for p, s in leaves(fragment))
+  return payload_bytes(wire, fragment, fsdp)
+
+
+def sync_bytes(
+  wire: "WireConfig", replicas: int, fragment: Shapes, fsdp: int = 1
+) -> int:
+  """Counts the bytes that one replica sends in one sync of a fragment."""
+  size = exchanged_bytes(wire, fragment, fsdp)
+  return round(copies(wire.exchange, replicas) * size)
+
+
+def copies(exchange: str, replicas: int) -> float:
+  """Counts how often a replica sends its bytes.
+
+  Args:
+    exchange: psum is a ring all-reduce, gather an all-gather of payloads, pair one
+      message.
+    replicas: M.
+  """
+  if exchange == "pair":
+    return 1
+  return 2 * (replicas - 1) / replicas if exchange == "psum" else replicas - 1
+
+
+def sparta_values(share: float, parameters: Shapes, fsdp: int = 1) -> int:
+  """Counts the values of one replica, over all its devices, in an average of SPARTA.
+
+  Args:
+    share: share of every layer's tensor.
+    parameters: shapes of one replica's parameters.
+    fsdp: number of shards; each device of the replica draws values of its own.
+  """
+  shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(parameters)]
+  return fsdp * sum(n * share_of(share, s) for n, s, _ in shards)
+
+
+def average_bytes(replicas: int, values: int) -> int:
+  """Counts the bytes that one replica sends when float32 values are averaged."""
+  return round(copies("psum", replicas) * 4 * values)
+
+
+def data_parallel_bytes(
+  replicas: int, num_params: int, steps: int, value_bytes: int = 2
+) -> float:
+  """Counts the bytes that one of M data-parallel workers sends in `steps` steps.
+
+  For M = 2 a worker sends 16 bits per parameter and step. In FP4 a replica sends 4 bits
+  per parameter and H steps: 400 times less at H = 100, scales not counted (2501.18512,
+  section 3.2.2).
+
+  Args:
+    replicas: M.
+    num_params: number of values in a gradient.
+    steps: number of all-reduces.
+    value_bytes: bytes per value of a gradient; the papers count 2.
+  """
+  return copies("psum", replicas) * (value_bytes * num_params) * steps

@@ -1,0 +1,98 @@
+"""Trains runs of a sweep together: what `diloco.sweep --vectorize` starts.
+
+python -m diloco worker RESULTS/runs/NAME RESULTS/runs/NAME ...
+
+Each RUN has a config.json, and gets the files that diloco.main writes to a --workdir.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.sweep import saved, table
+from diloco.together import groups
+from diloco.util.command import Parser, guarded, interrupted
+
+
+def run(args: argparse.Namespace) -> int:
+  """Trains the runs of the folders; returns the exit status."""
+  configs = [resolve(saved.get_config(str(f / "config.json"))) for f in args.run]
+  if len({groups.alike(table.as_json(c)) for c in configs}) > 1:
+    raise ConfigError(
+      f"RUN are {', '.join(map(str, args.run))}, which differ in more than"
+      f" {groups.FIELDS}; train them one by one by python -m diloco.sweep.job RUN."
+    )
+  # Imported late, so that --help and mistakes answer at once.
+  import jax
+
+  from diloco import train
+  from diloco.checkpoint import disk
+  from diloco.mesh import memory
+  from diloco.mesh.compiling import announce_compilations
+  from diloco.processes import stop
+  from diloco.processes.peers import say
+  from diloco.together import training as together
+
+  stop.end_at_second_interrupt()
+  announce_compilations()
+  runs = [together.Run(c, folder) for c, folder in zip(configs, args.run)]
+  reason = groups.obstacle(table.as_json(configs[0]))
+  if jax.device_count() > 1:
+    reason = f"there are {jax.device_count()} devices, and one device trains a group"
+  try:
+    for group in _by_position(runs):
+      if reason or len(group) == 1:
+        say(f"Training one by one{': ' * bool(reason)}{reason}.")
+        for one in group:
+          stopped = False
+          with one.own():
+            stopped = not train.train(one.c, one.workdir)
+          if stopped:
+            return 0
+      else:
+        say(f"Training together: {' '.join(one.workdir.name for one in group)}.")
+        if together.train(group):
+          return 0
+  except KeyboardInterrupt:
+    return interrupted()
+  except Exception as error:
+    found = memory.explain(error) or disk.explain(error)
+    if not found:
+      raise
+    print(f"error: {found} With fewer runs at once (--vectorize) less is needed.")
+    return 1
+  return 0
+
+
+def _by_position(runs: Sequence) -> list[list]:
+  """Groups runs whose newest checkpoints have the same step.
+
+  A run whose last step is saved, or whose checkpoint is damaged, is alone.
+  So is a run that was extended: it goes on after a drain.
+  """
+  from diloco.checkpoint.record import read_record, steps_of
+
+  found: dict[object, list] = {}
+  for one in runs:
+    step = next(iter(steps_of(one.workdir)), 0)
+    try:
+      record = read_record(one.workdir, step) if step else None
+      alone = record is not None and bool(record.finished or record.drained)
+    except (ValueError, OSError, TypeError):
+      alone = True
+    found.setdefault(one.workdir if alone else step, []).append(one)
+  return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco worker", description=__doc__)
+  help_ = "folders --results/runs/NAME of a sweep, each with a config.json"
+  parser.add_argument("run", metavar="RUN", type=pathlib.Path, nargs="+", help=help_)
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

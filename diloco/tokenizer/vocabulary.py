@@ -1,0 +1,167 @@
+"""Fills in the tokenizer and the vocabulary that a config leaves open. No JAX.
+
+Reads the manifest of prepared data (`diloco.data.arrays`) or the tokenizer's file.
+"""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.tokenizer.json_model import JsonModel
+
+MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
+VERSION = 1
+_SHIPPED = pathlib.Path(__file__).parent / "shipped"
+_DEFAULT = "sotu_2048"
+# What a reader needs of a manifest; a list gives the kind of all its items.
+_CONTENT = {
+  "tokenizer": {"name": str, "sha256": str, "vocab_size": int},
+  "dtype": str,
+  "documents": int,
+  "shards": [{"file": str, "tokens": int}],
+  "files": [{"file": str, "size": int}],
+}
+
+
+def fill_in(v: dict[str, Any]) -> None:
+  """Sets `data.tokenizer` and `model.vocab_size` in flat fields if they are open.
+
+  Prepared data have their tokenizer beside them. Text takes the shipped tokenizer.
+
+  Raises:
+    ConfigError: the prepared data or the tokenizer's file are missing or damaged.
+  """
+  if v["data.tokenizer"] and v["model.vocab_size"]:
+    return
+  if v["data.source"].startswith("arrays:"):
+    folder = split_folder(v["data.source"], v["data.train_split"])
+    made_with = read_manifest(folder)["tokenizer"]
+    own = folder / TOKENIZER
+    # Data that older versions prepared have no copy of their tokenizer.
+    name = str(own) if own.is_file() else made_with["name"]
+    v["data.tokenizer"] = v["data.tokenizer"] or name
+    v["model.vocab_size"] = v["model.vocab_size"] or made_with["vocab_size"]
+  else:
+    v["data.tokenizer"] = v["data.tokenizer"] or _DEFAULT
+    if not v["model.vocab_size"]:
+      model = load_model(tokenizer_path(v["data.tokenizer"]))
+      v["model.vocab_size"] = model.get_piece_size() + special_ids(model).count(-1)
+
+
+def split_folder(source: str, split: str) -> pathlib.Path:
+  """Returns the folder of a split of `arrays:<folder>`."""
+  return pathlib.Path(source.removeprefix("arrays:")).expanduser() / split
+
+
+def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
+  """Reads the manifest of a finished split.
+
+  Raises:
+    ConfigError: the split is missing, not finished, damaged or has another version.
+  """
+  path = folder / MANIFEST
+  try:
+    manifest = json.loads(path.read_bytes())
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise ConfigError(_missing(folder)) from error
+  except OSError as error:
+    raise ConfigError(
+      f"data.source is arrays, but {path} cannot be read ({error.strerror}); give"
+      " yourself the permission, or name another folder."
+    ) from error
+  except (ValueError, RecursionError):
+    manifest = None
+  version = manifest.get("version") if isinstance(manifest, dict) else VERSION
+  if version != VERSION:
+    raise ConfigError(
+      f"data.source is arrays, but {path} has version {version} instead of {VERSION};"
+      " delete the folder and tokenize again."
+    )
+  if not _fits(manifest, _CONTENT):
+    raise ConfigError(
+      f"data.source is arrays, but {path} is damaged; copy the file again, or delete"
+      " the folder and tokenize again."
+    )
+  return manifest
+
+
+def _missing(folder: pathlib.Path) -> str:
+  """Explains why a folder has no manifest, and what to do."""
+  path = folder / MANIFEST
+  if (folder.parent / MANIFEST).is_file():
+    return (
+      f"data.source is arrays:{folder.parent}, which is one split; give"
+      f" arrays:{folder.parent.parent}, and set data.train_split and data.eval_split"
+      " to the names of its splits."
+    )
+  state = "is not finished" if (folder / PLAN).is_file() else "does not exist"
+  return (
+    f"data.source is arrays, but {path} {state}; run `python -m diloco prepare_data"
+    " tokenize --source=<source> --split=<split> --tokenizer=<tokenizer>"
+    f" --output={folder}`, or set data.train_split and data.eval_split to the names of"
+    " prepared folders."
+  )
+
+
+def _fits(value: Any, content: Any) -> bool:
+  """Tells whether a value read from JSON has the structure of `_CONTENT`."""
+  if isinstance(content, dict):
+    return isinstance(value, dict) and all(
+      key in value and _fits(value[key], kind) for key, kind in content.items()
+    )
+  if isinstance(content, list):
+    return isinstance(value, list) and all(_fits(item, content[0]) for item in value)
+  return isinstance(value, content)
+
+
+def tokenizer_path(name: str) -> pathlib.Path:
+  """Finds a tokenizer by a path ending in .model or .json, or by its name in diloco.
+
+  Raises:
+    ConfigError: there is no such file.
+  """
+  path = pathlib.Path(
+    name if name.endswith((".model", ".json")) else _SHIPPED / f"{name}.model"
+  )
+  if not os.path.isfile(path):  # False also without permission.
+    shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
+    raise ConfigError(
+      f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
+      " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
+      f" trains one), one of: {shipped}, or nothing if data.source is arrays."
+    )
+  return path
+
+
+def load_model(path: pathlib.Path) -> Any:
+  """Reads a SentencePiece model, or a tokenizer.json with the same methods.
+
+  Raises:
+    ConfigError: the file is no such model.
+  """
+  import sentencepiece  # Most configs need no tokenizer.
+
+  model = sentencepiece.SentencePieceProcessor()
+  try:
+    content = path.read_bytes()
+    if content[:1] == b"{":
+      return JsonModel(path)
+    model.load_from_serialized_proto(content)
+  except OSError as error:
+    raise ConfigError(
+      f"data.tokenizer is {str(path)!r}, which cannot be read ({error.strerror}); give"
+      " yourself the permission, or name another file."
+    ) from error
+  except RuntimeError as error:
+    raise ConfigError(
+      f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
+      " file from python -m diloco train_tokenizer or SentencePiece."
+    ) from error
+  return model
+
+
+def special_ids(model: Any) -> tuple[int, int, int, int]:
+  """Returns a model's ids of pad, EOS, BOS and unknown; -1 if missing."""
+  return model.pad_id(), model.eos_id(), model.bos_id(), model.unk_id()

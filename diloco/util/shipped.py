@@ -1,0 +1,48 @@
+"""Finds the configs and launchers that ship with the package. No JAX.
+
+A wheel holds their folders inside the package, a clone beside it.
+"""
+
+import pathlib
+
+PACKAGE = pathlib.Path(__file__).parents[1]
+
+
+def folder(name: str) -> pathlib.Path:
+  """Returns the folder `configs` or `scripts`."""
+  inside = PACKAGE / name
+  return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+def find(path: str) -> str:
+  """Returns the Python file that a path or a name means.
+
+  Args:
+    path: a file, or from any folder: the name of a shipped config, such as sample,
+      configs/sample.py or diloco/configs/sample.py, or a file of the package, such as
+      diloco/sweep/saved.py. A file in the current folder goes first.
+
+  Returns:
+    The file. If there is none, `path` itself.
+  """
+  given, stem = pathlib.Path(path), pathlib.Path(path).stem
+  spellings = (stem, f"{stem}.py", f"configs/{stem}.py", f"diloco/configs/{stem}.py")
+  candidates = []
+  if str(given) in spellings:
+    candidates.append(folder("configs") / f"{stem}.py")
+  if given.parts[:1] == ("diloco",):
+    candidates.append(PACKAGE.parent / given)
+  if given.is_file():
+    return path
+  return next((str(file) for file in candidates if file.is_file()), path)
+
+
+def names(function: str) -> list[str]:
+  """Lists the shipped configs (`get_config`) or sweeps (`get_sweep`) by name."""
+  found = []
+  for file in sorted(folder("configs").glob("*.py")):
+    # The get_config of a sweep takes a point, which the command line cannot give.
+    sweep = "def get_sweep(" in file.read_text()
+    if sweep == (function == "get_sweep"):
+      found.append(file.stem)
+  return found

@@ -1,0 +1,269 @@
+"""Times training steps on the accelerators that are there; prints a table.
+
+  git clone https://github.com/google-deepmind/nanodo /tmp/nanodo
+  PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_accelerator.py
+  python scripts/benchmarks/bench_accelerator.py --compile_for=h100:1
+
+A row is one size, one step, one attention and one rematerialisation. The steps are
+NanoDO's, data-parallel and Streaming DiLoCo with M=2, all with the same global batch.
+The second command needs no accelerator: it compiles our steps for a TPU slice or a GPU
+node (docs/aot.md) and prints memory and FLOPs.
+
+MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The outer step's bytes
+per second count `bench_step.outer_bytes`; those of a copy count a read and a write. The
+hidden exchange is the time that an exchange adds to the inner step that hides it, in
+parts of this step; the two replicas need at least two devices for it.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import bench_nanodo
+import jax
+import numpy as np
+from absl import flags
+from bench_step import Bench, outer_bytes, outer_times
+from timing import in_turn, timed
+
+from diloco.algorithm.outer import send
+from diloco.algorithm.overlap import hidden_exchange
+from diloco.aot.programs import Programs, nbytes
+from diloco.aot.topology import describe, make_mesh
+from diloco.config import Config, changed, command_line
+from diloco.errors import ConfigError
+from diloco.mesh import hardware
+from diloco.mesh.devices import fit_eval_batch
+from diloco.model import attention
+from diloco.spec.shapes import flops_per_token
+
+ATTENTION, REMAT = ("xla", "splash", "cudnn"), ("none", "dots", "full")
+# 16 sequences of 2,048 tokens, 4 at a time, which data-parallel fits on a v5e.
+_PAPER = {"vocabulary": 32_768, "sequences": 16, "length": 2048, "accumulate": 4}
+SIZES = bench_nanodo.SIZES | {
+  "35M": bench_nanodo.Size(6, 8, 512, loss_chunk=256, **_PAPER),
+  "150M": bench_nanodo.Size(11, 15, 960, loss_chunk=256, **_PAPER),
+  "335M": bench_nanodo.Size(15, 20, 1280, loss_chunk=256, **_PAPER),
+}
+_ATTENTION = flags.DEFINE_list("attention", list(ATTENTION), "Attentions to time.")
+_REMAT = flags.DEFINE_list("remat", list(REMAT), "Rematerialisations to time.")
+_COMPILE_FOR = flags.DEFINE_string(
+  "compile_for", None, "Compile only, for a topology: v5e:1x1, h100:1, h100:2, ..."
+)
+_QUICK = flags.DEFINE_bool(
+  "quick", False, "With --compile_for a TPU: compile with XLA's least effort."
+)
+_HEAD = (
+  f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'ms':>9}{'tokens/s':>11}"
+  f"{'MFU':>7}{'NanoDO / this':>14}{'temporary':>12}{'outer step':>12}{'of a copy':>10}"
+  f"{'hidden exchange':>16}"
+)
+Case = tuple[str, str, str, str, Config]  # Size, step, attention, remat, config.
+
+
+def base_config(name: str) -> Config:
+  """Makes the data-parallel config of a size."""
+  if name not in SIZES:
+    raise ConfigError(f"--sizes has {name!r}; choose from {', '.join(SIZES)}.")
+  return bench_nanodo.config(SIZES[name])
+
+
+def cases(size: str, device: attention.Device, devices: int) -> Iterator[Case]:
+  """Yields our steps of a size, with all attentions that the device can compute."""
+  c = fit_eval_batch(base_config(size), devices)
+  for name in _ATTENTION.value:
+    chosen = changed(c, {"model.attention": name})
+    try:
+      attention.check(chosen.model, device)
+    except ConfigError as error:
+      print(f"{size:<7}no rows with attention {name}: {error}")
+      continue
+    for remat in _REMAT.value:
+      one = changed(chosen, {"model.remat": remat, "replicas": 2})
+      yield size, "data-parallel", name, remat, one
+      # One inner step hides the exchange of a fragment.
+      fields = {
+        "algorithm": "streaming",
+        "overlap.tau": 1,
+        "overlap.taus": (),
+        "fragments.pattern": "strided",
+      }
+      two = changed(bench_nanodo.two_replicas(one), fields)
+      yield size, "M=2", name, remat, two
+
+
+def outer_step(bench: Bench) -> tuple[float, float]:
+  """Returns bytes per second of fragment 0's outer step, and of a copy."""
+  ms, theta = outer_times(bench), bench.state.outer.theta[0]
+  moved = outer_bytes(bench.c, bench.plan.shapes[0])
+  copied = 2 * bench.c.replicas * nbytes(theta)
+  seconds = 1e-3 * (ms["send"] + ms["update"] + ms["merge"])
+  return moved / seconds, copied / (1e-3 * ms["copy"])
+
+
+def exchange_share(bench: Bench) -> float | None:
+  """Times the inner step with and without an exchange; None if nothing is exchanged."""
+  c, plan, mesh = bench.c, bench.plan, bench.mesh
+  if not plan.transport.hides:
+    return None
+  tokens, *rest = bench.rest
+  theta, layers = bench.state.outer.theta[0], plan.layers[0]
+  with jax.set_mesh(mesh):
+    key, codec_state = jax.random.key(0), bench.state.outer.codec_state[0]
+    payload, *_ = send(
+      bench.params, theta, codec_state, layers, key, wire=c.wire, mesh=mesh
+    )
+
+    def beside(payloads) -> float:
+      def step():
+        bench.params, bench.opt_state, metrics, arrived = hidden_exchange(
+          np.int32(1),
+          bench.params,
+          bench.opt_state,
+          [tokens],
+          *rest,
+          payloads,
+          c=c,
+          mesh=mesh,
+        )
+        return metrics, arrived
+
+      return timed(step)
+
+    alone, both = in_turn(lambda: beside([]), lambda: beside([payload]))
+  return (both - alone) / alone
+
+
+def row(case: Case, nanodo_s: float | None) -> str:
+  """Compiles and times one step; returns its line of the table."""
+  c = case[-1]
+  bench = Bench(c)
+  seconds = in_turn(bench.inner)[0]
+  temporary = bench.step.memory_analysis().temp_size_in_bytes
+  cells = numbers(c, seconds, nanodo_s, temporary)
+  if c.data_parallel:
+    return label(case) + cells
+  speed, copy = outer_step(bench)
+  share = exchange_share(bench)
+  hidden = "one device" if share is None else f"{share:+.1%}"
+  return (
+    f"{label(case)}{cells}{speed / 1e9:>7.1f} GB/s{speed / copy:>10.0%}{hidden:>16}"
+  )
+
+
+def label(case: Case) -> str:
+  size, step, name, remat, _ = case
+  return f"{size:<7}{step:<14}{name:<10}{remat:<6}"
+
+
+def numbers(c: Config, seconds: float, nanodo_s: float | None, temporary: int) -> str:
+  """Formats the cells of a step: time, tokens, MFU, NanoDO's time, memory."""
+  rate = c.tokens_per_step / seconds
+  peak = hardware.peak_flops(jax.devices()[0].device_kind)
+  mfu = "-"
+  if peak:
+    mfu = f"{rate * flops_per_token(c.model) / (peak * jax.device_count()):.1%}"
+  ratio = f"{nanodo_s / seconds:.2f}" if nanodo_s else "-"
+  memory = f"{temporary / 2**20:,.0f} MiB"
+  return f"{1e3 * seconds:>9.2f}{rate:>11,.0f}{mfu:>7}{ratio:>14}{memory:>12}"
+
+
+def or_memory(case: Case, make: Callable[[], str]) -> str:
+  """Returns a line of the table; if memory does not suffice, the line says so."""
+  try:
+    return make()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return f"{label(case)}  out of memory"
+
+
+def nanodo_row(size: str) -> tuple[float | None, str]:
+  """Times NanoDO's step; returns its seconds, and its line or why there is none."""
+  c = base_config(size)
+  case = (size, "NanoDO", "-", "full" if flags.FLAGS.nanodo_remat else "none", c)
+  try:
+    step, temporary = bench_nanodo.nanodo(c, bench_nanodo.random_tokens(c))
+    seconds = in_turn(functools.partial(timed, step))[0]
+  except ConfigError as error:
+    return None, f"{size:<7}no row and no column of NanoDO: {error}"
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return None, f"{label(case)}  out of memory"
+  return seconds, label(case) + numbers(c, seconds, seconds, temporary)
+
+
+def _sizes() -> list[str]:
+  return flags.FLAGS.sizes
+
+
+def time_all() -> None:
+  """Prints the table of the devices that are there."""
+  device = jax.devices()[0]
+  print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
+  todo = {size: list(cases(size, device, jax.device_count())) for size in _sizes()}
+  print(_HEAD)
+  for size, steps in todo.items():
+    seconds, line = nanodo_row(size)
+    print(line, flush=True)
+    for case in steps:
+      make = functools.partial(row, case, seconds)
+      print(or_memory(case, make), flush=True)
+
+
+def compile_all(topology: str) -> None:
+  """Compiles every program of the table for a topology; prints memory and FLOPs."""
+  devices = describe(topology)
+  kind = devices[0].device_kind
+  hbm = hardware.hbm_bytes(kind) or math.inf
+  print(f"{len(devices)} x {kind}, compiled only, by jax {jax.__version__}")
+  print(
+    f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'program':<26}{'compile':>9}"
+    f"{'temporary':>12}{'with state':>12}{'FLOPs of a device':>18}"
+  )
+  for size in _sizes():
+    outer_done = False
+    for case in cases(size, devices[0], len(devices)):
+      programs = Programs(case[-1], make_mesh(case[-1], devices, 1))
+      # Only the programs with inner steps depend on attention and rematerialisation.
+      names = [n for n in programs.lower if "inner step" in n or not outer_done]
+      outer_done = outer_done or not case[-1].data_parallel
+      for name in names:
+        make = functools.partial(compiled_row, case, programs, name, len(devices), hbm)
+        print(or_memory(case, make), flush=True)
+
+
+def compiled_row(
+  case: Case, programs: Programs, name: str, devices: int, hbm: float
+) -> str:
+  """Compiles one program; returns its line."""
+  c, x = case[-1], programs.compile(name, _QUICK.value)
+  flops = "-"
+  if "inner step" in name:
+    flops = f"{flops_per_token(c.model) * c.tokens_per_step / devices:.2e}"
+  fits = "" if x.total <= hbm else "  does not fit"
+  memory = (f"{b / 2**20:,.0f} MiB" for b in (x.memory.temp_size_in_bytes, x.total))
+  sizes = "".join(f"{text:>12}" for text in memory)
+  return f"{label(case)}{name:<26}{x.compile_s:>7.1f} s{sizes}{flops:>18}{fits}"
+
+
+def main(argv) -> None:
+  del argv
+  if _COMPILE_FOR.value:
+    # Without these settings, libtpu looks for a TPU and for processes that use it.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+  on_cpu = not _COMPILE_FOR.value and jax.default_backend() == "cpu"
+  flags.FLAGS.set_default("dtype", "float32" if on_cpu else "bfloat16")
+  if _COMPILE_FOR.value:
+    compile_all(_COMPILE_FOR.value)
+  else:
+    time_all()
+
+
+if __name__ == "__main__":
+  flags.FLAGS.set_default("sizes", ["35M", "150M", "335M"])
+  command_line.run(main)

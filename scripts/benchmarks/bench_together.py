@@ -1,0 +1,127 @@
+"""Times runs that train together against one run, and shows their memory.
+
+  python scripts/benchmarks/bench_together.py --config=configs/sample.py --runs=1,2,4,8
+  python scripts/benchmarks/bench_together.py --config=chinchilla:35M,M=2 --memory
+  python scripts/benchmarks/bench_together.py --config=... --memory --topology=h100:1
+
+A time is the least of several rounds of H inner and outer steps, without evaluations.
+The table has the tokens of all runs of a launch; a CPU second is a second of one core.
+The memory is XLA's for the inner step, with parameters and optimizer state; nothing
+runs. --topology compiles for a chip that is not there (docs/aot.md).
+"""
+
+import dataclasses
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import config_flags
+
+from diloco.algorithm import overlap
+from diloco.algorithm.outer import outer_step
+from diloco.algorithm.plan import make_plan
+from diloco.algorithm.state import abstract_state, init_state
+from diloco.aot import topology
+from diloco.config import Config, changed, command_line, resolve
+from diloco.mesh.devices import make_mesh
+from diloco.together.training import inner_together, numbers_of, step
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The config to time.")
+_RUNS = flags.DEFINE_list("runs", ["1", "2", "4", "8"], "Counts of runs.")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds; the table has the least time.")
+_MEMORY = flags.DEFINE_bool("memory", False, "Show memory instead of times.")
+_TOPOLOGY = flags.DEFINE_string("topology", None, "With --memory: h100:1, v5e:1x1, ...")
+
+
+class Bench:
+  """Trains R runs with different seeds on random tokens."""
+
+  def __init__(self, c: Config, count: int):
+    self.c, self.count, self.mesh = c, count, make_mesh(c)
+    self.plan, self.t = make_plan(c, self.mesh), 0
+    self.numbers = numbers_of([changed(c, {"seed": r}) for r in range(count)])
+    init = functools.partial(init_state, c, self.mesh, self.plan)
+    self.state = jax.vmap(init)(self.numbers.seed)
+    shape = (count, *tokens_shape(c))
+    tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
+    self.tokens = jnp.asarray(tokens, jnp.int32)
+    if count == 1:
+      first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+      self.state, self.tokens = first(self.state), first(self.tokens)
+
+  def round(self) -> tuple[float, float]:
+    """Runs H steps of all runs; returns the seconds, and those of all CPU cores."""
+    start, busy = time.perf_counter(), time.process_time()
+    for _ in range(self.c.sync_every):
+      self.t += 1
+      if self.count > 1:
+        args = (self.numbers, self.t, self.state, self.tokens)
+        self.state, _, _ = step(self.c, self.plan, *args)
+      else:
+        self.alone()
+    jax.block_until_ready(self.state)
+    return time.perf_counter() - start, time.process_time() - busy
+
+  def alone(self) -> None:
+    """Runs the step of one run, by the programs of a single run."""
+    steps = range(self.t, self.t + 1)
+    args = (steps, self.state, [self.tokens])
+    self.state, _ = overlap.inner_steps(self.c, self.plan, *args)
+    if self.plan:
+      parts = (self.t, self.state.params, self.state.outer)
+      params, outer, _ = outer_step(self.plan, *parts)
+      self.state = dataclasses.replace(self.state, params=params, outer=outer)
+
+
+def tokens_shape(c: Config) -> tuple[int, int, int]:
+  return c.models, c.train.batch_size // c.models, c.model.seq_len
+
+
+def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
+  """Compiles the inner step; returns bytes of its arguments and of temporary arrays."""
+  place = NamedSharding(mesh, P())  # One device.
+  shape = lambda x, *s: jax.ShapeDtypeStruct((*s, *x.shape), x.dtype, sharding=place)
+  led = lambda x: shape(x, count)
+  inner = jax.tree.map(shape, numbers_of([c] * count).inner)
+  with jax.set_mesh(mesh):
+    state = jax.tree.map(led, abstract_state(c, mesh, None))
+    tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
+    args = (state.params, state.opt_state, tokens, None, inner)
+    lowered = inner_together.lower(*args, c=c)
+    found = lowered.compile().memory_analysis()
+  return found.argument_size_in_bytes, found.temp_size_in_bytes
+
+
+def main(argv) -> None:
+  del argv
+  c = resolve(_CONFIG.value)
+  counts = [int(count) for count in _RUNS.value]
+  if _MEMORY.value:
+    mesh = make_mesh(c)
+    if _TOPOLOGY.value:
+      mesh = topology.make_mesh(c, topology.describe(_TOPOLOGY.value), 1)
+    print("runs   arguments   temporary (GB)")
+    for count in counts:
+      arguments, temporary = memory(c, count, mesh)
+      print(f"{count:>4} {arguments / 1e9:>11.2f} {temporary / 1e9:>11.2f}", flush=True)
+    return
+  with jax.set_mesh(make_mesh(c)):
+    benches = [Bench(c, count) for count in counts]
+    for _ in range(3):  # Compiles, and reaches the rounds with every send.
+      for bench in benches:
+        bench.round()
+    rounds = [[bench.round() for bench in benches] for _ in range(_REPEATS.value)]
+  print("runs    tokens/s of all   tokens per CPU second")
+  for bench, seconds in zip(benches, np.min(rounds, axis=0)):
+    wall, busy = bench.count * c.tokens_per_step * c.sync_every / seconds
+    print(f"{bench.count:>4} {wall:>18,.0f} {busy:>23,.0f}")
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("config")
+  command_line.run(main)

@@ -1,0 +1,306 @@
+r"""Collects English prose and documentation from packages of Debian and PyPI.
+
+  python scripts/experiments/collect_text.py --out=/data/text --megabytes=100
+
+writes /data/text/text/{train,validation,test}/*.jsonl, one document a line, and
+/data/text/manifest.json with each package's version, licence, bytes and SHA-256. The
+validation text is for choosing, the test text for telling. docs/data.md goes on from
+here to token arrays.
+
+Archives are fetched one at a time by apt-get and pip, and nothing in them is installed
+or run. Killed at any moment, the same command goes on: each package's prose is kept in
+raw/. The same packages in the same versions give the same files.
+"""
+
+import argparse
+import collections
+import gzip
+import hashlib
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.parse
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import clean_text
+
+from diloco.errors import ConfigError
+from diloco.util.command import Parser, guarded, make_folder
+from diloco.util.files import replacing, write_json
+
+LIST = pathlib.Path(__file__).with_name("text_packages.txt")
+# A registry that fails this often in a row is left out.
+_TRIES = 3
+_TIMEOUT = 600  # Seconds for one download.
+# Percent of the documents, by the hash of their text; the rest is for training.
+HELD_OUT = {"validation": range(0, 3), "test": range(3, 6)}
+SPLITS = ("train", *HELD_OUT)
+
+
+class Package(NamedTuple):
+  """A line of the list: files whose path contains `part` are read."""
+
+  registry: str
+  name: str
+  part: str = ""
+
+  @property
+  def label(self) -> str:
+    return f"{self.registry}-{self.name}"
+
+  @property
+  def raw(self) -> str:
+    """Name of the file with its prose, another one for another part."""
+    return f"{self.label},{urllib.parse.quote(self.part, safe='')}.jsonl.gz"
+
+
+class Unreachable(Exception):
+  """A package cannot be fetched; the message says why."""
+
+
+def read_list(path: pathlib.Path) -> list[Package]:
+  """Reads `<registry> <package> [<part of the path>]` on each line; # is a comment.
+
+  Raises:
+    ConfigError: a line is of another form, names another registry, or names a package
+      again.
+  """
+  packages = list[Package]()
+  for number, line in enumerate(path.read_text().splitlines(), 1):
+    words = line.partition("#")[0].split()
+    if not words:
+      continue
+    if len(words) not in (2, 3) or words[0] not in FETCH:
+      raise ConfigError(
+        f"{path}, line {number}, is {line!r}; write debian or pypi, a package, and if"
+        " wanted a part of the paths to read."
+      )
+    package = Package(*words)
+    if any(package.label == other.label for other in packages):
+      raise ConfigError(
+        f"{path}, line {number}, is {line!r}, but a line before it names this package;"
+        " keep one of them, with a part that all wanted paths contain."
+      )
+    packages.append(package)
+  return packages
+
+
+def call(command: Sequence[str], folder: pathlib.Path) -> None:
+  """Runs a client of a registry.
+
+  Raises:
+    Unreachable: the client is missing, failed, or took more than _TIMEOUT seconds.
+  """
+  try:
+    ended = subprocess.run(
+      command, cwd=folder, timeout=_TIMEOUT, capture_output=True, text=True, check=False
+    )
+  except FileNotFoundError:
+    raise Unreachable(f"{command[0]} is not installed here") from None
+  except subprocess.TimeoutExpired:
+    raise Unreachable(f"no answer within {_TIMEOUT} seconds") from None
+  if ended.returncode:
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("W")]
+    raise Unreachable((lines or ["no message"])[-1].strip())
+
+
+def fetch_debian(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, str]:
+  """Fetches and unpacks a package of Debian; see FETCH."""
+  # Without the user _apt, root may download into a folder of its own.
+  sandbox = ("-o", "APT::Sandbox::User=root")
+  call(["apt-get", "download", *sandbox, name], folder)
+  (archive,) = folder.glob("*.deb")
+  call(["dpkg-deb", "-x", str(archive), "files"], folder)
+  notice = folder / "files/usr/share/doc" / name / "copyright"
+  text = notice.read_text(errors="replace") if notice.is_file() else ""
+  return archive, archive.name.split("_")[1].replace("%3a", ":"), text
+
+
+def fetch_pypi(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, str]:
+  """Fetches and unpacks a wheel; see FETCH. Other archives would run code of theirs."""
+  wheel = ("--no-deps", "--only-binary=:all:")
+  call([sys.executable, "-m", "pip", "download", "--quiet", *wheel, name], folder)
+  (archive,) = folder.glob("*.whl")
+  with zipfile.ZipFile(archive) as file:
+    file.extractall(folder / "files")
+  (about,) = (folder / "files").glob("*.dist-info/METADATA")
+  return archive, archive.name.split("-")[1], about.read_text()
+
+
+# {registry: function of a package and an empty folder that unpacks into folder/files
+# and returns (archive, version, text that states the licence)}.
+FETCH: Mapping[str, Callable[[str, pathlib.Path], tuple[pathlib.Path, str, str]]] = {
+  "debian": fetch_debian,
+  "pypi": fetch_pypi,
+}
+
+
+def licences(notice: str) -> list[str]:
+  """Returns the names of the licences in a copyright file or a wheel's metadata.
+
+  Names that a machine can read come first; else the files of Debian's common licences
+  that the notice mentions. A notice may state licences of files that were not read.
+  """
+  notice = notice.partition("\n\n# ")[0]  # A wheel's description is no licence.
+  names = re.findall(r"^License(?:-Expression)?: *(\S.*)$", notice, re.MULTILINE)
+  names = [name for name in names if len(name.split()) <= 5]  # Others are sentences.
+  names = names or re.findall(r"^Classifier: License :: (.*)$", notice, re.MULTILINE)
+  names = names or re.findall(r"common-licenses/([\w.+-]*\w)", notice)
+  return sorted({name.strip() for name in names}) or ["see the notice"]
+
+
+def extract(package: Package, raw: pathlib.Path, out: pathlib.Path) -> None:
+  """Fetches a package and writes its prose, with a first line that describes it.
+
+  Raises:
+    Unreachable: the package cannot be fetched.
+  """
+  with tempfile.TemporaryDirectory(dir=out, prefix=".unpacked") as name:
+    folder = pathlib.Path(name)
+    archive, version, notice = FETCH[package.registry](package.name, folder)
+    with archive.open("rb") as file:
+      digest = hashlib.file_digest(file, "sha256").hexdigest()
+    about = {
+      "registry": package.registry,
+      "package": package.name,
+      "version": version,
+      "licences": licences(notice),
+      "archive_bytes": archive.stat().st_size,
+      "archive_sha256": digest,
+    }
+    notices = out / "notices"
+    notices.mkdir(exist_ok=True)
+    (notices / f"{package.label}.txt").write_text(notice)
+    lines = [about, *clean_text.prose_of(folder / "files", package.part)]
+  data = "".join(json.dumps(line) + "\n" for line in lines)
+  with replacing(raw) as out_file:
+    out_file.write(gzip.compress(data.encode(), compresslevel=3, mtime=0))
+
+
+def split_of(document: str) -> str:
+  """Returns the split of a document; it depends on nothing but the document."""
+  number = int(hashlib.sha256(document.encode()).hexdigest()[:8], 16) % 100
+  return next((s for s, range_ in HELD_OUT.items() if number in range_), "train")
+
+
+def add(
+  package: Package, raw: pathlib.Path, out: pathlib.Path, seen: clean_text.Seen
+) -> dict[str, Any]:
+  """Writes the new documents of a package; returns its entry of the manifest."""
+  with gzip.open(raw, "rt", encoding="utf-8") as file:
+    about = json.loads(next(file))
+    lines = [json.loads(line) for line in file]
+  texts = collections.defaultdict[str, list[str]](list)
+  digest = hashlib.sha256()
+  for line in lines:
+    for text in clean_text.documents(line["text"], seen):
+      digest.update(text.encode())
+      row = {"text": text, "package": package.label, "path": line["path"]}
+      texts[split_of(text)].append(json.dumps(row, ensure_ascii=False) + "\n")
+  for split, rows in texts.items():
+    with replacing(out / "text" / split / f"{package.label}.jsonl") as out_file:
+      out_file.write("".join(rows).encode())
+  sizes = {split: _size(rows) for split, rows in sorted(texts.items())}
+  return about | {"sha256": digest.hexdigest(), "splits": sizes}
+
+
+def _size(rows: Sequence[str]) -> dict[str, int]:
+  texts = [json.loads(row)["text"] for row in rows]
+  return {"documents": len(texts), "bytes": sum(len(t.encode()) for t in texts)}
+
+
+def collect(
+  packages: Sequence[Package], out: pathlib.Path, least: float, pause: float
+) -> int:
+  """Adds packages in order until there is text enough; returns the bytes of text.
+
+  Args:
+    least: bytes of text, all splits together, after which no package is added.
+    pause: seconds between two downloads.
+  """
+  # Prose that other rules chose is not kept.
+  rules = hashlib.sha256(pathlib.Path(clean_text.__file__).read_bytes()).hexdigest()
+  raw_folder = out / "raw" / rules[:12]
+  for folder in (raw_folder, *(out / "text" / split for split in SPLITS)):
+    folder.mkdir(parents=True, exist_ok=True)
+  seen, failed = clean_text.Seen(), collections.Counter[str]()
+  entries, total = list[dict[str, Any]](), 0
+  for package in packages:
+    if total >= least:
+      break
+    raw = raw_folder / package.raw
+    if not raw.exists():
+      if failed[package.registry] == _TRIES:
+        continue
+      time.sleep(pause if entries or failed else 0)
+      try:
+        extract(package, raw, out)
+      except Unreachable as reason:
+        failed[package.registry] += 1
+        print(f"{package.label} cannot be fetched ({reason}); left out.", flush=True)
+        continue
+      failed[package.registry] = 0
+    entry = add(package, raw, out, seen)
+    size = sum(split["bytes"] for split in entry["splits"].values())
+    total += size
+    entries.append(entry)
+    print(f"{package.label:<40}{size / 1e6:8.2f}{total / 1e6:9.2f} MB", flush=True)
+  _finish(out, rules, entries)
+  return total
+
+
+def _finish(out: pathlib.Path, rules: str, entries: list[dict[str, Any]]) -> None:
+  """Writes the manifest, and removes files that are not in it."""
+  used = {
+    (split, f"{entry['registry']}-{entry['package']}.jsonl")
+    for entry in entries
+    for split in entry["splits"]
+  }
+  totals = dict[str, dict[str, int]]()
+  for split in SPLITS:
+    for path in (out / "text" / split).iterdir():
+      if (split, path.name) not in used:
+        path.unlink()
+    sizes = [e["splits"][split] for e in entries if split in e["splits"]]
+    totals[split] = {k: sum(s[k] for s in sizes) for k in ("documents", "bytes")}
+  write_json(
+    out / "manifest.json", {"rules": rules, "splits": totals, "packages": entries}
+  )
+
+
+def run(args: argparse.Namespace) -> None:
+  out = make_folder(args.out, "--out")
+  try:
+    packages = read_list(args.packages)
+  except OSError as error:
+    raise ConfigError(f"--packages cannot be read ({error}).") from error
+  total = collect(packages, out, args.megabytes * 1e6, args.pause)
+  if total < args.megabytes * 1e6:
+    raise ConfigError(
+      f"--megabytes is {args.megabytes:g}, but the packages of the list gave"
+      f" {total / 1e6:.1f} MB, which lie in {out}; start again when the registries"
+      " answer, or give a longer list with --packages."
+    )
+  print(f"{out}/manifest.json names {total / 1e6:.1f} MB of text.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="collect_text.py", description=__doc__)
+  add = parser.add_argument
+  add("--out", required=True, help="folder for the text and its manifest")
+  text = "stop after the package that reaches this, in 10^6 bytes of text"
+  add("--megabytes", type=float, default=100, help=text)
+  text = "a list like scripts/experiments/text_packages.txt, the default"
+  add("--packages", type=pathlib.Path, default=LIST, help=text)
+  add("--pause", type=float, default=1, help="seconds between two downloads")
+  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

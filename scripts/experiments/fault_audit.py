@@ -1,0 +1,205 @@
+"""Audits a run of several sites: no round is lost, and all sites agree.
+
+Reads the coordinator's rounds.jsonl, the metrics.jsonl of every site, and the last
+checkpoints of all.
+"""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from sites_run import ROOT
+
+sys.path.insert(0, str(ROOT))
+
+from diloco.config import Config
+from diloco.config.command_line import load_config
+from diloco.sites.calendar import Calendar
+
+# Numbers of a merge that every site computes from the same payloads.
+_SHARED = ("fragment", "sites", "outer_update_norm")
+
+
+@dataclasses.dataclass
+class Audit:
+  """What the logs say.
+
+  Attributes:
+    problems: sentences; empty if all logs agree.
+    rounds, full, fewer: closed rounds, those with all sites, those with fewer.
+    lost: payloads that are missing in the closed rounds.
+    late: payloads that came too late, or for which a round waited in vain.
+    longest_wait_s: the longest that a round waited after its quorum.
+    tokens: behind the contributions that were measured, mean over the fragments.
+    merges: rounds that the sites merged, by their metrics.
+  """
+
+  problems: list[str]
+  rounds: int
+  full: int
+  fewer: int
+  lost: int
+  late: int
+  longest_wait_s: float
+  tokens: float
+  merges: list[int]
+
+
+def config(path: str, fields: Sequence[str]) -> Config:
+  """Resolves the config of a run.
+
+  Args:
+    path: of the config's file, below the repository.
+    fields: flags --config.NAME=VALUE.
+  """
+  return load_config(str(ROOT / path), fields)
+
+
+def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
+  """Reads JSON lines; skips lines that a kill cut short."""
+  if path.exists():
+    for line in path.read_text(errors="replace").splitlines():
+      with contextlib.suppress(ValueError):
+        yield json.loads(line)
+
+
+def audit(
+  folder: pathlib.Path, path: str, fields: Sequence[str], measured: slice
+) -> Audit:
+  """Audits the run in `folder`, which has finished.
+
+  Args:
+    folder: with the workdirs of the coordinator and the sites.
+    path, fields: see `config`.
+    measured: the rounds whose tokens count.
+  """
+  calendar = Calendar(config(path, fields))
+  rounds = [*lines(folder / "coordinator/rounds.jsonl")]
+  found = count(rounds, calendar.sites, calendar.fragments)
+  found.tokens = count(rounds[measured], calendar.sites, calendar.fragments).tokens
+  found.problems += check_rounds(rounds, calendar)
+  by_site = {
+    k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)
+  }
+  for k, records in by_site.items():
+    found.problems += check_site(k, records, rounds, calendar)
+    found.merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
+  found.problems += check_merges(by_site)
+  found.problems += check_states(folder, calendar.sites)
+  return found
+
+
+def count(rounds: list[dict], sites: int, fragments: int) -> Audit:
+  """Sums over rounds.jsonl."""
+  members = [len(r["tokens"]) for r in rounds]
+  tokens = sum(sum(r["tokens"].values()) for r in rounds) / fragments
+  return Audit(
+    problems=[],
+    rounds=len(rounds),
+    full=sum(n == sites for n in members),
+    fewer=sum(n < sites for n in members),
+    lost=sum(sites - n for n in members),
+    late=sum(len(r["late"]) for r in rounds),
+    longest_wait_s=max((r["waited_s"] for r in rounds), default=0.0),
+    tokens=tokens,
+    merges=[],
+  )
+
+
+def check_rounds(rounds: list[dict], calendar: Calendar) -> list[str]:
+  """Checks that every round of the calendar closed once, in order."""
+  numbers = [r["round"] for r in rounds]
+  wanted = [*range(len(calendar.rounds))]
+  problems = []
+  if numbers != wanted:
+    missing, twice = sorted({*wanted} - {*numbers}), len(numbers) - len({*numbers})
+    problems.append(
+      f"rounds.jsonl has {len(numbers)} rounds, not {len(wanted)} in order: missing"
+      f" {missing[:5]}, {twice} twice"
+    )
+  for r in rounds:
+    pair = (r["step"], r["fragment"])
+    if r["round"] < len(wanted) and pair != calendar.rounds[r["round"]]:
+      problems.append(f"round {r['round']} is (step, fragment) {pair}")
+    if r["tokens"].keys() != r["payloads"].keys() or not r["tokens"]:
+      problems.append(
+        f"round {r['round']} has tokens of {[*r['tokens']]}, but payloads"
+        f" of {[*r['payloads']]}"
+      )
+  return problems
+
+
+def check_site(
+  k: int, records: list[dict], rounds: list[dict], calendar: Calendar
+) -> list[str]:
+  """Checks the metrics of a site against rounds.jsonl."""
+  by_number = {r["round"]: r for r in rounds}
+  merged = [r for r in records if r["kind"] == "receive"]
+  problems = []
+  for record in merged:
+    closed = by_number.get(int(record["round"]))
+    own = (record["fragment"], record["sites"])
+    if closed is None:
+      problems.append(f"site {k} merged round {record['round']:g}, which never closed")
+    elif own != (closed["fragment"], len(closed["tokens"])):
+      problems.append(f"site {k} merged round {record['round']:g} as {own}")
+  sent = {(r["step"], r["fragment"]) for r in records if r["kind"] == "send"}
+  steps = [r["step"] for r in records]
+  for r in rounds:
+    # A kill may cut off the last line, but not those before it.
+    if str(k) in r["tokens"] and (r["step"], r["fragment"]) not in sent:
+      problems.append(f"round {r['round']} has a payload that site {k} never sent")
+  if calendar.rounds and max(steps, default=0) < calendar.config.train.steps:
+    problems.append(f"site {k} ended at step {max(steps, default=0)}")
+  return problems
+
+
+def check_merges(records: dict[int, list[dict]]) -> list[str]:
+  """Checks that all sites computed the same numbers from the same round."""
+  seen = dict[int, tuple[int, tuple]]()
+  problems = []
+  for k, of_site in records.items():
+    for record in (r for r in of_site if r["kind"] == "receive"):
+      number = int(record["round"])
+      values = tuple(record.get(name) for name in _SHARED)
+      other, expected = seen.setdefault(number, (k, values))
+      if values != expected:
+        problems.append(
+          f"round {number} gave site {k} {values}, but site {other} {expected}"
+        )
+  return problems
+
+
+def check_states(folder: pathlib.Path, sites: int) -> list[str]:
+  """Compares the outer parameters of the last checkpoints, bit for bit."""
+  found = {k: outer_parameters(folder / f"site-{k}") for k in range(sites)}
+  found[-1] = outer_parameters(folder / "coordinator")
+  problems = []
+  for k, arrays in found.items():
+    if not arrays or arrays.keys() != found[-1].keys():
+      problems.append(f"site {k} has no last checkpoint like that of the coordinator")
+      continue
+    different = [n for n, x in arrays.items() if x.tobytes() != found[-1][n].tobytes()]
+    if different:
+      problems.append(f"site {k} ends with other values of {different[:3]}")
+  return problems
+
+
+def outer_parameters(workdir: pathlib.Path) -> dict[str, np.ndarray]:
+  """Reads the outer parameters and optimizer state of the newest checkpoint."""
+  import jax
+  import orbax.checkpoint as ocp
+
+  from diloco.checkpoint.record import folder_of, steps_of
+
+  for step in steps_of(workdir)[:1]:
+    tree = ocp.StandardCheckpointer().restore(folder_of(workdir) / str(step) / "state")
+    parts = {name: tree[name] for name in ("theta", "outer_opt_state") if name in tree}
+    leaves = jax.tree_util.tree_flatten_with_path(parts)[0]
+    return {f"{step}{jax.tree_util.keystr(p)}": np.asarray(x) for p, x in leaves}
+  return {}

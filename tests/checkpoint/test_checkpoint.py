@@ -1,0 +1,336 @@
+"""Checkpoints that cannot be read or belong to another config, in 1 or 2 processes."""
+
+import contextlib
+import errno
+import json
+import os
+import queue
+import shutil
+import threading
+import types
+
+import conftest
+import damage
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from threads import free_port
+
+from diloco.algorithm.state import TrainState
+from diloco.checkpoint import checkpoints as checkpoint
+from diloco.checkpoint import resume, stored
+from diloco.checkpoint.checkpoints import Record
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
+from diloco.processes.peers import Peers
+
+
+@pytest.fixture
+def c(tiny):
+  return resolve(tiny)
+
+
+@pytest.fixture(autouse=True)
+def small_state(monkeypatch):
+  """Replaces the state of a model by one of two arrays."""
+  monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
+
+
+SHAPE = (40, 30)  # Smaller arrays have no file of their own.
+
+
+def state(value: float) -> TrainState:
+  return TrainState(
+    {"w": jax.numpy.full(SHAPE, value)}, {"n": jax.numpy.int32(1)}, None
+  )
+
+
+def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), None, peers)
+
+
+def save(workdir, c, steps):
+  """Saves checkpoints of these steps; the parameters of each equal its step."""
+  checkpoints = open_checkpoints(workdir, c)
+  for step in steps:
+    checkpoints.save(step, state(step), Record(c.to_dict()))
+    checkpoints.wait()
+  checkpoints.close()
+
+
+def empty(workdir, step: int, part: str = "state") -> None:
+  """Deletes the data of a checkpoint, as if it had not been written completely."""
+  for file in (workdir / "checkpoints" / str(step) / part).rglob("*"):
+    if file.is_file() and (part == "record" or "METADATA" not in file.name):
+      file.unlink()
+
+
+def names(folder) -> list[str]:
+  return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize("part", ["state", "record"])
+def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
+  c, tmp_path, capsys, part
+):
+  save(tmp_path, c, [10, 12])
+  for _ in range(2):  # The second time unreadable/12 exists already.
+    empty(tmp_path, 12, part)
+    checkpoints = open_checkpoints(tmp_path, c)
+    restored = checkpoints.restore()
+    assert (restored.step, restored.record.finished) == (10, False)
+    np.testing.assert_array_equal(restored.state.params["w"], np.full(SHAPE, 10.0))
+    assert checkpoints.latest == 10
+    checkpoints.save(12, state(12), Record(c.to_dict()))
+    checkpoints.wait()
+    assert checkpoints.restore().state.params["w"][0, 0] == 12
+    checkpoints.close()
+  assert names(tmp_path / "checkpoints") == ["10", "12"]
+  assert names(tmp_path / "unreadable") == ["12", "12.1"]
+  assert f"to {tmp_path / 'unreadable' / '12.1'}." in capsys.readouterr().err
+
+
+def test_a_run_does_not_start_again_if_no_checkpoint_can_be_read(c, tmp_path):
+  save(tmp_path, c, [10, 12])
+  empty(tmp_path, 10)
+  empty(tmp_path, 12, "record")
+  checkpoints = open_checkpoints(tmp_path, c)
+  message = r"of steps 12, 10 cannot be read \(of step 12: No such file .*\); choose"
+  with pytest.raises(ConfigError, match=message):
+    checkpoints.restore()
+  assert names(tmp_path / "checkpoints") == ["10", "12"]
+  assert open_checkpoints(tmp_path / "new", c).restore() is None
+
+
+def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
+  save(tmp_path, c, [12])
+  checkpoints = open_checkpoints(tmp_path, c)
+  message = "step 11 cannot be saved since a checkpoint of step 12 is there"
+  with pytest.raises(ConfigError, match=message):
+    checkpoints.save(11, state(11), Record(c.to_dict()))
+
+
+def test_nothing_is_written_where_there_is_no_room(c, tmp_path, monkeypatch):
+  save(tmp_path, c, [10])
+  checkpoints = open_checkpoints(tmp_path, c)
+  with monkeypatch.context() as patch:
+    full = types.SimpleNamespace(total=10**12, free=100)
+    patch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(ConfigError, match=r"it needs 0\.0 MB and 0\.0 MB are free"):
+      checkpoints.save(12, state(12), Record(c.to_dict()))
+  assert names(tmp_path / "checkpoints") == ["10"]
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  checkpoints.close()
+  assert open_checkpoints(tmp_path, c).restore().step == 12
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+  """Lets Orbax's thread fail at the end of a save, when the arrays are written."""
+
+  def fail(handler, directory):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", fail)
+
+
+def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capfd):
+  with contextlib.suppress(ConfigError):
+    save(tmp_path, c, [10])
+  checkpoints = open_checkpoints(tmp_path, c)
+  assert checkpoints.restore() is None
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match=r"step 12 cannot be written \(No space left"):
+    checkpoints.save(14, state(14), Record(c.to_dict()))
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == []
+  assert capfd.readouterr().err == ""
+
+
+def test_an_error_of_the_saving_thread_is_told_by_close(c, tmp_path, full_disk):
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match=r"step 12 cannot be written .* from the start"):
+    checkpoints.close()
+
+
+def test_close_does_not_tell_the_error_again(c, tmp_path, full_disk, monkeypatch):
+  def close(manager):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  # Orbax does so, now and then, after an error in the JSON record.
+  monkeypatch.setattr(ocp.CheckpointManager, "close", close)
+  with pytest.raises(OSError, match="No space left"):
+    open_checkpoints(tmp_path, c).close()
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  with pytest.raises(ConfigError, match="step 12 cannot be written"):
+    checkpoints.wait()
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == []
+
+
+def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
+  class Pair(Peers):
+    """The first of two processes; the other never answers."""
+
+    def __init__(self):
+      super().__init__(0, 2)
+      self.told = queue.Queue()
+
+    def all_gather(self, value):
+      return [value]
+
+    def fail(self, message, code=1):
+      self.told.put((message, code))
+
+  pair = Pair()
+  checkpoints = open_checkpoints(tmp_path, c, pair)
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  message, code = pair.told.get(timeout=60)  # Nobody called `wait` or `save`.
+  assert "step 12 cannot be written (No space left on device)" in message
+  assert code == 2
+
+
+def test_a_part_that_a_kill_left_is_removed(c, tmp_path):
+  save(tmp_path, c, [10])
+  part = tmp_path / "checkpoints" / "12.orbax-checkpoint-tmp"
+  shutil.copytree(tmp_path / "checkpoints" / "10", part)
+  checkpoints = open_checkpoints(tmp_path, c)
+  assert checkpoints.restore().step == 10
+  checkpoints.save(14, state(14), Record(c.to_dict()))
+  checkpoints.close()
+  assert names(tmp_path / "checkpoints") == ["10", "14"]
+
+
+def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
+  save(tmp_path, c, [10])
+  file = tmp_path / "checkpoints" / "10" / "record" / "metadata"
+  record = json.loads(file.read_text())
+  del record["crc32"], record["checksums"], record["config"]["outer"]["fedpart"]
+  file.write_text(json.dumps(record))
+  assert open_checkpoints(tmp_path, c).restore().step == 10
+  tiny.outer.fedpart = True  # The old version had no FedPart.
+  other = open_checkpoints(tmp_path, resolve(tiny))
+  with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True\)"):
+    other.restore()
+
+
+def restore_as_two(workdir, c) -> list:
+  """What each of two processes restores or raises; the processes are threads."""
+  found = [None, None]
+  address = f"localhost:{free_port()}"
+
+  def restore(p: int) -> None:
+    peers = Peers.meet(address, 2, p, 60)
+    checkpoints = open_checkpoints(workdir, c, peers)
+    try:
+      found[p] = checkpoints.restore()
+    except ConfigError as error:
+      found[p] = error
+    peers.close()
+
+  threads = [
+    threading.Thread(target=restore, args=(p,), name=f"process {p}", daemon=True)
+    for p in range(2)
+  ]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+  return found
+
+
+def test_two_processes_skip_a_checkpoint_that_neither_can_read(c, tmp_path):
+  save(tmp_path, c, [10, 12])
+  empty(tmp_path, 12)
+  found = restore_as_two(tmp_path, c)
+  assert [x.step for x in found] == [10, 10]
+  assert names(tmp_path / "unreadable") == ["12"]
+
+
+def test_two_processes_skip_a_checkpoint_with_a_flipped_bit(c, tmp_path):
+  save(tmp_path, c, [10, 12])
+  files = [p for p in (tmp_path / "checkpoints" / "12").rglob("*") if p.is_file()]
+  values = np.asarray(state(12).params["w"]).tobytes()
+  [arrays] = [p for p in files if values in p.read_bytes()]
+  content = arrays.read_bytes()
+  damage.flip(arrays, (content.index(values) + 0.5) / len(content))
+  found = restore_as_two(tmp_path, c)
+  assert [x.step for x in found] == [10, 10]
+
+
+def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
+  c, tmp_path, monkeypatch, capsys
+):
+  save(tmp_path, c, [10, 12])
+  read = stored.read_arrays
+
+  def misread(workdir, step, like):
+    arrays = read(workdir, step, like)
+    if threading.current_thread().name == "process 1" and step == 12:
+      arrays["params"]["w"] = -arrays["params"]["w"]
+    return arrays
+
+  monkeypatch.setattr(stored, "read_arrays", misread)
+  found = restore_as_two(tmp_path, c)
+  assert [x.step for x in found] == [10, 10]
+  assert (
+    capsys.readouterr().err.count("values of params/w are not those that were saved")
+    == 1
+  )
+
+
+@pytest.mark.parametrize("part", ["read_arrays", "read_record"])
+def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
+  c, tmp_path, monkeypatch, part
+):
+  save(tmp_path, c, [10, 12])
+  read = getattr(stored, part)
+
+  def fail_in_one(*args):
+    if threading.current_thread().name == "process 1":
+      raise OSError("stale file handle\nmore")
+    return read(*args)
+
+  monkeypatch.setattr(stored, part, fail_in_one)
+  found = restore_as_two(tmp_path, c)
+  for error in found:
+    assert isinstance(error, ConfigError)
+    assert "step 12 process 1 cannot read (stale file handle) while" in str(error)
+    assert "see that it is the same folder on all machines" in str(error)
+  assert names(tmp_path / "checkpoints") == ["10", "12"]
+
+
+def saved(c) -> dict:
+  return json.loads(json.dumps(resolve(c).to_dict()))
+
+
+def test_a_removed_field_is_a_difference():
+  c = conftest.tiny_config()
+  old = saved(c)
+  old["outer"]["warp"] = 2
+  with pytest.raises(ConfigError, match=r"outer.warp: 2 -> '.absent.'"):
+    resume.check(old, resolve(c), step=3)
+
+
+@pytest.mark.parametrize(
+  ("fields", "before", "warns"),
+  [
+    ({}, 4, True),
+    ({}, 2, False),
+    ({"wire.format": "bf16"}, 4, False),
+    ({"wire.format": "bf16", "wire.compressor": "topk"}, 4, True),
+    ({"algorithm": "data_parallel"}, 4, False),
+  ],
+)
+def test_a_run_that_goes_on_with_other_shards_is_warned(
+  tiny, monkeypatch, fields, before, warns
+):
+  said = []
+  monkeypatch.setattr(resume.logging, "warning", said.append)
+  tiny.update_from_flattened_dict(fields)
+  resume.warn_of_other_shards(resolve(tiny), before, 2)
+  assert [text[:25] for text in said] == ["mesh.fsdp was 4 and is 2:"] * warns

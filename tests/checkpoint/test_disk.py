@@ -1,0 +1,50 @@
+"""Room on the disk is asked for before a checkpoint is written."""
+
+import shutil
+import types
+
+import jax
+import pytest
+
+from diloco.checkpoint import disk
+from diloco.errors import ConfigError
+
+
+def fill(monkeypatch, free: int, total: int = 10**12):
+  usage = types.SimpleNamespace(total=total, free=free)
+  monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+
+
+def test_a_checkpoint_needs_its_values_and_little_more():
+  tree = {"a": jax.numpy.zeros((1000, 1000)), "b": jax.numpy.zeros(4, "bfloat16")}
+  assert 4_000_008 < disk.needed(tree) < 4_010_000
+
+
+def test_a_disk_without_room_is_explained_in_one_sentence(tmp_path, monkeypatch):
+  fill(monkeypatch, free=1_300_000_000)
+  disk.check(tmp_path, 40, 1_300_000_000)
+  with pytest.raises(ConfigError) as error:
+    disk.check(tmp_path, 40, 5_200_000_000)
+  sentence = (
+    f"--workdir is {tmp_path}, where the checkpoint of step 40 cannot be written (No"
+    " space left on device): it needs 5.2 GB and 1.3 GB are free; make room or raise"
+    " the quota, then the same command goes on from the start."
+  )
+  assert str(error.value) == sentence
+  (tmp_path / "checkpoints" / "30").mkdir(parents=True)
+  (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
+  with pytest.raises(ConfigError, match=r"goes on from the checkpoint of step 30\.$"):
+    disk.check(tmp_path, 40, 5_200_000_000)
+
+
+def test_a_file_system_that_does_not_tell_its_size_is_tried(tmp_path, monkeypatch):
+  fill(monkeypatch, free=0, total=0)
+  disk.check(tmp_path, 40, 10**9)
+
+
+def test_a_full_disk_is_explained_wherever_it_is_met():
+  with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError) as caught:
+    full.write(b"metrics")
+  assert "cannot write (No space left on device); make" in disk.explain(caught.value)
+  assert disk.explain(FileNotFoundError("metrics.jsonl")) is None
+  assert disk.explain(ValueError("No space left on device")) is None

@@ -1,0 +1,171 @@
+"""A finished run is extended: train.steps grows."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+from diloco import train
+from diloco.checkpoint import resume
+from diloco.config import changed, resolve
+from diloco.errors import ConfigError
+from diloco.interop.load import load
+from diloco.log import metrics
+
+
+def params(workdir):
+  import jax
+
+  return jax.tree.leaves(load(workdir).params)
+
+
+def assert_same_models(a: pathlib.Path, b: pathlib.Path):
+  for x, y in zip(params(a), params(b)):
+    np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def short(tiny):
+  """Eight steps; the cosine of the learning rate ends after them."""
+  tiny.train.steps, tiny.inner.decay_steps, tiny.checkpoint.keep = 8, 8, 100
+  return tiny
+
+
+@pytest.mark.integration("whole runs")
+@pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
+def test_without_fragments_in_flight_an_extended_run_equals_a_long_run(
+  short, tmp_path, algorithm, capsys
+):
+  short.algorithm = algorithm
+  first = train.train(short, tmp_path / "extended")
+  short.train.steps = 14
+  second = train.train(short, tmp_path / "extended")
+  told = "Extends the run from 8 to 14 steps: the learning rate follows the same sched"
+  assert told in capsys.readouterr().err
+  whole = train.train(short, tmp_path / "whole")
+  assert second["eval_loss"] == whole["eval_loss"] != first["eval_loss"]
+  assert_same_models(tmp_path / "extended", tmp_path / "whole")
+  steps = [r["step"] for r in metrics.read(tmp_path / "extended")]
+  assert steps == list(range(1, 15))
+  # The result of the shorter run is kept.
+  kept = json.loads((tmp_path / "extended" / "summary_8.json").read_text())
+  assert kept["eval_loss"] == first["eval_loss"]
+
+
+@pytest.mark.integration("whole runs")
+def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_path):
+  # The fragments in flight at step 8 were received there; the schedule begins anew.
+  short.overlap.tau = 2
+  train.train(short, tmp_path / "a")
+  short.train.steps, short.checkpoint.every = 16, 1
+  train.train(short, tmp_path / "a")
+  sends = [(r["step"], r["fragment"]) for r in metrics.read(tmp_path / "a", "send")]
+  receives = metrics.read(tmp_path / "a", "receive")
+  assert sends == sorted((4 + t, t % 4) for t in range(13))
+  assert len(receives) == len(sends)
+  # From step 11 on, one fragment arrives and one leaves at every step.
+  for step in range(8, 12):
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for later in range(step + 1, 17):
+      shutil.rmtree(tmp_path / "b" / "checkpoints" / str(later))
+    (tmp_path / "b" / "summary.json").unlink()
+    train.train(short, tmp_path / "b")
+    assert_same_models(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "b")
+
+
+def check(tiny, step=8, **fields) -> str:
+  old = resolve(tiny).to_dict()
+  tiny.update_from_flattened_dict(fields)
+  return resume.check(old, resolve(tiny), step)
+
+
+def test_a_run_continues_with_another_attention(tiny):
+  c = resolve(tiny)
+  other = changed(c, {"model.attention": "xla"})
+  assert resume.check(c.to_dict(), other, step=4) == ""
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *[("seed", 7), ("sync_every", 3), ("replicas", 1), ("algorithm", "diloco")],
+    *[
+      ("outer.learning_rate", 0.7),
+      ("outer.optimizer", "sgd"),
+      ("outer.fedpart", True),
+    ],
+    *[("inner.learning_rate", 0.7), ("inner.clip_norm", 0.5), ("wire.format", "e2m1")],
+    *[("wire.block_size", 32), ("overlap.tau", 2), ("overlap.alpha", 0.25)],
+    *[("fragments.pattern", "sequential"), ("model.qk_norm", False)],
+    *[("train.batch_size", 8), ("data.shuffle_window", 9), ("data.source", "files:/x")],
+  ],
+)
+def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, value):
+  with pytest.raises(ConfigError, match=rf"{field}: .* -> "):
+    check(tiny, **{field: value})
+
+
+def test_a_cosine_is_not_silently_stretched(tiny):
+  tiny.train.steps, tiny.inner.warmup_steps = 8, 0
+  message = (
+    r"train.steps is 16, but the run's cosine ends at step 8; set inner.decay_steps=8"
+    r" to keep .* or inner.decay_steps=16 to stretch it \(the rate jumps from 0.00015"
+    r" to 0.00157 at step 9\)"
+  )
+  with pytest.raises(ConfigError, match=message):
+    check(tiny, **{"train.steps": 16})
+
+
+@pytest.mark.parametrize(
+  ("before", "fields", "told"),
+  [
+    ({}, {"inner.decay_steps": 8}, "the learning rate follows the same schedule."),
+    (
+      {},
+      {"inner.decay_steps": 16},
+      "jumps from 0.00015 to 0.00157, the weight decay changes from 0.125 to 0.0625.",
+    ),
+    (
+      {"inner.final_fraction": 1.0},
+      {},
+      "the same schedule, the weight decay changes from 0.125 to 0.0625.",
+    ),
+    (
+      {"inner.final_fraction": 1.0, "inner.weight_decay": 0.1},
+      {},
+      "the learning rate follows the same schedule.",
+    ),
+  ],
+)
+def test_an_extension_says_what_changes(tiny, before, fields, told):
+  tiny.train.steps, tiny.inner.warmup_steps = 8, 0
+  tiny.update_from_flattened_dict(before)
+  said = check(tiny, **{"train.steps": 16}, **fields)
+  assert said.startswith("Extends the run from 8 to 16 steps: ")
+  assert said.endswith(told)
+
+
+@pytest.mark.parametrize("steps", [98, 11_000])
+def test_a_weight_decay_follows_any_number_of_steps(tiny, steps):
+  assert 1 / steps * steps != 1  # In floats.
+  tiny.train.steps = steps
+  said = check(tiny, **{"train.steps": 2 * steps, "inner.decay_steps": 2 * steps})
+  assert "the weight decay changes" in said
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"train.steps": 7},
+    {"train.steps": 16, "seed": 1},
+    {"train.steps": 16, "inner.decay_steps": 8, "inner.weight_decay": 0.3},
+    {"inner.decay_steps": 6},
+  ],
+)
+def test_other_changes_are_refused(tiny, fields):
+  tiny.train.steps = 8
+  with pytest.raises(ConfigError, match="made with another config"):
+    check(tiny, **fields)

@@ -1,0 +1,147 @@
+"""Damaged files: whoever reads a checkpoint gets what was saved, or an older one."""
+
+import itertools
+import shutil
+
+import damage
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from diloco.algorithm.state import TrainState
+from diloco.checkpoint import checkpoints as checkpoint
+from diloco.checkpoint import stored
+from diloco.checkpoint.record import Record
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.interop import load
+from diloco.mesh.devices import make_mesh
+
+
+def state(value: float) -> TrainState:
+  """A state whose first array has a file of its own, as larger arrays have."""
+  ramp = np.arange(1200, dtype=np.float32).reshape(40, 30) * value
+  params = {"w": jax.numpy.asarray(ramp), "b": jax.numpy.full(3, value, "bfloat16")}
+  return TrainState(params, {"n": jax.numpy.int32(value)}, None)
+
+
+def bits(tree) -> list[bytes]:
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+@pytest.fixture
+def c(tiny, monkeypatch):
+  monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
+  return resolve(tiny)
+
+
+def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), None)
+
+
+@pytest.fixture
+def saved(c, tmp_path):
+  """A run's folder with the checkpoints of steps 10 and 12."""
+  checkpoints = open_checkpoints(tmp_path / "saved", c)
+  for step in (10, 12):
+    checkpoints.save(step, state(step), Record(c.to_dict(), data={"0": [step]}))
+  checkpoints.close()
+  return tmp_path / "saved"
+
+
+# Orbax forgets a coroutine when it cannot read a part of an array.
+@pytest.mark.integration("restores dozens of damaged checkpoints")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
+  newest, found = saved / "checkpoints" / "12", {10: 0, 12: 0}
+  for number, (name, harm) in enumerate(damage.all_of(newest, flips=8)):
+    workdir = tmp_path / str(number)
+    shutil.copytree(saved, workdir)
+    harm(workdir / "checkpoints" / "12")
+    checkpoints = open_checkpoints(workdir, c)
+    step, restored, record = checkpoints.restore()
+    assert bits(restored) == bits(state(step)), name
+    assert record.data == {"0": [step]}, name
+    assert checkpoints.latest == step, name
+    checkpoints.close()
+    found[step] += 1
+  # Some files are not needed: the log of the save, and the trees before they merge.
+  assert min(found.values()) > 20
+
+
+@pytest.mark.slow("restores hundreds of damaged checkpoints")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_flipped_bits_at_many_places(saved, c, tmp_path):
+  newest = saved / "checkpoints" / "12"
+  like = lambda step, record: checkpoint._tree(state(0))
+  for name, harm in damage.all_of(newest, flips=250):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    harm(copy / "checkpoints" / "12")
+    found = stored.read_newest(copy, [12, 10], like, "train again")
+    assert bits(found.arrays) == bits(checkpoint._tree(state(found.step))), name
+    assert found.record.data == {"0": [found.step]}, name
+    shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("part", ["state", "record"])
+def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
+  like = lambda step, record: checkpoint._tree(state(0))
+  for file in (saved / "checkpoints" / "12" / part).rglob("*"):
+    if file.is_file():
+      damage.flip(file, 0.5)
+  with pytest.raises(ConfigError) as error:
+    stored.read_newest(saved, [12], like, "train again")
+  assert "whose checkpoint of step 12 cannot be read (of step 12: " in str(error.value)
+  assert str(error.value).count("\n") == 0
+  assert len(str(error.value)) < 500
+
+
+def test_a_checkpoint_of_an_older_version_is_read(c, tmp_path):
+  # Compressed, and without checksums.
+  manager = ocp.CheckpointManager(tmp_path / "checkpoints")
+  manager.save(
+    7,
+    args=ocp.args.Composite(
+      state=ocp.args.StandardSave(checkpoint._tree(state(7))),
+      record=ocp.args.JsonSave({"config": c.to_dict(), "data": {"0": [7]}}),
+    ),
+  )
+  manager.close()
+  step, restored, record = open_checkpoints(tmp_path, c).restore()
+  assert (step, record.data, record.fsdp) == (7, {"0": [7]}, 1)
+  assert bits(restored) == bits(state(7))
+
+
+def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeypatch):
+  read, alive = stored.read_arrays, []
+
+  def spy(*args):
+    alive.append(sum(x.shape == (40, 30) for x in jax.live_arrays()))
+    return read(*args)
+
+  like = lambda step, record: {"params": {"w": state(0).params["w"]}}
+  changed = itertools.chain(["damaged"], itertools.repeat(None))
+  monkeypatch.setattr(stored, "read_arrays", spy)
+  monkeypatch.setattr(stored, "_changed", lambda *args: next(changed))
+  assert stored.read_newest(saved, [12, 10], like, "train again").step == 10
+  assert alive[0] == alive[1]
+
+
+def test_too_little_memory_is_no_damage(saved, monkeypatch):
+  def fail(*args):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+  monkeypatch.setattr(stored, "read_arrays", fail)
+  with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+    stored.read_newest(saved, [12, 10], lambda *args: {}, "train again")
+
+
+def test_a_file_named_checkpoints_is_refused(c, tmp_path):
+  (tmp_path / "checkpoints").write_text("")
+  message = "where `checkpoints` is a file and not a folder; move it away or choose"
+  with pytest.raises(ConfigError, match=message):
+    open_checkpoints(tmp_path, c)
+  with pytest.raises(ConfigError, match=message):
+    load.load(tmp_path)

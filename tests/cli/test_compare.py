@@ -1,0 +1,168 @@
+"""The table, the picture and the CSV file of several runs."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import tiny_config
+
+from diloco.cli import compare, status
+from diloco.config import resolve
+from diloco.log import look
+from diloco.simulate import wallclock
+from diloco.sites.calendar import config_of
+from diloco.wire.ledger import gradient_bytes
+
+
+def make_run(folder, c, last=12, loss=5.0, sent=100, peak=0):
+  """Writes the files of a run, which sends `sent` bytes after every fourth step."""
+  folder.mkdir(parents=True)
+  (folder / "config.json").write_text(json.dumps(c.to_dict()))
+  with (folder / "metrics.jsonl").open("w") as file:
+    for t in range(1, last + 1):
+      r = {"kind": "step", "step": t, "tokens": t * c.tokens_per_step, "loss": loss}
+      r |= {"bytes_sent": t // 4 * sent, "tokens_per_s": 1000.0, "time": 1.0 * t}
+      r["peak_bytes"] = max(gradient_bytes(c) * c.data_parallel, peak)
+      file.write(json.dumps(r) + "\n")
+      if t % 4 == 0:
+        r = {"kind": "send", "step": t, "fragment": 0, "bytes": sent // 2}
+        file.write(json.dumps(r) + "\n" + json.dumps({**r, "fragment": 1}) + "\n")
+    r = {"kind": "eval", "step": last, "loss_outer": loss - 1}
+    file.write(json.dumps(r) + "\n")
+  return folder
+
+
+def config(**fields):
+  c = tiny_config()
+  c.update(fields)
+  return resolve(c)
+
+
+@pytest.fixture
+def two(tmp_path):
+  """Folders of a streaming run and of a data-parallel run that is not finished."""
+  plain = config(algorithm="data_parallel", seed=3)
+  return [
+    make_run(tmp_path / "streaming", config()),
+    make_run(tmp_path / "plain", plain, last=8, loss=4.0, sent=0),
+  ]
+
+
+def test_the_table_has_what_differs_and_the_results(two):
+  runs = [look.read(folder, folder.name) for folder in two]
+  head, _, *lines = compare.table(runs).splitlines()
+  assert head == "all: M 2, N 41,984"
+  streaming, plain = (line.split() for line in lines[1:])
+  assert streaming[:5] == ["streaming", "streaming", "4", "1", "e3m0"]
+  assert streaming[5:] == ["0", "12", "768", "4.0000", "300", "100", "1,000"]
+  peak = gradient_bytes(runs[1].config)
+  assert plain[:5] == ["plain", "data_parallel", "-", "-", "float32"]
+  assert plain[5:10] == ["3", "8", "of", "12", "512"]
+  assert plain[10:] == ["3.0000", f"{8 * peak:,}", f"{peak:,}", "1,000"]
+
+
+def test_a_field_that_differs_is_a_column(tmp_path):
+  c = tiny_config()
+  c.inner.learning_rate = 0.5
+  folders = [
+    make_run(tmp_path / "a", config()),
+    make_run(tmp_path / "b", resolve(c)),
+  ]
+  text = compare.table([look.read(folder, folder.name) for folder in folders])
+  assert "inner.learning_rate" in text
+  assert "0.5" in text
+
+
+def test_idealised_times_are_those_of_the_wall_clock_model(two):
+  runs = [look.read(folder, folder.name) for folder in two]
+  network = wallclock.Network(1e9, 0.5)
+  seconds, notes = compare.idealised(runs, 8, network)
+  assert "8 chips of 300 TFLOP/s, 1 Gbit/s and 0.5 s" in notes[0]
+  # Per step: 6 N D / (R Q), and 2 bits / W (1 - 1/R) + latency.
+  params = gradient_bytes(runs[1].config) / 4
+  step = 6 * params * 64 / (8 * wallclock.CHIP_FLOPS)
+  exchange = 2 * 32 * params / 1e9 * (1 - 1 / 8) + 0.5
+  assert seconds["plain"] == pytest.approx(step + exchange)
+  assert seconds["streaming"] < 0.2  # One latency in four steps.
+
+
+def test_the_peak_has_the_averages_that_the_run_counted(tmp_path):
+  assert look.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
+  assert look.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
+
+
+def test_sites_are_one_run(tmp_path):
+  c = tiny_config()
+  c.overlap.transport = "sites"
+  whole = resolve(c)
+  for k in (0, 1):
+    make_run(tmp_path / f"run/site-{k}", config_of(whole, k), loss=4.0 + k)
+  run = look.read(tmp_path / "run", "run")
+  assert (run.config.replicas, run.config.tokens_per_step) == (2, whole.tokens_per_step)
+  assert set(run.loss.values()) == {4.5}
+  assert run.tokens_per_s == 2000
+  assert run.sent[12] == 300
+
+
+def test_runs_of_one_algorithm_share_the_colour_and_differ_in_the_line(tmp_path):
+  folders = [make_run(tmp_path / name, config()) for name in "abcde"]
+  runs = [look.read(folder, folder.name) for folder in folders]
+  found = compare.styles(runs)
+  assert len({(tuple(s["color"]), s["ls"]) for s in found}) == 5
+  assert found[0]["color"] == found[3]["color"] != found[4]["color"]
+
+
+def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
+  files = [tmp_path / "new" / name for name in ("x.png", "x.csv")]
+  args = [*map(str, two), f"--out={files[0]}", f"--csv={files[1]}"]
+  assert compare.main(args) == 0
+  assert "plain is not finished" in capsys.readouterr().out
+  assert files[0].read_bytes().startswith(b"\x89PNG")
+  table = pd.read_csv(files[1])
+  assert list(table.columns[:4]) == [
+    "run",
+    "step",
+    "eval/loss_outer",
+    "step/bytes_sent",
+  ]
+  names = ("loss", "peak_bytes", "tokens", "tokens_per_s")
+  assert list(table.columns[4:]) == [f"step/{name}" for name in names]
+  assert list(table["run"]) == ["streaming"] * 12 + ["plain"] * 8
+  assert table["eval/loss_outer"].dropna().tolist() == [4.0, 3.0]
+  np.testing.assert_array_equal(table["step"], [*range(1, 13), *range(1, 9)])
+
+
+@pytest.mark.parametrize(
+  ("args", "message"),
+  [
+    (["{0}", "{0}"], "is given twice"),
+    (["{0}/none"], "has no metrics.jsonl; give the --workdir"),
+    (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
+    (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
+    (["{0}", "--csv={0}/a.png"], "a.png', a folder; give a file name.csv"),
+    (["{0}", "--chips=1"], "--chips is 1; give a number from 2 on"),
+    (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),
+  ],
+)
+def test_mistakes_are_told_in_one_sentence(two, capsys, args, message):
+  (two[0] / "a.png").mkdir(exist_ok=True)
+  assert compare.main([arg.format(two[0]) for arg in args]) == 2
+  error = capsys.readouterr().err
+  assert message in error
+  assert error.count("\n") == 1
+
+
+def test_a_run_without_a_config_is_a_mistake(two, capsys):
+  (two[0] / "config.json").unlink()
+  assert compare.main([str(two[0])]) == 2
+  assert "has neither a config.json nor a checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
+  folder = make_run(tmp_path / "a", config())
+  with (folder / "metrics.jsonl").open("a") as file:
+    file.write('{"kind": "eval", "step": 12, "loss_outer": null}\n')
+  run = look.read(folder, "a")
+  assert "nan" in compare.table([run])
+  assert "held-out     not finite at 12" in status.lines(folder, 0.0)

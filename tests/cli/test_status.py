@@ -1,0 +1,122 @@
+"""The status of runs and coordinators, read from the files that a run leaves so far."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import tiny_config
+
+from diloco.cli import status
+from diloco.config import resolve
+
+NOW = 1_000_000.0
+
+
+def write(folder, records, age=5.0, config=None, name="metrics.jsonl"):
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / name
+  path.write_text("".join(json.dumps(r) + "\n" for r in records))
+  os.utime(path, (NOW - age, NOW - age))
+  if config:
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+
+
+def records(last, rate=100.0):
+  """Records of a run of 64 tokens per step, with an evaluation after step 2."""
+  for t in range(1, last + 1):
+    now = {"tokens": 64 * t, "loss": 9 - t / 10, "tokens_per_s": rate, "time": 2.0 * t}
+    yield {"kind": "step", "step": t, **now}
+    if t == 2:
+      yield {"kind": "eval", "step": t, "loss_outer": 8.5}
+    if t > 4:
+      yield {"kind": "receive", "step": t, "fragment": t % 4}
+
+
+@pytest.fixture
+def config():
+  c = tiny_config()
+  c.eval.every = 2
+  return resolve(c)
+
+
+def told(folder, now=NOW):
+  return dict(line.split(maxsplit=1) for line in status.lines(folder, now))
+
+
+def test_a_run_that_goes_on_tells_all_of_it(tmp_path, config):
+  write(tmp_path, [*records(9), {"kind": "step"}], config=config)
+  (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write('{"kind": "step", "step": 10, "lo')
+  os.utime(tmp_path / "metrics.jsonl", (NOW - 5, NOW - 5))
+  assert told(tmp_path) == {
+    "run": f"{tmp_path}: streaming, M=2, H=4",
+    "step": "9 of 12, 100 tokens/s, 0:00:02 of training left",
+    "loss": "8.1000",
+    "held-out": "8.5000 at 2",
+    "last": told(tmp_path)["last"],
+    "checkpoint": "step 5",
+  }
+  lines = status.lines(tmp_path, NOW)
+  assert "last line    5 s ago" in lines
+  syncs = "fragment 0 at 8, fragment 1 at 9, fragment 2 at 6, fragment 3 at 7"
+  assert f"last sync    {syncs}" in lines
+
+
+@pytest.mark.parametrize(("age", "stopped"), [(59, False), (61, True)])
+def test_a_run_without_new_lines_has_probably_stopped(tmp_path, config, age, stopped):
+  write(tmp_path, records(9), age, config)
+  text = "0:01:01 ago: probably stopped" if stopped else "59 s ago"
+  assert f"last line    {text}" in status.lines(tmp_path, NOW)
+
+
+def test_a_slow_run_has_not_stopped(tmp_path, config):
+  slow = [{**r, "time": 100.0 * r["step"]} for r in records(9)]
+  write(tmp_path, slow, age=1900, config=config)
+  assert "last line    1900 s ago" in status.lines(tmp_path, NOW)
+
+
+def test_a_finished_run_is_told_as_finished(tmp_path, config):
+  write(tmp_path, records(12), age=9000, config=config)
+  (tmp_path / "summary.json").write_text("{}")
+  assert "state        finished" in status.lines(tmp_path, NOW)
+
+
+def test_a_coordinator_tells_who_is_in(tmp_path, config):
+  line = lambda r, step, **sites: {
+    **{"round": r, "fragment": r % 4, "step": step, "late": []},
+    **{"tokens": {k[1:]: 64 for k in sites}, "waited_s": 0.1},
+  }
+  rounds = [line(0, 1, s0=1, s1=1), line(1, 2, s0=1, s1=1), line(2, 3, s0=1)]
+  write(tmp_path, rounds, config=config, name="rounds.jsonl")
+  found = status.lines(tmp_path, NOW)
+  assert "sites        1 of 2 in the last round: 0" in found
+  assert "away         1 since step 2" in found
+  # The four fragments are sent after the steps 4, 5, 6 and 7, then every four steps.
+  assert "round        3 of 9, step 3" in found
+  (tmp_path / "coordinator.json").write_text("{}")  # Of the run before it was extended.
+  assert "state        finished" not in status.lines(tmp_path, NOW)
+  write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
+  assert "state        finished" in status.lines(tmp_path, NOW)
+
+
+def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):
+  for name in ("a", "bb"):
+    write(tmp_path / "runs" / name, records(9), config=config)
+  lines = status.lines(tmp_path, NOW)
+  assert [line.split()[0] for line in lines] == ["a", "bb"]
+  assert all("step 9 of 12" in line for line in lines)
+
+
+def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
+  assert status.main([str(tmp_path)]) == 2
+  assert "where no run has written metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "compare"])
+def test_commands_that_look_at_runs_need_no_jax(command):
+  code = f"import sys, diloco.cli.{command}; print('jax' in sys.modules)"
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert done.stdout == "False\n"

@@ -1,0 +1,278 @@
+"""Loads models from runs and from exports, without the data of the run."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import conftest
+import damage
+import jax
+import numpy as np
+import pytest
+
+from diloco import train
+from diloco.cli import evaluate, export, generate
+from diloco.errors import ConfigError
+from diloco.evaluate import heldout
+from diloco.interop import load as restore
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(
+  scope="module",
+  params=[
+    "streaming",
+    pytest.param("data_parallel", marks=pytest.mark.integration("another whole run")),
+  ],
+)
+def trained(request, tmp_path_factory):
+  """The folder of a run, and the outer parameters of its last evaluation."""
+  workdir = tmp_path_factory.mktemp(request.param)
+  return workdir, train_in(workdir, algorithm=request.param)
+
+
+def train_in(workdir, **fields):
+  """Trains, and returns the outer parameters of the last evaluation."""
+  seen = []
+  evaluate_ = heldout.evaluate
+
+  def spy(params, *args):
+    seen.append(jax.device_get(params))
+    return evaluate_(params, *args)
+
+  c = conftest.tiny_config()
+  c.train.steps, c.log.sample_tokens = 9, 0
+  c.checkpoint.every, c.checkpoint.keep = 4, 5
+  c.update_from_flattened_dict(fields)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(heldout, "evaluate", spy)
+    train.train(c, workdir)
+  return seen[0]  # Before the mean of the replicas and the first replica.
+
+
+def assert_same_bits(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b)):
+    x, y = (np.asarray(v).view(np.uint32) for v in (x, y))
+    np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def test_the_outer_parameters_are_those_that_were_evaluated(trained):
+  workdir, params = trained
+  model = restore.load(workdir)
+  assert (model.step, model.config.train.steps) == (9, 9)
+  assert {x.dtype for x in jax.tree.leaves(model.params)} == {np.dtype("float32")}
+  assert_same_bits(model.params, params)
+
+
+@pytest.mark.integration("whole runs, and a process")
+@pytest.mark.parametrize(
+  "fields",
+  [{"overlap.transport": "host"}, {"outer.offload": True}, {"overlap.eager": True}],
+)
+def test_outer_state_of_hosts_or_of_each_replica_is_loaded(fields, tmp_path, capsys):
+  params = train_in(tmp_path, **fields)
+  assert_same_bits(restore.load(tmp_path).params, params)
+  capsys.readouterr()
+  assert generate.main([f"--workdir={tmp_path}", "--prompt=The", "--tokens=2"]) == 0
+  assert capsys.readouterr().out.startswith("The")
+
+
+def test_an_earlier_checkpoint_and_an_unfinished_run(trained, tmp_path):
+  workdir, params = trained
+  early = restore.load(workdir, step=4)
+  assert early.step == 4
+  assert np.any(early.params["embed"]["tokens"] != params["embed"]["tokens"])
+  shutil.copytree(workdir / "checkpoints" / "4", tmp_path / "checkpoints" / "4")
+  assert_same_bits(restore.load(tmp_path).params, early.params)
+
+
+def test_neither_data_nor_later_fields_nor_devices_are_needed(trained, tmp_path):
+  workdir, params = trained
+  shutil.copytree(workdir, tmp_path / "copy")
+  for file in tmp_path.glob("copy/checkpoints/*/record/metadata"):
+    record = json.loads(file.read_text())
+    record["config"]["data"]["source"] = "files:/nowhere/*.txt"
+    record["config"]["model"]["attention"] = "splash"  # This machine has no TPU.
+    del record["config"]["eval"], record["crc32"]
+    file.write_text(json.dumps(record))
+  model = restore.load(tmp_path / "copy")
+  assert_same_bits(model.params, params)
+  assert model.config.model.attention == "auto"
+
+
+def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
+  workdir, params = trained
+  original = restore.load(workdir)
+  folder = export.export(original, tmp_path / "out")
+  model = restore.load(folder)
+  assert_same_bits(model.params, params)
+  assert model.step == 9
+  mine, run = model.config.to_dict(), original.config.to_dict()
+  assert mine["data"].pop("tokenizer") == str(folder / "tokenizer.model")
+  assert run["data"].pop("tokenizer") == "sotu_2048"
+  assert mine == run
+  # Read without this package, every tensor has its documented name and shape.
+  from safetensors.numpy import load_file
+
+  tensors = load_file(folder / "model.safetensors")
+  assert tensors["blocks.attention.q"].shape == (3, 16, 16)
+  np.testing.assert_array_equal(tensors["embed.tokens"], params["embed"]["tokens"])
+  described = json.loads((folder / "config.json").read_text())
+  assert described["config"]["model"]["num_heads"] == 2
+  # An export of an export is the same export.
+  again = export.export(model, tmp_path / "again")
+  for name in (restore.WEIGHTS, restore.TOKENIZER):
+    assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_export_keeps_every_bit_pattern(trained, tmp_path):
+  model = restore.load(trained[0])
+  bits = np.random.default_rng(0).integers(0, 2**32, (2048, 16), np.uint32)
+  bits[0, :4] = 0x80000000, 1, 0x7FC00123, 0x7F800000  # -0, subnormal, NaN, infinity.
+  model.params["embed"]["tokens"] = bits.view(np.float32)
+  found = restore.load(export.export(model, tmp_path)).params["embed"]["tokens"]
+  np.testing.assert_array_equal(np.asarray(found).view(np.uint32), bits)
+
+
+def test_an_export_that_does_not_fit_its_config(trained, tmp_path):
+  export.export(restore.load(trained[0]), tmp_path)
+  described = json.loads((tmp_path / "config.json").read_text())
+  described["config"]["model"]["qk_norm"] = False
+  (tmp_path / "config.json").write_text(json.dumps(described))
+  with pytest.raises(ValueError, match=r"does not fit its config.json in blo"):
+    restore.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ("file", "content"),
+  [("config.json", b"{"), ("config.json", b"[]"), ("model.safetensors", b"cut short")],
+)
+def test_a_damaged_export_is_refused(trained, tmp_path, file, content):
+  export.export(restore.load(trained[0]), tmp_path)
+  (tmp_path / file).write_bytes(content)
+  with pytest.raises(ValueError, match=r"safetensors cannot be read .*; export again"):
+    restore.load(tmp_path)
+
+
+def test_an_export_never_replaces_the_files_of_a_run(trained, tmp_path):
+  run = tmp_path / "run"
+  shutil.copytree(trained[0], run)
+  before = sorted(path.name for path in run.iterdir())
+  with pytest.raises(ValueError, match=r"a run; give another folder"):
+    export.export(restore.load(run), run)
+  assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp_path):
+  with pytest.raises(ValueError, match="nowhere', but there is no such folder; give"):
+    restore.load(tmp_path / "nowhere")
+  with pytest.raises(ValueError, match="which holds no checkpoint yet; train with"):
+    restore.load(tmp_path)
+  with pytest.raises(ValueError, match=r"step is 5, but .* of steps 4, 8, 9;"):
+    restore.load(trained[0], step=5)
+  copy = tmp_path / "copy"
+  shutil.copytree(trained[0], copy)
+  for step in ("8", "9"):
+    shutil.rmtree(copy / "checkpoints" / step / "state")
+  assert restore.load(copy).step == 4  # The newest complete one.
+  shutil.rmtree(copy / "checkpoints" / "4" / "record")
+  with pytest.raises(ValueError, match=r"of steps 9, 8, 4 cannot be read"):
+    restore.load(copy)
+
+
+@pytest.mark.integration("restores dozens of damaged checkpoints")
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # By Orbax.
+def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
+  if "data_parallel" in str(trained[0]):
+    pytest.skip("one algorithm is enough")
+  models = {step: restore.load(trained[0], step).params for step in (8, 9)}
+  newest, older = trained[0] / "checkpoints" / "9", 0
+  for name, harm in damage.all_of(newest, flips=1):
+    copy = tmp_path / name.replace("/", " ")
+    for step in ("8", "9"):
+      shutil.copytree(newest.parent / step, copy / "checkpoints" / step)
+    harm(copy / "checkpoints" / "9")
+    capsys.readouterr()
+    model = restore.load(copy)
+    assert_same_bits(model.params, models[model.step])
+    said = capsys.readouterr().err
+    assert said.count("\n") == (model.step == 8), name
+    assert said.startswith("The checkpoint of step 9 is damaged (") or not said, name
+    older += model.step == 8
+  assert older > 20
+
+
+@pytest.mark.integration("whole runs, and a process")
+def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):
+  if "data_parallel" in str(trained[0]):
+    pytest.skip("one algorithm is enough")
+  code = (
+    "import sys; from diloco.cli import export;"
+    "from diloco.interop import load as restore;"
+    "from diloco.cli import evaluate;"
+    "m = restore.load(sys.argv[1]); q = m.params['blocks']['attention']['q'];"
+    "assert len(q.sharding.device_set) == 4 and not q.sharding.is_fully_replicated;"
+    "assert m.config.eval.batch_size % 4 == 0; export.export(m, sys.argv[2]);"
+    "evaluate.main(sys.argv[3:])"
+  )
+  devices = "--xla_force_host_platform_device_count=4"
+  env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
+  workdir, out = str(trained[0]), str(tmp_path / "out")
+  items = ROOT / "tests" / "fixtures" / "items.jsonl"
+  args = [f"--workdir={workdir}", f"--tasks={items}"]
+  details = [tmp_path / f"{n}.jsonl" for n in (1, 4)]
+  command = [sys.executable, "-c", code, workdir, out, *args, f"--details={details[1]}"]
+  subprocess.run(command, check=True, cwd=ROOT, env=env, timeout=300)
+  assert_same_bits(restore.load(out).params, trained[1])
+  assert evaluate.main([*args, f"--details={details[0]}"]) == 0
+  one, four = ([json.loads(x) for x in d.read_text().splitlines()] for d in details)
+  assert len(one) == len(four) == 5
+  for a, b in zip(one, four):
+    np.testing.assert_allclose(a["scores"], b["scores"], rtol=1e-5)
+
+
+def test_commands(trained, tmp_path, capsys):
+  if "data_parallel" in str(trained[0]):
+    pytest.skip("one algorithm is enough")
+  out = str(tmp_path / "out")
+  assert export.main([f"--workdir={trained[0]}", f"--output={out}"]) == 0
+  assert "model.safetensors" in capsys.readouterr().out
+  text = []
+  for workdir in (trained[0], out):
+    args = [f"--workdir={workdir}", "--prompt=The nation", "--tokens=6", "--seed=1"]
+    assert generate.main(args) == 0
+    text.append(capsys.readouterr().out)
+  assert text[0] == text[1]
+  assert text[0].startswith("The nation")
+  assert generate.main([f"--workdir={out}", "--top_k=-1"]) == 2
+  assert capsys.readouterr().err == "error: --top_k is -1; it must be at least 0.\n"
+  for flag, message in (
+    ("--temperature=1e-30", "--temperature is 1e-30, which overflows; give 0"),
+    ("--seed=99999999999999999999", "it must have at most 64 bits"),
+    ("--prompt=\udcff", "which is not UTF-8"),
+  ):
+    assert generate.main([f"--workdir={out}", flag]) == 2
+    assert message in capsys.readouterr().err
+  assert export.main([f"--workdir={trained[0]}", "--output="]) == 2
+  assert "--output is empty" in capsys.readouterr().err
+  assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
+  assert "holds no checkpoint yet" in capsys.readouterr().err
+  assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2
+  assert "--output is '/proc/none', where nothing" in capsys.readouterr().err
+  evaluated = [f"--workdir={trained[0]}", "--tasks=piqa", "--details=/proc/none/x"]
+  assert evaluate.main(evaluated) == 2
+  assert "--details is '/proc/none', where nothing" in capsys.readouterr().err
+
+
+def test_an_export_to_a_full_disk_is_one_sentence(trained, tmp_path, monkeypatch):
+  def full(*args, **kinds):
+    raise RuntimeError("I/O error: File too large")  # As safetensors' own error.
+
+  monkeypatch.setattr("safetensors.numpy.save_file", full)
+  with pytest.raises(ConfigError, match=r"can be written \(.*too large\); make room"):
+    export.export(restore.load(trained[0]), tmp_path)

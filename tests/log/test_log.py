@@ -1,0 +1,126 @@
+"""The log fetches metrics one launch late, counts time, and joins all processes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.state import Event
+from diloco.checkpoint.record import Spent
+from diloco.config import resolve
+from diloco.log import metrics
+from diloco.log.log import Log, TrainingDiverged, _join
+from diloco.processes.peers import Peers
+from diloco.wire.ledger import Ledger
+
+
+class OnDevice:
+  """A metric of two replicas on the device, which notes its copies and fetches."""
+
+  ndim, replica_id, index = 1, 0, (slice(None),)
+
+  def __init__(self, name, log: list):
+    self.name, self._log = name, log
+    self.data, self.addressable_shards = self, [self]
+
+  def copy_to_host_async(self):
+    self._log.append(("copy", self.name))
+
+  def __array__(self, dtype=None, copy=None):
+    self._log.append(("fetch", self.name))
+    return np.ones(2)
+
+
+def make_recorder(tiny, workdir, spent=None):
+  c = resolve(tiny)
+  return Log(c, workdir, Ledger(), spent or Spent(), lambda: None, Peers())
+
+
+def stretch(steps: range, log: list):
+  """Arguments of `Log.stretch`: metrics by step, and a send after the last."""
+  made = [InnerMetrics(*[OnDevice(t, log)] * 3) for t in steps]
+  sent = {"outer_grad_norm": OnDevice("send", log)}
+  return steps, made, [Event("send", 0, steps[-1], 10, sent)]
+
+
+def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
+  recorder, log = make_recorder(tiny, tmp_path), []
+  recorder.stretch(*stretch(range(1, 4), log))
+  assert {kind for kind, _ in log} == {"copy"}
+  assert {name for _, name in log} == {1, 2, 3, "send"}
+  log.clear()
+  recorder.stretch(*stretch(range(4, 6), log))
+  assert {name for kind, name in log if kind == "copy"} == {4, 5, "send"}
+  assert {name for kind, name in log if kind == "fetch"} == {1, 2, 3, "send"}
+  log.clear()
+  recorder.flush()
+  assert {name for _, name in log} == {4, 5, "send"}
+  assert [r["step"] for r in metrics.read(tmp_path)] == [1, 2, 3, 4, 5]
+  assert [r["step"] for r in metrics.read(tmp_path, "send")] == [3, 5]
+  recorder.close()
+
+
+def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
+  # Times: the recorder is made, launches 1 to 3 are reported, the time is read.
+  clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])
+  monkeypatch.setattr("diloco.log.log.time.perf_counter", lambda: next(clock))
+  recorder = make_recorder(tiny, tmp_path)
+  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
+  for steps in (range(1, 4), range(4, 7), range(7, 9)):
+    recorder.stretch(steps, [of_step] * len(steps), [])
+  recorder.flush()
+  rates = [r["tokens_per_s"] for r in metrics.read(tmp_path)]
+  tokens = tiny.train.batch_size * tiny.model.seq_len
+  assert rates == [None] * 3 + [3 * tokens / 3] * 3 + [5 * tokens / 5] * 2
+  assert recorder.spent() == Spent(wall_s=17.0, busy_s=5.0, steps=5)
+  recorder.close()
+
+
+def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
+  clock = iter([50.0, 60.0, 62.0, 65.0])
+  monkeypatch.setattr("diloco.log.log.time.perf_counter", lambda: next(clock))
+  saved = Spent(wall_s=100.0, busy_s=10.0, steps=5)
+  recorder = make_recorder(tiny, tmp_path, saved)
+  of_step = InnerMetrics(*[jnp.ones(2)] * 3)
+  for t in (6, 7):
+    recorder.stretch(range(t, t + 1), [of_step], [])
+  recorder.flush()
+  assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
+  recorder.close()
+
+
+def test_only_sends_count_bytes(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  norm = {"outer_grad_norm": jnp.ones(2)}
+  recorder.events([Event("send", 1, 4, 10, norm), Event("receive", 1, 6, 10, norm)])
+  assert recorder.ledger == Ledger({"1": [1, 10]}, peak=10, latest=[4, 10])
+  recorder.flush()
+  assert [r["bytes"] for r in metrics.read(tmp_path, "send")] == [10]
+  assert ["bytes" in r for r in metrics.read(tmp_path, "receive")] == [False]
+  recorder.close()
+
+
+def test_metrics_of_all_processes_are_joined_by_replica():
+  # Process 0 has its own pairs as tuples; those of the others come as JSON.
+  assert _join([[(1, 0.5), (2, 0.5)], [[0, 0.7]]]) == [0.7, 0.5, 0.5]
+  assert _join([3.0, 3.0]) == 3.0
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
+  recorder = make_recorder(tiny, tmp_path)
+  good = InnerMetrics(*[jnp.ones(2)] * 3)
+  recorder.stretch(range(1, 2), [good], [])
+  recorder.stretch(range(2, 3), [good._replace(**{name: jnp.array([1, jnp.inf])})], [])
+  words = {"loss": "loss", "grad_norm": "gradient norm"}[name]
+  with pytest.raises(TrainingDiverged, match=f"{words} of replica 1 is inf at step 2"):
+    recorder.flush()
+
+
+def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  sent = {"outer_grad_norm": jnp.array([jnp.nan, 1])}
+  good = InnerMetrics(*[jnp.ones(2)] * 3)
+  recorder.stretch(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
+  with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
+    recorder.flush()

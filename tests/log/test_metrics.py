@@ -1,0 +1,168 @@
+"""metrics.jsonl survives a kill; dashboards get the same names for the same numbers."""
+
+import json
+import struct
+import sys
+import types
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from diloco import config as config_lib
+from diloco.log import metrics
+
+
+def test_the_last_record_of_a_repeated_step_counts(tmp_path):
+  records = [
+    {"kind": "step", "step": t, "loss": x} for t, x in ((1, 3), (2, 2), (1, 1))
+  ]
+  text = "\n".join(json.dumps(r) for r in records) + '\n{"kind": "st'
+  (tmp_path / "metrics.jsonl").write_text(text)
+  assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
+
+
+class WandbRun:
+  """Takes what a run of Weights & Biases takes."""
+
+  def __init__(self, **kwargs):
+    self.kwargs, self.logged, self.summary = kwargs, [], {}
+
+  def define_metric(self, name, step_metric=None):
+    pass
+
+  def log(self, values):
+    self.logged.append(values)
+
+  def finish(self):
+    pass
+
+
+@pytest.fixture
+def wandb_runs(tiny, monkeypatch):
+  """The runs that were started with the config `tiny`."""
+  runs, tiny.log.wandb_project = [], "project"
+  start = lambda **kwargs: runs.append(WandbRun(**kwargs)) or runs[-1]
+  monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=start))
+  return runs
+
+
+def test_a_resumed_run_continues_its_wandb_run(tiny, tmp_path, wandb_runs):
+  c = config_lib.resolve(tiny)
+  for workdir in ("a", "a", "b"):
+    (tmp_path / workdir).mkdir(exist_ok=True)
+    write(tmp_path / workdir, c, 1)
+  first, again, other = (run.kwargs["id"] for run in wandb_runs)
+  assert first == again != other
+  assert wandb_runs[0].logged == [{"step/loss": 1.0, "inner_step": 1}]
+
+
+def test_wandb_has_the_names_of_tensorboard_the_sample_and_the_results(
+  tiny, tmp_path, wandb_runs
+):
+  writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
+  for record in RECORDS[:-1]:
+    values = {k: v for k, v in record.items() if k not in ("kind", "step")}
+    writer.write(record["kind"], record["step"], values)
+  writer.sample(4, "The people")
+  writer.results({"eval_loss": {"outer": 2.0}})
+  writer.close()
+  (run,) = wandb_runs
+  steps = [record["step"] for record in RECORDS]
+  names = [*NAMES[:-1], {"sample": "The people"}]
+  assert run.logged == [n | {"inner_step": t} for n, t in zip(names, steps)]
+  assert run.summary == {"eval_loss": {"outer": 2.0}}
+  assert run.kwargs["config"]["model"]["dim"] == 16
+
+
+def write(workdir, c, *steps: int) -> None:
+  writer = metrics.MetricsWriter(workdir, c)
+  for step in steps:
+    writer.write("step", step, {"loss": float(step)})
+  writer.close()
+
+
+def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
+  c = config_lib.resolve(tiny)
+  write(tmp_path, c, 1, 2)
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(path.read_text()[:-7])
+  with path.open("ab") as file:
+    file.write(b"\n\xff\xfe not UTF-8\n3\n{}")
+  assert [r["step"] for r in metrics.read(tmp_path)] == [1]
+  write(tmp_path, c, 2, 3)
+  records = [(r["step"], r["loss"]) for r in metrics.read(tmp_path)]
+  assert records == [(1, 1.0), (2, 2.0), (3, 3.0)]
+  # Whole files are left as they are: no empty lines.
+  before = path.read_bytes()
+  write(tmp_path, c)
+  assert path.read_bytes() == before
+
+
+RECORDS = [
+  {
+    "kind": "step",
+    "step": 3,
+    "tokens": 96,
+    "time": 1.7e9,
+    "loss": 2.5,
+    "loss_per_replica": [2.0, 3.0],
+    "tokens_per_s": None,
+  },
+  {"kind": "send", "step": 3, "fragment": 1, "bytes": 9, "outer_grad_norm": [1.0, 2.0]},
+  {"kind": "receive", "step": 4, "fragment": 1, "round": 7, "outer_grad_cosine": 0.25},
+  {"kind": "eval", "step": 4, "loss_outer": 2.0, "perplexity": 7.5},
+  {"kind": "sample", "step": 4, "text": "The people"},
+]
+NAMES = [
+  {
+    "step/tokens": 96,
+    "step/loss": 2.5,
+    "loss_per_replica/replica_0": 2.0,
+    "loss_per_replica/replica_1": 3.0,
+  },
+  {"outer_grad_norm/fragment_1": 1.5},
+  {"outer_grad_cosine/fragment_1": 0.25},
+  {"eval/loss_outer": 2.0, "eval/perplexity": 7.5},
+  {},
+]
+
+
+@pytest.mark.parametrize(("record", "names"), list(zip(RECORDS, NAMES)))
+def test_names_begin_with_the_quantity_and_leave_out_constants(record, names):
+  assert metrics.scalars(record) == names
+
+
+def test_the_numbers_of_one_replica_are_no_second_curve():
+  record = {"kind": "step", "step": 1, "loss": 2.0, "loss_per_replica": [2.0]}
+  assert metrics.scalars(record) == {"step/loss": 2.0}
+
+
+def events(path):
+  """Yields the events of a TensorBoard file."""
+  content = path.read_bytes()
+  while content:
+    (size,) = struct.unpack("<Q", content[:8])
+    yield event_pb2.Event.FromString(content[12 : 12 + size])
+    content = content[16 + size :]
+
+
+def test_tensorboard_has_the_config_the_sample_and_one_tag_per_number(tiny, tmp_path):
+  tiny.log.tensorboard = True
+  writer = metrics.MetricsWriter(tmp_path, config_lib.resolve(tiny))
+  for record in RECORDS[:-1]:
+    values = {k: v for k, v in record.items() if k not in ("kind", "step")}
+    writer.write(record["kind"], record["step"], values)
+  writer.sample(4, "The people\n of")
+  writer.close()
+  (path,) = (tmp_path / "tensorboard").iterdir()
+  found = dict[str, list]()
+  for event in events(path):
+    for value in event.summary.value:
+      found.setdefault(value.tag, []).append((value.simple_value, value.tensor))
+  config = found.pop("config/text_summary")[0][1].string_val[0].decode()
+  assert "    model.dim = 16\n" in config
+  sample = found.pop("sample/text_summary")[0][1].string_val[0].decode()
+  assert sample == "    The people\n     of"
+  assert {tag: x for tag, ((x, _),) in found.items()} == {
+    name: value for names in NAMES for name, value in names.items()
+  }

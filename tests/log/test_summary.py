@@ -1,0 +1,46 @@
+"""The summary: rarely synchronised fragments, and the loss on the test text."""
+
+import jax
+import pytest
+
+from diloco.config import resolve
+from diloco.data import make_eval_set
+from diloco.evaluate import heldout
+from diloco.interop.load import load
+from diloco.log import summary
+from diloco.train import train
+
+
+@pytest.mark.parametrize(
+  ("steps", "said"),
+  [(7, "only 1 time in 7"), (12, "only 2 times in 12"), (14, "only 2"), (15, "")],
+)
+def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
+  # 4 fragments with sync_every=4: the last is sent at steps 7, 11, 15.
+  tiny.train.steps = steps
+  note = summary.note(resolve(tiny))
+  assert said in note
+  assert bool(note) == bool(said)
+  assert ("final_sync" in note) == bool(said)
+  tiny.overlap.eager = True  # Has no final sync.
+  assert "final_sync" not in summary.note(resolve(tiny))
+
+
+@pytest.mark.slow("whole runs")
+def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tmp_path):
+  tiny.eval.test_tokens, tiny.log.sample_tokens = 300, 0
+  found = train(tiny, tmp_path)
+  model = load(tmp_path)
+  with jax.set_mesh(model.mesh):
+    c = model.config
+    sets = [make_eval_set(c, test) for test in (False, True)]
+    own, test = (heldout.evaluate(model.params, s, c.model, model.mesh) for s in sets)
+  assert found["eval_loss"]["outer"] == pytest.approx(own.loss, rel=1e-6)
+  assert found["test_loss"]["outer"] == pytest.approx(test.loss, rel=1e-6)
+  assert abs(own.loss - test.loss) > 1e-3
+  assert len({*found["test_loss"].values()}) == 3  # Outer, mean and first differ.
+
+
+def test_data_parallel_has_no_such_note(tiny):
+  tiny.algorithm, tiny.train.steps = "data_parallel", 1
+  assert summary.note(resolve(tiny)) == ""

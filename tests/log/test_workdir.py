@@ -1,0 +1,57 @@
+"""Looking at folders of runs: lines from the end, configs of old and of new runs."""
+
+import json
+
+import pytest
+
+from diloco.checkpoint.record import Record
+from diloco.config import complete, resolve
+from diloco.errors import ConfigError
+from diloco.log import workdir
+from diloco.sites.calendar import config_of
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("text", [b"", b"\n", b"a", b"ab\ncde\n", b"ab\n\ncde\nfghij"])
+def test_lines_come_from_the_last_to_the_first(tmp_path, monkeypatch, text, block):
+  monkeypatch.setattr(workdir, "_BLOCK", block)
+  (tmp_path / "file").write_bytes(text)
+  found = list(workdir.backwards(tmp_path / "file"))
+  assert found == text.split(b"\n")[::-1]
+
+
+def write(folder, name, value):
+  path = folder / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(value))
+
+
+def test_the_config_of_an_old_run_comes_from_its_newest_checkpoint(tiny, tmp_path):
+  assert workdir.read_config(tmp_path) == {}
+  with pytest.raises(ConfigError, match=r"neither a config\.json nor a checkpoint yet"):
+    workdir.whole_config([tmp_path])
+  for step, seed in ((5, 1), (12, 2)):
+    tiny.seed = seed
+    record = Record(resolve(tiny).to_dict())
+    write(tmp_path, f"checkpoints/{step}/record/metadata", record.to_json())
+  assert workdir.whole_config([tmp_path]).seed == 2
+  tiny.seed = 3
+  write(tmp_path, "config.json", resolve(tiny).to_dict())
+  assert workdir.whole_config([tmp_path]).seed == 3
+
+
+def test_the_configs_of_sites_make_that_of_the_run(tiny, tmp_path):
+  tiny.overlap.transport, tiny.overlap.taus, tiny.data.shards = "sites", (1, 2), 2
+  c = resolve(tiny)
+  folders = [tmp_path / f"site-{k}" for k in (0, 1)]
+  for k, folder in enumerate(folders):
+    write(folder, "config.json", config_of(c, k).to_dict())
+    write(folder, "metrics.jsonl", {})
+  assert workdir.parts_of(tmp_path) == folders
+  assert workdir.parts_of(folders[1]) == folders[1:]
+  found = workdir.whole_config(folders)
+  assert found == complete(c.to_dict() | {"sites": {"count": 2, **FREE}})
+
+
+# A site has the fields of its own group of one.
+FREE = {"quorum": 1, "grace_s": 20.0, "start_s": 300.0}

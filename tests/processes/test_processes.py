@@ -1,0 +1,415 @@
+"""Runs of several processes on this machine, started by diloco/cli/launch_local.py."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import QUICK_TO_COMPILE
+from threads import free_port
+
+from diloco.errors import ConfigError
+from diloco.log import metrics
+from diloco.processes import distributed as processes
+
+ROOT = pathlib.Path(__file__).parents[2]
+# These depend on fsdp: every shard sends the parameters that fsdp does not divide.
+BYTES = ("bytes", "bytes_sent", "peak_bytes")
+KINDS = ("step", "send", "receive")
+# The last payload arrives tau = 2 steps after the last inner step.
+ALL_STEPS, AFTER_42 = range(1, 63), range(43, 63)
+NORMS = ("grad_norm", "grad_norm_per_replica", "update_norm")
+
+
+@pytest.fixture(scope="module")
+def launch():
+  """A function that starts the launcher with n processes and pipes its output."""
+  env = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "XLA_FLAGS": QUICK_TO_COMPILE,
+  }
+  started = []
+
+  def start(n: int, workdir: pathlib.Path, *args: str, devices: int = 1):
+    command = [
+      *(sys.executable, "-m", "diloco.cli.launch_local"),
+      *(f"-n{n}", f"--devices={devices}", "--"),
+      *(f"--config={ROOT / 'tests' / 'process_config.py'}", f"--workdir={workdir}"),
+      *args,
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, text=True, **pipes)
+    started.append(process)
+    return process
+
+  yield start
+  for process in started:
+    stop(process)
+
+
+def stop(process) -> None:
+  """Kills the launcher's processes, by a second signal."""
+  while process.poll() is None:
+    process.terminate()
+    time.sleep(0.5)
+
+
+def finish(process, timeout: float = 1200) -> str:
+  """Waits until the launcher succeeds, and returns its output."""
+  try:
+    output, _ = process.communicate(timeout=timeout)
+  except subprocess.TimeoutExpired:
+    stop(process)
+    raise
+  assert process.returncode == 0, output[-5000:]
+  return output
+
+
+def records(workdir, kind):
+  """All records of a kind, without the fields that depend on time."""
+  left_out = ("kind", "time", "tokens_per_s", "waited_s")
+  return [
+    {k: v for k, v in r.items() if k not in left_out}
+    for r in metrics.read(workdir, kind)
+  ]
+
+
+def assert_same_training(a, b, rtol: float, steps=ALL_STEPS, kinds=KINDS, but=()):
+  """Compares the records of two runs at some steps, without the fields of `but`."""
+  for kind in kinds:
+    ours, theirs = ([r for r in records(w, kind) if r["step"] in steps] for w in (a, b))
+    assert len(ours) == len(theirs) > 0
+    for x, y in zip(ours, theirs):
+      assert x.keys() == y.keys()
+      for name in set(x) - set(but):
+        message = f"{kind} {x['step']} {name}"
+        np.testing.assert_allclose(x[name], y[name], rtol, err_msg=message)
+
+
+def assert_same_losses_at_the_end(a, b):
+  ours, theirs = (json.loads((w / "summary.json").read_text()) for w in (a, b))
+  for which, loss in theirs["eval_loss"].items():
+    assert ours["eval_loss"][which] == pytest.approx(loss, rel=1e-5)
+  for name in ("bytes_sent_per_replica", "peak_bytes_per_sync", "syncs"):
+    assert ours[name] == theirs[name]
+
+
+def rewind(workdir, to):
+  """Copies a run as if it had stopped after its checkpoint of step 42."""
+  shutil.copytree(workdir, to)
+  shutil.rmtree(to / "checkpoints" / "60")
+  (to / "metrics.jsonl").unlink()
+  (to / "summary.json").unlink()
+
+
+def await_path(process, pattern: str, workdir: pathlib.Path) -> None:
+  deadline = time.time() + 900
+  while time.time() < deadline and process.poll() is None:
+    if list(workdir.glob(pattern)):
+      return
+    time.sleep(0.05)
+  stop(process)
+  pytest.fail(f"no {pattern}: {process.communicate()[0][-5000:]}")
+
+
+def pid_of(launcher, index: int) -> int:
+  """The pid of the process with this number among the launcher's children."""
+  children = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+  for pid in children.read_text().split():
+    if f"--process_id={index}" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+      return int(pid)
+  raise LookupError(index)
+
+
+@pytest.fixture(scope="module")
+def one(launch, tmp_path_factory):
+  """Workdir of a run of one process that has the devices of two."""
+  workdir = tmp_path_factory.mktemp("one")
+  finish(launch(1, workdir, devices=2))
+  return workdir
+
+
+@pytest.fixture(scope="module")
+def two(launch, tmp_path_factory):
+  """Workdir and output of an undisturbed run of two processes."""
+  workdir = tmp_path_factory.mktemp("two")
+  output = finish(launch(2, workdir))
+  return workdir, output
+
+
+@pytest.mark.integration("runs of several processes")
+def test_two_processes_train_like_one(one, two):
+  workdir, _ = two
+  assert_same_training(workdir, one, rtol=0)
+  assert_same_losses_at_the_end(workdir, one)
+
+
+@pytest.mark.integration("runs of several processes")
+def test_only_process_0_writes(two):
+  workdir, output = two
+  steps = [r["step"] for r in map(json.loads, (workdir / "metrics.jsonl").open())]
+  assert steps.count(7) == 1
+  said = [line for line in output.splitlines() if line.startswith("[1]")]
+  assert [line for line in said if "Gloo" not in line] == []
+  assert len(re.findall("evaluation", output)) == 1
+
+
+@pytest.mark.slow("runs that go on elsewhere")
+def test_a_run_of_two_processes_goes_on_in_one_on_four_devices(launch, two, tmp_path):
+  rewind(two[0], tmp_path / "run")
+  output = finish(launch(1, tmp_path / "run", "--config.mesh.fsdp=2", devices=4))
+  assert "Going on from the checkpoint of step 42" in output
+  assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
+
+
+@pytest.mark.slow("runs that go on elsewhere")
+def test_a_run_of_two_processes_goes_on_in_four(launch, two, tmp_path):
+  rewind(two[0], tmp_path / "run")
+  finish(launch(4, tmp_path / "run", "--config.mesh.fsdp=2"))
+  assert_same_training(tmp_path / "run", two[0], rtol=2e-4, steps=AFTER_42, but=BYTES)
+
+
+FOUR = "--config.replicas=4"
+FP32 = "--config.wire.format=fp32"
+
+
+@pytest.fixture(scope="module")
+def four_in_one_process(launch, tmp_path_factory):
+  """Workdirs of runs of four replicas in one process, by devices and wire format."""
+  workdir = tmp_path_factory.mktemp("four")
+  finish(launch(1, workdir / "4 devices, codes", FOUR, devices=4))
+  finish(launch(1, workdir / "1 device, codes", FOUR))
+  finish(launch(1, workdir / "1 device, fp32", FOUR, FP32))
+  return workdir
+
+
+@pytest.mark.slow("four processes")
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_four_processes_train_like_one_with_the_same_devices(
+  launch, four_in_one_process, tmp_path, transport
+):
+  finish(launch(4, tmp_path, FOUR, f"--config.overlap.transport={transport}"))
+  # Every device has one replica and runs the same programs: no bit may differ.
+  assert_same_training(tmp_path, four_in_one_process / "4 devices, codes", rtol=0)
+
+  # One device with four replicas has larger arrays, and so other kernels, which round
+  # the last bits differently. Nothing else differs before the first payload arrives.
+  one_device = four_in_one_process / "1 device, codes"
+  early = {"steps": range(1, 6), "kinds": ("step", "send")}
+  assert_same_training(tmp_path, one_device, rtol=2e-6, **early)
+  # Then codes amplify the rounding: a value next to the middle of two codes may get
+  # the other code. Measured: the first outer gradients differ by 5e-7 of their norm,
+  # and 1 code of 157,120 differs; later at most 100 codes of a send differ. The two
+  # codes differ by 2/3 of the value between them (e3m0). So the outer gradient that is
+  # sent differs by about 2/3 sqrt(100 / 157,120) of its norm. Norms may differ as much,
+  # losses much less.
+  moved = 2 / 3 * (100 / 157_120) ** 0.5
+  assert_same_training(tmp_path, one_device, rtol=moved)
+  assert_same_training(tmp_path, one_device, rtol=2e-4, kinds=("step",), but=NORMS)
+  assert_same_losses_at_the_end(tmp_path, one_device)
+
+
+@pytest.mark.slow("four processes")
+@pytest.mark.parametrize("transport", ["device", "host"])
+def test_four_processes_train_like_one_device_without_codes(
+  launch, four_in_one_process, tmp_path, transport
+):
+  finish(launch(4, tmp_path, FOUR, FP32, f"--config.overlap.transport={transport}"))
+  # No codes amplify the rounding, so it stays in the last bits at all steps.
+  assert_same_training(tmp_path, four_in_one_process / "1 device, fp32", rtol=2e-6)
+
+
+LATE = """
+import sys, time
+import conftest, jax, numpy as np
+from diloco.algorithm.plan import make_plan
+from diloco.config import resolve
+from diloco.model import sharding
+from diloco.run import processes
+from diloco.mesh.devices import make_mesh
+from diloco.wire.exchange import encoded
+
+i = int(sys.argv[1])
+peers = processes.initialize(sys.argv[2], 2, i)
+c = conftest.tiny_config()
+c.overlap.transport = "host"
+c = resolve(c)
+mesh = make_mesh(c)
+with jax.set_mesh(mesh):
+  transport = make_plan(c, mesh).transport
+  transport.connect()
+  time.sleep(35 * i)
+  own = np.full((2, 1, 8), i, np.uint8)
+  found = transport.carry(sharding.place(own, encoded(mesh)))
+  print(np.asarray(found.addressable_data(0))[:, 0, 0].tolist(), flush=True)
+peers.close()
+"""
+
+
+@pytest.mark.slow("waits 35 seconds")
+def test_a_process_may_come_late_to_the_first_exchange():
+  # Gloo waits at most half a minute for a connection.
+  env = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
+  address = f"localhost:{free_port()}"
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", LATE, str(i), address],
+      **{"env": env, "text": True, "stdout": subprocess.PIPE},
+    )
+    for i in range(2)
+  ]
+  try:
+    found = [p.communicate(timeout=300)[0] for p in processes]
+  finally:
+    for p in processes:
+      p.kill()
+  assert all(output.endswith("[0, 1]\n") for output in found), found
+
+
+@pytest.mark.slow("whole runs of processes")
+def test_data_parallel_on_two_processes_trains_like_on_one(launch, tmp_path):
+  args = ("--config.algorithm=data_parallel", "--config.train.steps=10")
+  for n in (1, 2):
+    finish(launch(n, tmp_path / str(n), *args))
+  ours, theirs = (
+    [r["loss"] for r in records(tmp_path / n, "step")] for n in ("1", "2")
+  )
+  np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+
+
+@pytest.mark.integration("starts two processes")
+def test_the_same_command_goes_on_after_a_process_was_killed(launch, two, tmp_path):
+  run = launch(2, tmp_path)
+  await_path(run, "checkpoints/21/_CHECKPOINT_METADATA", tmp_path)
+  os.kill(pid_of(run, 1), signal.SIGKILL)
+  output, _ = run.communicate(timeout=600)
+  # The launcher's exit code is that of the process that it sees end first.
+  assert run.returncode in (1, 128 + signal.SIGKILL), output[-5000:]
+  assert "[0] error: process 1 of 2 is gone. The same command goes on from" in output
+  assert not (tmp_path / "summary.json").exists()
+  assert "Going on from the checkpoint of step" in finish(launch(2, tmp_path))
+  assert_same_training(tmp_path, two[0], rtol=0)
+
+
+@pytest.mark.slow("kills processes during an exchange")
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_killed_during_an_exchange_ends_the_others(launch, tmp_path, killed):
+  args = ("--config.overlap.transport=host", "--config.train.steps=120")
+  run = launch(2, tmp_path / "run", *args)
+  await_path(run, "run/checkpoints/21/_CHECKPOINT_METADATA", tmp_path)
+  victim = pid_of(run, killed)
+  os.kill(victim, signal.SIGSTOP)
+  time.sleep(6)  # The other process goes on to its next exchange, and waits there.
+  os.kill(victim, signal.SIGKILL)
+  output, _ = run.communicate(timeout=600)
+  assert f"process {killed} ended with signal 9." in output
+  # If process 0 is gone, JAX may abort the other before it says why.
+  lost = f"error: process {killed} of 2 is gone. The same command goes on from"
+  by_jax = killed == 0 and "Terminating process" in output
+  ends = "(code 1|signal 6)" if by_jax else "code 1"
+  assert f"[{1 - killed}] {lost}" in output or by_jax, output[-5000:]
+  assert re.search(f"process {1 - killed} ended with {ends}\\.", output), output[-5000:]
+  assert not (tmp_path / "run" / "summary.json").exists()
+  if killed == 1:
+    output = finish(launch(2, tmp_path / "run", *args))
+    assert "Going on from the checkpoint of step" in output
+    finish(launch(2, tmp_path / "undisturbed", *args))
+    again, once = (
+      json.loads((tmp_path / name / "summary.json").read_text())
+      for name in ("run", "undisturbed")
+    )
+    assert again["eval_loss"] == once["eval_loss"]
+    assert_same_training(tmp_path / "run", tmp_path / "undisturbed", rtol=0)
+
+
+@pytest.mark.slow("stops processes, then goes on")
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_one_process_saves_the_same_step_on_all(
+  launch, two, tmp_path, signum
+):
+  run = launch(2, tmp_path, "--config.checkpoint.every=0")
+  await_path(run, "metrics.jsonl", tmp_path)
+  while not (tmp_path / "metrics.jsonl").stat().st_size:
+    assert run.poll() is None
+    time.sleep(0.05)
+  os.kill(pid_of(run, 1), signum)
+  output, _ = run.communicate(timeout=600)
+  assert run.returncode == (130 if signum == signal.SIGINT else 0), output[-5000:]
+  assert "Traceback" not in output
+  [step] = re.findall(r"SIGTERM: saved step (\d+)", output)  # Process 0 got SIGTERM.
+  assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [step]
+  finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
+  assert_same_training(tmp_path, two[0], rtol=0)
+
+
+@pytest.mark.slow("stops processes, then goes on")
+def test_an_interrupt_of_the_launcher_saves_once(launch, two, tmp_path):
+  run = launch(2, tmp_path, "--config.checkpoint.every=0")
+  await_path(run, "metrics.jsonl", tmp_path)
+  while not (tmp_path / "metrics.jsonl").stat().st_size:
+    assert run.poll() is None
+    time.sleep(0.05)
+  run.send_signal(signal.SIGINT)
+  output, _ = run.communicate(timeout=600)
+  assert run.returncode == 130, output[-5000:]
+  assert len(re.findall(r"Ctrl-C: saved step \d+", output)) == 1
+  assert "Traceback" not in output
+  finish(launch(2, tmp_path, "--config.checkpoint.every=0"))
+  assert_same_training(tmp_path, two[0], rtol=0)
+
+
+@pytest.mark.integration("starts two processes")
+def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
+  run = launch(2, tmp_path, "--config.train.batch_size=3")
+  output, _ = run.communicate(timeout=600)
+  assert run.returncode == 2
+  assert "error: train.batch_size is 3" in output
+
+
+@pytest.mark.parametrize(
+  "given",
+  [(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2), ("localhost", 2, 0)],
+)
+def test_incomplete_or_wrong_flags_are_refused(given):
+  flags = r"--coordinator \(of a site: --process0\) is {}, --num_processes {} and"
+  shown = flags + " --process_id {}; give host:port"
+  with pytest.raises(ConfigError, match=shown.format(*given)):
+    processes.initialize(*given)
+
+
+def test_auto_without_a_cluster_is_refused(monkeypatch):
+  for name in list(os.environ):
+    if name.startswith(("SLURM_", "OMPI_", "TPU_", "JAX_COORDINATOR")):
+      monkeypatch.delenv(name)
+  with pytest.raises(ConfigError, match="neither Slurm, Open MPI, GKE nor Cloud TPU"):
+    processes.initialize(None, None, None, auto=True)
+
+
+def test_auto_finds_slurm(monkeypatch):
+  for name, value in {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+    "SLURM_NTASKS": "1",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+  }.items():
+    monkeypatch.setenv(name, value)
+  assert processes.initialize(None, None, None, auto=True).count == 1
+
+
+@pytest.mark.parametrize(
+  "script", ["slurm.sh", "slurm_one_node.sh", "tpu_multislice.sh"]
+)
+def test_scripts_are_valid_shell(script):
+  subprocess.run(["bash", "-n", ROOT / "scripts" / "launchers" / script], check=True)

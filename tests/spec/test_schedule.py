@@ -1,0 +1,177 @@
+"""The partition into fragments and the schedule, against the paper's examples."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.spec.schedule import Fragment, Schedule, make_fragments
+
+
+def test_patterns_match_figure_2():
+  strided = make_fragments(6, 2, "strided")
+  assert [f.layers for f in strided] == [(0, 3), (1, 4), (2, 5), ()]
+  sequential = make_fragments(6, 2, "sequential")
+  assert [f.layers for f in sequential] == [(0, 1), (2, 3), (4, 5), ()]
+  assert [f.rest for f in strided] == [(), (), (), ("embed",)]
+  assert make_fragments(3, 1, embedding="first")[0] == Fragment((), ("embed",))
+  assert make_fragments(2, 1, "whole") == (Fragment((0, 1), ("embed",)),)
+
+
+@given(
+  n=st.integers(1, 40),
+  size=st.integers(1, 40),
+  pattern=st.sampled_from(["strided", "sequential", "whole"]),
+  embedding=st.sampled_from(["first", "last"]),
+)
+def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):
+  fragments = make_fragments(n, min(size, n), pattern, embedding)
+  layers = [layer for f in fragments for layer in f.layers]
+  assert sorted(layers) == list(range(n))
+  assert sum(len(f.rest) for f in fragments) == 1
+  if pattern != "whole":
+    assert len(fragments) == -(-n // min(size, n)) + 1
+    assert max(len(f.layers) for f in fragments) <= min(size, n)
+    # At most two shapes of block fragment, whatever P: compiled programs do
+    # not grow with it.
+    assert len({len(f.layers) for f in fragments if f.layers}) <= 2
+
+
+def test_a_fragment_takes_its_share_of_the_parameters_shapes():
+  shapes = {
+    "blocks": {"ff": {"up": (6, 8, 32)}, "norm": (6, 8)},
+    "embed": {"tokens": (100, 8)},
+  }
+  blocks = {"ff": {"up": (2, 8, 32)}, "norm": (2, 8)}
+  assert Fragment((1, 4)).shapes(shapes) == {"blocks": blocks}
+  assert Fragment((), ("embed",)).shapes(shapes) == {"embed": shapes["embed"]}
+  assert Fragment(tuple(range(6)), ("embed",)).shapes(shapes) == shapes
+
+
+def test_the_schedule_matches_the_papers_example():
+  schedule = Schedule(num_fragments=2, sync_every=100, taus=(0, 0))
+  sends = {p: [t for t in range(1, 400) if schedule.is_sent(p, t)] for p in (0, 1)}
+  assert sends == {0: [100, 200, 300], 1: [150, 250, 350]}
+
+
+schedules = st.integers(1, 30).flatmap(
+  lambda h: st.builds(
+    Schedule,
+    num_fragments=st.integers(1, 12),
+    sync_every=st.just(h),
+    taus=st.lists(st.integers(0, h - 1), min_size=1, max_size=3).map(tuple),
+  )
+)
+
+
+@given(schedules)
+def test_each_sent_fragment_arrives_once_at_each_replica(schedule):
+  steps = 4 * schedule.sync_every
+  sent = [(p, t) for t in range(1, steps + 1) for p in schedule.sends(t)]
+  arrived: dict = {}
+  for t in range(1, steps + schedule.sync_every + 1):
+    for p, mask in schedule.arrivals(t):
+      for m, yes in enumerate(mask):
+        if yes:
+          arrived.setdefault((p, t - schedule.taus[m]), []).append(m)
+          assert (t == t - schedule.taus[m] + min(schedule.taus)) or (
+            not schedule.is_outer_step(p, t) or schedule.taus[m] == min(schedule.taus)
+          )
+  for key in sent:
+    assert sorted(arrived[key]) == list(range(len(schedule.taus)))
+
+
+@given(schedules, st.integers(1, 120), st.integers(0, 30))
+def test_nothing_arrives_that_the_last_step_did_not_send(schedule, last, after):
+  t = last + after
+  expected = {}
+  for sent in range(1, last + 1):
+    for p in schedule.sends(sent):
+      mask = tuple(sent + tau == t for tau in schedule.taus)
+      if any(mask):
+        expected[p] = mask
+  assert dict(schedule.arrivals(t, last_send=last)) == expected
+
+
+@given(schedules, st.integers(1, 120))
+def test_fragments_in_flight_are_sent_and_not_yet_updated(schedule, t):
+  expected = {}
+  for p in range(schedule.num_fragments):
+    for s in range(1, t + 1):
+      if schedule.is_sent(p, s) and s + min(schedule.taus) > t:
+        expected[p] = s
+  assert schedule.in_flight(t) == expected
+
+
+@given(schedules, st.integers(0, 120))
+def test_next_to_send_equals_a_search(schedule, t):
+  h = schedule.sync_every
+  for s in range(max(t, 1), t + 3 * h + 1):
+    if schedule.sends(s):
+      assert list(schedule.next_to_send(max(t, 1))) == schedule.sends(s)
+      break
+
+
+@given(schedules)
+def test_every_fragment_is_next_at_some_step(schedule):
+  groups = schedule.groups()
+  assert [p for group in groups for p in group] == list(range(schedule.num_fragments))
+  h = schedule.sync_every
+  assert {schedule.next_to_send(t) for t in range(h + 1, 2 * h + 1)} == set(groups)
+
+
+@given(schedules)
+def test_no_fragment_is_sent_before_a_full_round(schedule):
+  for p in range(schedule.num_fragments):
+    sends = [t for t in range(1, 5 * schedule.sync_every) if schedule.is_sent(p, t)]
+    assert sends[0] >= schedule.sync_every
+    assert {b - a for a, b in itertools.pairwise(sends)} <= {schedule.sync_every}
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_fragment_has_a_layer_and_is_no_larger_than_the_model(size):
+  message = (
+    f"fragments.size is {size}, but the model has 4 layers; choose a size from 1 to 4"
+  )
+  with pytest.raises(ValueError, match=message):
+    make_fragments(4, size=size)
+
+
+@given(schedules, st.integers(0, 200))
+def test_num_sends_equals_a_count_over_all_steps(schedule, steps):
+  for p in range(schedule.num_fragments):
+    walked = sum(schedule.is_sent(p, t) for t in range(1, steps + 1))
+    assert schedule.num_sends(p, steps) == walked
+
+
+@pytest.mark.parametrize("tau", [-1, 5, 6])
+def test_tau_must_lie_between_zero_and_h(tau):
+  message = f"overlap.tau is {tau}, but sync_every is 5; tau must lie in 0..4,"
+  with pytest.raises(ValueError, match=message):
+    Schedule(2, 5, (0, tau))
+
+
+@given(p=st.integers(1, 6), h=st.integers(1, 12), data=st.data())
+def test_the_steps_that_hide_an_exchange_end_at_the_next_event(p, h, data):
+  taus = tuple(data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=3)))
+  schedule = Schedule(p, h, taus)
+  happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
+  hiding = [schedule.hiding_steps(t) for t in range(1, 6 * h)]
+  assert schedule.longest_hiding == max(hiding)
+  for t, k in enumerate(hiding[: 4 * h], start=1):
+    if not schedule.sends(t) or min(taus) == 0:
+      assert k == 0
+      continue
+    assert 1 <= k <= min(taus)
+    assert happens(t + k)
+    assert not any(happens(s) for s in range(t + 1, t + k))
+
+
+def test_what_was_drained_is_not_sent_or_received_again():
+  """H=4, P=2, tau=3: at step 8 fragment 0 was sent, and the drain received it."""
+  extended = Schedule(2, 4, (3, 3), drained=8)
+  assert Schedule(2, 4, (3, 3)).sends(8) == [0]
+  assert not extended.sends(8)
+  assert not extended.in_flight(8)
+  assert [t for t in range(8, 15) if extended.sends(t)] == [10, 12, 14]

@@ -1,0 +1,95 @@
+"""A config that leaves tokenizer and vocabulary open takes those of its data."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from diloco import config as config_lib
+from diloco import data as data_lib
+from diloco.data.prepare import tokenize as prepare
+from diloco.errors import ConfigError
+
+SHIPPED = pathlib.Path(data_lib.__file__).parent / "tokenizers/sotu_2048.model"
+
+
+def run_in_line(make, todo, *_):
+  for unit in todo:
+    make(unit)
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+  """Prepares both splits of a text with a copy of the shipped tokenizer."""
+  monkeypatch.setattr(prepare, "run_units", run_in_line)
+  (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {i}." for i in range(60)))
+  model = shutil.copy(SHIPPED, tmp_path / "own.model")
+  for split, name in (("train", "train"), ("eval", "validation")):
+    folder = tmp_path / "tokens" / name
+    prepare.tokenize(f"paragraphs:{tmp_path}/text.txt", split, str(model), folder)
+  (tmp_path / "own.model").unlink()
+  return tmp_path / "tokens"
+
+
+def test_the_folder_of_prepared_data_is_all_that_training_needs(tiny, prepared):
+  tiny.data.source, tiny.model.vocab_size = f"arrays:{prepared}", 0
+  c = config_lib.resolve(tiny)
+  assert c.data.tokenizer == str(prepared / "train/tokenizer.model")
+  assert c.model.vocab_size == 2048
+  assert config_lib.resolve(c) == config_lib.complete(c.to_dict()) == c
+  iterator = data_lib.make_train_iterator(c)
+  assert next(iterator).shape == (2, 2, 16)
+  iterator.close()
+  assert data_lib.make_eval_set(c).num_bytes > 0
+
+
+def test_data_without_a_copy_of_their_tokenizer_name_it(tiny, prepared):
+  (prepared / "train/tokenizer.model").unlink()
+  path = prepared / "train/manifest.json"
+  manifest = json.loads(path.read_text())
+  manifest["tokenizer"]["name"] = "sotu_2048"
+  path.write_text(json.dumps(manifest))
+  tiny.data.source = f"arrays:{prepared}"
+  c = config_lib.resolve(tiny)
+  assert c.data.tokenizer == "sotu_2048"
+  data_lib.make_train_iterator(c).close()
+
+
+def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
+  tiny.data.source, tiny.model.vocab_size = f"arrays:{prepared}", 4096
+  c = config_lib.resolve(tiny)
+  assert c.model.vocab_size == 4096
+  data_lib.make_train_iterator(c).close()
+  tiny.model.vocab_size = 2000
+  with pytest.raises(ConfigError, match="at least 2048, or set 0 for exactly as many"):
+    data_lib.make_train_iterator(config_lib.resolve(tiny))
+  other = bytearray(SHIPPED.read_bytes()) + b"\x12\x00"  # An empty protobuf message.
+  (prepared / "other.model").write_bytes(other)
+  tiny.model.vocab_size, tiny.data.tokenizer = 0, str(prepared / "other.model")
+  c = config_lib.resolve(tiny)
+  assert (c.model.vocab_size, c.data.tokenizer) == (2048, str(prepared / "other.model"))
+  message = r"tokenizer own.model .*; set data.tokenizer to the first one \(empty: that"
+  with pytest.raises(ConfigError, match=message):
+    data_lib.make_train_iterator(c)
+
+
+def test_text_takes_the_vocabulary_of_its_tokenizer(tiny):
+  tiny.model.vocab_size = 0
+  c = config_lib.resolve(tiny)
+  assert (c.data.tokenizer, c.model.vocab_size) == ("sotu_2048", 2048)
+  tokenizer = data_lib.load_tokenizer(c.data.tokenizer)
+  assert tokenizer.vocab_size == 2048
+
+
+def test_a_tokenizer_without_permission_is_named(tiny, tmp_path, monkeypatch):
+  """Root may read everything, so the test replaces the refusal of the system."""
+  tiny.data.tokenizer, tiny.model.vocab_size = str(tmp_path / "a.model"), 0
+  (tmp_path / "a.model").touch()
+
+  def refuse(path):
+    raise PermissionError(13, "Permission denied", str(path))
+
+  monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+  with pytest.raises(ConfigError, match=r"a.model', which cannot be read \(Permission"):
+    config_lib.resolve(tiny)

@@ -1,0 +1,127 @@
+"""Configs and scripts are found from any folder, in a clone and in a wheel."""
+
+import pathlib
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from diloco.config import command_line
+from diloco.errors import ConfigError
+from diloco.util import command, shipped
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(params=["clone", "wheel"])
+def package(request, monkeypatch, tmp_path):
+  """The folder of the package, as it lies in a clone and as a wheel installs it."""
+  made = ROOT / "diloco"
+  if request.param == "wheel":
+    made = tmp_path / "site-packages/diloco"
+    build = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for source, target in {"diloco": "diloco", **build["force-include"]}.items():
+      copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+      (made.parent / target).parent.mkdir(parents=True, exist_ok=True)
+      copy(ROOT / source, made.parent / target)
+  monkeypatch.setattr(shipped, "PACKAGE", made)
+  (tmp_path / "empty").mkdir()
+  monkeypatch.chdir(tmp_path / "empty")
+  return shipped.PACKAGE
+
+
+@pytest.mark.parametrize(
+  "name", ["sample", "sample.py", "configs/sample.py", "diloco/configs/sample.py"]
+)
+def test_a_config_is_found_by_each_of_its_names(package, name):
+  inside = package / "configs" / "sample.py"
+  expected = inside if inside.exists() else ROOT / "configs" / "sample.py"
+  assert shipped.find(name) == str(expected)
+  assert command_line.load_config(name).model.dim == 128
+  values = flags.FlagValues()
+  argv = ["program", "-config", name, "--config.seed=3"]
+  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  command_line._parse(values, argv)
+  assert (values["config"].value.seed, values["config"].value.model.dim) == (3, 128)
+
+
+def test_other_files_of_the_package_and_arguments(package):
+  saved = shipped.find("diloco/sweep/saved.py")
+  assert saved == str(package / "sweep" / "saved.py")
+  c = command_line.load_config("chinchilla:1.3B,M=4", ["--config.overlap.tau=5"])
+  assert (c.replicas, c.overlap.taus) == (4, (5,) * 4)
+  assert command.load_module("ladder", "get_sweep", "").get_sweep().grids
+
+
+def test_a_file_in_the_current_folder_goes_first(package, tmp_path):
+  (tmp_path / "empty" / "configs").mkdir()
+  shutil.copy(ROOT / "configs" / "wan.py", "configs/sample.py")
+  assert shipped.find("configs/sample.py") == "configs/sample.py"
+  assert command_line.load_config("configs/sample.py").model.dim == 192
+
+
+def test_a_wrong_name_gives_the_known_ones(package):
+  with pytest.raises(ConfigError) as caught:
+    command_line.load_config("smaple:1")
+  assert str(caught.value) == (
+    "there is no file smaple; give for example configs/sample.py, or one of these"
+    " names: chinchilla, faults, methods, qwen3, sample, streaming, wan."
+  )
+  with pytest.raises(
+    ConfigError, match=r"or one of these names: ablations, gap, ladder\.$"
+  ):
+    command.load_module("laddr", "get_sweep", "configs/ladder.py")
+  for name in ("other/sample.py", "diloco/none.py", "diloco/../x"):
+    assert shipped.find(name) == name
+
+
+def test_every_named_config_resolves(package):
+  for name in shipped.names("get_config"):
+    assert command_line.load_config(name).train.steps > 0
+
+
+def test_the_wheel_holds_configs_and_launchers():
+  files = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+  assert set(files) == {"configs", "scripts/launchers"}
+  for source, target in files.items():
+    assert target == f"diloco/{source}"
+    assert (ROOT / source).exists()
+
+
+def python(*args: str, cwd) -> subprocess.CompletedProcess:
+  env = {"PYTHONPATH": str(ROOT), "PATH": ""}
+  return subprocess.run(
+    [sys.executable, *args], cwd=cwd, env=env, capture_output=True, text=True
+  )
+
+
+def test_all_commands_are_listed_without_jax(tmp_path):
+  code = (
+    "import runpy, sys\n"
+    "try: runpy.run_module('diloco', run_name='__main__')\n"
+    "finally: print('jax' in sys.modules)"
+  )
+  ended = python("-c", code, cwd=tmp_path)
+  *lines, has_jax = ended.stdout.splitlines()
+  assert has_jax == "False"
+  told = {line.split()[0]: line.split()[1:] for line in lines if line[:2] == "  "}
+  assert next(iter(told)) == "main"
+  wanted = {"figures", "aot", "generate", "prepare_data", "launch_local", "reproduce"}
+  assert wanted < set(told)
+  assert all(told.values())
+  assert max(map(len, lines)) <= 110
+
+
+def test_a_command_is_run_by_its_name(tmp_path):
+  ended = python("-m", "diloco", "list_configs", "sample", cwd=tmp_path)
+  assert ended.stdout.splitlines()[1].startswith("sample ")
+  command = ("-m", "diloco", "scaling_laws", "recommend", "--params=700M")
+  assert "learning_rate" in python(*command, "--json", cwd=tmp_path).stdout
+  ended = python("-m", "diloco", "trian", cwd=tmp_path)
+  assert ended.returncode == 2
+  assert ended.stderr.startswith("error: there is no command trian; give one of main,")
