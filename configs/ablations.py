@@ -19,10 +19,9 @@ from ml_collections import ConfigDict
 
 from diloco.config import default_config, resolve
 from diloco.errors import ConfigError
-from diloco.reproduce.drawing import LOSS
 from diloco.spec import sizes
 from diloco.spec.shapes import parameters
-from diloco.sweep.chart import EVALUATED, PLAIN, Chart
+from diloco.sweep.chart import EVALUATED, LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
 from diloco.util.command import load_module, parse_options
 

@@ -16,9 +16,8 @@ import functools
 
 from diloco.config import default_config
 from diloco.errors import ConfigError
-from diloco.reproduce.drawing import LOSS
 from diloco.spec.shapes import matrix_params
-from diloco.sweep.chart import PLAIN, Chart
+from diloco.sweep.chart import LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.util.command import parse_options
 

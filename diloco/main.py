@@ -71,6 +71,7 @@ def main(_) -> None:
   from diloco.processes import distributed as processes
   from diloco.processes import stop
   from diloco.processes.peers import Peers, ProcessLost
+  from diloco.sites.method import SitePart
   from diloco.sites.site import make_site
   from diloco.wire.transport import ExchangeFailed
 
@@ -93,13 +94,13 @@ def main(_) -> None:
       auto=FLAGS.distributed == "auto",
       timeout=FLAGS.initialization_timeout,
     )
-    site = None
+    part = None
     if not alone:
       group = (FLAGS.coordinator or "", FLAGS.tls, FLAGS.insecure)
-      site = make_site(resolve(FLAGS.config), FLAGS.site, *group, peers)
+      part = SitePart(make_site(resolve(FLAGS.config), FLAGS.site, *group, peers))
     if peers.index == 0:
       announce_compilations()
-    train.train(FLAGS.config, FLAGS.workdir, peers, site)
+    train.train(FLAGS.config, FLAGS.workdir, peers, part)
     peers.close()
   except (ConfigError, TrainingDiverged, ProcessLost) as error:
     peers.fail(str(error), code=2 if isinstance(error, ConfigError) else 1)

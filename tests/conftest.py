@@ -156,12 +156,12 @@ def lines(tmp_path):
   return f"files:{folder}/*.jsonl"
 
 
-def stretches(plan, start: int, last: int, periods):
+def spans(plan, start: int, last: int, periods):
   """Cuts the steps after `start` into ranges, as the loop of diloco.train does."""
   from diloco.algorithm import overlap  # Imports JAX.
 
   t = start
   while t < last:
-    steps = overlap.stretch(plan, t, last, periods)
+    steps = overlap.span(plan, t, last, periods)
     yield steps
     t = steps[-1]

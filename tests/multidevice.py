@@ -96,7 +96,7 @@ def bits(transport: str) -> dict:
   with jax.set_mesh(mesh):
     plan = make_plan(c, mesh)
     s = init_state(c, mesh, plan)
-    for steps in conftest.stretches(plan, 0, last, (c.eval.every,)):
+    for steps in conftest.spans(plan, 0, last, (c.eval.every,)):
       hides = overlap.hiding_steps(plan, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
       s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
@@ -254,7 +254,7 @@ def gradients(devices: int, **fields) -> dict:
   c = make_config(algorithm="data_parallel", **fields)
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
-    s = init_state(c, mesh, None)
+    s = init_state(c, mesh, make_plan(c, mesh))
     args = (s.params, s.opt_state, tokens_of(c, mesh, 0), None, optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)

@@ -83,7 +83,8 @@ def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
   """
   if hosts is not None:
     return Home(mesh, hosts, at_hosts=True)
-  if c.outer.offload:
+  offload = c.outer.offload and bool(c.make_fragments())
+  if offload:
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
@@ -91,7 +92,7 @@ def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
         f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
         f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
       )
-  return Home(mesh, mesh, offload=c.outer.offload)
+  return Home(mesh, mesh, offload=offload)
 
 
 def _in_memory(tree: Tree, kind: str) -> Tree:

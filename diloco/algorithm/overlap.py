@@ -26,12 +26,12 @@ from diloco.wire import transport
 Tree = Any
 
 
-def hiding_steps(plan: Plan | None, t: int) -> int:
+def hiding_steps(plan: Plan, t: int) -> int:
   """Counts the inner steps in one program with the exchange that follows step t."""
-  return plan.schedule.hiding_steps(t) if plan and plan.transport.hides else 0
+  return plan.schedule.hiding_steps(t) if plan.transport.hides else 0
 
 
-def stretch(plan: Plan | None, t: int, last: int, periods: Iterable[int]) -> range:
+def span(plan: Plan, t: int, last: int, periods: Iterable[int]) -> range:
   """Returns the inner steps after step t that are launched together.
 
   These are one inner step, or the inner steps that hide one exchange. No evaluation and
@@ -48,13 +48,13 @@ def stretch(plan: Plan | None, t: int, last: int, periods: Iterable[int]) -> ran
 
 
 def inner_steps(
-  c: Config, plan: Plan | None, steps: range, state: TrainState, tokens: list[jax.Array]
+  c: Config, plan: Plan, steps: range, state: TrainState, tokens: list[jax.Array]
 ) -> tuple[TrainState, list[InnerMetrics]]:
   """Runs a range of inner steps, together with the exchange that they hide.
 
   Args:
     plan: how replicas are synchronised.
-    steps: a range from `stretch`.
+    steps: a range from `span`.
     state: the state before the steps; params and opt_state are donated.
     tokens: int32 [M, B, L] for each step.
 
@@ -62,8 +62,8 @@ def inner_steps(
     The state after the steps and the metrics of each step; waits for neither.
   """
   arrays, numbers = (state.params, state.opt_state), tuned(c)
-  trainable = trained_next(c, plan, steps[0]) if plan else None
-  if plan is None or state.outer is None or not hiding_steps(plan, steps[0] - 1):
+  trainable = trained_next(c, plan, steps[0])
+  if not hiding_steps(plan, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(
       *arrays, *tokens, trainable, numbers, c=c, averaged=c.is_warm(steps[-1])
     )

@@ -1,4 +1,7 @@
-"""Makes the plan: all that the outer step needs besides arrays, in one dataclass."""
+"""Makes the plan: all that the outer step needs besides arrays, in one dataclass.
+
+The plan of data-parallel has no fragments, so nothing is ever sent or merged.
+"""
 
 import dataclasses
 
@@ -120,8 +123,8 @@ def make_plan(
   parameters: Shapes | None = None,
   fragments: tuple[Fragment, ...] | None = None,
   outer: optax.GradientTransformation | None = None,
-) -> Plan | None:
-  """Makes the plan of a config on a mesh; None for data-parallel.
+) -> Plan:
+  """Makes the plan of a config on a mesh.
 
   Args:
     parameters: shapes of one replica's parameters; None: those of the model.
@@ -132,8 +135,6 @@ def make_plan(
     ConfigError: overlap.transport or outer.offload does not fit the machine, or the
       outer optimizer cannot step these parameters.
   """
-  if c.data_parallel:
-    return None
   transport = make_transport(c, mesh)
   schedule = c.make_schedule()
   if fragments:

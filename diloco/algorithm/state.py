@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
-from diloco.algorithm.methods.gpa import judged
 from diloco.algorithm.methods.own_outer import one_of
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
@@ -78,12 +77,12 @@ class TrainState:
       `model.param_dtype`. Inner steps and merges change them.
     opt_state: inner optimizer state, leaves (M, ...). Only DES-LOC averages it over
       the replicas.
-    outer: outer state; None for data-parallel.
+    outer: outer state; that of data-parallel has no fragments.
   """
 
   params: Tree
   opt_state: Tree
-  outer: OuterState | None
+  outer: OuterState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Event:
 def init_state(
   c: Config,
   mesh: Mesh,
-  plan: Plan | None,
+  plan: Plan,
   seed: jax.Array | None = None,
   params: Tree | None = None,
 ) -> TrainState:
@@ -118,12 +117,11 @@ def init_state(
     seed: int32 []; None: the seed of the config.
     params: one replica's parameters, sharded over fsdp; None: the seed draws them.
   """
-  places = jax.tree.map(lambda x: x.sharding, _inner_structs(c, mesh))
+  places = jax.tree.map(lambda x: x.sharding, abstract_inner(c, mesh))
   init = jax.jit(functools.partial(_init_inner, c), out_shardings=places)
   key = jax.random.key(c.seed if seed is None else seed)
   params_M, opt_state_M = init(key, params)
-  outer = init_outer(plan, params_M) if plan else None
-  return TrainState(params_M, opt_state_M, outer)
+  return TrainState(params_M, opt_state_M, init_outer(plan, params_M))
 
 
 def init_outer(plan: Plan, params_M: Tree) -> OuterState:
@@ -132,14 +130,13 @@ def init_outer(plan: Plan, params_M: Tree) -> OuterState:
   for p, layers in enumerate(plan.layers):
     theta, opt_state, codec_state = _init_fragment(params_M, layers, **plan.kind(p))
     parts.append((*plan.home.keep((theta, opt_state)), codec_state))
-  thetas, opt_states, codec_states = zip(*parts)
-  return OuterState(thetas, opt_states, codec_states, {})
+  return _outer_state(parts, {})
 
 
 def abstract_state(
   c: Config,
   mesh: Mesh,
-  plan: Plan | None,
+  plan: Plan,
   in_flight: Iterable[int] = (),
   fsdp: int | None = None,
 ) -> TrainState:
@@ -150,8 +147,8 @@ def abstract_state(
     in_flight: fragments whose payloads the state holds.
     fsdp: size of the fsdp axis that encoded the payloads; None: as in this mesh.
   """
-  params_M, opt_state_M = _inner_structs(c, mesh)
-  outer = abstract_outer(plan, params_M, in_flight, fsdp) if plan else None
+  params_M, opt_state_M = abstract_inner(c, mesh)
+  outer = abstract_outer(plan, params_M, in_flight, fsdp)
   return TrainState(params_M, opt_state_M, outer)
 
 
@@ -172,8 +169,7 @@ def abstract_outer(
     places = (*plan.home.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
   payloads = {str(p): plan.payload(p, fsdp) for p in in_flight}
-  thetas, opt_states, codec_states = zip(*parts)
-  return OuterState(thetas, opt_states, codec_states, payloads)
+  return _outer_state(parts, payloads)
 
 
 def abstract_params(c: Config) -> Tree:
@@ -191,17 +187,6 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
   mean = functools.partial(replica_mean, mesh=plan.mesh)
   thetas = map(mean if plan.own_outer else plan.home.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
-
-
-def final_params(plan: Plan | None, state: TrainState, mesh: Mesh) -> Tree:
-  """Returns the parameters by which a run is judged (2501.18512, Table 3), float32.
-
-  These are the outer parameters; for data-parallel, those of the one model, or their
-  average if GPA or Schedule-Free trains.
-  """
-  if plan is None or state.outer is None:
-    return first_replica(judged(state.params, state.opt_state), mesh=mesh)
-  return outer_params(plan, state.outer)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -230,8 +215,12 @@ def _init_inner(
   return params_M, jax.vmap(optimizers.make_inner(c).init)(params_M)
 
 
-def _inner_structs(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
-  """Describes shapes and shardings of parameters and inner optimizer state."""
+def abstract_inner(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+  """Describes shapes and shardings of inner parameters and inner optimizer state.
+
+  Raises:
+    ConfigError: inner.optimizer cannot step these parameters.
+  """
   lead, optimizer = sharding.lead(c), optimizers.make_inner(c)
   # Makes the key in eval_shape too: the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: _init_inner(c, jax.random.key(0)))
@@ -281,6 +270,14 @@ def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tupl
     lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
   )
   return theta_at, opt_at, codec_at
+
+
+def _outer_state(
+  parts: list[tuple[Tree, Tree, Tree]], in_flight: dict[str, Any]
+) -> OuterState:
+  """Joins theta, opt_state and codec_state of each fragment."""
+  thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
+  return OuterState(thetas, opt_states, codec_states, in_flight)
 
 
 def _with(items: tuple, index: int, item) -> tuple:

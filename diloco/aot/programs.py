@@ -93,16 +93,18 @@ class Programs:
         jnp.int32,
         sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
       )
-      rest = (trained_next(c, plan, 0) if plan else None, tuned(c))
+      rest = (trained_next(c, plan, 0), tuned(c))
       both = dict(zip(parts, arrays))
       self._add("inner step", both, inner_step, *arrays, tokens, *rest, c=c)
       if c.is_warm(1):
         warm = partial(self._add, "warm-start step", both, inner_step)
         warm(*arrays, tokens, *rest, c=c, averaged=True)
-      if plan and self.state.outer:
+      if plan.fragments:
         self._add_averages(c, plan)
         self._add_outer_step(c, plan, self.state.outer)
-      steps = plan.schedule.longest_hiding if plan and plan.transport.hides else 0
+      steps = (
+        plan.schedule.longest_hiding if plan.fragments and plan.transport.hides else 0
+      )
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
         args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)

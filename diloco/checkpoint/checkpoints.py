@@ -22,8 +22,9 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from diloco.algorithm.method import Method
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import TrainState, abstract_state
+from diloco.algorithm.state import TrainState
 from diloco.checkpoint import checksums, disk, resume
 from diloco.checkpoint.record import Record, Spent, folder_of, steps_of
 from diloco.checkpoint.stored import read_newest
@@ -44,7 +45,7 @@ def make_record(
   ledger: Ledger,
   spent: Spent,
   mesh: Mesh,
-  plan: Plan | None,
+  plan: Plan,
   peers: Peers,
   finished: bool,
 ) -> Record:
@@ -59,7 +60,7 @@ def make_record(
     spent=dataclasses.asdict(spent),
     finished=finished,
     fsdp=mesh.shape[FSDP],
-    drained=plan.schedule.drained if plan else 0,
+    drained=plan.schedule.drained,
   )
 
 
@@ -79,10 +80,10 @@ class Checkpoints:
     workdir: pathlib.Path,
     c: Config,
     mesh: Mesh,
-    plan: Plan | None,
+    method: Method,
     peers: Peers | None = None,
   ):
-    self._workdir, self._c, self._mesh, self._plan = workdir, c, mesh, plan
+    self._workdir, self._c, self._mesh, self._method = workdir, c, mesh, method
     self._peers = peers or Peers()
     self._saving: int | None = None  # The step that Orbax writes in the background.
     self._failed = False
@@ -115,8 +116,7 @@ class Checkpoints:
       ConfigError: there is a checkpoint of this step or a later one, the disk has no
         room, or the checkpoint before could not be written.
     """
-    if self._plan:
-      self._plan.jobs.settle()  # Saving may use the devices of all processes.
+    self._method.plan.jobs.settle()  # Saving may use the devices of all processes.
     tree = _tree(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
@@ -174,12 +174,10 @@ class Checkpoints:
       ConfigError: the checkpoint was made with another config.
     """
     resume.check(record.config, self._c, step)
-    plan = self._plan and self._plan.after_drain(record.drained)
+    method = self._method.after_drain(record.drained)
     # A site's payloads in flight are at the coordinator.
     is_site = leaves(record.config).get("overlap.transport") == "sites"
-    has_payloads = plan and not record.finished and not is_site
-    in_flight = plan.schedule.in_flight(step) if plan and has_payloads else ()
-    return abstract_state(self._c, self._mesh, self._plan, in_flight, record.fsdp)
+    return method.abstract(step, record.fsdp, drained=record.finished or is_site)
 
   def _set_aside(self, unreadable: list[int]) -> None:
     """Moves unreadable checkpoints out of Orbax's way.
@@ -279,11 +277,12 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
 def _tree(state: TrainState) -> dict[str, Any]:
   """The state as nested dicts and lists, without empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
-  if state.outer:
-    tree["theta"] = list(state.outer.theta)
-    tree["outer_opt_state"] = list(state.outer.opt_state)
-    tree["codec_state"] = list(state.outer.codec_state)
-    tree["in_flight"] = state.outer.in_flight
+  tree |= {
+    "theta": list(state.outer.theta),
+    "outer_opt_state": list(state.outer.opt_state),
+    "codec_state": list(state.outer.codec_state),
+    "in_flight": state.outer.in_flight,
+  }
   return {name: part for name, part in tree.items() if jax.tree.leaves(part)}
 
 

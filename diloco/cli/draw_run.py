@@ -35,7 +35,7 @@ def read(workdir: pathlib.Path) -> tuple[Config, list[Send], int]:
       " run of diloco.main."
     )
   c = whole_config([workdir])
-  if c.data_parallel:
+  if not c.make_fragments():
     raise ConfigError(f"--workdir is {workdir}, a data-parallel run; use a DiLoCo run.")
   records = metrics.read_kinds(workdir, "send", "step")
   sends = [Send(r["step"], r["fragment"], r["bytes"]) for r in records["send"]]

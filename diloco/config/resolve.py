@@ -129,7 +129,7 @@ def _resolve(v: dict[str, Any]) -> Config:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
   _check_together(c, v)
-  if c.outer.changes and not c.outer.decay_syncs and not c.data_parallel:
+  if c.outer.changes and not c.outer.decay_syncs and c.make_fragments():
     c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
   return c
@@ -180,7 +180,7 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
   rules.check({**v, "overlap.tau": tau}, _DEFAULTS)
-  if c.wire.exchange == "pair" and c.replicas % 2 and not c.data_parallel:
+  if c.wire.exchange == "pair" and c.replicas % 2 and c.make_fragments():
     raise ConfigError(
       f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
     )
@@ -241,7 +241,7 @@ def _check_profile(c: Config) -> None:
 
 def _check_all_synced(c: Config) -> None:
   """Refuses a run so short that some outer parameters would stay untrained."""
-  if not c.data_parallel and 0 in c.num_syncs():
+  if 0 in c.num_syncs():
     schedule = c.make_schedule()
     first = max(map(schedule.first_send, range(schedule.num_fragments)))
     warm = c.outer.warm_start_steps

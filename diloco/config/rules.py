@@ -138,7 +138,7 @@ def check_effects(c: Config) -> None:
   Raises:
     ConfigError: such a field is not at its default.
   """
-  if c.data_parallel:
+  if not c.make_fragments():
     return
   name, arguments = parse("outer.optimizer", c.outer.optimizer)
   momentum = arguments.get("momentum") or c.outer.final_momentum > 0

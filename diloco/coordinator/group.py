@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.method import make_method
 from diloco.algorithm.state import OuterState, TrainState, init_outer
 from diloco.checkpoint import resume, stored
 from diloco.checkpoint.checkpoints import Checkpoints
@@ -42,9 +42,8 @@ class OuterGroup:
     self._calendar, self._workdir, self._journal = calendar, workdir, journal
     c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
     mesh = make_mesh(c, jax.devices("cpu")[:1])
-    plan = make_plan(config_of(c, 0), mesh)
-    assert plan is not None
-    self._plan = plan
+    method = make_method(config_of(c, 0), mesh)
+    self._plan = plan = method.plan
     with jax.set_mesh(mesh):
       # A coordinator that goes on from a checkpoint does not read init.checkpoint.
       params = None if steps_of(workdir) else first_params(c, mesh)
@@ -55,7 +54,7 @@ class OuterGroup:
       first = init_outer(plan, params_M)
     self._theta, self._opt_state = list(first.theta), list(first.opt_state)
     self.applied, self.data = 0, dict[str, Any]()
-    self._checkpoints = Checkpoints(workdir, calendar.config, mesh, plan, Peers())
+    self._checkpoints = Checkpoints(workdir, calendar.config, mesh, method, Peers())
     self._restore()
     self._digests = {self.applied: outer_state.digests(self._state())}
     for number in [r for r in journal.rounds if r >= self.applied]:

@@ -13,7 +13,7 @@ from diloco.mesh import sharding
 
 
 class Part(Protocol):
-  """The replicas of a site: `first_replica` of `config` and those after it."""
+  """Some replicas of a run: `first_replica` of `config` and those after it."""
 
   config: Config
   first_replica: int
@@ -26,18 +26,21 @@ class Batches:
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
   """
 
-  def __init__(self, c: Config, mesh: Mesh, site: Part | None = None):
+  def __init__(self, c: Config, mesh: Mesh, part: Part | None = None):
     """Opens the text of this process's replicas.
 
     Args:
-      c: config of the run; of a site, its own part.
-      site: which replicas of the whole run a site has; None: all.
+      c: config of the run, or of this part of the run.
+      part: which replicas of the whole run these are; None: all.
     """
     self._c = c
     self._sharding = sharding.batch_sharding(mesh, sharding.lead(c))
     self._own = own_replicas(c, mesh)
-    whole, first = (site.config, site.first_replica) if site else (c, 0)
+    whole, first = (part.config, part.first_replica) if part else (c, 0)
     self._data = make_train_iterator(whole, [first + m for m in self._own])
+
+  def __iter__(self) -> "Batches":
+    return self
 
   def __next__(self) -> jax.Array:
     tokens_RxBxL = next(self._data)

@@ -6,6 +6,7 @@ more from batch to batch than a merge changes it.
 Letters: M replicas, B sequences, L positions.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm.inner import each_replica
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import Event
+from diloco.algorithm.method import Method, Wrapper
+from diloco.algorithm.state import Event, TrainState
 from diloco.config import Config
 from diloco.evaluate.evaluation import Evaluation
 from diloco.mesh import sharding
@@ -28,7 +29,8 @@ Tree = Any
 _SHARE = 8
 
 
-class MergeLoss:
+@dataclasses.dataclass(frozen=True)
+class MergeLoss(Wrapper):
   """Computes the losses around the steps in which a diagnosed sync is merged.
 
   All merges of such a step lie between the two losses, also those of syncs that are
@@ -36,48 +38,37 @@ class MergeLoss:
 
   A replica computes the loss of an eighth of the sequences that it trains on in a step,
   and of a microbatch at most, so that this needs no more memory than training.
+
+  Attributes:
+    c: config of the run.
+    batch: tokens and weights [M, B, L] of the sequences.
   """
 
-  def __init__(self, c: Config, mesh: Mesh, plan: Plan | None, evaluation: Evaluation):
-    self._c, self._plan = c, plan
-    if plan and plan.diagnostics_every:
-      share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
-      count = max(share // max(_SHARE, c.train.accumulate) // fsdp, 1) * fsdp
-      place = sharding.batch_sharding(mesh)
-      self._batch = [
-        sharding.place(np.broadcast_to(x, (c.replicas, *x.shape)), place)
-        for x in evaluation.sequences(count)
-      ]
+  c: Config
+  batch: tuple[jax.Array, jax.Array]
 
-  def before(self, t: int, params_M: Tree) -> jax.Array | None:
-    """Returns the losses float32 [M] before all merges after inner step t.
-
-    None if no diagnosed sync is merged then.
-    """
-    return self._losses(params_M) if self._merged(t) else None
-
-  def after(self, t: int, params_M: Tree, before_M: jax.Array | None) -> list[Event]:
-    """Returns an event with the losses before and after all merges of step t.
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    """Adds an event with the losses before and after all merges of step t.
 
     A replica that merged no diagnosed sync has NaN in both. If several diagnosed syncs
     were merged, the event names the fragment of the first.
     """
-    if before_M is None:
-      return []
     merged = self._merged(t)
-    losses = {"before": before_M, "after": self._losses(params_M)}
+    if not merged:
+      return self.method.outer(t, state)
+    before_M = self._losses(state.params)
+    t, state, events = self.method.outer(t, state)
+    losses = {"before": before_M, "after": self._losses(state.params)}
     mask_M = np.any([mask for _, mask in merged], axis=0)
     metrics = {
       f"loss_{when}_merge": jnp.where(mask_M, x_M, jnp.nan)
       for when, x_M in losses.items()
     }
-    return [Event("merge", merged[0][0], t, 0, metrics)]
+    return t, state, [*events, Event("merge", merged[0][0], t, 0, metrics)]
 
   def _merged(self, t: int) -> list[tuple[int, tuple[bool, ...]]]:
     """Lists the diagnosed syncs that are merged after step t, as `arrivals`."""
-    plan = self._plan
-    if plan is None or not plan.diagnostics_every:
-      return []
+    plan = self.method.plan
     taus = plan.schedule.taus
     return [
       (p, mask)
@@ -86,7 +77,21 @@ class MergeLoss:
     ]
 
   def _losses(self, params_M: Tree) -> jax.Array:
-    return losses(params_M, *self._batch, c=self._c)
+    return losses(params_M, *self.batch, c=self.c)
+
+
+def with_merge_loss(method: Method, c: Config, mesh: Mesh, evaluation: Evaluation):
+  """Wraps a method in `MergeLoss` if log.diagnostics_every asks for it."""
+  if not c.log.diagnostics_every or not method.plan.fragments:
+    return method
+  share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
+  count = max(share // max(_SHARE, c.train.accumulate) // fsdp, 1) * fsdp
+  place = sharding.batch_sharding(mesh)
+  tokens, weights = (
+    sharding.place(np.broadcast_to(x, (c.replicas, *x.shape)), place)
+    for x in evaluation.sequences(count)
+  )
+  return MergeLoss(method, c, (tokens, weights))
 
 
 @functools.partial(jax.jit, static_argnames="c")

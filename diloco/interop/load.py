@@ -19,8 +19,8 @@ from diloco.algorithm import fragments
 from diloco.algorithm.methods.gpa import judged
 from diloco.algorithm.optimizers import averages_parameters
 from diloco.algorithm.state import (
+  abstract_inner,
   abstract_params,
-  abstract_state,
   first_replica,
   replica_mean,
 )
@@ -136,11 +136,11 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
     like = jax.tree.map(struct, tree)
     return sharding.structs(like, sharding.shardings(like, mesh, (None,)))
 
-  if c.data_parallel:
+  if not c.make_fragments():
     params = {"params": led(abstract_params(c), 1)}
     if not averages_parameters(c):
       return params
-    return params | {"opt_state": abstract_state(c, mesh, None).opt_state}
+    return params | {"opt_state": abstract_inner(c, mesh)[1]}
   whole = shapes.parameters(c.model)
   parts = [part.shapes(whole) for part in c.make_fragments()]
   theta = [sharding.abstract(part, "float32") for part in parts]
@@ -151,7 +151,7 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
 
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
   """Joins the arrays of `_outer_arrays` to one replica's tree."""
-  if c.data_parallel:
+  if not c.make_fragments():
     params = judged(arrays["params"], arrays.get("opt_state"))
     return first_replica(params, mesh=mesh)
   layers, theta = [part.indices for part in c.make_fragments()], arrays["theta"]

@@ -39,7 +39,7 @@ class Log:
 
   Attributes:
     ledger: bytes of all steps so far.
-    note: returns more text for the progress line; None: nothing more.
+    note: returns more text for the progress line.
   """
 
   def __init__(
@@ -70,9 +70,9 @@ class Log:
     self._clock: float | None = None  # When the last steps were reported.
     self._last_sync = "none yet"
     self._bar: tqdm.tqdm | None = None
-    self.note: Callable[[], str] | None = None
+    self.note: Callable[[], str] = lambda: ""
 
-  def stretch(
+  def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
   ) -> None:
     """Takes inner steps that were just launched, and reports those launched before.
@@ -215,7 +215,8 @@ class Log:
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
     if self._bar:
-      note = f", {self.note()}" if self.note else ""
+      more = self.note()
+      note = f", {more}" if more else ""
       self._bar.set_postfix_str(
         f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}"
         f"{note}",

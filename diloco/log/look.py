@@ -63,7 +63,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
   peak = max(_peak(c, found) for found in read_parts)
-  if c.data_parallel:
+  if not c.make_fragments():  # A log of other steps lacks the bytes.
     sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
   return Run(

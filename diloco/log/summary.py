@@ -4,13 +4,13 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
+from diloco.algorithm.method import Method
+from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.config import Config
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
@@ -25,31 +25,23 @@ FILE = "summary.json"
 _ENOUGH_SYNCS = 3
 
 
-class Account(Protocol):
-  """A site, which counts what happened to it; its config is that of the whole run."""
-
-  config: Config
-
-  def account(self) -> dict[str, Any]: ...
-
-
 def make(
   c: Config,
-  plan: Plan | None,
+  method: Method,
   state: TrainState,
   mesh: Mesh,
   evaluation: Evaluation,
   log: Log,
   workdir: pathlib.Path,
   peers: Peers,
-  site: Account | None = None,
 ) -> dict[str, Any]:
   """Evaluates, generates and draws; writes summary.json, prints it and returns it.
 
   Args:
-    site: what this site of a run of several sites has to tell.
+    method: how the run trained.
+    state: the run's last state.
   """
-  outer = final_params(plan, state, mesh)
+  outer = method.params(state)
   scores = evaluation(outer)
   losses = {"outer": scores.held_out.loss}
   test = {"outer": evaluation.test_loss(outer)}
@@ -74,15 +66,7 @@ def make(
   summary = _numbers(c, log, losses, scores)
   if c.eval.test_tokens:
     summary["test_loss"] = test
-  if site:
-    m, total = site.config.replicas, num_params(c.model)
-    reference = int(sizes.data_parallel_bytes(m, total, c.train.steps))
-    sent = summary["bytes_sent_per_replica"]
-    summary |= {
-      "site": site.account(),
-      "bytes_data_parallel_per_replica": reference,
-      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
-    }
+  summary |= method.account(summary)
   if peers.index == 0:
     files.write_json(workdir / FILE, summary)
     log.results(summary, text)
@@ -132,9 +116,7 @@ def _numbers(
 
 def note(c: Config) -> str:
   """Says that some fragments are rarely synchronised in this run; "" if none is."""
-  if c.data_parallel:
-    return ""
-  few = min(c.num_syncs())
+  few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS:
     return ""
   final = "" if c.own_outer else ", or set outer.final_sync=true"

@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from jax.experimental import multihost_utils
 
@@ -21,6 +22,19 @@ AGAIN = signal.SIGURG
 
 class Interrupted(KeyboardInterrupt):
   """Ctrl-C ended a run, and the run is saved."""
+
+
+class Stopped(Exception):
+  """A run ends before its last step.
+
+  Attributes:
+    late: whether steps after the newest checkpoint are done, and not saved.
+    events: what happened since the last launch, for the log.
+  """
+
+  def __init__(self, late: bool = False, events: Sequence[Any] = ()):
+    super().__init__()
+    self.late, self.events = late, list(events)
 
 
 class Stop:

@@ -68,7 +68,7 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
   Raises:
     ConfigError: nothing would be drawn, or the picture cannot be written.
   """
-  if c.data_parallel:
+  if not c.make_fragments():
     raise ConfigError(
       "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
     )

@@ -554,8 +554,13 @@ class Config:
     return [kind for kind, n in every.items() if t % n == 0]
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
-    """Makes the fragments in the order in which they are sent."""
+    """Makes the fragments in the order in which they are sent.
+
+    data_parallel has none: it has no outer parameters, and nothing is sent in rounds.
+    """
     f = self.fragments
+    if self.data_parallel:
+      return ()
     return schedule.make_fragments(
       self.model.num_layers, f.size, f.pattern, f.embedding
     )
@@ -571,7 +576,7 @@ class Config:
     )
 
   def num_syncs(self) -> tuple[int, ...]:
-    """Counts the syncs of each fragment in the whole run; not for data_parallel."""
+    """Counts the syncs of each fragment in the whole run."""
     schedule, final = self.make_schedule(), int(self.outer.final_sync)
     fragments = range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
   stop.end_at_second_interrupt()
   announce_compilations()
-  runs = [together.Run(c, folder) for c, folder in zip(configs, args.run)]
+  runs = [together.Member(c, folder) for c, folder in zip(configs, args.run)]
   reason = groups.obstacle(table.as_json(configs[0]))
   if jax.device_count() > 1:
     reason = f"there are {jax.device_count()} devices, and one device trains a group"

@@ -78,7 +78,7 @@ def make_transport(c: Config, mesh: Mesh) -> Transport:
       whole rows of the mesh, or JAX may not use CPUs.
   """
   # The hosts of a site keep the outer state too; `diloco.coordinator` does the rest.
-  if c.overlap.transport in ("host", "sites"):
+  if c.overlap.transport in ("host", "sites") and c.make_fragments():
     return HostTransport(mesh)
   return DeviceTransport(mesh, packed=c.wire.exchange == "gather")
 

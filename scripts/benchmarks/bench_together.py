@@ -89,7 +89,7 @@ def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
   led = lambda x: shape(x, count)
   inner = jax.tree.map(shape, numbers_of([c] * count).inner)
   with jax.set_mesh(mesh):
-    state = jax.tree.map(led, abstract_state(c, mesh, None))
+    state = jax.tree.map(led, abstract_state(c, mesh, make_plan(c, mesh)))
     tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
     args = (state.params, state.opt_state, tokens, None, inner)
     lowered = inner_together.lower(*args, c=c)

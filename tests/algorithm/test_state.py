@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.state import TrainState, final_params, first_replica, replica_mean
-from diloco.config import resolve
+from diloco.algorithm.method import DataParallel
+from diloco.algorithm.state import OuterState, TrainState, first_replica, replica_mean
+from diloco.config import Config, resolve
 from diloco.mesh.devices import make_mesh
 
 
@@ -37,7 +38,8 @@ def test_the_mean_and_the_first_of_three_replicas(mesh, dtype):
 
 def test_data_parallel_is_judged_by_its_one_model(mesh):
   params_M = replicas(1, "float32")
-  found = final_params(None, TrainState(params_M, None, None), mesh)
+  state = TrainState(params_M, (), OuterState((), (), (), {}))
+  found = DataParallel(Config(), mesh, plan=None).params(state)
   jax.tree.map(
     np.testing.assert_array_equal, found, jax.tree.map(lambda x: x[0], params_M)
   )

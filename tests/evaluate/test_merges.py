@@ -1,6 +1,7 @@
 """A run with diagnostics: the losses around merges, and its records after a resume."""
 
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,13 @@ import orbax.checkpoint as ocp
 import pytest
 from numpy_decoder import numpy_decoder
 
+from diloco.algorithm.method import make_method
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import resolve
 from diloco.data import make_eval_set
 from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.merges import MergeLoss, losses
+from diloco.evaluate.merges import losses, with_merge_loss
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
 from diloco.spec.shapes import BOS_ID
@@ -103,12 +105,12 @@ def test_a_replica_that_merges_no_diagnosed_sync_has_no_losses(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   found = {}
   with jax.set_mesh(mesh):
-    plan = make_plan(c, mesh)
-    params_M = init_state(c, mesh, plan).params
-    merge_loss = MergeLoss(c, mesh, plan, Evaluation(c, mesh))
+    own = make_method(c, mesh)
+    state = own.init()
+    still = types.SimpleNamespace(plan=own.plan, outer=lambda t, state: (t, state, []))
+    method = with_merge_loss(still, c, mesh, Evaluation(c, mesh))
     for t in range(1, c.train.steps + 1):
-      before_M = merge_loss.before(t, params_M)
-      for event in merge_loss.after(t, params_M, before_M):
+      for event in method.outer(t, state)[2]:
         nulls = [np.isnan(x_M).tolist() for x_M in event.metrics.values()]
         assert list(event.metrics) == ["loss_before_merge", "loss_after_merge"]
         assert nulls[0] == nulls[1]
@@ -133,7 +135,7 @@ def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   evaluation = Evaluation(c, mesh)
   with jax.set_mesh(mesh):
-    params = init_state(c, mesh, None).params
+    params = init_state(c, mesh, make_plan(c, mesh)).params
   move = lambda x_M: jnp.stack([x_M[0], 1.5 * x_M[0], 0 * x_M[0]])
   params_M = jax.tree.map(move, params)
   tokens, weights = evaluation.sequences(5)

@@ -36,8 +36,8 @@ def make_recorder(tiny, workdir, spent=None):
   return Log(c, workdir, Ledger(), spent or Spent(), lambda: None, Peers())
 
 
-def stretch(steps: range, log: list):
-  """Arguments of `Log.stretch`: metrics by step, and a send after the last."""
+def launch(steps: range, log: list):
+  """Arguments of `Log.launched`: metrics by step, and a send after the last."""
   made = [InnerMetrics(*[OnDevice(t, log)] * 3) for t in steps]
   sent = {"outer_grad_norm": OnDevice("send", log)}
   return steps, made, [Event("send", 0, steps[-1], 10, sent)]
@@ -45,11 +45,11 @@ def stretch(steps: range, log: list):
 
 def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
   recorder, log = make_recorder(tiny, tmp_path), []
-  recorder.stretch(*stretch(range(1, 4), log))
+  recorder.launched(*launch(range(1, 4), log))
   assert {kind for kind, _ in log} == {"copy"}
   assert {name for _, name in log} == {1, 2, 3, "send"}
   log.clear()
-  recorder.stretch(*stretch(range(4, 6), log))
+  recorder.launched(*launch(range(4, 6), log))
   assert {name for kind, name in log if kind == "copy"} == {4, 5, "send"}
   assert {name for kind, name in log if kind == "fetch"} == {1, 2, 3, "send"}
   log.clear()
@@ -67,7 +67,7 @@ def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
   recorder = make_recorder(tiny, tmp_path)
   of_step = InnerMetrics(*[jnp.ones(2)] * 3)
   for steps in (range(1, 4), range(4, 7), range(7, 9)):
-    recorder.stretch(steps, [of_step] * len(steps), [])
+    recorder.launched(steps, [of_step] * len(steps), [])
   recorder.flush()
   rates = [r["tokens_per_s"] for r in metrics.read(tmp_path)]
   tokens = tiny.train.batch_size * tiny.model.seq_len
@@ -83,7 +83,7 @@ def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
   recorder = make_recorder(tiny, tmp_path, saved)
   of_step = InnerMetrics(*[jnp.ones(2)] * 3)
   for t in (6, 7):
-    recorder.stretch(range(t, t + 1), [of_step], [])
+    recorder.launched(range(t, t + 1), [of_step], [])
   recorder.flush()
   assert recorder.spent() == Spent(wall_s=115.0, busy_s=12.0, steps=6)
   recorder.close()
@@ -110,8 +110,8 @@ def test_metrics_of_all_processes_are_joined_by_replica():
 def test_a_metric_that_is_not_finite_stops_the_run(tiny, tmp_path, name):
   recorder = make_recorder(tiny, tmp_path)
   good = InnerMetrics(*[jnp.ones(2)] * 3)
-  recorder.stretch(range(1, 2), [good], [])
-  recorder.stretch(range(2, 3), [good._replace(**{name: jnp.array([1, jnp.inf])})], [])
+  recorder.launched(range(1, 2), [good], [])
+  recorder.launched(range(2, 3), [good._replace(**{name: jnp.array([1, jnp.inf])})], [])
   words = {"loss": "loss", "grad_norm": "gradient norm"}[name]
   with pytest.raises(TrainingDiverged, match=f"{words} of replica 1 is inf at step 2"):
     recorder.flush()
@@ -121,6 +121,6 @@ def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
   recorder = make_recorder(tiny, tmp_path)
   sent = {"outer_grad_norm": jnp.array([jnp.nan, 1])}
   good = InnerMetrics(*[jnp.ones(2)] * 3)
-  recorder.stretch(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
+  recorder.launched(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
   with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
     recorder.flush()

@@ -14,9 +14,9 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError
-from diloco.mesh.devices import make_mesh
 from diloco.model import attention
 from diloco.spec.fields import ModelConfig
+from diloco.train import train
 
 MODEL = ModelConfig(dim=128, num_heads=2, seq_len=256)
 DEVICES = {
@@ -113,10 +113,10 @@ def test_without_cudnn_auto_takes_xla_and_cudnn_is_refused(monkeypatch):
     attention.check(m, device("h100"))
 
 
-def test_a_mesh_of_devices_without_the_kernel_is_refused(tiny):
+def test_a_run_on_devices_without_the_kernel_is_refused(tiny, tmp_path):
   c = changed(resolve(tiny), {"model.attention": "splash", "model.seq_len": 128})
   with pytest.raises(ConfigError, match="these are cpu"):
-    make_mesh(c)
+    train(c, tmp_path)
 
 
 @pytest.mark.parametrize("masks", [False, True])

@@ -31,7 +31,7 @@ from diloco.sweep.table import alone
 
 def test_the_sweep_imports_no_jax():
   code = (
-    "import sys, diloco.sweep.__main__, diloco.sweep.slurm, diloco.reproduce.figures;"
+    "import sys, diloco.cli.sweep, diloco.sweep.slurm, diloco.reproduce.figures;"
     "sys.exit('jax' in sys.modules)"
   )
   assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -44,7 +44,7 @@ def test_ctrl_c_lets_runs_save(tmp_path):
   text = text.replace("  return c", "  c.train.steps = 1_000_000\n  return c")
   (tmp_path / "sweep.py").write_text(text)
   command = [
-    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    *(sys.executable, "-m", "diloco.cli.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
     f"--results={tmp_path}",
   ]
   environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
@@ -90,7 +90,7 @@ def test_kill_minus_nine_loses_no_finished_result(tmp_path):
   tests = pathlib.Path(__file__).parents[1]
   (tmp_path / "sweep.py").write_text(SWEEP_FILE.format(tests=str(tests)))
   command = [
-    *(sys.executable, "-m", "diloco.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
+    *(sys.executable, "-m", "diloco.cli.sweep", f"--sweep={tmp_path / 'sweep.py'}"),
     f"--results={tmp_path / 'results'}",
   ]
   environment = {**os.environ, "PYTHONPATH": str(tests.parent)}
@@ -256,7 +256,7 @@ def test_an_error_of_a_sweep_file_is_one_sentence(tmp_path, text, message):
 
 def sweep_command(*arguments: str) -> subprocess.CompletedProcess:
   return subprocess.run(
-    [sys.executable, "-m", "diloco.sweep", *arguments],
+    [sys.executable, "-m", "diloco.cli.sweep", *arguments],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,

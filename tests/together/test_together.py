@@ -62,7 +62,7 @@ def folders_of(place, algorithm, points):
 
 def train_together(algorithm, points, folders):
   configs = [resolve(make_config(algorithm, *point)) for point in points]
-  together.train([together.Run(c, folder) for c, folder in zip(configs, folders)])
+  together.train([together.Member(c, folder) for c, folder in zip(configs, folders)])
 
 
 def close(found, want):
@@ -124,7 +124,7 @@ def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
   base = [resolve(make_config("streaming", *point)) for point in POINTS[:2]]
   configs = [changed(c, fields) for c in base]
-  together.train([together.Run(c, f) for c, f in zip(configs, folders)])
+  together.train([together.Member(c, f) for c, f in zip(configs, folders)])
   train.train(configs[1], tmp_path / "alone")
   check(folders[1], tmp_path / "alone")
   followed = (metrics.read(f, "warm_start") for f in (folders[1], tmp_path / "alone"))

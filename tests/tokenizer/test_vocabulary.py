@@ -10,8 +10,9 @@ from diloco import config as config_lib
 from diloco import data as data_lib
 from diloco.data.prepare import tokenize as prepare
 from diloco.errors import ConfigError
+from diloco.tokenizer import vocabulary
 
-SHIPPED = pathlib.Path(data_lib.__file__).parent / "tokenizers/sotu_2048.model"
+SHIPPED = pathlib.Path(vocabulary.__file__).parent / "shipped/sotu_2048.model"
 
 
 def run_in_line(make, todo, *_):

@@ -7,6 +7,7 @@ the outer step as it is.
 import jax
 from jax.profiler import TraceAnnotation
 
+from diloco.algorithm.method import Wrapper
 from diloco.algorithm.methods import des_loc, sparta
 from diloco.algorithm.methods.des_loc import FIRST, SECOND
 from diloco.algorithm.optimizers import make_inner
@@ -20,6 +21,15 @@ from diloco.spec import shapes, sizes
 SPARTA = "sparta"
 # Sends of fragments use the numbers 0, 1, ... in this place of the key.
 _SPARTA_KEY = 2**32 - 1
+
+
+class BetweenSyncs(Wrapper):
+  """A method whose replicas are averaged before the outer step; see `average`."""
+
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    state, averages = average(self.method.c, t, self.method.plan, state)
+    t, state, events = self.method.outer(t, state)
+    return t, state, averages + events
 
 
 def check(c: Config) -> None:

@@ -275,7 +275,7 @@ def test_moments_that_do_not_exist_are_refused_before_training(tiny, tmp_path):
   assert not (tmp_path / "run").exists()
   (tmp_path / "runs").mkdir()
   with pytest.raises(ConfigError, match=said):
-    together.train([together.Run(resolve(tiny), tmp_path / "runs")])
+    together.train([together.Member(resolve(tiny), tmp_path / "runs")])
 
 
 def arrays_of(folder):

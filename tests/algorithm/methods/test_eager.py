@@ -212,8 +212,7 @@ def test_replicas_on_several_devices_exchange_payloads_only():
   script = """
 import json, jax, multidevice
 from diloco.algorithm import overlap
-from diloco.algorithm.state import TrainState, final_params, init_state
-from diloco.algorithm.streaming import make_method
+from diloco.algorithm.method import make_method
 from diloco.aot.programs import Programs
 fields = {"overlap.eager": True, "wire.format": "fp32", "sync_every": 4}
 fields |= {"inner.optimizer": "sgd", "inner.weight_decay": 0.0, "mesh.replica": 0}
@@ -224,16 +223,15 @@ for n in (1, 2, 4):
   losses, hidden = [], 0
   with jax.set_mesh(mesh):
     method = make_method(c, mesh)
-    s = init_state(c, mesh, method.plan)
-    for steps in multidevice.conftest.stretches(method.plan, 0, 11, ()):
+    s = method.init()
+    for steps in multidevice.conftest.spans(method.plan, 0, 11, ()):
       hidden += overlap.hiding_steps(method.plan, steps[0] - 1) > 0
       tokens = [multidevice.tokens_of(c, mesh, t) for t in steps]
-      s, metrics = overlap.inner_steps(c, method.plan, steps, s, tokens)
-      params, outer, _ = method.step(steps[-1], s.params, s.outer)
-      s = TrainState(params, s.opt_state, outer)
+      s, metrics = method.inner(steps, s, tokens)
+      _, s, _ = method.outer(steps[-1], s)
       losses += [m.loss.tolist() for m in metrics]
-    params, outer, _ = method.drain(11, s.params, s.outer)
-    whole = final_params(method.plan, TrainState(params, s.opt_state, outer), mesh)
+    s, _ = method.drain(11, s)
+    whole = method.params(s)
     losses.append([float(abs(x).sum()) for x in jax.tree.leaves(whole)][:2])
     if n > 1:
       programs = Programs(c, mesh)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
 from diloco.algorithm.optimizers import tuned
+from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError
@@ -184,7 +185,7 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
   for config, averaged in ((c, True), (one, False)):
     mesh = make_mesh(config, jax.devices()[:1])
     with jax.set_mesh(mesh):
-      s = init_state(config, mesh, None)
+      s = init_state(config, mesh, make_plan(config, mesh))
       batch = tokens.reshape(config.models, -1, c.model.seq_len)
       args = (s.params, s.opt_state, batch, None, tuned(config))
       found.append(inner_step(*args, c=config, averaged=averaged))

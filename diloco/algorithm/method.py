@@ -1,0 +1,231 @@
+"""What the training loop calls: a method holds the state of a run and moves it on.
+
+`DiLoCo` is DiLoCo and Streaming DiLoCo; `DataParallel` is the baseline. Sites
+(`diloco.sites`) and runs that train together (`diloco.together`) are methods, too. A
+`Wrapper` adds something to another method, such as a measurement around its outer step.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from diloco.algorithm import overlap
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.methods.gpa import judged
+from diloco.algorithm.optimizers import OuterTuned
+from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.state import (
+  Event,
+  TrainState,
+  abstract_inner,
+  abstract_state,
+  first_replica,
+  init_state,
+  outer_params,
+)
+from diloco.algorithm.streaming import Streaming
+from diloco.config import Config
+
+Tree = Any
+
+
+class Method(Protocol):
+  """How a run trains. Steps are numbered from 1; t counts finished inner steps."""
+
+  @property
+  def plan(self) -> Plan:
+    """When and how replicas are synchronised."""
+
+  def connect(self) -> None:
+    """Opens the connections that the outer step needs; all processes call this."""
+
+  def init(self, seed: jax.Array | None = None, params: Tree | None = None) -> Any:
+    """Makes the first state; see `state.init_state`."""
+
+  def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
+    """Describes the state after step t, without computing it, for a checkpoint.
+
+    Args:
+      fsdp: size of the fsdp axis that encoded the payloads in flight.
+      drained: whether nothing is in flight.
+    """
+
+  def enter(self, t: int, state: Any) -> tuple[int, Any]:
+    """Joins the run with the state after step t; returns where training goes on."""
+
+  def span(self, t: int, last: int, periods: Sequence[int]) -> range:
+    """Returns the inner steps after step t of one launch; see `overlap.span`."""
+
+  def inner(
+    self, steps: range, state: Any, tokens: list[jax.Array]
+  ) -> tuple[Any, list[InnerMetrics]]:
+    """Runs inner steps: lines 3 to 5 of Algorithm 2.
+
+    Args:
+      steps: from `span`.
+      state: donated.
+      tokens: int32 [M, B, L] for each step.
+
+    Returns:
+      The new state, and the metrics of each step; waits for neither.
+    """
+
+  def outer(self, t: int, state: Any) -> tuple[int, Any, list[Event]]:
+    """Runs what is due after inner step t: lines 6 to 12 of Algorithm 2.
+
+    Returns:
+      The step after which training goes on, the new state, and what happened.
+    """
+
+  def drain(self, t: int, state: Any) -> tuple[Any, list[Event]]:
+    """Receives what is in flight after the last step t.
+
+    Raises:
+      Stopped: a signal came while this process waited for others.
+    """
+
+  def params(self, state: TrainState) -> Tree:
+    """Returns the parameters by which a run is judged, float32, of one replica."""
+
+  def after_drain(self, t: int) -> "Method":
+    """Returns the method of a run that was finished after step t, and is extended."""
+
+  def tune(self, seed: jax.Array, tuned: OuterTuned) -> "Method":
+    """Returns the method with other numbers, which may be tracers."""
+
+  def note(self) -> str:
+    """Returns more text for the progress line."""
+
+  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what this method adds to a run's summary, or says otherwise there."""
+
+  def of_run(self, state: Any, r: int) -> TrainState:
+    """Takes the state of run r; only runs that train together have several."""
+
+  def close(self, reason: str) -> None:
+    """Leaves the run; only the first call does something.
+
+    Args:
+      reason: finished, stopped (and saved), or ended (by an error).
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+  """DiLoCo and Streaming DiLoCo, with the trainer's inner step; see `Method`.
+
+  Attributes:
+    c: config of the run.
+    mesh: the device mesh.
+    plan: of the config and the mesh.
+  """
+
+  c: Config
+  mesh: Mesh
+  plan: Plan
+
+  def connect(self) -> None:
+    self.plan.transport.connect()
+
+  def init(
+    self, seed: jax.Array | None = None, params: Tree | None = None
+  ) -> TrainState:
+    return init_state(self.c, self.mesh, self.plan, seed, params)
+
+  def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
+    in_flight = () if drained else self.plan.schedule.in_flight(t)
+    return abstract_state(self.c, self.mesh, self.plan, in_flight, fsdp)
+
+  def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
+    return t, state
+
+  def span(self, t: int, last: int, periods: Sequence[int]) -> range:
+    return overlap.span(self.plan, t, last, periods)
+
+  def inner(
+    self, steps: range, state: TrainState, tokens: list[jax.Array]
+  ) -> tuple[TrainState, list[InnerMetrics]]:
+    return overlap.inner_steps(self.c, self.plan, steps, state, tokens)
+
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    streaming = Streaming(self.plan)
+    params, outer, events = streaming.step(t, state.params, state.outer)
+    return t, dataclasses.replace(state, params=params, outer=outer), events
+
+  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
+    final_sync, streaming = self.c.outer.final_sync, Streaming(self.plan)
+    params, outer, events = streaming.drain(t, state.params, state.outer, final_sync)
+    return dataclasses.replace(state, params=params, outer=outer), events
+
+  def params(self, state: TrainState) -> Tree:
+    """Returns the outer parameters, as the papers do (2501.18512, Table 3)."""
+    return outer_params(self.plan, state.outer)
+
+  def after_drain(self, t: int) -> "DiLoCo":
+    return dataclasses.replace(self, plan=self.plan.after_drain(t))
+
+  def tune(self, seed: jax.Array, tuned: OuterTuned) -> "DiLoCo":
+    plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
+    return dataclasses.replace(self, plan=plan)
+
+  def note(self) -> str:
+    return ""
+
+  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    del summary
+    return {}
+
+  def of_run(self, state: TrainState, r: int) -> TrainState:
+    del r
+    return state
+
+  def close(self, reason: str) -> None:
+    del reason
+    self.plan.jobs.close()
+
+
+class DataParallel(DiLoCo):
+  """The baseline: one model, whose gradient is averaged over all devices.
+
+  Its plan has no fragments, so its outer step does nothing.
+  """
+
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    return t, state, []
+
+  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
+    return state, []
+
+  def params(self, state: TrainState) -> Tree:
+    """Returns the parameters, or their average if GPA or Schedule-Free trains."""
+    return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+  """Another method, to which a subclass adds something; see `Method`."""
+
+  method: Any
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.method, name)
+
+  def after_drain(self, t: int) -> Any:
+    return dataclasses.replace(self, method=self.method.after_drain(t))
+
+  def tune(self, seed: jax.Array, tuned: OuterTuned) -> Any:
+    return dataclasses.replace(self, method=self.method.tune(seed, tuned))
+
+
+def make_method(c: Config, mesh: Mesh) -> DiLoCo:
+  """Makes the method of a config.
+
+  Raises:
+    ConfigError: inner.optimizer cannot step the parameters, or see `make_plan`.
+  """
+  abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
+  plan = make_plan(c, mesh)
+  return (DiLoCo if plan.fragments else DataParallel)(c, mesh, plan)

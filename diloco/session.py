@@ -1,0 +1,327 @@
+"""What surrounds the training loop: data, method, checkpoints, log, evaluation."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.method import Method, make_method
+from diloco.algorithm.methods import between_syncs
+from diloco.algorithm.state import Event, TrainState
+from diloco.checkpoint.checkpoints import Checkpoints, make_record
+from diloco.checkpoint.record import Record, Spent
+from diloco.config import Config, resolve
+from diloco.data.batches import Batches
+from diloco.errors import ConfigError
+from diloco.evaluate.evaluation import Evaluation
+from diloco.evaluate.merges import with_merge_loss
+from diloco.interop.init import first_params
+from diloco.log import summary
+from diloco.log.log import Log
+from diloco.log.profile import Profile
+from diloco.mesh.devices import make_mesh
+from diloco.model import attention
+from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
+from diloco.processes.peers import Peers, say
+from diloco.processes.stop import Stop, Stopped, end_on_signal
+from diloco.wire.ledger import Ledger
+
+# What is called after a launch: its steps, the step after which training goes on, the
+# state, the metrics of each step, the events of the outer step.
+Hook = Callable[[range, int, Any, list[InnerMetrics], list[Event]], None]
+
+
+class Part(Protocol):
+  """This process's part of a run that others train with it.
+
+  Attributes:
+    config: of the whole run.
+    first_replica: number of its first replica.
+  """
+
+  config: Config
+  first_replica: int
+
+  def own_config(self) -> Config:
+    """Returns the config by which this part trains."""
+
+  def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
+    """Makes the method of this part from that of its own config."""
+
+
+class Run:
+  """One run.
+
+  Attributes:
+    c: its config.
+    workdir: its folder.
+    peers: the processes that train it.
+    failed: whether it ended with an error of its own, while others go on.
+    batches: its text.
+    checkpoints, log: what it writes.
+  """
+
+  batches: Batches
+  checkpoints: Checkpoints
+  log: Log
+
+  def __init__(self, c: Config, workdir: pathlib.Path, peers: Peers):
+    self.c, self.workdir, self.peers, self.failed = c, workdir, peers, False
+
+  def own(self) -> contextlib.AbstractContextManager:
+    """Surrounds all that concerns this run alone."""
+    return contextlib.nullcontext()
+
+
+class Logs(Protocol):
+  """What the loop tells the logs of its runs; `Log` is that of one run."""
+
+  def launched(
+    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
+  ) -> None: ...
+
+  def events(self, events: list[Event]) -> None: ...
+
+  def pause(self) -> contextlib.AbstractContextManager: ...
+
+
+@dataclasses.dataclass
+class Session:
+  """The parts of a training loop.
+
+  Attributes:
+    method: how the runs train.
+    runs: one run, or runs that train together.
+    batches: yields int32 [M, B, L] for each step.
+    log: of all runs.
+    evaluation: evaluates the parameters of one run.
+    stop: knows whether a signal came.
+    mesh: the device mesh.
+    profile: traces steps, if the config asks.
+    where: the folder of the runs, for messages.
+    t: the step after which training begins.
+    state: the state after that step.
+    is_finished: whether the run had ended before.
+  """
+
+  method: Method
+  runs: Sequence[Run]
+  batches: Iterator[jax.Array]
+  log: Logs
+  evaluation: Evaluation
+  stop: Stop
+  mesh: Mesh
+  profile: Profile
+  where: object
+  t: int
+  state: Any
+  is_finished: bool = False
+
+  @property
+  def c(self) -> Config:
+    """The config of the first run; others differ from it in numbers only."""
+    return self.runs[0].c
+
+  @property
+  def last(self) -> int:
+    return self.c.train.steps
+
+  @property
+  def hooks(self) -> tuple[Hook, ...]:
+    """What follows every launch, in this order."""
+    return self._report, self._evaluate, self._keep
+
+  def start(self) -> tuple[int, Any]:
+    """Joins the run; returns the step after which training begins, and the state."""
+    t, state, self.state = self.t, self.state, None  # The loop donates the state.
+    return self.method.enter(t, state)
+
+  def span(self, t: int, state: Any) -> range:
+    """Returns the inner steps after step t that one launch runs."""
+    c = self.c
+    periods = (c.eval.every, c.checkpoint.every, *c.averages().values())
+    steps = self.method.span(t, self.last, periods)
+    self.profile.begin(steps, state)
+    return steps
+
+  def take(self, steps: range) -> list[jax.Array]:
+    """Returns the tokens of these steps."""
+    return [next(self.batches) for _ in steps]
+
+  def _report(
+    self,
+    steps: range,
+    t: int,
+    state: Any,
+    metrics: list[InnerMetrics],
+    events: list[Event],
+  ) -> None:
+    """Writes the logs."""
+    self.log.launched(steps, metrics, events)
+    self.profile.end(steps, state)
+
+  def _evaluate(self, steps: range, t: int, state: Any, *_: Any) -> None:
+    """Evaluates every eval.every steps; `finish` evaluates after the last one."""
+    every = self.c.eval.every
+    if not every or t % every or t == self.last:
+      return
+    with self.log.pause():
+      for run, own in self._each(state):
+        with run.own():
+          scores = self.evaluation(self.method.params(own))
+          run.log.evaluation(t, scores.numbers)
+
+  def _keep(self, steps: range, t: int, state: Any, *_: Any) -> None:
+    """Saves every checkpoint.every steps, and if a signal asks the run to end.
+
+    Raises:
+      Stopped: a signal came, and the state is saved.
+    """
+    stops, every = self.stop.after(steps), self.c.checkpoint.every
+    if t < self.last and (stops or (every and t % every == 0)):
+      with self.log.pause():
+        self._save(t, state)
+    if stops and t < self.last:
+      raise Stopped
+    if all(run.failed for run in self.runs):
+      raise Stopped
+
+  def _save(self, t: int, state: Any, finished: bool = False) -> None:
+    plan = self.method.plan
+    for run, own in self._each(state):
+      if t <= (run.checkpoints.latest or 0):
+        continue  # A site went back to the group's step.
+      with run.own():
+        run.log.flush()  # Raises if a loss is not finite: that state is not saved.
+        record = make_record(
+          *(run.c, run.batches, run.log.ledger, run.log.spent()),
+          *(self.mesh, plan, run.peers, finished),
+        )
+        run.checkpoints.save(t, own, record)
+
+  def leave(self, stopped: Stopped) -> None:
+    """Ends before the last step, when the newest checkpoints are written.
+
+    Raises:
+      Interrupted: Ctrl-C ended the run.
+    """
+    self.log.events(stopped.events)
+    for run in self.runs:
+      run.checkpoints.wait()
+    self.method.close("stopped")
+    if not all(run.failed for run in self.runs):
+      saved = max(run.checkpoints.latest or 0 for run in self.runs)
+      self.stop.leave(saved, self.where, stopped.late)
+
+  def finish(self, state: Any, events: list[Event]) -> dict[str, Any]:
+    """Saves the last state, evaluates it, and writes the summaries.
+
+    Args:
+      state: the state after the drain.
+      events: of the drain.
+
+    Returns:
+      The summary of the last run.
+    """
+    self.log.events(events)
+    self._save(self.last, state, finished=True)
+    self.stop.finished(self.last, self.where)
+    found = self._summarise(state)
+    self.method.close("finished")
+    return found
+
+  def summary(self) -> dict[str, Any]:
+    """Returns the summary of a run that had ended before."""
+    [run] = self.runs
+    found = summary.read(run.workdir, run.peers)
+    if not found:
+      return self._summarise(self.state)
+    if run.peers.index == 0:
+      summary.report(run.workdir, found)
+    return found
+
+  def _summarise(self, state: Any) -> dict[str, Any]:
+    found = dict[str, Any]()
+    for run, own in self._each(state):
+      with run.own():
+        args = (self.mesh, self.evaluation, run.log, run.workdir, run.peers)
+        found = summary.make(run.c, self.method, own, *args)
+    return found
+
+  def _each(self, state: Any) -> Iterator[tuple[Run, TrainState]]:
+    """Yields the runs that go on, each with its own state."""
+    for r, run in enumerate(self.runs):
+      if not run.failed:
+        yield run, self.method.of_run(state, r)
+
+
+@contextlib.contextmanager
+def open_session(
+  config: Any, workdir: str | pathlib.Path, peers: Peers | None, part: Part | None
+) -> Iterator[Session]:
+  """Prepares a run, or its continuation; the arguments are those of `train`.
+
+  Every mistake in the config is found here, before anything compiles.
+  """
+  c, workdir, peers = resolve(config), pathlib.Path(workdir), peers or Peers()
+  if part:
+    c = part.own_config()
+  elif c.overlap.transport == "sites":
+    raise ConfigError(
+      "overlap.transport is sites, which needs --coordinator and --site"
+      " (docs/sites.md)."
+    )
+  check_all_meet(peers)
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(end_on_signal(peers))
+    mesh = make_mesh(c)
+    attention.check(c.model, mesh.devices.flat[0])
+    stack.enter_context(jax.set_mesh(mesh))
+    batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
+    evaluation = Evaluation(c, mesh)
+    own = make_method(c, mesh)
+    method: Method = part.method(own, batches, stop) if part else own
+    between_syncs.check(c)
+    make_shared(workdir, peers)
+    stack.enter_context(lock_workdir(workdir, peers))
+    if peers.index == 0:
+      say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
+      if note := summary.note(c):
+        say(f"note: {note}")
+    stack.callback(method.close, "ended")
+    method.connect()
+
+    # Continue from the newest checkpoint, or start at step 0.
+    checkpoints = Checkpoints(workdir, c, mesh, method, peers)
+    stack.enter_context(contextlib.closing(checkpoints))
+    restored = checkpoints.restore()
+    if restored:
+      t, state, record = restored.step, restored.state, restored.record
+      batches.set_state(record.data)
+      method = method.after_drain(record.drained)
+      if t == record.drained:
+        summary.set_aside(workdir, t, peers)
+    else:
+      first = first_params(c, mesh)
+      if first is not None and peers.index == 0:
+        say(f"Starts from the parameters in {c.init.checkpoint}.")
+      t, state, record = 0, method.init(params=first), Record(c.to_dict())
+    method = with_merge_loss(method, c, mesh, evaluation)
+    if c.averages():
+      method = between_syncs.BetweenSyncs(method)
+    ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
+    log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
+    stack.enter_context(contextlib.closing(log))
+    log.note = method.note
+    profile = stack.enter_context(contextlib.closing(Profile(c, workdir, log, peers)))
+    run = Run(c, workdir, peers)
+    run.batches, run.checkpoints, run.log = batches, checkpoints, log
+    yield Session(
+      *(method, [run], batches, log, evaluation, stop, mesh, profile, workdir),
+      *(t, state, record.finished),
+    )
