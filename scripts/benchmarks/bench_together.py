@@ -10,9 +10,8 @@ The memory is XLA's for the inner step, with parameters and optimizer state; not
 runs. --topology compiles for a chip that is not there (docs/aot.md).
 """
 
-import dataclasses
-import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,14 +21,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
-from diloco.algorithm import overlap
-from diloco.algorithm.outer import outer_step
+from diloco.algorithm.method import make_method
 from diloco.algorithm.plan import make_plan
-from diloco.algorithm.state import abstract_state, init_state
+from diloco.algorithm.state import abstract_state
 from diloco.aot import topology
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh.devices import make_mesh
-from diloco.together.training import inner_together, numbers_of, step
+from diloco.together.training import Together, inner_together, numbers_of
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The config to time.")
 _RUNS = flags.DEFINE_list("runs", ["1", "2", "4", "8"], "Counts of runs.")
@@ -42,40 +40,26 @@ class Bench:
   """Trains R runs with different seeds on random tokens."""
 
   def __init__(self, c: Config, count: int):
-    self.c, self.count, self.mesh = c, count, make_mesh(c)
-    self.plan, self.t = make_plan(c, self.mesh), 0
-    self.numbers = numbers_of([changed(c, {"seed": r}) for r in range(count)])
-    init = functools.partial(init_state, c, self.mesh, self.plan)
-    self.state = jax.vmap(init)(self.numbers.seed)
-    shape = (count, *tokens_shape(c))
+    self.c, self.mesh, self.t = c, make_mesh(c), 0
+    self.method: Any = make_method(c, self.mesh)
+    shape = tokens_shape(c)
+    if count > 1:
+      numbers = numbers_of([changed(c, {"seed": r}) for r in range(count)])
+      self.method, shape = Together(self.method, c, numbers), (count, *shape)
+    self.state = self.method.init()
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
     self.tokens = jnp.asarray(tokens, jnp.int32)
-    if count == 1:
-      first = lambda tree: jax.tree.map(lambda x: x[0], tree)
-      self.state, self.tokens = first(self.state), first(self.tokens)
 
   def round(self) -> tuple[float, float]:
     """Runs H steps of all runs; returns the seconds, and those of all CPU cores."""
-    start, busy = time.perf_counter(), time.process_time()
+    start, busy, state = time.perf_counter(), time.process_time(), self.state
     for _ in range(self.c.sync_every):
       self.t += 1
-      if self.count > 1:
-        args = (self.numbers, self.t, self.state, self.tokens)
-        self.state, _, _ = step(self.c, self.plan, *args)
-      else:
-        self.alone()
-    jax.block_until_ready(self.state)
+      steps = range(self.t, self.t + 1)
+      state, _ = self.method.inner(steps, state, [self.tokens])
+      _, state, _ = self.method.outer(self.t, state)
+    self.state = jax.block_until_ready(state)
     return time.perf_counter() - start, time.process_time() - busy
-
-  def alone(self) -> None:
-    """Runs the step of one run, by the programs of a single run."""
-    steps = range(self.t, self.t + 1)
-    args = (steps, self.state, [self.tokens])
-    self.state, _ = overlap.inner_steps(self.c, self.plan, *args)
-    if self.plan:
-      parts = (self.t, self.state.params, self.state.outer)
-      params, outer, _ = outer_step(self.plan, *parts)
-      self.state = dataclasses.replace(self.state, params=params, outer=outer)
 
 
 def tokens_shape(c: Config) -> tuple[int, int, int]:

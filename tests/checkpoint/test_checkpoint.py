@@ -17,7 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 from threads import free_port
 
-from diloco.algorithm.state import TrainState
+from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import resume, stored
 from diloco.checkpoint.checkpoints import Record
@@ -25,6 +26,7 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
+from diloco.spec.schedule import Schedule
 
 
 @pytest.fixture
@@ -32,23 +34,30 @@ def c(tiny):
   return resolve(tiny)
 
 
-@pytest.fixture(autouse=True)
-def small_state(monkeypatch):
-  """Replaces the state of a model by one of two arrays."""
-  monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
-
-
+NO_OUTER = OuterState((), (), (), {})
 SHAPE = (40, 30)  # Smaller arrays have no file of their own.
 
 
 def state(value: float) -> TrainState:
   return TrainState(
-    {"w": jax.numpy.full(SHAPE, value)}, {"n": jax.numpy.int32(1)}, None
+    {"w": jax.numpy.full(SHAPE, value)}, {"n": jax.numpy.int32(1)}, NO_OUTER
   )
 
 
+class Method:
+  """Stands for the method of a run whose state has two arrays."""
+
+  plan = types.SimpleNamespace(jobs=Jobs(False), schedule=Schedule(0, 1, (0,)))
+
+  def after_drain(self, t):
+    return self
+
+  def abstract(self, t, fsdp, drained):
+    return state(0)
+
+
 def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), None, peers)
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), Method(), peers)
 
 
 def save(workdir, c, steps):

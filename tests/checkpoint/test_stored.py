@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import types
 
 import damage
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from diloco.algorithm.state import TrainState
+from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import stored
 from diloco.checkpoint.record import Record
@@ -17,13 +19,14 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.interop import load
 from diloco.mesh.devices import make_mesh
+from diloco.spec.schedule import Schedule
 
 
 def state(value: float) -> TrainState:
   """A state whose first array has a file of its own, as larger arrays have."""
   ramp = np.arange(1200, dtype=np.float32).reshape(40, 30) * value
   params = {"w": jax.numpy.asarray(ramp), "b": jax.numpy.full(3, value, "bfloat16")}
-  return TrainState(params, {"n": jax.numpy.int32(value)}, None)
+  return TrainState(params, {"n": jax.numpy.int32(value)}, OuterState((), (), (), {}))
 
 
 def bits(tree) -> list[bytes]:
@@ -31,13 +34,24 @@ def bits(tree) -> list[bytes]:
 
 
 @pytest.fixture
-def c(tiny, monkeypatch):
-  monkeypatch.setattr(checkpoint, "abstract_state", lambda *args: state(0))
+def c(tiny):
   return resolve(tiny)
 
 
+class Method:
+  """Stands for the method of a run whose state has two arrays."""
+
+  plan = types.SimpleNamespace(jobs=Jobs(False), schedule=Schedule(0, 1, (0,)))
+
+  def after_drain(self, t):
+    return self
+
+  def abstract(self, t, fsdp, drained):
+    return state(0)
+
+
 def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), None)
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), Method())
 
 
 @pytest.fixture

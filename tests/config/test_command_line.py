@@ -148,7 +148,7 @@ def test_ctrl_c_ends_without_a_traceback(capsys):
 def test_ctrl_c_while_a_text_is_executed_has_the_same_status(tmp_path):
   lines = (
     "import sys",
-    "from diloco.config.command_line import guarded",
+    "from diloco.util.command import guarded",
     "sys.exit(guarded(exec, 'raise KeyboardInterrupt'))",
   )
   (tmp_path / "program.py").write_text("\n".join(lines))
@@ -305,7 +305,7 @@ def test_a_reader_that_ends_early_is_no_mistake(size):
   """A short text is written when the program ends, a long one before."""
   program = f"""
 import sys
-from diloco.config.command_line import guarded
+from diloco.util.command import guarded
 sys.exit(guarded(lambda: input() and print("x" * {size})))
 """
   process = subprocess.Popen(

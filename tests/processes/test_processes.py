@@ -234,8 +234,8 @@ import sys, time
 import conftest, jax, numpy as np
 from diloco.algorithm.plan import make_plan
 from diloco.config import resolve
-from diloco.model import sharding
-from diloco.run import processes
+from diloco.mesh import sharding
+from diloco.processes import distributed as processes
 from diloco.mesh.devices import make_mesh
 from diloco.wire.exchange import encoded
 

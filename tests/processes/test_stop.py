@@ -15,7 +15,7 @@ from diloco.processes.stop import AGAIN, Interrupted, end_on_signal
 # A process that does not end at the first Ctrl-C.
 DEAF = """
 import signal, time
-from diloco.run import stop
+from diloco.processes import stop
 signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
 stop.end_at_second_interrupt()
 print("ready", flush=True)

@@ -8,6 +8,7 @@ import optax
 import pytest
 from process_config import get_config
 
+from diloco.algorithm.method import make_method
 from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.checkpoint.checkpoints import Checkpoints, Record
@@ -303,7 +304,8 @@ def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
     player.step()
   assert player.plan.schedule.in_flight(EVERY)
   with jax.set_mesh(player.mesh):
-    checkpoints = Checkpoints(tmp_path, own, player.mesh, player.plan, Peers())
+    method = make_method(own, player.mesh)
+    checkpoints = Checkpoints(tmp_path, own, player.mesh, method, Peers())
     checkpoints.save(EVERY, player.state, Record(own.to_dict()))
     checkpoints.wait()
     found = checkpoints.restore()
