@@ -20,16 +20,15 @@ import plugins  # noqa: F401  Registers `feedback`.
 import diloco
 from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.outer import (
   drain,
   merge,
   outer_step,
   send,
-  send_fragment,
   update,
 )
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import (
   TrainState,
   first_replica,
@@ -417,7 +416,7 @@ def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
-      metrics = send_fragment(plan, 3, p, moved_M, theta, state)[2]
+      metrics = plan.send(3, p, moved_M, theta, state)[2]
       found |= {f"{name}, {p}": np.asarray(x).tolist() for name, x in metrics.items()}
     rows = np.arange(2 * 4 * c.model.seq_len).reshape(2, 4, -1).astype(np.int32) % 64
     weights = np.float32(rows % 5 > 0)

@@ -20,10 +20,10 @@ from diloco import train
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import fedpart_mask, inner_step
 from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.make import make_plan
+from diloco.algorithm.method import DiLoCo
 from diloco.algorithm.optimizers import make_inner, tuned
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_params, init_state
-from diloco.algorithm.streaming import Streaming
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import stored
 from diloco.config import resolve
@@ -438,7 +438,7 @@ def test_what_train_opened_is_closed_when_it_raises(tiny, tmp_path, monkeypatch)
   def fail(*args):
     raise RuntimeError("out of memory")
 
-  monkeypatch.setattr(Streaming, "step", fail)
+  monkeypatch.setattr(DiLoCo, "outer", fail)
   before = signal.signal(signal.SIGTERM, handler)
   tiny.overlap.transport = "host"
   try:

@@ -23,17 +23,47 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.fragments import outer_gradient
-from diloco.algorithm.norms import mean_cosine, norms, products
+from diloco.algorithm.metrics import Metrics, mean_cosine, norms, products
+from diloco.algorithm.plan import Plan
 from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import WireConfig
 from diloco.wire import exchange
 
 Tree = Any
-Metrics = dict[str, jax.Array]
 # Singular values that are logged; columns and steps of the iteration, see `spectrum`.
 _VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
+
+
+class DiagnosedPlan(Plan):
+  """A plan that measures the syncs that log.diagnostics_every chooses."""
+
+  def send(
+    self,
+    t: int,
+    p: int,
+    params_M: Tree,
+    theta: Tree,
+    codec_state: Tree,
+    first: int = 0,
+  ) -> tuple[jax.Array, Tree, Metrics]:
+    args = (t, p, params_M, theta, codec_state, first)
+    payload, codec_state, metrics = super().send(*args)
+    if self.is_diagnosed(p, t):
+      part = (params_M, self.home.fetch(theta), payload, self.layers[p])
+      metrics |= of_send(*part, wire=self.wire, mesh=self.mesh)
+    return payload, codec_state, metrics
+
+  def update(
+    self, t: int, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
+  ) -> tuple[Tree, Tree, Metrics]:
+    diagnosed = self.is_diagnosed(p, t - min(self.schedule.taus))
+    before = jax.tree.map(jnp.copy, theta) if diagnosed else None
+    theta, opt_state, metrics = super().update(t, p, payload, theta, opt_state)
+    if diagnosed:
+      metrics |= of_update(before, theta)
+    return theta, opt_state, metrics
 
 
 @partial(jax.jit, static_argnames=("wire", "mesh"))

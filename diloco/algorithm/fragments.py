@@ -65,6 +65,11 @@ def put(
   return params_M
 
 
+def one_of(tree_M: Tree) -> Tree:
+  """Describes the arrays of one replica in a tree of all, leaves (M, ...)."""
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree_M)
+
+
 def as_merged(theta: jax.Array, x_M: jax.Array) -> jax.Array:
   """Rounds outer parameters to the replicas' dtype; returns float32.
 

@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.methods.gpa import judged
 from diloco.algorithm.optimizers import OuterTuned
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.outer import drain
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import (
   Event,
   TrainState,
@@ -26,7 +28,6 @@ from diloco.algorithm.state import (
   init_state,
   outer_params,
 )
-from diloco.algorithm.streaming import Streaming
 from diloco.config import Config
 
 Tree = Any
@@ -151,14 +152,14 @@ class DiLoCo:
     return overlap.inner_steps(self.c, self.plan, steps, state, tokens)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    streaming = Streaming(self.plan)
-    params, outer, events = streaming.step(t, state.params, state.outer)
-    return t, dataclasses.replace(state, params=params, outer=outer), events
+    plan = self.plan
+    params, outer, events = plan.step(plan, t, state.params, state.outer)
+    return t, TrainState(params, state.opt_state, outer), events
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    final_sync, streaming = self.c.outer.final_sync, Streaming(self.plan)
-    params, outer, events = streaming.drain(t, state.params, state.outer, final_sync)
-    return dataclasses.replace(state, params=params, outer=outer), events
+    args = (self.plan, t, state.params, state.outer, self.c.outer.final_sync)
+    params, outer, events = drain(*args)
+    return TrainState(params, state.opt_state, outer), events
 
   def params(self, state: TrainState) -> Tree:
     """Returns the outer parameters, as the papers do (2501.18512, Table 3)."""

@@ -1,28 +1,48 @@
-"""Makes the plan: all that the outer step needs besides arrays, in one dataclass.
+"""The plan: all that the outer step needs besides arrays, in one dataclass.
 
 The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.stages import Wrapped
 
-from diloco.algorithm.home import Home, make_home
+from diloco.algorithm.home import Home
 from diloco.algorithm.jobs import Jobs
-from diloco.algorithm.optimizers import Outer, OuterTuned, outer_shardings, outer_tuned
-from diloco.config import Config
-from diloco.mesh.sharding import FSDP, REPLICA, abstract
-from diloco.spec import shapes, sizes
+from diloco.algorithm.metrics import Metrics
+from diloco.algorithm.optimizers import Outer, OuterTuned
+from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 from diloco.spec.schedule import Fragment, Schedule
 from diloco.spec.shapes import Shapes
 from diloco.wire import exchange
-from diloco.wire.transport import Transport, make_transport
+from diloco.wire.transport import Transport
+
+Tree = Any
+
+
+class Form(NamedTuple):
+  """How the lines of Algorithm 2 are computed; `make.choose_form` makes it once.
+
+  Attributes:
+    send: lines 7 and 8, `outer.send` or `fused.send`.
+    update: lines 10 and 11, `outer.update` or `fused.update`, in place or not.
+    merge: line 12.
+  """
+
+  send: Wrapped
+  update: Wrapped
+  merge: Wrapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +66,8 @@ class Plan:
     home: where the outer state lives and is updated.
     transport: carries the payloads between replicas.
     jobs: decides when payloads are carried and outer state is updated.
+    form: how the lines are computed.
+    step: lines 6 to 12; `outer.outer_step`, or that of a later paper.
   """
 
   schedule: Schedule
@@ -64,6 +86,8 @@ class Plan:
   home: Home
   transport: Transport
   jobs: Jobs
+  form: Form
+  step: Callable[..., tuple[Tree, Any, list]]
 
   @property
   def replicas(self) -> int:
@@ -116,49 +140,53 @@ class Plan:
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
     return {"keys": tuple(self.shapes[p]), "each": self.own_outer, **present}
 
+  def send(
+    self,
+    t: int,
+    p: int,
+    params_M: Tree,
+    theta: Tree,
+    codec_state: Tree,
+    first: int = 0,
+  ) -> tuple[jax.Array, Tree, Metrics]:
+    """Lines 7 and 8 for fragment p after step t; see `outer.send`.
 
-def make_plan(
-  c: Config,
-  mesh: Mesh,
-  parameters: Shapes | None = None,
-  fragments: tuple[Fragment, ...] | None = None,
-  outer: optax.GradientTransformation | None = None,
-) -> Plan:
-  """Makes the plan of a config on a mesh.
+    Args:
+      theta: at home or on `home.mesh`.
+    """
+    args = (self.home.fetch(theta), codec_state, self.layers[p], self.key(t, p), first)
+    with TraceAnnotation("send"):
+      return self.form.send(params_M, *args, wire=self.wire, mesh=self.mesh)
 
-  Args:
-    parameters: shapes of one replica's parameters; None: those of the model.
-    fragments: which of these parameters are sent together; None: those of the config.
-    outer: the outer optimizer; None: that of the config.
+  def begin(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
+    """Lets hosts carry and update fragment p, while the devices train."""
+    self.jobs.start(p, self.receive, payload, theta, opt_state)
 
-  Raises:
-    ConfigError: overlap.transport or outer.offload does not fit the machine, or the
-      outer optimizer cannot step these parameters.
-  """
-  transport = make_transport(c, mesh)
-  schedule = c.make_schedule()
-  if fragments:
-    schedule = dataclasses.replace(schedule, num_fragments=len(fragments))
-  fragments, optimizer = fragments or c.make_fragments(), outer or c.outer
-  parameters = parameters or shapes.parameters(c.model)
-  parts = tuple(f.shapes(parameters) for f in fragments)
-  for part in parts:  # Finds mistakes in the optimizer; computes nothing.
-    outer_shardings(optimizer, abstract(part, "float32"), mesh)
-  return Plan(
-    schedule=schedule,
-    fragments=fragments,
-    layers=tuple(f.indices for f in fragments),
-    parameters=parameters,
-    shapes=parts,
-    wire=c.wire,
-    outer=optimizer,
-    tuned=outer_tuned(optimizer),
-    own_outer=c.own_outer,
-    alpha=c.overlap.alpha,
-    seed=c.seed,
-    diagnostics_every=c.log.diagnostics_every,
-    mesh=mesh,
-    home=make_home(c, mesh, transport.hosts),
-    transport=transport,
-    jobs=Jobs(background=transport.hosts is not None),
-  )
+  def update(
+    self, t: int, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
+  ) -> tuple[Tree, Tree, Metrics]:
+    """Lines 10 and 11 for fragment p, which arrives after step t.
+
+    Donates theta and opt_state, except on hosts.
+    """
+    del t
+    found = self.jobs.finish(p, self.receive, payload, theta, opt_state)
+    return *found[:2], found[2] | self.jobs.waited()
+
+  def receive(
+    self, payload: jax.Array, theta: Tree, opt_state: Tree
+  ) -> tuple[Tree, Tree, Metrics]:
+    """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
+    with TraceAnnotation("exchange"):
+      payload, mesh = self.transport.carry(payload), self.home.mesh
+    # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
+    place = jax.set_mesh(mesh) if self.home.at_hosts else contextlib.nullcontext()
+    kind = {"wire": self.wire, "outer": self.outer, "mesh": mesh}
+    with TraceAnnotation("receive"), place:
+      return self.form.update(theta, opt_state, payload, self.tuned, **kind)
+
+  def merge(self, p: int, params_M: Tree, theta: Tree, mask: Sequence[bool]) -> Tree:
+    """Line 12 for fragment p; theta is at home or on `home.mesh`."""
+    theta, mask_M = self.home.fetch(theta), np.asarray(mask)
+    with TraceAnnotation("merge"):
+      return self.form.merge(params_M, theta, self.layers[p], mask_M, alpha=self.alpha)

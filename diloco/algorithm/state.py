@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
-from diloco.algorithm.methods.own_outer import one_of
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config
@@ -262,7 +261,7 @@ def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tupl
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   if each:
-    theta = one_of(theta)
+    theta = fragments.one_of(theta)
   lead = (REPLICA,) if each else ()
   theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, lead)
   led = theta_at if each else sharding.with_lead(theta_at, (REPLICA,))

@@ -13,7 +13,6 @@ its first axis. An ending `_M` says so throughout the package.
 """
 
 import dataclasses
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,11 +23,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import outer as outer_lib
 from diloco.algorithm.layout import Fragments, Layout, Stacked, make_layout
-from diloco.algorithm.methods import eager, noloco
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import Outer
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.outer import drain
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import (
   Event,
   OuterState,
@@ -92,7 +91,7 @@ class Streaming:
       New parameters, new state, and an event for each send and receive.
     """
     args = (self.plan, t, self._split(params_M), state)
-    found, state, events = self._rule.outer_step(*args)
+    found, state, events = self.plan.step(*args)
     return self._join(found), state, events
 
   def drain(
@@ -108,13 +107,13 @@ class Streaming:
     Raises:
       ConfigError: eager updates and NoLoCo's pairs have no final sync.
     """
-    if final_sync and self._rule is not outer_lib:
+    if final_sync and self.plan.own_outer:
       raise ConfigError(
         "final_sync is True, but eager updates and wire.exchange=pair have no final"
         " sync; leave it out."
       )
     args = (self.plan, last, self._split(params_M), state, final_sync)
-    found, state, events = outer_lib.drain(*args, step=self._rule.outer_step)
+    found, state, events = drain(*args)
     return self._join(found), state, events
 
   def params(self, state: OuterState) -> Tree:
@@ -144,13 +143,6 @@ class Streaming:
   def close(self) -> None:
     """Ends the thread of transport="host"."""
     self.plan.jobs.close()
-
-  @property
-  def _rule(self) -> types.ModuleType:
-    """The module with the outer step."""
-    if self.plan.wire.exchange == "pair":
-      return noloco
-    return eager if self.plan.schedule.eager else outer_lib
 
   def _split(self, tree: Tree) -> Tree:
     return self.layout.split(tree) if self.layout else tree
@@ -244,19 +236,8 @@ def streaming(
     )
   given = None if isinstance(outer, OuterConfig) else outer
   plan = make_plan(c, mesh, layout.parameters(params_M), parts, given)
-  assert plan is not None
   plan.transport.connect()
   return Streaming(plan, layout)
-
-
-def make_method(c: Config, mesh: Mesh) -> Streaming | None:
-  """Makes the method of a config for its own model; None for data-parallel.
-
-  Raises:
-    ConfigError: as `make_plan`.
-  """
-  plan = make_plan(c, mesh)
-  return Streaming(plan) if plan else None
 
 
 def replicate(params: Tree, replicas: int, mesh: Mesh | None = None) -> Tree:

@@ -18,11 +18,11 @@ from jax.sharding import Mesh
 from jax.stages import Lowered, Wrapped
 
 from diloco.algorithm.inner import inner_step
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.methods import between_syncs, des_loc, eager, noloco, sparta
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.outer import merge, send, update_in_place
 from diloco.algorithm.overlap import hidden_exchange, trained_next
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
 from diloco.config import Config, changed
@@ -178,21 +178,30 @@ class Programs:
       return
     arriving = updated | {"in flight": payloads[p]}
     mine = (params, theta, codec_state, layers, key)
-    self._add("send", sent, send, *mine, each=c.own_outer, **wire)
+    self._add("send", sent, plan.form.send, *mine, **wire)
     if c.overlap.eager:
       held = arriving | {"parameters": params}
       both = (payloads[p], self.payload, layers, plan.tuned)
       update_all = partial(self._add, "update", held, eager.update, params)
       update_all(theta, opt_state, *both, outer=c.outer, **wire)
       return
-    self._add("merge", merged, merge, params, theta, layers, everyone, alpha=plan.alpha)
+    self._add(
+      "merge",
+      merged,
+      plan.form.merge,
+      params,
+      theta,
+      layers,
+      everyone,
+      alpha=plan.alpha,
+    )
     if plan.home.at_hosts:
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
     if c.outer.offload:
       arriving = {"in flight": (*part, payloads[p])}
     args = (*part, payloads[p], plan.tuned)
-    self._add("update", arriving, update_in_place, *args, outer=c.outer, **wire)
+    self._add("update", arriving, plan.form.update, *args, outer=c.outer, **wire)
     if plan.transport.hides:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)

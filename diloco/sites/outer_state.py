@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.outer import update
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.mesh import sharding
@@ -57,7 +56,7 @@ def apply(
   equal = bool((weights == weights[0]).all())
   payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
-    return update(
+    return plan.form.update(
       theta,
       opt_state,
       payload,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.optimizers import at_step
-from diloco.algorithm.outer import merge_fragment, send_fragment
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.config import Config
@@ -221,9 +220,7 @@ class Site:
     outer = state.outer
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
-    payload, codec_state, metrics = send_fragment(
-      plan, t, p, *arrays, self.first_replica
-    )
+    payload, codec_state, metrics = plan.send(t, p, *arrays, self.first_replica)
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
     steps = self._calendar.steps_behind(number, self._since)
     tokens = steps * self.config.tokens_per_step // self.config.replicas
@@ -344,7 +341,7 @@ class Site:
   ) -> TrainState:
     """Line 12."""
     assert state.outer is not None
-    params_M = merge_fragment(plan, p, state.params, state.outer.theta[p], mask)
+    params_M = plan.merge(p, state.params, state.outer.theta[p], mask)
     return dataclasses.replace(state, params=params_M)
 
   def _miss(self, t: int) -> None:

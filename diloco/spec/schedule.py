@@ -163,8 +163,15 @@ class Schedule:
       if t >= self.sync_every + self.offset(p) and self.is_due(p, t)
     ]
 
-  def sends(self, t: int) -> list[int]:
-    """Lists the fragments that are sent after inner step t (line 6)."""
+  def sends(self, t: int, last_send: int | None = None) -> list[int]:
+    """Lists the fragments that are sent after inner step t (line 6).
+
+    Args:
+      t: finished inner steps.
+      last_send: the last step after which fragments are sent; None: no last step.
+    """
+    if last_send is not None and t > last_send:
+      return []
     return [p for p in range(self.num_fragments) if self.is_sent(p, t)]
 
   def num_sends(self, p: int, steps: int) -> int:

@@ -19,8 +19,7 @@ from timing import in_turn, timed
 
 from diloco.algorithm import fragments, optimizers
 from diloco.algorithm.inner import inner_step
-from diloco.algorithm.outer import merge, send, update_in_place
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import Config, changed, command_line, resolve
 from diloco.mesh import sharding
@@ -74,20 +73,20 @@ def outer_times(bench: Bench) -> dict[str, float]:
 
     def sent():
       codec_state = fresh(state.codec_state[0])
-      return timed(
-        send, params, theta, codec_state, layers, key, wire=c.wire, mesh=mesh
-      )
+      args = (params, theta, codec_state, layers, key)
+      return timed(plan.form.send, *args, wire=c.wire, mesh=mesh)
 
     start = fresh(state.codec_state[0])
-    payload, *_ = send(params, theta, start, layers, key, wire=c.wire, mesh=mesh)
+    args = (params, theta, start, layers, key)
+    payload, *_ = plan.form.send(*args, wire=c.wire, mesh=mesh)
     payload = plan.transport.carry(payload)
 
     def updated():
       parts = (*fresh((theta, opt_state)), payload, plan.tuned)
-      return timed(update_in_place, *parts, wire=c.wire, outer=c.outer, mesh=mesh)
+      return timed(plan.form.update, *parts, wire=c.wire, outer=c.outer, mesh=mesh)
 
     merged = lambda: timed(
-      merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
+      plan.form.merge, fresh(params), theta, layers, everyone, alpha=plan.alpha
     )
     names = ("copy", "send", "update", "merge")
     times = in_turn(lambda: timed(copy, part), sent, updated, merged)

@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import config_flags
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import make_method
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import abstract_state
 from diloco.aot import topology
 from diloco.config import Config, changed, command_line, resolve

@@ -13,7 +13,7 @@ from absl import flags
 from bench_step import least_bytes
 from ml_collections import config_flags
 
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.aot import topology, traffic
 from diloco.aot.programs import Programs
 from diloco.config import command_line, resolve

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from diloco.algorithm import diagnostics
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step, send
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import init_outer
 from diloco.config import default_config, resolve
 from diloco.mesh.devices import make_mesh

@@ -13,8 +13,8 @@ import pytest
 from diloco.algorithm import home as home_lib
 from diloco.algorithm import jobs
 from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import resolve
 from diloco.errors import ConfigError

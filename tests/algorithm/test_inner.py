@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.inner import inner_step
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import make_inner, tuned
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import Config
 from diloco.config import resolve as resolve_config

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco.algorithm.outer import drain, outer_step, receive, send, update
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
+from diloco.algorithm.outer import drain, outer_step, send, update
 from diloco.algorithm.state import abstract_state, init_outer, outer_params
 from diloco.config import Config, default_config, resolve
 from diloco.mesh import sharding
@@ -225,7 +225,7 @@ def test_the_metrics_of_a_sync_equal_numpy():
       plan.wire, plan.mesh, payload, theta, (sharding.REPLICA,)
     )
     old = jax.tree.map(np.array, theta)  # `receive` donates theta.
-    stepped, _, received = receive(plan, payload, theta, state.opt_state[0])
+    stepped, _, received = plan.receive(payload, theta, state.opt_state[0])
   delta_M, coded_M = rows(start_M) - rows(params_M), rows(decoded_M)
   close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4)
   assert (norm(delta_M) < 0.1).all()

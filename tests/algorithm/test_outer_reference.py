@@ -21,8 +21,9 @@ import reference as ref
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import Plan, make_plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
 from diloco.mesh import sharding

@@ -15,8 +15,8 @@ import pytest
 from threads import free_port
 
 import diloco
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
 from diloco.mesh.devices import make_mesh

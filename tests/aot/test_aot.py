@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import abstract_state, init_state
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes

@@ -9,7 +9,7 @@ import re
 import jax
 import pytest
 
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.cli import list_configs as listing
 from diloco.config import changed, resolve
 from diloco.config.command_line import load_config

@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 import pytest
 from numpy_decoder import numpy_decoder
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import make_method
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import resolve
 from diloco.data import make_eval_set

@@ -232,7 +232,7 @@ def test_four_processes_train_like_one_device_without_codes(
 LATE = """
 import sys, time
 import conftest, jax, numpy as np
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.config import resolve
 from diloco.mesh import sharding
 from diloco.processes import distributed as processes

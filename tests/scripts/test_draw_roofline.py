@@ -6,7 +6,7 @@ import sys
 import jax
 import pytest
 
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import abstract_state
 from diloco.config import changed, resolve
 from diloco.mesh.devices import make_mesh

@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_config
 
 from diloco.algorithm.fragments import take
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.config import resolve
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import make_outer
-from diloco.algorithm.plan import make_plan
 from diloco.config import resolve
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import abstract

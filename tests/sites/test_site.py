@@ -8,8 +8,8 @@ import optax
 import pytest
 from process_config import get_config
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import make_method
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve

@@ -29,10 +29,10 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm.methods.own_outer import one_of, step_each
-from diloco.algorithm.norms import norms
+from diloco.algorithm.fragments import one_of
+from diloco.algorithm.methods.own_outer import step_each
+from diloco.algorithm.metrics import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.outer import send_fragment
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.mesh.sharding import REPLICA
@@ -101,7 +101,7 @@ def outer_step(
   Donates params_M, and of these fragments the outer state and compressor state.
   """
   events, kind = list[Event](), {"wire": plan.wire, "mesh": plan.mesh}
-  sends = plan.schedule.sends(t) if last_send is None or t <= last_send else []
+  sends = plan.schedule.sends(t, last_send)
   arrivals = [p for p, _ in plan.schedule.arrivals(t, last_send)]
   for p in sorted({*sends, *arrivals}):
     theta_M, codec_state, own = state.theta[p], state.codec_state[p], None
@@ -110,9 +110,7 @@ def outer_step(
       with TraceAnnotation("exchange"):
         late = plan.transport.carry(late)
     if p in sends:
-      own, codec_state, metrics = send_fragment(
-        plan, t, p, params_M, theta_M, codec_state
-      )
+      own, codec_state, metrics = plan.send(t, p, params_M, theta_M, codec_state)
       events.append(Event("send", p, t, plan.sync_bytes(p), metrics))
     args = (theta_M, state.opt_state[p], late, own, plan.layers[p], plan.tuned)
     with TraceAnnotation("receive"):

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from diloco.algorithm.fragments import as_merged, take
 from diloco.algorithm.methods.own_outer import step_each
-from diloco.algorithm.norms import norms
+from diloco.algorithm.metrics import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
@@ -126,14 +126,14 @@ def peers_of(x_M: Tree, key: jax.Array, mesh: Mesh) -> Tree:
 
 
 def outer_step(
-  plan: Plan, t: int, params_M: Tree, state: OuterState
+  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
 ) -> tuple[Tree, OuterState, list[Event]]:
   """Exchanges the fragments that are due after step t in pairs; nothing is in flight.
 
   Donates params_M, and of these fragments the outer state.
   """
   events = list[Event]()
-  for p in plan.schedule.sends(t):
+  for p in plan.schedule.sends(t, last_send):
     key = plan.key(t, p)
     own = (state.theta[p], state.opt_state[p], plan.layers[p], key, plan.tuned)
     with TraceAnnotation("exchange"):

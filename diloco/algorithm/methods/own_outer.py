@@ -8,7 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from diloco.algorithm import optimizers
-from diloco.algorithm.fragments import put
+from diloco.algorithm.fragments import one_of, put
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.mesh.sharding import REPLICA
 
@@ -47,8 +47,3 @@ def step_each(
   state_M = jax.lax.with_sharding_constraint((theta_M, opt_state_M), places)
   cast = lambda old_M, new_M: new_M.astype(old_M.dtype)
   return put(params_M, state_M[0], layers, cast), state_M, updates_M
-
-
-def one_of(theta_M: Tree) -> Tree:
-  """Describes the outer parameters of one replica."""
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), theta_M)

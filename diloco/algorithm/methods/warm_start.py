@@ -26,7 +26,7 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import optimizers
+from diloco.algorithm import optimizers, outer
 from diloco.algorithm.fragments import take
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
@@ -35,6 +35,17 @@ from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec.fields import OuterConfig
 
 Tree = Any
+
+
+def outer_step(
+  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
+) -> tuple[Tree, OuterState, list[Event]]:
+  """Lets the fragments that are due follow the replicas; then Algorithm 2."""
+  followed = list[Event]()
+  if last_send is None or t <= last_send:
+    state, followed = follow(plan, t, params_M, state)
+  params_M, state, events = outer.outer_step(plan, t, params_M, state, last_send)
+  return params_M, state, followed + events
 
 
 def follow(

@@ -12,10 +12,10 @@ import pytest
 import reference as ref
 
 from diloco import train
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.methods import between_syncs, des_loc, sparta
 from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
 from diloco.config import default_config, resolve
 from diloco.errors import ConfigError

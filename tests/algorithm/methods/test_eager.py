@@ -8,7 +8,7 @@ import pytest
 import reference as ref
 
 import diloco
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.streaming import Streaming
 from diloco.config import changed, default_config, resolve
 from diloco.errors import ConfigError

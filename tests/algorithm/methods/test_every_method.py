@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.methods import between_syncs, warm_start
-from diloco.algorithm.plan import make_plan
 from diloco.aot.programs import Programs
 from diloco.config import resolve
 from diloco.errors import ConfigError

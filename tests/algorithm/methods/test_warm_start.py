@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
+from diloco.algorithm.make import make_plan
+from diloco.algorithm.methods import warm_start
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.plan import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import changed, resolve
 from diloco.errors import ConfigError
@@ -110,7 +111,8 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
   # The library refuses a warm start, whose gradients it cannot average.
   schedule = dataclasses.replace(method.plan.schedule, warm_start=warm)
   outer = dataclasses.replace(method.plan.outer, warm_start_momentum=accumulates)
-  plan = dataclasses.replace(method.plan, schedule=schedule, outer=outer)
+  fields = {"schedule": schedule, "outer": outer, "step": warm_start.outer_step}
+  plan = dataclasses.replace(method.plan, **fields)
   method = dataclasses.replace(method, plan=plan)
   state, kinds = method.init(params_M), {}
   for t in range(1, STEPS + 1):

@@ -1,12 +1,13 @@
-"""The outer step piece by piece, against the outer step of whole tensors."""
+"""The fused form of the outer step against the plain form."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm import optimizers, outer, pieces
-from diloco.algorithm.plan import make_plan
+from diloco.algorithm import fused, optimizers, outer
+from diloco.algorithm.home import Home
+from diloco.algorithm.make import choose_form, make_plan
 from diloco.algorithm.state import abstract_state, init_outer
 from diloco.config import default_config, resolve
 from diloco.mesh.devices import make_mesh
@@ -25,16 +26,22 @@ def make_config(**fields):
   return resolve(c)
 
 
+def form_of(c):
+  """The form that a plan of the config would have."""
+  mesh = make_mesh(c, jax.devices()[:1])
+  return choose_form(c.wire, c.outer, Home(mesh, mesh))
+
+
 # Three shapes instead of a model's dozen: each is traced by itself.
 SHAPES = {"blocks": {"up": (4, 64, 256), "odd": (4, 33)}, "embed": {"tokens": (48, 64)}}
 
 
-def outer_steps(c) -> tuple:
+def outer_steps(c, form) -> tuple:
   """Sends and updates the first fragment twice, from random parameters."""
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
   at = {"wire": c.wire, "mesh": plan.mesh}
-  send = jax.jit(lambda *args: outer.send.__wrapped__(*args, **at))
-  update = jax.jit(lambda *args: outer.update.__wrapped__(*args, outer=c.outer, **at))
+  send = jax.jit(lambda *args: form.send.__wrapped__(*args, **at))
+  update = jax.jit(lambda *args: form.update.__wrapped__(*args, outer=c.outer, **at))
   tuned = optimizers.outer_tuned(c.outer)
   rng = np.random.default_rng(0)
   draw = lambda shape: rng.normal(size=(c.replicas, *shape)).astype(np.float32)
@@ -68,13 +75,16 @@ def outer_steps(c) -> tuple:
 )
 def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   c = make_config(**fields)
-  monkeypatch.setitem(pieces._VALUES, "cpu", 1 << 10)
+  monkeypatch.setitem(fused._VALUES, "cpu", 1 << 10)
   n, d, f = c.make_fragments()[0].shapes(SHAPES)["blocks"]["up"]
   assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
-  found, metrics = outer_steps(c)
-  monkeypatch.setattr(pieces, "can_send", lambda *_: False)
-  monkeypatch.setattr(pieces, "can_update", lambda *_: False)
-  expected, numbers = outer_steps(c)
+  form = form_of(c)
+  assert form.update is fused.update_in_place
+  whole = c.wire.error_feedback or c.wire.rounding == "stochastic"
+  assert form.send is (outer.send if whole else fused.send)
+  found, metrics = outer_steps(c, form)
+  plain = form._replace(send=outer.send, update=outer.update)
+  expected, numbers = outer_steps(c, plain)
   jax.tree.map(np.testing.assert_array_equal, found, expected)
   for name, number in numbers.items():
     np.testing.assert_allclose(metrics[name], number, rtol=1e-4, atol=1e-6)
@@ -90,19 +100,18 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
 )
 def test_other_compressors_take_whole_tensors(fields):
   c = make_config(**fields)
-  assert not pieces.can_send(c.wire, make_mesh(c, jax.devices()[:1]))
+  assert form_of(c).send is outer.send
 
 
 def test_a_mean_with_weights_counts_the_weights():
   """A replica without weight is as absent as if the other were there twice."""
   c = make_config()
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
-  assert pieces.can_update(c.wire, c.outer, plan.mesh, fsdp=1)
+  assert plan.form.update is fused.update_in_place
   rng = np.random.default_rng(0)
   draw = lambda x: rng.normal(size=(2, *x)).astype(np.float32)
   params_M = jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-  send = jax.jit(outer.send.__wrapped__, static_argnames=("wire", "mesh"))
-  update = jax.jit(outer.update.__wrapped__, static_argnames=("wire", "outer", "mesh"))
+  send, update = fused.send, fused.update
   with jax.set_mesh(plan.mesh):
     state = init_outer(plan, jax.tree.map(jnp.asarray, params_M))
     at = {"wire": c.wire, "mesh": plan.mesh}
@@ -121,9 +130,9 @@ def test_a_mean_with_weights_counts_the_weights():
 
 def test_optimizers_that_mix_values_take_whole_tensors():
   c = make_config(**{"outer.optimizer": "lamb"})
-  mesh = make_mesh(c, jax.devices()[:1])
-  assert pieces.can_send(c.wire, mesh)
-  assert not pieces.can_update(c.wire, c.outer, mesh, fsdp=1)
+  form = form_of(c)
+  assert form.send is fused.send
+  assert form.update is outer.update_in_place
 
 
 def test_the_outer_step_on_cpu_keeps_only_pieces_in_memory():
@@ -139,8 +148,8 @@ def test_the_outer_step_on_cpu_keeps_only_pieces_in_memory():
     everyone = np.ones(c.replicas, bool)
     merged = (state.params, parts[0], plan.layers[0], everyone)
     memory = {
-      "send": outer.send.lower(*sent, **at),
-      "update": outer.update_in_place.lower(*arrived, outer=c.outer, **at),
+      "send": plan.form.send.lower(*sent, **at),
+      "update": plan.form.update.lower(*arrived, outer=c.outer, **at),
       "merge": outer.merge.lower(*merged, alpha=0.5),
     }
     memory = {k: x.compile().memory_analysis() for k, x in memory.items()}

@@ -1,4 +1,7 @@
-"""The outer step piece by piece: same bytes and parameters, fewer passes over memory.
+"""Lines 7, 8, 10 and 11 piece by piece: the same bits, fewer passes over memory.
+
+`send` and `update` take and return what those of `outer.py` do. A plan uses them if
+`can_send` and `can_update` allow it.
 
 XLA runs one operation after the other, and most of them write whole arrays. Here a loop
 takes a piece of a tensor through all operations while the piece is in the cache of a
@@ -9,6 +12,7 @@ Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +22,10 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import optimizers
+from diloco.algorithm import metrics, optimizers
+from diloco.algorithm import outer as plain
 from diloco.algorithm.fragments import Layers, outer_gradient
-from diloco.algorithm.norms import products
+from diloco.algorithm.metrics import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.optimizer import parse
 from diloco.mesh.sharding import FSDP, REPLICA, key, specs
@@ -43,14 +48,14 @@ def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   return _can_decode(wire, mesh) and nearest and not wire.error_feedback
 
 
-def can_update(wire: WireConfig, outer: Outer, mesh: Mesh, fsdp: int) -> bool:
-  """Says whether `update` takes the optimizer and payloads of `fsdp` shards."""
+def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
+  """Says whether `update` takes the optimizer."""
   if not isinstance(outer, OuterConfig):
     return False
   if outer.changes or outer.restart_every or outer.average != "mean":
     return False  # The state also counts syncs, or the mean needs whole tensors.
   name, _ = parse("outer.optimizer", outer.optimizer)
-  fits = name == "sgd" and fsdp == mesh.shape[FSDP]  # SGD treats each value alone.
+  fits = name == "sgd"  # SGD treats each value alone.
   return fits and wire.exchange == "gather" and _can_decode(wire, mesh)
 
 
@@ -59,14 +64,32 @@ def _can_decode(wire: WireConfig, mesh: Mesh) -> bool:
   return wire.compressor == "quantize" and scaled and bool(_most(mesh))
 
 
+@partial(jax.jit, static_argnames=("wire", "mesh"))
 def send(
   params_M: Tree,
   theta: Tree,
+  codec_state: Tree,
   layers: Layers,
+  key: Array,
+  first: int = 0,
+  *,
   wire: WireConfig,
   mesh: Mesh,
+) -> tuple[Array, Tree, metrics.Metrics]:
+  """Computes the outer gradients and encodes them: lines 7 and 8; see `outer.send`.
+
+  Compressors without state and random numbers leave `codec_state`, `key` and `first`.
+  """
+  del key, first
+  payload, squares = _send(params_M, theta, layers, wire, mesh)
+  delta_norm_M, error_norm_M = jnp.sqrt(squares)
+  return payload, codec_state, metrics.of_norms(delta_norm_M, error_norm_M)
+
+
+def _send(
+  params_M: Tree, theta: Tree, layers: Layers, wire: WireConfig, mesh: Mesh
 ) -> tuple[Array, Array]:
-  """Computes the outer gradients and encodes them: lines 7 and 8 of Algorithm 2.
+  """Encodes all tensors of a fragment.
 
   Returns:
     Payload uint8 [M, fsdp, bytes]; the squared norms of the outer gradients and of
@@ -119,7 +142,41 @@ def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array],
   return piece.payload([x.swapaxes(0, 1) for x in parts_JxM]), squares.sum(axis=0)
 
 
-def update(
+def _update(
+  theta: Tree,
+  opt_state: Tree,
+  payload: Array,
+  tuned: OuterTuned,
+  weights_M: Array | None = None,
+  *,
+  wire: WireConfig,
+  outer: Outer,
+  mesh: Mesh,
+) -> tuple[Tree, Tree, metrics.Metrics]:
+  """Decodes, averages and steps the outer optimizer: lines 10 and 11.
+
+  See `outer.update`, which also takes payloads with weights, and those that a mesh with
+  another fsdp axis encoded.
+  """
+  if weights_M is not None or payload.shape[1] != mesh.shape[FSDP]:
+    whole = (theta, opt_state, payload, tuned, weights_M)
+    return plain.update(*whole, wire=wire, outer=outer, mesh=mesh)
+  args = (theta, opt_state, payload, tuned, wire, outer, mesh)
+  theta, opt_state, products_MxM, squares = _step_all(*args)
+  places = optimizers.outer_shardings(outer, theta, mesh)
+  theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
+  cosine = metrics.mean_cosine(products_MxM)
+  delta_norm, update_norm = jnp.sqrt(squares)
+  return theta, opt_state, metrics.of_update(delta_norm, update_norm, cosine)
+
+
+update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
+update_in_place = jax.jit(
+  _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
+)
+
+
+def _step_all(
   theta: Tree,
   opt_state: Tree,
   payload: Array,
@@ -128,7 +185,7 @@ def update(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, Tree, Array, Array]:
-  """Decodes, averages and steps the outer optimizer: lines 10 and 11 of Algorithm 2.
+  """Steps all tensors of a fragment.
 
   Returns:
     New theta, new opt_state; the products of the outer gradients of each two replicas,

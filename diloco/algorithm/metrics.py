@@ -1,0 +1,94 @@
+"""What is measured at every sync: norms, coding errors, cosine similarities."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from diloco.algorithm.fragments import one_of
+from diloco.mesh.sharding import REPLICA
+from diloco.spec.fields import WireConfig
+from diloco.wire import exchange
+
+Tree = Any
+# Metrics of a sync by name. Hosts measure some of them with NumPy.
+Metrics = dict[str, Any]
+
+
+def of_send(wire: WireConfig, mesh: Mesh, delta_M: Tree, payload: jax.Array) -> Metrics:
+  """Measures the outer gradients and the error of their codes, float32 [M] each.
+
+  Every sender decodes its own codes to find their error; nothing is exchanged.
+  """
+  sent_M = exchange.decode(wire, mesh, payload, one_of(delta_M), (REPLICA,))
+  error_M = norms(jax.tree.map(jnp.subtract, sent_M, delta_M))
+  return of_norms(norms(delta_M), error_M)
+
+
+def of_norms(delta_norm_M: jax.Array, error_norm_M: jax.Array) -> Metrics:
+  """Names the norms of the outer gradients and of their coding errors."""
+  return {
+    "outer_grad_norm": delta_norm_M,
+    "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
+  }
+
+
+def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics:
+  """Names what an update measures, float32 [] each.
+
+  Args:
+    delta: norm of the mean outer gradient.
+    update: norm of the change of the outer parameters.
+    cosine: mean cosine similarity of the replicas' outer gradients.
+  """
+  return {
+    "outer_grad_mean_norm": delta,
+    "outer_update_norm": update,
+    "outer_grad_cosine": cosine,
+  }
+
+
+def cosine_of(delta_M: Tree, weights_M: jax.Array | None) -> jax.Array:
+  """Computes `mean_cosine` of outer gradients; NaN if sites have different weights."""
+  if weights_M is not None:
+    return jnp.float32(jnp.nan)
+  return mean_cosine(products(delta_M))
+
+
+def norms(tree_M: Tree) -> jax.Array:
+  """Computes the global L2 norm of each replica's tree, float32[M]."""
+  return jax.vmap(optax.tree.norm)(tree_M)
+
+
+def products(tree_M: Tree) -> jax.Array:
+  """Computes the scalar products of each two replicas' trees, float32 [M, M]."""
+  return sum(map(_products, jax.tree.leaves(tree_M)), jnp.float32(0))
+
+
+def _products(x_M: jax.Array) -> jax.Array:
+  m, rows_M = len(x_M), x_M.reshape(len(x_M), -1)
+  if m > 4:
+    # By default, TPUs multiply in bfloat16.
+    return jnp.matmul(rows_M, rows_M.T, precision=jax.lax.Precision.HIGHEST)
+  # XLA computes x_M, for example decodes codes, inside each of these sums. Before a
+  # matmul, XLA for GPU writes x_M to the memory; on CPUs, so thin a matmul is slow.
+  found = {
+    (i, j): (rows_M[i] * rows_M[j]).sum() for j in range(m) for i in range(j + 1)
+  }
+  pairs = [found[min(i, j), max(i, j)] for i in range(m) for j in range(m)]
+  return jnp.stack(pairs).reshape(m, m)
+
+
+def mean_cosine(products_MxM: jax.Array) -> jax.Array:
+  """Averages the cosine similarity of all pairs of replicas; NaN for M = 1.
+
+  A zero vector has the cosine 0 with all others.
+  """
+  m = len(products_MxM)
+  if m == 1:
+    return jnp.float32(jnp.nan)
+  norms_M = jnp.maximum(jnp.sqrt(jnp.diag(products_MxM)), 1e-30)
+  cosines = products_MxM / norms_M / norms_M[:, None]
+  return (cosines * (1 - jnp.eye(m))).sum() / (m * (m - 1))
