@@ -1,19 +1,63 @@
-"""Finds the best run of each cell, and the problems of the cell's grid.
+"""Joins runs by seed, finds the best run of each cell and the problems of its grid.
 
 A cell is an algorithm, a size N and a number of replicas M. The runs of a cell differ
 in learning rate, batch size and outer learning rate.
 """
 
 import re
+import statistics
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 
-from diloco.scaling_laws.best_batch import fit_best_batch
+from diloco.scaling_laws.fits import check_points
+from diloco.scaling_laws.uncertainty import Numbers
 
 CELL = ["algorithm", "replicas", "params"]
 # Hyperparameters in which the runs of a cell may differ.
 AXES = ["learning_rate", "batch", "outer_learning_rate"]
+# Other columns of an export that runs of one setting share.
+_SHAPE = ("num_layers", "dim", "vocab_size", "seq_len")
+_MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config")
+
+
+def joined(runs: pd.DataFrame) -> pd.DataFrame:
+  """Joins runs of one setting that differ only in the seed to one row.
+
+  A sweep tunes with one seed, and repeats the best settings with others. So `choice`,
+  by which the best setting is found, is the loss of the tuning seed alone: with a mean,
+  settings that were repeated would compete with lucky single runs. The best of many
+  runs is a lucky one, so a repeated setting is reported without the tuning seed.
+
+  Args:
+    runs: a row per run, with the columns of `runs.read`; `seed` may be absent, and
+      nothing is joined then.
+
+  Returns:
+    A row per setting, that of the most frequent seed of `runs`, or else of the first.
+    `all_losses` has (seed, loss) of every seed; `losses` leaves out the tuning seed,
+    which is the most frequent one, if others repeat the setting; `loss` is the mean of
+    `losses`. Runs with equal seeds differ in something else, so they stay apart.
+  """
+  if "seed" not in runs:
+    alone = [((0, loss),) for loss in runs["loss"]]
+    return runs.assign(losses=alone, all_losses=alone)
+  counts = runs["seed"].value_counts()
+  most = sorted(counts.index[counts == counts.max()])
+  tuning = most[0] if len(most) == 1 else None  # All seeds are alike: none tunes.
+  same = [c for c in (*CELL, *AXES, *_MORE) if c in runs]
+  rows = {}
+  for _, some in runs.groupby(same, sort=False):
+    parts = [some] if some["seed"].is_unique else [some.loc[[i]] for i in some.index]
+    for part in parts:
+      row = part.index[(part["seed"] != most[0]).argmin()]
+      every = tuple(zip(part["seed"], part["loss"]))
+      rows[row] = tuple(x for x in every if x[0] != tuning) or every, every
+  found = runs.loc[sorted(rows)]
+  losses, every = zip(*(rows[i] for i in found.index))
+  means = [statistics.mean(loss for _, loss in some) for some in losses]
+  return found.assign(loss=means, losses=losses, all_losses=every)
 
 
 def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
@@ -56,6 +100,47 @@ def missing_cells(cells: pd.DataFrame) -> dict[tuple[str, int], list[str]]:
     ]
     for (algorithm, m), some in cells.groupby(["algorithm", "replicas"])
   }
+
+
+def fit_best_batch(
+  batches: Numbers, losses: Numbers, name: str = "the best batch"
+) -> float:
+  """Fits a quadratic in log2 B to the losses, and finds its minimum (Section 6.1).
+
+  Args:
+    batches: batch size B of each run [n], in any unit; no B occurs twice.
+    losses: loss of the best learning rate at each B [n].
+    name: the cell's name in errors.
+
+  Returns:
+    B at the minimum, in the unit of `batches`.
+
+  Raises:
+    ValueError: fewer than three batch sizes, no minimum, or a minimum outside the range
+      of the batch sizes.
+  """
+  b, y = np.asarray(batches, float), np.asarray(losses, float)
+  check_points(b, y, np.ones_like(b), name)
+  if len(b) < 3:
+    raise ValueError(
+      f"{name}: only {len(b)} batch sizes were tried; the quadratic needs 3: add one."
+    )
+  x = np.log2(b)
+  center = x.mean()
+  curvature, slope, _ = np.polyfit(x - center, y, 2)
+  low, high = b.min(), b.max()
+  if curvature <= 0:
+    raise ValueError(
+      f"{name}: the loss over log2 B has no minimum between {low:g} and {high:g};"
+      " extend the sweep on the side where the loss falls."
+    )
+  best = float(2 ** (center - slope / (2 * curvature)))
+  if not low <= best <= high:
+    raise ValueError(
+      f"{name}: the quadratic's minimum {best:g} lies outside the batch sizes swept,"
+      f" {low:g} to {high:g}; add {'smaller' if best < low else 'larger'} ones."
+    )
+  return best
 
 
 def _alike(runs: pd.DataFrame) -> pd.DataFrame:

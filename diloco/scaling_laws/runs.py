@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from diloco.scaling_laws.seeds import joined
+from diloco.scaling_laws.cells import joined
 
 NEEDED = ("params", "replicas", "loss", "learning_rate")
 # A loss on text by which nothing was chosen; used if all runs have it.
@@ -32,7 +32,7 @@ def read(
 
   Returns:
     A row per setting, indexed by the line of its run in the file. Runs that differ only
-    in the seed are joined (`seeds.joined`). The columns are
+    in the seed are joined (`cells.joined`). The columns are
       algorithm: data_parallel, diloco or streaming.
       params: N.
       replicas: M; 1 for data_parallel.

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco.scaling_laws.best_batch import fit_best_batch
+from diloco.scaling_laws.cells import fit_best_batch
 from diloco.scaling_laws.fits import PowerLaw, fit_power_law, leave_largest_out
 
 N = [1e6, 3e6, 1e7, 3e7, 1e8]
