@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from diloco.scaling_laws import paper, predict, results, runs
 from diloco.scaling_laws import recommend as lib
-from diloco.scaling_laws.__main__ import main
+from diloco.scaling_laws.__main__ import NOTES, main
 from diloco.scaling_laws.fits import PowerLaw
-from diloco.scaling_laws.recommend_command import NOTES
 
 
 def test_the_joint_method_takes_the_laws_of_table_10():
