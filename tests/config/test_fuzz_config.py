@@ -12,9 +12,7 @@ from diloco import train
 from diloco.processes import stop
 from diloco.processes.peers import Peers
 
-SCRIPT = (
-  pathlib.Path(__file__).parents[2] / "scripts" / "experiments" / "fuzz_config.py"
-)
+SCRIPT = pathlib.Path(__file__).with_name("fuzz_config.py")
 
 
 def run(cases: int, seed: int) -> subprocess.CompletedProcess:

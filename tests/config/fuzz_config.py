@@ -1,6 +1,6 @@
 """Tries random values of config fields: each must end in one sentence or in a result.
 
-  python scripts/experiments/fuzz_config.py --cases=1000
+  python tests/config/fuzz_config.py --cases=1000
 
 Each case changes one to four fields of a tiny config by flags, as a user would, with
 values that are odd, huge, empty or of another type. A config that is refused must be
