@@ -1,7 +1,7 @@
 """Every notebook runs with today's code, and its stored outputs are complete.
 
 Default tests run the cells with smaller numbers, in seconds. Slow tests run the whole
-notebooks in a kernel, as scripts/run_notebooks.py does.
+notebooks in a kernel, as notebooks/run_notebooks.py does.
 """
 
 import json

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "notebooks"))
 NEEDS = "needs pip install '.[notebooks]'"
 run_notebooks = pytest.importorskip("run_notebooks", reason=NEEDS)
 nbformat = pytest.importorskip("nbformat", reason=NEEDS)

@@ -1,8 +1,8 @@
 """Runs notebooks and stores their outputs; all of notebooks/ or those that are named.
 
   pip install -e '.[notebooks]'
-  python scripts/run_notebooks.py
-  python scripts/run_notebooks.py notebooks/quickstart.ipynb
+  python notebooks/run_notebooks.py
+  python notebooks/run_notebooks.py notebooks/quickstart.ipynb
 
 A notebook is written only if all its cells run. Messages on standard error, times and
 versions are not stored.
@@ -17,7 +17,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+FOLDER = pathlib.Path(__file__).parent
 LONGEST_CELL = 600  # Seconds.
 
 

@@ -11,10 +11,10 @@ pytest.importorskip("markdown")
 
 import markdown
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs"))
 import site_hooks
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[1]
 REPOSITORY = "https://example.org/r"
 
 
