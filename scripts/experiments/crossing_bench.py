@@ -12,7 +12,6 @@ iproute2 and the package cryptography.
 
 import argparse
 import asyncio
-import csv
 import dataclasses
 import functools
 import json
@@ -25,9 +24,16 @@ import types
 
 import netns
 import numpy as np
+import pandas as pd
 import sites_run
 
-sys.path.insert(0, str(sites_run.ROOT))
+from diloco.coordinator.board import Board
+from diloco.coordinator.journal import Journal
+from diloco.coordinator.server import Server
+from diloco.sites import security
+from diloco.sites.link import Link
+from diloco.spec.fields import SitesConfig
+from diloco.util.command import Parser
 
 SITES = 2
 _LEAD_S = 0.3  # A round is announced so much earlier: both sites start together.
@@ -45,8 +51,6 @@ class Calendar:
 
   @property
   def config(self):
-    from diloco.spec.fields import SitesConfig
-
     return types.SimpleNamespace(sites=SitesConfig(), to_dict=dict)
 
   @property
@@ -80,10 +84,6 @@ class Group:
 
 def coordinate(options) -> None:
   """The coordinator's process."""
-  from diloco.coordinator.board import Board
-  from diloco.coordinator.journal import Journal
-  from diloco.coordinator.server import Server
-  from diloco.sites import security
 
   async def serve():
     tls = options.folder / "tls" / sites_run.COORDINATOR
@@ -98,9 +98,6 @@ def coordinate(options) -> None:
 
 def send(options) -> None:
   """A site's process: reads rounds and times, prints when they began and ended."""
-  from diloco.sites import security
-  from diloco.sites.link import Link
-
   tls = str(options.folder / "tls" / f"site-{options.site}")
   channel = functools.partial(security.channel, options.address, tls, False)
   hello = {"site": options.site, "config": {}}
@@ -143,9 +140,7 @@ def measure(options, network: netns.Network) -> list[dict]:
         assert site.stdout.readline() == "ready\n", "a site has failed"
       return [*_rows(options, network, sites, sizes)]
     finally:
-      for process in (*sites, server):
-        process.kill()
-        process.wait()
+      sites_run.stop([*sites, server])
 
 
 def _rows(options, network, sites, sizes):
@@ -177,11 +172,8 @@ def _rows(options, network, sites, sizes):
   before = counted()
   time.sleep(options.quiet)
   received, sent = (counted() - before).mean(axis=0) / max(options.quiet, 1)
-  print(
-    f"quiet for {options.quiet:g} s: a site sends {sent:.1f} bytes/s and receives",
-    end="",
-  )
-  print(f" {received:.1f}")
+  quiet = f"quiet for {options.quiet:g} s"
+  print(f"{quiet}: a site sends {sent:.1f} bytes/s and receives {received:.1f}")
 
 
 HEADER = (
@@ -201,23 +193,14 @@ def _print(row: dict) -> dict:
 
 def parse(argv=None):
   """Parses the command line."""
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   add = parser.add_argument
-  numbers = lambda text: tuple(float(x) for x in text.split(","))
-  add(
-    "--rates",
-    type=lambda text: [1e6 * x for x in numbers(text)],
-    default=[8e6, 16e6, 64e6],
-    help="comma-separated, in Mbit/s",
-  )
-  add(
-    "--sizes",
-    type=lambda text: tuple(int(x) for x in numbers(text)),
-    default=(100_000, 1_000_000, 4_000_000),
-    help="comma-separated, bytes of a payload",
-  )
+  rates = lambda text: [1e6 * float(x) for x in text.split(",")]
+  sizes = lambda text: tuple(int(float(x)) for x in text.split(","))
+  text = "comma-separated, in Mbit/s"
+  add("--rates", type=rates, default=rates("8,16,64"), help=text)
+  text = "comma-separated, bytes of a payload"
+  add("--sizes", type=sizes, default=sizes("1e5,1e6,4e6"), help=text)
   add("--repeats", type=int, default=5, help="rounds for each rate and size")
   add("--quiet", type=float, default=60, help="seconds without payloads at the end")
   add("--out", type=pathlib.Path, help="write a CSV file")
@@ -238,10 +221,7 @@ def main() -> None:
   with netns.star(SITES + 1) as network:
     rows = measure(options, network)
   if options.out:
-    with options.out.open("w", newline="") as file:
-      writer = csv.DictWriter(file, rows[0].keys())
-      writer.writeheader()
-      writer.writerows({k: f"{v:.6g}" for k, v in r.items()} for r in rows)
+    pd.DataFrame(rows).to_csv(options.out, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from sites_run import ROOT
-
-sys.path.insert(0, str(ROOT))
 
 from diloco.config import Config
 from diloco.config.command_line import load_config

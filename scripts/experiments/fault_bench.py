@@ -24,7 +24,6 @@ import dataclasses
 import heapq
 import itertools
 import json
-import os
 import pathlib
 import random
 import signal
@@ -111,35 +110,23 @@ class Run:
 
   def start(self, who: int) -> None:
     """Starts a process; its output goes on in the same file."""
-    options, name = self.options, self.name(who)
-    fields = [*options.fields, f"--config.seed={options.seed}"]
-    place = (self.network, self.folder, CONFIG, fields)
-    if options.baseline:
-      command = self._baseline(who, fields)
+    fields = [*self.options.fields, f"--config.seed={self.options.seed}"]
+    place = (self.folder, CONFIG, fields)
+    if self.options.baseline:
+      fields.append("--config.overlap.transport=host")
+      command = sites_run.process(self.network, range(1, SITES + 1), who, *place)
     elif who == COORDINATOR:
-      command = sites_run.coordinator(*place)
+      command = sites_run.coordinator(self.network, *place)
     else:
-      command = sites_run.site(self.network, who, *place[1:])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(sites_run.ROOT)}
+      command = sites_run.site(self.network, who, *place)
     # A restart does not compile again.
-    env["JAX_COMPILATION_CACHE_DIR"] = str(self.folder.absolute() / "compiled")
+    env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder.absolute() / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    with (self.folder / f"{name}.log").open("ab") as log:
-      self.processes[who] = subprocess.Popen(
-        command, env=env, cwd=sites_run.ROOT, stdout=log, stderr=log
-      )
+    log = self.folder / f"{self.name(who)}.log"
+    self.processes[who] = sites_run.start(command, log, **env)
 
   def name(self, who: int) -> str:
     return sites_run.names(SITES)[who + 1]
-
-  def _baseline(self, who: int, fields: list[str]) -> list[str]:
-    argv = [
-      *(sys.executable, "-m", "diloco.main", f"--config={CONFIG}", *fields),
-      *("--config.overlap.transport=host", f"--workdir={self.folder / 'run'}"),
-      f"--coordinator={self.network.addresses[1]}:{sites_run.PORT}",
-      *(f"--num_processes={SITES}", f"--process_id={who}"),
-    ]
-    return self.network.command(who + 1, argv)
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
@@ -204,22 +191,11 @@ class Run:
 
   def progress(self) -> int:
     """Counts closed rounds; in the baseline, the steps of the metrics so far."""
-    path = self.folder / (
-      "run/metrics.jsonl"
-      if self.options.baseline
-      else f"{sites_run.COORDINATOR}/rounds.jsonl"
-    )
-    if not path.exists():
-      return 0
     if not self.options.baseline:
-      return path.read_bytes().count(b"\n")
-    steps = [r["step"] for r in fault_audit.lines(path) if r["kind"] == "step"]
-    return max(steps, default=0)
-
-  def stop(self) -> None:
-    for process in self.processes.values():
-      process.kill()
-      process.wait()
+      path = self.folder / sites_run.COORDINATOR / "rounds.jsonl"
+      return path.read_bytes().count(b"\n") if path.exists() else 0
+    found = fault_audit.lines(self.folder / "run/metrics.jsonl")
+    return max((r["step"] for r in found if r["kind"] == "step"), default=0)
 
 
 def weather(run: Run, storm: list[Fault]) -> dict:
@@ -316,7 +292,7 @@ def main() -> None:
     try:
       observed = weather(run, storm)
     finally:
-      run.stop()
+      sites_run.stop(run.processes.values())
   found = result(options, storm, observed)
   (options.out / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
   print(json.dumps(found, indent=1))

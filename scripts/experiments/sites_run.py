@@ -1,17 +1,18 @@
-"""Commands and certificates of a run of several sites in network namespaces.
+"""Commands, processes and certificates of runs in network namespaces.
 
-Node 0 of the star is the coordinator's, node K + 1 is that of site K.
+With sites, node 0 of the star is the coordinator's, node K + 1 is that of site K.
 """
 
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import netns
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 PORT = 7777
 COORDINATOR = "coordinator"
 
@@ -31,7 +32,7 @@ def coordinator(
 ) -> list[str]:
   """Returns the command of the coordinator; `folder` has its workdir and its keys."""
   own = [f"--listen={listen(network)}"]
-  return _python(network, 0, "coordinator", folder, config, [*own, *fields])
+  return _of_site(network, 0, "coordinator", folder, config, [*own, *fields])
 
 
 def site(
@@ -43,17 +44,47 @@ def site(
 ) -> list[str]:
   """Returns the command of site k; `folder` has its workdir and its keys."""
   own = [f"--site={k}", f"--coordinator={listen(network)}"]
-  return _python(network, k + 1, "main", folder, config, [*own, *fields])
+  return _of_site(network, k + 1, "main", folder, config, [*own, *fields])
 
 
-def _python(network, node, module, folder, config, fields) -> list[str]:
+def process(
+  network: netns.Network,
+  nodes: range,
+  k: int,
+  folder: pathlib.Path,
+  config: str,
+  fields: Sequence[str],
+) -> list[str]:
+  """Returns the command of process k of one run on all `nodes`, without sites."""
+  own = [f"--coordinator={network.addresses[nodes[0]]}:{PORT}", f"--process_id={k}"]
+  own += [f"--num_processes={len(nodes)}", f"--workdir={folder / 'run'}"]
+  return _python(network, nodes[k], "main", config, [*fields, *own])
+
+
+def _of_site(network, node, module, folder, config, fields) -> list[str]:
   name = names(node)[node]
-  argv = [
-    *(sys.executable, "-m", f"diloco.{module}", f"--config={config}"),
-    *("--config.overlap.transport=sites", f"--workdir={folder / name}"),
-    *(f"--tls={folder / 'tls' / name}", *fields),
-  ]
+  own = ["--config.overlap.transport=sites", f"--workdir={folder / name}"]
+  own += [f"--tls={folder / 'tls' / name}", *fields]
+  return _python(network, node, module, config, own)
+
+
+def _python(network, node, module, config, fields) -> list[str]:
+  argv = [sys.executable, "-m", f"diloco.{module}", f"--config={config}", *fields]
   return network.command(node, argv)
+
+
+def start(command: Sequence[str], log: pathlib.Path, **variables: str):
+  """Starts a process on the CPU; its output goes to the end of the file `log`."""
+  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **variables}
+  with log.open("ab") as file:
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=file, stderr=file)
+
+
+def stop(processes: Iterable[subprocess.Popen]) -> None:
+  """Kills processes, and waits for their end."""
+  for started in processes:
+    started.kill()
+    started.wait()
 
 
 def certificates(folder: pathlib.Path, sites: int) -> None:

@@ -15,7 +15,6 @@ the measured steps; most steps exchange nothing. Data-parallel has no such steps
 uses DiLoCo's compute time at the same rate: DiLoCo does the same computation.
 """
 
-import csv
 import itertools
 import pathlib
 import runpy
@@ -23,16 +22,15 @@ import sys
 
 import netns
 import numpy as np
+import pandas as pd
 from sites_run import ROOT
 from wan_run import CONFIG, Phase, Trace, nodes, run
-
-sys.path.insert(0, str(ROOT))
 
 from diloco.config import Config, resolve
 from diloco.errors import ConfigError
 from diloco.simulate import from_config
 from diloco.simulate import utilisation as simulate_lib
-from diloco.util.command import Parser, make_folder
+from diloco.util.command import Parser, guarded, make_folder
 from diloco.util.palette import COLORS, PAGE, STYLE, shades
 from diloco.wire.ledger import gradient_bytes
 
@@ -197,22 +195,14 @@ def load(options) -> list[dict]:
   path = options.out / "wan.csv"
   if not path.exists():
     return []
-  with path.open() as file:
-    found = list(csv.DictReader(file))
-  rows = [
-    {k: v if k == "method" else float(v) for k, v in entry.items()} for entry in found
-  ]
+  rows = pd.read_csv(path).to_dict("records")
   return [r for r in rows if r["method"] not in options.methods]
 
 
 def save(options, rows: list[dict]) -> None:
   """Writes the table as CSV and as markdown, and the picture."""
-  with (options.out / "wan.csv").open("w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0].keys())
-    writer.writeheader()
-    writer.writerows(
-      {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows
-    )
+  path = options.out / "wan.csv"
+  pd.DataFrame(rows).to_csv(path, index=False, float_format="%.6g")
   (options.out / "wan.md").write_text(table(rows))
   picture(options, rows, options.out / "wan.png")
 
@@ -266,14 +256,11 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
     for method, color in CURVES.items():
       if method not in found:
         continue
-      own_rows, shares = rows_of(rows, method), dict[float, list[float]]()
-      for r in sorted(own_rows, key=lambda r: r["rate_mbit_s"]):
-        shares.setdefault(r["rate_mbit_s"], []).append(r["utilisation"])
-      y, low, high = (list(map(f, shares.values())) for f in (np.median, min, max))
-      axes.plot(list(shares), y, "o-", color=color, label=method)
-      axes.vlines(list(shares), low, high, color=color)
-      seconds = float(np.median([r["compute_s_per_step"] for r in own_rows]))
-      c = resolved(options, method)
+      own = pd.DataFrame(rows_of(rows, method))
+      shares = own.groupby("rate_mbit_s")["utilisation"].agg(["median", "min", "max"])
+      axes.plot(shares.index, shares["median"], "o-", color=color, label=method)
+      axes.vlines(shares.index, shares["min"], shares["max"], color=color)
+      c, seconds = resolved(options, method), own["compute_s_per_step"].median()
       grid = np.geomspace(min(options.rates), max(options.rates), 60)
       simulated = [predicted(c, seconds, rate) for rate in grid]
       axes.plot(grid / 1e6, simulated, ":", color=color, lw=1)
@@ -298,23 +285,16 @@ def parse(argv=None):
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder for the results")
   add("--replicas", type=int, default=2, help="number of replicas")
-  add(
-    "--rates",
-    type=lambda text: [1e6 * float(x) for x in text.split(",")],
-    default=[4e6, 16e6, 64e6, 256e6, 1e9],
-    help="comma-separated, in Mbit/s",
-  )
+  rates = lambda text: [1e6 * float(x) for x in text.split(",")]
+  text = "comma-separated, in Mbit/s"
+  add("--rates", type=rates, default=rates("4,16,64,256,1000"), help=text)
   add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
   add("--transport", choices=("host", "sites"), default="host")
   add("--repeats", type=int, default=1, help="measurements for each rate")
   add("--rounds", type=int, default=1, help="rounds of H steps for each rate")
   add("--seconds", type=float, default=8, help="aim for a data-parallel row")
-  add(
-    "--longest_step",
-    type=float,
-    default=20,
-    help="seconds; data-parallel is not run at rates at which a step takes longer",
-  )
+  text = "seconds; data-parallel is not run at rates at which a step takes longer"
+  add("--longest_step", type=float, default=20, help=text)
   add("--timeout", type=float, default=900, help="seconds for each method")
   options = parser.parse_args(argv)
   # In the order of METHODS: data-parallel uses the compute time of DiLoCo's run.
@@ -324,14 +304,9 @@ def parse(argv=None):
   return options
 
 
-def main() -> None:
-  options = parse()
+def main(options) -> None:
   netns.prepare()
-  try:
-    make_folder(options.out, "--out")
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(2)
+  make_folder(options.out, "--out")
   rows = load(options)
   print(HEADER)
   with netns.star(nodes(options).stop) as network:
@@ -342,4 +317,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(guarded(main, parse(), mistakes=ConfigError))

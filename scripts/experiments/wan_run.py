@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -13,7 +11,6 @@ import time
 import netns
 import numpy as np
 import sites_run
-from sites_run import ROOT
 
 CONFIG = "configs/wan.py"
 
@@ -98,9 +95,7 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
     finally:
       stop.set()
       sampler.join()
-      for process in processes:
-        process.kill()
-        process.wait()
+      sites_run.stop(processes)
   return trace
 
 
@@ -109,35 +104,22 @@ def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
 
   The process of replica i is pinned to a core; the log is i.log.
   """
-  cores = sorted(os.sched_getaffinity(0))
-  env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-  # By default XLA makes one thread per core. A process has one core here, and an
-  # exchange in the background would occupy its only thread.
-  env["PJRT_NPROC"] = "4"
+  cores, commands = sorted(os.sched_getaffinity(0)), list[list[str]]()
   flags = [f"--config.{name}={value}" for name, value in fields.items()]
-  commands: list[list[str]] = []
+  where = (workdir, CONFIG, flags)
   for i in range(options.replicas):
-    pinned = ("taskset", "-c", str(cores[i % len(cores)]))
     if options.transport == "sites":
-      commands.append([*pinned, *sites_run.site(network, i, workdir, CONFIG, flags)])
-      continue
-    argv = [
-      *pinned,
-      *(sys.executable, "-m", "diloco.main", f"--config={CONFIG}", *flags),
-      *(f"--workdir={workdir}/run", f"--coordinator={network.addresses[0]}:7777"),
-      *(f"--num_processes={options.replicas}", f"--process_id={i}"),
-    ]
-    commands.append(network.command(i, argv))
+      command = sites_run.site(network, i, *where)
+    else:
+      command = sites_run.process(network, nodes(options), i, *where)
+    commands.append(["taskset", "-c", str(cores[i % len(cores)]), *command])
   if options.transport == "sites":
     sites_run.certificates(workdir, options.replicas)
-    commands.append(sites_run.coordinator(network, workdir, CONFIG, flags))
-  processes = []
-  for i, command in enumerate(commands):
-    with (workdir / f"{i}.log").open("w") as log:
-      processes.append(
-        subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log)
-      )
-  return processes
+    commands.append(sites_run.coordinator(network, *where))
+  logs = [workdir / f"{i}.log" for i in range(len(commands))]
+  # By default XLA makes one thread per core. A process has one core here, and an
+  # exchange in the background would occupy its only thread.
+  return [sites_run.start(c, log, PJRT_NPROC="4") for c, log in zip(commands, logs)]
 
 
 def sample(
