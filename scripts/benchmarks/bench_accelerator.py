@@ -7,7 +7,7 @@
 A row is one size, one step, one attention and one rematerialisation. The steps are
 NanoDO's, data-parallel and Streaming DiLoCo with M=2, all with the same global batch.
 The second command needs no accelerator: it compiles our steps for a TPU slice or a GPU
-node (docs/aot.md) and prints memory and FLOPs.
+node and prints the dry run of each (docs/aot.md).
 
 MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The outer step's bytes
 per second count `bench_step.outer_bytes`; those of a copy count a read and a write. The
@@ -16,7 +16,6 @@ parts of this step; the two replicas need at least two devices for it.
 """
 
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -25,12 +24,13 @@ import jax
 import numpy as np
 from absl import flags
 from bench_step import Bench, outer_bytes, outer_times
-from timing import in_turn, timed
+from timing import in_turn, print_devices, timed
 
 from diloco.algorithm.outer import send
 from diloco.algorithm.overlap import hidden_exchange
-from diloco.aot.programs import Programs, nbytes
-from diloco.aot.topology import describe, make_mesh
+from diloco.aot.programs import nbytes
+from diloco.aot.report import report
+from diloco.aot.topology import describe
 from diloco.config import Config, changed, command_line
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
@@ -40,11 +40,11 @@ from diloco.spec.shapes import flops_per_token
 
 ATTENTION, REMAT = ("xla", "splash", "cudnn"), ("none", "dots", "full")
 # 16 sequences of 2,048 tokens, 4 at a time, which data-parallel fits on a v5e.
-_PAPER = {"vocabulary": 32_768, "sequences": 16, "length": 2048, "accumulate": 4}
+_PAPER = (32_768, 16, 2048, 4, 256, "full")
 SIZES = bench_nanodo.SIZES | {
-  "35M": bench_nanodo.Size(6, 8, 512, loss_chunk=256, **_PAPER),
-  "150M": bench_nanodo.Size(11, 15, 960, loss_chunk=256, **_PAPER),
-  "335M": bench_nanodo.Size(15, 20, 1280, loss_chunk=256, **_PAPER),
+  "35M": (6, 8, 512, *_PAPER),
+  "150M": (11, 15, 960, *_PAPER),
+  "335M": (15, 20, 1280, *_PAPER),
 }
 _ATTENTION = flags.DEFINE_list("attention", list(ATTENTION), "Attentions to time.")
 _REMAT = flags.DEFINE_list("remat", list(REMAT), "Rematerialisations to time.")
@@ -83,12 +83,8 @@ def cases(size: str, device: attention.Device, devices: int) -> Iterator[Case]:
       one = changed(chosen, {"model.remat": remat, "replicas": 2})
       yield size, "data-parallel", name, remat, one
       # One inner step hides the exchange of a fragment.
-      fields = {
-        "algorithm": "streaming",
-        "overlap.tau": 1,
-        "overlap.taus": (),
-        "fragments.pattern": "strided",
-      }
+      fields = {"algorithm": "streaming", "overlap.tau": 1, "overlap.taus": ()}
+      fields["fragments.pattern"] = "strided"
       two = changed(bench_nanodo.two_replicas(one), fields)
       yield size, "M=2", name, remat, two
 
@@ -117,15 +113,9 @@ def exchange_share(bench: Bench) -> float | None:
 
     def beside(payloads) -> float:
       def step():
+        state = (np.int32(1), bench.params, bench.opt_state)
         bench.params, bench.opt_state, metrics, arrived = hidden_exchange(
-          np.int32(1),
-          bench.params,
-          bench.opt_state,
-          [tokens],
-          *rest,
-          payloads,
-          c=c,
-          mesh=mesh,
+          *state, [tokens], *rest, payloads, c=c, mesh=mesh
         )
         return metrics, arrived
 
@@ -195,15 +185,11 @@ def nanodo_row(size: str) -> tuple[float | None, str]:
   return seconds, label(case) + numbers(c, seconds, seconds, temporary)
 
 
-def _sizes() -> list[str]:
-  return flags.FLAGS.sizes
-
-
 def time_all() -> None:
   """Prints the table of the devices that are there."""
-  device = jax.devices()[0]
-  print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
-  todo = {size: list(cases(size, device, jax.device_count())) for size in _sizes()}
+  device, count = jax.devices()[0], jax.device_count()
+  print_devices()
+  todo = {size: list(cases(size, device, count)) for size in flags.FLAGS.sizes}
   print(_HEAD)
   for size, steps in todo.items():
     seconds, line = nanodo_row(size)
@@ -214,39 +200,16 @@ def time_all() -> None:
 
 
 def compile_all(topology: str) -> None:
-  """Compiles every program of the table for a topology; prints memory and FLOPs."""
+  """Compiles our steps for a topology; prints the dry run of each."""
   devices = describe(topology)
-  kind = devices[0].device_kind
-  hbm = hardware.hbm_bytes(kind) or math.inf
-  print(f"{len(devices)} x {kind}, compiled only, by jax {jax.__version__}")
-  print(
-    f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'program':<26}{'compile':>9}"
-    f"{'temporary':>12}{'with state':>12}{'FLOPs of a device':>18}"
-  )
-  for size in _sizes():
-    outer_done = False
+  for size in flags.FLAGS.sizes:
     for case in cases(size, devices[0], len(devices)):
-      programs = Programs(case[-1], make_mesh(case[-1], devices, 1))
-      # Only the programs with inner steps depend on attention and rematerialisation.
-      names = [n for n in programs.lower if "inner step" in n or not outer_done]
-      outer_done = outer_done or not case[-1].data_parallel
-      for name in names:
-        make = functools.partial(compiled_row, case, programs, name, len(devices), hbm)
-        print(or_memory(case, make), flush=True)
-
-
-def compiled_row(
-  case: Case, programs: Programs, name: str, devices: int, hbm: float
-) -> str:
-  """Compiles one program; returns its line."""
-  c, x = case[-1], programs.compile(name, _QUICK.value)
-  flops = "-"
-  if "inner step" in name:
-    flops = f"{flops_per_token(c.model) * c.tokens_per_step / devices:.2e}"
-  fits = "" if x.total <= hbm else "  does not fit"
-  memory = (f"{b / 2**20:,.0f} MiB" for b in (x.memory.temp_size_in_bytes, x.total))
-  sizes = "".join(f"{text:>12}" for text in memory)
-  return f"{label(case)}{name:<26}{x.compile_s:>7.1f} s{sizes}{flops:>18}{fits}"
+      print(f"\n{label(case)}")
+      try:
+        for line in report(case[-1], topology, 1, _QUICK.value):
+          print(line, flush=True)
+      except ConfigError as error:
+        print(error)
 
 
 def main(argv) -> None:

@@ -145,15 +145,9 @@ def main() -> None:
   parser.add_argument("--minibatch", type=int, default=16, help="Sequences at once.")
   args = parser.parse_args()
 
-  c = load_config(
-    "configs/sample.py",
-    [
-      "--config.algorithm=diloco",
-      "--config.inner.final_fraction=0.1",
-      f"--config.data.source=arrays:{args.tokens}",
-      f"--config.seed={args.seed}",
-    ],
-  )
+  fields = ["algorithm=diloco", "inner.final_fraction=0.1", f"seed={args.seed}"]
+  fields.append(f"data.source=arrays:{args.tokens}")
+  c = load_config("configs/sample.py", [f"--config.{field}" for field in fields])
   held_out = held_out_set(c)
   with socket.socket() as free:  # Other runs may have exo gym's port.
     free.bind(("localhost", 0))
@@ -161,34 +155,23 @@ def main() -> None:
   torch.manual_seed(args.seed)
   model = Decoder()
   print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+  inner = {"lr": PEAK, "betas": (0.9, 0.99), "weight_decay": WEIGHT_DECAY}
+  outer = {"lr": 0.5, "momentum": 0.5, "nesterov": True}
+  schedule = {"warmup_steps": WARMUP, "cosine_anneal": True}
   strategy = TimedDiLoCo(
-    optim_spec=OptimSpec(
-      torch.optim.AdamW, lr=PEAK, betas=(0.9, 0.99), weight_decay=WEIGHT_DECAY
-    ),
-    outer_optim_spec=OptimSpec(torch.optim.SGD, lr=0.5, momentum=0.5, nesterov=True),
+    optim_spec=OptimSpec(torch.optim.AdamW, **inner),
+    outer_optim_spec=OptimSpec(torch.optim.SGD, **outer),
     H=SYNC_EVERY,
     max_norm=1.0,
     lr_scheduler="lambda_cosine",
-    lr_scheduler_kwargs={"warmup_steps": WARMUP, "cosine_anneal": True},
+    lr_scheduler_kwargs=schedule,
   )
-  trainer.Trainer(
-    model,
-    training_set(c, args.steps),
-    held_out,
-    start_port=port,
-    device="cpu",
-  ).fit(
-    num_epochs=1,
-    max_steps=args.steps,
-    strategy=strategy,
-    num_nodes=REPLICAS,
-    batch_size=PER_REPLICA,
-    minibatch_size=args.minibatch,
-    shuffle=False,
-    val_size=len(held_out),
-    val_interval=args.steps,
-    run_name=RUN,
-  )
+  batches = {"batch_size": PER_REPLICA, "minibatch_size": args.minibatch}
+  length = {"num_epochs": 1, "max_steps": args.steps, "val_interval": args.steps}
+  run = {"num_nodes": REPLICAS, "shuffle": False, "run_name": RUN} | batches | length
+  data = training_set(c, args.steps), held_out
+  fit = trainer.Trainer(model, *data, start_port=port, device="cpu").fit
+  fit(strategy=strategy, val_size=len(held_out), **run)
   # The first round has no sync; each other round has one, after its first step.
   ends = np.load(f"logs/{RUN}/times.npy")[SYNC_EVERY - 1 :: SYNC_EVERY]
   tokens = SYNC_EVERY * REPLICAS * PER_REPLICA * LENGTH

@@ -12,7 +12,6 @@ not have. Memory is that of XLA's temporary buffers.
 import ast
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,33 +19,24 @@ import numpy as np
 import optax
 from absl import flags
 from bench_step import Bench
-from timing import in_turn, timed
+from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers
 from diloco.config import Config, changed, command_line, default_config, resolve
 from diloco.errors import ConfigError
 
-
-class Size(NamedTuple):
-  """A model, its batch, and what makes our step fast on two CPU cores."""
-
-  layers: int
-  heads: int
-  width: int
-  vocabulary: int
-  sequences: int
-  length: int
-  accumulate: int = 1
-  loss_chunk: int = 0
-  remat: str = "full"
-
-
+# A model, its batch, and what makes our step fast on two CPU cores.
+SIZE = (
+  *("model.num_layers", "model.num_heads", "model.dim", "model.vocab_size"),
+  *("train.batch_size", "model.seq_len"),
+  *("train.accumulate", "model.loss_chunk", "model.remat"),
+)
 SIZES = {
-  "105k": Size(3, 2, 32, 2048, 4, 64, remat="none"),
-  "382k": Size(5, 4, 64, 2048, 4, 64, remat="none"),
-  "sample": Size(4, 2, 128, 2048, 32, 128, accumulate=4, loss_chunk=64),
-  "5M": Size(6, 4, 256, 2048, 16, 256, accumulate=4, loss_chunk=128, remat="dots"),
-  "35M": Size(6, 8, 512, 32_768, 4, 512, loss_chunk=128, remat="dots"),
+  "105k": (3, 2, 32, 2048, 4, 64, 1, 0, "none"),
+  "382k": (5, 4, 64, 2048, 4, 64, 1, 0, "none"),
+  "sample": (4, 2, 128, 2048, 32, 128, 4, 64, "full"),
+  "5M": (6, 4, 256, 2048, 16, 256, 4, 128, "dots"),
+  "35M": (6, 8, 512, 32_768, 4, 512, 1, 128, "dots"),
 }
 _SIZES = flags.DEFINE_list("sizes", ["sample"], f"Of {', '.join(SIZES)}.")
 _OURS = flags.DEFINE_multi_string(
@@ -58,18 +48,14 @@ _NANODO_REMAT = flags.DEFINE_bool("nanodo_remat", False, "NanoDO's model.remat."
 Step = Callable[[], object]
 
 
-def config(size: Size) -> Config:
+def config(size: tuple) -> Config:
   """Makes our config of a size, with the optimizer that both sides use, and --ours."""
   c = default_config()
-  c.algorithm, c.train.steps, c.train.batch_size = "data_parallel", 1000, size.sequences
-  c.model.num_layers, c.model.num_heads = size.layers, size.heads
-  c.model.dim, c.model.vocab_size = size.width, size.vocabulary
-  c.model.seq_len, c.model.dtype = size.length, _DTYPE.value
+  c.algorithm, c.train.steps, c.model.dtype = "data_parallel", 1000, _DTYPE.value
   c.model.qk_norm, c.model.z_loss = False, 0.0
-  c.model.remat, c.model.loss_chunk = size.remat, size.loss_chunk
-  c.train.accumulate = size.accumulate
   changes = (text.partition("=") for text in _OURS.value)
-  c.update_from_flattened_dict({name: literal(value) for name, _, value in changes})
+  ours = {name: literal(value) for name, _, value in changes}
+  c.update_from_flattened_dict(dict(zip(SIZE, size)) | ours)
   return resolve(c)
 
 
@@ -105,19 +91,10 @@ def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
       " first lines of scripts/benchmarks/bench_nanodo.py say."
     ) from None
   m = c.model
-  model = TransformerDo(
-    DoConfig(
-      D=m.dim,
-      H=m.num_heads,
-      L=m.seq_len,
-      N=m.num_layers,
-      V=m.vocab_size,
-      F=4 * m.dim,
-      dtype=jnp.dtype(m.dtype),
-      fsdp_enabled=False,
-      remat=_NANODO_REMAT.value,
-    )
-  )
+  sizes = {"D": m.dim, "H": m.num_heads, "L": m.seq_len, "N": m.num_layers}
+  sizes |= {"V": m.vocab_size, "F": 4 * m.dim}
+  how = {"dtype": jnp.dtype(m.dtype), "remat": _NANODO_REMAT.value}
+  model = TransformerDo(DoConfig(**sizes, **how, fsdp_enabled=False))
   optimizer = optimizers.make_inner(c)
 
   def loss(params, tokens_BxL):
@@ -145,8 +122,7 @@ def nanodo(c: Config, tokens_BxL: np.ndarray) -> tuple[Step, int]:
 
 def main(argv) -> None:
   del argv
-  device = jax.devices()[0]
-  print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
+  print_devices()
   print("size    step           ms  tokens/s  NanoDO's time / this  temporary MiB")
   for size in _SIZES.value:
     c = config(SIZES[size])

