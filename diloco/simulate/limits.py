@@ -7,6 +7,9 @@ from typing import Annotated, Any
 from diloco.spec.fields import Range
 
 AboveZero = Annotated[float, Range(0, open=True)]
+NO_ROUNDS = (
+  "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
+)
 
 
 def check(name: str, value: Any, allowed: Range | Collection[str]) -> None:

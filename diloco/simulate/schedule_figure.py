@@ -16,6 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from diloco.config import Config
 from diloco.errors import ConfigError
+from diloco.simulate.limits import NO_ROUNDS
 from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
@@ -69,9 +70,7 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
     ConfigError: nothing would be drawn, or the picture cannot be written.
   """
   if not c.make_fragments():
-    raise ConfigError(
-      "algorithm is data_parallel, which has no rounds; choose diloco or streaming."
-    )
+    raise ConfigError(NO_ROUNDS)
   if first < 1 or not 0 <= last - first < MOST_STEPS:
     raise ConfigError(
       f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps,"

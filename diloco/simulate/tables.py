@@ -1,12 +1,12 @@
 """Simulates the papers' tables of bandwidths and hours, to compare with the papers."""
 
-import csv
 import dataclasses
-import importlib.resources
+import functools
 
 import numpy as np
 
 from diloco.simulate.utilisation import STEPS, Workload, utilisation
+from diloco.util.shipped import papers_table
 
 # The papers' bandwidths in Gbit/s.
 GRID = np.logspace(-1, 3, 50)
@@ -20,6 +20,7 @@ PARAMS = {"1B": 1e9, "10B": 10e9, "100B": 100e9, "405B": 405e9, "671B": 671e9}
 # all cells of its rows.
 TABLE_6 = {"chinchilla": (48, 0.89), "llama3": (126, 26.9), "deepseek_v3": (61, 20.1)}
 TABLE_6_EXTRA_STEPS = 10
+read = functools.partial(papers_table, "simulate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +47,6 @@ class Row:
       min(abs(i - j) for i in _indices(a) for j in _indices(b))
       for a, b in zip(self.ours, self.paper)
     ]
-
-
-def read(name: str) -> list[dict[str, str]]:
-  """Reads a table of `diloco/simulate/papers`."""
-  path = importlib.resources.files("diloco.simulate") / "papers" / f"{name}.csv"
-  with path.open() as file:
-    return list(csv.DictReader(file))
 
 
 def papers_workload(params: float, layers: int, step_time: float, **fields) -> Workload:

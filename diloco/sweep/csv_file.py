@@ -1,12 +1,13 @@
 """Writes the table as a CSV file (--export), and reads such files (--import)."""
 
 import csv
-import io
 import json
 import math
 import pathlib
 from collections.abc import Iterable
 from typing import Any
+
+import pandas as pd
 
 from diloco.config import Config, changed, complete
 from diloco.config.resolve import leaves
@@ -49,16 +50,12 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
-  with files.replacing(path) as binary:
-    file = io.TextIOWrapper(binary, newline="")
-    rest = _COLUMNS[len(EXPORTED_FIELDS) :]
-    empty = {c for c in _LATER if all(row[c] in (None, "") for row in ended)}
-    rest = tuple(c for c in rest if c not in empty)
-    columns = (*asked, *EXPORTED_FIELDS, _PAPERS_N, *rest)
-    writer = csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(map(_line, ended))
-    file.detach()  # Closing it would close the file that `replacing` still needs.
+  empty = {c for c in _LATER if all(row[c] in (None, "") for row in ended)}
+  rest = [c for c in _COLUMNS[len(EXPORTED_FIELDS) :] if c not in empty]
+  columns = [*asked, *EXPORTED_FIELDS, _PAPERS_N, *rest]
+  cells = pd.DataFrame(map(_line, ended), columns=columns, dtype=object)
+  with files.replacing(path) as file:
+    cells.to_csv(file, index=False)
   return len(ended)
 
 

@@ -1,11 +1,18 @@
-"""Finds the configs and launchers that ship with the package. No JAX.
+"""Finds the files that ship with the package. No JAX.
 
-A wheel holds their folders inside the package, a clone beside it.
+A wheel holds the configs and launchers inside the package, a clone beside it.
 """
 
+import csv
 import pathlib
 
 PACKAGE = pathlib.Path(__file__).parents[1]
+
+
+def papers_table(room: str, name: str) -> list[dict[str, str]]:
+  """Reads the rows of a table of the papers, `diloco/<room>/papers/<name>.csv`."""
+  with (PACKAGE / room / "papers" / f"{name}.csv").open() as file:
+    return list(csv.DictReader(file))
 
 
 def folder(name: str) -> pathlib.Path:

@@ -299,11 +299,7 @@ def mfu(c: Config, seconds: float, peak: float) -> float:
 
 
 def draw(
-  axes: Axes,
-  title: str,
-  roofs: Roofs,
-  work: dict[str, Work],
-  seconds: dict[str, float],
+  axes: Axes, title: str, roofs: Roofs, work: dict[str, Work], seconds: dict[str, float]
 ) -> None:
   """Draws roofs, and the parts as disks whose area is their share of the time."""
   x = np.geomspace(0.1, 5000, 200)

@@ -33,10 +33,7 @@ MTU = 9000
 # IPv6 would send packets of its own. With Reno, payload in both directions uses 93% of
 # 1 Mbit/s and at least 97% of 4 Mbit/s to 1 Gbit/s. BBR uses only 61% of 1 Gbit/s: on
 # a busy machine, timers are too late for its pacing.
-SETTINGS = {
-  "ipv6/conf/all/disable_ipv6": 1,
-  "ipv4/tcp_congestion_control": "reno",
-}
+SETTINGS = {"ipv6/conf/all/disable_ipv6": 1, "ipv4/tcp_congestion_control": "reno"}
 
 
 def missing() -> str | None:
