@@ -60,18 +60,18 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     for f in c.make_fragments()
   )
   # Simulates the rounds after a warm start.
-  schedule = dataclasses.replace(c.make_schedule(), warm_start=0)
+  schedule, synced = dataclasses.replace(c.make_schedule(), warm_start=0), bool(layers)
   return Workload(
     params_per_layer=(embed,) + (block,) * c.model.num_layers,
     step_time=seconds,
-    method="data_parallel" if c.data_parallel else "streaming",
+    method="streaming" if synced else "data_parallel",
     replicas=c.replicas,
     sync_every=c.sync_every,
     # An exchange is hidden up to the next average of DES-LOC or SPARTA.
     tau=min([*c.overlap.taus, *c.averages().values()]),
-    bits=gradient_bits(c) if c.data_parallel else wire_bits(c),
+    bits=wire_bits(c) if synced else gradient_bits(c),
     latency=latency,
-    plan=None if c.data_parallel else (schedule, layers),
+    plan=(schedule, layers) if synced else None,
     exchange=c.wire.exchange,
   )
 
@@ -90,8 +90,9 @@ def training(c: Config, **fields) -> wallclock.Training:
     "replicas": c.replicas,
     "sync_every": c.sync_every,
     "bits": gradient_bits(c) * sent,
-    "outer_bits": wire_bits(c) * sent,
   }
+  if c.make_fragments():
+    own["outer_bits"] = wire_bits(c) * sent
   return wallclock.Training(**(own | fields))
 
 

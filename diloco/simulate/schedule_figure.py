@@ -55,7 +55,13 @@ def planned(c: Config, first: int, last: int) -> list[Send]:
 
 
 def window(c: Config, first: int | None, last: int | None) -> tuple[int, int]:
-  """Returns the steps to draw: by default from the first send on, for one round."""
+  """Returns the steps to draw: by default from the first send on, for one round.
+
+  Raises:
+    ConfigError: the config has no rounds.
+  """
+  if not c.make_fragments():
+    raise ConfigError(NO_ROUNDS)
   margin = 3 + c.sync_every // 20
   first = max(c.make_schedule().first_send(0) - margin, 1) if first is None else first
   if last is None:
@@ -69,8 +75,6 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
   Raises:
     ConfigError: nothing would be drawn, or the picture cannot be written.
   """
-  if not c.make_fragments():
-    raise ConfigError(NO_ROUNDS)
   if first < 1 or not 0 <= last - first < MOST_STEPS:
     raise ConfigError(
       f"--first is {first} and --last is {last}; draw from 1 to {MOST_STEPS} steps,"
