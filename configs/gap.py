@@ -11,6 +11,7 @@ make the text.
 
 import functools
 
+from diloco.config import add_plugins
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Grid, Point, Sweep
 from diloco.util.command import load_module, parse_options
@@ -40,7 +41,7 @@ def batch(sequences: int, warmup: int, times: float = 1) -> Point:
 
 
 def warm(steps: int, momentum: bool = True) -> Point:
-  return {"outer.warm_start_steps": steps, "outer.warm_start_momentum": momentum}
+  return {"warm_start.steps": steps, "warm_start.momentum": momentum}
 
 
 def moments(h: int) -> Point:
@@ -135,6 +136,7 @@ def get_config(point: Point, text: str):
   c = load_module("sample", "get_config", "sample").get_config()
   # All sequences are shuffled: in a window, each replica stays on few documents.
   c.data.source, c.data.shuffle_window = text, -1
+  add_plugins(c, "des_loc", "warm_start")
   c.update_from_flattened_dict(CASES[point["case"]][0])
   c.seed = point["seed"]
   c.eval.every, c.checkpoint.every, c.log.every = 0, 0, 10

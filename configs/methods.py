@@ -3,14 +3,15 @@
   python -m diloco.main --config=methods:warm_start --workdir=/tmp/warm
   python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
 
-METHODS names the fields that a method sets in a config of Streaming DiLoCo. The first
-command runs one, the second compares all of them in smaller runs.
+METHODS names the plug-in of a method, if it has one, and the fields that it sets in a
+config of Streaming DiLoCo. The first command runs one, the second compares all of them
+in smaller runs.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from diloco.config import Config, resolve
+from diloco.config import Config, add_plugins, resolve
 from diloco.config.optimizer import parse
 from diloco.errors import ConfigError
 from diloco.util.command import load_module
@@ -26,7 +27,7 @@ MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
 # Pier's outer rate falls from 1.1 to 0.9, its outer momentum from 0.99 to 0.9.
 PIER_RATE, PIER_MOMENTUM = 0.9 / 1.1, 0.9 / 0.99
-WARM = {"outer.warm_start_steps": lambda c: c.train.steps // 10}
+WARM = {"plugins": "warm_start", "warm_start.steps": lambda c: c.train.steps // 10}
 
 METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
@@ -59,13 +60,15 @@ METHODS: dict[str, dict[str, Value]] = {
     **MUON,
   },
   "des_loc": {
+    "plugins": "des_loc",
     "des_loc.first_every": lambda c: 3 * c.sync_every,
     "des_loc.second_every": lambda c: 6 * c.sync_every,
     **LOCAL_ADAMW,
   },
-  "sparta": DILOCO | {"sparta.share": 0.005},
+  "sparta": DILOCO | {"plugins": "sparta", "sparta.share": 0.005},
   "noloco": {
     "replicas": 4,
+    "plugins": "noloco",
     "wire.exchange": "pair",
     "outer.optimizer": "sgd(momentum=0.5)",
     "outer.learning_rate": 0.7,
@@ -75,23 +78,25 @@ METHODS: dict[str, dict[str, Value]] = {
   "falling_momentum": {"outer.final_momentum": 0.0},
   "restarts": {"outer.restart_every": 10},
   "warm_start": DILOCO | WARM,
-  "warm_start_zero": {"outer.warm_start_momentum": False, **DILOCO, **WARM},
+  "warm_start_zero": {**DILOCO, **WARM, "warm_start.momentum": False},
   "pier": {
     "outer.final_fraction": PIER_RATE,
     "outer.final_momentum": lambda c: PIER_MOMENTUM * momentum(c),
     **DILOCO,
     **WARM,
   },
-  "eager": DILOCO | {"overlap.eager": True},
-  "radial": {"outer.average": "radial"},
+  "eager": DILOCO | {"plugins": "eager", "eager.on": True},
+  "radial": {"plugins": "radial", "outer.average": "radial"},
   # The paper's g is of one worker, so N of them are about one mean of all replicas.
   "delayed_nesterov": {
+    "plugins": "delayed_nesterov",
     "outer.optimizer": lambda c: f"delayed_nesterov(every=4, momentum={momentum(c)})",
     "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
     **DILOCO,
   },
   "gpa": {
     "algorithm": "data_parallel",
+    "plugins": "gpa",
     "inner.optimizer": "gpa(b1=0.9, b2=0.99)",
   },
 }
@@ -120,8 +125,10 @@ def use(c, name: str) -> None:
   """
   if name not in METHODS:
     raise ConfigError(f"the method is {name!r}; write one of {', '.join(METHODS)}.")
-  run = resolve(c)
-  for field, value in METHODS[name].items():
+  run, fields = resolve(c), dict(METHODS[name])
+  if "plugins" in fields:
+    add_plugins(c, fields.pop("plugins"))
+  for field, value in fields.items():
     found = value(run) if callable(value) else value
     c.update_from_flattened_dict({field: found})
 

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.method import Method, make_method
-from diloco.algorithm.methods import between_syncs
+from diloco.algorithm.method import BetweenSyncs, Method, make_method
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints, make_record
 from diloco.checkpoint.record import Record, Spent
@@ -144,7 +143,8 @@ class Session:
   def span(self, t: int, state: Any) -> range:
     """Returns the inner steps after step t that one launch runs."""
     c = self.c
-    periods = (c.eval.every, c.checkpoint.every, *c.averages().values())
+    averages = (average.every for average in c.averages().values())
+    periods = (c.eval.every, c.checkpoint.every, *averages)
     steps = self.method.span(t, self.last, periods)
     self.profile.begin(steps, state)
     return steps
@@ -286,7 +286,6 @@ def open_session(
     evaluation = Evaluation(c, mesh)
     own = make_method(c, mesh)
     method: Method = part.method(own, batches, stop) if part else own
-    between_syncs.check(c)
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
     if peers.index == 0:
@@ -313,7 +312,7 @@ def open_session(
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     method = with_merge_loss(method, c, mesh, evaluation)
     if c.averages():
-      method = between_syncs.BetweenSyncs(method)
+      method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import tempfile
+import types
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # OpenBLAS reads this when it is loaded. Its threads spin between tiny matrices.
@@ -22,6 +23,7 @@ import ml_collections
 import pytest
 
 from diloco import config as config_lib
+from diloco.spec import plugins
 
 # A shell without job control starts background processes with Ctrl-C ignored, and their
 # children inherit this; tests send Ctrl-C.
@@ -115,6 +117,21 @@ def tiny_config() -> ml_collections.ConfigDict:
   c.wire.block_size = 16
   c.log.sample_tokens, c.log.tensorboard = 4, False
   return c
+
+
+def update(c: ml_collections.ConfigDict, fields: dict) -> None:
+  """Sets fields; those of plug-ins that ship with the package add the plug-in."""
+  groups = {field.partition(".")[0] for field in fields}
+  config_lib.add_plugins(c, *sorted(groups & {*plugins.contrib()}))
+  c.update_from_flattened_dict(fields)
+
+
+def averaged(c, t: int, plan, state) -> tuple:
+  """Averages what plug-ins average after inner step t; returns state and events."""
+  from diloco.algorithm.method import BetweenSyncs  # Imports JAX.
+
+  still = types.SimpleNamespace(c=c, plan=plan, outer=lambda t, state: (t, state, []))
+  return BetweenSyncs(still).outer(t, state)[1:]
 
 
 @pytest.fixture

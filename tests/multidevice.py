@@ -21,7 +21,6 @@ import diloco
 from diloco.algorithm import fragments, optimizers, overlap
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods import between_syncs
 from diloco.algorithm.outer import (
   drain,
   merge,
@@ -55,7 +54,7 @@ def make_config(**fields) -> Config:
   c.model.dim, c.model.num_heads, c.model.vocab_size = 32, 2, 64
   c.train.batch_size, c.sync_every, c.overlap.tau = 16, 3, 1
   c.wire.block_size, c.eval.batch_size = 8, 8
-  c.update_from_flattened_dict(fields)
+  conftest.update(c, fields)
   return resolve(c)
 
 
@@ -185,7 +184,7 @@ def averages(devices: int, **fields) -> dict:
     s = TrainState(*jax.tree.map(put, (s.params, s.opt_state)), s.outer)
     old = jax.tree.map(np.asarray, (s.params, s.opt_state))
     places = jax.tree.map(lambda x: x.sharding, (s.params, s.opt_state))
-    s, events = between_syncs.average(c, 1, plan, s)
+    s, events = conftest.averaged(c, 1, plan, s)
   right, changed = True, [0, 0]
   for i, three in enumerate(zip(old, (s.params, s.opt_state), places)):
     for x, y, place in zip(*map(jax.tree.leaves, three)):

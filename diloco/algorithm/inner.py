@@ -53,7 +53,7 @@ def inner_step(
     tokens_MxBxL: int32, B sequences for each replica.
     trainable: FedPart's mask, from `fedpart_mask`; None trains everything.
     tuned: learning rate and weight decay.
-    averaged: whether all replicas step along their mean gradient (`warm_start`).
+    averaged: whether all replicas step along their mean gradient (joint steps).
 
   Returns:
     New parameters, new optimizer state, metrics.

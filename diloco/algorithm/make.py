@@ -1,6 +1,7 @@
 """Makes a plan: chooses, once, the form of every part of the outer step."""
 
 import dataclasses
+from collections.abc import Callable
 
 import optax
 from jax.sharding import Mesh
@@ -9,12 +10,11 @@ from diloco.algorithm import fused, outer
 from diloco.algorithm.diagnostics import DiagnosedPlan
 from diloco.algorithm.home import Home, make_home
 from diloco.algorithm.jobs import Jobs
-from diloco.algorithm.methods import eager, noloco, warm_start
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
 from diloco.algorithm.plan import Form, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
-from diloco.spec import shapes
+from diloco.spec import plugins, shapes
 from diloco.spec.fields import WireConfig
 from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import Shapes
@@ -68,7 +68,7 @@ def make_plan(
     transport=transport,
     jobs=Jobs(background=home.at_hosts),
     form=choose_form(c.wire, stepped, home, c.own_outer),
-    step=_step(c),
+    step=choose_step(c),
   )
 
 
@@ -86,10 +86,8 @@ def choose_form(
   return Form(sends.send, update, outer.merge)
 
 
-def _step(c: Config):
-  """Chooses lines 6 to 12 of the algorithm."""
-  if c.wire.exchange == "pair":
-    return noloco.outer_step
-  if c.overlap.eager:
-    return eager.outer_step
-  return warm_start.outer_step if c.outer.warm_start_steps else outer.outer_step
+def choose_step(c: Config) -> Callable:
+  """Chooses lines 6 to 12: Algorithm 2, or the outer step of a plug-in."""
+  own = [plugins.EXCHANGES[c.wire.exchange].outer_step]
+  own += [extension.outer_step(c) for extension in c.extensions]
+  return next(filter(None, own), outer.outer_step)

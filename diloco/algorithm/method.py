@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods.gpa import judged
-from diloco.algorithm.optimizers import OuterTuned
+from diloco.algorithm.optimizers import OuterTuned, judged
 from diloco.algorithm.outer import drain
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import (
@@ -29,6 +29,7 @@ from diloco.algorithm.state import (
   outer_params,
 )
 from diloco.config import Config
+from diloco.spec import sizes
 
 Tree = Any
 
@@ -201,7 +202,7 @@ class DataParallel(DiLoCo):
     return state, []
 
   def params(self, state: TrainState) -> Tree:
-    """Returns the parameters, or their average if GPA or Schedule-Free trains."""
+    """Returns the parameters, or the average that the inner optimizer keeps."""
     return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
 
 
@@ -219,6 +220,21 @@ class Wrapper:
 
   def tune(self, seed: jax.Array, tuned: OuterTuned) -> Any:
     return dataclasses.replace(self, method=self.method.tune(seed, tuned))
+
+
+class BetweenSyncs(Wrapper):
+  """A method of whose replicas plug-ins average values before the outer step."""
+
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    c, plan, averages = self.method.c, self.method.plan, list[Event]()
+    for kind in c.averages_after(t):
+      extension = next(x for x in c.extensions if kind in x.averages(c))
+      with TraceAnnotation(kind):
+        state, values = extension.average(c, kind, t, plan, state)
+      sent = sizes.average_bytes(c.replicas, values)
+      averages.append(Event("average", kind, t, sent, {}))
+    t, state, events = self.method.outer(t, state)
+    return t, state, averages + events
 
 
 def make_method(c: Config, mesh: Mesh) -> DiLoCo:

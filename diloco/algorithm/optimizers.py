@@ -3,7 +3,7 @@
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
 `OWN` lists optimizers that optax lacks, or whose version in optax can do less, by the
-field that takes them.
+field that takes them; plug-ins add theirs.
 """
 
 import inspect
@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from optax.contrib import ScheduleFreeState
 
-from diloco.algorithm.methods.delayed_nesterov import delayed_nesterov
-from diloco.algorithm.methods.gpa import gpa
 from diloco.config import Config
 from diloco.config.optimizer import parse
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Lead
 from diloco.spec.fields import OuterConfig
+from diloco.spec.plugins import hint
 
 Tree = Any
 # A config that names an outer optimizer, or a transformation of optax.
@@ -63,8 +63,14 @@ def sgd(
 
 
 OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
-  "inner.optimizer": {"gpa": gpa},
-  "outer.optimizer": {"delayed_nesterov": delayed_nesterov, "sgd": sgd},
+  "inner.optimizer": {},
+  "outer.optimizer": {"sgd": sgd},
+}
+# Names of inner optimizers that average parameters, beside Schedule-Free.
+AVERAGING = set[str]()
+# {type of such an optimizer's state: function of (state, parameters) to the average}.
+AVERAGED: dict[type, Callable[[Any, Tree], Tree]] = {
+  ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
 }
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
@@ -152,12 +158,34 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
 
 
 def averages_parameters(c: Config) -> bool:
-  """Whether the inner optimizer averages its parameters: GPA or Schedule-Free.
+  """Whether the inner optimizer averages its parameters, as Schedule-Free does.
 
-  No outer step synchronises the sequence z in the optimizer's state.
+  No outer step synchronises what such an optimizer keeps in its state.
   """
   name, _ = parse("inner.optimizer", c.inner.optimizer)
-  return name == "gpa" or name.startswith("schedule_free")
+  return name in AVERAGING or name.startswith("schedule_free")
+
+
+def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
+  """Returns the average that an inner optimizer keeps; without one, the parameters.
+
+  Args:
+    params_M: parameters, leaves (M, ...).
+    opt_state_M: inner optimizer state, leaves (M, ...).
+  """
+  averages = lambda x: type(x) in AVERAGED
+  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
+  return _averaged_M(states[0], params_M) if states else params_M
+
+
+@jax.jit
+def _averaged_M(state_M: Any, params_M: Tree) -> Tree:
+  return jax.vmap(AVERAGED[type(state_M)])(state_M, params_M)
+
+
+def average_of(y: Tree, z: Tree, mu: jax.Array | float) -> Tree:
+  """Solves y = mu x + (1 - mu) z for x."""
+  return jax.tree.map(lambda y, z: (y - (1 - mu) * z) / mu, y, z)
 
 
 def at_step(opt_state: Tree, t: int) -> Tree:
@@ -276,7 +304,7 @@ def _make(
   if factory is None or "learning_rate" not in known:
     raise ConfigError(
       f"{field} is {text!r}, but optax has no optimizer {name} with a learning_rate;"
-      " choose another, for example adamw, lion or muon."
+      f" choose another, for example adamw, lion or muon{hint(name)}."
     )
   given = {"learning_rate": rate}
   if decay is not None:

@@ -26,11 +26,11 @@ from jax.sharding import Mesh
 
 from diloco.algorithm import metrics, optimizers
 from diloco.algorithm.fragments import outer_gradient, put, take
-from diloco.algorithm.methods.radial import average
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.mesh.sharding import REPLICA
+from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
 from diloco.spec.schedule import Schedule
 from diloco.wire import exchange
@@ -146,6 +146,26 @@ def _update(
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(updates)
   return theta, opt_state, metrics.of_update(*norms, cosine)
+
+
+def average(delta_M: Tree, weights_M: jax.Array | None, outer: Outer) -> Tree:
+  """Averages outer gradients over the replicas as `outer.average` says."""
+  special = plugins.MEANS.get(getattr(outer, "average", "mean"))
+  if special:
+    return special(delta_M, weights_M)
+  return jax.tree.map(partial(mean, weights_M=weights_M), delta_M)
+
+
+def mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
+  """Averages float32 (M, ...) over M, with weights float32 [M] if there are some."""
+  if weights_M is None:
+    return x_M.mean(axis=0)
+  return jnp.tensordot(weights_M / weights_M.sum(), present(x_M, weights_M), axes=1)
+
+
+def present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
+  """Sets an absent site's values to 0: its payload may decode to anything."""
+  return jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
 
 
 # On hosts, a thread updates a copy while the old state is in use.

@@ -65,7 +65,7 @@ def inner_steps(
   trainable = trained_next(c, plan, steps[0])
   if not hiding_steps(plan, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(
-      *arrays, *tokens, trainable, numbers, c=c, averaged=c.is_warm(steps[-1])
+      *arrays, *tokens, trainable, numbers, c=c, averaged=steps[-1] <= c.joint_steps
     )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
   sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]

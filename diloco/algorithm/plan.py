@@ -135,6 +135,20 @@ class Plan:
       sharding=exchange.encoded(self.mesh) if fsdp == own else place,
     )
 
+  @property
+  def largest(self) -> int:
+    """The fragment with the largest payload."""
+    sizes = [self.payload(p).size for p in range(len(self.fragments))]
+    return int(np.argmax(sizes))
+
+  def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
+    """Describes fragment p's payload when it has arrived; see `Transport.carry`."""
+    payload = self.payload(p)
+    if not self.transport.hides:
+      return payload
+    there = exchange.transmitted(self.mesh)
+    return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)
+
   def kind(self, p: int) -> dict:
     """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}

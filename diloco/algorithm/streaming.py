@@ -36,6 +36,7 @@ from diloco.algorithm.state import (
   outer_params,
 )
 from diloco.config import Config, changed, default_config, resolve
+from diloco.config.resolve import leaves
 from diloco.config.rules import check_effects
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
@@ -47,7 +48,6 @@ _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
 # Fields of OuterConfig that the outer step alone cannot do.
 _TRAINER = {
   "fedpart": "only the trainer can freeze parameters; leave it out",
-  "warm_start_steps": "only the trainer can average gradients; leave it out",
   "final_sync": "here it is an argument of drain; give it there",
 }
 
@@ -105,12 +105,12 @@ class Streaming:
         outer parameters lack the inner steps after a fragment's last send.
 
     Raises:
-      ConfigError: eager updates and NoLoCo's pairs have no final sync.
+      ConfigError: every replica has outer parameters of its own.
     """
     if final_sync and self.plan.own_outer:
       raise ConfigError(
-        "final_sync is True, but eager updates and wire.exchange=pair have no final"
-        " sync; leave it out."
+        "final_sync is True, but where every replica has outer parameters of its own"
+        " there is no final sync; leave it out."
       )
     args = (self.plan, last, self._split(params_M), state, final_sync)
     found, state, events = drain(*args)
@@ -272,7 +272,7 @@ def _config(fields: dict[str, Any]) -> Config:
   base = default_config()
   base.train.steps, base.fragments.pattern = 10**6, "whole"
   c = changed(resolve(base), fields)
-  check_effects(c)
+  check_effects(c, leaves(c.to_dict()), leaves(Config().to_dict()))
   return c
 
 

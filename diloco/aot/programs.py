@@ -19,7 +19,6 @@ from jax.stages import Lowered, Wrapped
 
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods import between_syncs, des_loc, eager, noloco, sparta
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.overlap import hidden_exchange, trained_next
 from diloco.algorithm.plan import Plan
@@ -27,7 +26,7 @@ from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
 from diloco.config import Config, changed
 from diloco.mesh import sharding
-from diloco.wire.exchange import transmitted
+from diloco.spec import plugins
 from diloco.wire.transport import transmit
 
 
@@ -65,7 +64,6 @@ class Programs:
     state: shapes and shardings of the training state; the outer state is on devices.
     fragment: the fragment with the largest payload.
     payload: shape of that payload; None for data-parallel.
-    moments: the leaves of the inner optimizer state that DES-LOC averages, by kind.
     on_device: bytes of each part of the state in the memory of one device. The part
       "in flight" is the most that fragments in flight take: their payloads and, with
       outer.offload, their outer state.
@@ -79,7 +77,6 @@ class Programs:
     self.payload: jax.ShapeDtypeStruct | None = None
     self.lower: dict[str, Callable[[], Lowered]] = {}
     self._held = dict[str, int]()  # Bytes of `on_device` that are arguments.
-    self.moments = dict[str, list[jax.ShapeDtypeStruct]]()
     with jax.set_mesh(mesh):
       # Devices that are only described have no host memory for outer.offload.
       plan = make_plan(changed(c, {"outer.offload": False}), mesh)
@@ -96,11 +93,10 @@ class Programs:
       rest = (trained_next(c, plan, 0), tuned(c))
       both = dict(zip(parts, arrays))
       self._add("inner step", both, inner_step, *arrays, tokens, *rest, c=c)
-      if c.is_warm(1):
-        warm = partial(self._add, "warm-start step", both, inner_step)
+      if c.joint_steps:
+        warm = partial(self._add, "joint step", both, inner_step)
         warm(*arrays, tokens, *rest, c=c, averaged=True)
       if plan.fragments:
-        self._add_averages(c, plan)
         self._add_outer_step(c, plan, self.state.outer)
       steps = (
         plan.schedule.longest_hiding if plan.fragments and plan.transport.hides else 0
@@ -125,29 +121,12 @@ class Programs:
     here = [nbytes(tree) for part, tree in held.items() if part in self.on_device]
     self._held[name] = sum(here)
 
-  def _add_averages(self, c: Config, plan: Plan) -> None:
-    """Adds the programs that average moments (DES-LOC) and parameters (SPARTA)."""
-    leaves = jax.tree.leaves(self.state.opt_state)
-    for kind in c.averages():
-      if kind == between_syncs.SPARTA:
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        args, fields = (self.state.params, key), {"share": c.sparta.share}
-        held = {"parameters": self.state.params}
-        self._add(kind, held, sparta.average, *args, **fields, mesh=self.mesh)
-        continue
-      due = des_loc.moments_of(plan, self.state.opt_state, kind)
-      self.moments[kind] = [leaves[moment.leaf] for moment in due]
-      places = tuple(moment.place for moment in due)
-      one = partial(self._add, kind, {"inner optimizer": self.moments[kind]})
-      one(des_loc.replica_means, self.moments[kind], places=places, mesh=self.mesh)
-
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
     payloads = [plan.payload(p) for p in range(len(plan.fragments))]
-    self.fragment = p = int(np.argmax([x.size for x in payloads]))
+    self.fragment = p = plan.largest
     self.payload = payloads[p]
-    if plan.transport.hides:
-      payloads = [sharding.structs(x, transmitted(self.mesh)) for x in payloads]
+    payloads = [plan.transmitted(i) for i in range(len(payloads))]
     home = self.on_host if c.outer.offload or plan.home.at_hosts else self.on_device
     home["outer parameters"] = nbytes(outer.theta)
     home["outer optimizer"] = nbytes(outer.opt_state)
@@ -171,20 +150,16 @@ class Programs:
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
     updated = {"outer parameters": theta, "outer optimizer": opt_state}
-    if c.wire.exchange == "pair":
-      held = updated | {"parameters": params}
-      own = (params, theta, opt_state, layers, key, plan.tuned)
-      self._add("update", held, noloco.update, *own, outer=c.outer, mesh=self.mesh)
+    hooks = [plugins.EXCHANGES[c.wire.exchange].programs]
+    hooks += [extension.programs for extension in c.extensions]
+    for hook in filter(None, hooks):
+      for name, held, function, args, kwargs in hook(c, plan, self.state):
+        self._add(name, held, function, *args, **kwargs)
+    if "update" in self.lower:  # An outer step of a plug-in.
       return
     arriving = updated | {"in flight": payloads[p]}
     mine = (params, theta, codec_state, layers, key)
     self._add("send", sent, plan.form.send, *mine, **wire)
-    if c.overlap.eager:
-      held = arriving | {"parameters": params}
-      both = (payloads[p], self.payload, layers, plan.tuned)
-      update_all = partial(self._add, "update", held, eager.update, params)
-      update_all(theta, opt_state, *both, outer=c.outer, **wire)
-      return
     self._add(
       "merge",
       merged,

@@ -106,9 +106,9 @@ def traffic(c: Config) -> tuple[int, int]:
     shapes = fragment.shapes(whole)
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
-  of_average, warm = average_bytes(c), min(c.outer.warm_start_steps, c.train.steps)
-  for kind, n in c.averages().items():
-    sent += (c.train.steps // n - warm // n) * of_average[kind]
+  of_average, warm = average_bytes(c), min(c.joint_steps, c.train.steps)
+  for kind, (every, _) in c.averages().items():
+    sent += (c.train.steps // every - warm // every) * of_average[kind]
   return most, sent
 
 

@@ -1,6 +1,12 @@
 """Configs: every field with its default, and how files and flags set them. No JAX."""
 
-from diloco.config.resolve import changed, complete, default_config, resolve
+from diloco.config.resolve import (
+  add_plugins,
+  changed,
+  complete,
+  default_config,
+  resolve,
+)
 from diloco.errors import ConfigError
 from diloco.spec.fields import ALGORITHMS, Config
 
@@ -8,6 +14,7 @@ __all__ = [
   "ALGORITHMS",
   "Config",
   "ConfigError",
+  "add_plugins",
   "changed",
   "complete",
   "default_config",

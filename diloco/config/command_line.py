@@ -14,9 +14,10 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
-from diloco.config.resolve import leaves, resolve
+from diloco.config.resolve import ask_for, leaves, resolve
 from diloco.errors import ConfigError
 from diloco.spec.fields import Config
+from diloco.spec.plugins import hint
 from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located
 
@@ -120,10 +121,12 @@ def _check_config(argv: Sequence[str]) -> None:
     ConfigError: the file does not return a config, or a field does not exist.
   """
   lines = "\n".join(argv)
+  asked = re.search(r"^--?config\.plugins[=\n](.*)", lines, re.MULTILINE)
+  ask_for(re.findall(r"[\w.]+", asked[1]) if asked else ())
   name = re.search(r"^--?config[=\n](.*)", lines, re.MULTILINE)
-  if name:
-    _check_file(name[1])
   known = leaves(Config().to_dict())
+  if name:
+    known |= leaves(_check_file(name[1]).to_dict())  # With fields of plug-ins.
   for flag, field in re.findall(r"^(--?(?:no)?config\.([^=\n]+))", lines, re.MULTILINE):
     if not name:
       raise ConfigError(f"{flag} needs a --config before it.")
@@ -134,12 +137,18 @@ def _check_config(argv: Sequence[str]) -> None:
         or difflib.get_close_matches(field, known, 1)
       )
       meant = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
+      meant += hint(field.partition(".")[0])
       raise ConfigError(
         f"--config.{field} is no field{meant}; see diloco/spec/fields.py."
       )
 
 
-def _check_file(name: str) -> None:
+def _check_file(name: str) -> ml_collections.ConfigDict:
+  """Returns the config of a file.
+
+  Raises:
+    ConfigError: there is none.
+  """
   path, *argument = name.split(":", 1)
   module = load_module(path, "get_config", "configs/sample.py")
   try:
@@ -150,3 +159,4 @@ def _check_file(name: str) -> None:
     raise ConfigError(
       f"{name}: get_config() returns no config; return default_config() with changes."
     )
+  return config

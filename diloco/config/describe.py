@@ -3,16 +3,19 @@
 import ast
 import dataclasses
 import html
+import inspect
 import math
 import pathlib
+import sys
 import textwrap
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
 
 from diloco.config.resolve import leaves, resolve
-from diloco.spec import fields
+from diloco.spec import fields, plugins
 from diloco.spec.fields import Config, Range
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -45,15 +48,22 @@ class Group:
   fields: tuple[Field, ...]
 
 
-def groups() -> list[Group]:
-  """Reads all groups in the order of fields.py; the first has no name."""
-  source = pathlib.Path(fields.__file__).read_text()
-  comments = _comments(source)
-  return [_group("", Config, comments)] + [
+def groups(names: Sequence[str] = ()) -> list[Group]:
+  """Reads all groups in the order of fields.py; the first has no name.
+
+  Args:
+    names: plug-ins, whose groups follow.
+  """
+  comments = _comments(pathlib.Path(fields.__file__).read_text())
+  found = [_group("", Config, comments)] + [
     _group(f.name, type(f.default), comments)
     for f in dataclasses.fields(Config)
     if dataclasses.is_dataclass(f.default)
   ]
+  for name, kind in plugins.load(names).items():
+    source = inspect.getsource(sys.modules[kind.__module__])
+    found.append(_group(name, kind, _comments(source)))
+  return found
 
 
 def text(config: ml_collections.ConfigDict) -> str:
@@ -64,7 +74,7 @@ def text(config: ml_collections.ConfigDict) -> str:
   """
   given, used = leaves(config.to_dict()), leaves(resolve(config).to_dict())
   lines = ["Set a field by --config.NAME=VALUE, or in a config file by c.NAME = VALUE."]
-  for group in groups():
+  for group in groups(config.plugins):
     lines += ["", _filled(f"{group.name.upper() or 'RUN'}: {group.meaning}")]
     for field in group.fields:
       value, final = given[field.name], used[field.name]
@@ -84,7 +94,9 @@ def markdown() -> str:
     " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
     " --print_config` prints the values of a run.",
   ]
-  for group in groups():
+  for group in groups(plugins.contrib()):
+    if not group.fields:
+      continue  # A plug-in that only adds names.
     rows = [
       f"| `{f.name}` | {_cell(f.kind)} | `{show(f.default)}` | {_cell(f.meaning)} |"
       for f in group.fields
@@ -113,7 +125,7 @@ def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group
       prefix + f.name, _kind(hints[f.name]), f.default, comments[kind.__name__, f.name]
     )
     for f in dataclasses.fields(kind)
-    if not dataclasses.is_dataclass(f.default)
+    if not dataclasses.is_dataclass(f.default) and f.name != "extensions"
   )
   return Group(name, " ".join((kind.__doc__ or "").split()), found)
 

@@ -4,19 +4,18 @@ Every error is one sentence with the field, its value and the remedy.
 """
 
 import dataclasses
-import importlib
 import math
 import numbers
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
 from diloco.config import rules
 from diloco.errors import ConfigError
-from diloco.spec import shapes, sizes
+from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Config, Range
 from diloco.tokenizer.vocabulary import fill_in
 
@@ -41,12 +40,70 @@ def _types(group: Any) -> dict[str, Any]:
   }
 
 
-_DEFAULTS, _TYPES = leaves(Config().to_dict()), leaves(_types(Config))
+# Plug-ins that the flag --config.plugins names; the config file does not know it.
+_asked_for: tuple[str, ...] = ()
 
 
-def default_config() -> ml_collections.ConfigDict:
-  """Returns the defaults of fields.py, which config files and flags change."""
-  return ml_collections.ConfigDict(Config().to_dict())
+def ask_for(names: Sequence[str]) -> None:
+  """Gives every `default_config` from now on the fields of these plug-ins.
+
+  Raises:
+    ConfigError: a plug-in cannot be imported.
+  """
+  global _asked_for
+  plugins.load(names)
+  _asked_for = tuple(names)
+
+
+def default_config(*names: str) -> ml_collections.ConfigDict:
+  """Returns the defaults of fields.py, which config files and flags change.
+
+  Args:
+    names: plug-ins, whose fields are there, too.
+
+  Raises:
+    ConfigError: a plug-in cannot be imported.
+  """
+  c = ml_collections.ConfigDict(Config().to_dict())
+  add_plugins(c, *names, *_asked_for)
+  return c
+
+
+def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
+  """Adds plug-ins to a config, with their fields.
+
+  Raises:
+    ConfigError: a plug-in cannot be imported.
+  """
+  with c.unlocked():
+    for name, group in _extensions(names).items():
+      if name not in c:
+        c[name] = dataclasses.asdict(group)
+  c.plugins = tuple(dict.fromkeys((*c.plugins, *names)))
+
+
+def _extensions(names: Sequence[str]) -> dict[str, plugins.Extension]:
+  """Returns {name: its fields, at their defaults} of the groups of plug-ins."""
+  return {name: kind() for name, kind in plugins.load(names).items()}
+
+
+def _defaults(names: Sequence[str]) -> dict[str, Any]:
+  """Returns the default of each field of a config with these plug-ins."""
+  groups = {name: dataclasses.asdict(x) for name, x in _extensions(names).items()}
+  return leaves(Config().to_dict() | groups)
+
+
+def _names(v: Mapping[str, Any]) -> tuple[str, ...]:
+  """Returns the plug-ins of a config.
+
+  Raises:
+    ConfigError: `plugins` are no names.
+  """
+  names = v.get("plugins", ())
+  if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
+    raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
+  # The flag --config.plugins=a,b sets ("a,b",).
+  return tuple(name for x in names for name in x.split(",") if name)
 
 
 def resolve(config: ml_collections.ConfigDict | Config) -> Config:
@@ -64,7 +121,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
     ConfigError: a field has a value that cannot work.
   """
   c = _resolve(leaves(config.to_dict()))
-  rules.check_effects(c)
+  rules.check_effects(c, leaves(c.to_dict()), _defaults(c.plugins))
   _check_all_synced(c)
   return c
 
@@ -75,7 +132,8 @@ def complete(saved: Mapping[str, Any]) -> Config:
   Raises:
     ConfigError: a field no longer exists, or has a value that cannot work.
   """
-  return _resolve(_DEFAULTS | leaves(saved))
+  v = leaves(saved)
+  return _resolve(_defaults(_names(v)) | v)
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
@@ -94,24 +152,22 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 
 def _resolve(v: dict[str, Any]) -> Config:
+  names = _names(v)
+  extensions, defaults = _extensions(names), _defaults(names)
+  # A config file may name a plug-in and leave its fields out.
+  own = {field for field in defaults if field.partition(".")[0] in extensions}
+  v = {field: defaults[field] for field in own} | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
   if isinstance(v["model.remat"], bool):  # In configs of older versions.
     v["model.remat"] = "full" if v["model.remat"] else "none"
-  _check_each(v)
-  for name in v["plugins"]:
-    try:
-      importlib.import_module(str(name))
-    except Exception as error:  # A module may raise anything.
-      reason = error if isinstance(error, ImportError) else f"it raises {error!r}"
-      raise ConfigError(
-        f"plugins names {name!r}, but {reason}; is its folder on PYTHONPATH?"
-      ) from error
+  _check_each(v, defaults, extensions)
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
-  if v["overlap.eager"] and v["algorithm"] != "data_parallel":
-    v |= {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
+  if v["algorithm"] != "data_parallel":
+    for extension in _made(v, extensions):
+      v |= extension.fill_in(v)
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
@@ -127,10 +183,10 @@ def _resolve(v: dict[str, Any]) -> Config:
   v["train.tokens"] = v["train.steps"] * tokens_per_step
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
-  c = _build(v)
-  _check_together(c, v)
+  c = _build(v, extensions)
+  _check_together(c, v, defaults)
   if c.outer.changes and not c.outer.decay_syncs and c.make_fragments():
-    c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
+    c = _build(v | {"outer.decay_syncs": max(c.num_updates())}, extensions)
   _check_profile(c)
   return c
 
@@ -138,16 +194,23 @@ def _resolve(v: dict[str, Any]) -> Config:
 _KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
 
 
-def _check_each(v: Mapping[str, Any]) -> None:
+def _check_each(
+  v: Mapping[str, Any],
+  defaults: Mapping[str, Any],
+  extensions: Mapping[str, plugins.Extension],
+) -> None:
   """Checks names, choices and limits of all fields."""
-  for field in sorted(v.keys() ^ _DEFAULTS.keys()):
+  for field in sorted(v.keys() ^ defaults.keys()):
     if field in v:
+      more = plugins.hint(field.partition(".")[0])
       raise ConfigError(
         f"{field} is {v[field]!r}, but there is no such field; see"
-        " diloco/spec/fields.py."
+        f" diloco/spec/fields.py{more}."
       )
-    raise ConfigError(f"{field} is missing; its default is {_DEFAULTS[field]!r}.")
-  for field, kind in _TYPES.items():
+    raise ConfigError(f"{field} is missing; its default is {defaults[field]!r}.")
+  kinds = _types(Config) | {name: _types(type(x)) for name, x in extensions.items()}
+  del kinds["extensions"]
+  for field, kind in leaves(kinds).items():
     base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
     if base in _KINDS and (
       not isinstance(v[field], _KINDS[base][0]) or isinstance(v[field], bool)
@@ -163,27 +226,40 @@ def _check_each(v: Mapping[str, Any]) -> None:
         raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
 
 
-def _build(v: Mapping[str, Any]) -> Config:
-  groups = dict[str, dict[str, Any]]()
-  for field, value in v.items():
-    group, _, name = field.rpartition(".")
-    groups.setdefault(group, {})[name] = value
+def _build(v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]) -> Config:
+  groups = _groups(v)
   default, own = Config(), groups.pop("")
   parts = {
     group: dataclasses.replace(getattr(default, group), **values)
     for group, values in groups.items()
+    if group not in extensions
   }
-  return Config(**own, **parts)
+  return Config(**own, **parts, extensions=tuple(_made(v, extensions)))
 
 
-def _check_together(c: Config, v: Mapping[str, Any]) -> None:
+def _made(
+  v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]
+) -> list[plugins.Extension]:
+  """Makes the fields of the plug-ins."""
+  groups = _groups(v)
+  return [dataclasses.replace(x, **groups.get(n, {})) for n, x in extensions.items()]
+
+
+def _groups(v: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """Returns {group: {name: value}}; the fields without a group have the name ""."""
+  groups = dict[str, dict[str, Any]]()
+  for field, value in v.items():
+    group, _, name = field.rpartition(".")
+    groups.setdefault(group, {})[name] = value
+  return groups
+
+
+def _check_together(
+  c: Config, v: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
-  rules.check({**v, "overlap.tau": tau}, _DEFAULTS)
-  if c.wire.exchange == "pair" and c.replicas % 2 and c.make_fragments():
-    raise ConfigError(
-      f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
-    )
+  rules.check({**v, "overlap.tau": tau}, defaults)
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(
@@ -209,7 +285,7 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
         f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
       )
   for field in shapes.ONLY_QWEN3 if m.name == "decoder" else ():
-    value, default = getattr(m, field), _DEFAULTS[f"model.{field}"]
+    value, default = getattr(m, field), defaults[f"model.{field}"]
     if value != default:
       raise ConfigError(
         f"model.{field} is {value}, which model.name=decoder does not have; leave it at"
@@ -227,6 +303,15 @@ def _check_together(c: Config, v: Mapping[str, Any]) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
+  if c.make_fragments():
+    for extension in c.extensions:
+      extension.check(c)
+  known = ("mean", *plugins.MEANS)
+  if c.outer.average not in known:
+    raise ConfigError(
+      f"outer.average is {c.outer.average!r}; choose one of"
+      f" {', '.join(known)}{plugins.hint(c.outer.average)}."
+    )
 
 
 def _check_profile(c: Config) -> None:
@@ -244,9 +329,9 @@ def _check_all_synced(c: Config) -> None:
   if 0 in c.num_syncs():
     schedule = c.make_schedule()
     first = max(map(schedule.first_send, range(schedule.num_fragments)))
-    warm = c.outer.warm_start_steps
-    after = f" after outer.warm_start_steps={warm}" if warm else ""
-    field = "outer.warm_start_steps or sync_every" if warm else "sync_every"
+    joint = c.joint_steps
+    after = f" after {joint} joint steps" if joint else ""
+    field = "the number of joint steps or sync_every" if joint else "sync_every"
     final = "" if c.own_outer else ", or set outer.final_sync=true"
     raise ConfigError(
       f"train.steps is {c.train.steps}, but with sync_every={c.sync_every}{after} some"

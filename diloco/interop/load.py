@@ -16,8 +16,7 @@ from flax import traverse_util
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments
-from diloco.algorithm.methods.gpa import judged
-from diloco.algorithm.optimizers import averages_parameters
+from diloco.algorithm.optimizers import averages_parameters, judged
 from diloco.algorithm.state import (
   abstract_inner,
   abstract_params,

@@ -59,16 +59,16 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     ((0,) if f.rest else ()) + tuple(i + 1 for i in f.layers)
     for f in c.make_fragments()
   )
-  # Simulates the rounds after a warm start.
-  schedule, synced = dataclasses.replace(c.make_schedule(), warm_start=0), bool(layers)
+  # Simulates the rounds after the joint steps.
+  schedule, synced = dataclasses.replace(c.make_schedule(), joint_steps=0), bool(layers)
   return Workload(
     params_per_layer=(embed,) + (block,) * c.model.num_layers,
     step_time=seconds,
     method="streaming" if synced else "data_parallel",
     replicas=c.replicas,
     sync_every=c.sync_every,
-    # An exchange is hidden up to the next average of DES-LOC or SPARTA.
-    tau=min([*c.overlap.taus, *c.averages().values()]),
+    # An exchange is hidden up to the next average.
+    tau=min([*c.overlap.taus, *(a.every for a in c.averages().values())]),
     bits=wire_bits(c) if synced else gradient_bits(c),
     latency=latency,
     plan=(schedule, layers) if synced else None,
@@ -104,13 +104,13 @@ def gradient_bits(c: Config) -> int:
 def wire_bits(c: Config) -> float:
   """Returns the bits per parameter that a replica sends in a round, with scales.
 
-  Averages of moments and of SPARTA count as bytes of the fragments: that they wait for
-  the link is not simulated.
+  Averages of plug-ins count as bytes of the fragments: that they wait for the link is
+  not simulated.
   """
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())
   sent = average_bytes(c)
-  more = sum(c.sync_every / n * sent[kind] for kind, n in c.averages().items())
+  more = sum(c.sync_every / a.every * sent[kind] for kind, a in c.averages().items())
   copies = sizes.copies(c.wire.exchange, c.replicas)
   return 8 * (size + (more / copies if more else 0)) / num_params(c.model)
 

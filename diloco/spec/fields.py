@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from typing import Annotated, Literal, get_args
 
 from diloco.spec import schedule
+from diloco.spec.plugins import EXCHANGES, EXTENSIONS, Average, Extension, Group
+from diloco.spec.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +81,6 @@ class OverlapConfig:
   # alpha: weight of the replica's own parameters in the merge. 0 discards the inner
   # steps that ran during the exchange, 0.5 averages, 1 ignores the other replicas.
   alpha: Share = 0.0
-  # Eager updates (arXiv 2502.12996): an exchange takes a whole round of H steps, and a
-  # replica steps at once along its own new outer gradient and the others' of the round
-  # before. tau and alpha are not used. The replicas' outer parameters differ; their
-  # mean is evaluated. Off, as in both papers.
-  eager: bool = False
   # device: devices exchange the payloads inside the program of the inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
   # hosts hold the outer state. sites: every site trains on its own, and a coordinator
@@ -117,8 +114,7 @@ class OuterConfig:
 
   # An optimizer of optax or optax.contrib with keyword arguments. Nesterov momentum 0.9
   # is the choice of both papers. Outer gradients are not clipped, and outer parameters
-  # decay only if the text has weight_decay. Also delayed_nesterov(every=N): momentum at
-  # every N-th sync (arXiv 2401.09135).
+  # decay only if the text has weight_decay.
   optimizer: str = "sgd(momentum=0.9, nesterov=True)"
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
@@ -129,25 +125,17 @@ class OuterConfig:
   # Momentum of sgd at that sync; it changes along a cosine. Negative: constant, as in
   # both papers.
   final_momentum: Annotated[float, Range(-1, 1)] = -1.0
-  # Outer updates of a fragment, with those of a warm start, in which rate and momentum
-  # change; later ones keep the last values. 0: as many as the run has. Set it to extend
+  # Outer updates of a fragment, also in joint steps, in which rate and momentum change;
+  # later ones keep the last values. 0: as many as the run has. Set it to extend
   # a run.
   decay_syncs: Count = 0
   # Outer updates of a fragment, with those of a warm start, after which its outer
   # optimizer starts afresh, again and again, so that it forgets old outer gradients
   # (arXiv 2605.28585). 0: never, as in both papers.
   restart_every: Count = 0
-  # mean: the replicas' outer gradients are averaged, as in both papers. radial: their
-  # norms and directions are averaged separately, for each tensor of each layer.
-  # Embedding, positions and final norm keep the plain mean (Decoupled DiLoCo, arXiv
-  # 2604.21428).
-  average: Literal["mean", "radial"] = "mean"
-  # Steps of a warm start, as in Pier (arXiv 2511.17849): the gradients of all replicas
-  # are averaged at every step, as in data-parallel, so the replicas stay equal. Pier
-  # uses a tenth of all steps. 0: no warm start, as in both papers.
-  warm_start_steps: Count = 0
-  # Whether the outer optimizer already accumulates momentum in the warm start.
-  warm_start_momentum: bool = True
+  # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
+  # a mean of a plug-in.
+  average: str = "mean"
   # Whether every fragment is synchronised once more after the last step. Off, because
   # the papers do not do this. Without it, the outer parameters lack the inner steps
   # after a fragment's last send. A fragment that was received at the last step lacks
@@ -197,10 +185,9 @@ class WireConfig:
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
   # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
-  # value: fewer than gather with fp32 and M > 2. pair: NoLoCo (arXiv 2506.10911): a
-  # replica exchanges float32 parameters with one random peer; every replica has its own
-  # outer parameters, whose mean is evaluated.
-  exchange: Literal["gather", "psum", "pair"] = "gather"
+  # value: fewer than gather with fp32 and M > 2. Or the name of an exchange of a
+  # plug-in.
+  exchange: str = "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,9 +197,8 @@ class InnerConfig:
   The defaults are those of Scaling Laws, section 3.
   """
 
-  # An optimizer of optax or optax.contrib with keyword arguments. Also gpa: AdamW with
-  # an average at every step (arXiv 2512.17131). gpa and schedule_free_adamw average
-  # parameters in a state that no outer step sees, so they need data_parallel.
+  # An optimizer of optax or optax.contrib with keyword arguments. schedule_free_adamw
+  # averages parameters in a state that no outer step sees, so it needs data_parallel.
   optimizer: str = "adamw(b1=0.9, b2=0.99, eps=1e-8)"
   # Peak of the learning rate. The best value falls with the number of parameters:
   # `python -m diloco scaling_laws recommend` prints the papers' choice.
@@ -235,33 +221,6 @@ class InnerConfig:
   # Type in which data_parallel and a warm start all-reduce gradients. The papers count
   # 16 bits.
   gradient_dtype: DType = "float32"
-
-
-@dataclasses.dataclass(frozen=True)
-class DesLocConfig:
-  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
-
-  An average waits for all exchanges, so inner steps hide an exchange only up to it.
-  """
-
-  # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
-  # float32. The paper uses 3 * sync_every. 0: never, as in DiLoCo.
-  first_every: Count = 0
-  # Steps between two averages of the second moments (AdamW's nu). The paper uses
-  # 6 * sync_every. 0: never.
-  second_every: Count = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class SpartaConfig:
-  """SPARTA: averages a few random parameters between the syncs (EXO, 2025)."""
-
-  # Share of every layer's tensor that is averaged over the replicas, in float32; at
-  # least one value. EXO uses 0.0005 to 0.005. 0: none.
-  share: Share = 0.0
-  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
-  # the next average: with 1, a single step hides it, whatever overlap.tau is.
-  every: Positive = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,7 +435,8 @@ class Config:
   # H: inner steps between two syncs of the same fragment. Streaming DiLoCo uses 30 and
   # 100, Scaling Laws 30.
   sync_every: Annotated[int, Range(1, 1_000_000)] = 100
-  # Modules to import first; they register compressors or models (docs/design.md).
+  # Plug-ins: methods of later papers by name, such as sparta (docs/methods.md), or your
+  # own modules. They add fields, compressors, models and more (docs/design.md).
   plugins: tuple[str, ...] = ()
   # Seed of the initial parameters, the order of the data and stochastic rounding.
   seed: Count = 0
@@ -487,8 +447,6 @@ class Config:
   outer: OuterConfig = OuterConfig()
   wire: WireConfig = WireConfig()
   inner: InnerConfig = InnerConfig()
-  des_loc: DesLocConfig = DesLocConfig()
-  sparta: SpartaConfig = SpartaConfig()
   train: TrainConfig = TrainConfig()
   model: ModelConfig = ModelConfig()
   init: InitConfig = InitConfig()
@@ -498,6 +456,13 @@ class Config:
   log: LogConfig = LogConfig()
   profile: ProfileConfig = ProfileConfig()
   mesh: MeshConfig = MeshConfig()
+  # The fields of plug-ins: group `name` is `of(kind)`, if `name` registers `kind`.
+  extensions: tuple[Extension, ...] = ()
+
+  def of(self, kind: type[Group]) -> Group:
+    """Returns the fields of a plug-in; its defaults if the run does not have it."""
+    found = (x for x in self.extensions if isinstance(x, kind))
+    return next(found, kind())
 
   @property
   def data_parallel(self) -> bool:
@@ -507,8 +472,17 @@ class Config:
   @property
   def own_outer(self) -> bool:
     """Whether every replica has outer parameters of its own."""
-    pairs = self.wire.exchange == "pair"
-    return not self.data_parallel and (self.overlap.eager or pairs)
+    exchange = EXCHANGES.get(self.wire.exchange)
+    own = (exchange and exchange.own_outer) or any(
+      x.own_outer(self) for x in self.extensions
+    )
+    return bool(own) and not self.data_parallel
+
+  @property
+  def joint_steps(self) -> int:
+    """The first steps, in which replicas average gradients and send nothing else."""
+    steps = (x.joint_steps(self) for x in self.extensions)
+    return 0 if self.data_parallel else max(steps, default=0)
 
   @property
   def models(self) -> int:
@@ -525,10 +499,6 @@ class Config:
     n = self.shards // self.replicas
     return [shard for r in replicas for shard in range(r * n, (r + 1) * n)]
 
-  def is_warm(self, t: int) -> bool:
-    """Whether inner step t belongs to the warm start, which averages gradients."""
-    return not self.data_parallel and t <= self.outer.warm_start_steps
-
   @property
   def tokens_per_step(self) -> int:
     """Tokens of one inner step, all replicas together."""
@@ -539,19 +509,17 @@ class Config:
     """T of the learning rate's schedule."""
     return self.inner.decay_steps or self.train.steps
 
-  def averages(self) -> dict[str, int]:
-    """Returns the steps between two averages of each kind; kinds in use only."""
-    every = {
-      "sparta": self.sparta.every if self.sparta.share else 0,
-      "first_moments": self.des_loc.first_every,
-      "second_moments": self.des_loc.second_every,
-    }
-    return {kind: n for kind, n in every.items() if n}
+  def averages(self) -> dict[str, Average]:
+    """Returns what plug-ins average between the syncs, by kind."""
+    found = dict[str, Average]()
+    for extension in self.extensions:
+      found |= extension.averages(self)
+    return found
 
   def averages_after(self, t: int) -> list[str]:
-    """Lists the averages after inner step t; in a warm start, replicas are equal."""
-    every = {} if self.is_warm(t) else self.averages()
-    return [kind for kind, n in every.items() if t % n == 0]
+    """Lists the averages after inner step t; in joint steps, replicas are equal."""
+    due = {} if t <= self.joint_steps else self.averages()
+    return [kind for kind, average in due.items() if t % average.every == 0]
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
     """Makes the fragments in the order in which they are sent.
@@ -565,32 +533,34 @@ class Config:
       self.model.num_layers, f.size, f.pattern, f.embedding
     )
 
-  def make_schedule(self) -> schedule.Schedule:
+  def make_schedule(self) -> Schedule:
     """Makes the schedule; `resolve` must have filled in the taus."""
-    return schedule.Schedule(
+    return Schedule(
       len(self.make_fragments()),
       self.sync_every,
       self.overlap.taus,
-      warm_start=self.outer.warm_start_steps,
-      eager=self.overlap.eager,
+      joint_steps=self.joint_steps,
+      whole_round=any(x.whole_round(self) for x in self.extensions),
     )
 
   def num_syncs(self) -> tuple[int, ...]:
     """Counts the syncs of each fragment in the whole run."""
-    schedule, final = self.make_schedule(), int(self.outer.final_sync)
-    fragments = range(schedule.num_fragments)
-    return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
+    return self._counted(self.make_schedule())
 
   def num_updates(self) -> tuple[int, ...]:
-    """Counts the updates of each fragment's outer optimizer in the whole run.
-
-    Without the one that eager updates make after the last step.
-    """
-    if not self.outer.warm_start_momentum:
+    """Counts the updates of each fragment's outer optimizer up to the last step."""
+    if not all(x.updates_early(self) for x in self.extensions):
       return self.num_syncs()
-    cold = dataclasses.replace(self.outer, warm_start_steps=0)
-    return dataclasses.replace(self, outer=cold).num_syncs()
+    schedule = dataclasses.replace(self.make_schedule(), joint_steps=0)
+    return self._counted(schedule)
+
+  def _counted(self, schedule: Schedule) -> tuple[int, ...]:
+    final, fragments = int(self.outer.final_sync), range(schedule.num_fragments)
+    return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
 
   def to_dict(self) -> dict:
     """Returns nested dicts, which json can write; tuples stay tuples."""
-    return dataclasses.asdict(self)
+    core = dataclasses.asdict(dataclasses.replace(self, extensions=()))
+    del core["extensions"]
+    names = {kind: name for name, kind in EXTENSIONS.items()}
+    return core | {names[type(x)]: dataclasses.asdict(x) for x in self.extensions}

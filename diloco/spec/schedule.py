@@ -103,25 +103,25 @@ class Schedule:
     taus: tau_m of each replica m, its inner steps between a send and the merge.
     drained: the step after which a finished run was extended. What was sent up to this
       step has been received, so this schedule begins after it. 0: the run's start.
-    warm_start: the last step of the warm start (methods/warm_start.py). Until then
-      nothing is sent, and a fragment that is due follows the replicas.
-    eager: whether an exchange takes a whole round (methods/eager.py): every tau is H,
-      and a fragment arrives when it is sent again.
+    joint_steps: the first steps, in which replicas stay equal. Until then nothing is
+      sent, and a fragment that is due follows the replicas.
+    whole_round: whether an exchange takes a whole round: every tau is H, and a fragment
+      arrives when it is sent again.
 
   Raises:
-    ValueError: a tau is not below H; with `eager`, it is above H.
+    ValueError: a tau is not below H; with `whole_round`, it is above H.
   """
 
   num_fragments: int
   sync_every: int
   taus: tuple[int, ...]
   drained: int = 0
-  warm_start: int = 0
-  eager: bool = False
+  joint_steps: int = 0
+  whole_round: bool = False
 
   def __post_init__(self):
     for tau in self.taus:
-      if not 0 <= tau < self.sync_every + self.eager:
+      if not 0 <= tau < self.sync_every + self.whole_round:
         raise ValueError(
           f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
           f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."
@@ -147,15 +147,15 @@ class Schedule:
   def first_send(self, p: int) -> int:
     """Returns the step after which fragment p is first sent: H + t_p.
 
-    After a warm start, this is the first step at which fragment p is due.
+    After joint steps, this is the first step at which fragment p is due.
     """
     first = self.sync_every + self.offset(p)
-    rounds = -(-max(self.warm_start + 1 - first, 0) // self.sync_every)
+    rounds = -(-max(self.joint_steps + 1 - first, 0) // self.sync_every)
     return first + rounds * self.sync_every
 
   def follows(self, t: int) -> list[int]:
-    """Lists the fragments that follow the replicas after step t of the warm start."""
-    if t > self.warm_start:
+    """Lists the fragments that follow the replicas after step t of the joint steps."""
+    if t > self.joint_steps:
       return []
     return [
       p
@@ -244,7 +244,7 @@ class Schedule:
     """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
     # Three rounds: the first may be cut, and in the second fewer sends lie between a
     # send and its arrival.
-    first = max(self.sync_every, self.drained + 1, self.warm_start + 1)
+    first = max(self.sync_every, self.drained + 1, self.joint_steps + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}
     return max(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from diloco.spec.formats import BINS, PLAIN, block_bytes, code_bits, parse_format
+from diloco.spec.plugins import EXCHANGES, hint
 from diloco.spec.shapes import Shapes, leaves, shard
 
 if TYPE_CHECKING:
@@ -92,15 +93,19 @@ SIZES: dict[str, Size] = {
 
 
 def check(wire: "WireConfig") -> None:
-  """Checks the names of the compressor and the number format.
+  """Checks the names of the compressor, the exchange and the number format.
 
   Raises:
     ValueError: a name is unknown.
   """
-  if wire.compressor not in SIZES:
-    raise ValueError(
-      f"wire.compressor is {wire.compressor!r}; choose one of {', '.join(SIZES)}."
-    )
+  for field, value, known in (
+    ("compressor", wire.compressor, SIZES),
+    ("exchange", wire.exchange, EXCHANGES),
+  ):
+    if value not in known:
+      raise ValueError(
+        f"wire.{field} is {value!r}; choose one of {', '.join(known)}{hint(value)}."
+      )
   if wire.format not in (*PLAIN, *BINS, "auto"):
     parse_format(wire.format)
 
@@ -143,25 +148,10 @@ def copies(exchange: str, replicas: int) -> float:
   """Counts how often a replica sends its bytes.
 
   Args:
-    exchange: psum is a ring all-reduce, gather an all-gather of payloads, pair one
-      message.
+    exchange: a name of `plugins.EXCHANGES`.
     replicas: M.
   """
-  if exchange == "pair":
-    return 1
-  return 2 * (replicas - 1) / replicas if exchange == "psum" else replicas - 1
-
-
-def sparta_values(share: float, parameters: Shapes, fsdp: int = 1) -> int:
-  """Counts the values of one replica, over all its devices, in an average of SPARTA.
-
-  Args:
-    share: share of every layer's tensor.
-    parameters: shapes of one replica's parameters.
-    fsdp: number of shards; each device of the replica draws values of its own.
-  """
-  shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(parameters)]
-  return fsdp * sum(n * share_of(share, s) for n, s, _ in shards)
+  return EXCHANGES[exchange].copies(replicas)
 
 
 def average_bytes(replicas: int, values: int) -> int:

@@ -14,9 +14,10 @@ from diloco.util.command import one_line
 def get_config(path: str = ""):
   if not path:
     raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
-  c = default_config()
   try:
-    c.update(json.loads(pathlib.Path(path).read_text()))
+    saved = json.loads(pathlib.Path(path).read_text())
+    c = default_config(*saved.get("plugins", ()))
+    c.update(saved)
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error)}."

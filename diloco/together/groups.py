@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco.config.resolve import leaves
+from diloco.spec import plugins
 
 # The fields in which the runs of a group may differ.
 FIELDS = (
@@ -21,7 +22,6 @@ _NEEDED = {
   "log.wandb_project": "",
   "log.diagnostics_every": 0,
   "profile.steps": "",
-  "plugins": (),  # They may hold state of one run.
 }
 
 
@@ -41,8 +41,10 @@ def alike(config: Mapping[str, Any]) -> str:
 def obstacle(config: Mapping[str, Any]) -> str:
   """Says why a run must train alone; "" if it can train in a group."""
   v = leaves(config)
-  found = (f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value)
-  return next(found, "")
+  found = [f"{f} is {v[f]!r}" for f, value in _NEEDED.items() if v[f] != value]
+  if not {*v["plugins"]} <= {*plugins.contrib()}:  # Others may hold state of one run.
+    found.append(f"plugins is {v['plugins']!r}")
+  return next(iter(found), "")
 
 
 def split(configs: Mapping[str, Mapping[str, Any]], most: int) -> list[list[str]]:

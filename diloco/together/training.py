@@ -23,8 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.method import Method, Wrapper, make_method
-from diloco.algorithm.methods import between_syncs
+from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints, Restored
@@ -92,7 +91,7 @@ class Together(Wrapper):
     params, opt_state, metrics = inner_together(
       *(state.params, state.opt_state, tokens_RxMxBxL, trainable, self.numbers.inner),
       c=self.c,
-      averaged=self.c.is_warm(t),
+      averaged=t <= self.c.joint_steps,
     )
     return TrainState(params, opt_state, state.outer), [metrics]
 
@@ -266,7 +265,6 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    between_syncs.check(c)
     restored = list[Restored | None]()
     for run in runs:
       stack.callback(run.out.close)
@@ -293,7 +291,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       if found:
         run.batches.set_state(found.record.data)
 
-    one = between_syncs.BetweenSyncs(method) if c.averages() else method
+    one = BetweenSyncs(method) if c.averages() else method
     together = Together(one, c, numbers_of([run.c for run in runs]))
     states = [found.state for found in restored if found]
     if states:

@@ -4,7 +4,7 @@ import dataclasses
 
 from diloco.config import Config
 from diloco.spec import sizes
-from diloco.spec.shapes import num_params, parameters
+from diloco.spec.shapes import num_params
 
 
 @dataclasses.dataclass
@@ -14,7 +14,7 @@ class Ledger:
   Attributes:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
-      `diloco.algorithm.methods.between_syncs`.
+      `plugins.Extension.average`.
     peak: the most bytes that one replica sent at a single step. Gradients do not count:
       a step that sends them sends nothing else.
     latest: [step, bytes] of the latest step that sent something.
@@ -52,7 +52,7 @@ class Ledger:
 
 def all_reduced_bytes(c: Config, t: int) -> int:
   """Counts the bytes of gradients that one replica has sent after inner step t."""
-  steps = t if c.data_parallel else min(t, c.outer.warm_start_steps)
+  steps = min(t, c.joint_steps) if c.make_fragments() else t
   return steps * gradient_bytes(c)
 
 
@@ -66,11 +66,9 @@ def gradient_bytes(c: Config) -> int:
 def average_bytes(c: Config) -> dict[str, int]:
   """Counts the bytes that one replica sends in one average of each kind in use.
 
-  Counts one first and one second moment per parameter, as AdamW has; a run books what
-  its own optimizer has. Tensors are not sharded.
+  A run books what its own optimizer and mesh have; here tensors are not sharded.
   """
-  whole = num_params(c.model)
-  values = dict.fromkeys(c.averages(), whole)
-  if "sparta" in values:
-    values["sparta"] = sizes.sparta_values(c.sparta.share, parameters(c.model))
-  return {kind: sizes.average_bytes(c.replicas, n) for kind, n in values.items()}
+  return {
+    kind: sizes.average_bytes(c.replicas, average.values)
+    for kind, average in c.averages().items()
+  }

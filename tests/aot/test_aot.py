@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 
+import conftest
 import jax
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import abstract_state, init_state
 from diloco.aot import report, topology
 from diloco.aot.programs import Programs, nbytes
-from diloco.config import resolve
+from diloco.config import add_plugins, resolve
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
 from diloco.mesh.devices import make_mesh
@@ -161,7 +162,7 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   ],
 )
 def test_arguments_and_the_rest_of_the_state_make_the_whole(tiny, fields):
-  tiny.update_from_flattened_dict(fields)
+  conftest.update(tiny, fields)
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
   whole = sum(programs.on_device.values())
@@ -179,6 +180,7 @@ def test_arguments_and_the_rest_of_the_state_make_the_whole(tiny, fields):
 
 def test_every_program_compiles(tiny):
   tiny.overlap.tau, tiny.outer.offload = 2, True
+  add_plugins(tiny, "sparta", "des_loc")
   tiny.sparta.share, tiny.des_loc.second_every = 0.01, 8
   c = resolve(tiny)
   programs = Programs(c, make_mesh(c, jax.devices()[:1]))
@@ -226,7 +228,7 @@ c = conftest.tiny_config()
 c.model.update({"num_layers": 2, "dim": 128, "num_heads": 1, "loss_chunk": 8})
 c.train.batch_size, c.eval.batch_size, c.model.seq_len = 32, 32, 128
 c.replicas, slices = int(replicas), int(slices)
-c.update_from_flattened_dict(json.loads(changes))
+conftest.update(c, json.loads(changes))
 c = resolve(c)
 programs = Programs(c, make_mesh(c, describe(name, slices), slices))
 [program] = [x for x in programs.lower if x.startswith("exchange, ")]

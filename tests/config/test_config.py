@@ -2,6 +2,7 @@
 
 import json
 
+import conftest
 import pytest
 
 from diloco.config import changed, complete, default_config, resolve
@@ -12,7 +13,7 @@ from diloco.errors import ConfigError
 def make(**fields):
   c = default_config()
   c.train.steps = 200
-  c.update_from_flattened_dict(fields)
+  conftest.update(c, fields)
   return c
 
 
@@ -74,8 +75,8 @@ def make(**fields):
       "outer.decay_syncs is 9, but outer.final_fraction and outer.final_momentum keep",
     ),
     (
-      {"outer.warm_start_momentum": False},
-      "warm_start_momentum is False, but outer.warm_start_steps is 0; .*=true",
+      {"warm_start.momentum": False},
+      "warm_start.momentum is False, but warm_start.steps is 0; .*=true",
     ),
     ({"model.num_heads": 7}, "which model.num_heads = 7 does not divide; change one"),
     ({"model.loss_chunk": 300}, "model.seq_len is 2048, which model.loss_chunk = 300"),
@@ -204,13 +205,13 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
   assert resolve(make(**{"train.steps": 200})).num_syncs() == (2, 1, 1)
   final = {"train.steps": 10, "outer.final_sync": True}
   assert resolve(make(**final)).num_syncs() == (1, 1, 1)
-  warm = {"train.steps": 150, "outer.warm_start_steps": 150}
-  message = "after outer.warm_start_steps=150 .* lower outer.warm_start_steps or"
+  warm = {"train.steps": 150, "warm_start.steps": 150}
+  message = "after 150 joint steps .* lower the number of joint steps or"
   with pytest.raises(ConfigError, match=message):
     resolve(make(**warm))
   for own, hint in ((False, True), (True, False)):  # Eager updates have no final sync.
     with pytest.raises(ConfigError, match="train longer or lower") as raised:
-      resolve(make(**{"train.steps": 10, "overlap.eager": own}))
+      resolve(make(**{"train.steps": 10, "eager.on": own}))
     assert ("final_sync" in str(raised.value)) == hint
   # A run of an older version can still be read.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10

@@ -11,12 +11,12 @@ import pytest
 
 from diloco.algorithm.make import make_plan
 from diloco.cli import list_configs as listing
-from diloco.config import changed, resolve
+from diloco.config import add_plugins, changed, resolve
 from diloco.config.command_line import load_config
+from diloco.contrib import sparta
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
-from diloco.spec import sizes
 from diloco.spec.shapes import matrix_params, num_params
 from diloco.util.command import parse_count
 from diloco.wire.ledger import Ledger
@@ -182,6 +182,7 @@ def test_listed_bytes_have_the_ratios_of_tables_1_and_7():
 )
 def test_the_list_counts_what_a_run_sends(tiny, steps, exchange):
   tiny.train.steps, tiny.replicas, tiny.train.batch_size = steps, 3, 6
+  add_plugins(tiny, "sparta", "des_loc")
   tiny.sparta.share, tiny.sparta.every, tiny.des_loc.first_every = 0.1, 2, 4
   tiny.wire.exchange = exchange
   c = resolve(tiny)
@@ -192,7 +193,7 @@ def test_the_list_counts_what_a_run_sends(tiny, steps, exchange):
     for p in plan.schedule.sends(t):
       books.record(p, t, plan.sync_bytes(p))
       largest = max(largest, plan.payload(p).size // 3)
-  values = sizes.sparta_values(0.1, plan.parameters)
+  values = sparta.count(0.1, plan.parameters)
   averages = 4 / 3 * 4 * (steps // 2 * values + steps // 4 * num_params(c.model))
   row = listing.row("tiny", c)
   assert row.sent == pytest.approx(books.total + averages, abs=steps)

@@ -1,19 +1,20 @@
 """The description of the config says of every field what fields.py says."""
 
-import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
 
-from diloco.config import Config, default_config, describe
+from diloco.config import add_plugins, default_config, describe
 from diloco.config.resolve import leaves
+from diloco.spec import plugins
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def described():
-  return {f.name: f for group in describe.groups() for f in group.fields}
+  groups = describe.groups(plugins.contrib())
+  return {f.name: f for group in groups for f in group.fields}
 
 
 def sample():
@@ -23,10 +24,12 @@ def sample():
 
 
 def test_every_field_has_a_meaning_a_type_and_its_default():
-  defaults = leaves(Config().to_dict())
+  defaults = leaves(default_config(*plugins.contrib()).to_dict())
   found = described()
-  assert list(found) == [*defaults]
-  assert {name: f.default for name, f in found.items()} == defaults
+  assert sorted(found) == sorted(defaults)
+  assert {n: f.default for n, f in found.items()} | {"plugins": ()} == defaults | {
+    "plugins": ()
+  }
   for field in found.values():
     assert field.meaning.endswith("."), field.name
     assert field.kind, field.name
@@ -73,7 +76,15 @@ def test_the_text_tells_values_defaults_and_what_the_run_uses():
     assert line in lines
   assert max(map(len, lines)) <= 88
   names = [line.split(" = ")[0] for line in lines if " = " in line and line[0] != " "]
-  assert names[1:] == list(described())  # The first line tells how to set a field.
+  core = [f.name for group in describe.groups() for f in group.fields]
+  assert names[1:] == core  # The first line tells how to set a field.
+
+
+def test_the_text_has_the_fields_of_the_plugins_of_the_config():
+  c = sample()
+  add_plugins(c, "sparta")
+  c.sparta.share = 0.25
+  assert "sparta.share = 0.25 (default 0.0)" in describe.text(c).splitlines()
 
 
 def test_the_page_has_a_row_per_field_and_no_raw_html():
@@ -82,10 +93,8 @@ def test_the_page_has_a_row_per_field_and_no_raw_html():
   assert len(rows) == len(described())
   assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
   assert "<name>" not in page
-  assert (
-    page.count("\n## ")
-    == sum(dataclasses.is_dataclass(f.default) for f in dataclasses.fields(Config)) + 1
-  )
+  groups = [g for g in describe.groups(plugins.contrib()) if g.fields]
+  assert page.count("\n## ") == len(groups)
 
 
 def main(*flags: str, cwd) -> subprocess.CompletedProcess:

@@ -47,7 +47,7 @@ def train_in(workdir, **fields):
   c = conftest.tiny_config()
   c.train.steps, c.log.sample_tokens = 9, 0
   c.checkpoint.every, c.checkpoint.keep = 4, 5
-  c.update_from_flattened_dict(fields)
+  conftest.update(c, fields)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(heldout, "evaluate", spy)
     train.train(c, workdir)
@@ -72,7 +72,7 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
 @pytest.mark.integration("whole runs, and a process")
 @pytest.mark.parametrize(
   "fields",
-  [{"overlap.transport": "host"}, {"outer.offload": True}, {"overlap.eager": True}],
+  [{"overlap.transport": "host"}, {"outer.offload": True}, {"eager.on": True}],
 )
 def test_outer_state_of_hosts_or_of_each_replica_is_loaded(fields, tmp_path, capsys):
   params = train_in(tmp_path, **fields)

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from diloco.config import resolve
+from diloco.config import add_plugins, resolve
 from diloco.data import make_eval_set
 from diloco.evaluate import heldout
 from diloco.interop.load import load
@@ -22,7 +22,8 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert said in note
   assert bool(note) == bool(said)
   assert ("final_sync" in note) == bool(said)
-  tiny.overlap.eager = True  # Has no final sync.
+  add_plugins(tiny, "eager")
+  tiny.eager.on = True  # Has no final sync.
   assert "final_sync" not in summary.note(resolve(tiny))
 
 

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from diloco.config import resolve
+from diloco.config import add_plugins, resolve
 from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import from_config
@@ -68,16 +68,19 @@ def test_wire_bits_by_hand():
 
 def test_averages_add_the_bits_of_a_round(tiny):
   base = from_config.wire_bits(resolve(tiny))
+  add_plugins(tiny, "des_loc")
   tiny.des_loc.first_every, tiny.des_loc.second_every = 12, 24  # 3 and 6 rounds.
   # With two replicas a ring and a gather send each value once.
   more = from_config.wire_bits(resolve(tiny)) - base
   assert more == pytest.approx(32 / 3 + 32 / 6)
+  add_plugins(tiny, "sparta")
   tiny.sparta.share = 1.0
   assert from_config.wire_bits(resolve(tiny)) - base - more == pytest.approx(4 * 32)
 
 
 @pytest.mark.parametrize(("every", "hidden"), [(1, 1), (2, 2), (5, 3)])
 def test_an_average_ends_what_hides_an_exchange(tiny, every, hidden):
+  add_plugins(tiny, "sparta")
   tiny.overlap.tau, tiny.sparta.share, tiny.sparta.every = 3, 0.1, every
   assert from_config.workload(resolve(tiny), 1.0).tau == hidden
 

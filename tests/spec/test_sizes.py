@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import plugins  # noqa: F401  Registers compressors.
 import pytest
 
+from diloco.contrib import sparta
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 
@@ -81,10 +82,10 @@ def test_psum_reduces_small_tensors_on_every_device():
 
 def test_sparta_takes_a_share_of_every_layers_tensor_and_shard():
   # 10% of 48, 5, 40 and 4 values, rounded up.
-  assert sizes.sparta_values(0.1, FRAGMENT) == 2 * (5 + 1) + 4 + 1
+  assert sparta.count(0.1, FRAGMENT) == 2 * (5 + 1) + 4 + 1
   # On each of 2 devices 24, 5, 20 and 2 values.
-  assert sizes.sparta_values(0.1, FRAGMENT, fsdp=2) == 2 * (2 * (3 + 1) + 2 + 1)
-  assert sizes.sparta_values(1.0, FRAGMENT) == VALUES
+  assert sparta.count(0.1, FRAGMENT, fsdp=2) == 2 * (2 * (3 + 1) + 2 + 1)
+  assert sparta.count(1.0, FRAGMENT) == VALUES
 
 
 @pytest.mark.parametrize(("replicas", "sent"), [(1, 0), (2, 40), (4, 60)])

@@ -1,5 +1,6 @@
 """configs/ablations.py: grids, configs, equal bytes; and the chart of a sweep."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 
 from diloco.config import command_line, resolve
+from diloco.contrib import des_loc, warm_start
 from diloco.errors import ConfigError
 from diloco.reproduce import comparison
 from diloco.spec import sizes
@@ -105,10 +107,14 @@ def test_each_point_changes_the_fields_of_its_figure():
 
 def test_methods_of_later_papers_set_fields_of_any_config():
   c = resolve(command_line.load_config("methods:warm_start"))
-  assert (c.outer.warm_start_steps, c.train.steps, c.model.dim) == (40, 400, 128)
+  assert (c.of(warm_start.WarmStart).steps, c.train.steps, c.model.dim) == (
+    40,
+    400,
+    128,
+  )
   point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
   c = resolve(FILE.get_config({**point, "method": "des_loc"}))
-  assert (c.sync_every, c.des_loc.first_every, c.des_loc.second_every) == (30, 90, 180)
+  assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (30, 90, 180)
   sample = resolve(command_line.load_config("sample"))
   assert resolve(command_line.load_config("methods")) == sample
   with pytest.raises(ConfigError, match="the method is 'pear'; write one of data_par"):

@@ -10,7 +10,7 @@ import pytest
 from conftest import tiny_config
 
 from diloco import train
-from diloco.config import changed, resolve
+from diloco.config import add_plugins, changed, resolve
 from diloco.log import metrics
 from diloco.processes import stop
 from diloco.sweep import job, table
@@ -32,6 +32,7 @@ def make_config(algorithm: str, seed: int, outer: float, momentum: float, inner:
   c.outer.final_sync = True
   if algorithm == "streaming":
     c.wire.rounding = "stochastic"
+    add_plugins(c, "sparta", "des_loc")
     c.sparta.share, c.sparta.every, c.des_loc.first_every = 0.02, 2, 3
   return c
 
@@ -118,7 +119,7 @@ NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_ever
 @pytest.mark.slow("whole runs")
 @pytest.mark.parametrize(
   "fields",
-  [{"outer.warm_start_steps": 4}, {"overlap.eager": True} | NOT_EAGER],
+  [{"warm_start.steps": 4}, {"eager.on": True} | NOT_EAGER],
 )
 def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from diloco.algorithm import optimizers
+
 Tree = Any
 
 
@@ -84,3 +86,6 @@ def delayed_nesterov(
     optax.GradientTransformation(init, update),
     optax.scale_by_learning_rate(learning_rate),
   )
+
+
+optimizers.OWN["outer.optimizer"]["delayed_nesterov"] = delayed_nesterov

@@ -20,6 +20,8 @@ without overlap, and 3.01 if the mean of all replicas is simply applied a round 
 2.73 at a lower rate.
 """
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,16 +32,84 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm.fragments import one_of
-from diloco.algorithm.methods.own_outer import step_each
 from diloco.algorithm.metrics import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.state import Event, OuterState, TrainState
+from diloco.config import Config
+from diloco.contrib.own_outer import NEEDS, step_each
 from diloco.mesh.sharding import REPLICA
+from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
+from diloco.spec.plugins import Rule
 from diloco.wire import exchange
 
 Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Eager(plugins.Extension):
+  """Eager updates: an exchange takes a whole round of H steps (arXiv 2502.12996).
+
+  tau and alpha are not used. The replicas' outer parameters differ; their mean is
+  evaluated.
+  """
+
+  # Whether a replica steps at once along its own new outer gradient and the others' of
+  # the round before.
+  on: bool = False
+
+  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
+    if not self.on:
+      return {}
+    return {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    return {
+      "eager.on": (
+        c.replicas == 1,
+        "replicas is 1, and a single replica sends nothing",
+      )
+    }
+
+  def whole_round(self, c: Config) -> bool:
+    return self.on
+
+  def own_outer(self, c: Config) -> bool:
+    return self.on
+
+  def outer_step(self, c: Config) -> Callable | None:
+    return outer_step if self.on else None
+
+  def programs(self, c: Config, plan: Plan, state: TrainState):
+    if not self.on:
+      return
+    p = plan.largest
+    params, outer, layers = state.params, state.outer, plan.layers[p]
+    theta, opt_state, codec = outer.theta[p], outer.opt_state[p], outer.codec_state[p]
+    kind, payload = {"wire": plan.wire, "mesh": plan.mesh}, plan.payload(p)
+    held = {"parameters": params, "outer parameters": theta}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    args: tuple = (params, theta, codec, layers, key)
+    yield "send", held | {"compressor": codec}, plan.form.send, args, kind
+    late = plan.transmitted(p)
+    held |= {"outer optimizer": opt_state, "in flight": late}
+    args = (params, theta, opt_state, late, payload, layers, plan.tuned)
+    yield "update", held, update, args, kind | {"outer": plan.outer}
+
+
+plugins.register("eager", Eager)
+plugins.RULES.append(
+  Rule("eager.on", True, "where every replica has its outer state", NEEDS)
+)
+plugins.RULES.append(
+  Rule(
+    "wire.exchange",
+    "psum",
+    "where devices add up what replicas send",
+    {"eager.on": (False,)},
+  )
+)
 
 
 @partial(jax.jit, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1, 2))

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import ScheduleFreeState
+
+from diloco.algorithm import optimizers
 
 Tree = Any
 
@@ -83,23 +84,10 @@ def gpa(
   return optax.GradientTransformation(init, update)
 
 
-def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
-  """Returns the average x if GPA or Schedule-Free trains, else the parameters.
-
-  Args:
-    params_M: parameters, leaves (M, ...).
-    opt_state_M: inner optimizer state, leaves (M, ...).
-  """
-  averages = lambda x: isinstance(x, GPAState | ScheduleFreeState)
-  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
-  return _x_M(states[0], params_M) if states else params_M
+def _x(state: GPAState, y: Tree) -> Tree:
+  return optimizers.average_of(y, state.z, state.mu_y)
 
 
-def _x(state: GPAState | ScheduleFreeState, y: Tree) -> Tree:
-  mu_y = state.mu_y if isinstance(state, GPAState) else state.b1
-  return jax.tree.map(lambda y, z: (y - (1 - mu_y) * z) / mu_y, y, state.z)
-
-
-@jax.jit
-def _x_M(state_M: GPAState | ScheduleFreeState, y_M: Tree) -> Tree:
-  return jax.vmap(_x)(state_M, y_M)
+optimizers.OWN["inner.optimizer"]["gpa"] = gpa
+optimizers.AVERAGING.add("gpa")
+optimizers.AVERAGED[GPAState] = _x

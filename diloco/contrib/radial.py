@@ -19,47 +19,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diloco.algorithm.optimizers import Outer
-from diloco.spec.fields import OuterConfig
+from diloco.algorithm.outer import mean, present
+from diloco.spec import plugins
 
 Tree = Any
 
 
-def average(delta_M: Tree, weights_M: jax.Array | None, outer: Outer) -> Tree:
-  """Averages the outer gradients of a fragment as `outer.average` says.
+def average(delta_M: Tree, weights_M: jax.Array | None) -> Tree:
+  """Averages the outer gradients of a fragment.
 
   Args:
     delta_M: float32 leaves (M, n, ...) under `blocks`, else (M, ...).
-    weights_M: weights of the mean, float32 [M]; None: equal weights. An absent site has
-      the weight 0.
-    outer: the outer optimizer; without a config, the mean is plain.
+    weights_M: weights of the mean, float32 [M]; None: equal weights.
 
   Returns:
     Leaves without the axis M, float32.
   """
-  plain = partial(_mean, weights_M=weights_M)
-  if not isinstance(outer, OuterConfig) or outer.average == "mean":
-    return jax.tree.map(plain, delta_M)
   layered = {"blocks": 2}  # Axes before those of a tensor: replicas and layers.
   return {
     name: jax.tree.map(
-      plain if name == "embed" else partial(_radial, weights_M, layered.get(name, 1)),
+      partial(mean, weights_M=weights_M)
+      if name == "embed"
+      else partial(_radial, weights_M, layered.get(name, 1)),
       part_M,
     )
     for name, part_M in delta_M.items()
   }
-
-
-def _mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
-  """Averages float32 (M, ...) over M, with weights float32 [M] if there are some."""
-  if weights_M is None:
-    return x_M.mean(axis=0)
-  return jnp.tensordot(weights_M / weights_M.sum(), _present(x_M, weights_M), axes=1)
-
-
-def _present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """Sets an absent site's values to 0: its payload may decode to anything."""
-  return jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
 
 
 def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array:
@@ -73,7 +58,7 @@ def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array
   Returns:
     The mean without the axis M, float32 (n, ...) or (...).
   """
-  x_M = x_M if weights_M is None else _present(x_M, weights_M)
+  x_M = x_M if weights_M is None else present(x_M, weights_M)
   axes = tuple(range(lead, x_M.ndim))
 
   def norm(x):
@@ -83,5 +68,8 @@ def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array
     length = norm(x)
     return x / jnp.where(length > 0, length, 1)
 
-  mean = _mean(direction(x_M), weights_M)
-  return _mean(norm(x_M), weights_M) * direction(mean[None])[0]
+  turned = mean(direction(x_M), weights_M)
+  return mean(norm(x_M), weights_M) * direction(turned[None])[0]
+
+
+plugins.MEANS["radial"] = average

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import diloco
-from diloco.algorithm.methods.radial import average
+from diloco.algorithm import outer
 from diloco.config import changed, resolve
+from diloco.contrib.radial import average
 from diloco.errors import ConfigError
 
 RADIAL = diloco.OuterConfig("sgd", 1.0, average="radial")
@@ -35,7 +36,7 @@ def test_each_tensor_of_each_layer_is_averaged_by_itself(weights):
   if weights:  # What an absent site sends may decode to anything.
     delta_M["blocks"]["b"][1], delta_M["rest"]["z"][1] = np.nan, np.inf
   weights_M = jnp.asarray(weights) if weights else None
-  found = average(jax.tree.map(jnp.asarray, delta_M), weights_M, RADIAL)
+  found = average(jax.tree.map(jnp.asarray, delta_M), weights_M)
   each = weights or (1, 1, 1)
   for name in ("w", "b"):
     for layer in range(2):
@@ -52,8 +53,8 @@ def test_each_tensor_of_each_layer_is_averaged_by_itself(weights):
 
 def test_orthogonal_outer_gradients_keep_their_length():
   x_M = 2 * jnp.eye(8)
-  for outer, length in ((RADIAL, 2), (diloco.OuterConfig(), 2 / np.sqrt(8))):
-    found = average({"rest": x_M}, None, outer)["rest"]
+  for config, length in ((RADIAL, 2), (diloco.OuterConfig(), 2 / np.sqrt(8))):
+    found = outer.average({"rest": x_M}, None, config)["rest"]
     np.testing.assert_allclose(jnp.linalg.norm(found), length, rtol=1e-6)
 
 

@@ -1,5 +1,6 @@
 """NoLoCo's pairs against float64 NumPy, and exact resume."""
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +8,8 @@ import pytest
 import reference as ref
 
 import diloco
-from diloco.algorithm.methods import noloco
-from diloco.config import resolve
+from diloco.config import add_plugins, resolve
+from diloco.contrib import noloco
 from diloco.errors import ConfigError
 
 M, H, STEPS, RATE, MOMENTUM = 4, 3, 13, 0.7, 0.5
@@ -136,14 +137,15 @@ def test_bfloat16_replicas_that_did_not_train_send_zeros():
     ("replicas", 3, "replicas is 3, but wire.exchange is pair.*choose an even number"),
     ("overlap.tau", 1, "pair, .* but overlap.tau is 1; choose"),
     ("overlap.alpha", 0.5, "pair, .* but overlap.alpha is 0.5; choose"),
-    ("overlap.eager", True, "pair, .* but overlap.eager is True; choose false"),
+    ("eager.on", True, "pair, .* but eager.on is True; choose false"),
     ("wire.format", "e3m0", "pair, .* but wire.format is e3m0; choose"),
     ("outer.offload", True, "pair, .* but outer.offload is True; choose"),
     ("overlap.transport", "host", "pair, .* but overlap.transport is host; choose"),
   ],
 )
 def test_what_pairs_cannot_do_is_refused(tiny, field, value, said):
+  add_plugins(tiny, "noloco")
   tiny.wire.exchange, tiny.wire.format, tiny.overlap.tau = "pair", "fp32", 0
-  tiny.update_from_flattened_dict({field: value, "train.batch_size": 12})
+  conftest.update(tiny, {field: value, "train.batch_size": 12})
   with pytest.raises(ConfigError, match=said):
     resolve(tiny)

@@ -1,6 +1,10 @@
 """Methods of later papers, one file each; docs/methods.md compares them.
 
-Some need no file, because other fields make them:
+A method is a plug-in: `--config.plugins=sparta` gives a config its fields, and no file
+of the package knows it. A file holds all that its method adds: fields, what they
+refuse, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
+
+Some methods need no file, because the fields of the core make them:
 
 SNOO (arXiv 2510.15830) is DiLoCo with M = 1: every H steps of AdamW or Muon, Nesterov
 momentum steps along the outer gradient, and nothing is sent. Its authors report that it

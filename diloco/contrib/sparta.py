@@ -17,6 +17,7 @@ be late by some steps, and that together with DiLoCo H may be 100 times longer a
 perplexity 14% lower than DiLoCo's.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,71 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import TrainState
+from diloco.config import Config
+from diloco.contrib.between import alone, averages_of
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
-from diloco.spec import sizes
+from diloco.spec import plugins, sizes
+from diloco.spec.fields import Positive, Share
+from diloco.spec.plugins import Average
+from diloco.spec.shapes import Shapes, leaves, parameters, shard
 
 Tree = Any
+KIND = "sparta"
+# Sends of fragments use the numbers 0, 1, ... in this place of the key.
+_KEY = 2**32 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparta(plugins.Extension):
+  """SPARTA: averages a few random parameters between the syncs (EXO, 2025)."""
+
+  # Share of every layer's tensor that is averaged over the replicas, in float32; at
+  # least one value. EXO uses 0.0005 to 0.005. 0: none.
+  share: Share = 0.0
+  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
+  # the next average: with 1, a single step hides it, whatever overlap.tau is.
+  every: Positive = 1
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    return {"sparta.share": alone(c)}
+
+  def averages(self, c: Config) -> dict[str, Average]:
+    if not self.share:
+      return {}
+    return {KIND: Average(self.every, count(self.share, parameters(c.model)))}
+
+  def average(
+    self, c: Config, kind: str, t: int, plan: Plan, state: TrainState
+  ) -> tuple[TrainState, int]:
+    key = plan.key(t, _KEY)
+    params = average(state.params, key, share=self.share, mesh=plan.mesh)
+    values = count(self.share, plan.parameters, plan.mesh.shape[FSDP])
+    return dataclasses.replace(state, params=params), values
+
+  def programs(self, c: Config, plan: Plan, state: TrainState):
+    if self.share:
+      key = jax.eval_shape(lambda: jax.random.key(0))
+      kwargs = {"share": self.share, "mesh": plan.mesh}
+      yield KIND, {"parameters": state.params}, average, (state.params, key), kwargs
+
+
+plugins.register("sparta", Sparta)
+plugins.RULES.append(averages_of("sparta.share"))
+
+
+def count(share: float, parameters: Shapes, fsdp: int = 1) -> int:
+  """Counts the values of one replica, over all its devices, in an average.
+
+  Args:
+    share: share of every layer's tensor.
+    parameters: shapes of one replica's parameters.
+    fsdp: number of shards; each device of the replica draws values of its own.
+  """
+  shards = [sizes.layout(path, shard(path, s, fsdp)) for path, s in leaves(parameters)]
+  return fsdp * sum(n * sizes.share_of(share, s) for n, s, _ in shards)
 
 
 @partial(jax.jit, static_argnames=("share", "mesh"), donate_argnums=0)

@@ -32,12 +32,17 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm.fragments import as_merged, take
-from diloco.algorithm.methods.own_outer import step_each
 from diloco.algorithm.metrics import norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.state import Event, OuterState, TrainState
+from diloco.config import Config
+from diloco.config.rules import OFF
+from diloco.contrib.own_outer import NEEDS, step_each
+from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
+from diloco.spec import plugins
+from diloco.spec.plugins import Exchange, Rule
 
 Tree = Any
 
@@ -144,3 +149,45 @@ def outer_step(
     events.append(Event("send", p, t, plan.sync_bytes(p), sent))
     events.append(Event("receive", p, t, 0, metrics))
   return params_M, state, events
+
+
+def programs(c: Config, plan: Plan, state: TrainState):
+  """Yields the program of a sync, for the dry run; see `Extension.programs`."""
+  p, params, outer = plan.largest, state.params, state.outer
+  theta, opt_state = outer.theta[p], outer.opt_state[p]
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  held = {"outer parameters": theta, "outer optimizer": opt_state, "parameters": params}
+  args = (params, theta, opt_state, plan.layers[p], key, plan.tuned)
+  yield "update", held, update, args, {"outer": plan.outer, "mesh": plan.mesh}
+
+
+class NoLoCo(plugins.Extension):
+  """NoLoCo has no fields of its own; wire.exchange=pair chooses it."""
+
+  def check(self, c: Config) -> None:
+    if c.wire.exchange == "pair" and c.replicas % 2:
+      raise ConfigError(
+        f"replicas is {c.replicas}, but wire.exchange is pair; choose an even number."
+      )
+
+
+plugins.EXCHANGES["pair"] = Exchange(
+  lambda replicas: 1, own_outer=True, outer_step=outer_step, programs=programs
+)
+plugins.register("noloco", NoLoCo)
+plugins.RULES.append(
+  Rule(
+    "wire.exchange",
+    "pair",
+    "where replicas exchange parameters and wait",
+    {
+      **NEEDS,
+      "eager.on": OFF,  # Before tau, which eager updates set to H.
+      "overlap.tau": (0,),
+      "overlap.alpha": OFF,
+      "wire.compressor": ("quantize",),
+      "wire.format": ("fp32",),
+      "wire.error_feedback": OFF,
+    },
+  )
+)

@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from diloco.algorithm.methods.gpa import gpa, judged
-from diloco.algorithm.optimizers import make_inner
+from diloco.algorithm.optimizers import judged, make_inner
 from diloco.config import resolve
+from diloco.contrib.gpa import gpa
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop import load

@@ -15,6 +15,7 @@ and then for guarantees with high probability. They report, for language models 
 times fewer bytes than data-parallel.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -25,11 +26,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import TrainState, abstract_params
+from diloco.config import Config
+from diloco.contrib.between import alone, averages_of
+from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
-from diloco.spec import shapes
-from diloco.spec.shapes import Shapes
+from diloco.spec import plugins, shapes
+from diloco.spec.fields import Count
+from diloco.spec.plugins import Average
+from diloco.spec.shapes import Shapes, num_params
 
 Tree = Any
 FIRST, SECOND = "first_moments", "second_moments"
@@ -39,6 +47,65 @@ _KINDS = {
   **dict.fromkeys(("mu", "trace", "m"), FIRST),
   **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "n"), SECOND),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DesLoc(plugins.Extension):
+  """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
+
+  An average waits for all exchanges, so inner steps hide an exchange only up to it.
+  """
+
+  # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
+  # float32. The paper uses 3 * sync_every. 0: never, as in DiLoCo.
+  first_every: Count = 0
+  # Steps between two averages of the second moments (AdamW's nu). The paper uses
+  # 6 * sync_every. 0: never.
+  second_every: Count = 0
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    return {"des_loc.first_every": alone(c), "des_loc.second_every": alone(c)}
+
+  def averages(self, c: Config) -> dict[str, Average]:
+    """Counts one first and one second moment per parameter, as AdamW has."""
+    periods = {FIRST: self.first_every, SECOND: self.second_every}
+    total = num_params(c.model)
+    return {kind: Average(every, total) for kind, every in periods.items() if every}
+
+  def check(self, c: Config) -> None:
+    """Refuses moments that the inner optimizer does not have."""
+    with_lead = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    if not self.averages(c):
+      return
+    params_1 = jax.tree.map(with_lead, abstract_params(c))
+    state_1 = jax.eval_shape(jax.vmap(make_inner(c).init), params_1)
+    known = {moment.kind for moment in moments(shapes.parameters(c.model), state_1)}
+    for kind, name in ((FIRST, "first"), (SECOND, "second")):
+      every = getattr(self, f"{name}_every")
+      if every and kind not in known:
+        raise ConfigError(
+          f"des_loc.{name}_every is {every}, but inner.optimizer is"
+          f" {c.inner.optimizer!r}, which keeps no {name} moments; set it to 0."
+        )
+
+  def average(
+    self, c: Config, kind: str, t: int, plan: Plan, state: TrainState
+  ) -> tuple[TrainState, int]:
+    opt_state, values = average(plan, state.opt_state, kind)
+    return dataclasses.replace(state, opt_state=opt_state), values
+
+  def programs(self, c: Config, plan: Plan, state: TrainState):
+    leaves = jax.tree.leaves(state.opt_state)
+    for kind in self.averages(c):
+      due = moments_of(plan, state.opt_state, kind)
+      arrays = [leaves[moment.leaf] for moment in due]
+      places = tuple(moment.place for moment in due)
+      kwargs = {"places": places, "mesh": plan.mesh}
+      yield kind, {"inner optimizer": arrays}, replica_means, (arrays,), kwargs
+
+
+plugins.register("des_loc", DesLoc)
+plugins.RULES += map(averages_of, ("des_loc.first_every", "des_loc.second_every"))
 
 
 class Moment(NamedTuple):

@@ -1,9 +1,9 @@
 """Pier's warm start (arXiv 2511.17849): data-parallel steps before the first sync.
 
-In the first `outer.warm_start_steps` inner steps, the gradients of all replicas are
+In the first `warm_start.steps` inner steps, the gradients of all replicas are
 averaged at every step (`inner.inner_step` with `averaged`), so the replicas stay equal
 and nothing else is sent. When a fragment is due, its outer parameters follow the
-replicas: theta <- theta_m. With `outer.warm_start_momentum`, the outer optimizer first
+replicas: theta <- theta_m. With `warm_start.momentum`, the outer optimizer first
 sees the outer gradient theta - theta_m, and only its step is dropped. So the first sync
 already has the momentum of a sync in the middle of a run. After the warm start follows
 Algorithm 2, with the inner optimizer's state of the warm start.
@@ -16,6 +16,8 @@ their code raises the outer rate along a line for another tenth, and lowers rate
 """
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,25 +33,70 @@ from diloco.algorithm.fragments import take
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState
+from diloco.config import Config
+from diloco.config.rules import OFF
 from diloco.mesh.sharding import REPLICA, specs
-from diloco.spec.fields import OuterConfig
+from diloco.spec import plugins
+from diloco.spec.fields import Count
+from diloco.spec.plugins import Rule
 
 Tree = Any
 
 
+@dataclasses.dataclass(frozen=True)
+class WarmStart(plugins.Extension):
+  """A warm start, as in Pier (arXiv 2511.17849): data-parallel before the syncs."""
+
+  # Steps of the warm start: the gradients of all replicas are averaged at every step,
+  # as in data-parallel, so the replicas stay equal. Pier uses a tenth of all steps. 0:
+  # no warm start, as in both papers.
+  steps: Count = 0
+  # Whether the outer optimizer already accumulates momentum in the warm start.
+  momentum: bool = True
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    return {"warm_start.momentum": (not self.steps, "warm_start.steps is 0")}
+
+  def joint_steps(self, c: Config) -> int:
+    return self.steps
+
+  def updates_early(self, c: Config) -> bool:
+    return self.momentum
+
+  def outer_step(self, c: Config) -> Callable | None:
+    return partial(outer_step, momentum=self.momentum) if self.steps else None
+
+
+plugins.register("warm_start", WarmStart)
+plugins.RULES.append(
+  Rule(
+    "warm_start.steps",
+    None,
+    "which averages gradients at every step and sends nothing else",
+    {"overlap.transport": ("device", "host"), "outer.fedpart": OFF},
+  )
+)
+
+
 def outer_step(
-  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
+  plan: Plan,
+  t: int,
+  params_M: Tree,
+  state: OuterState,
+  last_send: int | None = None,
+  *,
+  momentum: bool,
 ) -> tuple[Tree, OuterState, list[Event]]:
   """Lets the fragments that are due follow the replicas; then Algorithm 2."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
-    state, followed = follow(plan, t, params_M, state)
+    state, followed = follow(plan, t, params_M, state, momentum)
   params_M, state, events = outer.outer_step(plan, t, params_M, state, last_send)
   return params_M, state, followed + events
 
 
 def follow(
-  plan: Plan, t: int, params_M: Tree, state: OuterState
+  plan: Plan, t: int, params_M: Tree, state: OuterState, momentum: bool
 ) -> tuple[OuterState, list[Event]]:
   """Lets the fragments that are due in the warm start follow the replicas.
 
@@ -58,6 +105,7 @@ def follow(
     t: number of finished inner steps.
     params_M: parameters of all replicas, which are equal.
     state: the outer state before.
+    momentum: whether the outer optimizer sees the outer gradients.
 
   Returns:
     The new outer state, and an event for each fragment.
@@ -70,7 +118,10 @@ def follow(
     place = jax.set_mesh(home.mesh) if home.at_hosts else contextlib.nullcontext()
     with place:
       opt_state, norm = _accumulate(
-        theta, opt_state, new, plan.tuned, outer=plan.outer, mesh=home.mesh
+        *(theta, opt_state, new, plan.tuned),
+        momentum=momentum,
+        outer=plan.outer,
+        mesh=home.mesh,
       )
     state = state.after_update(p, *home.keep((new, opt_state)))
     events.append(Event("warm_start", p, t, 0, {"outer_grad_mean_norm": norm}))
@@ -103,13 +154,14 @@ def _own(
   )(part_M)
 
 
-@partial(jax.jit, static_argnames=("outer", "mesh"))
+@partial(jax.jit, static_argnames=("momentum", "outer", "mesh"))
 def _accumulate(
   theta: Tree,
   opt_state: Tree,
   new: Tree,
   tuned: OuterTuned,
   *,
+  momentum: bool,
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[Tree, jax.Array]:
@@ -122,11 +174,11 @@ def _accumulate(
     tuned: learning rate and momentum.
 
   Returns:
-    New opt_state, unchanged without `outer.warm_start_momentum`; the norm of the outer
+    New opt_state, unchanged without `momentum`; the norm of the outer
     gradient, float32 [].
   """
   delta = jax.tree.map(jnp.subtract, theta, new)
-  if isinstance(outer, OuterConfig) and outer.warm_start_momentum:
+  if momentum:
     _, opt_state = optimizers.make_outer(outer, tuned).update(delta, opt_state, theta)
   _, places = optimizers.outer_shardings(outer, theta, mesh)
   opt_state = jax.lax.with_sharding_constraint(opt_state, places)

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,15 +14,14 @@ import reference as ref
 
 from diloco import train
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods import between_syncs, des_loc, sparta
 from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer_params
-from diloco.config import default_config, resolve
+from diloco.config import add_plugins, default_config, resolve
+from diloco.contrib import des_loc, sparta
 from diloco.errors import ConfigError
 from diloco.log import look, metrics
 from diloco.mesh.devices import make_mesh
-from diloco.spec import sizes
 from diloco.spec.shapes import num_params
 from diloco.together import training as together
 
@@ -53,7 +53,7 @@ def make_config(**fields):
   c.inner.warmup_steps, c.inner.weight_decay, c.inner.clip_norm = 0, 0.0, 0.0
   c.inner.optimizer, c.inner.learning_rate = "adam(b1=0.8, b2=0.9)", 0.1
   c.model.num_layers = 5
-  c.update_from_flattened_dict(fields)
+  conftest.update(c, fields)
   return resolve(c)
 
 
@@ -77,7 +77,7 @@ def by_package(c):
       updates, opt_state = inner_step(gradients(t), state.opt_state, state.params)
       params = optax.apply_updates(state.params, updates)
       state = TrainState(params, opt_state, state.outer)
-      state, events = between_syncs.average(c, t, plan, state)
+      state, events = conftest.averaged(c, t, plan, state)
       for event in events:
         assert (event.kind, event.step, event.metrics) == ("average", t, {})
         sent.setdefault(event.fragment, []).append(event.sent)
@@ -115,9 +115,12 @@ def by_hand(c, masks=None):
       x_M[i] = x_M[i] - rate * hat
       if masks:
         x_M[i] = np.where(masks[t][i], mean(x_M[i]), x_M[i])
-      if c.des_loc.first_every and t % c.des_loc.first_every == 0:
+      own = c.of(des_loc.DesLoc)
+      if own.first_every and t % own.first_every == 0:
         u_M[i] = mean(u_M[i])
-      if c.des_loc.second_every and t % c.des_loc.second_every == 0:
+      if (
+        c.of(des_loc.DesLoc).second_every and t % c.of(des_loc.DesLoc).second_every == 0
+      ):
         v_M[i] = mean(v_M[i])
     for p in ref.sent_at(t, len(parts), c.sync_every) if t <= STEPS else []:
       sent[p, t] = [outer[i][at] - x_M[i][:, at].mean(axis=0) for i, at in places[p]]
@@ -192,12 +195,12 @@ def test_sparta_averages_the_drawn_values_before_the_outer_step(
 
 def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
-  c = make_config(**fields, **{"outer.warm_start_steps": 4})
+  c = make_config(**fields, **{"warm_start.steps": 4})
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   state = TrainState(ONE, ONE, None)
-  assert all(between_syncs.average(c, t, plan, state) == (state, []) for t in (1, 4))
+  assert all(conftest.averaged(c, t, plan, state) == (state, []) for t in (1, 4))
   assert c.averages_after(5) == ["sparta"]
-  assert c.averages_after(8) == ["sparta", "first_moments", "second_moments"]
+  assert c.averages_after(8) == ["first_moments", "second_moments", "sparta"]
 
 
 def test_sparta_of_all_values_is_their_mean_in_any_dtype():
@@ -266,6 +269,7 @@ def test_muon_has_a_second_moment_of_few_parameters(tiny):
 
 
 def test_moments_that_do_not_exist_are_refused_before_training(tiny, tmp_path):
+  add_plugins(tiny, "des_loc")
   tiny.inner.optimizer, tiny.des_loc.second_every = "lion", 4
   said = (
     "des_loc.second_every is 4, but inner.optimizer is 'lion', which keeps no second"
@@ -287,6 +291,7 @@ def arrays_of(folder):
 
 @pytest.mark.integration("whole runs")
 def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
+  add_plugins(tiny, "sparta", "des_loc")
   tiny.sparta.share, tiny.des_loc.first_every = 0.01, 6
   tiny.des_loc.second_every, tiny.overlap.tau, tiny.checkpoint.keep = 12, 2, 3
   c, whole, again = resolve(tiny), tmp_path / "whole", tmp_path / "again"
@@ -296,7 +301,7 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   moments = {name: x for name, x in found.items() if "mu" in name or "nu" in name}
   assert sum(x.size for x in moments.values()) == 2 * 2 * n
   assert all((x[0] == x[1]).all() for x in moments.values())
-  values = sizes.sparta_values(0.01, make_plan(c, make_mesh(c)).parameters)
+  values = sparta.count(0.01, make_plan(c, make_mesh(c)).parameters)
   assert 0.01 * n < values < 0.02 * n  # Small tensors send one value at least.
   assert summary["averages"] == {
     "sparta": {"times": 12, "bytes": 12 * 4 * values},

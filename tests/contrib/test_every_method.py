@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods import between_syncs, warm_start
 from diloco.aot.programs import Programs
 from diloco.config import resolve
+from diloco.contrib import warm_start
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
@@ -43,7 +43,7 @@ CHANGES = {
   "falling_rate": ("streaming", {"update"}),
   "falling_momentum": ("streaming", {"update"}),
   "restarts": ("streaming", {"update"}),
-  "warm_start": ("diloco", {"warm-start step", "follow", "schedule"}),
+  "warm_start": ("diloco", {"joint step", "follow", "schedule"}),
   "warm_start_zero": ("warm_start", {"follow"}),
   "pier": ("warm_start", {"follow", "update"}),
   "eager": ("diloco", {"schedule", *OUTER_STEP}),
@@ -67,20 +67,22 @@ def computed(name: str) -> dict:
   config = conftest.tiny_config()
   METHODS.use(config, name)
   c = resolve(config)
-  between_syncs.check(c)
   mesh = make_mesh(c, jax.devices()[:1])
   programs, plan = Programs(c, mesh), make_plan(c, mesh)
   with jax.set_mesh(mesh):
     found = {name: lower().as_text() for name, lower in programs.lower.items()}
-    if c.is_warm(1):
+    if c.joint_steps:
       theta, opt_state = (
         programs.state.outer.theta[0],
         programs.state.outer.opt_state[0],
       )
       found["follow"] = warm_start._accumulate.lower(
-        theta, opt_state, theta, plan.tuned, outer=plan.outer, mesh=mesh
+        *(theta, opt_state, theta, plan.tuned),
+        momentum=c.of(warm_start.WarmStart).momentum,
+        outer=plan.outer,
+        mesh=mesh,
       ).as_text()
-  if plan:
+  if plan.fragments:
     found["bytes"] = [plan.sync_bytes(p) for p in range(len(plan.fragments))]
     found |= {"schedule": plan.schedule, "numbers": plan.tuned}
   return found

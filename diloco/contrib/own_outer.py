@@ -10,9 +10,19 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers
 from diloco.algorithm.fragments import one_of, put
 from diloco.algorithm.optimizers import Outer, OuterTuned
+from diloco.config.rules import DEVICE, OFF
 from diloco.mesh.sharding import REPLICA
 
 Tree = Any
+# What an outer step with outer parameters of each replica needs of other fields.
+NEEDS = {
+  "overlap.transport": DEVICE,
+  "outer.average": ("mean",),
+  "outer.offload": OFF,
+  "outer.final_sync": OFF,
+  "warm_start.steps": OFF,
+  "log.diagnostics_every": OFF,
+}
 
 
 def step_each(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import diloco
 from diloco.algorithm.inner import inner_step, mean_of_all
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.methods import warm_start
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.state import init_state
-from diloco.config import changed, resolve
+from diloco.config import add_plugins, changed, resolve
+from diloco.contrib import warm_start
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
@@ -109,9 +109,9 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
     ),
   )
   # The library refuses a warm start, whose gradients it cannot average.
-  schedule = dataclasses.replace(method.plan.schedule, warm_start=warm)
-  outer = dataclasses.replace(method.plan.outer, warm_start_momentum=accumulates)
-  fields = {"schedule": schedule, "outer": outer, "step": warm_start.outer_step}
+  schedule = dataclasses.replace(method.plan.schedule, joint_steps=warm)
+  step = functools.partial(warm_start.outer_step, momentum=accumulates)
+  fields = {"schedule": schedule, "step": step}
   plan = dataclasses.replace(method.plan, **fields)
   method = dataclasses.replace(method, plan=plan)
   state, kinds = method.init(params_M), {}
@@ -143,7 +143,7 @@ def test_a_due_fragment_follows_until_the_end_and_is_sent_later(
   fragments, sync_every, warm, steps
 ):
   cold = Schedule(fragments, sync_every, (0,))
-  schedule = Schedule(fragments, sync_every, (0,), warm_start=warm)
+  schedule = Schedule(fragments, sync_every, (0,), joint_steps=warm)
   sends = {p: [] for p in range(fragments)}
   for t in range(1, steps + 1):
     follows, sent = schedule.follows(t), schedule.sends(t)
@@ -204,31 +204,34 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
   [
     (
       {"overlap.transport": "sites"},
-      r"warm_start_steps is 4, which .*transport is sites",
+      r"warm_start.steps is 4, which .*transport is sites",
     ),
     (
       {"outer.fedpart": True},
-      "warm_start_steps is 4, which .* but outer.fedpart is True; choose false",
+      "warm_start.steps is 4, which .* but outer.fedpart is True; choose false",
     ),
   ],
 )
 def test_a_warm_start_refuses_what_it_cannot_do(tiny, fields, message):
-  tiny.outer.warm_start_steps = 4
+  add_plugins(tiny, "warm_start")
+  tiny.warm_start.steps = 4
   with pytest.raises(ConfigError, match=message):
     changed(resolve(tiny), fields)
 
 
 def test_a_falling_rate_ends_with_the_last_update(tiny):
-  tiny.outer.warm_start_steps, tiny.sync_every, tiny.train.steps = 8, 4, 24
+  add_plugins(tiny, "warm_start")
+  tiny.warm_start.steps, tiny.sync_every, tiny.train.steps = 8, 4, 24
   tiny.algorithm, tiny.outer.final_fraction = "diloco", 0.1
   assert resolve(tiny).outer.decay_syncs == 6
-  tiny.outer.warm_start_momentum = False
+  tiny.warm_start.momentum = False
   assert resolve(tiny).outer.decay_syncs == 4
 
 
 @pytest.mark.slow("whole runs")
 def test_a_run_begins_as_data_parallel_and_counts_its_bytes(tiny, tmp_path):
-  tiny.outer.warm_start_steps, tiny.train.steps, tiny.sync_every = 9, 16, 4
+  add_plugins(tiny, "warm_start")
+  tiny.warm_start.steps, tiny.train.steps, tiny.sync_every = 9, 16, 4
   c = resolve(tiny)
   one = changed(c, {"algorithm": "data_parallel"})
   summary = train(c, tmp_path / "warm")
@@ -251,13 +254,13 @@ def test_the_layout_changes_no_loss_and_the_gradients_cross_once():
 import json, jax, multidevice
 from diloco.aot.programs import Programs
 from diloco.spec.shapes import num_params
-fields = {"outer.warm_start_steps": 4, "inner.warmup_steps": 0, "wire.format": "fp32"}
+fields = {"warm_start.steps": 4, "inner.warmup_steps": 0, "wire.format": "fp32"}
 fields |= {"inner.optimizer": "sgd", "inner.weight_decay": 0.0}
 c = multidevice.make_config(**fields)
 crossing = {}
 for n in (2, 4):
   mesh = multidevice.make_mesh(c, jax.devices()[:n])
-  found = Programs(c, mesh).compile("warm-start step").crossing
+  found = Programs(c, mesh).compile("joint step").crossing
   crossing[n] = found / (4 * num_params(c.model))
 print(json.dumps([[multidevice.losses(n, **fields) for n in (1, 2, 4)], crossing]))
 """

@@ -1,5 +1,6 @@
 """Eager updates against float64 NumPy: every replica with an outer state of its own."""
 
+import conftest
 import cpu_devices
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import reference as ref
 import diloco
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.streaming import Streaming
-from diloco.config import changed, default_config, resolve
+from diloco.config import add_plugins, changed, default_config, resolve
+from diloco.contrib.eager import Eager
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 
@@ -77,9 +79,10 @@ def config(**fields):
   c.replicas, c.train.batch_size, c.sync_every = M, M, H
   c.train.steps, c.eval.batch_size = STEPS, 1
   c.model.num_layers, c.fragments.size = LAYERS, 2
-  c.overlap.eager, c.wire.format = True, "fp32"
+  add_plugins(c, "eager")
+  c.eager.on, c.wire.format = True, "fp32"
   c.outer.optimizer = "sgd(momentum=0.7, nesterov=True)"
-  c.update_from_flattened_dict(fields)
+  conftest.update(c, fields)
   return resolve(c)
 
 
@@ -178,25 +181,23 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
     ("outer.average", "radial"),
     ("outer.offload", True),
     ("outer.final_sync", True),
-    ("outer.warm_start_steps", 4),
+    ("warm_start.steps", 4),
   ],
 )
 def test_what_does_not_fit_is_refused(field, value):
   with pytest.raises(
-    ConfigError, match=f"overlap.eager is True, .*but {field} is {value}; choose"
+    ConfigError, match=f"eager.on is True, .*but {field} is {value}; choose"
   ):
-    changed(config(), {field: value})
+    config(**{field: value})
 
 
 def test_sums_on_devices_do_not_fit():
-  with pytest.raises(ConfigError, match=r"psum, .* overlap.eager is True; choose f"):
+  with pytest.raises(ConfigError, match=r"psum, .* eager.on is True; choose f"):
     changed(config(), {"wire.exchange": "psum"})
 
 
 def test_a_single_replica_is_refused():
-  with pytest.raises(
-    ConfigError, match=r"overlap\.eager is True, but replicas is 1, and"
-  ):
+  with pytest.raises(ConfigError, match=r"eager\.on is True, but replicas is 1, and"):
     config(replicas=1)
 
 
@@ -204,7 +205,7 @@ def test_data_parallel_ignores_it():
   c = config(algorithm="data_parallel")
   assert c.overlap.taus == (0,) * M
   assert not c.own_outer
-  assert config(algorithm="data_parallel", replicas=1).overlap.eager  # Not refused.
+  assert config(algorithm="data_parallel", replicas=1).of(Eager).on  # Not refused.
 
 
 @pytest.mark.slow("compiles for several devices")
@@ -214,7 +215,7 @@ import json, jax, multidevice
 from diloco.algorithm import overlap
 from diloco.algorithm.method import make_method
 from diloco.aot.programs import Programs
-fields = {"overlap.eager": True, "wire.format": "fp32", "sync_every": 4}
+fields = {"eager.on": True, "wire.format": "fp32", "sync_every": 4}
 fields |= {"inner.optimizer": "sgd", "inner.weight_decay": 0.0, "mesh.replica": 0}
 c = multidevice.make_config(**fields)
 found = {"losses": [], "hidden": [], "crossing": []}

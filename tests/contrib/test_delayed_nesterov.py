@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import diloco
-from diloco.algorithm.methods.delayed_nesterov import delayed_nesterov
+from diloco.contrib.delayed_nesterov import delayed_nesterov
 
 
 def by_hand(theta, gradients, rates, every, mu, c):

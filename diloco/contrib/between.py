@@ -1,0 +1,16 @@
+"""What plug-ins that average values between the syncs have in common. No JAX."""
+
+from diloco.config import Config
+from diloco.config.rules import DEVICE, DILOCO, OFF
+from diloco.spec.plugins import Rule
+
+
+def averages_of(field: str) -> Rule:
+  """Makes the rule of a field that lets devices average values."""
+  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE, "eager.on": OFF}
+  return Rule(field, None, "which averages values of the replicas on devices", needs)
+
+
+def alone(c: Config) -> tuple[bool, str]:
+  """Returns whether there is nobody to average with, and the reason."""
+  return c.replicas == 1, "replicas is 1, and a single replica sends nothing"
