@@ -3,18 +3,23 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
+import later_papers  # noqa: F401  Registers a method of each kind.
 import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
 
 from diloco import train
-from diloco.config import resolve
+from diloco.cli import list_configs
+from diloco.config import add_plugins, changed, complete, describe, resolve
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.simulate import from_config
+from diloco.spec import plugins as contrib_lib
 from diloco.spec import shapes, sizes
+from diloco.sweep import saved
 
 
 def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp_path):
@@ -94,6 +99,79 @@ def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
   subprocess.run([*command, f"--workdir={tmp_path / 'run'}"], check=True, env=env)
   exported = json.loads((tmp_path / "out/config.json").read_text())
   assert exported["architecture"] == plugins.Bigram.DESCRIPTION
+
+
+KINDS = {
+  "own outer parameters": {"wire.exchange": "alone", "overlap.tau": 0},
+  "mean": {"outer.average": "median", "wire.format": "fp32"},
+  "between syncs": {"mixing.every": 2},
+  "start": {"calm.steps": 5},
+  "optimizer": {"outer.optimizer": "signed", "outer.learning_rate": 1e-5},
+}
+PLUGINS = ("later_papers",)
+
+
+def with_method(c, kind: str):
+  """Adds the fields of a method of `later_papers` to a config."""
+  add_plugins(c, *PLUGINS)
+  c.update_from_flattened_dict(KINDS[kind])
+  return c
+
+
+@pytest.mark.integration("whole runs")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_later_paper_in_one_file_trains_resumes_and_is_counted(kind, tiny, tmp_path):
+  tiny.checkpoint.keep = 9
+  c = resolve(with_method(tiny, kind))
+  summary = train.train(c, tmp_path / "whole")
+  assert 0 < summary["eval_loss"]["outer"] < 9  # log(2048) is 7.62.
+  train.train(c, tmp_path / "again")
+  for path in (tmp_path / "again" / "checkpoints").glob("1?"):
+    path.rename(tmp_path / f"removed_{path.name}")
+  (tmp_path / "again" / "summary.json").unlink()
+  assert train.train(c, tmp_path / "again")["eval_loss"] == summary["eval_loss"]
+  # The ledger of the run, and the list that counts without a run.
+  _, counted = list_configs.traffic(c)
+  assert counted == summary["bytes_sent_per_replica"]
+  assert from_config.workload(c, seconds=1.0).bits == from_config.wire_bits(c)
+  [record] = (tmp_path / "whole/checkpoints").glob("12/record/metadata")
+  saved = json.loads(record.read_text())["config"]
+  assert saved["mixing"] == {"every": KINDS[kind].get("mixing.every", 0)}
+  assert complete(saved) == c
+
+
+def test_fields_of_a_plugin_are_known_to_print_config_sweeps_and_simulators(
+  tiny, tmp_path
+):
+  c = resolve(with_method(tiny, "between syncs"))
+  text = describe.text(saved_config(c, tmp_path))
+  assert "mixing.every = 2 (default 0)" in text
+  assert "Averages the embeddings of the replicas between the syncs." in text
+  assert resolve(saved_config(c, tmp_path)) == c
+  tiny.mixing.every = 0
+  bits = from_config.wire_bits(c) - from_config.wire_bits(resolve(tiny))
+  embed = c.model.vocab_size * c.model.dim / shapes.num_params(c.model)
+  assert bits == pytest.approx(32 * embed * c.sync_every / 2)  # M = 2: sent once.
+  tiny.mixing.every = -1
+  with pytest.raises(ConfigError, match=r"mixing.every is -1; it must be at"):
+    resolve(tiny)
+  with pytest.raises(ConfigError, match=r"sparta.share is 0.1, but .* plug-in sparta"):
+    changed(c, {"sparta.share": 0.1})
+
+
+def saved_config(c, folder):
+  """The config that a run of a sweep takes from its config.json."""
+  (folder / "config.json").write_text(json.dumps(c.to_dict()))
+  return saved.get_config(str(folder / "config.json"))
+
+
+def test_no_file_of_the_package_knows_a_method_of_contrib():
+  package = pathlib.Path(train.__file__).parent
+  names = [*contrib_lib.contrib()]
+  for path in package.rglob("*.py"):
+    if path.parent.name != "contrib":
+      found = re.findall(r"contrib import (\w+)|contrib\.(\w+)", path.read_text())
+      assert not {*sum(found, ())} & {*names}, path
 
 
 def test_a_plugin_that_cannot_be_imported_is_named(tiny):

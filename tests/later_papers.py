@@ -1,0 +1,85 @@
+"""A method of each kind, as a user would write it: one file that no other one knows.
+
+`alone` exchanges nothing: every replica's outer parameters follow it. `median` averages
+by the median. `Mixing` averages the embeddings every few steps. `Calm` begins with
+joint steps. `signed` is an outer optimizer.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco.algorithm import optimizers
+from diloco.algorithm.fragments import take
+from diloco.algorithm.state import Event
+from diloco.contrib.own_outer import NEEDS
+from diloco.spec import plugins, shapes
+from diloco.spec.fields import Count
+from diloco.spec.plugins import Average, Exchange, Rule
+
+
+def follow(plan, t, params_M, state, last_send=None):
+  events = []
+  for p in plan.schedule.sends(t, last_send):
+    part_M = take(params_M, plan.shapes[p], plan.layers[p])
+    # Copies, because the next inner step donates the parameters.
+    theta_M = jax.tree.map(lambda x_M: jnp.array(x_M, jnp.float32), part_M)
+    state = state.after_update(p, theta_M, state.opt_state[p])
+    norm_M = jax.vmap(optax.tree.norm)(theta_M)
+    sent = plan.sync_bytes(p)
+    events.append(Event("send", p, t, sent, {"outer_grad_norm": norm_M}))
+  return params_M, state, events
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing(plugins.Extension):
+  """Averages the embeddings of the replicas between the syncs."""
+
+  # Steps between two averages. 0: never.
+  every: Count = 0
+
+  def averages(self, c):
+    values = shapes.parameters(c.model)["embed"]["tokens"]
+    return {"mixing": Average(self.every, values[0] * values[1])} if self.every else {}
+
+  def average(self, c, kind, t, plan, state):
+    embed = dict(state.params["embed"])
+    tokens_M = embed["tokens"]
+    embed["tokens"] = jnp.broadcast_to(tokens_M.mean(axis=0), tokens_M.shape)
+    params = state.params | {"embed": embed}
+    return dataclasses.replace(state, params=params), tokens_M[0].size
+
+
+@dataclasses.dataclass(frozen=True)
+class Calm(plugins.Extension):
+  """Begins with joint steps."""
+
+  # The joint steps. 0: none.
+  steps: Count = 0
+
+  def joint_steps(self, c):
+    return self.steps
+
+
+def signed(learning_rate):
+  return optax.chain(
+    optax.stateless(lambda updates, params: jax.tree.map(jnp.sign, updates)),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+
+
+def median(delta_M, weights_M):
+  del weights_M
+  return jax.tree.map(lambda x_M: jnp.median(x_M, axis=0), delta_M)
+
+
+plugins.EXCHANGES["alone"] = Exchange(
+  lambda replicas: 0, own_outer=True, outer_step=follow
+)
+plugins.RULES.append(Rule("wire.exchange", "alone", "which sends nothing", NEEDS))
+plugins.MEANS["median"] = median
+plugins.register("mixing", Mixing)
+plugins.register("calm", Calm)
+optimizers.OWN["outer.optimizer"]["signed"] = signed
