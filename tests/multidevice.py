@@ -37,11 +37,12 @@ from diloco.algorithm.state import (
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
+from diloco.contrib import noloco, sparta  # noqa: F401  Registers wire.exchange=pair.
 from diloco.evaluate import merges
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
-from diloco.spec import shapes, sizes
+from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.wire import exchange, transport
 from diloco.wire.transport import transmit
@@ -77,7 +78,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
       params, opt_state, metrics = inner_step(
-        params, opt_state, tokens, None, tuned, c=c, averaged=c.is_warm(t)
+        params, opt_state, tokens, None, tuned, c=c, averaged=t <= c.joint_steps
       )
       if plan:
         params, outer, _ = outer_step(plan, t, params, outer)
@@ -196,7 +197,7 @@ def averages(devices: int, **fields) -> dict:
   crossing = {x.fragment: programs.compile(x.fragment).crossing for x in events}
   booked = {x.fragment: x.sent for x in events}
   n = shapes.num_params(c.model)
-  values = sizes.sparta_values(0.1, plan.parameters, mesh.shape[sharding.FSDP])
+  values = sparta.count(0.1, plan.parameters, mesh.shape[sharding.FSDP])
   found = {"crossing": crossing, "booked": booked, "right": bool(right)}
   return found | {"changed": changed, "expected": [values, n]}
 
