@@ -7,13 +7,14 @@ import pytest
 
 from diloco import __main__ as listing
 from diloco.cli import list_configs
-from diloco.config import Config
+from diloco.config import default_config
 from diloco.config.resolve import leaves
+from diloco.spec import plugins
 from diloco.util import command, shipped
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-FIELDS = leaves(Config().to_dict())
+FIELDS = leaves(default_config(*plugins.contrib()).to_dict())
 
 
 def prose(page: pathlib.Path) -> str:

@@ -1,0 +1,60 @@
+"""docs/design.md says which files a batch passes until it is merged; a trace agrees."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+import diloco
+from diloco.algorithm.method import DiLoCo
+from diloco.config import resolve
+from diloco.session import Session
+from diloco.train import train
+
+PACKAGE = pathlib.Path(diloco.__file__).parent
+
+
+def listed() -> list[str]:
+  """The numbered files of the page, in their order."""
+  page = (PACKAGE.parent / "docs/design.md").read_text()
+  part = page.partition("## From a batch to a merge")[2].partition("\n## ")[0]
+  return re.findall(r"^\d+\. `([\w/]+\.py)`", part, re.M)
+
+
+@pytest.mark.integration("trains until nothing compiles any more")
+def test_a_batch_passes_the_files_of_the_page(tiny, tmp_path, monkeypatch):
+  files, walks = list[str](), list[list[str]]()
+
+  def note(frame, event, _):
+    path = pathlib.Path(frame.f_code.co_filename)
+    if event == "call" and path.is_relative_to(PACKAGE):
+      files.append(path.relative_to(PACKAGE).as_posix())
+
+  def begins(take):
+    def traced(session, steps):
+      files.clear()
+      sys.setprofile(note)
+      return take(session, steps)
+
+    return traced
+
+  def ends(outer):
+    def traced(method, t, state):
+      found = outer(method, t, state)
+      sys.setprofile(None)
+      walks.append([*dict.fromkeys(files)])
+      return found
+
+    return traced
+
+  monkeypatch.setattr(Session, "take", begins(Session.take))
+  monkeypatch.setattr(DiLoCo, "outer", ends(DiLoCo.outer))
+  tiny.wire.format, tiny.train.steps = "e3m0", 14
+  try:
+    train(resolve(tiny), tmp_path)
+  finally:
+    sys.setprofile(None)
+  # By now each fragment was sent, received and merged, and all programs are compiled.
+  assert walks[-1] == walks[-2] == listed()
+  assert len(listed()) <= 16
