@@ -8,10 +8,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from diloco.algorithm.layout import Stacked
   from diloco.algorithm.state import Event, OuterState
-  from diloco.algorithm.streaming import Streaming, replicate, streaming
   from diloco.errors import ConfigError
+  from diloco.library.layout import Stacked
+  from diloco.library.streaming import Streaming, replicate, streaming
   from diloco.mesh.devices import replica_mesh
   from diloco.spec.fields import OuterConfig, WireConfig
   from diloco.wire.ledger import Ledger
@@ -31,9 +31,9 @@ __all__ = [
 ]
 
 _HOMES = {
-  "diloco.algorithm.layout": ("Stacked",),
+  "diloco.library.layout": ("Stacked",),
   "diloco.algorithm.state": ("Event", "OuterState"),
-  "diloco.algorithm.streaming": ("Streaming", "replicate", "streaming"),
+  "diloco.library.streaming": ("Streaming", "replicate", "streaming"),
   "diloco.errors": ("ConfigError",),
   "diloco.spec.fields": ("OuterConfig", "WireConfig"),
   "diloco.mesh.devices": ("replica_mesh",),

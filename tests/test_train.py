@@ -19,10 +19,10 @@ import pytest
 from diloco import train
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import fedpart_mask, inner_step
-from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import DiLoCo
 from diloco.algorithm.optimizers import make_inner, tuned
+from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import abstract_params, init_state
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import stored

@@ -51,7 +51,7 @@ class DiagnosedPlan(Plan):
     args = (t, p, params_M, theta, codec_state, first)
     payload, codec_state, metrics = super().send(*args)
     if self.is_diagnosed(p, t):
-      part = (params_M, self.home.fetch(theta), payload, self.layers[p])
+      part = (params_M, self.placement.fetch(theta), payload, self.layers[p])
       metrics |= of_send(*part, wire=self.wire, mesh=self.mesh)
     return payload, codec_state, metrics
 

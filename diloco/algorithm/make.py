@@ -1,93 +1,125 @@
 """Makes a plan: chooses, once, the form of every part of the outer step."""
 
-import dataclasses
 from collections.abc import Callable
 
-import optax
 from jax.sharding import Mesh
 
 from diloco.algorithm import fused, outer
 from diloco.algorithm.diagnostics import DiagnosedPlan
-from diloco.algorithm.home import Home, make_home
-from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
+from diloco.algorithm.placement import Placement, make_placement
 from diloco.algorithm.plan import Form, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import WireConfig
-from diloco.spec.schedule import Fragment
+from diloco.spec.schedule import Fragment, Schedule
 from diloco.spec.shapes import Shapes
 from diloco.wire.transport import make_transport
 
 
-def make_plan(
-  c: Config,
+def build_plan(
+  schedule: Schedule,
+  fragments: tuple[Fragment, ...],
+  parameters: Shapes,
   mesh: Mesh,
-  parameters: Shapes | None = None,
-  fragments: tuple[Fragment, ...] | None = None,
-  optimizer: optax.GradientTransformation | None = None,
+  *,
+  wire: WireConfig,
+  optimizer: Outer,
+  alpha: float = 0.0,
+  seed: int = 0,
+  transport: str = "device",
+  offload: bool = False,
+  own_outer: bool = False,
+  step: Callable | None = None,
+  diagnostics_every: int = 0,
 ) -> Plan:
-  """Makes the plan of a config on a mesh.
+  """Makes a plan.
 
   Args:
-    parameters: shapes of one replica's parameters; None: those of the model.
-    fragments: which of these parameters are sent together; None: those of the config.
-    optimizer: the outer optimizer; None: that of the config.
+    schedule: when fragments are sent and received.
+    fragments: which parameters are sent together.
+    parameters: shapes of one replica's parameters.
+    mesh: the replica x fsdp mesh.
+    wire: compressor and number format of payloads.
+    optimizer: the outer optimizer.
+    alpha: weight of a replica's own parameters in a merge.
+    seed: of compressors that draw random numbers.
+    transport: device, host or sites.
+    offload: whether the outer state lives in pinned memory.
+    own_outer: whether every replica has outer parameters of its own.
+    step: lines 6 to 12; None: those of Algorithm 2.
+    diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
 
   Raises:
-    ConfigError: overlap.transport or outer.offload does not fit the machine, or the
-      outer optimizer cannot step these parameters.
+    ConfigError: the transport or pinned memory does not fit the machine, or the outer
+      optimizer cannot step these parameters.
   """
-  transport = make_transport(c, mesh)
-  home = make_home(c, mesh, transport.hosts)
-  schedule = c.make_schedule()
-  if fragments:
-    schedule = dataclasses.replace(schedule, num_fragments=len(fragments))
-  fragments, stepped = fragments or c.make_fragments(), optimizer or c.outer
-  parameters = parameters or shapes.parameters(c.model)
+  carrier = make_transport(transport, mesh, wire.exchange == "gather")
+  placement = make_placement(mesh, carrier.hosts, offload)
   parts = tuple(f.shapes(parameters) for f in fragments)
   for part in parts:  # Finds mistakes in the optimizer; computes nothing.
-    outer_shardings(stepped, abstract(part, "float32"), mesh)
-  kind = DiagnosedPlan if c.log.diagnostics_every else Plan
+    outer_shardings(optimizer, abstract(part, "float32"), mesh)
+  kind = DiagnosedPlan if diagnostics_every else Plan
   return kind(
     schedule=schedule,
     fragments=fragments,
     layers=tuple(f.indices for f in fragments),
     parameters=parameters,
     shapes=parts,
+    wire=wire,
+    outer=optimizer,
+    tuned=outer_tuned(optimizer),
+    own_outer=own_outer,
+    alpha=alpha,
+    seed=seed,
+    diagnostics_every=diagnostics_every,
+    mesh=mesh,
+    placement=placement,
+    transport=carrier,
+    form=choose_form(wire, optimizer, placement, own_outer),
+    step=step or plugins.EXCHANGES[wire.exchange].outer_step or outer.outer_step,
+  )
+
+
+def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan:
+  """Makes the plan of a config on a mesh.
+
+  Args:
+    parameters: shapes of one replica's parameters; None: those of the model.
+
+  Raises:
+    ConfigError: see `build_plan`.
+  """
+  steps = (extension.outer_step(c) for extension in c.extensions)
+  fragments = c.make_fragments()
+  return build_plan(
+    c.make_schedule(),
+    fragments,
+    parameters or shapes.parameters(c.model),
+    mesh,
     wire=c.wire,
-    outer=stepped,
-    tuned=outer_tuned(stepped),
-    own_outer=c.own_outer,
+    optimizer=c.outer,
     alpha=c.overlap.alpha,
     seed=c.seed,
+    # data_parallel sends nothing, so it has no use for hosts.
+    transport=c.overlap.transport if fragments else "device",
+    offload=c.outer.offload and bool(fragments),
+    own_outer=c.own_outer,
+    step=next(filter(None, steps), None),
     diagnostics_every=c.log.diagnostics_every,
-    mesh=mesh,
-    home=home,
-    transport=transport,
-    jobs=Jobs(background=home.at_hosts),
-    form=choose_form(c.wire, stepped, home, c.own_outer),
-    step=choose_step(c),
   )
 
 
 def choose_form(
-  wire: WireConfig, optimizer: Outer, home: Home, own_outer: bool = False
+  wire: WireConfig, optimizer: Outer, placement: Placement, own_outer: bool = False
 ) -> Form:
   """Chooses the plain or the fused form of lines 7 and 8, and of lines 10 and 11.
 
   Args:
     own_outer: whether every replica has outer parameters of its own.
   """
-  sends = outer if own_outer or not fused.can_send(wire, home.devices) else fused
-  updates = fused if fused.can_update(wire, optimizer, home.mesh) else outer
-  update = updates.update if home.at_hosts else updates.update_in_place
+  sends = outer if own_outer or not fused.can_send(wire, placement.devices) else fused
+  updates = fused if fused.can_update(wire, optimizer, placement.mesh) else outer
+  update = updates.update if placement.at_hosts else updates.update_in_place
   return Form(sends.send, update, outer.merge)
-
-
-def choose_step(c: Config) -> Callable:
-  """Chooses lines 6 to 12: Algorithm 2, or the outer step of a plug-in."""
-  own = [plugins.EXCHANGES[c.wire.exchange].outer_step]
-  own += [extension.outer_step(c) for extension in c.extensions]
-  return next(filter(None, own), outer.outer_step)

@@ -186,7 +186,7 @@ class DiLoCo:
 
   def close(self, reason: str) -> None:
     del reason
-    self.plan.jobs.close()
+    self.plan.placement.jobs.close()
 
 
 class DataParallel(DiLoCo):

@@ -50,7 +50,7 @@ def outer_step(
   """
   events = list[Event]()
   for p in plan.schedule.sends(t, last_send):  # Line 6.
-    theta, opt_state = plan.home.bring((state.theta[p], state.opt_state[p]))
+    theta, opt_state = plan.placement.bring((state.theta[p], state.opt_state[p]))
     payload, codec_state, sent = plan.send(  # Lines 7 and 8.
       t, p, params_M, theta, state.codec_state[p]
     )
@@ -60,11 +60,11 @@ def outer_step(
   for p, mask in plan.schedule.arrivals(t, last_send):  # Line 9.
     theta = state.theta[p]
     if plan.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
-      theta, opt_state = plan.home.bring((theta, state.opt_state[p]))
+      theta, opt_state = plan.placement.bring((theta, state.opt_state[p]))
       theta, opt_state, received = plan.update(  # Lines 10 and 11.
         t, p, state.in_flight[str(p)], theta, opt_state
       )
-      state = state.after_update(p, *plan.home.keep((theta, opt_state)))
+      state = state.after_update(p, *plan.placement.keep((theta, opt_state)))
       events.append(Event("receive", p, t, 0, received))
     params_M = plan.merge(p, params_M, theta, mask)  # Line 12.
   return params_M, state, events
@@ -125,7 +125,7 @@ def _update(
     tuned: learning rate and momentum.
     weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent site
       has the weight 0.
-    mesh: `Home.mesh`, on which the outer state lies.
+    mesh: `Placement.mesh`, on which the outer state lies.
 
   Returns:
     New theta, new opt_state, metrics float32 [].

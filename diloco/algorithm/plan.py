@@ -17,10 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Wrapped
 
-from diloco.algorithm.home import Home
-from diloco.algorithm.jobs import Jobs
 from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import Outer, OuterTuned
+from diloco.algorithm.placement import Placement
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
@@ -64,9 +63,8 @@ class Plan:
     seed: seed of the compressors' random numbers.
     diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
     mesh: the device mesh.
-    home: where the outer state lives and is updated.
+    placement: where the outer state lives, where and when it is updated.
     transport: carries the payloads between replicas.
-    jobs: decides when payloads are carried and outer state is updated.
     form: how the lines are computed.
     step: lines 6 to 12; `outer.outer_step`, or that of a later paper.
   """
@@ -84,9 +82,8 @@ class Plan:
   seed: int | jax.Array
   diagnostics_every: int
   mesh: Mesh
-  home: Home
+  placement: Placement
   transport: Transport
-  jobs: Jobs
   form: Form
   step: Callable[..., tuple[Tree, Any, list]]
 
@@ -172,15 +169,16 @@ class Plan:
     """Lines 7 and 8 for fragment p after step t; see `outer.send`.
 
     Args:
-      theta: at home or on `home.mesh`.
+      theta: at its placement or on `placement.mesh`.
     """
-    args = (self.home.fetch(theta), codec_state, self.layers[p], self.key(t, p), first)
+    theta, key = self.placement.fetch(theta), self.key(t, p)
+    args = (theta, codec_state, self.layers[p], key, first)
     with TraceAnnotation("send"):
       return self.form.send(params_M, *args, wire=self.wire, mesh=self.mesh)
 
   def begin(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
     """Lets hosts carry and update fragment p, while the devices train."""
-    self.jobs.start(p, self.receive, payload, theta, opt_state)
+    self.placement.jobs.start(p, self.receive, payload, theta, opt_state)
 
   def update(
     self, t: int, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
@@ -190,23 +188,23 @@ class Plan:
     Donates theta and opt_state, except on hosts.
     """
     del t
-    found = self.jobs.finish(p, self.receive, payload, theta, opt_state)
-    return *found[:2], found[2] | self.jobs.waited()
+    found = self.placement.jobs.finish(p, self.receive, payload, theta, opt_state)
+    return *found[:2], found[2] | self.placement.jobs.waited()
 
   def receive(
     self, payload: jax.Array, theta: Tree, opt_state: Tree
   ) -> tuple[Tree, Tree, Metrics]:
     """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
     with TraceAnnotation("exchange"):
-      payload, mesh = self.transport.carry(payload), self.home.mesh
+      payload, mesh = self.transport.carry(payload), self.placement.mesh
     # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
-    place = jax.set_mesh(mesh) if self.home.at_hosts else contextlib.nullcontext()
+    place = jax.set_mesh(mesh) if self.placement.at_hosts else contextlib.nullcontext()
     kind = {"wire": self.wire, "outer": self.outer, "mesh": mesh}
     with TraceAnnotation("receive"), place:
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 
   def merge(self, p: int, params_M: Tree, theta: Tree, mask: Sequence[bool]) -> Tree:
-    """Line 12 for fragment p; theta is at home or on `home.mesh`."""
-    theta, mask_M = self.home.fetch(theta), np.asarray(mask)
+    """Line 12 for fragment p; theta is at its placement or on `placement.mesh`."""
+    theta, mask_M = self.placement.fetch(theta), np.asarray(mask)
     with TraceAnnotation("merge"):
       return self.form.merge(params_M, theta, self.layers[p], mask_M, alpha=self.alpha)

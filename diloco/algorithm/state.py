@@ -27,7 +27,7 @@ Tree = Any
 
 @flax.struct.dataclass
 class OuterState:
-  """The arrays that the outer step changes; `algorithm.home` says where they are.
+  """The arrays that the outer step changes; `algorithm.placement` says where they are.
 
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
@@ -128,7 +128,7 @@ def init_outer(plan: Plan, params_M: Tree) -> OuterState:
   parts = []
   for p, layers in enumerate(plan.layers):
     theta, opt_state, codec_state = _init_fragment(params_M, layers, **plan.kind(p))
-    parts.append((*plan.home.keep((theta, opt_state)), codec_state))
+    parts.append((*plan.placement.keep((theta, opt_state)), codec_state))
   return _outer_state(parts, {})
 
 
@@ -165,7 +165,7 @@ def abstract_outer(
     state = jax.eval_shape(init, params_M, layers)
     kind = (plan.outer, plan.mesh, plan.own_outer)
     theta_at, opt_at, codec_at = _outer_shardings(state, *kind)
-    places = (*plan.home.shardings((theta_at, opt_at)), codec_at)
+    places = (*plan.placement.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
   payloads = {str(p): plan.payload(p, fsdp) for p in in_flight}
   return _outer_state(parts, payloads)
@@ -182,9 +182,9 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
   Returns:
     One replica's tree, float32, sharded over fsdp.
   """
-  plan.jobs.settle()  # Jobs and the copies below may both start collectives.
+  plan.placement.jobs.settle()  # Jobs and the copies below may both start collectives.
   mean = functools.partial(replica_mean, mesh=plan.mesh)
-  thetas = map(mean if plan.own_outer else plan.home.fetch, state.theta)
+  thetas = map(mean if plan.own_outer else plan.placement.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 

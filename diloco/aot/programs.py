@@ -127,7 +127,8 @@ class Programs:
     self.fragment = p = plan.largest
     self.payload = payloads[p]
     payloads = [plan.transmitted(i) for i in range(len(payloads))]
-    home = self.on_host if c.outer.offload or plan.home.at_hosts else self.on_device
+    away = c.outer.offload or plan.placement.at_hosts
+    home = self.on_host if away else self.on_device
     home["outer parameters"] = nbytes(outer.theta)
     home["outer optimizer"] = nbytes(outer.opt_state)
     if jax.tree.leaves(outer.codec_state):
@@ -141,7 +142,7 @@ class Programs:
       self.on_device["in flight"] = max(in_flight)
 
     theta, opt_state = outer.theta[p], outer.opt_state[p]
-    if plan.home.at_hosts:  # Send and merge take theta from the devices.
+    if plan.placement.at_hosts:  # Send and merge take theta from the devices.
       theta = sharding.structs(theta, sharding.shardings(theta, self.mesh))
     params, layers = self.state.params, plan.layers[p]
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -170,7 +171,7 @@ class Programs:
       everyone,
       alpha=plan.alpha,
     )
-    if plan.home.at_hosts:
+    if plan.placement.at_hosts:
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
     if c.outer.offload:

@@ -116,7 +116,8 @@ class Checkpoints:
       ConfigError: there is a checkpoint of this step or a later one, the disk has no
         room, or the checkpoint before could not be written.
     """
-    self._method.plan.jobs.settle()  # Saving may use the devices of all processes.
+    # Saving may use the devices of all processes.
+    self._method.plan.placement.jobs.settle()
     tree = _tree(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)

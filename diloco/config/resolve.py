@@ -191,6 +191,25 @@ def _resolve(v: dict[str, Any]) -> Config:
   return c
 
 
+def check_some(fields: Mapping[str, Any]) -> Config:
+  """Checks fields that are no whole run, as the library's arguments are.
+
+  Returns:
+    A config with these fields and defaults; it is not resolved.
+
+  Raises:
+    ConfigError: a field has a value that cannot work.
+  """
+  defaults = _defaults(())
+  v = defaults | dict(fields)
+  _check_each(v, defaults, {})
+  c = _build(v, {})
+  _check_names(c)
+  rules.check(v, defaults)
+  rules.check_effects(c, v, defaults)
+  return c
+
+
 _KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
 
 
@@ -300,12 +319,20 @@ def _check_together(
   try:
     c.make_schedule()
     shapes.parameters(c.model)
-    sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
+  _check_names(c)
   if c.make_fragments():
     for extension in c.extensions:
       extension.check(c)
+
+
+def _check_names(c: Config) -> None:
+  """Refuses names that nothing has registered."""
+  try:
+    sizes.check(c.wire)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
   known = ("mean", *plugins.MEANS)
   if c.outer.average not in known:
     raise ConfigError(

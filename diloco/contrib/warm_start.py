@@ -110,7 +110,7 @@ def follow(
   Returns:
     The new outer state, and an event for each fragment.
   """
-  home, events = plan.home, list[Event]()
+  home, events = plan.placement, list[Event]()
   for p in plan.schedule.follows(t):
     new = _own(params_M, plan.layers[p], keys=tuple(plan.shapes[p]), mesh=plan.mesh)
     new = home.keep(new) if home.at_hosts else new

@@ -45,7 +45,7 @@ def apply(
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  mesh, (n, *shape) = plan.home.mesh, plan.payload(p, fsdp).shape
+  mesh, (n, *shape) = plan.placement.mesh, plan.payload(p, fsdp).shape
   # Absent sites have empty payloads of weight 0, so that one program serves all counts.
   codes = np.zeros((sites, n, *shape), np.uint8)
   weights = np.zeros((sites, n), np.float32)

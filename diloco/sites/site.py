@@ -314,7 +314,7 @@ class Site:
       "waited_s": np.float32(self._waited_s),
     }
     events.append(Event("receive", p, t, 0, metrics | more))
-    outer = outer.after_update(p, *plan.home.keep((theta, opt_state)))
+    outer = outer.after_update(p, *plan.placement.keep((theta, opt_state)))
     return dataclasses.replace(state, outer=outer)
 
   def _outer_step(

@@ -23,7 +23,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
@@ -70,17 +69,21 @@ class Transport(Protocol):
     """
 
 
-def make_transport(c: Config, mesh: Mesh) -> Transport:
-  """Makes the transport of a config.
+def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> Transport:
+  """Makes a transport.
+
+  Args:
+    kind: overlap.transport: device, host or sites.
+    packed: whether devices exchange packed codes (wire.exchange=gather).
 
   Raises:
     ConfigError: overlap.transport is host, but the processes do not hold equally many
       whole rows of the mesh, or JAX may not use CPUs.
   """
   # The hosts of a site keep the outer state too; `diloco.coordinator` does the rest.
-  if c.overlap.transport in ("host", "sites") and c.make_fragments():
+  if kind in ("host", "sites"):
     return HostTransport(mesh)
-  return DeviceTransport(mesh, packed=c.wire.exchange == "gather")
+  return DeviceTransport(mesh, packed)
 
 
 class DeviceTransport:

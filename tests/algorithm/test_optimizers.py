@@ -10,6 +10,7 @@ from jax.sharding import AxisType
 from diloco.algorithm import optimizers
 from diloco.config import Config
 from diloco.config import resolve as resolve_config
+from diloco.contrib import delayed_nesterov  # noqa: F401  Registers its name.
 from diloco.errors import ConfigError
 from diloco.spec.fields import OuterConfig
 from diloco.util.command import load_module

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from threads import free_port
 
-from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import resume, stored

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from diloco.algorithm.jobs import Jobs
+from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import stored

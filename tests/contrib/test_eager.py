@@ -10,10 +10,10 @@ import reference as ref
 
 import diloco
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.streaming import Streaming
 from diloco.config import add_plugins, changed, default_config, resolve
 from diloco.contrib.eager import Eager
 from diloco.errors import ConfigError
+from diloco.library.streaming import Streaming
 from diloco.mesh.devices import make_mesh
 
 M, LAYERS, H, STEPS = 3, 4, 4, 18

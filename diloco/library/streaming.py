@@ -23,8 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.layout import Fragments, Layout, Stacked, make_layout
-from diloco.algorithm.make import make_plan
+from diloco.algorithm.make import build_plan
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.outer import drain
 from diloco.algorithm.plan import Plan
@@ -35,13 +34,13 @@ from diloco.algorithm.state import (
   init_outer,
   outer_params,
 )
-from diloco.config import Config, changed, default_config, resolve
-from diloco.config.resolve import leaves
-from diloco.config.rules import check_effects
+from diloco.config import Config
+from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
+from diloco.library.layout import Fragments, Layout, Stacked, make_layout
 from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
 from diloco.spec.fields import OuterConfig, WireConfig
-from diloco.spec.schedule import Fragment
+from diloco.spec.schedule import Fragment, Schedule
 
 Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
@@ -142,7 +141,7 @@ class Streaming:
 
   def close(self) -> None:
     """Ends the thread of transport="host"."""
-    self.plan.jobs.close()
+    self.plan.placement.jobs.close()
 
   def _split(self, tree: Tree) -> Tree:
     return self.layout.split(tree) if self.layout else tree
@@ -202,31 +201,12 @@ def streaming(
   _check_kinds(fragments, wire, outer)
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
-  tau = np.asarray(tau).tolist()  # Of Python's integers, as in a config.
-  own = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
-  if isinstance(outer, OuterConfig):
-    own |= _fields("outer", outer)
-    for name, instead in _TRAINER.items():
-      if value := getattr(outer, name):
-        raise ConfigError(f"outer.{name} is {value}, but {instead}.")
-    if outer.changes and not outer.decay_syncs:
-      raise ConfigError(
-        f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"
-        f" {outer.final_momentum}, but outer.decay_syncs is 0; give the number of syncs"
-        " of a fragment in which the rate or the momentum changes."
-      )
-  c = _config(
-    own
-    | {
-      "replicas": replicas,
-      "train.batch_size": replicas,
-      "sync_every": sync_every,
-      "overlap.taus": tuple(tau) if isinstance(tau, list) else (tau,) * replicas,
-      "overlap.alpha": alpha,
-      "overlap.transport": transport,
-      "seed": seed,
-    }
-  )
+  taus = _taus(tau, replicas)
+  c = _checked(wire, outer, taus, alpha, sync_every, seed)
+  try:
+    schedule = Schedule(len(parts), sync_every, taus)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
   mesh = mesh or _mesh_of(params_M)
   if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:
     raise ConfigError(
@@ -234,8 +214,18 @@ def streaming(
       f" {FSDP}, the first of a size that divides {replicas} replicas, for example"
       f" diloco.replica_mesh({replicas})."
     )
-  given = None if isinstance(outer, OuterConfig) else outer
-  plan = make_plan(c, mesh, layout.parameters(params_M), parts, given)
+  plan = build_plan(
+    schedule,
+    parts,
+    layout.parameters(params_M),
+    mesh,
+    wire=c.wire,
+    optimizer=c.outer if isinstance(outer, OuterConfig) else outer,
+    alpha=alpha,
+    seed=seed,
+    transport=transport,
+    own_outer=c.own_outer,
+  )
   plan.transport.connect()
   return Streaming(plan, layout)
 
@@ -267,13 +257,40 @@ def _check_kinds(fragments: Any, wire: Any, outer: Any) -> None:
     )
 
 
-def _config(fields: dict[str, Any]) -> Config:
-  """Makes a config with these fields, which is checked like a run's config."""
-  base = default_config()
-  base.train.steps, base.fragments.pattern = 10**6, "whole"
-  c = changed(resolve(base), fields)
-  check_effects(c, leaves(c.to_dict()), leaves(Config().to_dict()))
-  return c
+def _checked(
+  wire: str | WireConfig,
+  outer: Outer,
+  taus: tuple[int, ...],
+  alpha: float,
+  sync_every: int,
+  seed: int,
+) -> Config:
+  """Checks the arguments by the limits and rules of the fields with these names."""
+  fields = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
+  if isinstance(outer, OuterConfig):
+    fields |= _fields("outer", outer)
+    for name, instead in _TRAINER.items():
+      if value := getattr(outer, name):
+        raise ConfigError(f"outer.{name} is {value}, but {instead}.")
+    if outer.changes and not outer.decay_syncs:
+      raise ConfigError(
+        f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"
+        f" {outer.final_momentum}, but outer.decay_syncs is 0; give the number of syncs"
+        " of a fragment in which the rate or the momentum changes."
+      )
+  fields |= {"overlap.tau": max(taus), "overlap.alpha": alpha}
+  return check_some(fields | {"sync_every": sync_every, "seed": seed})
+
+
+def _taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
+  """Returns the tau of each replica."""
+  found = np.asarray(tau).tolist()  # Of Python's integers, as in a config.
+  taus = tuple(found) if isinstance(found, list) else (found,) * replicas
+  if len(taus) != replicas or not all(isinstance(x, int) for x in taus):
+    raise ConfigError(
+      f"tau is {tau}; give a whole number, or {replicas} of them, one per replica."
+    )
+  return taus
 
 
 def _fields(group: str, values: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the outer state lives, and where it is updated.
+"""Where the outer state lives, where and when it is updated.
 
 default                  The outer state lives on the devices, and is updated there.
 outer.offload            The outer state lives in pinned memory of the devices' hosts. A
@@ -9,22 +9,72 @@ overlap.transport=host   The outer state lives on the hosts: every process holds
 """
 
 import dataclasses
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 
 Tree = Any
 
 
+Result = TypeVar("Result")
+
+
+class Jobs:
+  """Runs one job per fragment in flight: `Plan.receive`.
+
+  In the foreground, a job runs when its fragment arrives. If it ran earlier, it
+  would delay inner steps, because devices run programs in launch order. In the
+  background, a thread runs the jobs in the order of the sends while the devices train.
+  """
+
+  def __init__(self, background: bool):
+    self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
+    self._jobs: dict[int, futures.Future] = {}
+    self._waited_s = 0.0
+
+  def start(self, p: int, job: Callable[..., Result], *args) -> None:
+    """Lets `job(*args)` begin; called when fragment p is sent."""
+    if self._thread:
+      run = lambda: jax.block_until_ready(job(*args))
+      self._jobs[p] = self._thread.submit(run)
+
+  def finish(self, p: int, job: Callable[..., Result], *args) -> Result:
+    """Returns the result of fragment p's job; called when the fragment arrives."""
+    if self._thread is None:
+      return job(*args)
+    if p not in self._jobs:  # The fragment was sent before the run resumed.
+      self.start(p, job, *args)
+    began = time.perf_counter()
+    result = self._jobs.pop(p).result()
+    self._waited_s = time.perf_counter() - began
+    return result
+
+  def waited(self) -> dict[str, np.float32]:
+    """Returns {"waited_s": seconds of the last `finish`}; {} in the foreground."""
+    return {"waited_s": np.float32(self._waited_s)} if self._thread else {}
+
+  def settle(self) -> None:
+    """Waits for all jobs."""
+    # Two threads could start collectives in a different order on each process.
+    futures.wait(self._jobs.values())
+
+  def close(self) -> None:
+    """Forgets all jobs, without waiting for them."""
+    if self._thread:
+      self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclasses.dataclass(frozen=True)
-class Home:
+class Placement:
   """Where the outer state lives, and where the outer step runs.
 
   Attributes:
@@ -32,12 +82,14 @@ class Home:
     mesh: runs the outer step: `devices`, or one CPU of every process.
     at_hosts: whether the hosts hold and update the outer state.
     offload: whether the outer state lives in pinned memory.
+    jobs: lets hosts carry and update fragments while the devices train.
   """
 
   devices: Mesh
   mesh: Mesh
   at_hosts: bool = False
   offload: bool = False
+  jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=False))
 
   def shardings(self, places: Tree) -> Tree:
     """Turns shardings on the devices into those of the outer state at its home."""
@@ -72,18 +124,19 @@ class Home:
     return sharding.place(sharding.local_parts(x), here)
 
 
-def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
-  """Makes the home that a config asks for.
+def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
+  """Makes a placement.
 
   Args:
-    hosts: one CPU of every process if overlap.transport is host, else None.
+    mesh: the replica x fsdp mesh.
+    hosts: one CPU of every process if hosts keep the outer state, else None.
+    offload: whether it lives in pinned memory, unless hosts keep it.
 
   Raises:
-    ConfigError: outer.offload is set, but the hosts have no pinned memory.
+    ConfigError: the hosts have no pinned memory.
   """
   if hosts is not None:
-    return Home(mesh, hosts, at_hosts=True)
-  offload = c.outer.offload and bool(c.make_fragments())
+    return Placement(mesh, hosts, at_hosts=True, jobs=Jobs(background=True))
   if offload:
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -92,7 +145,7 @@ def make_home(c: Config, mesh: Mesh, hosts: Mesh | None) -> Home:
         f"outer.offload needs memory of kind pinned_host, but {device.device_kind} has"
         f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
       )
-  return Home(mesh, mesh, offload=offload)
+  return Placement(mesh, mesh, offload=offload)
 
 
 def _in_memory(tree: Tree, kind: str) -> Tree:

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm import home as home_lib
-from diloco.algorithm import jobs
-from diloco.algorithm.jobs import Jobs
+from diloco.algorithm import placement
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -79,7 +78,7 @@ def test_hosts_compute_what_devices_compute_bit_for_bit(tiny, optimizer):
 def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
   expected = walk(host(tiny))
   plan = host(tiny)
-  carry, finish = plan.transport.carry, plan.jobs.finish
+  carry, finish = plan.transport.carry, plan.placement.jobs.finish
   awaited, threads = threading.Semaphore(0), set()
 
   def late(payload):
@@ -92,10 +91,10 @@ def test_a_late_exchange_is_awaited_and_merged_at_its_step(tiny, monkeypatch):
     return finish(*args)
 
   monkeypatch.setattr(plan.transport, "carry", late)
-  monkeypatch.setattr(plan.jobs, "finish", ask)
+  monkeypatch.setattr(plan.placement.jobs, "finish", ask)
   ticks = itertools.count()
   clock = types.SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-  monkeypatch.setattr(jobs, "time", clock)
+  monkeypatch.setattr(placement, "time", clock)
   params_M, theta, events = walk(plan)
   assert_same((params_M, theta), expected[:2])
   assert len(threads) == 1
@@ -122,7 +121,8 @@ def test_a_fragment_sent_before_a_restart_arrives_after_it(tiny):
   plan = host(tiny)
   expected = walk(plan)
   # A resumed process has new jobs; here the run resumes after every step.
-  resumed = lambda plan: dataclasses.replace(plan, jobs=Jobs(background=True))
+  jobs = lambda place: dataclasses.replace(place, jobs=Jobs(background=True))
+  resumed = lambda plan: dataclasses.replace(plan, placement=jobs(plan.placement))
   assert_same(walk(plan, at_every_step=resumed)[:2], expected[:2])
 
 
@@ -158,8 +158,8 @@ def test_offloaded_outer_state_is_copied_once_each_way(
     copied.extend([kind] * (moved * len(tree)))
     return in_memory(tree, kind)
 
-  in_memory = home_lib._in_memory
-  monkeypatch.setattr(home_lib, "_in_memory", copy)
+  in_memory = placement._in_memory
+  monkeypatch.setattr(placement, "_in_memory", copy)
   walk(plan, steps=plan.schedule.sync_every)
   # theta and optimizer state: to the host at first; in a round to the devices and back;
   # theta once more for a replica with a larger tau, and for evaluation.
@@ -169,8 +169,7 @@ def test_offloaded_outer_state_is_copied_once_each_way(
 
 
 def test_offloading_needs_pinned_memory(tiny, monkeypatch):
-  c = resolve(tiny)
-  mesh = make_mesh(c, jax.devices()[:1])
+  mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   device = type(
     "Device",
     (),
@@ -180,8 +179,7 @@ def test_offloading_needs_pinned_memory(tiny, monkeypatch):
     },
   )
   fake = type("FakeMesh", (), {"devices": np.asarray([[device()]], dtype=object)})
-  tiny.outer.offload = True
   message = "needs memory of kind pinned_host, but cpu has device"
   with pytest.raises(ConfigError, match=message):
-    home_lib.make_home(resolve(tiny), fake, None)
-  assert home_lib.make_home(c, mesh, None).mesh is mesh
+    placement.make_placement(fake, None, offload=True)
+  assert placement.make_placement(mesh, None, offload=False).mesh is mesh

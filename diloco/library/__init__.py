@@ -1,0 +1,1 @@
+"""Streaming DiLoCo for any training loop and any pytree of parameters."""
