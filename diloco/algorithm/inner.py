@@ -60,7 +60,7 @@ def inner_step(
   """
   arrays, shared = (params_M, opt_state_M, tokens_MxBxL), (trainable, tuned)
   mesh = jax.sharding.get_abstract_mesh()
-  if not c.data_parallel and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
+  if not c.one_model and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
     # Each device has one whole replica. Its program is the same wherever the others
     # are, so its result is the same bit for bit.
     spec = P(REPLICA)
@@ -74,7 +74,7 @@ def inner_step(
   def step(params, opt_state, grads, nll):
     return _step(c, params, opt_state, grads, nll, trainable, tuned)
 
-  if c.data_parallel:  # There is one model, so DrJAX has nothing to map.
+  if c.one_model:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   return each_replica(c, step, *args)
 
@@ -108,7 +108,7 @@ def _step(
 
 def _gradients_of_all(c: Config, params_M: Tree, tokens_MxBxL: jax.Array) -> Any:
   """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
-  gradients = _mean_gradients if c.data_parallel else _gradients
+  gradients = _mean_gradients if c.one_model else _gradients
   args = (params_M, tokens_MxBxL)
   if c.models == 1:  # Without the leading axis, because XLA for CPU fuses less with it.
     one = gradients(c, *jax.tree.map(lambda x: x[0], args))

@@ -137,7 +137,7 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
-  if averages_parameters(c) and not c.data_parallel:
+  if averages_parameters(c) and not c.one_model:
     raise ConfigError(
       f"inner.optimizer is {c.inner.optimizer}, which averages one model, but algorithm"
       f" is {c.algorithm}; choose data_parallel."

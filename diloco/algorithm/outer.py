@@ -139,8 +139,8 @@ def _update(
     delta = average(delta_M, weights_M, outer)
     cosine = metrics.cosine_of(delta_M, weights_M)
   # Line 11.
-  optimizer = optimizers.make_outer(outer, tuned)
-  updates, opt_state = optimizer.update(delta, opt_state, theta)
+  step = optimizers.make_outer(outer, tuned)
+  updates, opt_state = step.update(delta, opt_state, theta)
   theta = optax.apply_updates(theta, updates)
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
@@ -169,10 +169,8 @@ def present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
 
 
 # On hosts, a thread updates a copy while the old state is in use.
-update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
-update_in_place = jax.jit(
-  _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
-)
+_jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
+update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
 
 @partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")
@@ -182,9 +180,7 @@ def merge(
   """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
 
   def mix(x_M, t):
-    mixed = t
-    if alpha:
-      mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * mixed
+    mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * t if alpha else t
     mask = mask_M.reshape(-1, *[1] * (t.ndim - 1))
     return jnp.where(mask, mixed.astype(x_M.dtype), x_M)
 

@@ -45,7 +45,7 @@ def row(run: Run) -> dict[str, str]:
   return {
     "algorithm": c.algorithm,
     "M": str(c.replicas),
-    **(unsynced if c.data_parallel else synced),
+    **(unsynced if c.one_model else synced),
     "N": f"{matrix_params(c.model):,}",
     "seed": str(c.seed),
     "step": f"{step:,}" + f" of {c.train.steps:,}" * (step < c.train.steps),

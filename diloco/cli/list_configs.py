@@ -73,7 +73,7 @@ def row(name: str, c: Config) -> Row:
   """Returns the row of a config."""
   n = matrix_params(c.model)
   most, sent = traffic(c)
-  parallel = c.data_parallel
+  parallel = c.one_model
   return Row(
     name=name,
     algorithm=c.algorithm,
@@ -99,7 +99,7 @@ def traffic(c: Config) -> tuple[int, int]:
   data_parallel all-reduces its gradients at every step.
   """
   sent = all_reduced_bytes(c, c.train.steps)
-  if c.data_parallel:
+  if c.one_model:
     return sizes.DTYPE_BYTES[c.inner.gradient_dtype] * num_params(c.model), sent
   whole, most = parameters(c.model), 0
   for times, fragment in zip(c.num_syncs(), c.make_fragments()):

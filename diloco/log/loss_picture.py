@@ -48,7 +48,7 @@ class LossPicture:
       label = f"training, mean over {_WINDOW:.0%} of the steps"
       axes.plot(steps[some], smoothed(loss)[some], color=color, lw=1.5, label=label)
     if self._held_out:
-      label = "held-out" + ", outer parameters" * (not self._c.data_parallel)
+      label = "held-out" + ", outer parameters" * (not self._c.one_model)
       axes.plot(*points(self._held_out), "ko", ms=4, label=label)
     self._mark_sends(axes)
     axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
@@ -83,7 +83,7 @@ class LossPicture:
   def _title(self) -> str:
     c = self._c
     text = title(c.algorithm, c.replicas, c.sync_every)
-    if not c.data_parallel:
+    if not c.one_model:
       text += f", tau={c.overlap.different_taus}, {c.wire.format}"
     last = max(self._loss, default=0)
     return f"{text}: step {last:,} of {c.train.steps:,}"

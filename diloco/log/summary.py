@@ -80,7 +80,7 @@ def _numbers(
 ) -> dict[str, Any]:
   """The content of summary.json; bytes are those that one replica sends."""
   params, ledger = num_params(c.model), log.ledger
-  reference = sizes.data_parallel_bytes(c.replicas, params, c.train.steps)
+  reference = sizes.all_reduce_bytes(c.replicas, params, c.train.steps)
   sent = log.sent(c.train.steps)
   return {
     "algorithm": c.algorithm,

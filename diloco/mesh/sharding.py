@@ -57,7 +57,7 @@ def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Call
 
 def lead(c: Config) -> Lead:
   """Returns the lead of the inner parameters."""
-  return (None if c.data_parallel else REPLICA,)
+  return (None if c.one_model else REPLICA,)
 
 
 def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:

@@ -80,7 +80,7 @@ class SiteMethod(Wrapper):
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     c, sent = self.site.config, summary["bytes_sent_per_replica"]
     total = num_params(c.model)
-    reference = int(sizes.data_parallel_bytes(c.replicas, total, c.train.steps))
+    reference = int(sizes.all_reduce_bytes(c.replicas, total, c.train.steps))
     return {
       "site": self.site.account(),
       "bytes_data_parallel_per_replica": reference,

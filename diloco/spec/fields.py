@@ -465,8 +465,8 @@ class Config:
     return next(found, kind())
 
   @property
-  def data_parallel(self) -> bool:
-    """Whether there is no outer step."""
+  def one_model(self) -> bool:
+    """Whether one model is trained on the batches of all replicas (data-parallel)."""
     return self.algorithm == "data_parallel"
 
   @property
@@ -476,18 +476,18 @@ class Config:
     own = (exchange and exchange.own_outer) or any(
       x.own_outer(self) for x in self.extensions
     )
-    return bool(own) and not self.data_parallel
+    return bool(own) and not self.one_model
 
   @property
   def joint_steps(self) -> int:
     """The first steps, in which replicas average gradients and send nothing else."""
     steps = (x.joint_steps(self) for x in self.extensions)
-    return 0 if self.data_parallel else max(steps, default=0)
+    return 0 if self.one_model else max(steps, default=0)
 
   @property
   def models(self) -> int:
     """Models that are trained: M, or 1 for data_parallel."""
-    return 1 if self.data_parallel else self.replicas
+    return 1 if self.one_model else self.replicas
 
   @property
   def shards(self) -> int:
@@ -527,7 +527,7 @@ class Config:
     data_parallel has none: it has no outer parameters, and nothing is sent in rounds.
     """
     f = self.fragments
-    if self.data_parallel:
+    if self.one_model:
       return ()
     return schedule.make_fragments(
       self.model.num_layers, f.size, f.pattern, f.embedding

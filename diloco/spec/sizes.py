@@ -159,7 +159,7 @@ def average_bytes(replicas: int, values: int) -> int:
   return round(copies("psum", replicas) * 4 * values)
 
 
-def data_parallel_bytes(
+def all_reduce_bytes(
   replicas: int, num_params: int, steps: int, value_bytes: int = 2
 ) -> float:
   """Counts the bytes that one of M data-parallel workers sends in `steps` steps.

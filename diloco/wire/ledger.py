@@ -60,7 +60,7 @@ def gradient_bytes(c: Config) -> int:
   """Counts the bytes that one data-parallel replica sends in a step."""
   value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
   params = num_params(c.model)
-  return int(sizes.data_parallel_bytes(c.replicas, params, 1, value_bytes))
+  return int(sizes.all_reduce_bytes(c.replicas, params, 1, value_bytes))
 
 
 def average_bytes(c: Config) -> dict[str, int]:

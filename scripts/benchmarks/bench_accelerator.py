@@ -132,7 +132,7 @@ def row(case: Case, nanodo_s: float | None) -> str:
   seconds = in_turn(bench.inner)[0]
   temporary = bench.step.memory_analysis().temp_size_in_bytes
   cells = numbers(c, seconds, nanodo_s, temporary)
-  if c.data_parallel:
+  if c.one_model:
     return label(case) + cells
   speed, copy = outer_step(bench)
   share = exchange_share(bench)

@@ -141,7 +141,7 @@ def optimizer_work(c: Config) -> Work:
 
 def outer_work(c: Config) -> Work:
   """Counts 1/H of the sends, updates and merges of all fragments."""
-  if c.data_parallel:
+  if c.one_model:
     return Work(0, 0)
   parameters = shapes.parameters(c.model)
   moved = sum(outer_bytes(c, f.shapes(parameters)) for f in c.make_fragments())
@@ -194,7 +194,7 @@ def measure(c: Config) -> tuple[dict[str, float], float]:
   found = {name: part[0] * s for (name, part), s in zip(made.items(), seconds)}
   # The sum of microbatches belongs to the optimizer's work.
   found[OPTIMIZER] += found.pop("sum")
-  if c.data_parallel:
+  if c.one_model:
     return found, step
   ms, theta = outer_times(bench), bench.state.outer.theta[0]
   outer = 1e-3 * (ms["send"] + ms["update"] + ms["merge"])

@@ -163,7 +163,7 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
     RuntimeError: data-parallel finds no row of DiLoCo at a rate.
   """
   c, diloco = resolved(options, method), rows_of(rows, "DiLoCo")
-  parallel = c.data_parallel
+  parallel = c.one_model
   compute = {r["rate_mbit_s"] * 1e6: r["compute_s_per_step"] for r in diloco}
   if parallel and not {*options.rates} <= {*compute}:
     raise RuntimeError(

@@ -322,7 +322,7 @@ def test_on_a_tpu_coding_takes_less_than_four_times_the_memory_of_the_values(nam
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 def test_on_a_tpu_data_parallel_reduces_gradients_in_their_dtype(dtype, size):
   found = run_alone(DATA_PARALLEL, dtype)
-  gradients = sizes.data_parallel_bytes(4, found["params"], 1, size)
+  gradients = sizes.all_reduce_bytes(4, found["params"], 1, size)
   # The loss crosses too.
   assert gradients <= found["crossing"] < 1.001 * gradients
 

@@ -108,5 +108,5 @@ def test_fp4_sends_400_times_less_than_16_bit_gradients():
   wire = WireConfig(format="e3m0", block_size=sizes.WHOLE_TENSOR)
   fragment = {"blocks": {"w": (1, 1000, 1000)}}
   sent = sizes.sync_bytes(wire, 2, fragment)
-  every_step = sizes.data_parallel_bytes(2, 1_000_000, steps=100)
+  every_step = sizes.all_reduce_bytes(2, 1_000_000, steps=100)
   assert every_step / sent == pytest.approx(400, rel=1e-5)
