@@ -7,10 +7,10 @@ import signal
 
 import numpy as np
 import pytest
-from conftest import tiny_config
+from conftest import tiny_config, update
 
 from diloco import train
-from diloco.config import add_plugins, changed, resolve
+from diloco.config import add_plugins, resolve
 from diloco.log import metrics
 from diloco.processes import stop
 from diloco.sweep import job, table
@@ -123,8 +123,10 @@ NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_ever
 )
 def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
-  base = [resolve(make_config("streaming", *point)) for point in POINTS[:2]]
-  configs = [changed(c, fields) for c in base]
+  made = [make_config("streaming", *point) for point in POINTS[:2]]
+  for c in made:
+    update(c, fields)
+  configs = [resolve(c) for c in made]
   together.train([together.Member(c, f) for c, f in zip(configs, folders)])
   train.train(configs[1], tmp_path / "alone")
   check(folders[1], tmp_path / "alone")
