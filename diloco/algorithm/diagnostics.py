@@ -13,7 +13,6 @@ Letters: M replicas, J parts; a matrix has R rows and C columns.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,9 @@ from diloco.algorithm.plan import Plan
 from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import WireConfig
+from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-Tree = Any
 # Singular values that are logged; columns and steps of the iteration, see `spectrum`.
 _VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
@@ -43,11 +42,11 @@ class DiagnosedPlan(Plan):
     self,
     t: int,
     p: int,
-    params_M: Tree,
-    theta: Tree,
-    codec_state: Tree,
+    params_M: PyTree,
+    theta: PyTree,
+    codec_state: PyTree,
     first: int = 0,
-  ) -> tuple[jax.Array, Tree, Metrics]:
+  ) -> tuple[jax.Array, PyTree, Metrics]:
     args = (t, p, params_M, theta, codec_state, first)
     payload, codec_state, metrics = super().send(*args)
     if self.is_diagnosed(p, t):
@@ -56,8 +55,8 @@ class DiagnosedPlan(Plan):
     return payload, codec_state, metrics
 
   def update(
-    self, t: int, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
-  ) -> tuple[Tree, Tree, Metrics]:
+    self, t: int, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree
+  ) -> tuple[PyTree, PyTree, Metrics]:
     diagnosed = self.is_diagnosed(p, t - min(self.schedule.taus))
     before = jax.tree.map(jnp.copy, theta) if diagnosed else None
     theta, opt_state, metrics = super().update(t, p, payload, theta, opt_state)
@@ -68,8 +67,8 @@ class DiagnosedPlan(Plan):
 
 @partial(jax.jit, static_argnames=("wire", "mesh"))
 def of_send(
-  params_M: Tree,
-  theta: Tree,
+  params_M: PyTree,
+  theta: PyTree,
   payload: jax.Array,
   layers: np.ndarray,
   *,
@@ -117,7 +116,7 @@ def of_send(
   return jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
 
 
-def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
+def _of_part(x_M: PyTree, theta: PyTree, sent_M: PyTree, mesh: Mesh) -> Metrics:
   """Measures one part.
 
   Args:
@@ -151,7 +150,7 @@ def _of_part(x_M: Tree, theta: Tree, sent_M: Tree, mesh: Mesh) -> Metrics:
   }
 
 
-def _spectra(mean: Tree) -> Metrics:
+def _spectra(mean: PyTree) -> Metrics:
   """Returns spectrum [K] and stable rank [] of each matrix of a part, by name."""
   found = {}
   for path, x in jax.tree_util.tree_leaves_with_path(mean):
@@ -197,7 +196,7 @@ def spectrum(x_RxC: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def of_update(before: Tree, theta: Tree) -> Metrics:
+def of_update(before: PyTree, theta: PyTree) -> Metrics:
   """Measures an outer step: L2 norms of the update, float32 [J].
 
   Args:

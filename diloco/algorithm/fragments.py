@@ -6,7 +6,6 @@ with some of the names; its `blocks` have leaves (n, ...) for its n layers.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,12 @@ from jax.sharding import Mesh
 
 from diloco.mesh import sharding
 from diloco.spec.shapes import Shapes
+from diloco.util.types import PyTree
 
-Tree = Any
 Layers = jax.Array | np.ndarray
 
 
-def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
+def take(params_M: PyTree, keys: Collection[str], layers: Layers) -> PyTree:
   """Takes a fragment out of the parameters of all replicas.
 
   Args:
@@ -38,11 +37,11 @@ def take(params_M: Tree, keys: Collection[str], layers: Layers) -> Tree:
 
 
 def put(
-  params_M: Tree,
-  part_M: Tree,
+  params_M: PyTree,
+  part_M: PyTree,
   layers: Layers,
   mix: Callable[[jax.Array, jax.Array], jax.Array] = lambda old_M, new_M: new_M,
-) -> Tree:
+) -> PyTree:
   """Puts a fragment back: the inverse of `take`.
 
   Args:
@@ -65,7 +64,7 @@ def put(
   return params_M
 
 
-def one_of(tree_M: Tree) -> Tree:
+def one_of(tree_M: PyTree) -> PyTree:
   """Describes the arrays of one replica in a tree of all, leaves (M, ...)."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree_M)
 
@@ -93,8 +92,8 @@ def outer_gradient(theta: jax.Array, x_M: jax.Array) -> jax.Array:
 
 
 def join(
-  thetas: Iterable[Tree], layers: Iterable[Layers], parameters: Shapes, mesh: Mesh
-) -> Tree:
+  thetas: Iterable[PyTree], layers: Iterable[Layers], parameters: Shapes, mesh: Mesh
+) -> PyTree:
   """Joins the parameters of all fragments into one tree for the whole model.
 
   Args:
@@ -115,6 +114,6 @@ def join(
   return full
 
 
-def _place(full: Tree, theta: Tree, layers: Layers) -> Tree:
+def _place(full: PyTree, theta: PyTree, layers: Layers) -> PyTree:
   one_M = lambda tree: jax.tree.map(lambda x: x[None], tree)
   return jax.tree.map(lambda x_M: x_M[0], put(one_M(full), one_M(theta), layers))

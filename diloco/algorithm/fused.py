@@ -31,9 +31,9 @@ from diloco.config.optimizer import parse
 from diloco.mesh.sharding import FSDP, REPLICA, key, specs
 from diloco.spec import formats, sizes
 from diloco.spec.fields import OuterConfig, WireConfig
+from diloco.util.types import PyTree
 from diloco.wire.cuts import Cut, cut
 
-Tree = Any
 # Values of all replicas in a piece: 2 MiB of float32 on CPUs, 16 MiB on TPUs.
 _VALUES = {"cpu": 1 << 19, "tpu": 1 << 22}
 
@@ -66,16 +66,16 @@ def _can_decode(wire: WireConfig, mesh: Mesh) -> bool:
 
 @partial(jax.jit, static_argnames=("wire", "mesh"))
 def send(
-  params_M: Tree,
-  theta: Tree,
-  codec_state: Tree,
+  params_M: PyTree,
+  theta: PyTree,
+  codec_state: PyTree,
   layers: Layers,
   key: Array,
   first: int = 0,
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[Array, Tree, metrics.Metrics]:
+) -> tuple[Array, PyTree, metrics.Metrics]:
   """Computes the outer gradients and encodes them: lines 7 and 8; see `outer.send`.
 
   Compressors without state and random numbers leave `codec_state`, `key` and `first`.
@@ -87,7 +87,7 @@ def send(
 
 
 def _send(
-  params_M: Tree, theta: Tree, layers: Layers, wire: WireConfig, mesh: Mesh
+  params_M: PyTree, theta: PyTree, layers: Layers, wire: WireConfig, mesh: Mesh
 ) -> tuple[Array, Array]:
   """Encodes all tensors of a fragment.
 
@@ -143,8 +143,8 @@ def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array],
 
 
 def _update(
-  theta: Tree,
-  opt_state: Tree,
+  theta: PyTree,
+  opt_state: PyTree,
   payload: Array,
   tuned: OuterTuned,
   weights_M: Array | None = None,
@@ -152,7 +152,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, metrics.Metrics]:
+) -> tuple[PyTree, PyTree, metrics.Metrics]:
   """Decodes, averages and steps the outer optimizer: lines 10 and 11.
 
   See `outer.update`, which also takes payloads with weights, and those that a mesh with
@@ -177,14 +177,14 @@ update_in_place = jax.jit(
 
 
 def _step_all(
-  theta: Tree,
-  opt_state: Tree,
+  theta: PyTree,
+  opt_state: PyTree,
   payload: Array,
   tuned: OuterTuned,
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, Array, Array]:
+) -> tuple[PyTree, PyTree, Array, Array]:
   """Steps all tensors of a fragment.
 
   Returns:
@@ -250,7 +250,7 @@ def _step(
 
 
 def _tensors(
-  wire: WireConfig, mesh: Mesh, m: int, theta: Tree, places: Tree
+  wire: WireConfig, mesh: Mesh, m: int, theta: PyTree, places: PyTree
 ) -> list[tuple[bool, float, Array, Cut]]:
   """Lists (has it layers, the share of a device's sums, the tensor, its cut).
 
@@ -266,7 +266,7 @@ def _tensors(
   return tensors
 
 
-def _alone(j: Array, f: Callable[..., Tree], *args) -> Tree:
+def _alone(j: Array, f: Callable[..., PyTree], *args) -> PyTree:
   """Computes f(*args) once, into arrays of its own; j >= 0.
 
   Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in

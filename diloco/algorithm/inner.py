@@ -22,8 +22,7 @@ from diloco.config import Config
 from diloco.mesh.sharding import FSDP, REPLICA, on_each_device
 from diloco.model import registry
 from diloco.spec.schedule import Fragment
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 class InnerMetrics(NamedTuple):
@@ -36,15 +35,15 @@ class InnerMetrics(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("c", "averaged"), donate_argnums=(0, 1))
 def inner_step(
-  params_M: Tree,
-  opt_state_M: Tree,
+  params_M: PyTree,
+  opt_state_M: PyTree,
   tokens_MxBxL: jax.Array,
-  trainable: Tree | None,
+  trainable: PyTree | None,
   tuned: Tuned,
   *,
   c: Config,
   averaged: bool = False,
-) -> tuple[Tree, Tree, InnerMetrics]:
+) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Runs one inner step of all replicas; M is 1 for data-parallel.
 
   Args:
@@ -91,13 +90,13 @@ def _whole_step(c: Config, averaged: bool, arrays_1: Any, shared: Any) -> Any:
 
 def _step(
   c: Config,
-  params: Tree,
-  opt_state: Tree,
-  grads: Tree,
+  params: PyTree,
+  opt_state: PyTree,
+  grads: PyTree,
   nll: jax.Array,
-  trainable: Tree | None,
+  trainable: PyTree | None,
   tuned: Tuned,
-) -> tuple[Tree, Tree, InnerMetrics]:
+) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the inner optimizer of one model."""
   updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
   if trainable is not None:
@@ -106,7 +105,7 @@ def _step(
   return optax.apply_updates(params, updates), opt_state, metrics
 
 
-def _gradients_of_all(c: Config, params_M: Tree, tokens_MxBxL: jax.Array) -> Any:
+def _gradients_of_all(c: Config, params_M: PyTree, tokens_MxBxL: jax.Array) -> Any:
   """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
   gradients = _mean_gradients if c.one_model else _gradients
   args = (params_M, tokens_MxBxL)
@@ -126,14 +125,14 @@ def each_replica(c: Config, f: Callable[..., Any], *args_M: Any) -> Any:
   return program(lambda *args: drjax.map_fn(f, args))(*args_M)
 
 
-def _norm(tree: Tree) -> jax.Array:
+def _norm(tree: PyTree) -> jax.Array:
   """Returns the global L2 norm; sums float32, also of bfloat16 values."""
   return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
 def _gradients(
-  c: Config, params: Tree, tokens_BxL: jax.Array
-) -> tuple[Tree, jax.Array]:
+  c: Config, params: PyTree, tokens_BxL: jax.Array
+) -> tuple[PyTree, jax.Array]:
   """Returns gradient and mean cross entropy over one replica's tokens."""
   # If there is nothing to keep sharded, XLA fuses less if told to keep it.
   mesh = jax.sharding.get_abstract_mesh()
@@ -161,8 +160,8 @@ def _gradients(
 
 
 def _mean_gradients(
-  c: Config, params: Tree, tokens_BxL: jax.Array
-) -> tuple[Tree, jax.Array]:
+  c: Config, params: PyTree, tokens_BxL: jax.Array
+) -> tuple[PyTree, jax.Array]:
   """Averages `_gradients` over the mesh in inner.gradient_dtype (data-parallel).
 
   The all-reduce is explicit. If XLA inserted it, a parameter that is used twice, such
@@ -178,7 +177,7 @@ def _mean_gradients(
   )(params, tokens_BxL)
 
 
-def mean_of_all(c: Config, grads_M: Tree) -> Tree:
+def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
   """Gives every replica the mean gradient; a device first averages its replicas."""
 
   def mean(grads_M):
@@ -195,7 +194,7 @@ def mean_of_all(c: Config, grads_M: Tree) -> Tree:
   )(grads_M)
 
 
-def _all_reduced(c: Config, grads: Tree, *more: jax.Array) -> tuple:
+def _all_reduced(c: Config, grads: PyTree, *more: jax.Array) -> tuple:
   """Averages over the axis REPLICA: gradients in inner.gradient_dtype, and `more`."""
 
   def mean_of(sent, *more):
@@ -230,7 +229,7 @@ def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:
   return {"blocks": layers_N, "embed": embed}
 
 
-def _masked(updates: Tree, trainable: Tree) -> Tree:
+def _masked(updates: PyTree, trainable: PyTree) -> PyTree:
   by_layer = lambda x: trainable["blocks"].reshape(-1, *[1] * (x.ndim - 1))
   return {
     "blocks": jax.tree.map(lambda x: x * by_layer(x), updates["blocks"]),

@@ -30,8 +30,7 @@ from diloco.algorithm.state import (
 )
 from diloco.config import Config
 from diloco.spec import sizes
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 class Method(Protocol):
@@ -44,7 +43,7 @@ class Method(Protocol):
   def connect(self) -> None:
     """Opens the connections that the outer step needs; all processes call this."""
 
-  def init(self, seed: jax.Array | None = None, params: Tree | None = None) -> Any:
+  def init(self, seed: jax.Array | None = None, params: PyTree | None = None) -> Any:
     """Makes the first state; see `state.init_state`."""
 
   def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
@@ -89,7 +88,7 @@ class Method(Protocol):
       Stopped: a signal came while this process waited for others.
     """
 
-  def params(self, state: TrainState) -> Tree:
+  def params(self, state: TrainState) -> PyTree:
     """Returns the parameters by which a run is judged, float32, of one replica."""
 
   def after_drain(self, t: int) -> "Method":
@@ -133,7 +132,7 @@ class DiLoCo:
     self.plan.transport.connect()
 
   def init(
-    self, seed: jax.Array | None = None, params: Tree | None = None
+    self, seed: jax.Array | None = None, params: PyTree | None = None
   ) -> TrainState:
     return init_state(self.c, self.mesh, self.plan, seed, params)
 
@@ -162,7 +161,7 @@ class DiLoCo:
     params, outer, events = drain(*args)
     return TrainState(params, state.opt_state, outer), events
 
-  def params(self, state: TrainState) -> Tree:
+  def params(self, state: TrainState) -> PyTree:
     """Returns the outer parameters, as the papers do (2501.18512, Table 3)."""
     return outer_params(self.plan, state.outer)
 
@@ -201,7 +200,7 @@ class DataParallel(DiLoCo):
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     return state, []
 
-  def params(self, state: TrainState) -> Tree:
+  def params(self, state: TrainState) -> PyTree:
     """Returns the parameters, or the average that the inner optimizer keeps."""
     return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
 

@@ -10,14 +10,16 @@ from jax.sharding import Mesh
 from diloco.algorithm.fragments import one_of
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import WireConfig
+from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-Tree = Any
 # Metrics of a sync by name. Hosts measure some of them with NumPy.
 Metrics = dict[str, Any]
 
 
-def of_send(wire: WireConfig, mesh: Mesh, delta_M: Tree, payload: jax.Array) -> Metrics:
+def of_send(
+  wire: WireConfig, mesh: Mesh, delta_M: PyTree, payload: jax.Array
+) -> Metrics:
   """Measures the outer gradients and the error of their codes, float32 [M] each.
 
   Every sender decodes its own codes to find their error; nothing is exchanged.
@@ -50,19 +52,19 @@ def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics
   }
 
 
-def cosine_of(delta_M: Tree, weights_M: jax.Array | None) -> jax.Array:
+def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array:
   """Computes `mean_cosine` of outer gradients; NaN if sites have different weights."""
   if weights_M is not None:
     return jnp.float32(jnp.nan)
   return mean_cosine(products(delta_M))
 
 
-def norms(tree_M: Tree) -> jax.Array:
+def norms(tree_M: PyTree) -> jax.Array:
   """Computes the global L2 norm of each replica's tree, float32[M]."""
   return jax.vmap(optax.tree.norm)(tree_M)
 
 
-def products(tree_M: Tree) -> jax.Array:
+def products(tree_M: PyTree) -> jax.Array:
   """Computes the scalar products of each two replicas' trees, float32 [M, M]."""
   return sum(map(_products, jax.tree.leaves(tree_M)), jnp.float32(0))
 

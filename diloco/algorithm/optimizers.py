@@ -25,8 +25,8 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Lead
 from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import hint
+from diloco.util.types import PyTree
 
-Tree = Any
 # A config that names an outer optimizer, or a transformation of optax.
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 
@@ -69,7 +69,7 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
 # Names of inner optimizers that average parameters, beside Schedule-Free.
 AVERAGING = set[str]()
 # {type of such an optimizer's state: function of (state, parameters) to the average}.
-AVERAGED: dict[type, Callable[[Any, Tree], Tree]] = {
+AVERAGED: dict[type, Callable[[Any, PyTree], PyTree]] = {
   ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
 }
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
@@ -166,7 +166,7 @@ def averages_parameters(c: Config) -> bool:
   return name in AVERAGING or name.startswith("schedule_free")
 
 
-def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
+def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
   """Returns the average that an inner optimizer keeps; without one, the parameters.
 
   Args:
@@ -179,16 +179,16 @@ def judged(params_M: Tree, opt_state_M: Tree) -> Tree:
 
 
 @jax.jit
-def _averaged_M(state_M: Any, params_M: Tree) -> Tree:
+def _averaged_M(state_M: Any, params_M: PyTree) -> PyTree:
   return jax.vmap(AVERAGED[type(state_M)])(state_M, params_M)
 
 
-def average_of(y: Tree, z: Tree, mu: jax.Array | float) -> Tree:
+def average_of(y: PyTree, z: PyTree, mu: jax.Array | float) -> PyTree:
   """Solves y = mu x + (1 - mu) z for x."""
   return jax.tree.map(lambda y, z: (y - (1 - mu) * z) / mu, y, z)
 
 
-def at_step(opt_state: Tree, t: int) -> Tree:
+def at_step(opt_state: PyTree, t: int) -> PyTree:
   """Sets the step count of learning rate schedules; other counts stay as they are."""
   is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
 
@@ -273,8 +273,8 @@ def _restarted(
 
 
 def outer_shardings(
-  outer: Outer, theta: Tree, mesh: Mesh, lead: Lead = ()
-) -> tuple[Tree, Tree]:
+  outer: Outer, theta: PyTree, mesh: Mesh, lead: Lead = ()
+) -> tuple[PyTree, PyTree]:
   """Returns NamedShardings of a fragment's outer parameters and optimizer state.
 
   Args:
@@ -333,7 +333,7 @@ def _make(
     raise ConfigError(f"{field} is {text!r}, which optax refuses: {error}.") from error
 
 
-def _matrices(params: Tree) -> Tree:
+def _matrices(params: PyTree) -> PyTree:
   """Tells Muon that a stacked tensor (N, in, out) holds N matrices.
 
   Otherwise Muon counts three axes and leaves the tensor to Adam.
@@ -349,10 +349,10 @@ def _matrices(params: Tree) -> Tree:
 def state_shardings(
   field: str,
   optimizer: optax.GradientTransformation,
-  params: Tree,
+  params: PyTree,
   mesh: Mesh,
   lead: Lead = (),
-) -> Tree:
+) -> PyTree:
   """Returns NamedShardings of an optimizer's state.
 
   If optax maps a part of the state to a parameter of the same shape, that part is

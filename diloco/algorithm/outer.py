@@ -16,7 +16,6 @@ has a faster form of both, with the same arguments and the same bits.
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +32,13 @@ from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
 from diloco.spec.schedule import Schedule
+from diloco.util.types import PyTree
 from diloco.wire import exchange
-
-Tree = Any
 
 
 def outer_step(
-  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
-) -> tuple[Tree, OuterState, list[Event]]:
+  plan: Plan, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
+) -> tuple[PyTree, OuterState, list[Event]]:
   """Runs lines 6 to 12 after inner step t.
 
   `params_M` and `state` are donated: use only what is returned.
@@ -72,16 +70,16 @@ def outer_step(
 
 @partial(jax.jit, static_argnames=("wire", "mesh"), donate_argnums=2)
 def send(
-  params_M: Tree,
-  theta: Tree,
-  codec_state: Tree,
+  params_M: PyTree,
+  theta: PyTree,
+  codec_state: PyTree,
   layers: np.ndarray,
   key: jax.Array,
   first: int = 0,
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[jax.Array, Tree, dict[str, jax.Array]]:
+) -> tuple[jax.Array, PyTree, dict[str, jax.Array]]:
   """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
   Args:
@@ -106,8 +104,8 @@ def send(
 
 
 def _update(
-  theta: Tree,
-  opt_state: Tree,
+  theta: PyTree,
+  opt_state: PyTree,
   payload: jax.Array,
   tuned: OuterTuned,
   weights_M: jax.Array | None = None,
@@ -115,7 +113,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
   Args:
@@ -148,7 +146,7 @@ def _update(
   return theta, opt_state, metrics.of_update(*norms, cosine)
 
 
-def average(delta_M: Tree, weights_M: jax.Array | None, outer: Outer) -> Tree:
+def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
   """Averages outer gradients over the replicas as `outer.average` says."""
   special = plugins.MEANS.get(getattr(outer, "average", "mean"))
   if special:
@@ -175,8 +173,13 @@ update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
 @partial(jax.jit, static_argnames="alpha", donate_argnames="params_M")
 def merge(
-  params_M: Tree, theta: Tree, layers: np.ndarray, mask_M: np.ndarray, *, alpha: float
-) -> Tree:
+  params_M: PyTree,
+  theta: PyTree,
+  layers: np.ndarray,
+  mask_M: np.ndarray,
+  *,
+  alpha: float,
+) -> PyTree:
   """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
 
   def mix(x_M, t):
@@ -188,8 +191,8 @@ def merge(
 
 
 def drain(
-  plan: Plan, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
-) -> tuple[Tree, OuterState, list[Event]]:
+  plan: Plan, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
+) -> tuple[PyTree, OuterState, list[Event]]:
   """Receives the fragments in flight after the last step; then may sync all again."""
   events, t = list[Event](), last
   for t in range(last + 1, last + max(plan.schedule.taus) + 1):

@@ -9,7 +9,6 @@ With `overlap.transport=host` the hosts exchange payloads, and this file hides n
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,8 @@ from diloco.algorithm.optimizers import Tuned, tuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
+from diloco.util.types import PyTree
 from diloco.wire import transport
-
-Tree = Any
 
 
 def hiding_steps(plan: Plan, t: int) -> int:
@@ -86,7 +84,7 @@ def inner_steps(
   return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 
 
-def trained_next(c: Config, plan: Plan, t: int) -> Tree | None:
+def trained_next(c: Config, plan: Plan, t: int) -> PyTree | None:
   """Returns FedPart's mask for inner step t; None without FedPart."""
   if not c.outer.fedpart:
     return None
@@ -97,16 +95,16 @@ def trained_next(c: Config, plan: Plan, t: int) -> Tree | None:
 @functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
 def hidden_exchange(
   count: jax.Array,
-  params_M: Tree,
-  opt_state_M: Tree,
+  params_M: PyTree,
+  opt_state_M: PyTree,
   tokens: list[jax.Array],
-  trainable: Tree | None,
+  trainable: PyTree | None,
   tuned: Tuned,
   payloads: list[jax.Array],
   *,
   c: Config,
   mesh: Mesh,
-) -> tuple[Tree, Tree, list[InnerMetrics], list[jax.Array]]:
+) -> tuple[PyTree, PyTree, list[InnerMetrics], list[jax.Array]]:
   """Runs `count` inner steps while the payloads are exchanged.
 
   Args:

@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -21,9 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
-
-Tree = Any
-
+from diloco.util.types import PyTree
 
 Result = TypeVar("Result")
 
@@ -91,7 +89,7 @@ class Placement:
   offload: bool = False
   jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=False))
 
-  def shardings(self, places: Tree) -> Tree:
+  def shardings(self, places: PyTree) -> PyTree:
     """Turns shardings on the devices into those of the outer state at its home."""
     if self.at_hosts:
       return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), places)
@@ -99,17 +97,17 @@ class Placement:
       return places
     return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
 
-  def keep(self, tree: Tree) -> Tree:
+  def keep(self, tree: PyTree) -> PyTree:
     """Copies outer state to its home, from the devices or from `mesh`."""
     if self.at_hosts:
       return jax.tree.map(self._to_host, tree)
     return _in_memory(tree, "pinned_host") if self.offload else tree
 
-  def bring(self, tree: Tree) -> Tree:
+  def bring(self, tree: PyTree) -> PyTree:
     """Copies outer state from its home to `mesh`, which runs the outer step."""
     return _in_memory(tree, "device") if self.offload else tree
 
-  def fetch(self, theta: Tree) -> Tree:
+  def fetch(self, theta: PyTree) -> PyTree:
     """Copies outer parameters to the devices, from their home or from `mesh`."""
     if not self.at_hosts:
       return self.bring(theta)
@@ -148,7 +146,7 @@ def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
   return Placement(mesh, mesh, offload=offload)
 
 
-def _in_memory(tree: Tree, kind: str) -> Tree:
+def _in_memory(tree: PyTree, kind: str) -> PyTree:
   """Copies every shard to another memory of its device."""
   return jax.tree.map(
     lambda x: jax.device_put(x, x.sharding.with_memory_kind(kind)), tree

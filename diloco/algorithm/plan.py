@@ -25,10 +25,9 @@ from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 from diloco.spec.schedule import Fragment, Schedule
 from diloco.spec.shapes import Shapes
+from diloco.util.types import PyTree
 from diloco.wire import exchange
 from diloco.wire.transport import Transport
-
-Tree = Any
 
 
 class Form(NamedTuple):
@@ -85,7 +84,7 @@ class Plan:
   placement: Placement
   transport: Transport
   form: Form
-  step: Callable[..., tuple[Tree, Any, list]]
+  step: Callable[..., tuple[PyTree, Any, list]]
 
   @property
   def replicas(self) -> int:
@@ -161,11 +160,11 @@ class Plan:
     self,
     t: int,
     p: int,
-    params_M: Tree,
-    theta: Tree,
-    codec_state: Tree,
+    params_M: PyTree,
+    theta: PyTree,
+    codec_state: PyTree,
     first: int = 0,
-  ) -> tuple[jax.Array, Tree, Metrics]:
+  ) -> tuple[jax.Array, PyTree, Metrics]:
     """Lines 7 and 8 for fragment p after step t; see `outer.send`.
 
     Args:
@@ -176,13 +175,13 @@ class Plan:
     with TraceAnnotation("send"):
       return self.form.send(params_M, *args, wire=self.wire, mesh=self.mesh)
 
-  def begin(self, p: int, payload: jax.Array, theta: Tree, opt_state: Tree) -> None:
+  def begin(self, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree) -> None:
     """Lets hosts carry and update fragment p, while the devices train."""
     self.placement.jobs.start(p, self.receive, payload, theta, opt_state)
 
   def update(
-    self, t: int, p: int, payload: jax.Array, theta: Tree, opt_state: Tree
-  ) -> tuple[Tree, Tree, Metrics]:
+    self, t: int, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree
+  ) -> tuple[PyTree, PyTree, Metrics]:
     """Lines 10 and 11 for fragment p, which arrives after step t.
 
     Donates theta and opt_state, except on hosts.
@@ -192,8 +191,8 @@ class Plan:
     return *found[:2], found[2] | self.placement.jobs.waited()
 
   def receive(
-    self, payload: jax.Array, theta: Tree, opt_state: Tree
-  ) -> tuple[Tree, Tree, Metrics]:
+    self, payload: jax.Array, theta: PyTree, opt_state: PyTree
+  ) -> tuple[PyTree, PyTree, Metrics]:
     """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
     with TraceAnnotation("exchange"):
       payload, mesh = self.transport.carry(payload), self.placement.mesh
@@ -203,7 +202,9 @@ class Plan:
     with TraceAnnotation("receive"), place:
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 
-  def merge(self, p: int, params_M: Tree, theta: Tree, mask: Sequence[bool]) -> Tree:
+  def merge(
+    self, p: int, params_M: PyTree, theta: PyTree, mask: Sequence[bool]
+  ) -> PyTree:
     """Line 12 for fragment p; theta is at its placement or on `placement.mesh`."""
     theta, mask_M = self.placement.fetch(theta), np.asarray(mask)
     with TraceAnnotation("merge"):

@@ -20,9 +20,8 @@ from diloco.mesh.sharding import REPLICA
 from diloco.model import registry
 from diloco.spec import shapes
 from diloco.spec.fields import WireConfig
+from diloco.util.types import PyTree
 from diloco.wire import exchange
-
-Tree = Any
 
 
 @flax.struct.dataclass
@@ -41,13 +40,18 @@ class OuterState:
       uint8 [M, fsdp, bytes].
   """
 
-  theta: tuple[Tree, ...]
-  opt_state: tuple[Tree, ...]
-  codec_state: tuple[Tree, ...]
+  theta: tuple[PyTree, ...]
+  opt_state: tuple[PyTree, ...]
+  codec_state: tuple[PyTree, ...]
   in_flight: dict[str, Any]
 
   def after_send(
-    self, p: int, theta: Tree, opt_state: Tree, codec_state: Tree, payload: jax.Array
+    self,
+    p: int,
+    theta: PyTree,
+    opt_state: PyTree,
+    codec_state: PyTree,
+    payload: jax.Array,
   ) -> "OuterState":
     """Returns the state with fragment p in flight."""
     return OuterState(
@@ -57,7 +61,7 @@ class OuterState:
       {**self.in_flight, str(p): payload},
     )
 
-  def after_update(self, p: int, theta: Tree, opt_state: Tree) -> "OuterState":
+  def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
     """Returns the state with fragment p updated and no longer in flight."""
     return OuterState(
       _with(self.theta, p, theta),
@@ -79,8 +83,8 @@ class TrainState:
     outer: outer state; that of data-parallel has no fragments.
   """
 
-  params: Tree
-  opt_state: Tree
+  params: PyTree
+  opt_state: PyTree
   outer: OuterState
 
 
@@ -108,7 +112,7 @@ def init_state(
   mesh: Mesh,
   plan: Plan,
   seed: jax.Array | None = None,
-  params: Tree | None = None,
+  params: PyTree | None = None,
 ) -> TrainState:
   """Makes the first state: all replicas start from the same parameters.
 
@@ -123,7 +127,7 @@ def init_state(
   return TrainState(params_M, opt_state_M, init_outer(plan, params_M))
 
 
-def init_outer(plan: Plan, params_M: Tree) -> OuterState:
+def init_outer(plan: Plan, params_M: PyTree) -> OuterState:
   """Makes the first outer state; its parameters are those of replica 0."""
   parts = []
   for p, layers in enumerate(plan.layers):
@@ -152,7 +156,7 @@ def abstract_state(
 
 
 def abstract_outer(
-  plan: Plan, params_M: Tree, in_flight: Iterable[int] = (), fsdp: int | None = None
+  plan: Plan, params_M: PyTree, in_flight: Iterable[int] = (), fsdp: int | None = None
 ) -> OuterState:
   """Describes an outer state; see `abstract_state`.
 
@@ -171,12 +175,12 @@ def abstract_outer(
   return _outer_state(parts, payloads)
 
 
-def abstract_params(c: Config) -> Tree:
+def abstract_params(c: Config) -> PyTree:
   """Describes shapes and dtypes of one replica's parameters."""
   return sharding.abstract(shapes.parameters(c.model), c.model.param_dtype)
 
 
-def outer_params(plan: Plan, state: OuterState) -> Tree:
+def outer_params(plan: Plan, state: OuterState) -> PyTree:
   """Joins the outer parameters of all fragments, each from its own last sync.
 
   Returns:
@@ -189,22 +193,22 @@ def outer_params(plan: Plan, state: OuterState) -> Tree:
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
-def replica_mean(params_M: Tree, *, mesh: Mesh) -> Tree:
+def replica_mean(params_M: PyTree, *, mesh: Mesh) -> PyTree:
   """Averages the parameters over the replicas; float32, sharded over fsdp."""
   mean = jax.tree.map(lambda x_M: x_M.astype(jnp.float32).mean(axis=0), params_M)
   return jax.lax.with_sharding_constraint(mean, sharding.shardings(mean, mesh))
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
-def first_replica(params_M: Tree, *, mesh: Mesh) -> Tree:
+def first_replica(params_M: PyTree, *, mesh: Mesh) -> PyTree:
   """Returns the parameters of replica 0; float32, sharded over fsdp."""
   first = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), params_M)
   return jax.lax.with_sharding_constraint(first, sharding.shardings(first, mesh))
 
 
 def _init_inner(
-  c: Config, key: jax.Array, params: Tree | None = None
-) -> tuple[Tree, Tree]:
+  c: Config, key: jax.Array, params: PyTree | None = None
+) -> tuple[PyTree, PyTree]:
   """Makes parameters and inner optimizer state, the same for all replicas."""
   if params is None:
     params = registry.get(c.model).init(c.model, key)
@@ -214,7 +218,7 @@ def _init_inner(
   return params_M, jax.vmap(optimizers.make_inner(c).init)(params_M)
 
 
-def abstract_inner(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
+def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   """Describes shapes and shardings of inner parameters and inner optimizer state.
 
   Raises:
@@ -232,7 +236,7 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[Tree, Tree]:
 
 @functools.partial(jax.jit, static_argnames=("keys", "each", "wire", "outer", "mesh"))
 def _init_fragment(
-  params_M: Tree,
+  params_M: PyTree,
   layers: np.ndarray,
   *,
   keys: tuple[str, ...],
@@ -240,7 +244,7 @@ def _init_fragment(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, Tree]:
+) -> tuple[PyTree, PyTree, PyTree]:
   """Makes the first theta, opt_state and codec_state of a fragment.
 
   Args:
@@ -272,7 +276,7 @@ def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tupl
 
 
 def _outer_state(
-  parts: list[tuple[Tree, Tree, Tree]], in_flight: dict[str, Any]
+  parts: list[tuple[PyTree, PyTree, PyTree]], in_flight: dict[str, Any]
 ) -> OuterState:
   """Joins theta, opt_state and codec_state of each fragment."""
   thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())

@@ -15,15 +15,14 @@ speed of a worker, asynchronous training of up to 150M parameters matches synchr
 DiLoCo per update.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from diloco.algorithm import optimizers
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 class DelayedNesterovState(NamedTuple):
@@ -36,8 +35,8 @@ class DelayedNesterovState(NamedTuple):
   """
 
   syncs: jax.Array
-  momentum: Tree
-  total: Tree
+  momentum: PyTree
+  total: PyTree
 
 
 def delayed_nesterov(

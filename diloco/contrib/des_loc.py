@@ -19,7 +19,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ from diloco.spec import plugins, shapes
 from diloco.spec.fields import Count
 from diloco.spec.plugins import Average
 from diloco.spec.shapes import Shapes, num_params
+from diloco.util.types import PyTree
 
-Tree = Any
 FIRST, SECOND = "first_moments", "second_moments"
 # How optax calls the moments of its optimizers. Other state that is shaped like a
 # parameter, such as a gradient before, is not averaged.
@@ -124,7 +124,7 @@ class Moment(NamedTuple):
   values: int
 
 
-def average(plan: Plan, opt_state_M: Tree, kind: str) -> tuple[Tree, int]:
+def average(plan: Plan, opt_state_M: PyTree, kind: str) -> tuple[PyTree, int]:
   """Averages moments of the inner optimizer over the replicas.
 
   Args:
@@ -146,13 +146,13 @@ def average(plan: Plan, opt_state_M: Tree, kind: str) -> tuple[Tree, int]:
   return jax.tree.unflatten(structure, leaves), sum(moment.values for moment in due)
 
 
-def moments_of(plan: Plan, opt_state_M: Tree, kind: str) -> list[Moment]:
+def moments_of(plan: Plan, opt_state_M: PyTree, kind: str) -> list[Moment]:
   """Lists the moments of one kind, FIRST or SECOND."""
   found = moments(plan.parameters, opt_state_M, plan.mesh.shape[FSDP])
   return [moment for moment in found if moment.kind == kind]
 
 
-def moments(parameters: Shapes, opt_state_M: Tree, fsdp: int = 1) -> list[Moment]:
+def moments(parameters: Shapes, opt_state_M: PyTree, fsdp: int = 1) -> list[Moment]:
   """Lists the leaves of an optimizer state that are shaped like parameters.
 
   The path of such a leaf ends in the path of its parameter, after the moment's name.

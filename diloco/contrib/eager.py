@@ -42,9 +42,8 @@ from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
 from diloco.spec.plugins import Rule
+from diloco.util.types import PyTree
 from diloco.wire import exchange
-
-Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +113,9 @@ plugins.RULES.append(
 
 @partial(jax.jit, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1, 2))
 def update(
-  params_M: Tree,
-  theta_M: Tree,
-  opt_state_M: Tree,
+  params_M: PyTree,
+  theta_M: PyTree,
+  opt_state_M: PyTree,
   late: jax.Array | None,
   own: jax.Array | None,
   layers: np.ndarray,
@@ -125,7 +124,7 @@ def update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, Tree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
   """Steps the outer optimizer of every replica, which goes on from the result.
 
   Args:
@@ -164,8 +163,8 @@ def update(
 
 
 def outer_step(
-  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
-) -> tuple[Tree, OuterState, list[Event]]:
+  plan: Plan, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
+) -> tuple[PyTree, OuterState, list[Event]]:
   """Sends and updates the fragments that are due after step t; see `outer.outer_step`.
 
   Donates params_M, and of these fragments the outer state and compressor state.

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from diloco.algorithm import optimizers
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 class GPAState(NamedTuple):
@@ -38,7 +37,7 @@ class GPAState(NamedTuple):
   """
 
   base: Any
-  z: Tree
+  z: PyTree
   mu_y: jax.Array
 
 
@@ -84,7 +83,7 @@ def gpa(
   return optax.GradientTransformation(init, update)
 
 
-def _x(state: GPAState, y: Tree) -> Tree:
+def _x(state: GPAState, y: PyTree) -> PyTree:
   return optimizers.average_of(y, state.z, state.mu_y)
 
 

@@ -23,7 +23,6 @@ few hundred replicas.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +42,7 @@ from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.plugins import Exchange, Rule
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 def rounds(replicas: int) -> np.ndarray:
@@ -63,16 +61,16 @@ def rounds(replicas: int) -> np.ndarray:
 
 @partial(jax.jit, static_argnames=("outer", "mesh"), donate_argnums=(0, 1, 2))
 def update(
-  params_M: Tree,
-  theta_M: Tree,
-  opt_state_M: Tree,
+  params_M: PyTree,
+  theta_M: PyTree,
+  opt_state_M: PyTree,
   layers: np.ndarray,
   key: jax.Array,
   tuned: OuterTuned,
   *,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, Tree, Tree, dict[str, jax.Array], dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
   """Exchanges a fragment in pairs, and steps the outer optimizer of every replica.
 
   Args:
@@ -104,7 +102,7 @@ def update(
   return params_M, *state, sent, metrics
 
 
-def peers_of(x_M: Tree, key: jax.Array, mesh: Mesh) -> Tree:
+def peers_of(x_M: PyTree, key: jax.Array, mesh: Mesh) -> PyTree:
   """Returns each replica's peer's values, float32 leaves (M, ...).
 
   If each device group has one replica, it sends its values once. Else the values of all
@@ -116,7 +114,7 @@ def peers_of(x_M: Tree, key: jax.Array, mesh: Mesh) -> Tree:
   if mesh.shape[REPLICA] != replicas:
     return jax.tree.map(lambda x: x[jnp.asarray(table)[drawn]], x_M)
 
-  def swap(x_M: Tree, drawn: jax.Array) -> Tree:
+  def swap(x_M: PyTree, drawn: jax.Array) -> PyTree:
     swaps = [
       partial(jax.lax.ppermute, axis_name=REPLICA, perm=list(enumerate(row)))
       for row in table.tolist()
@@ -131,8 +129,8 @@ def peers_of(x_M: Tree, key: jax.Array, mesh: Mesh) -> Tree:
 
 
 def outer_step(
-  plan: Plan, t: int, params_M: Tree, state: OuterState, last_send: int | None = None
-) -> tuple[Tree, OuterState, list[Event]]:
+  plan: Plan, t: int, params_M: PyTree, state: OuterState, last_send: int | None = None
+) -> tuple[PyTree, OuterState, list[Event]]:
   """Exchanges the fragments that are due after step t in pairs; nothing is in flight.
 
   Donates params_M, and of these fragments the outer state.

@@ -1,7 +1,5 @@
 """The outer step of methods in which every replica has outer parameters of its own."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import optax
@@ -12,8 +10,8 @@ from diloco.algorithm.fragments import one_of, put
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.rules import DEVICE, OFF
 from diloco.mesh.sharding import REPLICA
+from diloco.util.types import PyTree
 
-Tree = Any
 # What an outer step with outer parameters of each replica needs of other fields.
 NEEDS = {
   "overlap.transport": DEVICE,
@@ -26,14 +24,14 @@ NEEDS = {
 
 
 def step_each(
-  params_M: Tree,
-  state_M: tuple[Tree, Tree],
-  grads_M: Tree,
+  params_M: PyTree,
+  state_M: tuple[PyTree, PyTree],
+  grads_M: PyTree,
   layers: np.ndarray,
   tuned: OuterTuned,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, tuple[Tree, Tree], Tree]:
+) -> tuple[PyTree, tuple[PyTree, PyTree], PyTree]:
   """Steps the outer optimizer of every replica, which goes on from the result.
 
   Args:

@@ -14,18 +14,16 @@ not for the mean alone, they report a goodput of 88% at 1.2 million simulated ch
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from diloco.algorithm.outer import mean, present
 from diloco.spec import plugins
+from diloco.util.types import PyTree
 
-Tree = Any
 
-
-def average(delta_M: Tree, weights_M: jax.Array | None) -> Tree:
+def average(delta_M: PyTree, weights_M: jax.Array | None) -> PyTree:
   """Averages the outer gradients of a fragment.
 
   Args:

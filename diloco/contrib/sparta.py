@@ -37,8 +37,8 @@ from diloco.spec import plugins, sizes
 from diloco.spec.fields import Positive, Share
 from diloco.spec.plugins import Average
 from diloco.spec.shapes import Shapes, leaves, parameters, shard
+from diloco.util.types import PyTree
 
-Tree = Any
 KIND = "sparta"
 # Sends of fragments use the numbers 0, 1, ... in this place of the key.
 _KEY = 2**32 - 1
@@ -95,7 +95,7 @@ def count(share: float, parameters: Shapes, fsdp: int = 1) -> int:
 
 
 @partial(jax.jit, static_argnames=("share", "mesh"), donate_argnums=0)
-def average(params_M: Tree, key: jax.Array, *, share: float, mesh: Mesh) -> Tree:
+def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> PyTree:
   """Averages the drawn parameters over the replicas, with one all-reduce.
 
   Args:
@@ -105,7 +105,7 @@ def average(params_M: Tree, key: jax.Array, *, share: float, mesh: Mesh) -> Tree
   """
   places = sharding.specs(params_M, mesh, (REPLICA,))
 
-  def local(params_M: Tree, key: jax.Array) -> Tree:
+  def local(params_M: PyTree, key: jax.Array) -> PyTree:
     leaves, structure = jax.tree.flatten_with_path(params_M)
     layers, drawn = list[jax.Array](), list[Any]()
     is_place = lambda x: isinstance(x, P)

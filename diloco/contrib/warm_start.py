@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +38,7 @@ from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
 from diloco.spec.plugins import Rule
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +79,12 @@ plugins.RULES.append(
 def outer_step(
   plan: Plan,
   t: int,
-  params_M: Tree,
+  params_M: PyTree,
   state: OuterState,
   last_send: int | None = None,
   *,
   momentum: bool,
-) -> tuple[Tree, OuterState, list[Event]]:
+) -> tuple[PyTree, OuterState, list[Event]]:
   """Lets the fragments that are due follow the replicas; then Algorithm 2."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
@@ -96,7 +94,7 @@ def outer_step(
 
 
 def follow(
-  plan: Plan, t: int, params_M: Tree, state: OuterState, momentum: bool
+  plan: Plan, t: int, params_M: PyTree, state: OuterState, momentum: bool
 ) -> tuple[OuterState, list[Event]]:
   """Lets the fragments that are due in the warm start follow the replicas.
 
@@ -130,8 +128,8 @@ def follow(
 
 @partial(jax.jit, static_argnames=("keys", "mesh"))
 def _own(
-  params_M: Tree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
-) -> Tree:
+  params_M: PyTree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
+) -> PyTree:
   """Takes a fragment of one replica; every device takes one that it holds.
 
   Args:
@@ -156,15 +154,15 @@ def _own(
 
 @partial(jax.jit, static_argnames=("momentum", "outer", "mesh"))
 def _accumulate(
-  theta: Tree,
-  opt_state: Tree,
-  new: Tree,
+  theta: PyTree,
+  opt_state: PyTree,
+  new: PyTree,
   tuned: OuterTuned,
   *,
   momentum: bool,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[Tree, jax.Array]:
+) -> tuple[PyTree, jax.Array]:
   """Shows the outer optimizer the outer gradient theta - new, but drops its step.
 
   Args:

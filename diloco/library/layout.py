@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from diloco.errors import ConfigError
 from diloco.spec.schedule import Fragment, make_fragments
 from diloco.spec.shapes import Shapes
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +51,24 @@ class Layout:
   structure: Any
   names: tuple[tuple[str, str], ...]
 
-  def split(self, tree: Tree) -> dict[str, dict[str, Any]]:
+  def split(self, tree: PyTree) -> dict[str, dict[str, Any]]:
     """Names the leaves of a user's tree."""
     parts: dict[str, dict[str, Any]] = {}
     for (name, path), leaf in zip(self.names, self.structure.flatten_up_to(tree)):
       parts.setdefault(name, {})[path] = leaf
     return parts
 
-  def join(self, parts: Tree) -> Tree:
+  def join(self, parts: PyTree) -> PyTree:
     """Inverts `split`."""
     return self.structure.unflatten([parts[name][path] for name, path in self.names])
 
-  def parameters(self, params_M: Tree) -> Shapes:
+  def parameters(self, params_M: PyTree) -> Shapes:
     """Returns the shapes of one replica's parameters, with their names."""
     return self.split(jax.tree.map(lambda x: tuple(x.shape[1:]), params_M))
 
 
 def make_layout(
-  params_M: Tree, fragments: Fragments
+  params_M: PyTree, fragments: Fragments
 ) -> tuple[Layout, tuple[Fragment, ...]]:
   """Names the leaves of a tree, and makes its fragments.
 

@@ -41,8 +41,8 @@ from diloco.library.layout import Fragments, Layout, Stacked, make_layout
 from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.spec.schedule import Fragment, Schedule
+from diloco.util.types import PyTree
 
-Tree = Any
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
 # Fields of OuterConfig that the outer step alone cannot do.
 _TRAINER = {
@@ -69,13 +69,13 @@ class Streaming:
     """The paths of each fragment's leaves; [i, j, ...] are the layers of a stack."""
     return tuple(map(self._describe, self.plan.fragments))
 
-  def init(self, params_M: Tree) -> OuterState:
+  def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
     return init_outer(self.plan, self._split(params_M))
 
   def step(
-    self, t: int, params_M: Tree, state: OuterState
-  ) -> tuple[Tree, OuterState, list[Event]]:
+    self, t: int, params_M: PyTree, state: OuterState
+  ) -> tuple[PyTree, OuterState, list[Event]]:
     """Sends, receives and merges the fragments that are due after inner step t.
 
     Call it after every inner step. Steps without a due fragment cost nothing.
@@ -94,8 +94,8 @@ class Streaming:
     return self._join(found), state, events
 
   def drain(
-    self, last: int, params_M: Tree, state: OuterState, final_sync: bool = False
-  ) -> tuple[Tree, OuterState, list[Event]]:
+    self, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
+  ) -> tuple[PyTree, OuterState, list[Event]]:
     """Receives the fragments in flight after the last inner step; see `step`.
 
     Args:
@@ -115,14 +115,14 @@ class Streaming:
     found, state, events = drain(*args)
     return self._join(found), state, events
 
-  def params(self, state: OuterState) -> Tree:
+  def params(self, state: OuterState) -> PyTree:
     """Returns the outer parameters, float32, without the axis of the replicas.
 
     The papers evaluate these parameters (2501.18512, Table 3).
     """
     return self._join(outer_params(self.plan, state))
 
-  def abstract_state(self, params_M: Tree, t: int) -> OuterState:
+  def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
     """Describes the state after step t, for Orbax and others that restore it.
 
     Args:
@@ -143,10 +143,10 @@ class Streaming:
     """Ends the thread of transport="host"."""
     self.plan.placement.jobs.close()
 
-  def _split(self, tree: Tree) -> Tree:
+  def _split(self, tree: PyTree) -> PyTree:
     return self.layout.split(tree) if self.layout else tree
 
-  def _join(self, tree: Tree) -> Tree:
+  def _join(self, tree: PyTree) -> PyTree:
     return self.layout.join(tree) if self.layout else tree
 
   def _describe(self, fragment: Fragment) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ class Streaming:
 
 
 def streaming(
-  params_M: Tree,
+  params_M: PyTree,
   *,
   sync_every: int,
   fragments: Fragments = None,
@@ -230,7 +230,7 @@ def streaming(
   return Streaming(plan, layout)
 
 
-def replicate(params: Tree, replicas: int, mesh: Mesh | None = None) -> Tree:
+def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree:
   """Copies one model's parameters to M replicas: leaves (...) become (M, ...).
 
   Args:
@@ -297,7 +297,7 @@ def _fields(group: str, values: Any) -> dict[str, Any]:
   return {f"{group}.{name}": x for name, x in dataclasses.asdict(values).items()}
 
 
-def _replicas(params_M: Tree) -> int:
+def _replicas(params_M: PyTree) -> int:
   """Returns M, the first axis of every leaf."""
   found = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
   if len(found) != 1 or not min(found):
@@ -308,7 +308,7 @@ def _replicas(params_M: Tree) -> int:
   return found.pop()
 
 
-def _mesh_of(params_M: Tree) -> Mesh:
+def _mesh_of(params_M: PyTree) -> Mesh:
   """Returns the mesh of the parameters; one device becomes a mesh of 1 x 1."""
   sharding = getattr(jax.tree.leaves(params_M)[0], "sharding", None)
   if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

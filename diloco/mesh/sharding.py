@@ -21,11 +21,11 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.config import Config
 from diloco.spec import shapes
+from diloco.util.types import PyTree
 
 REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
 
-Tree = Any
 Lead = tuple[str | None, ...]
 
 
@@ -72,7 +72,7 @@ def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
   return P() if axis is None else P(*[None] * axis, FSDP)
 
 
-def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
+def specs(tree: PyTree, mesh: Mesh, lead: Lead = ()) -> PyTree:
   """Returns the partition specs of a tree shaped like parameters.
 
   Args:
@@ -86,7 +86,7 @@ def specs(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
   return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def shardings(tree: Tree, mesh: Mesh, lead: Lead = ()) -> Tree:
+def shardings(tree: PyTree, mesh: Mesh, lead: Lead = ()) -> PyTree:
   """Returns `specs` as NamedShardings."""
   return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh, lead))
 
@@ -121,19 +121,19 @@ def local_parts(x: jax.Array) -> np.ndarray:
   return whole
 
 
-def with_lead(places: Tree, lead: Lead) -> Tree:
+def with_lead(places: PyTree, lead: Lead) -> PyTree:
   """Turns NamedShardings of tensors without a lead into those with the lead."""
   return jax.tree.map(lambda at: NamedSharding(at.mesh, P(*lead, *at.spec)), places)
 
 
-def structs(tree: Tree, places: Tree) -> Tree:
+def structs(tree: PyTree, places: PyTree) -> PyTree:
   """Describes arrays as ShapeDtypeStructs with the given shardings."""
   return jax.tree.map(
     lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), tree, places
   )
 
 
-def abstract(parameters: shapes.Shapes, dtype: str) -> Tree:
+def abstract(parameters: shapes.Shapes, dtype: str) -> PyTree:
   """Describes parameters as ShapeDtypeStructs, from their shapes and dtype."""
   return jax.tree.map(
     lambda shape: jax.ShapeDtypeStruct(shape, dtype),

@@ -6,7 +6,6 @@ all hold the same outer state, and float32 values cross only to newcomers.
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.mesh import sharding
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 def apply(
@@ -25,11 +23,11 @@ def apply(
   p: int,
   sites: int,
   fsdp: int,
-  theta: Tree,
-  opt_state: Tree,
+  theta: PyTree,
+  opt_state: PyTree,
   payloads: Mapping[int, bytes],
   tokens: Mapping[int, int],
-) -> tuple[Tree, Tree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
   Args:
@@ -73,7 +71,7 @@ def digests(state: OuterState) -> list[int]:
   return [digest(*parts) for parts in zip(state.theta, state.opt_state)]
 
 
-def digest(theta: Tree, opt_state: Tree) -> int:
+def digest(theta: PyTree, opt_state: PyTree) -> int:
   """Returns the CRC-32 of a fragment's outer state."""
   sum_ = 0
   for leaf in jax.tree.leaves((theta, opt_state)):
@@ -81,15 +79,15 @@ def digest(theta: Tree, opt_state: Tree) -> int:
   return sum_
 
 
-def to_bytes(thetas: Sequence[Tree], opt_states: Sequence[Tree]) -> bytes:
+def to_bytes(thetas: Sequence[PyTree], opt_states: Sequence[PyTree]) -> bytes:
   """Writes the outer state of all fragments, in the order of the flattened trees."""
   leaves = jax.tree.leaves((list(thetas), list(opt_states)))
   return b"".join(_host(leaf).tobytes() for leaf in leaves)
 
 
 def from_bytes(
-  data: bytes, thetas: Sequence[Tree], opt_states: Sequence[Tree]
-) -> tuple[list[Tree], list[Tree]]:
+  data: bytes, thetas: Sequence[PyTree], opt_states: Sequence[PyTree]
+) -> tuple[list[PyTree], list[PyTree]]:
   """Reads what `to_bytes` has written.
 
   Args:

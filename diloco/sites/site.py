@@ -28,8 +28,7 @@ from diloco.sites import outer_state, security
 from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed, Link, Welcome
 from diloco.sites.shared_link import SharedLink
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 @dataclasses.dataclass
@@ -74,7 +73,7 @@ class Site:
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
     # Rounds that this site has sent, not yet merged: the compressor state before each.
-    self._pending = dict[int, Tree]()
+    self._pending = dict[int, PyTree]()
     self._ready = False
     # A thread updates the outer state while the devices train; see `_send`.
     self._thread = futures.ThreadPoolExecutor(1, "outer-step")
@@ -318,7 +317,7 @@ class Site:
     return dataclasses.replace(state, outer=outer)
 
   def _outer_step(
-    self, plan: Plan, number: int, theta: Tree, opt_state: Tree
+    self, plan: Plan, number: int, theta: PyTree, opt_state: PyTree
   ) -> tuple[Closed, tuple]:
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
@@ -429,7 +428,7 @@ def make_site(
   return Site(c, index, SharedLink(link, peers), peers)
 
 
-def _with_codec_state(outer: OuterState, p: int, codec_state: Tree) -> OuterState:
+def _with_codec_state(outer: OuterState, p: int, codec_state: PyTree) -> OuterState:
   """Replaces the compressor state of fragment p."""
   states = list(outer.codec_state)
   states[p] = codec_state

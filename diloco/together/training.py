@@ -44,9 +44,8 @@ from diloco.processes.peers import Peers, say
 from diloco.processes.stop import end_on_signal
 from diloco.session import Run, Session
 from diloco.train import loop
+from diloco.util.types import PyTree
 from diloco.wire.ledger import Ledger
-
-Tree = Any
 
 
 class Numbers(NamedTuple):
@@ -75,7 +74,7 @@ class Together(Wrapper):
   c: Config
   numbers: Numbers
 
-  def init(self, seed: Any = None, params: Tree | None = None) -> TrainState:
+  def init(self, seed: Any = None, params: PyTree | None = None) -> TrainState:
     del seed
     return jax.vmap(lambda seed: self.method.init(seed, params))(self.numbers.seed)
 
@@ -126,15 +125,15 @@ class Together(Wrapper):
 
 @functools.partial(jax.jit, static_argnames=("c", "averaged"), donate_argnums=(0, 1))
 def inner_together(
-  params: Tree,
-  opt_state: Tree,
+  params: PyTree,
+  opt_state: PyTree,
   tokens: jax.Array,
-  trainable: Tree | None,
+  trainable: PyTree | None,
   tuned: Tuned,
   *,
   c: Config,
   averaged: bool = False,
-) -> tuple[Tree, Tree, InnerMetrics]:
+) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Maps `inner_step` over the runs, which all train the same layers."""
   one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c, averaged=averaged)
   in_turn = lambda *args: jax.lax.map(lambda args: one(*args), args)

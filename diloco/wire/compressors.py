@@ -9,7 +9,7 @@ Letters: N layers of S values, in rows of R; per layer K kept values, or K block
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,15 @@ from jax import Array
 
 from diloco.spec import formats, sizes
 from diloco.spec.fields import WireConfig
+from diloco.util.types import PyTree
 from diloco.wire import bins
 from diloco.wire import codes as codes_lib
-
-Tree = Any
 
 
 class Encode(Protocol):
   def __call__(
-    self, wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array
-  ) -> tuple[Array, Tree]: ...
+    self, wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+  ) -> tuple[Array, PyTree]: ...
 
 
 class Decode(Protocol):
@@ -50,7 +49,7 @@ class Compressor(NamedTuple):
   encode: Encode
   decode: Decode
   size: sizes.Size
-  init: Callable[[Array], Tree] = lambda x: ()
+  init: Callable[[Array], PyTree] = lambda x: ()
 
 
 COMPRESSORS: dict[str, Compressor] = {}
@@ -117,7 +116,7 @@ def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
   return jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
 
 
-def quantize(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
+def quantize(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array):
   """Codes every value, with one scale byte per block (2501.18512, section 2.4).
 
   A block is `block_size` consecutive values of one layer's tensor; the last block of a
@@ -126,7 +125,7 @@ def quantize(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
   return _quantize(wire, x_NxS, row, key), state
 
 
-def topk(wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array):
+def topk(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array):
   """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
   With the bytes of 4-bit codes, that paper finds this significantly worse than codes.
@@ -159,7 +158,7 @@ def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int):
 
 
 def random(
-  wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array, rescale=False
+  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array, rescale=False
 ):
   """Keeps a random subset of the values in each layer (FedDropout, figure 11).
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from diloco.spec.fields import WireConfig
-from diloco.wire.compressors import COMPRESSORS, Compressor, Tree
+from diloco.util.types import PyTree
+from diloco.wire.compressors import COMPRESSORS, Compressor
 
 
 def compressor_of(wire: WireConfig) -> Compressor:
@@ -32,12 +33,12 @@ def compressor_of(wire: WireConfig) -> Compressor:
 def wrap(compressor: Compressor, beta: float) -> Compressor:
   """Adds error feedback; a state is the pair (state of the compressor, error)."""
 
-  def init(x: Array) -> tuple[Tree, Array]:
+  def init(x: Array) -> tuple[PyTree, Array]:
     return compressor.init(x), jnp.zeros_like(x)
 
   def encode(
-    wire: WireConfig, x_NxS: Array, state: Tree, row: int, key: Array
-  ) -> tuple[Array, Tree]:
+    wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+  ) -> tuple[Array, PyTree]:
     state, error_NxS = state
     error_NxS = beta * error_NxS + x_NxS
     code, state = compressor.encode(wire, error_NxS, state, row, key)

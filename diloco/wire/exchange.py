@@ -20,9 +20,8 @@ from jax.sharding import PartitionSpec as P
 from diloco.mesh.sharding import FSDP, REPLICA, Lead, key, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
+from diloco.util.types import PyTree
 from diloco.wire.error_feedback import compressor_of
-
-Tree = Any
 
 
 def encoded(mesh: Mesh) -> NamedSharding:
@@ -35,7 +34,7 @@ def transmitted(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P(None, FSDP))
 
 
-def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
+def init_state(wire: WireConfig, delta_M: PyTree) -> PyTree:
   """Makes the first compressor state of every tensor of a fragment.
 
   Args:
@@ -49,8 +48,8 @@ def init_state(wire: WireConfig, delta_M: Tree) -> Tree:
 
 
 def encode(
-  wire: WireConfig, mesh: Mesh, delta_M: Tree, state_M: Tree, keys_M: jax.Array
-) -> tuple[jax.Array, Tree]:
+  wire: WireConfig, mesh: Mesh, delta_M: PyTree, state_M: PyTree, keys_M: jax.Array
+) -> tuple[jax.Array, PyTree]:
   """Encodes the outer gradients of all replicas; nothing is exchanged.
 
   Args:
@@ -65,7 +64,7 @@ def encode(
   """
   compressor, places = compressor_of(wire), specs(delta_M, mesh, (REPLICA,))
 
-  def one(delta: Tree, state: Tree, replica_key: jax.Array):
+  def one(delta: PyTree, state: PyTree, replica_key: jax.Array):
     """Returns codes and new state of this device's shard of one replica."""
     leaves, treedef = _flatten(delta)
     codes, states = [], []
@@ -96,8 +95,8 @@ def encode(
 
 
 def decode(
-  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: Tree, lead: Lead
-) -> Tree:
+  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: PyTree, lead: Lead
+) -> PyTree:
   """Decodes a payload to outer gradients; nothing is exchanged.
 
   Args:
@@ -139,7 +138,7 @@ def decode(
   return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, lead))
 
 
-def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
+def all_reduce(mesh: Mesh, delta_M: PyTree) -> PyTree:
   """Averages decoded outer gradients over the replicas (wire.exchange=psum).
 
   Args:
@@ -159,7 +158,7 @@ def all_reduce(mesh: Mesh, delta_M: Tree) -> Tree:
   )(delta_M)
 
 
-def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
+def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   """Decodes the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
   compressor = compressor_of(wire)
   leaves, treedef = _flatten(shards)
@@ -173,7 +172,7 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: Tree) -> Tree:
   return treedef.unflatten(out)
 
 
-def _flatten(tree: Tree) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any]:
   """Returns pairs (path, leaf), and the structure of the tree."""
   return jax.tree.flatten_with_path(tree)
 
