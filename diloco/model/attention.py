@@ -140,14 +140,24 @@ def _length_obstacle(name: str, length: int) -> str:
   return ""
 
 
-def _xla(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+def _xla(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segment_BxL: jax.Array | None,
+) -> jax.Array:
   mask = None if segment_BxL is None else _same_segment(segment_BxL)
   return jax.nn.dot_product_attention(
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
   )
 
 
-def _xla_for_cpu(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+def _xla_for_cpu(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segment_BxL: jax.Array | None,
+) -> jax.Array:
   """Computes `_xla` as XLA for CPU is fast at it: heads first, the queries scaled."""
   heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
   q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
@@ -171,14 +181,25 @@ def _same_segment(segment_BxL: jax.Array) -> jax.Array:
   return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
 
 
-def _cudnn(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL) -> jax.Array:
+def _cudnn(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segment_BxL: jax.Array | None,
+) -> jax.Array:
   assert segment_BxL is None
   return jax.nn.dot_product_attention(
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation="cudnn"
   )
 
 
-def _splash(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, segment_BxL, interpret) -> jax.Array:
+def _splash(
+  q_BxLxHxK: jax.Array,
+  k_BxLxHxK: jax.Array,
+  v_BxLxHxK: jax.Array,
+  segment_BxL: jax.Array | None,
+  interpret: bool,
+) -> jax.Array:
   # Takes 0.3 s to import.
   from jax.experimental.pallas.ops.tpu import splash_attention as splash
 

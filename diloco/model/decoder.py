@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import transformer
-from diloco.model.transformer import Place, by_sequence, linear, table
+from diloco.model.transformer import Cache, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
@@ -49,7 +49,9 @@ class Attention(nn.Module):
   batch_axes: tuple[str, ...] = ()
 
   @nn.compact
-  def __call__(self, x_BxLxD, cache, place: Place):
+  def __call__(
+    self, x_BxLxD: jax.Array, cache: Cache | None, place: Place
+  ) -> tuple[jax.Array, Cache | None]:
     m = self.m
     split = (*x_BxLxD.shape[:-1], m.num_heads, m.dim // m.num_heads)
     q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = (
@@ -70,7 +72,7 @@ class FeedForward(nn.Module):
   m: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BxLxD):
+  def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
     y_BxLxF = jax.nn.gelu(linear(self, "up", x_BxLxD, self.m.ff_dim))
     return linear(self, "down", y_BxLxF, self.m.dim)
 
@@ -87,13 +89,13 @@ class Embed(nn.Module):
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
 
-  def setup(self):
+  def setup(self) -> None:
     m = self.m
     self.tokens_VxD = table(self, "tokens", m.vocab_size)
     self.positions_LxD = table(self, "positions", m.seq_len)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL, place: Place):
+  def __call__(self, ids_BxL: jax.Array, place: Place) -> jax.Array:
     dtype = jnp.dtype(self.m.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
@@ -106,7 +108,7 @@ class Embed(nn.Module):
     x_BxLxD += positions.astype(dtype)
     return by_sequence(self, x_BxLxD)
 
-  def final_norm(self, x_BxLxD):
+  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
     return self.norm(x_BxLxD)
 
 

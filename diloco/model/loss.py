@@ -6,7 +6,6 @@ vocabulary.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def token_losses(
   """
   head_VxD = head_VxD.astype(x_BxLxD.dtype)
 
-  def losses(x_BxCxD, targets_BxC):
+  def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
     _, log_z_T, nll_T = _logits(x_BxCxD, head_VxD, targets_BxC, batch_axes)
     shape = targets_BxC.shape
     return nll_T.reshape(shape), jnp.square(log_z_T).reshape(shape)
@@ -87,9 +86,20 @@ def objective(
   return mean_objective(*losses, z_loss)
 
 
-def _forward(x_BxLxD, head_VxD, targets_BxL, z_loss, chunk, batch_axes):
+# Objective and mean cross entropy; their gradients for the hidden states and the head.
+WithGradients = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def _forward(
+  x_BxLxD: jax.Array,
+  head_VxD: jax.Array,
+  targets_BxL: jax.Array,
+  z_loss: float,
+  chunk: int,
+  batch_axes: Axes,
+) -> WithGradients:
   rest = (targets_BxL.size, z_loss, chunk, batch_axes)
-  local: Callable[..., Any] = functools.partial(_local, *rest)
+  local: Callable[..., WithGradients] = functools.partial(_local, *rest)
   if batch_axes:
     # Each shard sums its chunks; then one reduction sums the shards.
     one, rows = P(), P(batch_axes)
@@ -98,7 +108,15 @@ def _forward(x_BxLxD, head_VxD, targets_BxL, z_loss, chunk, batch_axes):
   return local(x_BxLxD, head_VxD, targets_BxL)
 
 
-def _local(tokens, z_loss, chunk, axes, x_BxLxD, head_VxD, targets_BxL):
+def _local(
+  tokens: int,
+  z_loss: float,
+  chunk: int,
+  axes: Axes,
+  x_BxLxD: jax.Array,
+  head_VxD: jax.Array,
+  targets_BxL: jax.Array,
+) -> WithGradients:
   """Returns the outputs and the gradients of `objective` for one shard of B.
 
   Args: as in `objective`, and `tokens`, the number of tokens of all shards.
@@ -106,7 +124,9 @@ def _local(tokens, z_loss, chunk, axes, x_BxLxD, head_VxD, targets_BxL):
   w_VxD = head_VxD.astype(x_BxLxD.dtype)
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-  def body(grad_DxV, args):
+  def body(
+    grad_DxV: jax.Array, args: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     x_BxCxD, targets_BxC = args
     logits_TxV, log_z_T, nll_T = _logits(x_BxCxD, w_VxD, targets_BxC)
     # d nll / d logits is p - onehot, and d log(Z)^2 / d logits is 2 log(Z) p.
@@ -130,7 +150,13 @@ def _local(tokens, z_loss, chunk, axes, x_BxLxD, head_VxD, targets_BxL):
   return (nll + z_loss * z2, nll), grads
 
 
-def _backward(z_loss, chunk, batch_axes, grads, cotangents):
+def _backward(
+  z_loss: float,
+  chunk: int,
+  batch_axes: Axes,
+  grads: tuple[jax.Array, jax.Array],
+  cotangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array | None, ...]:
   del z_loss, chunk, batch_axes
   scale, _ = cotangents
   return *((scale * g).astype(g.dtype) for g in grads), None
@@ -139,7 +165,9 @@ def _backward(z_loss, chunk, batch_axes, grads, cotangents):
 objective.defvjp(_forward, _backward)
 
 
-def _logits(x_BxCxD, w_VxD, targets_BxC, batch_axes: Axes = ()):
+def _logits(
+  x_BxCxD: jax.Array, w_VxD: jax.Array, targets_BxC: jax.Array, batch_axes: Axes = ()
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns float32 logits (T, V), log(Z) and -log p(target) (T,)."""
   # Two axes, because XLA for CPU is slow at the gradients of products with more.
   x_TxD, targets_T = x_BxCxD.reshape(-1, x_BxCxD.shape[-1]), targets_BxC.reshape(-1)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import transformer
-from diloco.model.transformer import Place, by_sequence, linear, table
+from diloco.model.transformer import Cache, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
@@ -56,7 +56,9 @@ class Attention(nn.Module):
   batch_axes: tuple[str, ...] = ()
 
   @nn.compact
-  def __call__(self, x_BxLxD, cache, place: Place):
+  def __call__(
+    self, x_BxLxD: jax.Array, cache: Cache | None, place: Place
+  ) -> tuple[jax.Array, Cache | None]:
     m = self.m
     heads = {"q": m.num_heads, "k": m.kv_heads, "v": m.kv_heads}
     q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = (
@@ -65,6 +67,7 @@ class Attention(nn.Module):
       )
       for name, count in heads.items()
     )
+    assert place.rotation is not None  # `Decoder.placed` has computed it.
     q_BxLxHxK = _rotated(_norm(m, "q_norm")(q_BxLxHxK), place.rotation)
     k_BxLxGxK = _rotated(_norm(m, "k_norm")(k_BxLxGxK), place.rotation)
     y_BxLxHxK, cache = transformer.attention(
@@ -80,7 +83,7 @@ class FeedForward(nn.Module):
   m: ModelConfig
 
   @nn.compact
-  def __call__(self, x_BxLxD):
+  def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
     gate_BxLxF = jax.nn.silu(linear(self, "gate", x_BxLxD, self.m.ff_dim))
     up_BxLxF = linear(self, "up", x_BxLxD, self.m.ff_dim)
     return linear(self, "down", gate_BxLxF * up_BxLxF, self.m.dim)
@@ -98,19 +101,19 @@ class Embed(nn.Module):
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
 
-  def setup(self):
+  def setup(self) -> None:
     m = self.m
     self.tokens_VxD = table(self, "tokens", m.vocab_size)
     if not m.tie_embeddings:
       self.head_VxD = table(self, "head", m.vocab_size)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL, place: Place):
+  def __call__(self, ids_BxL: jax.Array, place: Place) -> jax.Array:
     del place
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0)
     return by_sequence(self, x_BxLxD.astype(jnp.dtype(self.m.dtype)))
 
-  def final_norm(self, x_BxLxD):
+  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
     return self.norm(x_BxLxD)
 
 
@@ -131,7 +134,7 @@ class Decoder(transformer.Transformer):
     return place._replace(rotation=(jnp.cos(angles), jnp.sin(angles)))
 
 
-def _rotated(x_BxLxHxK: jax.Array, rotation) -> jax.Array:
+def _rotated(x_BxLxHxK: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
   """Rotates pairs of a head's first and second half by the angles of the positions."""
   cos, sin = rotation
   a, b = jnp.split(x_BxLxHxK.astype(jnp.float32), 2, axis=-1)

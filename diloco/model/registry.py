@@ -4,15 +4,16 @@ To add an architecture, write its functions in one file and `register` it.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from jax import Array
 
 from diloco.model import decoder, qwen3
+from diloco.model.transformer import Params
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
+from diloco.util.types import PyTree
 
-Params = dict[str, Any]
 Axes = tuple[str, ...]
 Position = int | Array
 
@@ -32,17 +33,17 @@ class Model(Protocol):
     self, m: ModelConfig, params: Params, tokens_BxL: Array, batch_axes: Axes = ()
   ) -> tuple[Array, Array]: ...
 
-  def init_cache(self, m: ModelConfig, batch: int) -> Any: ...
+  def init_cache(self, m: ModelConfig, batch: int) -> PyTree: ...
 
   def logits(
     self,
     m: ModelConfig,
     params: Params,
     ids_BxL: Array,
-    cache: Any,
+    cache: PyTree,
     start: Position,
     at: Position,
-  ) -> tuple[Array, Any]: ...
+  ) -> tuple[Array, PyTree]: ...
 
 
 MODELS: dict[str, Model] = {"decoder": decoder, "qwen3": qwen3}

@@ -10,6 +10,7 @@ from diloco.model import registry
 from diloco.model.registry import Params
 from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import BOS_ID, EOS_ID
+from diloco.util.types import PyTree
 
 
 def generate(
@@ -59,17 +60,32 @@ def generate(
   return new
 
 
+# How many tokens are drawn; these, int32 [L]; logits of the next, float32 [V]; cache.
+Carry = tuple[jax.Array | int, jax.Array, jax.Array, PyTree]
+
+
 @functools.partial(jax.jit, static_argnames=("m", "top_k"))
-def _extend(params, ids_1xC, known, room, temperature, key, drawn, *, m, top_k):
+def _extend(
+  params: Params,
+  ids_1xC: jax.Array,
+  known: jax.Array | int,
+  room: jax.Array | int,
+  temperature: jax.Array | float,
+  key: jax.Array,
+  drawn: jax.Array | int,
+  *,
+  m: ModelConfig,
+  top_k: int,
+) -> tuple[jax.Array | int, jax.Array]:
   """Draws up to `room` tokens after BOS and `known` prompt tokens; ends after EOS."""
   model = registry.get(m)
 
-  def more(carry):
+  def more(carry: Carry) -> jax.Array:
     i, out_L, _, _ = carry
     last = out_L[jnp.maximum(i - 1, 0)]
     return (i < room) & ((i == 0) | (last != EOS_ID))
 
-  def body(carry):
+  def body(carry: Carry) -> Carry:
     i, out_L, logits_V, cache = carry
     token = sample(logits_V, jax.random.fold_in(key, drawn + i), temperature, top_k)
     # The logits after the last token are computed too, but nothing uses them.
@@ -81,12 +97,14 @@ def _extend(params, ids_1xC, known, room, temperature, key, drawn, *, m, top_k):
   cache = model.init_cache(m, 1)
   logits_1xV, cache = model.logits(m, params, ids_1xC, cache, 0, known)
   out_L = jnp.zeros(m.seq_len, jnp.int32)
-  first = (0, out_L, logits_1xV[0], cache)
+  first: Carry = (0, out_L, logits_1xV[0], cache)
   count, out_L, _, _ = jax.lax.while_loop(more, body, first)
   return count, out_L
 
 
-def sample(logits_V: jax.Array, key: jax.Array, temperature, top_k: int) -> jax.Array:
+def sample(
+  logits_V: jax.Array, key: jax.Array, temperature: jax.Array | float, top_k: int
+) -> jax.Array:
   """Draws a token from softmax(logits / temperature) over the top_k most likely.
 
   Args:

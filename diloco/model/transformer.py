@@ -23,8 +23,9 @@ from diloco.model import loss
 from diloco.model.attention import attend
 from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import BOS_ID, EOS_ID
+from diloco.util.types import PyTree
 
-Params = dict[str, Any]
+Params = dict[str, PyTree]
 Cache = dict[str, jax.Array]
 
 
@@ -38,7 +39,7 @@ class Place(NamedTuple):
     rotation: cosines and sines of the positions, for architectures that rotate.
   """
 
-  start: Any = None
+  start: jax.Array | int | None = None
   segment_BxL: jax.Array | None = None
   position_BxL: jax.Array | None = None
   rotation: tuple[jax.Array, jax.Array] | None = None
@@ -51,8 +52,8 @@ class Block(nn.Module):
   new cache, as the block does. `FeedForward`, a module, takes x_BxLxD.
   """
 
-  Attention: ClassVar[type[Any]]
-  FeedForward: ClassVar[type[Any]]
+  Attention: ClassVar[type[nn.Module]]
+  FeedForward: ClassVar[type[nn.Module]]
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
 
@@ -62,7 +63,9 @@ class Block(nn.Module):
     raise NotImplementedError
 
   @nn.compact
-  def __call__(self, x_BxLxD, cache, place: Place):
+  def __call__(
+    self, x_BxLxD: jax.Array, cache: Cache | None, place: Place
+  ) -> tuple[jax.Array, Cache | None]:
     m = self.m
     y_BxLxD, cache = self.Attention(m, self.batch_axes, name="attention")(
       self.norm(m, "attention_norm")(x_BxLxD), cache, place
@@ -83,7 +86,7 @@ class Transformer(nn.Module):
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()
 
-  def setup(self):
+  def setup(self) -> None:
     self.embed: Any = self.Embed(self.m, self.batch_axes)
     policy = {"dots": jax.checkpoint_policies.dots_saveable}.get(self.m.remat)
     remat = functools.partial(nn.remat, prevent_cse=False, policy=policy)
@@ -98,7 +101,12 @@ class Transformer(nn.Module):
     )
     self.blocks = stack(self.m, self.batch_axes)
 
-  def __call__(self, ids_BxL, cache=None, start=None):
+  def __call__(
+    self,
+    ids_BxL: jax.Array,
+    cache: Cache | None = None,
+    start: jax.Array | int | None = None,
+  ) -> tuple[jax.Array, Cache | None]:
     """Computes the hidden states.
 
     Args:
@@ -172,7 +180,13 @@ def objective(
   return loss.objective(x_BxLxD, head_VxD, tokens_BxL, m.z_loss, chunk, batch_axes)
 
 
-def _before_loss(module, m: ModelConfig, params: Params, tokens_BxL, batch_axes):
+def _before_loss(
+  module: type[Transformer],
+  m: ModelConfig,
+  params: Params,
+  tokens_BxL: jax.Array,
+  batch_axes: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array, int]:
   """Returns hidden states, head and the loss's chunk."""
   ids_BxL = jnp.pad(tokens_BxL[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
   x_BxLxD, _ = module(m, batch_axes).apply({"params": params}, ids_BxL)
@@ -237,8 +251,14 @@ def _documents(ids_BxL: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def attention(
-  m: ModelConfig, q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, cache, place: Place, batch_axes
-):
+  m: ModelConfig,
+  q_BxLxHxK: jax.Array,
+  k_BxLxGxK: jax.Array,
+  v_BxLxGxK: jax.Array,
+  cache: Cache | None,
+  place: Place,
+  batch_axes: tuple[str, ...],
+) -> tuple[jax.Array, Cache | None]:
   """Computes causal self-attention, over the cache if there is one.
 
   Returns:
@@ -248,6 +268,7 @@ def attention(
     segment_BxL = place.segment_BxL
     return attend(m, q_BxLxHxK, k_BxLxGxK, v_BxLxGxK, segment_BxL, batch_axes), None
   start, length = place.start, q_BxLxHxK.shape[1]
+  assert start is not None  # There is a cache.
   cache = {
     "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k_BxLxGxK, start, 1),
     "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v_BxLxGxK, start, 1),
@@ -259,14 +280,14 @@ def attention(
   return y, cache
 
 
-def by_sequence(module: Any, x_BxLxD: jax.Array) -> jax.Array:
+def by_sequence(module: nn.Module, x_BxLxD: jax.Array) -> jax.Array:
   """Keeps activations sharded like the batch."""
   if not module.batch_axes:
     return x_BxLxD
   return jax.lax.with_sharding_constraint(x_BxLxD, P(module.batch_axes))
 
 
-def linear(module: Any, name: str, x: jax.Array, features: int) -> jax.Array:
+def linear(module: nn.Module, name: str, x: jax.Array, features: int) -> jax.Array:
   """Computes x @ W, W (in, out) cast to x's dtype; there is no bias."""
   kernel = module.param(
     name,
@@ -279,7 +300,7 @@ def linear(module: Any, name: str, x: jax.Array, features: int) -> jax.Array:
   return y.reshape(*x.shape[:-1], features)
 
 
-def table(module: Any, name: str, rows: int) -> jax.Array:
+def table(module: nn.Module, name: str, rows: int) -> jax.Array:
   """Makes an embedding (rows, D); each row has an expected norm of one."""
   m = module.m
   init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
