@@ -1,14 +1,12 @@
 """Makes a plan: chooses, once, the form of every part of the outer step."""
 
-from collections.abc import Callable
-
 from jax.sharding import Mesh
 
 from diloco.algorithm import fused, outer
 from diloco.algorithm.diagnostics import DiagnosedPlan
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
 from diloco.algorithm.placement import Placement, make_placement
-from diloco.algorithm.plan import Form, Plan
+from diloco.algorithm.plan import Form, OuterStep, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
 from diloco.spec import plugins, shapes
@@ -31,7 +29,7 @@ def build_plan(
   transport: str = "device",
   offload: bool = False,
   own_outer: bool = False,
-  step: Callable | None = None,
+  step: OuterStep | None = None,
   diagnostics_every: int = 0,
 ) -> Plan:
   """Makes a plan.

@@ -1,9 +1,8 @@
 """What is measured at every sync: norms, coding errors, cosine similarities."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -13,8 +12,9 @@ from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-# Metrics of a sync by name. Hosts measure some of them with NumPy.
-Metrics = dict[str, Any]
+# Hosts measure some metrics of a sync with NumPy.
+Metric = jax.Array | np.ndarray | np.generic
+Metrics = dict[str, Metric]  # By name.
 
 
 def of_send(

@@ -79,7 +79,7 @@ def send(
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[jax.Array, PyTree, dict[str, jax.Array]]:
+) -> tuple[jax.Array, PyTree, metrics.Metrics]:
   """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
   Args:
@@ -113,7 +113,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, metrics.Metrics]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
   Args:
@@ -182,7 +182,7 @@ def merge(
 ) -> PyTree:
   """Line 12: theta_m <- alpha theta_m + (1 - alpha) theta if mask_M[m], bool [M]."""
 
-  def mix(x_M, t):
+  def mix(x_M: jax.Array, t: jax.Array) -> jax.Array:
     mixed = alpha * x_M.astype(jnp.float32) + (1 - alpha) * t if alpha else t
     mask = mask_M.reshape(-1, *[1] * (t.ndim - 1))
     return jnp.where(mask, mixed.astype(x_M.dtype), x_M)

@@ -6,8 +6,8 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,22 @@ from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 from diloco.wire.transport import Transport
+
+if TYPE_CHECKING:
+  from diloco.algorithm.state import Event, OuterState
+
+
+class OuterStep(Protocol):
+  """Lines 6 to 12 of Algorithm 2: `outer.outer_step`, or that of a later paper."""
+
+  def __call__(
+    self,
+    plan: "Plan",
+    t: int,
+    params_M: PyTree,
+    state: "OuterState",
+    last_send: int | None = None,
+  ) -> tuple[PyTree, "OuterState", list["Event"]]: ...
 
 
 class Form(NamedTuple):
@@ -84,7 +100,7 @@ class Plan:
   placement: Placement
   transport: Transport
   form: Form
-  step: Callable[..., tuple[PyTree, Any, list]]
+  step: OuterStep
 
   @property
   def replicas(self) -> int:
@@ -151,7 +167,7 @@ class Plan:
     there = exchange.transmitted(self.mesh)
     return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)
 
-  def kind(self, p: int) -> dict:
+  def kind(self, p: int) -> dict[str, Any]:
     """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
     return {"keys": tuple(self.shapes[p]), "each": self.own_outer, **present}

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import flax.struct
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.algorithm import fragments, optimizers
+from diloco.algorithm.metrics import Metric
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.config import Config
@@ -22,6 +23,10 @@ from diloco.spec import shapes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import exchange
+
+T = TypeVar("T")
+# A fragment's theta, opt_state and codec_state, or what describes them.
+Parts = tuple[PyTree, PyTree, PyTree]
 
 
 @flax.struct.dataclass
@@ -43,7 +48,7 @@ class OuterState:
   theta: tuple[PyTree, ...]
   opt_state: tuple[PyTree, ...]
   codec_state: tuple[PyTree, ...]
-  in_flight: dict[str, Any]
+  in_flight: dict[str, PyTree]
 
   def after_send(
     self,
@@ -104,7 +109,7 @@ class Event:
   fragment: int | str
   step: int
   sent: int
-  metrics: dict[str, Any]
+  metrics: Mapping[str, Metric]
 
 
 def init_state(
@@ -244,7 +249,7 @@ def _init_fragment(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> Parts:
   """Makes the first theta, opt_state and codec_state of a fragment.
 
   Args:
@@ -261,7 +266,7 @@ def _init_fragment(
   return jax.lax.with_sharding_constraint(state, places)
 
 
-def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tuple:
+def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh, each: bool) -> Parts:
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   if each:
@@ -275,13 +280,11 @@ def _outer_shardings(state: tuple, outer: Outer, mesh: Mesh, each: bool) -> tupl
   return theta_at, opt_at, codec_at
 
 
-def _outer_state(
-  parts: list[tuple[PyTree, PyTree, PyTree]], in_flight: dict[str, Any]
-) -> OuterState:
+def _outer_state(parts: list[Parts], in_flight: dict[str, PyTree]) -> OuterState:
   """Joins theta, opt_state and codec_state of each fragment."""
   thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
   return OuterState(thetas, opt_states, codec_states, in_flight)
 
 
-def _with(items: tuple, index: int, item) -> tuple:
+def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
   return (*items[:index], item, *items[index + 1 :])

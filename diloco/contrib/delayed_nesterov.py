@@ -64,11 +64,13 @@ def delayed_nesterov(
   if not 0 <= activation <= 1 / every:
     raise ValueError(f"activation is {activation}, but must lie in 0..1 / every")
 
-  def init(params):
+  def init(params: PyTree) -> DelayedNesterovState:
     zeros = optax.tree.zeros_like
     return DelayedNesterovState(jnp.zeros((), jnp.int32), zeros(params), zeros(params))
 
-  def update(updates, state, params=None):
+  def update(
+    updates: PyTree, state: DelayedNesterovState, params: PyTree | None = None
+  ) -> tuple[PyTree, DelayedNesterovState]:
     is_last = (state.syncs + 1) % every == 0
     share = jnp.where(is_last, 1 - (every - 1) * activation, activation)
     total = jax.tree.map(jnp.add, state.total, updates)

@@ -17,7 +17,7 @@ times fewer bytes than data-parallel.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import Count
-from diloco.spec.plugins import Average
+from diloco.spec.plugins import Average, Call
 from diloco.spec.shapes import Shapes, num_params
 from diloco.util.types import PyTree
 
@@ -94,14 +94,15 @@ class DesLoc(plugins.Extension):
     opt_state, values = average(plan, state.opt_state, kind)
     return dataclasses.replace(state, opt_state=opt_state), values
 
-  def programs(self, c: Config, plan: Plan, state: TrainState):
+  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
     leaves = jax.tree.leaves(state.opt_state)
     for kind in self.averages(c):
       due = moments_of(plan, state.opt_state, kind)
       arrays = [leaves[moment.leaf] for moment in due]
       places = tuple(moment.place for moment in due)
       kwargs = {"places": places, "mesh": plan.mesh}
-      yield kind, {"inner optimizer": arrays}, replica_means, (arrays,), kwargs
+      held = {"inner optimizer": arrays}
+      yield Call(kind, held, replica_means, (arrays,), kwargs)
 
 
 plugins.register("des_loc", DesLoc)

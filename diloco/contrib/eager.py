@@ -21,7 +21,7 @@ without overlap, and 3.01 if the mean of all replicas is simply applied a round 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,16 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm.fragments import one_of
-from diloco.algorithm.metrics import norms
+from diloco.algorithm.metrics import Metrics, norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import Plan
+from diloco.algorithm.plan import OuterStep, Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.config import Config
 from diloco.contrib.own_outer import NEEDS, step_each
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
-from diloco.spec.plugins import Rule
+from diloco.spec.plugins import Call, Rule
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
@@ -77,10 +77,10 @@ class Eager(plugins.Extension):
   def own_outer(self, c: Config) -> bool:
     return self.on
 
-  def outer_step(self, c: Config) -> Callable | None:
+  def outer_step(self, c: Config) -> OuterStep | None:
     return outer_step if self.on else None
 
-  def programs(self, c: Config, plan: Plan, state: TrainState):
+  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
     if not self.on:
       return
     p = plan.largest
@@ -89,12 +89,12 @@ class Eager(plugins.Extension):
     kind, payload = {"wire": plan.wire, "mesh": plan.mesh}, plan.payload(p)
     held = {"parameters": params, "outer parameters": theta}
     key = jax.eval_shape(lambda: jax.random.key(0))
-    args: tuple = (params, theta, codec, layers, key)
-    yield "send", held | {"compressor": codec}, plan.form.send, args, kind
+    args: tuple[PyTree, ...] = (params, theta, codec, layers, key)
+    yield Call("send", held | {"compressor": codec}, plan.form.send, args, kind)
     late = plan.transmitted(p)
     held |= {"outer optimizer": opt_state, "in flight": late}
     args = (params, theta, opt_state, late, payload, layers, plan.tuned)
-    yield "update", held, update, args, kind | {"outer": plan.outer}
+    yield Call("update", held, update, args, kind | {"outer": plan.outer})
 
 
 plugins.register("eager", Eager)
@@ -124,7 +124,7 @@ def update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, PyTree, Metrics]:
   """Steps the outer optimizer of every replica, which goes on from the result.
 
   Args:
@@ -155,7 +155,7 @@ def update(
   params_M, state, updates_M = step_each(
     params_M, state, grads_M, layers, tuned, outer, mesh
   )
-  metrics = {
+  metrics: Metrics = {
     "outer_grad_mean_norm": norms(grads_M).mean(),
     "outer_update_norm": norms(updates_M).mean(),
   }

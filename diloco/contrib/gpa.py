@@ -17,7 +17,7 @@ validation loss, for Llama models of 160M, 1B and 8B parameters. GPA trains one 
 so `algorithm` must be data_parallel.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class GPAState(NamedTuple):
     mu_y: weight of x in y, float32 [].
   """
 
-  base: Any
+  base: PyTree
   z: PyTree
   mu_y: jax.Array
 
@@ -68,12 +68,14 @@ def gpa(
     )
   adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
 
-  def init(params):
+  def init(params: PyTree) -> GPAState:
     # A copy, because both are donated.
     z = jax.tree.map(jnp.copy, params)
     return GPAState(adamw.init(params), z, jnp.float32(mu_y))
 
-  def update(updates, state, params):
+  def update(
+    updates: PyTree, state: GPAState, params: PyTree
+  ) -> tuple[PyTree, GPAState]:
     steps, base = adamw.update(updates, state.base, state.z)
     z = optax.apply_updates(state.z, steps)
     x = jax.tree.map(lambda x, z: mu_x * x + (1 - mu_x) * z, _x(state, params), z)

@@ -22,6 +22,7 @@ convergence up to 4% faster than DiLoCo's, and a sync estimated ten times faster
 few hundred replicas.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -31,7 +32,7 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm.fragments import as_merged, take
-from diloco.algorithm.metrics import norms
+from diloco.algorithm.metrics import Metrics, norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
@@ -41,7 +42,7 @@ from diloco.contrib.own_outer import NEEDS, step_each
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
-from diloco.spec.plugins import Exchange, Rule
+from diloco.spec.plugins import Call, Exchange, Rule
 from diloco.util.types import PyTree
 
 
@@ -70,7 +71,7 @@ def update(
   *,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array], dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, PyTree, Metrics, Metrics]:
   """Exchanges a fragment in pairs, and steps the outer optimizer of every replica.
 
   Args:
@@ -89,13 +90,15 @@ def update(
   peers_M = peers_of(own_M, key, mesh)
   grad = lambda t_M, own_M, peer_M: t_M - (own_M + peer_M) / 2
   grads_M = jax.tree.map(grad, merged_M, own_M, peers_M)
-  sent = {"outer_grad_norm": norms(jax.tree.map(jnp.subtract, merged_M, own_M))}
+  sent: Metrics = {
+    "outer_grad_norm": norms(jax.tree.map(jnp.subtract, merged_M, own_M))
+  }
   state = (theta_M, opt_state_M)
   params_M, state, updates_M = step_each(
     params_M, state, grads_M, layers, tuned, outer, mesh
   )
   # One value per replica: a mean over the replicas would be one more exchange.
-  metrics = {
+  metrics: Metrics = {
     "outer_grad_mean_norm": norms(grads_M),
     "outer_update_norm": norms(updates_M),
   }
@@ -149,14 +152,15 @@ def outer_step(
   return params_M, state, events
 
 
-def programs(c: Config, plan: Plan, state: TrainState):
+def programs(c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
   """Yields the program of a sync, for the dry run; see `Extension.programs`."""
   p, params, outer = plan.largest, state.params, state.outer
   theta, opt_state = outer.theta[p], outer.opt_state[p]
   key = jax.eval_shape(lambda: jax.random.key(0))
   held = {"outer parameters": theta, "outer optimizer": opt_state, "parameters": params}
   args = (params, theta, opt_state, plan.layers[p], key, plan.tuned)
-  yield "update", held, update, args, {"outer": plan.outer, "mesh": plan.mesh}
+  kwargs = {"outer": plan.outer, "mesh": plan.mesh}
+  yield Call("update", held, update, args, kwargs)
 
 
 class NoLoCo(plugins.Extension):

@@ -59,10 +59,10 @@ def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array
   x_M = x_M if weights_M is None else present(x_M, weights_M)
   axes = tuple(range(lead, x_M.ndim))
 
-  def norm(x):
+  def norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.square(x).sum(axes, keepdims=True))
 
-  def direction(x):
+  def direction(x: jax.Array) -> jax.Array:
     length = norm(x)
     return x / jnp.where(length > 0, length, 1)
 

@@ -18,8 +18,8 @@ perplexity 14% lower than DiLoCo's.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, sizes
 from diloco.spec.fields import Positive, Share
-from diloco.spec.plugins import Average
+from diloco.spec.plugins import Average, Call
 from diloco.spec.shapes import Shapes, leaves, parameters, shard
 from diloco.util.types import PyTree
 
@@ -71,11 +71,12 @@ class Sparta(plugins.Extension):
     values = count(self.share, plan.parameters, plan.mesh.shape[FSDP])
     return dataclasses.replace(state, params=params), values
 
-  def programs(self, c: Config, plan: Plan, state: TrainState):
+  def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
     if self.share:
       key = jax.eval_shape(lambda: jax.random.key(0))
       kwargs = {"share": self.share, "mesh": plan.mesh}
-      yield KIND, {"parameters": state.params}, average, (state.params, key), kwargs
+      held = {"parameters": state.params}
+      yield Call(KIND, held, average, (state.params, key), kwargs)
 
 
 plugins.register("sparta", Sparta)
@@ -107,7 +108,7 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
 
   def local(params_M: PyTree, key: jax.Array) -> PyTree:
     leaves, structure = jax.tree.flatten_with_path(params_M)
-    layers, drawn = list[jax.Array](), list[Any]()
+    layers, drawn = list[jax.Array](), list[tuple[slice, jax.Array, jax.Array]]()
     is_place = lambda x: isinstance(x, P)
     for i, ((path, x_M), place) in enumerate(
       zip(leaves, jax.tree.leaves(places, is_leaf=is_place))

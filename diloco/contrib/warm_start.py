@@ -17,7 +17,6 @@ their code raises the outer rate along a line for another tenth, and lowers rate
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -30,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import optimizers, outer
 from diloco.algorithm.fragments import take
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import Plan
+from diloco.algorithm.plan import OuterStep, Plan
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
 from diloco.config.rules import OFF
@@ -61,7 +60,7 @@ class WarmStart(plugins.Extension):
   def updates_early(self, c: Config) -> bool:
     return self.momentum
 
-  def outer_step(self, c: Config) -> Callable | None:
+  def outer_step(self, c: Config) -> OuterStep | None:
     return partial(outer_step, momentum=self.momentum) if self.steps else None
 
 

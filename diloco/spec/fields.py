@@ -11,7 +11,7 @@ The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from diloco.spec import schedule
 from diloco.spec.plugins import EXCHANGES, EXTENSIONS, Average, Extension, Group
@@ -558,7 +558,7 @@ class Config:
     final, fragments = int(self.outer.final_sync), range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
 
-  def to_dict(self) -> dict:
+  def to_dict(self) -> dict[str, Any]:
     """Returns nested dicts, which json can write; tuples stay tuples."""
     core = dataclasses.asdict(dataclasses.replace(self, extensions=()))
     del core["extensions"]

@@ -10,11 +10,37 @@ import dataclasses
 import importlib
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from diloco.errors import ConfigError
+from diloco.util.types import PyTree
+
+if TYPE_CHECKING:
+  from diloco.spec.fields import Config
 
 CONTRIB = "diloco.contrib"
+
+# Lines 6 to 12, with the arguments of `outer.outer_step`; returns the parameters, the
+# outer state and the events. `algorithm.plan.OuterStep` has the types, which need JAX.
+OuterStep: TypeAlias = Callable[..., tuple[PyTree, PyTree, list[Any]]]
+
+
+class Call(NamedTuple):
+  """A call of a jitted function, for the dry run.
+
+  Attributes:
+    name: of the program.
+    held: {part of the state: its arrays that are arguments}.
+    function: the jitted function; none is known here, because this file needs no JAX.
+    args: its arguments.
+    kwargs: its keyword arguments.
+  """
+
+  name: str
+  held: Mapping[str, PyTree]
+  function: Any
+  args: tuple[PyTree, ...]
+  kwargs: Mapping[str, object]
 
 
 class Rule(NamedTuple):
@@ -29,9 +55,9 @@ class Rule(NamedTuple):
   """
 
   field: str
-  choice: Any
+  choice: object
   reason: str
-  needs: Mapping[str, tuple]
+  needs: Mapping[str, tuple[object, ...]]
 
 
 class Average(NamedTuple):
@@ -59,8 +85,8 @@ class Exchange(NamedTuple):
 
   copies: Callable[[int], float]
   own_outer: bool = False
-  outer_step: Callable | None = None
-  programs: Callable | None = None
+  outer_step: OuterStep | None = None
+  programs: Callable[..., Iterable[Call]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,40 +100,40 @@ class Extension:
     """Returns other fields that follow from these; v has all fields by name."""
     return {}
 
-  def check(self, c: Any) -> None:
+  def check(self, c: "Config") -> None:
     """Refuses what `RULES` cannot say.
 
     Raises:
       ConfigError: the fields cannot work.
     """
 
-  def effects(self, c: Any) -> dict[str, tuple[bool, str]]:
+  def effects(self, c: "Config") -> dict[str, tuple[bool, str]]:
     """Returns {field: (whether it does nothing, why)}; such fields are refused."""
     return {}
 
-  def joint_steps(self, c: Any) -> int:
+  def joint_steps(self, c: "Config") -> int:
     """Counts the first steps, in which replicas average gradients and stay equal."""
     return 0
 
-  def updates_early(self, c: Any) -> bool:
+  def updates_early(self, c: "Config") -> bool:
     """Returns whether the outer optimizer is updated in the joint steps, too."""
     return True
 
-  def whole_round(self, c: Any) -> bool:
+  def whole_round(self, c: "Config") -> bool:
     """Returns whether an exchange takes a whole round of H steps."""
     return False
 
-  def own_outer(self, c: Any) -> bool:
+  def own_outer(self, c: "Config") -> bool:
     """Returns whether every replica has outer parameters of its own."""
     return False
 
-  def averages(self, c: Any) -> dict[str, Average]:
+  def averages(self, c: "Config") -> dict[str, Average]:
     """Returns what is averaged between the syncs, by kind."""
     return {}
 
   def average(
-    self, c: Any, kind: str, t: int, plan: Any, state: Any
-  ) -> tuple[Any, int]:
+    self, c: "Config", kind: str, t: int, plan: Any, state: PyTree
+  ) -> tuple[PyTree, int]:
     """Averages one kind after inner step t, before the outer step.
 
     Returns:
@@ -115,12 +141,12 @@ class Extension:
     """
     raise NotImplementedError
 
-  def outer_step(self, c: Any) -> Callable | None:
+  def outer_step(self, c: "Config") -> OuterStep | None:
     """Returns lines 6 to 12 in place of `outer.outer_step`; None: not this plug-in."""
     return None
 
-  def programs(self, c: Any, plan: Any, state: Any) -> Iterable[tuple]:
-    """Yields programs for the dry run: (name, {part: arrays}, function, args, kwargs).
+  def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
+    """Yields programs for the dry run.
 
     A plug-in with an outer step of its own yields all of its programs.
     """
@@ -133,7 +159,7 @@ EXTENSIONS: dict[str, type[Extension]] = {}
 RULES: list[Rule] = []
 # Further names of outer.average: functions like `outer.average`, without its last
 # argument.
-MEANS: dict[str, Callable] = {}
+MEANS: dict[str, Callable[..., PyTree]] = {}
 EXCHANGES: dict[str, Exchange] = {
   "gather": Exchange(lambda replicas: replicas - 1),  # An all-gather of payloads.
   "psum": Exchange(lambda replicas: 2 * (replicas - 1) / replicas),  # A ring.

@@ -13,6 +13,8 @@ import itertools
 
 import numpy as np
 
+from diloco.spec.shapes import Shapes
+
 
 @dataclasses.dataclass(frozen=True)
 class Fragment:
@@ -33,14 +35,14 @@ class Fragment:
     """The layers as int32 (n,), which jitted functions take as an argument."""
     return np.asarray(self.layers, np.int32)
 
-  def shapes(self, parameters: dict[str, dict]) -> dict[str, dict]:
+  def shapes(self, parameters: Shapes) -> Shapes:
     """Selects the shapes of the fragment's parameters from those of a model.
 
     Args:
       parameters: from `diloco.spec.shapes.parameters`.
     """
 
-    def cut(tree):
+    def cut(tree: Shapes | tuple[int, ...]) -> Shapes | tuple[int, ...]:
       if isinstance(tree, dict):
         return {name: cut(part) for name, part in tree.items()}
       return (len(self.layers), *tree[1:])
@@ -119,7 +121,7 @@ class Schedule:
   joint_steps: int = 0
   whole_round: bool = False
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for tau in self.taus:
       if not 0 <= tau < self.sync_every + self.whole_round:
         raise ValueError(

@@ -110,7 +110,9 @@ def parameters(m: "ModelConfig") -> Shapes:
   return SHAPES[m.name](m)
 
 
-def leaves(shapes: Shapes, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
+def leaves(
+  shapes: Shapes, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
   """Yields pairs (path, shape) in the order in which JAX flattens trees."""
   for name in sorted(shapes):
     part = shapes[name]
