@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import ml_collections
 from jax.sharding import Mesh
 
 from diloco.algorithm.inner import InnerMetrics
@@ -32,7 +33,7 @@ from diloco.wire.ledger import Ledger
 
 # What is called after a launch: its steps, the step after which training goes on, the
 # state, the metrics of each step, the events of the outer step.
-Hook = Callable[[range, int, Any, list[InnerMetrics], list[Event]], None]
+Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
 
 
 class Part(Protocol):
@@ -72,7 +73,7 @@ class Run:
   def __init__(self, c: Config, workdir: pathlib.Path, peers: Peers):
     self.c, self.workdir, self.peers, self.failed = c, workdir, peers, False
 
-  def own(self) -> contextlib.AbstractContextManager:
+  def own(self) -> contextlib.AbstractContextManager[None]:
     """Surrounds all that concerns this run alone."""
     return contextlib.nullcontext()
 
@@ -86,7 +87,7 @@ class Logs(Protocol):
 
   def events(self, events: list[Event]) -> None: ...
 
-  def pause(self) -> contextlib.AbstractContextManager: ...
+  def pause(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclasses.dataclass
@@ -118,7 +119,7 @@ class Session:
   profile: Profile
   where: object
   t: int
-  state: Any
+  state: TrainState
   is_finished: bool = False
 
   @property
@@ -135,12 +136,13 @@ class Session:
     """What follows every launch, in this order."""
     return self._report, self._evaluate, self._keep
 
-  def start(self) -> tuple[int, Any]:
+  def start(self) -> tuple[int, TrainState]:
     """Joins the run; returns the step after which training begins, and the state."""
-    t, state, self.state = self.t, self.state, None  # The loop donates the state.
-    return self.method.enter(t, state)
+    state = self.state
+    del self.state  # The loop donates it.
+    return self.method.enter(self.t, state)
 
-  def span(self, t: int, state: Any) -> range:
+  def span(self, t: int, state: TrainState) -> range:
     """Returns the inner steps after step t that one launch runs."""
     c = self.c
     averages = (average.every for average in c.averages().values())
@@ -157,7 +159,7 @@ class Session:
     self,
     steps: range,
     t: int,
-    state: Any,
+    state: TrainState,
     metrics: list[InnerMetrics],
     events: list[Event],
   ) -> None:
@@ -165,7 +167,7 @@ class Session:
     self.log.launched(steps, metrics, events)
     self.profile.end(steps, state)
 
-  def _evaluate(self, steps: range, t: int, state: Any, *_: Any) -> None:
+  def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Evaluates every eval.every steps; `finish` evaluates after the last one."""
     every = self.c.eval.every
     if not every or t % every or t == self.last:
@@ -176,7 +178,7 @@ class Session:
           scores = self.evaluation(self.method.params(own))
           run.log.evaluation(t, scores.numbers)
 
-  def _keep(self, steps: range, t: int, state: Any, *_: Any) -> None:
+  def _keep(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Saves every checkpoint.every steps, and if a signal asks the run to end.
 
     Raises:
@@ -191,7 +193,7 @@ class Session:
     if all(run.failed for run in self.runs):
       raise Stopped
 
-  def _save(self, t: int, state: Any, finished: bool = False) -> None:
+  def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
     plan = self.method.plan
     for run, own in self._each(state):
       if t <= (run.checkpoints.latest or 0):
@@ -218,7 +220,7 @@ class Session:
       saved = max(run.checkpoints.latest or 0 for run in self.runs)
       self.stop.leave(saved, self.where, stopped.late)
 
-  def finish(self, state: Any, events: list[Event]) -> dict[str, Any]:
+  def finish(self, state: TrainState, events: list[Event]) -> dict[str, Any]:
     """Saves the last state, evaluates it, and writes the summaries.
 
     Args:
@@ -245,7 +247,7 @@ class Session:
       summary.report(run.workdir, found)
     return found
 
-  def _summarise(self, state: Any) -> dict[str, Any]:
+  def _summarise(self, state: TrainState) -> dict[str, Any]:
     found = dict[str, Any]()
     for run, own in self._each(state):
       with run.own():
@@ -253,7 +255,7 @@ class Session:
         found = summary.make(run.c, self.method, own, *args)
     return found
 
-  def _each(self, state: Any) -> Iterator[tuple[Run, TrainState]]:
+  def _each(self, state: TrainState) -> Iterator[tuple[Run, TrainState]]:
     """Yields the runs that go on, each with its own state."""
     for r, run in enumerate(self.runs):
       if not run.failed:
@@ -262,7 +264,10 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-  config: Any, workdir: str | pathlib.Path, peers: Peers | None, part: Part | None
+  config: ml_collections.ConfigDict | Config,
+  workdir: str | pathlib.Path,
+  peers: Peers | None,
+  part: Part | None,
 ) -> Iterator[Session]:
   """Prepares a run, or its continuation; the arguments are those of `train`.
 

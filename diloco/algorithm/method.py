@@ -7,7 +7,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -37,13 +37,19 @@ class Method(Protocol):
   """How a run trains. Steps are numbered from 1; t counts finished inner steps."""
 
   @property
+  def c(self) -> Config:
+    """The config by which it trains."""
+
+  @property
   def plan(self) -> Plan:
     """When and how replicas are synchronised."""
 
   def connect(self) -> None:
     """Opens the connections that the outer step needs; all processes call this."""
 
-  def init(self, seed: jax.Array | None = None, params: PyTree | None = None) -> Any:
+  def init(
+    self, seed: jax.Array | None = None, params: PyTree | None = None
+  ) -> TrainState:
     """Makes the first state; see `state.init_state`."""
 
   def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
@@ -54,15 +60,15 @@ class Method(Protocol):
       drained: whether nothing is in flight.
     """
 
-  def enter(self, t: int, state: Any) -> tuple[int, Any]:
+  def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Joins the run with the state after step t; returns where training goes on."""
 
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     """Returns the inner steps after step t of one launch; see `overlap.span`."""
 
   def inner(
-    self, steps: range, state: Any, tokens: list[jax.Array]
-  ) -> tuple[Any, list[InnerMetrics]]:
+    self, steps: range, state: TrainState, tokens: list[jax.Array]
+  ) -> tuple[TrainState, list[InnerMetrics]]:
     """Runs inner steps: lines 3 to 5 of Algorithm 2.
 
     Args:
@@ -74,14 +80,14 @@ class Method(Protocol):
       The new state, and the metrics of each step; waits for neither.
     """
 
-  def outer(self, t: int, state: Any) -> tuple[int, Any, list[Event]]:
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs what is due after inner step t: lines 6 to 12 of Algorithm 2.
 
     Returns:
       The step after which training goes on, the new state, and what happened.
     """
 
-  def drain(self, t: int, state: Any) -> tuple[Any, list[Event]]:
+  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     """Receives what is in flight after the last step t.
 
     Raises:
@@ -94,7 +100,7 @@ class Method(Protocol):
   def after_drain(self, t: int) -> "Method":
     """Returns the method of a run that was finished after step t, and is extended."""
 
-  def tune(self, seed: jax.Array, tuned: OuterTuned) -> "Method":
+  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "Method":
     """Returns the method with other numbers, which may be tracers."""
 
   def note(self) -> str:
@@ -103,7 +109,7 @@ class Method(Protocol):
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what this method adds to a run's summary, or says otherwise there."""
 
-  def of_run(self, state: Any, r: int) -> TrainState:
+  def of_run(self, state: TrainState, r: int) -> TrainState:
     """Takes the state of run r; only runs that train together have several."""
 
   def close(self, reason: str) -> None:
@@ -168,7 +174,7 @@ class DiLoCo:
   def after_drain(self, t: int) -> "DiLoCo":
     return dataclasses.replace(self, plan=self.plan.after_drain(t))
 
-  def tune(self, seed: jax.Array, tuned: OuterTuned) -> "DiLoCo":
+  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "DiLoCo":
     plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
     return dataclasses.replace(self, plan=plan)
 
@@ -209,15 +215,15 @@ class DataParallel(DiLoCo):
 class Wrapper:
   """Another method, to which a subclass adds something; see `Method`."""
 
-  method: Any
+  method: Method
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self.method, name)
 
-  def after_drain(self, t: int) -> Any:
+  def after_drain(self, t: int) -> Self:
     return dataclasses.replace(self, method=self.method.after_drain(t))
 
-  def tune(self, seed: jax.Array, tuned: OuterTuned) -> Any:
+  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> Self:
     return dataclasses.replace(self, method=self.method.tune(seed, tuned))
 
 

@@ -12,8 +12,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
+from diloco.algorithm.metrics import Metric
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints, Restored
@@ -51,7 +52,7 @@ from diloco.wire.ledger import Ledger
 class Numbers(NamedTuple):
   """The numbers in which runs differ; every leaf has the shape [R]."""
 
-  seed: Any
+  seed: jax.Array | int
   inner: Tuned
   outer: OuterTuned
 
@@ -74,7 +75,9 @@ class Together(Wrapper):
   c: Config
   numbers: Numbers
 
-  def init(self, seed: Any = None, params: PyTree | None = None) -> TrainState:
+  def init(
+    self, seed: jax.Array | None = None, params: PyTree | None = None
+  ) -> TrainState:
     del seed
     return jax.vmap(lambda seed: self.method.init(seed, params))(self.numbers.seed)
 
@@ -114,7 +117,9 @@ class Together(Wrapper):
     """Maps a function of one run's method over the runs."""
     events = list[Event]()
 
-    def one(numbers: Numbers, state: TrainState) -> tuple[TrainState, list]:
+    def one(
+      numbers: Numbers, state: TrainState
+    ) -> tuple[TrainState, list[Mapping[str, Metric]]]:
       own = self.method.tune(numbers.seed, numbers.outer)
       state, events[:] = f(own, state)
       return state, [event.metrics for event in events]
