@@ -49,8 +49,8 @@ def put(
       a layer axis; returns the tensor to put.
   """
 
-  def put_layers(x_M, y_M):
-    def one(i, x_M):
+  def put_layers(x_M: jax.Array, y_M: jax.Array) -> jax.Array:
+    def one(i: jax.Array, x_M: jax.Array) -> jax.Array:
       mixed = mix(x_M[:, layers[i]], y_M[:, i])
       return jax.lax.dynamic_update_index_in_dim(x_M, mixed, layers[i], axis=1)
 

@@ -13,7 +13,7 @@ Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import PyTreeDef
 
 from diloco.algorithm import metrics, optimizers
 from diloco.algorithm import outer as plain
@@ -34,6 +35,7 @@ from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.util.types import PyTree
 from diloco.wire.cuts import Cut, cut
 
+Result = TypeVar("Result")
 # Values of all replicas in a piece: 2 MiB of float32 on CPUs, 16 MiB on TPUs.
 _VALUES = {"cpu": 1 << 19, "tpu": 1 << 22}
 
@@ -97,7 +99,7 @@ def _send(
   """
   params_M, places = {k: params_M[k] for k in theta}, specs(theta, mesh)
 
-  def local(params_M, theta, layers):
+  def local(params_M: PyTree, theta: PyTree, layers: Layers) -> tuple[Array, Array]:
     leaves_M, codes_M = jax.tree.leaves(params_M), list[Array]()
     sums = jnp.zeros((2, len(leaves_M[0])))
     tensors = _tensors(wire, mesh, len(leaves_M[0]), theta, places)
@@ -121,7 +123,7 @@ def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array],
   t = t.reshape(len(ids), -1, piece.row)
   x_M = x_M.reshape(len(x_M), -1, *t.shape[1:])
 
-  def delta(j):
+  def delta(j: Array) -> Array:
     planes, part = [], jax.lax.dynamic_slice
     for plane in range(piece.planes):
       layer, i = divmod((plane * piece.pieces + j) * piece.rows, t.shape[1])
@@ -130,7 +132,7 @@ def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array],
       planes.append(outer_gradient(part(t, (layer, i, 0), shape), x))
     return jnp.concatenate(planes, axis=1)
 
-  def body(j):
+  def body(j: Array) -> tuple[list[Array], Array]:
     delta_M = _alone(j, delta, j)
     code_M = _alone(j, piece.encode, delta_M)
     error_M = _alone(j, lambda code, x: piece.decode(code) - x, code_M, delta_M)
@@ -194,7 +196,9 @@ def _step_all(
   places = optimizers.outer_shardings(outer, theta, mesh)
   places = jax.tree.map(lambda place: place.spec, places)
 
-  def local(theta, opt_state, payload, tuned):
+  def local(
+    theta: PyTree, opt_state: PyTree, payload: Array, tuned: OuterTuned
+  ) -> tuple[PyTree, PyTree, Array, Array]:
     optimizer, payload_M = optimizers.make_outer(outer, tuned), payload[:, 0]
     # The state of SGD is a tree like theta, or empty.
     state, news, sums = jax.tree.leaves(opt_state), list[list[Array]](), list[Array]()
@@ -223,11 +227,13 @@ def _step(
 ) -> tuple[list[Array], list[Array]]:
   """Steps a tensor and its state: returns both, and the sums."""
   m, pieces_M, shape = len(code_M), piece.by_piece(code_M), olds[0].shape
-  like: Any = jax.tree.structure(optimizer.init(olds[0]))
+  like: PyTreeDef = jax.tree.structure(optimizer.init(olds[0]))
   at = lambda x, j: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False)
   put = lambda x, y, j: jax.lax.dynamic_update_index_in_dim(x, y, j, 1)
 
-  def step(xs, j, delta_M):
+  def step(
+    xs: list[Array], j: Array, delta_M: Array
+  ) -> tuple[list[Array], list[Array]]:
     t, *old = (at(x, j) for x in xs)
     mean = sum(delta_M[1:], delta_M[0]) / m
     updates, old = optimizer.update(mean, like.unflatten(old), t)
@@ -235,7 +241,9 @@ def _step(
     new = [optax.apply_updates(t, updates), *jax.tree.leaves(old)]
     return new, [products(delta_M), squares]
 
-  def body(j, carry):
+  def body(
+    j: Array, carry: tuple[list[Array], list[Array]]
+  ) -> tuple[list[Array], list[Array]]:
     xs, sums = carry
     code_M = jnp.concatenate([at(x, j) for x in pieces_M], axis=1)
     delta_M = _alone(j, piece.decode, code_M)
@@ -266,7 +274,7 @@ def _tensors(
   return tensors
 
 
-def _alone(j: Array, f: Callable[..., PyTree], *args) -> PyTree:
+def _alone(j: Array, f: Callable[..., Result], *args: PyTree) -> Result:
   """Computes f(*args) once, into arrays of its own; j >= 0.
 
   Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in

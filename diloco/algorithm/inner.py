@@ -8,7 +8,7 @@ averages its gradient over the whole mesh.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import drjax
 import jax
@@ -23,6 +23,9 @@ from diloco.mesh.sharding import FSDP, REPLICA, on_each_device
 from diloco.model import registry
 from diloco.spec.schedule import Fragment
 from diloco.util.types import PyTree
+
+Result = TypeVar("Result")
+More = TypeVarTuple("More")
 
 
 class InnerMetrics(NamedTuple):
@@ -70,7 +73,9 @@ def inner_step(
     grads_M = mean_of_all(c, grads_M)
   args = (params_M, opt_state_M, grads_M, nll_M)
 
-  def step(params, opt_state, grads, nll):
+  def step(
+    params: PyTree, opt_state: PyTree, grads: PyTree, nll: jax.Array
+  ) -> tuple[PyTree, PyTree, InnerMetrics]:
     return _step(c, params, opt_state, grads, nll, trainable, tuned)
 
   if c.one_model:  # There is one model, so DrJAX has nothing to map.
@@ -78,7 +83,12 @@ def inner_step(
   return each_replica(c, step, *args)
 
 
-def _whole_step(c: Config, averaged: bool, arrays_1: Any, shared: Any) -> Any:
+def _whole_step(
+  c: Config,
+  averaged: bool,
+  arrays_1: tuple[PyTree, PyTree, jax.Array],
+  shared: tuple[PyTree | None, Tuned],
+) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the only replica of a device, without the leading axis."""
   params, opt_state, tokens_BxL = jax.tree.map(lambda x: x[0], arrays_1)
   grads, nll = _gradients(c, params, tokens_BxL)
@@ -105,7 +115,9 @@ def _step(
   return optax.apply_updates(params, updates), opt_state, metrics
 
 
-def _gradients_of_all(c: Config, params_M: PyTree, tokens_MxBxL: jax.Array) -> Any:
+def _gradients_of_all(
+  c: Config, params_M: PyTree, tokens_MxBxL: jax.Array
+) -> tuple[PyTree, jax.Array]:
   """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
   gradients = _mean_gradients if c.one_model else _gradients
   args = (params_M, tokens_MxBxL)
@@ -119,7 +131,7 @@ def _gradients_of_all(c: Config, params_M: PyTree, tokens_MxBxL: jax.Array) -> A
   return each_replica(c, functools.partial(gradients, c), *args)
 
 
-def each_replica(c: Config, f: Callable[..., Any], *args_M: Any) -> Any:
+def each_replica(c: Config, f: Callable[..., Result], *args_M: PyTree) -> Result:
   """Maps a function over the replicas, which are sharded over the mesh."""
   program = drjax.program(placements={REPLICA: c.replicas})
   return program(lambda *args: drjax.map_fn(f, args))(*args_M)
@@ -138,7 +150,7 @@ def _gradients(
   mesh = jax.sharding.get_abstract_mesh()
   batch_axes = () if mesh.size == 1 or FSDP in mesh.manual_axes else (FSDP,)
 
-  def loss(params, tokens_BxL):
+  def loss(params: PyTree, tokens_BxL: jax.Array) -> tuple[jax.Array, jax.Array]:
     model = registry.get(c.model)
     return model.objective(c.model, params, tokens_BxL, batch_axes)
 
@@ -149,7 +161,7 @@ def _gradients(
   # gives the same number of sequences to each microbatch.
   micro = tokens_BxL.reshape(-1, accumulate, tokens_BxL.shape[1]).swapaxes(0, 1)
 
-  def body(total, tokens):
+  def body(total: PyTree, tokens: jax.Array) -> tuple[PyTree, None]:
     return jax.tree.map(jnp.add, total, grad(params, tokens)), None
 
   # Float32, because a sum in bfloat16 loses its small terms.
@@ -180,7 +192,7 @@ def _mean_gradients(
 def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
   """Gives every replica the mean gradient; a device first averages its replicas."""
 
-  def mean(grads_M):
+  def mean(grads_M: PyTree) -> PyTree:
     own = jax.tree.map(lambda x_M: x_M.mean(axis=0), grads_M)
     (means,) = _all_reduced(c, own)
     return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), means, grads_M)
@@ -194,14 +206,14 @@ def mean_of_all(c: Config, grads_M: PyTree) -> PyTree:
   )(grads_M)
 
 
-def _all_reduced(c: Config, grads: PyTree, *more: jax.Array) -> tuple:
+def _all_reduced(c: Config, grads: PyTree, *more: *More) -> tuple[PyTree, *More]:
   """Averages over the axis REPLICA: gradients in inner.gradient_dtype, and `more`."""
 
-  def mean_of(sent, *more):
-    means, *more = jax.lax.pmean((sent, *more), REPLICA)
-    return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), *more
+  def mean_of(sent: PyTree, *more: *More) -> tuple[PyTree, *More]:
+    means, *others = jax.lax.pmean((sent, *more), REPLICA)
+    return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), *others
 
-  def mean_widened(sent, *more):
+  def mean_widened(sent: PyTree, *more: *More) -> tuple[PyTree, *More]:
     # XLA for CPU aborts when it has to widen this 16-bit reduction itself.
     return mean_of(jax.tree.map(jnp.float32, sent), *more)
 
@@ -209,7 +221,9 @@ def _all_reduced(c: Config, grads: PyTree, *more: jax.Array) -> tuple:
   return jax.lax.platform_dependent(sent, *more, cpu=mean_widened, default=mean_of)
 
 
-def fedpart_mask(num_layers: int, fragments: Sequence[Fragment]) -> dict:
+def fedpart_mask(
+  num_layers: int, fragments: Sequence[Fragment]
+) -> dict[str, np.ndarray | np.float32]:
   """Makes FedPart's mask (2501.18512, 3.3.1): 1 for parameters that train, else 0.
 
   Only the fragment that is sent next trains; all others are frozen. Streaming DiLoCo

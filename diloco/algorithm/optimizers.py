@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
 from diloco.config import Config
@@ -35,7 +36,7 @@ def sgd(
   learning_rate: optax.ScalarOrSchedule,
   momentum: optax.ScalarOrSchedule | None = None,
   nesterov: bool = False,
-  accumulator_dtype: Any = None,
+  accumulator_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
   """optax.sgd, whose momentum may also be a schedule.
 
@@ -47,11 +48,13 @@ def sgd(
     return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
   trace = lambda value: optax.trace(value, nesterov, accumulator_dtype)
 
-  def init(params):
+  def init(params: PyTree) -> PyTree:
     count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
     return count, trace(0.0).init(params)
 
-  def update(updates, state, params=None):
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree | None = None
+  ) -> tuple[PyTree, PyTree]:
     (count,), old = state
     updates, new = trace(momentum(count)).update(updates, old)
     return updates, (optax.ScaleByScheduleState(count + 1), new)
@@ -69,7 +72,7 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
 # Names of inner optimizers that average parameters, beside Schedule-Free.
 AVERAGING = set[str]()
 # {type of such an optimizer's state: function of (state, parameters) to the average}.
-AVERAGED: dict[type, Callable[[Any, PyTree], PyTree]] = {
+AVERAGED: dict[type, Callable[[PyTree, PyTree], PyTree]] = {
   ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
 }
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
@@ -179,7 +182,7 @@ def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
 
 
 @jax.jit
-def _averaged_M(state_M: Any, params_M: PyTree) -> PyTree:
+def _averaged_M(state_M: PyTree, params_M: PyTree) -> PyTree:
   return jax.vmap(AVERAGED[type(state_M)])(state_M, params_M)
 
 
@@ -192,7 +195,7 @@ def at_step(opt_state: PyTree, t: int) -> PyTree:
   """Sets the step count of learning rate schedules; other counts stay as they are."""
   is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
 
-  def moved(x):
+  def moved(x: PyTree) -> PyTree:
     return x._replace(count=jnp.zeros_like(x.count) + t) if is_schedule(x) else x
 
   return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
@@ -222,7 +225,7 @@ def make_outer(
   if isinstance(outer, optax.GradientTransformation):
     return outer
   values = values or outer_tuned(outer)
-  own: dict[str, Any] = {}
+  own = dict[str, Any]()
   if values.momentum is not None:
     own["momentum"] = values.momentum
   rate, last = values.learning_rate, max(outer.decay_syncs - 1, 1)
@@ -253,14 +256,16 @@ def _restarted(
   old momentum points against the new outer gradients.
   """
 
-  def init(params):
+  def init(params: PyTree) -> PyTree:
     return jnp.zeros((), jnp.int32), optimizer.init(params)
 
-  def update(updates, state, params=None):
+  def update(
+    updates: PyTree, state: PyTree, params: PyTree | None = None
+  ) -> tuple[PyTree, PyTree]:
     count, state = state
     again = (count > 0) & (count % every == 0)
 
-    def chosen(fresh, old):
+    def chosen(fresh: PyTree, old: PyTree) -> PyTree:
       is_schedule = isinstance(old, optax.ScaleByScheduleState)
       return old if is_schedule else jnp.where(again, fresh, old)
 
@@ -286,7 +291,11 @@ def outer_shardings(
 
 
 def _make(
-  field: str, text: str, rate, decay=None, **numbers
+  field: str,
+  text: str,
+  rate: optax.ScalarOrSchedule,
+  decay: jax.Array | float | None = None,
+  **numbers: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
   """Makes an optimizer; `numbers` replace arguments of the text."""
   name, arguments = parse(field, text)
@@ -339,7 +348,7 @@ def _matrices(params: PyTree) -> PyTree:
   Otherwise Muon counts three axes and leaves the tensor to Adam.
   """
 
-  def numbers(path, x):
+  def numbers(path: KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
     stacked = sharding.key(path[0]) == "blocks" and x.ndim == 3
     return optax.contrib.MuonDimensionNumbers((1,), (2,)) if stacked else None
 
@@ -380,7 +389,11 @@ def state_shardings(
     ) from error
   whole, fsdp = NamedSharding(mesh, P(*lead)), mesh.shape[FSDP]
 
-  def place(x, param=None, like=None):
+  def place(
+    x: jax.ShapeDtypeStruct,
+    param: jax.ShapeDtypeStruct | None = None,
+    like: NamedSharding | None = None,
+  ) -> NamedSharding | None:
     return like if param is not None and x.shape == param.shape else whole
 
   places = sharding.with_lead(sharding.shardings(params, mesh), lead)

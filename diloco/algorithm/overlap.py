@@ -126,7 +126,9 @@ def hidden_exchange(
   zeros = lambda x: jnp.zeros((len(tokens), *x.shape), x.dtype)
   at = lambda tree_K, k: jax.tree.map(lambda x_K: x_K[k], tree_K)
 
-  def step(k, carry):
+  def step(
+    k: jax.Array, carry: tuple[PyTree, PyTree, InnerMetrics]
+  ) -> tuple[PyTree, PyTree, InnerMetrics]:
     params_M, opt_state_M, metrics_K = carry
     params_M, opt_state_M, metrics = inner_step(
       params_M, opt_state_M, at(tokens_K, k), trainable, tuned, c=c

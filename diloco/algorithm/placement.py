@@ -36,16 +36,16 @@ class Jobs:
 
   def __init__(self, background: bool):
     self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
-    self._jobs: dict[int, futures.Future] = {}
+    self._jobs: dict[int, futures.Future[PyTree]] = {}
     self._waited_s = 0.0
 
-  def start(self, p: int, job: Callable[..., Result], *args) -> None:
+  def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
     """Lets `job(*args)` begin; called when fragment p is sent."""
     if self._thread:
       run = lambda: jax.block_until_ready(job(*args))
       self._jobs[p] = self._thread.submit(run)
 
-  def finish(self, p: int, job: Callable[..., Result], *args) -> Result:
+  def finish(self, p: int, job: Callable[..., Result], *args: PyTree) -> Result:
     """Returns the result of fragment p's job; called when the fragment arrives."""
     if self._thread is None:
       return job(*args)

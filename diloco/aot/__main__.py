@@ -37,7 +37,7 @@ _QUICK = flags.DEFINE_bool(
 )
 
 
-def main(_) -> None:
+def main(_: list[str]) -> None:
   # Without these variables, libtpu looks for a TPU and for other processes that use it.
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -5,6 +5,7 @@ import math
 import re
 
 import numpy as np
+from jax.sharding import Mesh
 
 from diloco.mesh.sharding import REPLICA, num_slices
 
@@ -111,7 +112,7 @@ def collectives(hlo: str) -> list[Collective]:
   return found
 
 
-def across_replicas(hlo: str, mesh) -> list[Collective]:
+def across_replicas(hlo: str, mesh: Mesh) -> list[Collective]:
   """Lists the collectives that join devices of different replica coordinates.
 
   Args:
@@ -128,7 +129,7 @@ def across_replicas(hlo: str, mesh) -> list[Collective]:
   ]
 
 
-def replica_bytes(hlo: str, mesh) -> float:
+def replica_bytes(hlo: str, mesh: Mesh) -> float:
   """Returns the bytes that one coordinate of the replica axis sends to the others.
 
   This is the sum over its devices, for one run of a program without such collectives in
@@ -140,7 +141,7 @@ def replica_bytes(hlo: str, mesh) -> float:
   return per_device * devices / mesh.shape[REPLICA]
 
 
-def windows(hlo: str, mesh) -> list[Window]:
+def windows(hlo: str, mesh: Mesh) -> list[Window]:
   """Lists the windows of all collectives between replicas, in order of execution.
 
   Only collectives of the entry computation count. Collectives in loops, branches and

@@ -27,6 +27,7 @@ from diloco.aot import hlo
 from diloco.config import Config, changed
 from diloco.mesh import sharding
 from diloco.spec import plugins
+from diloco.util.types import PyTree
 from diloco.wire.transport import transmit
 
 
@@ -108,7 +109,12 @@ class Programs:
         self._add(name, held, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
 
   def _add(
-    self, name: str, held: Mapping[str, Any], function: Wrapped, *args, **kwargs
+    self,
+    name: str,
+    held: Mapping[str, PyTree],
+    function: Wrapped,
+    *args: PyTree,
+    **kwargs: object,
   ) -> None:
     """Adds a program.
 
@@ -218,7 +224,7 @@ class Programs:
     return sum(self.on_device.values()) - self._held[name]
 
 
-def nbytes(tree) -> int:
+def nbytes(tree: PyTree) -> int:
   """Returns the bytes on one device of a tree of shapes with shardings."""
   shard = lambda x: x.sharding.shard_shape(x.shape) if x.sharding else x.shape
   return sum(math.prod(shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))

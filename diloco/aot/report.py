@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +180,7 @@ def _size(nbytes: float) -> str:
   return f"{nbytes / 1024**unit:.{2 * (unit > 0)}f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
-def _memory(devices: list[Any]) -> int:
+def _memory(devices: Sequence[jax.Device]) -> int:
   found = hardware.hbm_bytes(devices[0].device_kind)
   assert found is not None, "a chip of TOPOLOGIES is missing in hardware.CHIPS"
   return found

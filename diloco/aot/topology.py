@@ -5,8 +5,8 @@ libtpu describes the slices, the CUDA plugin of JAX describes the nodes.
 
 import importlib.util
 import pathlib
-from typing import Any
 
+import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
@@ -32,7 +32,7 @@ TOPOLOGIES = {
 }
 
 
-def describe(topology: str, slices: int = 1) -> list[Any]:
+def describe(topology: str, slices: int = 1) -> list[jax.Device]:
   """Lists the devices of a topology, slice by slice.
 
   Args:
@@ -58,7 +58,7 @@ def describe(topology: str, slices: int = 1) -> list[Any]:
   return list(found.devices)
 
 
-def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[Any]:
+def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
   if importlib.util.find_spec("jax_cuda12_plugin") is None:
     raise ConfigError(
       "the dry run for GPUs needs JAX's CUDA plugin: pip install 'jax[cuda12-local]',"
@@ -78,7 +78,7 @@ def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[Any]:
   return list(found.devices)
 
 
-def make_mesh(c: Config, devices: list[Any], slices: int) -> Mesh:
+def make_mesh(c: Config, devices: list[jax.Device], slices: int) -> Mesh:
   """Makes the mesh of a resolved config, with every replica on one slice.
 
   Raises:

@@ -144,6 +144,6 @@ def _main(types: str) -> int:
   return sum(_bytes(x) for x in _ARRAY.finditer(types) if "S(" not in (x[4] or ""))
 
 
-def _bytes(array: re.Match) -> int:
+def _bytes(array: re.Match[str]) -> int:
   sizes = [int(n) for n in array[3].split(",") if n]
   return math.prod(sizes) * max(int(array[2] or 8) // 8, 1)

@@ -22,7 +22,7 @@ from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located
 
 
-def run(main: Callable, commands: Sequence[str] = ()) -> None:
+def run(main: Callable[[list[str]], object], commands: Sequence[str] = ()) -> None:
   """Runs a program with absl flags; a ConfigError becomes one sentence, exit status 2.
 
   Args:

@@ -35,7 +35,7 @@ class Field:
 
   name: str
   kind: str
-  default: Any
+  default: object
   meaning: str
 
 
@@ -110,7 +110,7 @@ def markdown() -> str:
   return "\n\n".join(parts) + "\n"
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
   """Formats a value as a flag takes it; an empty text becomes ''."""
   if isinstance(value, bool):
     return str(value).lower()

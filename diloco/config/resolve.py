@@ -31,7 +31,7 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
   return found
 
 
-def _types(group: Any) -> dict[str, Any]:
+def _types(group: object) -> dict[str, Any]:
   """Returns {"model": {"dim": its type with its Range, ...}, ...}."""
   hints = typing.get_type_hints(group, include_extras=True)
   return {

@@ -7,10 +7,10 @@ turns a tree of a user into this form and back; no array is copied.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
 from diloco.errors import ConfigError
 from diloco.spec.schedule import Fragment, make_fragments
@@ -48,12 +48,12 @@ class Layout:
     names: top-level name and path of each leaf.
   """
 
-  structure: Any
+  structure: PyTreeDef
   names: tuple[tuple[str, str], ...]
 
-  def split(self, tree: PyTree) -> dict[str, dict[str, Any]]:
+  def split(self, tree: PyTree) -> dict[str, dict[str, PyTree]]:
     """Names the leaves of a user's tree."""
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[str, dict[str, PyTree]] = {}
     for (name, path), leaf in zip(self.names, self.structure.flatten_up_to(tree)):
       parts.setdefault(name, {})[path] = leaf
     return parts
@@ -120,7 +120,7 @@ def _by_path(
 
 
 def _stacked(
-  named: list[tuple[str, Any]], how: Stacked
+  named: list[tuple[str, jax.Array]], how: Stacked
 ) -> tuple[list[str], tuple[Fragment, ...]]:
   for name, choices in (
     ("pattern", ("strided", "sequential")),

@@ -244,7 +244,7 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
   return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA))) if mesh else params_M
 
 
-def _check_kinds(fragments: Any, wire: Any, outer: Any) -> None:
+def _check_kinds(fragments: object, wire: object, outer: object) -> None:
   if not (fragments is None or isinstance(fragments, Stacked) or callable(fragments)):
     raise ConfigError(
       f"fragments is {fragments!r}; give diloco.Stacked(...), a function, or None."
@@ -293,7 +293,7 @@ def _taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
   return taus
 
 
-def _fields(group: str, values: Any) -> dict[str, Any]:
+def _fields(group: str, values: WireConfig | OuterConfig) -> dict[str, Any]:
   return {f"{group}.{name}": x for name, x in dataclasses.asdict(values).items()}
 
 

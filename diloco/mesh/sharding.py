@@ -12,12 +12,13 @@ A tree of parameters may have one more axis in front, its `lead`:
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from diloco.config import Config
 from diloco.spec import shapes
@@ -26,6 +27,7 @@ from diloco.util.types import PyTree
 REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
 
+Result = TypeVar("Result")
 Lead = tuple[str | None, ...]
 
 
@@ -40,7 +42,9 @@ def num_slices(mesh: Mesh) -> int:
   return len({getattr(d, "slice_index", 0) for d in mesh.devices.flat})
 
 
-def on_each_device(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable:
+def on_each_device(
+  f: Callable[..., Result], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Result]:
   """Makes a function of the shards on each device, which XLA does not partition.
 
   Every axis of the mesh is manual, because `vmap` adds the replica axis to the specs.
@@ -60,7 +64,7 @@ def lead(c: Config) -> Lead:
   return (None if c.one_model else REPLICA,)
 
 
-def weight_spec(path, shape: tuple[int, ...], fsdp: int) -> P:
+def weight_spec(path: KeyPath, shape: tuple[int, ...], fsdp: int) -> P:
   """Returns the partition spec of one parameter, without a lead.
 
   Args:
@@ -80,7 +84,7 @@ def specs(tree: PyTree, mesh: Mesh, lead: Lead = ()) -> PyTree:
     lead: see the docstring of this file.
   """
 
-  def spec(path, leaf):
+  def spec(path: KeyPath, leaf: jax.Array) -> P:
     return P(*lead, *weight_spec(path, leaf.shape[len(lead) :], mesh.shape[FSDP]))
 
   return jax.tree_util.tree_map_with_path(spec, tree)
@@ -142,6 +146,6 @@ def abstract(parameters: shapes.Shapes, dtype: str) -> PyTree:
   )
 
 
-def key(entry) -> str:
+def key(entry: object) -> str:
   """Returns the name in one entry of a JAX key path."""
   return str(getattr(entry, "key", getattr(entry, "name", entry)))

@@ -87,7 +87,7 @@ class Transformer(nn.Module):
   batch_axes: tuple[str, ...] = ()
 
   def setup(self) -> None:
-    self.embed: Any = self.Embed(self.m, self.batch_axes)
+    self.embed = self.Embed(self.m, self.batch_axes)
     policy = {"dots": jax.checkpoint_policies.dots_saveable}.get(self.m.remat)
     remat = functools.partial(nn.remat, prevent_cse=False, policy=policy)
     block = self.Block if self.m.remat == "none" else remat(self.Block)

@@ -127,7 +127,7 @@ class Link:
     self._call: grpc.Call | None = None
     self._thread: threading.Thread | None = None
 
-  def join(self, **state: Any) -> Welcome:
+  def join(self, **state: object) -> Welcome:
     """Joins the group, and waits for the coordinator's answer.
 
     Args:
@@ -405,6 +405,6 @@ def _last_error(details: str) -> str:
   return re.sub(r"^UN[A-Z]+: (ipv.:\S+: )?", "", reason)
 
 
-def _until_none(requests: queue.SimpleQueue) -> Iterator[bytes]:
+def _until_none(requests: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
   while (request := requests.get()) is not None:
     yield request

@@ -83,7 +83,9 @@ def checksums(payloads: dict[int, bytes]) -> list[int]:
   return [zlib.crc32(data) for data in payloads.values()]
 
 
-def chunks(data: bytes | bytearray | memoryview, start: int = 0) -> Iterator[tuple]:
+def chunks(
+  data: bytes | bytearray | memoryview, start: int = 0
+) -> Iterator[tuple[int, memoryview]]:
   """Cuts bytes into pairs (offset, part); empty bytes are one empty part."""
   view = memoryview(data)
   for offset in range(start, max(len(view), start + 1), CHUNK):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.mesh import sharding
@@ -27,7 +28,7 @@ def apply(
   opt_state: PyTree,
   payloads: Mapping[int, bytes],
   tokens: Mapping[int, int],
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
   Args:

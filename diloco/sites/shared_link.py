@@ -34,7 +34,7 @@ class SharedLink:
   def reconnects(self) -> int:
     return self._link.reconnects if self._link else 0
 
-  def join(self, **state: Any) -> Welcome:
+  def join(self, **state: object) -> Welcome:
     found = self._welcome(self._link.join(**state) if self._link else None)
     assert found is not None
     return found

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import at_step
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
@@ -29,6 +30,9 @@ from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed, Link, Welcome
 from diloco.sites.shared_link import SharedLink
 from diloco.util.types import PyTree
+
+# A closed round, and what its outer step returned.
+Updated = tuple[Closed, tuple[PyTree, PyTree, Metrics]]
 
 
 @dataclasses.dataclass
@@ -77,7 +81,7 @@ class Site:
     self._ready = False
     # A thread updates the outer state while the devices train; see `_send`.
     self._thread = futures.ThreadPoolExecutor(1, "outer-step")
-    self._jobs = dict[int, futures.Future]()
+    self._jobs = dict[int, futures.Future[Updated]]()
     self._waited_s = 0.0
 
   def account(self) -> dict[str, Any]:
@@ -306,7 +310,7 @@ class Site:
       outer = _with_codec_state(outer, p, self._pending[number])
     self._pending.pop(number, None)
     # For audits: the round, how many sites are in it, and whether this one is.
-    more = {
+    more: Metrics = {
       "round": np.asarray(number),
       "sites": np.asarray(len(closed.tokens)),
       "counted": np.asarray(self.index in closed.tokens),
@@ -318,7 +322,7 @@ class Site:
 
   def _outer_step(
     self, plan: Plan, number: int, theta: PyTree, opt_state: PyTree
-  ) -> tuple[Closed, tuple]:
+  ) -> Updated:
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
     closed = self._link.closed(number)

@@ -42,7 +42,7 @@ def largest_magnitude(x: jax.Array) -> jax.Array:
   bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
   largest = lambda bits: bits.max(axis=-1)
 
-  def by_halves(bits):
+  def by_halves(bits: jax.Array) -> jax.Array:
     # XLA for CPU vectorises comparisons of two halves, but not reductions of integers.
     while bits.shape[-1] % 2 == 0:
       half = bits.shape[-1] // 2
@@ -220,7 +220,9 @@ def group_size(bits: int) -> tuple[int, int]:
   return 8 // common, bits // common
 
 
-def _in_words(pack: Callable, codes: jax.Array, group: int) -> jax.Array:
+def _in_words(
+  pack: Callable[[jax.Array], jax.Array], codes: jax.Array, group: int
+) -> jax.Array:
   """Packs words of four codes on CPU, if the codes divide into words.
 
   The change of type keeps XLA for CPU from fusing the encoding into the loop over flat
@@ -230,7 +232,7 @@ def _in_words(pack: Callable, codes: jax.Array, group: int) -> jax.Array:
   if codes.shape[-1] % 4 or codes.size % (4 * group):
     return flat(codes)
 
-  def in_words(codes):
+  def in_words(codes: jax.Array) -> jax.Array:
     words = codes.reshape(*codes.shape[:-1], -1, 4)
     words = jax.lax.bitcast_convert_type(words, jnp.uint32)
     return jax.lax.bitcast_convert_type(flat(words), jnp.uint8).reshape(-1)

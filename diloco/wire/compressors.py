@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from diloco.spec import formats, sizes
 from diloco.spec.fields import WireConfig
@@ -61,7 +62,7 @@ def register(name: str, compressor: Compressor) -> None:
   sizes.SIZES[name] = compressor.size
 
 
-def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
+def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
   if wire.format in formats.PLAIN:
     return _to_bytes(x_NxS.astype(_plain(wire)).reshape(-1))
   n, s = x_NxS.shape
@@ -79,7 +80,7 @@ def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array):
   return jnp.concatenate([codes_lib.pack(codes, formats.code_bits(wire.format)), tail])
 
 
-def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   if wire.format in formats.PLAIN:
     return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
   bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
@@ -116,7 +117,9 @@ def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
   return jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
 
 
-def quantize(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array):
+def quantize(
+  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+) -> tuple[Array, PyTree]:
   """Codes every value, with one scale byte per block (2501.18512, section 2.4).
 
   A block is `block_size` consecutive values of one layer's tensor; the last block of a
@@ -125,7 +128,9 @@ def quantize(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
   return _quantize(wire, x_NxS, row, key), state
 
 
-def topk(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array):
+def topk(
+  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+) -> tuple[Array, PyTree]:
   """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
   With the bytes of 4-bit codes, that paper finds this significantly worse than codes.
@@ -146,7 +151,7 @@ def topk(wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array):
   return jnp.concatenate([index, _quantize(wire, kept_NxK, row, key)]), state
 
 
-def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   layers, values, (n, s) = n, s, sizes.chunks(wire, n, s)
   k, width = sizes.kept(wire, s), sizes.index_bits(s)
   size = sizes.topk_indices(wire, n, s)
@@ -158,8 +163,13 @@ def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int):
 
 
 def random(
-  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array, rescale=False
-):
+  wire: WireConfig,
+  x_NxS: Array,
+  state: PyTree,
+  row: int,
+  key: Array,
+  rescale: bool = False,
+) -> tuple[Array, PyTree]:
   """Keeps a random subset of the values in each layer (FedDropout, figure 11).
 
   At equal bytes, the paper finds this, with and without rescaling, worse than top-k.
@@ -177,7 +187,7 @@ def random(
   return jnp.concatenate([_to_bytes(seed), code]), state
 
 
-def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int):
+def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   seed = _from_bytes(payload[: sizes.SEED], jnp.uint32)
   k = sizes.kept(wire, s)
   kept_NxK = _dequantize(wire, payload[sizes.SEED :], n, k, row)
@@ -192,7 +202,7 @@ register("random", Compressor(random, _decode_random, sizes.random))
 register("dare", Compressor(dare, _decode_random, sizes.random))
 
 
-def _plain(wire: WireConfig):
+def _plain(wire: WireConfig) -> DTypeLike:
   return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[wire.format]
 
 
@@ -204,7 +214,7 @@ def _to_bytes(x: Array) -> Array:
   return (word >> starts[:, None]).astype(jnp.uint8).reshape(-1)
 
 
-def _from_bytes(x: Array, dtype) -> Array:
+def _from_bytes(x: Array, dtype: DTypeLike) -> Array:
   """Inverts `_to_bytes`."""
   width = jnp.dtype(dtype).itemsize
   planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]

@@ -16,12 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath, PyTreeDef
 
 from diloco.mesh.sharding import FSDP, REPLICA, Lead, key, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire.error_feedback import compressor_of
+
+Leaf = jax.Array | jax.ShapeDtypeStruct
 
 
 def encoded(mesh: Mesh) -> NamedSharding:
@@ -64,7 +67,9 @@ def encode(
   """
   compressor, places = compressor_of(wire), specs(delta_M, mesh, (REPLICA,))
 
-  def one(delta: PyTree, state: PyTree, replica_key: jax.Array):
+  def one(
+    delta: PyTree, state: PyTree, replica_key: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
     """Returns codes and new state of this device's shard of one replica."""
     leaves, treedef = _flatten(delta)
     codes, states = [], []
@@ -82,7 +87,9 @@ def encode(
       states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
     return jnp.concatenate(codes), treedef.unflatten(states)
 
-  def local(delta_M, state_M, keys_M):
+  def local(
+    delta_M: PyTree, state_M: PyTree, keys_M: jax.Array
+  ) -> tuple[jax.Array, PyTree]:
     payload_MxB, state_M = jax.vmap(one)(delta_M, state_M, keys_M)
     return payload_MxB[:, None], state_M
 
@@ -111,7 +118,7 @@ def decode(
   """
   spread = payload.shape[1]
 
-  def shard(path, x) -> jax.ShapeDtypeStruct:
+  def shard(path: KeyPath, x: Leaf) -> jax.ShapeDtypeStruct:
     shape = shapes.shard(_names(path), x.shape, spread)
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
@@ -127,7 +134,7 @@ def decode(
       check_vma=False,
     )(payload)
 
-  def join(path, x_MxF: jax.Array, x) -> jax.Array:
+  def join(path: KeyPath, x_MxF: jax.Array, x: Leaf) -> jax.Array:
     axis = shapes.sharded_axis(_names(path), x.shape, spread)
     if axis is None:
       return x_MxF[:, 0]  # Every shard holds the whole tensor.
@@ -172,14 +179,14 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   return treedef.unflatten(out)
 
 
-def _flatten(tree: PyTree) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten(tree: PyTree) -> tuple[list[tuple[KeyPath, Any]], PyTreeDef]:
   """Returns pairs (path, leaf), and the structure of the tree."""
   return jax.tree.flatten_with_path(tree)
 
 
-def _names(path) -> tuple[str, ...]:
+def _names(path: KeyPath) -> tuple[str, ...]:
   return tuple(map(key, path))
 
 
-def _layout(path, shape: tuple[int, ...]) -> tuple[int, int, int]:
+def _layout(path: KeyPath, shape: tuple[int, ...]) -> tuple[int, int, int]:
   return sizes.layout(_names(path), shape)

@@ -128,7 +128,7 @@ def start(mesh: Mesh, payloads: list[jax.Array]) -> tuple[jax.Array, ...]:
     return ()
   places, sources = [_spec(mesh, x, REPLICA) for x in payloads], _sources(mesh)
 
-  def local(own):
+  def local(own: list[jax.Array]) -> tuple[jax.Array, ...]:
     flat = jnp.concatenate([x.reshape(-1) for x in own])
     if gathers(mesh):
       with set_xla_metadata(**_OWN_STREAM):
@@ -156,7 +156,7 @@ def finish(
     return []
   order = np.argsort(_sources(mesh), axis=0)
 
-  def local(own, received):
+  def local(own: list[jax.Array], received: tuple[jax.Array, ...]) -> list[jax.Array]:
     if gathers(mesh):
       by_group = received[0].reshape(mesh.shape[REPLICA], -1)
     else:
