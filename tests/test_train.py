@@ -471,7 +471,10 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
       {"inner.optimizer": "momo", "inner.weight_decay": 0.0},
       "inner.optimizer cannot step these parameters",
     ),
-    ({"inner.optimizer": "gpa"}, "inner.optimizer is gpa, which averages one model"),
+    (
+      {"plugins": ("gpa",), "inner.optimizer": "gpa"},
+      "inner.optimizer is gpa, which averages one model",
+    ),
   ],
 )
 def test_a_mistake_in_an_optimizer_is_found_before_a_run_begins(

@@ -49,9 +49,9 @@ def outer_step(
   events = list[Event]()
   for p in plan.schedule.sends(t, last_send):  # Line 6.
     theta, opt_state = plan.placement.bring((state.theta[p], state.opt_state[p]))
-    payload, codec_state, sent = plan.send(  # Lines 7 and 8.
-      t, p, params_M, theta, state.codec_state[p]
-    )
+    codec_state = state.codec_state[p]
+    # Lines 7 and 8.
+    payload, codec_state, sent = plan.send(t, p, params_M, theta, codec_state)
     plan.begin(p, payload, theta, opt_state)
     state = state.after_send(p, theta, opt_state, codec_state, payload)
     events.append(Event("send", p, t, plan.sync_bytes(p), sent))
@@ -59,9 +59,9 @@ def outer_step(
     theta = state.theta[p]
     if plan.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
       theta, opt_state = plan.placement.bring((theta, state.opt_state[p]))
-      theta, opt_state, received = plan.update(  # Lines 10 and 11.
-        t, p, state.in_flight[str(p)], theta, opt_state
-      )
+      payload = state.in_flight[str(p)]
+      # Lines 10 and 11.
+      theta, opt_state, received = plan.update(t, p, payload, theta, opt_state)
       state = state.after_update(p, *plan.placement.keep((theta, opt_state)))
       events.append(Event("receive", p, t, 0, received))
     params_M = plan.merge(p, params_M, theta, mask)  # Line 12.
@@ -148,10 +148,9 @@ def _update(
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
   """Averages outer gradients over the replicas as `outer.average` says."""
-  special = plugins.MEANS.get(getattr(outer, "average", "mean"))
-  if special:
-    return special(delta_M, weights_M)
-  return jax.tree.map(partial(mean, weights_M=weights_M), delta_M)
+  own = plugins.MEANS.get(getattr(outer, "average", "mean"))
+  plain = partial(mean, weights_M=weights_M)
+  return own(delta_M, weights_M) if own else jax.tree.map(plain, delta_M)
 
 
 def mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
