@@ -47,7 +47,8 @@ def state(value: float) -> TrainState:
 class Method:
   """Stands for the method of a run whose state has two arrays."""
 
-  plan = types.SimpleNamespace(jobs=Jobs(False), schedule=Schedule(0, 1, (0,)))
+  placement = types.SimpleNamespace(jobs=Jobs(False))
+  plan = types.SimpleNamespace(placement=placement, schedule=Schedule(0, 1, (0,)))
 
   def after_drain(self, t):
     return self
