@@ -36,10 +36,8 @@ def changed(tree: Tree, saved: dict[str, int], peers: Peers) -> list[str]:
 
   Args:
     tree: the global arrays, or some of those that were saved.
-    saved: from `compute`; empty if the checkpoint has no checksums.
+    saved: from `compute`.
   """
-  if not saved:
-    return []
   sizes = {name: x.size for name, x in _named(tree).items()}
   return [
     name

@@ -42,7 +42,7 @@ class Record:
     finished: whether training has ended and nothing is in flight.
     fsdp: size of the fsdp axis that encoded the payloads in flight.
     drained: `Schedule.drained` of an extended run.
-    checksums: {name: checksum} of the arrays; empty if an older version saved them.
+    checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 
   config: dict[str, Any]
@@ -91,9 +91,8 @@ def read_record(workdir: pathlib.Path, step: int) -> Record:
   text = path.read_bytes()
   try:
     fields = json.loads(text)
-    saved = fields.pop("crc32", None)  # Older versions wrote none.
-    whole = saved in (None, _crc32(fields))
-  except (ValueError, TypeError, AttributeError):  # Not JSON, or no dict.
+    whole = fields.pop("crc32") == _crc32(fields)
+  except (ValueError, LookupError, TypeError, AttributeError):  # Not a JSON object.
     whole = False
   if not whole:
     raise ValueError(f"{path} has another content than was saved")

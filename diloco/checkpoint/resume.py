@@ -38,7 +38,7 @@ _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
   """Refuses to go on with another config than the run's, unless it extends the run.
 
-  Fields that the code of the run did not have count as their defaults.
+  Fields that `saved` lacks count as their defaults.
 
   Args:
     saved: config of the checkpoint.

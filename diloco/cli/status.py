@@ -191,7 +191,7 @@ def lines(folder: pathlib.Path, now: float) -> list[str]:
 
 def _title(config: dict[str, Any]) -> str:
   if not config:
-    return "config not known, because there is neither config.json nor a checkpoint"
+    return "config not known, because there is no config.json"
   return title(config["algorithm"], config["replicas"], config["sync_every"])
 
 

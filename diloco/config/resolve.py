@@ -159,8 +159,6 @@ def _resolve(v: dict[str, Any]) -> Config:
   v = {field: defaults[field] for field in own} | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
-  if isinstance(v["model.remat"], bool):  # In configs of older versions.
-    v["model.remat"] = "full" if v["model.remat"] else "none"
   _check_each(v, defaults, extensions)
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"

@@ -62,7 +62,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
-  peak = max(_peak(c, found) for found in read_parts)
+  peak = max(_peak(found) for found in read_parts)
   if not c.make_fragments():  # A log of other steps lacks the bytes.
     sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
@@ -87,13 +87,12 @@ def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   return {t: float(np.mean(found[t])) for t in sorted(found)}
 
 
-def _peak(c: Config, found: dict[str, list[dict[str, Any]]]) -> int:
+def _peak(found: dict[str, list[dict[str, Any]]]) -> int:
   """Returns the most bytes of one step, from the records of a part of a run."""
-  # Runs of older versions do not have the field.
-  of_steps = [r.get("peak_bytes", all_reduced_bytes(c, 1)) for r in found["step"]]
   sends = collections.Counter[int]()  # The final sync follows the last step's record.
   for r in found["send"]:
     sends[r["step"]] += r["bytes"]
+  of_steps = [r["peak_bytes"] for r in found["step"]]
   return max([*of_steps, *sends.values()], default=0)
 
 

@@ -158,7 +158,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     sent += f" in {summary['syncs']} syncs, at most {peak:,} at once"
   averaged = ", ".join(
     f"{kind.replace('_', ' ')} {of['bytes']:,} ({of['times']:,}x)"
-    for kind, of in summary.get("averages", {}).items()
+    for kind, of in summary["averages"].items()
   )
   lines = [
     "",
@@ -183,7 +183,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
   ]
   if summary.get("site"):
     lines.append("site         " + summary["site"]["text"])
-  if summary.get("note"):
+  if summary["note"]:
     lines.append(f"note         {summary['note']}")
   if text:
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]

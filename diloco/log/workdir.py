@@ -1,12 +1,10 @@
 """Looks at the folder of a run, also while the run goes on. Only reads; no JAX."""
 
-import contextlib
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diloco.checkpoint.record import read_record, steps_of
 from diloco.config import Config, complete
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -30,16 +28,8 @@ def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any]:
-  """Reads all fields of a run's config; {} if the folder does not tell them.
-
-  Older versions of the trainer wrote no config.json, but checkpoints have the config.
-  """
-  found = files.read_json(folder / metrics.CONFIG)
-  if found is not None:
-    return found
-  with contextlib.suppress(OSError, ValueError, TypeError, IndexError):
-    return read_record(folder, steps_of(folder)[0]).config
-  return {}
+  """Reads all fields of a run's config; {} if config.json is absent or damaged."""
+  return files.read_json(folder / metrics.CONFIG) or {}
 
 
 def whole_config(parts: Sequence[pathlib.Path]) -> Config:
@@ -52,7 +42,7 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   for part in parts:
     saved = read_config(part)
     if not saved:
-      raise ConfigError(f"{part} has neither a config.json nor a checkpoint yet.")
+      raise ConfigError(f"{part} has no config.json that can be read.")
     configs.append(complete(saved).to_dict())
   whole = configs[0]
   if len(configs) > 1:

@@ -38,10 +38,7 @@ def fill_in(v: dict[str, Any]) -> None:
   if v["data.source"].startswith("arrays:"):
     folder = split_folder(v["data.source"], v["data.train_split"])
     made_with = read_manifest(folder)["tokenizer"]
-    own = folder / TOKENIZER
-    # Data that older versions prepared have no copy of their tokenizer.
-    name = str(own) if own.is_file() else made_with["name"]
-    v["data.tokenizer"] = v["data.tokenizer"] or name
+    v["data.tokenizer"] = v["data.tokenizer"] or str(folder / TOKENIZER)
     v["model.vocab_size"] = v["model.vocab_size"] or made_with["vocab_size"]
   else:
     v["data.tokenizer"] = v["data.tokenizer"] or _DEFAULT

@@ -215,19 +215,6 @@ def test_a_part_that_a_kill_left_is_removed(c, tmp_path):
   assert names(tmp_path / "checkpoints") == ["10", "14"]
 
 
-def test_a_run_goes_on_after_an_upgrade_that_adds_a_field(tiny, c, tmp_path):
-  save(tmp_path, c, [10])
-  file = tmp_path / "checkpoints" / "10" / "record" / "metadata"
-  record = json.loads(file.read_text())
-  del record["crc32"], record["checksums"], record["config"]["outer"]["fedpart"]
-  file.write_text(json.dumps(record))
-  assert open_checkpoints(tmp_path, c).restore().step == 10
-  tiny.outer.fedpart = True  # The old version had no FedPart.
-  other = open_checkpoints(tmp_path, resolve(tiny))
-  with pytest.raises(ConfigError, match=r"outer.fedpart: False -> True\)"):
-    other.restore()
-
-
 def restore_as_two(workdir, c) -> list:
   """What each of two processes restores or raises; the processes are threads."""
   found = [None, None]

@@ -7,7 +7,6 @@ import types
 import damage
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from diloco.algorithm.placement import Jobs
@@ -111,22 +110,6 @@ def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
   assert "whose checkpoint of step 12 cannot be read (of step 12: " in str(error.value)
   assert str(error.value).count("\n") == 0
   assert len(str(error.value)) < 500
-
-
-def test_a_checkpoint_of_an_older_version_is_read(c, tmp_path):
-  # Compressed, and without checksums.
-  manager = ocp.CheckpointManager(tmp_path / "checkpoints")
-  manager.save(
-    7,
-    args=ocp.args.Composite(
-      state=ocp.args.StandardSave(checkpoint._tree(state(7))),
-      record=ocp.args.JsonSave({"config": c.to_dict(), "data": {"0": [7]}}),
-    ),
-  )
-  manager.close()
-  step, restored, record = open_checkpoints(tmp_path, c).restore()
-  assert (step, record.data, record.fsdp) == (7, {"0": [7]}, 1)
-  assert bits(restored) == bits(state(7))
 
 
 def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeypatch):

@@ -46,8 +46,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 def test_a_run_without_a_config_is_refused(tmp_path):
   (tmp_path / "metrics.jsonl").write_text("")
   (tmp_path / "config.json").write_text('{"seed": ')
-  (tmp_path / "checkpoints" / "4").mkdir(parents=True)
-  message = r"has neither a config.json nor a checkpoint yet"
+  message = r"has no config.json that can be read"
   with pytest.raises(draw_run.ConfigError, match=message):
     draw_run.read(tmp_path)
 

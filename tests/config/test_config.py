@@ -213,7 +213,7 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
     with pytest.raises(ConfigError, match="train longer or lower") as raised:
       resolve(make(**{"train.steps": 10, "eager.on": own}))
     assert ("final_sync" in str(raised.value)) == hint
-  # A run of an older version can still be read.
+  # A saved config is read whatever its number of syncs.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
   assert complete(make(**{"outer.decay_syncs": 9}).to_dict()).outer.decay_syncs == 9
 

@@ -1,10 +1,9 @@
-"""Looking at folders of runs: lines from the end, configs of old and of new runs."""
+"""Looking at folders of runs: lines from the end, their configs."""
 
 import json
 
 import pytest
 
-from diloco.checkpoint.record import Record
 from diloco.config import complete, resolve
 from diloco.errors import ConfigError
 from diloco.log import workdir
@@ -26,15 +25,10 @@ def write(folder, name, value):
   path.write_text(json.dumps(value))
 
 
-def test_the_config_of_an_old_run_comes_from_its_newest_checkpoint(tiny, tmp_path):
+def test_a_folder_without_a_config_is_refused(tiny, tmp_path):
   assert workdir.read_config(tmp_path) == {}
-  with pytest.raises(ConfigError, match=r"neither a config\.json nor a checkpoint yet"):
+  with pytest.raises(ConfigError, match=r"no config\.json that can be read"):
     workdir.whole_config([tmp_path])
-  for step, seed in ((5, 1), (12, 2)):
-    tiny.seed = seed
-    record = Record(resolve(tiny).to_dict())
-    write(tmp_path, f"checkpoints/{step}/record/metadata", record.to_json())
-  assert workdir.whole_config([tmp_path]).seed == 2
   tiny.seed = 3
   write(tmp_path, "config.json", resolve(tiny).to_dict())
   assert workdir.whole_config([tmp_path]).seed == 3

@@ -1,6 +1,5 @@
 """A config that leaves tokenizer and vocabulary open takes those of its data."""
 
-import json
 import pathlib
 import shutil
 
@@ -43,18 +42,6 @@ def test_the_folder_of_prepared_data_is_all_that_training_needs(tiny, prepared):
   assert next(iterator).shape == (2, 2, 16)
   iterator.close()
   assert data_lib.make_eval_set(c).num_bytes > 0
-
-
-def test_data_without_a_copy_of_their_tokenizer_name_it(tiny, prepared):
-  (prepared / "train/tokenizer.model").unlink()
-  path = prepared / "train/manifest.json"
-  manifest = json.loads(path.read_text())
-  manifest["tokenizer"]["name"] = "sotu_2048"
-  path.write_text(json.dumps(manifest))
-  tiny.data.source = f"arrays:{prepared}"
-  c = config_lib.resolve(tiny)
-  assert c.data.tokenizer == "sotu_2048"
-  data_lib.make_train_iterator(c).close()
 
 
 def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
