@@ -12,8 +12,7 @@ from absl import flags
 
 from diloco.config import Config, command_line
 from diloco.errors import ConfigError
-from diloco.log import metrics
-from diloco.log.workdir import parts_of, whole_config
+from diloco.log import workdir as log
 from diloco.simulate import schedule_figure
 from diloco.simulate.schedule_figure import Send
 
@@ -29,15 +28,9 @@ def read(workdir: pathlib.Path) -> tuple[Config, list[Send], int]:
   Raises:
     ConfigError: the folder holds no run that synchronises replicas.
   """
-  if parts_of(workdir) != [workdir]:
-    raise ConfigError(
-      f"--workdir is {workdir}, which has no {metrics.FILE}; give the --workdir of a"
-      " run of diloco.main."
-    )
-  c = whole_config([workdir])
+  c, [records] = log.read(workdir, "send", "step", name="--workdir")
   if not c.make_fragments():
     raise ConfigError(f"--workdir is {workdir}, a data-parallel run; use a DiLoCo run.")
-  records = metrics.read_kinds(workdir, "send", "step")
   sends = [Send(r["step"], r["fragment"], r["bytes"]) for r in records["send"]]
   steps = [r["step"] for some in records.values() for r in some]
   return c, sends, max(steps, default=0)

@@ -97,17 +97,16 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> Newest:
   """Reads a run's metrics.jsonl from its end, no further than needed."""
   step, evaluation = dict[str, Any](), dict[str, Any]()
   syncs, times = dict[int, dict](), list[float]()
-  every = config.get("eval", {}).get("every", 1)
-  # In so many steps, every fragment is received at least once.
-  reach = max(2 * config.get("sync_every", 0), _RECENT)
+  # In so many steps, there is an evaluation, and every fragment is received.
+  every = config.get("eval", {}).get("every", 0)
+  reach = max(2 * config.get("sync_every", 0), every, _RECENT)
   for line in backwards(folder / metrics.FILE):
     record = metrics.as_record(line)
     kind = record.get("kind")
     if kind == "step":
       step = step or record
       times += [record["time"]] * (len(times) < _RECENT)
-      awaited = not evaluation and every and step["step"] > every
-      if not awaited and record["step"] < step["step"] - reach:
+      if record["step"] < step["step"] - reach:
         break
     elif kind == "eval":
       evaluation = evaluation or record

@@ -15,9 +15,9 @@ import numpy as np
 
 from diloco.config import Config
 from diloco.errors import ConfigError
-from diloco.log import metrics
-from diloco.log.loss_picture import points, smoothed, thinning
-from diloco.log.workdir import parts_of, title, whole_config
+from diloco.log import metrics, workdir
+from diloco.log.loss_picture import points, running_mean, smoothed, thinning
+from diloco.log.workdir import title
 from diloco.util import files
 from diloco.util.command import Parser, check_picture, guarded, make_folder
 from diloco.util.palette import COLORS, OTHERS, STYLE, shades
@@ -29,19 +29,13 @@ Records = Sequence[dict[str, Any]]
 Curves = dict[str, dict[int, float]]
 
 
-def read(folder: pathlib.Path) -> tuple[Config, dict[str, list[dict[str, Any]]]]:
+def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
   """Reads a run's config, and its records by kind: send, receive, merge.
 
   Raises:
     ConfigError: the folder has no run of one process group with diagnostics.
   """
-  if parts_of(folder) != [folder]:
-    raise ConfigError(
-      f"WORKDIR is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
-      " a run of diloco.main."
-    )
-  c = whole_config([folder])
-  found = metrics.read_kinds(folder, "send", "receive", "merge")
+  c, [found] = workdir.read(folder, "send", "receive", "merge")
   if not any("replica_drift_by_layer" in r for r in found["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
@@ -124,7 +118,7 @@ def merges(records: Records) -> dict[int, float]:
   return found
 
 
-def draw(c: Config, found: dict[str, list[dict[str, Any]]]) -> Any:
+def draw(c: Config, found: metrics.Kinds) -> Any:
   """Draws one panel for each quantity; returns a figure."""
   import matplotlib
   from matplotlib.figure import Figure
@@ -207,15 +201,9 @@ def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
   if len(steps):
     some = slice(None, None, thinning(len(steps)))
     panel.plot(steps[some], values[some], ".", ms=2, color="0.6", label="each merge")
-    mean = _running_mean(values)
+    mean = running_mean(values, 10)
     panel.plot(steps[some], mean[some], color=color, label="mean of 21 merges")
     panel.legend()
-
-
-def _running_mean(values: np.ndarray) -> np.ndarray:
-  """Returns the mean of each value, the 10 before and the 10 after."""
-  ends = np.arange(len(values))
-  return np.array([values[max(i - 10, 0) : i + 11].mean() for i in ends])
 
 
 def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:

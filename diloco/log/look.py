@@ -5,14 +5,13 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from diloco.config import Config
 from diloco.errors import ConfigError
-from diloco.log import metrics
-from diloco.log.workdir import parts_of, whole_config
+from diloco.log import metrics, workdir
+from diloco.log.workdir import parts_of
 from diloco.util import files
 from diloco.wire.ledger import all_reduced_bytes
 
@@ -51,14 +50,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
-  parts = parts_of(folder)
-  if not parts:
-    raise ConfigError(
-      f"WORKDIR is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
-      " a run of diloco.main."
-    )
-  c = whole_config(parts)
-  read_parts = [metrics.read_kinds(part, "step", "eval", "send") for part in parts]
+  c, read_parts = workdir.read(folder, "step", "eval", "send", sites=True)
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
   sent = _mean_by_step(steps, "bytes_sent")
@@ -87,7 +79,7 @@ def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   return {t: float(np.mean(found[t])) for t in sorted(found)}
 
 
-def _peak(found: dict[str, list[dict[str, Any]]]) -> int:
+def _peak(found: metrics.Kinds) -> int:
   """Returns the most bytes of one step, from the records of a part of a run."""
   sends = collections.Counter[int]()  # The final sync follows the last step's record.
   for r in found["send"]:

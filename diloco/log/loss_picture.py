@@ -102,8 +102,12 @@ def thinning(count: int) -> int:
 
 def smoothed(values: np.ndarray) -> np.ndarray:
   """Returns the mean of the values around each value, over `_WINDOW` of all."""
-  reach = int(len(values) * _WINDOW / 2)
-  sums = np.concatenate([[0.0], np.cumsum(values)])
-  at = np.arange(len(values))
-  first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
-  return (sums[end] - sums[first]) / (end - first)
+  return running_mean(values, int(len(values) * _WINDOW / 2))
+
+
+def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
+  """Returns the mean of each value, those `reach` before and those `reach` after."""
+  import pandas as pd  # Slow to import.
+
+  window = pd.Series(values).rolling(2 * reach + 1, min_periods=1, center=True)
+  return window.mean().to_numpy()

@@ -17,6 +17,8 @@ from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.util import files
 
+# {kind: records in order of steps}
+Kinds = dict[str, list[dict[str, Any]]]
 FILE = "metrics.jsonl"
 CONFIG = "config.json"
 # Fields of records that are no curves: names, constants and times of the clock.
@@ -129,7 +131,7 @@ def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
   return read_kinds(workdir, kind)[kind]
 
 
-def read_kinds(workdir: pathlib.Path, *kinds: str) -> dict[str, list[dict[str, Any]]]:
+def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   """Reads records as `read`, of several kinds in one pass over the file."""
   found: dict[str, dict] = {kind: {} for kind in kinds}
   for record in Follower(workdir).records():

@@ -54,6 +54,29 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   return complete(whole)
 
 
+def read(
+  folder: pathlib.Path, *kinds: str, name: str = "WORKDIR", sites: bool = False
+) -> tuple[Config, list[metrics.Kinds]]:
+  """Reads the config of a run, and the records of some kinds of each of its parts.
+
+  Args:
+    folder: that of the run.
+    kinds: as for `metrics.read_kinds`.
+    name: the flag or argument that gives the folder.
+    sites: whether the folder may be that of site-0, site-1, ...
+
+  Raises:
+    ConfigError: the folder has no run, or this version cannot use the run's config.
+  """
+  parts = parts_of(folder)
+  if not parts or (not sites and parts != [folder]):
+    raise ConfigError(
+      f"{name} is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
+      " a run of diloco.main."
+    )
+  return whole_config(parts), [metrics.read_kinds(part, *kinds) for part in parts]
+
+
 def title(algorithm: str, replicas: int, sync_every: int) -> str:
   """Names a run in a title, such as "streaming, M=2, H=30"."""
   synced = algorithm != "data_parallel"
