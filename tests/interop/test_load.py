@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from diloco import train
+from diloco.checkpoint.record import Record
 from diloco.cli import evaluate, export, generate
 from diloco.errors import ConfigError
 from diloco.evaluate import heldout
@@ -99,7 +100,7 @@ def test_neither_data_nor_later_fields_nor_devices_are_needed(trained, tmp_path)
     record["config"]["data"]["source"] = "files:/nowhere/*.txt"
     record["config"]["model"]["attention"] = "splash"  # This machine has no TPU.
     del record["config"]["eval"], record["crc32"]
-    file.write_text(json.dumps(record))
+    file.write_text(json.dumps(Record(**record).to_json()))
   model = restore.load(tmp_path / "copy")
   assert_same_bits(model.params, params)
   assert model.config.model.attention == "auto"
