@@ -26,7 +26,7 @@ from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import hf, load
 from diloco.model import registry
-from diloco.util.command import guarded, make_folder, model_parser, one_line
+from diloco.util.command import guarded, make_folder, model_parser, one_line, optional
 
 
 def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
@@ -81,7 +81,7 @@ def _save_file(tensors: Mapping, path: pathlib.Path, metadata: dict) -> None:
   Raises:
     ConfigError: safetensors is missing, or the disk is full.
   """
-  save_file = load.import_safetensors().save_file
+  save_file = optional("safetensors.numpy", "exports need", "export").save_file
   try:
     save_file(tensors, path, metadata=metadata)
   except Exception as error:  # Of safetensors, also around an OSError.

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from diloco.errors import ConfigError
+from diloco.util.command import optional
 
 
 def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
@@ -61,14 +61,8 @@ def example_text(record: bytes) -> str:
 
 def masked_crc32c(block: bytes) -> int:
   """Returns the CRC-32C of a block as TFRecord stores it."""
-  try:
-    import google_crc32c
-  except ImportError as error:
-    raise ConfigError(
-      "reading TFRecord files needs google-crc32c, which is not installed: pip install"
-      " google-crc32c, or '.[prepare]' from a clone."
-    ) from error
-  crc = google_crc32c.value(block)
+  crc32c = optional("google_crc32c", "reading TFRecord files needs", "prepare")
+  crc = crc32c.value(block)
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 

@@ -18,7 +18,7 @@ from diloco.mesh import sharding
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.tokenizer_json import convert
-from diloco.util.command import one_line
+from diloco.util.command import one_line, optional
 
 # Fields of ModelConfig that say how to compute, and not what the parameters are.
 _FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
@@ -40,7 +40,7 @@ def first_params(c: Config, mesh: Mesh) -> Any:
   """
   if not c.init.checkpoint:
     return None
-  load.import_safetensors("init.checkpoint needs")
+  optional("safetensors", "init.checkpoint needs", "export")
   folder = pathlib.Path(c.init.checkpoint).expanduser()
   tokenizer = load_tokenizer(c.data.tokenizer)
   described = read_json(folder / CONFIG)

@@ -30,7 +30,7 @@ from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.devices import fit_eval_batch, make_inference_mesh
 from diloco.spec import shapes
-from diloco.util.command import one_line
+from diloco.util.command import one_line, optional
 
 # The files of an export, see diloco/cli/export.py.
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
@@ -81,21 +81,6 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
     found = stored.read_newest(workdir, _steps(workdir, step), like, remedy)
     c = _config(found.record.config, workdir, mesh)
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
-
-
-def import_safetensors(needs: str = "exports need"):
-  """Returns the module safetensors.numpy, which only exports need.
-
-  Raises:
-    ConfigError: it is not installed.
-  """
-  try:
-    import safetensors.numpy
-  except ImportError as error:
-    raise ConfigError(
-      f"{needs} safetensors: pip install safetensors, or '.[export]' from a clone."
-    ) from error
-  return safetensors.numpy
 
 
 def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
@@ -161,7 +146,7 @@ def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   """Reads a folder that diloco export wrote, tokenizer included."""
-  load_file = import_safetensors().load_file
+  load_file = optional("safetensors.numpy", "exports need", "export").load_file
   try:
     described = json.loads((folder / CONFIG).read_text())
     if "model_type" in described:

@@ -14,8 +14,8 @@ import numpy as np
 
 from diloco.config import Config
 from diloco.config.resolve import leaves
-from diloco.errors import ConfigError
 from diloco.util import files
+from diloco.util.command import optional
 
 # {kind: records in order of steps}
 Kinds = dict[str, list[dict[str, Any]]]
@@ -179,13 +179,8 @@ def _as_code(text: str) -> str:
 
 def _start_wandb(workdir: pathlib.Path, c: Config) -> Any:
   """Starts a run of Weights & Biases, or continues the one of this workdir."""
-  try:
-    import wandb
-  except ImportError as error:
-    raise ConfigError(
-      f"log.wandb_project is {c.log.wandb_project!r}, but wandb is not installed: pip"
-      " install wandb, or '.[wandb]' from a clone."
-    ) from error
+  needs = f"log.wandb_project is {c.log.wandb_project!r}, which needs"
+  wandb = optional("wandb", needs, "wandb")
   path = workdir / "wandb_id.txt"
   if not path.exists():
     path.write_text(secrets.token_hex(8) + "\n")

@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.util.command import optional
 
 ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
 # A copy of the file has the special tokens under this key.
@@ -24,13 +25,8 @@ class JsonModel:
     Raises:
       ConfigError: the file is damaged, or the package tokenizers is missing.
     """
-    try:
-      import tokenizers
-    except ImportError as error:
-      raise ConfigError(
-        f"data.tokenizer is {str(path)!r}, which needs the package tokenizers: pip"
-        " install tokenizers, or '.[hf]' from a clone."
-      ) from error
+    needs = f"data.tokenizer is {str(path)!r}, which needs"
+    tokenizers = optional("tokenizers", needs, "hf")
     try:
       self._content = json.loads(path.read_bytes())
       content = dict(self._content)

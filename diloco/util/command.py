@@ -1,6 +1,7 @@
 """What every command does with its arguments, mistakes and interruptions. No JAX."""
 
 import argparse
+import importlib
 import io
 import math
 import os
@@ -120,6 +121,27 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
   if not hasattr(module, function):
     raise ConfigError(f"{path} has no {function}(); see {example}.")
   return module
+
+
+def optional(module: str, needs: str, extra: str) -> Any:
+  """Imports a module of a package that only some users install.
+
+  Args:
+    module: its name, such as safetensors.numpy.
+    needs: the beginning of the error, such as "exports need".
+    extra: the extra of pyproject.toml that has the package.
+
+  Raises:
+    ConfigError: the package is not installed.
+  """
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    package = module.partition(".")[0].replace("_", "-")
+    raise ConfigError(
+      f"{needs} the package {package}, which is not installed: pip install {package},"
+      f" or '.[{extra}]' from a clone."
+    ) from error
 
 
 def check_picture(path: pathlib.Path, example: str) -> None:
