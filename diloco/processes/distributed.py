@@ -85,9 +85,6 @@ def initialize(
   late = threading.Timer(timeout, refuse, [f"within {timeout} s"])
   late.daemon = True
   late.start()
-  # `diloco.coordinator` silences gRPC. JAX has a gRPC of its own, which reads this now,
-  # and must say why it aborts a process.
-  silence = os.environ.pop("GRPC_VERBOSITY", None)
   try:
     jax.distributed.initialize(
       address,
@@ -101,9 +98,6 @@ def initialize(
     late.cancel()
     peers.await_loss()
     refuse(str(error).partition("\n")[0])
-  finally:
-    if silence is not None:
-      os.environ["GRPC_VERBOSITY"] = silence
   late.cancel()
   return peers
 

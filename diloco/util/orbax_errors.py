@@ -22,7 +22,7 @@ def hush() -> None:
   # Orbax raises the first error and closes the loop; asyncio logs the other errors, and
   # the writes that had not ended.
   logging.getLogger("asyncio").addFilter(lambda record: not _another_error(record))
-  _hush_coroutines()
+  warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
   hook = sys.unraisablehook
   sys.unraisablehook = lambda ignored: None if _left_behind(ignored) else hook(ignored)
 
@@ -55,17 +55,6 @@ def _another_error(record: logging.LogRecord) -> bool:
   text = "".join([record.getMessage(), *trace])
   of_tensorstore = " in OCDBT database " in text  # The format of the files; no frames.
   return of_orbax(text) or of_tensorstore
-
-
-def _hush_coroutines() -> None:
-  """Drops Python's warnings of coroutines of Orbax that were never awaited."""
-  # CPython calls this function for each such coroutine. A filter of warnings would see
-  # the coroutine's name alone, and Orbax has hundreds.
-  name = "_warn_unawaited_coroutine"
-  warn = getattr(warnings, name, None)
-  if warn is not None:
-    silent = lambda c: None if of_orbax(c.cr_code.co_filename) else warn(c)
-    setattr(warnings, name, silent)
 
 
 def _left_behind(ignored: Any) -> bool:

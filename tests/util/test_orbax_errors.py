@@ -40,20 +40,15 @@ def test_tasks_of_orbax_end_silently(path, told):
   assert len(told_by_asyncio(lambda: left_behind(path))) == told
 
 
-@pytest.mark.parametrize(
-  ("path", "told"),
-  [("/lib/orbax/checkpoint/write.py", 0), ("/home/user/own_code.py", 1)],
-)
-def test_coroutines_of_orbax_that_nobody_awaited_end_silently(path, told):
-  hush()
+def test_coroutines_that_nobody_awaited_end_silently():
   scope = {"asyncio": asyncio}
-  exec(compile(SOURCE, path, "exec"), scope)
+  exec(SOURCE, scope)
   with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
+    hush.__wrapped__()  # As in a process that has not called it yet.
     scope["write"]()
     gc.collect()
-  messages = [str(w.message) for w in seen]
-  assert messages == ["coroutine 'write' was never awaited"] * told
+  assert seen == []
 
 
 def future_of_tensorstore():
