@@ -1,8 +1,6 @@
 """The end of a run: evaluates, generates, and writes summary.json."""
 
-import contextlib
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
@@ -129,10 +127,7 @@ def note(c: Config) -> str:
 
 def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
   """Reads process 0's summary.json; None if it is absent or damaged."""
-  found = None
-  with contextlib.suppress(OSError, ValueError):  # `make` writes it again.
-    found = json.loads((workdir / FILE).read_text())
-  return peers.broadcast(found if isinstance(found, dict) else None)
+  return peers.broadcast(files.read_json(workdir / FILE))
 
 
 def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:

@@ -3,13 +3,13 @@
 Reads the manifest of prepared data (`diloco.data.arrays`) or the tokenizer's file.
 """
 
-import json
 import os
 import pathlib
 from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.tokenizer.json_model import JsonModel
+from diloco.util.files import read_json
 
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
@@ -60,23 +60,21 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
   """
   path = folder / MANIFEST
   try:
-    manifest = json.loads(path.read_bytes())
-  except (FileNotFoundError, NotADirectoryError) as error:
-    raise ConfigError(_missing(folder)) from error
+    if not path.is_file():
+      raise ConfigError(_missing(folder))
+    manifest = read_json(path)
   except OSError as error:
     raise ConfigError(
       f"data.source is arrays, but {path} cannot be read ({error.strerror}); give"
       " yourself the permission, or name another folder."
     ) from error
-  except (ValueError, RecursionError):
-    manifest = None
-  version = manifest.get("version") if isinstance(manifest, dict) else VERSION
+  version = VERSION if manifest is None else manifest.get("version")
   if version != VERSION:
     raise ConfigError(
       f"data.source is arrays, but {path} has version {version} instead of {VERSION};"
       " delete the folder and tokenize again."
     )
-  if not _fits(manifest, _CONTENT):
+  if manifest is None or not _fits(manifest, _CONTENT):
     raise ConfigError(
       f"data.source is arrays, but {path} is damaged; copy the file again, or delete"
       " the folder and tokenize again."

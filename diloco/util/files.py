@@ -48,8 +48,8 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   """Reads a JSON file; None if the file is absent or holds no JSON object."""
   try:
-    value = json.loads(path.read_text())
-  except (FileNotFoundError, ValueError):
+    value = json.loads(path.read_bytes())
+  except (FileNotFoundError, RecursionError, ValueError):
     return None
   return value if isinstance(value, dict) else None
 

@@ -33,13 +33,12 @@ from diloco.tokenizer.vocabulary import (
   VERSION,
   read_manifest,
 )
-from diloco.util.files import replacing, write_json
+from diloco.util.files import read_json, replacing, write_json
 
 # Least and most bytes on disk of a unit, and how many units to aim at: few, because
 # training keeps all arrays open (files that cannot be cut may double the number), but
 # no unit so large that a kill costs more than minutes of work.
 _MIN_UNIT, _MAX_UNIT, _UNITS = 1 << 24, 1 << 31, 256
-_HEADER = 128  # Bytes before the data in our .npy files, for arrays of any length.
 
 
 def tokenize(
@@ -126,7 +125,11 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
   """Writes the plan; if the folder has one already, checks that both are equal."""
   for path in (folder / MANIFEST, folder / PLAN):
     if path.is_file():
-      old = _read_plan(path)
+      old = read_json(path)
+      if old is None:
+        raise ConfigError(
+          f"--output has {path}, which is damaged; delete the folder and start again."
+        )
       for key, value in plan.items():
         if old.get(key) != value:
           raise ConfigError(
@@ -135,18 +138,6 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
           )
       return
   write_json(folder / PLAN, plan)
-
-
-def _read_plan(path: pathlib.Path) -> dict[str, Any]:
-  try:
-    plan = json.loads(path.read_bytes())
-  except (ValueError, RecursionError):
-    plan = None
-  if not isinstance(plan, dict):
-    raise ConfigError(
-      f"--output has {path}, which is damaged; delete the folder and start again."
-    )
-  return plan
 
 
 def _tokenize_unit(unit: Unit, tokenizer: str, dtype: str) -> dict[str, int]:
@@ -211,6 +202,10 @@ def _growing_array(
 ) -> Iterator[Callable[[ArrayLike], None]]:
   """Opens a .npy file of one axis; yields a function that appends values [n]."""
   length = 0
+  fields = {"descr": np.dtype(dtype).str, "fortran_order": False}
+
+  def write_header() -> None:
+    np.lib.format.write_array_header_1_0(file, fields | {"shape": (length,)})
 
   def append(values: ArrayLike) -> None:
     nonlocal length
@@ -219,12 +214,10 @@ def _growing_array(
     length += len(new)
 
   with replacing(path) as file:
-    file.seek(_HEADER)
+    write_header()
     yield append
     file.seek(0)
-    fields = {"descr": np.dtype(dtype).str, "fortran_order": False, "shape": (length,)}
-    text = repr(fields).encode().ljust(_HEADER - 11) + b"\n"
-    file.write(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text)
+    write_header()  # As long as the first: NumPy leaves space for any length.
 
 
 def convert(
