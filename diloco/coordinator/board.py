@@ -12,7 +12,7 @@ import math
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from diloco.coordinator.journal import Entry, Journal
 from diloco.coordinator.rounds import Closing, Presence, Rounds
@@ -20,37 +20,13 @@ from diloco.errors import ConfigError
 from diloco.sites.calendar import Calendar
 from diloco.sites.messages import BadMessage, Message, number
 
+if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
+  from diloco.coordinator.group import OuterGroup
+
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
 # Seconds in which a site that was cut off before the last round may come back.
 _LINGER_S = 30.0
-
-
-class Group(Protocol):
-  """The outer state that the coordinator keeps.
-
-  Attributes:
-    applied: rounds below this number are in it.
-    data: {shard: [step, position in its text]} of these rounds.
-  """
-
-  applied: int
-  data: dict[str, Any]
-
-  def apply(self, entry: Entry) -> None:
-    """Applies a closed round."""
-
-  def snapshot(self) -> tuple[int, bytes]:
-    """Returns the number of applied rounds, and the outer state as bytes."""
-
-  def agrees(self, applied: int, digests: list[int]) -> bool:
-    """Returns whether a site's outer state after `applied` rounds is the group's."""
-
-  def finish(self) -> None:
-    """Saves the outer state after the last round."""
-
-  def close(self) -> None:
-    """Waits until all is saved."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -124,7 +100,7 @@ class Board:
     self.changed = asyncio.Event()
     self.started = self.published > 0
     self._journal, self._say = journal, say
-    self._group: Group | None = None
+    self._group: OuterGroup | None = None
     self._loaded = asyncio.Event()
     self._on_closed = on_closed
     self._start_s, self._first_ready = sites.start_s, math.inf
@@ -267,7 +243,7 @@ class Board:
       self._on_closed(entry)
     return True
 
-  async def apply_rounds(self, load: Callable[[], Group]) -> Group:
+  async def apply_rounds(self, load: Callable[[], "OuterGroup"]) -> "OuterGroup":
     """Loads the outer state, and applies the closed rounds to it.
 
     Rounds close meanwhile: they need no outer state. After a restart, sites wait for
@@ -300,7 +276,7 @@ class Board:
         await news.wait()
     return group
 
-  async def _get(self) -> Group:
+  async def _get(self) -> "OuterGroup":
     """Waits until the outer state is loaded."""
     await self._loaded.wait()
     assert self._group is not None

@@ -25,7 +25,7 @@ _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
 
 
 class OuterGroup:
-  """Implements `board.Group`: the outer state on this process's first CPU.
+  """The outer state of the coordinator, on this process's first CPU.
 
   Attributes:
     applied: rounds below this number are in the outer state.

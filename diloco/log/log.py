@@ -169,7 +169,13 @@ class Log:
     self._clock = now
     if self._peers.index == 0:
       # Made after the first launch, whose compilation would count as its time.
-      self._bar = self._bar or self._make_bar(steps[-1])
+      self._bar = self._bar or make_bar(
+        total=self._c.train.steps,
+        initial=steps[-1],
+        position=0,  # Runs that train together have one file each.
+        unit="step",
+        desc=self._c.algorithm,
+      )
       self._bar.update(steps[-1] - self._bar.n)
     for t, values in zip(steps, found):
       self._check_finite(t, values["loss"], "loss")
@@ -222,15 +228,6 @@ class Log:
         f"{note}",
         refresh=False,
       )
-
-  def _make_bar(self, t: int) -> tqdm.tqdm:
-    return make_bar(
-      total=self._c.train.steps,
-      initial=t,
-      position=0,  # Runs that train together have one file each.
-      unit="step",
-      desc=self._c.algorithm,
-    )
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:

@@ -155,13 +155,14 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"{kind.replace('_', ' ')} {of['bytes']:,} ({of['times']:,}x)"
     for kind, of in summary["averages"].items()
   )
+  test = "test text    {outer:.4f}, replicas' mean {mean:.4f}, first {first:.4f}"
   lines = [
     "",
     f"evaluation   outer parameters {losses['outer']:.4f} nats/token, perplexity"
     f" {summary['perplexity']:.2f}, {summary['bits_per_byte']:.4f} bits/byte",
     f"             replicas' mean {losses['mean']:.4f}, first replica"
     f" {losses['first']:.4f}",
-    *_test_lines(summary.get("test_loss")),
+    *([test.format(**summary["test_loss"])] if "test_loss" in summary else []),
     *(
       f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
       f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
@@ -189,11 +190,3 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"summary      {workdir / FILE}",
   ]
   print("\n".join(lines))
-
-
-def _test_lines(losses: dict[str, float] | None) -> list[str]:
-  """Returns the line of the test text, if the run has any."""
-  if not losses:
-    return []
-  outer, mean, first = (losses[name] for name in ("outer", "mean", "first"))
-  return [f"test text    {outer:.4f}, replicas' mean {mean:.4f}, first {first:.4f}"]

@@ -17,7 +17,11 @@ _KEY = "diloco_special_tokens"
 
 
 class JsonModel:
-  """A tokenizer.json, with those methods of a SentencePieceProcessor that we call."""
+  """A tokenizer.json, with those methods of a SentencePieceProcessor that we call.
+
+  Attributes:
+    special: ids of pad, EOS, BOS and unknown; -1 if missing.
+  """
 
   def __init__(self, path: pathlib.Path):
     """Reads the file.
@@ -50,24 +54,12 @@ class JsonModel:
       ids[0] = -1  # Qwen pads with EOS; ours must differ.
     if ids[2] == ids[1]:
       ids[2] = -1
-    self._special: tuple[int, ...] = tuple(ids)
+    self.special: tuple[int, ...] = tuple(ids)
     if ids[1] < 0:
       raise ConfigError(
         f"data.tokenizer is {str(path)!r}, whose tokenizer_config.json names no"
         " eos_token of its vocabulary; name one."
       )
-
-  def pad_id(self) -> int:
-    return self._special[0]
-
-  def eos_id(self) -> int:
-    return self._special[1]
-
-  def bos_id(self) -> int:
-    return self._special[2]
-
-  def unk_id(self) -> int:
-    return self._special[3]
 
   def get_piece_size(self) -> int:
     return max(self._model.get_vocab().values()) + 1

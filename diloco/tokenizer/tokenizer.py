@@ -67,7 +67,7 @@ class Tokenizer:
 
 
 def _permutation(
-  special: tuple[int, int, int, int], pieces: int
+  special: tuple[int, ...], pieces: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Makes the maps from the model's piece ids to our ids and back.
 

@@ -157,6 +157,8 @@ def load_model(path: pathlib.Path) -> Any:
   return model
 
 
-def special_ids(model: Any) -> tuple[int, int, int, int]:
+def special_ids(model: Any) -> tuple[int, ...]:
   """Returns a model's ids of pad, EOS, BOS and unknown; -1 if missing."""
+  if isinstance(model, JsonModel):
+    return model.special
   return model.pad_id(), model.eos_id(), model.bos_id(), model.unk_id()
