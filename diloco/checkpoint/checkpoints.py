@@ -232,16 +232,13 @@ class Checkpoints:
     Raises:
       ConfigError: the checkpoint cannot be written.
     """
-    reason = None
     try:
       yield
     except Exception as error:  # Orbax and TensorStore have no type for a full disk.
       if memory.explain(error):
         raise
-      reason = reason_of(error)
-    if reason:
       self._saving, self._failed = None, True
-      raise ConfigError(self._unwritten(step, reason))
+      raise ConfigError(self._unwritten(step, reason_of(error))) from None
 
   def _unwritten(self, step: int, reason: str) -> str:
     """Removes the part that was written, and says why the rest was not."""

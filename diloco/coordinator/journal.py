@@ -62,7 +62,7 @@ class Journal:
       unfinished.unlink()
     self.rounds = sorted(int(p.stem) for p in self._folder.glob("*.round"))
     # A kill leaves rounds without a line, or half a line.
-    _cut_half_line(self._lines)
+    files.cut_half_line(self._lines)
     known = {line["round"] for line in self.lines()}
     for number in [r for r in self.rounds if r not in known]:
       self._write_line(self.read(number))
@@ -151,8 +151,3 @@ class Journal:
 
 def _sizes(entry: Entry) -> dict[int, int]:
   return {site: len(data) for site, data in entry.payloads.items()}
-
-
-def _cut_half_line(path: pathlib.Path) -> None:
-  with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-    file.truncate(file.read().rfind(b"\n") + 1)

@@ -37,11 +37,7 @@ class MetricsWriter:
   def __init__(self, workdir: pathlib.Path, c: Config):
     files.write_json(workdir / CONFIG, c.to_dict())
     path = workdir / FILE
-    # A kill may have cut the last line short.
-    with path.open("ab+") as file:
-      file.seek(max(file.tell() - 1, 0))
-      if file.read() not in (b"", b"\n"):
-        file.write(b"\n")
+    files.cut_half_line(path)
     self._file = path.open("a", buffering=1)  # Line by line, so that one can follow it.
     self._tensorboard: Any = None
     self._wandb: Any = None

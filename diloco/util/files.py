@@ -45,6 +45,12 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
     raise
 
 
+def cut_half_line(path: pathlib.Path) -> None:
+  """Removes the end of the last line that a kill has cut short, if there is one."""
+  with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+    file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   """Reads a JSON file; None if the file is absent or holds no JSON object."""
   try:
