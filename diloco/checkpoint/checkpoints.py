@@ -90,7 +90,7 @@ class Checkpoints:
     self._size = 0  # Bytes of a checkpoint.
     hush()
     if self._peers.count > 1:  # First, because `hush` drops what Orbax logs.
-      logs.getLogger("absl").filters.insert(0, self._hear)
+      logs.getLogger("absl").filters.insert(0, self._on_log)
     self._manager = ocp.CheckpointManager(
       folder_of(workdir),
       options=ocp.CheckpointManagerOptions(
@@ -113,8 +113,8 @@ class Checkpoints:
     """Starts to save. Copies the arrays before it returns, so they may be donated.
 
     Raises:
-      ConfigError: there is a checkpoint of this step or a later one, the disk has no
-        room, or the checkpoint before could not be written.
+      ConfigError: there is a checkpoint of this step or a later one, the disk is full,
+        or the checkpoint before could not be written.
     """
     # Saving may use the devices of all processes.
     self._method.plan.placement.jobs.settle()
@@ -125,7 +125,7 @@ class Checkpoints:
     self._size = disk.needed(tree)
     disk.check(self._workdir, step, self._size)
     self._saving = step
-    with self._told(step):
+    with self._explained(step):
       saved = self._manager.save(
         step,
         args=ocp.args.Composite(
@@ -208,7 +208,7 @@ class Checkpoints:
       ConfigError: it could not be written.
     """
     if self._saving is not None:
-      with self._told(self._saving):
+      with self._explained(self._saving):
         self._manager.wait_until_finished()
     self._saving = None
 
@@ -217,16 +217,16 @@ class Checkpoints:
     try:
       self.wait()
     finally:
-      logs.getLogger("absl").removeFilter(self._hear)
+      logs.getLogger("absl").removeFilter(self._on_log)
       try:
         self._manager.close()
-      except Exception:  # The error that was told, or one that follows from it.
+      except Exception:  # The error that was raised, or one that follows from it.
         if not self._failed:
           raise
       self._remove_parts()  # `close` of Orbax writes a file into the part it left.
 
   @contextlib.contextmanager
-  def _told(self, step: int) -> Iterator[None]:
+  def _explained(self, step: int) -> Iterator[None]:
     """Turns an error of Orbax while it writes into one sentence.
 
     Raises:
@@ -241,7 +241,7 @@ class Checkpoints:
       raise ConfigError(self._unwritten(step, reason_of(error))) from None
 
   def _unwritten(self, step: int, reason: str) -> str:
-    """Removes the part that was written, and says why the rest was not."""
+    """Removes the part that was written; returns why the rest was not."""
     self._remove_parts()
     return disk.unwritten(self._workdir, step, self._size, reason)
 
@@ -254,7 +254,7 @@ class Checkpoints:
       for part in parts.glob("*.orbax-checkpoint-tmp"):
         shutil.rmtree(part, ignore_errors=True)
 
-  def _hear(self, record: logs.LogRecord) -> bool:
+  def _on_log(self, record: logs.LogRecord) -> bool:
     """Ends all processes when Orbax logs that one of them cannot write.
 
     Orbax itself would wait 20 minutes for the others before it raises the error.

@@ -1,4 +1,4 @@
-"""Room on the disk for a checkpoint, and what a run says if there is none."""
+"""Free disk for a checkpoint, and the error if there is too little."""
 
 import errno
 import os
@@ -44,7 +44,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def unwritten(workdir: pathlib.Path, step: int, size: int, reason: str) -> str:
-  """Says why a checkpoint of `size` bytes cannot be written, and what to do."""
+  """Explains why a checkpoint of `size` bytes cannot be written, and what to do."""
   free = shutil.disk_usage(workdir).free
   older = [s for s in steps_of(workdir) if s < step]
   start = f"the checkpoint of step {older[0]}" if older else "the start"

@@ -46,7 +46,7 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
     step: step of the checkpoint.
 
   Returns:
-    A sentence that tells what an extension changes; "" if this is none.
+    A sentence on what an extension changes; "" if the run is not extended.
 
   Raises:
     ConfigError: shows the fields that differ, old -> new; or the extended schedule of
@@ -92,15 +92,15 @@ def _extension(old: Config, c: Config, step: int) -> str:
       f" {rates[0]:.3g} to {rates[1]:.3g} at step {step + 1})."
     )
   same = old.schedule_steps == c.schedule_steps or not cosine
-  told = "the learning rate follows the same schedule"
+  text = "the learning rate follows the same schedule"
   if not same:
-    told = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
+    text = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
   if old.inner.weight_decay != c.inner.weight_decay:
-    told += (
+    text += (
       f", the weight decay changes from {old.inner.weight_decay:.3g} to"
       f" {c.inner.weight_decay:.3g}"
     )
-  return f"Extends the run from {before} to {now} steps: {told}."
+  return f"Extends the run from {before} to {now} steps: {text}."
 
 
 def warn_of_other_shards(c: Config, before: int, now: int) -> None:

@@ -117,7 +117,7 @@ def _read(
 
 
 def _changed(found: Stored, peers: Peers) -> str | None:
-  """Says which arrays are not those that were saved; None if all are."""
+  """Names the arrays that differ from those that were saved; None if none does."""
   names = checksums.changed(found.arrays, found.record.checksums, peers)
   more = f" and of {len(names) - 1} more arrays" if len(names) > 1 else ""
   return (

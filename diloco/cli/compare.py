@@ -17,8 +17,8 @@ import numpy as np
 
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
-from diloco.log.look import Run, names_of, read, write_csv
 from diloco.log.loss_picture import points, smoothed, thinning
+from diloco.log.read_run import Run, names_of, read, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.spec.shapes import matrix_params

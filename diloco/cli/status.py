@@ -1,4 +1,4 @@
-r"""Tells how runs go on, here or on another machine. Only reads the files of the runs.
+r"""Shows how runs go on, here or on another machine. Only reads the files of the runs.
 
 python -m diloco status /tmp/sample
 python -m diloco status /tmp/sites --follow=5
@@ -40,8 +40,8 @@ class Status(NamedTuple):
 
   Attributes:
     title: algorithm and numbers of the run.
-    news: {what: text}, what is told of each run of many.
-    details: {what: text}, what is told of a single run besides.
+    news: {what: text}, what is shown of each run of many.
+    details: {what: text}, what is shown of a single run besides.
   """
 
   title: str
@@ -175,12 +175,12 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def lines(folder: pathlib.Path, now: float) -> list[str]:
-  """Tells how the run of a folder goes on, or each run in the folder in one line."""
+  """Describes the run of a folder, or each run in the folder in one line."""
   runs = find(folder)
   if len(runs) == 1:
     title, news, details = read(runs[0], now)
-    told = {"run": f"{runs[0]}: {title}"} | news | details
-    return [f"{what:<12} {text}" for what, text in told.items()]
+    shown = {"run": f"{runs[0]}: {title}"} | news | details
+    return [f"{what:<12} {text}" for what, text in shown.items()]
   wide, found = max(len(run.name) for run in runs), list[str]()
   for run in runs:
     parts = [f"{what} {text}" for what, text in read(run, now).news.items()]

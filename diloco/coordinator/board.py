@@ -36,7 +36,7 @@ class Session:
   Attributes:
     site: its number.
     name: chosen by the site's process, the same after the process lost a connection.
-    fields: what the site said when it joined.
+    fields: those of the message with which the site joined.
     offsets: {open round: bytes that came through this connection}.
   """
 
@@ -72,7 +72,7 @@ class Board:
     calendar: all rounds.
     run: name of the run.
     rounds: who is in, and which rounds may close.
-    published: rounds below this number are on the disk, and sites may hear of them.
+    published: rounds below this number are on the disk, and are sent to the sites.
     started: whether the group has begun.
     uploads: {(open round, site): payload}.
     changed: replaced and set when there is news.
@@ -90,7 +90,7 @@ class Board:
     Args:
       calendar: all rounds.
       journal: the closed rounds on the disk.
-      say: tells the user a line.
+      say: prints a line.
       on_closed: called with every round that closes.
     """
     sites = calendar.config.sites

@@ -1,6 +1,6 @@
 """Closed rounds on disk: one file per round, with its payloads. No JAX.
 
-A round is on disk before any site hears that it is closed. So a coordinator that was
+A round is on disk before it is announced to any site. So a coordinator that was
 killed applies exactly the rounds that the sites may have applied. `rounds.jsonl` has
 one line per closed round, without payloads, for people and audits.
 """

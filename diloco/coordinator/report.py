@@ -1,4 +1,4 @@
-"""What the coordinator tells: a progress line, and a summary of who was in."""
+"""What the coordinator reports: a progress line, and a summary of the sites."""
 
 import pathlib
 import time
@@ -31,7 +31,7 @@ class Report:
     self._bar: tqdm.tqdm | None = None
 
   def watch(self, board: Board, server: Server) -> None:
-    """Names whose numbers are told."""
+    """Sets the board and the server whose numbers are reported."""
     self._board, self._server = board, server
 
   def closed(self, entry: Entry) -> None:
@@ -50,7 +50,7 @@ class Report:
     self._bar.update()
 
   def finish(self) -> None:
-    """Writes and tells the summary."""
+    """Writes and prints the summary."""
     self.close()
     members, lines = self._board.rounds.members, self._journal.lines()
     full = sum(len(line["tokens"]) == self._calendar.sites for line in lines)

@@ -3,7 +3,7 @@
 A round is one send of one fragment, by all sites. Rounds close in the order of the
 schedule. A round closes when every expected site has sent its payload, or when a quorum
 has sent and the grace window is over. A site that misses a round is not expected again
-until it says that it has caught up, so it delays the others once, by the window at
+until it reports that it has caught up, so it delays the others once, by the window at
 most. A site that misses one round after another is waited for half as long, then a
 quarter as long. Times are seconds of any clock that never goes back.
 """
@@ -94,7 +94,7 @@ class Rounds:
     member.presence, member.joins = Presence.JOINED, member.joins + 1
 
   def ready(self, site: int, first: int) -> None:
-    """A site says that it will send round `first` and those after it."""
+    """A site reports that it will send round `first` and those after it."""
     member = self.members[site]
     self._returning.discard(site)
     if member.presence is not Presence.AWAY:

@@ -17,7 +17,7 @@ from diloco.errors import ConfigError
 from diloco.sites import messages, security
 from diloco.sites.messages import BadMessage, Message, chunks, pack
 
-_HELLO_S = 30.0  # Seconds in which a connection must say who it is.
+_HELLO_S = 30.0  # Seconds in which a connection must send `join`.
 _LONGEST = 2000  # Characters of a reason; gRPC refuses headers of 8 KiB.
 
 

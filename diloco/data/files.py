@@ -31,7 +31,7 @@ def is_gzip(path: pathlib.Path) -> bool:
 
 
 def layout(path: pathlib.Path, paragraphs: bool) -> Layout:
-  """Tells what is one document of a file.
+  """Returns what is one document of a file.
 
   Args:
     paragraphs: whether text files have a document in each paragraph.
@@ -54,7 +54,7 @@ def reading() -> Iterator[None]:
 
 
 def in_split(split: str, file_index: int, offset: int | np.ndarray) -> np.ndarray:
-  """Tells whether documents belong to the split `train`, `eval` or `all`.
+  """Returns whether documents belong to the split `train`, `eval` or `all`.
 
   The answer depends only on the file's place in the sorted list and on the documents'
   byte offsets in the uncompressed file. So a process can decide without knowing the

@@ -52,7 +52,7 @@ def make_source(d: DataConfig, split: str) -> Source:
 
 
 def is_paragraphs(source: str) -> bool:
-  """Tells whether each paragraph of the text files of a source is a document."""
+  """Returns whether each paragraph of the text files of a source is a document."""
   return source.startswith(_PARAGRAPHS)
 
 
@@ -89,7 +89,7 @@ def list_files(source: str) -> list[pathlib.Path]:
 
 
 def more_documents(source: str) -> str:
-  """Says how a user gets more documents from a source."""
+  """Explains how a user gets more documents from a source."""
   kind = files_lib.layout(pathlib.Path(source), paragraphs=False)
   if not source.startswith(_FILES) or kind == "lines":
     return "add documents"

@@ -166,7 +166,7 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
       panel.set_xlabel("inner step")
     spectrum.set(xlabel="number of the singular value", ylim=(0, None))
     cosine.legend(*_few(*cosine.get_legend_handles_labels()))
-    rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Room for the legend.
+    rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Space for the legend.
     rank.legend(ncols=3, loc="upper left", fontsize=6)
     every = c.log.diagnostics_every
     chosen = f"one sync in {every}" if every > 1 else "every sync"
@@ -183,10 +183,10 @@ def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
 
 
 def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
-  looks = [
+  styles = [
     {"color": color, "ls": line} for line in ("-", "--", ":") for color in OTHERS
   ]
-  return dict(zip(curves, looks))
+  return dict(zip(curves, styles))
 
 
 def _lines(panel: Any, curves: Curves, styles: dict[str, dict[str, Any]]) -> None:

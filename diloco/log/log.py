@@ -1,4 +1,4 @@
-"""What a run says while it runs: progress bar, metrics, divergence check, speed.
+"""What a run reports while it trains: progress bar, metrics, divergence check, speed.
 
 Metrics are fetched from the devices one launch late, so that logging never waits for
 the steps that were just launched. Each process reads the metrics of its own replicas;

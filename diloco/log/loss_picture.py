@@ -14,7 +14,7 @@ from diloco.util.palette import COLORS
 FILE = "loss.png"
 # More points than pixels show nothing more, and take longer to draw.
 MOST_POINTS = 2000
-# More marks of sends would be one bar.
+# With more marks of sends, they would merge into one bar.
 _MOST_MARKS = 300
 # Share of the run over which the smoothed line averages.
 _WINDOW = 0.02
@@ -74,7 +74,7 @@ class LossPicture:
     if not count:
       return
     label = f"a fragment is sent (after {count:,} steps)"
-    if count > _MOST_MARKS:  # Only the legend tells the sends.
+    if count > _MOST_MARKS:  # Only the legend counts the sends.
       axes.plot([], [], " ", label=f"{label[:-1]}, too many to mark)")
       return
     where = {"transform": axes.get_xaxis_transform(), "color": "0.6", "lw": 0.7}

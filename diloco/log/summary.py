@@ -113,7 +113,7 @@ def _numbers(
 
 
 def note(c: Config) -> str:
-  """Says that some fragments are rarely synchronised in this run; "" if none is."""
+  """Warns that some fragments are rarely synchronised in this run; "" if none is."""
   few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS:
     return ""
@@ -131,7 +131,7 @@ def read(workdir: pathlib.Path, peers: Peers) -> dict[str, Any] | None:
 
 
 def set_aside(workdir: pathlib.Path, step: int, peers: Peers) -> None:
-  """Renames the summary of a finished run that is extended to summary_STEP.json."""
+  """When a finished run is extended, renames its summary to summary_STEP.json."""
   path = workdir / FILE
   if peers.index == 0 and path.exists():
     path.rename(workdir / f"summary_{step}.json")

@@ -1,4 +1,4 @@
-"""Looks at the folder of a run, also while the run goes on. Only reads; no JAX."""
+"""Reads the folder of a run, also while the run goes on. No JAX."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from diloco.log import metrics
 from diloco.util import files
 
 # Before the error of one of several runs that train together, in its log.txt. Their
-# process says `error: `, and its output goes to the log.txt of the first run.
+# process prints `error: `, and its output goes to the log.txt of the first run.
 FAILED = "failed: "
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 

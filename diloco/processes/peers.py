@@ -71,7 +71,7 @@ class Peers:
     """Connects all processes to process 0, which listens at the address.
 
     Process 0 returns when all have come, the others as soon as they are connected. If a
-    process does not come, process 0 tells this to those that came, and they end.
+    process does not come, process 0 reports this to those that came, and they end.
 
     Args:
       address: host:port of process 0, as the others reach it.
@@ -122,7 +122,7 @@ class Peers:
       yield [q.get() for q in received]
 
   def await_loss(self) -> None:
-    """Waits before telling an error that the loss of another process may have caused.
+    """Waits before an error is reported that a lost process may have caused.
 
     If a process is lost, this process ends here, with the message that names it.
     """
@@ -130,7 +130,7 @@ class Peers:
       time.sleep(_GRACE)
 
   def fail(self, message: str, code: int = 1) -> None:
-    """Tells the user and the other processes an error, and ends this process.
+    """Reports an error to the user and the other processes, and ends this process.
 
     It ends without Python's clean-up, in which JAX waits for the others. Process 0 ends
     last: without it JAX aborts the others. These end when process 0 has their message.
@@ -156,7 +156,7 @@ class Peers:
       self._await_ends()
 
   def _join(self, address: str, timeout: float) -> None:
-    """Connects to process 0, and tells it the number of this process."""
+    """Connects to process 0, and sends it the number of this process."""
     deadline = time.monotonic() + timeout
     while True:
       box = Box()
@@ -250,7 +250,7 @@ class Peers:
       for kind, value in filter(None, map(json.loads, messages)):
         if kind == "end":
           error = f"process {p}: {value}" if p else value
-          pause = _GRACE / 2  # This process may be about to tell the same error itself.
+          pause = _GRACE / 2  # This process may report the same error itself.
           break
         self._received[kind, p].put(value)
     with self._change:

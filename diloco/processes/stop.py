@@ -58,7 +58,7 @@ class Stop:
     if not (first and self.unsaved):
       raise KeyboardInterrupt
     say("\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once.")
-    if self.peers.count > 1:  # JAX tells the other processes of a SIGTERM.
+    if self.peers.count > 1:  # JAX passes a SIGTERM on to the other processes.
       os.kill(os.getpid(), signal.SIGTERM)
 
   def raise_again(self, signum: int, frame: object) -> None:
@@ -84,7 +84,7 @@ class Stop:
     return bool(self.signum)
 
   def leave(self, t: int, workdir: object, late: bool = False) -> None:
-    """Says that step t is saved.
+    """Reports that step t is saved.
 
     Args:
       t: step of the newest checkpoint; 0: there is none.
@@ -105,7 +105,7 @@ class Stop:
       raise Interrupted(line)
 
   def finished(self, t: int, workdir: object) -> None:
-    """Tells that the last step t is saved; from now on Ctrl-C need not wait.
+    """Reports that the last step t is saved; from now on Ctrl-C need not wait.
 
     Raises:
       Interrupted: Ctrl-C came before.
@@ -127,8 +127,8 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
   if peers.count == 1:  # JAX handles SIGTERM if several processes train together.
     handlers[signal.SIGTERM] = stop.handle
   # A shell without job control starts background processes with Ctrl-C ignored.
-  heard = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
-  before = {s: signal.signal(s, handlers[s]) for s in heard}
+  handled = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
+  before = {s: signal.signal(s, handlers[s]) for s in handled}
   hush()  # Before the hook below, which it must outlast.
   report = sys.unraisablehook
   sys.unraisablehook = functools.partial(_raise_soon, report)

@@ -101,7 +101,7 @@ def _missing(folder: pathlib.Path) -> str:
 
 
 def _fits(value: Any, content: Any) -> bool:
-  """Tells whether a value read from JSON has the structure of `_CONTENT`."""
+  """Returns whether a value read from JSON has the structure of `_CONTENT`."""
   if isinstance(content, dict):
     return isinstance(value, dict) and all(
       key in value and _fits(value[key], kind) for key, kind in content.items()

@@ -258,7 +258,7 @@ def one_line(error: Exception) -> str:
 
 
 def located(error: Exception, path: str) -> str:
-  """Formats an error in one line; tells the line of `path`, except for ValueErrors."""
+  """Formats an error in one line; adds the line of `path`, except for ValueErrors."""
   message = one_line(error)
   if isinstance(error, ValueError):  # ValueErrors of config files are full sentences.
     return message

@@ -1,8 +1,8 @@
-"""What Orbax says about an error, in a few words instead of a page.
+"""Shortens the errors of Orbax from a page to a few words.
 
 Orbax and TensorStore log an error in each thread that meets it, raise it as any type of
 exception, with the options of all files in its message, and leave coroutines behind,
-about which Python complains. Callers of Orbax use this file to tell the reason once.
+about which Python complains. Callers of Orbax use this file to report the reason once.
 """
 
 import functools
@@ -50,7 +50,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _another_error(record: logging.LogRecord) -> bool:
-  """Whether asyncio tells of an error or an end that nobody asked Orbax for."""
+  """Whether asyncio reports another error of Orbax, or a write that did not end."""
   trace = traceback.format_exception(*record.exc_info) if record.exc_info else []
   text = "".join([record.getMessage(), *trace])
   of_tensorstore = " in OCDBT database " in text  # The format of the files; no frames.

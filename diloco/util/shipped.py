@@ -9,9 +9,9 @@ import pathlib
 PACKAGE = pathlib.Path(__file__).parents[1]
 
 
-def papers_table(room: str, name: str) -> list[dict[str, str]]:
-  """Reads the rows of a table of the papers, `diloco/<room>/papers/<name>.csv`."""
-  with (PACKAGE / room / "papers" / f"{name}.csv").open() as file:
+def papers_table(package: str, name: str) -> list[dict[str, str]]:
+  """Reads the rows of a table of the papers, `diloco/<package>/papers/<name>.csv`."""
+  with (PACKAGE / package / "papers" / f"{name}.csv").open() as file:
     return list(csv.DictReader(file))
 
 

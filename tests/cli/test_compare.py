@@ -9,7 +9,7 @@ from conftest import tiny_config
 
 from diloco.cli import compare, status
 from diloco.config import resolve
-from diloco.log import look
+from diloco.log import read_run
 from diloco.simulate import wallclock
 from diloco.sites.calendar import config_of
 from diloco.wire.ledger import gradient_bytes
@@ -50,7 +50,7 @@ def two(tmp_path):
 
 
 def test_the_table_has_what_differs_and_the_results(two):
-  runs = [look.read(folder, folder.name) for folder in two]
+  runs = [read_run.read(folder, folder.name) for folder in two]
   head, _, *lines = compare.table(runs).splitlines()
   assert head == "all: M 2, N 41,984"
   streaming, plain = (line.split() for line in lines[1:])
@@ -69,13 +69,13 @@ def test_a_field_that_differs_is_a_column(tmp_path):
     make_run(tmp_path / "a", config()),
     make_run(tmp_path / "b", resolve(c)),
   ]
-  text = compare.table([look.read(folder, folder.name) for folder in folders])
+  text = compare.table([read_run.read(folder, folder.name) for folder in folders])
   assert "inner.learning_rate" in text
   assert "0.5" in text
 
 
 def test_idealised_times_are_those_of_the_wall_clock_model(two):
-  runs = [look.read(folder, folder.name) for folder in two]
+  runs = [read_run.read(folder, folder.name) for folder in two]
   network = wallclock.Network(1e9, 0.5)
   seconds, notes = compare.idealised(runs, 8, network)
   assert "8 chips of 300 TFLOP/s, 1 Gbit/s and 0.5 s" in notes[0]
@@ -88,8 +88,8 @@ def test_idealised_times_are_those_of_the_wall_clock_model(two):
 
 
 def test_the_peak_has_the_averages_that_the_run_counted(tmp_path):
-  assert look.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
-  assert look.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
+  assert read_run.read(make_run(tmp_path / "a", config(), peak=170), "a").peak == 170
+  assert read_run.read(make_run(tmp_path / "b", config(), peak=70), "b").peak == 100
 
 
 def test_sites_are_one_run(tmp_path):
@@ -98,7 +98,7 @@ def test_sites_are_one_run(tmp_path):
   whole = resolve(c)
   for k in (0, 1):
     make_run(tmp_path / f"run/site-{k}", config_of(whole, k), loss=4.0 + k)
-  run = look.read(tmp_path / "run", "run")
+  run = read_run.read(tmp_path / "run", "run")
   assert (run.config.replicas, run.config.tokens_per_step) == (2, whole.tokens_per_step)
   assert set(run.loss.values()) == {4.5}
   assert run.tokens_per_s == 2000
@@ -107,7 +107,7 @@ def test_sites_are_one_run(tmp_path):
 
 def test_runs_of_one_algorithm_share_the_colour_and_differ_in_the_line(tmp_path):
   folders = [make_run(tmp_path / name, config()) for name in "abcde"]
-  runs = [look.read(folder, folder.name) for folder in folders]
+  runs = [read_run.read(folder, folder.name) for folder in folders]
   found = compare.styles(runs)
   assert len({(tuple(s["color"]), s["ls"]) for s in found}) == 5
   assert found[0]["color"] == found[3]["color"] != found[4]["color"]
@@ -163,6 +163,6 @@ def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
   folder = make_run(tmp_path / "a", config())
   with (folder / "metrics.jsonl").open("a") as file:
     file.write('{"kind": "eval", "step": 12, "loss_outer": null}\n')
-  run = look.read(folder, "a")
+  run = read_run.read(folder, "a")
   assert "nan" in compare.table([run])
   assert "held-out     not finite at 12" in status.lines(folder, 0.0)

@@ -20,7 +20,7 @@ from diloco.algorithm.state import TrainState, abstract_state, init_outer, outer
 from diloco.config import add_plugins, default_config, resolve
 from diloco.contrib import des_loc, sparta
 from diloco.errors import ConfigError
-from diloco.log import look, metrics
+from diloco.log import metrics, read_run
 from diloco.mesh.devices import make_mesh
 from diloco.spec.shapes import num_params
 from diloco.together import training as together
@@ -321,6 +321,6 @@ def test_a_run_counts_its_averages_and_resumes_exactly(tiny, tmp_path):
   for name, x in arrays_of(again / "checkpoints").items():
     np.testing.assert_array_equal(x, found[name], err_msg=name)
   peak = summary["peak_bytes_per_sync"]
-  assert look.read(whole, "run").peak == peak == max(r["peak_bytes"] for r in steps)
+  assert read_run.read(whole, "run").peak == peak == max(r["peak_bytes"] for r in steps)
   for field in ("eval_loss", "averages", "bytes_sent_per_replica"):
     assert resumed[field] == json.loads((whole / "summary.json").read_text())[field]
