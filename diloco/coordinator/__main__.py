@@ -68,12 +68,11 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
     stack.enter_context(lock_workdir(workdir, Peers()))
     journal = Journal(workdir)
     files.write_json(workdir / CONFIG, c.to_dict())
-    report = stack.enter_context(
-      contextlib.closing(Report(calendar, workdir, journal, say))
-    )
-    board = Board(calendar, journal, say, report.closed)
+    board = Board(calendar, journal, say)
     server = Server(board, resume.FREE_FIELDS)
-    report.watch(board, server)
+    report = Report(board, server, workdir, journal)
+    stack.callback(report.close)
+    board.on_closed = report.closed
     port = await server.serve(FLAGS.listen, credentials)
     host = FLAGS.listen.rpartition(":")[0]
     say(

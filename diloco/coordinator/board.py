@@ -76,22 +76,16 @@ class Board:
     started: whether the group has begun.
     uploads: {(open round, site): payload}.
     changed: replaced and set when there is news.
+    on_closed: called with every round that closes.
   """
 
-  def __init__(
-    self,
-    calendar: Calendar,
-    journal: Journal,
-    say: Callable[[str], None],
-    on_closed: Callable[[Entry], None] = lambda entry: None,
-  ):
+  def __init__(self, calendar: Calendar, journal: Journal, say: Callable[[str], None]):
     """Starts before the first round, or goes on after a restart.
 
     Args:
       calendar: all rounds.
       journal: the closed rounds on the disk.
       say: prints a line.
-      on_closed: called with every round that closes.
     """
     sites = calendar.config.sites
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
@@ -102,7 +96,7 @@ class Board:
     self._journal, self._say = journal, say
     self._group: OuterGroup | None = None
     self._loaded = asyncio.Event()
-    self._on_closed = on_closed
+    self.on_closed: Callable[[Entry], None] = lambda entry: None
     self._start_s, self._first_ready = sites.start_s, math.inf
     self._linger_s = max(2 * sites.grace_s, _LINGER_S)
     self._recent: dict[int, Entry] = {}
@@ -240,7 +234,7 @@ class Board:
         del self.uploads[key]
       self.published = entry.round + 1
       self.notify()
-      self._on_closed(entry)
+      self.on_closed(entry)
     return True
 
   async def apply_rounds(self, load: Callable[[], "OuterGroup"]) -> "OuterGroup":

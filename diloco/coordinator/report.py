@@ -2,7 +2,6 @@
 
 import pathlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import tqdm
@@ -10,7 +9,7 @@ import tqdm
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import Entry, Journal
 from diloco.coordinator.server import Server
-from diloco.sites.calendar import Calendar
+from diloco.processes.peers import say
 from diloco.util import files
 from diloco.util.bar import make_bar
 
@@ -19,20 +18,13 @@ class Report:
   """Shows the rounds that close, and writes coordinator.json at the end."""
 
   def __init__(
-    self,
-    calendar: Calendar,
-    workdir: pathlib.Path,
-    journal: Journal,
-    say: Callable[[str], None],
+    self, board: Board, server: Server, workdir: pathlib.Path, journal: Journal
   ):
-    self._calendar, self._workdir, self._say = calendar, workdir, say
-    self._journal = journal
+    self._board, self._server = board, server
+    self._workdir, self._journal = workdir, journal
+    self._calendar = board.calendar
     self._began = time.perf_counter()
     self._bar: tqdm.tqdm | None = None
-
-  def watch(self, board: Board, server: Server) -> None:
-    """Sets the board and the server whose numbers are reported."""
-    self._board, self._server = board, server
 
   def closed(self, entry: Entry) -> None:
     """Shows a round that closed."""
@@ -74,7 +66,7 @@ class Report:
       },
     }
     files.write_json(self._workdir / "coordinator.json", summary)
-    self._say(
+    say(
       f"All {summary['rounds']} rounds are closed: {full} with all sites,"
       f" {len(lines) - full} with fewer; at most {longest_s:.1f} s of waiting.\n"
       f"summary      {self._workdir / 'coordinator.json'}"
