@@ -16,7 +16,6 @@ import argparse
 import json
 import pathlib
 import sys
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -26,7 +25,7 @@ from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import hf, load
 from diloco.model import registry
-from diloco.util.command import guarded, make_folder, model_parser, one_line, optional
+from diloco.util.command import guarded, make_folder, model_parser
 
 
 def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
@@ -47,7 +46,7 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
   # safetensors writes the buffer as it lies in memory, so it must be contiguous.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
-  _save_file(tensors, folder / load.WEIGHTS, {"format": "np"})
+  hf.save(tensors, folder / load.WEIGHTS, {"format": "np"})
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,
@@ -72,23 +71,7 @@ def export_hf(
   """
   c, folder = model.config, make_output(output)
   tokenizer = load_tokenizer(c.data.tokenizer)
-  return folder, hf.write(c.model, model.params, tokenizer, folder, _save_file, dtype)
-
-
-def _save_file(tensors: Mapping, path: pathlib.Path, metadata: dict) -> None:
-  """Writes a safetensors file.
-
-  Raises:
-    ConfigError: safetensors is missing, or the disk is full.
-  """
-  save_file = optional("safetensors.numpy", "exports need", "export").save_file
-  try:
-    save_file(tensors, path, metadata=metadata)
-  except Exception as error:  # Of safetensors, also around an OSError.
-    raise ConfigError(
-      f"--output is {str(path.parent)!r}, where no more can be written"
-      f" ({one_line(error)}); make room."
-    ) from error
+  return folder, hf.write(c.model, model.params, tokenizer, folder, dtype)
 
 
 def make_output(output: str | pathlib.Path) -> pathlib.Path:

@@ -8,7 +8,7 @@ of embedding and head are permuted (`rows_of`).
 import contextlib
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.json_model import JsonModel
 from diloco.tokenizer.tokenizer_json import convert
-from diloco.util.command import one_line
+from diloco.util.command import one_line, optional
 
 WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
@@ -81,7 +81,6 @@ def write(
   params: Any,
   tokenizer: Tokenizer,
   folder: pathlib.Path,
-  save_file: Callable[..., None],
   dtype: str = "float32",
 ) -> list[str]:
   """Writes weights, config and tokenizer; returns the names of the files.
@@ -89,7 +88,6 @@ def write(
   Args:
     params: one replica's parameters.
     folder: exists.
-    save_file: as that of safetensors.numpy.
     dtype: type of the weights, float32 or bfloat16.
 
   Raises:
@@ -117,11 +115,29 @@ def write(
     layers = whole if name.startswith("blocks.") else whole[None]
     for layer, x in zip(theirs, layers):
       tensors[layer] = np.ascontiguousarray(x.T)
-  save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+  save(tensors, folder / WEIGHTS, {"format": "pt"})
   for file, content in files.items():
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / file).write_text(text + "\n", encoding="utf-8")
   return [WEIGHTS, *sorted(files)]
+
+
+def save(
+  tensors: dict[str, np.ndarray], path: pathlib.Path, metadata: dict[str, str]
+) -> None:
+  """Writes a safetensors file.
+
+  Raises:
+    ConfigError: safetensors is missing, or the disk is full.
+  """
+  save_file = optional("safetensors.numpy", "exports need", "export").save_file
+  try:
+    save_file(tensors, path, metadata=metadata)
+  except Exception as error:  # Of safetensors, also around an OSError.
+    raise ConfigError(
+      f"--output is {str(path.parent)!r}, where no more can be written"
+      f" ({one_line(error)}); make room."
+    ) from error
 
 
 def _special_ids(rows: np.ndarray | None) -> dict[str, int]:

@@ -82,7 +82,7 @@ def test_the_other_architecture_is_refused(tiny, tmp_path):
   m = dataclasses.replace(model.config.model, name="decoder")
   tokenizer = load_tokenizer("sotu_2048")
   with pytest.raises(ConfigError, match=r"model.name is decoder, which transformers"):
-    hf.write(m, model.params, tokenizer, tmp_path, safetensors.save_file)
+    hf.write(m, model.params, tokenizer, tmp_path)
   assert list(tmp_path.iterdir()) == []
 
 
