@@ -40,7 +40,7 @@ class Bench:
   """Trains R runs with different seeds on random tokens."""
 
   def __init__(self, c: Config, count: int):
-    self.c, self.mesh, self.t = c, make_mesh(c), 0
+    self.c, self.count, self.mesh, self.t = c, count, make_mesh(c), 0
     self.method: Any = make_method(c, self.mesh)
     shape = tokens_shape(c)
     if count > 1:
