@@ -12,12 +12,13 @@ from diloco.config import resolve
 from diloco.session import Session
 from diloco.train import train
 
+ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path(diloco.__file__).parent
 
 
 def listed() -> list[str]:
   """The numbered files of the page, in their order."""
-  page = (PACKAGE.parent / "docs/design.md").read_text()
+  page = (ROOT / "docs/design.md").read_text()
   part = page.partition("## From a batch to a merge")[2].partition("\n## ")[0]
   return re.findall(r"^\d+\. `([\w/]+\.py)`", part, re.M)
 

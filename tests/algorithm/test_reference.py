@@ -314,7 +314,7 @@ def test_every_step_with_rate_one_is_data_parallel():
     M=1,
     outer=ref.sgd(1.0),
   )
-  assert flat_equal(run.outer, ref.one_model(params(), table(), T=6))
+  assert flat_equal(run.outer, ref.data_parallel(params(), table(), T=6))
 
 
 def test_rate_one_without_momentum_averages_the_replicas():
@@ -330,7 +330,7 @@ def test_rate_one_without_momentum_averages_the_replicas():
   )
   alone = [
     ref.split(
-      ref.one_model(params(), lambda theta, _, t, m=m: table()(theta, m, t), T=4)
+      ref.data_parallel(params(), lambda theta, _, t, m=m: table()(theta, m, t), T=4)
     )
     for m in range(4)
   ]
@@ -351,7 +351,9 @@ def test_alpha_one_leaves_the_replicas_alone():
     outer=ref.nesterov(0.4, 0.9),
   )
   for m in range(2):
-    alone = ref.one_model(params(), lambda theta, _, t, m=m: table()(theta, m, t), T=17)
+    alone = ref.data_parallel(
+      params(), lambda theta, _, t, m=m: table()(theta, m, t), T=17
+    )
     assert flat_equal(run.replicas[m], alone)
   assert not flat_equal(run.outer, params())
 
