@@ -172,10 +172,8 @@ def _update(
   return theta, opt_state, metrics.of_update(delta_norm, update_norm, cosine)
 
 
-update = jax.jit(_update, static_argnames=("wire", "outer", "mesh"))
-update_in_place = jax.jit(
-  _update, static_argnames=("wire", "outer", "mesh"), donate_argnums=(0, 1)
-)
+_jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
+update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
 
 def _step_all(

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from bare_method import BareMethod
 from threads import free_port
 
-from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import resume, stored
@@ -26,7 +26,6 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
-from diloco.spec.schedule import Schedule
 
 
 @pytest.fixture
@@ -44,21 +43,8 @@ def state(value: float) -> TrainState:
   )
 
 
-class Method:
-  """Stands for the method of a run whose state has two arrays."""
-
-  placement = types.SimpleNamespace(jobs=Jobs(False))
-  plan = types.SimpleNamespace(placement=placement, schedule=Schedule(0, 1, (0,)))
-
-  def after_drain(self, t):
-    return self
-
-  def abstract(self, t, fsdp, drained):
-    return state(0)
-
-
 def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), Method(), peers)
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)), peers)
 
 
 def save(workdir, c, steps):

@@ -2,14 +2,13 @@
 
 import itertools
 import shutil
-import types
 
 import damage
 import jax
 import numpy as np
 import pytest
+from bare_method import BareMethod
 
-from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import stored
@@ -18,7 +17,6 @@ from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.interop import load
 from diloco.mesh.devices import make_mesh
-from diloco.spec.schedule import Schedule
 
 
 def state(value: float) -> TrainState:
@@ -37,21 +35,8 @@ def c(tiny):
   return resolve(tiny)
 
 
-class Method:
-  """Stands for the method of a run whose state has two arrays."""
-
-  placement = types.SimpleNamespace(jobs=Jobs(False))
-  plan = types.SimpleNamespace(placement=placement, schedule=Schedule(0, 1, (0,)))
-
-  def after_drain(self, t):
-    return self
-
-  def abstract(self, t, fsdp, drained):
-    return state(0)
-
-
 def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), Method())
+  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)))
 
 
 @pytest.fixture

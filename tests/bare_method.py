@@ -1,0 +1,23 @@
+"""The method of a run for tests of checkpoints alone: it trains nothing."""
+
+import types
+
+from diloco.algorithm.placement import Jobs
+from diloco.algorithm.state import TrainState
+from diloco.spec.schedule import Schedule
+
+
+class BareMethod:
+  """Stands for the method of a run whose state is like `state`."""
+
+  placement = types.SimpleNamespace(jobs=Jobs(False))
+  plan = types.SimpleNamespace(placement=placement, schedule=Schedule(0, 1, (0,)))
+
+  def __init__(self, state: TrainState):
+    self.state = state
+
+  def after_drain(self, t):
+    return self
+
+  def abstract(self, t, fsdp, drained):
+    return self.state
