@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, outer_step, send, update
+from diloco.algorithm.outer import drain, merge, outer_step, send, update
 from diloco.algorithm.state import abstract_state, init_outer, outer_params
 from diloco.config import Config, default_config, resolve
 from diloco.mesh import sharding
@@ -190,6 +190,43 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
   np.testing.assert_array_equal(first, again)
   assert np.any(first[0] != first[1])
   assert np.any(first[0] != later[0])
+
+
+def test_a_site_draws_the_random_numbers_of_its_own_replicas():
+  c = make_config(
+    **{
+      "replicas": 4,
+      "fragments.pattern": "whole",
+      "wire.format": "e3m0",
+      "wire.rounding": "stochastic",
+    }
+  )
+  theta = jax.tree.map(jnp.float32, random_tree(np.random.default_rng(8)))
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, theta))
+  same_M = jax.tree.map(lambda x: jnp.stack([1.1 * x] * 4), theta)
+  layers, key = plan.fragments[0].indices, jax.random.key(0)
+  args = {"wire": c.wire, "mesh": plan.mesh}
+
+  def sent(some: slice, first: int):
+    params_M, state_M = jax.tree.map(lambda x: x[some], (same_M, codec_state_M))
+    return np.asarray(send(params_M, theta, state_M, layers, key, first, **args)[0])
+
+  with jax.set_mesh(plan.mesh):
+    [codec_state_M] = init_outer(plan, same_M).codec_state
+    whole, own = sent(slice(4), 0), sent(slice(2), 2)
+  np.testing.assert_array_equal(own, whole[2:])
+  assert np.any(own[0] != whole[0])
+
+
+def test_a_merge_mixes_bfloat16_replicas_in_float32():
+  rng, alpha = np.random.default_rng(3), 0.3
+  replica, outer = rng.normal(size=(2, LAYERS, WIDTH)).astype(jnp.bfloat16)
+  outer = outer.astype(np.float32) * 1.001
+  trees = [{"blocks": {"w": jnp.asarray(x)}} for x in (replica[None], outer)]
+  merged = merge(*trees, np.arange(LAYERS), np.array([True]), alpha=alpha)
+  exact = alpha * replica.astype(np.float64) + (1 - alpha) * outer
+  expected = exact.astype(np.float32).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(np.asarray(merged["blocks"]["w"])[0], expected)
 
 
 def test_psum_and_gather_agree_bit_for_bit_for_two_replicas():

@@ -108,6 +108,21 @@ def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, v
     check(tiny, **{field: value})
 
 
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *[("log.every", 3), ("profile.steps", "2:3"), ("init.checkpoint", "/x")],
+    *[("eval.tokens", 512), ("checkpoint.every", 3), ("outer.offload", True)],
+    *[("model.attention", "xla"), ("overlap.transport", "host")],
+    *[("data.data_dir", "/x"), ("data.prefetch", 0)],
+  ],
+)
+def test_a_run_goes_on_with_another_value_of_a_field_that_changes_no_result(
+  tiny, field, value
+):
+  assert check(tiny, **{field: value}) == ""
+
+
 def test_a_cosine_is_not_silently_stretched(tiny):
   tiny.train.steps, tiny.inner.warmup_steps = 8, 0
   message = (

@@ -46,6 +46,17 @@ def test_the_optimum_recovers_a_form_without_noise(form):
   assert found.predict_interval(1e10, 2)[0] == pytest.approx(found(1e10, 2), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+  ("form", "spare"),
+  [(FORMS[0], 4), (FORMS[1], 3), (FORMS[2], 3), (FORMS[3], 3), (FLOOR, 3)],
+)
+def test_a_law_spares_the_sizes_that_no_parameter_needs(form, spare):
+  # Six sizes. B and beta are known from several M at one size; A, alpha and C are not.
+  keep = M == 1 if form is FLOOR else M > 0
+  found = optimum.fit_optimum(form, N[keep], M[keep], losses(form)[keep])
+  assert found.spare == spare
+
+
 def test_intervals_of_a_law_with_a_floor_hold_90_per_cent():
   # As in the paper: seven sizes, three parameters, predictions at 10B. The standard
   # deviation of a share is 0.015.

@@ -103,6 +103,9 @@ def test_the_frontier_reaches_the_target_and_no_choice_dominates_another():
   assert from_config.frontier(work, 1e3, 0.95) == []
   assert from_config.loss_penalty(30, 1) == 0
   assert from_config.loss_penalty(100, 1) == pytest.approx(100 * 0.02 / 2.67)
+  # Figure 8: 0.2% at 10 steps, a third of it a third of the way from 1 to 10.
+  assert from_config.loss_penalty(30, 10) == pytest.approx(0.2)
+  assert from_config.loss_penalty(30, 4) == pytest.approx(0.2 / 3)
 
 
 def test_the_commands(capsys, tmp_path):
