@@ -26,6 +26,7 @@ from diloco.log.log import Log
 from diloco.log.profile import Profile
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
+from diloco.processes.agree import check_same, check_same_program
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
 from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
@@ -282,6 +283,7 @@ def open_session(
       " (docs/sites.md)."
     )
   check_all_meet(peers)
+  check_same_program(c, peers)
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)
@@ -306,6 +308,8 @@ def open_session(
     restored = checkpoints.restore()
     if restored:
       t, state, record = restored.step, restored.state, restored.record
+      remedy = "see whether all machines mount the same --workdir"
+      check_same(peers, {"the step of the newest checkpoint": t}, remedy)
       batches.set_state(record.data)
       method = method.after_drain(record.drained)
       if t == record.drained:

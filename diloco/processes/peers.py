@@ -24,6 +24,8 @@ import grpc
 import jax
 
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
+# Seconds to wait for a value of a process that is there, but never comes to send it.
+PATIENCE = 1800.0
 _BEAT = 10.0  # Seconds between two messages, of which some are empty.
 _SERVICE, _METHOD = "diloco.Peers", "Talk"
 _OPTIONS = (
@@ -97,12 +99,26 @@ class Peers:
     return value
 
   def all_gather(self, value: Any) -> list[Any]:
-    """Returns the values (JSON) of all processes, in their order; all must call it."""
+    """Returns the values (JSON) of all processes, in their order; all must call it.
+
+    Raises:
+      ProcessLost: a process has sent nothing for PATIENCE; only on process 0, whose end
+        ends the others.
+    """
     if self.index:
       self._send("value", value)
       return self.broadcast(None)
-    others = (self._received["value", p].get() for p in range(1, self.count))
-    return self.broadcast([value, *others])
+    values = [value]
+    for p in range(1, self.count):
+      try:
+        values.append(self._received["value", p].get(timeout=PATIENCE))
+      except queue.Empty:
+        raise ProcessLost(
+          f"process {p} of {self.count} is there, but has not come to where the others"
+          f" have waited for {PATIENCE / 60:.0f} minutes; see where it hangs (py-spy"
+          " dump --pid), end all, and start the same command again."
+        ) from None
+    return self.broadcast(values)
 
   def report(self, value: Any) -> None:
     """Hands a value (JSON) to process 0, and waits for nothing."""

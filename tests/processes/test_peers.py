@@ -226,6 +226,14 @@ def test_values_are_gathered_broadcast_and_reported_in_order():
   at_once(lambda i: peers[i].close(), range(3))
 
 
+def test_a_process_that_never_comes_to_a_meeting_is_named(monkeypatch):
+  peers = connected(3)
+  monkeypatch.setattr(peers_lib, "PATIENCE", 0.5)
+  peers[1]._send("value", None)  # Process 1 comes; process 2 does something else.
+  with pytest.raises(ProcessLost, match="process 2 of 3 is there, but has not come"):
+    peers[0].all_gather(None)
+
+
 def test_a_proxy_in_the_environment_is_not_used(monkeypatch):
   for name in ("http_proxy", "https_proxy", "grpc_proxy"):
     monkeypatch.setenv(name, "http://localhost:1")

@@ -376,6 +376,25 @@ def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
   assert "error: train.batch_size is 3" in output
 
 
+@pytest.mark.integration("starts two processes")
+def test_two_commands_that_differ_end_with_the_field(tmp_path):
+  address = f"localhost:{free_port()}"
+  command = [
+    *(sys.executable, "-m", "diloco.main", f"--workdir={tmp_path / 'run'}"),
+    f"--config={ROOT / 'tests' / 'process_config.py'}",
+    *(f"--coordinator={address}", "--num_processes=2"),
+  ]
+  env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
+  pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+  own = [["--process_id=0"], ["--process_id=1", "--config.checkpoint.every=20"]]
+  both = [subprocess.Popen([*command, *a], cwd=ROOT, env=env, **pipes) for a in own]
+  for process in both:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 2
+    assert "process 1 differs from process 0: checkpoint.every is 20, not 21;" in output
+  assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
   "given",
   [(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2), ("localhost", 2, 0)],

@@ -1,0 +1,78 @@
+"""Processes that would not compute the same are refused before they compile."""
+
+import conftest
+import pytest
+from threads import at_once, connected
+
+from diloco.config import resolve
+from diloco.errors import ConfigError
+from diloco.processes import agree
+
+
+@pytest.fixture
+def pair():
+  """A function that compares the configs of two processes: the sentence of both."""
+  peers = connected(2)
+
+  def both(*configs):
+    def refusal(i):
+      try:
+        agree.check_same_program(resolve(configs[i]), peers[i])
+      except ConfigError as error:
+        return str(error)
+      return ""
+
+    found = at_once(refusal, range(2))
+    assert found[0] == found[1]
+    return found[0]
+
+  return both
+
+
+@pytest.mark.parametrize(
+  ("field", "value"),
+  [
+    *[("seed", 7), ("inner.learning_rate", 0.4), ("train.steps", 13)],
+    *[("checkpoint.every", 4), ("log.every", 2), ("wire.rounding", "stochastic")],
+  ],
+)
+def test_another_value_of_a_field_is_refused_on_all_processes(field, value, pair):
+  configs = [conftest.tiny_config() for _ in range(2)]
+  configs[1].update_from_flattened_dict({field: value})
+  said = pair(*configs)
+  was = resolve(configs[0]).to_dict()
+  for name in field.split("."):
+    was = was[name]
+  assert said.startswith("process 1 differs from process 0: ")
+  assert f"{field} is {value}, not {was};" in said
+
+
+def test_processes_that_compute_the_same_go_on(pair):
+  configs = [conftest.tiny_config() for _ in range(2)]
+  configs[1].data.data_dir, configs[1].data.prefetch = "/mnt/other", 0
+  assert pair(*configs) == ""
+
+
+def test_other_code_is_refused(pair, monkeypatch):
+  digests = iter(["aaaa", "bbbb"])
+  monkeypatch.setattr(agree, "code_digest", lambda: next(digests))
+  assert "the code of diloco and its plug-ins is " in pair(
+    *[conftest.tiny_config()] * 2
+  )
+
+
+def test_the_digest_of_the_code_knows_the_files_of_plugins(monkeypatch, tmp_path):
+  before = agree.code_digest()
+  assert before == agree.code_digest()
+  (tmp_path / "my_plugin.py").write_text(
+    "import dataclasses\n"
+    "from diloco.spec import plugins\n"
+    "@dataclasses.dataclass(frozen=True)\n"
+    "class Mine(plugins.Extension):\n"
+    "  share: float = 0.5\n"
+    "plugins.register('mine', Mine)\n"
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.setattr(agree.plugins, "EXTENSIONS", {})
+  agree.plugins.load(["my_plugin"])
+  assert agree.code_digest() != before
