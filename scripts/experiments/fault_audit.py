@@ -5,7 +5,6 @@ checkpoints of all.
 """
 
 import contextlib
-import dataclasses
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -20,31 +19,6 @@ from diloco.sites.calendar import Calendar
 
 # Numbers of a merge that every site computes from the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")
-
-
-@dataclasses.dataclass
-class Audit:
-  """What the logs say.
-
-  Attributes:
-    problems: sentences; empty if all logs agree.
-    rounds, full, fewer: closed rounds, those with all sites, those with fewer.
-    lost: payloads that are missing in the closed rounds.
-    late: payloads that came too late, or for which a round waited in vain.
-    longest_wait_s: the longest that a round waited after its quorum.
-    tokens: behind the contributions that were measured, mean over the fragments.
-    merges: rounds that the sites merged, by their metrics.
-  """
-
-  problems: list[str]
-  rounds: int
-  full: int
-  fewer: int
-  lost: int
-  late: int
-  longest_wait_s: float
-  tokens: float
-  merges: list[int]
 
 
 def config(path: str, fields: Sequence[str]) -> Config:
@@ -67,45 +41,58 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 def audit(
   folder: pathlib.Path, path: str, fields: Sequence[str], measured: slice
-) -> Audit:
+) -> dict[str, Any]:
   """Audits the run in `folder`, which has finished.
 
   Args:
     folder: with the workdirs of the coordinator and the sites.
     path, fields: see `config`.
     measured: the rounds whose tokens count.
+
+  Returns:
+    What the logs say.
+      problems: sentences; empty if all logs agree.
+      the sums of `count` over all rounds.
+      tokens: behind the measured contributions, mean over the fragments.
+      merges: how many rounds each site merged, by its metrics.
   """
   calendar = Calendar(config(path, fields))
   rounds = [*lines(folder / "coordinator/rounds.jsonl")]
-  found = count(rounds, calendar.sites, calendar.fragments)
-  found.tokens = count(rounds[measured], calendar.sites, calendar.fragments).tokens
-  found.problems += check_rounds(rounds, calendar)
   by_site = {
     k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)
   }
+  problems, merges = check_rounds(rounds, calendar), list[int]()
   for k, records in by_site.items():
-    found.problems += check_site(k, records, rounds, calendar)
-    found.merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
-  found.problems += check_merges(by_site)
-  found.problems += check_states(folder, calendar.sites)
-  return found
+    problems += check_site(k, records, rounds, calendar)
+    merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
+  problems += check_merges(by_site) + check_states(folder, calendar.sites)
+  tokens = sum(sum(r["tokens"].values()) for r in rounds[measured])
+  return {
+    "problems": problems,
+    **count(rounds, calendar.sites),
+    "tokens": tokens / calendar.fragments,
+    "merges": merges,
+  }
 
 
-def count(rounds: list[dict], sites: int, fragments: int) -> Audit:
-  """Sums over rounds.jsonl."""
+def count(rounds: list[dict], sites: int) -> dict[str, float]:
+  """Sums over rounds.jsonl.
+
+  Returns:
+    rounds, full, fewer: closed rounds, those with all sites, those with fewer.
+    lost: payloads that are missing in the closed rounds.
+    late: payloads that came too late, or for which a round waited in vain.
+    longest_wait_s: the longest that a round waited after its quorum.
+  """
   members = [len(r["tokens"]) for r in rounds]
-  tokens = sum(sum(r["tokens"].values()) for r in rounds) / fragments
-  return Audit(
-    problems=[],
-    rounds=len(rounds),
-    full=sum(n == sites for n in members),
-    fewer=sum(n < sites for n in members),
-    lost=sum(sites - n for n in members),
-    late=sum(len(r["late"]) for r in rounds),
-    longest_wait_s=max((r["waited_s"] for r in rounds), default=0.0),
-    tokens=tokens,
-    merges=[],
-  )
+  return {
+    "rounds": len(rounds),
+    "full": sum(n == sites for n in members),
+    "fewer": sum(n < sites for n in members),
+    "lost": sum(sites - n for n in members),
+    "late": sum(len(r["late"]) for r in rounds),
+    "longest_wait_s": max((r["waited_s"] for r in rounds), default=0.0),
+  }
 
 
 def check_rounds(rounds: list[dict], calendar: Calendar) -> list[str]:

@@ -251,8 +251,8 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
   else:
     measured = slice(observed["first"], observed["reached"])
     audit = fault_audit.audit(options.out, CONFIG, options.fields, measured)
-    found |= dataclasses.asdict(audit)
-    tokens, summary = audit.tokens, options.out / "site-0/summary.json"
+    found |= audit
+    tokens, summary = audit["tokens"], options.out / "site-0/summary.json"
   found["tokens_per_s"] = tokens / observed["seconds"]
   with contextlib.suppress(OSError):
     found["loss"] = json.loads(summary.read_text())["eval_loss"]["outer"]

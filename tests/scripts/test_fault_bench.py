@@ -87,11 +87,22 @@ def _metrics(k, rounds):
 
 
 def test_sums_over_the_coordinators_log(rounds):
-  found = audit.count(rounds, sites=4, fragments=3)
   n = len(rounds)
-  assert (found.rounds, found.full, found.fewer) == (n, n - 1, 1)
-  assert (found.lost, found.late, found.longest_wait_s) == (1, 1, 2.0)
-  assert found.tokens == pytest.approx((4 * n - 1) * 10 / 3)
+  sums = {"rounds": n, "full": n - 1, "fewer": 1, "lost": 1, "late": 1}
+  assert audit.count(rounds, sites=4) == {**sums, "longest_wait_s": 2.0}
+
+
+def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path):
+  files = {"coordinator/rounds.jsonl": rounds}
+  files |= {f"site-{k}/metrics.jsonl": _metrics(k, rounds) for k in range(4)}
+  for name, records in files.items():
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+  monkeypatch.setattr(audit, "outer_parameters", lambda path: {"theta": np.ones(1)})
+  found = audit.audit(tmp_path, bench.CONFIG, FIELDS, slice(0, 3))
+  assert (found["problems"], found["rounds"]) == ([], len(rounds))
+  assert found["tokens"] == pytest.approx((3 * 4 - 1) * 10 / 3)  # Site 2 missed one.
+  assert found["merges"] == [len(rounds)] * 4
 
 
 def test_a_sound_log_has_no_problems(rounds, calendar):
