@@ -196,23 +196,21 @@ def add(
   with gzip.open(raw, "rt", encoding="utf-8") as file:
     about = json.loads(next(file))
     lines = [json.loads(line) for line in file]
-  texts = collections.defaultdict[str, list[str]](list)
+  rows = collections.defaultdict[str, list[str]](list)
+  sizes = collections.Counter[str]()
   digest = hashlib.sha256()
   for line in lines:
     for text in clean_text.documents(line["text"], seen):
       digest.update(text.encode())
       row = {"text": text, "package": package.label, "path": line["path"]}
-      texts[split_of(text)].append(json.dumps(row, ensure_ascii=False) + "\n")
-  for split, rows in texts.items():
+      split = split_of(text)
+      rows[split].append(json.dumps(row, ensure_ascii=False) + "\n")
+      sizes[split] += len(text.encode())
+  for split, own in rows.items():
     with replacing(out / "text" / split / f"{package.label}.jsonl") as out_file:
-      out_file.write("".join(rows).encode())
-  sizes = {split: _size(rows) for split, rows in sorted(texts.items())}
-  return about | {"sha256": digest.hexdigest(), "splits": sizes}
-
-
-def _size(rows: Sequence[str]) -> dict[str, int]:
-  texts = [json.loads(row)["text"] for row in rows]
-  return {"documents": len(texts), "bytes": sum(len(t.encode()) for t in texts)}
+      out_file.write("".join(own).encode())
+  splits = {s: {"documents": len(rows[s]), "bytes": sizes[s]} for s in sorted(rows)}
+  return about | {"sha256": digest.hexdigest(), "splits": splits}
 
 
 def collect(
@@ -276,11 +274,7 @@ def _finish(out: pathlib.Path, rules: str, entries: list[dict[str, Any]]) -> Non
 
 def run(args: argparse.Namespace) -> None:
   out = make_folder(args.out, "--out")
-  try:
-    packages = read_list(args.packages)
-  except OSError as error:
-    raise ConfigError(f"--packages cannot be read ({error}).") from error
-  total = collect(packages, out, args.megabytes * 1e6, args.pause)
+  total = collect(read_list(args.packages), out, args.megabytes * 1e6, args.pause)
   if total < args.megabytes * 1e6:
     raise ConfigError(
       f"--megabytes is {args.megabytes:g}, but the packages of the list gave"
