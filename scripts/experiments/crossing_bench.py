@@ -24,7 +24,6 @@ import types
 
 import netns
 import numpy as np
-import pandas as pd
 import sites_run
 
 from diloco.coordinator.board import Board
@@ -118,8 +117,8 @@ def send(options) -> None:
   link.leave("finished")
 
 
-def measure(options, network: netns.Network) -> list[dict]:
-  """Measures all rates and sizes; prints and returns the rows."""
+def measure(options, network: netns.Network) -> None:
+  """Measures all rates and sizes; prints the rows of the table."""
   with tempfile.TemporaryDirectory(prefix="crossing_") as name:
     folder = pathlib.Path(name)
     sites_run.certificates(folder, SITES)
@@ -138,12 +137,12 @@ def measure(options, network: netns.Network) -> list[dict]:
     try:
       for site in sites:
         assert site.stdout.readline() == "ready\n", "a site has failed"
-      return [*_rows(options, network, sites, sizes)]
+      _print_rows(options, network, sites, sizes)
     finally:
       sites_run.stop([*sites, server])
 
 
-def _rows(options, network, sites, sizes):
+def _print_rows(options, network, sites, sizes) -> None:
   counted = lambda: np.array([network.counters(k + 1) for k in range(SITES)])
   rounds = iter(range(len(sizes)))
   for rate in options.rates:
@@ -159,15 +158,10 @@ def _rows(options, network, sites, sizes):
       time.sleep(_LEAD_S)
       ratios = np.array(seconds) * rate / 8 / size
       sent = (counted() - before)[:, 1].mean() / options.repeats
-      yield _print(
-        {
-          "rate_mbit_s": rate / 1e6,
-          "payload_bytes": size,
-          "median": np.median(ratios),
-          "least": ratios.min(),
-          "most": ratios.max(),
-          "sent_to_payload": sent / size,
-        }
+      print(
+        f"| {rate / 1e6:g} | {size:,} | {np.median(ratios):.3f} | {ratios.min():.3f}"
+        f" | {ratios.max():.3f} | {sent / size:.4f} |",
+        flush=True,
       )
   before = counted()
   time.sleep(options.quiet)
@@ -182,15 +176,6 @@ HEADER = (
 )
 
 
-def _print(row: dict) -> dict:
-  print(
-    f"| {row['rate_mbit_s']:g} | {row['payload_bytes']:,} | {row['median']:.3f}"
-    f" | {row['least']:.3f} | {row['most']:.3f} | {row['sent_to_payload']:.4f} |",
-    flush=True,
-  )
-  return row
-
-
 def parse(argv=None):
   """Parses the command line."""
   parser = Parser(description=__doc__)
@@ -203,7 +188,6 @@ def parse(argv=None):
   add("--sizes", type=sizes, default=sizes("1e5,1e6,4e6"), help=text)
   add("--repeats", type=int, default=5, help="rounds for each rate and size")
   add("--quiet", type=float, default=60, help="seconds without payloads at the end")
-  add("--out", type=pathlib.Path, help="write a CSV file")
   add("--role", choices=("coordinator", "site"), help=argparse.SUPPRESS)
   add("--site", type=int, help=argparse.SUPPRESS)
   add("--address", help=argparse.SUPPRESS)
@@ -219,9 +203,7 @@ def main() -> None:
   netns.prepare()
   print(HEADER)
   with netns.star(SITES + 1) as network:
-    rows = measure(options, network)
-  if options.out:
-    pd.DataFrame(rows).to_csv(options.out, index=False, float_format="%.6g")
+    measure(options, network)
 
 
 if __name__ == "__main__":
