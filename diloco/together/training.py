@@ -148,9 +148,9 @@ def inner_together(
 
 
 @jax.jit
-def _of_run(state: TrainState, r: int) -> TrainState:
-  """Takes the state of one run out of the state of all runs."""
-  return jax.tree.map(lambda x_R: x_R[r], state)
+def _of_run(arrays: PyTree, r: int) -> PyTree:
+  """Takes the arrays of one run out of those of all runs."""
+  return jax.tree.map(lambda x_R: x_R[r], arrays)
 
 
 class Member(Run):
@@ -179,30 +179,28 @@ class Member(Run):
 
 
 class MemberLogs:
-  """The logs of all runs. They get the metrics of a launch when the next one runs."""
+  """The logs of all runs; each gets its part of the metrics of a launch."""
 
   def __init__(self, runs: Sequence[Member]):
     self._runs = runs
-    self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
   ) -> None:
     """Takes the metrics of steps that were just launched, as `Log.launched`."""
-    self._report()
-    self._pending = steps, by_step, events
+    for run, own, own_events in self._split(by_step, events):
+      with run.own():
+        run.log.launched(steps, own, own_events)
 
   def events(self, events: list[Event]) -> None:
     """Gives each log its part of the events after the last step."""
-    self._report()
-    for _, run, own in self._split(events):
+    for run, _, own_events in self._split([], events):
       with run.own():
-        run.log.events(own)
+        run.log.events(own_events)
 
   @contextlib.contextmanager
   def pause(self) -> Iterator[None]:
     """Keeps what all runs do in the block out of the training time of each."""
-    self._report()
     with contextlib.ExitStack() as stack:
       for run in self._runs:
         if not run.failed:
@@ -210,24 +208,16 @@ class MemberLogs:
             stack.enter_context(run.log.pause())
       yield
 
-  def _report(self) -> None:
-    """Waits for the pending launch, and gives each log its part."""
-    if self._pending is None:
-      return
-    (steps, by_step, events), self._pending = self._pending, None
-    by_step = jax.device_get(by_step)
-    for r, run, own in self._split(events):
-      with run.own():
-        of_run = jax.tree.map(lambda x_R: x_R[r], by_step)  # noqa: B023
-        run.log.launched(steps, of_run, own)
-
-  def _split(self, events: list[Event]) -> Iterator[tuple[int, Member, list[Event]]]:
-    metrics = jax.device_get([event.metrics for event in events])
+  def _split(
+    self, by_step: list[InnerMetrics], events: list[Event]
+  ) -> Iterator[tuple[Member, list[InnerMetrics], list[Event]]]:
+    """Yields the runs that go on, each with its part; waits for no device."""
+    metrics = [event.metrics for event in events]
     for r, run in enumerate(self._runs):
       if not run.failed:
-        parts = [{name: x_R[r] for name, x_R in values.items()} for values in metrics]
+        own, parts = _of_run((by_step, metrics), r)
         pairs = zip(events, parts)
-        yield r, run, [dataclasses.replace(e, metrics=part) for e, part in pairs]
+        yield run, own, [dataclasses.replace(e, metrics=part) for e, part in pairs]
 
 
 def train(runs: Sequence[Member]) -> bool:
