@@ -33,10 +33,8 @@ EXPORTED_FIELDS = {
   "seed": "seed",
 }
 _NOTED = ("name", "group", "revision", "status", "error", "finished")
-# Columns that an imported file must have.
-_COLUMNS = (*EXPORTED_FIELDS, *_NOTED, *SUMMARY_COLUMNS, "config")
-# Columns that a file has only if a run has a value for them.
-_LATER = {"group", *(c for c in SUMMARY_COLUMNS if c.startswith("test_loss"))}
+# Columns after the fields.
+_RESULTS = (*_NOTED, *SUMMARY_COLUMNS, "config")
 # The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
 _PAPERS_N = "matrix_params"
 
@@ -50,9 +48,7 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
-  empty = {c for c in _LATER if all(row[c] in (None, "") for row in ended)}
-  rest = [c for c in _COLUMNS[len(EXPORTED_FIELDS) :] if c not in empty]
-  columns = [*asked, *EXPORTED_FIELDS, _PAPERS_N, *rest]
+  columns = [*asked, *EXPORTED_FIELDS, _PAPERS_N, *_RESULTS]
   cells = pd.DataFrame(map(_line, ended), columns=columns, dtype=object)
   with files.replacing(path) as file:
     cells.to_csv(file, index=False)
@@ -72,7 +68,8 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
   with path.open(newline="") as file:
     reader = csv.DictReader(file)
     try:
-      missing = [c for c in _COLUMNS if c not in {*(reader.fieldnames or ()), *_LATER}]
+      found = reader.fieldnames or ()
+      missing = [c for c in (*EXPORTED_FIELDS, *_RESULTS) if c not in found]
       if missing:
         raise ValueError(f"there is no column {', '.join(missing)}")
       for line in reader:
@@ -129,7 +126,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   if None in line or None in line.values():
     raise ValueError("it does not have as many cells as the first line")
   summary = {
-    field: kind(line[column]) if line.get(column) else None
+    field: kind(line[column]) if line[column] else None
     for column, (field, kind) in SUMMARY_COLUMNS.items()
   }
   loss = summary["eval_loss.outer"]
@@ -146,7 +143,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
     "ended.json": {"failed": False, "error": "", "finished": line["finished"]},
     "run.json": {
       "point": {column.removeprefix("point_"): text for column, text in asked.items()},
-      "group": line.get("group", ""),
+      "group": line["group"],
       "revision": line["revision"],
       "attempts": 1,
       "started": table.utc_now("microseconds"),

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from diloco.checkpoint.record import steps_of
 from diloco.log import metrics
 from diloco.log.workdir import backwards
 from diloco.sweep.grid import Point, describe
@@ -127,16 +128,11 @@ def stopped(
   """
   name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
   begun = [row["name"] for row in rows if row["status"] == "interrupted"]
-  saved = sum(_has_checkpoint(runs / name) for name in begun)
+  saved = sum(bool(steps_of(runs / name)) for name in begun)
   return (
     f"{name}: {_total(cells, rows)}, {len(begun)} stopped ({saved} with a checkpoint),"
     f" {waiting} waiting; the same command goes on."
   )
-
-
-def _has_checkpoint(run: pathlib.Path) -> bool:
-  """Tells whether a run has a whole checkpoint: a folder named by its step."""
-  return any(path.name.isdigit() for path in run.glob("checkpoints/*"))
 
 
 class Live:
