@@ -11,7 +11,6 @@ traffic control has the token bucket, but not every one has netem.
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -22,7 +21,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 # A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
@@ -70,13 +68,13 @@ class Network:
     names: the nodes' namespaces.
     addresses: the nodes' IPv4 addresses.
     hub: the bridge's namespace; its port{i} is the other end of node i's eth0.
-    statistics: a file descriptor of each node's /proc/net/dev.
+    residents: process ids of idle processes, one in each node.
   """
 
   names: tuple[str, ...]
   addresses: tuple[str, ...]
   hub: str
-  statistics: tuple[int, ...]
+  residents: tuple[int, ...]
 
   def command(self, node: int, argv: Sequence[str]) -> list[str]:
     """Returns the command that runs `argv` inside a node."""
@@ -117,7 +115,7 @@ class Network:
 
     Cheap enough to poll: starts no process inside the node.
     """
-    text = os.pread(self.statistics[node], 1 << 16, 0).decode()
+    text = pathlib.Path(f"/proc/{self.residents[node]}/net/dev").read_text()
     fields = text[text.index("eth0:") + 5 :].split()
     return int(fields[0]), int(fields[8])
 
@@ -148,18 +146,18 @@ def star(nodes: int) -> Iterator[Network]:
   names = tuple(f"{prefix}{i}" for i in range(nodes))
   addresses = tuple(f"10.77.0.{i + 1}" for i in range(nodes))
   hub = f"{prefix}hub"
-  statistics: list[int] = []
+  residents = list[subprocess.Popen]()
   try:
     _make_hub(hub)
     for i, (name, address) in enumerate(zip(names, addresses)):
       _make_node(i, name, address, hub)
-    statistics += [_inside(name, _open_statistics) for name in names]
-    yield Network(names, addresses, hub, tuple(statistics))
+    residents += map(_settle, names)
+    yield Network(names, addresses, hub, tuple(p.pid for p in residents))
   finally:
-    for fd in statistics:
-      os.close(fd)
     for name in (*names, hub):
       _remove(name)
+    for process in residents:
+      process.communicate()
 
 
 def remove_stale() -> list[str]:
@@ -220,26 +218,17 @@ def _remove(name: str) -> None:
   shutil.rmtree(pathlib.Path("/etc/netns", name), ignore_errors=True)
 
 
-def _open_statistics() -> int:
-  return os.open("/proc/thread-self/net/dev", os.O_RDONLY)
+def _settle(name: str) -> subprocess.Popen:
+  """Starts a process in a namespace that does nothing, until `_remove` kills it.
 
-
-def _inside(name: str, function):
-  """Calls a function in a new thread, after the thread has entered a namespace."""
-  result = []
-
-  def call():
-    with open(f"/run/netns/{name}") as namespace:
-      if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-        return
-    result.append(function())
-
-  thread = threading.Thread(target=call)
-  thread.start()
-  thread.join()
-  if not result:
+  Its folder in /proc shows the counters of the namespace to the outside.
+  """
+  stay = ["sh", "-c", "echo inside; exec sleep infinity"]
+  command = ["ip", "netns", "exec", name, *stay]
+  process = subprocess.Popen(command, stdout=subprocess.PIPE)
+  if not process.stdout.readline():
     raise RuntimeError(f"namespace {name} could not be entered.")
-  return result[0]
+  return process
 
 
 def _run(*argv: str) -> str:
