@@ -21,11 +21,10 @@ iproute2 and the package cryptography.
 import collections
 import contextlib
 import dataclasses
-import heapq
-import itertools
 import json
 import pathlib
 import random
+import sched
 import signal
 import subprocess
 import sys
@@ -96,8 +95,7 @@ class Run:
     self.unplanned = list[str]()  # Processes that ended by themselves, with an error.
     self.restarts = 0
     self._stood_still = 0.0
-    self._events: list[tuple[float, int, tuple]] = []
-    self._order = itertools.count()  # Of events at the same time.
+    self._events = sched.scheduler(self.now)
     self.everyone = (
       [*range(SITES)] if options.baseline else [COORDINATOR, *range(SITES)]
     )
@@ -130,8 +128,7 @@ class Run:
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
-    entry = (self.now() + seconds, next(self._order), (action, *arguments))
-    heapq.heappush(self._events, entry)
+    self._events.enter(seconds, 0, action, arguments)
 
   def strike(self, fault: Fault) -> None:
     """Lets a fault begin; it ends by itself."""
@@ -164,7 +161,8 @@ class Run:
   def look_after(self) -> bool:
     """Starts what ended with an error; returns whether all have finished."""
     codes = {who: process.poll() for who, process in self.processes.items()}
-    planned = [entry[2][1] for entry in self._events if entry[2][0] == self._again]
+    events = self._events.queue
+    planned = [event.argument[0] for event in events if event.action == self._again]
     failed = [who for who, rc in codes.items() if rc and who not in planned]
     if self.options.baseline:
       if failed and not planned:
@@ -185,9 +183,7 @@ class Run:
     time.sleep(0.05)
     slept = time.monotonic() - began
     self._stood_still += slept if slept > 2 else 0.0
-    while self._events and self._events[0][0] <= self.now():
-      _, _, (action, *arguments) = heapq.heappop(self._events)
-      action(*arguments)
+    self._events.run(blocking=False)
 
   def progress(self) -> int:
     """Counts closed rounds; in the baseline, the steps of the metrics so far."""
