@@ -1,7 +1,6 @@
 """Trains once over links whose rate changes, and records the run."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import tempfile
@@ -11,6 +10,8 @@ import time
 import netns
 import numpy as np
 import sites_run
+
+from diloco.log import metrics
 
 CONFIG = "configs/wan.py"
 
@@ -134,7 +135,7 @@ def sample(
 def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
   """Reads metrics.jsonl as it grows, and sets the rate when a phase starts."""
   folder = "site-0" if options.transport == "sites" else "run"
-  path, position, step = workdir / folder / "metrics.jsonl", 0, 0
+  follower, step = metrics.Follower(workdir / folder), 0
   deadline = time.time() + options.timeout
   waiting = list(phases)
   while step < phases[-1].last:
@@ -144,14 +145,8 @@ def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
       what = f"process {failed[0]} ended early" if failed else "the run took too long"
       raise RuntimeError(f"{what}, at step {step}:\n{log}")
     time.sleep(0.02)
-    if path.exists():
-      with path.open() as file:
-        file.seek(position)
-        for line in iter(file.readline, ""):
-          if not line.endswith("\n"):
-            break
-          position = file.tell()
-          trace.records.append(json.loads(line))
+    if (workdir / folder / metrics.FILE).exists():
+      trace.records += follower.records()
     steps = [r["step"] for r in trace.records if r["kind"] == "step"]
     step = max(steps, default=0)
     if waiting and step >= waiting[0].starts:
