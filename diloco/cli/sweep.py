@@ -11,12 +11,11 @@ Runs are processes on this machine (--backend=local), Slurm jobs (slurm) or proc
 submitit's local executor (submitit).
 """
 
+import argparse
 import pathlib
 import sys
+from collections.abc import Sequence
 
-from absl import flags
-
-from diloco.config import command_line
 from diloco.errors import ConfigError
 from diloco.reproduce import comparison
 from diloco.sweep import csv_file, progress, table
@@ -27,63 +26,32 @@ from diloco.sweep.runner import Backend, Driver, drive
 from diloco.sweep.slurm import Slurm
 from diloco.together import groups
 from diloco.util import command
-
-_SWEEP = flags.DEFINE_string(
-  "sweep", "", "A sweep file, or ladder, or ablations:NAME (docs/ablations.md)."
-)
-_RESULTS = flags.DEFINE_string("results", None, "The directory that holds all runs.")
-_PARALLEL = flags.DEFINE_integer(
-  "parallel", 1, "Processes at once, at most.", lower_bound=1
-)
-_VECTORIZE = flags.DEFINE_integer(
-  "vectorize",
-  1,
-  f"Runs that a process trains together, at most, if they differ in {groups.FIELDS}"
-  " only.",
-  lower_bound=1,
-)
-_CORES = flags.DEFINE_integer(
-  "cores", 0, "CPU cores per run, with --backend=local; 0: all.", lower_bound=0
-)
-_BACKEND = flags.DEFINE_enum(
-  "backend", "local", ["local", "slurm", "submitit"], "Where runs are executed."
-)
-_OPTIONS = flags.DEFINE_string("slurm_options", "", "For submitit: name=value,...")
-_EXPORT = flags.DEFINE_string(
-  "export", "", "Write a CSV file of all runs, or of those of --sweep, and end."
-)
-_IMPORT = flags.DEFINE_string("import", "", "Import an exported CSV file and end.")
-_SHOW = flags.DEFINE_bool("show", False, "Show the sweep's progress and end.")
-_RETRY = flags.DEFINE_bool("retry_failed", False, "Run failed runs once more.")
+from diloco.util.command import in_range
 
 
-def make_backend(sweep: Sweep, results: pathlib.Path) -> Backend:
+def make_backend(
+  args: argparse.Namespace, sweep: Sweep, results: pathlib.Path
+) -> Backend:
   """Makes the backend that the flags name."""
   environment = shared_programs(results) | dict(sweep.environment)
-  if _BACKEND.value == "local":
-    return Local(_CORES.value, environment)
-  given = command.parse_options(_OPTIONS.value, place="--slurm_options")
+  if args.backend == "local":
+    return Local(args.cores, environment)
+  given = command.parse_options(args.slurm_options, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
-  cluster = "slurm" if _BACKEND.value == "slurm" else "local"
+  cluster = "slurm" if args.backend == "slurm" else "local"
   return Slurm(results, environment, options, cluster)
 
 
-def run() -> int:
+def run(args: argparse.Namespace) -> int:
   """Does what the flags ask for; returns the exit status."""
-  if not _RESULTS.value:
-    raise ConfigError("--results is empty; give a folder for all runs.")
-  results = pathlib.Path(_RESULTS.value)
-  asked = [flag.name for flag in (_EXPORT, _IMPORT, _SHOW, _RETRY) if flag.value]
-  if len(asked) > 1:
-    raise ConfigError(f"--{' and --'.join(asked)} are given; give one at a time.")
-  if _EXPORT.value:
-    export_runs(results, pathlib.Path(_EXPORT.value), _SWEEP.value)
-  elif _IMPORT.value:
-    import_runs(results, pathlib.Path(_IMPORT.value))
-  elif _SHOW.value:
-    show(Driver(load_sweep(_SWEEP.value), results, Local(0, {})))
+  if args.export:
+    export_runs(pathlib.Path(args.results), args.export, args.sweep)
+  elif args.imported:
+    import_runs(args.results, args.imported)
+  elif args.show:
+    show(Driver(load_sweep(args.sweep), pathlib.Path(args.results), Local(0, {})))
   else:
-    return drive_sweep(load_sweep(_SWEEP.value), results)
+    return drive_sweep(args, load_sweep(args.sweep))
   return 0
 
 
@@ -101,41 +69,41 @@ def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: str) -> None:
   print(f"{count} runs written to {path}")
 
 
-def import_runs(results: pathlib.Path, path: pathlib.Path) -> None:
+def import_runs(folder: str, path: pathlib.Path) -> None:
   """Reads the CSV file of --import."""
   if not path.exists() or path.is_dir():
     raise ConfigError(
       f"--import is {str(path)!r}, but there is no such file; give a file written by"
       " --export."
     )
-  command.make_folder(results, "--results")
+  results = command.make_folder(folder, "--results")
   with table.alone(results):
     count = csv_file.load(path, results)
   print(f"{count} runs of {path} taken over into {results}")
 
 
-def drive_sweep(sweep: Sweep, results: pathlib.Path) -> int:
+def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
   """Runs a sweep; returns 1 if a cell has failed, or 128 + the signal that ended it."""
-  if _OPTIONS.value and _BACKEND.value == "local":
+  if args.slurm_options and args.backend == "local":
     raise ConfigError(
-      f"--slurm_options is {_OPTIONS.value!r}, but --backend is local; add"
+      f"--slurm_options is {args.slurm_options!r}, but --backend is local; add"
       " --backend=slurm, or leave the options out."
     )
-  if _CORES.value and _BACKEND.value != "local":
+  if args.cores and args.backend != "local":
     raise ConfigError(
-      f"--cores is {_CORES.value}, but --backend is {_BACKEND.value}; give"
-      " cpus_per_task in --slurm_options."
+      f"--cores is {args.cores}, but --backend is {args.backend}; give cpus_per_task"
+      " in --slurm_options."
     )
-  command.make_folder(results, "--results")
+  results, vectorize = command.make_folder(args.results, "--results"), args.vectorize
   with table.alone(results):
-    backend = make_backend(sweep, results)
-    if _RETRY.value:
+    backend = make_backend(args, sweep, results)
+    if args.retry_failed:
       table.retry_failed(results)
-    driver = Driver(sweep, results, backend, _PARALLEL.value, _VECTORIZE.value)
-    if _VECTORIZE.value > 1:
+    driver = Driver(sweep, results, backend, args.parallel, vectorize)
+    if vectorize > 1:
       plans = driver.todo(driver.cells()).values()
       for reason in {groups.obstacle(plan.config) for plan in plans} - {""}:
-        text = f"--vectorize is {_VECTORIZE.value}, but runs in which {reason} train"
+        text = f"--vectorize is {vectorize}, but runs in which {reason} train"
         print(f"{text} one by one.", file=sys.stderr)
     number = drive(driver, progress.Live(driver.runs))
     if sweep.chart:
@@ -164,6 +132,35 @@ def show(driver: Driver) -> None:
     print("\n".join(["", *comparison.lines(driver.sweep.chart, found)]))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = command.Parser(prog="python -m diloco sweep", description=__doc__)
+  add, path = parser.add_argument, pathlib.Path
+  text = "a sweep file, or ladder, or ablations:NAME (docs/ablations.md)"
+  add("--sweep", default="", help=text)
+  add("--results", required=True, help="the folder that holds all runs")
+  text = "processes at once, at most; default 1"
+  add("--parallel", type=in_range(1), default=1, help=text)
+  text = (
+    "runs that a process trains together, at most, if they differ only in"
+    f" {groups.FIELDS}; default 1"
+  )
+  add("--vectorize", type=in_range(1), default=1, help=text)
+  text = "CPU cores per run, with --backend=local; default 0: all"
+  add("--cores", type=in_range(0), default=0, help=text)
+  text = "where runs are executed; default local"
+  add("--backend", choices=("local", "slurm", "submitit"), default="local", help=text)
+  add("--slurm_options", default="", help="for submitit: name=value,...")
+  only = parser.add_mutually_exclusive_group()
+  text = "write a CSV file of all runs, or of those of --sweep, and end"
+  only.add_argument("--export", type=path, help=text)
+  text = "import an exported CSV file and end"
+  only.add_argument("--import", dest="imported", type=path, help=text)
+  text = "show the sweep's progress and end"
+  only.add_argument("--show", action="store_true", help=text)
+  text = "run failed runs once more"
+  only.add_argument("--retry_failed", action="store_true", help=text)
+  return command.guarded(run, parser.parse_args(argv))
+
+
 if __name__ == "__main__":
-  flags.mark_flag_as_required("results")
-  command_line.run(lambda argv: command.guarded(run))
+  sys.exit(main())

@@ -251,7 +251,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
       "-m diloco.cli.sweep --sweep=configs/ladder.py --results=/proc/none",
       "--results is '/proc/none', where noth",
     ),
-    ("-m diloco.cli.sweep --results=/tmp --foo", "Unknown command line flag 'foo'"),
+    ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
     ("diloco/cli/prepare_data.py --source=sotu --output=/tmp", "no command is given"),
     (

@@ -201,11 +201,14 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
   ("flags", "message"),
   [
-    (["--results="], "--results is empty; give a folder"),
+    (
+      ["--results=", f"--sweep={ROOT}/configs/ladder.py"],
+      "--results is empty; give a folder",
+    ),
     (["--results=r"], "--sweep must be given, for example"),
     (
       ["--results=r", "--export=a", "--show"],
-      "--export and --show are given; give one",
+      "argument --show: not allowed with argument --export",
     ),
     (["--results=r", "--import=a"], "--import is 'a', but there is no such file"),
     (
