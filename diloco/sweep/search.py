@@ -66,7 +66,11 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
           f" {describe(source)}, which is no earlier cell; add it, or change `like`."
         )
       before = None if source is None else latest[key(source)]
-      latest[key(cell)] = _search_after(before, grid, cell, loss)
+      if before and not before.has_best:
+        state = "failed" if before.ended else "waiting"
+        latest[key(cell)] = Search(grid, cell, state)
+      else:
+        latest[key(cell)] = search(grid, cell, before.best if before else None, loss)
       found.append(latest[key(cell)])
   return found
 
@@ -91,14 +95,6 @@ def check_starts(grids: Sequence[Grid]) -> None:
       given = {name: Axis(name, (value,)) for name, value in cell.items()}
       tuned = {axis.name: axis for axis in grid.axes}
       known[key(cell)] = start | given | tuned
-
-
-def _search_after(before: Search | None, grid: Grid, cell: Point, loss: Loss) -> Search:
-  if before is None:
-    return search(grid, cell, None, loss)
-  if before.ended and before.best is not None:
-    return search(grid, cell, before.best, loss)
-  return Search(grid, cell, "failed" if before.ended else "waiting")
 
 
 def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:

@@ -271,7 +271,8 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
         found = run.checkpoints.restore()
         if note := summary.note(run.c):
           say(f"note: {note}")
-      restored.append(_on_host(found))
+      # The states of all runs have room on the host.
+      restored.append(found and found._replace(state=jax.device_get(found.state)))
     start = restored[0].step if restored[0] else 0
     if any((found.step if found else 0) != start for found in restored):
       yield None
@@ -309,8 +310,3 @@ def _stacked(
   while True:
     by_seed = {seed: next(data) for seed, data in batches.items()}
     yield jnp.stack([by_seed[run.c.seed] for run in runs])
-
-
-def _on_host(found: Restored | None) -> Restored | None:
-  """Copies a restored state to the host, where the states of all runs have room."""
-  return found and found._replace(state=jax.device_get(found.state))
