@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+from concurrent import futures
 
 from diloco.util.command import Parser
 
@@ -43,17 +43,12 @@ def main() -> int:
   commands = site_commands(options) if options.sites else run_commands(options)
   processes = {name: start(command, options) for name, command in commands.items()}
   forward_signals(list(processes.values()))
-  threads = [
-    threading.Thread(target=copy, args=(name, p.stdout))
-    for name, p in processes.items()
-  ]
-  for thread in threads:
-    thread.start()
   # Without the coordinator the sites would wait for ever.
-  code = wait(processes, needed={COORDINATOR} if options.sites else set(processes))
-  for thread in threads:
-    thread.join()
-  return code
+  needed = {COORDINATOR} if options.sites else set(processes)
+  with futures.ThreadPoolExecutor(2 * len(processes)) as threads:
+    for name, p in processes.items():
+      threads.submit(copy, name, p.stdout)
+    return wait(threads, processes, needed)
 
 
 def free_port() -> int:
@@ -119,35 +114,36 @@ def forward_signals(processes: list[subprocess.Popen]) -> None:
     del frame
     received.append(signum)
     for p in processes:
-      if p.poll() is None:
-        p.send_signal(signum if len(received) == 1 else signal.SIGKILL)
+      p.send_signal(signum if len(received) == 1 else signal.SIGKILL)
 
   signal.signal(signal.SIGTERM, forward)
   signal.signal(signal.SIGINT, forward)
 
 
-def wait(processes: dict[str, subprocess.Popen], needed: set[str]) -> int:
+def wait(
+  threads: futures.Executor, processes: dict[str, subprocess.Popen], needed: set[str]
+) -> int:
   """Waits for all processes; returns the status of the first that failed.
 
   If one of `needed` fails, the others are killed after a while.
   """
-  code, deadline, running = 0, None, dict(processes)
-  while running:
-    for name, p in list(running.items()):
-      if p.poll() is None:
-        continue
-      del running[name]
-      if p.returncode:
-        how = f"code {p.returncode}" if p.returncode > 0 else f"signal {-p.returncode}"
-        print(f"process {name} ended with {how}.", file=sys.stderr)
-        # The shell reports a signal as 128 plus its number.
-        code = code or (p.returncode if p.returncode > 0 else 128 - p.returncode)
-        if name in needed:
-          deadline = deadline or time.monotonic() + GRACE
-    if deadline and time.monotonic() > deadline:
-      for p in running.values():
-        p.kill()
-    time.sleep(0.1)
+
+  def kill_all():
+    for p in processes.values():
+      p.kill()
+
+  code, grace = 0, threading.Timer(GRACE, kill_all)
+  names = {threads.submit(p.wait): name for name, p in processes.items()}
+  for end in futures.as_completed(names):
+    name, status = names[end], end.result()
+    if status:
+      how = f"code {status}" if status > 0 else f"signal {-status}"
+      print(f"process {name} ended with {how}.", file=sys.stderr)
+      # The shell reports a signal as 128 plus its number.
+      code = code or (status if status > 0 else 128 - status)
+      if name in needed and grace.ident is None:  # Not started yet.
+        grace.start()
+  grace.cancel()
   return code
 
 
