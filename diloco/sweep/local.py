@@ -42,7 +42,7 @@ class Local:
     )
     self._slots |= dict.fromkeys(runs, slot)
     self._processes |= dict.fromkeys(runs, process)
-    if self._cores and hasattr(os, "sched_setaffinity"):
+    if self._cores:
       usable = sorted(os.sched_getaffinity(0))
       first = slot * self._cores
       chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
