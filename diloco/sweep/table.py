@@ -189,12 +189,11 @@ def git_revision() -> str:
   """Returns the revision of this code, with -dirty if changed; unknown without git."""
   command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
   here = pathlib.Path(__file__).parent
-  with contextlib.suppress(OSError):
-    done = subprocess.run(
-      command, cwd=here, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-  return "unknown"
+  quiet = subprocess.DEVNULL
+  try:
+    return subprocess.check_output(command, cwd=here, stderr=quiet, text=True).strip()
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
 
 
 def utc_now(precision: str = "seconds") -> str:
