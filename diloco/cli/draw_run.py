@@ -15,6 +15,7 @@ from diloco.errors import ConfigError
 from diloco.log import workdir as log
 from diloco.simulate import schedule_figure
 from diloco.simulate.schedule_figure import Send
+from diloco.util import palette
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of DiLoCo.")
 _FIRST = flags.DEFINE_integer("first", 1, "First inner step to draw.", lower_bound=1)
@@ -54,7 +55,8 @@ def main(argv) -> None:
   schedule_figure.check(c, first, last, out)
   check(sends, first, last)
   # A run that still goes on has not merged what would arrive later.
-  schedule_figure.save(c, sends, first, min(last, done), out)
+  last = min(last, done)
+  palette.save(lambda: schedule_figure.make(c, sends, first, last), out)
   print(out)
 
 

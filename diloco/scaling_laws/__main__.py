@@ -88,7 +88,7 @@ def figures(args: argparse.Namespace) -> list[str]:
   """Draws the paper's figures; prints and returns their paths."""
   from diloco.scaling_laws import figures  # Matplotlib is slow to import.
 
-  paths = [str(path) for path in figures.draw(make_folder(args.out, "--out"))]
+  paths = figures.draw(make_folder(args.out, "--out"))
   _tell(args, "\n".join(paths))
   return paths
 

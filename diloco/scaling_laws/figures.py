@@ -1,10 +1,10 @@
 """Draws figures 2b and 13 of the scaling-laws paper, from its tables and our fits."""
 
+import functools
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -54,16 +54,12 @@ def difference(axes: Axes) -> None:
   axes.set_title("DiLoCo against data-parallel")
 
 
-def draw(output: pathlib.Path) -> list[pathlib.Path]:
+def draw(output: pathlib.Path) -> list[str]:
   """Draws both figures as PNG and SVG; returns the paths."""
   paths = []
-  with matplotlib.rc_context(palette.STYLE):
-    for name, function in (("c13", extrapolation), ("c2", difference)):
-      figure = whole_figure(function)
-      for suffix in ("png", "svg"):
-        path = output / f"scaling_{name}.{suffix}"
-        figure.savefig(path)
-        paths.append(path)
+  for name, function in (("c13", extrapolation), ("c2", difference)):
+    make = functools.partial(whole_figure, function)
+    paths += palette.save(make, output / f"scaling_{name}", ".png", ".svg")
   return paths
 
 

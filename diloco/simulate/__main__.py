@@ -44,6 +44,7 @@ from diloco.simulate.options import (
 )
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.simulate.utilisation import Workload
+from diloco.util import palette
 from diloco.util.command import Parser, guarded, make_folder, parse_count
 
 Args = dict[str, Any]  # The arguments that are given, by name.
@@ -102,7 +103,7 @@ def draw(args: Args) -> Answer:
 
   folder = make_folder(args["out"], "--out")
   names = [args["name"]] if "name" in args else figures.FIGURES
-  paths = [str(path) for name in names for path in figures.draw(name, folder)]
+  paths = [path for name in names for path in figures.draw(name, folder)]
   return paths, "\n".join(paths)
 
 
@@ -120,7 +121,7 @@ def link(args: Args) -> Answer:
     if not args["plot"].suffix:
       raise ConfigError(f"--plot is {str(args['plot'])!r}; give a file such as x.png.")
     make_folder(args["plot"].parent, "--plot")
-    figures.draw_own(work, args["plot"], gbits)
+    palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
   return data, "\n".join(f"{name:<12} {value:.4g}" for name, value in data.items())
 
@@ -163,8 +164,9 @@ def goodput(args: Args) -> Answer:
   if "out" in args:
     from diloco.simulate import figures
 
-    paths = figures.draw_failures(rows, make_folder(args["out"], "--out"))
-    text = "\n".join([text, *map(str, paths)])
+    path = make_folder(args["out"], "--out") / "simulated_failures"
+    make = lambda: figures.failures_figure(rows)
+    text = "\n".join([text, *palette.save(make, path, ".png", ".svg")])
   return rows, text
 
 
@@ -176,8 +178,8 @@ def draw_schedule(args: Args) -> Answer:
   first, last = schedule_figure.window(c, args.get("first"), args.get("last"))
   schedule_figure.check(c, first, last, out)
   sends = schedule_figure.planned(c, first, last)
-  schedule_figure.save(c, sends, first, last, out)
-  return [str(out)], str(out)
+  paths = palette.save(lambda: schedule_figure.make(c, sends, first, last), out)
+  return paths, str(out)
 
 
 def workload(args: Args) -> Workload:

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -21,7 +20,7 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
-from diloco.util.palette import COLORS, COLUMN, PAGE, STYLE, shades
+from diloco.util.palette import COLORS, COLUMN, PAGE, save, shades
 
 GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
@@ -43,51 +42,35 @@ Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
 
 
-def draw(name: str, folder: pathlib.Path) -> list[pathlib.Path]:
+def draw(name: str, folder: pathlib.Path) -> list[str]:
   """Draws one of FIGURES as PNG and SVG; returns the paths.
 
   Raises:
     ValueError: there is no such figure.
   """
   limits.check("figure", name, FIGURES)
-  with matplotlib.rc_context(STYLE):
-    return save(FIGURES[name](), name, folder)
+  return save(FIGURES[name], folder / f"simulated_{name}", ".png", ".svg")
 
 
-def save(figure: Figure, name: str, folder: pathlib.Path) -> list[pathlib.Path]:
-  """Saves a figure as PNG and SVG; returns the paths."""
-  paths = [folder / f"simulated_{name}.{kind}" for kind in ("png", "svg")]
-  for path in paths:
-    figure.savefig(path)
-  return paths
-
-
-def draw_failures(rows: list[Row], folder: pathlib.Path) -> list[pathlib.Path]:
-  """Draws goodput over chips, a panel per mean time between failures; saves it."""
+def failures_figure(rows: list[Row]) -> Figure:
+  """Draws goodput over chips, a panel per mean time between failures."""
   times = list(dict.fromkeys(row.mtbf_s for row in rows))
   titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
   methods = {
     label: "data_parallel" if name == "data_parallel" else "diloco"
     for name, label in LABELS.items()
   }
-  with matplotlib.rc_context(STYLE):
-    figure, axes = panels("Simulated goodput when chips fail", titles)
-    for axis, mtbf in zip(axes, times):
-      own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
-      chips = [row.chips for row in own]
-      for name, look in zip(LABELS, looks(methods)):
-        goodput = [row.goodput[name] for row in own]
-        deviation = [row.deviation[name] for row in own]
-        axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
-      axis.set(xscale="log", xlabel="chips", ylim=(0, 1.03))
-    axes[0].set_ylabel("goodput (share)")
-    return save(legend(figure), "failures", folder)
-
-
-def draw_own(work: Workload, path: pathlib.Path, gbits: float) -> None:
-  """Draws one workload's utilisation in the long run and marks one bandwidth."""
-  with matplotlib.rc_context(STYLE):
-    own_figure(work, gbits).savefig(path)
+  figure, axes = panels("Simulated goodput when chips fail", titles)
+  for axis, mtbf in zip(axes, times):
+    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
+    chips = [row.chips for row in own]
+    for name, look in zip(LABELS, looks(methods)):
+      goodput = [row.goodput[name] for row in own]
+      deviation = [row.deviation[name] for row in own]
+      axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
+    axis.set(xscale="log", xlabel="chips", ylim=(0, 1.03))
+  axes[0].set_ylabel("goodput (share)")
+  return legend(figure)
 
 
 def own_figure(work: Workload, gbits: float) -> Figure:

@@ -8,7 +8,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -21,7 +20,7 @@ from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
 from diloco.util.command import check_picture, make_folder
-from diloco.util.palette import COLORS, PAGE, STYLE, shades
+from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
 MOST_SINGLE_STEPS = 150  # More steps are drawn as one bar for each replica.
@@ -82,14 +81,6 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
     )
   check_picture(out, "run.png or run.svg")
   make_folder(out.parent, "--out")
-
-
-def save(
-  c: Config, sends: Sequence[Send], first: int, last: int, out: pathlib.Path
-) -> None:
-  """Draws the schedule into a file."""
-  with matplotlib.rc_context(STYLE):
-    make(c, sends, first, last).savefig(out)
 
 
 def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:

@@ -4,6 +4,8 @@ A figure shows the algorithm by its colour. Replicas M, parameters N and inner s
 have shades of that colour (`shades`), markers or line styles.
 """
 
+import pathlib
+from collections.abc import Callable
 from typing import Any
 
 # Colours of seaborn's palette "colorblind".
@@ -17,7 +19,7 @@ OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#fbafe4", "#56b4e9", "#ec
 
 # Widths in inches of a figure with one panel, and of a figure across a page.
 COLUMN, PAGE = 3.4, 7.0
-# For `matplotlib.rc_context`: letters as large as a paper's captions.
+# For matplotlib's settings: letters as large as a paper's captions.
 STYLE: dict[Any, Any] = {
   "axes.axisbelow": True,
   "axes.grid": True,
@@ -35,6 +37,23 @@ STYLE: dict[Any, Any] = {
   "xtick.labelsize": 7,
   "ytick.labelsize": 7,
 }
+
+
+def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[str]:
+  """Draws a figure in this style and saves it; returns the names of the files.
+
+  Args:
+    draw: returns a figure of matplotlib.
+    path: the file. With suffixes such as .png, there is a file for each of them.
+  """
+  import matplotlib  # Slow to import.
+
+  paths = [path.with_suffix(suffix) for suffix in suffixes] or [path]
+  with matplotlib.rc_context(STYLE):
+    figure = draw()
+    for path in paths:
+      figure.savefig(path)
+  return [str(path) for path in paths]
 
 
 def shades(color: str, count: int) -> list[str]:

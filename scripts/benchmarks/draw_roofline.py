@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from absl import flags
@@ -381,8 +380,7 @@ def main(argv) -> None:
   for name, chip in chips.items():
     text = title.format(millions[1], name, "predicted")
     panels[text] = (chip, predicted, times_of[name])
-  with matplotlib.rc_context(palette.STYLE):
-    whole_figure(panels).savefig(out)
+  palette.save(lambda: whole_figure(panels), out)
   print(f"wrote {out}")
 
 
