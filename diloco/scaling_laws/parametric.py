@@ -73,14 +73,8 @@ class Form:
   def at(self, q: Array, params: Numbers, replicas: Numbers) -> tuple[Array, Array]:
     """Returns L [n] and its gradient [k, n] at N and M [n]."""
     n, m = np.asarray(params, float), np.asarray(replicas, float)
-    return self.at_logs(q, np.log(n), np.log(m), m)
-
-  def at_logs(
-    self, q: Array, n: Array, m: Array, replicas: Array
-  ) -> tuple[Array, Array]:
-    """Returns L [n] and its gradient [k, n] at log N, log M and M [n]."""
     total, gradient = np.zeros_like(n), []
-    for coefficient, exponent, slopes in self.terms(q, n, m, replicas):
+    for coefficient, exponent, slopes in self.terms(q, np.log(n), np.log(m), m):
       power = np.exp(exponent)
       value = coefficient * power
       total = total + value
@@ -184,13 +178,12 @@ def minimise(
   form: Form, n: Array, m: Array, y: Array, start: Array
 ) -> tuple[float, Array]:
   """Runs L-BFGS from one start; returns the objective (inf if not finite) and q."""
-  log_n, log_m, log_y = np.log(n), np.log(m), np.log(y)
 
   def objective(q: Array) -> tuple[float, Array]:
-    value, gradient = form.at_logs(q, log_n, log_m, m)
+    value, gradient = form.at(q, n, m)
     if not (value > 0).all():
       return _OUTSIDE, np.zeros_like(q)
-    r = np.log(value) - log_y
+    r = np.log(value) - np.log(y)
     slope = np.clip(r, -DELTA, DELTA)
     return float((slope * (r - slope / 2)).sum()), (gradient / value) @ slope
 
