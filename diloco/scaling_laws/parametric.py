@@ -120,12 +120,10 @@ class ParametricFit(NamedTuple):
   Attributes:
     q: the parameters, float64 [k].
     held_out: mean |log f - log L| on the held-out points.
-    train_only_held_out: the same mean for the result with the least objective.
   """
 
   q: Array
   held_out: float
-  train_only_held_out: float
 
 
 def fit_parametric(
@@ -162,16 +160,15 @@ def fit_parametric(
     minimise(form, n[~held], m[~held], y[~held], q)
     for q in rng.uniform(low, high, (starts, len(low)))
   ]
-  found = [(objective, q) for objective, q in results if objective < _OUTSIDE]
 
-  def error(candidate: tuple[float, Array]) -> float:
-    value, _ = form.at(candidate[1], n[held], m[held])
+  def error(q: Array) -> float:
+    value, _ = form.at(q, n[held], m[held])
     if not (value > 0).all():
       return np.inf
     return float(np.abs(np.log(value) - np.log(y[held])).mean())
 
-  chosen, trained = min(found, key=error), min(found, key=lambda c: c[0])
-  return ParametricFit(chosen[1], error(chosen), error(trained))
+  chosen = min((q for objective, q in results if objective < _OUTSIDE), key=error)
+  return ParametricFit(chosen, error(chosen))
 
 
 def minimise(

@@ -121,7 +121,7 @@ def test_the_progress_of_table_13_is_only_for_terminals(monkeypatch, capsys):
   monkeypatch.setattr(
     parametric,
     "fit_parametric",
-    lambda *_, seed: parametric.ParametricFit(np.zeros(1), 0.004 + seed, 0.005),
+    lambda *_, seed: parametric.ParametricFit(np.zeros(1), 0.004 + seed),
   )
   table = tables.table13(seeds=2)
   assert table.rows[parametric.FORMS[0].name][0].interval == (0.004, 1.004)
