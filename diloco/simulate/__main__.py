@@ -29,19 +29,7 @@ from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
 from diloco.simulate import failures, from_config, tables, wallclock
 from diloco.simulate.limits import NO_ROUNDS, check
-from diloco.simulate.options import (
-  COMPUTE,
-  COUNTS,
-  FAILURES,
-  GBITS,
-  METHOD,
-  MODEL,
-  OUT,
-  RUN,
-  SCHEDULE,
-  TARGET,
-  Option,
-)
+from diloco.simulate.options import COMPUTE, COUNTS, IGNORED, OPTIONS
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.util import palette
@@ -63,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
 def make_parser() -> Parser:
   parser = Parser(prog="python -m diloco simulate", description=__doc__)
   commands = parser.add_subparsers(dest="command", required=True)
-  for name, (text, _, options) in COMMANDS.items():
+  for name, (text, _) in COMMANDS.items():
     command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
     command.add_argument("--json", action="store_true", help="print JSON")
-    for option, o in options.items():
+    for option, o in OPTIONS.get(name, {}).items():
       command.add_argument(f"--{option}", help=o.help, type=o.type, required=o.required)
   commands.choices["figure"].add_argument("name", help="for example s4 or c10")
   return parser
@@ -74,11 +62,10 @@ def make_parser() -> Parser:
 
 def run(args: Args) -> None:
   """Runs a command and prints its answer."""
-  _, command, options = COMMANDS[args["command"]]
-  for name, option in options.items():
+  for name, option in OPTIONS.get(args["command"], {}).items():
     if name in args and "config" in args and option.field:
       raise ConfigError(f"--config gives {name}; set --config.{option.field} instead.")
-    if name in args and args.get("method") in option.ignored_by:
+    if name in args and name in IGNORED.get(args.get("method", ""), ()):
       raise ConfigError(f"--method={args['method']} ignores --{name}; leave it out.")
   if "config" in args:
     args["config"] = load_config(args["config"], args["overrides"])
@@ -88,6 +75,7 @@ def run(args: Args) -> None:
   for name in COUNTS:
     if name in args:
       args[name] = parse_count(args[name], f"--{name}")
+  _, command = COMMANDS[args["command"]]
   data, text = command(args)
   print(json.dumps(data, default=dataclasses.asdict) if "json" in args else text)
 
@@ -221,22 +209,18 @@ def require(args: Args, *names: str) -> None:
       raise ConfigError(f"--{name} is missing; give it, or a --config.")
 
 
-COMMANDS: dict[str, tuple[str, Callable[[Args], Answer], dict[str, Option]]] = {
-  "table4": ("Streaming DiLoCo's Table 4, ours against paper", table, {}),
-  "table6": ("Scaling Laws' Table 6, ours against paper", table, {}),
-  "table1": ("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table, {}),
-  "figure": ("draw one figure", draw, {"out": OUT}),
-  "figures": ("draw all figures", draw, {"out": OUT}),
-  "utilisation": ("utilisation that a link reaches", link, METHOD | {"gbits": GBITS}),
-  "bandwidth": ("link that a utilisation needs", link, METHOD | {"target": TARGET}),
-  "frontier": (
-    "H, fragment size, tau and bits that reach a utilisation on a link",
-    frontier,
-    MODEL | {"gbits": GBITS, "target": TARGET},
-  ),
-  "wallclock": ("idealised hours, Appendix A of 2503.09799", compare, RUN),
-  "schedule": ("draw a config's sends and merges", draw_schedule, SCHEDULE),
-  "failures": ("goodput when chips fail", goodput, FAILURES),
+COMMANDS: dict[str, tuple[str, Callable[[Args], Answer]]] = {
+  "table4": ("Streaming DiLoCo's Table 4, ours against paper", table),
+  "table6": ("Scaling Laws' Table 6, ours against paper", table),
+  "table1": ("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table),
+  "figure": ("draw one figure", draw),
+  "figures": ("draw all figures", draw),
+  "utilisation": ("utilisation that a link reaches", link),
+  "bandwidth": ("link that a utilisation needs", link),
+  "frontier": ("H, fragment size, tau and bits that suffice for a link", frontier),
+  "wallclock": ("idealised hours, Appendix A of 2503.09799", compare),
+  "schedule": ("draw a config's sends and merges", draw_schedule),
+  "failures": ("goodput when chips fail", goodput),
 }
 
 

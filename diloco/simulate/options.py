@@ -4,7 +4,7 @@ import argparse
 import math
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco.simulate.failures import UNITS
@@ -48,23 +48,26 @@ class Option(NamedTuple):
     help: meaning, unit and default.
     type: converts the text.
     field: the config field that gives this value. Such an option excludes --config.
-    ignored_by: the methods that do not use the value.
     required: whether the option must be given.
   """
 
   help: str
   type: Callable[[str], Any] = number
   field: str = ""
-  ignored_by: Sequence[str] = ()
   required: bool = False
 
 
-UNFRAGMENTED = ("data_parallel", "diloco")
+# The options without effect on a method.
+IGNORED = {
+  "data_parallel": ("sync_every", "fragment_size", "tau"),
+  "diloco": ("fragment_size", "tau"),
+}
 CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2", str)
 PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
 OUT = Option("folder for the files", str, required=True)
+PLOT = Option("file for a figure of utilisation over bandwidth", pathlib.Path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
@@ -82,18 +85,11 @@ MODEL = {
 }
 METHOD = MODEL | {
   "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
-  "sync_every": Option(
-    "inner steps H per round; default 100", whole, "sync_every", ("data_parallel",)
-  ),
-  "fragment_size": Option(
-    "layers per fragment; default 3 or all", whole, "fragments.size", UNFRAGMENTED
-  ),
-  "tau": Option(
-    "inner steps that hide a reduction; default 1", whole, "overlap.tau", UNFRAGMENTED
-  ),
+  "sync_every": Option("inner steps H per round; default 100", whole, "sync_every"),
+  "fragment_size": Option("fragment layers; default 3 or all", whole, "fragments.size"),
+  "tau": Option("inner steps that hide a reduction; default 1", whole, "overlap.tau"),
   "bits": Option("bits per value on the link; default 4", field="wire.format"),
   "latency": Option("seconds per reduction; default 0"),
-  "plot": Option("file for a figure of utilisation over bandwidth", pathlib.Path),
 }
 RUN = {
   "config": CONFIG,
@@ -115,26 +111,31 @@ SCHEDULE = {
   "last": Option("last inner step to draw; default one round later", whole),
   "out": Option("picture to write, such as x.png", pathlib.Path, required=True),
 }
-FAILURES = {name: option for name, option in METHOD.items() if name != "plot"} | {
+FAILURES = METHOD | {
   "gbits": GBITS,
-  "chips": Option(
-    "chips of all sites; several as 1024,131072", several(whole), required=True
-  ),
+  "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
   "mtbf": Option(
-    "mean time between failures of a chip; several as 1y,5y",
-    several(duration),
-    required=True,
+    "mean time between a chip's failures, such as 1y,5y", several(duration), "", True
   ),
   "restart": Option("time of a restart; default 5m", duration),
   "grace": Option("time that others wait for a site that hangs; default 30s", duration),
   "quorum": Option("sites that must be up for rounds to go on; default 1", whole),
   "hangs": Option("share of failures that are hangs; default 0"),
-  "checkpoint_time": Option(
-    "time for which a checkpoint stops all; default 30s", duration
-  ),
+  "checkpoint_time": Option("how long a checkpoint stops all; default 30s", duration),
   "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
   "duration": Option("simulated time of a run; default 30d", duration),
   "runs": Option("simulated runs; default 10", whole),
   "seed": Option("seed of the failures; default 0", whole),
   "out": Option("folder for a figure", str),
+}
+# The options of each command.
+OPTIONS = {
+  "figure": {"out": OUT},
+  "figures": {"out": OUT},
+  "utilisation": METHOD | {"gbits": GBITS, "plot": PLOT},
+  "bandwidth": METHOD | {"target": TARGET, "plot": PLOT},
+  "frontier": MODEL | {"gbits": GBITS, "target": TARGET},
+  "wallclock": RUN,
+  "schedule": SCHEDULE,
+  "failures": FAILURES,
 }
