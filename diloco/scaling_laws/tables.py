@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
+import pandas as pd
 
 from diloco.scaling_laws import fits, optimum, paper, parametric
 from diloco.util.bar import make_bar
@@ -236,13 +237,9 @@ def all_tables(sizes: str | None = None, samples: int = 0) -> Iterator[Table]:
 
 def show(table: Table) -> str:
   """Formats a table as text, with the largest deviation of each column."""
-  texts = [["", *table.columns]]
-  texts += [[row, *map(str, cells)] for row, cells in table.rows.items()]
-  widths = [max(map(len, column)) for column in zip(*texts)]
-  lines = [table.title]
-  for name, *cells in texts:
-    padded = [f"{c:>{w}}" for c, w in zip(cells, widths[1:])]
-    lines.append("  ".join([f"{name:<{widths[0]}}", *padded]).rstrip())
+  cells = {row: map(str, cells) for row, cells in table.rows.items()}
+  text = pd.DataFrame.from_dict(cells, "index", columns=[*table.columns]).to_string()
+  lines = [table.title, text]
   for column, (d, row) in table.largest().items():
     text = f"{d:.2%}" if column in table.relative else f"{d:.5f}"
     lines.append(f"largest deviation in {column}: {text} ({row})")

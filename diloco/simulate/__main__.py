@@ -81,9 +81,8 @@ def run(args: Args) -> None:
 
 
 def table(args: Args) -> Answer:
-  name = args["command"]
-  rows = getattr(tables, name)()
-  return rows, (tables.show_table1 if name == "table1" else tables.show)(rows)
+  rows = getattr(tables, args["command"])()
+  return rows, columns(rows) if args["command"] == "table1" else tables.show(rows)
 
 
 def draw(args: Args) -> Answer:
@@ -130,9 +129,7 @@ def frontier(args: Args) -> Answer:
 
 def compare(args: Args) -> Answer:
   rows = wallclock.compare(training(args))
-  layout = "{:>22}" + "{:>22.4g}" * 3
-  lines = [("{:>22}" * 4).format(*rows[0])] + [layout.format(*r.values()) for r in rows]
-  return rows, "\n".join(lines)
+  return rows, columns(rows)
 
 
 def goodput(args: Args) -> Answer:
@@ -196,6 +193,13 @@ def training(args: Args) -> wallclock.Training:
     return from_config.training(args["config"], **fields)
   require(args, "params", "tokens", "batch_tokens", "replicas")
   return wallclock.Training(**fields)
+
+
+def columns(rows: list[dict[str, float | str]]) -> str:
+  """Formats rows as text, with a column for each key."""
+  import pandas as pd  # Slow to import.
+
+  return pd.DataFrame(rows).to_string(index=False, float_format="{:.5g}".format)
 
 
 def fields_of(kind: type, args: Args) -> Args:

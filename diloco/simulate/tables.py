@@ -127,13 +127,6 @@ def table1() -> list[dict[str, float | str]]:
   return rows
 
 
-def show_table1(rows: list[dict[str, float | str]]) -> str:
-  """Formats Table 1 as text."""
-  head = f"{'at 1 Gbit/s':<32}{'hours':>9}{'paper':>9}{'Tbit':>9}{'paper TB':>10}"
-  layout = "{:<32}{:>9.2f}{:>9.2f}{:>9.1f}{:>10.1f}"
-  return "\n".join([head] + [layout.format(*row.values()) for row in rows])
-
-
 def show(rows: list[Row]) -> str:
   """Formats Table 4 or 6 as text; the last line counts the cells that agree."""
   head = "".join(f"{f'CU {t:.0%}':>17}" for t in TARGETS)
