@@ -52,8 +52,7 @@ class Training:
     bits: bits per parameter in the all-reduce of an inner step.
     outer_bits: bits per parameter in the all-reduce of an outer step.
     chips: R, the number of chips; None: the rule of `chips`.
-    within: network inside a datacentre; the paper always uses the fast one.
-    across: network between datacentres.
+    across: network between datacentres; inside of them it is always the fast one.
 
   Raises:
     ValueError: a value is not possible; or the run has fewer than two chips, or fewer
@@ -69,7 +68,6 @@ class Training:
   bits: AboveZero = 16
   outer_bits: AboveZero = 16
   chips: Annotated[float | None, Range(0, open=True)] = None
-  within: Network = NETWORKS["high"]
   across: Network = NETWORKS["low"]
 
   def __post_init__(self):
@@ -130,7 +128,7 @@ def communication_time(run: Training) -> float:
   outer = all_reduce_time(outer_size, r, run.across) * run.steps / run.sync_every
   if run.replicas == 1:
     return wide + outer
-  inner = all_reduce_time(size, r / run.replicas, run.within) * run.steps
+  inner = all_reduce_time(size, r / run.replicas, NETWORKS["high"]) * run.steps
   if run.method == "overlapped":
     return inner + max(outer - (compute_time(run) + inner), 0.0)
   return inner + outer
