@@ -31,8 +31,8 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
   runs is a lucky one, so a repeated setting is reported without the tuning seed.
 
   Args:
-    runs: a row per run, with the columns of `runs.read`; `seed` may be absent, and
-      nothing is joined then.
+    runs: a row per run, with the columns of `runs.read`; without `seed`, all seeds
+      are 0 and nothing is joined.
 
   Returns:
     A row per setting, that of the most frequent seed of `runs`, or else of the first.
@@ -40,9 +40,7 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
     which is the most frequent one, if others repeat the setting; `loss` is the mean of
     `losses`. Runs with equal seeds differ in something else, so they stay apart.
   """
-  if "seed" not in runs:
-    alone = [((0, loss),) for loss in runs["loss"]]
-    return runs.assign(losses=alone, all_losses=alone)
+  runs = runs.assign(seed=runs.get("seed", 0))
   counts = runs["seed"].value_counts()
   most = sorted(counts.index[counts == counts.max()])
   tuning = most[0] if len(most) == 1 else None  # All seeds are alike: none tunes.
