@@ -137,14 +137,7 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def recommend(args: argparse.Namespace) -> dict[str, Any]:
-  """Computes and prints a recommendation, see `ask`."""
-  answer = ask(args)
-  _tell(args, show_answer(answer))
-  return answer
-
-
-def ask(args: argparse.Namespace) -> dict[str, Any]:
-  """Computes the recommendation and the expected losses, as plain data.
+  """Computes and prints a recommendation and the expected losses.
 
   Returns:
     The fields of Recommendation, `loss` of the run and `dp_loss` of data-parallel. Keys
@@ -177,7 +170,9 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
   notes = answer.pop("notes")
   if laws and answer["dp_loss"]:
     notes += laws["data_parallel"].problems
-  return answer | {"notes": tuple(dict.fromkeys(notes))}
+  answer["notes"] = tuple(dict.fromkeys(notes))
+  _tell(args, show_answer(answer))
+  return answer
 
 
 def show_answer(answer: dict[str, Any]) -> str:
