@@ -280,9 +280,7 @@ def _restart(
 
 def show_time(seconds: float) -> str:
   """Writes a time in its largest unit, such as 5y, 6h or 0.1s."""
-  unit = max(
-    (u for u in UNITS if UNITS[u] <= seconds), key=UNITS.__getitem__, default="s"
-  )
+  unit = next((u for u in reversed(UNITS) if UNITS[u] <= seconds), "s")
   return f"{seconds / UNITS[unit]:.4g}{unit}"
 
 

@@ -56,10 +56,8 @@ def failures_figure(rows: list[Row]) -> Figure:
   """Draws goodput over chips, a panel per mean time between failures."""
   times = list(dict.fromkeys(row.mtbf_s for row in rows))
   titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
-  methods = {
-    label: "data_parallel" if name == "data_parallel" else "diloco"
-    for name, label in LABELS.items()
-  }
+  methods = dict.fromkeys(LABELS.values(), "diloco")
+  methods[LABELS["data_parallel"]] = "data_parallel"
   figure, axes = panels("Simulated goodput when chips fail", titles)
   for axis, mtbf in zip(axes, times):
     own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
