@@ -5,7 +5,7 @@ with c are figures of Scaling Laws (2503.09799).
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ LABELS = {
   "all_wait": "DiLoCo, all wait",
   "quorum": "DiLoCo, quorum rounds",
 }
+Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
 
@@ -76,13 +77,9 @@ def own_figure(work: Workload, gbits: float) -> Figure:
   figure, [axis] = panels("Compute utilisation in the long run", [""])
   marked = gbits or GRID[0]  # A single replica needs no bandwidth.
   grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
-  reached = steady_utilisation(work, grid * 1e9)
   source = work.method if work.plan is None else "config"
-  schedule, layers = work.whole_plan
-  label = f"{source}, H = {schedule.sync_every}"
-  # A config of DiLoCo is a workload with one fragment.
-  method = "diloco" if work.method == "streaming" and len(layers) == 1 else work.method
-  plot_utilisation(axis, grid, {label: reached}, {label: method})
+  label = f"{source}, H = {work.whole_plan[0].sync_every}"
+  plot_utilisation(axis, grid, {label: work}, steady_utilisation)
   axis.axvline(marked, color="black", lw=0.8, ls=":", label=f"{marked:.3g} Gbit/s")
   return legend(figure)
 
@@ -129,34 +126,36 @@ def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def plot_utilisation(
-  axis: Axes,
-  gbits: np.ndarray,
-  lines: Mapping[str, np.ndarray],
-  methods: Mapping[str, str],
+  axis: Axes, gbits: np.ndarray, works: Mapping[str, Workload], simulate: Simulator
 ) -> None:
   """Draws utilisation against bandwidth, a line per label.
 
   Args:
     axis: the panel.
     gbits: bandwidths in Gbit/s.
-    lines: {label: utilisation at each bandwidth}.
-    methods: {label: method}.
+    works: {label: workload}.
+    simulate: `utilisation` or `steady_utilisation`.
   """
-  for reached, look in zip(lines.values(), looks(methods)):
-    axis.plot(gbits, reached, **look)
+  methods = {label: algorithm(work) for label, work in works.items()}
+  for work, look in zip(works.values(), looks(methods)):
+    axis.plot(gbits, simulate(work, gbits * 1e9), **look)
   axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=(0, 1.03))
   axis.set_ylabel("compute utilisation (share)")
   axis.label_outer()
 
 
+def algorithm(work: Workload) -> str:
+  """Names the algorithm; a workload from a config of DiLoCo streams one fragment."""
+  whole = work.method == "streaming" and len(work.whole_plan[1]) == 1
+  return "diloco" if whole else work.method
+
+
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
   """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
   figure, axes = panels(title, list(models))
-  methods = {label: own.get("method", "streaming") for label, own in settings.items()}
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
-    lines = {k: utilisation(work, GRID * 1e9) for k, work in works.items()}
-    plot_utilisation(axis, GRID, lines, methods)
+    plot_utilisation(axis, GRID, works, utilisation)
   return legend(figure)
 
 
