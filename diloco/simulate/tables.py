@@ -40,13 +40,12 @@ class Row:
   def distances(self) -> list[int]:
     """By how many grid points ours differs from the paper's, for each cell.
 
-    Neighbouring grid points below 0.5 Gbit/s may be printed as one number; then the
-    nearest pair of points counts.
+    Neighbouring grid points below 0.5 Gbit/s that are printed as one number count as
+    one.
     """
-    return [
-      min(abs(i - j) for i in _indices(a) for j in _indices(b))
-      for a, b in zip(self.ours, self.paper)
-    ]
+    grid = np.unique(PRINTED)
+    nearest = lambda cells: np.abs(np.subtract.outer(cells, grid)).argmin(1)
+    return np.abs(nearest(self.ours) - nearest(self.paper)).tolist()
 
 
 def papers_workload(params: float, layers: int, step_time: float, **fields) -> Workload:
@@ -153,9 +152,3 @@ def _row(name: str, work: Workload, steps: int, line: dict[str, str]) -> Row:
   # The papers print 1000.0+ for the last grid point.
   paper = [float(line[f"gbits_cu{t * 100:.0f}"].rstrip("+")) for t in TARGETS]
   return Row(name, ours, paper)
-
-
-def _indices(gbits: float) -> list[int]:
-  """Returns the indices of the grid points that are printed as this number."""
-  distance = np.abs(PRINTED - gbits)
-  return np.flatnonzero(distance == distance.min()).tolist()
