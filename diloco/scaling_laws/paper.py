@@ -31,12 +31,8 @@ ALGORITHMS = ("data_parallel", *(f"diloco_M{m}" for m in REPLICAS))
 SIZES = {"words": WORDS, "padded": 32_768, "nominal": None}
 # Models trained with predicted hyperparameters (Tables 5 and 12).
 LARGE = ("4B", "10B")
-
-
-@functools.cache
-def read(name: str) -> list[dict[str, str]]:
-  """Reads the rows of `papers/<name>.csv`."""
-  return papers_table("scaling_laws", name)
+# Reads the rows of `papers/<name>.csv`.
+read = functools.cache(functools.partial(papers_table, "scaling_laws"))
 
 
 def num_params(layers: int, dim: int, vocab_size: int = WORDS) -> float:
