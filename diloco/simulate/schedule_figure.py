@@ -23,7 +23,6 @@ from diloco.util.command import check_picture, make_folder
 from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
-MOST_SINGLE_STEPS = 150  # More steps are drawn as one bar for each replica.
 NAMES = {"diloco": "DiLoCo", "streaming": "Streaming DiLoCo"}
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 HEIGHT = 0.62  # Of a bar; rows have a height of 1.
@@ -114,11 +113,8 @@ def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) ->
   base = count + 0.6  # Bottom of the lowest replica.
   rows = {base + c.replicas - 1 - m: f"replica {m}" for m in range(c.replicas)}
   steps = [(t - 0.9, 0.8) for t in range(first, last + 1)]
-  if len(steps) > MOST_SINGLE_STEPS:
-    steps = [(first - 0.9, len(steps) - 0.2)]
   for y in rows:
-    for x, width in steps:
-      axes.add_patch(Rectangle((x, y), width, HEIGHT, lw=0, color="0.8"))
+    axes.broken_barh(steps, (y, HEIGHT), lw=0, color="0.8")
   colors = shades(COLORS[c.algorithm], count)
   for send in sends:
     p, t = send.fragment, send.step
