@@ -24,9 +24,8 @@ from diloco.simulate import from_config, wallclock
 from diloco.spec.shapes import matrix_params
 from diloco.util import files
 from diloco.util.command import Parser, check_picture, guarded, make_folder, make_parent
-from diloco.util.palette import COLORS
+from diloco.util.palette import looks
 
-LINES = ("-", "--", ":", "-.")
 # Fields that are columns already, follow from columns, or change no result.
 _QUIET = (
   *("algorithm", "replicas", "sync_every", "seed", "overlap.", "wire.format"),
@@ -113,12 +112,10 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
   names = ("tokens", "bytes sent by one replica", f"idealised time ({unit})")
-  for run, style in zip(runs, styles(runs)):
+  for run, look in zip(runs, looks({label(run): run.config.algorithm for run in runs})):
     c = run.config
     steps, loss = points(run.loss)
     time = seconds.get(run.name, 0) / size
-    label = f"{run.name}: " * (run.name != c.algorithm)
-    label += title(c.algorithm, c.replicas, c.sync_every)
     places: list[dict[int, float]] = [
       {t: t * c.tokens_per_step for t in run.loss},
       run.sent,
@@ -128,9 +125,9 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
       some = slice(None, None, thinning(len(steps)))
-      panel.plot(x[some], smoothed(loss)[some], label=label, lw=1.3, **style)
+      panel.plot(x[some], smoothed(loss)[some], lw=1.3, **look)
       for t in filter(place.get, run.held_out):
-        color = style["color"]
+        color = look["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
   for panel, name in zip(panels, names):
     panel.set(xscale="log", xlabel=name)
@@ -142,17 +139,11 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
   return figure
 
 
-def styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
-  """Chooses a colour by algorithm; runs of one algorithm differ in line and shade."""
-  from matplotlib.colors import to_rgb
-
-  found, places = list[dict[str, Any]](), {a: itertools.count() for a in COLORS}
-  for run in runs:
-    turn, line = divmod(next(places[run.config.algorithm]), len(LINES))
-    shade = min(0.25 * turn, 0.75)  # Lighter each time that all lines are in use.
-    color = [x + (1 - x) * shade for x in to_rgb(COLORS[run.config.algorithm])]
-    found.append({"color": color, "ls": LINES[line]})
-  return found
+def label(run: Run) -> str:
+  """Names a run and its method in the legend."""
+  c = run.config
+  name = f"{run.name}: " * (run.name != c.algorithm)
+  return name + title(c.algorithm, c.replicas, c.sync_every)
 
 
 def missing(run: Run) -> list[str]:

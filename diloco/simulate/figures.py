@@ -20,10 +20,9 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
-from diloco.util.palette import COLORS, COLUMN, PAGE, save, shades
+from diloco.util.palette import COLORS, COLUMN, PAGE, looks, save
 
 GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
-DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
 METHODS: Settings = {
   "data-parallel": {"method": "data_parallel"},
@@ -101,28 +100,6 @@ def legend(figure: Figure) -> Figure:
   columns = 2 if len(figure.axes) == 1 else -(-len(labels) // (1 + len(labels) // 6))
   figure.legend(handles, labels, loc="outside lower center", ncols=columns)
   return figure
-
-
-def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
-  """Returns matplotlib's style of a line for each label.
-
-  Args:
-    methods: {label: method}. Lines of one method have shades of its color and different
-      dashes; the last line of a method is the darkest and has no dashes.
-  """
-  found: list[dict[str, Any]] = []
-  for label, method in methods.items():
-    same = [other for other, m in methods.items() if m == method]
-    color = COLORS.get(method, COLORS["streaming"])  # `overlapped` is Streaming.
-    i = same.index(label)
-    found.append(
-      {
-        "label": label,
-        "color": shades(color, len(same))[i],
-        "ls": DASHES[(len(same) - 1 - i) % len(DASHES)],
-      }
-    )
-  return found
 
 
 def plot_utilisation(

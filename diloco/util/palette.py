@@ -5,7 +5,7 @@ have shades of that colour (`shades`), markers or line styles.
 """
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Colours of seaborn's palette "colorblind".
@@ -17,6 +17,8 @@ COLORS = {
 # For what is no algorithm, such as the parts of a step.
 OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#fbafe4", "#56b4e9", "#ece133")
 
+# The lines of one algorithm, the darkest first.
+DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 # Widths in inches of a figure with one panel, and of a figure across a page.
 COLUMN, PAGE = 3.4, 7.0
 # For matplotlib's settings: letters as large as a paper's captions.
@@ -69,4 +71,26 @@ def shades(color: str, count: int) -> list[str]:
     end = 0 if share > 0 else 255
     mixed = (round(c + (end - c) * abs(share)) for c in rgb)
     found.append("#" + "".join(f"{c:02x}" for c in mixed))
+  return found
+
+
+def looks(methods: Mapping[str, str]) -> list[dict[str, Any]]:
+  """Returns matplotlib's style of a line for each label.
+
+  Args:
+    methods: {label: method}. Lines of one method have shades of its color and different
+      dashes; the last line of a method is the darkest and has no dashes.
+  """
+  found: list[dict[str, Any]] = []
+  for label, method in methods.items():
+    same = [other for other, m in methods.items() if m == method]
+    color = COLORS.get(method, COLORS["streaming"])  # `overlapped` is Streaming.
+    i = same.index(label)
+    found.append(
+      {
+        "label": label,
+        "color": shades(color, len(same))[i],
+        "ls": DASHES[(len(same) - 1 - i) % len(DASHES)],
+      }
+    )
   return found

@@ -105,14 +105,6 @@ def test_sites_are_one_run(tmp_path):
   assert run.sent[12] == 300
 
 
-def test_runs_of_one_algorithm_share_the_colour_and_differ_in_the_line(tmp_path):
-  folders = [make_run(tmp_path / name, config()) for name in "abcde"]
-  runs = [read_run.read(folder, folder.name) for folder in folders]
-  found = compare.styles(runs)
-  assert len({(tuple(s["color"]), s["ls"]) for s in found}) == 5
-  assert found[0]["color"] == found[3]["color"] != found[4]["color"]
-
-
 def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
   files = [tmp_path / "new" / name for name in ("x.png", "x.csv")]
   args = [*map(str, two), f"--out={files[0]}", f"--csv={files[1]}"]
