@@ -20,13 +20,11 @@ CHIP_TOKENS = 16_384
 class Network:
   """A link between any two nodes: bandwidth in bits/s, latency in seconds."""
 
-  bandwidth: float
+  bandwidth: AboveZero
   latency: NonNegative
 
   def __post_init__(self):
     check_fields(self)
-    if not self.bandwidth > 0:  # Infinity is allowed.
-      raise ValueError(f"bandwidth is {self.bandwidth}, but must be above 0.")
 
 
 METHODS = ("data_parallel", "diloco", "streaming", "overlapped")
