@@ -28,7 +28,7 @@ from diloco.config.command_line import load_config
 from diloco.spec import sizes
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.util import shipped
-from diloco.util.command import Parser, guarded, load_module
+from diloco.util.command import Parser, guarded, load_module, prefixed
 from diloco.wire.ledger import all_reduced_bytes, average_bytes
 
 CONFIGS = shipped.folder("configs")
@@ -121,20 +121,12 @@ def table(found: list[Row]) -> str:
   lines = [head]
   for r in found:
     lines.append(
-      f"{r.name:<60}{r.replicas:>2}{short(r.params):>7}{short(r.tokens):>8}"
+      f"{r.name:<60}{r.replicas:>2}{prefixed(r.params):>7}{prefixed(r.tokens):>8}"
       f"{f'{r.batch} x {r.seq_len}':>13}{r.steps:>10,}{r.inner_lr:>9.2e}"
-      f"{r.outer_lr:>6.2g}{r.sync_every:>5}{r.fragments:>3}{short(r.payload) + 'B':>9}"
-      f"{short(r.sent) + 'B':>9}{r.flops:>9.2g}"
+      f"{r.outer_lr:>6.2g}{r.sync_every:>5}{r.fragments:>3}"
+      f"{prefixed(r.payload) + 'B':>9}{prefixed(r.sent) + 'B':>9}{r.flops:>9.2g}"
     )
   return "\n".join(lines)
-
-
-def short(value: float) -> str:
-  """Formats a number with three digits and a decimal prefix."""
-  for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-    if value >= 0.9995 * size:
-      return f"{value / size:.3g}{suffix}"
-  return f"{value:.3g}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,12 +19,11 @@ from diloco.simulate.limits import NO_ROUNDS
 from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
-from diloco.util.command import check_picture, make_folder
+from diloco.util.command import check_picture, make_folder, prefixed
 from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
 NAMES = {"diloco": "DiLoCo", "streaming": "Streaming DiLoCo"}
-UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 HEIGHT = 0.62  # Of a bar; rows have a height of 1.
 
 
@@ -132,7 +131,7 @@ def draw(c: Config, sends: Sequence[Send], first: int, last: int, axes: Axes) ->
       if t + tau <= last:
         axes.plot([t + tau] * 2, [y + HEIGHT, row], ":", color=color, lw=0.8)
         axes.plot([t + tau] * 2, [row - 0.08, row + 0.7], color=color, lw=2.5)
-  sizes = {send.fragment: f" ({size_text(send.nbytes)})" for send in sends}
+  sizes = {send.fragment: f" ({prefixed(send.nbytes)}B)" for send in sends}
   for p, fragment in enumerate(fragments):
     rows[count - 1 - p] = content(fragment, c) + sizes.get(p, "")
   axes.set_yticks([y + HEIGHT / 2 for y in rows], list(rows.values()))
@@ -150,9 +149,3 @@ def content(fragment: Fragment, c: Config) -> str:
   parts = [f"layer{'s' * (count > 1)} {names}"] * bool(count)
   parts += ["embedding"] * ("embed" in fragment.shapes(parameters(c.model)))
   return "whole model" if c.fragments.pattern == "whole" else " and ".join(parts)
-
-
-def size_text(nbytes: int) -> str:
-  """Writes a number of bytes with three digits."""
-  unit = next((u for u in UNITS if nbytes >= UNITS[u]), "B")
-  return f"{float(f'{nbytes / UNITS[unit]:.3g}'):g} {unit}"

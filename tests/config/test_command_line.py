@@ -186,6 +186,11 @@ def test_counts_have_a_unit_or_an_exponent():
     command.parse_count("big", "--params")
 
 
+def test_numbers_are_shown_with_three_digits_and_a_prefix():
+  texts = {999: "999", 1000: "1k", 141_505: "142k", 76_683_576: "76.7M", 999_900: "1M"}
+  assert {number: command.prefixed(number) for number in texts} == texts
+
+
 def test_options_have_names_and_types():
   known = {"M": int, "rate": float, "note": str, "data": ("c4", "dolma")}
   found = command.parse_options("M=2, rate=1e-3,note=a=b,data=c4,", known)

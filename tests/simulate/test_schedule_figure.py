@@ -99,17 +99,3 @@ def test_a_schedule_that_cannot_be_drawn_is_refused(arguments, message, capsys):
   config = "--config=configs/sample.py"
   assert command.main(["schedule", config, *arguments.split()]) == 2
   assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-  ("nbytes", "text"),
-  [
-    (999, "999 B"),
-    (1000, "1 kB"),
-    (141_505, "142 kB"),
-    (76_683_576, "76.7 MB"),
-    (999_900, "1000 kB"),
-  ],
-)
-def test_sizes_have_three_digits(nbytes, text):
-  assert schedule_figure.size_text(nbytes) == text
