@@ -69,21 +69,6 @@ class Table:
     return found
 
 
-def table4() -> Table:
-  """Computes by how much DiLoCo's losses in the table exceed data-parallel's."""
-  columns, plain = [f"M={m}" for m in paper.REPLICAS], paper.losses("data_parallel")
-  ours = [100 * (paper.losses(f"diloco_M{m}") / plain - 1) for m in paper.REPLICAS]
-  rows = {
-    line["N"]: tuple(
-      Cell(float(per_cent[i]), float(line[f"pct_M{m}"]))
-      for m, per_cent in zip(paper.REPLICAS, ours)
-    )
-    for i, line in enumerate(paper.read("table4_loss"))
-  }
-  title = "Table 4: loss of DiLoCo, % above data-parallel"
-  return Table(title, tuple(columns), (), rows)
-
-
 def table7(sizes: str = "words", samples: int = 0) -> Table:
   """Fits a power law of the loss for each algorithm."""
   rows = {a: _law_cells(a, sizes, samples) for a in paper.ALGORITHMS}
@@ -225,7 +210,6 @@ def all_tables(sizes: str | None = None, samples: int = 0) -> Iterator[Table]:
     samples: bootstrap resamples. 0: intervals by Student's t.
   """
   first = sizes or "words"
-  yield table4()
   yield table7(first, samples)
   yield table10(first, samples)
   yield table10_from_8_and_9(first)
