@@ -33,7 +33,7 @@ from diloco.simulate.options import COMPUTE, COUNTS, IGNORED, OPTIONS
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.util import palette
-from diloco.util.command import Parser, guarded, make_folder, parse_count
+from diloco.util.command import Parser, check_picture, guarded, make_folder, parse_count
 
 Args = dict[str, Any]  # The arguments that are given, by name.
 Answer = tuple[Any, str]  # The data that --json prints, and the text without --json.
@@ -105,8 +105,7 @@ def link(args: Args) -> Answer:
   if "plot" in args:
     from diloco.simulate import figures
 
-    if not args["plot"].suffix:
-      raise ConfigError(f"--plot is {str(args['plot'])!r}; give a file such as x.png.")
+    check_picture(args["plot"], "x.png", "--plot")
     make_folder(args["plot"].parent, "--plot")
     palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}

@@ -159,8 +159,8 @@ def optional(module: str, needs: str, extra: str) -> Any:
     ) from error
 
 
-def check_picture(path: pathlib.Path, example: str) -> None:
-  """Checks that the flag --out names a picture of a kind that matplotlib writes.
+def check_picture(path: pathlib.Path, example: str, flag: str = "--out") -> None:
+  """Checks that a flag names a picture of a kind that matplotlib writes.
 
   A folder with such a name is refused, too.
 
@@ -171,7 +171,7 @@ def check_picture(path: pathlib.Path, example: str) -> None:
 
   kinds = Figure().canvas.get_supported_filetypes()
   if path.suffix.removeprefix(".") not in kinds or path.is_dir():
-    raise ConfigError(f"--out is {str(path)!r}; give a file such as {example}.")
+    raise ConfigError(f"{flag} is {str(path)!r}; give a file such as {example}.")
 
 
 def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:

@@ -175,6 +175,7 @@ def test_fields_are_set_as_for_the_trainer(capsys):
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
     ("bandwidth {} --plot=/proc/none/x.png", "--plot is '/proc/none', where nothing"),
     ("bandwidth {} --plot=pictures", "--plot is 'pictures'; give a file such as x.png"),
+    ("bandwidth {} --plot=x.txt", "--plot is 'x.txt'; give a file such as x.png"),
     ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
     ("bandwidth {} --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
     ("bandwidth --params=big", "--params is 'big'; write one such as 35M, 2.4B or 4e9"),
