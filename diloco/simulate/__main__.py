@@ -133,7 +133,6 @@ def compare(args: Args) -> Answer:
 
 def goodput(args: Args) -> Answer:
   """Answers which goodput is left when chips fail."""
-  given = {k: args[k] for k in ("duration", "runs", "seed") if k in args}
   fixed = "config" not in args or "step_time" in args
   rows = []
   for chips, mtbf in itertools.product(args["chips"], args["mtbf"]):
@@ -143,7 +142,7 @@ def goodput(args: Args) -> Answer:
     work = workload({k: v for k, v in one.items() if k != "chips" or not fixed})
     if work.method == "data_parallel":
       raise ConfigError(NO_ROUNDS)
-    rows.append(failures.simulate(work, args["gbits"] * 1e9, machines, **given))
+    rows.append(failures.simulate(work, args["gbits"] * 1e9, machines))
   text = failures.show(rows)
   if "out" in args:
     from diloco.simulate import figures

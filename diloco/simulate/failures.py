@@ -60,7 +60,7 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-  """Chips that fail.
+  """Chips that fail, and for how long they are simulated.
 
   Attributes:
     chips: chips of all sites together.
@@ -71,6 +71,9 @@ class Machines:
     hangs: the share of failures that are hangs.
     checkpoint_time: for how long a checkpoint stops all chips.
     checkpoint_every: compute time between checkpoints; None: `daly_period`.
+    duration: simulated length of a run.
+    runs: number of runs.
+    seed: seed of the failures.
 
   Raises:
     ValueError: a value is not possible.
@@ -84,6 +87,9 @@ class Machines:
   hangs: Share = 0.0
   checkpoint_time: AboveZero = 30.0
   checkpoint_every: Annotated[float | None, Range(0, open=True)] = None
+  duration: AboveZero = 30 * UNITS["d"]
+  runs: Annotated[int, Range(1, 100_000)] = 10
+  seed: Annotated[int, Range(0)] = 0
 
   def __post_init__(self):
     check_fields(self)
@@ -121,30 +127,19 @@ def daly_period(checkpoint_time: float, mtbf: float) -> float:
   return math.sqrt(2 * checkpoint_time * mtbf) * series - checkpoint_time
 
 
-def simulate(
-  work: Workload,
-  rate: float,
-  machines: Machines,
-  duration: float = 30 * UNITS["d"],
-  runs: int = 10,
-  seed: int = 0,
-) -> Row:
+def simulate(work: Workload, rate: float, machines: Machines) -> Row:
   """Simulates runs with each of METHODS.
 
   Args:
     work: model, step time, schedule and payloads.
     rate: bandwidth of a site's link.
-    duration: length of a run.
-    runs: number of runs.
 
   Raises:
     ValueError: a value is not possible.
   """
   check("chips", machines.chips, Range(work.replicas))
   check("quorum", machines.quorum, Range(1, work.replicas))
-  check("duration", duration, Range(0, open=True))
-  check("runs", runs, Range(1, 100_000))
-  check("seed", seed, Range(0))
+  duration = machines.duration
   expected = duration * machines.chips / machines.mtbf
   if expected > MOST_FAILURES:
     raise ValueError(
@@ -153,12 +148,13 @@ def simulate(
     )
   speed = float(steady_utilisation(work, [rate])[0])
   found = []
-  for run in range(runs):
+  for run in range(machines.runs):
     # Each method meets the same random numbers.
-    part = checkpointed(machines, duration, np.random.default_rng((seed, run)))
+    seed = (machines.seed, run)
+    part = checkpointed(machines, duration, np.random.default_rng(seed))
     found.append([part, speed * part])
     for quorum in (work.replicas, machines.quorum):
-      rng = np.random.default_rng((seed, run))
+      rng = np.random.default_rng(seed)
       part = rounds(work, rate, speed, machines, quorum, duration, rng)
       found[run].append(speed * part)
   return Row(

@@ -168,9 +168,8 @@ def test_checkpoint_restart_by_hand():
 
 def test_without_failures_only_checkpoints_and_the_link_cost_time():
   work = sites(2, method="diloco")
-  row = failures.simulate(
-    work, 16e5, Machines(2, 1e12, checkpoint_time=1, checkpoint_every=99), 1e5
-  )
+  machines = Machines(2, 1e12, checkpoint_time=1, checkpoint_every=99, duration=1e5)
+  row = failures.simulate(work, 16e5, machines)
   assert row.utilisation == pytest.approx(10 / 20)
   speed = row.utilisation
   wanted = {"data_parallel": 0.99, "restart_all": 0.99 * speed}
@@ -189,9 +188,8 @@ def test_the_command_takes_payloads_and_schedule_from_the_config(capsys, tmp_pat
   c = load_config(CONFIG)
   for row in rows:
     work = from_config.workload(c, from_config.step_time(c, row["chips"]))
-    own = failures.simulate(
-      work, 1e9, Machines(row["chips"], row["mtbf_s"]), 2 * 86400, 2
-    )
+    machines = Machines(row["chips"], row["mtbf_s"], duration=2 * 86400, runs=2)
+    own = failures.simulate(work, 1e9, machines)
     assert dataclasses.asdict(own) == row
   fixed = [*args, "--chips=64,512", "--duration=1d", "--step_time=2"]
   assert command.main([*fixed, f"--out={tmp_path}"]) == 0
