@@ -99,16 +99,15 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
         " complete it, or leave the run out."
       )
   rows = pd.DataFrame.from_dict(lines, orient="index", columns=columns)
-  for column in where:
-    if column not in rows:
-      raise ValueError(
-        f"--where names the column {column!r}, but {path} has {_names(rows)}."
-      )
   if "status" in rows:
     rows = rows[rows["status"] == "done"]
   if rows.empty:
     raise ValueError(f"{path} has no finished run; add some.")
   for column, value in where.items():
+    if column not in rows:
+      raise ValueError(
+        f"--where names the column {column!r}, but {path} has {_names(rows)}."
+      )
     tried = rows[column].unique()
     same = rows[column].map(_number) == _number(value)
     rows = rows[same | (rows[column] == value)]
