@@ -21,6 +21,7 @@ from diloco.log.loss_picture import points, smoothed, thinning
 from diloco.log.read_run import Run, names_of, read, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
+from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec.shapes import matrix_params
 from diloco.util import files
 from diloco.util.command import Parser, check_picture, guarded, make_folder, make_parent
@@ -87,7 +88,7 @@ def idealised(
   needed = [wallclock.chips(matrix_params(c.model), c.tokens_per_step) for c in configs]
   chips = chips or math.ceil(max(2, *needed, *(c.replicas for c in configs)))
   notes = [
-    f"idealised time: {chips:g} chips of {wallclock.CHIP_FLOPS / 1e12:g} TFLOP/s,"
+    f"idealised time: {chips:g} chips of {CHIP_FLOPS / 1e12:g} TFLOP/s,"
     f" {across.bandwidth / 1e9:g} Gbit/s and {across.latency:g} s of latency between"
     " replicas (2503.09799, Appendix A); change --chips, --gbits, --latency."
   ]

@@ -28,6 +28,7 @@ from typing import Any
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
 from diloco.simulate import failures, from_config, tables, wallclock
+from diloco.simulate.compute_time import step_time
 from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.options import COMPUTE, COUNTS, IGNORED, OPTIONS
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
@@ -172,7 +173,7 @@ def workload(args: Args) -> Workload:
     raise ConfigError(f"--{next(iter(speed))} needs a --config, and no --step_time.")
   if "config" in args:
     c, latency = args["config"], args.get("latency", 0.0)
-    seconds = args.get("step_time", from_config.step_time(c, **speed))
+    seconds = args.get("step_time", step_time(c, **speed))
     return from_config.workload(c, seconds, latency)
   require(args, "params", "layers", "step_time")
   fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}

@@ -15,32 +15,12 @@ from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
 from diloco.spec.fields import Range
 from diloco.spec.shapes import (
-  flops_per_token,
   leaves,
   matrix_params,
   num_params,
   parameters,
 )
 from diloco.wire.ledger import average_bytes
-
-
-def step_time(
-  c: Config, chips: int = 1, peak_tflops: float = 197, mfu: float = 0.4
-) -> float:
-  """Computes the seconds per step: FLOPs / (chips * peak * share of the peak).
-
-  The FLOPs include those of the attention scores.
-
-  Args:
-    chips: number of chips of all replicas together.
-    peak_tflops: peak TFLOP/s of one chip; 197 is the peak of TPU v5e.
-    mfu: share of the peak that the run reaches.
-  """
-  for name, value in (("chips", chips), ("peak_tflops", peak_tflops)):
-    check(name, value, Range(0, open=True))
-  check("mfu", mfu, Range(0, 1, open=True))
-  flops = flops_per_token(c.model) * c.tokens_per_step
-  return flops / (chips * (peak_tflops * 1e12) * mfu)
 
 
 def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.simulate.failures import UNITS
 
 
@@ -72,8 +73,10 @@ COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
   "chips": Option("chips of all replicas, with --config; default 1", whole),
-  "peak_tflops": Option("peak TFLOP/s of a chip, with --config; default 197"),
-  "mfu": Option("share of the peak that is reached, with --config; default 0.4"),
+  "peak_tflops": Option(
+    f"peak TFLOP/s of a chip, with --config; default {PEAK_TFLOPS}"
+  ),
+  "mfu": Option(f"share of the peak that is reached, with --config; default {MFU}"),
 }
 MODEL = {
   "config": CONFIG,

@@ -7,11 +7,10 @@ bandwidths are bits per second, times are seconds.
 import dataclasses
 from typing import Annotated
 
+from diloco.simulate.compute_time import training_time
 from diloco.simulate.limits import AboveZero, check_fields
 from diloco.spec.fields import NonNegative, Positive, Range
 
-# Q, FLOP/s per chip: between half the peak of TPU v5e and half the peak of v6e (A.3).
-CHIP_FLOPS = 300e12
 # Tokens of a batch per chip; see `chips`.
 CHIP_TOKENS = 16_384
 
@@ -99,8 +98,8 @@ def chips(params: float, batch_tokens: float) -> float:
 
 
 def compute_time(run: Training) -> float:
-  """Returns 6 N D / (R Q), in seconds (A.1)."""
-  return 6 * run.params * run.tokens / (run.nodes * CHIP_FLOPS)
+  """Returns the seconds of computation (A.1)."""
+  return training_time(run.params, run.tokens, run.nodes)
 
 
 def all_reduce_time(bits: float, nodes: float, network: Network) -> float:

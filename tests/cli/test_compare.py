@@ -11,6 +11,7 @@ from diloco.cli import compare, status
 from diloco.config import resolve
 from diloco.log import read_run
 from diloco.simulate import wallclock
+from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.sites.calendar import config_of
 from diloco.wire.ledger import gradient_bytes
 
@@ -81,7 +82,7 @@ def test_idealised_times_are_those_of_the_wall_clock_model(two):
   assert "8 chips of 300 TFLOP/s, 1 Gbit/s and 0.5 s" in notes[0]
   # Per step: 6 N D / (R Q), and 2 bits / W (1 - 1/R) + latency.
   params = gradient_bytes(runs[1].config) / 4
-  step = 6 * params * 64 / (8 * wallclock.CHIP_FLOPS)
+  step = 6 * params * 64 / (8 * CHIP_FLOPS)
   exchange = 2 * 32 * params / 1e9 * (1 - 1 / 8) + 0.5
   assert seconds["plain"] == pytest.approx(step + exchange)
   assert seconds["streaming"] < 0.2  # One latency in four steps.

@@ -12,6 +12,7 @@ from scipy import optimize, stats
 from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
 from diloco.simulate import failures, from_config
+from diloco.simulate.compute_time import step_time
 from diloco.simulate.failures import Machines, checkpointed, rounds
 from diloco.simulate.utilisation import Workload
 
@@ -187,7 +188,7 @@ def test_the_command_takes_payloads_and_schedule_from_the_config(capsys, tmp_pat
   ]
   c = load_config(CONFIG)
   for row in rows:
-    work = from_config.workload(c, from_config.step_time(c, row["chips"]))
+    work = from_config.workload(c, step_time(c, row["chips"]))
     machines = Machines(row["chips"], row["mtbf_s"], duration=2 * 86400, runs=2)
     own = failures.simulate(work, 1e9, machines)
     assert dataclasses.asdict(own) == row

@@ -11,7 +11,7 @@ from diloco.simulate import __main__ as command
 from diloco.simulate import from_config
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
-from diloco.spec.shapes import flops_per_token, num_params
+from diloco.spec.shapes import num_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = f"{ROOT}/configs/chinchilla.py:1.3B,M=2,H=100"
@@ -35,16 +35,6 @@ def test_a_config_keeps_its_parameters_schedule_and_bits():
   assert plain.reduced_after(1) == set(range(25))
   wide = ["--config.inner.gradient_dtype=float32", "--config.algorithm=data_parallel"]
   assert from_config.workload(load_config(CONFIG, wide), 0.5).bits == 32
-
-
-def test_step_time_by_hand():
-  c = load_config(CONFIG)
-  flops = flops_per_token(c.model) * c.train.batch_size * 2048
-  seconds = flops / (64 * 200e12 * 0.3)
-  assert from_config.step_time(c, 64, 200, 0.3) == pytest.approx(seconds)
-  assert from_config.step_time(c) == pytest.approx(flops / (197e12 * 0.4))
-  with pytest.raises(ValueError, match="chips is 0, but must be above 0"):
-    from_config.step_time(c, chips=0)
 
 
 def test_wire_bits_by_hand():
