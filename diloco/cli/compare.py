@@ -16,14 +16,20 @@ from typing import Any
 import numpy as np
 
 from diloco.config.resolve import leaves
-from diloco.errors import ConfigError
 from diloco.log.loss_picture import points, smoothed, thinning
 from diloco.log.read_run import Run, names_of, read, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.spec.shapes import matrix_params
 from diloco.util import files
-from diloco.util.command import Parser, check_picture, guarded, make_folder, make_parent
+from diloco.util.command import (
+  Parser,
+  check_picture,
+  guarded,
+  in_range,
+  make_folder,
+  make_parent,
+)
 from diloco.util.palette import COLORS
 
 LINES = ("-", "--", ":", "-.")
@@ -172,8 +178,6 @@ def missing(run: Run) -> list[str]:
 def compare(args: argparse.Namespace) -> None:
   """Prints the table, and writes the picture and the CSV file."""
   check_picture(args.out, "compare.png")
-  if args.chips is not None and not 2 <= args.chips <= 1e9:
-    raise ConfigError(f"--chips is {args.chips:g}; give a number from 2 on.")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
     make_parent(args.csv, "--csv", "a file name.csv")
@@ -198,7 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "picture to write; default compare.png"
   add("--out", type=path, default=path("compare.png"), help=text)
   add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
-  add("--chips", type=float, help="chips of each run; default: enough for the largest")
+  text = "chips of each run; default: enough for the largest"
+  add("--chips", type=in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9
   text = f"Gbit/s between replicas; default {gbits:g}"
   add("--gbits", type=float, default=gbits, help=text)

@@ -22,7 +22,13 @@ from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
 from diloco.util import files
-from diloco.util.command import guarded, make_folder, make_parent, model_parser
+from diloco.util.command import (
+  guarded,
+  in_range,
+  make_folder,
+  make_parent,
+  model_parser,
+)
 
 
 def table(results: dict[str, tasks.TaskResult]) -> str:
@@ -45,8 +51,6 @@ def run(args: argparse.Namespace) -> None:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
-  if args.items < 0:
-    raise ConfigError(f"--items is {args.items}; it must be at least 0.")
   if args.details:
     make_parent(args.details, "--details")
   model = load(args.workdir, args.step)
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("evaluate", __doc__)
   parser.add_argument("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
-  parser.add_argument("--items", type=int, default=0, help="items per task; 0: all")
+  parser.add_argument("--items", type=in_range(0), default=0, help="of a task; 0: all")
   parser.add_argument("--heldout", action="store_true", help="add the held-out loss")
   parser.add_argument("--data_dir", help="root of TFDS data sets; default: the run's")
   parser.add_argument("--details", type=pathlib.Path, help="one JSON line per item")

@@ -25,7 +25,7 @@ from diloco.log import metrics
 from diloco.log.workdir import backwards, read_config, title
 from diloco.sites.calendar import Calendar
 from diloco.util import files
-from diloco.util.command import Parser, guarded
+from diloco.util.command import Parser, guarded, in_range
 
 ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
@@ -238,11 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "folder of a run, of a coordinator, or of several of them"
   add("workdir", metavar="WORKDIR", type=pathlib.Path, nargs="+", help=text)
   text = "show it again every so many seconds; default 10"
-  add("--follow", type=float, nargs="?", const=10, metavar="SECONDS", help=text)
-  args = parser.parse_args(argv)
-  if args.follow is not None and not 0.1 <= args.follow <= 86_400:
-    parser.error(f"--follow is {args.follow:g}; give seconds from 0.1 to 86400")
-  return guarded(show, args)
+  kind = in_range(0.1, 86_400.0)
+  add("--follow", type=kind, nargs="?", const=10, metavar="SECONDS", help=text)
+  return guarded(show, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

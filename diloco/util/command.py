@@ -92,6 +92,21 @@ class Parser(argparse.ArgumentParser):
     self.exit(2, f"error: {message} (see --help)\n")
 
 
+def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
+  """Makes the type of an option: a number from `least` to `most`.
+
+  The number is an integer if `least` is one.
+  """
+
+  def number(text: str) -> float:
+    value = type(least)(text)
+    if not least <= value <= most:
+      raise argparse.ArgumentTypeError(f"{text}; give {least:g} to {most:g}")
+    return value
+
+  return number
+
+
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
   parser = Parser(prog=f"python -m diloco.{command}", description=description)

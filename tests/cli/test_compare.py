@@ -141,7 +141,6 @@ def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
     (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
     (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
     (["{0}", "--csv={0}/a.png"], "a.png', a folder; give a file name.csv"),
-    (["{0}", "--chips=1"], "--chips is 1; give a number from 2 on"),
     (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),
   ],
 )
