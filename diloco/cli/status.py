@@ -49,70 +49,55 @@ class Status(NamedTuple):
   details: dict[str, str]
 
 
-class Newest(NamedTuple):
-  """The end of a run's metrics.jsonl.
-
-  Attributes:
-    step, evaluation: the last record of the kind; {} without one.
-    syncs: {fragment: the last receive}.
-    times: of the last steps, newest first.
-  """
-
-  step: dict[str, Any]
-  evaluation: dict[str, Any]
-  syncs: dict[int, dict[str, Any]]
-  times: list[float]
-
-
 def of_run(folder: pathlib.Path, now: float) -> Status:
   """Reads how a run, or a site of a run, goes on."""
   config = read_config(folder)
   total = config.get("train", {}).get("steps")
-  step, evaluation, syncs, times = newest(folder, config)
-  if not step:
+  found = newest(folder, config)
+  if not found["step"]:
     return Status(_title(config), {"step": "none yet"}, {})
+  step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   news = {"step": _of(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
   if rate and total and t < total:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {_time(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
-  if evaluation:
+  if found["eval"]:
+    evaluation = found["eval"][0]
     loss = evaluation["loss_outer"]
     text = "not finite" if loss is None else f"{loss:.4f}"
     news["held-out"] = f"{text} at {evaluation['step']:,}"
   details = dict[str, str]()
-  if syncs:
-    details["last sync"] = _fragments({p: r["step"] for p, r in syncs.items()})
-    last = max(syncs.values(), key=lambda r: r["step"])
-    if "sites" in last:
-      news["sites"] = f"{last['sites']:g} in the last round"
+  if syncs := found["receive"]:
+    # From old to new, so that the newest record of a fragment stays.
+    details["last sync"] = _fragments({r["fragment"]: r["step"] for r in syncs[::-1]})
+    if "sites" in syncs[0]:
+      news["sites"] = f"{syncs[0]['sites']:g} in the last round"
   done = t == total and files.read_json(folder / SUMMARY) is not None
+  times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   news |= _age(folder / metrics.FILE, now, usual, done)
   return Status(_title(config), news, details | _checkpoint(folder))
 
 
-def newest(folder: pathlib.Path, config: dict[str, Any]) -> Newest:
-  """Reads a run's metrics.jsonl from its end, no further than needed."""
-  step, evaluation = dict[str, Any](), dict[str, Any]()
-  syncs, times = dict[int, dict](), list[float]()
-  # In so many steps, there is an evaluation, and every fragment is received.
+def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
+  """Returns the newest records of a run by kind, the newest first.
+
+  Reads metrics.jsonl from its end, no further than needed: until there is an
+  evaluation, and every fragment is received.
+  """
+  found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
   reach = max(2 * config.get("sync_every", 0), every, _RECENT)
   for line in backwards(folder / metrics.FILE):
     record = metrics.as_record(line)
     kind = record.get("kind")
-    if kind == "step":
-      step = step or record
-      times += [record["time"]] * (len(times) < _RECENT)
-      if record["step"] < step["step"] - reach:
-        break
-    elif kind == "eval":
-      evaluation = evaluation or record
-    elif kind == "receive":
-      syncs.setdefault(record["fragment"], record)
-  return Newest(step, evaluation, syncs, times)
+    if kind in found:
+      found[kind].append(record)
+    if kind == "step" and record["step"] < found["step"][0]["step"] - reach:
+      break
+  return found
 
 
 def of_coordinator(folder: pathlib.Path, now: float) -> Status:
