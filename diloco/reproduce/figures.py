@@ -11,7 +11,6 @@ points of a panel have. The command names the figures whose runs are missing.
 """
 
 import argparse
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
 from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
-from diloco.util.command import Parser, guarded, make_folder
+from diloco.util.command import Parser, guarded, in_range, make_folder
 from diloco.util.palette import STYLE
 
 FILLS = ("full", "none", "left", "top", "right", "bottom")
@@ -231,43 +230,34 @@ def _unit(time: float) -> str:
   return next((unit for unit, size in UNITS.items() if time >= size), "ms")
 
 
-def make_parser() -> Parser:
-  parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
-  add = parser.add_argument
-  add("table", type=pathlib.Path, help="an exported CSV file")
-  add("--out", type=pathlib.Path, required=True, help="output folder")
-  add("--prefix", default="", help="prefix of the file names")
-  where = "rows to take, such as seed=0,replicas=2; may be repeated"
-  add("--where", action="append", default=[], metavar="COLUMN=VALUE", help=where)
-  only = "numbers of the figures to draw"
-  add("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES, help=only)
-  add("--chip_tokens", type=float, help="figure 6: tokens of a batch on one chip")
-  return parser
-
-
 def run(args: argparse.Namespace) -> None:
   """Prints the tables and draws the figures."""
-  if args.chip_tokens is not None and not 0 < args.chip_tokens < math.inf:
-    raise ValueError(
-      f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
-    )
   table = read(args.table, args.where)
   make_folder((args.out / f"{args.prefix}2.png").parent, "--out")
   for lines in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(lines(table)) + "\n")
-  for number in args.only:
+  for number, draw in FIGURES.items():
     path = args.out / f"{args.prefix}{number}.png"
     options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
       with matplotlib.rc_context(STYLE):
-        FIGURES[number](table, **options).savefig(path)
+        draw(table, **options).savefig(path)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  return guarded(run, make_parser().parse_args(argv))
+  parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
+  add = parser.add_argument
+  add("table", type=pathlib.Path, help="an exported CSV file")
+  add("--out", type=pathlib.Path, required=True, help="output folder")
+  add("--prefix", default="", help="prefix of the file names")
+  where = "rows to take, such as seed=0,replicas=2"
+  add("--where", default="", metavar="COLUMN=VALUE,...", help=where)
+  text = "figure 6: tokens of a batch on one chip"
+  add("--chip_tokens", type=in_range(1.0), help=text)
+  return guarded(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

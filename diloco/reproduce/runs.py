@@ -2,7 +2,6 @@
 
 import pathlib
 import statistics
-from collections.abc import Sequence
 
 import pandas as pd
 
@@ -11,12 +10,12 @@ from diloco.sweep.chart import PLAIN
 from diloco.util.command import one_line, parse_options
 
 
-def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
+def read(path: pathlib.Path, where: str = "") -> pd.DataFrame:
   """Reads the finished runs of an exported table.
 
   Args:
     path: the table.
-    where: texts `column=value,...`; the rows must have all these values.
+    where: `column=value,...`; the rows must have all these values.
 
   Returns:
     The columns of `scaling_laws.runs.read` and
@@ -27,7 +26,7 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
   Raises:
     ValueError: the file is not an exported table, or no finished run is selected.
   """
-  conditions = parse_options(",".join(where), place="--where")
+  conditions = parse_options(where, place="--where")
   try:
     table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
   except OSError as error:
