@@ -16,21 +16,19 @@ from typing import Any
 import numpy as np
 
 from diloco.config.resolve import leaves
-from diloco.log.loss_picture import points, smoothed, thinning
+from diloco.log.loss_picture import line, points, smoothed
 from diloco.log.read_run import Run, names_of, read, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.spec.shapes import matrix_params
-from diloco.util import files
 from diloco.util.command import (
   Parser,
   check_picture,
   guarded,
   in_range,
-  make_folder,
   make_parent,
 )
-from diloco.util.palette import COLORS
+from diloco.util.palette import COLORS, save
 
 LINES = ("-", "--", ":", "-.")
 # Fields that are columns already, follow from columns, or change no result.
@@ -133,8 +131,7 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      some = slice(None, None, thinning(len(steps)))
-      panel.plot(x[some], smoothed(loss)[some], label=label, lw=1.3, **style)
+      line(panel, x, smoothed(loss), label=label, lw=1.3, **style)
       for t in filter(place.get, run.held_out):
         color = style["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
@@ -154,10 +151,10 @@ def styles(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
   found, places = list[dict[str, Any]](), {a: itertools.count() for a in COLORS}
   for run in runs:
-    turn, line = divmod(next(places[run.config.algorithm]), len(LINES))
+    turn, dashes = divmod(next(places[run.config.algorithm]), len(LINES))
     shade = min(0.25 * turn, 0.75)  # Lighter each time that all lines are in use.
     color = [x + (1 - x) * shade for x in to_rgb(COLORS[run.config.algorithm])]
-    found.append({"color": color, "ls": LINES[line]})
+    found.append({"color": color, "ls": LINES[dashes]})
   return found
 
 
@@ -185,9 +182,7 @@ def compare(args: argparse.Namespace) -> None:
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  make_folder(args.out.parent, "--out")
-  with files.replacing(args.out) as file:
-    draw(runs, seconds).savefig(file, dpi=120, format=args.out.suffix[1:])
+  save(draw(runs, seconds), args.out, dpi=120)
   print(f"picture      {args.out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")

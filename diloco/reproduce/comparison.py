@@ -22,8 +22,7 @@ from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.grid import Point, key
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util import files
-from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE
+from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE, save
 
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
@@ -195,8 +194,7 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
     handles = panels[0].get_legend_handles_labels()
     if chart.by:
       figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
-    with files.replacing(path) as file:
-      figure.savefig(file, format="png")
+    save(figure, path)
 
 
 def _numbers(values: pd.Series) -> bool:

@@ -20,7 +20,7 @@ from diloco.simulate.limits import NO_ROUNDS
 from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
-from diloco.util.command import check_picture, make_folder
+from diloco.util.command import check_picture
 from diloco.util.palette import COLORS, PAGE, STYLE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
@@ -81,7 +81,6 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
       " counted from 1."
     )
   check_picture(out, "run.png or run.svg")
-  make_folder(out.parent, "--out")
 
 
 def save(

@@ -160,18 +160,18 @@ def optional(module: str, needs: str, extra: str) -> Any:
 
 
 def check_picture(path: pathlib.Path, example: str) -> None:
-  """Checks that the flag --out names a picture of a kind that matplotlib writes.
-
-  A folder with such a name is refused, too.
+  """Checks that the flag --out names a picture, and makes the picture's folder.
 
   Raises:
-    ConfigError: it does not.
+    ConfigError: matplotlib writes no such kind of picture, or the path is a folder, or
+      nothing can be written beside it.
   """
   from matplotlib.figure import Figure
 
   kinds = Figure().canvas.get_supported_filetypes()
   if path.suffix.removeprefix(".") not in kinds or path.is_dir():
     raise ConfigError(f"--out is {str(path)!r}; give a file such as {example}.")
+  make_folder(path.parent, "--out")
 
 
 def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:

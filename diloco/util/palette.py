@@ -1,10 +1,13 @@
-"""One colour per algorithm and one style, in every figure of the project. No JAX.
+"""One colour per algorithm and one style, in every picture of the project. No JAX.
 
 A figure shows the algorithm by its colour. Replicas M, parameters N and inner steps H
 have shades of that colour (`shades`), markers or line styles.
 """
 
+import pathlib
 from typing import Any
+
+from diloco.util import files
 
 # Colours of seaborn's palette "colorblind".
 COLORS = {
@@ -35,6 +38,12 @@ STYLE: dict[Any, Any] = {
   "xtick.labelsize": 7,
   "ytick.labelsize": 7,
 }
+
+
+def save(figure: Any, path: pathlib.Path, **options: Any) -> None:
+  """Writes a figure of matplotlib; a reader never sees a part of the picture."""
+  with files.replacing(path) as file:
+    figure.savefig(file, format=path.suffix.removeprefix("."), **options)
 
 
 def shades(color: str, count: int) -> list[str]:
