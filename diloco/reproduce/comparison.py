@@ -226,19 +226,18 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
   ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
   for name, some in cells.groupby("curve", sort=False):
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
-    look = drawing.look(str(name)) if known else drawing.Look(next(colors), "o", 4)
+    other = {"marker": "o", "ms": 4}
+    look = drawing.look(str(name)) if known else other | {"color": next(colors)}
     some = some.sort_values(chart.x) if numbers else some
     x = some[chart.x] if numbers else [ticks.index(value) for value in some[chart.x]]
     panel.errorbar(
       x,
       some["mean"],
       some["std"].fillna(0.0),
-      color=look.color,
-      marker=look.marker,
-      ms=look.size,
       capsize=2,
       label=name,
       ls="-" if numbers else "",
+      **look,
     )
   if chart.log:
     panel.set_xscale("log")

@@ -54,9 +54,9 @@ def figure_2(table: pd.DataFrame):
     others = drawing.beside(others, "params")
     drawing.lines(panels[1], others, "params", "more")
     for name, some in others.groupby("curve"):
-      bars: dict[str, Any] = {"color": drawing.look(name).color, "ls": "", "capsize": 2}
-      some = some.fillna({"more_std": 0.0})
-      panels[1].errorbar("params", "more", "more_std", data=some, **bars)
+      color, bar = drawing.look(name)["color"], some["more_std"].fillna(0.0)
+      style: dict[str, Any] = {"color": color, "ls": "", "capsize": 2}
+      panels[1].errorbar(some["params"], some["more"], bar, **style)
     panels[1].axhline(0, color="black", lw=0.8)
     panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
   return drawing.legend(figure)
@@ -131,9 +131,9 @@ def figure_8(table: pd.DataFrame):
     rates = cells.groupby(["curve", x])["outer_learning_rate"]
     spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
     drawing.lines(panel, spread, x, "mean")
-    for name, of_curve in spread.groupby("curve"):
-      band: dict[str, Any] = {"color": drawing.look(name).color, "alpha": 0.15, "lw": 0}
-      panel.fill_between(x, "min", "max", data=of_curve, **band)
+    for name, some in spread.groupby("curve"):
+      style: dict[str, Any] = {"color": drawing.look(name)["color"], "alpha": 0.15}
+      panel.fill_between(some[x], some["min"], some["max"], lw=0, **style)
     panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
   return drawing.legend(figure)
 
