@@ -122,10 +122,8 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
     "round": f"{_of(last['round'] + 1, total)}, step {last['step']:,}",
     "sites": f"{_of(len(inside), sites)} in the last round: {', '.join(inside)}",
   }
-  away = [f"{k} since step {sent[k]:,}" for k in sorted(sent, key=int)]
-  away = [text for text in away if text.split()[0] not in inside]
-  if away:
-    news["away"] = ", ".join(away)
+  if away := sorted(sent.keys() - inside, key=int):
+    news["away"] = ", ".join(f"{k} since step {sent[k]:,}" for k in away)
   ended = files.read_json(folder / "coordinator.json") is not None
   done = ended and last["round"] + 1 == total  # Else the run is extended.
   news |= _age(folder / ROUNDS, now, _ROUND_S, done)

@@ -45,7 +45,8 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
 
 def by_layer(c: Config, records: Records, name: str) -> Curves:
   """Returns the curve of each layer and of the embedding; replicas are averaged."""
-  fragments, found = c.make_fragments(), dict[str, dict[int, float]]()
+  parts = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
+  fragments, found = c.make_fragments(), {part: dict[int, float]() for part in parts}
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
@@ -54,9 +55,8 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
       )
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
-        found.setdefault(part, {})[r["step"]] = value
-  order = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
-  return {part: found[part] for part in order if part in found}
+        found[part][r["step"]] = value
+  return {part: curve for part, curve in found.items() if curve}
 
 
 def relative(curves: Curves, norms: Curves) -> Curves:

@@ -50,8 +50,7 @@ class LossPicture:
     self._mark_sends(axes)
     axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-      figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     save(figure, self._path, dpi=120)
     return self._path
 

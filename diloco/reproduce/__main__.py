@@ -124,24 +124,19 @@ def report(
 ) -> pathlib.Path:
   """Writes the page and its figures; returns the path of the page."""
   best = driver.best_rows()
-  tables = {
-    name: comparison.frame(
-      sweep.chart, [pair for pair in best if ablation(pair[0]) == name]
-    )
-    for name, sweep in found.items()
-    if sweep.chart
-  }
+  pairs = {name: [pair for pair in best if ablation(pair[0]) == name] for name in found}
+  cells = {name: [cell for cell, _ in some] for name, some in pairs.items()}
+  charts = {name: sweep.chart for name, sweep in found.items() if sweep.chart}
+  tables = {name: comparison.frame(own, pairs[name]) for name, own in charts.items()}
   make_folder(args.out / "figures", "--out")
-  cells = {name: [c for c, _ in best if ablation(c) == name] for name in found}
   facts = _facts(found, driver.asked([cell for cell, _ in best]), args)
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
   claims = "\n".join(claim.lines(CLAIMS, tables, cells))
   text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
   lines = [text.format(**facts, left=left, claims=claims)]
-  for name, some in tables.items():
-    own = found[name].chart
-    assert own is not None
+  for name, own in charts.items():
+    some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
     lines += [f"## {own.title}", "", *comparison.lines(own, some)]
     lines += _edges(cells[name])

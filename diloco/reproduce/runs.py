@@ -61,8 +61,6 @@ def main_grid(
     any_cadence: whether to take runs of all H; then data-parallel is left out.
     any_budget: whether to take overtrained runs too.
   """
-  if table.empty:
-    return table
   plain = table["curve"] == PLAIN
   cadences = table.loc[~plain, "sync_every"]
   if any_cadence or cadences.empty:
