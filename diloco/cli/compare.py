@@ -28,7 +28,7 @@ from diloco.util.command import (
   in_range,
   make_parent,
 )
-from diloco.util.palette import COLORS, save
+from diloco.util.palette import COLORS, write_picture
 
 LINES = ("-", "--", ":", "-.")
 # Fields that are columns already, follow from columns, or change no result.
@@ -182,7 +182,7 @@ def compare(args: argparse.Namespace) -> None:
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  save(draw(runs, seconds), args.out, dpi=120)
+  write_picture(draw(runs, seconds), args.out, dpi=120)
   print(f"picture      {args.out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")

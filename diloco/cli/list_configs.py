@@ -30,7 +30,7 @@ from diloco.config.command_line import load_config
 from diloco.spec import sizes
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.util import shipped
-from diloco.util.command import Parser, guarded, load_module
+from diloco.util.command import Parser, guarded, load_module, prefixed
 from diloco.wire.ledger import all_reduced_bytes, average_bytes
 
 CONFIGS = shipped.folder("configs")
@@ -92,10 +92,10 @@ def traffic(c: Config) -> tuple[int, int]:
 
 def table(found: list[dict[str, Any]]) -> str:
   """Formats the rows: one line per run."""
-  in_bytes = lambda value: f"{short(value)}B"
+  in_bytes = lambda value: f"{prefixed(value)}B"
   forms: dict[Any, Any] = {
-    "N": short,
-    "tokens": short,
+    "N": prefixed,
+    "tokens": prefixed,
     "steps": "{:,}".format,
     "inner": "{:.2e}".format,
     "outer": "{:.2g}".format,
@@ -105,14 +105,6 @@ def table(found: list[dict[str, Any]]) -> str:
   }
   frame = pd.DataFrame(found).set_index("config").rename_axis(None)
   return frame.to_string(formatters=forms)
-
-
-def short(value: float) -> str:
-  """Formats a number with three digits and a decimal prefix."""
-  for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-    if value >= 0.9995 * size:
-      return f"{value / size:.3g}{suffix}"
-  return f"{value:.3g}"
 
 
 def main(argv: list[str] | None = None) -> int:

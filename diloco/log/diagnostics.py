@@ -19,7 +19,7 @@ from diloco.log import metrics, workdir
 from diloco.log.loss_picture import line, points, running_mean, smoothed
 from diloco.log.workdir import title
 from diloco.util.command import Parser, check_picture, guarded
-from diloco.util.palette import COLORS, OTHERS, STYLE, save, shades
+from diloco.util.palette import COLORS, OTHERS, STYLE, shades, write_picture
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
@@ -214,7 +214,7 @@ def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
 def run(args: argparse.Namespace) -> None:
   """Writes the picture."""
   check_picture(args.out, "diagnostics.png")
-  save(draw(*read(args.workdir)), args.out, dpi=120)
+  write_picture(draw(*read(args.workdir)), args.out, dpi=120)
   print(f"picture      {args.out}")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.log.metrics import Follower
 from diloco.log.workdir import title
-from diloco.util.palette import COLORS, save
+from diloco.util.palette import COLORS, write_picture
 
 FILE = "loss.png"
 # More points than pixels show nothing more, and take longer to draw.
@@ -51,7 +51,7 @@ class LossPicture:
     axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    save(figure, self._path, dpi=120)
+    write_picture(figure, self._path, dpi=120)
     return self._path
 
   def _read(self) -> None:

@@ -22,7 +22,7 @@ from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.grid import Point, key
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE, save
+from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE, write_picture
 
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
@@ -194,7 +194,7 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
     handles = panels[0].get_legend_handles_labels()
     if chart.by:
       figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
-    save(figure, path)
+    write_picture(figure, path)
 
 
 def _numbers(values: pd.Series) -> bool:

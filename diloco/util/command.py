@@ -224,6 +224,14 @@ def parse_count(text: str, name: str = "size") -> float:
   return value
 
 
+def prefixed(value: float) -> str:
+  """Formats a number with three digits and a decimal prefix."""
+  for size, suffix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    if value >= 0.9995 * size:
+      return f"{value / size:.3g}{suffix}"
+  return f"{value:.3g}"
+
+
 def parse_options(
   text: str,
   known: Mapping[str, Kind] | None = None,

@@ -40,7 +40,7 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def save(figure: Any, path: pathlib.Path, **options: Any) -> None:
+def write_picture(figure: Any, path: pathlib.Path, **options: Any) -> None:
   """Writes a figure of matplotlib; a reader never sees a part of the picture."""
   with files.replacing(path) as file:
     figure.savefig(file, format=path.suffix.removeprefix("."), **options)
