@@ -2,9 +2,9 @@
 
   python -m diloco evaluate --workdir=/tmp/sample --tasks=hellaswag,piqa,arc_easy
 
-Reads the outer parameters of the newest checkpoint, or of an export. Prints a table
-and writes evaluation_<step>.json into the workdir. --details=FILE also writes the
-log-likelihood of every choice. --heldout adds the held-out loss and needs the data.
+Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
+each task and writes evaluation_<step>.json into the workdir. --details=FILE also writes
+the log-likelihood of every choice. --heldout adds the held-out loss and needs the data.
 """
 
 import argparse
@@ -31,20 +31,6 @@ from diloco.util.command import (
 )
 
 
-def table(results: dict[str, tasks.TaskResult]) -> str:
-  """Formats the results: one line per task, in per cent."""
-  percent = lambda value, error: f"{100 * value:.2f} +- {100 * error:.2f}"
-  lines = [f"{'task':<16}{'items':>8}{'accuracy':>17}{'length-normalised':>20}"]
-  for name, r in results.items():
-    lines.append(
-      f"{name:<16}{r.items:>8,}{percent(r.accuracy, r.stderr):>17}"
-      f"{percent(r.accuracy_norm, r.stderr_norm):>20}"
-    )
-    if r.truncated:
-      lines.append(f"  {r.truncated:,} choices did not fit into the model's seq_len")
-  return "\n".join(lines)
-
-
 def run(args: argparse.Namespace) -> None:
   """Evaluates a model, prints the results and writes the files."""
   if not args.tasks.strip(" ,") and not args.heldout:
@@ -65,15 +51,15 @@ def run(args: argparse.Namespace) -> None:
   with jax.set_mesh(model.mesh):
     evaluation = Evaluation(changed(model.config, fields), model.mesh, args.heldout)
     results = evaluation.tasks(model.params, details, show=bool(args.tasks))
-    if results:
-      print(table(results))
+    of_tasks = {name: dataclasses.asdict(r) for name, r in results.items()}
+    for name, values in of_tasks.items():
+      print(tasks.line(name, values))
     if args.heldout:
       r = evaluation.loss(model.params)
       said |= dataclasses.asdict(r)
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
   path = pathlib.Path(args.workdir) / f"evaluation_{model.step}.json"
   before = files.read_json(path) or {}  # Of other tasks, or of the held-out text.
-  of_tasks = {name: dataclasses.asdict(r) for name, r in results.items()}
   files.write_json(path, before | said | {"tasks": before.get("tasks", {}) | of_tasks})
   if args.details:
     args.details.write_text("".join(json.dumps(d) + "\n" for d in details))

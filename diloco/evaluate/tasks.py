@@ -19,7 +19,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -154,6 +154,17 @@ def result(
   error = lambda p: math.sqrt(p * (1 - p) / max(len(items) - 1, 1))
   chance = float(np.mean([1 / len(item.choices) for item in items]))
   return TaskResult(len(items), p, p_norm, error(p), error(p_norm), truncated, chance)
+
+
+def line(task: str, r: Mapping[str, Any]) -> str:
+  """Describes the fields of a `TaskResult` in one line."""
+  cut = f", {r['truncated']:,} choices cut" if r["truncated"] else ""
+  return (
+    f"{task:<12} accuracy {100 * r['accuracy']:.2f} +- {100 * r['stderr']:.2f}%,"
+    f" length-normalised {100 * r['accuracy_norm']:.2f} +-"
+    f" {100 * r['stderr_norm']:.2f}%, of {r['items']:,} items,"
+    f" {100 * r['chance']:.0f}% by chance{cut}"
+  )
 
 
 @dataclasses.dataclass(frozen=True)
