@@ -109,7 +109,7 @@ def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
-  parser = Parser(prog=f"python -m diloco.{command}", description=description)
+  parser = Parser(prog=f"python -m diloco {command}", description=description)
   parser.add_argument("--workdir", required=True, help="folder of a run or an export")
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser
