@@ -7,7 +7,7 @@ import pandas as pd
 
 from diloco.scaling_laws import runs
 from diloco.sweep.chart import PLAIN
-from diloco.util.command import one_line, parse_options
+from diloco.util.command import parse_options
 
 
 def read(path: pathlib.Path, where: str = "") -> pd.DataFrame:
@@ -27,13 +27,7 @@ def read(path: pathlib.Path, where: str = "") -> pd.DataFrame:
     ValueError: the file is not an exported table, or no finished run is selected.
   """
   conditions = parse_options(where, place="--where")
-  try:
-    table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
-  except OSError as error:
-    raise ValueError(
-      f"the table is {str(path)!r}, which cannot be read ({one_line(error)}); give a"
-      " file written by python -m diloco sweep --export."
-    ) from error
+  table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
   ratio = table["tokens"] / table["params"]
   return table.assign(
     overtrain=(ratio / ratio.min()).round().astype(int),

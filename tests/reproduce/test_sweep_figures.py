@@ -295,5 +295,5 @@ def test_a_file_without_runs_or_columns_is_refused(tmp_path, text, message, caps
   assert figures.main([str(tmp_path / "t.csv"), f"--out={tmp_path / 'out'}"]) == 2
   assert message in capsys.readouterr().err
   assert figures.main([str(tmp_path), f"--out={tmp_path / 'out'}"]) == 2
-  assert "which cannot be read ([Errno 21] Is a directory" in capsys.readouterr().err
+  assert "is no table: [Errno 21] Is a directory" in capsys.readouterr().err
   assert not (tmp_path / "out").exists()
