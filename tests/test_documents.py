@@ -65,5 +65,5 @@ def test_every_method_has_a_row_with_the_bytes_of_its_sample_run():
   named = [*command.load_module("methods", "get_config", "").METHODS]
   counted = list_configs.rows([f"configs/methods.py:{name}" for name in named])
   assert [*found.items()] == [
-    (n, f"{row.sent:,}") for n, row in zip(named, counted, strict=True)
+    (n, f"{row['sent']:,}") for n, row in zip(named, counted, strict=True)
   ]

@@ -16,16 +16,20 @@ from typing import Any
 import numpy as np
 
 from diloco.config.resolve import leaves
-from diloco.errors import ConfigError
-from diloco.log.loss_picture import points, smoothed, thinning
+from diloco.log.loss_picture import line, points, smoothed
 from diloco.log.read_run import Run, names_of, read, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec.shapes import matrix_params
-from diloco.util import files
-from diloco.util.command import Parser, check_picture, guarded, make_folder, make_parent
-from diloco.util.palette import looks
+from diloco.util.command import (
+  Parser,
+  check_picture,
+  guarded,
+  in_range,
+  make_parent,
+)
+from diloco.util.palette import looks, write_picture
 
 # Fields that are columns already, follow from columns, or change no result.
 _QUIET = (
@@ -125,8 +129,7 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      some = slice(None, None, thinning(len(steps)))
-      panel.plot(x[some], smoothed(loss)[some], lw=1.3, **look)
+      line(panel, x, smoothed(loss), lw=1.3, **look)
       for t in filter(place.get, run.held_out):
         color = look["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
@@ -164,8 +167,6 @@ def missing(run: Run) -> list[str]:
 def compare(args: argparse.Namespace) -> None:
   """Prints the table, and writes the picture and the CSV file."""
   check_picture(args.out, "compare.png")
-  if args.chips is not None and not 2 <= args.chips <= 1e9:
-    raise ConfigError(f"--chips is {args.chips:g}; give a number from 2 on.")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
     make_parent(args.csv, "--csv", "a file name.csv")
@@ -173,9 +174,7 @@ def compare(args: argparse.Namespace) -> None:
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  make_folder(args.out.parent, "--out")
-  with files.replacing(args.out) as file:
-    draw(runs, seconds).savefig(file, dpi=120, format=args.out.suffix[1:])
+  write_picture(draw(runs, seconds), args.out, dpi=120)
   print(f"picture      {args.out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
@@ -190,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "picture to write; default compare.png"
   add("--out", type=path, default=path("compare.png"), help=text)
   add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
-  add("--chips", type=float, help="chips of each run; default: enough for the largest")
+  text = "chips of each run; default: enough for the largest"
+  add("--chips", type=in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9
   text = f"Gbit/s between replicas; default {gbits:g}"
   add("--gbits", type=float, default=gbits, help=text)

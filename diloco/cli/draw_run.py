@@ -5,22 +5,18 @@ python -m diloco draw_run --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/
 `python -m diloco simulate schedule` draws the schedule of a config, without a run.
 """
 
+import argparse
 import pathlib
+import sys
 from collections.abc import Sequence
 
-from absl import flags
-
-from diloco.config import Config, command_line
+from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.log import workdir as log
 from diloco.simulate import schedule_figure
 from diloco.simulate.schedule_figure import Send
 from diloco.util import palette
-
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run of DiLoCo.")
-_FIRST = flags.DEFINE_integer("first", 1, "First inner step to draw.", lower_bound=1)
-_LAST = flags.DEFINE_integer("last", 60, "Last inner step to draw.")
-_OUT = flags.DEFINE_string("out", None, "Picture to write, for example run.png.")
+from diloco.util.command import Parser, guarded
 
 
 def read(workdir: pathlib.Path) -> tuple[Config, list[Send], int]:
@@ -48,18 +44,26 @@ def check(sends: Sequence[Send], first: int, last: int) -> None:
     )
 
 
-def main(argv) -> None:
-  del argv
-  c, sends, done = read(pathlib.Path(str(_WORKDIR.value)))
-  first, last, out = _FIRST.value, _LAST.value, pathlib.Path(str(_OUT.value))
-  schedule_figure.check(c, first, last, out)
-  check(sends, first, last)
+def draw(args: argparse.Namespace) -> None:
+  """Writes the picture."""
+  c, sends, done = read(args.workdir)
+  schedule_figure.check(c, args.first, args.last, args.out)
+  check(sends, args.first, args.last)
   # A run that still goes on has not merged what would arrive later.
-  last = min(last, done)
-  palette.save(lambda: schedule_figure.make(c, sends, first, last), out)
-  print(out)
+  last = min(args.last, done)
+  palette.save(lambda: schedule_figure.make(c, sends, args.first, last), args.out)
+  print(args.out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco draw_run", description=__doc__)
+  add, path = parser.add_argument, pathlib.Path
+  add("--workdir", type=path, required=True, help="folder of a run of DiLoCo")
+  add("--first", type=int, default=1, help="first inner step to draw; default 1")
+  add("--last", type=int, default=60, help="last inner step to draw; default 60")
+  add("--out", type=path, required=True, help="picture to write, such as run.png")
+  return guarded(draw, parser.parse_args(argv), mistakes=ConfigError)
 
 
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["workdir", "out"])
-  command_line.run(main)
+  sys.exit(main())

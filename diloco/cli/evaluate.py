@@ -2,9 +2,9 @@
 
   python -m diloco evaluate --workdir=/tmp/sample --tasks=hellaswag,piqa,arc_easy
 
-Reads the outer parameters of the newest checkpoint, or of an export. Prints a table
-and writes evaluation_<step>.json into the workdir. --details=FILE also writes the
-log-likelihood of every choice. --heldout adds the held-out loss and needs the data.
+Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
+each task and writes evaluation_<step>.json into the workdir. --details=FILE also writes
+the log-likelihood of every choice. --heldout adds the held-out loss and needs the data.
 """
 
 import argparse
@@ -22,21 +22,13 @@ from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
 from diloco.util import files
-from diloco.util.command import guarded, make_folder, make_parent, model_parser
-
-
-def table(results: dict[str, tasks.TaskResult]) -> str:
-  """Formats the results: one line per task, in per cent."""
-  percent = lambda value, error: f"{100 * value:.2f} +- {100 * error:.2f}"
-  lines = [f"{'task':<16}{'items':>8}{'accuracy':>17}{'length-normalised':>20}"]
-  for name, r in results.items():
-    lines.append(
-      f"{name:<16}{r.items:>8,}{percent(r.accuracy, r.stderr):>17}"
-      f"{percent(r.accuracy_norm, r.stderr_norm):>20}"
-    )
-    if r.truncated:
-      lines.append(f"  {r.truncated:,} choices did not fit into the model's seq_len")
-  return "\n".join(lines)
+from diloco.util.command import (
+  guarded,
+  in_range,
+  make_folder,
+  make_parent,
+  model_parser,
+)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,8 +37,6 @@ def run(args: argparse.Namespace) -> None:
     raise ConfigError(
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
-  if args.items < 0:
-    raise ConfigError(f"--items is {args.items}; it must be at least 0.")
   if args.details:
     make_parent(args.details, "--details")
   model = load(args.workdir, args.step)
@@ -61,15 +51,15 @@ def run(args: argparse.Namespace) -> None:
   with jax.set_mesh(model.mesh):
     evaluation = Evaluation(changed(model.config, fields), model.mesh, args.heldout)
     results = evaluation.tasks(model.params, details, show=bool(args.tasks))
-    if results:
-      print(table(results))
+    of_tasks = {name: dataclasses.asdict(r) for name, r in results.items()}
+    for name, values in of_tasks.items():
+      print(tasks.line(name, values))
     if args.heldout:
       r = evaluation.loss(model.params)
       said |= dataclasses.asdict(r)
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
   path = pathlib.Path(args.workdir) / f"evaluation_{model.step}.json"
   before = files.read_json(path) or {}  # Of other tasks, or of the held-out text.
-  of_tasks = {name: dataclasses.asdict(r) for name, r in results.items()}
   files.write_json(path, before | said | {"tasks": before.get("tasks", {}) | of_tasks})
   if args.details:
     args.details.write_text("".join(json.dumps(d) + "\n" for d in details))
@@ -78,7 +68,7 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("evaluate", __doc__)
   parser.add_argument("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
-  parser.add_argument("--items", type=int, default=0, help="items per task; 0: all")
+  parser.add_argument("--items", type=in_range(0), default=0, help="of a task; 0: all")
   parser.add_argument("--heldout", action="store_true", help="add the held-out loss")
   parser.add_argument("--data_dir", help="root of TFDS data sets; default: the run's")
   parser.add_argument("--details", type=pathlib.Path, help="one JSON line per item")

@@ -81,11 +81,10 @@ def make_output(output: str | pathlib.Path) -> pathlib.Path:
     ConfigError: nothing can be written there, or the folder is a run's. A run's
       config.json would be lost, and its checkpoints would no longer be found.
   """
-  if not str(output):
-    raise ConfigError("--output is empty; give a new folder.")
-  if (pathlib.Path(output) / "checkpoints").exists():
+  folder = make_folder(output, "--output")
+  if (folder / "checkpoints").exists():
     raise ConfigError(f"--output is {str(output)!r}, a run; give another folder.")
-  return make_folder(output, "--output")
+  return folder
 
 
 def run(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop.load import load
 from diloco.model import sampling
-from diloco.util.command import guarded, model_parser
+from diloco.util.command import guarded, in_range, model_parser
 
 # Logits divided by less may exceed the range of float32.
 MIN_TEMPERATURE = 1e-6
@@ -23,16 +23,11 @@ MIN_TEMPERATURE = 1e-6
 
 def run(args: argparse.Namespace) -> None:
   """Prints the prompt with its continuation."""
-  for name in ("tokens", "temperature", "top_k"):
-    if not getattr(args, name) >= 0:
-      raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 0.")
   if 0 < args.temperature < MIN_TEMPERATURE:
     raise ConfigError(
       f"--temperature is {args.temperature:g}, which overflows; give 0 for the"
       f" likeliest tokens, or at least {MIN_TEMPERATURE:g}."
     )
-  if not -(2**63) <= args.seed < 2**63:
-    raise ConfigError(f"--seed is {args.seed}; it must have at most 64 bits.")
   try:
     args.prompt.encode()
   except UnicodeEncodeError as error:
@@ -56,10 +51,11 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("generate", __doc__)
   parser.add_argument("--prompt", default="", help="empty: begins a document")
-  parser.add_argument("--tokens", type=int, default=128, help="new tokens at most")
-  parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy")
-  parser.add_argument("--top_k", type=int, default=0, help="0: all tokens")
-  parser.add_argument("--seed", type=int, default=0)
+  add = parser.add_argument
+  add("--tokens", type=in_range(0), default=128, help="new tokens at most")
+  add("--temperature", type=in_range(0.0), default=0.8, help="0: greedy")
+  add("--top_k", type=in_range(0), default=0, help="0: all tokens")
+  add("--seed", type=in_range(-(2**63), 2**63 - 1), default=0)
   return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 

@@ -19,9 +19,11 @@ sent       bytes that one replica sends in the whole run
 FLOPs      6 N per token, as the papers count
 """
 
-import dataclasses
 import pathlib
 import sys
+from typing import Any
+
+import pandas as pd
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
@@ -35,28 +37,7 @@ CONFIGS = shipped.folder("configs")
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-  """One run. The module's docstring explains the columns."""
-
-  name: str
-  algorithm: str
-  replicas: int
-  params: int
-  tokens: int
-  batch: int
-  seq_len: int
-  steps: int
-  inner_lr: float
-  outer_lr: float
-  sync_every: int
-  fragments: int
-  payload: int
-  sent: int
-  flops: float
-
-
-def rows(names: list[str]) -> list[Row]:
+def rows(names: list[str]) -> list[dict[str, Any]]:
   """Returns the rows of configs such as `configs/streaming.py:1B,H=100`."""
   found = []
   for name in names or map(str, DEFAULT):
@@ -69,28 +50,25 @@ def rows(names: list[str]) -> list[Row]:
   return found
 
 
-def row(name: str, c: Config) -> Row:
-  """Returns the row of a config."""
-  n = matrix_params(c.model)
+def row(name: str, c: Config) -> dict[str, Any]:
+  """Returns the row of a config; the module's docstring explains the columns."""
   most, sent = traffic(c)
   parallel = c.one_model
-  return Row(
-    name=name,
-    algorithm=c.algorithm,
-    replicas=c.replicas,
-    params=n,
-    tokens=c.train.tokens,
-    batch=c.train.batch_size,
-    seq_len=c.model.seq_len,
-    steps=c.train.steps,
-    inner_lr=c.inner.learning_rate,
-    outer_lr=0.0 if parallel else c.outer.learning_rate,
-    sync_every=1 if parallel else c.sync_every,
-    fragments=1 if parallel else len(c.make_fragments()),
-    payload=most,
-    sent=sent,
-    flops=flops_per_token(c.model, attention=False) * c.train.tokens,
-  )
+  return {
+    "config": name,
+    "M": c.replicas,
+    "N": matrix_params(c.model),
+    "tokens": c.train.tokens,
+    "batch x L": f"{c.train.batch_size} x {c.model.seq_len}",
+    "steps": c.train.steps,
+    "inner": c.inner.learning_rate,
+    "outer": 0.0 if parallel else c.outer.learning_rate,
+    "H": 1 if parallel else c.sync_every,
+    "P": 1 if parallel else len(c.make_fragments()),
+    "payload": most,
+    "sent": sent,
+    "FLOPs": flops_per_token(c.model, attention=False) * c.train.tokens,
+  }
 
 
 def traffic(c: Config) -> tuple[int, int]:
@@ -112,21 +90,21 @@ def traffic(c: Config) -> tuple[int, int]:
   return most, sent
 
 
-def table(found: list[Row]) -> str:
+def table(found: list[dict[str, Any]]) -> str:
   """Formats the rows: one line per run."""
-  head = (
-    f"{'config':<60}{'M':>2}{'N':>7}{'tokens':>8}{'batch x L':>13}{'steps':>10}"
-    f"{'inner':>9}{'outer':>6}{'H':>5}{'P':>3}{'payload':>9}{'sent':>9}{'FLOPs':>9}"
-  )
-  lines = [head]
-  for r in found:
-    lines.append(
-      f"{r.name:<60}{r.replicas:>2}{prefixed(r.params):>7}{prefixed(r.tokens):>8}"
-      f"{f'{r.batch} x {r.seq_len}':>13}{r.steps:>10,}{r.inner_lr:>9.2e}"
-      f"{r.outer_lr:>6.2g}{r.sync_every:>5}{r.fragments:>3}"
-      f"{prefixed(r.payload) + 'B':>9}{prefixed(r.sent) + 'B':>9}{r.flops:>9.2g}"
-    )
-  return "\n".join(lines)
+  in_bytes = lambda value: f"{prefixed(value)}B"
+  forms: dict[Any, Any] = {
+    "N": prefixed,
+    "tokens": prefixed,
+    "steps": "{:,}".format,
+    "inner": "{:.2e}".format,
+    "outer": "{:.2g}".format,
+    "payload": in_bytes,
+    "sent": in_bytes,
+    "FLOPs": "{:.2g}".format,
+  }
+  frame = pd.DataFrame(found).set_index("config").rename_axis(None)
+  return frame.to_string(formatters=forms)
 
 
 def main(argv: list[str] | None = None) -> int:

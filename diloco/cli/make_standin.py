@@ -8,20 +8,18 @@ The stand-in has the name, version, features and splits of the real data set, so
 same loading code reads both. Needs no TensorFlow and no network.
 """
 
+import argparse
 import pathlib
 import re
+import sys
+from collections.abc import Sequence
 
 import tensorflow_datasets as tfds
-from absl import flags
 
-from diloco.config import command_line
 from diloco.data import make_source
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
-from diloco.util import command
-
-_NAME = flags.DEFINE_string("name", "c4/en:3.1.0", "c4/en:3.1.0 or dolma:1.0.0.")
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Root folder of TFDS data sets.")
+from diloco.util.command import Parser, guarded, make_folder
 
 FEATURES = {
   "c4": ("text", "url", "content-type", "content-length", "timestamp"),
@@ -82,13 +80,18 @@ def write(name: str, data_dir: str) -> pathlib.Path:
   return pathlib.Path(builder.data_path)
 
 
-def main(argv) -> None:
-  del argv
-  folder = str(_DATA_DIR.value)
-  command.make_folder(folder, "--data_dir")
-  print(write(str(_NAME.value), folder))
+def run(args: argparse.Namespace) -> None:
+  make_folder(args.data_dir, "--data_dir")
+  print(write(args.name, args.data_dir))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco make_standin", description=__doc__)
+  names = "c4/en:3.1.0, which is the default, or dolma:1.0.0"
+  parser.add_argument("--name", default="c4/en:3.1.0", help=names)
+  parser.add_argument("--data_dir", required=True, help="root folder of TFDS data sets")
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("data_dir")
-  command_line.run(main)
+  sys.exit(main())

@@ -17,69 +17,43 @@ one file of each process is made again. docs/data.md has sizes,
 docs/benchmarks.md speeds.
 """
 
+import argparse
 import pathlib
 import resource
 import sys
 import time
+from collections.abc import Sequence
 
-from absl import flags
-
-from diloco.config import command_line
 from diloco.data.prepare import pieces
 from diloco.data.prepare import tokenize as prepare
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
 from diloco.util import command
 
-_SOURCE = flags.DEFINE_string(
-  "source",
-  None,
-  "sotu, files:<folder or glob>, paragraphs:<folder or glob> or tfds:<name>:<version>.",
-)
-_SPLIT = flags.DEFINE_list(
-  "split",
-  ["train"],
-  "A TFDS split or slice; for text train, eval or all. Two of them, separated by a"
-  " comma, go to the folders train and validation of --output.",
-)
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "Root folder of TFDS data sets.")
-_TOKENIZER = flags.DEFINE_string(
-  "tokenizer", "sotu_2048", "Path of a SentencePiece .model, or name of a shipped one."
-)
-_OUTPUT = flags.DEFINE_string("output", None, "Folder to write.")
-_WORKERS = flags.DEFINE_integer("workers", 1, "Number of processes.", lower_bound=1)
-_UNIT_MB = flags.DEFINE_integer(
-  "unit_mb", 0, "MiB of the source for each array; 0: up to 512 arrays.", lower_bound=0
-)
 
-
-def main(argv) -> int:
-  return command.guarded(_run, argv[1])
-
-
-def _run(task: str) -> int:
+def _run(args: argparse.Namespace) -> int:
   try:
-    _prepare(task)
+    _prepare(args)
   except KeyboardInterrupt:
     print("Interrupted; start the same command again to continue.", file=sys.stderr)
     return command.interrupted()
   return 0
 
 
-def _prepare(task: str) -> None:
+def _prepare(args: argparse.Namespace) -> None:
   start = time.perf_counter()
-  source, data_dir, workers = str(_SOURCE.value), _DATA_DIR.value, _WORKERS.value
-  output = command.make_folder(str(_OUTPUT.value), "--output")
-  if task == "convert":
+  source, data_dir, workers = args.source, args.data_dir, args.workers
+  output = command.make_folder(args.output, "--output")
+  if args.task == "convert":
     lines = [str(prepare.convert(source, output, data_dir, workers))]
   else:
-    lines, unit_size = [], _UNIT_MB.value << 20
-    folders = _folders(output)
+    lines, unit_size = [], args.unit_mb << 20
+    folders = _folders([name.strip() for name in args.split.split(",")], output)
     for split in [*folders][1:]:  # So an error here costs no hours of work.
       pieces.make_pieces(source, split, data_dir)
     for split, folder in folders.items():
       made = prepare.tokenize(
-        source, split, _TOKENIZER.value, folder, data_dir, workers, unit_size
+        source, split, args.tokenizer, folder, data_dir, workers, unit_size
       )
       lines.append(
         f"{folder}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
@@ -94,9 +68,8 @@ def _prepare(task: str) -> None:
   print("\n".join(lines))
 
 
-def _folders(output: pathlib.Path) -> dict[str, pathlib.Path]:
+def _folders(splits: list[str], output: pathlib.Path) -> dict[str, pathlib.Path]:
   """Returns {split: its folder}; training looks for two splits under these names."""
-  splits = _SPLIT.value
   if len(splits) == 1:
     return {splits[0]: output}
   if len(set(splits)) != 2:
@@ -108,6 +81,26 @@ def _folders(output: pathlib.Path) -> dict[str, pathlib.Path]:
   return dict(zip(splits, (output / default.train_split, output / default.eval_split)))
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = command.Parser(prog="python -m diloco prepare_data", description=__doc__)
+  add, in_range = parser.add_argument, command.in_range
+  add("task", choices=("tokenize", "convert"), help="what to do with the text")
+  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
+  add("--source", required=True, help=text)
+  text = (
+    "a TFDS split or slice; for text train, eval or all; two of them, separated by a"
+    " comma, go to the folders train and validation of --output; default train"
+  )
+  add("--split", default="train", help=text)
+  add("--data_dir", default="", help="root folder of TFDS data sets")
+  text = "path of a SentencePiece .model, or name of a shipped one; default sotu_2048"
+  add("--tokenizer", default="sotu_2048", help=text)
+  add("--output", required=True, help="folder to write")
+  add("--workers", type=in_range(1), default=1, help="number of processes")
+  text = "MiB of the source for each array; default 0: up to 512 arrays"
+  add("--unit_mb", type=in_range(0), default=0, help=text)
+  return command.guarded(_run, parser.parse_args(argv))
+
+
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["source", "output"])
-  command_line.run(main, commands=("tokenize", "convert"))
+  sys.exit(main())

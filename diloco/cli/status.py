@@ -25,7 +25,7 @@ from diloco.log import metrics
 from diloco.log.workdir import backwards, read_config, title
 from diloco.sites.calendar import Calendar
 from diloco.util import files
-from diloco.util.command import Parser, guarded
+from diloco.util.command import Parser, guarded, in_range
 
 ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
@@ -49,70 +49,55 @@ class Status(NamedTuple):
   details: dict[str, str]
 
 
-class Newest(NamedTuple):
-  """The end of a run's metrics.jsonl.
-
-  Attributes:
-    step, evaluation: the last record of the kind; {} without one.
-    syncs: {fragment: the last receive}.
-    times: of the last steps, newest first.
-  """
-
-  step: dict[str, Any]
-  evaluation: dict[str, Any]
-  syncs: dict[int, dict[str, Any]]
-  times: list[float]
-
-
 def of_run(folder: pathlib.Path, now: float) -> Status:
   """Reads how a run, or a site of a run, goes on."""
   config = read_config(folder)
   total = config.get("train", {}).get("steps")
-  step, evaluation, syncs, times = newest(folder, config)
-  if not step:
+  found = newest(folder, config)
+  if not found["step"]:
     return Status(_title(config), {"step": "none yet"}, {})
+  step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   news = {"step": _of(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
   if rate and total and t < total:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {_time(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
-  if evaluation:
+  if found["eval"]:
+    evaluation = found["eval"][0]
     loss = evaluation["loss_outer"]
     text = "not finite" if loss is None else f"{loss:.4f}"
     news["held-out"] = f"{text} at {evaluation['step']:,}"
   details = dict[str, str]()
-  if syncs:
-    details["last sync"] = _fragments({p: r["step"] for p, r in syncs.items()})
-    last = max(syncs.values(), key=lambda r: r["step"])
-    if "sites" in last:
-      news["sites"] = f"{last['sites']:g} in the last round"
+  if syncs := found["receive"]:
+    # From old to new, so that the newest record of a fragment stays.
+    details["last sync"] = _fragments({r["fragment"]: r["step"] for r in syncs[::-1]})
+    if "sites" in syncs[0]:
+      news["sites"] = f"{syncs[0]['sites']:g} in the last round"
   done = t == total and files.read_json(folder / SUMMARY) is not None
+  times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   news |= _age(folder / metrics.FILE, now, usual, done)
   return Status(_title(config), news, details | _checkpoint(folder))
 
 
-def newest(folder: pathlib.Path, config: dict[str, Any]) -> Newest:
-  """Reads a run's metrics.jsonl from its end, no further than needed."""
-  step, evaluation = dict[str, Any](), dict[str, Any]()
-  syncs, times = dict[int, dict](), list[float]()
-  # In so many steps, there is an evaluation, and every fragment is received.
+def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
+  """Returns the newest records of a run by kind, the newest first.
+
+  Reads metrics.jsonl from its end, no further than needed: until there is an
+  evaluation, and every fragment is received.
+  """
+  found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
   reach = max(2 * config.get("sync_every", 0), every, _RECENT)
   for line in backwards(folder / metrics.FILE):
     record = metrics.as_record(line)
     kind = record.get("kind")
-    if kind == "step":
-      step = step or record
-      times += [record["time"]] * (len(times) < _RECENT)
-      if record["step"] < step["step"] - reach:
-        break
-    elif kind == "eval":
-      evaluation = evaluation or record
-    elif kind == "receive":
-      syncs.setdefault(record["fragment"], record)
-  return Newest(step, evaluation, syncs, times)
+    if kind in found:
+      found[kind].append(record)
+    if kind == "step" and record["step"] < found["step"][0]["step"] - reach:
+      break
+  return found
 
 
 def of_coordinator(folder: pathlib.Path, now: float) -> Status:
@@ -137,10 +122,8 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
     "round": f"{_of(last['round'] + 1, total)}, step {last['step']:,}",
     "sites": f"{_of(len(inside), sites)} in the last round: {', '.join(inside)}",
   }
-  away = [f"{k} since step {sent[k]:,}" for k in sorted(sent, key=int)]
-  away = [text for text in away if text.split()[0] not in inside]
-  if away:
-    news["away"] = ", ".join(away)
+  if away := sorted(sent.keys() - inside, key=int):
+    news["away"] = ", ".join(f"{k} since step {sent[k]:,}" for k in away)
   ended = files.read_json(folder / "coordinator.json") is not None
   done = ended and last["round"] + 1 == total  # Else the run is extended.
   news |= _age(folder / ROUNDS, now, _ROUND_S, done)
@@ -238,11 +221,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "folder of a run, of a coordinator, or of several of them"
   add("workdir", metavar="WORKDIR", type=pathlib.Path, nargs="+", help=text)
   text = "show it again every so many seconds; default 10"
-  add("--follow", type=float, nargs="?", const=10, metavar="SECONDS", help=text)
-  args = parser.parse_args(argv)
-  if args.follow is not None and not 0.1 <= args.follow <= 86_400:
-    parser.error(f"--follow is {args.follow:g}; give seconds from 0.1 to 86400")
-  return guarded(show, args)
+  kind = in_range(0.1, 86_400.0)
+  add("--follow", type=kind, nargs="?", const=10, metavar="SECONDS", help=text)
+  return guarded(show, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -14,16 +14,16 @@ than --max_mb, each of its parts gives a share. The model depends only on the te
 the options: training uses one thread and no random sampling.
 """
 
+import argparse
 import io
 import itertools
 import pathlib
 import re
+import sys
 from collections.abc import Iterator, Sequence
 
 import sentencepiece
-from absl import flags
 
-from diloco.config import command_line
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.data.sources import more_documents
 from diloco.errors import ConfigError
@@ -31,29 +31,6 @@ from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from diloco.util import command
 from diloco.util.files import replacing
 
-_SOURCE = flags.DEFINE_string(
-  "source",
-  None,
-  "sotu, files:<folder or glob>, paragraphs:<folder or glob> or tfds:<name>:<version>.",
-)
-_SPLIT = flags.DEFINE_string(
-  "split", "train", "A TFDS split or slice; for sotu and files train, eval or all."
-)
-_DATA_DIR = flags.DEFINE_string("data_dir", "", "Root folder of TFDS data sets.")
-_VOCAB = flags.DEFINE_integer(
-  "vocab_size",
-  32_000,
-  "Pieces, special ones included.",
-  lower_bound=1,
-  upper_bound=1 << 24,
-)
-_OUTPUT = flags.DEFINE_string("output", None, "Path of the .model file to write.")
-_MAX_MB = flags.DEFINE_integer(
-  "max_mb",
-  100,
-  "Megabytes of text to train on; SentencePiece keeps them in memory.",
-  lower_bound=1,
-)
 # SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
 _MAX_LINE = 100_000
 
@@ -79,38 +56,32 @@ def _lines(piece: pieces_lib.Piece) -> Iterator[str]:
           yield part
 
 
-def main(argv) -> int:
-  del argv
-  return command.guarded(_run)
-
-
-def _run() -> None:
-  path, source = pathlib.Path(str(_OUTPUT.value)), str(_SOURCE.value)
-  split, data_dir = str(_SPLIT.value), str(_DATA_DIR.value)
+def _run(args: argparse.Namespace) -> None:
+  path = args.output
   if path.suffix != ".model" or path.is_dir():
     raise ConfigError(
       f"--output is {str(path)!r}; give the name of a file that ends in .model."
     )
   command.make_folder(path.parent, "--output")
-  files = pieces_lib.make_pieces(source, split, data_dir)
+  files = pieces_lib.make_pieces(args.source, args.split, args.data_dir)
   pieces = list(pieces_lib.cut(files, max_size=1 << 28))
-  lines = paragraphs(pieces, _MAX_MB.value * 10**6)
+  lines = paragraphs(pieces, args.max_mb * 10**6)
   first = next(lines, None)
   if first is None:
     raise ConfigError(
-      f"--source is {source!r}, which has no text in the split {split!r};"
-      f" {more_documents(source)}, or choose another --split."
+      f"--source is {args.source!r}, which has no text in the split {args.split!r};"
+      f" {more_documents(args.source)}, or choose another --split."
     )
   try:
-    model = _train(itertools.chain([first], lines))
+    model = _train(itertools.chain([first], lines), args.vocab_size)
   except RuntimeError as error:  # SentencePiece's only kind of error.
-    raise ConfigError(_explain(str(error))) from error
+    raise ConfigError(_explain(str(error), args)) from error
   with replacing(path) as file:
     file.write(model)
-  print(f"{path}: {_VOCAB.value} pieces, {len(model):,} bytes")
+  print(f"{path}: {args.vocab_size} pieces, {len(model):,} bytes")
 
 
-def _explain(error: str) -> str:
+def _explain(error: str, args: argparse.Namespace) -> str:
   """Puts SentencePiece's errors about the vocabulary into one sentence."""
   for pattern, sentence in (
     (r"too high .* <= (\d+)", "gives at most {} pieces; lower --vocab_size"),
@@ -118,19 +89,18 @@ def _explain(error: str) -> str:
   ):
     found = re.search(pattern, error)
     if found:
-      return (
-        f"--vocab_size is {_VOCAB.value}, but the text {sentence.format(found[1])}."
-      )
-  return f"SentencePiece cannot train on --source={_SOURCE.value}: {error}"
+      wrong = sentence.format(found[1])
+      return f"--vocab_size is {args.vocab_size}, but the text {wrong}."
+  return f"SentencePiece cannot train on --source={args.source}: {error}"
 
 
-def _train(lines: Iterator[str]) -> bytes:
+def _train(lines: Iterator[str], vocab_size: int) -> bytes:
   """Trains a model on lines; returns it as the bytes of a .model file."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=lines,
     model_writer=model,
-    vocab_size=_VOCAB.value,
+    vocab_size=vocab_size,
     model_type="unigram",
     pad_id=PAD_ID,
     eos_id=EOS_ID,
@@ -147,6 +117,23 @@ def _train(lines: Iterator[str]) -> bytes:
   return model.getvalue()
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = command.Parser(prog="python -m diloco train_tokenizer", description=__doc__)
+  add, in_range = parser.add_argument, command.in_range
+  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
+  add("--source", required=True, help=text)
+  text = "a TFDS split or slice; for sotu and files train, eval or all; default train"
+  add("--split", default="train", help=text)
+  add("--data_dir", default="", help="root folder of TFDS data sets")
+  text = "pieces, special ones included; default 32000"
+  add("--vocab_size", type=in_range(1), default=32_000, help=text)
+  add("--output", type=pathlib.Path, required=True, help=".model file to write")
+  text = (
+    "megabytes of text to train on, which SentencePiece keeps in memory; default 100"
+  )
+  add("--max_mb", type=in_range(1), default=100, help=text)
+  return command.guarded(_run, parser.parse_args(argv))
+
+
 if __name__ == "__main__":
-  flags.mark_flags_as_required(["source", "output"])
-  command_line.run(main)
+  sys.exit(main())

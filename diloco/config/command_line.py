@@ -22,38 +22,37 @@ from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located
 
 
-def run(main: Callable[[list[str]], object], commands: Sequence[str] = ()) -> None:
+def run(main: Callable[[list[str]], object]) -> None:
   """Runs a program with absl flags; a ConfigError becomes one sentence, exit status 2.
 
   Args:
-    main: takes the program's name and the command.
-    commands: see `parse_flags`.
+    main: takes a list of the program's name.
   """
   app.run(
     lambda argv: sys.exit(guarded(main, argv, mistakes=ConfigError)),
-    flags_parser=lambda argv: parse_flags(argv, commands),
+    flags_parser=parse_flags,
   )
 
 
-def parse_flags(argv: Sequence[str], commands: Sequence[str] = ()) -> list[str]:
+def parse_flags(argv: Sequence[str]) -> list[str]:
   """Parses flags for `app.run`; a mistake becomes one sentence and exit status 2.
 
   Args:
     argv: the program and its arguments.
-    commands: the user gives one of these words besides the flags; if empty, none.
 
   Returns:
-    The program and the command.
+    A list of the program.
   """
   if "--help" in argv:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends without an error.
   try:
     program, *words = _parse(flags.FLAGS, argv)
-    if words not in ([[c] for c in commands] or [[]]):
-      given = " ".join(words) or "no command"
-      wanted = f"one of {', '.join(commands)}" if commands else "flags as --name=value"
-      raise ConfigError(f"{given} is given besides the flags; write {wanted}.")
-    return [program, *words]
+    if words:
+      given = " ".join(words)
+      raise ConfigError(
+        f"{given} is given besides the flags; write flags as --name=value."
+      )
+    return [program]
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

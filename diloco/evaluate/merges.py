@@ -8,7 +8,6 @@ Letters: M replicas, B sequences, L positions.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,8 @@ from diloco.evaluate.evaluation import Evaluation
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.model import registry
+from diloco.util.types import PyTree
 
-Tree = Any
 # Part of a step's sequences, to bound the cost: a merge needs two forward passes.
 _SHARE = 8
 
@@ -56,13 +55,13 @@ class MergeLoss(Wrapper):
     merged = self._merged(t)
     if not merged:
       return self.method.outer(t, state)
-    before_M = self._losses(state.params)
+    before_M = losses(state.params, *self.batch, c=self.c)
     t, state, events = self.method.outer(t, state)
-    losses = {"before": before_M, "after": self._losses(state.params)}
+    after_M = losses(state.params, *self.batch, c=self.c)
     mask_M = np.any([mask for _, mask in merged], axis=0)
     metrics = {
       f"loss_{when}_merge": jnp.where(mask_M, x_M, jnp.nan)
-      for when, x_M in losses.items()
+      for when, x_M in (("before", before_M), ("after", after_M))
     }
     return t, state, [*events, Event("merge", merged[0][0], t, 0, metrics)]
 
@@ -75,9 +74,6 @@ class MergeLoss(Wrapper):
       for p, mask in plan.schedule.arrivals(t)
       if plan.is_diagnosed(p, t - taus[mask.index(True)])
     ]
-
-  def _losses(self, params_M: Tree) -> jax.Array:
-    return losses(params_M, *self.batch, c=self.c)
 
 
 def with_merge_loss(method: Method, c: Config, mesh: Mesh, evaluation: Evaluation):
@@ -96,13 +92,13 @@ def with_merge_loss(method: Method, c: Config, mesh: Mesh, evaluation: Evaluatio
 
 @functools.partial(jax.jit, static_argnames="c")
 def losses(
-  params_M: Tree, tokens_MxBxL: jax.Array, weights_MxBxL: jax.Array, *, c: Config
+  params_M: PyTree, tokens_MxBxL: jax.Array, weights_MxBxL: jax.Array, *, c: Config
 ) -> jax.Array:
   """Computes the mean cross entropy of every replica, float32 [M], nats per token."""
   mesh = jax.sharding.get_abstract_mesh()
   batch_axes = () if mesh.size == 1 else (FSDP,)
 
-  def one(params: Tree, tokens_BxL: jax.Array, weights_BxL: jax.Array) -> jax.Array:
+  def one(params: PyTree, tokens_BxL: jax.Array, weights_BxL: jax.Array) -> jax.Array:
     model = registry.get(c.model)
     nll_BxL, _ = model.losses(c.model, params, tokens_BxL, batch_axes=batch_axes)
     return (nll_BxL * weights_BxL).sum() / weights_BxL.sum()

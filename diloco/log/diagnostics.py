@@ -16,11 +16,10 @@ import numpy as np
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
-from diloco.log.loss_picture import points, running_mean, smoothed, thinning
+from diloco.log.loss_picture import line, points, running_mean, smoothed
 from diloco.log.workdir import title
-from diloco.util import files
-from diloco.util.command import Parser, check_picture, guarded, make_folder
-from diloco.util.palette import COLORS, OTHERS, STYLE, shades
+from diloco.util.command import Parser, check_picture, guarded
+from diloco.util.palette import COLORS, OTHERS, STYLE, shades, write_picture
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
@@ -46,7 +45,8 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
 
 def by_layer(c: Config, records: Records, name: str) -> Curves:
   """Returns the curve of each layer and of the embedding; replicas are averaged."""
-  fragments, found = c.make_fragments(), dict[str, dict[int, float]]()
+  parts = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
+  fragments, found = c.make_fragments(), {part: dict[int, float]() for part in parts}
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
@@ -55,9 +55,8 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
       )
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
-        found.setdefault(part, {})[r["step"]] = value
-  order = [*(f"layer {i}" for i in range(c.model.num_layers)), EMBEDDING]
-  return {part: found[part] for part in order if part in found}
+        found[part][r["step"]] = value
+  return {part: curve for part, curve in found.items() if curve}
 
 
 def relative(curves: Curves, norms: Curves) -> Curves:
@@ -184,7 +183,7 @@ def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
 
 def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
   styles = [
-    {"color": color, "ls": line} for line in ("-", "--", ":") for color in OTHERS
+    {"color": color, "ls": dashes} for dashes in ("-", "--", ":") for color in OTHERS
   ]
   return dict(zip(curves, styles))
 
@@ -192,17 +191,16 @@ def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
 def _lines(panel: Any, curves: Curves, styles: dict[str, dict[str, Any]]) -> None:
   for name, curve in curves.items():
     steps, values = points(curve)
-    some = slice(None, None, thinning(len(steps)))
-    panel.plot(steps[some], smoothed(values)[some], label=name, **styles[name])
+    line(panel, steps, smoothed(values), label=name, **styles[name])
 
 
 def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
   steps, values = points(changes)
   if len(steps):
-    some = slice(None, None, thinning(len(steps)))
-    panel.plot(steps[some], values[some], ".", ms=2, color="0.6", label="each merge")
+    points_only = {"marker": ".", "ls": "", "ms": 2}
+    line(panel, steps, values, color="0.6", label="each merge", **points_only)
     mean = running_mean(values, 10)
-    panel.plot(steps[some], mean[some], color=color, label="mean of 21 merges")
+    line(panel, steps, mean, color=color, label="mean of 21 merges")
     panel.legend()
 
 
@@ -216,10 +214,7 @@ def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
 def run(args: argparse.Namespace) -> None:
   """Writes the picture."""
   check_picture(args.out, "diagnostics.png")
-  c, found = read(args.workdir)
-  make_folder(args.out.parent, "--out")
-  with files.replacing(args.out) as file:
-    draw(c, found).savefig(file, dpi=120, format=args.out.suffix[1:])
+  write_picture(draw(*read(args.workdir)), args.out, dpi=120)
   print(f"picture      {args.out}")
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.log.metrics import Follower
 from diloco.log.workdir import title
-from diloco.util import files
-from diloco.util.palette import COLORS
+from diloco.util.palette import COLORS, write_picture
 
 FILE = "loss.png"
 # More points than pixels show nothing more, and take longer to draw.
@@ -42,21 +41,17 @@ class LossPicture:
     color = COLORS[self._c.algorithm]
     steps, loss = points(self._loss)
     if len(steps):
-      some = slice(None, None, thinning(len(steps)))
-      axes.plot(steps[some], loss[some], color=color, alpha=0.4, lw=0.7)
-      axes.lines[-1].set_label("training")
+      line(axes, steps, loss, color=color, alpha=0.4, lw=0.7, label="training")
       label = f"training, mean over {_WINDOW:.0%} of the steps"
-      axes.plot(steps[some], smoothed(loss)[some], color=color, lw=1.5, label=label)
+      line(axes, steps, smoothed(loss), color=color, lw=1.5, label=label)
     if self._held_out:
       label = "held-out" + ", outer parameters" * (not self._c.one_model)
       axes.plot(*points(self._held_out), "ko", ms=4, label=label)
     self._mark_sends(axes)
     axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
     axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-      figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    with files.replacing(self._path) as file:
-      figure.savefig(file, dpi=120, format="png")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    write_picture(figure, self._path, dpi=120)
     return self._path
 
   def _read(self) -> None:
@@ -95,9 +90,10 @@ def points(by_step: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
   return steps, np.array([by_step[t] for t in steps], dtype=float)
 
 
-def thinning(count: int) -> int:
-  """Returns k such that every k-th of `count` points is enough for a picture."""
-  return count // MOST_POINTS + 1
+def line(panel: Any, x: np.ndarray, y: np.ndarray, **style: Any) -> None:
+  """Draws a line with no more points than MOST_POINTS."""
+  some = slice(None, None, len(x) // MOST_POINTS + 1)
+  panel.plot(x[some], y[some], **style)
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:

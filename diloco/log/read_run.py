@@ -13,7 +13,6 @@ from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.log.workdir import parts_of
 from diloco.util import files
-from diloco.wire.ledger import all_reduced_bytes
 
 
 @dataclasses.dataclass
@@ -53,18 +52,14 @@ def read(folder: pathlib.Path, name: str) -> Run:
   c, read_parts = workdir.read(folder, "step", "eval", "send", sites=True)
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
-  sent = _mean_by_step(steps, "bytes_sent")
-  peak = max(_peak(found) for found in read_parts)
-  if not c.make_fragments():  # A log of other steps lacks the bytes.
-    sent = {t: all_reduced_bytes(c, t) for t in sent}
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
   return Run(
     name=name,
     config=c,
     loss=_mean_by_step(steps, "loss"),
     held_out=_mean_by_step([evaluations], "loss_outer"),
-    sent=sent,
-    peak=peak,
+    sent=_mean_by_step(steps, "bytes_sent"),
+    peak=max(map(_peak, read_parts)),
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,
   )
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.config import Config
+from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
 from diloco.model import attention, sampling
@@ -163,12 +164,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"             replicas' mean {losses['mean']:.4f}, first replica"
     f" {losses['first']:.4f}",
     *([test.format(**summary["test_loss"])] if "test_loss" in summary else []),
-    *(
-      f"{task:<12} accuracy {100 * r['accuracy']:.2f}%, length-normalised"
-      f" {100 * r['accuracy_norm']:.2f}%, of {r['items']:,} items,"
-      f" {100 * r['chance']:.0f}% by chance"
-      for task, r in summary["tasks"].items()
-    ),
+    *(tasks.line(task, fields) for task, fields in summary["tasks"].items()),
     f"exchanged    {sent}",
     *([f"             of these, averages sent {averaged}"] if averaged else []),
     "             data-parallel with 16-bit gradients would have sent"

@@ -20,7 +20,7 @@ from typing import Any
 from diloco.config import Config, resolve
 from diloco.errors import ConfigError
 from diloco.reproduce import claim, comparison
-from diloco.reproduce.paper_claims import CLAIMS, LADDER, SMALL
+from diloco.reproduce.claim import CLAIMS, LADDER
 from diloco.reproduce.tables import markdown
 from diloco.spec.shapes import matrix_params
 from diloco.sweep import progress, table
@@ -30,8 +30,8 @@ from diloco.sweep.local import Local
 from diloco.sweep.runner import Driver, drive
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util import files
-from diloco.util.command import Parser, guarded, load_module, make_folder
+from diloco.util import files, shipped
+from diloco.util.command import Parser, guarded, in_range, load_module, make_folder
 
 PAGE = "reproduced.md"
 # Runs that a process trains together, if they differ only in seed or rates.
@@ -124,90 +124,62 @@ def report(
 ) -> pathlib.Path:
   """Writes the page and its figures; returns the path of the page."""
   best = driver.best_rows()
-  tables = {
-    name: comparison.frame(
-      sweep.chart, [pair for pair in best if ablation(pair[0]) == name]
-    )
-    for name, sweep in found.items()
-    if sweep.chart
-  }
+  pairs = {name: [pair for pair in best if ablation(pair[0]) == name] for name in found}
+  cells = {name: [cell for cell, _ in some] for name, some in pairs.items()}
+  charts = {name: sweep.chart for name, sweep in found.items() if sweep.chart}
+  tables = {name: comparison.frame(own, pairs[name]) for name, own in charts.items()}
   make_folder(args.out / "figures", "--out")
+  facts = _facts(found, driver.asked([cell for cell, _ in best]), args)
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
-  runs = driver.asked([cell for cell, _ in best])
-  cells = {name: [c for c, _ in best if ablation(c) == name] for name in found}
-  lines = [*_introduction(found, runs, left, args), *claim.lines(CLAIMS, tables, cells)]
-  lines += [
-    "",
-    "'Shown if' tests the direction of a claim; its size counts only where the claim"
-    f" names a margin. Streaming DiLoCo calls {SMALL}% negligible for an overlap"
-    " (section 3.3.2).",
-  ]
-  for name, some in tables.items():
-    own = found[name].chart
-    assert own is not None
+  claims = "\n".join(claim.lines(CLAIMS, tables, cells))
+  text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
+  lines = [text.format(**facts, left=left, claims=claims)]
+  for name, own in charts.items():
+    some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
-    lines += ["", f"## {own.title}", "", *comparison.lines(own, some)]
+    lines += [f"## {own.title}", "", *comparison.lines(own, some)]
     lines += _edges(cells[name])
     if not some.empty:
       comparison.draw(own, some, picture)
       lines += ["", f"![{own.title}](figures/{picture.name})"]
+    lines.append("")
   with files.replacing(args.out / PAGE) as file:
-    file.write("\n".join([*lines, ""]).encode())
+    file.write("\n".join(lines).encode())
   return args.out / PAGE
 
 
-def _introduction(
-  found: Mapping[str, Sweep], rows: Sequence[Row], left: str, args: argparse.Namespace
-) -> list[str]:
+def _facts(
+  found: Mapping[str, Sweep], rows: Sequence[Row], args: argparse.Namespace
+) -> dict[str, Any]:
+  """Returns what page.md says of the runs, by the name of the field."""
   done = [row for row in rows if row["status"] == "done"]
-  failed = sum(row["status"] == "failed" for row in rows)
   groups = dict[str, float]()  # All runs of a group have its time.
   for row in done:
     group = row["group"] or row["name"]
     groups[group] = max(groups.get(group, 0.0), row["wall_s"] or 0.0)
-  hours = sum(groups.values()) / 3600
-  revisions = ", ".join(sorted({str(row["revision"]) for row in done})) or "none"
-  only = f" --only={args.only}" if args.only else ""
-  text = f" --text={args.text}" if args.text else ""
+  given = {"seeds": args.seeds, "only": args.only, "text": args.text}
   repeats = (
     "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
     " ladder's largest size twice (--text changes this)"
   )
-  return [
-    "# Claims of both papers, at small scale",
-    "",
-    f"`python -m diloco reproduce --out=OUT --seeds={args.seeds}{only}{text}`",
-    "",
-    f"{len(done)} runs, {failed} failed, {hours:.1f} hours of one core (column wall_s,"
-    f" runs that train together counted once); revisions {revisions}.{left}"
-    " Losses are in nats per token, on held-out text by which nothing was chosen."
-    " Tables give mean and standard deviation over seeds. Bars in figures leave out"
-    " what all settings of a seed have in common, unless runs are missing. Bytes are"
-    " those that one replica sends; a single replica sends none.",
-    "",
-    "The small runs differ from the papers' (docs/ablations.md, The two scales): outer"
-    " momentum 0.5 instead of 0.9, 6.5 tokens per parameter instead of 20, the same"
-    f" text order for all M, and {'the text of --text' if args.text else repeats}. An"
-    " ablation that does not vary the outer rate has 0.8 for all M; Scaling Laws tunes"
-    " it for each M, Streaming DiLoCo has 0.4. The inner rate is tuned"
-    f"{_where_tuned(found)}, by a seed that is not reported; the other ablations have"
-    " one rate for each M. So a setting may have different losses in two tables. In"
-    " outer_rate, and for a best batch, every seed takes the best of several runs. All"
-    " choices are made by other held-out text. D is the usual budget of tokens."
-    " Overtraining has one text for training and evaluation. The ladder has H = 10 and"
-    " 6 tokens per parameter (docs/ladder.md). Claims about simulated networks"
-    " and fitted laws are not here: docs/simulate.md and docs/scaling_laws.md repeat"
-    " the papers' numbers.",
-    "",
-  ]
+  return {
+    "flags": " ".join(f"--{name}={value}" for name, value in given.items() if value),
+    "done": len(done),
+    "failed": sum(row["status"] == "failed" for row in rows),
+    "hours": sum(groups.values()) / 3600,
+    "revisions": ", ".join(sorted({str(row["revision"]) for row in done})) or "none",
+    "text": "the text of --text" if args.text else repeats,
+    "tuned": _where_tuned(found),
+    "confidence": claim.CONFIDENCE,
+  }
 
 
 def _where_tuned(found: Mapping[str, Sweep]) -> str:
   """Names the ablations that tune the inner rate."""
   axes = {name: [a.name for g in s.grids for a in g.axes] for name, s in found.items()}
   names = [name for name in found if "lr" in axes[name]]
-  return f" in {', '.join(names)}" if names else " nowhere"
+  return f"in {', '.join(names)}" if names else "nowhere"
 
 
 def _edges(cells: Sequence[Search]) -> list[str]:
@@ -222,10 +194,6 @@ def _edges(cells: Sequence[Search]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
   """Lists, or runs what is missing, and writes the page; returns the exit status."""
-  if args.seeds < 1 or args.jobs < 1:
-    raise ConfigError(
-      f"--seeds is {args.seeds} and --jobs {args.jobs}; give 1 or more."
-    )
   found = sweeps(args)
   driver = make_driver(found, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
@@ -254,8 +222,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
   only = "names of configs/ablations.py, and ladder; default: all"
   add("--only", default="", help=only)
-  add("--seeds", type=int, default=3, help="seeds of every setting; default 3")
-  add("--jobs", type=int, default=2, help="processes, one core each; default 2")
+  add("--seeds", type=in_range(1), default=3, help="seeds of every setting; default 3")
+  add("--jobs", type=in_range(1), default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")

@@ -1,8 +1,12 @@
-"""A claim of a paper, beside what runs show: differences over seeds, and a verdict."""
+"""The claims of both papers about learning, beside what runs show.
+
+A claim of paper_claims.toml gets differences over seeds, and a verdict.
+"""
 
 import dataclasses
 import math
 import statistics
+import tomllib
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -10,23 +14,14 @@ import scipy.special
 
 from diloco.reproduce.tables import markdown
 from diloco.sweep.search import Search
+from diloco.util.shipped import PACKAGE
+
+LADDER = "ladder"  # The name of the ladder beside those of the ablations.
 
 SHOWN, NOT_SHOWN, CONTRADICTED = "shown", "not shown at this scale", "contradicted"
 NO_RUNS, MISSING, FAILED = "no runs yet", "runs are missing", "runs have failed"
 # The intervals contain the true mean with this probability.
 CONFIDENCE = 0.9
-MEANING = (
-  "Each number says how many per cent the loss of the first setting is above that of"
-  " the second. The difference is taken seed by seed; the brackets are Student's"
-  f" {100 * CONFIDENCE:.0f}% interval of its mean. Where a claim compares two such"
-  " differences, the number is the first one less the second one, in points. A claim"
-  f" is *{SHOWN}* if the whole interval lies in the range under 'shown if', and"
-  f" *{CONTRADICTED}* if it lies outside. Otherwise it is *{NOT_SHOWN}*. For a best"
-  " rate or batch, the brackets are the least and the greatest value, so all seeds must"
-  " agree. If a claim about batches names none, each seed takes its best one. The"
-  " interval contains the choice of the seed, not that of the held-out text. All"
-  " verdicts are of this scale."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +49,11 @@ class Claim:
   low: float = -math.inf
   high: float = math.inf
   column: str = "loss"
-  than: tuple[Mapping, Mapping] | None = None
+  than: Sequence[Mapping] | None = None
+
+
+_FILE = PACKAGE / "reproduce" / "paper_claims.toml"
+CLAIMS = tuple(Claim(**claim) for claim in tomllib.loads(_FILE.read_text())["claims"])
 
 
 def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
@@ -128,7 +127,7 @@ def lines(
   tables: Mapping[str, pd.DataFrame],
   cells: Mapping[str, Sequence[Search]],
 ) -> list[str]:
-  """Formats claims and verdicts as Markdown, and says what the numbers mean.
+  """Formats claims and verdicts as Markdown; page.md says what the numbers mean.
 
   A claim has no verdict before all runs that it asks for have ended: the best of some
   rates is not the best of all.
@@ -148,7 +147,7 @@ def lines(
 
   some = [claim for claim in claims if claim.ablation in tables]
   values = [differences(claim, tables[claim.ablation]) for claim in some]
-  found = markdown(
+  return markdown(
     {
       "claim": [claim.text for claim in some],
       "source": [claim.source for claim in some],
@@ -158,7 +157,6 @@ def lines(
       "verdict": [decided(claim, v) for claim, v in zip(some, values)],
     }
   )
-  return [MEANING, "", *found]
 
 
 def _asks_for(claim: Claim, cell: Mapping) -> bool:

@@ -22,8 +22,7 @@ from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.grid import Point, key
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util import files
-from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE
+from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE, write_picture
 
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
@@ -195,8 +194,7 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
     handles = panels[0].get_legend_handles_labels()
     if chart.by:
       figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
-    with files.replacing(path) as file:
-      figure.savefig(file, format="png")
+    write_picture(figure, path)
 
 
 def _numbers(values: pd.Series) -> bool:
@@ -228,19 +226,18 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
   ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
   for name, some in cells.groupby("curve", sort=False):
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
-    look = drawing.look(str(name)) if known else drawing.Look(next(colors), "o", 4)
+    other = {"marker": "o", "ms": 4}
+    look = drawing.look(str(name)) if known else other | {"color": next(colors)}
     some = some.sort_values(chart.x) if numbers else some
     x = some[chart.x] if numbers else [ticks.index(value) for value in some[chart.x]]
     panel.errorbar(
       x,
       some["mean"],
       some["std"].fillna(0.0),
-      color=look.color,
-      marker=look.marker,
-      ms=look.size,
       capsize=2,
       label=name,
       ls="-" if numbers else "",
+      **look,
     )
   if chart.log:
     panel.set_xscale("log")

@@ -1,6 +1,6 @@
 """Draws curves, panels and legends for the figures of a sweep."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 from matplotlib import ticker
@@ -18,29 +18,22 @@ HEIGHT = 2.8  # Inches of a figure.
 OTHER_M = "P"  # The marker of any other number of replicas.
 
 
-class Look(NamedTuple):
-  """How every figure shows a curve."""
-
-  color: str
-  marker: str
-  size: int
-
-
-def look(name: str) -> Look:
-  """Returns the look of a curve: the algorithm's colour, a shade and a marker for M.
+def look(name: str) -> dict[str, Any]:
+  """Returns the style of a curve: the algorithm's colour, a shade and a marker for M.
 
   Args:
     name: a value of the column `curve`, such as "DiLoCo, M=2".
   """
   if name == PLAIN:
-    return Look(COLORS["data_parallel"], "o", 6)
+    return {"color": COLORS["data_parallel"], "marker": "o", "ms": 6}
   algorithm, _, replicas = name.lower().partition(", m=")
   m = int(replicas)
   if m not in REPLICAS:
-    return Look(COLORS[algorithm], OTHER_M, 4)
+    return {"color": COLORS[algorithm], "marker": OTHER_M, "ms": 4}
   i = REPLICAS.index(m)
   # Later markers are smaller, so that the earlier ones stay visible.
-  return Look(shades(COLORS[algorithm], len(REPLICAS))[i], MARKERS[i], 5 - i // 2)
+  color = shades(COLORS[algorithm], len(REPLICAS))[i]
+  return {"color": color, "marker": MARKERS[i], "ms": 5 - i // 2}
 
 
 def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
@@ -49,14 +42,7 @@ def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
   for name in curves(table):
     some = table[table["curve"] == name]
     label = None if name in known else name
-    color, marker, size = look(name)
-    default: dict[str, Any] = {
-      "color": color,
-      "marker": marker,
-      "ms": size,
-      "label": label,
-    }
-    panel.plot(some[x], some[y], **default | style)
+    panel.plot(some[x], some[y], label=label, **look(name) | style)
 
 
 def beside(table: pd.DataFrame, x: str) -> pd.DataFrame:

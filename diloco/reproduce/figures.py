@@ -11,7 +11,6 @@ points of a panel have. The command names the figures whose runs are missing.
 """
 
 import argparse
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
 from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
-from diloco.util.command import Parser, guarded, make_folder
+from diloco.util.command import Parser, guarded, in_range, make_folder
 from diloco.util.palette import STYLE
 
 FILLS = ("full", "none", "left", "top", "right", "bottom")
@@ -55,9 +54,9 @@ def figure_2(table: pd.DataFrame):
     others = drawing.beside(others, "params")
     drawing.lines(panels[1], others, "params", "more")
     for name, some in others.groupby("curve"):
-      bars: dict[str, Any] = {"color": drawing.look(name).color, "ls": "", "capsize": 2}
-      some = some.fillna({"more_std": 0.0})
-      panels[1].errorbar("params", "more", "more_std", data=some, **bars)
+      color, bar = drawing.look(name)["color"], some["more_std"].fillna(0.0)
+      style: dict[str, Any] = {"color": color, "ls": "", "capsize": 2}
+      panels[1].errorbar(some["params"], some["more"], bar, **style)
     panels[1].axhline(0, color="black", lw=0.8)
     panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
   return drawing.legend(figure)
@@ -132,9 +131,9 @@ def figure_8(table: pd.DataFrame):
     rates = cells.groupby(["curve", x])["outer_learning_rate"]
     spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
     drawing.lines(panel, spread, x, "mean")
-    for name, of_curve in spread.groupby("curve"):
-      band: dict[str, Any] = {"color": drawing.look(name).color, "alpha": 0.15, "lw": 0}
-      panel.fill_between(x, "min", "max", data=of_curve, **band)
+    for name, some in spread.groupby("curve"):
+      style: dict[str, Any] = {"color": drawing.look(name)["color"], "alpha": 0.15}
+      panel.fill_between(some[x], some["min"], some["max"], lw=0, **style)
     panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
   return drawing.legend(figure)
 
@@ -172,11 +171,7 @@ def figure_11(table: pd.DataFrame):
   return drawing.legend(figure)
 
 
-FIGURES = {
-  int(name.removeprefix("figure_")): function
-  for name, function in list(globals().items())
-  if name.startswith("figure_")
-}
+FIGURES = {n: globals()[f"figure_{n}"] for n in (2, 3, 4, 6, 7, 8, 9, 11)}
 
 
 def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:
@@ -231,43 +226,34 @@ def _unit(time: float) -> str:
   return next((unit for unit, size in UNITS.items() if time >= size), "ms")
 
 
-def make_parser() -> Parser:
-  parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
-  add = parser.add_argument
-  add("table", type=pathlib.Path, help="an exported CSV file")
-  add("--out", type=pathlib.Path, required=True, help="output folder")
-  add("--prefix", default="", help="prefix of the file names")
-  where = "rows to take, such as seed=0,replicas=2; may be repeated"
-  add("--where", action="append", default=[], metavar="COLUMN=VALUE", help=where)
-  only = "numbers of the figures to draw"
-  add("--only", type=int, nargs="*", choices=FIGURES, default=FIGURES, help=only)
-  add("--chip_tokens", type=float, help="figure 6: tokens of a batch on one chip")
-  return parser
-
-
 def run(args: argparse.Namespace) -> None:
   """Prints the tables and draws the figures."""
-  if args.chip_tokens is not None and not 0 < args.chip_tokens < math.inf:
-    raise ValueError(
-      f"--chip_tokens is {args.chip_tokens:g}; give a positive number of tokens."
-    )
   table = read(args.table, args.where)
   make_folder((args.out / f"{args.prefix}2.png").parent, "--out")
   for lines in (tables.losses, tables.best_points, tables.laws, tables.seeds):
     print("\n".join(lines(table)) + "\n")
-  for number in args.only:
+  for number, draw in FIGURES.items():
     path = args.out / f"{args.prefix}{number}.png"
     options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
       with matplotlib.rc_context(STYLE):
-        FIGURES[number](table, **options).savefig(path)
+        draw(table, **options).savefig(path)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  return guarded(run, make_parser().parse_args(argv))
+  parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
+  add = parser.add_argument
+  add("table", type=pathlib.Path, help="an exported CSV file")
+  add("--out", type=pathlib.Path, required=True, help="output folder")
+  add("--prefix", default="", help="prefix of the file names")
+  where = "rows to take, such as seed=0,replicas=2"
+  add("--where", default="", metavar="COLUMN=VALUE,...", help=where)
+  text = "figure 6: tokens of a batch on one chip"
+  add("--chip_tokens", type=in_range(1.0), help=text)
+  return guarded(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -2,21 +2,20 @@
 
 import pathlib
 import statistics
-from collections.abc import Sequence
 
 import pandas as pd
 
 from diloco.scaling_laws import runs
 from diloco.sweep.chart import PLAIN
-from diloco.util.command import one_line, parse_options
+from diloco.util.command import parse_options
 
 
-def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
+def read(path: pathlib.Path, where: str = "") -> pd.DataFrame:
   """Reads the finished runs of an exported table.
 
   Args:
     path: the table.
-    where: texts `column=value,...`; the rows must have all these values.
+    where: `column=value,...`; the rows must have all these values.
 
   Returns:
     The columns of `scaling_laws.runs.read` and
@@ -27,14 +26,8 @@ def read(path: pathlib.Path, where: Sequence[str] = ()) -> pd.DataFrame:
   Raises:
     ValueError: the file is not an exported table, or no finished run is selected.
   """
-  conditions = parse_options(",".join(where), place="--where")
-  try:
-    table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
-  except OSError as error:
-    raise ValueError(
-      f"the table is {str(path)!r}, which cannot be read ({one_line(error)}); give a"
-      " file written by python -m diloco sweep --export."
-    ) from error
+  conditions = parse_options(where, place="--where")
+  table = runs.read(path, conditions, ("sync_every", "seed", "tokens"))
   ratio = table["tokens"] / table["params"]
   return table.assign(
     overtrain=(ratio / ratio.min()).round().astype(int),
@@ -62,8 +55,6 @@ def main_grid(
     any_cadence: whether to take runs of all H; then data-parallel is left out.
     any_budget: whether to take overtrained runs too.
   """
-  if table.empty:
-    return table
   plain = table["curve"] == PLAIN
   cadences = table.loc[~plain, "sync_every"]
   if any_cadence or cadences.empty:

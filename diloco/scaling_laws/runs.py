@@ -87,8 +87,11 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
       lines = {}
       for values in filter(None, reader):
         lines[reader.line_num] = values
-  except (UnicodeDecodeError, csv.Error) as error:
-    raise ValueError(f"{path} is no table: {error}; save it as CSV, UTF-8.") from error
+  except (OSError, UnicodeDecodeError, csv.Error) as error:
+    raise ValueError(
+      f"{path} is no table: {error}; save it as CSV, UTF-8, or give a file written by"
+      " python -m diloco sweep --export."
+    ) from error
   if len(set(columns)) < len(columns):
     twice = next(c for c in columns if columns.count(c) > 1)
     raise ValueError(f"{path} has two columns {twice!r}; rename one of them.")

@@ -19,7 +19,7 @@ from diloco.simulate.limits import NO_ROUNDS
 from diloco.spec.schedule import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
-from diloco.util.command import check_picture, make_folder, prefixed
+from diloco.util.command import check_picture, prefixed
 from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
@@ -78,7 +78,6 @@ def check(c: Config, first: int, last: int, out: pathlib.Path) -> None:
       " counted from 1."
     )
   check_picture(out, "run.png or run.svg")
-  make_folder(out.parent, "--out")
 
 
 def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:

@@ -109,7 +109,7 @@ def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
-  parser = Parser(prog=f"python -m diloco.{command}", description=description)
+  parser = Parser(prog=f"python -m diloco {command}", description=description)
   parser.add_argument("--workdir", required=True, help="folder of a run or an export")
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser
@@ -160,18 +160,18 @@ def optional(module: str, needs: str, extra: str) -> Any:
 
 
 def check_picture(path: pathlib.Path, example: str, flag: str = "--out") -> None:
-  """Checks that a flag names a picture of a kind that matplotlib writes.
-
-  A folder with such a name is refused, too.
+  """Checks that a flag names a picture, and makes the picture's folder.
 
   Raises:
-    ConfigError: it does not.
+    ConfigError: matplotlib writes no such kind of picture, or the path is a folder, or
+      nothing can be written beside it.
   """
   from matplotlib.figure import Figure
 
   kinds = Figure().canvas.get_supported_filetypes()
   if path.suffix.removeprefix(".") not in kinds or path.is_dir():
     raise ConfigError(f"{flag} is {str(path)!r}; give a file such as {example}.")
+  make_folder(path.parent, flag)
 
 
 def make_parent(path: pathlib.Path, flag: str, wanted: str = "a file") -> None:

@@ -1,4 +1,4 @@
-"""One colour per algorithm and one style, in every figure of the project. No JAX.
+"""One colour per algorithm and one style, in every picture of the project. No JAX.
 
 A figure shows the algorithm by its colour. Replicas M, parameters N and inner steps H
 have shades of that colour (`shades`), markers or line styles.
@@ -7,6 +7,8 @@ have shades of that colour (`shades`), markers or line styles.
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from diloco.util import files
 
 # Colours of seaborn's palette "colorblind".
 COLORS = {
@@ -54,8 +56,14 @@ def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[st
   with matplotlib.rc_context(STYLE):
     figure = draw()
     for path in paths:
-      figure.savefig(path)
+      write_picture(figure, path)
   return [str(path) for path in paths]
+
+
+def write_picture(figure: Any, path: pathlib.Path, **options: Any) -> None:
+  """Writes a figure of matplotlib; a reader never sees a part of the picture."""
+  with files.replacing(path) as file:
+    figure.savefig(file, format=path.suffix.removeprefix("."), **options)
 
 
 def shades(color: str, count: int) -> list[str]:

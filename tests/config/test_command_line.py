@@ -191,6 +191,24 @@ def test_numbers_are_shown_with_three_digits_and_a_prefix():
   assert {number: command.prefixed(number) for number in texts} == texts
 
 
+@pytest.mark.parametrize(
+  ("limits", "text", "message"),
+  [
+    ((1,), "0", "argument -x: 0; give 1 to inf"),
+    ((1,), "1.5", "argument -x: invalid number value: '1.5'"),
+    ((2.0, 1e9), "1", "argument -x: 1; give 2 to 1e+09"),
+    ((0.0,), "nan", "argument -x: nan; give 0 to inf"),
+  ],
+)
+def test_a_number_has_limits(limits, text, message, capsys):
+  parser = command.Parser()
+  parser.add_argument("-x", type=command.in_range(*limits))
+  assert parser.parse_args(["-x", "3"]).x == 3
+  with pytest.raises(SystemExit, match="2"):
+    parser.parse_args(["-x", text])
+  assert capsys.readouterr().err == f"error: {message} (see --help)\n"
+
+
 def test_options_have_names_and_types():
   known = {"M": int, "rate": float, "note": str, "data": ("c4", "dolma")}
   found = command.parse_options("M=2, rate=1e-3,note=a=b,data=c4,", known)
@@ -258,7 +276,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     ),
     ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
-    ("diloco/cli/prepare_data.py --source=sotu --output=/tmp", "no command is given"),
+    ("diloco/cli/prepare_data.py --source=sotu --output=/tmp", "the following arg"),
     (
       "diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y",
       "--output is '/pr",

@@ -287,7 +287,7 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
   tiny.data.source = lines
   direct = config_lib.resolve(tiny)
   same_data(direct, as_arrays(tiny, tmp_path / "a", eval_split="validation"))
-  for splits in ("", "train,train", "train,eval,all"):
+  for splits in ("train,train", "train,eval,all"):
     process = command("tokenize", *flags, f"--split={splits}")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2

@@ -107,7 +107,7 @@ def test_items_are_read_from_a_file(tmp_path):
     (tmp_path / "bad.jsonl").write_text(
       '{"query":"","choices":["a"],"gold":0}\n' + line
     )
-    with pytest.raises(config_lib.ConfigError, match="line 2 is no item; write query"):
+    with pytest.raises(config_lib.ConfigError, match="line 2 is no item; give JSON"):
       tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 
@@ -124,14 +124,14 @@ def test_items_are_read_from_a_file(tmp_path):
 )
 def test_items_of_wrong_types_are_refused(tmp_path, line):
   (tmp_path / "bad.jsonl").write_text(line)
-  with pytest.raises(config_lib.ConfigError, match="whose line 1 is no item; write"):
+  with pytest.raises(config_lib.ConfigError, match="whose line 1 is no item; give"):
     tasks.load_items(str(tmp_path / "bad.jsonl"))
 
 
 @pytest.mark.parametrize(
   ("name", "content", "message"),
   [
-    ("a.jsonl", b"", "which has no item; write query, choices and gold"),
+    ("a.jsonl", b"", "which has no item; give JSON lines"),
     ("a.jsonl", b"\xff", "which cannot be read .*; give JSON lines in UTF-8"),
     ("a.jsonl.gz", b"{}", "which cannot be read .Not a gzipped file"),
     ("a.jsonl.gz", gzip.compress(b"{}" * 1000, mtime=0)[:-9], "which cannot be read"),
@@ -149,7 +149,9 @@ def test_missing_items_give_the_remedy(tmp_path, monkeypatch):
     tasks.load_items("piqa", str(tmp_path))
   with pytest.raises(config_lib.ConfigError, match="is no task; choose among"):
     tasks.load_items("boolq")
-  with pytest.raises(config_lib.ConfigError, match="there is no such file; give a"):
+  with pytest.raises(
+    config_lib.ConfigError, match=r"No such file or directory.*; give JSON"
+  ):
     tasks.load_items("/nowhere/items.jsonl")
 
 

@@ -250,11 +250,15 @@ def test_commands(trained, tmp_path, capsys):
     text.append(capsys.readouterr().out)
   assert text[0] == text[1]
   assert text[0].startswith("The nation")
-  assert generate.main([f"--workdir={out}", "--top_k=-1"]) == 2
-  assert capsys.readouterr().err == "error: --top_k is -1; it must be at least 0.\n"
+  for flag, message in (
+    ("--top_k=-1", "error: argument --top_k: -1; give 0 to inf (see --help)\n"),
+    ("--seed=99999999999999999999", "99; give -9.22337e+18 to 9.22337e+18"),
+  ):
+    with pytest.raises(SystemExit, match="2"):
+      generate.main([f"--workdir={out}", flag])
+    assert message in capsys.readouterr().err
   for flag, message in (
     ("--temperature=1e-30", "--temperature is 1e-30, which overflows; give 0"),
-    ("--seed=99999999999999999999", "it must have at most 64 bits"),
     ("--prompt=\udcff", "which is not UTF-8"),
   ):
     assert generate.main([f"--workdir={out}", flag]) == 2

@@ -6,6 +6,7 @@ import os
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from diloco.config import resolve
 from diloco.log import loss_picture
@@ -73,5 +74,6 @@ def test_the_smoothed_line_is_the_mean_around_each_point(count):
   reach = count // 100
   expected = [values[max(i - reach, 0) : i + reach + 1].mean() for i in range(count)]
   np.testing.assert_allclose(loss_picture.smoothed(values), expected, atol=1e-9)
-  shown = len(values[:: loss_picture.thinning(count)])
-  assert shown <= loss_picture.MOST_POINTS
+  panel = Figure().subplots()
+  loss_picture.line(panel, np.arange(count), values)
+  assert 0 < len(panel.lines[0].get_xdata()) <= loss_picture.MOST_POINTS

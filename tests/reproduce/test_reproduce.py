@@ -166,7 +166,6 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   ("flags", "message"),
   [
     (["--only=tau,taus"], "--only has 'taus'; write some of algorithms, "),
-    (["--seeds=0"], "--seeds is 0 and --jobs 2; give 1 or more."),
     (["--text=a,b"], "has 'b'; write scale=small"),
   ],
 )

@@ -132,7 +132,7 @@ def test_training_is_deterministic_and_takes_any_source(tmp_path):
     ("\n \n", [], "which has no text in the split 'all'"),
     ("a few words", [], "--vocab_size is 32000, but the text gives at most"),
     ("a few words", ["--vocab_size=9"], "--vocab_size is 9, but the text needs at"),
-    ("a few words", ["--vocab_size=0"], "--vocab_size=0: give an integer in the range"),
+    ("a few words", ["--vocab_size=0"], "argument --vocab_size: 0; give 1 to inf"),
     ("a few words", ["--output=out"], "give the name of a file that ends in .model"),
   ],
 )
