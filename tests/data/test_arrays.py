@@ -74,7 +74,7 @@ UNIT = "00001-of-*.npy"
 @pytest.mark.parametrize(
   ("damage", "message"),
   [
-    (cut_manifest, r"manifest.json is damaged; copy the file again"),
+    (cut_manifest, r"manifest.json is damaged or not of version 1; copy the file"),
     (overwrite("manifest.json", b""), "manifest.json is damaged"),
     (overwrite("manifest.json", b"[]"), "manifest.json is damaged"),
     (overwrite("manifest.json", b"\xff\x00"), "manifest.json is damaged"),

@@ -324,7 +324,7 @@ def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   with pytest.raises(ConfigError, match=r"with the tokenizer sotu_2048 .sha256 0"):
     make_documents(c, "train")
   manifest.write_text(good.replace('"version": 1', '"version": 0'))
-  with pytest.raises(ConfigError, match="has version 0 instead of 1"):
+  with pytest.raises(ConfigError, match="is damaged or not of version 1"):
     make_documents(c, "train")
   manifest.rename(tmp_path / "train" / "plan.json")
   with pytest.raises(ConfigError, match=r"manifest.json is not finished; run"):
