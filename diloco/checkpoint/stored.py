@@ -22,7 +22,13 @@ Tree = Any
 
 
 class Stored(NamedTuple):
-  """A checkpoint that was read: its step, its record and the arrays asked for."""
+  """A checkpoint that was read.
+
+  Attributes:
+    step: finished inner steps.
+    record: the rest of what was saved.
+    arrays: those asked for, a tree like `like` of `read_newest`, or a `TrainState`.
+  """
 
   step: int
   record: Record

@@ -27,8 +27,9 @@ from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
 from diloco.algorithm.metrics import Metric
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
-from diloco.checkpoint.checkpoints import Checkpoints, Restored
+from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Spent
+from diloco.checkpoint.stored import Stored
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
@@ -269,7 +270,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    restored = list[Restored | None]()
+    restored = list[Stored | None]()
     for run in runs:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
@@ -297,7 +298,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
 
     one = BetweenSyncs(method) if c.averages() else method
     together = Together(one, c, numbers_of([run.c for run in runs]))
-    states = [found.state for found in restored if found]
+    states = [found.arrays for found in restored if found]
     if states:
       place = NamedSharding(mesh, P())
       put = lambda *x: jax.device_put(np.stack(x), place)
@@ -321,6 +322,6 @@ def _stacked(
     yield jnp.stack([by_seed[run.c.seed] for run in runs])
 
 
-def _on_host(found: Restored | None) -> Restored | None:
+def _on_host(found: Stored | None) -> Stored | None:
   """Copies a restored state to the host, where the states of all runs have room."""
-  return found and found._replace(state=jax.device_get(found.state))
+  return found and found._replace(arrays=jax.device_get(found.arrays))

@@ -310,6 +310,6 @@ def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
     checkpoints.wait()
     found = checkpoints.restore()
     checkpoints.close()
-  digests = [outer_state.digests(x.outer) for x in (found.state, player.state)]
+  digests = [outer_state.digests(x.outer) for x in (found.arrays, player.state)]
   assert digests[0] == digests[1]
-  assert found.state.outer.in_flight == {}
+  assert found.arrays.outer.in_flight == {}
