@@ -160,9 +160,8 @@ def make_train_iterator(
   ids = range(c.replicas) if replica_ids is None else replica_ids
   if not set(ids) <= set(range(c.replicas)):
     raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
-  per = c.shards // c.replicas
   shards = {s: _shard(c, documents, s) for s in c.shards_of(ids)}
-  return TrainIterator(shards, per, len(documents))
+  return TrainIterator(shards, c.shards // c.replicas, len(documents))
 
 
 def _check_memory(field: str, value: int, tokens: int) -> None:
@@ -226,11 +225,9 @@ def make_eval_set(c: Config, test: bool = False) -> EvalSet:
   """
   _check_memory("eval.batch_size", c.eval.batch_size, c.model.seq_len)
   documents = make_documents(c, "eval")
-  kept: list[np.ndarray] = []
-  count, num_bytes = 0, 0
   order = iter(range(len(documents)))
   for budget in (c.eval.tokens or sys.maxsize, c.eval.test_tokens)[: 1 + test]:
-    kept, count, num_bytes = [], 0, 0
+    kept, count, num_bytes = list[np.ndarray](), 0, 0
     while count < budget and (i := next(order, None)) is not None:
       kept.append(documents[i][: budget - count])
       count += len(kept[-1])
