@@ -28,7 +28,6 @@ from diloco.checkpoint import checksums, disk, resume
 from diloco.checkpoint.record import Record, folder_of, steps_of
 from diloco.checkpoint.stored import Stored, read_newest
 from diloco.config import Config
-from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
@@ -140,7 +139,7 @@ class Checkpoints:
     resume.check(record.config, self._c, step)
     method = self._method.after_drain(record.drained)
     # A site's payloads in flight are at the coordinator.
-    is_site = leaves(record.config).get("overlap.transport") == "sites"
+    is_site = record.config["overlap"]["transport"] == "sites"
     return method.abstract(step, record.fsdp, drained=record.finished or is_site)
 
   def _set_aside(self, unreadable: list[int]) -> None:

@@ -17,7 +17,7 @@ from flax import traverse_util
 
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError
-from diloco.interop.public_model import ARCHITECTURE, CONFIG, FIXED, MODEL_TYPE, NAMES
+from diloco.interop.public_model import ARCHITECTURE, CONFIG, MODEL_TYPE, describe
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.json_model import JsonModel
@@ -31,6 +31,8 @@ _OUTSIDE = {
   "embed.head": "lm_head.weight",
   "embed.norm.scale": "model.norm.weight",
 }
+# Their rows are tokens.
+_TABLES = ("embed.tokens", "embed.head")
 _BLOCK = {
   "attention_norm.scale": "input_layernorm",
   "attention.q": "self_attn.q_proj",
@@ -57,14 +59,14 @@ def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
       yield name, [f"model.layers.{i}.{part}.weight" for i in range(m.num_layers)]
 
 
-def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
-  """Returns their row of the embedding for each of our ids; None: they are the same.
+def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+  """Returns their row of the embedding for each of our ids, int64 [vocab_size].
 
   Raises:
     ConfigError: the embedding has no row for a special id that the tokenizer lacks.
   """
   if not isinstance(tokenizer.model, JsonModel):
-    return None
+    return np.arange(vocab_size)
   pieces = tokenizer.pieces
   if len(pieces) > vocab_size:
     raise ConfigError(
@@ -100,16 +102,20 @@ def write(
     )
   rows = rows_of(tokenizer, m.vocab_size)
   files = convert(tokenizer)
-  special = _special_ids(rows)
-  files[CONFIG] = _config(m, dtype, special)
+  special = {
+    "pad_token_id": int(rows[shapes.PAD_ID]),
+    "eos_token_id": int(rows[shapes.EOS_ID]),
+    "bos_token_id": int(rows[shapes.BOS_ID]),
+  }
+  files[CONFIG] = describe(m, dtype) | special
   files[GENERATION] = {"do_sample": True, "temperature": 0.8, **special}
   tensors = {}
   flat = traverse_util.flatten_dict(params, sep=".")
   for name, theirs in names_of(m):
     whole = np.asarray(jax.device_get(flat[name])).astype(dtype)
-    if name in ("embed.tokens", "embed.head"):
+    if name in _TABLES:
       by_row = np.empty_like(whole)
-      by_row[slice(None) if rows is None else rows] = whole
+      by_row[rows] = whole
       tensors[theirs[0]] = by_row
       continue
     layers = whole if name.startswith("blocks.") else whole[None]
@@ -140,33 +146,6 @@ def save(
     ) from error
 
 
-def _special_ids(rows: np.ndarray | None) -> dict[str, int]:
-  """Returns their ids of pad, EOS and BOS."""
-  ours = {
-    "pad_token_id": shapes.PAD_ID,
-    "eos_token_id": shapes.EOS_ID,
-    "bos_token_id": shapes.BOS_ID,
-  }
-  return ours if rows is None else {k: int(rows[i]) for k, i in ours.items()}
-
-
-def _config(m: ModelConfig, dtype: str, special: dict[str, int]) -> dict[str, Any]:
-  sizes = {theirs: getattr(m, ours) for ours, theirs in NAMES.items()}
-  return {
-    "architectures": [ARCHITECTURE],
-    "model_type": MODEL_TYPE,
-    **sizes,
-    # Where newer versions of transformers look for rope_theta.
-    "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
-    "max_position_embeddings": m.seq_len,
-    **FIXED,
-    "attention_dropout": 0.0,
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    **special,
-  }
-
-
 def read(
   m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -184,6 +163,7 @@ def read(
 
   where = f"init.checkpoint is {str(folder)!r}"
   rows = rows_of(tokenizer, m.vocab_size)
+  public = isinstance(tokenizer.model, JsonModel)
   expected = dict(names_of(m))
   with contextlib.ExitStack() as stack:
     try:
@@ -216,16 +196,11 @@ def read(
             f"{where}, whose tensor {theirs} has shape {x.shape} instead of {out.shape}"
             f" (or its transpose), unlike its {CONFIG}; copy the folder again."
           )
-        out[...] = x if rows is None or path[0] != "embed" or x.ndim < 2 else x[rows]
-      if rows is not None and path[0] == "embed" and len(shape) == 2:
-        _begin_like_eos(whole, tokenizer)
+        out[...] = x[rows] if name in _TABLES else x
+      if name in _TABLES and public and tokenizer.pieces[shapes.BOS_ID] < 0:
+        # A tokenizer without BOS: EOS, too, separates texts.
+        whole[shapes.BOS_ID] = whole[shapes.EOS_ID]
       yield name, whole
-
-
-def _begin_like_eos(table_VxD: np.ndarray, tokenizer: Tokenizer) -> None:
-  """Gives BOS the row of EOS, which separates texts, if the tokenizer has no BOS."""
-  if tokenizer.pieces[shapes.BOS_ID] < 0:
-    table_VxD[shapes.BOS_ID] = table_VxD[shapes.EOS_ID]
 
 
 def _files(folder: pathlib.Path) -> list[str]:
