@@ -110,7 +110,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   """Fills in the fields that follow from others, and checks all fields.
 
   Args:
-    config: must have exactly the fields of `default_config`.
+    config: has fields of `default_config`; the others take their defaults.
 
   Returns:
     The config with final steps, tokens, taus, ff_dim, weight decay, wire format,
@@ -132,8 +132,7 @@ def complete(saved: Mapping[str, Any]) -> Config:
   Raises:
     ConfigError: a field no longer exists, or has a value that cannot work.
   """
-  v = leaves(saved)
-  return _resolve(_defaults(_names(v)) | v)
+  return _resolve(leaves(saved))
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
@@ -154,9 +153,9 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 def _resolve(v: dict[str, Any]) -> Config:
   names = _names(v)
   extensions, defaults = _extensions(names), _defaults(names)
-  # A config file may name a plug-in and leave its fields out.
-  own = {field for field in defaults if field.partition(".")[0] in extensions}
-  v = {field: defaults[field] for field in own} | v | {"plugins": names}
+  # A config file may name a plug-in and leave its fields out, and a saved config may
+  # be older than a field.
+  v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
   _check_each(v, defaults, extensions)
@@ -164,7 +163,7 @@ def _resolve(v: dict[str, Any]) -> Config:
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
   if v["algorithm"] != "data_parallel":
-    for extension in _made(v, extensions):
+    for extension in _build(v, extensions).extensions:
       v |= extension.fill_in(v)
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
@@ -217,14 +216,12 @@ def _check_each(
   extensions: Mapping[str, plugins.Extension],
 ) -> None:
   """Checks names, choices and limits of all fields."""
-  for field in sorted(v.keys() ^ defaults.keys()):
-    if field in v:
-      more = plugins.hint(field.partition(".")[0])
-      raise ConfigError(
-        f"{field} is {v[field]!r}, but there is no such field; see"
-        f" diloco/spec/fields.py{more}."
-      )
-    raise ConfigError(f"{field} is missing; its default is {defaults[field]!r}.")
+  for field in sorted(v.keys() - defaults.keys()):
+    more = plugins.hint(field.partition(".")[0])
+    raise ConfigError(
+      f"{field} is {v[field]!r}, but there is no such field; see"
+      f" diloco/spec/fields.py{more}."
+    )
   kinds = _types(Config) | {name: _types(type(x)) for name, x in extensions.items()}
   del kinds["extensions"]
   for field, kind in leaves(kinds).items():
@@ -244,31 +241,18 @@ def _check_each(
 
 
 def _build(v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]) -> Config:
-  groups = _groups(v)
-  default, own = Config(), groups.pop("")
-  parts = {
-    group: dataclasses.replace(getattr(default, group), **values)
-    for group, values in groups.items()
-    if group not in extensions
-  }
-  return Config(**own, **parts, extensions=tuple(_made(v, extensions)))
-
-
-def _made(
-  v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]
-) -> list[plugins.Extension]:
-  """Makes the fields of the plug-ins."""
-  groups = _groups(v)
-  return [dataclasses.replace(x, **groups.get(n, {})) for n, x in extensions.items()]
-
-
-def _groups(v: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns {group: {name: value}}; the fields without a group have the name ""."""
-  groups = dict[str, dict[str, Any]]()
+  """Makes a config of the fields in `v`."""
+  groups = dict[str, dict[str, Any]]()  # {group: {name: value}}
   for field, value in v.items():
     group, _, name = field.rpartition(".")
     groups.setdefault(group, {})[name] = value
-  return groups
+  default, own = Config(), groups.pop("")
+  made = [dataclasses.replace(x, **groups.pop(n, {})) for n, x in extensions.items()]
+  parts = {
+    group: dataclasses.replace(getattr(default, group), **values)
+    for group, values in groups.items()
+  }
+  return Config(**own, **parts, extensions=tuple(made))
 
 
 def _check_together(
