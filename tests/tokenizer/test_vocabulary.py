@@ -15,8 +15,8 @@ SHIPPED = pathlib.Path(vocabulary.__file__).parent / "shipped/sotu_2048.model"
 
 
 def run_in_line(make, todo, *_):
-  for unit in todo:
-    make(unit)
+  for path, pieces in todo.items():
+    make(path, pieces)
 
 
 @pytest.fixture
