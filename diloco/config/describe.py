@@ -2,15 +2,15 @@
 
 import ast
 import dataclasses
+import functools
 import html
 import inspect
 import math
-import pathlib
 import sys
 import textwrap
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -22,8 +22,7 @@ _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "tex
 _WIDTH = 88
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
   """One field.
 
   Attributes:
@@ -39,8 +38,7 @@ class Field:
   meaning: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
   """Fields that share the part of their names before the point, and its meaning."""
 
   name: str
@@ -54,16 +52,12 @@ def groups(names: Sequence[str] = ()) -> list[Group]:
   Args:
     names: plug-ins, whose groups follow.
   """
-  comments = _comments(pathlib.Path(fields.__file__).read_text())
-  found = [_group("", Config, comments)] + [
-    _group(f.name, type(f.default), comments)
-    for f in dataclasses.fields(Config)
-    if dataclasses.is_dataclass(f.default)
-  ]
-  for name, kind in plugins.load(names).items():
-    source = inspect.getsource(sys.modules[kind.__module__])
-    found.append(_group(name, kind, _comments(source)))
-  return found
+  kinds: dict[str, type] = {"": Config}
+  for field in dataclasses.fields(Config):
+    if dataclasses.is_dataclass(field.default):
+      kinds[field.name] = type(field.default)
+  kinds |= plugins.load(names)
+  return [_group(name, kind) for name, kind in kinds.items()]
 
 
 def text(config: ml_collections.ConfigDict) -> str:
@@ -117,7 +111,8 @@ def show(value: object) -> str:
   return value or "''" if isinstance(value, str) else str(value)
 
 
-def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group:
+def _group(name: str, kind: type) -> Group:
+  comments = _comments(inspect.getsource(sys.modules[kind.__module__]))
   hints = typing.get_type_hints(kind, include_extras=True)
   prefix = f"{name}." if name else ""
   found = tuple(
@@ -130,6 +125,7 @@ def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group
   return Group(name, " ".join((kind.__doc__ or "").split()), found)
 
 
+@functools.cache  # Many groups are in one file.
 def _comments(source: str) -> dict[tuple[str, str], str]:
   """Returns {(class, field): the comment above the field} of a Python source.
 

@@ -76,21 +76,20 @@ def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
     ConfigError: a plug-in cannot be imported.
   """
   with c.unlocked():
-    for name, group in _extensions(names).items():
+    for name, fields in _extensions(names).items():
       if name not in c:
-        c[name] = dataclasses.asdict(group)
+        c[name] = fields
   c.plugins = tuple(dict.fromkeys((*c.plugins, *names)))
 
 
-def _extensions(names: Sequence[str]) -> dict[str, plugins.Extension]:
-  """Returns {name: its fields, at their defaults} of the groups of plug-ins."""
-  return {name: kind() for name, kind in plugins.load(names).items()}
+def _extensions(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Returns {name: {field: default}} of the groups of plug-ins."""
+  return {n: dataclasses.asdict(kind()) for n, kind in plugins.load(names).items()}
 
 
 def _defaults(names: Sequence[str]) -> dict[str, Any]:
   """Returns the default of each field of a config with these plug-ins."""
-  groups = {name: dataclasses.asdict(x) for name, x in _extensions(names).items()}
-  return leaves(Config().to_dict() | groups)
+  return leaves(Config().to_dict() | _extensions(names))
 
 
 def _names(v: Mapping[str, Any]) -> tuple[str, ...]:
@@ -152,18 +151,18 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 def _resolve(v: dict[str, Any]) -> Config:
   names = _names(v)
-  extensions, defaults = _extensions(names), _defaults(names)
+  defaults = _defaults(names)
   # A config file may name a plug-in and leave its fields out, and a saved config may
   # be older than a field.
   v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
-  _check_each(v, defaults, extensions)
+  _check_each(v, defaults)
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
   if v["algorithm"] != "data_parallel":
-    for extension in _build(v, extensions).extensions:
+    for extension in _build(v).extensions:
       v |= extension.fill_in(v)
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
@@ -180,10 +179,10 @@ def _resolve(v: dict[str, Any]) -> Config:
   v["train.tokens"] = v["train.steps"] * tokens_per_step
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
-  c = _build(v, extensions)
+  c = _build(v)
   _check_together(c, v, defaults)
   if c.outer.changes and not c.outer.decay_syncs and c.make_fragments():
-    c = _build(v | {"outer.decay_syncs": max(c.num_updates())}, extensions)
+    c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
   return c
 
@@ -199,8 +198,8 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   """
   defaults = _defaults(())
   v = defaults | dict(fields)
-  _check_each(v, defaults, {})
-  c = _build(v, {})
+  _check_each(v, defaults)
+  c = _build(v)
   _check_names(c)
   rules.check(v, defaults)
   rules.check_effects(c, v, defaults)
@@ -210,11 +209,7 @@ def check_some(fields: Mapping[str, Any]) -> Config:
 _KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
 
 
-def _check_each(
-  v: Mapping[str, Any],
-  defaults: Mapping[str, Any],
-  extensions: Mapping[str, plugins.Extension],
-) -> None:
+def _check_each(v: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """Checks names, choices and limits of all fields."""
   for field in sorted(v.keys() - defaults.keys()):
     more = plugins.hint(field.partition(".")[0])
@@ -222,7 +217,8 @@ def _check_each(
       f"{field} is {v[field]!r}, but there is no such field; see"
       f" diloco/spec/fields.py{more}."
     )
-  kinds = _types(Config) | {name: _types(type(x)) for name, x in extensions.items()}
+  groups = plugins.load(v["plugins"])
+  kinds = _types(Config) | {name: _types(group) for name, group in groups.items()}
   del kinds["extensions"]
   for field, kind in leaves(kinds).items():
     base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
@@ -240,14 +236,15 @@ def _check_each(
         raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
 
 
-def _build(v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]) -> Config:
+def _build(v: Mapping[str, Any]) -> Config:
   """Makes a config of the fields in `v`."""
   groups = dict[str, dict[str, Any]]()  # {group: {name: value}}
   for field, value in v.items():
     group, _, name = field.rpartition(".")
     groups.setdefault(group, {})[name] = value
   default, own = Config(), groups.pop("")
-  made = [dataclasses.replace(x, **groups.pop(n, {})) for n, x in extensions.items()]
+  kinds = plugins.load(v["plugins"])
+  made = [kind(**groups.pop(name, {})) for name, kind in kinds.items()]
   parts = {
     group: dataclasses.replace(getattr(default, group), **values)
     for group, values in groups.items()
