@@ -309,7 +309,7 @@ def open_session(
     method.connect()
 
     # Continue from the newest checkpoint, or start at step 0.
-    checkpoints = Checkpoints(workdir, c, mesh, method, peers)
+    checkpoints = Checkpoints(workdir, c, method, peers)
     stack.enter_context(contextlib.closing(checkpoints))
     restored = checkpoints.restore()
     if restored:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState
@@ -39,14 +38,9 @@ class Checkpoints:
   """The checkpoints of one run."""
 
   def __init__(
-    self,
-    workdir: pathlib.Path,
-    c: Config,
-    mesh: Mesh,
-    method: Method,
-    peers: Peers | None = None,
+    self, workdir: pathlib.Path, c: Config, method: Method, peers: Peers | None = None
   ):
-    self._workdir, self._c, self._mesh, self._method = workdir, c, mesh, method
+    self._workdir, self._c, self._method = workdir, c, method
     self._peers = peers or Peers()
     self._saving: int | None = None  # The step that Orbax writes in the background.
     self._failed = False
@@ -121,7 +115,8 @@ class Checkpoints:
     self._set_aside([s for s in steps if s > step])
     state = _state(found.arrays, self._like(step, record))
     if self._peers.index == 0:
-      resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
+      fsdp = self._method.plan.mesh.shape[FSDP]
+      resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       say(f"Going on from the checkpoint of step {step}.")
       extension = resume.check(record.config, self._c, step)
       if extension:

@@ -275,7 +275,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.batches = batches[run.c.seed]
-      run.checkpoints = Checkpoints(run.workdir, run.c, mesh, method, run.peers)
+      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers)
       stack.enter_context(contextlib.closing(run.checkpoints))
       found = None
       with run.own():

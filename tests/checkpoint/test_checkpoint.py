@@ -44,7 +44,7 @@ def state(value: float) -> TrainState:
 
 
 def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)), peers)
+  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)), peers)
 
 
 def save(workdir, c, steps):

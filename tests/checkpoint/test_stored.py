@@ -36,7 +36,7 @@ def c(tiny):
 
 
 def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)))
+  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)))
 
 
 @pytest.fixture
