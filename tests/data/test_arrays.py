@@ -160,7 +160,7 @@ def test_a_folder_without_permission_is_refused(tiny, folder, monkeypatch):
 
   monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
   with pytest.raises(ConfigError, match=r"manifest.json cannot be read \(Permission"):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
 
 
 @pytest.mark.parametrize(
