@@ -200,19 +200,22 @@ class Session:
         continue  # A site went back to the group's step.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
-        position = dict[str, Any]()
-        for part in run.peers.all_gather(run.batches.get_state()):
-          position |= part
-        record = Record(
-          run.c.to_dict(),
-          position,
-          dataclasses.asdict(run.log.ledger),
-          dataclasses.asdict(run.log.spent()),
-          finished=finished,
-          fsdp=self.mesh.shape[FSDP],
-          drained=self.method.plan.schedule.drained,
-        )
-        run.checkpoints.save(t, own, record)
+        run.checkpoints.save(t, own, self._record(run, finished))
+
+  def _record(self, run: Run, finished: bool) -> Record:
+    """Joins what all processes know of a run; all must call it."""
+    position = dict[str, Any]()
+    for part in run.peers.all_gather(run.batches.get_state()):
+      position.update(part)
+    return Record(
+      config=run.c.to_dict(),
+      data=position,
+      ledger=dataclasses.asdict(run.log.ledger),
+      spent=dataclasses.asdict(run.log.spent()),
+      finished=finished,
+      fsdp=self.mesh.shape[FSDP],
+      drained=self.method.plan.schedule.drained,
+    )
 
   def leave(self, stopped: Stopped) -> None:
     """Ends before the last step, when the newest checkpoints are written.
