@@ -26,37 +26,32 @@ from diloco.util.command import one_line, optional
 
 WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
-_OUTSIDE = {
+# {our name: their name}, where {} is the layer.
+_THEIRS = {
   "embed.tokens": "model.embed_tokens.weight",
   "embed.head": "lm_head.weight",
   "embed.norm.scale": "model.norm.weight",
+  "blocks.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
+  "blocks.attention.q": "model.layers.{}.self_attn.q_proj.weight",
+  "blocks.attention.k": "model.layers.{}.self_attn.k_proj.weight",
+  "blocks.attention.v": "model.layers.{}.self_attn.v_proj.weight",
+  "blocks.attention.out": "model.layers.{}.self_attn.o_proj.weight",
+  "blocks.attention.q_norm.scale": "model.layers.{}.self_attn.q_norm.weight",
+  "blocks.attention.k_norm.scale": "model.layers.{}.self_attn.k_norm.weight",
+  "blocks.ff_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+  "blocks.ff.gate": "model.layers.{}.mlp.gate_proj.weight",
+  "blocks.ff.up": "model.layers.{}.mlp.up_proj.weight",
+  "blocks.ff.down": "model.layers.{}.mlp.down_proj.weight",
 }
-# Their rows are tokens.
-_TABLES = ("embed.tokens", "embed.head")
-_BLOCK = {
-  "attention_norm.scale": "input_layernorm",
-  "attention.q": "self_attn.q_proj",
-  "attention.k": "self_attn.k_proj",
-  "attention.v": "self_attn.v_proj",
-  "attention.out": "self_attn.o_proj",
-  "attention.q_norm.scale": "self_attn.q_norm",
-  "attention.k_norm.scale": "self_attn.k_norm",
-  "ff_norm.scale": "post_attention_layernorm",
-  "ff.gate": "mlp.gate_proj",
-  "ff.up": "mlp.up_proj",
-  "ff.down": "mlp.down_proj",
-}
+_TABLES = ("embed.tokens", "embed.head")  # Their rows are tokens.
 
 
 def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
   """Yields our names of all tensors, each with their names of its layers."""
   for path, _ in shapes.leaves(shapes.parameters(m)):
     name = ".".join(path)
-    if path[0] == "embed":
-      yield name, [_OUTSIDE[name]]
-    else:
-      part = _BLOCK[".".join(path[1:])]
-      yield name, [f"model.layers.{i}.{part}.weight" for i in range(m.num_layers)]
+    layers = range(m.num_layers if path[0] == "blocks" else 1)
+    yield name, [_THEIRS[name].format(layer) for layer in layers]
 
 
 def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
@@ -177,7 +172,7 @@ def read(
       ) from error
     known = {name for theirs in expected.values() for name in theirs}
     # A tied head may be stored, too.
-    odd = sorted((known - at.keys()) | (at.keys() - known - {_OUTSIDE["embed.head"]}))
+    odd = sorted((known - at.keys()) | (at.keys() - known - {_THEIRS["embed.head"]}))
     if odd:
       state = "lacks" if odd[0] in known else "has in addition"
       raise ConfigError(
