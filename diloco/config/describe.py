@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import functools
-import html
 import inspect
 import math
 import sys
@@ -79,31 +78,6 @@ def text(config: ml_collections.ConfigDict) -> str:
   return "\n".join(lines)
 
 
-def markdown() -> str:
-  """Formats all fields as a page of the documentation."""
-  parts = [
-    "# Config fields",
-    "Every field with its type, its default and its meaning, made from"
-    " `diloco/spec/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
-    " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
-    " --print_config` prints the values of a run.",
-  ]
-  for group in groups(plugins.contrib()):
-    if not group.fields:
-      continue  # A plug-in that only adds names.
-    rows = [
-      f"| `{f.name}` | {_cell(f.kind)} | `{show(f.default)}` | {_cell(f.meaning)} |"
-      for f in group.fields
-    ]
-    head = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    parts += [
-      f"## {group.name or 'run'}",
-      _cell(group.meaning),
-      "\n".join([*head, *rows]),
-    ]
-  return "\n\n".join(parts) + "\n"
-
-
 def show(value: object) -> str:
   """Formats a value as a flag takes it; an empty text becomes ''."""
   if isinstance(value, bool):
@@ -168,8 +142,3 @@ def _limits(limits: Range) -> str:
 def _filled(text: str, indent: int = 0) -> str:
   space = " " * indent
   return textwrap.fill(text, _WIDTH, initial_indent=space, subsequent_indent=space)
-
-
-def _cell(text: str) -> str:
-  """Escapes a text for a table in Markdown."""
-  return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*")
