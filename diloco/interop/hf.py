@@ -152,10 +152,10 @@ def read(
     dtype: type of the tensors.
 
   Raises:
-    ConfigError: a file or a tensor is missing or has another shape.
+    ConfigError: a file or a tensor is missing or has another shape, or safetensors is
+      missing.
   """
-  from safetensors import safe_open
-
+  safe_open = optional("safetensors", "init.checkpoint needs", "export").safe_open
   where = f"init.checkpoint is {str(folder)!r}"
   rows = rows_of(tokenizer, m.vocab_size)
   public = isinstance(tokenizer.model, JsonModel)

@@ -14,7 +14,6 @@ from diloco.interop.public_model import CONFIG, fields_of, read_json, sizes_of
 from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.tokenizer_json import convert
-from diloco.util.command import optional
 
 # Fields of ModelConfig that say how to compute, and not what the parameters are.
 _FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
@@ -36,7 +35,6 @@ def first_params(c: Config, mesh: Mesh) -> Any:
   """
   if not c.init.checkpoint:
     return None
-  optional("safetensors", "init.checkpoint needs", "export")
   folder = pathlib.Path(c.init.checkpoint).expanduser()
   tokenizer = load_tokenizer(c.data.tokenizer)
   described = read_json(folder / CONFIG, "init.checkpoint")
