@@ -7,6 +7,7 @@ list is indented by the width of its marker. mkdocs knows only links within docs
 Python-Markdown wants four spaces. Everything that a link names must exist.
 """
 
+import html
 import logging
 import pathlib
 import re
@@ -16,6 +17,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from diloco.config import describe
+from diloco.spec import plugins
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Pages of the site that lie outside of docs/.
@@ -30,10 +32,35 @@ _LOG = logging.getLogger("mkdocs.site_hooks")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
   """Adds the pages of PAGES, and the reference of the config's fields."""
   pages = {page: (ROOT / source).read_text() for page, source in PAGES.items()}
-  pages["fields.md"] = describe.markdown()
+  pages["fields.md"] = fields_page()
   for page, text in pages.items():
     files.append(File.generated(config, page, content=text))
   return files
+
+
+def fields_page() -> str:
+  """Formats all fields as a page of the documentation."""
+  parts = [
+    "# Config fields",
+    "Every field with its type, its default and its meaning, made from"
+    " `diloco/spec/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
+    " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
+    " --print_config` prints the values of a run.",
+  ]
+  for group in describe.groups(plugins.contrib()):
+    if not group.fields:
+      continue  # A plug-in that only adds names.
+    rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    for f in group.fields:
+      default = describe.show(f.default)
+      rows += [f"| `{f.name}` | {_cell(f.kind)} | `{default}` | {_cell(f.meaning)} |"]
+    parts += [f"## {group.name or 'run'}", _cell(group.meaning), "\n".join(rows)]
+  return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+  """Escapes a text for a table in Markdown."""
+  return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*")
 
 
 def on_page_markdown(

@@ -2,6 +2,8 @@
 
 import types
 
+from jax.sharding import Mesh
+
 from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import TrainState
 from diloco.spec.schedule import Schedule
@@ -10,10 +12,10 @@ from diloco.spec.schedule import Schedule
 class BareMethod:
   """Stands for the method of a run whose state is like `state`."""
 
-  placement = types.SimpleNamespace(jobs=Jobs(False))
-  plan = types.SimpleNamespace(placement=placement, schedule=Schedule(0, 1, (0,)))
-
-  def __init__(self, state: TrainState):
+  def __init__(self, state: TrainState, mesh: Mesh):
+    placement = types.SimpleNamespace(jobs=Jobs(False))
+    schedule = Schedule(0, 1, (0,))
+    self.plan = types.SimpleNamespace(placement=placement, schedule=schedule, mesh=mesh)
     self.state = state
 
   def after_drain(self, t):

@@ -11,6 +11,9 @@ pytest.importorskip("markdown")
 
 import markdown
 
+from diloco.config import describe
+from diloco.spec import plugins
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "docs"))
 import site_hooks
 
@@ -63,3 +66,13 @@ def test_code_and_tables_within_items():
   assert found.count("<li>") == 3
   assert "a\n\n  b</code>" in found
   assert "<td>1</td></tr></tbody></table></li><li>three</li>" in found
+
+
+def test_the_page_has_a_row_per_field_and_no_raw_html():
+  page = site_hooks.fields_page()
+  rows = [line for line in page.splitlines() if line.startswith("| `")]
+  groups = [g for g in describe.groups(plugins.contrib()) if g.fields]
+  assert len(rows) == sum(len(group.fields) for group in groups)
+  assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
+  assert "<name>" not in page
+  assert page.count("\n## ") == len(groups)

@@ -16,74 +16,31 @@ import logging as logs
 import pathlib
 import shutil
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh
 
 from diloco.algorithm.method import Method
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
 from diloco.checkpoint import checksums, disk, resume
-from diloco.checkpoint.record import Record, Spent, folder_of, steps_of
-from diloco.checkpoint.stored import read_newest
+from diloco.checkpoint.record import Record, folder_of, steps_of
+from diloco.checkpoint.stored import Stored, read_newest
 from diloco.config import Config
-from diloco.config.resolve import leaves
-from diloco.data.batches import Batches
 from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
 from diloco.util.orbax_errors import hush, of_orbax, reason_of
-from diloco.wire.ledger import Ledger
-
-
-def make_record(
-  c: Config,
-  batches: Batches,
-  ledger: Ledger,
-  spent: Spent,
-  mesh: Mesh,
-  plan: Plan,
-  peers: Peers,
-  finished: bool,
-) -> Record:
-  """Joins what all processes know; all must call it."""
-  position = dict[str, Any]()
-  for part in peers.all_gather(batches.get_state()):
-    position.update(part)
-  return Record(
-    config=c.to_dict(),
-    data=position,
-    ledger=dataclasses.asdict(ledger),
-    spent=dataclasses.asdict(spent),
-    finished=finished,
-    fsdp=mesh.shape[FSDP],
-    drained=plan.schedule.drained,
-  )
-
-
-class Restored(NamedTuple):
-  """A checkpoint that was read; `step` counts finished inner steps."""
-
-  step: int
-  state: TrainState
-  record: Record
 
 
 class Checkpoints:
   """The checkpoints of one run."""
 
   def __init__(
-    self,
-    workdir: pathlib.Path,
-    c: Config,
-    mesh: Mesh,
-    method: Method,
-    peers: Peers | None = None,
+    self, workdir: pathlib.Path, c: Config, method: Method, peers: Peers | None = None
   ):
-    self._workdir, self._c, self._mesh, self._method = workdir, c, mesh, method
+    self._workdir, self._c, self._method = workdir, c, method
     self._peers = peers or Peers()
     self._saving: int | None = None  # The step that Orbax writes in the background.
     self._failed = False
@@ -139,8 +96,11 @@ class Checkpoints:
         " that checkpoint away."
       )
 
-  def restore(self) -> Restored | None:
-    """Reads the newest whole checkpoint; None if there is no checkpoint.
+  def restore(self) -> Stored | None:
+    """Reads the newest whole checkpoint, whose arrays become a `TrainState`.
+
+    Returns:
+      The checkpoint; None if there is none.
 
     Raises:
       ConfigError: the checkpoint was made with another config, or see `read_newest`.
@@ -148,25 +108,22 @@ class Checkpoints:
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
       return None
-    described = dict[int, TrainState]()
-
-    def like(step: int, record: Record) -> dict[str, Any]:
-      described[step] = self._like(step, record)
-      return _tree(described[step])
-
+    like = lambda step, record: _tree(self._like(step, record))
     remedy = "choose another --workdir, or move these away to train from the start"
-    step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
+    found = read_newest(self._workdir, steps, like, remedy, self._peers)
+    step, record = found.step, found.record
     self._set_aside([s for s in steps if s > step])
-    state = _state(arrays, described[step])
+    state = _state(found.arrays, self._like(step, record))
     if self._peers.index == 0:
-      resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
+      fsdp = self._method.plan.mesh.shape[FSDP]
+      resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       say(f"Going on from the checkpoint of step {step}.")
       extension = resume.check(record.config, self._c, step)
       if extension:
         say(extension)
     if record.finished and step < self._c.train.steps:
       record = dataclasses.replace(record, finished=False, drained=step)
-    return Restored(step, state, record)
+    return Stored(step, record, state)
 
   def _like(self, step: int, record: Record) -> TrainState:
     """Describes the state of a checkpoint of this run.
@@ -177,7 +134,7 @@ class Checkpoints:
     resume.check(record.config, self._c, step)
     method = self._method.after_drain(record.drained)
     # A site's payloads in flight are at the coordinator.
-    is_site = leaves(record.config).get("overlap.transport") == "sites"
+    is_site = record.config["overlap"]["transport"] == "sites"
     return method.abstract(step, record.fsdp, drained=record.finished or is_site)
 
   def _set_aside(self, unreadable: list[int]) -> None:

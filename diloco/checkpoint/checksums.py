@@ -15,20 +15,20 @@ import jax
 import numpy as np
 
 from diloco.processes.peers import Peers
+from diloco.util.types import PyTree
 
-Tree = Any
 Shard = Any  # JAX has no public name for the type of `jax.Array.addressable_shards`.
 _BLOCK = 1 << 16  # Indices of the last axis that are weighted at once.
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd.
 
 
-def compute(tree: Tree, peers: Peers) -> dict[str, int]:
+def compute(tree: PyTree, peers: Peers) -> dict[str, int]:
   """Returns {name: checksum} of global arrays; all processes must call it."""
   sums = _sum(tree, peers, lambda shard: shard.replica_id == 0)
   return {name: found for name, (found, _) in sums.items()}
 
 
-def changed(tree: Tree, saved: dict[str, int], peers: Peers) -> list[str]:
+def changed(tree: PyTree, saved: dict[str, int], peers: Peers) -> list[str]:
   """Returns the names of arrays that differ from those that were saved.
 
   All processes must call it, and get the same names. Each process checks all of its
@@ -47,7 +47,7 @@ def changed(tree: Tree, saved: dict[str, int], peers: Peers) -> list[str]:
 
 
 def _sum(
-  tree: Tree, peers: Peers, chosen: Callable[[Shard], bool]
+  tree: PyTree, peers: Peers, chosen: Callable[[Shard], bool]
 ) -> dict[str, tuple[int, int]]:
   """Adds the chosen shards of all processes.
 
@@ -92,7 +92,7 @@ def _weights(axis: int, first: int, block: range) -> np.ndarray:
   return (mixed ^ (mixed >> np.uint64(29))) | np.uint64(1)
 
 
-def _named(tree: Tree) -> dict[str, jax.Array]:
+def _named(tree: PyTree) -> dict[str, jax.Array]:
   """Returns the arrays by the names of their places in the tree."""
   name = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
   return {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}

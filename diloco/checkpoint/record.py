@@ -88,13 +88,8 @@ def read_record(workdir: pathlib.Path, step: int) -> Record:
     ValueError, OSError, TypeError: the record is missing or damaged.
   """
   path = folder_of(workdir) / str(step) / "record" / "metadata"
-  text = path.read_bytes()
-  try:
-    fields = json.loads(text)
-    whole = fields.pop("crc32") == _crc32(fields)
-  except (ValueError, LookupError, TypeError, AttributeError):  # Not a JSON object.
-    whole = False
-  if not whole:
+  fields = json.loads(path.read_bytes())
+  if fields.pop("crc32", None) != _crc32(fields):
     raise ValueError(f"{path} has another content than was saved")
   return Record(**fields)
 

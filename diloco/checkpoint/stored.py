@@ -6,7 +6,7 @@ the format of the files does not show.
 
 import pathlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -17,22 +17,27 @@ from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.processes.peers import Peers, say
 from diloco.util.orbax_errors import hush, reason_of
-
-Tree = Any
+from diloco.util.types import PyTree
 
 
 class Stored(NamedTuple):
-  """A checkpoint that was read: its step, its record and the arrays asked for."""
+  """A checkpoint that was read.
+
+  Attributes:
+    step: finished inner steps.
+    record: the rest of what was saved.
+    arrays: those asked for, a tree like `like` of `read_newest`, or a `TrainState`.
+  """
 
   step: int
   record: Record
-  arrays: Tree
+  arrays: PyTree
 
 
 def read_newest(
   workdir: pathlib.Path,
   steps: list[int],
-  like: Callable[[int, Record], Tree],
+  like: Callable[[int, Record], PyTree],
   remedy: str,
   peers: Peers | None = None,
 ) -> Stored:
@@ -78,7 +83,7 @@ def read_newest(
   )
 
 
-def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
+def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
   """Reads arrays of a checkpoint, each straight to its devices.
 
   Uses a handler of Orbax alone, in which no process waits for another.
@@ -101,7 +106,7 @@ def read_arrays(workdir: pathlib.Path, step: int, like: Tree) -> Tree:
 
 
 def _read(
-  workdir: pathlib.Path, step: int, like: Callable[[int, Record], Tree]
+  workdir: pathlib.Path, step: int, like: Callable[[int, Record], PyTree]
 ) -> tuple[Stored | None, str | None]:
   """Reads a checkpoint on this process; else returns the reason why not."""
   try:

@@ -24,6 +24,7 @@ from flax import traverse_util
 from diloco.data import load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import hf, load
+from diloco.interop.public_model import CONFIG
 from diloco.model import registry
 from diloco.util.command import guarded, make_folder, model_parser
 
@@ -52,7 +53,7 @@ def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
     "architecture": registry.get(model.config.model).DESCRIPTION,
     "config": model.config.to_dict(),
   }
-  (folder / load.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+  (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
   tokenizer = load_tokenizer(model.config.data.tokenizer)
   (folder / load.TOKENIZER).write_bytes(tokenizer.serialized())
   return folder
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     folder, names = export_hf(model, args.output, args.dtype)
   else:
     folder = export(model, args.output)
-    names = [load.CONFIG, load.WEIGHTS, load.TOKENIZER]
+    names = [CONFIG, load.WEIGHTS, load.TOKENIZER]
   for name in names:
     print(f"{folder / name}  {(folder / name).stat().st_size:,} bytes")
 

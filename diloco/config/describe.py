@@ -2,15 +2,14 @@
 
 import ast
 import dataclasses
-import html
+import functools
 import inspect
 import math
-import pathlib
 import sys
 import textwrap
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -22,8 +21,7 @@ _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "tex
 _WIDTH = 88
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
   """One field.
 
   Attributes:
@@ -39,8 +37,7 @@ class Field:
   meaning: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
   """Fields that share the part of their names before the point, and its meaning."""
 
   name: str
@@ -54,16 +51,12 @@ def groups(names: Sequence[str] = ()) -> list[Group]:
   Args:
     names: plug-ins, whose groups follow.
   """
-  comments = _comments(pathlib.Path(fields.__file__).read_text())
-  found = [_group("", Config, comments)] + [
-    _group(f.name, type(f.default), comments)
-    for f in dataclasses.fields(Config)
-    if dataclasses.is_dataclass(f.default)
-  ]
-  for name, kind in plugins.load(names).items():
-    source = inspect.getsource(sys.modules[kind.__module__])
-    found.append(_group(name, kind, _comments(source)))
-  return found
+  kinds: dict[str, type] = {"": Config}
+  for field in dataclasses.fields(Config):
+    if dataclasses.is_dataclass(field.default):
+      kinds[field.name] = type(field.default)
+  kinds |= plugins.load(names)
+  return [_group(name, kind) for name, kind in kinds.items()]
 
 
 def text(config: ml_collections.ConfigDict) -> str:
@@ -85,31 +78,6 @@ def text(config: ml_collections.ConfigDict) -> str:
   return "\n".join(lines)
 
 
-def markdown() -> str:
-  """Formats all fields as a page of the documentation."""
-  parts = [
-    "# Config fields",
-    "Every field with its type, its default and its meaning, made from"
-    " `diloco/spec/fields.py`. A flag `--config.NAME=VALUE` sets a field; a config"
-    " file sets it by `c.NAME = VALUE`. `python -m diloco.main --config=sample"
-    " --print_config` prints the values of a run.",
-  ]
-  for group in groups(plugins.contrib()):
-    if not group.fields:
-      continue  # A plug-in that only adds names.
-    rows = [
-      f"| `{f.name}` | {_cell(f.kind)} | `{show(f.default)}` | {_cell(f.meaning)} |"
-      for f in group.fields
-    ]
-    head = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    parts += [
-      f"## {group.name or 'run'}",
-      _cell(group.meaning),
-      "\n".join([*head, *rows]),
-    ]
-  return "\n\n".join(parts) + "\n"
-
-
 def show(value: object) -> str:
   """Formats a value as a flag takes it; an empty text becomes ''."""
   if isinstance(value, bool):
@@ -117,7 +85,8 @@ def show(value: object) -> str:
   return value or "''" if isinstance(value, str) else str(value)
 
 
-def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group:
+def _group(name: str, kind: type) -> Group:
+  comments = _comments(inspect.getsource(sys.modules[kind.__module__]))
   hints = typing.get_type_hints(kind, include_extras=True)
   prefix = f"{name}." if name else ""
   found = tuple(
@@ -130,6 +99,7 @@ def _group(name: str, kind: type, comments: dict[tuple[str, str], str]) -> Group
   return Group(name, " ".join((kind.__doc__ or "").split()), found)
 
 
+@functools.cache  # Many groups are in one file.
 def _comments(source: str) -> dict[tuple[str, str], str]:
   """Returns {(class, field): the comment above the field} of a Python source.
 
@@ -172,8 +142,3 @@ def _limits(limits: Range) -> str:
 def _filled(text: str, indent: int = 0) -> str:
   space = " " * indent
   return textwrap.fill(text, _WIDTH, initial_indent=space, subsequent_indent=space)
-
-
-def _cell(text: str) -> str:
-  """Escapes a text for a table in Markdown."""
-  return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*")

@@ -76,21 +76,20 @@ def add_plugins(c: ml_collections.ConfigDict, *names: str) -> None:
     ConfigError: a plug-in cannot be imported.
   """
   with c.unlocked():
-    for name, group in _extensions(names).items():
+    for name, fields in _extensions(names).items():
       if name not in c:
-        c[name] = dataclasses.asdict(group)
+        c[name] = fields
   c.plugins = tuple(dict.fromkeys((*c.plugins, *names)))
 
 
-def _extensions(names: Sequence[str]) -> dict[str, plugins.Extension]:
-  """Returns {name: its fields, at their defaults} of the groups of plug-ins."""
-  return {name: kind() for name, kind in plugins.load(names).items()}
+def _extensions(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Returns {name: {field: default}} of the groups of plug-ins."""
+  return {n: dataclasses.asdict(kind()) for n, kind in plugins.load(names).items()}
 
 
 def _defaults(names: Sequence[str]) -> dict[str, Any]:
   """Returns the default of each field of a config with these plug-ins."""
-  groups = {name: dataclasses.asdict(x) for name, x in _extensions(names).items()}
-  return leaves(Config().to_dict() | groups)
+  return leaves(Config().to_dict() | _extensions(names))
 
 
 def _names(v: Mapping[str, Any]) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   """Fills in the fields that follow from others, and checks all fields.
 
   Args:
-    config: must have exactly the fields of `default_config`.
+    config: has fields of `default_config`; the others take their defaults.
 
   Returns:
     The config with final steps, tokens, taus, ff_dim, weight decay, wire format,
@@ -132,8 +131,7 @@ def complete(saved: Mapping[str, Any]) -> Config:
   Raises:
     ConfigError: a field no longer exists, or has a value that cannot work.
   """
-  v = leaves(saved)
-  return _resolve(_defaults(_names(v)) | v)
+  return _resolve(leaves(saved))
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
@@ -153,18 +151,18 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 def _resolve(v: dict[str, Any]) -> Config:
   names = _names(v)
-  extensions, defaults = _extensions(names), _defaults(names)
-  # A config file may name a plug-in and leave its fields out.
-  own = {field for field in defaults if field.partition(".")[0] in extensions}
-  v = {field: defaults[field] for field in own} | v | {"plugins": names}
+  defaults = _defaults(names)
+  # A config file may name a plug-in and leave its fields out, and a saved config may
+  # be older than a field.
+  v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {field: () if value == ("",) else value for field, value in v.items()}
-  _check_each(v, defaults, extensions)
+  _check_each(v, defaults)
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
   if v["algorithm"] != "data_parallel":
-    for extension in _made(v, extensions):
+    for extension in _build(v).extensions:
       v |= extension.fill_in(v)
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
@@ -181,10 +179,10 @@ def _resolve(v: dict[str, Any]) -> Config:
   v["train.tokens"] = v["train.steps"] * tokens_per_step
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
-  c = _build(v, extensions)
+  c = _build(v)
   _check_together(c, v, defaults)
   if c.outer.changes and not c.outer.decay_syncs and c.make_fragments():
-    c = _build(v | {"outer.decay_syncs": max(c.num_updates())}, extensions)
+    c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   _check_profile(c)
   return c
 
@@ -200,8 +198,8 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   """
   defaults = _defaults(())
   v = defaults | dict(fields)
-  _check_each(v, defaults, {})
-  c = _build(v, {})
+  _check_each(v, defaults)
+  c = _build(v)
   _check_names(c)
   rules.check(v, defaults)
   rules.check_effects(c, v, defaults)
@@ -211,21 +209,16 @@ def check_some(fields: Mapping[str, Any]) -> Config:
 _KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
 
 
-def _check_each(
-  v: Mapping[str, Any],
-  defaults: Mapping[str, Any],
-  extensions: Mapping[str, plugins.Extension],
-) -> None:
+def _check_each(v: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """Checks names, choices and limits of all fields."""
-  for field in sorted(v.keys() ^ defaults.keys()):
-    if field in v:
-      more = plugins.hint(field.partition(".")[0])
-      raise ConfigError(
-        f"{field} is {v[field]!r}, but there is no such field; see"
-        f" diloco/spec/fields.py{more}."
-      )
-    raise ConfigError(f"{field} is missing; its default is {defaults[field]!r}.")
-  kinds = _types(Config) | {name: _types(type(x)) for name, x in extensions.items()}
+  for field in sorted(v.keys() - defaults.keys()):
+    more = plugins.hint(field.partition(".")[0])
+    raise ConfigError(
+      f"{field} is {v[field]!r}, but there is no such field; see"
+      f" diloco/spec/fields.py{more}."
+    )
+  groups = plugins.load(v["plugins"])
+  kinds = _types(Config) | {name: _types(group) for name, group in groups.items()}
   del kinds["extensions"]
   for field, kind in leaves(kinds).items():
     base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
@@ -243,32 +236,20 @@ def _check_each(
         raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
 
 
-def _build(v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]) -> Config:
-  groups = _groups(v)
-  default, own = Config(), groups.pop("")
-  parts = {
-    group: dataclasses.replace(getattr(default, group), **values)
-    for group, values in groups.items()
-    if group not in extensions
-  }
-  return Config(**own, **parts, extensions=tuple(_made(v, extensions)))
-
-
-def _made(
-  v: Mapping[str, Any], extensions: Mapping[str, plugins.Extension]
-) -> list[plugins.Extension]:
-  """Makes the fields of the plug-ins."""
-  groups = _groups(v)
-  return [dataclasses.replace(x, **groups.get(n, {})) for n, x in extensions.items()]
-
-
-def _groups(v: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """Returns {group: {name: value}}; the fields without a group have the name ""."""
-  groups = dict[str, dict[str, Any]]()
+def _build(v: Mapping[str, Any]) -> Config:
+  """Makes a config of the fields in `v`."""
+  groups = dict[str, dict[str, Any]]()  # {group: {name: value}}
   for field, value in v.items():
     group, _, name = field.rpartition(".")
     groups.setdefault(group, {})[name] = value
-  return groups
+  default, own = Config(), groups.pop("")
+  kinds = plugins.load(v["plugins"])
+  made = [kind(**groups.pop(name, {})) for name, kind in kinds.items()]
+  parts = {
+    group: dataclasses.replace(getattr(default, group), **values)
+    for group, values in groups.items()
+  }
+  return Config(**own, **parts, extensions=tuple(made))
 
 
 def _check_together(

@@ -13,7 +13,8 @@ from diloco.spec.plugins import Rule
 DILOCO = ("streaming", "diloco")
 DEVICE = ("device",)
 OFF = (0,)  # 0 and False both mean off.
-
+ON_DEVICES = {"overlap.transport": DEVICE}
+NEAREST = {"wire.rounding": ("nearest",)}
 
 RULES = (
   Rule(
@@ -23,32 +24,17 @@ RULES = (
     "wire.exchange",
     "psum",
     "where devices add up what replicas send",
-    {"overlap.transport": DEVICE, "outer.average": ("mean",)},
+    ON_DEVICES | {"outer.average": ("mean",)},
   ),
-  *(
-    Rule(
-      "wire.format",
-      name,
-      "whose bins are decoded to means",
-      {"wire.rounding": ("nearest",)},
-    )
-    for name in BINS
-  ),
-  Rule(
-    "wire.format", "bf16", "which casts to nearest", {"wire.rounding": ("nearest",)}
-  ),
+  *(Rule("wire.format", x, "whose bins are decoded to means", NEAREST) for x in BINS),
+  Rule("wire.format", "bf16", "which casts to nearest", NEAREST),
   Rule(
     "wire.compressor",
     "dare",
     "which enlarges the values that it sends",
     {"wire.error_feedback": OFF},  # Each send would add to the error, without end.
   ),
-  Rule(
-    "log.diagnostics_every",
-    None,
-    "which compares replicas on devices",
-    {"overlap.transport": DEVICE},
-  ),
+  Rule("log.diagnostics_every", None, "which compares replicas on devices", ON_DEVICES),
 )
 
 

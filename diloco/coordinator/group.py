@@ -16,11 +16,10 @@ from diloco.errors import ConfigError
 from diloco.interop.init import first_params
 from diloco.mesh.devices import make_mesh
 from diloco.model import registry
-from diloco.processes.peers import Peers
 from diloco.sites import outer_state
 from diloco.sites.calendar import Calendar, config_of
+from diloco.util.types import PyTree
 
-Tree = Any
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
 
 
@@ -54,7 +53,7 @@ class OuterGroup:
       first = init_outer(plan, params_M)
     self._theta, self._opt_state = list(first.theta), list(first.opt_state)
     self.applied, self.data = 0, dict[str, Any]()
-    self._checkpoints = Checkpoints(workdir, calendar.config, mesh, method, Peers())
+    self._checkpoints = Checkpoints(workdir, calendar.config, method)
     self._restore()
     self._digests = {self.applied: outer_state.digests(self._state())}
     for number in [r for r in journal.rounds if r >= self.applied]:
@@ -129,7 +128,7 @@ class OuterGroup:
     arrays = {name: part for name, part in arrays.items() if jax.tree.leaves(part)}
     describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
-    def like(step: int, record: Record) -> Tree:
+    def like(step: int, record: Record) -> PyTree:
       resume.check(record.config, self._calendar.config, step)
       return jax.tree.map(describe, arrays)
 

@@ -1,14 +1,14 @@
 """Turns text into packed tokens, one shard per replica. Importing it needs no JAX."""
 
-from diloco.data.pipeline import EvalSet, make_eval_set, make_train_iterator
+from diloco.data.pipeline import EvalSet, TrainIterator, make_eval_set
 from diloco.data.sources import make_source
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
   "EvalSet",
   "Tokenizer",
+  "TrainIterator",
   "load_tokenizer",
   "make_eval_set",
   "make_source",
-  "make_train_iterator",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from diloco.config import Config
-from diloco.data import make_train_iterator
+from diloco.data import TrainIterator
 from diloco.mesh import sharding
 
 
@@ -37,7 +37,7 @@ class Batches:
     self._sharding = sharding.batch_sharding(mesh, sharding.lead(c))
     self._own = own_replicas(c, mesh)
     whole, first = (part.config, part.first_replica) if part else (c, 0)
-    self._data = make_train_iterator(whole, [first + m for m in self._own])
+    self._data = TrainIterator(whole, [first + m for m in self._own])
 
   def __iter__(self) -> "Batches":
     return self

@@ -1,7 +1,7 @@
 """Documents as tokens, by index: from text encoded when read, or from token arrays."""
 
 import dataclasses
-from typing import Protocol
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,23 +18,7 @@ from diloco.tokenizer.vocabulary import split_folder
 MOST_TOKENS = 1 << 27
 
 
-class Documents(Protocol):
-  """The documents of one split: int32 ids, each document ended by EOS."""
-
-  def __len__(self) -> int: ...
-
-  def __getitem__(self, index: int) -> np.ndarray: ...
-
-  def lengths(self, indices: range) -> np.ndarray:
-    """Returns the tokens of some documents, int64."""
-    ...
-
-  def num_bytes(self, index: int, num_tokens: int) -> int:
-    """Returns how many UTF-8 bytes the first tokens of a document stand for."""
-    ...
-
-
-def make_documents(c: Config, split: str) -> Documents:
+def make_documents(c: Config, split: str) -> "Documents":
   """Opens the documents of `config.data`. All runs get their data here.
 
   Args:
@@ -58,7 +42,7 @@ def make_documents(c: Config, split: str) -> Documents:
       f" model.vocab_size to at least {tokenizer.vocab_size}, or set 0 for exactly as"
       " many."
     )
-  documents: Documents
+  documents: TokenArrays | EncodedText
   if c.data.source.startswith("arrays:"):
     name = c.data.train_split if split == "train" else c.data.eval_split
     with reading():
@@ -108,13 +92,14 @@ class EncodedText:
     return kept
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
+    """Returns how many UTF-8 bytes the first tokens of a document stand for."""
     return self._tokenizer.prefix_bytes(self._source[index], num_tokens)
 
 
 class WithBos:
   """Documents that begin with BOS, as in NanoDO."""
 
-  def __init__(self, documents: Documents):
+  def __init__(self, documents: TokenArrays | EncodedText):
     self._documents = documents
 
   def __len__(self) -> int:
@@ -128,6 +113,10 @@ class WithBos:
 
   def num_bytes(self, index: int, num_tokens: int) -> int:
     return self._documents.num_bytes(index, max(num_tokens - 1, 0))
+
+
+# The documents of one split: int32 ids, each document ended by EOS.
+Documents: TypeAlias = TokenArrays | EncodedText | WithBos
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> np.ndarray:

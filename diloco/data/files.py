@@ -95,15 +95,8 @@ def read_documents(
 
 def read_document(path: pathlib.Path, kind: Layout, offset: int) -> str:
   """Reads the document that begins at a byte offset. Line ends stay as stored."""
-  with _open(path) as file:
-    file.seek(offset)
-    if kind == "file":
-      raw = file.read()
-    elif kind == "lines":
-      raw = file.readline()
-    else:
-      lines = itertools.takewhile(lambda line: not line.isspace(), file)
-      raw = b"".join(lines)
+  # A file that was cut meanwhile has nothing there.
+  _, raw = next(_read(path, kind, offset, 0), (offset, b""))
   return _text(path, kind, offset, raw)
 
 
@@ -125,29 +118,22 @@ def _read(
   with _open(path) as file:
     if kind == "file":
       yield 0, file.read()
-    elif kind == "lines":
-      yield from _read_lines(file, start, stop)
+      return
+    offset = start
+    if start:  # Skips the rest of a line that begins before `start`.
+      file.seek(start - 1)
+      offset += len(file.readline()) - 1
+    if kind == "lines":
+      while (not stop or offset < stop) and (line := file.readline()):
+        if not line.isspace():
+          yield offset, line
+        offset += len(line)
     else:
-      offset = 0
       for blank, lines in itertools.groupby(file, key=bytes.isspace):
         paragraph = b"".join(lines)
         if not blank:
           yield offset, paragraph
         offset += len(paragraph)
-
-
-def _read_lines(
-  file: io.BufferedIOBase, start: int, stop: int
-) -> Iterator[tuple[int, bytes]]:
-  """Yields (byte offset, line) of the non-empty lines that begin in a range."""
-  offset = start
-  if start:  # Skips the rest of a line that begins before `start`.
-    file.seek(start - 1)
-    offset += len(file.readline()) - 1
-  while (not stop or offset < stop) and (line := file.readline()):
-    if not line.isspace():
-      yield offset, line
-    offset += len(line)
 
 
 def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:

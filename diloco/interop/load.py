@@ -6,34 +6,31 @@ devices of this process.
 """
 
 import dataclasses
-import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import traverse_util
 from jax.sharding import Mesh
 
-from diloco.algorithm import fragments
-from diloco.algorithm.optimizers import averages_parameters, judged
-from diloco.algorithm.state import (
-  abstract_inner,
-  abstract_params,
-  first_replica,
-  replica_mean,
-)
+from diloco.algorithm.method import Method, make_method
+from diloco.algorithm.optimizers import averages_parameters
+from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import stored
-from diloco.checkpoint.record import steps_of
+from diloco.checkpoint.record import Record, steps_of
 from diloco.config import Config, changed, complete
 from diloco.errors import ConfigError
+from diloco.interop.public_model import CONFIG, read_json
 from diloco.mesh import sharding
 from diloco.mesh.devices import fit_eval_batch, make_inference_mesh
 from diloco.spec import shapes
+from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
 
-# The files of an export, see diloco/cli/export.py.
-WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.model"
+# Files of an export beside CONFIG, see diloco/cli/export.py.
+WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +72,11 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   if (workdir / WEIGHTS).exists():
     return _load_export(workdir, step, mesh)
 
-  like = lambda _, record: _outer_arrays(_config(record.config, workdir, mesh), mesh)
+  like = lambda _, record: _outer_arrays(_config(record, workdir, mesh), mesh)
   with jax.set_mesh(mesh):
     remedy = f"choose another {'--workdir' if step is None else '--step'}"
     found = stored.read_newest(workdir, _steps(workdir, step), like, remedy)
-    c = _config(found.record.config, workdir, mesh)
+    c = _config(found.record, workdir, mesh)
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
 
 
@@ -102,78 +99,103 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   return [step]
 
 
-def _config(saved: Mapping[str, Any], where: pathlib.Path, mesh: Mesh) -> Config:
-  """The config of the run, for this mesh."""
+def _config(record: Record, workdir: pathlib.Path, mesh: Mesh) -> Config:
+  """Returns the config of a checkpoint, for this mesh."""
   try:
-    c = complete(saved)
+    return _here(complete(record.config), mesh)
   except (TypeError, ConfigError) as error:
-    raise ConfigError(f"the config in {where} cannot be used: {error}") from error
+    raise ConfigError(f"the config in {workdir} cannot be used: {error}") from error
+
+
+def _here(c: Config, mesh: Mesh) -> Config:
+  """Changes what depends on the devices of a config to those of this mesh."""
   here = {"mesh.replica": 0, "mesh.fsdp": 0, "model.attention": "auto"}
   return fit_eval_batch(changed(c, here), mesh.size)
 
 
+def _method(c: Config, mesh: Mesh) -> Method:
+  """Makes the method of a run whose outer state is on these devices."""
+  overlap = dataclasses.replace(c.overlap, transport="device")
+  outer = dataclasses.replace(c.outer, offload=False)
+  return make_method(dataclasses.replace(c, overlap=overlap, outer=outer), mesh)
+
+
 def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   """Describes the arrays of a checkpoint that contain the outer parameters."""
-
-  def led(tree: Any, models: int) -> Any:
-    struct = lambda x: jax.ShapeDtypeStruct((models, *x.shape), x.dtype)
-    like = jax.tree.map(struct, tree)
-    return sharding.structs(like, sharding.shardings(like, mesh, (None,)))
-
-  if not c.make_fragments():
-    params = {"params": led(abstract_params(c), 1)}
-    if not averages_parameters(c):
-      return params
-    return params | {"opt_state": abstract_inner(c, mesh)[1]}
-  whole = shapes.parameters(c.model)
-  parts = [part.shapes(whole) for part in c.make_fragments()]
-  theta = [sharding.abstract(part, "float32") for part in parts]
-  if c.own_outer:  # Every replica has its own.
-    return {"theta": [led(x, c.replicas) for x in theta]}
-  return {"theta": [sharding.structs(x, sharding.shardings(x, mesh)) for x in theta]}
+  state = _method(c, mesh).abstract(0, 1, drained=True)
+  if c.make_fragments():
+    return {"theta": list(state.outer.theta)}
+  averages = {"opt_state": state.opt_state} if averages_parameters(c) else {}
+  return {"params": state.params} | averages
 
 
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
   """Joins the arrays of `_outer_arrays` to one replica's tree."""
-  if not c.make_fragments():
-    params = judged(arrays["params"], arrays.get("opt_state"))
-    return first_replica(params, mesh=mesh)
-  layers, theta = [part.indices for part in c.make_fragments()], arrays["theta"]
-  if c.own_outer:
-    theta = [replica_mean(theta_M, mesh=mesh) for theta_M in theta]
-  return fragments.join(theta, layers, shapes.parameters(c.model), mesh)
+  outer = OuterState(tuple(arrays.get("theta", ())), (), (), {})
+  state = TrainState(arrays.get("params"), arrays.get("opt_state"), outer)
+  return _method(c, mesh).params(state)
 
 
 def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   """Reads a folder that diloco export wrote, tokenizer included."""
-  load_file = optional("safetensors.numpy", "exports need", "export").load_file
-  try:
-    described = json.loads((folder / CONFIG).read_text())
-    if "model_type" in described:
-      raise ValueError("it is a folder of transformers, which init.checkpoint takes")
-    exported, config = described["step"], described["config"]
-    tensors = load_file(folder / WEIGHTS)
-  except Exception as error:  # safetensors has an exception of its own.
-    raise ConfigError(
-      f"workdir is {str(folder)!r}, whose {CONFIG} or {WEIGHTS} cannot be read"
-      f" ({type(error).__name__}: {one_line(error)}); export again."
-    ) from error
+  exported, saved = export_config(folder, "workdir")
   if step not in (None, exported):
     raise ConfigError(
       f"step is {step}, but {folder} is an export of step {exported}; leave step out."
     )
-  c = _config(config, folder, mesh)
+  c = _here(saved, mesh)
   if (folder / TOKENIZER).exists():
     c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
-  like = traverse_util.flatten_dict(abstract_params(c), sep=".")
-  names = {*like, *tensors}
-  shape = lambda x: getattr(x, "shape", None)
-  wrong = [n for n in names if shape(like.get(n)) != shape(tensors.get(n))]
-  if wrong:
-    raise ConfigError(
-      f"workdir is {str(folder)!r}, whose {WEIGHTS} does not fit its {CONFIG} in"
-      f" {', '.join(sorted(wrong))}; export again."
-    )
+  tensors = dict(export_tensors(c.model, folder, "workdir"))
   params = traverse_util.unflatten_dict(tensors, sep=".")
   params = jax.device_put(params, sharding.shardings(params, mesh))
   return Model(c, exported, params, mesh)
+
+
+def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:
+  """Reads the step and the config of an export.
+
+  Args:
+    field: what names the folder, for error messages.
+
+  Raises:
+    ConfigError: the folder is no export, or this version cannot read it.
+  """
+  described = read_json(folder / CONFIG, field)
+  try:
+    return described["step"], complete(described["config"])
+  except (KeyError, TypeError, AttributeError, ConfigError) as error:
+    raise ConfigError(
+      f"{field} is {str(folder)!r}, whose {CONFIG} is none of diloco export"
+      f" ({type(error).__name__}: {one_line(error)}); export again. A folder of"
+      " transformers is for init.checkpoint."
+    ) from error
+
+
+def export_tensors(
+  m: ModelConfig, folder: pathlib.Path, field: str
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields the names and float32 tensors of an export, one after another.
+
+  Args:
+    m: the model of its config.
+    field: what names the folder, for error messages.
+
+  Raises:
+    ConfigError: the file is damaged or has other tensors, or safetensors is missing.
+  """
+  safe_open = optional("safetensors", "exports need", "export").safe_open
+  shape_of = {".".join(p): shape for p, shape in shapes.leaves(shapes.parameters(m))}
+  try:
+    with safe_open(folder / WEIGHTS, "np") as file:
+      found = {x: tuple(file.get_slice(x).get_shape()) for x in file.keys()}  # noqa: SIM118
+      wrong = sorted({name for name, _ in shape_of.items() ^ found.items()})
+      if wrong:
+        raise ValueError(f"it does not fit its {CONFIG} in {', '.join(wrong)}")
+      for name in shape_of:
+        yield name, file.get_tensor(name)
+  except Exception as error:  # safetensors has an exception of its own.
+    raise ConfigError(
+      f"{field} is {str(folder)!r}, whose {WEIGHTS} cannot be read ({one_line(error)});"
+      " export again."
+    ) from error

@@ -27,8 +27,9 @@ from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
 from diloco.algorithm.metrics import Metric
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
-from diloco.checkpoint.checkpoints import Checkpoints, Restored
+from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Spent
+from diloco.checkpoint.stored import Stored
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
@@ -259,12 +260,12 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    restored = list[Restored | None]()
+    restored = list[Stored | None]()
     for run in runs:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.batches = batches[run.c.seed]
-      run.checkpoints = Checkpoints(run.workdir, run.c, mesh, method, run.peers)
+      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers)
       stack.enter_context(contextlib.closing(run.checkpoints))
       found = None
       with run.own():
@@ -272,7 +273,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
         if note := summary.note(run.c):
           say(f"note: {note}")
       # The states of all runs have room on the host.
-      restored.append(found and found._replace(state=jax.device_get(found.state)))
+      restored.append(found and found._replace(arrays=jax.device_get(found.arrays)))
     start = restored[0].step if restored[0] else 0
     if any((found.step if found else 0) != start for found in restored):
       yield None
@@ -288,7 +289,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
 
     one = BetweenSyncs(method) if c.averages() else method
     together = Together(one, c, numbers_of([run.c for run in runs]))
-    states = [found.state for found in restored if found]
+    states = [found.arrays for found in restored if found]
     if states:
       place = NamedSharding(mesh, P())
       put = lambda *x: jax.device_put(np.stack(x), place)

@@ -33,12 +33,11 @@ class JsonModel:
     tokenizers = optional("tokenizers", needs, "hf")
     try:
       self._content = json.loads(path.read_bytes())
-      content = dict(self._content)
-      if _KEY not in content:
+      self._special = self._content.pop(_KEY, None)
+      if self._special is None:
         beside = path.with_name("tokenizer_config.json")
-        self._content[_KEY] = _special(json.loads(beside.read_bytes()))
-      content.pop(_KEY, None)
-      self._model = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self._special = _special(json.loads(beside.read_bytes()))
+      self._model = tokenizers.Tokenizer.from_str(json.dumps(self._content))
     except Exception as error:  # tokenizers raises only Exception.
       raise ConfigError(
         f"data.tokenizer is {str(path)!r}, but it or the tokenizer_config.json beside"
@@ -47,13 +46,12 @@ class JsonModel:
     self._model.encode_special_tokens = True  # The text </s> is no EOS.
     self._model.no_truncation()
     self._model.no_padding()
-    found = [self._content[_KEY].get(role) for role in ROLES]
+    found = [self._special.get(role) for role in ROLES]
     known = [None if x is None else self._model.token_to_id(x) for x in found]
     ids = [-1 if i is None else i for i in known]
-    if ids[0] == ids[1]:
-      ids[0] = -1  # Qwen pads with EOS; ours must differ.
-    if ids[2] == ids[1]:
-      ids[2] = -1
+    for i in (0, 2):
+      if ids[i] == ids[1]:
+        ids[i] = -1  # Qwen pads with EOS; ours must differ.
     self.special: tuple[int, ...] = tuple(ids)
     if ids[1] < 0:
       raise ConfigError(
@@ -75,14 +73,13 @@ class JsonModel:
 
   def serialized(self) -> bytes:
     """Returns the file with the special tokens in it."""
-    return json.dumps(self._content, ensure_ascii=False).encode()
+    whole = {**self._content, _KEY: self._special}
+    return json.dumps(whole, ensure_ascii=False).encode()
 
   def files(self) -> dict[str, dict[str, Any]]:
     """Returns {file name: JSON} of the files that transformers loads."""
-    special = self._content[_KEY]
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
-    whole = {name: x for name, x in self._content.items() if name != _KEY}
-    return {"tokenizer.json": whole, "tokenizer_config.json": about}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special}
+    return {"tokenizer.json": self._content, "tokenizer_config.json": about}
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:

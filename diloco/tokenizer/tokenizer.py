@@ -4,14 +4,18 @@ A tokenizer.json of a public model serves as well (`diloco.tokenizer.json_model`
 """
 
 import hashlib
+import os
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from diloco.tokenizer import vocabulary
 from diloco.tokenizer.json_model import JsonModel
+
+_SHIPPED = pathlib.Path(__file__).parent / "shipped"
 
 
 class Tokenizer:
@@ -32,9 +36,12 @@ class Tokenizer:
 
   def __init__(self, path: pathlib.Path):
     self.path = path
-    m = self.model = vocabulary.load_model(path)
+    m = self.model = _load(path)
     self.sha256 = hashlib.sha256(self.serialized()).hexdigest()
-    special = vocabulary.special_ids(m)
+    if isinstance(m, JsonModel):
+      special = m.special
+    else:
+      special = m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id()
     self._ours, self.pieces = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self.pieces)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
@@ -101,4 +108,41 @@ def load_tokenizer(name: str) -> Tokenizer:
   Raises:
     ConfigError: there is no such file, or it is not a SentencePiece model.
   """
-  return Tokenizer(vocabulary.tokenizer_path(name))
+  path = pathlib.Path(
+    name if name.endswith((".model", ".json")) else _SHIPPED / f"{name}.model"
+  )
+  if not os.path.isfile(path):  # False also without permission.
+    shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
+    raise ConfigError(
+      f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
+      " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
+      f" trains one), one of: {shipped}, or nothing if data.source is arrays."
+    )
+  return Tokenizer(path)
+
+
+def _load(path: pathlib.Path) -> Any:
+  """Reads a SentencePiece model, or a tokenizer.json with the same methods.
+
+  Raises:
+    ConfigError: the file is no such model.
+  """
+  import sentencepiece  # Most configs need no tokenizer.
+
+  model = sentencepiece.SentencePieceProcessor()
+  try:
+    content = path.read_bytes()
+    if content[:1] == b"{":
+      return JsonModel(path)
+    model.load_from_serialized_proto(content)
+  except OSError as error:
+    raise ConfigError(
+      f"data.tokenizer is {str(path)!r}, which cannot be read ({error.strerror}); give"
+      " yourself the permission, or name another file."
+    ) from error
+  except RuntimeError as error:
+    raise ConfigError(
+      f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
+      " file from python -m diloco train_tokenizer or SentencePiece."
+    ) from error
+  return model

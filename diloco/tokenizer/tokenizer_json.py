@@ -4,14 +4,19 @@ Ids are ours: pad 0, EOS 1, BOS 2, unknown 3, as `tokenizer.py` permutes them.
 Encoded text begins with BOS, as in training, unless it is encoded without special
 tokens. Only a text that has the name of a special token in it, such as `</s>`, gets
 other ids than SentencePiece gives: they are special there.
+
+Needs the package tokenizers (the extra `hf`).
 """
 
-import base64
+import json
+import pathlib
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.spec.shapes import BOS_ID, UNK_ID
 from diloco.tokenizer.json_model import ROLES, JsonModel
 from diloco.tokenizer.tokenizer import Tokenizer
+from diloco.util.command import optional
 
 UNIGRAM, BPE = 1, 2
 NORMAL, USER_DEFINED = 1, 4
@@ -24,69 +29,66 @@ def convert(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
   """Returns {file name: JSON} of the tokenizer files that transformers loads.
 
   Raises:
-    ConfigError: tokenizers have no counterpart to the model's algorithm.
+    ConfigError: tokenizers have no counterpart to the model's algorithm, or the package
+      tokenizers is missing.
   """
   if isinstance(tokenizer.model, JsonModel):
     return tokenizer.model.files()
+  lib = optional("tokenizers", "a tokenizer.json needs", "hf")
   # Takes protobuf, which SentencePiece itself does not need.
   from sentencepiece import sentencepiece_model_pb2
 
   schema: Any = sentencepiece_model_pb2
   proto = schema.ModelProto.FromString(tokenizer.serialized())
+  _check(proto, tokenizer.path)
   pieces: list[Any] = [None if i < 0 else proto.pieces[i] for i in tokenizer.pieces]
   names = [x.piece if x else name for x, name in zip(pieces, NAMES)]
   names += [x.piece for x in pieces[len(NAMES) :]]
-  rule = proto.normalizer_spec
-  normalizers: list[dict[str, Any]] = []
+  made = lib.Tokenizer(_model(lib.models, proto, pieces, names))
+  made.add_special_tokens(names[: len(NAMES)])
+
+  rule, replace, regex = proto.normalizer_spec, lib.normalizers.Replace, lib.Regex
+  steps = []
   if rule.precompiled_charsmap:
-    table = base64.b64encode(rule.precompiled_charsmap).decode()
-    normalizers += [{"type": "Precompiled", "precompiled_charsmap": table}]
+    steps += [lib.normalizers.Precompiled(rule.precompiled_charsmap)]
   if rule.remove_extra_whitespaces:
-    normalizers += [_replace({"Regex": r"\A +| +\z"}, "")]  # `Strip` strips newlines.
-    normalizers += [_replace({"Regex": " {2,}"}, " ")]
+    # `Strip` strips newlines.
+    steps += [replace(regex(r"\A +| +\z"), ""), replace(regex(" {2,}"), " ")]
   if rule.add_dummy_prefix:
-    normalizers += [{"type": "Prepend", "prepend": SPACE}]
-  normalizers += [_replace({"String": " "}, SPACE)]
-  decoders = [_replace({"String": SPACE}, " "), {"type": "ByteFallback"}]
-  decoders += [{"type": "Fuse"}]
+    steps += [lib.normalizers.Prepend(SPACE)]
+  steps += [replace(" ", SPACE)]
+  made.normalizer = lib.normalizers.Sequence(steps)
+
+  decoders = lib.decoders
+  steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
   if rule.add_dummy_prefix:
-    decoders += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-  special = dict(zip(ROLES, names))
-  whole = {
-    "version": "1.0",
-    "truncation": None,
-    "padding": None,
-    "added_tokens": [_added(i, name) for i, name in enumerate(names[: len(NAMES)])],
-    "normalizer": {"type": "Sequence", "normalizers": normalizers},
-    "pre_tokenizer": None,
-    "post_processor": _begin(special["bos_token"]),
-    "decoder": {"type": "Sequence", "decoders": decoders},
-    "model": _model(proto, pieces, names, tokenizer.path),
-  }
+    steps += [decoders.Strip(" ", 1, 0)]
+  made.decoder = decoders.Sequence(steps)
+
+  bos = names[BOS_ID]
+  made.post_processor = lib.processors.TemplateProcessing(
+    single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, BOS_ID)]
+  )
   about = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "clean_up_tokenization_spaces": False,
-    **special,
+    **dict(zip(ROLES, names)),
   }
-  return {"tokenizer.json": whole, "tokenizer_config.json": about}
+  return {"tokenizer.json": json.loads(made.to_str()), "tokenizer_config.json": about}
 
 
-def _model(proto: Any, pieces: list[Any], names: list[str], path: Any) -> dict:
-  """Converts the vocabulary and the algorithm.
-
-  Raises:
-    ConfigError: there is no counterpart.
-  """
-  trainer = proto.trainer_spec
+def _check(proto: Any, path: pathlib.Path) -> None:
+  """Refuses a model to which tokenizers have no counterpart."""
+  trainer, rule = proto.trainer_spec, proto.normalizer_spec
   own = [x.piece for x in proto.pieces if x.type == USER_DEFINED]
   reason = ""
   if trainer.model_type not in (UNIGRAM, BPE):
     reason = "is neither a unigram nor a BPE model"
   elif trainer.treat_whitespace_as_suffix:
     reason = "puts spaces at the end of words"
-  elif not proto.normalizer_spec.escape_whitespaces:
+  elif not rule.escape_whitespaces:
     reason = "does not escape spaces"
-  elif own and proto.normalizer_spec.precompiled_charsmap:
+  elif own and rule.precompiled_charsmap:
     reason = f"normalises text except its user-defined symbol {own[0]!r}"
   elif trainer.model_type == BPE and max(map(len, own), default=1) > 1:
     reason = f"is a BPE model with the user-defined symbol {max(own, key=len)!r}"
@@ -95,34 +97,30 @@ def _model(proto: Any, pieces: list[Any], names: list[str], path: Any) -> dict:
       f"data.tokenizer is {str(path)!r}, which {reason}, so it cannot be converted to a"
       " tokenizer.json; export with --format=diloco."
     )
-  if trainer.model_type == UNIGRAM:
-    best = max((x.score for x in proto.pieces if x.type == NORMAL), default=0.0)
-    # SentencePiece prefers user-defined symbols by this score.
-    prefer = lambda x: len(x.piece.encode()) * best - 0.1
-    scores = [
-      0.0 if x is None else prefer(x) if x.type == USER_DEFINED else x.score
-      for x in pieces
-    ]
-    return {
-      "type": "Unigram",
-      "unk_id": NAMES.index("<unk>"),
-      "byte_fallback": trainer.byte_fallback,
-      "vocab": [list(pair) for pair in zip(names, scores)],
-    }
-  return {
-    "type": "BPE",
-    "dropout": None,
-    "unk_token": names[NAMES.index("<unk>")],
-    "continuing_subword_prefix": None,
-    "end_of_word_suffix": None,
-    "fuse_unk": True,
-    "byte_fallback": trainer.byte_fallback,
-    "vocab": {name: i for i, name in enumerate(names)},
-    "merges": _merges(pieces),
-  }
 
 
-def _merges(pieces: list[Any]) -> list[list[str]]:
+def _model(models: Any, proto: Any, pieces: list[Any], names: list[str]) -> Any:
+  """Converts the vocabulary and the algorithm."""
+  trainer = proto.trainer_spec
+  if trainer.model_type == BPE:
+    return models.BPE(
+      vocab={name: i for i, name in enumerate(names)},
+      merges=_merges(pieces),
+      unk_token=names[UNK_ID],
+      fuse_unk=True,
+      byte_fallback=trainer.byte_fallback,
+    )
+  best = max((x.score for x in proto.pieces if x.type == NORMAL), default=0.0)
+  # SentencePiece prefers user-defined symbols by this score.
+  prefer = lambda x: len(x.piece.encode()) * best - 0.1
+  scores = [
+    0.0 if x is None else prefer(x) if x.type == USER_DEFINED else x.score
+    for x in pieces
+  ]
+  return models.Unigram([*zip(names, scores)], UNK_ID, trainer.byte_fallback)
+
+
+def _merges(pieces: list[Any]) -> list[tuple[str, str]]:
   """Lists the pairs that BPE joins; pairs that make likelier pieces come first."""
   scores = {x.piece: x.score for x in pieces if x is not None and x.type == NORMAL}
   found = [
@@ -131,26 +129,4 @@ def _merges(pieces: list[Any]) -> list[list[str]]:
     for cut in range(1, len(piece))
     if piece[:cut] in scores and piece[cut:] in scores
   ]
-  return [[left, right] for _, _, left, right in sorted(found)]
-
-
-def _begin(bos: str) -> dict[str, Any]:
-  """Puts BOS before every text."""
-  special = lambda kind: {"SpecialToken": {"id": bos, "type_id": kind}}
-  text = lambda name, kind: {"Sequence": {"id": name, "type_id": kind}}
-  ids = {"id": bos, "ids": [NAMES.index("<s>")], "tokens": [bos]}
-  return {
-    "type": "TemplateProcessing",
-    "single": [special(0), text("A", 0)],
-    "pair": [special(0), text("A", 0), special(1), text("B", 1)],
-    "special_tokens": {bos: ids},
-  }
-
-
-def _replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
-  return {"type": "Replace", "pattern": pattern, "content": content}
-
-
-def _added(i: int, name: str) -> dict[str, Any]:
-  flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-  return {"id": i, "content": name, **flags, "special": True}
+  return [(left, right) for _, _, left, right in sorted(found)]

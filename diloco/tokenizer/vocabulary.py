@@ -3,17 +3,15 @@
 Reads the manifest of prepared data (`diloco.data.arrays`) or the tokenizer's file.
 """
 
-import os
 import pathlib
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.tokenizer.json_model import JsonModel
+from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.util.files import read_json
 
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
-_SHIPPED = pathlib.Path(__file__).parent / "shipped"
 _DEFAULT = "sotu_2048"
 # What a reader needs of a manifest; a list gives the kind of all its items.
 _CONTENT = {
@@ -43,8 +41,7 @@ def fill_in(v: dict[str, Any]) -> None:
   else:
     v["data.tokenizer"] = v["data.tokenizer"] or _DEFAULT
     if not v["model.vocab_size"]:
-      model = load_model(tokenizer_path(v["data.tokenizer"]))
-      v["model.vocab_size"] = model.get_piece_size() + special_ids(model).count(-1)
+      v["model.vocab_size"] = load_tokenizer(v["data.tokenizer"]).vocab_size
 
 
 def split_folder(source: str, split: str) -> pathlib.Path:
@@ -68,16 +65,14 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
       f"data.source is arrays, but {path} cannot be read ({error.strerror}); give"
       " yourself the permission, or name another folder."
     ) from error
-  version = VERSION if manifest is None else manifest.get("version")
-  if version != VERSION:
+  if (
+    manifest is None
+    or manifest.get("version") != VERSION
+    or not _fits(manifest, _CONTENT)
+  ):
     raise ConfigError(
-      f"data.source is arrays, but {path} has version {version} instead of {VERSION};"
-      " delete the folder and tokenize again."
-    )
-  if manifest is None or not _fits(manifest, _CONTENT):
-    raise ConfigError(
-      f"data.source is arrays, but {path} is damaged; copy the file again, or delete"
-      " the folder and tokenize again."
+      f"data.source is arrays, but {path} is damaged or not of version {VERSION}; copy"
+      " the file again, or delete the folder and tokenize again."
     )
   return manifest
 
@@ -109,56 +104,3 @@ def _fits(value: Any, content: Any) -> bool:
   if isinstance(content, list):
     return isinstance(value, list) and all(_fits(item, content[0]) for item in value)
   return isinstance(value, content)
-
-
-def tokenizer_path(name: str) -> pathlib.Path:
-  """Finds a tokenizer by a path ending in .model or .json, or by its name in diloco.
-
-  Raises:
-    ConfigError: there is no such file.
-  """
-  path = pathlib.Path(
-    name if name.endswith((".model", ".json")) else _SHIPPED / f"{name}.model"
-  )
-  if not os.path.isfile(path):  # False also without permission.
-    shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
-    raise ConfigError(
-      f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"
-      " .model (`python -m diloco train_tokenizer --source=<source> --output=<path>`"
-      f" trains one), one of: {shipped}, or nothing if data.source is arrays."
-    )
-  return path
-
-
-def load_model(path: pathlib.Path) -> Any:
-  """Reads a SentencePiece model, or a tokenizer.json with the same methods.
-
-  Raises:
-    ConfigError: the file is no such model.
-  """
-  import sentencepiece  # Most configs need no tokenizer.
-
-  model = sentencepiece.SentencePieceProcessor()
-  try:
-    content = path.read_bytes()
-    if content[:1] == b"{":
-      return JsonModel(path)
-    model.load_from_serialized_proto(content)
-  except OSError as error:
-    raise ConfigError(
-      f"data.tokenizer is {str(path)!r}, which cannot be read ({error.strerror}); give"
-      " yourself the permission, or name another file."
-    ) from error
-  except RuntimeError as error:
-    raise ConfigError(
-      f"data.tokenizer is {str(path)!r}, which is not a SentencePiece model; give a"
-      " file from python -m diloco train_tokenizer or SentencePiece."
-    ) from error
-  return model
-
-
-def special_ids(model: Any) -> tuple[int, ...]:
-  """Returns a model's ids of pad, EOS, BOS and unknown; -1 if missing."""
-  if isinstance(model, JsonModel):
-    return model.special
-  return model.pad_id(), model.eos_id(), model.bos_id(), model.unk_id()

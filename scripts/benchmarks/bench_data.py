@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from diloco.config import changed, command_line, resolve
-from diloco.data import make_train_iterator
+from diloco.data import TrainIterator
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config of the data to read.")
 _BATCHES = flags.DEFINE_integer("batches", 1000, "Number of batches per measurement.")
@@ -20,7 +20,7 @@ def main(argv) -> None:
   print(f"{'prefetch':>8} {'tokens':>12} {'tokens/s':>12} {'tokens/CPU s':>12}")
   for prefetch in (0, 2):
     c = changed(resolve(_CONFIG.value), {"data.prefetch": prefetch})
-    iterator = make_train_iterator(c)
+    iterator = TrainIterator(c)
     next(iterator)
     start, cpu_start, tokens = time.perf_counter(), time.process_time(), 0
     for _ in range(_BATCHES.value):

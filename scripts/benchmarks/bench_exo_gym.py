@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
-from diloco.data import make_eval_set, make_train_iterator
+from diloco.data import TrainIterator, make_eval_set
 
 LAYERS, HEADS, WIDTH, VOCABULARY, LENGTH = 4, 2, 128, 2048, 128
 REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
@@ -123,7 +123,7 @@ class TimedDiLoCo(DiLoCoStrategy):
 
 def training_set(c: Config, steps: int) -> TensorDataset:
   """Reads our run's sequences; exo gym gives every M-th of them to a replica."""
-  batches = make_train_iterator(c)
+  batches = TrainIterator(c)
   rows_SxMxBxL = np.stack([next(batches) for _ in range(steps)])
   batches.close()
   rows = rows_SxMxBxL.swapaxes(1, 2).reshape(-1, LENGTH)

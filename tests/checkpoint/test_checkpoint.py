@@ -44,7 +44,7 @@ def state(value: float) -> TrainState:
 
 
 def open_checkpoints(workdir, c, peers=None) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)), peers)
+  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)), peers)
 
 
 def save(workdir, c, steps):
@@ -77,11 +77,11 @@ def test_an_unreadable_checkpoint_is_moved_and_its_step_saved_again(
     checkpoints = open_checkpoints(tmp_path, c)
     restored = checkpoints.restore()
     assert (restored.step, restored.record.finished) == (10, False)
-    np.testing.assert_array_equal(restored.state.params["w"], np.full(SHAPE, 10.0))
+    np.testing.assert_array_equal(restored.arrays.params["w"], np.full(SHAPE, 10.0))
     assert checkpoints.latest == 10
     checkpoints.save(12, state(12), Record(c.to_dict()))
     checkpoints.wait()
-    assert checkpoints.restore().state.params["w"][0, 0] == 12
+    assert checkpoints.restore().arrays.params["w"][0, 0] == 12
     checkpoints.close()
   assert names(tmp_path / "checkpoints") == ["10", "12"]
   assert names(tmp_path / "unreadable") == ["12", "12.1"]

@@ -36,7 +36,7 @@ def c(tiny):
 
 
 def open_checkpoints(workdir, c) -> checkpoint.Checkpoints:
-  return checkpoint.Checkpoints(workdir, c, make_mesh(c), BareMethod(state(0)))
+  return checkpoint.Checkpoints(workdir, c, BareMethod(state(0), make_mesh(c)))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
     shutil.copytree(saved, workdir)
     harm(workdir / "checkpoints" / "12")
     checkpoints = open_checkpoints(workdir, c)
-    step, restored, record = checkpoints.restore()
+    step, record, restored = checkpoints.restore()
     assert bits(restored) == bits(state(step)), name
     assert record.data == {"0": [step]}, name
     assert checkpoints.latest == step, name

@@ -87,16 +87,6 @@ def test_the_text_has_the_fields_of_the_plugins_of_the_config():
   assert "sparta.share = 0.25 (default 0.0)" in describe.text(c).splitlines()
 
 
-def test_the_page_has_a_row_per_field_and_no_raw_html():
-  page = describe.markdown()
-  rows = [line for line in page.splitlines() if line.startswith("| `")]
-  assert len(rows) == len(described())
-  assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
-  assert "<name>" not in page
-  groups = [g for g in describe.groups(plugins.contrib()) if g.fields]
-  assert page.count("\n## ") == len(groups)
-
-
 def main(*flags: str, cwd) -> subprocess.CompletedProcess:
   env = {**os.environ, "PYTHONPATH": str(ROOT)}
   command = [sys.executable, "-X", "importtime", "-m", "diloco.main", *flags]

@@ -74,7 +74,7 @@ UNIT = "00001-of-*.npy"
 @pytest.mark.parametrize(
   ("damage", "message"),
   [
-    (cut_manifest, r"manifest.json is damaged; copy the file again"),
+    (cut_manifest, r"manifest.json is damaged or not of version 1; copy the file"),
     (overwrite("manifest.json", b""), "manifest.json is damaged"),
     (overwrite("manifest.json", b"[]"), "manifest.json is damaged"),
     (overwrite("manifest.json", b"\xff\x00"), "manifest.json is damaged"),
@@ -160,7 +160,7 @@ def test_a_folder_without_permission_is_refused(tiny, folder, monkeypatch):
 
   monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
   with pytest.raises(ConfigError, match=r"manifest.json cannot be read \(Permission"):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
 
 
 @pytest.mark.parametrize(

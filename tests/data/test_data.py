@@ -37,7 +37,7 @@ def numbered(tiny, tmp_path):
 
 
 def batches(c, count, **kwargs):
-  iterator = data_lib.make_train_iterator(c, **kwargs)
+  iterator = data_lib.TrainIterator(c, **kwargs)
   taken = [next(iterator) for _ in range(count)]
   iterator.close()
   return taken
@@ -136,13 +136,13 @@ def test_every_saved_position_resumes_bit_for_bit(
   tiny.data.shuffle_window = window
   tiny.model.seq_len, tiny.data.prefetch = 8, prefetch
   c = config_lib.resolve(tiny)
-  iterator, positions, expected = data_lib.make_train_iterator(c), [], []
+  iterator, positions, expected = data_lib.TrainIterator(c), [], []
   for _ in range(9):
     positions.append(json.dumps(iterator.get_state()))
     expected.append(next(iterator))
   iterator.close()
   for step, position in enumerate(positions):
-    again = data_lib.make_train_iterator(c)
+    again = data_lib.TrainIterator(c)
     again.set_state(json.loads(position))
     assert json.dumps(again.get_state()) == position
     np.testing.assert_array_equal(
@@ -191,10 +191,10 @@ def test_what_cannot_be_shuffled_whole_is_refused(tiny, set_documents, monkeypat
   c = config_lib.resolve(tiny)
   monkeypatch.setattr(documents_lib, "MOST_TOKENS", 10_000)
   with pytest.raises(ConfigError, match=r"window is -1, .* prepare arrays"):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
   set_documents([50, 3])
   with pytest.raises(ConfigError, match=r"shard 1 of 2 .* only 4 tokens, .* is 16"):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
 
 
 def test_each_replica_has_its_own_order(tiny, set_documents):
@@ -229,7 +229,7 @@ def test_a_position_of_several_shards_resumes_with_another_m(tiny):
   two = config_lib.resolve(tiny)
   position = split_positions(two, [[1], [0]], steps=3)
   tiny.replicas = 1
-  iterator = data_lib.make_train_iterator(config_lib.resolve(tiny))
+  iterator = data_lib.TrainIterator(config_lib.resolve(tiny))
   iterator.set_state(position)
   rows = next(iterator)
   iterator.close()
@@ -246,7 +246,7 @@ def split_positions(c, groups, steps):
   """Joins the positions of processes with the given replicas after some steps."""
   position = {}
   for ids in groups:
-    iterator = data_lib.make_train_iterator(c, replica_ids=ids)
+    iterator = data_lib.TrainIterator(c, replica_ids=ids)
     for _ in range(steps):
       next(iterator)
     position.update(json.loads(json.dumps(iterator.get_state())))
@@ -267,7 +267,7 @@ def test_any_division_into_processes_resumes_any_other(numbered, before):
   position = split_positions(c, before, steps=14)
   for after in GROUPS:
     for ids in after:
-      iterator = data_lib.make_train_iterator(c, replica_ids=ids)
+      iterator = data_lib.TrainIterator(c, replica_ids=ids)
       iterator.set_state(position)
       rows = np.stack([next(iterator) for _ in range(6)])
       iterator.close()
@@ -278,13 +278,13 @@ def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
   set_documents([7] * 12)
   c = config_lib.resolve(tiny)
   position = split_positions(c, [[1]], steps=1)
-  iterator = data_lib.make_train_iterator(c)
+  iterator = data_lib.TrainIterator(c)
   with pytest.raises(ConfigError, match="has no shard 0, only 1; resume"):
     iterator.set_state(position)
   iterator.close()
   for number in (11, 13):
     set_documents([7] * number)
-    iterator = data_lib.make_train_iterator(c, replica_ids=[1])
+    iterator = data_lib.TrainIterator(c, replica_ids=[1])
     message = rf"counts 12 training documents, but data.source now has {number};"
     with pytest.raises(ConfigError, match=message):
       iterator.set_state(position)
@@ -293,7 +293,7 @@ def test_a_position_that_does_not_fit_is_refused(tiny, set_documents):
 
 def test_a_replica_that_does_not_exist_is_refused(tiny):
   with pytest.raises(ValueError, match=r"replica_ids is \[2\]; give ids from 0 to 1"):
-    data_lib.make_train_iterator(config_lib.resolve(tiny), replica_ids=[2])
+    data_lib.TrainIterator(config_lib.resolve(tiny), replica_ids=[2])
 
 
 def test_evaluation_counts_every_token_once(numbered):
@@ -587,7 +587,7 @@ def test_damaged_tfds_data_are_named(tiny, standin, tmp_path, damage):
   else:
     (folder / "dataset_info.json").write_text("{")
   tiny.data.source, tiny.data.data_dir = "tfds:dolma:1.0.0", str(tmp_path)
-  iterate = lambda: next(data_lib.make_train_iterator(config_lib.resolve(tiny)))
+  iterate = lambda: next(data_lib.TrainIterator(config_lib.resolve(tiny)))
   with pytest.raises(ConfigError, match=r"dolma/1.0.0 .*(fetch|prepare) the data set"):
     iterate()
 
@@ -609,9 +609,9 @@ def test_exactly_as_many_tokens_as_fit_are_kept(
   c = config_lib.resolve(tiny)
   monkeypatch.setattr(pipeline, "MOST_TOKENS", tokens - 1)
   with pytest.raises(ConfigError, match=message):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
   monkeypatch.setattr(pipeline, "MOST_TOKENS", max(tokens, 64))
-  data_lib.make_train_iterator(c).close()
+  data_lib.TrainIterator(c).close()
 
 
 def test_an_evaluation_batch_of_exactly_as_many_tokens_as_fit_is_kept(
@@ -673,7 +673,7 @@ def test_reading_text_imports_neither_jax_nor_tensorflow():
 def test_a_crash_while_batches_are_prefetched_keeps_its_exit_code():
   run = run_python(
     "from conftest import tiny_config; from diloco import config, data;"
-    "it = data.make_train_iterator(config.resolve(tiny_config())); next(it);"
+    "it = data.TrainIterator(config.resolve(tiny_config())); next(it);"
     "raise SystemExit(3)"
   )
   assert (run.returncode, run.stderr) == (3, "")
@@ -700,4 +700,4 @@ def test_a_crash_while_batches_are_prefetched_keeps_its_exit_code():
 def test_errors_name_field_value_and_remedy(tiny, fields, message):
   tiny.update_from_flattened_dict(fields)
   with pytest.raises(ConfigError, match=message):
-    data_lib.make_train_iterator(config_lib.resolve(tiny))
+    data_lib.TrainIterator(config_lib.resolve(tiny))

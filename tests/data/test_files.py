@@ -66,7 +66,7 @@ def test_too_few_documents_name_paragraphs_as_a_way_out(tiny, book):
   tiny.data.source = f"files:{book}"
   message = r"only 0 training documents; a text file is one .* write paragraphs:.*book"
   with pytest.raises(ConfigError, match=message):
-    data_lib.make_train_iterator(config_lib.resolve(tiny))
+    data_lib.TrainIterator(config_lib.resolve(tiny))
   # Of JSON lines, only more lines help.
   assert sources.more_documents("files:/data/*.jsonl.gz") == "add documents"
 
@@ -131,7 +131,7 @@ def test_a_file_that_vanishes_while_training_is_named(tiny, tmp_path):
   for i in range(30):
     (tmp_path / f"{i}.txt").write_text("Some words. " * 9)
   tiny.data.source = f"files:{tmp_path}/*.txt"
-  iterator = data_lib.make_train_iterator(config_lib.resolve(tiny))
+  iterator = data_lib.TrainIterator(config_lib.resolve(tiny))
   for path in tmp_path.glob("*.txt"):
     path.unlink()
   message = r"data.source cannot be read \(.*No such file.*\.txt"
@@ -157,4 +157,4 @@ def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
   with pytest.raises(
     ConfigError, match=r"cannot be read \(.*Permission denied: .*a.jsonl"
   ):
-    data_lib.make_train_iterator(config_lib.resolve(tiny))
+    data_lib.TrainIterator(config_lib.resolve(tiny))

@@ -88,7 +88,7 @@ def test_a_run_reads_the_same_batches_from_arrays(
   for split in ("train", "eval"):
     prepare.tokenize("sotu", split, "sotu_2048", tmp_path / split, unit_size=1 << 20)
   arrays = as_arrays(tiny, tmp_path)
-  a, b = (data_lib.make_train_iterator(c) for c in (direct, arrays))
+  a, b = (data_lib.TrainIterator(c) for c in (direct, arrays))
   for _ in range(40):
     np.testing.assert_array_equal(next(a), next(b))
   a.close()
@@ -324,7 +324,7 @@ def test_a_run_checks_its_arrays(tiny, lines, tmp_path, in_line):
   with pytest.raises(ConfigError, match=r"with the tokenizer sotu_2048 .sha256 0"):
     make_documents(c, "train")
   manifest.write_text(good.replace('"version": 1', '"version": 0'))
-  with pytest.raises(ConfigError, match="has version 0 instead of 1"):
+  with pytest.raises(ConfigError, match="is damaged or not of version 1"):
     make_documents(c, "train")
   manifest.rename(tmp_path / "train" / "plan.json")
   with pytest.raises(ConfigError, match=r"manifest.json is not finished; run"):
@@ -469,7 +469,7 @@ def test_tfrecord_becomes_array_record_with_the_same_batches(tiny, tfrecord, tmp
   standin = config_lib.resolve(tiny)
   tiny.data.data_dir = str(tmp_path)
   converted = config_lib.resolve(tiny)
-  a, b = (data_lib.make_train_iterator(c) for c in (standin, converted))
+  a, b = (data_lib.TrainIterator(c) for c in (standin, converted))
   for _ in range(30):
     np.testing.assert_array_equal(next(a), next(b))
   a.close()

@@ -156,7 +156,7 @@ def test_an_export_that_does_not_fit_its_config(trained, tmp_path):
 def test_a_damaged_export_is_refused(trained, tmp_path, file, content):
   export.export(restore.load(trained[0]), tmp_path)
   (tmp_path / file).write_bytes(content)
-  with pytest.raises(ValueError, match=r"safetensors cannot be read .*; export again"):
+  with pytest.raises(ValueError, match=rf"{file} cannot be read .* again"):
     restore.load(tmp_path)
 
 

@@ -305,11 +305,11 @@ def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
   assert player.plan.schedule.in_flight(EVERY)
   with jax.set_mesh(player.mesh):
     method = make_method(own, player.mesh)
-    checkpoints = Checkpoints(tmp_path, own, player.mesh, method, Peers())
+    checkpoints = Checkpoints(tmp_path, own, method)
     checkpoints.save(EVERY, player.state, Record(own.to_dict()))
     checkpoints.wait()
     found = checkpoints.restore()
     checkpoints.close()
-  digests = [outer_state.digests(x.outer) for x in (found.state, player.state)]
+  digests = [outer_state.digests(x.outer) for x in (found.arrays, player.state)]
   assert digests[0] == digests[1]
-  assert found.state.outer.in_flight == {}
+  assert found.arrays.outer.in_flight == {}

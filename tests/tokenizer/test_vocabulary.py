@@ -15,8 +15,8 @@ SHIPPED = pathlib.Path(vocabulary.__file__).parent / "shipped/sotu_2048.model"
 
 
 def run_in_line(make, todo, *_):
-  for unit in todo:
-    make(unit)
+  for path, pieces in todo.items():
+    make(path, pieces)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_the_folder_of_prepared_data_is_all_that_training_needs(tiny, prepared):
   assert c.data.tokenizer == str(prepared / "train/tokenizer.model")
   assert c.model.vocab_size == 2048
   assert config_lib.resolve(c) == config_lib.complete(c.to_dict()) == c
-  iterator = data_lib.make_train_iterator(c)
+  iterator = data_lib.TrainIterator(c)
   assert next(iterator).shape == (2, 2, 16)
   iterator.close()
   assert data_lib.make_eval_set(c).num_bytes > 0
@@ -48,10 +48,10 @@ def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
   tiny.data.source, tiny.model.vocab_size = f"arrays:{prepared}", 4096
   c = config_lib.resolve(tiny)
   assert c.model.vocab_size == 4096
-  data_lib.make_train_iterator(c).close()
+  data_lib.TrainIterator(c).close()
   tiny.model.vocab_size = 2000
   with pytest.raises(ConfigError, match="at least 2048, or set 0 for exactly as many"):
-    data_lib.make_train_iterator(config_lib.resolve(tiny))
+    data_lib.TrainIterator(config_lib.resolve(tiny))
   other = bytearray(SHIPPED.read_bytes()) + b"\x12\x00"  # An empty protobuf message.
   (prepared / "other.model").write_bytes(other)
   tiny.model.vocab_size, tiny.data.tokenizer = 0, str(prepared / "other.model")
@@ -59,7 +59,7 @@ def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
   assert (c.model.vocab_size, c.data.tokenizer) == (2048, str(prepared / "other.model"))
   message = r"tokenizer own.model .*; set data.tokenizer to the first one \(empty: that"
   with pytest.raises(ConfigError, match=message):
-    data_lib.make_train_iterator(c)
+    data_lib.TrainIterator(c)
 
 
 def test_text_takes_the_vocabulary_of_its_tokenizer(tiny):

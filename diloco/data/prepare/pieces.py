@@ -69,11 +69,8 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         f"--split is {split!r}, but {source!r} has no splits; choose train, eval (one"
         f" document in {files_lib.HOLD_OUT_EVERY}) or all."
       )
-    paragraphs = sources_lib.is_paragraphs(source)
-    ranges = [
-      (path, files_lib.layout(path, paragraphs), 0, 0)
-      for path in sources_lib.list_files(source)
-    ]
+    files = sources_lib.list_files(source)
+    ranges = [(path, layout, 0, 0) for path, layout in files.items()]
   with files_lib.reading():
     return [
       Piece(path, kind, start, stop, i, split, path.stat().st_size)

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from diloco.data import arrays as arrays_lib
 from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
 from diloco.data.prepare import pieces as pieces_lib
-from diloco.data.prepare.units import Unit, lock, run_units
+from diloco.data.prepare.units import Units, lock, run_units
 from diloco.errors import ConfigError
 from diloco.tokenizer.tokenizer import load_tokenizer
 from diloco.tokenizer.vocabulary import (
@@ -75,10 +75,10 @@ def tokenize(
   total = sum(file.size for file in files)
   unit_size = unit_size or min(max(total // _UNITS, _MIN_UNIT), _MAX_UNIT)
   groups = pieces_lib.group(pieces_lib.cut(files, unit_size), unit_size)
-  units = [
-    Unit(folder / f"{i:05}-of-{len(groups):05}.npy", pieces)
+  units = {
+    folder / f"{i:05}-of-{len(groups):05}.npy": pieces
     for i, pieces in enumerate(groups)
-  ]
+  }
   revision = json.dumps([(p.path.name, p.size, p.start, p.stop) for p in files])
   dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
   plan = {
@@ -105,8 +105,8 @@ def tokenize(
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
       _join(folder, plan, units)
-    for unit in units:
-      _index_path(unit).unlink(missing_ok=True)
+    for path in units:
+      _index_path(path).unlink(missing_ok=True)
     (folder / PLAN).unlink(missing_ok=True)
   return read_manifest(folder)
 
@@ -140,28 +140,29 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
   write_json(folder / PLAN, plan)
 
 
-def _tokenize_unit(unit: Unit, tokenizer: str, dtype: str) -> dict[str, int]:
-  """Writes one array and returns its counts; holds one document in memory."""
+def _tokenize_unit(
+  path: pathlib.Path, pieces: list[pieces_lib.Piece], tokenizer: str, dtype: str
+) -> None:
+  """Writes one array; holds one document in memory."""
   model = load_tokenizer(tokenizer)
   lengths, sizes = array.array("q"), array.array("q")
-  with _growing_array(unit.path, dtype) as append:
-    for text in itertools.chain.from_iterable(map(pieces_lib.read, unit.pieces)):
+  with _growing_array(path, dtype) as append:
+    for text in itertools.chain.from_iterable(map(pieces_lib.read, pieces)):
       ids = encode_document(model, text)
       append(ids)
       lengths.append(len(ids))
       sizes.append(len(text.encode("utf-8")))
     # Before the array gets its final name, which marks the unit as finished.
-    with replacing(_index_path(unit)) as file:
+    with replacing(_index_path(path)) as file:
       np.save(file, np.stack([lengths, sizes], axis=1))
-  return {"documents": len(lengths), "tokens": sum(lengths), "bytes": sum(sizes)}
 
 
-def _index_path(unit: Unit) -> pathlib.Path:
+def _index_path(path: pathlib.Path) -> pathlib.Path:
   """Names a temporary file, int64[documents, 2]: tokens and bytes per document."""
-  return unit.path.with_suffix(".index.npy")
+  return path.with_suffix(".index.npy")
 
 
-def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> None:
+def _join(folder: pathlib.Path, plan: dict[str, Any], units: Units) -> None:
   """Writes the index of all documents and, last, the manifest."""
   num_bytes, num_tokens = 0, 0
   shards: list[dict[str, Any]] = []
@@ -169,16 +170,14 @@ def _join(folder: pathlib.Path, plan: dict[str, Any], units: Sequence[Unit]) -> 
     _growing_array(folder / arrays_lib.ENDS, np.uint64) as append_ends,
     _growing_array(folder / arrays_lib.BYTES, np.uint32) as append_bytes,
   ):
-    for unit in units:
-      lengths, sizes = np.load(_index_path(unit)).T
+    for path in units:
+      lengths, sizes = np.load(_index_path(path)).T
       append_ends(num_tokens + np.cumsum(lengths))
       append_bytes(sizes)
       tokens = int(lengths.sum())
       num_tokens += tokens
       num_bytes += int(sizes.sum())
-      shards.append(
-        {"file": unit.path.name, "tokens": tokens, "documents": len(lengths)}
-      )
+      shards.append({"file": path.name, "tokens": tokens, "documents": len(lengths)})
   if not num_bytes:
     raise ConfigError(
       f"--source is {plan['source']!r}, which has no text in the split"
@@ -241,11 +240,6 @@ def convert(
     ConfigError: the data set is missing or not stored as tfrecord.
     ValueError: a file is damaged or has fewer records than its data set says.
   """
-  if not source.startswith("tfds:"):
-    raise ConfigError(
-      f"--source is {source!r}, but convert copies TFDS data sets; give"
-      " tfds:<name>:<version>, or tokenize text."
-    )
   info = sources_lib.tfds_builder(source, data_dir).info
   old = pathlib.Path(info.data_dir)
   folder = pathlib.Path(output) / source.removeprefix("tfds:").replace(":", "/")
@@ -255,11 +249,11 @@ def convert(
       f"--source is {source!r}, stored as {kind} in {old}, and --output is"
       f" {str(output)!r}; convert copies tfrecord to another folder than --data_dir."
     )
-  units = [
-    Unit(folder / piece.path.name.replace(".tfrecord", ".array_record"), [piece])
+  units = {
+    folder / piece.path.name.replace(".tfrecord", ".array_record"): [piece]
     for split in info.splits
     for piece in pieces_lib.make_pieces(source, split, data_dir)
-  ]
+  }
   with lock(folder):
     run_units(_convert_unit, units, workers, f"{source} convert")
     found = {path.name: json.loads(path.read_text()) for path in old.glob("*.json")}
@@ -270,16 +264,12 @@ def convert(
   return folder
 
 
-def _convert_unit(unit: Unit) -> dict[str, int]:
+def _convert_unit(path: pathlib.Path, pieces: list[pieces_lib.Piece]) -> None:
   from array_record.python import array_record_module
 
-  (piece,) = unit.pieces
-  size = 0
-  with replacing(unit.path) as file:
+  with replacing(path) as file:
     # One record per group, for random access, as in TFDS.
     writer = array_record_module.ArrayRecordWriter(str(file.name), "group_size:1")
-    for record in pieces_lib.read_records(piece):
+    for record in itertools.chain.from_iterable(map(pieces_lib.read_records, pieces)):
       writer.write(record)
-      size += len(record)
     writer.close()
-  return {"documents": piece.stop - piece.start, "bytes": size}

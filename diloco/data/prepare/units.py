@@ -4,46 +4,35 @@ A file gets its name only when it is complete and on disk. So after a kill at an
 every file that exists is whole, and the same command makes the others.
 """
 
-import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from diloco.data.prepare.pieces import Piece
 from diloco.errors import ConfigError
 from diloco.util.bar import make_bar
 from diloco.util.files import try_lock
 
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-  """Pieces of a source that become the file `path`."""
-
-  path: pathlib.Path
-  pieces: list[Piece]
-
-  @property
-  def size(self) -> int:
-    """Bytes to read, of all pieces."""
-    return sum(piece.size for piece in self.pieces)
+# {file: the pieces of a source that become this file}
+Units: TypeAlias = Mapping[pathlib.Path, list[Piece]]
 
 
 def run_units(
-  make: Callable[[Unit], dict[str, int]],
-  units: Sequence[Unit],
+  make: Callable[[pathlib.Path, list[Piece]], None],
+  units: Units,
   workers: int,
   title: str,
 ) -> None:
   """Makes the files that are missing, with a progress bar in bytes.
 
   Args:
-    make: makes the file of a unit and returns counts to show. Other processes run it,
-      so it must be a module-level function or a `functools.partial` of one.
+    make: makes a file of its pieces. Other processes run it, so it must be a
+      module-level function or a `functools.partial` of one.
     units: all units.
     workers: number of processes.
     title: title of the progress bar.
@@ -52,20 +41,19 @@ def run_units(
     ConfigError: a process was killed.
     Exception: a unit raised it, as the first one. Finished files stay.
   """
-  missing = [unit for unit in units if not unit.path.is_file()]
-  total = sum(unit.size for unit in units)
-  done = total - sum(unit.size for unit in missing)
-  counts: collections.Counter[str] = collections.Counter()
+  sizes = {path: sum(p.size for p in pieces) for path, pieces in units.items()}
+  missing = [path for path in units if not path.is_file()]
+  total = sum(sizes.values())
+  done = total - sum(sizes[path] for path in missing)
   others = set(multiprocessing.active_children())
   spawn = multiprocessing.get_context("spawn")
   pool = concurrent.futures.ProcessPoolExecutor(workers, spawn, _end_with_parent)
   bar = make_bar(desc=title, total=total, initial=done, unit="B", unit_scale=True)
   with pool, bar:
-    futures = {pool.submit(make, unit): unit.size for unit in missing}
+    futures = {pool.submit(make, path, units[path]): sizes[path] for path in missing}
     try:
       for future in concurrent.futures.as_completed(futures):
-        counts.update(future.result())
-        bar.set_postfix(counts, refresh=False)
+        future.result()
         bar.update(futures[future])
     except concurrent.futures.process.BrokenProcessPool as error:
       raise ConfigError(
