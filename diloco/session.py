@@ -17,6 +17,7 @@ from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
 from diloco.config import Config, resolve
 from diloco.data.batches import Batches
+from diloco.data.contents import contents, held_out, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.evaluate.merges import with_merge_loss
@@ -65,10 +66,12 @@ class Run:
     peers: the processes that train it.
     failed: whether it ended with an error of its own, while others go on.
     batches: its text.
+    contents: digests of its text and tokenizer.
     checkpoints, log: what it writes.
   """
 
   batches: Batches
+  contents: dict[str, str]
   checkpoints: Checkpoints
   log: Log
 
@@ -216,6 +219,7 @@ class Session:
       finished=finished,
       fsdp=self.mesh.shape[FSDP],
       drained=self.method.plan.schedule.drained,
+      contents=run.contents,
     )
 
   def leave(self, stopped: Stopped) -> None:
@@ -302,6 +306,9 @@ def open_session(
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
     evaluation = Evaluation(c, mesh)
+    read = contents(c)
+    remedy = "give all the same text and tokenizer"
+    check_same(peers, read | held_out(c), remedy)
     own = make_method(c, mesh)
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)
@@ -314,7 +321,7 @@ def open_session(
     method.connect()
 
     # Continue from the newest checkpoint, or start at step 0.
-    checkpoints = Checkpoints(workdir, c, method, peers)
+    checkpoints = Checkpoints(workdir, c, method, peers, read)
     stack.enter_context(contextlib.closing(checkpoints))
     restored = checkpoints.restore()
     if restored:
@@ -330,6 +337,8 @@ def open_session(
       if first is not None and peers.index == 0:
         say(f"Starts from the parameters in {c.init.checkpoint}.")
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
+    if peers.index == 0:
+      keep_tokenizer(workdir, evaluation.tokenizer)
     method = with_merge_loss(method, c, mesh, evaluation)
     if c.averages():
       method = BetweenSyncs(method)
@@ -340,6 +349,7 @@ def open_session(
     profile = stack.enter_context(contextlib.closing(Profile(c, workdir, log, peers)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
+    run.contents = read
     yield Session(
       *(method, [run], batches, log, evaluation, stop, mesh, profile, workdir),
       *(t, state, record.finished),

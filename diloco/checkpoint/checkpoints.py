@@ -15,7 +15,7 @@ import itertools
 import logging as logs
 import pathlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -38,10 +38,20 @@ class Checkpoints:
   """The checkpoints of one run."""
 
   def __init__(
-    self, workdir: pathlib.Path, c: Config, method: Method, peers: Peers | None = None
+    self,
+    workdir: pathlib.Path,
+    c: Config,
+    method: Method,
+    peers: Peers | None = None,
+    contents: Mapping[str, str] | None = None,
   ):
+    """Opens the folder.
+
+    Args:
+      contents: `diloco.data.contents` of this process; None if it reads no text.
+    """
     self._workdir, self._c, self._method = workdir, c, method
-    self._peers = peers or Peers()
+    self._peers, self._contents = peers or Peers(), contents or {}
     self._saving: int | None = None  # The step that Orbax writes in the background.
     self._failed = False
     self._size = 0  # Bytes of a checkpoint.
@@ -118,7 +128,7 @@ class Checkpoints:
       fsdp = self._method.plan.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       say(f"Going on from the checkpoint of step {step}.")
-      extension = resume.check(record.config, self._c, step)
+      extension = self._check(record, step)
       if extension:
         say(extension)
     if record.finished and step < self._c.train.steps:
@@ -131,11 +141,15 @@ class Checkpoints:
     Raises:
       ConfigError: the checkpoint was made with another config.
     """
-    resume.check(record.config, self._c, step)
+    self._check(record, step)
     method = self._method.after_drain(record.drained)
     # A site's payloads in flight are at the coordinator.
     is_site = record.config["overlap"]["transport"] == "sites"
     return method.abstract(step, record.fsdp, drained=record.finished or is_site)
+
+  def _check(self, record: Record, step: int) -> str:
+    texts = (record.contents, self._contents)
+    return resume.check(record.config, self._c, step, *texts)
 
   def _set_aside(self, unreadable: list[int]) -> None:
     """Moves unreadable checkpoints out of Orbax's way.

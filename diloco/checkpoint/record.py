@@ -42,6 +42,7 @@ class Record:
     finished: whether training has ended and nothing is in flight.
     fsdp: size of the fsdp axis that encoded the payloads in flight.
     drained: `Schedule.drained` of an extended run.
+    contents: `diloco.data.contents` of the run; {} if no text is read there.
     checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 
@@ -52,6 +53,7 @@ class Record:
   finished: bool = False
   fsdp: int = 1
   drained: int = 0
+  contents: dict[str, str] = dataclasses.field(default_factory=dict)
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:

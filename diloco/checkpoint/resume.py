@@ -31,11 +31,22 @@ FREE_FIELDS = (
   "data.eval_",
   "data.prefetch",
 )
+# {what has contents: the fields that say where it lies}
+_PATHS = {
+  "data.tokenizer": ("data.tokenizer",),
+  "data.source": ("data.source", "data.train_split"),
+}
 # Fields that may change when a run is extended: train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
 
-def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
+def check(
+  saved: Mapping[str, Any],
+  c: Config,
+  step: int,
+  read: Mapping[str, str] | None = None,
+  reads: Mapping[str, str] | None = None,
+) -> str:
   """Refuses to go on with another config than the run's, unless it extends the run.
 
   Fields that `saved` lacks count as their defaults.
@@ -44,6 +55,8 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
     saved: config of the checkpoint.
     c: config of this process.
     step: step of the checkpoint.
+    read, reads: `diloco.data.contents` of the checkpoint and of this process. Where
+      both are known, contents decide, and not paths.
 
   Returns:
     A sentence on what an extension changes; "" if the run is not extended.
@@ -61,6 +74,12 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
     for field, change in difference(saved, c.to_dict()).items()
     if not field.startswith(FREE_FIELDS)
   }
+  read, reads = read or {}, reads or {}
+  for field in sorted(read.keys() & reads.keys()):
+    for path in _PATHS[field]:
+      changes.pop(path, None)
+    if read[field] != reads[field]:
+      changes[field] = "other contents than before, under the same name or another"
   if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
     return _extension(old, c, step)
   if changes:

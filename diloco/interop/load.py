@@ -101,8 +101,11 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 def _config(record: Record, workdir: pathlib.Path, mesh: Mesh) -> Config:
   """Returns the config of a checkpoint, for this mesh."""
+  own, config = workdir / TOKENIZER, record.config
+  if own.is_file():  # The run's copy: the tokenizer may have moved or changed since.
+    config = config | {"data": config["data"] | {"tokenizer": str(own)}}
   try:
-    return _here(complete(record.config), mesh)
+    return _here(complete(config), mesh)
   except (TypeError, ConfigError) as error:
     raise ConfigError(f"the config in {workdir} cannot be used: {error}") from error
 

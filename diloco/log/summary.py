@@ -63,6 +63,7 @@ def make(
     )
     text = evaluation.tokenizer.decode([*prompt, *ids])
   summary = _numbers(c, log, losses, scores)
+  summary["tokenizer"] = evaluation.tokenizer.sha256
   if c.eval.test_tokens:
     summary["test_loss"] = test
   summary |= method.account(summary)

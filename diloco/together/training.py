@@ -32,6 +32,7 @@ from diloco.checkpoint.record import Spent
 from diloco.checkpoint.stored import Stored
 from diloco.config import Config
 from diloco.data.batches import Batches
+from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.init import first_params
@@ -265,11 +266,14 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.batches = batches[run.c.seed]
-      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers)
+      run.contents = contents(run.c)
+      args = (run.workdir, run.c, method, run.peers, run.contents)
+      run.checkpoints = Checkpoints(*args)
       stack.enter_context(contextlib.closing(run.checkpoints))
       found = None
       with run.own():
         found = run.checkpoints.restore()
+        keep_tokenizer(run.workdir, evaluation.tokenizer)
         if note := summary.note(run.c):
           say(f"note: {note}")
       # The states of all runs have room on the host.

@@ -1,0 +1,82 @@
+"""What a run reads, by content and not by path: a run knows its text when it moves."""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Iterable
+
+from diloco.config import Config
+from diloco.data import files as files_lib
+from diloco.data.sources import list_files, tfds_builder, tfds_split
+from diloco.spec.fields import DataConfig
+from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
+from diloco.util.files import replacing
+
+# Bytes that are read at the start and at the end of each file.
+_SAMPLE = 1 << 16
+
+
+def contents(c: Config) -> dict[str, str]:
+  """Digests what a run trains on: {data.tokenizer and data.source: hexadecimal}.
+
+  Reads the size, the beginning and the end of each file; of a TFDS data set, what its
+  description says of the split. So the digest takes seconds for terabytes. A change in
+  the middle of a file that keeps the file's size is not seen.
+
+  Raises:
+    ConfigError: a file is missing or cannot be read.
+  """
+  found = {"data.tokenizer": load_tokenizer(c.data.tokenizer).sha256}
+  with files_lib.reading():
+    return found | {"data.source": _digest(_parts(c.data, c.data.train_split))}
+
+
+def held_out(c: Config) -> dict[str, str]:
+  """Digests the held-out text: {data.eval_source: hexadecimal}; see `contents`."""
+  source = c.data.eval_source or c.data.source
+  data = DataConfig(source=source, data_dir=c.data.data_dir)
+  with files_lib.reading():
+    return {"data.eval_source": _digest(_parts(data, c.data.eval_split))}
+
+
+def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
+  """Copies the tokenizer into the folder of its run, where it is read from then on."""
+  path, content = workdir / TOKENIZER, tokenizer.serialized()
+  if not path.is_file() or path.read_bytes() != content:
+    with replacing(path) as file:
+      file.write(content)
+
+
+def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
+  """Yields what tells one text from another."""
+  if d.source.startswith("tfds:"):
+    info = tfds_split(tfds_builder(d.source, d.data_dir), split)
+    yield json.dumps([d.source, split, info.shard_lengths, info.num_bytes]).encode()
+    return
+  if d.source.startswith("arrays:"):
+    folder = split_folder(d.source, split)
+    manifest = read_manifest(folder)
+    yield manifest["tokenizer"]["sha256"].encode()
+    for file in manifest["files"]:
+      yield from _sample(folder / file["file"])
+    return
+  for path, layout in list_files(d.source).items():
+    yield layout.encode()
+    yield from _sample(path)
+
+
+def _sample(path: pathlib.Path) -> Iterable[bytes]:
+  size = path.stat().st_size
+  yield str(size).encode()
+  with path.open("rb") as file:
+    yield file.read(_SAMPLE)
+    file.seek(max(size - _SAMPLE, 0))
+    yield file.read(_SAMPLE)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+  digest = hashlib.sha256()
+  for part in parts:
+    digest.update(f"{len(part)}:".encode() + part)
+  return digest.hexdigest()
