@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.spec.shapes import EOS_ID
 from diloco.util.command import optional
 
 ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
@@ -49,14 +50,16 @@ class JsonModel:
     found = [self._special.get(role) for role in ROLES]
     known = [None if x is None else self._model.token_to_id(x) for x in found]
     ids = [-1 if i is None else i for i in known]
-    for i in (0, 2):
-      if ids[i] == ids[1]:
-        ids[i] = -1  # Qwen pads with EOS; ours must differ.
-    self.special: tuple[int, ...] = tuple(ids)
-    if ids[1] < 0:
+    # Some models pad with an ordinary piece, such as `!`, which is still text.
+    added = self._model.get_added_tokens_decoder()
+    is_text = lambda i: i not in added or not added[i].special
+    self.special = tuple(
+      -1 if is_text(i) and role != "unk_token" else i for role, i in zip(ROLES, ids)
+    )
+    if self.special[EOS_ID] < 0:
       raise ConfigError(
         f"data.tokenizer is {str(path)!r}, whose tokenizer_config.json names no"
-        " eos_token of its vocabulary; name one."
+        " eos_token that tokenizer.json has as a special token; name one."
       )
 
   def get_piece_size(self) -> int:

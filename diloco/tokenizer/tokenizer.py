@@ -42,9 +42,13 @@ class Tokenizer:
       special = m.special
     else:
       special = m.pad_id(), m.eos_id(), m.bos_id(), m.unk_id()
+    special = _one_role_each(special)
     self._ours, self.pieces = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self.pieces)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
+    # A text has no EOS. A piece that is also that of unknown text means unknown there.
+    never = [i for i in special[:UNK_ID] if i >= 0]
+    self._ours[never] = UNK_ID
 
   def serialized(self) -> bytes:
     """Returns the model as the bytes of a file from which it can be loaded."""
@@ -73,6 +77,18 @@ class Tokenizer:
     return len(text[:end].encode("utf-8"))
 
 
+def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
+  """Leaves a piece that has several roles to one of them; the others are missing: -1.
+
+  In GPT-2 one piece is EOS, BOS and unknown; Qwen pads with EOS; others with unknown.
+  """
+  found = list(special)
+  for i, role in enumerate(order := (EOS_ID, UNK_ID, BOS_ID, PAD_ID)):
+    if special[role] in [special[earlier] for earlier in order[:i]]:
+      found[role] = -1
+  return tuple(found)
+
+
 def _permutation(
   special: tuple[int, ...], pieces: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -82,7 +98,8 @@ def _permutation(
   that the special pieces left. All other ids stay.
 
   Args:
-    special: the model's ids of pad, EOS, BOS and unknown; -1 if missing.
+    special: the model's ids of pad, EOS, BOS and unknown; -1 if missing; all others
+      differ.
     pieces: number of pieces in the model.
 
   Returns:
