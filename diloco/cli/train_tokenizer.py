@@ -21,6 +21,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import sentencepiece
 
@@ -28,6 +29,7 @@ from diloco.data.prepare import pieces as pieces_lib
 from diloco.data.sources import more_documents
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
+from diloco.tokenizer.tokenizer_json import SPACE
 from diloco.util import command
 from diloco.util.files import replacing
 
@@ -74,6 +76,9 @@ def _run(args: argparse.Namespace) -> None:
     )
   try:
     model = _train(itertools.chain([first], lines), args.vocab_size)
+    if not _has_space(model):
+      lines = paragraphs(pieces, args.max_mb * 10**6)
+      model = _train(lines, args.vocab_size, required_chars=SPACE)
   except RuntimeError as error:  # SentencePiece's only kind of error.
     raise ConfigError(_explain(str(error), args)) from error
   with replacing(path) as file:
@@ -94,7 +99,16 @@ def _explain(error: str, args: argparse.Namespace) -> str:
   return f"SentencePiece cannot train on --source={args.source}: {error}"
 
 
-def _train(lines: Iterator[str], vocab_size: int) -> bytes:
+def _has_space(model: bytes) -> bool:
+  """Returns whether a model has the piece of a space, which a rare character lacks.
+
+  Without this piece, a space would come back as the character that stands for it.
+  """
+  processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+  return processor.piece_to_id(SPACE) != UNK_ID
+
+
+def _train(lines: Iterator[str], vocab_size: int, **options: Any) -> bytes:
   """Trains a model on lines; returns it as the bytes of a .model file."""
   model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
@@ -113,6 +127,7 @@ def _train(lines: Iterator[str], vocab_size: int) -> bytes:
     max_sentence_length=_MAX_LINE,
     num_threads=1,  # Ids depend on the number of threads.
     minloglevel=1,
+    **options,
   )
   return model.getvalue()
 

@@ -3,6 +3,7 @@
 import io
 import os
 import pathlib
+import random
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from diloco import config as config_lib
 from diloco import data as data_lib
+from diloco.cli import train_tokenizer
 from diloco.data.documents import make_documents
 from diloco.errors import ConfigError
 from diloco.tokenizer import tokenizer as tokenizer_lib
@@ -123,6 +125,17 @@ def test_training_is_deterministic_and_takes_any_source(tmp_path):
   run = run_training("--source=files:/nowhere/*", f"--output={tmp_path}/x.model")
   assert (run.returncode, run.stderr.count("\n")) == (2, 1)
   assert "no file matches" in run.stderr
+
+
+def test_rare_spaces_and_line_ends_come_back(tmp_path):
+  bases = random.Random(0).choices("ACGT", k=20_000)
+  (tmp_path / "dna.txt").write_text("".join(bases) + " ACGT\n")
+  model = str(tmp_path / "dna.model")
+  flags = [f"--source=files:{tmp_path}/dna.txt", "--split=all", "--vocab_size=300"]
+  assert train_tokenizer.main([*flags, f"--output={model}"]) == 0
+  tokenizer = data_lib.load_tokenizer(model)
+  for text in ("ACGT ACGT", "  A\n C ", "Ω 字\tACGT"):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(
