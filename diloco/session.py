@@ -297,7 +297,7 @@ def open_session(
       say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
       if note := summary.note(c):
         say(f"note: {note}")
-    stack.callback(method.close, "ended")
+    stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
     method.connect()
 
     # Continue from the newest checkpoint, or start at step 0.

@@ -29,7 +29,7 @@ Tree = Any
 _SHARE = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MergeLoss(Wrapper):
   """Computes the losses around the steps in which a diagnosed sync is merged.
 
