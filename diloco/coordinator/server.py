@@ -90,6 +90,7 @@ class Server:
       iterator = aiter(requests)
       session = await self._join(iterator, context)
       reader = asyncio.create_task(self._read(session, iterator))
+      reader.add_done_callback(lambda _: self._board.notify())
       try:
         async for message in self._messages(session, reader):
           data = pack(message)
@@ -233,7 +234,7 @@ class Server:
           yield Message("chunk", {"round": r, "site": site, "offset": offset}, part)
           relayed = True
       if not relayed and news is board.changed:
-        await _first_of(reader, news)
+        await news.wait()
     with contextlib.suppress(asyncio.CancelledError):
       if reader.done():
         reader.result()  # Raises BadMessage.
@@ -300,12 +301,3 @@ class Server:
 
 def _short(reason: str) -> str:
   return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
-
-
-async def _first_of(reader: asyncio.Task, news: asyncio.Event) -> None:
-  """Waits until the reader ends or there is news."""
-  waiter = asyncio.create_task(news.wait())
-  try:
-    await asyncio.wait({reader, waiter}, return_when=asyncio.FIRST_COMPLETED)
-  finally:
-    waiter.cancel()
