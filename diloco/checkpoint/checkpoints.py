@@ -118,7 +118,7 @@ class Checkpoints:
     """
     # Saving may use the devices of all processes.
     self._method.plan.placement.jobs.settle()
-    tree = _tree(state)
+    tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
     self.wait()
@@ -152,12 +152,12 @@ class Checkpoints:
 
     def like(step: int, record: Record) -> dict[str, Any]:
       described[step] = self._like(step, record)
-      return _tree(described[step])
+      return tree_of(described[step])
 
     remedy = "choose another --workdir, or move these away to train from the start"
     step, record, arrays = read_newest(self._workdir, steps, like, remedy, self._peers)
     self._set_aside([s for s in steps if s > step])
-    state = _state(arrays, described[step])
+    state = state_of(arrays, described[step])
     if self._peers.index == 0:
       resume.warn_of_other_shards(self._c, record.fsdp, self._mesh.shape[FSDP])
       say(f"Going on from the checkpoint of step {step}.")
@@ -272,7 +272,7 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
   return next(p for p in map(path.with_name, names) if not p.exists())
 
 
-def _tree(state: TrainState) -> dict[str, Any]:
+def tree_of(state: TrainState) -> dict[str, Any]:
   """The state as nested dicts and lists, without empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
   tree |= {
@@ -284,9 +284,9 @@ def _tree(state: TrainState) -> dict[str, Any]:
   return {name: part for name, part in tree.items() if jax.tree.leaves(part)}
 
 
-def _state(tree: dict[str, Any], like: TrainState) -> TrainState:
-  """The inverse of `_tree`: puts its leaves where `like` has them."""
+def state_of(tree: dict[str, Any], like: TrainState) -> TrainState:
+  """The inverse of `tree_of`: puts its leaves where `like` has them."""
   leaves, structure = jax.tree.flatten(like)
   numbered = jax.tree.unflatten(structure, range(len(leaves)))
-  found = dict(zip(jax.tree.leaves(_tree(numbered)), jax.tree.leaves(tree)))
+  found = dict(zip(jax.tree.leaves(tree_of(numbered)), jax.tree.leaves(tree)))
   return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])

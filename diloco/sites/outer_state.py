@@ -5,7 +5,7 @@ all hold the same outer state, and float32 values cross only to newcomers.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -80,27 +80,25 @@ def digest(theta: PyTree, opt_state: PyTree) -> int:
   return sum_
 
 
-def to_bytes(thetas: Sequence[PyTree], opt_states: Sequence[PyTree]) -> bytes:
-  """Writes the outer state of all fragments, in the order of the flattened trees."""
-  leaves = jax.tree.leaves((list(thetas), list(opt_states)))
+def to_bytes(state: OuterState) -> bytes:
+  """Writes theta and opt_state of all fragments, in the order of their trees."""
+  leaves = jax.tree.leaves((state.theta, state.opt_state))
   return b"".join(_host(leaf).tobytes() for leaf in leaves)
 
 
-def from_bytes(
-  data: bytes, thetas: Sequence[PyTree], opt_states: Sequence[PyTree]
-) -> tuple[list[PyTree], list[PyTree]]:
+def from_bytes(data: bytes, state: OuterState) -> OuterState:
   """Reads what `to_bytes` has written.
 
   Args:
-    thetas, opt_states: arrays, or their shapes, of the same outer state.
+    state: arrays of the same outer state, or their shapes.
 
   Returns:
-    Arrays on the CPU that have the shardings of the arguments.
+    The state with arrays on the CPU, sharded as before, and nothing in flight.
 
   Raises:
     ValueError: the bytes have another length.
   """
-  leaves, structure = jax.tree.flatten((list(thetas), list(opt_states)))
+  leaves, structure = jax.tree.flatten((state.theta, state.opt_state))
   sizes = [x.size * x.dtype.itemsize for x in leaves]
   if sum(sizes) != len(data):
     raise ValueError(f"the snapshot has {len(data)} bytes, not {sum(sizes)}")
@@ -109,7 +107,8 @@ def from_bytes(
     values = np.frombuffer(data, x.dtype, x.size, start).reshape(x.shape)
     found.append(sharding.place(values, x.sharding))
     start += size
-  return jax.tree.unflatten(structure, found)
+  theta, opt_state = jax.tree.unflatten(structure, found)
+  return OuterState(theta, opt_state, state.codec_state, {})
 
 
 def _host(x: jax.Array) -> np.ndarray:

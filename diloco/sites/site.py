@@ -20,7 +20,7 @@ import numpy as np
 from diloco.algorithm.method import Method, Wrapper
 from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import at_step
-from diloco.algorithm.state import Event, OuterState, TrainState, replaced
+from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
@@ -371,12 +371,9 @@ class Site(Wrapper):
   def _take(self, state: TrainState, welcome: Welcome) -> TrainState:
     """Takes the group's outer state from a snapshot, and starts from it."""
     assert welcome.snapshot is not None
-    thetas, opt_states = outer_state.from_bytes(
-      welcome.snapshot, state.outer.theta, state.outer.opt_state
-    )
-    outer = OuterState(tuple(thetas), tuple(opt_states), state.outer.codec_state, {})
+    outer = outer_state.from_bytes(welcome.snapshot, state.outer)
     whole, params_M = dataclasses.replace(self.method.plan, alpha=0.0), state.params
-    for p, theta in enumerate(thetas):
+    for p, theta in enumerate(outer.theta):
       params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
     self._applied = self._taken = welcome.round
     self._link.forget(self._applied)

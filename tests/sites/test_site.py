@@ -250,7 +250,7 @@ def test_a_newcomer_starts_from_the_snapshot():
   for _ in range(4):
     donor.link.close({1: donor.other()})
   donor.step()
-  snapshot = outer_state.to_bytes(donor.state.outer.theta, donor.state.outer.opt_state)
+  snapshot = outer_state.to_bytes(donor.state.outer)
   player.link.answer = Welcome(4, {"0": [12, {"position": 7}]}, snapshot)
   player.enter()
   assert player.t == 12
