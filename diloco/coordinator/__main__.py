@@ -70,7 +70,7 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
     files.write_json(workdir / CONFIG, c.to_dict())
     board = Board(calendar, journal, say)
     server = Server(board, resume.FREE_FIELDS)
-    report = Report(board, server, workdir, journal)
+    report = Report(board, workdir, journal)
     stack.callback(report.close)
     board.on_closed = report.closed
     port = await server.serve(FLAGS.listen, credentials)

@@ -30,11 +30,7 @@ class Refused(Exception):
 
 
 class Server:
-  """Serves the sites of one run.
-
-  Attributes:
-    received, sent: bytes of all messages.
-  """
+  """Serves the sites of one run."""
 
   def __init__(self, board: Board, free_fields: tuple[str, ...]):
     """Starts without connections.
@@ -43,7 +39,6 @@ class Server:
       board: payloads and rounds.
       free_fields: beginnings of the names of fields in which sites may differ.
     """
-    self.received = self.sent = 0
     self._board, self._free = board, free_fields
     self._sessions: dict[int, Session] = {}
     self._tls = False
@@ -93,9 +88,7 @@ class Server:
       reader.add_done_callback(lambda _: self._board.notify())
       try:
         async for message in self._messages(session, reader):
-          data = pack(message)
-          self.sent += len(data)
-          yield data
+          yield pack(message)
       finally:
         reader.cancel()
     except Refused as refused:
@@ -119,7 +112,6 @@ class Server:
       first = await asyncio.wait_for(anext(iterator), _HELLO_S)
     except (TimeoutError, StopAsyncIteration) as error:
       raise BadMessage("it did not say which site it is") from error
-    self.received += len(first)
     hello = messages.unpack(first)
     if hello.kind != "join" or hello.fields.get("version") != messages.VERSION:
       raise BadMessage("its first message is no `join` of this version of diloco")
@@ -199,7 +191,6 @@ class Server:
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""
     async for data in iterator:
-      self.received += len(data)
       if self._sessions.get(session.site) is not session:
         return
       if not self._board.receive(session, messages.unpack(data)):
