@@ -18,6 +18,7 @@ from diloco.model import registry
 from diloco.processes.peers import Peers
 from diloco.sites import outer_state
 from diloco.sites.calendar import Calendar, config_of
+from diloco.sites.link import Closed
 
 Tree = Any
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
@@ -79,16 +80,10 @@ class OuterGroup:
         f"{self._workdir} has round {entry.round} of another schedule in its journal"
         f" (fragment {p} after step {entry.step}); choose another --workdir."
       )
-    theta, opt_state, _ = outer_state.apply(
-      self._plan,
-      p,
-      self._calendar.sites,
-      self._calendar.fsdp,
-      self._outer.theta[p],
-      self._outer.opt_state[p],
-      entry.payloads,
-      entry.tokens,
-    )
+    closed = Closed(entry.round, p, entry.tokens, entry.payloads)
+    theta, opt_state = self._outer.theta[p], self._outer.opt_state[p]
+    args = (self._plan, self._calendar, closed, theta, opt_state)
+    theta, opt_state, _ = outer_state.apply(*args)
     self._outer = self._outer.after_update(p, theta, opt_state)
     self.applied += 1
     self.data |= entry.data

@@ -5,7 +5,6 @@ all hold the same outer state, and float32 values cross only to newcomers.
 """
 
 import zlib
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -16,41 +15,36 @@ from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.mesh import sharding
+from diloco.sites.calendar import Calendar
+from diloco.sites.link import Closed
 from diloco.util.types import PyTree
 
 
 def apply(
-  plan: Plan,
-  p: int,
-  sites: int,
-  fsdp: int,
-  theta: PyTree,
-  opt_state: PyTree,
-  payloads: Mapping[int, bytes],
-  tokens: Mapping[int, int],
+  plan: Plan, calendar: Calendar, closed: Closed, theta: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
+  Payloads are uint8 [replicas of the site, fsdp, bytes]. Tokens weigh them in the mean.
+
   Args:
     plan: of a site, or of the coordinator.
-    p: the fragment.
-    sites: number of sites, K.
-    fsdp: devices that shared each replica's parameters.
+    calendar: of the run.
+    closed: the round.
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
-    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
-    tokens: {site: tokens behind each replica's payload}: the weights of the mean.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  mesh, (n, *shape) = plan.placement.mesh, plan.payload(p, fsdp).shape
+  mesh = plan.placement.mesh
+  n, *shape = plan.payload(closed.fragment, calendar.fsdp).shape
   # Absent sites have empty payloads of weight 0, so that one program serves all counts.
-  codes = np.zeros((sites, n, *shape), np.uint8)
-  weights = np.zeros((sites, n), np.float32)
-  for site, data in payloads.items():
+  codes = np.zeros((calendar.sites, n, *shape), np.uint8)
+  weights = np.zeros((calendar.sites, n), np.float32)
+  for site, data in closed.payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
-    weights[site] = tokens[site]
+    weights[site] = closed.tokens[site]
   # With equal weights the plain mean: no bit differs from the other transports.
   equal = bool((weights == weights[0]).all())
   payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))

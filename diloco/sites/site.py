@@ -119,7 +119,8 @@ class Site(Wrapper):
   stop: Stop
 
   def __post_init__(self) -> None:
-    self._link, self._calendar = self.part.link, Calendar(self.part.config)
+    fsdp = self.method.plan.mesh.shape[FSDP]
+    self._link, self._calendar = self.part.link, Calendar(self.part.config, fsdp)
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
@@ -161,10 +162,10 @@ class Site(Wrapper):
     Raises:
       ConfigError: the coordinator refuses this site.
     """
-    plan, calendar = self.method.plan, self._calendar
-    self._applied = self._taken = calendar.first_after(t - min(plan.schedule.taus))
+    calendar, taus = self._calendar, self.method.plan.schedule.taus
+    self._applied = self._taken = calendar.first_after(t - min(taus))
     welcome = self._link.join(
-      fsdp=plan.mesh.shape[FSDP],
+      fsdp=calendar.fsdp,
       round=self._applied,
       digests=outer_state.digests(state.outer),
     )
@@ -329,16 +330,7 @@ class Site(Wrapper):
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
     closed, plan = self._link.closed(number), self.method.plan
-    result = outer_state.apply(
-      plan,
-      closed.fragment,
-      self._calendar.sites,
-      plan.mesh.shape[FSDP],
-      theta,
-      opt_state,
-      closed.payloads,
-      closed.tokens,
-    )
+    result = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
     return closed, jax.block_until_ready(result)
 
   def _miss(self, t: int) -> None:
