@@ -16,7 +16,7 @@ from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints, make_record
 from diloco.checkpoint.record import Record, Spent
 from diloco.config import Config, resolve
-from diloco.data.batches import Batches
+from diloco.data.batches import Batches, Replicas
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.evaluate.merges import with_merge_loss
@@ -36,16 +36,8 @@ from diloco.wire.ledger import Ledger
 Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
 
 
-class Part(Protocol):
-  """This process's part of a run that others train with it.
-
-  Attributes:
-    config: of the whole run.
-    first_replica: number of its first replica.
-  """
-
-  config: Config
-  first_replica: int
+class Part(Replicas, Protocol):
+  """This process's part of a run that others train with it."""
 
   def own_config(self) -> Config:
     """Returns the config by which this part trains."""

@@ -32,7 +32,6 @@ from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed, Link, Welcome
 from diloco.sites.shared_link import SharedLink
 from diloco.spec import sizes
-from diloco.spec.shapes import num_params
 from diloco.util.types import PyTree
 
 # A closed round, and what its outer step returned.
@@ -145,8 +144,8 @@ class Site(Wrapper):
       " steps not trained"
     )
     more = {"index": index, "reconnects": self._link.reconnects, "text": text}
-    total = num_params(c.model)
-    reference = int(sizes.all_reduce_bytes(c.replicas, total, c.train.steps))
+    params, steps = summary["params"], c.train.steps
+    reference = int(sizes.all_reduce_bytes(c.replicas, params, steps))
     return {
       "site": own | more,
       "bytes_data_parallel_per_replica": reference,

@@ -120,7 +120,7 @@ class Player:
     self.events += events
 
   def account(self):
-    return self.site.account({"bytes_sent_per_replica": 1})["site"]
+    return self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
 
   def other(self):
     """Returns a payload of the other site."""
