@@ -35,6 +35,12 @@ FREE_FIELDS = (
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
 
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+  """Returns {field: old -> new} of the fields that differ and are not free."""
+  changes = difference(old, new).items()
+  return {field: x for field, x in changes if not field.startswith(FREE_FIELDS)}
+
+
 def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
   """Refuses to go on with another config than the run's, unless it extends the run.
 
@@ -56,11 +62,7 @@ def check(saved: Mapping[str, Any], c: Config, step: int) -> str:
   with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
     old = complete(saved)
     saved = old.to_dict()
-  changes = {
-    field: change
-    for field, change in difference(saved, c.to_dict()).items()
-    if not field.startswith(FREE_FIELDS)
-  }
+  changes = differing(saved, c.to_dict())
   if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
     return _extension(old, c, step)
   if changes:

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from diloco.config.resolve import difference
+from diloco.checkpoint import resume
 from diloco.coordinator.board import Board, Session, Upload
 from diloco.errors import ConfigError
 from diloco.sites import messages, security
@@ -32,14 +32,9 @@ class Refused(Exception):
 class Server:
   """Serves the sites of one run."""
 
-  def __init__(self, board: Board, free_fields: tuple[str, ...]):
-    """Starts without connections.
-
-    Args:
-      board: payloads and rounds.
-      free_fields: beginnings of the names of fields in which sites may differ.
-    """
-    self._board, self._free = board, free_fields
+  def __init__(self, board: Board):
+    """Starts without connections; the board has payloads and rounds."""
+    self._board = board
     self._sessions: dict[int, Session] = {}
     self._tls = False
 
@@ -170,11 +165,7 @@ class Server:
     if not isinstance(config, dict):
       raise BadMessage("its `join` has no config")
     calendar = self._board.calendar
-    changes = {
-      field: change
-      for field, change in difference(calendar.config.to_dict(), config).items()
-      if not field.startswith(self._free)
-    }
+    changes = resume.differing(calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
       raise Refused(
