@@ -8,7 +8,6 @@ A message is a JSON header and bytes:
 """
 
 import json
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -66,11 +65,6 @@ def number(message: Message, field: str, low: int, high: int) -> int:
       f" {high}"
     )
   return value
-
-
-def checksums(payloads: dict[int, bytes]) -> list[int]:
-  """Returns the CRC-32 of each payload."""
-  return [zlib.crc32(data) for data in payloads.values()]
 
 
 def chunks(
