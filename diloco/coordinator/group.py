@@ -15,7 +15,6 @@ from diloco.errors import ConfigError
 from diloco.interop.init import first_params
 from diloco.mesh.devices import make_mesh
 from diloco.model import registry
-from diloco.processes.peers import Peers
 from diloco.sites import outer_state
 from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed
@@ -55,9 +54,7 @@ class OuterGroup:
     # The coordinator sends nothing, so it has no compressor state.
     self._outer = OuterState(first.theta, first.opt_state, (), {})
     self.applied, self.data = 0, dict[str, Any]()
-    self._checkpoints = checkpoints.Checkpoints(
-      workdir, calendar.config, mesh, method, Peers()
-    )
+    self._checkpoints = checkpoints.Checkpoints(workdir, calendar.config, mesh, method)
     self._restore()
     self._digests = {self.applied: outer_state.digests(self._outer)}
     for number in [r for r in journal.rounds if r >= self.applied]:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping
-from concurrent import futures
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from diloco.algorithm.method import Method, Wrapper
 from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import at_step
+from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.config import Config
 from diloco.data.batches import Batches
@@ -33,9 +33,6 @@ from diloco.sites.link import Closed, Link, Welcome
 from diloco.sites.shared_link import SharedLink
 from diloco.spec import sizes
 from diloco.util.types import PyTree
-
-# A closed round, and what its outer step returned.
-Updated = tuple[Closed, tuple[PyTree, PyTree, Metrics]]
 
 
 @dataclasses.dataclass
@@ -126,9 +123,7 @@ class Site(Wrapper):
     # Rounds that this site has sent, not yet merged: the compressor state before each.
     self._pending = dict[int, PyTree]()
     self._ready = False
-    # A thread updates the outer state while the devices train; see `_send`.
-    self._thread = futures.ThreadPoolExecutor(1, "outer-step")
-    self._jobs = dict[int, futures.Future[Updated]]()
+    self._jobs = self._make_jobs()
     self._waited_s = 0.0
     self._events = list[Event]()  # Of the current call of `outer` or `drain`.
     # For the summary: rounds that this site merged, those in which its payload counted,
@@ -229,7 +224,7 @@ class Site(Wrapper):
     return state
 
   def close(self, reason: str) -> None:
-    self._thread.shutdown(wait=False, cancel_futures=True)
+    self._jobs.close()
     self._link.leave(reason)
     self.method.close(reason)
 
@@ -250,9 +245,8 @@ class Site(Wrapper):
     position = {shard: [t, x] for part in parts for shard, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
     self._pending[number] = before
-    if isinstance(self._link, Link):  # Several processes must receive together.
-      args = (number, outer.theta[p], outer.opt_state[p])
-      self._jobs[number] = self._thread.submit(self._outer_step, *args)
+    now = (number, outer.theta[p], outer.opt_state[p])
+    self._jobs.start(number, self._outer_step, *now)
     self._events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
     return _with_codec_state(state, p, codec_state)
 
@@ -299,10 +293,9 @@ class Site(Wrapper):
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
     """Lines 10 and 11 with one closed round."""
     p, outer = self._calendar.rounds[number][1], state.outer
-    job = self._jobs.pop(number, None)
     now = (number, outer.theta[p], outer.opt_state[p])
-    closed, result = job.result() if job else self._outer_step(*now)
-    theta, opt_state, metrics = result
+    closed, updated = self._jobs.finish(number, self._outer_step, *now)
+    theta, opt_state, metrics = updated
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
@@ -325,12 +318,20 @@ class Site(Wrapper):
     kept = self.method.plan.placement.keep((theta, opt_state))
     return dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
 
-  def _outer_step(self, number: int, theta: PyTree, opt_state: PyTree) -> Updated:
+  def _make_jobs(self) -> Jobs:
+    """A thread updates the outer state while the devices train.
+
+    Several processes must receive together, so they update it when a round is due.
+    """
+    return Jobs(background=self.part.peers.count == 1)
+
+  def _outer_step(
+    self, number: int, theta: PyTree, opt_state: PyTree
+  ) -> tuple[Closed, tuple[PyTree, PyTree, Metrics]]:
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
     closed, plan = self._link.closed(number), self.method.plan
-    result = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
-    return closed, jax.block_until_ready(result)
+    return closed, outer_state.apply(plan, self._calendar, closed, theta, opt_state)
 
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""
@@ -369,7 +370,8 @@ class Site(Wrapper):
     self._applied = self._taken = welcome.round
     self._link.forget(self._applied)
     self._pending.clear()
-    self._jobs.clear()
+    self._jobs.close()
+    self._jobs = self._make_jobs()
     return dataclasses.replace(state, params=params_M, outer=outer)
 
   def _tell(self, line: str) -> None:
