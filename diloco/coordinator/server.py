@@ -225,8 +225,7 @@ class Server:
   async def _welcome(self, session: Session) -> AsyncIterator[Message]:
     """Yields the answer to `join`, and a snapshot if the site needs one."""
     board, received = self._board, session.fields.get("received")
-    snapshot: bytes | None = None
-    data = dict[str, Any]()
+    snapshot, data = b"", dict[str, Any]()
     if isinstance(received, int) and board.is_kept(received):
       # This process was here before. It need not wait for the outer state.
       at = received
@@ -240,12 +239,12 @@ class Server:
       "round": at,
       "run": board.run,
       "published": board.published,
-      "snapshot": len(snapshot) if snapshot is not None else 0,
+      "snapshot": len(snapshot),
       "data": data,
       "started": board.started,
     }
     yield Message("welcome", fields)
-    for _, part in chunks(snapshot) if snapshot is not None else ():
+    for _, part in chunks(snapshot) if snapshot else ():
       yield Message("state", {}, part)
 
   async def _closed(

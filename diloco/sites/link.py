@@ -108,8 +108,8 @@ class Link:
     self._closed: dict[int, Closed] = {}
     self._next = 0  # The next round to receive.
     self._published = 0  # Rounds that the coordinator has closed.
-    self._snapshot: bytearray | None = None
-    self._welcomed: dict[str, Any] = {}
+    self._welcomed: dict[str, Any] = {}  # The welcome of this connection,
+    self._snapshot = bytearray()  # and the part of its snapshot that has come.
     self._parts: dict[tuple[int, int], bytearray] = {}
     # {round that is not closed: one message with the whole payload}
     self._outgoing: dict[int, Message] = {}
@@ -269,7 +269,7 @@ class Link:
     """Joins and receives until the connection ends; returns why it ended."""
     with self._changed:
       requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-      self._requests, self._entered, self._snapshot = requests, False, None
+      self._requests, self._entered, self._welcomed = requests, False, {}
       self._parts.clear()
       self._put(
         Message(
@@ -302,10 +302,9 @@ class Link:
         if message.kind == "chunk":
           self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
         elif message.kind == "welcome":
-          self._snapshot = bytearray() if fields["snapshot"] else None
-          self._welcomed = fields
+          self._welcomed, self._snapshot = fields, bytearray()
           self._enter()
-        elif message.kind == "state" and self._snapshot is not None:
+        elif message.kind == "state" and not self._entered:
           self._snapshot += message.body
           self._enter()
         elif message.kind == "start":
@@ -318,20 +317,18 @@ class Link:
 
   def _enter(self) -> None:
     """Takes the coordinator's welcome when the whole snapshot is here."""
-    fields, snapshot = self._welcomed, self._snapshot
-    if snapshot is not None and len(snapshot) < fields["snapshot"]:
+    fields = self._welcomed
+    if len(self._snapshot) < fields["snapshot"]:
       return
+    snapshot, self._snapshot = bytes(self._snapshot) or None, bytearray()
     self._started = self._started or fields["started"]
-    if not self._known or snapshot is not None:
-      self._welcome = Welcome(
-        fields["round"], fields["data"], None if snapshot is None else bytes(snapshot)
-      )
+    if not self._known or snapshot:
+      self._welcome = Welcome(fields["round"], fields["data"], snapshot)
       self._outgoing.clear()
       self._next = fields["round"]
     self._published = max(fields["published"], self._next)
     self._hello["run"] = fields["run"]
     self._known = self._entered = True
-    self._snapshot = None
     if self._first is not None:  # The site trains already: the connection was lost.
       for whole in self._outgoing.values():
         self._put_payload(whole)
