@@ -231,10 +231,8 @@ class Server:
       at = received
     else:
       own, digests = session.fields.get("round"), session.fields.get("digests")
-      at = own if isinstance(own, int) else -1
-      if not (isinstance(digests, list) and await board.agrees(at, digests)):
-        at, snapshot = await board.snapshot()
-      data = await board.positions(session.site)
+      applied = own if isinstance(own, int) else -1
+      at, snapshot, data = await board.lacks(session.site, applied, digests)
     fields = {
       "round": at,
       "run": board.run,
