@@ -179,7 +179,7 @@ class Player:
     hello = {"round": self.applied, "digests": [self.state]} | state
     welcome = in_time(lambda: self.link.join(**hello))
     self.applied = welcome.round
-    if welcome.snapshot is not None:
+    if welcome.snapshot:
       self.state = int.from_bytes(welcome.snapshot[:4])
     self.welcome = welcome
     self.link.ready(self.applied)

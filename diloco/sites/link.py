@@ -57,12 +57,12 @@ class Welcome:
   Attributes:
     round: the first round that the site will receive.
     data: {shard: [step, position in its text]}, as the coordinator recorded them.
-    snapshot: the group's outer state as bytes; None if the site's own is right.
+    snapshot: the group's outer state as bytes; empty if the site's own is right.
   """
 
   round: int
   data: dict[str, Any]
-  snapshot: bytes | None
+  snapshot: bytes
 
 
 class Link:
@@ -320,7 +320,7 @@ class Link:
     fields = self._welcomed
     if len(self._snapshot) < fields["snapshot"]:
       return
-    snapshot, self._snapshot = bytes(self._snapshot) or None, bytearray()
+    snapshot, self._snapshot = bytes(self._snapshot), bytearray()
     self._started = self._started or fields["started"]
     if not self._known or snapshot:
       self._welcome = Welcome(fields["round"], fields["data"], snapshot)

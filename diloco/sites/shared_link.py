@@ -82,14 +82,12 @@ class SharedLink:
       self._link.leave(reason)
 
   def _welcome(self, own: Welcome | None) -> Welcome | None:
-    size = None if own is None or own.snapshot is None else len(own.snapshot)
-    head = self._peers.broadcast(own and [own.round, own.data, size])
+    head = self._peers.broadcast(own and [own.round, own.data, len(own.snapshot)])
     if head is None:
       return None
     number, data, size = head
-    snapshot = (
-      None if size is None else self._bytes(own.snapshot if own else None, size)
-    )
+    of_0 = own.snapshot if own else None
+    snapshot = self._bytes(of_0, size) if size else b""
     return Welcome(number, data, snapshot)
 
   def _bytes(self, own: bytes | None, size: int) -> bytes:

@@ -169,7 +169,7 @@ class Site(Wrapper):
       own = self.batches.get_state()
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
-    if welcome.snapshot is None:
+    if not welcome.snapshot:
       # Trains the steps before the first open round again, so that it can send it.
       step = calendar.step_before(self._link.newest()[1])
       return (step, _at_step(state, step)) if t > step > 0 else (t, state)
@@ -362,7 +362,6 @@ class Site(Wrapper):
 
   def _take(self, state: TrainState, welcome: Welcome) -> TrainState:
     """Takes the group's outer state from a snapshot, and starts from it."""
-    assert welcome.snapshot is not None
     outer = outer_state.from_bytes(welcome.snapshot, state.outer)
     whole, params_M = dataclasses.replace(self.method.plan, alpha=0.0), state.params
     for p, theta in enumerate(outer.theta):

@@ -31,7 +31,7 @@ class Link:
     self.calendar = calendar
     self.rounds = list[Closed]()
     self.sent, self.firsts, self.hello = {}, [], {}
-    self.answer = Welcome(0, {}, None)
+    self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
 
@@ -274,13 +274,13 @@ def test_a_newcomer_starts_from_the_snapshot():
 
 def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player = Player()
-  player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, None)
+  player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, b"")
   player.enter(start=21)  # Has merged the rounds up to step 18.
   assert player.link.hello["round"] == 6
   assert player.t == 18  # Round 6 of step 21 is open: the site sends it again.
   assert player.batches.state == {"0": {"position": 9}}
   player = Player()
-  player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, None)
+  player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, b"")
   player.link.rounds = [Closed(6, 0, {0: 192}, {0: player.other()})]
   player.enter(start=21)
   assert player.t == 21
