@@ -71,8 +71,7 @@ def main(_) -> None:
   from diloco.processes import distributed as processes
   from diloco.processes import stop
   from diloco.processes.peers import Peers, ProcessLost
-  from diloco.sites.method import SitePart
-  from diloco.sites.site import make_site
+  from diloco.sites.site import make_part
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
@@ -97,7 +96,7 @@ def main(_) -> None:
     part = None
     if not alone:
       group = (FLAGS.coordinator or "", FLAGS.tls, FLAGS.insecure)
-      part = SitePart(make_site(resolve(FLAGS.config), FLAGS.site, *group, peers))
+      part = make_part(resolve(FLAGS.config), FLAGS.site, *group, peers)
     if peers.index == 0:
       announce_compilations()
     train.train(FLAGS.config, FLAGS.workdir, peers, part)

@@ -16,7 +16,7 @@ from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
 from diloco.config import Config, resolve
-from diloco.data.batches import Batches
+from diloco.data.batches import Batches, Replicas
 from diloco.data.contents import contents, held_out, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
@@ -39,16 +39,8 @@ from diloco.wire.ledger import Ledger
 Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
 
 
-class Part(Protocol):
-  """This process's part of a run that others train with it.
-
-  Attributes:
-    config: of the whole run.
-    first_replica: number of its first replica.
-  """
-
-  config: Config
-  first_replica: int
+class Part(Replicas, Protocol):
+  """This process's part of a run that others train with it."""
 
   def own_config(self) -> Config:
     """Returns the config by which this part trains."""
@@ -317,7 +309,7 @@ def open_session(
       say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
       if note := summary.note(c):
         say(f"note: {note}")
-    stack.callback(method.close, "ended")
+    stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
     method.connect()
 
     # Continue from the newest checkpoint, or start at step 0.

@@ -20,7 +20,6 @@ from diloco.sites import security
 from diloco.sites.calendar import Calendar
 from diloco.sites.link import Link
 
-FREE = ("log.", "checkpoint.")  # Fields in which sites may differ.
 LONG = 60.0  # Seconds after which a test gives up.
 
 
@@ -139,7 +138,7 @@ class Coordinator:
       self.group = Group(journal)
       return self.group
 
-    self.server = Server(self.board, FREE)
+    self.server = Server(self.board)
     listen = f"localhost:{self.port}"
     credentials = security.server_credentials(listen, self.tls, not self.tls)
     self.port = await self.server.serve(listen, credentials)
@@ -180,7 +179,7 @@ class Player:
     hello = {"round": self.applied, "digests": [self.state]} | state
     welcome = in_time(lambda: self.link.join(**hello))
     self.applied = welcome.round
-    if welcome.snapshot is not None:
+    if welcome.snapshot:
       self.state = int.from_bytes(welcome.snapshot[:4])
     self.welcome = welcome
     self.link.ready(self.applied)

@@ -211,7 +211,7 @@ class DataParallel(DiLoCo):
     return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Wrapper:
   """Another method, to which a subclass adds something; see `Method`."""
 

@@ -60,17 +60,17 @@ class OuterState:
   ) -> "OuterState":
     """Returns the state with fragment p in flight."""
     return OuterState(
-      _with(self.theta, p, theta),
-      _with(self.opt_state, p, opt_state),
-      _with(self.codec_state, p, codec_state),
+      replaced(self.theta, p, theta),
+      replaced(self.opt_state, p, opt_state),
+      replaced(self.codec_state, p, codec_state),
       {**self.in_flight, str(p): payload},
     )
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
     """Returns the state with fragment p updated and no longer in flight."""
     return OuterState(
-      _with(self.theta, p, theta),
-      _with(self.opt_state, p, opt_state),
+      replaced(self.theta, p, theta),
+      replaced(self.opt_state, p, opt_state),
       self.codec_state,
       {k: payload for k, payload in self.in_flight.items() if k != str(p)},
     )
@@ -286,5 +286,6 @@ def _outer_state(parts: list[Parts], in_flight: dict[str, PyTree]) -> OuterState
   return OuterState(thetas, opt_states, codec_states, in_flight)
 
 
-def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+def replaced(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:
+  """Returns the items with another one at an index."""
   return (*items[:index], item, *items[index + 1 :])

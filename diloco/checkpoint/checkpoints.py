@@ -85,7 +85,7 @@ class Checkpoints:
     """
     # Saving may use the devices of all processes.
     self._method.plan.placement.jobs.settle()
-    tree = _tree(state)
+    tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
     self.wait()
@@ -118,12 +118,12 @@ class Checkpoints:
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
       return None
-    like = lambda step, record: _tree(self._like(step, record))
+    like = lambda step, record: tree_of(self._like(step, record))
     remedy = "choose another --workdir, or move these away to train from the start"
     found = read_newest(self._workdir, steps, like, remedy, self._peers)
     step, record = found.step, found.record
     self._set_aside([s for s in steps if s > step])
-    state = _state(found.arrays, self._like(step, record))
+    state = state_of(found.arrays, self._like(step, record))
     if self._peers.index == 0:
       fsdp = self._method.plan.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
@@ -243,7 +243,7 @@ def _unused(path: pathlib.Path) -> pathlib.Path:
   return next(p for p in map(path.with_name, names) if not p.exists())
 
 
-def _tree(state: TrainState) -> dict[str, Any]:
+def tree_of(state: TrainState) -> dict[str, Any]:
   """The state as nested dicts and lists, without empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
   tree |= {
@@ -255,9 +255,9 @@ def _tree(state: TrainState) -> dict[str, Any]:
   return {name: part for name, part in tree.items() if jax.tree.leaves(part)}
 
 
-def _state(tree: dict[str, Any], like: TrainState) -> TrainState:
-  """The inverse of `_tree`: puts its leaves where `like` has them."""
+def state_of(tree: dict[str, Any], like: TrainState) -> TrainState:
+  """The inverse of `tree_of`: puts its leaves where `like` has them."""
   leaves, structure = jax.tree.flatten(like)
   numbered = jax.tree.unflatten(structure, range(len(leaves)))
-  found = dict(zip(jax.tree.leaves(_tree(numbered)), jax.tree.leaves(tree)))
+  found = dict(zip(jax.tree.leaves(tree_of(numbered)), jax.tree.leaves(tree)))
   return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])

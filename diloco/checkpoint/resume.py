@@ -40,6 +40,12 @@ _PATHS = {
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
 
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+  """Returns {field: old -> new} of the fields that differ and are not free."""
+  changes = difference(old, new).items()
+  return {field: x for field, x in changes if not field.startswith(FREE_FIELDS)}
+
+
 def check(
   saved: Mapping[str, Any],
   c: Config,
@@ -69,11 +75,7 @@ def check(
   with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
     old = complete(saved)
     saved = old.to_dict()
-  changes = {
-    field: change
-    for field, change in difference(saved, c.to_dict()).items()
-    if not field.startswith(FREE_FIELDS)
-  }
+  changes = differing(saved, c.to_dict())
   read, reads = read or {}, reads or {}
   for field in sorted(read.keys() & reads.keys()):
     for path in _PATHS[field]:

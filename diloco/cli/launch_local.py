@@ -19,13 +19,12 @@ import argparse
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from concurrent import futures
 
-from diloco.util.command import Parser
+from diloco.util.command import Parser, free_port
 
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds that the others have after a process has failed.
@@ -49,12 +48,6 @@ def main() -> int:
     for name, p in processes.items():
       threads.submit(copy, name, p.stdout)
     return wait(threads, processes, needed)
-
-
-def free_port() -> int:
-  with socket.socket() as s:
-    s.bind(("", 0))
-    return s.getsockname()[1]
 
 
 def run_commands(options) -> dict[str, list[str]]:

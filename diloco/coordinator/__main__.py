@@ -51,7 +51,6 @@ def main(_) -> None:
 
 async def coordinate(c, workdir: pathlib.Path) -> None:
   """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
-  from diloco.checkpoint import resume
   from diloco.coordinator.board import Board
   from diloco.coordinator.journal import Journal
   from diloco.coordinator.report import Report
@@ -69,8 +68,8 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
     journal = Journal(workdir)
     files.write_json(workdir / CONFIG, c.to_dict())
     board = Board(calendar, journal, say)
-    server = Server(board, resume.FREE_FIELDS)
-    report = Report(board, server, workdir, journal)
+    server = Server(board)
+    report = Report(board, workdir, journal)
     stack.callback(report.close)
     board.on_closed = report.closed
     port = await server.serve(FLAGS.listen, credentials)

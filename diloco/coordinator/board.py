@@ -157,26 +157,31 @@ class Board:
       raise BadMessage(f"it sent the unknown message {message.kind[:50]!r}")
     return True
 
-  async def positions(self, site: int) -> dict[str, Any]:
-    """Returns {shard: [step, position in its text]} of a site, as far as recorded."""
-    data = (await self._get()).data
-    return {s: data[s] for s in self.calendar.shards_of(site) if s in data}
+  async def lacks(
+    self, site: int, applied: int, digests: Any
+  ) -> tuple[int, bytes, dict[str, Any]]:
+    """Finds out what a new process of a site lacks.
 
-  async def snapshot(self) -> tuple[int, bytes]:
-    """Returns the number of applied rounds, and the outer state as bytes."""
-    group = await self._get()
-    async with self._applying:
-      return await asyncio.to_thread(group.snapshot)
+    Args:
+      site: its number.
+      applied: rounds below this number are in the outer state of the site.
+      digests: of that outer state.
 
-  async def agrees(self, applied: int, digests: list[int]) -> bool:
-    """Returns whether a site needs no snapshot: it has the rounds below `applied`."""
-    group = await self._get()
+    Returns:
+      The first round that the site lacks; the outer state before it as bytes, empty if
+      that of the site is right; {shard: [step, position in its text]} of the site.
+    """
+    await self._loaded.wait()
+    group = self._group
+    assert group is not None
     while group.applied < min(applied, self.published):
       await self.changed.wait()
-    if not self.is_kept(applied):
-      return False
+    snapshot = b""
     async with self._applying:
-      return group.agrees(applied, digests)
+      if not (self.is_kept(applied) and group.agrees(applied, digests)):
+        applied, snapshot = await asyncio.to_thread(group.snapshot)
+    own = self.calendar.shards_of(site)
+    return applied, snapshot, {s: group.data[s] for s in own if s in group.data}
 
   def is_kept(self, number: int) -> bool:
     """Returns whether this round and all later closed rounds can be sent again."""
@@ -269,12 +274,6 @@ class Board:
       if news is self.changed:
         await news.wait()
     return group
-
-  async def _get(self) -> "OuterGroup":
-    """Waits until the outer state is loaded."""
-    await self._loaded.wait()
-    assert self._group is not None
-    return self._group
 
   def _is_over(self) -> bool:
     if self.published < len(self.calendar.rounds) or self.inside():

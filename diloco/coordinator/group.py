@@ -7,8 +7,7 @@ import jax
 
 from diloco.algorithm.method import make_method
 from diloco.algorithm.state import OuterState, TrainState, init_outer
-from diloco.checkpoint import resume, stored
-from diloco.checkpoint.checkpoints import Checkpoints
+from diloco.checkpoint import checkpoints, resume, stored
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import changed
 from diloco.coordinator.journal import Entry, Journal
@@ -18,6 +17,7 @@ from diloco.mesh.devices import make_mesh
 from diloco.model import registry
 from diloco.sites import outer_state
 from diloco.sites.calendar import Calendar, config_of
+from diloco.sites.link import Closed
 from diloco.util.types import PyTree
 
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
@@ -51,11 +51,12 @@ class OuterGroup:
         params = init(jax.random.key(c.seed))
       params_M = jax.tree.map(lambda x: x[None], params)
       first = init_outer(plan, params_M)
-    self._theta, self._opt_state = list(first.theta), list(first.opt_state)
+    # The coordinator sends nothing, so it has no compressor state.
+    self._outer = OuterState(first.theta, first.opt_state, (), {})
     self.applied, self.data = 0, dict[str, Any]()
-    self._checkpoints = Checkpoints(workdir, calendar.config, method)
+    self._checkpoints = checkpoints.Checkpoints(workdir, calendar.config, method)
     self._restore()
-    self._digests = {self.applied: outer_state.digests(self._state())}
+    self._digests = {self.applied: outer_state.digests(self._outer)}
     for number in [r for r in journal.rounds if r >= self.applied]:
       self.apply(journal.read(number))
 
@@ -76,20 +77,15 @@ class OuterGroup:
         f"{self._workdir} has round {entry.round} of another schedule in its journal"
         f" (fragment {p} after step {entry.step}); choose another --workdir."
       )
-    self._theta[p], self._opt_state[p], _ = outer_state.apply(
-      self._plan,
-      p,
-      self._calendar.sites,
-      self._calendar.fsdp,
-      self._theta[p],
-      self._opt_state[p],
-      entry.payloads,
-      entry.tokens,
-    )
+    closed = Closed(entry.round, p, entry.tokens, entry.payloads)
+    theta, opt_state = self._outer.theta[p], self._outer.opt_state[p]
+    args = (self._plan, self._calendar, closed, theta, opt_state)
+    theta, opt_state, _ = outer_state.apply(*args)
+    self._outer = self._outer.after_update(p, theta, opt_state)
     self.applied += 1
     self.data |= entry.data
     latest = list(self._digests[self.applied - 1])
-    latest[p] = outer_state.digest(self._theta[p], self._opt_state[p])
+    latest[p] = outer_state.digest(theta, opt_state)
     self._digests[self.applied] = latest
     self._digests.pop(self.applied - _KEPT, None)
     if self._is_due(entry.step):
@@ -97,7 +93,7 @@ class OuterGroup:
 
   def snapshot(self) -> tuple[int, bytes]:
     """Returns the number of applied rounds, and the outer state as bytes."""
-    return self.applied, outer_state.to_bytes(self._theta, self._opt_state)
+    return self.applied, outer_state.to_bytes(self._outer)
 
   def agrees(self, applied: int, digests: list[int]) -> bool:
     """Returns whether a site's outer state after `applied` rounds is the group's."""
@@ -107,7 +103,7 @@ class OuterGroup:
     """Saves the outer state; deletes payloads that no checkpoint needs any more."""
     config = self._calendar.config.to_dict()
     record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
-    self._checkpoints.save(step, TrainState({}, {}, self._state()), record)
+    self._checkpoints.save(step, TrainState({}, {}, self._outer), record)
     self._checkpoints.wait()
     oldest = min(steps_of(self._workdir))
     self._journal.forget(before=self._calendar.first_after(oldest))
@@ -124,19 +120,15 @@ class OuterGroup:
     steps = steps_of(self._workdir)
     if not steps:
       return
-    arrays = {"theta": self._theta, "outer_opt_state": self._opt_state}
-    arrays = {name: part for name, part in arrays.items() if jax.tree.leaves(part)}
-    describe = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    own = TrainState({}, {}, self._outer)
 
     def like(step: int, record: Record) -> PyTree:
       resume.check(record.config, self._calendar.config, step)
-      return jax.tree.map(describe, arrays)
+      return checkpoints.tree_of(own)
 
     remedy = "choose another --workdir"
     found = stored.read_newest(self._workdir, steps, like, remedy)
-    tree = jax.tree.unflatten(jax.tree.structure(arrays), jax.tree.leaves(found.arrays))
-    self._theta = tree["theta"]
-    self._opt_state = tree.get("outer_opt_state", self._opt_state)
+    self._outer = checkpoints.state_of(found.arrays, own).outer
     self.applied = self._calendar.first_after(found.step)
     if found.record.finished and found.step == self._calendar.config.train.steps:
       self.applied = len(self._calendar.rounds)  # With the final sync.
@@ -151,6 +143,3 @@ class OuterGroup:
     if step == c.train.steps:
       return False  # `finish` saves this step with the final sync, which comes later.
     return step // every > (latest or 0) // every
-
-  def _state(self) -> OuterState:
-    return OuterState(tuple(self._theta), tuple(self._opt_state), (), {})

@@ -7,6 +7,7 @@ one line per closed round, without payloads, for people and audits.
 
 import contextlib
 import functools
+import io
 import json
 import os
 import pathlib
@@ -116,10 +117,10 @@ class Journal:
       raise ConfigError(
         f"{path} cannot be read ({error.strerror}); restore it from a copy."
       ) from error
-    line, _, rest = content.partition(b"\n")
-    header, payloads = json.loads(line), dict[int, bytes]()
-    for site, size in header["payloads"].items():
-      payloads[int(site)], rest = rest[:size], rest[size:]
+    file = io.BytesIO(content)
+    header = json.loads(file.readline())
+    sizes = header["payloads"].items()
+    payloads = {int(site): file.read(size) for site, size in sizes}
     tokens = {int(site): n for site, n in header["tokens"].items()}
     found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
     return Entry(**header | found)

@@ -1,14 +1,11 @@
 """What the coordinator reports: a progress line, and a summary of the sites."""
 
 import pathlib
-import time
-from typing import Any
 
 import tqdm
 
 from diloco.coordinator.board import Board
 from diloco.coordinator.journal import Entry, Journal
-from diloco.coordinator.server import Server
 from diloco.processes.peers import say
 from diloco.util import files
 from diloco.util.bar import make_bar
@@ -17,13 +14,9 @@ from diloco.util.bar import make_bar
 class Report:
   """Shows the rounds that close, and writes coordinator.json at the end."""
 
-  def __init__(
-    self, board: Board, server: Server, workdir: pathlib.Path, journal: Journal
-  ):
-    self._board, self._server = board, server
+  def __init__(self, board: Board, workdir: pathlib.Path, journal: Journal):
+    self._board, self._calendar = board, board.calendar
     self._workdir, self._journal = workdir, journal
-    self._calendar = board.calendar
-    self._began = time.perf_counter()
     self._bar: tqdm.tqdm | None = None
 
   def closed(self, entry: Entry) -> None:
@@ -44,26 +37,16 @@ class Report:
   def finish(self) -> None:
     """Writes and prints the summary."""
     self.close()
-    members, lines = self._board.rounds.members, self._journal.lines()
-    full = sum(len(line["tokens"]) == self._calendar.sites for line in lines)
+    lines, sites = self._journal.lines(), self._calendar.sites
+    full = sum(len(line["tokens"]) == sites for line in lines)
     longest_s = max(line["waited_s"] for line in lines)
-    summary: dict[str, Any] = {
+    late = {k: sum(k in line["late"] for line in lines) for k in range(sites)}
+    summary = {
       "rounds": len(self._calendar.rounds),
       "rounds_with_all_sites": full,
       "rounds_with_fewer_sites": len(lines) - full,
       "longest_wait_s": longest_s,
-      # The next three are of this process, after a restart of the coordinator too.
-      "wall_s": time.perf_counter() - self._began,
-      "bytes_received": self._server.received,
-      "bytes_sent": self._server.sent,
-      "sites": {
-        k: {
-          "joins": m.joins,
-          "leaves": m.leaves,
-          "late": sum(k in line["late"] for line in lines),
-        }
-        for k, m in members.items()
-      },
+      "sites": {k: {"late": count} for k, count in late.items()},
     }
     files.write_json(self._workdir / "coordinator.json", summary)
     say(

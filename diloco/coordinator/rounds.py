@@ -31,14 +31,12 @@ class Member:
   Attributes:
     presence: whether the site takes part.
     first: the first round in which the site is expected.
-    joins, leaves, late: how often the site came, went, and missed a round.
+    late: how often the site missed a round.
     patience: share of the window that a round waits for this site.
   """
 
   presence: Presence = Presence.AWAY
   first: int = 0
-  joins: int = 0
-  leaves: int = 0
   late: int = 0
   patience: float = 1.0
 
@@ -90,8 +88,7 @@ class Rounds:
 
   def join(self, site: int) -> None:
     """A site connects; it is not expected before `ready`."""
-    member = self.members[site]
-    member.presence, member.joins = Presence.JOINED, member.joins + 1
+    self.members[site].presence = Presence.JOINED
 
   def ready(self, site: int, first: int) -> None:
     """A site reports that it will send round `first` and those after it."""
@@ -102,10 +99,8 @@ class Rounds:
 
   def leave(self, site: int) -> None:
     """The connection of a site ends. What it has sent in full still counts."""
-    member = self.members[site]
-    if member.presence is not Presence.AWAY:
-      member.presence, member.leaves = Presence.AWAY, member.leaves + 1
-      self._returning.discard(site)
+    self.members[site].presence = Presence.AWAY
+    self._returning.discard(site)
 
   def sent(self, site: int, number: int, now: float) -> bool:
     """A payload is complete; returns False if its round closed without it."""

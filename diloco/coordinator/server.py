@@ -6,12 +6,13 @@ one.
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from diloco.config.resolve import difference
+from diloco.checkpoint import resume
 from diloco.coordinator.board import Board, Session, Upload
 from diloco.errors import ConfigError
 from diloco.sites import messages, security
@@ -30,21 +31,11 @@ class Refused(Exception):
 
 
 class Server:
-  """Serves the sites of one run.
+  """Serves the sites of one run."""
 
-  Attributes:
-    received, sent: bytes of all messages.
-  """
-
-  def __init__(self, board: Board, free_fields: tuple[str, ...]):
-    """Starts without connections.
-
-    Args:
-      board: payloads and rounds.
-      free_fields: beginnings of the names of fields in which sites may differ.
-    """
-    self.received = self.sent = 0
-    self._board, self._free = board, free_fields
+  def __init__(self, board: Board):
+    """Starts without connections; the board has payloads and rounds."""
+    self._board = board
     self._sessions: dict[int, Session] = {}
     self._tls = False
 
@@ -90,11 +81,10 @@ class Server:
       iterator = aiter(requests)
       session = await self._join(iterator, context)
       reader = asyncio.create_task(self._read(session, iterator))
+      reader.add_done_callback(lambda _: self._board.notify())
       try:
         async for message in self._messages(session, reader):
-          data = pack(message)
-          self.sent += len(data)
-          yield data
+          yield pack(message)
       finally:
         reader.cancel()
     except Refused as refused:
@@ -118,7 +108,6 @@ class Server:
       first = await asyncio.wait_for(anext(iterator), _HELLO_S)
     except (TimeoutError, StopAsyncIteration) as error:
       raise BadMessage("it did not say which site it is") from error
-    self.received += len(first)
     hello = messages.unpack(first)
     if hello.kind != "join" or hello.fields.get("version") != messages.VERSION:
       raise BadMessage("its first message is no `join` of this version of diloco")
@@ -177,11 +166,7 @@ class Server:
     if not isinstance(config, dict):
       raise BadMessage("its `join` has no config")
     calendar = self._board.calendar
-    changes = {
-      field: change
-      for field, change in difference(calendar.config.to_dict(), config).items()
-      if not field.startswith(self._free)
-    }
+    changes = resume.differing(calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
       raise Refused(
@@ -198,7 +183,6 @@ class Server:
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""
     async for data in iterator:
-      self.received += len(data)
       if self._sessions.get(session.site) is not session:
         return
       if not self._board.receive(session, messages.unpack(data)):
@@ -233,7 +217,7 @@ class Server:
           yield Message("chunk", {"round": r, "site": site, "offset": offset}, part)
           relayed = True
       if not relayed and news is board.changed:
-        await _first_of(reader, news)
+        await news.wait()
     with contextlib.suppress(asyncio.CancelledError):
       if reader.done():
         reader.result()  # Raises BadMessage.
@@ -241,27 +225,24 @@ class Server:
   async def _welcome(self, session: Session) -> AsyncIterator[Message]:
     """Yields the answer to `join`, and a snapshot if the site needs one."""
     board, received = self._board, session.fields.get("received")
-    snapshot: bytes | None = None
-    data = dict[str, Any]()
+    snapshot, data = b"", dict[str, Any]()
     if isinstance(received, int) and board.is_kept(received):
       # This process was here before. It need not wait for the outer state.
       at = received
     else:
       own, digests = session.fields.get("round"), session.fields.get("digests")
-      at = own if isinstance(own, int) else -1
-      if not (isinstance(digests, list) and await board.agrees(at, digests)):
-        at, snapshot = await board.snapshot()
-      data = await board.positions(session.site)
+      applied = own if isinstance(own, int) else -1
+      at, snapshot, data = await board.lacks(session.site, applied, digests)
     fields = {
       "round": at,
       "run": board.run,
       "published": board.published,
-      "snapshot": len(snapshot) if snapshot is not None else 0,
+      "snapshot": len(snapshot),
       "data": data,
       "started": board.started,
     }
     yield Message("welcome", fields)
-    for _, part in chunks(snapshot) if snapshot is not None else ():
+    for _, part in chunks(snapshot) if snapshot else ():
       yield Message("state", {}, part)
 
   async def _closed(
@@ -274,7 +255,7 @@ class Server:
       raise Refused(
         grpc.StatusCode.UNAVAILABLE, "it no longer has the rounds that this site lacks"
       ) from error
-    sums = messages.checksums(entry.payloads)
+    sums = [zlib.crc32(data) for data in entry.payloads.values()]
     for (site, data), crc32 in zip(entry.payloads.items(), sums):
       if self._board.is_owner(session.name, at, site):
         continue
@@ -300,12 +281,3 @@ class Server:
 
 def _short(reason: str) -> str:
   return reason if len(reason) <= _LONGEST else f"{reason[:_LONGEST]}..."
-
-
-async def _first_of(reader: asyncio.Task, news: asyncio.Event) -> None:
-  """Waits until the reader ends or there is news."""
-  waiter = asyncio.create_task(news.wait())
-  try:
-    await asyncio.wait({reader, waiter}, return_when=asyncio.FIRST_COMPLETED)
-  finally:
-    waiter.cancel()

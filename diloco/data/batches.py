@@ -12,7 +12,7 @@ from diloco.data import TrainIterator
 from diloco.mesh import sharding
 
 
-class Part(Protocol):
+class Replicas(Protocol):
   """Some replicas of a run: `first_replica` of `config` and those after it."""
 
   config: Config
@@ -26,7 +26,7 @@ class Batches:
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
   """
 
-  def __init__(self, c: Config, mesh: Mesh, part: Part | None = None):
+  def __init__(self, c: Config, mesh: Mesh, part: Replicas | None = None):
     """Opens the text of this process's replicas.
 
     Args:

@@ -28,7 +28,7 @@ from diloco.util.types import PyTree
 _SHARE = 8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MergeLoss(Wrapper):
   """Computes the losses around the steps in which a diagnosed sync is merged.
 

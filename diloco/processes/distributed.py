@@ -13,6 +13,7 @@ import jax
 from diloco.errors import ConfigError
 from diloco.processes.peers import Peers, process_names
 from diloco.util import files
+from diloco.util.command import free_port
 
 # Seconds after which JAX itself aborts a run whose process is gone. Long, since `Peers`
 # notices it at once, and since a process may be suspended for a while.
@@ -70,7 +71,7 @@ def initialize(
   host = f"[{host.strip('[]')}]" if ":" in host else host
   # Before JAX starts, which waits until the time-out for a process that dies now.
   peers = Peers.meet(f"{host}:{port}", count, index, timeout)
-  address = f"{host}:{peers.broadcast(_free_port())}"
+  address = f"{host}:{peers.broadcast(free_port())}"
   # Otherwise the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
@@ -100,12 +101,6 @@ def initialize(
     refuse(str(error).partition("\n")[0])
   late.cancel()
   return peers
-
-
-def _free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(("", 0))
-    return listener.getsockname()[1]
 
 
 def check_all_meet(peers: Peers) -> None:

@@ -4,6 +4,13 @@ JAX carries the tensors. Each process also keeps one gRPC stream to process 0, f
 start of the run to its end. It carries small values, such as metrics and data
 positions, and the news that a process failed or is gone. No inner step waits for it.
 
+JAX's coordination service cannot take its place (jax 0.10.2): it has no public API, it
+aborts a process without an error that Python could catch, and it notices a lost process
+by missed heartbeats, which a suspended process misses too. With heartbeats of 10 s, the
+other process of two noticed after 9.3 s that one was killed; a stream breaks after
+0.01 s. `multihost_utils` gathers arrays of one shape on the devices, after the steps
+that were launched before.
+
 A message is a JSON list. The first of a stream is [index, count], the others are [kind,
 value]. The kind is value, report or end; an end has an error, or "". Empty messages
 show that their sender is there.

@@ -1,5 +1,6 @@
 """All rounds of a run, and the part of one site. Follows from the config; no JAX."""
 
+import bisect
 import dataclasses
 import functools
 
@@ -97,9 +98,7 @@ class Calendar:
 
   def first_after(self, step: int) -> int:
     """Returns the first round that is sent after a later step than `step`."""
-    return next(
-      (r for r, (t, _) in enumerate(self.rounds) if t > step), len(self.rounds)
-    )
+    return bisect.bisect(self.rounds, step, key=lambda sent: sent[0])
 
 
 def config_of(c: Config, site: int) -> Config:

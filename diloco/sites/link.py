@@ -12,21 +12,14 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 
 from diloco.errors import ConfigError
-from diloco.sites.messages import (
-  METHOD,
-  VERSION,
-  BadMessage,
-  Message,
-  chunks,
-  pack,
-  unpack,
-)
+from diloco.sites import messages
+from diloco.sites.messages import BadMessage, Message
 
 _FINAL = {  # Statuses after which it is useless to try again.
   grpc.StatusCode.INVALID_ARGUMENT,
@@ -64,20 +57,12 @@ class Welcome:
   Attributes:
     round: the first round that the site will receive.
     data: {shard: [step, position in its text]}, as the coordinator recorded them.
-    snapshot: the group's outer state as bytes; None if the site's own is right.
+    snapshot: the group's outer state as bytes; empty if the site's own is right.
   """
 
   round: int
   data: dict[str, Any]
-  snapshot: bytes | None
-
-
-@dataclasses.dataclass
-class _Outgoing:
-  """A payload that may have to be sent again."""
-
-  fields: dict[str, Any]
-  data: bytes
+  snapshot: bytes
 
 
 class Link:
@@ -108,7 +93,11 @@ class Link:
     """
     self.inside, self.reconnects, self.room = 0, 0, room
     self._open, self._address, self._say = open_channel, address, say
-    self._hello = {**hello, "version": VERSION, "session": secrets.token_hex(8)}
+    self._hello = {
+      **hello,
+      "version": messages.VERSION,
+      "session": secrets.token_hex(8),
+    }
     self._changed = threading.Condition()
     self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     self._welcome: Welcome | None = None  # Until the training thread takes it.
@@ -119,10 +108,11 @@ class Link:
     self._closed: dict[int, Closed] = {}
     self._next = 0  # The next round to receive.
     self._published = 0  # Rounds that the coordinator has closed.
-    self._snapshot: bytearray | None = None
-    self._welcomed: dict[str, Any] = {}
+    self._welcomed: dict[str, Any] = {}  # The welcome of this connection,
+    self._snapshot = bytearray()  # and the part of its snapshot that has come.
     self._parts: dict[tuple[int, int], bytearray] = {}
-    self._outgoing: dict[int, _Outgoing] = {}  # {round that is not closed: payload}
+    # {round that is not closed: one message with the whole payload}
+    self._outgoing: dict[int, Message] = {}
     self._first: int | None = None  # The last argument of `ready`.
     self._call: grpc.Call | None = None
     self._thread: threading.Thread | None = None
@@ -163,7 +153,7 @@ class Link:
       if number < self._next:
         return  # The round closed without this site.
       fields = {"round": number, "total": len(data), "crc32": zlib.crc32(data)} | fields
-      self._outgoing[number] = _Outgoing(fields, data)
+      self._outgoing[number] = Message("chunk", fields, data)
       if self._entered:  # Otherwise `_enter` sends it.
         self._put_payload(self._outgoing[number])
 
@@ -214,12 +204,12 @@ class Link:
       self._call.cancel()
 
   def _put(self, message: Message) -> None:
-    self._requests.put(pack(message))
+    self._requests.put(messages.pack(message))
 
-  def _put_payload(self, out: _Outgoing) -> None:
-    for offset, part in chunks(out.data):
-      more = out.fields if offset == 0 else {"round": out.fields["round"]}
-      self._put(Message("chunk", {**more, "offset": offset}, part))
+  def _put_payload(self, whole: Message) -> None:
+    for offset, part in messages.chunks(whole.body):
+      fields = whole.fields if offset == 0 else {"round": whole.fields["round"]}
+      self._put(Message("chunk", {**fields, "offset": offset}, part))
 
   def _wait(self, done: Callable[[], bool]) -> None:
     with self._changed:
@@ -279,7 +269,7 @@ class Link:
     """Joins and receives until the connection ends; returns why it ended."""
     with self._changed:
       requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-      self._requests, self._entered, self._snapshot = requests, False, None
+      self._requests, self._entered, self._welcomed = requests, False, {}
       self._parts.clear()
       self._put(
         Message(
@@ -288,10 +278,10 @@ class Link:
       )
     try:
       with contextlib.closing(self._open()) as channel:
-        call = channel.stream_stream(METHOD)
-        self._call = received = call(_until_none(requests))
+        call = channel.stream_stream(messages.METHOD)
+        self._call = received = call(iter(requests.get, None))
         for data in received:
-          self._receive(unpack(data))
+          self._receive(messages.unpack(data))
       return None, "it closed the connection"
     except grpc.RpcError as error:
       return error.code(), _last_error(str(error.details()))
@@ -312,10 +302,9 @@ class Link:
         if message.kind == "chunk":
           self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
         elif message.kind == "welcome":
-          self._snapshot = bytearray() if fields["snapshot"] else None
-          self._welcomed = fields
+          self._welcomed, self._snapshot = fields, bytearray()
           self._enter()
-        elif message.kind == "state" and self._snapshot is not None:
+        elif message.kind == "state" and not self._entered:
           self._snapshot += message.body
           self._enter()
         elif message.kind == "start":
@@ -328,23 +317,21 @@ class Link:
 
   def _enter(self) -> None:
     """Takes the coordinator's welcome when the whole snapshot is here."""
-    fields, snapshot = self._welcomed, self._snapshot
-    if snapshot is not None and len(snapshot) < fields["snapshot"]:
+    fields = self._welcomed
+    if len(self._snapshot) < fields["snapshot"]:
       return
+    snapshot, self._snapshot = bytes(self._snapshot), bytearray()
     self._started = self._started or fields["started"]
-    if not self._known or snapshot is not None:
-      self._welcome = Welcome(
-        fields["round"], fields["data"], None if snapshot is None else bytes(snapshot)
-      )
+    if not self._known or snapshot:
+      self._welcome = Welcome(fields["round"], fields["data"], snapshot)
       self._outgoing.clear()
       self._next = fields["round"]
     self._published = max(fields["published"], self._next)
     self._hello["run"] = fields["run"]
     self._known = self._entered = True
-    self._snapshot = None
     if self._first is not None:  # The site trains already: the connection was lost.
-      for out in self._outgoing.values():
-        self._put_payload(out)
+      for whole in self._outgoing.values():
+        self._put_payload(whole)
       self._put(Message("ready", {"round": min([*self._outgoing, self._first])}))
 
   def _chunk(
@@ -369,9 +356,8 @@ class Link:
     own = self._outgoing.pop(number, None)
     payloads = dict[int, bytes]()
     for site, crc32 in zip(tokens, fields["crc32"]):
-      part: bytes | bytearray | None = self._parts.pop((number, site), None)
-      if part is None and own and site == self._hello["site"]:
-        part = own.data
+      default = own.body if own and site == self._hello["site"] else None
+      part = self._parts.pop((number, site), default)
       if part is None or zlib.crc32(part) != crc32:
         raise BadMessage(f"another payload of site {site} than round {number} has")
       payloads[site] = bytes(part)
@@ -403,8 +389,3 @@ def _last_error(details: str) -> str:
   """Returns the end of a sentence of gRPC, which tells the reason."""
   reason = details.rpartition("last error: ")[2].rstrip(".")
   return re.sub(r"^UN[A-Z]+: (ipv.:\S+: )?", "", reason)
-
-
-def _until_none(requests: queue.SimpleQueue[bytes | None]) -> Iterator[bytes]:
-  while (request := requests.get()) is not None:
-    yield request

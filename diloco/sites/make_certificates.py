@@ -48,7 +48,7 @@ def make(out: pathlib.Path, sites: int, days: int = 365) -> list[str]:
   authority = _authority(out / "authority", days)
   for name in (security.NAME, *(security.site_name(k) for k in range(sites))):
     if not (out / name / "cert.pem").exists():
-      _write_party(out / name, name, authority, days)
+      _make_party(out / name, name, days, authority)
       made.append(name)
   return made
 
@@ -56,69 +56,58 @@ def make(out: pathlib.Path, sites: int, days: int = 365) -> list[str]:
 def _authority(folder: pathlib.Path, days: int) -> Authority:
   """Returns the authority's certificate and key; makes them if there are none."""
   cert_file, key_file = folder / "cert.pem", folder / "key.pem"
-  if cert_file.exists():
-    try:
-      cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
-      key = serialization.load_pem_private_key(key_file.read_bytes(), None)
-      assert isinstance(key, ec.EllipticCurvePrivateKey)
-    except (OSError, ValueError) as error:
-      raise ConfigError(
-        f"the authority in {folder} cannot be read ({error}); choose another --out."
-      ) from error
-    return cert, key
-  key = ec.generate_private_key(ec.SECP256R1())
-  name = _name("diloco authority")
-  cert = (
-    _builder(name, name, key.public_key(), days)
-    .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    .sign(key, hashes.SHA256())
-  )
-  _write(folder, cert, cert, key)
+  if not cert_file.exists():
+    return _make_party(folder, "diloco authority", days)
+  try:
+    cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
+    key = serialization.load_pem_private_key(key_file.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+  except (OSError, ValueError) as error:
+    raise ConfigError(
+      f"the authority in {folder} cannot be read ({error}); choose another --out."
+    ) from error
   return cert, key
 
 
-def _write_party(
-  folder: pathlib.Path, name: str, authority: Authority, days: int
-) -> None:
-  ca, ca_key = authority
+def _make_party(
+  folder: pathlib.Path, name: str, days: int, authority: Authority | None = None
+) -> Authority:
+  """Writes ca.pem, key.pem (for its owner only) and, at last, cert.pem.
+
+  Args:
+    authority: signs the certificate; None: the party is the authority.
+
+  Returns:
+    The party's certificate and key.
+  """
   key = ec.generate_private_key(ec.SECP256R1())
-  # With a site's certificate nobody can pretend to be the coordinator.
-  usage = Usage.SERVER_AUTH if name == security.NAME else Usage.CLIENT_AUTH
-  cert = (
-    _builder(_name(name), ca.subject, key.public_key(), days)
-    .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    .add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
-    .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-    .sign(ca_key, hashes.SHA256())
-  )
-  _write(folder, ca, cert, key)
-
-
-def _builder(
-  subject: x509.Name,
-  issuer: x509.Name,
-  public_key: ec.EllipticCurvePublicKey,
-  days: int,
-) -> x509.CertificateBuilder:
+  subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
   now = datetime.datetime.now(datetime.UTC)
-  return (
+  builder = (
     x509.CertificateBuilder()
     .subject_name(subject)
-    .issuer_name(issuer)
-    .public_key(public_key)
+    .public_key(key.public_key())
     .serial_number(x509.random_serial_number())
     .not_valid_before(now - datetime.timedelta(hours=1))  # Clocks differ.
     .not_valid_after(now + datetime.timedelta(days=days))
   )
-
-
-def _write(
-  folder: pathlib.Path,
-  ca: x509.Certificate,
-  cert: x509.Certificate,
-  key: ec.EllipticCurvePrivateKey,
-) -> None:
-  """Writes ca.pem, key.pem (for its owner only) and, at last, cert.pem."""
+  if authority:
+    ca, ca_key = authority
+    # With a site's certificate nobody can pretend to be the coordinator.
+    usage = Usage.SERVER_AUTH if name == security.NAME else Usage.CLIENT_AUTH
+    cert = (
+      builder.issuer_name(ca.subject)
+      .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+      .add_extension(x509.ExtendedKeyUsage([usage]), critical=True)
+      .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+      .sign(ca_key, hashes.SHA256())
+    )
+  else:
+    ca = cert = (
+      builder.issuer_name(subject)
+      .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+      .sign(key, hashes.SHA256())
+    )
   folder.mkdir(parents=True, exist_ok=True)
   s = serialization
   (folder / "ca.pem").write_bytes(ca.public_bytes(s.Encoding.PEM))
@@ -129,10 +118,7 @@ def _write(
       key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
     )
   (folder / "cert.pem").write_bytes(cert.public_bytes(s.Encoding.PEM))
-
-
-def _name(common_name: str) -> x509.Name:
-  return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+  return cert, key
 
 
 def main() -> None:

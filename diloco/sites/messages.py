@@ -8,8 +8,6 @@ A message is a JSON header and bytes:
 """
 
 import json
-import struct
-import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -35,7 +33,7 @@ class Message(NamedTuple):
 def pack(message: Message) -> bytes:
   """Writes a message."""
   header = json.dumps({"kind": message.kind, **message.fields}).encode()
-  return b"".join((struct.pack(">I", len(header)), header, message.body))
+  return b"".join((len(header).to_bytes(4), header, message.body))
 
 
 def unpack(data: bytes) -> Message:
@@ -44,22 +42,13 @@ def unpack(data: bytes) -> Message:
   Raises:
     BadMessage: the bytes are no message.
   """
+  size = int.from_bytes(data[:4])
+  if size > LARGEST_HEADER or len(data) > LARGEST:
+    raise BadMessage(f"a message of {len(data)} bytes is too large")
   try:
-    (size,) = struct.unpack_from(">I", data)
-    if size > LARGEST_HEADER or len(data) > LARGEST:
-      raise BadMessage(f"a message of {len(data)} bytes is too large")
     fields = json.loads(data[4 : 4 + size])
     return Message(str(fields.pop("kind")), fields, memoryview(data)[4 + size :])
-  except BadMessage:
-    raise
-  except (
-    struct.error,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    RecursionError,
-  ) as error:
+  except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
     raise BadMessage(f"{len(data)} bytes are no message ({error})") from error
 
 
@@ -76,11 +65,6 @@ def number(message: Message, field: str, low: int, high: int) -> int:
       f" {high}"
     )
   return value
-
-
-def checksums(payloads: dict[int, bytes]) -> list[int]:
-  """Returns the CRC-32 of each payload."""
-  return [zlib.crc32(data) for data in payloads.values()]
 
 
 def chunks(

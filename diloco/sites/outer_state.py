@@ -5,7 +5,6 @@ all hold the same outer state, and float32 values cross only to newcomers.
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -16,41 +15,36 @@ from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.mesh import sharding
+from diloco.sites.calendar import Calendar
+from diloco.sites.link import Closed
 from diloco.util.types import PyTree
 
 
 def apply(
-  plan: Plan,
-  p: int,
-  sites: int,
-  fsdp: int,
-  theta: PyTree,
-  opt_state: PyTree,
-  payloads: Mapping[int, bytes],
-  tokens: Mapping[int, int],
+  plan: Plan, calendar: Calendar, closed: Closed, theta: PyTree, opt_state: PyTree
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
+  Payloads are uint8 [replicas of the site, fsdp, bytes]. Tokens weigh them in the mean.
+
   Args:
     plan: of a site, or of the coordinator.
-    p: the fragment.
-    sites: number of sites, K.
-    fsdp: devices that shared each replica's parameters.
+    calendar: of the run.
+    closed: the round.
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
-    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
-    tokens: {site: tokens behind each replica's payload}: the weights of the mean.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
-  mesh, (n, *shape) = plan.placement.mesh, plan.payload(p, fsdp).shape
+  mesh = plan.placement.mesh
+  n, *shape = plan.payload(closed.fragment, calendar.fsdp).shape
   # Absent sites have empty payloads of weight 0, so that one program serves all counts.
-  codes = np.zeros((sites, n, *shape), np.uint8)
-  weights = np.zeros((sites, n), np.float32)
-  for site, data in payloads.items():
+  codes = np.zeros((calendar.sites, n, *shape), np.uint8)
+  weights = np.zeros((calendar.sites, n), np.float32)
+  for site, data in closed.payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
-    weights[site] = tokens[site]
+    weights[site] = closed.tokens[site]
   # With equal weights the plain mean: no bit differs from the other transports.
   equal = bool((weights == weights[0]).all())
   payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
@@ -80,27 +74,25 @@ def digest(theta: PyTree, opt_state: PyTree) -> int:
   return sum_
 
 
-def to_bytes(thetas: Sequence[PyTree], opt_states: Sequence[PyTree]) -> bytes:
-  """Writes the outer state of all fragments, in the order of the flattened trees."""
-  leaves = jax.tree.leaves((list(thetas), list(opt_states)))
+def to_bytes(state: OuterState) -> bytes:
+  """Writes theta and opt_state of all fragments, in the order of their trees."""
+  leaves = jax.tree.leaves((state.theta, state.opt_state))
   return b"".join(_host(leaf).tobytes() for leaf in leaves)
 
 
-def from_bytes(
-  data: bytes, thetas: Sequence[PyTree], opt_states: Sequence[PyTree]
-) -> tuple[list[PyTree], list[PyTree]]:
+def from_bytes(data: bytes, state: OuterState) -> OuterState:
   """Reads what `to_bytes` has written.
 
   Args:
-    thetas, opt_states: arrays, or their shapes, of the same outer state.
+    state: arrays of the same outer state, or their shapes.
 
   Returns:
-    Arrays on the CPU that have the shardings of the arguments.
+    The state with arrays on the CPU, sharded as before, and nothing in flight.
 
   Raises:
     ValueError: the bytes have another length.
   """
-  leaves, structure = jax.tree.flatten((list(thetas), list(opt_states)))
+  leaves, structure = jax.tree.flatten((state.theta, state.opt_state))
   sizes = [x.size * x.dtype.itemsize for x in leaves]
   if sum(sizes) != len(data):
     raise ValueError(f"the snapshot has {len(data)} bytes, not {sum(sizes)}")
@@ -109,7 +101,8 @@ def from_bytes(
     values = np.frombuffer(data, x.dtype, x.size, start).reshape(x.shape)
     found.append(sharding.place(values, x.sharding))
     start += size
-  return jax.tree.unflatten(structure, found)
+  theta, opt_state = jax.tree.unflatten(structure, found)
+  return OuterState(theta, opt_state, state.codec_state, {})
 
 
 def _host(x: jax.Array) -> np.ndarray:

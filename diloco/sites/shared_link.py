@@ -4,6 +4,7 @@ All processes of the site call every method together, in the same order, so that
 them merge the same rounds after the same steps.
 """
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -54,21 +55,16 @@ class SharedLink:
     return self._peers.broadcast(self._link and self._link.wait_until(number, stopping))
 
   def closed(self, number: int) -> Closed:
-    own = self._link.closed(number) if self._link else None
-    head = self._peers.broadcast(
-      own
-      and [
-        own.fragment,
-        list(own.tokens.items()),
-        [len(x) for x in own.payloads.values()],
-      ]
-    )
-    fragment, tokens, sizes = head
-    data = self._bytes(b"".join(own.payloads.values()) if own else None, sum(sizes))
-    ends = np.cumsum(sizes)
-    parts = [data[end - size : end] for size, end in zip(sizes, ends.tolist())]
-    payloads = dict(zip((site for site, _ in tokens), parts))
-    return Closed(number, fragment, dict(tokens), payloads)
+    head, own = None, None
+    if self._link:
+      found = self._link.closed(number)
+      payloads = found.payloads.values()
+      head = [found.fragment, list(found.tokens.items()), [len(x) for x in payloads]]
+      own = b"".join(payloads)
+    fragment, tokens, sizes = self._peers.broadcast(head)
+    data = io.BytesIO(self._bytes(own, sum(sizes)))
+    parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
+    return Closed(number, fragment, dict(tokens), parts)
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())
@@ -86,14 +82,12 @@ class SharedLink:
       self._link.leave(reason)
 
   def _welcome(self, own: Welcome | None) -> Welcome | None:
-    size = None if own is None or own.snapshot is None else len(own.snapshot)
-    head = self._peers.broadcast(own and [own.round, own.data, size])
+    head = self._peers.broadcast(own and [own.round, own.data, len(own.snapshot)])
     if head is None:
       return None
     number, data, size = head
-    snapshot = (
-      None if size is None else self._bytes(own.snapshot if own else None, size)
-    )
+    of_0 = own.snapshot if own else None
+    snapshot = self._bytes(of_0, size) if size else b""
     return Welcome(number, data, snapshot)
 
   def _bytes(self, own: bytes | None, size: int) -> bytes:

@@ -9,404 +9,72 @@ takes the group's step count, and goes on from there.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from concurrent import futures
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diloco.algorithm.method import Method, Wrapper
 from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import at_step
-from diloco.algorithm.plan import Plan
-from diloco.algorithm.state import Event, OuterState, TrainState
+from diloco.algorithm.placement import Jobs
+from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.config import Config
 from diloco.data.batches import Batches
+from diloco.errors import ConfigError
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
+from diloco.processes.stop import Stop, Stopped
 from diloco.sites import outer_state, security
 from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed, Link, Welcome
 from diloco.sites.shared_link import SharedLink
+from diloco.spec import sizes
 from diloco.util.types import PyTree
-
-# A closed round, and what its outer step returned.
-Updated = tuple[Closed, tuple[PyTree, PyTree, Metrics]]
 
 
 @dataclasses.dataclass
-class Account:
-  """What happened to a site, for its summary.
+class SitePart:
+  """A site's part of a run, for `diloco.train.train`.
 
   Attributes:
-    rounds: rounds that this site merged.
-    contributed: rounds in which its payload counted.
-    lost: its payloads that came too late.
-    skipped_steps: steps of the group that this site did not train.
-  """
-
-  rounds: int = 0
-  contributed: int = 0
-  lost: int = 0
-  skipped_steps: int = 0
-
-
-class Site:
-  """One site of a run.
-
-  Attributes:
-    index: its number.
     config: of the whole run.
-    first_replica: number of its first replica.
+    index: number of the site.
+    link: the connection to the coordinator.
+    peers: the processes of this site.
+    first_replica: number of the site's first replica.
   """
 
-  def __init__(self, config: Config, index: int, link: Link | SharedLink, peers: Peers):
-    """Prepares a site, which joins by `enter`.
+  config: Config
+  index: int
+  link: Link | SharedLink
+  peers: Peers
 
-    Args:
-      config: of the whole run.
-      index: number of the site.
-      link: the connection to the coordinator.
-      peers: the processes of this site.
-    """
-    self.config, self.index, self._account = config, index, Account()
-    self._calendar, self._link, self._peers = Calendar(config), link, peers
-    self.first_replica = index * self._calendar.replicas_per_site
-    self._applied = 0  # Rounds below this number are in the site's outer state.
-    self._taken = 0  # All replicas have merged the rounds below this number.
-    self._since = 0  # The last step that was taken over from the group.
-    # Rounds that this site has sent, not yet merged: the compressor state before each.
-    self._pending = dict[int, PyTree]()
-    self._ready = False
-    # A thread updates the outer state while the devices train; see `_send`.
-    self._thread = futures.ThreadPoolExecutor(1, "outer-step")
-    self._jobs = dict[int, futures.Future[Updated]]()
-    self._waited_s = 0.0
+  def __post_init__(self) -> None:
+    self.first_replica = self.index * Calendar(self.config).replicas_per_site
 
-  def account(self) -> dict[str, Any]:
-    """Returns what happened to this site, as JSON values."""
-    found = dataclasses.asdict(self._account)
-    found |= {"index": self.index, "reconnects": self._link.reconnects}
-    found["text"] = (
-      f"{self.index} of {self._calendar.sites}: contributed to"
-      f" {found['contributed']} of {found['rounds']} rounds,"
-      f" {found['lost']} came too late, {found['skipped_steps']} steps not trained"
-    )
-    return found
-
-  def note(self) -> str:
-    """Says who is in, for the progress line."""
-    return f"{self._link.inside} of {self._calendar.sites} sites"
-
-  def enter(
-    self, plan: Plan, start: int, state: TrainState, batches: Batches
-  ) -> tuple[int, TrainState]:
-    """Joins the group.
-
-    Args:
-      start: step of the site's own checkpoint, or 0.
-      state: the state of that checkpoint, or the first state.
-      batches: goes to the site's last position in its text.
-
-    Returns:
-      The group's step, and the state from which the site goes on.
+  def own_config(self) -> Config:
+    """Returns the config by which this site trains.
 
     Raises:
-      ConfigError: the coordinator refuses this site.
+      ConfigError: overlap.transport is not sites.
     """
-    assert state.outer is not None
-    self._applied = self._calendar.first_after(start - min(plan.schedule.taus))
-    self._taken = self._applied
-    welcome = self._link.join(
-      fsdp=plan.mesh.shape[FSDP],
-      round=self._applied,
-      digests=outer_state.digests(state.outer),
-    )
-    recorded = {s: x for s, (step, x) in welcome.data.items() if step > start}
-    text = "its own position"
-    if recorded:
-      own = batches.get_state()
-      batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
-      text = "the position that the coordinator recorded"
-    t, step = start, self._calendar.step_before(welcome.round)
-    if welcome.snapshot is not None:
-      t, state = step, _at_step(self._take(plan, state, welcome), step)
-      self._since = t
-      self._account.skipped_steps += max(t - start, 0)
-      moments = f"of its checkpoint of step {start}" if start else "fresh"
-      self._tell(
-        f"Site {self.index} goes on at the group's step {t}: parameters from the group,"
-        f" inner optimizer state {moments}, text from {text}."
+    if self.config.overlap.transport != "sites":
+      raise ConfigError(
+        f"overlap.transport is {self.config.overlap.transport}, which needs no"
+        " --coordinator and --site (docs/sites.md)."
       )
-    else:
-      # Trains the steps before the first open round again, so that it can send it.
-      step = self._calendar.step_before(self._link.newest()[1])
-      if t > step > 0:
-        t, state = step, _at_step(state, step)
-    return t, state
+    return config_of(self.config, self.index)
 
-  def outer_step(
-    self,
-    plan: Plan,
-    t: int,
-    state: TrainState,
-    batches: Batches,
-    stopping: Callable[[], bool] = lambda: False,
-  ) -> tuple[int, TrainState, list[Event]]:
-    """Runs lines 6 to 12 after inner step t.
-
-    Args:
-      stopping: whether this process is told to end, so that it must not wait.
-
-    Returns:
-      The step after which the site goes on: t, or a later step if it was late.
-    """
-    events = list[Event]()
-    if not self._ready:
-      # The first step is compiled, so from now on the others may wait for this site.
-      t, state = self._catch_up(plan, t, state, events, stopping)
-      self._ready = True
-      self._link.ready(self._calendar.first_after(t - 1))
-      if not self._link.wait_for_start(stopping):
-        return t, state, events
-    for p in plan.schedule.sends(t):
-      state = self._send(plan, t, p, state, batches, events)
-    state, arrived = self._arrivals(plan, t, state, events, stopping)
-    if arrived:
-      t, state = self._catch_up(plan, t, state, events, stopping)
-    return t, state, events
-
-  def drain(
-    self, plan: Plan, state: TrainState, batches: Batches, stopping: Callable[[], bool]
-  ) -> tuple[TrainState, list[Event]]:
-    """Receives the rounds in flight after the last step, and the final sync if any."""
-    events, last = list[Event](), self.config.train.steps
-    for t in range(last + 1, last + max(plan.schedule.taus) + 1):
-      state, arrived = self._arrivals(plan, t, state, events, stopping, last)
-      if not arrived:
-        return state, events
-    final = range(self._applied, len(self._calendar.rounds))
-    for number in final:
-      state = self._send(plan, *self._calendar.rounds[number], state, batches, events)
-    for number in final:
-      if not self._arrived(number, stopping):
-        break
-      state = self._receive(plan, last, number, state, (True,) * plan.replicas, events)
-    return state, events
-
-  @property
-  def is_finished(self) -> bool:
-    """Whether this site has merged all rounds."""
-    return self._applied == len(self._calendar.rounds)
-
-  def leave(self, reason: str) -> None:
-    """Tells the coordinator that this site goes; only the first call does something."""
-    self._thread.shutdown(wait=False, cancel_futures=True)
-    self._link.leave(reason)
-
-  def _send(
-    self,
-    plan: Plan,
-    t: int,
-    p: int,
-    state: TrainState,
-    batches: Batches,
-    events: list[Event],
-  ) -> TrainState:
-    """Lines 7 and 8; nothing if the round is closed already."""
-    number = self._calendar.number[t, p]
-    if number < self._link.newest()[0] or state.outer is None:
-      if number >= self._applied:  # The group did not wait for this site.
-        self._miss(t)
-      return state
-    outer = state.outer
-    before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
-    arrays = (state.params, outer.theta[p], outer.codec_state[p])
-    payload, codec_state, metrics = plan.send(t, p, *arrays, self.first_replica)
-    data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
-    steps = self._calendar.steps_behind(number, self._since)
-    tokens = steps * self.config.tokens_per_step // self.config.replicas
-    parts = self._peers.all_gather(batches.get_state())
-    position = {shard: [t, x] for part in parts for shard, x in part.items()}
-    self._link.send(number, data, {"tokens": tokens, "data": position})
-    self._pending[number] = before
-    if isinstance(self._link, Link):  # Several processes must receive together.
-      theta, opt_state = outer.theta[p], outer.opt_state[p]
-      self._jobs[number] = self._thread.submit(
-        self._outer_step, plan, number, theta, opt_state
-      )
-    events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
-    outer = _with_codec_state(outer, p, codec_state)
-    return dataclasses.replace(state, outer=outer)
-
-  def _arrivals(
-    self,
-    plan: Plan,
-    t: int,
-    state: TrainState,
-    events: list[Event],
-    stopping: Callable[[], bool],
-    last_send: int | None = None,
-  ) -> tuple[TrainState, bool]:
-    """Lines 9 to 12; the flag says whether all rounds that were due have come."""
-    for p, mask in plan.schedule.arrivals(t, last_send):
-      sent_at = t - min(tau for tau, now in zip(plan.schedule.taus, mask) if now)
-      number = self._calendar.number[sent_at, p]
-      if not self._arrived(number, stopping):
-        return state, False
-      if number >= self._taken:
-        state = self._receive(plan, t, number, state, mask, events)
-    return state, True
-
-  def _arrived(self, number: int, stopping: Callable[[], bool]) -> bool:
-    """Waits until a round is closed; returns False if this process must end."""
-    began = time.perf_counter()
-    arrived = number < self._applied or self._link.wait_until(number, stopping)
-    self._waited_s = time.perf_counter() - began
-    return arrived
-
-  def _receive(
-    self,
-    plan: Plan,
-    t: int,
-    number: int,
-    state: TrainState,
-    mask: tuple[bool, ...],
-    events: list[Event],
-  ) -> TrainState:
-    """Lines 10 to 12 with all closed rounds up to `number`, in their order."""
-    welcome = self._link.welcome()
-    if welcome:
-      state = self._take(plan, state, welcome)
-    for r in range(self._applied, number + 1):
-      state = self._update(plan, t, r, state, events)
-    p = self._calendar.rounds[number][1]
-    return self._merge(plan, p, state, mask)
-
-  def _update(
-    self,
-    plan: Plan,
-    t: int,
-    number: int,
-    state: TrainState,
-    events: list[Event],
-  ) -> TrainState:
-    """Lines 10 and 11 with one closed round."""
-    assert state.outer is not None
-    p, outer = self._calendar.rounds[number][1], state.outer
-    job = self._jobs.pop(number, None)
-    now = (plan, number, outer.theta[p], outer.opt_state[p])
-    closed, result = job.result() if job else self._outer_step(*now)
-    theta, opt_state, metrics = result
-    self._applied = number + 1
-    self._link.forget(self._applied)
-    self._account.rounds += 1
-    if self.index in closed.tokens:
-      self._account.contributed += 1
-    elif number in self._pending:
-      self._miss(t)
-      # Error feedback: what the lost payload took from the error comes back.
-      outer = _with_codec_state(outer, p, self._pending[number])
-    self._pending.pop(number, None)
-    # For audits: the round, how many sites are in it, and whether this one is.
-    more: Metrics = {
-      "round": np.asarray(number),
-      "sites": np.asarray(len(closed.tokens)),
-      "counted": np.asarray(self.index in closed.tokens),
-      "waited_s": np.float32(self._waited_s),
-    }
-    events.append(Event("receive", p, t, 0, metrics | more))
-    outer = outer.after_update(p, *plan.placement.keep((theta, opt_state)))
-    return dataclasses.replace(state, outer=outer)
-
-  def _outer_step(
-    self, plan: Plan, number: int, theta: PyTree, opt_state: PyTree
-  ) -> Updated:
-    """Waits for a closed round, and runs its outer step."""
-    self._link.wait_until(number, lambda: False)
-    closed = self._link.closed(number)
-    p, fsdp = closed.fragment, plan.mesh.shape[FSDP]
-    result = outer_state.apply(
-      plan,
-      p,
-      self._calendar.sites,
-      fsdp,
-      theta,
-      opt_state,
-      closed.payloads,
-      closed.tokens,
-    )
-    return closed, jax.block_until_ready(result)
-
-  def _merge(
-    self, plan: Plan, p: int, state: TrainState, mask: tuple[bool, ...]
-  ) -> TrainState:
-    """Line 12."""
-    assert state.outer is not None
-    params_M = plan.merge(p, state.params, state.outer.theta[p], mask)
-    return dataclasses.replace(state, params=params_M)
-
-  def _miss(self, t: int) -> None:
-    """Counts a round that closed without this site; the next ones may wait again."""
-    self._account.lost += 1
-    self._link.ready(self._calendar.first_after(t))
-
-  def _catch_up(
-    self,
-    plan: Plan,
-    t: int,
-    state: TrainState,
-    events: list[Event],
-    stopping: Callable[[], bool],
-  ) -> tuple[int, TrainState]:
-    """Merges the rounds that closed beyond step t, and takes the group's step."""
-    rounds, everywhere = self._calendar.rounds, (True,) * plan.replicas
-    while (published := self._link.newest()[1]) > self._applied:  # Others go on.
-      if rounds[published - 1][0] <= t:
-        break
-      # The link has no room for more rounds before these are applied.
-      last = min(published, self._applied + self._calendar.room) - 1
-      if not self._link.wait_until(last, stopping):
-        break
-      for r in range(self._applied, last + 1):
-        state = self._receive(plan, t, r, state, everywhere, events)
-      self._taken = self._applied
-    step = self._calendar.step_before(self._applied)
-    if step <= t:
-      return t, state
-    self._tell(f"Site {self.index} was late: goes on at step {step} instead of {t}.")
-    self._account.skipped_steps += step - t
-    self._since = step
-    self._link.ready(self._calendar.first_after(step))
-    return step, _at_step(state, step)
-
-  def _take(self, plan: Plan, state: TrainState, welcome: Welcome) -> TrainState:
-    """Takes the group's outer state from a snapshot, and starts from it."""
-    assert state.outer is not None
-    assert welcome.snapshot is not None
-    thetas, opt_states = outer_state.from_bytes(
-      welcome.snapshot, state.outer.theta, state.outer.opt_state
-    )
-    outer = OuterState(tuple(thetas), tuple(opt_states), state.outer.codec_state, {})
-    state = dataclasses.replace(state, outer=outer)
-    whole = dataclasses.replace(plan, alpha=0.0)
-    for p in range(len(plan.fragments)):
-      state = self._merge(whole, p, state, (True,) * plan.replicas)
-    self._applied = self._taken = welcome.round
-    self._link.forget(self._applied)
-    self._pending.clear()
-    self._jobs.clear()
-    return state
-
-  def _tell(self, line: str) -> None:
-    if self._peers.index == 0:
-      say(line)
+  def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
+    return Site(method, self, batches, stop)
 
 
-def make_site(
+def make_part(
   c: Config, index: int, address: str, tls: str, insecure: bool, peers: Peers
-) -> Site:
+) -> SitePart:
   """Prepares a site, which joins when training begins.
 
   Args:
@@ -428,15 +96,293 @@ def make_site(
   room = Calendar(c).room
   link = Link(open_channel, address, hello, say, room) if peers.index == 0 else None
   if link and peers.count == 1:
-    return Site(c, index, link, peers)
-  return Site(c, index, SharedLink(link, peers), peers)
+    return SitePart(c, index, link, peers)
+  return SitePart(c, index, SharedLink(link, peers), peers)
 
 
-def _with_codec_state(outer: OuterState, p: int, codec_state: PyTree) -> OuterState:
+@dataclasses.dataclass
+class Site(Wrapper):
+  """Trains like `method`, and exchanges payloads with the coordinator; see `Method`.
+
+  Attributes:
+    part: which site this is, and its connection.
+    batches: follow the site's step.
+    stop: knows whether a signal came, so that the site must not wait for others.
+  """
+
+  part: SitePart
+  batches: Batches
+  stop: Stop
+
+  def __post_init__(self) -> None:
+    fsdp = self.method.plan.mesh.shape[FSDP]
+    self._link, self._calendar = self.part.link, Calendar(self.part.config, fsdp)
+    self._applied = 0  # Rounds below this number are in the site's outer state.
+    self._taken = 0  # All replicas have merged the rounds below this number.
+    self._since = 0  # The last step that was taken over from the group.
+    # Rounds that this site has sent, not yet merged: the compressor state before each.
+    self._pending = dict[int, PyTree]()
+    self._ready = False
+    self._jobs = self._make_jobs()
+    self._waited_s = 0.0
+    self._events = list[Event]()  # Of the current call of `outer` or `drain`.
+    # For the summary: rounds that this site merged, those in which its payload counted,
+    # its payloads that came too late, and steps of the group that it did not train.
+    self._account = {"rounds": 0, "contributed": 0, "lost": 0, "skipped_steps": 0}
+
+  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+    c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
+    index = self.part.index
+    text = (
+      f"{index} of {self._calendar.sites}: contributed to {own['contributed']} of"
+      f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
+      " steps not trained"
+    )
+    more = {"index": index, "reconnects": self._link.reconnects, "text": text}
+    params, steps = summary["params"], c.train.steps
+    reference = int(sizes.all_reduce_bytes(c.replicas, params, steps))
+    return {
+      "site": own | more,
+      "bytes_data_parallel_per_replica": reference,
+      "bytes_ratio_to_data_parallel": reference / sent if sent else None,
+    }
+
+  def note(self) -> str:
+    return f"{self._link.inside} of {self._calendar.sites} sites"
+
+  def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
+    """Joins the group with the site's own checkpoint of step t, or its first state.
+
+    Raises:
+      ConfigError: the coordinator refuses this site.
+    """
+    calendar, taus = self._calendar, self.method.plan.schedule.taus
+    self._applied = self._taken = calendar.first_after(t - min(taus))
+    welcome = self._link.join(
+      fsdp=calendar.fsdp,
+      round=self._applied,
+      digests=outer_state.digests(state.outer),
+    )
+    text = "its own position"
+    recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
+    if recorded:
+      own = self.batches.get_state()
+      self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
+      text = "the position that the coordinator recorded"
+    if not welcome.snapshot:
+      # Trains the steps before the first open round again, so that it can send it.
+      step = calendar.step_before(self._link.newest()[1])
+      return (step, _at_step(state, step)) if t > step > 0 else (t, state)
+    step = self._since = calendar.step_before(welcome.round)
+    self._account["skipped_steps"] += max(step - t, 0)
+    moments = f"of its checkpoint of step {t}" if t else "fresh"
+    self._tell(
+      f"goes on at the group's step {step}: parameters from the group,"
+      f" inner optimizer state {moments}, text from {text}."
+    )
+    return step, _at_step(self._take(state, welcome), step)
+
+  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
+    """Runs lines 6 to 12 after inner step t; a site that was late goes on later."""
+    self._events = []
+    t, state = self._outer(t, state)
+    return t, state, self._events
+
+  def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
+    if not self._ready:
+      # The first step is compiled, so from now on the others may wait for this site.
+      t, state = self._catch_up(t, state)
+      self._ready = True
+      self._link.ready(self._calendar.first_after(t - 1))
+      if not self._link.wait_for_start(self.stop.is_told):
+        return t, state
+    for p in self.method.plan.schedule.sends(t):
+      state = self._send(t, p, state)
+    state, arrived = self._arrivals(t, state)
+    return self._catch_up(t, state) if arrived else (t, state)
+
+  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
+    """Receives the rounds in flight after the last step, and the final sync if any."""
+    self._events = []
+    state = self._drain(t, state)
+    if self._applied < len(self._calendar.rounds):  # A signal came.
+      raise Stopped(late=True, events=self._events)  # The last checkpoint is older.
+    return state, self._events
+
+  def _drain(self, last: int, state: TrainState) -> TrainState:
+    for t in range(last + 1, last + max(self.method.plan.schedule.taus) + 1):
+      state, arrived = self._arrivals(t, state, last)
+      if not arrived:
+        return state
+    final = range(self._applied, len(self._calendar.rounds))
+    for number in final:
+      state = self._send(*self._calendar.rounds[number], state)
+    for number in final:
+      if not self._arrived(number):
+        break
+      state = self._receive(last, number, state)
+    return state
+
+  def close(self, reason: str) -> None:
+    self._jobs.close()
+    self._link.leave(reason)
+    self.method.close(reason)
+
+  def _send(self, t: int, p: int, state: TrainState) -> TrainState:
+    """Lines 7 and 8; nothing if the round is closed already."""
+    plan, outer, number = self.method.plan, state.outer, self._calendar.number[t, p]
+    if number < self._link.newest()[0]:
+      if number >= self._applied:  # The group did not wait for this site.
+        self._miss(t)
+      return state
+    before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
+    arrays = (state.params, outer.theta[p], outer.codec_state[p])
+    payload, codec_state, metrics = plan.send(t, p, *arrays, self.part.first_replica)
+    data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
+    c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
+    tokens = steps * c.tokens_per_step // c.replicas
+    parts = self.part.peers.all_gather(self.batches.get_state())
+    position = {shard: [t, x] for part in parts for shard, x in part.items()}
+    self._link.send(number, data, {"tokens": tokens, "data": position})
+    self._pending[number] = before
+    now = (number, outer.theta[p], outer.opt_state[p])
+    self._jobs.start(number, self._outer_step, *now)
+    self._events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
+    return _with_codec_state(state, p, codec_state)
+
+  def _arrivals(
+    self, t: int, state: TrainState, last_send: int | None = None
+  ) -> tuple[TrainState, bool]:
+    """Lines 9 to 12; the flag says whether all rounds that were due have come."""
+    schedule = self.method.plan.schedule
+    for p, mask in schedule.arrivals(t, last_send):
+      sent_at = t - min(tau for tau, now in zip(schedule.taus, mask) if now)
+      number = self._calendar.number[sent_at, p]
+      if not self._arrived(number):
+        return state, False
+      if number >= self._taken:
+        state = self._receive(t, number, state, mask)
+    return state, True
+
+  def _arrived(self, number: int) -> bool:
+    """Waits until a round is closed; returns False if this process must end."""
+    began = time.perf_counter()
+    is_told = self.stop.is_told
+    arrived = number < self._applied or self._link.wait_until(number, is_told)
+    self._waited_s = time.perf_counter() - began
+    return arrived
+
+  def _receive(
+    self, t: int, number: int, state: TrainState, mask: tuple[bool, ...] | None = None
+  ) -> TrainState:
+    """Lines 10 to 12 with all closed rounds up to `number`, in their order.
+
+    Args:
+      mask: the replicas that merge; None: all.
+    """
+    welcome = self._link.welcome()
+    if welcome:
+      state = self._take(state, welcome)
+    for r in range(self._applied, number + 1):
+      state = self._update(t, r, state)
+    plan, p = self.method.plan, self._calendar.rounds[number][1]
+    mask = mask or (True,) * plan.replicas
+    params_M = plan.merge(p, state.params, state.outer.theta[p], mask)
+    return dataclasses.replace(state, params=params_M)
+
+  def _update(self, t: int, number: int, state: TrainState) -> TrainState:
+    """Lines 10 and 11 with one closed round."""
+    p, outer = self._calendar.rounds[number][1], state.outer
+    now = (number, outer.theta[p], outer.opt_state[p])
+    closed, updated = self._jobs.finish(number, self._outer_step, *now)
+    theta, opt_state, metrics = updated
+    self._applied = number + 1
+    self._link.forget(self._applied)
+    self._account["rounds"] += 1
+    counted = self.part.index in closed.tokens
+    if counted:
+      self._account["contributed"] += 1
+    elif number in self._pending:
+      self._miss(t)
+      # Error feedback: what the lost payload took from the error comes back.
+      state = _with_codec_state(state, p, self._pending[number])
+    self._pending.pop(number, None)
+    # For audits: the round, how many sites are in it, and whether this one is.
+    more: Metrics = {
+      "round": np.asarray(number),
+      "sites": np.asarray(len(closed.tokens)),
+      "counted": np.asarray(counted),
+      "waited_s": np.float32(self._waited_s),
+    }
+    self._events.append(Event("receive", p, t, 0, metrics | more))
+    kept = self.method.plan.placement.keep((theta, opt_state))
+    return dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
+
+  def _make_jobs(self) -> Jobs:
+    """A thread updates the outer state while the devices train.
+
+    Several processes must receive together, so they update it when a round is due.
+    """
+    return Jobs(background=self.part.peers.count == 1)
+
+  def _outer_step(
+    self, number: int, theta: PyTree, opt_state: PyTree
+  ) -> tuple[Closed, tuple[PyTree, PyTree, Metrics]]:
+    """Waits for a closed round, and runs its outer step."""
+    self._link.wait_until(number, lambda: False)
+    closed, plan = self._link.closed(number), self.method.plan
+    return closed, outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+
+  def _miss(self, t: int) -> None:
+    """Counts a round that closed without this site; the next ones may wait again."""
+    self._account["lost"] += 1
+    self._link.ready(self._calendar.first_after(t))
+
+  def _catch_up(self, t: int, state: TrainState) -> tuple[int, TrainState]:
+    """Merges the rounds that closed beyond step t, and takes the group's step."""
+    rounds = self._calendar.rounds
+    while (published := self._link.newest()[1]) > self._applied:  # Others go on.
+      if rounds[published - 1][0] <= t:
+        break
+      # The link has no room for more rounds before these are applied.
+      last = min(published, self._applied + self._calendar.room) - 1
+      if not self._link.wait_until(last, self.stop.is_told):
+        break
+      for r in range(self._applied, last + 1):
+        state = self._receive(t, r, state)
+      self._taken = self._applied
+    step = self._calendar.step_before(self._applied)
+    if step <= t:
+      return t, state
+    self._tell(f"was late: goes on at step {step} instead of {t}.")
+    self._account["skipped_steps"] += step - t
+    self._since = step
+    self._link.ready(self._calendar.first_after(step))
+    return step, _at_step(state, step)
+
+  def _take(self, state: TrainState, welcome: Welcome) -> TrainState:
+    """Takes the group's outer state from a snapshot, and starts from it."""
+    outer = outer_state.from_bytes(welcome.snapshot, state.outer)
+    whole, params_M = dataclasses.replace(self.method.plan, alpha=0.0), state.params
+    for p, theta in enumerate(outer.theta):
+      params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
+    self._applied = self._taken = welcome.round
+    self._link.forget(self._applied)
+    self._pending.clear()
+    self._jobs.close()
+    self._jobs = self._make_jobs()
+    return dataclasses.replace(state, params=params_M, outer=outer)
+
+  def _tell(self, line: str) -> None:
+    if self.part.peers.index == 0:
+      say(f"Site {self.part.index} {line}")
+
+
+def _with_codec_state(state: TrainState, p: int, codec_state: PyTree) -> TrainState:
   """Replaces the compressor state of fragment p."""
-  states = list(outer.codec_state)
-  states[p] = codec_state
-  return dataclasses.replace(outer, codec_state=tuple(states))
+  states = replaced(state.outer.codec_state, p, codec_state)
+  outer = dataclasses.replace(state.outer, codec_state=states)
+  return dataclasses.replace(state, outer=outer)
 
 
 def _at_step(state: TrainState, t: int) -> TrainState:

@@ -65,7 +65,7 @@ def numbers_of(configs: Sequence[Config]) -> Numbers:
   return jax.tree.map(lambda *x: jnp.stack([jnp.asarray(v) for v in x]), *each)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Together(Wrapper):
   """The method of R runs: `method`, which is that of one run, mapped over the runs.
 

@@ -9,6 +9,7 @@ import pathlib
 import runpy
 import select
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -203,6 +204,13 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
       " choose another folder."
     ) from error
   return folder
+
+
+def free_port() -> int:
+  """Finds a port that is free now."""
+  with socket.socket() as listener:
+    listener.bind(("", 0))
+    return listener.getsockname()[1]
 
 
 def parse_count(text: str, name: str = "size") -> float:

@@ -89,7 +89,7 @@ def coordinate(options) -> None:
     credentials = security.server_credentials(options.address, str(tls), False)
     journal = Journal(options.folder)
     board = Board(Calendar(options.sizes), journal, lambda line: None)
-    await Server(board, ()).serve(options.address, credentials)
+    await Server(board).serve(options.address, credentials)
     await asyncio.gather(board.close_rounds(), board.apply_rounds(Group))
 
   asyncio.run(serve())

@@ -103,12 +103,12 @@ STRANGERS = {
 @pytest.mark.parametrize("name", STRANGERS)
 def test_a_stranger_is_refused_with_one_sentence(run, name):
   coordinator, players = run
-  joins = [m.joins for m in coordinator.board.rounds.members.values()]
+  before = list(coordinator.said)
   sent, reason = STRANGERS[name]
   code, details = say(coordinator, sent)
   assert code is not CODES.OK
   assert_sentence(details, reason)
-  assert [m.joins for m in coordinator.board.rounds.members.values()] == joins
+  assert coordinator.said == before  # Nobody is in.
   play(players, range(players[0].applied, players[0].applied + 1))
 
 

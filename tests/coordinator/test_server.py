@@ -194,7 +194,7 @@ def test_a_newcomer_gets_a_snapshot_and_one_that_comes_back_only_the_log(start):
   start.ends_with(fresh)
   fresh.join(digests=[99])  # For instance with another first state.
   assert fresh.applied == 3
-  assert fresh.welcome.snapshot is not None
+  assert fresh.welcome.snapshot
   assert fresh.state == coordinator.state
   assert fresh.welcome.data == {"2": [2, {}]}
   play([*players[:2], fresh], range(3, 5))
@@ -204,7 +204,7 @@ def test_a_newcomer_gets_a_snapshot_and_one_that_comes_back_only_the_log(start):
   start.ends_with(back)
   back.join(round=3, digests=[old.state])
   assert back.applied == 3
-  assert back.welcome.snapshot is None
+  assert not back.welcome.snapshot
   back.state = old.state
   back.receive(5)
   assert back.state == coordinator.state

@@ -164,7 +164,7 @@ def initialize_with(monkeypatch, starts_jax) -> None:
   )
   other = threading.Thread(target=lambda: calls.append(join(port, 1, 2)))
   other.start()
-  monkeypatch.setattr(processes, "_free_port", other.join)
+  monkeypatch.setattr(processes, "free_port", other.join)
   processes.initialize(f"localhost:{port}", 2, 0)
 
 

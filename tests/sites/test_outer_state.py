@@ -1,5 +1,7 @@
 """The outer step of sites: outer gradients are weighted by tokens."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from diloco.config import resolve
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import abstract
 from diloco.sites import outer_state
+from diloco.sites.link import Closed
 from diloco.wire import exchange
 
 
@@ -38,7 +41,9 @@ def test_the_mean_is_weighted_by_tokens(tiny, tokens):
     payloads[site] = np.asarray(code).tobytes()
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)
-  found, _, _ = outer_state.apply(plan, 0, 3, 1, theta, opt_state, payloads, tokens)
+  calendar = types.SimpleNamespace(sites=3, fsdp=1)
+  closed = Closed(0, 0, tokens, payloads)
+  found, _, _ = outer_state.apply(plan, calendar, closed, theta, opt_state)
   replicas = [
     (n, jax.tree.map(lambda x, m=m: x[m], deltas[site]))
     for site, n in tokens.items()

@@ -25,7 +25,7 @@ class FakeLink(types.SimpleNamespace):
   wait_for_start = staticmethod(lambda stopping: not stopping())
 
   def __init__(self):
-    super().__init__(told=[], welcomes=[None, Welcome(7, {}, None)])
+    super().__init__(told=[], welcomes=[None, Welcome(7, {}, b"")])
 
   def welcome(self):
     return self.welcomes.pop(0)
@@ -81,7 +81,7 @@ def test_a_snapshot_comes_once(site):
   found = [site.ask(lambda link: link.welcome()) for _ in range(2)]
   assert found == [
     dict.fromkeys(range(3)),
-    dict.fromkeys(range(3), Welcome(7, {}, None)),
+    dict.fromkeys(range(3), Welcome(7, {}, b"")),
   ]
 
 

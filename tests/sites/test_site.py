@@ -1,6 +1,7 @@
 """A site's part of Algorithm 2 with a connection that does as it is told."""
 
 import dataclasses
+import types
 
 import jax
 import numpy as np
@@ -8,17 +9,14 @@ import optax
 import pytest
 from process_config import get_config
 
-from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import make_method
-from diloco.algorithm.state import init_state
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
 from diloco.mesh.devices import make_mesh
-from diloco.processes.peers import Peers
 from diloco.sites import outer_state
 from diloco.sites.calendar import Calendar, config_of
 from diloco.sites.link import Closed, Welcome
-from diloco.sites.site import Site
+from diloco.sites.site import SitePart
 
 EVERY, TAU = 3, 2  # As in process_config.
 
@@ -32,7 +30,7 @@ class Link:
     self.calendar = calendar
     self.rounds = list[Closed]()
     self.sent, self.firsts, self.hello = {}, [], {}
-    self.answer = Welcome(0, {}, None)
+    self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
 
@@ -100,24 +98,30 @@ class Player:
     own = config_of(self.calendar.config, 0)
     self.mesh = make_mesh(own)
     with jax.set_mesh(self.mesh):
-      self.plan = make_plan(own, self.mesh)
-      self.state = init_state(own, self.mesh, self.plan)
-    self.link, self.batches = Link(self.calendar), Batches()
-    self.site = Site(self.calendar.config, 0, self.link, Peers())
+      method = make_method(own, self.mesh)
+      self.state = method.init()
+    self.link, self.batches, self.is_told = Link(self.calendar), Batches(), False
+    # With other processes, a site waits for a round when it is due, in no thread.
+    peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
+    part = SitePart(self.calendar.config, 0, self.link, peers)
+    stop = types.SimpleNamespace(is_told=lambda: self.is_told)
+    self.site = part.method(method, self.batches, stop)
     self.t, self.events = 0, []
 
   def enter(self, start=0):
     with jax.set_mesh(self.mesh):
-      self.t, self.state = self.site.enter(self.plan, start, self.state, self.batches)
+      self.t, self.state = self.site.enter(start, self.state)
 
-  def step(self, stopping=lambda: False):
+  def step(self, is_told=False):
+    self.is_told = is_told
     with jax.set_mesh(self.mesh):
       larger = jax.tree.map(lambda x: x * 1.01, self.state.params)
       self.state = dataclasses.replace(self.state, params=larger)
-      self.t, self.state, events = self.site.outer_step(
-        self.plan, self.t + 1, self.state, self.batches, stopping
-      )
+      self.t, self.state, events = self.site.outer(self.t + 1, self.state)
     self.events += events
+
+  def account(self):
+    return self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
 
   def other(self):
     """Returns a payload of the other site."""
@@ -173,7 +177,7 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   assert outer_state.digests(player.state.outer) != before
   player.assert_params_are_theta()
   assert player.link.firsts == [0]
-  assert player.site.account()["contributed"] == 1
+  assert player.account()["contributed"] == 1
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
@@ -188,7 +192,7 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   assert player.learning_rate_count() == {12}
   assert player.received() == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]
   player.assert_params_are_theta()
-  account = player.site.account()
+  account = player.account()
   assert (account["lost"], account["skipped_steps"]) == (1, 8)
   assert player.link.firsts[-1] == 4
   # Its next payload weighs the steps that it trains from now on.
@@ -207,7 +211,7 @@ def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
   player.step()
   assert player.t == 3
   assert not player.link.sent
-  assert player.site.account()["lost"] == 1
+  assert player.account()["lost"] == 1
   assert player.link.firsts == [0, 1]
   player.step()
   player.step()
@@ -247,7 +251,7 @@ def test_a_newcomer_starts_from_the_snapshot():
   for _ in range(4):
     donor.link.close({1: donor.other()})
   donor.step()
-  snapshot = outer_state.to_bytes(donor.state.outer.theta, donor.state.outer.opt_state)
+  snapshot = outer_state.to_bytes(donor.state.outer)
   player.link.answer = Welcome(4, {"0": [12, {"position": 7}]}, snapshot)
   player.enter()
   assert player.t == 12
@@ -264,18 +268,18 @@ def test_a_newcomer_starts_from_the_snapshot():
   player.link.news = Welcome(9, {}, snapshot)
   player.step()
   assert player.t == 27
-  assert player.site.account()["skipped_steps"] == 12 + (27 - 16)
+  assert player.account()["skipped_steps"] == 12 + (27 - 16)
 
 
 def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player = Player()
-  player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, None)
+  player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, b"")
   player.enter(start=21)  # Has merged the rounds up to step 18.
   assert player.link.hello["round"] == 6
   assert player.t == 18  # Round 6 of step 21 is open: the site sends it again.
   assert player.batches.state == {"0": {"position": 9}}
   player = Player()
-  player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, None)
+  player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, b"")
   player.link.rounds = [Closed(6, 0, {0: 192}, {0: player.other()})]
   player.enter(start=21)
   assert player.t == 21
@@ -285,13 +289,13 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
 def test_a_signal_ends_every_wait():
   player = Player()
   player.enter()
-  player.step(stopping=lambda: True)
+  player.step(is_told=True)
   assert player.t == 1
   player.step()
   player.step()
   assert 0 in player.link.sent
   player.step()
-  player.step(stopping=lambda: True)
+  player.step(is_told=True)
   assert player.t == EVERY + TAU
   assert player.received() == []
 
@@ -302,7 +306,7 @@ def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
   player.enter()
   for _ in range(EVERY):
     player.step()
-  assert player.plan.schedule.in_flight(EVERY)
+  assert player.site.plan.schedule.in_flight(EVERY)
   with jax.set_mesh(player.mesh):
     method = make_method(own, player.mesh)
     checkpoints = Checkpoints(tmp_path, own, method)
