@@ -72,12 +72,7 @@ def inner_step(
   if averaged:
     grads_M = mean_of_all(c, grads_M)
   args = (params_M, opt_state_M, grads_M, nll_M)
-
-  def step(
-    params: PyTree, opt_state: PyTree, grads: PyTree, nll: jax.Array
-  ) -> tuple[PyTree, PyTree, InnerMetrics]:
-    return _step(c, params, opt_state, grads, nll, trainable, tuned)
-
+  step = functools.partial(_step, c, *shared)
   if c.one_model:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   return each_replica(c, step, *args)
@@ -94,18 +89,18 @@ def _whole_step(
   grads, nll = _gradients(c, params, tokens_BxL)
   if averaged:
     (grads,) = _all_reduced(c, grads)
-  found = _step(c, params, opt_state, grads, nll, *shared)
+  found = _step(c, *shared, params, opt_state, grads, nll)
   return jax.tree.map(lambda x: x[None], found)
 
 
 def _step(
   c: Config,
+  trainable: PyTree | None,
+  tuned: Tuned,
   params: PyTree,
   opt_state: PyTree,
   grads: PyTree,
   nll: jax.Array,
-  trainable: PyTree | None,
-  tuned: Tuned,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the inner optimizer of one model."""
   updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
