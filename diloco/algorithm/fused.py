@@ -29,7 +29,7 @@ from diloco.algorithm.fragments import Layers, outer_gradient
 from diloco.algorithm.metrics import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.optimizer import parse
-from diloco.mesh.sharding import FSDP, REPLICA, key, specs
+from diloco.mesh.sharding import FSDP, REPLICA, names, specs
 from diloco.spec import formats, sizes
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.util.types import PyTree
@@ -235,10 +235,10 @@ def _tensors(
   tensors, most = [], _most(mesh)
   leaves, _ = jax.tree.flatten_with_path(theta)
   for (path, t), place in zip(leaves, jax.tree.leaves(places)):
-    names, share = tuple(map(key, path)), 1 if FSDP in place else 1 / mesh.shape[FSDP]
-    n, s, row = sizes.layout(names, t.shape)
+    share = 1 if FSDP in place else 1 / mesh.shape[FSDP]
+    n, s, row = sizes.layout(names(path), t.shape)
     piece = cut(wire, most, m, n, s // row, row)
-    tensors.append((names[0] == "blocks", share, t, piece))
+    tensors.append((names(path)[0] == "blocks", share, t, piece))
   return tensors
 
 

@@ -349,7 +349,7 @@ def _matrices(params: PyTree) -> PyTree:
   """
 
   def numbers(path: KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    stacked = sharding.key(path[0]) == "blocks" and x.ndim == 3
+    stacked = sharding.names(path)[0] == "blocks" and x.ndim == 3
     return optax.contrib.MuonDimensionNumbers((1,), (2,)) if stacked else None
 
   return jax.tree_util.tree_map_with_path(numbers, params)

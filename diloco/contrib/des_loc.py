@@ -168,7 +168,7 @@ def moments(parameters: Shapes, opt_state_M: PyTree, fsdp: int = 1) -> list[Mome
   """
   by_path, found = dict(shapes.leaves(parameters)), list[Moment]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
-    names, shape = tuple(map(sharding.key, path)), x_M.shape[1:]
+    names, shape = sharding.names(path), x_M.shape[1:]
     starts = [i for i in range(1, len(names)) if by_path.get(names[i:]) == shape]
     for i in starts[:1]:
       kind = _KINDS.get(names[i - 1])

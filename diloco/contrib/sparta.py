@@ -113,7 +113,7 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
     for i, ((path, x_M), place) in enumerate(
       zip(leaves, jax.tree.leaves(places, is_leaf=is_place))
     ):
-      n, s, _ = sizes.layout(tuple(map(sharding.key, path)), x_M.shape[1:])
+      n, s, _ = sizes.layout(sharding.names(path), x_M.shape[1:])
       own = jax.random.fold_in(key, i)
       # Devices with copies of a tensor draw equal values; those with shards do not.
       if FSDP in place:

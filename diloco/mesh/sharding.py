@@ -72,7 +72,7 @@ def weight_spec(path: KeyPath, shape: tuple[int, ...], fsdp: int) -> P:
     shape: shape of the parameter.
     fsdp: size of the fsdp axis.
   """
-  axis = shapes.sharded_axis(tuple(map(key, path)), shape, fsdp)
+  axis = shapes.sharded_axis(names(path), shape, fsdp)
   return P() if axis is None else P(*[None] * axis, FSDP)
 
 
@@ -146,6 +146,6 @@ def abstract(parameters: shapes.Shapes, dtype: str) -> PyTree:
   )
 
 
-def key(entry: object) -> str:
-  """Returns the name in one entry of a JAX key path."""
-  return str(getattr(entry, "key", getattr(entry, "name", entry)))
+def names(path: KeyPath) -> tuple[str, ...]:
+  """Returns the names in a JAX key path."""
+  return tuple(str(getattr(x, "key", getattr(x, "name", x))) for x in path)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, PyTreeDef
 
-from diloco.mesh.sharding import FSDP, REPLICA, Lead, key, shardings, specs
+from diloco.mesh.sharding import FSDP, REPLICA, Lead, names, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
@@ -76,7 +76,7 @@ def encode(
     for i, ((path, x), old, place) in enumerate(
       zip(leaves, treedef.flatten_up_to(state), treedef.flatten_up_to(places))
     ):
-      n, s, row = _layout(path, x.shape)
+      n, s, row = sizes.layout(names(path), x.shape)
       leaf_key = jax.random.fold_in(replica_key, i)
       # Devices with copies of a tensor draw equal numbers; those with shards do not.
       if FSDP in place:
@@ -119,7 +119,7 @@ def decode(
   spread = payload.shape[1]
 
   def shard(path: KeyPath, x: Leaf) -> jax.ShapeDtypeStruct:
-    shape = shapes.shard(_names(path), x.shape, spread)
+    shape = shapes.shard(names(path), x.shape, spread)
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
   shards = jax.tree.map_with_path(shard, like)
@@ -135,7 +135,7 @@ def decode(
     )(payload)
 
   def join(path: KeyPath, x_MxF: jax.Array, x: Leaf) -> jax.Array:
-    axis = shapes.sharded_axis(_names(path), x.shape, spread)
+    axis = shapes.sharded_axis(names(path), x.shape, spread)
     if axis is None:
       return x_MxF[:, 0]  # Every shard holds the whole tensor.
     return jnp.concatenate([x_MxF[:, i] for i in range(spread)], axis=1 + axis)
@@ -171,7 +171,7 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   leaves, treedef = _flatten(shards)
   out, start = [], 0
   for path, x in leaves:
-    n, s, row = _layout(path, x.shape)
+    n, s, row = sizes.layout(names(path), x.shape)
     stop = start + compressor.size(wire, n, s, row)
     values = compressor.decode(wire, payload[start:stop], n, s, row)
     out.append(values.reshape(x.shape))
@@ -182,11 +182,3 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
 def _flatten(tree: PyTree) -> tuple[list[tuple[KeyPath, Any]], PyTreeDef]:
   """Returns pairs (path, leaf), and the structure of the tree."""
   return jax.tree.flatten_with_path(tree)
-
-
-def _names(path: KeyPath) -> tuple[str, ...]:
-  return tuple(map(key, path))
-
-
-def _layout(path: KeyPath, shape: tuple[int, ...]) -> tuple[int, int, int]:
-  return sizes.layout(_names(path), shape)
