@@ -200,12 +200,6 @@ class DataParallel(DiLoCo):
   Its plan has no fragments, so its outer step does nothing.
   """
 
-  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    return t, state, []
-
-  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    return state, []
-
   def params(self, state: TrainState) -> PyTree:
     """Returns the parameters, or the average that the inner optimizer keeps."""
     return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)

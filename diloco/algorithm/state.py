@@ -59,11 +59,10 @@ class OuterState:
     payload: jax.Array,
   ) -> "OuterState":
     """Returns the state with fragment p in flight."""
-    return OuterState(
-      _with(self.theta, p, theta),
-      _with(self.opt_state, p, opt_state),
-      _with(self.codec_state, p, codec_state),
-      {**self.in_flight, str(p): payload},
+    return dataclasses.replace(
+      self.after_update(p, theta, opt_state),
+      codec_state=_with(self.codec_state, p, codec_state),
+      in_flight={**self.in_flight, str(p): payload},
     )
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
