@@ -29,29 +29,12 @@ from diloco.model import attention
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
 from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
+from diloco.sites.method import SitePart
 from diloco.wire.ledger import Ledger
 
 # What is called after a launch: its steps, the step after which training goes on, the
 # state, the metrics of each step, the events of the outer step.
 Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
-
-
-class Part(Protocol):
-  """This process's part of a run that others train with it.
-
-  Attributes:
-    config: of the whole run.
-    first_replica: number of its first replica.
-  """
-
-  config: Config
-  first_replica: int
-
-  def own_config(self) -> Config:
-    """Returns the config by which this part trains."""
-
-  def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
-    """Makes the method of this part from that of its own config."""
 
 
 class Run:
@@ -267,7 +250,7 @@ def open_session(
   config: ml_collections.ConfigDict | Config,
   workdir: str | pathlib.Path,
   peers: Peers | None,
-  part: Part | None,
+  part: SitePart | None,
 ) -> Iterator[Session]:
   """Prepares a run, or its continuation; the arguments are those of `train`.
 

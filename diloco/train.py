@@ -8,14 +8,15 @@ import ml_collections
 from diloco.config import Config
 from diloco.processes.peers import Peers
 from diloco.processes.stop import Stopped
-from diloco.session import Part, Session, open_session
+from diloco.session import Session, open_session
+from diloco.sites.method import SitePart
 
 
 def train(
   config: ml_collections.ConfigDict | Config,
   workdir: str | pathlib.Path,
   peers: Peers | None = None,
-  part: Part | None = None,
+  part: SitePart | None = None,
 ) -> dict[str, Any]:
   """Trains a model, resuming from `workdir` if it has a checkpoint.
 
