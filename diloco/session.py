@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.method import BetweenSyncs, Method, make_method
 from diloco.algorithm.state import Event, TrainState
-from diloco.checkpoint.checkpoints import Checkpoints, make_record
+from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
 from diloco.config import Config, resolve
 from diloco.data.batches import Batches
@@ -25,6 +25,7 @@ from diloco.log import summary
 from diloco.log.log import Log
 from diloco.log.profile import Profile
 from diloco.mesh.devices import make_mesh
+from diloco.mesh.sharding import FSDP
 from diloco.model import attention
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
 from diloco.processes.peers import Peers, say
@@ -177,17 +178,27 @@ class Session:
       raise Stopped
 
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
-    plan = self.method.plan
     for run, own in self._each(state):
       if t <= (run.checkpoints.latest or 0):
         continue  # A site went back to the group's step.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
-        record = make_record(
-          *(run.c, run.batches, run.log.ledger, run.log.spent()),
-          *(self.mesh, plan, run.peers, finished),
-        )
-        run.checkpoints.save(t, own, record)
+        run.checkpoints.save(t, own, self._record(run, finished))
+
+  def _record(self, run: Run, finished: bool) -> Record:
+    """Joins what all processes know of a run; all must call it."""
+    position = dict[str, Any]()
+    for part in run.peers.all_gather(run.batches.get_state()):
+      position.update(part)
+    return Record(
+      config=run.c.to_dict(),
+      data=position,
+      ledger=dataclasses.asdict(run.log.ledger),
+      spent=dataclasses.asdict(run.log.spent()),
+      finished=finished,
+      fsdp=self.mesh.shape[FSDP],
+      drained=self.method.plan.schedule.drained,
+    )
 
   def leave(self, stopped: Stopped) -> None:
     """Ends before the last step, when the newest checkpoints are written.

@@ -23,45 +23,17 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 from diloco.algorithm.method import Method
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
 from diloco.checkpoint import checksums, disk, resume
-from diloco.checkpoint.record import Record, Spent, folder_of, steps_of
+from diloco.checkpoint.record import Record, folder_of, steps_of
 from diloco.checkpoint.stored import read_newest
 from diloco.config import Config
 from diloco.config.resolve import leaves
-from diloco.data.batches import Batches
 from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
 from diloco.util.orbax_errors import hush, of_orbax, reason_of
-from diloco.wire.ledger import Ledger
-
-
-def make_record(
-  c: Config,
-  batches: Batches,
-  ledger: Ledger,
-  spent: Spent,
-  mesh: Mesh,
-  plan: Plan,
-  peers: Peers,
-  finished: bool,
-) -> Record:
-  """Joins what all processes know; all must call it."""
-  position = dict[str, Any]()
-  for part in peers.all_gather(batches.get_state()):
-    position.update(part)
-  return Record(
-    config=c.to_dict(),
-    data=position,
-    ledger=dataclasses.asdict(ledger),
-    spent=dataclasses.asdict(spent),
-    finished=finished,
-    fsdp=mesh.shape[FSDP],
-    drained=plan.schedule.drained,
-  )
 
 
 class Restored(NamedTuple):
