@@ -129,7 +129,7 @@ class Session:
   def span(self, t: int, state: TrainState) -> range:
     """Returns the inner steps after step t that one launch runs."""
     c = self.c
-    averages = (average.every for average in c.averages().values())
+    averages = (average.every for average in c.averages.values())
     periods = (c.eval.every, c.checkpoint.every, *averages)
     steps = self.method.span(t, self.last, periods)
     self.profile.begin(steps, state)
@@ -310,7 +310,7 @@ def open_session(
         say(f"Starts from the parameters in {c.init.checkpoint}.")
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     method = with_merge_loss(method, c, mesh, evaluation)
-    if c.averages():
+    if c.averages:
       method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)

@@ -9,6 +9,7 @@ The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
@@ -509,8 +510,9 @@ class Config:
     """T of the learning rate's schedule."""
     return self.inner.decay_steps or self.train.steps
 
+  @functools.cached_property
   def averages(self) -> dict[str, Average]:
-    """Returns what plug-ins average between the syncs, by kind."""
+    """What plug-ins average between the syncs, by kind."""
     found = dict[str, Average]()
     for extension in self.extensions:
       found |= extension.averages(self)
@@ -518,7 +520,7 @@ class Config:
 
   def averages_after(self, t: int) -> list[str]:
     """Lists the averages after inner step t; in joint steps, replicas are equal."""
-    due = {} if t <= self.joint_steps else self.averages()
+    due = {} if t <= self.joint_steps else self.averages
     return [kind for kind, average in due.items() if t % average.every == 0]
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:
