@@ -364,7 +364,7 @@ def state_shardings(
 ) -> PyTree:
   """Returns NamedShardings of an optimizer's state.
 
-  If optax maps a part of the state to a parameter of the same shape, that part is
+  A moment has the shape of its parameter, and its path ends in the path of it. It is
   sharded like the parameter. Every device of a replica holds all other parts whole.
 
   Args:
@@ -388,29 +388,20 @@ def state_shardings(
       " gradients and parameters only."
     ) from error
   whole, fsdp = NamedSharding(mesh, P(*lead)), mesh.shape[FSDP]
-
-  def place(
-    x: jax.ShapeDtypeStruct,
-    param: jax.ShapeDtypeStruct | None = None,
-    like: NamedSharding | None = None,
-  ) -> NamedSharding | None:
-    return like if param is not None and x.shape == param.shape else whole
-
   places = sharding.with_lead(sharding.shardings(params, mesh), lead)
-  masked = lambda x: isinstance(x, optax.MaskedNode)
-  keep_masked = lambda x, *rest: x if masked(x) else place(x, *rest)
-  try:
-    found = optax.tree_utils.tree_map_params(
-      draw,
-      keep_masked,
-      state,
-      params,
-      places,
-      transform_non_params=place,
-      is_leaf=masked,
+  by_path = {
+    sharding.names(path): (x.shape, at)
+    for (path, x), at in zip(
+      jax.tree.leaves_with_path(params), jax.tree.leaves(places), strict=True
     )
-  except (ValueError, IndexError):  # optax cannot map this state to parameters.
-    found = jax.tree.map(place, state)
+  }
+
+  def place(path: KeyPath, x: jax.ShapeDtypeStruct) -> NamedSharding:
+    names = sharding.names(path)
+    ends = (by_path.get(names[i:], (None, whole)) for i in range(len(names)))
+    return next((at for shape, at in ends if shape == x.shape), whole)
+
+  found = jax.tree.map_with_path(place, state)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
   # Not the state of a parameter that is whole on every device itself.
