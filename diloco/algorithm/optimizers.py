@@ -23,7 +23,7 @@ from diloco.config import Config
 from diloco.config.optimizer import parse
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
-from diloco.mesh.sharding import FSDP, Lead
+from diloco.mesh.sharding import FSDP, Leading
 from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import hint
 from diloco.util.types import PyTree
@@ -278,16 +278,16 @@ def _restarted(
 
 
 def outer_shardings(
-  outer: Outer, theta: PyTree, mesh: Mesh, lead: Lead = ()
+  outer: Outer, theta: PyTree, mesh: Mesh, leading: Leading = ()
 ) -> tuple[PyTree, PyTree]:
   """Returns NamedShardings of a fragment's outer parameters and optimizer state.
 
   Args:
-    theta: the fragment's outer parameters without `lead`, or their shapes.
-    lead: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
+    theta: the fragment's outer parameters without a leading axis, or their shapes.
+    leading: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
   """
-  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, lead)
-  return sharding.with_lead(sharding.shardings(theta, mesh), lead), opt_at
+  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, leading)
+  return sharding.with_leading(sharding.shardings(theta, mesh), leading), opt_at
 
 
 def _make(
@@ -360,7 +360,7 @@ def state_shardings(
   optimizer: optax.GradientTransformation,
   params: PyTree,
   mesh: Mesh,
-  lead: Lead = (),
+  leading: Leading = (),
 ) -> PyTree:
   """Returns NamedShardings of an optimizer's state.
 
@@ -370,7 +370,7 @@ def state_shardings(
   Args:
     field: name of the config's field, for error messages.
     params: shapes of one model's parameters, without a leading axis.
-    lead: the leading axis of the state, see `diloco.mesh.sharding`.
+    leading: the leading axis of the state, see `diloco.mesh.sharding`.
 
   Raises:
     ConfigError: the optimizer needs more than gradients and parameters, or fsdp cannot
@@ -387,8 +387,8 @@ def state_shardings(
       f"{field} cannot step these parameters ({reason}); choose an optimizer that needs"
       " gradients and parameters only."
     ) from error
-  whole, fsdp = NamedSharding(mesh, P(*lead)), mesh.shape[FSDP]
-  places = sharding.with_lead(sharding.shardings(params, mesh), lead)
+  whole, fsdp = NamedSharding(mesh, P(*leading)), mesh.shape[FSDP]
+  places = sharding.with_leading(sharding.shardings(params, mesh), leading)
   by_path = {
     sharding.names(path): (x.shape, at)
     for (path, x), at in zip(

@@ -156,7 +156,7 @@ class Plan:
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
     """Describes fragment p's payload when it has arrived; see `Transport.carry`."""
     payload = self.payload(p)
-    if not self.transport.hides:
+    if not self.transport.overlaps:
       return payload
     there = exchange.transmitted(self.mesh)
     return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)

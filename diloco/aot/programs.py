@@ -20,7 +20,7 @@ from jax.stages import Lowered, Wrapped
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.overlap import hidden_exchange, trained_next
+from diloco.algorithm.overlap import overlapped_exchange, trained_next
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
@@ -42,7 +42,7 @@ class Program:
     peak: the most bytes of device memory at once, including inputs and code.
     total: `peak`, plus the state on the device that is not an argument of the program.
     crossing: bytes that one coordinate of the replica axis sends to the others.
-    windows: how many loops hide each collective between replicas; empty if `quick`.
+    windows: how many loops overlap each collective between replicas; empty if `quick`.
   """
 
   name: str
@@ -89,7 +89,7 @@ class Programs:
       tokens = jax.ShapeDtypeStruct(
         (c.models, c.train.batch_size // c.models, c.model.seq_len),
         jnp.int32,
-        sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
+        sharding=sharding.batch_sharding(mesh, c.one_model),
       )
       rest = (trained_next(c, plan, 0), tuned(c))
       both = dict(zip(parts, arrays))
@@ -99,14 +99,13 @@ class Programs:
         warm(*arrays, tokens, *rest, c=c, averaged=True)
       if plan.fragments:
         self._add_outer_step(c, plan, self.state.outer)
-      steps = (
-        plan.schedule.longest_hiding if plan.fragments and plan.transport.hides else 0
-      )
+      steps = plan.schedule.longest_overlap if plan.transport.overlaps else 0
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
-        args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        args = (count, *arrays, [tokens] * steps, *rest, [self.payload])
         held = {**both, "in flight": self.payload}
-        self._add(name, held, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
+        self._add(name, held, overlapped_exchange, *args, c=c, mesh=mesh)
 
   def _add(
     self,
@@ -184,7 +183,7 @@ class Programs:
       arriving = {"in flight": (*part, payloads[p])}
     args = (*part, payloads[p], plan.tuned)
     self._add("update", arriving, plan.form.update, *args, outer=c.outer, **wire)
-    if plan.transport.hides:
+    if plan.transport.overlaps:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

@@ -53,7 +53,7 @@ _KINDS = {
 class DesLoc(plugins.Extension):
   """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
 
-  An average waits for all exchanges, so inner steps hide an exchange only up to it.
+  An average waits for all exchanges, so inner steps overlap an exchange only up to it.
   """
 
   # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
@@ -74,10 +74,10 @@ class DesLoc(plugins.Extension):
 
   def check(self, c: Config) -> None:
     """Refuses moments that the inner optimizer does not have."""
-    with_lead = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    with_leading = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
     if not self.averages(c):
       return
-    params_1 = jax.tree.map(with_lead, abstract_params(c))
+    params_1 = jax.tree.map(with_leading, abstract_params(c))
     state_1 = jax.eval_shape(jax.vmap(make_inner(c).init), params_1)
     known = {moment.kind for moment in moments(shapes.parameters(c.model), state_1)}
     for kind, name in ((FIRST, "first"), (SECOND, "second")):

@@ -51,8 +51,8 @@ class Sparta(plugins.Extension):
   # Share of every layer's tensor that is averaged over the replicas, in float32; at
   # least one value. EXO uses 0.0005 to 0.005. 0: none.
   share: Share = 0.0
-  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
-  # the next average: with 1, a single step hides it, whatever overlap.tau is.
+  # Steps between two such averages. EXO uses 1. Inner steps overlap an exchange only up
+  # to the next average: with 1, a single step, whatever overlap.tau is.
   every: Positive = 1
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:

@@ -71,7 +71,7 @@ class FragmentsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-  """How inner steps hide an exchange (Streaming DiLoCo, section 2.3)."""
+  """How inner steps overlap an exchange (Streaming DiLoCo, section 2.3)."""
 
   # tau: inner steps between a send and its merge. 0 waits for the exchange. The paper
   # uses 1 and advises at most 5 (section 3.3.2).

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, PyTreeDef
 
-from diloco.mesh.sharding import FSDP, REPLICA, Lead, names, shardings, specs
+from diloco.mesh.sharding import FSDP, REPLICA, Leading, names, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
@@ -102,7 +102,7 @@ def encode(
 
 
 def decode(
-  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: PyTree, lead: Lead
+  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: PyTree, leading: Leading
 ) -> PyTree:
   """Decodes a payload to outer gradients; nothing is exchanged.
 
@@ -110,11 +110,11 @@ def decode(
     wire: compressor and number format.
     payload: uint8 [M, F, bytes]; the mesh that encoded it had an fsdp axis of size F.
     like: outer parameters of the fragment, or their shapes.
-    lead: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
+    leading: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
       sharded as `transmitted` says.
 
   Returns:
-    A tree like `like` with float32 leaves (M, ...), sharded over `lead` and fsdp.
+    A tree like `like` with float32 leaves (M, ...), sharded over `leading` and fsdp.
   """
   spread = payload.shape[1]
 
@@ -125,11 +125,11 @@ def decode(
   shards = jax.tree.map_with_path(shard, like)
   one = lambda code: _decode_one(wire, code, shards)
   if spread == mesh.shape[FSDP]:
-    places = jax.tree.map(lambda place: P(*lead, *place), specs(like, mesh))
+    places = jax.tree.map(lambda place: P(*leading, *place), specs(like, mesh))
     return jax.shard_map(
       lambda payload: jax.vmap(one)(payload[:, 0]),
       mesh=mesh,
-      in_specs=P(*lead, FSDP),
+      in_specs=P(*leading, FSDP),
       out_specs=places,
       check_vma=False,
     )(payload)
@@ -142,7 +142,7 @@ def decode(
 
   by_shard = jax.vmap(jax.vmap(one))(payload)
   whole_M = jax.tree.map_with_path(join, by_shard, like)
-  return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, lead))
+  return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, leading))
 
 
 def all_reduce(mesh: Mesh, delta_M: PyTree) -> PyTree:
