@@ -128,10 +128,9 @@ class Programs:
 
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
-    payloads = [plan.payload(p) for p in range(len(plan.fragments))]
     self.fragment = p = plan.largest
-    self.payload = payloads[p]
-    payloads = [plan.transmitted(i) for i in range(len(payloads))]
+    self.payload = plan.payload(p)
+    payloads = [plan.transmitted(i) for i in range(len(plan.fragments))]
     away = c.outer.offload or plan.placement.at_hosts
     home = self.on_host if away else self.on_device
     home["outer parameters"] = nbytes(outer.theta)
@@ -155,7 +154,6 @@ class Programs:
     wire = {"wire": c.wire, "mesh": self.mesh}
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
-    updated = {"outer parameters": theta, "outer optimizer": opt_state}
     hooks = [plugins.EXCHANGES[c.wire.exchange].programs]
     hooks += [extension.programs for extension in c.extensions]
     for hook in filter(None, hooks):
@@ -163,26 +161,17 @@ class Programs:
         self._add(name, held, function, *args, **kwargs)
     if "update" in self.lower:  # An outer step of a plug-in.
       return
-    arriving = updated | {"in flight": payloads[p]}
     mine = (params, theta, codec_state, layers, key)
     self._add("send", sent, plan.form.send, *mine, **wire)
-    self._add(
-      "merge",
-      merged,
-      plan.form.merge,
-      params,
-      theta,
-      layers,
-      everyone,
-      alpha=plan.alpha,
-    )
+    here = (params, theta, layers, everyone)
+    self._add("merge", merged, plan.form.merge, *here, alpha=plan.alpha)
     if plan.placement.at_hosts:
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
-    if c.outer.offload:
-      arriving = {"in flight": (*part, payloads[p])}
+    held = {"outer parameters": theta, "outer optimizer": opt_state}
+    held |= {"in flight": (*part, payloads[p]) if c.outer.offload else payloads[p]}
     args = (*part, payloads[p], plan.tuned)
-    self._add("update", arriving, plan.form.update, *args, outer=c.outer, **wire)
+    self._add("update", held, plan.form.update, *args, outer=c.outer, **wire)
     if plan.transport.overlaps:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
