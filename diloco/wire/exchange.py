@@ -85,16 +85,10 @@ def encode(
       code, new = compressor.encode(wire, x.reshape(n, s), old, row, leaf_key)
       codes.append(code)
       states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
-    return jnp.concatenate(codes), treedef.unflatten(states)
-
-  def local(
-    delta_M: PyTree, state_M: PyTree, keys_M: jax.Array
-  ) -> tuple[jax.Array, PyTree]:
-    payload_MxB, state_M = jax.vmap(one)(delta_M, state_M, keys_M)
-    return payload_MxB[:, None], state_M
+    return jnp.concatenate(codes)[None], treedef.unflatten(states)
 
   return jax.shard_map(
-    local,
+    jax.vmap(one),
     mesh=mesh,
     in_specs=(places, places, P(REPLICA)),
     out_specs=(P(REPLICA, FSDP), places),
