@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.algorithm.inner import InnerMetrics, fedpart_mask, inner_step
+from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import Tuned, tuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
@@ -85,11 +85,22 @@ def inner_steps(
 
 
 def trained_next(c: Config, plan: Plan, t: int) -> PyTree | None:
-  """Returns FedPart's mask for inner step t; None without FedPart."""
+  """Makes FedPart's mask for inner step t (2501.18512, 3.3.1); None without FedPart.
+
+  Only the fragments that are sent next train; all others are frozen. Streaming DiLoCo
+  compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
+
+  Returns:
+    {'blocks': float32 [N], 'embed': float32 []}: 1 for parameters that train, else 0.
+    The values are arrays, so that one program serves all fragments.
+  """
   if not c.outer.fedpart:
     return None
   due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
-  return fedpart_mask(c.model.num_layers, due)
+  layers_N = np.zeros(c.model.num_layers, np.float32)
+  layers_N[[n for fragment in due for n in fragment.layers]] = 1
+  embed = np.float32(any(fragment.rest for fragment in due))
+  return {"blocks": layers_N, "embed": embed}
 
 
 @functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
