@@ -513,10 +513,8 @@ class Config:
   @functools.cached_property
   def averages(self) -> dict[str, Average]:
     """What plug-ins average between the syncs, by kind."""
-    found = dict[str, Average]()
-    for extension in self.extensions:
-      found |= extension.averages(self)
-    return found
+    each = (x.averages(self) for x in self.extensions)
+    return {kind: average for found in each for kind, average in found.items()}
 
   def averages_after(self, t: int) -> list[str]:
     """Lists the averages after inner step t; in joint steps, replicas are equal."""
