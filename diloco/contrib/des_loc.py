@@ -169,14 +169,12 @@ def moments(parameters: Shapes, opt_state_M: PyTree, fsdp: int = 1) -> list[Mome
   by_path, found = dict(shapes.leaves(parameters)), list[Moment]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
     names, shape = sharding.names(path), x_M.shape[1:]
-    starts = [i for i in range(1, len(names)) if by_path.get(names[i:]) == shape]
-    for i in starts[:1]:
+    for i in range(1, len(names)):
       kind = _KINDS.get(names[i - 1])
-      if not kind:
-        continue
-      place = P(REPLICA, *sharding.weight_spec(path[i:], shape, fsdp))
-      values = fsdp * math.prod(shapes.shard(names[i:], shape, fsdp))
-      found.append(Moment(leaf, kind, place, values))
+      if kind and by_path.get(names[i:]) == shape:
+        place = P(REPLICA, *sharding.weight_spec(path[i:], shape, fsdp))
+        values = fsdp * math.prod(shapes.shard(names[i:], shape, fsdp))
+        found.append(Moment(leaf, kind, place, values))
   return found
 
 
