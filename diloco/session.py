@@ -63,7 +63,7 @@ class Run:
 
 
 class Logs(Protocol):
-  """What the loop tells the logs of its runs; `Log` is that of one run."""
+  """What the loop writes to the logs of its runs; `Log` is that of one run."""
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]

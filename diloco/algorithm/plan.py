@@ -3,7 +3,6 @@
 The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -206,10 +205,8 @@ class Plan:
     """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
     with TraceAnnotation("exchange"):
       payload, mesh = self.transport.carry(payload), self.placement.mesh
-    # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
-    place = jax.set_mesh(mesh) if self.placement.at_hosts else contextlib.nullcontext()
     kind = {"wire": self.wire, "outer": self.outer, "mesh": mesh}
-    with TraceAnnotation("receive"), place:
+    with TraceAnnotation("receive"), self.placement.on_mesh():
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 
   def merge(

@@ -132,9 +132,9 @@ class Programs:
     self.payload = plan.payload(p)
     payloads = [plan.transmitted(i) for i in range(len(plan.fragments))]
     away = c.outer.offload or plan.placement.at_hosts
-    home = self.on_host if away else self.on_device
-    home["outer parameters"] = nbytes(outer.theta)
-    home["outer optimizer"] = nbytes(outer.opt_state)
+    place = self.on_host if away else self.on_device
+    place["outer parameters"] = nbytes(outer.theta)
+    place["outer optimizer"] = nbytes(outer.opt_state)
     if jax.tree.leaves(outer.codec_state):
       self.on_device["compressor"] = nbytes(outer.codec_state)
     kept = [nbytes(x) for x in payloads]
