@@ -4,6 +4,7 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -127,8 +128,13 @@ class Plan:
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
+    return self._sync_bytes[p]
+
+  @functools.cached_property
+  def _sync_bytes(self) -> list[int]:
+    args = (self.wire, self.replicas)
     fsdp = self.mesh.shape[FSDP]
-    return sizes.sync_bytes(self.wire, self.replicas, self.shapes[p], fsdp)
+    return [sizes.sync_bytes(*args, part, fsdp) for part in self.shapes]
 
   def payload(self, p: int, fsdp: int | None = None) -> jax.ShapeDtypeStruct:
     """Describes the shape and sharding of fragment p's encoded payload.
