@@ -76,7 +76,7 @@ class Run:
 
 
 class Logs(Protocol):
-  """What the loop tells the logs of its runs; `Log` is that of one run."""
+  """What the loop writes to the logs of its runs; `Log` is that of one run."""
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
@@ -142,7 +142,7 @@ class Session:
   def span(self, t: int, state: TrainState) -> range:
     """Returns the inner steps after step t that one launch runs."""
     c = self.c
-    averages = (average.every for average in c.averages().values())
+    averages = (average.every for average in c.averages.values())
     periods = (c.eval.every, c.checkpoint.every, *averages)
     steps = self.method.span(t, self.last, periods)
     self.profile.begin(steps, state)
@@ -332,7 +332,7 @@ def open_session(
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
     method = with_merge_loss(method, c, mesh, evaluation)
-    if c.averages():
+    if c.averages:
       method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)

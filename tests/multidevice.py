@@ -63,7 +63,7 @@ def tokens_of(c: Config, mesh, t: int) -> jax.Array:
   """Random tokens of step t."""
   shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
   tokens = np.random.default_rng(t).integers(0, 64, shape).astype(np.int32)
-  return jax.device_put(tokens, sharding.batch_sharding(mesh, sharding.lead(c)))
+  return jax.device_put(tokens, sharding.batch_sharding(mesh, c.one_model))
 
 
 def losses(devices: int, **fields) -> list[list[float]]:
@@ -96,11 +96,11 @@ def bits(transport: str) -> dict:
     plan = make_plan(c, mesh)
     s = init_state(c, mesh, plan)
     for steps in conftest.spans(plan, 0, last, (c.eval.every,)):
-      hides = overlap.hiding_steps(plan, steps[0] - 1) > 0
+      overlaps = overlap.overlap_steps(plan, steps[0] - 1) > 0
       tokens = [tokens_of(c, mesh, t) for t in steps]
       s, metrics = overlap.inner_steps(c, plan, steps, s, tokens)
-      hidden += hides
-      for p in plan.schedule.sends(steps[0] - 1) if hides else []:
+      hidden += overlaps
+      for p in plan.schedule.sends(steps[0] - 1) if overlaps else []:
         payload = s.outer.in_flight[str(p)]
         there = payload.sharding.is_equivalent_to(exchange.transmitted(mesh), 3)
         late += not there  # This exchange would hide behind no inner step.
@@ -129,7 +129,7 @@ def traffic(devices: int, **fields) -> dict:
     theta, layers = s.outer.theta[0], plan.layers[0]
     args = (s.params, theta, s.outer.codec_state[0], layers, jax.random.key(0))
     payload = plan.payload(0)
-    place = exchange.transmitted(mesh) if plan.transport.hides else payload.sharding
+    place = exchange.transmitted(mesh) if plan.transport.overlaps else payload.sharding
     sent = jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=place)
     wire, opt_state = {"wire": c.wire, "mesh": mesh}, s.outer.opt_state[0]
     everyone = np.ones(c.replicas, bool)
@@ -139,9 +139,9 @@ def traffic(devices: int, **fields) -> dict:
       "update": update.lower(theta, opt_state, sent, plan.tuned, outer=c.outer, **wire),
       "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
     }
-    if plan.transport.hides:  # A psum is a part of update.
+    if plan.transport.overlaps:  # A psum is a part of update.
       programs["transmit"] = transmit.lower(payload, mesh=mesh)
-      programs["hidden"] = overlap.hidden_exchange.lower(
+      programs["hidden"] = overlap.overlapped_exchange.lower(
         np.int32(3),
         s.params,
         s.opt_state,

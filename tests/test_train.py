@@ -18,7 +18,7 @@ import pytest
 
 from diloco import train
 from diloco.algorithm import overlap
-from diloco.algorithm.inner import fedpart_mask, inner_step
+from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import DiLoCo
 from diloco.algorithm.optimizers import make_inner, tuned
@@ -325,8 +325,9 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
 def test_fedpart_trains_only_the_next_fragment(tiny):
   tiny.outer.fedpart = True
   c = resolve(tiny)
-  fragment = c.make_fragments()[1]
-  mask = fedpart_mask(c.model.num_layers, [fragment])
+  plan = make_plan(c, make_mesh(c))
+  fragment = plan.fragments[1]
+  mask = overlap.trained_next(c, plan, plan.schedule.first_send(1))
   params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), abstract_params(c))
   before = jax.tree.map(np.asarray, params_M)
   tokens = jnp.ones((2, 2, 16), jnp.int32)

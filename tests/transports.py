@@ -103,7 +103,8 @@ def main() -> None:
       opened.append(connections())
       carried = {str(shape): carry(t, mesh, shape) for shape in SHAPES}
       opened.append(connections())
-      results[name] = {"connections": opened, "carried": carried, "hides": t.hides}
+      results[name] = {"connections": opened, "carried": carried}
+      results[name]["overlaps"] = t.overlaps
     payload = place(np.zeros((8, 2, 1), np.uint8), exchange.encoded(mesh))
     unpacked = transport.DeviceTransport(mesh, packed=False)
     results["psum carries"] = unpacked.carry(payload) is not payload

@@ -155,7 +155,7 @@ def _spectra(mean: PyTree) -> Metrics:
   found: Metrics = {}
   for path, x in jax.tree_util.tree_leaves_with_path(mean):
     if x.ndim == 2:
-      name = ".".join(map(sharding.key, path[1:]))
+      name = ".".join(sharding.names(path)[1:])
       found[f"spectrum.{name}"] = values = spectrum(x)
       found[f"stable_rank.{name}"] = 1 / jnp.square(values[0])
   return found

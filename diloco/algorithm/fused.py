@@ -29,7 +29,7 @@ from diloco.algorithm.fragments import Layers, outer_gradient
 from diloco.algorithm.metrics import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.config.optimizer import parse
-from diloco.mesh.sharding import FSDP, REPLICA, key, specs
+from diloco.mesh.sharding import FSDP, REPLICA, names, specs
 from diloco.spec import formats, sizes
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.util.types import PyTree
@@ -83,23 +83,10 @@ def send(
   Compressors without state and random numbers leave `codec_state`, `key` and `first`.
   """
   del key, first
-  payload, squares = _send(params_M, theta, layers, wire, mesh)
-  delta_norm_M, error_norm_M = jnp.sqrt(squares)
-  return payload, codec_state, metrics.of_norms(delta_norm_M, error_norm_M)
-
-
-def _send(
-  params_M: PyTree, theta: PyTree, layers: Layers, wire: WireConfig, mesh: Mesh
-) -> tuple[Array, Array]:
-  """Encodes all tensors of a fragment.
-
-  Returns:
-    Payload uint8 [M, fsdp, bytes]; the squared norms of the outer gradients and of
-    their coding errors, float32 [2, M].
-  """
   params_M, places = {k: params_M[k] for k in theta}, specs(theta, mesh)
 
   def local(params_M: PyTree, theta: PyTree, layers: Layers) -> tuple[Array, Array]:
+    """Returns a payload, and the squared norms of outer gradients and coding errors."""
     leaves_M, codes_M = jax.tree.leaves(params_M), list[Array]()
     sums = jnp.zeros((2, len(leaves_M[0])))
     tensors = _tensors(wire, mesh, len(leaves_M[0]), theta, places)
@@ -109,13 +96,15 @@ def _send(
       codes_M, sums = codes_M + parts_M, sums + share * squares
     return jnp.concatenate(codes_M, axis=1)[:, None], jax.lax.psum(sums, FSDP)
 
-  return jax.shard_map(
+  payload, squares = jax.shard_map(
     local,
     mesh=mesh,
     in_specs=(specs(params_M, mesh, (REPLICA,)), places, P()),
     out_specs=(P(REPLICA, FSDP), P(None, REPLICA)),
     check_vma=False,
   )(params_M, theta, layers)
+  delta_norm_M, error_norm_M = jnp.sqrt(squares)
+  return payload, codec_state, metrics.of_norms(delta_norm_M, error_norm_M)
 
 
 def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array], Array]:
@@ -163,44 +152,17 @@ def _update(
   if weights_M is not None or payload.shape[1] != mesh.shape[FSDP]:
     whole = (theta, opt_state, payload, tuned, weights_M)
     return plain.update(*whole, wire=wire, outer=outer, mesh=mesh)
-  args = (theta, opt_state, payload, tuned, wire, outer, mesh)
-  theta, opt_state, products_MxM, squares = _step_all(*args)
   places = optimizers.outer_shardings(outer, theta, mesh)
-  theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
-  cosine = metrics.mean_cosine(products_MxM)
-  delta_norm, update_norm = jnp.sqrt(squares)
-  return theta, opt_state, metrics.of_update(delta_norm, update_norm, cosine)
-
-
-_jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
-update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
-
-
-def _step_all(
-  theta: PyTree,
-  opt_state: PyTree,
-  payload: Array,
-  tuned: OuterTuned,
-  wire: WireConfig,
-  outer: Outer,
-  mesh: Mesh,
-) -> tuple[PyTree, PyTree, Array, Array]:
-  """Steps all tensors of a fragment.
-
-  Returns:
-    New theta, new opt_state; the products of the outer gradients of each two replicas,
-    float32 [M, M]; the squared norms of their mean and of the update, float32 [2].
-  """
-  places = optimizers.outer_shardings(outer, theta, mesh)
-  places = jax.tree.map(lambda place: place.spec, places)
+  at = jax.tree.map(lambda place: place.spec, places)
 
   def local(
     theta: PyTree, opt_state: PyTree, payload: Array, tuned: OuterTuned
   ) -> tuple[PyTree, PyTree, Array, Array]:
+    """Also returns products of outer gradients; squared norms of mean and update."""
     optimizer, payload_M = optimizers.make_outer(outer, tuned), payload[:, 0]
     # The state of SGD is a tree like theta, or empty.
     state, news, sums = jax.tree.leaves(opt_state), list[list[Array]](), list[Array]()
-    tensors = _tensors(wire, mesh, len(payload), theta, places[0])
+    tensors = _tensors(wire, mesh, len(payload), theta, at[0])
     for i, (_, share, t, piece) in enumerate(tensors):
       code_M, payload_M = jnp.split(payload_M, [piece.size], axis=1)
       olds = [t, *state[i :: len(tensors)]]
@@ -211,13 +173,21 @@ def _step_all(
     new = jax.tree.unflatten(jax.tree.structure((theta, opt_state)), leaves)
     return *new, *jax.lax.psum(sums, FSDP)
 
-  return jax.shard_map(
+  theta, opt_state, products_MxM, squares = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(*places, P(None, FSDP), P()),
-    out_specs=(*places, P(), P()),
+    in_specs=(*at, P(None, FSDP), P()),
+    out_specs=(*at, P(), P()),
     check_vma=False,
   )(theta, opt_state, payload, tuned)
+  theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
+  cosine = metrics.mean_cosine(products_MxM)
+  delta_norm, update_norm = jnp.sqrt(squares)
+  return theta, opt_state, metrics.of_update(delta_norm, update_norm, cosine)
+
+
+_jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
+update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
 
 def _step(
@@ -265,10 +235,10 @@ def _tensors(
   tensors, most = [], _most(mesh)
   leaves, _ = jax.tree.flatten_with_path(theta)
   for (path, t), place in zip(leaves, jax.tree.leaves(places)):
-    names, share = tuple(map(key, path)), 1 if FSDP in place else 1 / mesh.shape[FSDP]
-    n, s, row = sizes.layout(names, t.shape)
+    share = 1 if FSDP in place else 1 / mesh.shape[FSDP]
+    n, s, row = sizes.layout(names(path), t.shape)
     piece = cut(wire, most, m, n, s // row, row)
-    tensors.append((names[0] == "blocks", share, t, piece))
+    tensors.append((names(path)[0] == "blocks", share, t, piece))
   return tensors
 
 

@@ -7,13 +7,12 @@ averages its gradient over the whole mesh.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import drjax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -21,7 +20,6 @@ from diloco.algorithm.optimizers import Tuned, make_inner
 from diloco.config import Config
 from diloco.mesh.sharding import FSDP, REPLICA, on_each_device
 from diloco.model import registry
-from diloco.spec.schedule import Fragment
 from diloco.util.types import PyTree
 
 Result = TypeVar("Result")
@@ -53,7 +51,7 @@ def inner_step(
     params_M: parameters, leaves (M, ...); donated.
     opt_state_M: inner optimizer state, leaves (M, ...); donated.
     tokens_MxBxL: int32, B sequences for each replica.
-    trainable: FedPart's mask, from `fedpart_mask`; None trains everything.
+    trainable: FedPart's mask, from `overlap.trained_next`; None trains everything.
     tuned: learning rate and weight decay.
     averaged: whether all replicas step along their mean gradient (joint steps).
 
@@ -72,12 +70,7 @@ def inner_step(
   if averaged:
     grads_M = mean_of_all(c, grads_M)
   args = (params_M, opt_state_M, grads_M, nll_M)
-
-  def step(
-    params: PyTree, opt_state: PyTree, grads: PyTree, nll: jax.Array
-  ) -> tuple[PyTree, PyTree, InnerMetrics]:
-    return _step(c, params, opt_state, grads, nll, trainable, tuned)
-
+  step = functools.partial(_step, c, *shared)
   if c.one_model:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   return each_replica(c, step, *args)
@@ -94,18 +87,18 @@ def _whole_step(
   grads, nll = _gradients(c, params, tokens_BxL)
   if averaged:
     (grads,) = _all_reduced(c, grads)
-  found = _step(c, params, opt_state, grads, nll, *shared)
+  found = _step(c, *shared, params, opt_state, grads, nll)
   return jax.tree.map(lambda x: x[None], found)
 
 
 def _step(
   c: Config,
+  trainable: PyTree | None,
+  tuned: Tuned,
   params: PyTree,
   opt_state: PyTree,
   grads: PyTree,
   nll: jax.Array,
-  trainable: PyTree | None,
-  tuned: Tuned,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the inner optimizer of one model."""
   updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
@@ -219,28 +212,6 @@ def _all_reduced(c: Config, grads: PyTree, *more: *More) -> tuple[PyTree, *More]
 
   sent = jax.tree.map(lambda g: g.astype(c.inner.gradient_dtype), grads)
   return jax.lax.platform_dependent(sent, *more, cpu=mean_widened, default=mean_of)
-
-
-def fedpart_mask(
-  num_layers: int, fragments: Sequence[Fragment]
-) -> dict[str, np.ndarray | np.float32]:
-  """Makes FedPart's mask (2501.18512, 3.3.1): 1 for parameters that train, else 0.
-
-  Only the fragment that is sent next trains; all others are frozen. Streaming DiLoCo
-  compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
-
-  Args:
-    num_layers: N, layers of the model.
-    fragments: the group of fragments that is sent next.
-
-  Returns:
-    {'blocks': float32 [N], 'embed': float32 []}. The values are arrays, so that one
-    program serves all fragments.
-  """
-  layers_N = np.zeros(num_layers, np.float32)
-  layers_N[[n for fragment in fragments for n in fragment.layers]] = 1
-  embed = np.float32(any(fragment.rest for fragment in fragments))
-  return {"blocks": layers_N, "embed": embed}
 
 
 def _masked(updates: PyTree, trainable: PyTree) -> PyTree:

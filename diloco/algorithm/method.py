@@ -6,6 +6,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
@@ -30,6 +31,7 @@ from diloco.algorithm.state import (
 )
 from diloco.config import Config
 from diloco.spec import sizes
+from diloco.spec.plugins import Extension
 from diloco.util.types import PyTree
 
 
@@ -200,12 +202,6 @@ class DataParallel(DiLoCo):
   Its plan has no fragments, so its outer step does nothing.
   """
 
-  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    return t, state, []
-
-  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    return state, []
-
   def params(self, state: TrainState) -> PyTree:
     """Returns the parameters, or the average that the inner optimizer keeps."""
     return first_replica(judged(state.params, state.opt_state), mesh=self.mesh)
@@ -230,12 +226,17 @@ class Wrapper:
 class BetweenSyncs(Wrapper):
   """A method of whose replicas plug-ins average values before the outer step."""
 
+  @functools.cached_property
+  def extensions(self) -> dict[str, Extension]:
+    """The plug-in that averages each kind."""
+    c = self.method.c
+    return {kind: x for x in c.extensions for kind in x.averages(c)}
+
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     c, plan, averages = self.method.c, self.method.plan, list[Event]()
     for kind in c.averages_after(t):
-      extension = next(x for x in c.extensions if kind in x.averages(c))
       with TraceAnnotation(kind):
-        state, values = extension.average(c, kind, t, plan, state)
+        state, values = self.extensions[kind].average(c, kind, t, plan, state)
       sent = sizes.average_bytes(c.replicas, values)
       averages.append(Event("average", kind, t, sent, {}))
     t, state, events = self.method.outer(t, state)

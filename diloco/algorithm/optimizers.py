@@ -23,7 +23,7 @@ from diloco.config import Config
 from diloco.config.optimizer import parse
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
-from diloco.mesh.sharding import FSDP, Lead
+from diloco.mesh.sharding import FSDP, Leading
 from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import hint
 from diloco.util.types import PyTree
@@ -278,16 +278,16 @@ def _restarted(
 
 
 def outer_shardings(
-  outer: Outer, theta: PyTree, mesh: Mesh, lead: Lead = ()
+  outer: Outer, theta: PyTree, mesh: Mesh, leading: Leading = ()
 ) -> tuple[PyTree, PyTree]:
   """Returns NamedShardings of a fragment's outer parameters and optimizer state.
 
   Args:
-    theta: the fragment's outer parameters without `lead`, or their shapes.
-    lead: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
+    theta: the fragment's outer parameters without a leading axis, or their shapes.
+    leading: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
   """
-  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, lead)
-  return sharding.with_lead(sharding.shardings(theta, mesh), lead), opt_at
+  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, leading)
+  return sharding.with_leading(sharding.shardings(theta, mesh), leading), opt_at
 
 
 def _make(
@@ -349,7 +349,7 @@ def _matrices(params: PyTree) -> PyTree:
   """
 
   def numbers(path: KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    stacked = sharding.key(path[0]) == "blocks" and x.ndim == 3
+    stacked = sharding.names(path)[0] == "blocks" and x.ndim == 3
     return optax.contrib.MuonDimensionNumbers((1,), (2,)) if stacked else None
 
   return jax.tree_util.tree_map_with_path(numbers, params)
@@ -360,17 +360,17 @@ def state_shardings(
   optimizer: optax.GradientTransformation,
   params: PyTree,
   mesh: Mesh,
-  lead: Lead = (),
+  leading: Leading = (),
 ) -> PyTree:
   """Returns NamedShardings of an optimizer's state.
 
-  If optax maps a part of the state to a parameter of the same shape, that part is
+  A moment has the shape of its parameter, and its path ends in the path of it. It is
   sharded like the parameter. Every device of a replica holds all other parts whole.
 
   Args:
     field: name of the config's field, for error messages.
     params: shapes of one model's parameters, without a leading axis.
-    lead: the leading axis of the state, see `diloco.mesh.sharding`.
+    leading: the leading axis of the state, see `diloco.mesh.sharding`.
 
   Raises:
     ConfigError: the optimizer needs more than gradients and parameters, or fsdp cannot
@@ -387,30 +387,21 @@ def state_shardings(
       f"{field} cannot step these parameters ({reason}); choose an optimizer that needs"
       " gradients and parameters only."
     ) from error
-  whole, fsdp = NamedSharding(mesh, P(*lead)), mesh.shape[FSDP]
-
-  def place(
-    x: jax.ShapeDtypeStruct,
-    param: jax.ShapeDtypeStruct | None = None,
-    like: NamedSharding | None = None,
-  ) -> NamedSharding | None:
-    return like if param is not None and x.shape == param.shape else whole
-
-  places = sharding.with_lead(sharding.shardings(params, mesh), lead)
-  masked = lambda x: isinstance(x, optax.MaskedNode)
-  keep_masked = lambda x, *rest: x if masked(x) else place(x, *rest)
-  try:
-    found = optax.tree_utils.tree_map_params(
-      draw,
-      keep_masked,
-      state,
-      params,
-      places,
-      transform_non_params=place,
-      is_leaf=masked,
+  whole, fsdp = NamedSharding(mesh, P(*leading)), mesh.shape[FSDP]
+  places = sharding.with_leading(sharding.shardings(params, mesh), leading)
+  by_path = {
+    sharding.names(path): (x.shape, at)
+    for (path, x), at in zip(
+      jax.tree.leaves_with_path(params), jax.tree.leaves(places), strict=True
     )
-  except (ValueError, IndexError):  # optax cannot map this state to parameters.
-    found = jax.tree.map(place, state)
+  }
+
+  def place(path: KeyPath, x: jax.ShapeDtypeStruct) -> NamedSharding:
+    names = sharding.names(path)
+    ends = (by_path.get(names[i:], (None, whole)) for i in range(len(names)))
+    return next((at for shape, at in ends if shape == x.shape), whole)
+
+  found = jax.tree.map_with_path(place, state)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
   # Not the state of a parameter that is whole on every device itself.

@@ -1,9 +1,9 @@
-"""Hides an exchange behind inner steps: one program runs both.
+"""Overlaps an exchange with inner steps: one program runs both.
 
 A device runs separate programs one after the other. So an exchange overlaps with inner
 steps only inside one program. XLA for TPUs and GPUs overlaps them (docs/aot.md), XLA
 for CPUs does not.
-With `overlap.transport=host` the hosts exchange payloads, and this file hides nothing.
+With `overlap.transport=host` the hosts exchange payloads, and this file does nothing.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.algorithm.inner import InnerMetrics, fedpart_mask, inner_step
+from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.optimizers import Tuned, tuned
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
@@ -24,16 +24,16 @@ from diloco.util.types import PyTree
 from diloco.wire import transport
 
 
-def hiding_steps(plan: Plan, t: int) -> int:
+def overlap_steps(plan: Plan, t: int) -> int:
   """Counts the inner steps in one program with the exchange that follows step t."""
-  return plan.schedule.hiding_steps(t) if plan.transport.hides else 0
+  return plan.schedule.overlap_steps(t) if plan.transport.overlaps else 0
 
 
 def span(plan: Plan, t: int, last: int, periods: Iterable[int]) -> range:
   """Returns the inner steps after step t that are launched together.
 
-  These are one inner step, or the inner steps that hide one exchange. No evaluation and
-  no checkpoint falls inside the range.
+  These are one inner step, or the inner steps that overlap one exchange. No evaluation
+  and no checkpoint falls inside the range.
 
   Args:
     plan: how replicas are synchronised.
@@ -42,13 +42,13 @@ def span(plan: Plan, t: int, last: int, periods: Iterable[int]) -> range:
     periods: a range ends at every multiple of a period; 0 means never.
   """
   ends = [last - t, *(period - t % period for period in periods if period)]
-  return range(t + 1, t + 1 + min(max(hiding_steps(plan, t), 1), *ends))
+  return range(t + 1, t + 1 + min(max(overlap_steps(plan, t), 1), *ends))
 
 
 def inner_steps(
   c: Config, plan: Plan, steps: range, state: TrainState, tokens: list[jax.Array]
 ) -> tuple[TrainState, list[InnerMetrics]]:
-  """Runs a range of inner steps, together with the exchange that they hide.
+  """Runs a range of inner steps, together with the exchange that they overlap.
 
   Args:
     plan: how replicas are synchronised.
@@ -61,15 +61,15 @@ def inner_steps(
   """
   arrays, numbers = (state.params, state.opt_state), tuned(c)
   trainable = trained_next(c, plan, steps[0])
-  if not hiding_steps(plan, steps[0] - 1):
+  if not overlap_steps(plan, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(
       *arrays, *tokens, trainable, numbers, c=c, averaged=steps[-1] <= c.joint_steps
     )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
   sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
   # The list of tokens has a fixed length, so that one program serves every count.
-  spare = plan.schedule.longest_hiding - len(tokens)
-  params_M, opt_state_M, by_step, arrived = hidden_exchange(
+  spare = plan.schedule.longest_overlap - len(tokens)
+  params_M, opt_state_M, by_step, arrived = overlapped_exchange(
     np.int32(len(tokens)),
     *arrays,
     [*tokens, *tokens[:1] * spare],
@@ -85,15 +85,26 @@ def inner_steps(
 
 
 def trained_next(c: Config, plan: Plan, t: int) -> PyTree | None:
-  """Returns FedPart's mask for inner step t; None without FedPart."""
+  """Makes FedPart's mask for inner step t (2501.18512, 3.3.1); None without FedPart.
+
+  Only the fragments that are sent next train; all others are frozen. Streaming DiLoCo
+  compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
+
+  Returns:
+    {'blocks': float32 [N], 'embed': float32 []}: 1 for parameters that train, else 0.
+    The values are arrays, so that one program serves all fragments.
+  """
   if not c.outer.fedpart:
     return None
   due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
-  return fedpart_mask(c.model.num_layers, due)
+  layers_N = np.zeros(c.model.num_layers, np.float32)
+  layers_N[[n for fragment in due for n in fragment.layers]] = 1
+  embed = np.float32(any(fragment.rest for fragment in due))
+  return {"blocks": layers_N, "embed": embed}
 
 
 @functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
-def hidden_exchange(
+def overlapped_exchange(
   count: jax.Array,
   params_M: PyTree,
   opt_state_M: PyTree,

@@ -8,6 +8,7 @@ overlap.transport=host   The outer state lives on the hosts: every process holds
                          it on its CPU, and updates it there from everyone's payloads.
 """
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class Placement:
   jobs: Jobs = dataclasses.field(default_factory=lambda: Jobs(background=False))
 
   def shardings(self, places: PyTree) -> PyTree:
-    """Turns shardings on the devices into those of the outer state at its home."""
+    """Turns shardings on the devices into those of the outer state where it lives."""
     if self.at_hosts:
       return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), places)
     if not self.offload:
@@ -101,22 +102,29 @@ class Placement:
     return jax.tree.map(lambda place: place.with_memory_kind("pinned_host"), places)
 
   def keep(self, tree: PyTree) -> PyTree:
-    """Copies outer state to its home, from the devices or from `mesh`."""
+    """Copies outer state to where it lives, from the devices or from `mesh`."""
     if self.at_hosts:
       return jax.tree.map(self._to_host, tree)
     return _in_memory(tree, "pinned_host") if self.offload else tree
 
   def bring(self, tree: PyTree) -> PyTree:
-    """Copies outer state from its home to `mesh`, which runs the outer step."""
+    """Copies outer state from where it lives to `mesh`, which runs the outer step."""
     return _in_memory(tree, "device") if self.offload else tree
 
   def fetch(self, theta: PyTree) -> PyTree:
-    """Copies outer parameters to the devices, from their home or from `mesh`."""
+    """Copies outer parameters to the devices, from where they live or from `mesh`."""
     if not self.at_hosts:
       return self.bring(theta)
     there = sharding.shardings(theta, self.devices)
     copy = lambda x, at: sharding.place(np.asarray(x.addressable_data(0)), at)
     return jax.tree.map(copy, theta, there)
+
+  def on_mesh(self) -> contextlib.AbstractContextManager[object]:
+    """Sets the mesh of an outer step on hosts.
+
+    On devices, the mesh is set already; `jax.vmap` forbids to set it again.
+    """
+    return jax.set_mesh(self.mesh) if self.at_hosts else contextlib.nullcontext()
 
   def _to_host(self, x: jax.Array) -> jax.Array:
     here = NamedSharding(self.mesh, P())

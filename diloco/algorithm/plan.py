@@ -3,7 +3,6 @@
 The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -162,7 +161,7 @@ class Plan:
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
     """Describes fragment p's payload when it has arrived; see `Transport.carry`."""
     payload = self.payload(p)
-    if not self.transport.hides:
+    if not self.transport.overlaps:
       return payload
     there = exchange.transmitted(self.mesh)
     return jax.ShapeDtypeStruct(payload.shape, payload.dtype, sharding=there)
@@ -212,10 +211,8 @@ class Plan:
     """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
     with TraceAnnotation("exchange"):
       payload, mesh = self.transport.carry(payload), self.placement.mesh
-    # On devices, the mesh is set already; `jax.vmap` forbids to set it again.
-    place = jax.set_mesh(mesh) if self.placement.at_hosts else contextlib.nullcontext()
     kind = {"wire": self.wire, "outer": self.outer, "mesh": mesh}
-    with TraceAnnotation("receive"), place:
+    with TraceAnnotation("receive"), self.placement.on_mesh():
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 
   def merge(

@@ -59,11 +59,10 @@ class OuterState:
     payload: jax.Array,
   ) -> "OuterState":
     """Returns the state with fragment p in flight."""
-    return OuterState(
-      replaced(self.theta, p, theta),
-      replaced(self.opt_state, p, opt_state),
-      replaced(self.codec_state, p, codec_state),
-      {**self.in_flight, str(p): payload},
+    return dataclasses.replace(
+      self.after_update(p, theta, opt_state),
+      codec_state=replaced(self.codec_state, p, codec_state),
+      in_flight={**self.in_flight, str(p): payload},
     )
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
@@ -229,12 +228,12 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   Raises:
     ConfigError: inner.optimizer cannot step these parameters.
   """
-  lead, optimizer = sharding.lead(c), optimizers.make_inner(c)
+  optimizer, leading = optimizers.make_inner(c), (None if c.one_model else REPLICA,)
   # Makes the key in eval_shape too: the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: _init_inner(c, jax.random.key(0)))
-  params_at = sharding.shardings(params_M, mesh, lead)
+  params_at = sharding.shardings(params_M, mesh, leading)
   opt_at = optimizers.state_shardings(
-    "inner.optimizer", optimizer, abstract_params(c), mesh, lead
+    "inner.optimizer", optimizer, abstract_params(c), mesh, leading
   )
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))
 
@@ -271,9 +270,9 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh, each: bool) -> Part
   theta, _, codec_state = state
   if each:
     theta = fragments.one_of(theta)
-  lead = (REPLICA,) if each else ()
-  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, lead)
-  led = theta_at if each else sharding.with_lead(theta_at, (REPLICA,))
+  leading = (REPLICA,) if each else ()
+  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, leading)
+  led = theta_at if each else sharding.with_leading(theta_at, (REPLICA,))
   codec_at = jax.tree.map(
     lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
   )

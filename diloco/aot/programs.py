@@ -20,7 +20,7 @@ from jax.stages import Lowered, Wrapped
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.overlap import hidden_exchange, trained_next
+from diloco.algorithm.overlap import overlapped_exchange, trained_next
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
@@ -42,7 +42,7 @@ class Program:
     peak: the most bytes of device memory at once, including inputs and code.
     total: `peak`, plus the state on the device that is not an argument of the program.
     crossing: bytes that one coordinate of the replica axis sends to the others.
-    windows: how many loops hide each collective between replicas; empty if `quick`.
+    windows: how many loops overlap each collective between replicas; empty if `quick`.
   """
 
   name: str
@@ -89,7 +89,7 @@ class Programs:
       tokens = jax.ShapeDtypeStruct(
         (c.models, c.train.batch_size // c.models, c.model.seq_len),
         jnp.int32,
-        sharding=sharding.batch_sharding(mesh, sharding.lead(c)),
+        sharding=sharding.batch_sharding(mesh, c.one_model),
       )
       rest = (trained_next(c, plan, 0), tuned(c))
       both = dict(zip(parts, arrays))
@@ -99,14 +99,13 @@ class Programs:
         warm(*arrays, tokens, *rest, c=c, averaged=True)
       if plan.fragments:
         self._add_outer_step(c, plan, self.state.outer)
-      steps = (
-        plan.schedule.longest_hiding if plan.fragments and plan.transport.hides else 0
-      )
+      steps = plan.schedule.longest_overlap if plan.transport.overlaps else 0
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
-        args = (jax.ShapeDtypeStruct((), jnp.int32), *arrays, [tokens] * steps, *rest)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        args = (count, *arrays, [tokens] * steps, *rest, [self.payload])
         held = {**both, "in flight": self.payload}
-        self._add(name, held, hidden_exchange, *args, [self.payload], c=c, mesh=mesh)
+        self._add(name, held, overlapped_exchange, *args, c=c, mesh=mesh)
 
   def _add(
     self,
@@ -129,14 +128,13 @@ class Programs:
 
   def _add_outer_step(self, c: Config, plan: Plan, outer: OuterState) -> None:
     """Adds the programs of the outer step of the fragment with the largest payload."""
-    payloads = [plan.payload(p) for p in range(len(plan.fragments))]
     self.fragment = p = plan.largest
-    self.payload = payloads[p]
-    payloads = [plan.transmitted(i) for i in range(len(payloads))]
+    self.payload = plan.payload(p)
+    payloads = [plan.transmitted(i) for i in range(len(plan.fragments))]
     away = c.outer.offload or plan.placement.at_hosts
-    home = self.on_host if away else self.on_device
-    home["outer parameters"] = nbytes(outer.theta)
-    home["outer optimizer"] = nbytes(outer.opt_state)
+    place = self.on_host if away else self.on_device
+    place["outer parameters"] = nbytes(outer.theta)
+    place["outer optimizer"] = nbytes(outer.opt_state)
     if jax.tree.leaves(outer.codec_state):
       self.on_device["compressor"] = nbytes(outer.codec_state)
     kept = [nbytes(x) for x in payloads]
@@ -156,7 +154,6 @@ class Programs:
     wire = {"wire": c.wire, "mesh": self.mesh}
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
-    updated = {"outer parameters": theta, "outer optimizer": opt_state}
     hooks = [plugins.EXCHANGES[c.wire.exchange].programs]
     hooks += [extension.programs for extension in c.extensions]
     for hook in filter(None, hooks):
@@ -164,27 +161,18 @@ class Programs:
         self._add(name, held, function, *args, **kwargs)
     if "update" in self.lower:  # An outer step of a plug-in.
       return
-    arriving = updated | {"in flight": payloads[p]}
     mine = (params, theta, codec_state, layers, key)
     self._add("send", sent, plan.form.send, *mine, **wire)
-    self._add(
-      "merge",
-      merged,
-      plan.form.merge,
-      params,
-      theta,
-      layers,
-      everyone,
-      alpha=plan.alpha,
-    )
+    here = (params, theta, layers, everyone)
+    self._add("merge", merged, plan.form.merge, *here, alpha=plan.alpha)
     if plan.placement.at_hosts:
       return  # The hosts exchange payloads and update theta.
     part = (theta, opt_state)
-    if c.outer.offload:
-      arriving = {"in flight": (*part, payloads[p])}
+    held = {"outer parameters": theta, "outer optimizer": opt_state}
+    held |= {"in flight": (*part, payloads[p]) if c.outer.offload else payloads[p]}
     args = (*part, payloads[p], plan.tuned)
-    self._add("update", arriving, plan.form.update, *args, outer=c.outer, **wire)
-    if plan.transport.hides:
+    self._add("update", held, plan.form.update, *args, outer=c.outer, **wire)
+    if plan.transport.overlaps:
       alone = {"in flight": self.payload}
       self._add("exchange alone", alone, transmit, self.payload, mesh=self.mesh)
     if c.outer.offload:

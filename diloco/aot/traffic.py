@@ -1,7 +1,7 @@
 """Counts the bytes that a compiled program reads from and writes to the main memory.
 
 Every operation of a program reads its operands and writes its results. What lies in the
-vector memory of a TPU does not count. A program does not tell what lies in caches, so
+vector memory of a TPU does not count. A program does not show what lies in caches, so
 for GPUs everything counts.
 """
 

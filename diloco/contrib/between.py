@@ -1,4 +1,4 @@
-"""What plug-ins that average values between the syncs have in common. No JAX."""
+"""What plug-ins of several replicas have in common. No JAX."""
 
 from diloco.config import Config
 from diloco.config.rules import DEVICE, DILOCO, OFF
@@ -12,5 +12,5 @@ def averages_of(field: str) -> Rule:
 
 
 def alone(c: Config) -> tuple[bool, str]:
-  """Returns whether there is nobody to average with, and the reason."""
+  """Returns whether there is nobody to exchange with, and the reason."""
   return c.replicas == 1, "replicas is 1, and a single replica sends nothing"

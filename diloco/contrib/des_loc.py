@@ -53,7 +53,7 @@ _KINDS = {
 class DesLoc(plugins.Extension):
   """DES-LOC: averages the inner optimizer's moments too (arXiv 2505.22549).
 
-  An average waits for all exchanges, so inner steps hide an exchange only up to it.
+  An average waits for all exchanges, so inner steps overlap an exchange only up to it.
   """
 
   # Steps between two averages of the first moments (AdamW's mu) over the replicas, in
@@ -74,10 +74,10 @@ class DesLoc(plugins.Extension):
 
   def check(self, c: Config) -> None:
     """Refuses moments that the inner optimizer does not have."""
-    with_lead = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
+    with_leading = lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype)
     if not self.averages(c):
       return
-    params_1 = jax.tree.map(with_lead, abstract_params(c))
+    params_1 = jax.tree.map(with_leading, abstract_params(c))
     state_1 = jax.eval_shape(jax.vmap(make_inner(c).init), params_1)
     known = {moment.kind for moment in moments(shapes.parameters(c.model), state_1)}
     for kind, name in ((FIRST, "first"), (SECOND, "second")):
@@ -168,15 +168,13 @@ def moments(parameters: Shapes, opt_state_M: PyTree, fsdp: int = 1) -> list[Mome
   """
   by_path, found = dict(shapes.leaves(parameters)), list[Moment]()
   for leaf, (path, x_M) in enumerate(jax.tree.leaves_with_path(opt_state_M)):
-    names, shape = tuple(map(sharding.key, path)), x_M.shape[1:]
-    starts = [i for i in range(1, len(names)) if by_path.get(names[i:]) == shape]
-    for i in starts[:1]:
+    names, shape = sharding.names(path), x_M.shape[1:]
+    for i in range(1, len(names)):
       kind = _KINDS.get(names[i - 1])
-      if not kind:
-        continue
-      place = P(REPLICA, *sharding.weight_spec(path[i:], shape, fsdp))
-      values = fsdp * math.prod(shapes.shard(names[i:], shape, fsdp))
-      found.append(Moment(leaf, kind, place, values))
+      if kind and by_path.get(names[i:]) == shape:
+        place = P(REPLICA, *sharding.weight_spec(path[i:], shape, fsdp))
+        values = fsdp * math.prod(shapes.shard(names[i:], shape, fsdp))
+        found.append(Moment(leaf, kind, place, values))
   return found
 
 

@@ -37,6 +37,7 @@ from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import OuterStep, Plan
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.config import Config
+from diloco.contrib.between import alone
 from diloco.contrib.own_outer import NEEDS, step_each
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
@@ -64,12 +65,7 @@ class Eager(plugins.Extension):
     return {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
-    return {
-      "eager.on": (
-        c.replicas == 1,
-        "replicas is 1, and a single replica sends nothing",
-      )
-    }
+    return {"eager.on": alone(c)}
 
   def whole_round(self, c: Config) -> bool:
     return self.on

@@ -45,19 +45,19 @@ def average(delta_M: PyTree, weights_M: jax.Array | None) -> PyTree:
   }
 
 
-def _radial(weights_M: jax.Array | None, lead: int, x_M: jax.Array) -> jax.Array:
+def _radial(weights_M: jax.Array | None, leading: int, x_M: jax.Array) -> jax.Array:
   """Averages norms and directions of tensors; a tensor of zeros has no direction.
 
   Args:
     weights_M: weights of the mean, float32 [M]; None: equal weights.
-    lead: number of axes before those of a tensor, 2 for (M, n, ...), 1 for (M, ...).
+    leading: number of axes before those of a tensor, 2 for (M, n, ...), 1 for (M, ...).
     x_M: the tensors, float32.
 
   Returns:
     The mean without the axis M, float32 (n, ...) or (...).
   """
   x_M = x_M if weights_M is None else present(x_M, weights_M)
-  axes = tuple(range(lead, x_M.ndim))
+  axes = tuple(range(leading, x_M.ndim))
 
   def norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.square(x).sum(axes, keepdims=True))

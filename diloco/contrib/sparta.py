@@ -51,8 +51,8 @@ class Sparta(plugins.Extension):
   # Share of every layer's tensor that is averaged over the replicas, in float32; at
   # least one value. EXO uses 0.0005 to 0.005. 0: none.
   share: Share = 0.0
-  # Steps between two such averages. EXO uses 1. Inner steps hide an exchange only up to
-  # the next average: with 1, a single step hides it, whatever overlap.tau is.
+  # Steps between two such averages. EXO uses 1. Inner steps overlap an exchange only up
+  # to the next average: with 1, a single step, whatever overlap.tau is.
   every: Positive = 1
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
@@ -113,7 +113,7 @@ def average(params_M: PyTree, key: jax.Array, *, share: float, mesh: Mesh) -> Py
     for i, ((path, x_M), place) in enumerate(
       zip(leaves, jax.tree.leaves(places, is_leaf=is_place))
     ):
-      n, s, _ = sizes.layout(tuple(map(sharding.key, path)), x_M.shape[1:])
+      n, s, _ = sizes.layout(sharding.names(path), x_M.shape[1:])
       own = jax.random.fold_in(key, i)
       # Devices with copies of a tensor draw equal values; those with shards do not.
       if FSDP in place:

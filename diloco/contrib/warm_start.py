@@ -15,7 +15,6 @@ their code raises the outer rate along a line for another tenth, and lowers rate
 0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that.
 """
 
-import contextlib
 import dataclasses
 from functools import partial
 
@@ -107,20 +106,19 @@ def follow(
   Returns:
     The new outer state, and an event for each fragment.
   """
-  home, events = plan.placement, list[Event]()
+  placement, events = plan.placement, list[Event]()
   for p in plan.schedule.follows(t):
     new = _own(params_M, plan.layers[p], keys=tuple(plan.shapes[p]), mesh=plan.mesh)
-    new = home.keep(new) if home.at_hosts else new
-    theta, opt_state = home.bring((state.theta[p], state.opt_state[p]))
-    place = jax.set_mesh(home.mesh) if home.at_hosts else contextlib.nullcontext()
-    with place:
+    new = placement.keep(new) if placement.at_hosts else new
+    theta, opt_state = placement.bring((state.theta[p], state.opt_state[p]))
+    with placement.on_mesh():
       opt_state, norm = _accumulate(
         *(theta, opt_state, new, plan.tuned),
         momentum=momentum,
         outer=plan.outer,
-        mesh=home.mesh,
+        mesh=placement.mesh,
       )
-    state = state.after_update(p, *home.keep((new, opt_state)))
+    state = state.after_update(p, *placement.keep((new, opt_state)))
     events.append(Event("warm_start", p, t, 0, {"outer_grad_mean_norm": norm}))
   return state, events
 

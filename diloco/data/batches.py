@@ -34,7 +34,7 @@ class Batches:
       part: which replicas of the whole run these are; None: all.
     """
     self._c = c
-    self._sharding = sharding.batch_sharding(mesh, sharding.lead(c))
+    self._sharding = sharding.batch_sharding(mesh, c.one_model)
     self._own = own_replicas(c, mesh)
     whole, first = (part.config, part.first_replica) if part else (c, 0)
     self._data = TrainIterator(whole, [first + m for m in self._own])
@@ -65,6 +65,6 @@ def own_replicas(c: Config, mesh: Mesh) -> list[int]:
   """The replicas that have sequences on the devices of this process."""
   per_replica = c.train.batch_size // c.replicas
   owners = np.repeat(np.arange(c.replicas), per_replica).reshape(c.models, -1)
-  places = sharding.batch_sharding(mesh, sharding.lead(c))
+  places = sharding.batch_sharding(mesh, c.one_model)
   indices = places.addressable_devices_indices_map(owners.shape)
   return sorted({int(r) for index in indices.values() for r in owners[index].flat})

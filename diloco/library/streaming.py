@@ -202,7 +202,9 @@ def streaming(
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
   taus = _taus(tau, replicas)
-  c = _checked(wire, outer, taus, alpha, sync_every, seed)
+  overlap = {"tau": max(taus), "alpha": alpha, "transport": transport}
+  fields: dict[str, Any] = {f"overlap.{name}": x for name, x in overlap.items()}
+  c = _checked(wire, outer, fields | {"sync_every": sync_every, "seed": seed})
   try:
     schedule = Schedule(len(parts), sync_every, taus)
   except ValueError as error:
@@ -224,6 +226,7 @@ def streaming(
     alpha=alpha,
     seed=seed,
     transport=transport,
+    offload=c.outer.offload,
     own_outer=c.own_outer,
   )
   plan.transport.connect()
@@ -257,16 +260,9 @@ def _check_kinds(fragments: object, wire: object, outer: object) -> None:
     )
 
 
-def _checked(
-  wire: str | WireConfig,
-  outer: Outer,
-  taus: tuple[int, ...],
-  alpha: float,
-  sync_every: int,
-  seed: int,
-) -> Config:
+def _checked(wire: str | WireConfig, outer: Outer, fields: dict[str, Any]) -> Config:
   """Checks the arguments by the limits and rules of the fields with these names."""
-  fields = {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
+  fields |= {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
   if isinstance(outer, OuterConfig):
     fields |= _fields("outer", outer)
     for name, instead in _TRAINER.items():
@@ -278,8 +274,7 @@ def _checked(
         f" {outer.final_momentum}, but outer.decay_syncs is 0; give the number of syncs"
         " of a fragment in which the rate or the momentum changes."
       )
-  fields |= {"overlap.tau": max(taus), "overlap.alpha": alpha}
-  return check_some(fields | {"sync_every": sync_every, "seed": seed})
+  return check_some(fields)
 
 
 def _taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:

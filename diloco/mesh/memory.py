@@ -26,7 +26,6 @@ _PROGRAMS = {
   "model/sampling.py": ("text generation", "log.sample_tokens=0"),
   "checkpoint/checkpoints.py": ("restoring the checkpoint", _SHARD),
   "data/": ("the batches", "a smaller train.batch_size or data.prefetch"),
-  "data/batches.py": ("the batches", "a smaller train.batch_size or data.prefetch"),
 }
 
 

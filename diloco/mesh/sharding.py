@@ -5,12 +5,13 @@ and shards each replica: of every parameter it shards the first axis after the l
 axis. If fsdp does not divide that axis, every device of the replica holds the whole
 tensor (`diloco.spec.shapes.sharded_axis`).
 
-A tree of parameters may have one more axis in front, its `lead`:
+A tree of parameters may have one more axis in front, a leading axis:
   (REPLICA,)  parameters of M replicas, one replica per coordinate of `replica`
   (None,)     the one model of data-parallel, copied to every coordinate
   ()          no such axis: outer parameters, copied to every coordinate
 """
 
+import functools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,7 +21,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
-from diloco.config import Config
 from diloco.spec import shapes
 from diloco.util.types import PyTree
 
@@ -28,7 +28,8 @@ REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
 
 Result = TypeVar("Result")
-Lead = tuple[str | None, ...]
+# The mesh axis of the leading axis, as above.
+Leading = tuple[str | None, ...]
 
 
 def mesh_of(grid: np.ndarray) -> Mesh:
@@ -59,48 +60,44 @@ def on_each_device(
   )
 
 
-def lead(c: Config) -> Lead:
-  """Returns the lead of the inner parameters."""
-  return (None if c.one_model else REPLICA,)
-
-
 def weight_spec(path: KeyPath, shape: tuple[int, ...], fsdp: int) -> P:
-  """Returns the partition spec of one parameter, without a lead.
+  """Returns the partition spec of one parameter, without a leading axis.
 
   Args:
     path: JAX's key path of the parameter.
     shape: shape of the parameter.
     fsdp: size of the fsdp axis.
   """
-  axis = shapes.sharded_axis(tuple(map(key, path)), shape, fsdp)
+  axis = shapes.sharded_axis(names(path), shape, fsdp)
   return P() if axis is None else P(*[None] * axis, FSDP)
 
 
-def specs(tree: PyTree, mesh: Mesh, lead: Lead = ()) -> PyTree:
+def specs(tree: PyTree, mesh: Mesh, leading: Leading = ()) -> PyTree:
   """Returns the partition specs of a tree shaped like parameters.
 
   Args:
     tree: arrays or shapes under `blocks` and/or `embed`.
-    lead: see the docstring of this file.
+    leading: see the docstring of this file.
   """
 
   def spec(path: KeyPath, leaf: jax.Array) -> P:
-    return P(*lead, *weight_spec(path, leaf.shape[len(lead) :], mesh.shape[FSDP]))
+    return P(*leading, *weight_spec(path, leaf.shape[len(leading) :], mesh.shape[FSDP]))
 
   return jax.tree_util.tree_map_with_path(spec, tree)
 
 
-def shardings(tree: PyTree, mesh: Mesh, lead: Lead = ()) -> PyTree:
+def shardings(tree: PyTree, mesh: Mesh, leading: Leading = ()) -> PyTree:
   """Returns `specs` as NamedShardings."""
-  return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh, lead))
+  named = functools.partial(NamedSharding, mesh)
+  return jax.tree.map(named, specs(tree, mesh, leading))
 
 
-def batch_sharding(mesh: Mesh, lead: Lead = (REPLICA,)) -> NamedSharding:
+def batch_sharding(mesh: Mesh, one_model: bool = False) -> NamedSharding:
   """Shards training tokens [M, B, L]: M over `replica`, B over `fsdp`.
 
   Data-parallel has tokens [1, M B, L]; both mesh axes shard M B.
   """
-  return NamedSharding(mesh, P(REPLICA, FSDP) if lead == (REPLICA,) else P(None, BOTH))
+  return NamedSharding(mesh, P(None, BOTH) if one_model else P(REPLICA, FSDP))
 
 
 def eval_sharding(mesh: Mesh) -> NamedSharding:
@@ -125,9 +122,9 @@ def local_parts(x: jax.Array) -> np.ndarray:
   return whole
 
 
-def with_lead(places: PyTree, lead: Lead) -> PyTree:
-  """Turns NamedShardings of tensors without a lead into those with the lead."""
-  return jax.tree.map(lambda at: NamedSharding(at.mesh, P(*lead, *at.spec)), places)
+def with_leading(places: PyTree, leading: Leading) -> PyTree:
+  """Adds the leading axis to the NamedShardings of tensors without it."""
+  return jax.tree.map(lambda at: NamedSharding(at.mesh, P(*leading, *at.spec)), places)
 
 
 def structs(tree: PyTree, places: PyTree) -> PyTree:
@@ -146,6 +143,6 @@ def abstract(parameters: shapes.Shapes, dtype: str) -> PyTree:
   )
 
 
-def key(entry: object) -> str:
-  """Returns the name in one entry of a JAX key path."""
-  return str(getattr(entry, "key", getattr(entry, "name", entry)))
+def names(path: KeyPath) -> tuple[str, ...]:
+  """Returns the names in a JAX key path."""
+  return tuple(str(getattr(x, "key", getattr(x, "name", x))) for x in path)

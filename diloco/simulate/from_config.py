@@ -48,7 +48,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
     replicas=c.replicas,
     sync_every=c.sync_every,
     # An exchange is hidden up to the next average.
-    tau=min([*c.overlap.taus, *(a.every for a in c.averages().values())]),
+    tau=min([*c.overlap.taus, *(a.every for a in c.averages.values())]),
     bits=wire_bits(c) if synced else gradient_bits(c),
     latency=latency,
     plan=(schedule, layers) if synced else None,
@@ -90,7 +90,7 @@ def wire_bits(c: Config) -> float:
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())
   sent = average_bytes(c)
-  more = sum(c.sync_every / a.every * sent[kind] for kind, a in c.averages().items())
+  more = sum(c.sync_every / a.every * sent[kind] for kind, a in c.averages.items())
   copies = sizes.copies(c.wire.exchange, c.replicas)
   return 8 * (size + (more / copies if more else 0)) / num_params(c.model)
 

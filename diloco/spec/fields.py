@@ -9,6 +9,7 @@ The comments cite Streaming DiLoCo (arXiv 2501.18512) and Scaling Laws (arXiv
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
@@ -70,7 +71,7 @@ class FragmentsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-  """How inner steps hide an exchange (Streaming DiLoCo, section 2.3)."""
+  """How inner steps overlap an exchange (Streaming DiLoCo, section 2.3)."""
 
   # tau: inner steps between a send and its merge. 0 waits for the exchange. The paper
   # uses 1 and advises at most 5 (section 3.3.2).
@@ -509,16 +510,15 @@ class Config:
     """T of the learning rate's schedule."""
     return self.inner.decay_steps or self.train.steps
 
+  @functools.cached_property
   def averages(self) -> dict[str, Average]:
-    """Returns what plug-ins average between the syncs, by kind."""
-    found = dict[str, Average]()
-    for extension in self.extensions:
-      found |= extension.averages(self)
-    return found
+    """What plug-ins average between the syncs, by kind."""
+    each = (x.averages(self) for x in self.extensions)
+    return {kind: average for found in each for kind, average in found.items()}
 
   def averages_after(self, t: int) -> list[str]:
     """Lists the averages after inner step t; in joint steps, replicas are equal."""
-    due = {} if t <= self.joint_steps else self.averages()
+    due = {} if t <= self.joint_steps else self.averages
     return [kind for kind, average in due.items() if t % average.every == 0]
 
   def make_fragments(self) -> tuple[schedule.Fragment, ...]:

@@ -228,8 +228,8 @@ class Schedule:
       if self.is_sent(p, sent)
     }
 
-  def hiding_steps(self, t: int) -> int:
-    """Counts the inner steps that hide the exchange that follows step t.
+  def overlap_steps(self, t: int) -> int:
+    """Counts the inner steps that overlap the exchange that follows step t.
 
     The steps end at the next send or arrival of any fragment. 0 if step t sends
     nothing, or if the smallest tau is 0.
@@ -242,18 +242,15 @@ class Schedule:
     return k
 
   @functools.cached_property
-  def longest_hiding(self) -> int:
-    """The largest `hiding_steps` of any step; 0 if no exchange is hidden."""
+  def longest_overlap(self) -> int:
+    """The largest `overlap_steps` of any step; 0 if no step overlaps an exchange."""
     # Three rounds: the first may be cut, and in the second fewer sends lie between a
     # send and its arrival.
     first = max(self.sync_every, self.drained + 1, self.joint_steps + 1)
     rounds = range(first // self.sync_every, first // self.sync_every + 3)
     offsets = {self.offset(p) for p in range(self.num_fragments)}
-    return max(
-      self.hiding_steps(n * self.sync_every + offset)
-      for n in rounds
-      for offset in offsets
-    )
+    ends = (n * self.sync_every + offset for n in rounds for offset in offsets)
+    return max(map(self.overlap_steps, ends), default=0)
 
   def groups(self) -> list[tuple[int, ...]]:
     """Groups fragments that are always sent together; if H >= P, each is alone."""

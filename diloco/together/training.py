@@ -291,7 +291,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       if found:
         run.batches.set_state(found.record.data)
 
-    one = BetweenSyncs(method) if c.averages() else method
+    one = BetweenSyncs(method) if c.averages else method
     together = Together(one, c, numbers_of([run.c for run in runs]))
     states = [found.arrays for found in restored if found]
     if states:

@@ -54,6 +54,7 @@ class Compressor(NamedTuple):
 
 
 COMPRESSORS: dict[str, Compressor] = {}
+_PLAIN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def register(name: str, compressor: Compressor) -> None:
@@ -64,7 +65,7 @@ def register(name: str, compressor: Compressor) -> None:
 
 def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
   if wire.format in formats.PLAIN:
-    return _to_bytes(x_NxS.astype(_plain(wire)).reshape(-1))
+    return _to_bytes(x_NxS.astype(_PLAIN[wire.format]).reshape(-1))
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = _blocks(x_NxS, block)
@@ -82,7 +83,7 @@ def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
 
 def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   if wire.format in formats.PLAIN:
-    return _from_bytes(payload, _plain(wire)).reshape(n, s).astype(jnp.float32)
+    return _from_bytes(payload, _PLAIN[wire.format]).reshape(n, s).astype(jnp.float32)
   bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
   size = sizes.packed(n * s, bits)
   codes = codes_lib.unpack(payload[:size], bits, n * s)
@@ -141,8 +142,8 @@ def topk(
   The payload holds the indices of K = ceil(density S) values per chunk, ascending, in
   ceil(log2 S) bits each, then the values in `format`.
   """
-  x_NxS = _in_chunks(wire, x_NxS)
-  s = x_NxS.shape[1]
+  n, s = sizes.chunks(wire, *x_NxS.shape)
+  x_NxS = _blocks(x_NxS, s).reshape(n, s)
   _, index_NxK = jax.lax.top_k(jnp.abs(x_NxS), sizes.kept(wire, s))
   index_NxK = jnp.sort(index_NxK, axis=-1)
   kept_NxK = jnp.take_along_axis(x_NxS, index_NxK, axis=-1)
@@ -202,10 +203,6 @@ register("random", Compressor(random, _decode_random, sizes.random))
 register("dare", Compressor(dare, _decode_random, sizes.random))
 
 
-def _plain(wire: WireConfig) -> DTypeLike:
-  return {"fp32": jnp.float32, "bf16": jnp.bfloat16}[wire.format]
-
-
 def _to_bytes(x: Array) -> Array:
   """Splits (n,) values of w bytes into uint8 (w n,): lowest bytes of all come first."""
   width = x.dtype.itemsize
@@ -220,12 +217,6 @@ def _from_bytes(x: Array, dtype: DTypeLike) -> Array:
   planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]
   word = functools.reduce(jnp.bitwise_or, [p << 8 * i for i, p in enumerate(planes)])
   return jax.lax.bitcast_convert_type(word, dtype)
-
-
-def _in_chunks(wire: WireConfig, x_NxS: Array) -> Array:
-  """Cuts N layers of S values into chunks, (number of chunks, values of a chunk)."""
-  n, s = sizes.chunks(wire, *x_NxS.shape)
-  return _blocks(x_NxS, s).reshape(n, s)
 
 
 def _blocks(x_NxS: Array, block: int) -> Array:

@@ -25,13 +25,13 @@ from diloco.wire.compressors import COMPRESSORS, Compressor
 
 
 def compressor_of(wire: WireConfig) -> Compressor:
-  """Returns the compressor of a config, with error feedback if the config asks."""
-  plain = COMPRESSORS[wire.compressor]
-  return wrap(plain, wire.error_feedback) if wire.error_feedback else plain
+  """Returns the compressor of a config, with error feedback if the config asks.
 
-
-def wrap(compressor: Compressor, beta: float) -> Compressor:
-  """Adds error feedback; a state is the pair (state of the compressor, error)."""
+  Then a state is the pair (state of the compressor, error).
+  """
+  compressor, beta = COMPRESSORS[wire.compressor], wire.error_feedback
+  if not beta:
+    return compressor
 
   def init(x: Array) -> tuple[PyTree, Array]:
     return compressor.init(x), jnp.zeros_like(x)

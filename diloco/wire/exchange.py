@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, PyTreeDef
 
-from diloco.mesh.sharding import FSDP, REPLICA, Lead, key, shardings, specs
+from diloco.mesh.sharding import FSDP, REPLICA, Leading, names, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
@@ -76,7 +76,7 @@ def encode(
     for i, ((path, x), old, place) in enumerate(
       zip(leaves, treedef.flatten_up_to(state), treedef.flatten_up_to(places))
     ):
-      n, s, row = _layout(path, x.shape)
+      n, s, row = sizes.layout(names(path), x.shape)
       leaf_key = jax.random.fold_in(replica_key, i)
       # Devices with copies of a tensor draw equal numbers; those with shards do not.
       if FSDP in place:
@@ -85,16 +85,10 @@ def encode(
       code, new = compressor.encode(wire, x.reshape(n, s), old, row, leaf_key)
       codes.append(code)
       states.append(jax.tree.map(lambda a, x=x: a.reshape(x.shape), new))
-    return jnp.concatenate(codes), treedef.unflatten(states)
-
-  def local(
-    delta_M: PyTree, state_M: PyTree, keys_M: jax.Array
-  ) -> tuple[jax.Array, PyTree]:
-    payload_MxB, state_M = jax.vmap(one)(delta_M, state_M, keys_M)
-    return payload_MxB[:, None], state_M
+    return jnp.concatenate(codes)[None], treedef.unflatten(states)
 
   return jax.shard_map(
-    local,
+    jax.vmap(one),
     mesh=mesh,
     in_specs=(places, places, P(REPLICA)),
     out_specs=(P(REPLICA, FSDP), places),
@@ -102,7 +96,7 @@ def encode(
 
 
 def decode(
-  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: PyTree, lead: Lead
+  wire: WireConfig, mesh: Mesh, payload: jax.Array, like: PyTree, leading: Leading
 ) -> PyTree:
   """Decodes a payload to outer gradients; nothing is exchanged.
 
@@ -110,39 +104,39 @@ def decode(
     wire: compressor and number format.
     payload: uint8 [M, F, bytes]; the mesh that encoded it had an fsdp axis of size F.
     like: outer parameters of the fragment, or their shapes.
-    lead: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
+    leading: (REPLICA,) if the payload is sharded as `encoded` says, (None,) if it is
       sharded as `transmitted` says.
 
   Returns:
-    A tree like `like` with float32 leaves (M, ...), sharded over `lead` and fsdp.
+    A tree like `like` with float32 leaves (M, ...), sharded over `leading` and fsdp.
   """
   spread = payload.shape[1]
 
   def shard(path: KeyPath, x: Leaf) -> jax.ShapeDtypeStruct:
-    shape = shapes.shard(_names(path), x.shape, spread)
+    shape = shapes.shard(names(path), x.shape, spread)
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
   shards = jax.tree.map_with_path(shard, like)
   one = lambda code: _decode_one(wire, code, shards)
   if spread == mesh.shape[FSDP]:
-    places = jax.tree.map(lambda place: P(*lead, *place), specs(like, mesh))
+    places = jax.tree.map(lambda place: P(*leading, *place), specs(like, mesh))
     return jax.shard_map(
       lambda payload: jax.vmap(one)(payload[:, 0]),
       mesh=mesh,
-      in_specs=P(*lead, FSDP),
+      in_specs=P(*leading, FSDP),
       out_specs=places,
       check_vma=False,
     )(payload)
 
   def join(path: KeyPath, x_MxF: jax.Array, x: Leaf) -> jax.Array:
-    axis = shapes.sharded_axis(_names(path), x.shape, spread)
+    axis = shapes.sharded_axis(names(path), x.shape, spread)
     if axis is None:
       return x_MxF[:, 0]  # Every shard holds the whole tensor.
     return jnp.concatenate([x_MxF[:, i] for i in range(spread)], axis=1 + axis)
 
   by_shard = jax.vmap(jax.vmap(one))(payload)
   whole_M = jax.tree.map_with_path(join, by_shard, like)
-  return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, lead))
+  return jax.lax.with_sharding_constraint(whole_M, shardings(whole_M, mesh, leading))
 
 
 def all_reduce(mesh: Mesh, delta_M: PyTree) -> PyTree:
@@ -171,7 +165,7 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   leaves, treedef = _flatten(shards)
   out, start = [], 0
   for path, x in leaves:
-    n, s, row = _layout(path, x.shape)
+    n, s, row = sizes.layout(names(path), x.shape)
     stop = start + compressor.size(wire, n, s, row)
     values = compressor.decode(wire, payload[start:stop], n, s, row)
     out.append(values.reshape(x.shape))
@@ -182,11 +176,3 @@ def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
 def _flatten(tree: PyTree) -> tuple[list[tuple[KeyPath, Any]], PyTreeDef]:
   """Returns pairs (path, leaf), and the structure of the tree."""
   return jax.tree.flatten_with_path(tree)
-
-
-def _names(path: KeyPath) -> tuple[str, ...]:
-  return tuple(map(key, path))
-
-
-def _layout(path: KeyPath, shape: tuple[int, ...]) -> tuple[int, int, int]:
-  return sizes.layout(_names(path), shape)

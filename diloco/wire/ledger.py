@@ -70,5 +70,5 @@ def average_bytes(c: Config) -> dict[str, int]:
   """
   return {
     kind: sizes.average_bytes(c.replicas, average.values)
-    for kind, average in c.averages().items()
+    for kind, average in c.averages.items()
   }

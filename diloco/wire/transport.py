@@ -41,11 +41,11 @@ class Transport(Protocol):
   """Carries payloads.
 
   Attributes:
-    hides: whether an exchange must share a program with inner steps to be hidden. Only
-      on devices: `overlap` then calls `start` and `finish` below.
+    overlaps: whether an exchange must share a program with inner steps to overlap them.
+      Only on devices: `overlap` then calls `start` and `finish` below.
   """
 
-  hides: bool
+  overlaps: bool
 
   @property
   def hosts(self) -> Mesh | None:
@@ -93,22 +93,22 @@ class DeviceTransport:
 
   def __init__(self, mesh: Mesh, packed: bool = True):
     self._mesh = mesh
-    self.hides = packed and mesh.shape[REPLICA] > 1
+    self.overlaps = packed and mesh.shape[REPLICA] > 1
 
   def connect(self) -> None:
-    if self.hides and jax.process_count() > 1:
+    if self.overlaps and jax.process_count() > 1:
       jax.block_until_ready(self.carry(_one_byte(self._mesh)))
 
   def carry(self, payload: jax.Array) -> jax.Array:
     there = exchange.transmitted(self._mesh)
-    if not self.hides or payload.sharding.is_equivalent_to(there, payload.ndim):
+    if not self.overlaps or payload.sharding.is_equivalent_to(there, payload.ndim):
       return payload
     return transmit(payload, mesh=self._mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def transmit(payload: jax.Array, *, mesh: Mesh) -> jax.Array:
-  """Exchanges a payload in a separate program; no inner step hides the exchange."""
+  """Exchanges a payload in a separate program; no inner step overlaps it."""
   return finish(mesh, [payload], start(mesh, [payload]))[0]
 
 
@@ -186,7 +186,7 @@ def _sources(mesh: Mesh) -> np.ndarray:
 
   A permutation shifts the groups by a number of slices and by a number of groups inside
   each slice. So a permutation crosses slices with all of its pairs or with none. XLA
-  for TPU splits a permutation that does both, and then hides only a part.
+  for TPU splits a permutation that does both, and then overlaps only a part.
 
   Returns:
     ints [n, n]: in permutation s, group i gets the payload of group [s, i]. Permutation
@@ -202,7 +202,7 @@ def _sources(mesh: Mesh) -> np.ndarray:
 class HostTransport:
   """Carries payloads between hosts, one exchange at a time, in order of the calls."""
 
-  hides = False
+  overlaps = False
 
   def __init__(self, mesh: Mesh):
     self._mesh = mesh

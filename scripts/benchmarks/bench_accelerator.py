@@ -27,7 +27,7 @@ from bench_step import Bench, outer_bytes, outer_times
 from timing import in_turn, print_devices, timed
 
 from diloco.algorithm.outer import send
-from diloco.algorithm.overlap import hidden_exchange
+from diloco.algorithm.overlap import overlapped_exchange
 from diloco.aot.programs import nbytes
 from diloco.aot.report import report
 from diloco.aot.topology import describe
@@ -101,7 +101,7 @@ def outer_step(bench: Bench) -> tuple[float, float]:
 def exchange_share(bench: Bench) -> float | None:
   """Times the inner step with and without an exchange; None if nothing is exchanged."""
   c, plan, mesh = bench.c, bench.plan, bench.mesh
-  if not plan.transport.hides:
+  if not plan.transport.overlaps:
     return None
   tokens, *rest = bench.rest
   theta, layers = bench.state.outer.theta[0], plan.layers[0]
@@ -114,7 +114,7 @@ def exchange_share(bench: Bench) -> float | None:
     def beside(payloads) -> float:
       def step():
         state = (np.int32(1), bench.params, bench.opt_state)
-        bench.params, bench.opt_state, metrics, arrived = hidden_exchange(
+        bench.params, bench.opt_state, metrics, arrived = overlapped_exchange(
           *state, [tokens], *rest, payloads, c=c, mesh=mesh
         )
         return metrics, arrived

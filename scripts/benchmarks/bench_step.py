@@ -38,7 +38,7 @@ class Bench:
       self.state = init_state(c, self.mesh, self.plan)
       shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
-      place = sharding.batch_sharding(self.mesh, sharding.lead(c))
+      place = sharding.batch_sharding(self.mesh, c.one_model)
       tokens = jax.device_put(tokens.astype(np.int32), place)
       self.rest = (tokens, None, optimizers.tuned(c))
       start = time.perf_counter()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from diloco.spec.schedule import Schedule
 
 
-def make_plan(schedule: Schedule, hides: bool = True):
-  transport = types.SimpleNamespace(hides=hides)
+def make_plan(schedule: Schedule, overlaps: bool = True):
+  transport = types.SimpleNamespace(overlaps=overlaps)
   return types.SimpleNamespace(schedule=schedule, transport=transport)
 
 
@@ -43,7 +43,7 @@ def test_ranges_end_where_something_happens_and_leave_no_step_out(run):
 
 
 NOTHING_SENT = make_plan(Schedule(0, 4, (2,)))  # As in data-parallel.
-NOT_ON_DEVICES = make_plan(Schedule(1, 4, (2,)), hides=False)
+NOT_ON_DEVICES = make_plan(Schedule(1, 4, (2,)), overlaps=False)
 
 
 @pytest.mark.parametrize("plan", [NOTHING_SENT, NOT_ON_DEVICES])

@@ -226,7 +226,7 @@ for n in (1, 2, 4):
     method = make_method(c, mesh)
     s = method.init()
     for steps in multidevice.conftest.spans(method.plan, 0, 11, ()):
-      hidden += overlap.hiding_steps(method.plan, steps[0] - 1) > 0
+      hidden += overlap.overlap_steps(method.plan, steps[0] - 1) > 0
       tokens = [multidevice.tokens_of(c, mesh, t) for t in steps]
       s, metrics = method.inner(steps, s, tokens)
       _, s, _ = method.outer(steps[-1], s)

@@ -278,6 +278,11 @@ def test_mistakes_are_named():
     (good, {"outer": diloco.OuterConfig(fedpart=True)}, "outer.fedpart is True, but"),
     (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
+    (
+      good,
+      {"wire": diloco.WireConfig(exchange="psum"), "transport": "host"},
+      "wire.exchange is 'psum'",
+    ),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
   ]
   for params_M, arguments, message in cases:

@@ -157,9 +157,9 @@ def test_the_steps_that_hide_an_exchange_end_at_the_next_event(p, h, data):
   taus = tuple(data.draw(st.lists(st.integers(0, h - 1), min_size=1, max_size=3)))
   schedule = Schedule(p, h, taus)
   happens = lambda t: bool(schedule.sends(t) or schedule.arrivals(t))
-  hiding = [schedule.hiding_steps(t) for t in range(1, 6 * h)]
-  assert schedule.longest_hiding == max(hiding)
-  for t, k in enumerate(hiding[: 4 * h], start=1):
+  overlap = [schedule.overlap_steps(t) for t in range(1, 6 * h)]
+  assert schedule.longest_overlap == max(overlap)
+  for t, k in enumerate(overlap[: 4 * h], start=1):
     if not schedule.sends(t) or min(taus) == 0:
       assert k == 0
       continue

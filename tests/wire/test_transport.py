@@ -65,8 +65,8 @@ def test_connect_opens_all_connections_of_both_processes(processes, name):
 
 def test_only_packed_payloads_between_devices_are_carried_behind_inner_steps(processes):
   for process in processes:
-    assert process["device"]["hides"]
-    assert not process["host"]["hides"]
+    assert process["device"]["overlaps"]
+    assert not process["host"]["overlaps"]
     assert not process["psum carries"]
 
 
@@ -74,7 +74,7 @@ def test_only_packed_payloads_between_devices_are_carried_behind_inner_steps(pro
 def test_devices_carry_packed_codes_only(exchange):
   packed = exchange == "gather"
   mesh = type("FakeMesh", (), {"shape": {REPLICA: 2, FSDP: 1}})
-  assert transport.make_transport("device", mesh, packed).hides == packed
+  assert transport.make_transport("device", mesh, packed).overlaps == packed
 
 
 def test_every_device_gets_its_part_of_the_mean_of_all_replicas(processes):
