@@ -281,7 +281,7 @@ def test_mistakes_are_named():
     (
       good,
       {"wire": diloco.WireConfig(exchange="psum"), "transport": "host"},
-      "wire.exchange is 'psum'",
+      "wire.exchange is psum, where",
     ),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
   ]
