@@ -34,19 +34,20 @@ from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.wire.ledger import Ledger
 
-# What is called after a launch: its steps, the step after which training goes on, the
-# state, the metrics of each step, the events of the outer step.
+# A function that is called after each launch. Its arguments: the launched steps, the
+# step after which training goes on, the state, the metrics of each step, the events of
+# the outer step.
 Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
 
 
 class Part(Replicas, Protocol):
-  """This process's part of a run that others train with it."""
+  """One site's part of a run that several sites train; see `diloco.sites.method`."""
 
   def own_config(self) -> Config:
     """Returns the config by which this part trains."""
 
   def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
-    """Makes the method of this part from that of its own config."""
+    """Returns a method that trains like `method` and exchanges with the other sites."""
 
 
 class Run:
@@ -56,7 +57,7 @@ class Run:
     c: its config.
     workdir: its folder.
     peers: the processes that train it.
-    failed: whether it ended with an error of its own, while others go on.
+    failed: whether the run ended with an error, while other runs go on.
     batches: its text.
     contents: digests of its text and tokenizer.
     checkpoints, log: what it writes.
@@ -71,7 +72,7 @@ class Run:
     self.c, self.workdir, self.peers, self.failed = c, workdir, peers, False
 
   def own(self) -> contextlib.AbstractContextManager[None]:
-    """Surrounds all that concerns this run alone."""
+    """Returns a context for work on this run only; here the context does nothing."""
     return contextlib.nullcontext()
 
 
@@ -121,7 +122,7 @@ class Session:
 
   @property
   def c(self) -> Config:
-    """The config of the first run; others differ from it in numbers only."""
+    """The config of the first run; others differ only in `together.groups.FIELDS`."""
     return self.runs[0].c
 
   @property
@@ -130,13 +131,13 @@ class Session:
 
   @property
   def hooks(self) -> tuple[Hook, ...]:
-    """What follows every launch, in this order."""
+    """The functions to call after every launch, in this order."""
     return self._report, self._evaluate, self._keep
 
   def start(self) -> tuple[int, TrainState]:
     """Joins the run; returns the step after which training begins, and the state."""
     state = self.state
-    del self.state  # The loop donates it.
+    del self.state  # The loop donates the state, so nothing else may use it.
     return self.method.enter(self.t, state)
 
   def span(self, t: int, state: TrainState) -> range:
@@ -193,7 +194,7 @@ class Session:
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
     for run, own in self._each(state):
       if t <= (run.checkpoints.latest or 0):
-        continue  # A site went back to the group's step.
+        continue  # A site went back to an earlier step; later ones are saved.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
         run.checkpoints.save(t, own, self._record(run, finished))
@@ -215,7 +216,7 @@ class Session:
     )
 
   def leave(self, stopped: Stopped) -> None:
-    """Ends before the last step, when the newest checkpoints are written.
+    """Ends the runs before the last step, after waiting for their newest checkpoints.
 
     Raises:
       Interrupted: Ctrl-C ended the run.
@@ -264,7 +265,7 @@ class Session:
     return found
 
   def _each(self, state: TrainState) -> Iterator[tuple[Run, TrainState]]:
-    """Yields the runs that go on, each with its own state."""
+    """Yields the runs that have not failed, each with its own state."""
     for r, run in enumerate(self.runs):
       if not run.failed:
         yield run, self.method.of_run(state, r)

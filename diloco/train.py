@@ -23,9 +23,10 @@ def train(
     config: with the fields of `default_config`.
     workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/, loss.png
       and summary.json. All processes must see the same folder.
-    peers: the processes that train together; each must call `train`. None: only this.
-    part: this process's part of a run that others train with it (overlap.transport
-      =sites); `config` is that of the whole run.
+    peers: the processes that train together; each must call `train`. None: only this
+      process.
+    part: this site's part of a run of several sites (overlap.transport=sites), where
+      `config` is that of the whole run; None: this is the whole run.
 
   Returns:
     The summary, as in summary.json; empty if SIGTERM ended the run early. If the
@@ -44,7 +45,7 @@ def train(
 def loop(session: Session) -> dict[str, Any]:
   """Runs the inner and outer steps of a session; returns the summary, or {} if stopped.
 
-  Runs that train together have this loop, too.
+  `diloco.together`, which trains several runs at once, uses this loop, too.
   """
   method = session.method
   t, state = session.start()

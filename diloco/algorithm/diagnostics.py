@@ -5,9 +5,9 @@ nothing. They compare the outer gradients of all replicas in float32, since code
 bits would change cosines and distances. So each replica sends 4 bytes per parameter to
 every other replica; the ledger does not count these bytes.
 
-A part of a fragment is a layer; the last part is all parameters without a layer axis,
-if the fragment has some. In the trainer's models these are the embedding, the
-positions, the final norm and the head.
+A fragment is measured part by part. Each layer is a part; one last part has all
+parameters without a layer axis, if the fragment has such parameters (in the trainer's
+models: embedding, positions, final norm and head).
 
 Letters: M replicas, J parts; a matrix has R rows and C columns.
 """
@@ -30,7 +30,7 @@ from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 
-# Singular values that are logged; columns and steps of the iteration, see `spectrum`.
+# Number of singular values that are logged; columns and steps of subspace iteration.
 _VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
 
@@ -84,9 +84,9 @@ def of_send(
     layers: int32 (n,), the fragment's layers.
 
   Returns:
-    float32 metrics of all parts, see `_of_part`; the first axis is M if there is one.
-    `stable_rank.NAME` has the shape [n], or [1] for a matrix without a layer axis, and
-    `spectrum.NAME` the shape [K, n] or [K, 1].
+    float32 metrics of all J parts, see `_of_part`: [M, J] for values of each replica,
+    else [J]. `stable_rank.NAME` has the shape [n], or [1] for a matrix without a layer
+    axis; `spectrum.NAME` has the shape [K, n] or [K, 1].
   """
   sent_M, found = exchange.decode(wire, mesh, payload, theta, (REPLICA,)), []
 
@@ -101,7 +101,8 @@ def of_send(
     )
 
   if "blocks" in theta:
-    # One layer at a time: a device holds the outer gradients of all replicas.
+    # One layer at a time, to save memory: each device then holds the outer gradients of
+    # all replicas for that layer.
     found.append(jax.lax.map(layer, jnp.arange(len(layers))))
   rest = sorted(theta.keys() - {"blocks"})
   if rest:
@@ -164,8 +165,8 @@ def _spectra(mean: PyTree) -> Metrics:
 def spectrum(x_RxC: jax.Array) -> jax.Array:
   """Computes the largest singular values, divided by the Frobenius norm |A|_F.
 
-  The squares of all singular values, so divided, have the sum 1. The stable rank is
-  |A|_F^2 / |A|_2^2: 1 for a matrix of rank one, at most min(R, C).
+  After this division, the squares of all singular values add up to 1. The stable rank
+  is |A|_F^2 / |A|_2^2: 1 for a matrix of rank one, at most min(R, C).
 
   Subspace iteration finds the values. If more than `_COLUMNS` are close to each other,
   the results are too small by some percent, and the stable rank too large. The values
@@ -197,7 +198,7 @@ def spectrum(x_RxC: jax.Array) -> jax.Array:
 
 @jax.jit
 def of_update(before: PyTree, theta: PyTree) -> Metrics:
-  """Measures an outer step: L2 norms of the update, float32 [J].
+  """Measures an outer step: returns the L2 norm of each part's update, float32 [J].
 
   Args:
     before: outer parameters of the fragment before the outer step.

@@ -1,8 +1,8 @@
 """Takes a fragment out of the parameters, puts it back, and joins all fragments.
 
-Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. Trees that are not
-the trainer's may have other names beside `blocks`, or no `blocks`. A fragment is a tree
-with some of the names; its `blocks` have leaves (n, ...) for its n layers.
+Parameters are {'blocks': leaves (N, ...), 'embed': leaves (...)}. The trees of other
+training loops may have other names in place of `embed`, or no `blocks`. A fragment is a
+tree with some of the names; its `blocks` have leaves (n, ...) for its n layers.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -65,7 +65,7 @@ def put(
 
 
 def one_of(tree_M: PyTree) -> PyTree:
-  """Describes the arrays of one replica in a tree of all, leaves (M, ...)."""
+  """Describes one replica's arrays, given a tree of all replicas, leaves (M, ...)."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree_M)
 
 

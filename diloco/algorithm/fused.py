@@ -5,8 +5,8 @@
 
 XLA runs one operation after the other, and most of them write whole arrays. Here a loop
 takes a piece of a tensor through all operations while the piece is in the cache of a
-CPU or in the vector memory of a TPU. Values and codes that only live between two
-operations never reach the main memory.
+CPU or in the vector memory of a TPU. So intermediate values and codes are never written
+to main memory.
 
 Letters: M replicas; J pieces; G planes of C rows of R values as in `diloco.wire.cuts`.
 """
@@ -36,7 +36,7 @@ from diloco.util.types import PyTree
 from diloco.wire.cuts import Cut, cut
 
 Result = TypeVar("Result")
-# Values of all replicas in a piece: 2 MiB of float32 on CPUs, 16 MiB on TPUs.
+# The most values in a piece, over all replicas: 2 MiB of float32 on CPUs, 16 on TPUs.
 _VALUES = {"cpu": 1 << 19, "tpu": 1 << 22}
 
 
@@ -45,13 +45,13 @@ def _most(mesh: Mesh) -> int:
 
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
-  """Says whether `send` takes the compressor: without random numbers and state."""
+  """Says whether `send` supports the compressor: it has no random numbers or state."""
   nearest = wire.rounding == "nearest"
   return _can_decode(wire, mesh) and nearest and not wire.error_feedback
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
-  """Says whether `update` takes the optimizer."""
+  """Says whether `update` supports the optimizer, exchange and number format."""
   if not isinstance(outer, OuterConfig):
     return False
   if outer.changes or outer.restart_every or outer.average != "mean":
@@ -80,7 +80,8 @@ def send(
 ) -> tuple[Array, PyTree, metrics.Metrics]:
   """Computes the outer gradients and encodes them: lines 7 and 8; see `outer.send`.
 
-  Compressors without state and random numbers leave `codec_state`, `key` and `first`.
+  Returns `codec_state` unchanged, and ignores `key` and `first`: `can_send` allows only
+  compressors without state and random numbers.
   """
   del key, first
   params_M, places = {k: params_M[k] for k in theta}, specs(theta, mesh)
@@ -108,7 +109,12 @@ def send(
 
 
 def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array], Array]:
-  """Encodes a tensor: returns parts of its payload uint8 [M, n], and the sums."""
+  """Encodes a tensor.
+
+  Returns:
+    Parts of its payload, uint8 [M, n]; the squared norms of its outer gradients and of
+    their coding errors, float32 [2, M].
+  """
   t = t.reshape(len(ids), -1, piece.row)
   x_M = x_M.reshape(len(x_M), -1, *t.shape[1:])
 
@@ -146,8 +152,8 @@ def _update(
 ) -> tuple[PyTree, PyTree, metrics.Metrics]:
   """Decodes, averages and steps the outer optimizer: lines 10 and 11.
 
-  See `outer.update`, which also takes payloads with weights, and those that a mesh with
-  another fsdp axis encoded.
+  The same as `outer.update`, to which it leaves two cases: payloads with weights, and
+  payloads that a mesh with another fsdp axis encoded.
   """
   if weights_M is not None or payload.shape[1] != mesh.shape[FSDP]:
     whole = (theta, opt_state, payload, tuned, weights_M)
@@ -193,7 +199,12 @@ update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 def _step(
   optimizer: optax.GradientTransformation, piece: Cut, code_M: Array, olds: list[Array]
 ) -> tuple[list[Array], list[Array]]:
-  """Steps a tensor and its state: returns both, and the sums."""
+  """Steps a tensor and its optimizer state.
+
+  Returns:
+    [the tensor, its state]; sums over the tensor: the products of the outer gradients
+    of each two replicas [M, M], the squared norms of their mean and of the update [2].
+  """
   m, pieces_M, shape = len(code_M), piece.by_piece(code_M), olds[0].shape
   like: PyTreeDef = jax.tree.structure(optimizer.init(olds[0]))
   at = lambda x, j: jax.lax.dynamic_index_in_dim(x, j, 1, keepdims=False)
@@ -228,9 +239,10 @@ def _step(
 def _tensors(
   wire: WireConfig, mesh: Mesh, m: int, theta: PyTree, places: PyTree
 ) -> list[tuple[bool, float, Array, Cut]]:
-  """Lists (has it layers, the share of a device's sums, the tensor, its cut).
+  """Lists (whether it has layers, weight of a device's sums, the tensor, its cut).
 
-  Sums are added over the devices of a replica, which all hold an unsharded tensor.
+  Sums are added over the devices of a replica. All of these hold an unsharded tensor
+  whole, so the weight of its sums is 1 / fsdp.
   """
   tensors, most = [], _most(mesh)
   leaves, _ = jax.tree.flatten_with_path(theta)
@@ -243,7 +255,7 @@ def _tensors(
 
 
 def _alone(j: Array, f: Callable[..., Result], *args: PyTree) -> Result:
-  """Computes f(*args) once, into arrays of its own; j >= 0.
+  """Computes f(*args) once, into separate arrays; j is a loop index, never negative.
 
   Inside a loop, XLA would fuse f into each use of its result. On CPUs, an update in
   place then runs on one thread, and XLA copies whole tensors that it reads twice.

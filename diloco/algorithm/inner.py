@@ -1,9 +1,9 @@
 """The inner step: every replica trains alone, and one jitted program runs all replicas.
 
-DrJAX maps the step over the leading axis, the replicas, which exchange nothing but the
-gradients of a warm start. If every device has one whole replica, each device runs the
-step of its own, without that axis. Data-parallel has one model on this axis, and
-averages its gradient over the whole mesh.
+DrJAX maps the step over the leading axis, which counts replicas. Replicas exchange
+nothing here, except gradients in a warm start. If every device has one whole replica,
+each device runs the step of its own replica, without that axis. Data-parallel has one
+model on this axis; its gradient is averaged over the whole mesh.
 """
 
 import functools
@@ -61,8 +61,8 @@ def inner_step(
   arrays, shared = (params_M, opt_state_M, tokens_MxBxL), (trainable, tuned)
   mesh = jax.sharding.get_abstract_mesh()
   if not c.one_model and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
-    # Each device has one whole replica. Its program is the same wherever the others
-    # are, so its result is the same bit for bit.
+    # Each device has one whole replica. Its program does not depend on where the other
+    # replicas are; so its result does not either, bit for bit.
     spec = P(REPLICA)
     alone = functools.partial(_whole_step, c, averaged)
     return on_each_device(alone, (spec, P()), spec)(arrays, shared)
@@ -114,12 +114,13 @@ def _gradients_of_all(
   """Returns gradients and mean cross entropy of all models, leaves (M, ...)."""
   gradients = _mean_gradients if c.one_model else _gradients
   args = (params_M, tokens_MxBxL)
-  if c.models == 1:  # Without the leading axis, because XLA for CPU fuses less with it.
+  if c.models == 1:  # Drops the leading axis: with it, XLA for CPU fuses less.
     one = gradients(c, *jax.tree.map(lambda x: x[0], args))
     return jax.tree.map(lambda x: x[None], one)
   if jax.sharding.get_abstract_mesh().shape[REPLICA] == 1:
-    # All replicas live on the same devices. One after the other they need the memory of
-    # one replica's activations, and XLA for CPU is slow at products with a batch axis.
+    # All replicas live on the same devices, so they run one after the other. This needs
+    # the memory of one replica's activations only, and it avoids batched matrix
+    # products, at which XLA for CPU is slow.
     return jax.lax.map(lambda args: gradients(c, *args), args)
   return each_replica(c, functools.partial(gradients, c), *args)
 
@@ -131,7 +132,7 @@ def each_replica(c: Config, f: Callable[..., Result], *args_M: PyTree) -> Result
 
 
 def _norm(tree: PyTree) -> jax.Array:
-  """Returns the global L2 norm; sums float32, also of bfloat16 values."""
+  """Returns the global L2 norm; sums in float32 even if the values are bfloat16."""
   return optax.tree.norm(optax.tree.cast(tree, jnp.float32))
 
 
@@ -139,7 +140,8 @@ def _gradients(
   c: Config, params: PyTree, tokens_BxL: jax.Array
 ) -> tuple[PyTree, jax.Array]:
   """Returns gradient and mean cross entropy over one replica's tokens."""
-  # If there is nothing to keep sharded, XLA fuses less if told to keep it.
+  # Names no axis if the batch is not sharded here: a useless sharding constraint makes
+  # XLA fuse less.
   mesh = jax.sharding.get_abstract_mesh()
   batch_axes = () if mesh.size == 1 or FSDP in mesh.manual_axes else (FSDP,)
 

@@ -1,4 +1,4 @@
-"""Makes a plan: chooses, once, the form of every part of the outer step."""
+"""Makes a plan; this is where the code for every part of the outer step is chosen."""
 
 from jax.sharding import Mesh
 
@@ -42,12 +42,12 @@ def build_plan(
     wire: compressor and number format of payloads.
     optimizer: the outer optimizer.
     alpha: weight of a replica's own parameters in a merge.
-    seed: of compressors that draw random numbers.
+    seed: seed of the compressors' random numbers.
     transport: device, host or sites.
     offload: whether the outer state lives in pinned memory.
     own_outer: whether every replica has outer parameters of its own.
     step: lines 6 to 12; None: those of Algorithm 2.
-    diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
+    diagnostics_every: measures every n-th sync of each fragment; 0: none.
 
   Raises:
     ConfigError: the transport or pinned memory does not fit the machine, or the outer

@@ -1,4 +1,4 @@
-"""What the training loop calls: a method holds the state of a run and moves it on.
+"""What the training loop calls: a method takes the state of a run from step to step.
 
 `DiLoCo` is DiLoCo and Streaming DiLoCo; `DataParallel` is the baseline. Sites
 (`diloco.sites`) and runs that train together (`diloco.together`) are methods, too. A
@@ -40,7 +40,7 @@ class Method(Protocol):
 
   @property
   def c(self) -> Config:
-    """The config by which it trains."""
+    """The config by which the method trains."""
 
   @property
   def plan(self) -> Plan:
@@ -97,22 +97,22 @@ class Method(Protocol):
     """
 
   def params(self, state: TrainState) -> PyTree:
-    """Returns the parameters by which a run is judged, float32, of one replica."""
+    """Returns the parameters to evaluate: one replica's tree, float32."""
 
   def after_drain(self, t: int) -> "Method":
-    """Returns the method of a run that was finished after step t, and is extended."""
+    """Returns the method of a run that finished after step t and is now extended."""
 
   def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "Method":
-    """Returns the method with other numbers, which may be tracers."""
+    """Returns the method with another seed and tuned numbers; tracers are allowed."""
 
   def note(self) -> str:
     """Returns more text for the progress line."""
 
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what this method adds to a run's summary, or says otherwise there."""
+    """Returns fields that this method adds to a run's summary, or replaces there."""
 
   def of_run(self, state: TrainState, r: int) -> TrainState:
-    """Takes the state of run r; only runs that train together have several."""
+    """Returns the state of run r from the state of all runs that train together."""
 
   def close(self, reason: str) -> None:
     """Leaves the run; only the first call does something.
@@ -129,7 +129,7 @@ class DiLoCo:
   Attributes:
     c: config of the run.
     mesh: the device mesh.
-    plan: of the config and the mesh.
+    plan: how the replicas are synchronised.
   """
 
   c: Config
@@ -224,7 +224,7 @@ class Wrapper:
 
 
 class BetweenSyncs(Wrapper):
-  """A method of whose replicas plug-ins average values before the outer step."""
+  """Another method; plug-ins average values over its replicas before the outer step."""
 
   @functools.cached_property
   def extensions(self) -> dict[str, Extension]:

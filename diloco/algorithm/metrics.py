@@ -30,7 +30,7 @@ def of_send(
 
 
 def of_norms(delta_norm_M: jax.Array, error_norm_M: jax.Array) -> Metrics:
-  """Names the norms of the outer gradients and of their coding errors."""
+  """Returns the norms of the outer gradients and their relative errors, by name."""
   return {
     "outer_grad_norm": delta_norm_M,
     "quantization_error": error_norm_M / jnp.maximum(delta_norm_M, 1e-30),
@@ -38,7 +38,7 @@ def of_norms(delta_norm_M: jax.Array, error_norm_M: jax.Array) -> Metrics:
 
 
 def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics:
-  """Names what an update measures, float32 [] each.
+  """Returns the metrics of an update by name, float32 [] each.
 
   Args:
     delta: norm of the mean outer gradient.
@@ -74,8 +74,9 @@ def _products(x_M: jax.Array) -> jax.Array:
   if m > 4:
     # By default, TPUs multiply in bfloat16.
     return jnp.matmul(rows_M, rows_M.T, precision=jax.lax.Precision.HIGHEST)
-  # XLA computes x_M, for example decodes codes, inside each of these sums. Before a
-  # matmul, XLA for GPU writes x_M to the memory; on CPUs, so thin a matmul is slow.
+  # XLA fuses what computes x_M, for example the decoding of codes, into each of these
+  # sums. For a matmul, XLA for GPU would first write x_M to memory, and on CPUs a
+  # matmul with so few rows is slow.
   found = {
     (i, j): (rows_M[i] * rows_M[j]).sum() for j in range(m) for i in range(j + 1)
   }

@@ -2,8 +2,8 @@
 
 `inner.optimizer` and `outer.optimizer` name an optimizer of optax or optax.contrib with
 keyword arguments: "adamw(b1=0.9, b2=0.99)", "lion", "sgd(momentum=0.9, nesterov=True)".
-`OWN` lists optimizers that optax lacks, or whose version in optax can do less, by the
-field that takes them; plug-ins add theirs.
+`OWN` has, for each of the two fields, the optimizers that optax lacks, or that can do
+more here than in optax. Plug-ins add theirs.
 """
 
 import inspect
@@ -40,9 +40,10 @@ def sgd(
 ) -> optax.GradientTransformation:
   """optax.sgd, whose momentum may also be a schedule.
 
-  Late in training, when the inner rate is small, a large momentum keeps outer gradients
-  that are too large. Pier (arXiv 2511.17849) lowers it from 0.99 to 0.9 along a cosine,
-  and the rate from 1.1 to 0.9; its effect alone is not reported.
+  Late in training, the inner rate is small and so are new outer gradients, but a large
+  momentum still contains older, larger ones. Pier (arXiv 2511.17849) lowers the
+  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. The effect of
+  the momentum alone is not reported.
   """
   if not callable(momentum):
     return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
@@ -71,7 +72,7 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
 }
 # Names of inner optimizers that average parameters, beside Schedule-Free.
 AVERAGING = set[str]()
-# {type of such an optimizer's state: function of (state, parameters) to the average}.
+# {type of such an optimizer's state: function (state, parameters) -> their average}.
 AVERAGED: dict[type, Callable[[PyTree, PyTree], PyTree]] = {
   ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
 }
@@ -170,7 +171,7 @@ def averages_parameters(c: Config) -> bool:
 
 
 def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
-  """Returns the average that an inner optimizer keeps; without one, the parameters.
+  """Returns the inner optimizer's average of the parameters; without one, params_M.
 
   Args:
     params_M: parameters, leaves (M, ...).
@@ -202,7 +203,7 @@ def at_step(opt_state: PyTree, t: int) -> PyTree:
 
 
 def outer_tuned(outer: Outer) -> OuterTuned:
-  """Returns the tuned numbers of the outer step; an optimizer itself has none.
+  """Returns the tuned numbers of the outer step; an optax transformation has none.
 
   Raises:
     ConfigError: outer.optimizer is not the name of an optimizer with arguments.
@@ -217,7 +218,10 @@ def outer_tuned(outer: Outer) -> OuterTuned:
 def make_outer(
   outer: Outer, values: OuterTuned | None = None
 ) -> optax.GradientTransformation:
-  """Makes the outer optimizer; it counts the syncs of its fragment if the config asks.
+  """Makes the outer optimizer.
+
+  If its rate or momentum changes, or if it restarts, its state counts the syncs of the
+  fragment.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
@@ -248,8 +252,8 @@ def _restarted(
 ) -> optax.GradientTransformation:
   """Starts the optimizer afresh every `every` updates; schedules go on.
 
-  Outer momentum restarts (arXiv 2605.28585; read: its abstract): a restart forgets the
-  momentum of older outer gradients, and keeps the parameters.
+  Outer momentum restarts (arXiv 2605.28585, of which we read the abstract): a restart
+  forgets the momentum of older outer gradients, and keeps the parameters.
 
   Its authors report that periodic restarts widen the range of outer rates and momenta
   with which language models train stably. They explain it by directions in which the
@@ -297,7 +301,7 @@ def _make(
   decay: jax.Array | float | None = None,
   **numbers: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-  """Makes an optimizer; `numbers` replace arguments of the text."""
+  """Makes the optimizer that `text` names; `numbers` replace its arguments."""
   name, arguments = parse(field, text)
   momentum = arguments.get("momentum")
   number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
@@ -404,7 +408,7 @@ def state_shardings(
   found = jax.tree.map_with_path(place, state)
   size = lambda leaves: sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
   pairs = zip(jax.tree.leaves(state), jax.tree.leaves(found))
-  # Not the state of a parameter that is whole on every device itself.
+  # Does not count state that is unsharded because its parameter is unsharded.
   replicated = size(x for x, at in pairs if at is whole)
   if fsdp > 1 and replicated > _WHOLE * size(jax.tree.leaves(params)) / fsdp:
     raise ConfigError(

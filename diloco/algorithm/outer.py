@@ -165,7 +165,7 @@ def present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
   return jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
 
 
-# On hosts, a thread updates a copy while the old state is in use.
+# `update` donates nothing: on hosts, a thread runs it while the old state is in use.
 _jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))
 update, update_in_place = _jit(_update), _jit(_update, donate_argnums=(0, 1))
 
@@ -192,13 +192,16 @@ def merge(
 def drain(
   plan: Plan, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Receives the fragments in flight after the last step; then may sync all again."""
+  """Receives the fragments in flight after the last step.
+
+  With `final_sync`, it then synchronises all fragments once more.
+  """
   events, t = list[Event](), last
   for t in range(last + 1, last + max(plan.schedule.taus) + 1):
     params_M, state, more = plan.step(plan, t, params_M, state, last_send=last)
     events += more
   if final_sync:
-    # The step t + 1 gives random numbers that no other send has used.
+    # No other send has used the step t + 1, so the random numbers are new.
     now = Schedule(len(plan.fragments), 1, (0,) * plan.replicas)
     plan = dataclasses.replace(plan, schedule=now, diagnostics_every=0)
     params_M, state, more = outer_step(plan, t + 1, params_M, state)

@@ -25,7 +25,7 @@ from diloco.wire import transport
 
 
 def overlap_steps(plan: Plan, t: int) -> int:
-  """Counts the inner steps in one program with the exchange that follows step t."""
+  """Counts the inner steps that share a program with the exchange after step t."""
   return plan.schedule.overlap_steps(t) if plan.transport.overlaps else 0
 
 

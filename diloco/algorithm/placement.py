@@ -1,4 +1,4 @@
-"""Where the outer state lives, where and when it is updated.
+"""Where the outer state lives, and where and when it is updated.
 
 default                  The outer state lives on the devices, and is updated there.
 outer.offload            The outer state lives in pinned memory of the devices' hosts. A
@@ -61,16 +61,16 @@ class Jobs:
     return result
 
   def waited(self) -> dict[str, np.float32]:
-    """Returns {"waited_s": seconds of the last `finish`}; {} in the foreground."""
+    """Returns {"waited_s": seconds that `finish` last waited}; {} without a thread."""
     return {"waited_s": np.float32(self._waited_s)} if self._thread else {}
 
   def settle(self) -> None:
     """Waits for all jobs."""
-    # Two threads could start collectives in a different order on each process.
+    # Otherwise two threads could start collectives, in another order on each process.
     futures.wait(self._jobs.values())
 
   def close(self) -> None:
-    """Forgets all jobs, without waiting for them."""
+    """Drops the jobs that have not begun; waits for none."""
     if self._thread:
       self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -139,7 +139,7 @@ def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
   Args:
     mesh: the replica x fsdp mesh.
     hosts: one CPU of every process if hosts keep the outer state, else None.
-    offload: whether it lives in pinned memory, unless hosts keep it.
+    offload: whether the outer state lives in pinned memory; ignored if hosts keep it.
 
   Raises:
     ConfigError: the hosts have no pinned memory.

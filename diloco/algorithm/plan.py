@@ -71,13 +71,13 @@ class Plan:
     shapes: parameter shapes of each fragment.
     wire: compressor and number format of payloads.
     outer: the outer optimizer.
-    tuned: its learning rate and momentum.
+    tuned: learning rate and momentum of the outer optimizer.
     own_outer: whether every replica has outer parameters of its own.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
-    diagnostics_every: syncs of a fragment between two with diagnostics; 0: none.
+    diagnostics_every: measures every n-th sync of each fragment; 0: none.
     mesh: the device mesh.
-    placement: where the outer state lives, where and when it is updated.
+    placement: where the outer state lives, and where and when it is updated.
     transport: carries the payloads between replicas.
     form: how the lines are computed.
     step: lines 6 to 12; `outer.outer_step`, or that of a later paper.
@@ -108,8 +108,8 @@ class Plan:
   def key(self, t: int, number: int) -> jax.Array:
     """Makes the PRNG key of fragment `number` after step t.
 
-    It depends only on the seed, t and the number, so sites, transports and resumed runs
-    draw alike.
+    The key depends only on the seed, t and the number. So the random numbers are the
+    same at every site, with every transport, and after a run resumes.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
 
@@ -121,7 +121,8 @@ class Plan:
   def is_diagnosed(self, p: int, t: int) -> bool:
     """Returns whether the sync of fragment p that is sent after step t is diagnosed.
 
-    This is the first sync of the fragment, then one in `diagnostics_every`.
+    Diagnosed are the first sync of each fragment and then every n-th, where n is
+    `diagnostics_every`.
     """
     every, number = self.diagnostics_every, self.schedule.num_sends(p, t)
     return bool(every) and (number - 1) % every == 0
@@ -183,7 +184,7 @@ class Plan:
     """Lines 7 and 8 for fragment p after step t; see `outer.send`.
 
     Args:
-      theta: at its placement or on `placement.mesh`.
+      theta: at its placement, or already on `placement.mesh`.
     """
     theta, key = self.placement.fetch(theta), self.key(t, p)
     args = (theta, codec_state, self.layers[p], key, first)

@@ -25,7 +25,7 @@ from diloco.util.types import PyTree
 from diloco.wire import exchange
 
 T = TypeVar("T")
-# A fragment's theta, opt_state and codec_state, or what describes them.
+# A fragment's theta, opt_state and codec_state, or their shapes, or their shardings.
 Parts = tuple[PyTree, PyTree, PyTree]
 
 
@@ -35,9 +35,9 @@ class OuterState:
 
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
-      {'embed': ...}, float32, sharded over fsdp, the same for every replica. With
-      eager updates or pairs every replica has its own, leaves (M, ...), as in
-      `opt_state`.
+      {'embed': ...}, float32, sharded over fsdp, the same for every replica. If
+      `Plan.own_outer` is set, every replica has its own; then the leaves of theta and
+      of opt_state are (M, ...).
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
@@ -98,7 +98,7 @@ class Event:
 
   Attributes:
     kind: send, receive, merge or warm_start of a fragment, or average.
-    fragment: index p of the fragment; of an average, what it averages.
+    fragment: index p of the fragment; for an average, its kind.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
     metrics: arrays that the devices may still be computing.
@@ -190,7 +190,8 @@ def outer_params(plan: Plan, state: OuterState) -> PyTree:
   Returns:
     One replica's tree, float32, sharded over fsdp.
   """
-  plan.placement.jobs.settle()  # Jobs and the copies below may both start collectives.
+  # Waits for jobs: they and the copies below must not start collectives side by side.
+  plan.placement.jobs.settle()
   mean = functools.partial(replica_mean, mesh=plan.mesh)
   thetas = map(mean if plan.own_outer else plan.placement.fetch, state.theta)
   return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)

@@ -1,4 +1,4 @@
-"""Checkpoints, written by Orbax: everything that a run needs to go on exactly.
+"""Checkpoints, written by Orbax: everything that a run needs to continue exactly.
 
 A checkpoint holds the train state, with the fragments in flight, and a JSON record with
 the config, the data position and the ledger. Random numbers need no state: they follow
@@ -56,7 +56,7 @@ class Checkpoints:
     self._failed = False
     self._size = 0  # Bytes of a checkpoint.
     hush()
-    if self._peers.count > 1:  # First, because `hush` drops what Orbax logs.
+    if self._peers.count > 1:  # Before the filter of `hush`, which drops Orbax's logs.
       logs.getLogger("absl").filters.insert(0, self._on_log)
     self._manager = ocp.CheckpointManager(
       folder_of(workdir),
@@ -81,9 +81,9 @@ class Checkpoints:
 
     Raises:
       ConfigError: there is a checkpoint of this step or a later one, the disk is full,
-        or the checkpoint before could not be written.
+        or the previous checkpoint could not be written.
     """
-    # Saving may use the devices of all processes.
+    # Waits for jobs, because saving may use the devices of all processes, too.
     self._method.plan.placement.jobs.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
@@ -143,7 +143,7 @@ class Checkpoints:
     """
     self._check(record, step)
     method = self._method.after_drain(record.drained)
-    # A site's payloads in flight are at the coordinator.
+    # A site's checkpoint has no payloads in flight: the coordinator has them.
     is_site = record.config["overlap"]["transport"] == "sites"
     return method.abstract(step, record.fsdp, drained=record.finished or is_site)
 
@@ -194,11 +194,12 @@ class Checkpoints:
       except Exception:  # The error that was raised, or one that follows from it.
         if not self._failed:
           raise
-      self._remove_parts()  # `close` of Orbax writes a file into the part it left.
+      # Orbax's `close` writes one more file into an unfinished checkpoint.
+      self._remove_parts()
 
   @contextlib.contextmanager
   def _explained(self, step: int) -> Iterator[None]:
-    """Turns an error of Orbax while it writes into one sentence.
+    """Turns an error that Orbax raises while it writes into one sentence.
 
     Raises:
       ConfigError: the checkpoint cannot be written.
@@ -212,12 +213,12 @@ class Checkpoints:
       raise ConfigError(self._unwritten(step, reason_of(error))) from None
 
   def _unwritten(self, step: int, reason: str) -> str:
-    """Removes the part that was written; returns why the rest was not."""
+    """Removes the unfinished checkpoint; returns why it was not finished."""
     self._remove_parts()
     return disk.unwritten(self._workdir, step, self._size, reason)
 
   def _remove_parts(self) -> None:
-    """Frees the disk, which others may need, of a checkpoint that is not whole."""
+    """Deletes unfinished checkpoints, because others may need the disk."""
     parts = folder_of(self._workdir)
     if self._peers.index:
       return
@@ -238,13 +239,13 @@ class Checkpoints:
 
 
 def _unused(path: pathlib.Path) -> pathlib.Path:
-  """The path, or if it exists the path with a number."""
+  """Returns the path; if it exists, the path with the first free number."""
   names = itertools.chain([path.name], (f"{path.name}.{n}" for n in itertools.count(1)))
   return next(p for p in map(path.with_name, names) if not p.exists())
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
-  """The state as nested dicts and lists, without empty parts."""
+  """Returns the state as nested dicts and lists, without empty parts."""
   tree = {"params": state.params, "opt_state": state.opt_state}
   tree |= {
     "theta": list(state.outer.theta),

@@ -22,7 +22,7 @@ def needed(tree: Any) -> int:
 
 
 def check(workdir: pathlib.Path, step: int, size: int) -> None:
-  """Refuses to fill the disk with a part of a checkpoint.
+  """Checks that the disk has room for a whole checkpoint.
 
   Raises:
     ConfigError: less is free than `size`, the bytes of the checkpoint of this step.

@@ -1,8 +1,8 @@
-"""What lies in a run's folder `checkpoints`, but for the arrays. No JAX.
+"""Reads and describes a run's checkpoints, except for the arrays. No JAX.
 
 Each checkpoint is a folder whose name is its step. `state` holds the arrays, in the
-format of Orbax; `record` holds the rest, as JSON. Whoever reads a checkpoint gets what
-was saved or a reason: checksums show damage that the format of the files does not show.
+format of Orbax; `record` holds the rest, as JSON. A reader gets exactly what was saved,
+or a reason why not: checksums find damage that the file formats do not reveal.
 """
 
 import dataclasses

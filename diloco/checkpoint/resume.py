@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint with a config, and what that changes."""
+"""Checks whether a run may go on with a config; says what an extension changes."""
 
 import contextlib
 from collections.abc import Mapping
@@ -12,8 +12,9 @@ from diloco.config.resolve import difference
 from diloco.errors import ConfigError
 from diloco.spec.formats import PLAIN
 
-# Fields that may change when a run goes on. They do not change what is computed, except
-# that mesh.fsdp changes the codes (`warn_of_other_shards`), and model.attention rounds.
+# Fields that may change when a run goes on. They do not change what is computed, with
+# two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`), and
+# model.attention changes the rounding.
 FREE_FIELDS = (
   "log.",
   "profile.",
@@ -36,7 +37,7 @@ _PATHS = {
   "data.tokenizer": ("data.tokenizer",),
   "data.source": ("data.source", "data.train_split"),
 }
-# Fields that may change when a run is extended: train.steps grows.
+# Fields that may change when a run is extended, that is, when train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
 
@@ -53,7 +54,7 @@ def check(
   read: Mapping[str, str] | None = None,
   reads: Mapping[str, str] | None = None,
 ) -> str:
-  """Refuses to go on with another config than the run's, unless it extends the run.
+  """Refuses a config that differs from the checkpoint's, unless it extends the run.
 
   Fields that `saved` lacks count as their defaults.
 
@@ -72,7 +73,8 @@ def check(
       the learning rate is not clear.
   """
   old: Config | None = None
-  with contextlib.suppress(ConfigError):  # A field is gone: shown as a difference.
+  # If a saved field no longer exists, it is shown as a difference.
+  with contextlib.suppress(ConfigError):
     old = complete(saved)
     saved = old.to_dict()
   changes = differing(saved, c.to_dict())

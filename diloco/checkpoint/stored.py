@@ -1,7 +1,7 @@
 """Reads checkpoints with their arrays; see `record.py` for the rest.
 
-Whoever reads a checkpoint gets what was saved or a reason: checksums show damage that
-the format of the files does not show.
+A reader gets exactly what was saved, or a reason why not: checksums find damage that
+the file formats do not reveal.
 """
 
 import pathlib
@@ -46,9 +46,9 @@ def read_newest(
   Args:
     workdir: folder of the run.
     steps: the checkpoints to try, newest first.
-    like: describes the arrays to read, for `read_arrays`, from the step and the record.
+    like: given a step and its record, describes the arrays to read (`read_arrays`).
     remedy: what the user can do if no checkpoint is whole.
-    peers: the processes, all in this function; default this one.
+    peers: the processes, which must all call this function; None: only this one.
 
   Raises:
     ConfigError: no checkpoint is whole, or some processes cannot read one that others
@@ -86,7 +86,7 @@ def read_newest(
 def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
   """Reads arrays of a checkpoint, each straight to its devices.
 
-  Uses a handler of Orbax alone, in which no process waits for another.
+  Uses Orbax's handler without a CheckpointManager, so no process waits for another.
 
   Args:
     workdir: folder of the run.
@@ -108,7 +108,7 @@ def read_arrays(workdir: pathlib.Path, step: int, like: PyTree) -> PyTree:
 def _read(
   workdir: pathlib.Path, step: int, like: Callable[[int, Record], PyTree]
 ) -> tuple[Stored | None, str | None]:
-  """Reads a checkpoint on this process; else returns the reason why not."""
+  """Reads a checkpoint on this process; if that fails, returns the reason."""
   try:
     record = read_record(workdir, step)
     arrays = read_arrays(workdir, step, like(step, record))
@@ -117,7 +117,7 @@ def _read(
     raise
   except Exception as error:  # Damaged files make Orbax raise any exception.
     if memory.explain(error):
-      raise  # Older checkpoints take as much memory.
+      raise  # An older checkpoint needs as much memory, so it would fail, too.
     return None, reason_of(error)
 
 

@@ -27,7 +27,7 @@ from concurrent import futures
 from diloco.util.command import Parser, free_port
 
 COORDINATOR = "group"
-GRACE = 20.0  # Seconds that the others have after a process has failed.
+GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
 
 
 def main() -> int:

@@ -136,7 +136,7 @@ READERS = {metrics.FILE: of_run, ROUNDS: of_coordinator}
 
 
 def read(folder: pathlib.Path, now: float) -> Status:
-  """Reads how the run of a folder goes on, now by the clock of its file system."""
+  """Reads the status of the run in a folder; compares file times with `now`."""
   reader = next(r for name, r in READERS.items() if (folder / name).is_file())
   return reader(folder, now)
 

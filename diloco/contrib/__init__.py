@@ -1,19 +1,20 @@
 """Methods of later papers, one file each; docs/methods.md compares them.
 
-A method is a plug-in: `--config.plugins=sparta` gives a config its fields, and no file
-of the package knows it. A file holds all that its method adds: fields, what they
-refuse, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
+A method is a plug-in: `--config.plugins=sparta` gives a config its fields, and no other
+file of the package knows the method. A file holds all that its method adds: fields,
+rules about other fields, what is sent, and the functions (`diloco.spec.plugins` lists
+the hooks).
 
-Some methods need no file, because the fields of the core make them:
+Some methods need no file, because the fields of every config are enough:
 
 SNOO (arXiv 2510.15830) is DiLoCo with M = 1: every H steps of AdamW or Muon, Nesterov
 momentum steps along the outer gradient, and nothing is sent. Its authors report that it
-trains 1.5 to 2.5 times as fast as its inner optimizer alone, up to 1e23 FLOPs (read:
+trains 1.5 to 2.5 times as fast as its inner optimizer alone, up to 1e23 FLOPs (source:
 notes of others).
 
-Muon inside, as in MuLoCo (arXiv 2505.23725): the inner optimizer orthogonalises the
-momentum of every matrix, `optimizers.py` tells it which tensors are stacks of matrices,
-and AdamW trains the rest. `consistent_rms=0.2` makes its updates as large as AdamW's
-(arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss than DiLoCo with
-AdamW for every M, from 150M to 3.1B parameters (read: abstract, code).
+Muon as inner optimizer, as in MuLoCo (arXiv 2505.23725): Muon orthogonalises the
+momentum of every matrix, and AdamW trains the rest. `optimizers.py` tells Muon which
+tensors are stacks of matrices. `consistent_rms=0.2` makes Muon's updates as large as
+AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss than
+DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """

@@ -6,7 +6,7 @@ from diloco.spec.plugins import Rule
 
 
 def averages_of(field: str) -> Rule:
-  """Makes the rule of a field that lets devices average values."""
+  """Makes a rule: what other fields must be if `field` lets devices average values."""
   needs = {"algorithm": DILOCO, "overlap.transport": DEVICE, "eager.on": OFF}
   return Rule(field, None, "which averages values of the replicas on devices", needs)
 

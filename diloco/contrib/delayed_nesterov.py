@@ -2,17 +2,19 @@
 
 Delayed Nesterov (arXiv 2401.09135) collects N outer gradients. Each takes a plain step
 of g / N at once; only the N-th changes the momentum, m <- mu m + (sum of N) / N, and
-takes the momentum's step mu m. With `activation` c, each of the N steps takes c mu m
-instead, and the last one the rest, (1 - (N - 1) c) mu m. For N = 1 this is Nesterov
-momentum. In the paper, a server receives the outer gradient of one worker at a time,
+takes the momentum's step mu m. With `activation` c, each of the first N - 1 steps also
+takes c mu m, and the N-th takes the rest, (1 - (N - 1) c) mu m. For N = 1 this is
+Nesterov momentum.
+
+In the paper, a server receives the outer gradient of one worker at a time,
 often a stale one, and momentum at every arrival would repeat stale directions. Here an
 arrival is the mean of all replicas. So N arrivals move the parameters about 1 / N as
 far as N rounds of DiLoCo: multiply the rate by N.
 
 This is written from the abstract and from public implementations of the pseudo-code
-(utnslab/halos, torchft). The authors report that, together with local steps set by the
-speed of a worker, asynchronous training of up to 150M parameters matches synchronous
-DiLoCo per update.
+(utnslab/halos, torchft). The authors also let the speed of each worker set its number
+of local steps. They report that asynchronous training with both changes matches
+synchronous DiLoCo per update, up to 150M parameters.
 """
 
 from typing import NamedTuple

@@ -4,15 +4,15 @@ In DiLoCo every replica keeps the state of its inner optimizer for itself. DES-L
 (Desynced Low Communication Adaptive Optimizers) averages the first and the second
 moments over the replicas, each at its own period, since a moment with a longer
 half-life changes more slowly: parameters every K steps, first moments every 3 K, second
-moments every 6 K. Here the outer step treats the parameters as before; the paper's
-plain mean of the parameters is `outer.optimizer=sgd` with `outer.learning_rate=1`. The
-step counts are equal on all replicas and stay.
+moments every 6 K. Here the outer step synchronises the parameters, as without DES-LOC.
+For the paper's plain mean of the parameters, set `outer.optimizer=sgd` and
+`outer.learning_rate=1`. Step counts are equal on all replicas and need no average.
 
 Source: the abstract and the notes of others; the paper itself was not at hand. The
-authors prove that the method converges, and that a second moment has to be averaged now
-and then for guarantees with high probability. They report, for language models up to
-1.7B, the loss of Local Adam (all three at one period) with half of its bytes, and 170
-times fewer bytes than data-parallel.
+authors prove that the method converges. Their guarantees with high probability need
+second moments that are averaged now and then. They report, for language models up to
+1.7B, the loss of Local Adam (which averages all three at one period) with half of its
+bytes, and 170 times fewer bytes than data-parallel.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from diloco.spec.shapes import Shapes, num_params
 from diloco.util.types import PyTree
 
 FIRST, SECOND = "first_moments", "second_moments"
-# How optax calls the moments of its optimizers. Other state that is shaped like a
-# parameter, such as a gradient before, is not averaged.
+# Names of the moments in the states of optax's optimizers. Other state that is shaped
+# like a parameter, such as the previous gradient, is not averaged.
 _KINDS = {
   **dict.fromkeys(("mu", "trace", "m"), FIRST),
   **dict.fromkeys(("nu", "nu_max", "sum_of_squares", "n"), SECOND),

@@ -1,23 +1,25 @@
 """Eager updates (arXiv 2502.12996): an exchange takes a whole round of H inner steps.
 
-When fragment p is due after step t, the payloads of the sync before have arrived. Every
-replica m steps an outer optimizer of its own along
+When fragment p is due after step t, the payloads of the previous sync have arrived.
+Every replica m steps an outer optimizer of its own along
 `Delta(t - H) + (Delta_m(t) - Delta_m(t - H)) / M`: the others' outer gradients of the
-sync before, and its own new one. It goes on from the result, while its new payload
-crosses. So no inner step is discarded, no outer gradient waits at its own replica, and
-over a run every replica applies the mean of every sync. Streaming's overlap does not
-reach this: tau inner steps after the send, a replica drops these tau steps (alpha = 0),
-and its next outer gradient has only H - tau steps behind it.
+previous sync, and its own new one. The replica continues from the result while its new
+payload is on the way. So no inner step is discarded, a replica uses its own outer
+gradient at once, and over a run every replica applies the mean of every sync.
+Streaming's overlap does not reach this: when a sync arrives after tau inner steps, a
+replica discards these tau steps (alpha = 0), so its next outer gradient covers only
+H - tau steps.
 
 Outer parameters and optimizer state differ between replicas, so their leaves begin with
-the axis M. A run is judged by the mean of the outer parameters. The formula is read
-from public summaries of the paper. They do not say three things, which are choices made
-here: the first sync steps along Delta_m(H) / M; after the last step, every replica
+the axis M. A run is judged by the mean of the outer parameters.
+
+The formula comes from public summaries of the paper. They leave three points open, and
+we chose: the first sync steps along Delta_m(H) / M; after the last step, every replica
 makes one more outer step, with momentum, along what the others sent last; a replica's
 own gradient is decoded from its codes, so that what is added is later subtracted
 exactly. The authors report for 500M parameters and H = 30 a loss of 2.69, against 2.67
-without overlap, and 3.01 if the mean of all replicas is simply applied a round late,
-2.73 at a lower rate.
+without overlap. If the mean of all replicas is simply applied one round late, they get
+3.01, or 2.73 at a lower rate.
 """
 
 import dataclasses
@@ -55,8 +57,8 @@ class Eager(plugins.Extension):
   evaluated.
   """
 
-  # Whether a replica steps at once along its own new outer gradient and the others' of
-  # the round before.
+  # Whether a replica steps at once, along its own new outer gradient and the others'
+  # outer gradients of the previous round.
   on: bool = False
 
   def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,13 +123,13 @@ def update(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[PyTree, PyTree, PyTree, Metrics]:
-  """Steps the outer optimizer of every replica, which goes on from the result.
+  """Steps every replica's outer optimizer; the replica continues from the result.
 
   Args:
     params_M: parameters of all replicas; donated.
     theta_M: the replicas' outer parameters of the fragment, leaves (M, ...); donated.
     opt_state_M: their outer optimizer state, leaves (M, ...); donated.
-    late: payloads of the sync before, uint8 [M, fsdp, bytes], of which every replica
+    late: payloads of the previous sync, uint8 [M, fsdp, bytes], of which every replica
       holds all (`exchange.transmitted`); None: there was no such sync.
     own: payloads of this sync, uint8 [M, fsdp, bytes], of which every replica holds
       its own (`exchange.encoded`); None in the drain.
@@ -138,7 +140,7 @@ def update(
     New params_M, theta_M and opt_state_M; metrics float32 [].
   """
   like, m = one_of(theta_M), len(jax.tree.leaves(theta_M)[0])
-  # What replica m knows: its own part of the mean now, everyone's mean before.
+  # Adds replica m's part of the new mean to the other replicas' part of the old mean.
   grads_M = jax.tree.map(jnp.zeros_like, theta_M)
   if own is not None:
     own_M = exchange.decode(wire, mesh, own, like, (REPLICA,))
@@ -163,7 +165,7 @@ def outer_step(
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Sends and updates the fragments that are due after step t; see `outer.outer_step`.
 
-  Donates params_M, and of these fragments the outer state and compressor state.
+  Donates params_M, and the outer state and compressor state of these fragments.
   """
   events, kind = list[Event](), {"wire": plan.wire, "mesh": plan.mesh}
   sends = plan.schedule.sends(t, last_send)

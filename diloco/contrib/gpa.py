@@ -3,13 +3,14 @@
 GPA (arXiv 2512.17131) replaces single-worker DiLoCo's two loops by three sequences:
 
   y = mu_y x + (1 - mu_y) z      the gradient is taken at y, the parameters of the run
-  z <- z - the step of AdamW     with its moments of these gradients, and decay of z
+  z <- z - the step of AdamW     its moments are of these gradients; it decays z
   x <- mu_x x + (1 - mu_x) z     the run is judged at x
 
 One copy of the parameters, z, is kept; x follows from y and z. mu_x = 0.9^(1 / H) is as
 smooth as DiLoCo with M = 1 and H inner steps: 0.9967 for H = 32. Schedule-Free
-(optax.contrib.schedule_free_adamw) has a weight that falls as 1 / t at a constant rate
-in place of 1 - mu_x, and no momentum of Adam; else its steps are the same.
+(optax.contrib.schedule_free_adamw) takes the same steps, with two differences: its
+weight in place of 1 - mu_x falls as 1 / t (at a constant rate), and its Adam has no
+momentum.
 
 The source is the authors' public code (facebookresearch/optimizers, gpa), with its
 names and defaults. They report 8.7%, 10.1% and 9.6% fewer steps than AdamW to the same
@@ -69,7 +70,7 @@ def gpa(
   adamw = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay)
 
   def init(params: PyTree) -> GPAState:
-    # A copy, because both are donated.
+    # A copy: params and z are both donated, so they must not share memory.
     z = jax.tree.map(jnp.copy, params)
     return GPAState(adamw.init(params), z, jnp.float32(mu_y))
 

@@ -10,16 +10,17 @@ mean of the pair's outer parameters: it equals
 authors call a modified Nesterov momentum. A run is judged by the mean of the outer
 parameters.
 
-The authors' code weights both terms by the outer rate, uses momentum without a
-look-ahead, 0.5 at a rate of 0.7 and H = 50, and sends both terms; one message of theta
-is enough. It draws a permutation for the pairs. Here pairs come from the rounds of a
-tournament: in each of M - 1 rounds every replica has another peer, and each sync draws
-a round. Their random routing between pipeline stages is not implemented. This was read
-from the authors' code (github.com/gensyn-ai/noloco, sparse_optimizer_c.py and
-configs/no_reduce_exp/C4) and the abstract, not from the paper's text, in which the two
-terms may have rates of their own. The authors report, from 125M to 6.8B parameters, a
-convergence up to 4% faster than DiLoCo's, and a sync estimated ten times faster with a
-few hundred replicas.
+The authors' code multiplies both terms by the outer rate and sends both; here one
+message, theta, is enough. It uses momentum 0.5 without look-ahead, a rate of 0.7 and
+H = 50. It pairs replicas by a random permutation. Here each sync draws one of the M - 1
+rounds of a tournament, in which every replica meets every other once. The authors'
+random routing between pipeline stages is not implemented.
+
+Source: the authors' code (github.com/gensyn-ai/noloco, sparse_optimizer_c.py and
+configs/no_reduce_exp/C4) and the abstract, not the paper's text; there the two terms
+may have rates of their own. The authors report, from 125M to 6.8B parameters, up to 4%
+faster convergence than DiLoCo. They estimate that a sync of a few hundred replicas is
+ten times faster.
 """
 
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ def rounds(replicas: int) -> np.ndarray:
   n = replicas - 1
   peers = (2 * np.arange(n)[:, None] - np.arange(replicas)) % n
   each = np.arange(n)
-  # The one without a peer meets the last replica.
+  # In round r the formula pairs replica r with itself: it meets the last replica.
   peers[each, each], peers[:, n] = n, each
   return peers
 
@@ -106,10 +107,10 @@ def update(
 
 
 def peers_of(x_M: PyTree, key: jax.Array, mesh: Mesh) -> PyTree:
-  """Returns each replica's peer's values, float32 leaves (M, ...).
+  """Returns the values of each replica's peer, float32 leaves (M, ...).
 
-  If each device group has one replica, it sends its values once. Else the values of all
-  replicas are gathered.
+  If each group of devices has one replica, each replica sends its values once.
+  Otherwise the values of all replicas are gathered.
   """
   replicas = len(jax.tree.leaves(x_M)[0])
   table = rounds(replicas)
@@ -136,7 +137,7 @@ def outer_step(
 ) -> tuple[PyTree, OuterState, list[Event]]:
   """Exchanges the fragments that are due after step t in pairs; nothing is in flight.
 
-  Donates params_M, and of these fragments the outer state.
+  Donates params_M and the outer state of these fragments.
   """
   events = list[Event]()
   for p in plan.schedule.sends(t, last_send):

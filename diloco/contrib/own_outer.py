@@ -12,7 +12,7 @@ from diloco.config.rules import DEVICE, OFF
 from diloco.mesh.sharding import REPLICA
 from diloco.util.types import PyTree
 
-# What an outer step with outer parameters of each replica needs of other fields.
+# Values that other fields must have if every replica has its own outer parameters.
 NEEDS = {
   "overlap.transport": DEVICE,
   "outer.average": ("mean",),
@@ -32,7 +32,7 @@ def step_each(
   outer: Outer,
   mesh: Mesh,
 ) -> tuple[PyTree, tuple[PyTree, PyTree], PyTree]:
-  """Steps the outer optimizer of every replica, which goes on from the result.
+  """Steps every replica's outer optimizer; the replica continues from the result.
 
   Args:
     params_M: parameters of all replicas.

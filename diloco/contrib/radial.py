@@ -1,11 +1,11 @@
-"""Averages the replicas' outer gradients (line 10): plain, or radial-directional.
+"""Radial-directional averaging of the replicas' outer gradients (line 10).
 
 Radial-directional averaging of Decoupled DiLoCo (arXiv 2604.21428) averages the length
 and the direction of a tensor separately: the mean of the norms, times the normalised
 mean of the normalised tensors. Outer gradients of M replicas are nearly orthogonal, so
 their plain mean is about sqrt(M) times shorter than each of them, and every M needs an
-outer rate of its own. The new mean keeps the replicas' length. The embedding keeps the
-plain mean, because its outer gradients are not orthogonal.
+outer rate of its own. The radial mean is as long as a replica's outer gradient. The
+embedding keeps the plain mean, because its outer gradients are not orthogonal.
 
 This is written from secondary sources: public summaries of the paper and independent
 implementations, which agree on the formula, per tensor and layer. The authors weight

@@ -3,10 +3,10 @@
 In the first `warm_start.steps` inner steps, the gradients of all replicas are
 averaged at every step (`inner.inner_step` with `averaged`), so the replicas stay equal
 and nothing else is sent. When a fragment is due, its outer parameters follow the
-replicas: theta <- theta_m. With `warm_start.momentum`, the outer optimizer first
-sees the outer gradient theta - theta_m, and only its step is dropped. So the first sync
-already has the momentum of a sync in the middle of a run. After the warm start follows
-Algorithm 2, with the inner optimizer's state of the warm start.
+replicas: theta <- theta_m. With `warm_start.momentum`, the outer optimizer first gets
+the outer gradient theta - theta_m. It updates its momentum, but its step is dropped. So
+the first sync already has the momentum of a sync in the middle of a run. Algorithm 2
+follows the warm start; the inner optimizer keeps its state.
 
 The source is the paper's abstract and the authors' code, whose words are "lazy start"
 and "momentum produce". They report that GPT-2 XL trains 2.7 to 3.7 times as fast on 256
@@ -83,7 +83,7 @@ def outer_step(
   *,
   momentum: bool,
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Lets the fragments that are due follow the replicas; then Algorithm 2."""
+  """Lets fragments that are due follow the replicas, then runs Algorithm 2."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
     state, followed = follow(plan, t, params_M, state, momentum)
@@ -94,7 +94,7 @@ def outer_step(
 def follow(
   plan: Plan, t: int, params_M: PyTree, state: OuterState, momentum: bool
 ) -> tuple[OuterState, list[Event]]:
-  """Lets the fragments that are due in the warm start follow the replicas.
+  """Sets the outer parameters of fragments that are due to those of the replicas.
 
   Args:
     plan: how replicas are synchronised.
@@ -127,7 +127,7 @@ def follow(
 def _own(
   params_M: PyTree, layers: np.ndarray, *, keys: tuple[str, ...], mesh: Mesh
 ) -> PyTree:
-  """Takes a fragment of one replica; every device takes one that it holds.
+  """Takes a fragment of one replica; each device takes a replica that it holds.
 
   Args:
     params_M: parameters of all replicas, which are equal.

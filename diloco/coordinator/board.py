@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
-# Seconds in which a site that was cut off before the last round may come back.
+# After the last round, the coordinator ends once nothing has happened for so many
+# seconds. Until then, a site that was cut off may come back.
 _LINGER_S = 30.0
 
 

@@ -80,7 +80,7 @@ def _fixed(m: ModelConfig) -> dict[str, Any]:
 
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-  """Refuses another tokenizer than that of an export."""
+  """Refuses a tokenizer that differs from the one in the folder of an export."""
   own = folder / load.TOKENIZER
   if own.is_file() and load_tokenizer(str(own)).sha256 != tokenizer.sha256:
     raise ConfigError(

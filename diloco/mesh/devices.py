@@ -1,4 +1,4 @@
-"""The replica x fsdp mesh of the devices that are there."""
+"""Makes the replica x fsdp mesh from the available devices."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from diloco.mesh.sharding import mesh_of
 
 
 def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """The mesh of a config; `mesh.replica` and `mesh.fsdp` of 0 are derived.
+  """Makes the mesh of a config; derives `mesh.replica` and `mesh.fsdp` if they are 0.
 
   Args:
     devices: devices to use, default all of them.
@@ -87,17 +87,17 @@ def fit_eval_batch(c: Config, devices: int) -> Config:
 
 
 def make_inference_mesh() -> Mesh:
-  """1 x n: one model, without replicas, sharded over all devices."""
+  """Makes a 1 x n mesh: one model, without replicas, sharded over all devices."""
   grid = np.asarray(jax.devices()).reshape(1, -1)
   return mesh_of(grid)
 
 
 def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:
-  """Devices [replica, fsdp], with slow links between the rows as far as possible.
+  """Arranges devices as [replica, fsdp]; if possible, slow links lie between rows only.
 
-  Sorts by slice first (between the slices of a TPU there is only the data-centre
-  network), then by process: a row belongs to one slice and one process if the numbers
-  allow it. Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
+  Sorts by slice first (only the data-centre network connects the slices of a TPU), then
+  by process. So, if the numbers allow it, each row lies in one slice and one process.
+  Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
   """
   slices: dict[int, list[jax.Device]] = {}
   order = lambda d: (_slice(d), d.process_index, d.id)

@@ -25,12 +25,12 @@ _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def peak_flops(device_kind: str) -> float | None:
-  """Peak FLOP/s of a kind of device, None if unknown."""
+  """Returns the peak FLOP/s of a kind of device, None if unknown."""
   return _chip(device_kind)[0]
 
 
 def hbm_bytes(device_kind: str) -> int | None:
-  """Bytes of device memory that XLA gives to programs, None if unknown.
+  """Returns the bytes of device memory that XLA gives to programs, None if unknown.
 
   Raises:
     ConfigError: an environment variable sets no valid share of a GPU's memory.

@@ -1,4 +1,4 @@
-"""Out of memory: names the program that did not fit, and the fields that help."""
+"""Explains out-of-memory errors: which program did not fit, and which fields help."""
 
 import pathlib
 import re
@@ -16,7 +16,7 @@ _STEP = (
 _PROGRAMS = {
   "algorithm/inner.py": ("the inner step", _STEP),
   "algorithm/overlap.py": ("the inner step", _STEP),
-  "log/log.py": ("the inner step", _STEP),  # Waits for it.
+  "log/log.py": ("the inner step", _STEP),  # The log waits for the inner step.
   "algorithm/outer.py": ("the outer step", f"outer.offload=true or {_SHARD}"),
   "algorithm/state.py": (
     "parameters and optimizer states",

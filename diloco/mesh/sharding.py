@@ -46,7 +46,7 @@ def num_slices(mesh: Mesh) -> int:
 def on_each_device(
   f: Callable[..., Result], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Result]:
-  """Makes a function of the shards on each device, which XLA does not partition.
+  """Makes a function that runs on each device's shards; XLA does not partition it.
 
   Every axis of the mesh is manual, because `vmap` adds the replica axis to the specs.
   """

@@ -50,7 +50,7 @@ def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
 
 
 class Attention(nn.Module):
-  """Causal self-attention of grouped, normalised and rotated heads."""
+  """Causal grouped-query attention with QK RMSNorm and rotary positions (RoPE)."""
 
   m: ModelConfig
   batch_axes: tuple[str, ...] = ()

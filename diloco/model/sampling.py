@@ -121,7 +121,10 @@ def sample(
 
 
 def _padded(window: list[int], seq_len: int) -> np.ndarray:
-  """Pads BOS and the window to int32 [1, C], C a power of two: few programs."""
+  """Pads BOS and the window with zeros to int32 [1, C].
+
+  C is a power of two, at most seq_len, so that XLA compiles few programs.
+  """
   used = len(window) + 1
   ids_1xC = np.zeros((1, min(1 << (used - 1).bit_length(), seq_len)), np.int32)
   ids_1xC[0, :used] = [BOS_ID, *window]

@@ -105,10 +105,10 @@ class Stop:
       raise Interrupted(line)
 
   def finished(self, t: int, workdir: object) -> None:
-    """Reports that the last step t is saved; from now on Ctrl-C need not wait.
+    """Notes that the last step t is saved; from now on Ctrl-C ends at once.
 
     Raises:
-      Interrupted: Ctrl-C came before.
+      Interrupted: Ctrl-C came before this call.
     """
     self.unsaved = False
     if self.signum == signal.SIGINT:

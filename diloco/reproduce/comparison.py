@@ -34,16 +34,16 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
     cells: every cell, and the row of its best run.
 
   Returns:
-    A row per cell whose search has ended well, with the keys of its best point, without
-    tuned cells that others repeat. Of grids that search the same cell, the better one
-    counts.
+    One row per cell whose search has ended well, with the keys of its best point. If
+    several grids search the same cell, the row is that of the lowest loss. A tuned cell
+    has no row if another cell repeats it with another seed.
       choice: the loss by which the sweep chooses.
       seed: 0 if the points have none.
-      loss: the test loss if all these runs have one, else the same loss.
-      more: by how many per cent the loss lies above that of the same seed in the row
-        with which it is compared; NaN if that row has no result.
+      loss: the test loss if all these runs have one, else the evaluation loss.
+      more: by how many per cent the loss exceeds that of the row with which it is
+        compared, at the same seed; NaN if that row has no result.
       bytes: bytes that one replica sent.
-    For EVALUATED, three rows per cell.
+    If chart.x is EVALUATED, a cell has three rows, one per key of `_PARAMETERS`.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
   best = dict[str, tuple[Search, Row]]()

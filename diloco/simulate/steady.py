@@ -57,7 +57,8 @@ def make_rules(work: Workload) -> Iterator[Rule]:
     yield Rule(3 * r + 2, 3 * r + 1, need // length)
     previous = (r or len(reductions)) - 1
     yield Rule(3 * r + 1, 3 * previous + 1, int(r == 0), layer=layer)
-    # The node before a request does not wait for what the node after it needs.
+    # False sorts before True. So if a request and a need come before the same node, the
+    # request is first: it does not wait for the reduction that this node needs.
     moments += [(request % length, False, 3 * r), (need % length, True, 3 * r + 2)]
   moments.sort()
   first = moments[0]

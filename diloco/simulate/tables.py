@@ -15,10 +15,10 @@ GRID = np.logspace(-1, 3, 50)
 PRINTED = np.array([round(round(gbits, 2), 1) for gbits in GRID.tolist()])
 TARGETS = (0.50, 0.80, 0.90, 0.95, 0.99)
 PARAMS = {"1B": 1e9, "10B": 10e9, "100B": 100e9, "405B": 405e9, "671B": 671e9}
-# Layers and step times of Table 6. The paper does not repeat the layers. It prints 0.8,
-# 26 and 20 seconds, with digits cut off: the text of Streaming DiLoCo has 26.9 and 20.1
-# (appendix, figure 16). The 0.89 is chosen here: no other hundredth of a second fits
-# all cells of its rows.
+# Layers and step times of Table 6 of Scaling Laws. The table does not print the layers,
+# and cuts digits off the step times: it prints 0.8, 26 and 20 seconds. The text of
+# Streaming DiLoCo has 26.9 and 20.1 (appendix, figure 16). We chose 0.89: no other
+# hundredth of a second fits all cells of its rows.
 TABLE_6 = {"chinchilla": (48, 0.89), "llama3": (126, 26.9), "deepseek_v3": (61, 20.1)}
 TABLE_6_EXTRA_STEPS = 10
 read = functools.partial(papers_table, "simulate")

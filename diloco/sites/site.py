@@ -170,7 +170,8 @@ class Site(Wrapper):
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
     if not welcome.snapshot:
-      # Trains the steps before the first open round again, so that it can send it.
+      # Goes back to the step before the first open round: the site must train these
+      # steps again to send that round.
       step = calendar.step_before(self._link.newest()[1])
       return (step, _at_step(state, step)) if t > step > 0 else (t, state)
     step = self._since = calendar.step_before(welcome.round)
@@ -304,7 +305,7 @@ class Site(Wrapper):
       self._account["contributed"] += 1
     elif number in self._pending:
       self._miss(t)
-      # Error feedback: what the lost payload took from the error comes back.
+      # Error feedback: restores the error to its value before the lost payload.
       state = _with_codec_state(state, p, self._pending[number])
     self._pending.pop(number, None)
     # For audits: the round, how many sites are in it, and whether this one is.

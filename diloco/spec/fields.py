@@ -507,7 +507,7 @@ class Config:
 
   @property
   def schedule_steps(self) -> int:
-    """T of the learning rate's schedule."""
+    """The step at which the schedule of the inner learning rate ends."""
     return self.inner.decay_steps or self.train.steps
 
   @functools.cached_property

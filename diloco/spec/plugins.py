@@ -142,7 +142,7 @@ class Extension:
     raise NotImplementedError
 
   def outer_step(self, c: "Config") -> OuterStep | None:
-    """Returns lines 6 to 12 in place of `outer.outer_step`; None: not this plug-in."""
+    """Returns what replaces `outer.outer_step` (lines 6 to 12); None: nothing does."""
     return None
 
   def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:

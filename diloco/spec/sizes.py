@@ -54,7 +54,10 @@ def index_bits(s: int) -> int:
 
 
 def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
-  """Counts bytes of codes, and of a scale or a table per block; of plain values."""
+  """Counts the bytes of n layers of s values.
+
+  These are all codes and one scale or table per block. Plain formats have values only.
+  """
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
   blocks = n * -(-s // block_length(wire, s, row))

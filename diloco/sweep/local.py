@@ -55,7 +55,7 @@ class Local:
 
   def stop(self) -> None:
     alive = [p for p in self._processes.values() if p.poll() is None]
-    for process in dict.fromkeys(alive):  # A process of several runs, once.
+    for process in dict.fromkeys(alive):  # Once each: runs may share a process.
       process.terminate()
     if alive:
       start = "\n" if sys.stderr.isatty() else ""  # The terminal has written ^C.

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 def _by_position(runs: Sequence) -> list[list]:
   """Groups runs whose newest checkpoints have the same step.
 
-  A run whose last step is saved, or whose checkpoint is damaged, is alone.
-  So is a run that was extended: it goes on after a drain.
+  A run is alone in its group if its last step is saved, if its checkpoint is damaged,
+  or if it was extended: then its schedule differs (`Schedule.drained`).
   """
   from diloco.checkpoint.record import read_record, steps_of
 

@@ -168,7 +168,10 @@ class Member(Run):
 
   @contextlib.contextmanager
   def own(self) -> Iterator[None]:
-    """Writes all output to the run's log.txt; an error of this run is no other's."""
+    """Writes all output to the run's log.txt.
+
+    A ConfigError, or a loss that diverges, ends this run only.
+    """
     out = self.out
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
       try:

@@ -42,7 +42,8 @@ def reason_of(error: Exception) -> str:
   code = re.search(r"os_error_code='(\d+)'", text)
   if code:
     return os.strerror(int(code[1]))
-  # TensorStore lists the options last, and the most precise place before them.
+  # TensorStore's message ends with its options. The last file that it names before them
+  # is the most precise place.
   text = text.partition(" [tensorstore_spec")[0]
   text = text[max(text.rfind("local file "), 0) :]
   plain = text and type(error) in (ValueError, OSError)

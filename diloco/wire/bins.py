@@ -1,10 +1,11 @@
 """Bins around a block's mean: the 2-bit codes of SparseLoCo and MuLoCo.
 
 The formats bins2, bins3 and bins4 cut the values of a block into 4, 8 or 16 bins of
-equal width, `RANGE` standard deviations in all, around the mean of the block. A value
-has the number of its bin; values beyond the last bin belong to it. A bin decodes to the
-mean of its values, so each block also sends a table of these means in bfloat16. An eXmY
-format of 2 bits has three values, of which one is 0; here all four are used.
+equal width, `RANGE` standard deviations in all, around the mean of the block. The code
+of a value is the number of its bin; values beyond the range go to the outermost bins. A
+bin decodes to the mean of its values, so each block also sends a table of these means,
+in bfloat16. An eXmY format of 2 bits has only three values, one of them 0; bins2 has
+four.
 
 Source: the code of MuLoCo (arXiv 2505.23725; facebookresearch/MuLoCo,
 quantized_outer_sgd.py, `QuantizationCompressor`), which names that of SparseLoCo (arXiv
@@ -26,7 +27,7 @@ def encode(x_NxKxB: Array, s: int, bits: int) -> tuple[Array, Array]:
   """Returns the bins of the values, uint8 (N, K, B), and tables bfloat16 (N, K, bins).
 
   Args:
-    x_NxKxB: blocks; behind the first S values of a layer are zeros, which do not count.
+    x_NxKxB: blocks; the zeros after the first S values of a layer are only padding.
     s: S.
     bits: log2 of the number of bins.
   """
@@ -40,7 +41,7 @@ def encode(x_NxKxB: Array, s: int, bits: int) -> tuple[Array, Array]:
   width = jnp.where(jnp.isfinite(width) & (width > 0), width, 1.0)
   bin_ = jnp.clip(jnp.round(centred / width) + bins // 2, 0, bins - 1)
   is_in = (bin_[..., None, :] == jnp.arange(bins)[:, None]) * counts_KxB[:, None]
-  # NaN and infinity reach the table through the mean, and so the receiver.
+  # The receiver sees NaN and infinity: through the mean, they reach the table.
   sums = (is_in * centred[..., None, :]).sum(axis=-1)
   table = sums / jnp.maximum(is_in.sum(axis=-1), 1) + mean_NxKx1
   return jnp.nan_to_num(bin_).astype(jnp.uint8), table.astype(jnp.bfloat16)

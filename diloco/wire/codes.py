@@ -133,7 +133,7 @@ def encode(
 
 
 def _nearest_power(fmt: Format, bits: jax.Array, k: jax.Array) -> jax.Array:
-  """Rounds to powers of two: `encode` with a third of the operations.
+  """Rounds to powers of two as `encode` does, with a third of its operations.
 
   Args:
     bits: int32, the bits of |x|.
@@ -142,7 +142,7 @@ def _nearest_power(fmt: Format, bits: jax.Array, k: jax.Array) -> jax.Array:
   Returns:
     int32 magnitude codes.
   """
-  # The bits of |x| / 2^k, if the exponent of 2 had the bias of the format.
+  # The bits of |x| / 2^k, but with the format's exponent bias in place of float32's.
   shifted = bits - ((k + 127 - fmt.bias) << 23)
   odd = shifted >> 23 & 1
   normal = (shifted + ((1 << 22) - 1) + odd) >> 23
@@ -254,7 +254,7 @@ def _pack_groups(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _unpack_groups(code: jax.Array, bits: int) -> jax.Array:
-  """Inverts `_pack_groups` for single bytes; does not take words of 4 codes."""
+  """Inverts `_pack_groups` for uint8; words of 4 codes are not supported."""
   group, size = group_size(bits)
   planes = jnp.split(code, size)
   out = []

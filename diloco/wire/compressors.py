@@ -87,7 +87,8 @@ def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> A
   bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
   size = sizes.packed(n * s, bits)
   codes = codes_lib.unpack(payload[:size], bits, n * s)
-  # Barrier: without it XLA for GPU and TPU writes decoded values, not codes.
+  # Barrier: without it XLA for GPU and TPU writes the values to memory, not the codes,
+  # which are smaller.
   codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
   codes_NxKxB, tail = _blocks(codes_NxS, block), payload[size:]
   if wire.format in formats.BINS:
@@ -111,7 +112,7 @@ def _scaled(wire: WireConfig, x_NxKxB: Array, key: Array) -> tuple[Array, Array]
 
 
 def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
-  """Inverts `_scaled`, but for rounding."""
+  """Inverts `_scaled`, except for the rounding."""
   fmt = formats.parse_format(wire.format)
   scales_NxKx1 = scales.reshape(len(codes_NxKxB), -1, 1).astype(jnp.int32)
   x = codes_lib.decode(fmt, codes_NxKxB, scales_NxKx1 - codes_lib.SCALE_BIAS)
@@ -134,10 +135,12 @@ def topk(
 ) -> tuple[Array, PyTree]:
   """Keeps the values of largest magnitude in each layer (2501.18512, figure 11).
 
-  With the bytes of 4-bit codes, that paper finds this significantly worse than codes.
+  That paper finds topk significantly worse than 4-bit codes of all values, if both send
+  equally many bytes.
 
-  With `wire.chunk`, in each chunk of a layer (SparseLoCo, arXiv 2508.15706); the last
-  chunk of a layer is padded with zeros. Below, N counts chunks of S values.
+  With `wire.chunk`, keeps the largest values of each chunk of a layer (SparseLoCo,
+  arXiv 2508.15706); the last chunk of a layer is padded with zeros. Below, N counts
+  chunks of S values.
 
   The payload holds the indices of K = ceil(density S) values per chunk, ascending, in
   ceil(log2 S) bits each, then the values in `format`.
@@ -204,7 +207,7 @@ register("dare", Compressor(dare, _decode_random, sizes.random))
 
 
 def _to_bytes(x: Array) -> Array:
-  """Splits (n,) values of w bytes into uint8 (w n,): lowest bytes of all come first."""
+  """Splits (n,) values of w bytes into uint8 (w n,): first the lowest byte of each."""
   width = x.dtype.itemsize
   word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}"))
   starts = 8 * jnp.arange(width, dtype=word.dtype)

@@ -1,6 +1,6 @@
 """Cuts tensors into pieces whose codes are whole bytes of the payload.
 
-Letters: M replicas; a tensor has N layers of D rows of R values; `Cut` has G, J and C.
+Letters: M replicas; a tensor has N layers of D rows of R values. G, J, C: see `Cut`.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from diloco.wire.compressors import COMPRESSORS
 class Cut:
   """The pieces of a tensor that `quantize` codes.
 
-  The rows of a tensor lie in G planes of J C rows (`diloco.wire.codes`). Piece j takes
-  the j-th C rows of each plane; the compressor codes them as G layers. A tensor that is
-  one piece has a plane for each layer.
+  The rows of a tensor form G planes of J * C rows each (`diloco.wire.codes`). Piece j
+  takes the j-th block of C rows of each plane; the compressor codes these blocks as G
+  layers. If the whole tensor is one piece, each layer is a plane.
 
   Attributes:
     planes, pieces, rows, row: G, J, C and R.
-    codes: bytes of all codes; they are `plane_bytes` slices, one after the other.
+    codes: bytes of all codes, which lie in `plane_bytes` slices of equal length.
     size: bytes of the payload; the scales follow the codes.
   """
 
@@ -55,13 +55,13 @@ class Cut:
     return jax.vmap(one)(code_M).reshape(-1, self.planes, self.rows, self.row)
 
   def by_piece(self, payload_M: Array) -> list[Array]:
-    """Cuts codes and scales of a payload uint8 [M, bytes] into uint8 [M, J, n]."""
+    """Returns codes and scales of a payload uint8 [M, bytes], each uint8 [M, J, n]."""
     parts = zip(jnp.split(payload_M, [self.codes], axis=1), self._slices)
     pieces = [x.reshape(len(x), k, self.pieces, -1).swapaxes(1, 2) for x, k in parts]
     return [x.reshape(*x.shape[:2], -1) for x in pieces]
 
   def payload(self, pieces_M: list[Array]) -> list[Array]:
-    """Joins codes and scales uint8 [M, J, n]: two parts of the payload uint8 [M, n]."""
+    """Inverts `by_piece`: returns the payload's codes and scales, uint8 [M, n] each."""
     parts = zip(pieces_M, self._slices)
     slices = [x.reshape(*x.shape[:2], k, -1).swapaxes(1, 2) for x, k in parts]
     return [x.reshape(len(x), -1) for x in slices]
@@ -72,7 +72,7 @@ class Cut:
 
 
 def cut(wire: WireConfig, most: int, m: int, n: int, d: int, row: int) -> Cut:
-  """Cuts a tensor into pieces of at most `most` values of all replicas, if that can be.
+  """Cuts a tensor into pieces of at most `most` values over all replicas, if possible.
 
   A tensor that is small, or whose sizes have no fitting divisor, is one piece.
   """

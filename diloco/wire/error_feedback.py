@@ -3,12 +3,13 @@
 A replica keeps an error e for every value of a fragment. At a send, e becomes beta e +
 delta; the replica sends the codes of e, and subtracts the decoded codes from e.
 `wire.error_feedback` is beta; 0, the papers' choice, switches it off. Any compressor
-works but DARE, which sends values that are too large: e would grow with every send. A
-replica then holds one more copy of its parameters in float32, which
-is compressor state: sharded, saved, resumed exactly. SparseLoCo (arXiv 2508.15706)
-sends the largest 1% to 3% of each chunk in 2 bits, with outer SGD without momentum: the
-error takes the place of the momentum. MuLoCo (arXiv 2505.23725) has Muon inside and
-Nesterov momentum outside.
+works except DARE, which sends values that are too large: e would grow with every send.
+The error takes as much memory as one more copy of the parameters in float32. It is
+compressor state: it is sharded, saved, and restored exactly.
+
+SparseLoCo (arXiv 2508.15706) sends the largest 1% to 3% of each chunk in 2 bits. Its
+outer optimizer is SGD without momentum: the error takes the place of the momentum.
+MuLoCo (arXiv 2505.23725) uses Muon as inner and Nesterov momentum as outer optimizer.
 
 Source: the abstracts, and the code of both (tplr-ai/templar, facebookresearch/MuLoCo).
 SparseLoCo's authors report a lower loss than DiLoCo with uncompressed outer gradients.

@@ -78,7 +78,8 @@ def encode(
     ):
       n, s, row = sizes.layout(names(path), x.shape)
       leaf_key = jax.random.fold_in(replica_key, i)
-      # Devices with copies of a tensor draw equal numbers; those with shards do not.
+      # Devices that hold copies of a tensor must draw equal numbers. Devices that hold
+      # different shards draw different ones.
       if FSDP in place:
         leaf_key = jax.random.fold_in(leaf_key, jax.lax.axis_index(FSDP))
       old = jax.tree.map(lambda a, n=n, s=s: a.reshape(n, s), old)

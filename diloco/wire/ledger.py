@@ -66,7 +66,7 @@ def gradient_bytes(c: Config) -> int:
 def average_bytes(c: Config) -> dict[str, int]:
   """Counts the bytes that one replica sends in one average of each kind in use.
 
-  A run books what its own optimizer and mesh have; here tensors are not sharded.
+  Here tensors are not sharded. A run counts what its own optimizer and mesh average.
   """
   return {
     kind: sizes.average_bytes(c.replicas, average.values)

@@ -1,8 +1,9 @@
 """Carries payloads between replicas. A transport does nothing else.
 
 `device`: the devices exchange payloads. Each group of replicas sends its payload to
-every other group, in one permutation per distance; an all-gather sends as much. XLA
-for TPU overlaps permutations with other work, but not the all-gather inside one slice.
+every other group, by one permutation per distance; this sends as many bytes as an
+all-gather would. XLA for TPU overlaps permutations with other work, but it does not
+overlap an all-gather inside one slice.
 For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
 the same devices are under way at once.
 `diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
@@ -28,8 +29,8 @@ from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.wire import exchange
 
-# XLA for GPU has one collective under way at a time on each stream. On the stream of
-# the collectives of fsdp, the exchange would wait for the end of the inner steps.
+# XLA for GPU runs one collective at a time on each stream. On the stream that fsdp's
+# collectives use, the exchange would wait until the inner steps end.
 _OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 
 
@@ -49,7 +50,10 @@ class Transport(Protocol):
 
   @property
   def hosts(self) -> Mesh | None:
-    """One CPU device per process if hosts carry payloads and keep the outer state."""
+    """A mesh of one CPU per process if hosts carry payloads and keep the outer state.
+
+    None if devices do both.
+    """
 
   def connect(self) -> None:
     """Opens the connections; all processes call this at the start of a run.
@@ -80,7 +84,7 @@ def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> Transport:
     ConfigError: overlap.transport is host, but the processes do not hold equally many
       whole rows of the mesh, or JAX may not use CPUs.
   """
-  # The hosts of a site keep the outer state too; `diloco.coordinator` does the rest.
+  # The hosts of a site keep the outer state, too; `diloco.sites` connects the sites.
   if kind in ("host", "sites"):
     return HostTransport(mesh)
   return DeviceTransport(mesh, packed)
@@ -253,7 +257,10 @@ def _one_byte(mesh: Mesh) -> jax.Array:
 
 
 def _spec(mesh: Mesh, payload: jax.Array, replica: str | None) -> P:
-  """Returns a payload's spec; if its fsdp differs, devices hold all of its shards."""
+  """Returns the partition spec of a payload.
+
+  If a mesh with another fsdp axis encoded it, each device holds all fsdp shards.
+  """
   own = payload.shape[1] == mesh.shape[FSDP]
   return P(replica, FSDP) if own else P(replica)
 
