@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.config import Config, add_plugins, resolve
-from diloco.config.optimizer import parse
+from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
 from diloco.util.command import load_module
 

@@ -18,7 +18,7 @@ import numpy_attention
 import plugins  # noqa: F401  Registers `feedback`.
 
 import diloco
-from diloco.algorithm import fragments, optimizers, overlap
+from diloco.algorithm import optimizers, overlap, slices
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import (
@@ -234,7 +234,7 @@ def whole_models() -> dict:
         most.append(on_device(x for x in jax.live_arrays() if id(x) not in old))
         yield theta
 
-    joined = fragments.join(thetas(), plan.layers, whole, mesh)
+    joined = slices.join(thetas(), plan.layers, whole, mesh)
     found["joining"] = max(most) / shard
     same = jax.tree.map(lambda a, b: bool((a == b[0]).all()), joined, s.params)
     found["same"] = all(jax.tree.leaves(same))

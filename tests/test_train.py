@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 
-import damage
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import wreck
 
 from diloco import train
 from diloco.algorithm import overlap
@@ -25,7 +25,7 @@ from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import abstract_params, init_state
 from diloco.checkpoint import checkpoints as checkpoint
-from diloco.checkpoint import stored
+from diloco.checkpoint import damage
 from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -223,7 +223,7 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path):
 
 
 @pytest.mark.integration("starts a process for each run")
-@pytest.mark.parametrize("harm", [damage.cut, damage.flip])
+@pytest.mark.parametrize("harm", [wreck.cut, wreck.flip])
 def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
@@ -399,7 +399,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
   tiny.train.steps, tiny.checkpoint.every, tiny.overlap.tau = 8, 5, 2
   first = train.train(tiny, tmp_path)
   shutil.rmtree(tmp_path / "checkpoints" / "8")
-  read, nbytes = stored.read_arrays, []
+  read, nbytes = damage.read_arrays, []
   gc.collect()
   old = {id(x): x for x in jax.live_arrays()}  # Kept, so that no id is given again.
 
@@ -409,7 +409,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_left(tiny, tmp_path, monkeypa
     nbytes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like)))
     return read(workdir, step, like)
 
-  monkeypatch.setattr(stored, "read_arrays", spy)
+  monkeypatch.setattr(damage, "read_arrays", spy)
   again = train.train(tiny, tmp_path)
   # No second copy of the state is held while the saved one is read.
   [alive, state_bytes] = nbytes

@@ -21,9 +21,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.fragments import outer_gradient
-from diloco.algorithm.metrics import Metrics, mean_cosine, norms, products
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.slices import outer_gradient
+from diloco.algorithm.sync_metrics import Metrics, mean_cosine, norms, products
 from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import WireConfig

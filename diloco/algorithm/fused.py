@@ -23,12 +23,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import PyTreeDef
 
-from diloco.algorithm import metrics, optimizers
+from diloco.algorithm import optimizers, sync_metrics
 from diloco.algorithm import outer as plain
-from diloco.algorithm.fragments import Layers, outer_gradient
-from diloco.algorithm.metrics import products
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.config.optimizer import parse
+from diloco.algorithm.slices import Layers, outer_gradient
+from diloco.algorithm.sync_metrics import products
+from diloco.config.optimizer_text import parse
 from diloco.mesh.sharding import FSDP, REPLICA, names, specs
 from diloco.spec import formats, sizes
 from diloco.spec.fields import OuterConfig, WireConfig
@@ -77,7 +77,7 @@ def send(
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[Array, PyTree, metrics.Metrics]:
+) -> tuple[Array, PyTree, sync_metrics.Metrics]:
   """Computes the outer gradients and encodes them: lines 7 and 8; see `outer.send`.
 
   Returns `codec_state` unchanged, and ignores `key` and `first`: `can_send` allows only
@@ -105,7 +105,7 @@ def send(
     check_vma=False,
   )(params_M, theta, layers)
   delta_norm_M, error_norm_M = jnp.sqrt(squares)
-  return payload, codec_state, metrics.of_norms(delta_norm_M, error_norm_M)
+  return payload, codec_state, sync_metrics.of_norms(delta_norm_M, error_norm_M)
 
 
 def _encode(piece: Cut, x_M: Array, t: Array, ids: Layers) -> tuple[list[Array], Array]:
@@ -149,7 +149,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, metrics.Metrics]:
+) -> tuple[PyTree, PyTree, sync_metrics.Metrics]:
   """Decodes, averages and steps the outer optimizer: lines 10 and 11.
 
   The same as `outer.update`, to which it leaves two cases: payloads with weights, and
@@ -187,9 +187,9 @@ def _update(
     check_vma=False,
   )(theta, opt_state, payload, tuned)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
-  cosine = metrics.mean_cosine(products_MxM)
+  cosine = sync_metrics.mean_cosine(products_MxM)
   delta_norm, update_norm = jnp.sqrt(squares)
-  return theta, opt_state, metrics.of_update(delta_norm, update_norm, cosine)
+  return theta, opt_state, sync_metrics.of_update(delta_norm, update_norm, cosine)
 
 
 _jit = partial(jax.jit, static_argnames=("wire", "outer", "mesh"))

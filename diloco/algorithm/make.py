@@ -11,7 +11,8 @@ from diloco.config import Config
 from diloco.mesh.sharding import abstract
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import WireConfig
-from diloco.spec.schedule import Fragment, Schedule
+from diloco.spec.fragments import Fragment
+from diloco.spec.schedule import Schedule
 from diloco.spec.shapes import Shapes
 from diloco.wire.transport import make_transport
 

@@ -20,7 +20,7 @@ from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
 from diloco.config import Config
-from diloco.config.optimizer import parse
+from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Leading

@@ -23,10 +23,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from diloco.algorithm import metrics, optimizers
-from diloco.algorithm.fragments import outer_gradient, put, take
+from diloco.algorithm import optimizers, sync_metrics
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.slices import outer_gradient, put, take
 from diloco.algorithm.state import Event, OuterState
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
@@ -79,7 +79,7 @@ def send(
   *,
   wire: WireConfig,
   mesh: Mesh,
-) -> tuple[jax.Array, PyTree, metrics.Metrics]:
+) -> tuple[jax.Array, PyTree, sync_metrics.Metrics]:
   """Lines 7 and 8: encodes the outer gradient of every replica; reduces nothing.
 
   Args:
@@ -100,7 +100,7 @@ def send(
   numbers = first + jnp.arange(len(jax.tree.leaves(delta_M)[0]))
   keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
   payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)
-  return payload, codec_state, metrics.of_send(wire, mesh, delta_M, payload)
+  return payload, codec_state, sync_metrics.of_send(wire, mesh, delta_M, payload)
 
 
 def _update(
@@ -113,7 +113,7 @@ def _update(
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
-) -> tuple[PyTree, PyTree, metrics.Metrics]:
+) -> tuple[PyTree, PyTree, sync_metrics.Metrics]:
   """Lines 10 and 11: decode, average in float32, step the outer optimizer.
 
   Args:
@@ -135,7 +135,7 @@ def _update(
   else:
     delta_M = exchange.decode(wire, mesh, payload, theta, (None,))
     delta = average(delta_M, weights_M, outer)
-    cosine = metrics.cosine_of(delta_M, weights_M)
+    cosine = sync_metrics.cosine_of(delta_M, weights_M)
   # Line 11.
   step = optimizers.make_outer(outer, tuned)
   updates, opt_state = step.update(delta, opt_state, theta)
@@ -143,7 +143,7 @@ def _update(
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(updates)
-  return theta, opt_state, metrics.of_update(*norms, cosine)
+  return theta, opt_state, sync_metrics.of_update(*norms, cosine)
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:

@@ -16,13 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Wrapped
 
-from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.placement import Placement
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
-from diloco.spec.schedule import Fragment, Schedule
+from diloco.spec.fragments import Fragment
+from diloco.spec.schedule import Schedule
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 from diloco.wire import exchange

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diloco.algorithm import fragments, optimizers
-from diloco.algorithm.metrics import Metric
+from diloco.algorithm import optimizers, slices
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.sync_metrics import Metric
 from diloco.config import Config
 from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
@@ -194,7 +194,7 @@ def outer_params(plan: Plan, state: OuterState) -> PyTree:
   plan.placement.jobs.settle()
   mean = functools.partial(replica_mean, mesh=plan.mesh)
   thetas = map(mean if plan.own_outer else plan.placement.fetch, state.theta)
-  return fragments.join(thetas, plan.layers, plan.parameters, plan.mesh)
+  return slices.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -255,7 +255,7 @@ def _init_fragment(
   Args:
     each: whether every replica has its own theta and opt_state.
   """
-  part_M = fragments.take(params_M, keys, layers)
+  part_M = slices.take(params_M, keys, layers)
   init = optimizers.make_outer(outer).init
   own = lambda x_M: x_M if each else x_M[0]
   theta = jax.tree.map(lambda x_M: own(x_M).astype(jnp.float32), part_M)
@@ -270,7 +270,7 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh, each: bool) -> Part
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
   if each:
-    theta = fragments.one_of(theta)
+    theta = slices.one_of(theta)
   leading = (REPLICA,) if each else ()
   theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, leading)
   led = theta_at if each else sharding.with_leading(theta_at, (REPLICA,))

@@ -24,8 +24,8 @@ import orbax.checkpoint as ocp
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState
 from diloco.checkpoint import checksums, disk, resume
+from diloco.checkpoint.damage import Stored, read_newest
 from diloco.checkpoint.record import Record, folder_of, steps_of
-from diloco.checkpoint.stored import Stored, read_newest
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh import memory

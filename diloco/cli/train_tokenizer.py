@@ -25,8 +25,8 @@ from typing import Any
 
 import sentencepiece
 
+from diloco.data.files import more_documents
 from diloco.data.prepare import pieces as pieces_lib
-from diloco.data.sources import more_documents
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from diloco.tokenizer.tokenizer_json import SPACE

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.config.optimizer import parse
+from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Config

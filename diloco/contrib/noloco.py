@@ -32,14 +32,14 @@ import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
-from diloco.algorithm.fragments import as_merged, take
-from diloco.algorithm.metrics import Metrics, norms
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import Plan
+from diloco.algorithm.slices import as_merged, take
 from diloco.algorithm.state import Event, OuterState, TrainState
+from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
 from diloco.config.rules import OFF
-from diloco.contrib.own_outer import NEEDS, step_each
+from diloco.contrib._own_outer import NEEDS, step_each
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins

@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers, outer
-from diloco.algorithm.fragments import take
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.plan import OuterStep, Plan
+from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
 from diloco.config.rules import OFF

@@ -7,7 +7,7 @@ import jax
 
 from diloco.algorithm.method import make_method
 from diloco.algorithm.state import OuterState, TrainState, init_outer
-from diloco.checkpoint import checkpoints, resume, stored
+from diloco.checkpoint import checkpoints, damage, resume
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import changed
 from diloco.coordinator.journal import Entry, Journal
@@ -127,7 +127,7 @@ class OuterGroup:
       return checkpoints.tree_of(own)
 
     remedy = "choose another --workdir"
-    found = stored.read_newest(self._workdir, steps, like, remedy)
+    found = damage.read_newest(self._workdir, steps, like, remedy)
     self._outer = checkpoints.state_of(found.arrays, own).outer
     self.applied = self._calendar.first_after(found.step)
     if found.record.finished and found.step == self._calendar.config.train.steps:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from diloco.config import Config
 from diloco.data import files as files_lib
-from diloco.data.sources import list_files, tfds_builder, tfds_split
+from diloco.data.sources import tfds_builder, tfds_split
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
@@ -61,7 +61,7 @@ def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
     for file in manifest["files"]:
       yield from _sample(folder / file["file"])
     return
-  for path, layout in list_files(d.source).items():
+  for path, layout in files_lib.list_files(d.source).items():
     yield layout.encode()
     yield from _sample(path)
 

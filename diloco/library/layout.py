@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import PyTreeDef
 
 from diloco.errors import ConfigError
-from diloco.spec.schedule import Fragment, make_fragments
+from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 
@@ -123,7 +123,7 @@ def _stacked(
   named: list[tuple[str, jax.Array]], how: Stacked
 ) -> tuple[list[str], tuple[Fragment, ...]]:
   for name, choices in (
-    ("pattern", ("strided", "sequential")),
+    ("pattern", tuple(PATTERNS)),
     ("rest", ("last", "first")),
   ):
     if getattr(how, name) not in choices:

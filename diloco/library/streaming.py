@@ -40,7 +40,8 @@ from diloco.errors import ConfigError
 from diloco.library.layout import Fragments, Layout, Stacked, make_layout
 from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
 from diloco.spec.fields import OuterConfig, WireConfig
-from diloco.spec.schedule import Fragment, Schedule
+from diloco.spec.fragments import Fragment
+from diloco.spec.schedule import Schedule
 from diloco.util.types import PyTree
 
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch, Rectangle
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.simulate.limits import NO_ROUNDS
-from diloco.spec.schedule import Fragment
+from diloco.spec.fragments import Fragment
 from diloco.spec.shapes import parameters
 from diloco.spec.sizes import sync_bytes
 from diloco.util.command import check_picture, prefixed

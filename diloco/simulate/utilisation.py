@@ -33,7 +33,8 @@ import numpy as np
 from diloco.simulate.limits import AboveZero, check, check_fields
 from diloco.spec import sizes
 from diloco.spec.fields import NonNegative, Positive, Range
-from diloco.spec.schedule import Schedule, make_fragments
+from diloco.spec.fragments import make_fragments
+from diloco.spec.schedule import Schedule
 
 METHODS = ("data_parallel", "diloco", "streaming")
 STEPS = 300

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.mesh import sharding
 from diloco.sites.calendar import Calendar
 from diloco.sites.link import Closed

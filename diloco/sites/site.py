@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco.algorithm.method import Method, Wrapper
-from diloco.algorithm.metrics import Metrics
 from diloco.algorithm.optimizers import at_step
 from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
+from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError

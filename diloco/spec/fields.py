@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
-from diloco.spec import schedule
+from diloco.spec.fragments import Fragment, make_fragments
 from diloco.spec.plugins import EXCHANGES, EXTENSIONS, Average, Extension, Group
 from diloco.spec.schedule import Schedule
 
@@ -521,7 +521,7 @@ class Config:
     due = {} if t <= self.joint_steps else self.averages
     return [kind for kind, average in due.items() if t % average.every == 0]
 
-  def make_fragments(self) -> tuple[schedule.Fragment, ...]:
+  def make_fragments(self) -> tuple[Fragment, ...]:
     """Makes the fragments in the order in which they are sent.
 
     data_parallel has none: it has no outer parameters, and nothing is sent in rounds.
@@ -529,9 +529,7 @@ class Config:
     f = self.fragments
     if self.one_model:
       return ()
-    return schedule.make_fragments(
-      self.model.num_layers, f.size, f.pattern, f.embedding
-    )
+    return make_fragments(self.model.num_layers, f.size, f.pattern, f.embedding)
 
   def make_schedule(self) -> Schedule:
     """Makes the schedule; `resolve` must have filled in the taus."""
@@ -555,8 +553,8 @@ class Config:
     return self._counted(schedule)
 
   def _counted(self, schedule: Schedule) -> tuple[int, ...]:
-    final, fragments = int(self.outer.final_sync), range(schedule.num_fragments)
-    return tuple(schedule.num_sends(p, self.train.steps) + final for p in fragments)
+    final, every = int(self.outer.final_sync), range(schedule.num_fragments)
+    return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 
   def to_dict(self) -> dict[str, Any]:
     """Returns nested dicts, which json can write; tuples stay tuples."""

@@ -1,4 +1,4 @@
-"""Which layers form a fragment, and when a fragment is sent and received. No JAX.
+"""When a fragment is sent and received. No JAX.
 
 The schedule of Streaming DiLoCo (arXiv 2501.18512, section 2.2 and Algorithm 2).
 Trainer, ledger, checkpoints and simulators all ask this file.
@@ -10,89 +10,6 @@ tau overlap in inner steps, t = 1..T finished inner steps.
 import dataclasses
 import functools
 import itertools
-
-import numpy as np
-
-from diloco.spec.shapes import Shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class Fragment:
-  """Parameters that are synchronised together.
-
-  Attributes:
-    layers: indices of its layers, that is of its transformer blocks, ascending; may be
-      empty.
-    rest: names of the parameters without a layer axis that it holds, or (). In the
-      trainer's models this is `embed`: embedding, head, positions and final norm.
-  """
-
-  layers: tuple[int, ...]
-  rest: tuple[str, ...] = ()
-
-  @property
-  def indices(self) -> np.ndarray:
-    """The layers as int32 (n,), which jitted functions take as an argument."""
-    return np.asarray(self.layers, np.int32)
-
-  def shapes(self, parameters: Shapes) -> Shapes:
-    """Selects the shapes of the fragment's parameters from those of a model.
-
-    Args:
-      parameters: from `diloco.spec.shapes.parameters`.
-    """
-
-    def cut(tree: Shapes | tuple[int, ...]) -> Shapes | tuple[int, ...]:
-      if isinstance(tree, dict):
-        return {name: cut(part) for name, part in tree.items()}
-      return (len(self.layers), *tree[1:])
-
-    blocks = {"blocks": cut(parameters["blocks"])} if self.layers else {}
-    return blocks | {name: parameters[name] for name in self.rest}
-
-
-def make_fragments(
-  num_layers: int, size: int = 3, pattern: str = "strided", embedding: str = "last"
-) -> tuple[Fragment, ...]:
-  """Splits a model; every parameter belongs to exactly one fragment.
-
-  With n = ceil(num_layers / size), `strided` gives fragment p the layers p, p+n, p+2n,
-  ...; `sequential` gives it consecutive layers; `whole` makes DiLoCo's one fragment of
-  all parameters. If size does not divide num_layers, some fragments have one layer less
-  (strided), or the last fragment is smaller (sequential).
-
-  Args:
-    num_layers: transformer blocks N.
-    size: blocks per fragment (the paper uses 3); `whole` ignores it.
-    pattern: strided, sequential or whole (figure 2).
-    embedding: place of the embedding's own fragment in the schedule, last or first. The
-      paper shows the fragment (figures 2 and 17) but not when it is sent.
-
-  Returns:
-    The P fragments in the order in which they are sent.
-
-  Raises:
-    ValueError: the pattern is unknown, or the fragment is larger than the model.
-  """
-  if pattern == "whole":
-    return (Fragment(tuple(range(num_layers)), ("embed",)),)
-  if not 1 <= size <= num_layers:
-    raise ValueError(
-      f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
-      f" from 1 to {num_layers}."
-    )
-  n = -(-num_layers // size)
-  if pattern == "strided":
-    layers = [range(p, num_layers, n) for p in range(n)]
-  elif pattern == "sequential":
-    layers = [range(i, min(i + size, num_layers)) for i in range(0, num_layers, size)]
-  else:
-    raise ValueError(
-      f"fragments.pattern is {pattern!r}; choose strided, sequential or whole."
-    )
-  blocks = [Fragment(tuple(ids)) for ids in layers]
-  embed = [Fragment((), ("embed",))]
-  return tuple(embed + blocks if embedding == "first" else blocks + embed)
 
 
 @dataclasses.dataclass(frozen=True)

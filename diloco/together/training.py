@@ -24,12 +24,12 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
 from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
-from diloco.algorithm.metrics import Metric
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
+from diloco.algorithm.sync_metrics import Metric
 from diloco.checkpoint.checkpoints import Checkpoints
+from diloco.checkpoint.damage import Stored
 from diloco.checkpoint.record import Spent
-from diloco.checkpoint.stored import Stored
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.data.contents import contents, keep_tokenizer

@@ -18,7 +18,7 @@ from absl import flags, logging
 from ml_collections import config_flags
 
 from diloco.algorithm.state import abstract_params
-from diloco.checkpoint import checksums, stored
+from diloco.checkpoint import checksums, damage
 from diloco.checkpoint.record import folder_of
 from diloco.config import command_line, resolve
 from diloco.processes.peers import Peers
@@ -58,7 +58,7 @@ def measure(workdir: pathlib.Path) -> None:
   tree = None  # Frees the memory.
   for step, name in enumerate(("", ", compressed")):
     with timed("read" + name):
-      found = jax.block_until_ready(stored.read_arrays(workdir, step, like))
+      found = jax.block_until_ready(damage.read_arrays(workdir, step, like))
     with timed("checksums after reading"):
       assert not checksums.changed(found, sums, Peers())
     found = None

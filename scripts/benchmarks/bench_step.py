@@ -17,7 +17,7 @@ from absl import flags
 from ml_collections import config_flags
 from timing import in_turn, print_devices, timed
 
-from diloco.algorithm import fragments, optimizers
+from diloco.algorithm import optimizers, slices
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import init_state
@@ -69,7 +69,7 @@ def outer_times(bench: Bench) -> dict[str, float]:
     params, layers, state = bench.params, plan.layers[0], bench.state.outer
     theta, opt_state = state.theta[0], state.opt_state[0]
     key, everyone = jax.random.key(0), np.ones(c.replicas, bool)
-    part = jax.jit(lambda *args: fragments.take(*args))(params, theta, layers)
+    part = jax.jit(lambda *args: slices.take(*args))(params, theta, layers)
 
     def sent():
       codec_state = fresh(state.codec_state[0])

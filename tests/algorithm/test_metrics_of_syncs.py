@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.metrics import mean_cosine, norms, products
+from diloco.algorithm.sync_metrics import mean_cosine, norms, products
 
 
 def draw_M(m: int, shift: float = 0.0) -> tuple[dict, np.ndarray]:

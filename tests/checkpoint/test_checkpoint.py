@@ -10,17 +10,17 @@ import threading
 import types
 
 import conftest
-import damage
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import wreck
 from bare_method import BareMethod
 from threads import free_port
 
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
-from diloco.checkpoint import resume, stored
+from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Record
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -240,7 +240,7 @@ def test_two_processes_skip_a_checkpoint_with_a_flipped_bit(c, tmp_path):
   values = np.asarray(state(12).params["w"]).tobytes()
   [arrays] = [p for p in files if values in p.read_bytes()]
   content = arrays.read_bytes()
-  damage.flip(arrays, (content.index(values) + 0.5) / len(content))
+  wreck.flip(arrays, (content.index(values) + 0.5) / len(content))
   found = restore_as_two(tmp_path, c)
   assert [x.step for x in found] == [10, 10]
 
@@ -249,7 +249,7 @@ def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
   c, tmp_path, monkeypatch, capsys
 ):
   save(tmp_path, c, [10, 12])
-  read = stored.read_arrays
+  read = damage.read_arrays
 
   def misread(workdir, step, like):
     arrays = read(workdir, step, like)
@@ -257,7 +257,7 @@ def test_two_processes_skip_a_checkpoint_that_one_reads_wrongly(
       arrays["params"]["w"] = -arrays["params"]["w"]
     return arrays
 
-  monkeypatch.setattr(stored, "read_arrays", misread)
+  monkeypatch.setattr(damage, "read_arrays", misread)
   found = restore_as_two(tmp_path, c)
   assert [x.step for x in found] == [10, 10]
   assert (
@@ -271,14 +271,14 @@ def test_a_checkpoint_that_only_one_process_cannot_read_ends_all(
   c, tmp_path, monkeypatch, part
 ):
   save(tmp_path, c, [10, 12])
-  read = getattr(stored, part)
+  read = getattr(damage, part)
 
   def fail_in_one(*args):
     if threading.current_thread().name == "process 1":
       raise OSError("stale file handle\nmore")
     return read(*args)
 
-  monkeypatch.setattr(stored, part, fail_in_one)
+  monkeypatch.setattr(damage, part, fail_in_one)
   found = restore_as_two(tmp_path, c)
   for error in found:
     assert isinstance(error, ConfigError)

@@ -2,8 +2,8 @@
 
 import json
 
-import damage
 import pytest
+import wreck
 
 from diloco.coordinator import journal as journal_lib
 from diloco.coordinator.journal import Entry, Journal
@@ -85,7 +85,7 @@ def test_a_cut_line_is_written_again(tmp_path):
 
 def test_every_damage_of_a_round_is_one_sentence(tmp_path):
   folder = tmp_path / "journal"
-  for name, harm in damage.all_of(make(tmp_path), flips=40):
+  for name, harm in wreck.all_of(make(tmp_path), flips=40):
     journal = make(tmp_path) and Journal(tmp_path)
     harm(folder)
     print(name)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pathlib
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco import config as config_lib
 from diloco import data as data_lib
-from diloco.data import files, sources
+from diloco.data import files
 from diloco.data.documents import make_documents
 from diloco.data.prepare import pieces
 from diloco.errors import ConfigError
@@ -68,7 +69,7 @@ def test_too_few_documents_name_paragraphs_as_a_way_out(tiny, book):
   with pytest.raises(ConfigError, match=message):
     data_lib.TrainIterator(config_lib.resolve(tiny))
   # Of JSON lines, only more lines help.
-  assert sources.more_documents("files:/data/*.jsonl.gz") == "add documents"
+  assert files.more_documents("files:/data/*.jsonl.gz") == "add documents"
 
 
 def test_held_out_documents_without_text_are_refused(tiny, book):
@@ -86,9 +87,44 @@ def test_a_folder_stands_for_its_files_that_are_not_hidden(tmp_path):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-  found = sources.list_files(f"files:{tmp_path}")
+  found = files.list_files(f"files:{tmp_path}")
   names = [path.relative_to(tmp_path).as_posix() for path in found]
   assert names == ["b.txt", "in/a.txt", "in/deep/c[1].jsonl"]
+
+
+def test_a_file_counts_once_whatever_leads_to_it(tmp_path):
+  text = tmp_path / "text"
+  (text / "in").mkdir(parents=True)
+  for name in ("a.txt", "in/b.txt"):
+    (text / name).write_text(name)
+  (text / "up").symlink_to(text)
+  (text / "c.txt").symlink_to(text / "a.txt")
+  (text / "d.txt").hardlink_to(text / "in" / "b.txt")
+  for source in (f"files:{text}", f"files:{text}/**/*"):
+    found = files.list_files(source)
+    assert [path.name for path in found] == ["a.txt", "d.txt"]
+  (text / "in" / "above").symlink_to(text.parent)  # Two loops have endless paths.
+  assert list(files.list_files(f"files:{text}")) == list(found)
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+  (tmp_path / "in").mkdir()
+  (tmp_path / "a.txt").touch()
+  scan = os.scandir
+
+  def refuse(path):
+    if str(path).endswith("/in"):
+      raise PermissionError(13, "Permission denied", str(path))
+    return scan(path)
+
+  monkeypatch.setattr(os, "scandir", refuse)
+  with pytest.raises(ConfigError, match=r"data.source cannot be read .*/in'"):
+    files.list_files(f"files:{tmp_path}")
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.Json", "a.jsonl.GZ"])
+def test_json_lines_are_known_by_their_name_in_any_case(name):
+  assert files.layout(pathlib.Path(name), paragraphs=True) == "lines"
 
 
 GOOD = json.dumps({"text": "good"}).encode()
@@ -104,6 +140,7 @@ GOOD = json.dumps({"text": "good"}).encode()
     ),
     ("a.txt", "words".encode("utf-16"), r"a.txt, line 1, is not UTF-8 .* `iconv -f"),
     ("a.txt", b"text\n\x89PNG\r\n\x1a\n", "a.txt, line 2, is not UTF-8 text"),
+    ("a.data", GOOD + b"\n" + GOOD, "its first line is a JSON object with a `text`; r"),
     ("a.jsonl", GOOD + b"\n\n{bad\n", "a.jsonl, line 3, is not a JSON object"),
     ("a.jsonl", GOOD + b'\n{"txt": ""}', "a.jsonl, line 2, is not a JSON object"),
     ("a.jsonl", b'{"text": null}', "a.jsonl, line 1, is not a JSON object"),

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 from conftest import tiny_config
 
-from diloco.algorithm.fragments import take
 from diloco.algorithm.make import make_plan
+from diloco.algorithm.slices import take
 from diloco.config import resolve
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError

@@ -1,12 +1,15 @@
 """The partition into fragments and the schedule, against the paper's examples."""
 
 import itertools
+import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.spec.schedule import Fragment, Schedule, make_fragments
+from diloco.spec.fields import FragmentsConfig
+from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
+from diloco.spec.schedule import Schedule
 
 
 def test_patterns_match_figure_2():
@@ -19,10 +22,15 @@ def test_patterns_match_figure_2():
   assert make_fragments(2, 1, "whole") == (Fragment((0, 1), ("embed",)),)
 
 
+def test_the_config_knows_every_pattern():
+  kind = typing.get_type_hints(FragmentsConfig)["pattern"]
+  assert set(typing.get_args(kind)) == {*PATTERNS, "whole"}
+
+
 @given(
   n=st.integers(1, 40),
   size=st.integers(1, 40),
-  pattern=st.sampled_from(["strided", "sequential", "whole"]),
+  pattern=st.sampled_from([*PATTERNS, "whole"]),
   embedding=st.sampled_from(["first", "last"]),
 )
 def test_every_layer_is_in_exactly_one_fragment(n, size, pattern, embedding):

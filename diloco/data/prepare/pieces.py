@@ -69,7 +69,7 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         f"--split is {split!r}, but {source!r} has no splits; choose train, eval (one"
         f" document in {files_lib.HOLD_OUT_EVERY}) or all."
       )
-    files = sources_lib.list_files(source)
+    files = files_lib.list_files(source)
     ranges = [(path, layout, 0, 0) for path, layout in files.items()]
   with files_lib.reading():
     return [

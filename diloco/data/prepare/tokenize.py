@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.data import arrays as arrays_lib
+from diloco.data import files as files_lib
 from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
 from diloco.data.prepare import pieces as pieces_lib
@@ -181,7 +182,7 @@ def _join(folder: pathlib.Path, plan: dict[str, Any], units: Units) -> None:
   if not num_bytes:
     raise ConfigError(
       f"--source is {plan['source']!r}, which has no text in the split"
-      f" {plan['split']!r}; {sources_lib.more_documents(plan['source'])}."
+      f" {plan['split']!r}; {files_lib.more_documents(plan['source'])}."
     )
   names = [arrays_lib.ENDS, arrays_lib.BYTES, *(s["file"] for s in shards)]
   manifest = {

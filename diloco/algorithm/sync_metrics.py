@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from diloco.algorithm.fragments import one_of
+from diloco.algorithm.slices import one_of
 from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree

@@ -3,15 +3,15 @@
 import itertools
 import shutil
 
-import damage
 import jax
 import numpy as np
 import pytest
+import wreck
 from bare_method import BareMethod
 
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
-from diloco.checkpoint import stored
+from diloco.checkpoint import damage
 from diloco.checkpoint.record import Record
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -54,7 +54,7 @@ def saved(c, tmp_path):
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
   newest, found = saved / "checkpoints" / "12", {10: 0, 12: 0}
-  for number, (name, harm) in enumerate(damage.all_of(newest, flips=8)):
+  for number, (name, harm) in enumerate(wreck.all_of(newest, flips=8)):
     workdir = tmp_path / str(number)
     shutil.copytree(saved, workdir)
     harm(workdir / "checkpoints" / "12")
@@ -73,32 +73,32 @@ def test_no_damage_of_any_file_changes_a_run_or_stops_it(saved, c, tmp_path):
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_flipped_bits_at_many_places(saved, c, tmp_path):
   newest = saved / "checkpoints" / "12"
-  like = lambda step, record: checkpoint._tree(state(0))
-  for name, harm in damage.all_of(newest, flips=250):
+  like = lambda step, record: checkpoint.tree_of(state(0))
+  for name, harm in wreck.all_of(newest, flips=250):
     copy = tmp_path / "copy"
     shutil.copytree(saved, copy)
     harm(copy / "checkpoints" / "12")
-    found = stored.read_newest(copy, [12, 10], like, "train again")
-    assert bits(found.arrays) == bits(checkpoint._tree(state(found.step))), name
+    found = damage.read_newest(copy, [12, 10], like, "train again")
+    assert bits(found.arrays) == bits(checkpoint.tree_of(state(found.step))), name
     assert found.record.data == {"0": [found.step]}, name
     shutil.rmtree(copy)
 
 
 @pytest.mark.parametrize("part", ["state", "record"])
 def test_damage_of_the_only_checkpoint_is_told_in_one_sentence(saved, part):
-  like = lambda step, record: checkpoint._tree(state(0))
+  like = lambda step, record: checkpoint.tree_of(state(0))
   for file in (saved / "checkpoints" / "12" / part).rglob("*"):
     if file.is_file():
-      damage.flip(file, 0.5)
+      wreck.flip(file, 0.5)
   with pytest.raises(ConfigError) as error:
-    stored.read_newest(saved, [12], like, "train again")
+    damage.read_newest(saved, [12], like, "train again")
   assert "whose checkpoint of step 12 cannot be read (of step 12: " in str(error.value)
   assert str(error.value).count("\n") == 0
   assert len(str(error.value)) < 500
 
 
 def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeypatch):
-  read, alive = stored.read_arrays, []
+  read, alive = damage.read_arrays, []
 
   def spy(*args):
     alive.append(sum(x.shape == (40, 30) for x in jax.live_arrays()))
@@ -106,9 +106,9 @@ def test_the_arrays_of_a_damaged_checkpoint_do_not_stay_in_memory(saved, monkeyp
 
   like = lambda step, record: {"params": {"w": state(0).params["w"]}}
   changed = itertools.chain(["damaged"], itertools.repeat(None))
-  monkeypatch.setattr(stored, "read_arrays", spy)
-  monkeypatch.setattr(stored, "_changed", lambda *args: next(changed))
-  assert stored.read_newest(saved, [12, 10], like, "train again").step == 10
+  monkeypatch.setattr(damage, "read_arrays", spy)
+  monkeypatch.setattr(damage, "_changed", lambda *args: next(changed))
+  assert damage.read_newest(saved, [12, 10], like, "train again").step == 10
   assert alive[0] == alive[1]
 
 
@@ -116,9 +116,9 @@ def test_too_little_memory_is_no_damage(saved, monkeypatch):
   def fail(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-  monkeypatch.setattr(stored, "read_arrays", fail)
+  monkeypatch.setattr(damage, "read_arrays", fail)
   with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
-    stored.read_newest(saved, [12, 10], lambda *args: {}, "train again")
+    damage.read_newest(saved, [12, 10], lambda *args: {}, "train again")
 
 
 def test_a_file_named_checkpoints_is_refused(c, tmp_path):

@@ -1,0 +1,149 @@
+"""Checks the fields of a config, each alone and all together. No JAX.
+
+`rules.py` has the table of choices that need other choices. Every error is one sentence
+with the field, its value and the remedy.
+"""
+
+import math
+import numbers
+import re
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from diloco.config import rules
+from diloco.errors import ConfigError
+from diloco.spec import plugins, shapes, sizes
+from diloco.spec.fields import Config, Range
+
+_KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
+
+
+def check_each(
+  v: Mapping[str, Any], defaults: Mapping[str, Any], kinds: Mapping[str, Any]
+) -> None:
+  """Checks names, choices and limits of all fields.
+
+  Args:
+    v: a config's fields by name, such as "outer.average".
+    defaults: the default of each field.
+    kinds: the type of each field, with its limits.
+
+  Raises:
+    ConfigError: a field has a value that cannot work.
+  """
+  for field in sorted(v.keys() - defaults.keys()):
+    more = plugins.hint(field.partition(".")[0])
+    raise ConfigError(
+      f"{field} is {v[field]!r}, but there is no such field; see"
+      f" diloco/spec/fields.py{more}."
+    )
+  for field, kind in kinds.items():
+    base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
+    if base in _KINDS and (
+      not isinstance(v[field], _KINDS[base][0]) or isinstance(v[field], bool)
+    ):
+      raise ConfigError(f"{field} is {v[field]!r}; give {_KINDS[base][1]}.")
+    if isinstance(v[field], float) and not math.isfinite(v[field]):
+      raise ConfigError(f"{field} is {v[field]}; give a finite number.")
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    if choices and v[field] not in choices:
+      raise ConfigError(f"{field} is {v[field]!r}; choose one of {', '.join(choices)}.")
+    for limits in getattr(kind, "__metadata__", ()):
+      if isinstance(limits, Range) and v[field] not in limits:
+        raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
+
+
+def check_together(
+  c: Config, v: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+  """Checks fields that depend on each other; `v` has all by name."""
+  tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
+  rules.check({**v, "overlap.tau": tau}, defaults)
+  count = c.sites.count or c.replicas
+  if c.sites.quorum > count:
+    raise ConfigError(
+      f"sites.quorum is {c.sites.quorum}, but there are {count} sites; lower it."
+    )
+  if c.eval.test_tokens and not c.eval.tokens:
+    raise ConfigError(
+      f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
+      " held-out text; set eval.tokens."
+    )
+  m, shares = c.model, c.replicas * c.train.accumulate
+  for multiple, n, divisor, d in (
+    ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
+    ("train.batch_size", c.train.batch_size, "data.shards", c.data.shards),
+    ("data.shards", c.data.shards, "replicas", c.replicas),
+    ("replicas", c.replicas, "sites.count", c.sites.count),
+    ("model.dim", m.dim, "model.num_heads", 0 if m.head_dim else m.num_heads),
+    ("model.num_heads", m.num_heads, "model.num_kv_heads", m.num_kv_heads),
+    ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
+  ):
+    if d and n % d:
+      raise ConfigError(
+        f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
+      )
+  for field in shapes.ONLY_QWEN3 if m.name == "decoder" else ():
+    value, default = getattr(m, field), defaults[f"model.{field}"]
+    if value != default:
+      raise ConfigError(
+        f"model.{field} is {value}, which model.name=decoder does not have; leave it at"
+        f" {default}, or set model.name=qwen3."
+      )
+  taus = c.overlap.taus
+  if len(taus) != c.replicas or not all(isinstance(tau, int) for tau in taus):
+    raise ConfigError(
+      f"overlap.taus is {taus}; give {c.replicas} whole numbers, one per replica, or"
+      " leave it empty."
+    )
+  try:
+    c.make_schedule()
+    shapes.parameters(c.model)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  check_names(c)
+  if c.make_fragments():
+    for extension in c.extensions:
+      extension.check(c)
+
+
+def check_names(c: Config) -> None:
+  """Refuses names that nothing has registered."""
+  try:
+    sizes.check(c.wire)
+  except ValueError as error:
+    raise ConfigError(str(error)) from error
+  known = ("mean", *plugins.MEANS)
+  if c.outer.average not in known:
+    raise ConfigError(
+      f"outer.average is {c.outer.average!r}; choose one of"
+      f" {', '.join(known)}{plugins.hint(c.outer.average)}."
+    )
+
+
+def check_profile(c: Config) -> None:
+  asked, last = c.profile.steps, c.train.steps
+  given = re.fullmatch(r"(\d{1,9}):(\d{1,9})", asked, re.ASCII)
+  if asked and not (given and 1 <= int(given[1]) <= int(given[2]) <= last):
+    raise ConfigError(
+      f"profile.steps is {asked!r}; give the first and the last inner step to trace,"
+      f" such as 100:105, from 1 to train.steps = {last}."
+    )
+
+
+def check_all_synced(c: Config) -> None:
+  """Refuses a run so short that some outer parameters would stay untrained."""
+  if 0 in c.num_syncs():
+    schedule = c.make_schedule()
+    first = max(map(schedule.first_send, range(schedule.num_fragments)))
+    joint = c.joint_steps
+    after = f" after {joint} joint steps" if joint else ""
+    field = "the number of joint steps or sync_every" if joint else "sync_every"
+    final = "" if c.own_outer else ", or set outer.final_sync=true"
+    raise ConfigError(
+      f"train.steps is {c.train.steps}, but with sync_every={c.sync_every}{after} some"
+      f" parameters are first synchronised at step {first}, so the outer parameters,"
+      f" which are evaluated, would not contain all training; train longer or lower"
+      f" {field}{final}."
+    )
