@@ -77,7 +77,8 @@ def make_layout(
     fragments: see `diloco.streaming`.
 
   Raises:
-    ConfigError: a leaf is not floating-point, or `fragments` does not fit the tree.
+    ConfigError: a leaf is not floating-point or has no values, or `fragments` does not
+      fit the tree.
   """
   leaves, structure = jax.tree.flatten_with_path(params_M)
   path_of = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
@@ -89,6 +90,11 @@ def make_layout(
       raise ConfigError(
         f"the leaf {path} of params_M has the type {leaf.dtype}, but all parameters"
         " must be floating-point; keep this leaf outside of params_M."
+      )
+    if not leaf.size:
+      raise ConfigError(
+        f"the leaf {path} of params_M has the shape {leaf.shape}, which has no values;"
+        " keep this leaf outside of params_M."
       )
   paths = [path for path, _ in named]
   if isinstance(fragments, Stacked):

@@ -116,7 +116,8 @@ def check(wire: "WireConfig") -> None:
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
   """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
   n = shape[0] if path[0] == "blocks" else 1
-  return n, math.prod(shape) // n, shape[-1] if shape else 1
+  own = shape[1:] if path[0] == "blocks" else shape  # Of one layer.
+  return n, math.prod(own), own[-1] if own else 1
 
 
 def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:

@@ -245,6 +245,30 @@ def test_a_finished_run_is_extended():
   assert kinds == [("send", 12), ("receive", 14)]
 
 
+SHAPES = [(), (1,), (7,), (3, 5), (1, 1, 3), (70_001,)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_leaves_of_any_shape_are_coded(stacked, dtype):
+  # A block of equal values loses only what the scale loses, which has few bits.
+  leaves = {str(i): jnp.full((M, 4, *s), i + 1.0, dtype) for i, s in enumerate(SHAPES)}
+  first_M = {"layers": leaves, "rest": jnp.ones((M,), dtype)}
+  found = []
+  for wire in ("fp32", "e3m0"):
+    params_M = jax.tree.map(jnp.copy, first_M)
+    how = diloco.Stacked("layers", size=3) if stacked else None
+    method = diloco.streaming(params_M, sync_every=2, fragments=how, wire=wire)
+    state = method.init(params_M)
+    for t in range(1, 7):
+      params_M = jax.tree.map(lambda x: (x * 1.25).astype(x.dtype), params_M)
+      params_M, state, _ = method.step(t, params_M, state)
+    found.append(params_M)
+  plain, coded = found
+  for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(coded)):
+    np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.05)
+
+
 def test_mistakes_are_named():
   good = diloco.replicate(tree(), M)
   bad = {**good, "count": jnp.zeros((M, 1), jnp.int32)}
@@ -253,6 +277,7 @@ def test_mistakes_are_named():
   cases = [
     ({}, {}, "params_M has no leaves"),
     (bad, {}, "the leaf count of params_M has the type int32"),
+    ({**good, "no": jnp.zeros((M, 0))}, {}, r"the leaf no of params_M has the shape"),
     (uneven, {}, r"first axes of \[2, 3\]"),
     (good, {"fragments": lambda path: path}, "fragments\\('net/0/b'\\) is 'net/0/b'"),
     (good, {"fragments": lambda path: 2}, r"no leaf to fragment 0 of 0\.\.2"),
