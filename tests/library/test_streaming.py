@@ -251,11 +251,11 @@ SHAPES = [(), (1,), (7,), (3, 5), (1, 1, 3), (70_001,)]
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("stacked", [True, False])
 def test_leaves_of_any_shape_are_coded(stacked, dtype):
-  # A block of equal values loses only what the scale loses, which has few bits.
+  # Values of another leaf would differ by a fifth or more; five bits lose a 32nd.
   leaves = {str(i): jnp.full((M, 4, *s), i + 1.0, dtype) for i, s in enumerate(SHAPES)}
   first_M = {"layers": leaves, "rest": jnp.ones((M,), dtype)}
   found = []
-  for wire in ("fp32", "e3m0"):
+  for wire in ("fp32", "e3m4"):
     params_M = jax.tree.map(jnp.copy, first_M)
     how = diloco.Stacked("layers", size=3) if stacked else None
     method = diloco.streaming(params_M, sync_every=2, fragments=how, wire=wire)
@@ -266,7 +266,7 @@ def test_leaves_of_any_shape_are_coded(stacked, dtype):
     found.append(params_M)
   plain, coded = found
   for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(coded)):
-    np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.05)
+    np.testing.assert_allclose(np.float32(x), np.float32(y), rtol=0.1)
 
 
 def test_mistakes_are_named():
