@@ -171,13 +171,21 @@ def read(
         f"{where}, whose weights cannot be read ({reason}); copy the folder again."
       ) from error
     known = {name for theirs in expected.values() for name in theirs}
+    head, table = _THEIRS["embed.head"], _THEIRS["embed.tokens"]
     # A tied head may be stored, too.
-    odd = sorted((known - at.keys()) | (at.keys() - known - {_THEIRS["embed.head"]}))
+    odd = sorted((known - at.keys()) | (at.keys() - known - {head}))
     if odd:
       state = "lacks" if odd[0] in known else "has in addition"
       raise ConfigError(
         f"{where}, which {state} the tensor {odd[0]}; give the folder of a"
         f" {ARCHITECTURE}."
+      )
+    if head in at.keys() - known and not np.array_equal(
+      at[head].get_tensor(head), at[table].get_tensor(table)
+    ):
+      raise ConfigError(
+        f"{where}, whose {CONFIG} has tie_word_embeddings=true, but {head} is not"
+        f" {table}; set it to false there, and model.tie_embeddings=false."
       )
     for path, shape in shapes.leaves(shapes.parameters(m)):
       name = ".".join(path)

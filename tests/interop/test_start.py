@@ -68,6 +68,20 @@ def test_bfloat16_weights_of_transformers_are_read(tiny, tmp_path, sharded):
   assert_equal(found, jax.tree.map(rounded, params))
 
 
+def test_a_stored_head_that_the_config_ties_must_be_the_embedding(tiny, tmp_path):
+  params = make_folder(tiny, tmp_path, "hf", tie_embeddings=True)
+  path, c = tmp_path / "model.safetensors", resolve(tiny)
+  tensors = safetensors.load_file(path)
+  tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+  safetensors.save_file(tensors, path)
+  found = start.first_params(c, make_mesh(c))
+  assert found["embed"].keys() == params["embed"].keys()
+  tensors["lm_head.weight"][7, 3] += 1
+  safetensors.save_file(tensors, path)
+  with pytest.raises(ConfigError, match="word_embeddings=true, but lm_head"):
+    start.first_params(c, make_mesh(c))
+
+
 def test_an_export_of_any_architecture_is_read(tiny, tmp_path):
   params = make_folder(tiny, tmp_path, "diloco")
   tiny.model.dtype, tiny.model.remat = "bfloat16", "full"  # Not of the parameters.
