@@ -128,8 +128,17 @@ def test_a_mean_with_weights_counts_the_weights():
     assert np.any(np.asarray(x) != z)
 
 
-def test_optimizers_that_mix_values_take_whole_tensors():
-  c = make_config(**{"outer.optimizer": "lamb"})
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"outer.optimizer": "lamb"},
+    {"outer.restart_every": 2},
+    {"outer.final_fraction": 0.5},
+    {"plugins": ("radial",), "outer.average": "radial"},
+  ],
+)
+def test_updates_that_mix_values_or_count_syncs_take_whole_tensors(fields):
+  c = make_config(**fields)
   form = form_of(c)
   assert form.send is fused.send
   assert form.update is outer.update_in_place
