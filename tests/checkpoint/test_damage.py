@@ -12,7 +12,7 @@ from bare_method import BareMethod
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
-from diloco.checkpoint.record import Record
+from diloco.checkpoint.record import Record, steps_of
 from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.interop import load
@@ -128,3 +128,9 @@ def test_a_file_named_checkpoints_is_refused(c, tmp_path):
     open_checkpoints(tmp_path, c)
   with pytest.raises(ConfigError, match=message):
     load.load(tmp_path)
+
+
+def test_the_newest_checkpoint_comes_first(tmp_path):
+  for name in ("9", "10", "100", "11.orbax-checkpoint-tmp"):
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+  assert steps_of(tmp_path) == [100, 10, 9]
