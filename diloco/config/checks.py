@@ -1,7 +1,7 @@
 """Checks the fields of a config, each alone and all together. No JAX.
 
-`rules.py` has the table of choices that need other choices. Every error is one sentence
-with the field, its value and the remedy.
+`combinations.py` has the table of choices that need other choices. Every error is one
+sentence with the field, its value and the remedy.
 """
 
 import math
@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.config import rules
+from diloco.config import combinations
 from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Config, Range
@@ -59,7 +59,7 @@ def check_together(
 ) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
-  rules.check({**v, "overlap.tau": tau}, defaults)
+  combinations.check({**v, "overlap.tau": tau}, defaults)
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(

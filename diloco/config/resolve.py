@@ -10,7 +10,7 @@ from typing import Any
 
 import ml_collections
 
-from diloco.config import checks, rules
+from diloco.config import checks, combinations
 from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Config
@@ -125,7 +125,7 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
     ConfigError: a field has a value that cannot work.
   """
   c = _resolve(leaves(config.to_dict()))
-  rules.check_effects(c, leaves(c.to_dict()), _defaults(c.plugins))
+  combinations.check_effects(c, leaves(c.to_dict()), _defaults(c.plugins))
   checks.check_all_synced(c)
   return c
 
@@ -206,8 +206,8 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   checks.check_each(v, defaults, _kinds(v["plugins"]))
   c = _build(v)
   checks.check_names(c)
-  rules.check(v, defaults)
-  rules.check_effects(c, v, defaults)
+  combinations.check(v, defaults)
+  combinations.check_effects(c, v, defaults)
   return c
 
 

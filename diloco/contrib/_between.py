@@ -1,7 +1,7 @@
 """What plug-ins of several replicas have in common. No JAX."""
 
 from diloco.config import Config
-from diloco.config.rules import DEVICE, DILOCO, OFF
+from diloco.config.combinations import DEVICE, DILOCO, OFF
 from diloco.spec.plugins import Rule
 
 

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.slices import one_of, put
-from diloco.config.rules import DEVICE, OFF
+from diloco.config.combinations import DEVICE, OFF
 from diloco.mesh.sharding import REPLICA
 from diloco.util.types import PyTree
 

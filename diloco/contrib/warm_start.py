@@ -31,7 +31,7 @@ from diloco.algorithm.plan import OuterStep, Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
-from diloco.config.rules import OFF
+from diloco.config.combinations import OFF
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
