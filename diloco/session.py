@@ -299,9 +299,10 @@ def open_session(
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
     evaluation = Evaluation(c, mesh)
-    read = contents(c)
-    remedy = "give all the same text and tokenizer"
-    check_same(peers, read | held_out(c), remedy)
+    read = contents(c, evaluation.tokenizer)
+    if peers.count > 1:
+      remedy = "give all the same text and tokenizer"
+      check_same(peers, read | held_out(c), remedy)
     own = make_method(c, mesh)
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)

@@ -9,7 +9,7 @@ from diloco.config import Config
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
 from diloco.spec.fields import DataConfig
-from diloco.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
 from diloco.util.files import replacing
 
@@ -17,7 +17,7 @@ from diloco.util.files import replacing
 _SAMPLE = 1 << 16
 
 
-def contents(c: Config) -> dict[str, str]:
+def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   """Digests what a run trains on: {data.tokenizer and data.source: hexadecimal}.
 
   Reads the size, the beginning and the end of each file; of a TFDS data set, what its
@@ -27,9 +27,9 @@ def contents(c: Config) -> dict[str, str]:
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
-  found = {"data.tokenizer": load_tokenizer(c.data.tokenizer).sha256}
   with files_lib.reading():
-    return found | {"data.source": _digest(_parts(c.data, c.data.train_split))}
+    text = _digest(_parts(c.data, c.data.train_split))
+  return {"data.tokenizer": tokenizer.sha256, "data.source": text}
 
 
 def held_out(c: Config) -> dict[str, str]:

@@ -60,16 +60,18 @@ def list_files(source: str) -> dict[pathlib.Path, Layout]:
     found = (
       _below(pattern) if os.path.isdir(pattern) else glob.glob(pattern, recursive=True)
     )
-    named = [path for path in map(pathlib.Path, sorted(found)) if path.is_file()]
-    identity = lambda path: (path.stat().st_dev, path.stat().st_ino)
-    paths = sorted({identity(path): path for path in reversed(named)}.values())
+    paths = dict[tuple[int, int], pathlib.Path]()  # By what the file is.
+    for path in map(pathlib.Path, sorted(found)):
+      if path.is_file():
+        status = path.stat()
+        paths.setdefault((status.st_dev, status.st_ino), path)
   if not paths:
     raise ConfigError(
       f"data.source is {source!r}, but no file matches {pattern!r}; give a folder, or a"
       " glob such as files:/data/text/*.txt."
     )
   paragraphs = source.startswith(_PARAGRAPHS)
-  return {path: layout(path, paragraphs) for path in paths}
+  return {path: layout(path, paragraphs) for path in paths.values()}
 
 
 def _below(folder: str) -> Iterator[str]:

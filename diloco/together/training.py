@@ -264,12 +264,13 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
+    read = contents(c, evaluation.tokenizer)  # The runs have the same text.
     restored = list[Stored | None]()
     for run in runs:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.batches = batches[run.c.seed]
-      run.contents = contents(run.c)
+      run.contents = read
       args = (run.workdir, run.c, method, run.peers, run.contents)
       run.checkpoints = Checkpoints(*args)
       stack.enter_context(contextlib.closing(run.checkpoints))

@@ -31,7 +31,8 @@ def folder(tmp_path):
 
 def of(tiny, **fields):
   tiny.data.update(fields)
-  return contents(resolve(tiny))
+  c = resolve(tiny)
+  return contents(c, data_lib.load_tokenizer(c.data.tokenizer))
 
 
 def test_a_text_is_the_same_wherever_it_lies(tiny, folder, tmp_path):
