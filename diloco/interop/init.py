@@ -17,7 +17,7 @@ from diloco.tokenizer.tokenizer_json import convert
 
 # Fields of ModelConfig that say how to compute, and not what the parameters are.
 _FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
-_FREE |= {"segment_masks"}
+_FREE |= {"segment_masks", "unroll"}
 
 
 def first_params(c: Config, mesh: Mesh) -> Any:

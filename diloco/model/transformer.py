@@ -10,6 +10,7 @@ Letters: B sequences, L positions, D width, H query heads, G heads of keys and v
 K head size, V vocabulary, N layers, S cached positions.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
 from diloco.model import loss
@@ -88,8 +90,10 @@ class Transformer(nn.Module):
 
   def setup(self) -> None:
     self.embed = self.Embed(self.m, self.batch_axes)
-    policy = {"dots": jax.checkpoint_policies.dots_saveable}.get(self.m.remat)
-    remat = functools.partial(nn.remat, prevent_cse=False, policy=policy)
+    unroll = self.m.unroll or self.m.num_layers
+    policy = _is_product if self.m.remat == "dots" else None
+    # Without a loop around it, XLA would merge the second computation with the first.
+    remat = functools.partial(nn.remat, prevent_cse=unroll > 1, policy=policy)
     block = self.Block if self.m.remat == "none" else remat(self.Block)
     stack = nn.scan(
       block,
@@ -98,6 +102,7 @@ class Transformer(nn.Module):
       # Each layer has its own cache; all layers share the place.
       in_axes=(0, nn.broadcast),
       length=self.m.num_layers,
+      unroll=unroll,
     )
     self.blocks = stack(self.m, self.batch_axes)
 
@@ -132,9 +137,20 @@ class Transformer(nn.Module):
     return place
 
 
+def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
+  """Returns whether `remat=dots` keeps the results of an operation.
+
+  These are matrix products, and the kernels of cudnn and splash, which contain some.
+  """
+  kernels = ("dot_product_attention_fwd", "pallas_call")
+  dots = jax.checkpoint_policies.dots_saveable
+  return primitive.name.startswith(kernels) or dots(primitive, *args, **params)
+
+
 def init(module: type[Transformer], m: ModelConfig, key: jax.Array) -> Params:
   """Draws the first parameters of one replica."""
   ids_BxL = jnp.zeros((1, m.seq_len), jnp.int32)
+  m = dataclasses.replace(m, unroll=1)  # Draws the same, and compiles faster.
   return dict(module(m).init(key, ids_BxL)["params"])
 
 

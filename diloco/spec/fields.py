@@ -278,8 +278,11 @@ class ModelConfig:
   # Type of the replicas' parameters. Outer parameters are always float32.
   param_dtype: DType = "float32"
   # What the backward pass recomputes of a block, to save memory. none: nothing. dots:
-  # everything but matrix products. full: everything.
+  # everything but matrix products and the kernels of attention. full: everything.
   remat: Remat = "none"
+  # Blocks in one iteration of the loop over blocks. 1: compile time does not grow with
+  # depth. 0: all, so there is no loop; steps are faster (docs/benchmarks.md).
+  unroll: Count = 1
   # How attention is computed (docs/aot.md): splash on TPUs, cudnn on NVIDIA GPUs, xla
   # anywhere. auto: the best that the devices and the other fields allow. All agree up
   # to rounding. Generation always uses xla.

@@ -4,8 +4,9 @@
   PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_accelerator.py
   python scripts/benchmarks/bench_accelerator.py --compile_for=h100:1
 
-A row is one size, one step, one attention and one rematerialisation. The steps are
-NanoDO's, data-parallel and Streaming DiLoCo with M=2, all with the same global batch.
+A row is one size, one step, one attention, one rematerialisation and one unrolling of
+the loop over blocks. The steps are NanoDO's, data-parallel and Streaming DiLoCo with
+M=2, all with the same global batch.
 The second command needs no accelerator: it compiles our steps for a TPU slice or a GPU
 node and prints the dry run of each (docs/aot.md).
 
@@ -16,6 +17,7 @@ parts of this step; the two replicas need at least two devices for it.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -48,6 +50,7 @@ SIZES = bench_nanodo.SIZES | {
 }
 _ATTENTION = flags.DEFINE_list("attention", list(ATTENTION), "Attentions to time.")
 _REMAT = flags.DEFINE_list("remat", list(REMAT), "Rematerialisations to time.")
+_UNROLL = flags.DEFINE_list("unroll", ["1"], "Values of model.unroll to time.")
 _COMPILE_FOR = flags.DEFINE_string(
   "compile_for", None, "Compile only, for a topology: v5e:1x1, h100:1, h100:2, ..."
 )
@@ -55,11 +58,11 @@ _QUICK = flags.DEFINE_bool(
   "quick", False, "With --compile_for a TPU: compile with XLA's least effort."
 )
 _HEAD = (
-  f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'ms':>9}{'tokens/s':>11}"
+  f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'unroll':<7}{'ms':>9}{'tokens/s':>11}"
   f"{'MFU':>7}{'NanoDO / this':>14}{'temporary':>12}{'outer step':>12}{'of a copy':>10}"
   f"{'hidden exchange':>16}"
 )
-Case = tuple[str, str, str, str, Config]  # Size, step, attention, remat, config.
+Case = tuple[str, str, Config]  # Size, step, config.
 
 
 def base_config(name: str) -> Config:
@@ -79,14 +82,15 @@ def cases(size: str, device: attention.Device, devices: int) -> Iterator[Case]:
     except ConfigError as error:
       print(f"{size:<7}no rows with attention {name}: {error}")
       continue
-    for remat in _REMAT.value:
-      one = changed(chosen, {"model.remat": remat, "replicas": 2})
-      yield size, "data-parallel", name, remat, one
+    for remat, unroll in itertools.product(_REMAT.value, _UNROLL.value):
+      how = {"model.remat": remat, "model.unroll": int(unroll)}
+      one = changed(chosen, how | {"replicas": 2})
+      yield size, "data-parallel", one
       # One inner step hides the exchange of a fragment.
       fields = {"algorithm": "streaming", "overlap.tau": 1, "overlap.taus": ()}
       fields["fragments.pattern"] = "strided"
       two = changed(bench_nanodo.two_replicas(one), fields)
-      yield size, "M=2", name, remat, two
+      yield size, "M=2", two
 
 
 def outer_step(bench: Bench) -> tuple[float, float]:
@@ -143,8 +147,9 @@ def row(case: Case, nanodo_s: float | None) -> str:
 
 
 def label(case: Case) -> str:
-  size, step, name, remat, _ = case
-  return f"{size:<7}{step:<14}{name:<10}{remat:<6}"
+  size, step, c = case
+  m = c.model
+  return f"{size:<7}{step:<14}{m.attention:<10}{m.remat:<6}{m.unroll:<7}"
 
 
 def numbers(c: Config, seconds: float, nanodo_s: float | None, temporary: int) -> str:
@@ -171,8 +176,9 @@ def or_memory(case: Case, make: Callable[[], str]) -> str:
 
 def nanodo_row(size: str) -> tuple[float | None, str]:
   """Times NanoDO's step; returns its seconds, and its line or why there is none."""
-  c = base_config(size)
-  case = (size, "NanoDO", "-", "full" if flags.FLAGS.nanodo_remat else "none", c)
+  remat = "full" if flags.FLAGS.nanodo_remat else "none"
+  c = changed(base_config(size), {"model.attention": "xla", "model.remat": remat})
+  case = (size, "NanoDO", c)
   try:
     step, temporary = bench_nanodo.nanodo(c, bench_nanodo.random_tokens(c))
     seconds = in_turn(functools.partial(timed, step))[0]

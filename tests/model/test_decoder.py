@@ -123,13 +123,56 @@ def test_a_model_without_masks_computes_none(params):
   assert "cumsum" in program(dataclasses.replace(MODEL, segment_masks=True))
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_rematerialisation_changes_nothing_but_memory(params, remat):
+def gradient(m: ModelConfig, ids):
+  return jax.jit(jax.grad(lambda p: (hidden_states(m, p, ids) ** 2).sum()))
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [{"remat": "dots"}, {"remat": "full"}, {"unroll": 2}, {"unroll": 0, "remat": "full"}],
+  ids=str,
+)
+def test_memory_and_loops_change_no_gradient(params, fields):
   ids = jnp.asarray(np.random.default_rng(2).integers(0, 50, (2, 12)))
-  f = lambda d: jax.jit(jax.grad(lambda p: (hidden_states(d, p, ids) ** 2).sum()))
-  plain, other = f(MODEL)(params), f(dataclasses.replace(MODEL, remat=remat))(params)
+  plain = gradient(MODEL, ids)(params)
+  other = gradient(dataclasses.replace(MODEL, **fields), ids)(params)
   close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
   jax.tree.map(close, plain, other)
+
+
+def test_rematerialisation_saves_memory():
+  m = dataclasses.replace(MODEL, num_layers=6, seq_len=64)
+  ids = jnp.zeros((16, 64), jnp.int32)
+  params = jax.eval_shape(lambda key: decoder.init(m, key), jax.random.key(0))
+
+  def temporary(remat: str) -> int:
+    f = gradient(dataclasses.replace(m, remat=remat), ids)
+    return f.lower(params).compile().memory_analysis().temp_size_in_bytes
+
+  assert temporary("full") < 0.6 * temporary("none")
+
+
+@pytest.mark.parametrize(("unroll", "barriers"), [(1, False), (0, True)])
+def test_without_a_loop_barriers_keep_what_is_computed_again(params, unroll, barriers):
+  m = dataclasses.replace(MODEL, remat="full", unroll=unroll)
+  text = gradient(m, jnp.zeros((2, 12), int)).lower(params).as_text()
+  assert ("optimization_barrier" in text) == barriers
+
+
+@pytest.mark.parametrize(("remat", "kernels"), [("dots", 1), ("full", 2)])
+def test_only_full_rematerialisation_repeats_the_kernel_of_attention(remat, kernels):
+  m = dataclasses.replace(MODEL, seq_len=128, attention="splash", remat=remat)
+  params = jax.eval_shape(lambda key: decoder.init(m, key), jax.random.key(0))
+  jaxpr = jax.make_jaxpr(gradient(m, jnp.zeros((1, 128), int)))(params)
+  assert str(jaxpr).count("name=splash_mha_fwd_residuals") == kernels
+
+
+def test_without_unrolling_the_blocks_are_one_loop(params):
+  def loops(unroll: int) -> int:
+    f = gradient(dataclasses.replace(MODEL, unroll=unroll), jnp.zeros((2, 12), int))
+    return f.lower(params).as_text().count("stablehlo.while")
+
+  assert (loops(1), loops(0)) == (2, 0)  # Forward and backward.
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_logits():
