@@ -182,7 +182,7 @@ class Session:
     Raises:
       Stopped: a signal came, and the state is saved.
     """
-    stops, every = self.stop.after(steps), self.c.checkpoint.every
+    stops, every = self.stop.after_launch(), self.c.checkpoint.every
     if t < self.last and (stops or (every and t % every == 0)):
       with self.log.pause():
         self._save(t, state)

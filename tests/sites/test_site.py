@@ -100,11 +100,11 @@ class Player:
     with jax.set_mesh(self.mesh):
       method = make_method(own, self.mesh)
       self.state = method.init()
-    self.link, self.batches, self.is_told = Link(self.calendar), Batches(), False
+    self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
     # With other processes, a site waits for a round when it is due, in no thread.
     peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
     part = SitePart(self.calendar.config, 0, self.link, peers)
-    stop = types.SimpleNamespace(is_told=lambda: self.is_told)
+    stop = types.SimpleNamespace(received=lambda: self.ending)
     self.site = part.method(method, self.batches, stop)
     self.t, self.events = 0, []
 
@@ -112,8 +112,8 @@ class Player:
     with jax.set_mesh(self.mesh):
       self.t, self.state = self.site.enter(start, self.state)
 
-  def step(self, is_told=False):
-    self.is_told = is_told
+  def step(self, ending=False):
+    self.ending = ending
     with jax.set_mesh(self.mesh):
       larger = jax.tree.map(lambda x: x * 1.01, self.state.params)
       self.state = dataclasses.replace(self.state, params=larger)
@@ -289,13 +289,13 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
 def test_a_signal_ends_every_wait():
   player = Player()
   player.enter()
-  player.step(is_told=True)
+  player.step(ending=True)
   assert player.t == 1
   player.step()
   player.step()
   assert 0 in player.link.sent
   player.step()
-  player.step(is_told=True)
+  player.step(ending=True)
   assert player.t == EVERY + TAU
   assert player.received() == []
 
