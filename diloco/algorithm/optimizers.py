@@ -42,8 +42,9 @@ def sgd(
 
   Late in training, the inner rate is small and so are new outer gradients, but a large
   momentum still contains older, larger ones. Pier (arXiv 2511.17849) lowers the
-  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. The effect of
-  the momentum alone is not reported.
+  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. That is its
+  authors' code; we could not confirm it in the paper. Here both fall from the first
+  sync on; there a warm start and a rise of the rate come before.
   """
   if not callable(momentum):
     return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
@@ -252,8 +253,9 @@ def _restarted(
 ) -> optax.GradientTransformation:
   """Starts the optimizer afresh every `every` updates; schedules go on.
 
-  Outer momentum restarts (arXiv 2605.28585, of which we read the abstract): a restart
-  forgets the momentum of older outer gradients, and keeps the parameters.
+  Outer momentum restarts (arXiv 2605.28585): a restart forgets the momentum of older
+  outer gradients, and keeps the parameters. We read the abstract only, so we could not
+  confirm the period, nor whether the update of a restart already has no momentum.
 
   Its authors report that periodic restarts widen the range of outer rates and momenta
   with which language models train stably. They explain it by directions in which the
