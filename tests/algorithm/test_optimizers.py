@@ -307,24 +307,27 @@ SHAPES = {
 }
 
 
-def placed(text: str, fsdp: int = 4, lead: tuple = ()):
-  """(state, its shardings) of an outer optimizer on an abstract mesh."""
+def placed(text: str, fsdp: int = 4, lead: tuple = (), optimizer=None):
+  """(state, its shardings) of an outer or the given optimizer on an abstract mesh."""
   mesh = jax.sharding.AbstractMesh(
     (1, fsdp), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2
   )
   shape = lambda s: jax.ShapeDtypeStruct(s, jnp.float32)
   params = jax.tree.map(shape, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-  optimizer = optimizers.make_outer(OuterConfig(optimizer=text))
+  optimizer = optimizer or optimizers.make_outer(OuterConfig(optimizer=text))
   places = optimizers.state_shardings("outer.optimizer", optimizer, params, mesh, lead)
   return jax.eval_shape(optimizer.init, params), places
 
 
 @pytest.mark.parametrize("lead", [(), ("replica",)])
 @pytest.mark.parametrize(
-  "text", ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"]
+  "text",
+  ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi", "fedpart"],
 )
-def test_state_shaped_like_a_parameter_is_sharded_like_it(text, lead):
-  state, places = placed(text, lead=lead)
+def test_state_shaped_like_a_parameter_is_sharded_like_it(tiny, text, lead):
+  in_part = text == "fedpart"  # The inner optimizer, with a state for each layer.
+  inner = optimizers.make_inner(resolve(tiny, **{"outer.fedpart": in_part}))
+  state, places = placed(text, lead=lead, optimizer=inner if in_part else None)
   for x, at in zip(jax.tree.leaves(state), jax.tree.leaves(places)):
     if x.shape in ((3, 256, 128), (3, 256)):
       assert at.spec == jax.sharding.PartitionSpec(*lead, None, "fsdp")
