@@ -132,7 +132,7 @@ class OuterConfig:
   decay_syncs: Count = 0
   # Outer updates of a fragment, with those of a warm start, after which its outer
   # optimizer starts afresh, again and again, so that it forgets old outer gradients
-  # (arXiv 2605.28585). 0: never, as in both papers.
+  # (arXiv 2605.28585, its abstract). 0: never, as in both papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
   # a mean of a plug-in.
