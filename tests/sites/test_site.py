@@ -29,6 +29,7 @@ class Link:
   def __init__(self, calendar):
     self.calendar = calendar
     self.rounds = list[Closed]()
+    self.published = list[Closed]()  # These are received when the site waits for them.
     self.sent, self.firsts, self.hello = {}, [], {}
     self.answer = Welcome(0, {}, b"")
     self.news = None
@@ -48,6 +49,8 @@ class Link:
     self.sent[number] = data, fields
 
   def wait_until(self, number, stopping):
+    while self.published and number >= self.newest()[0]:
+      self.rounds.append(self.published.pop(0))
     assert stopping() or number < self.newest()[0], f"round {number} never closes"
     return number < self.newest()[0]
 
@@ -60,7 +63,7 @@ class Link:
 
   def newest(self):
     received = self.base + len(self.rounds)
-    return received, received
+    return received, received + len(self.published)
 
   def forget(self, below):
     pass
@@ -200,6 +203,19 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
     player.step()
   assert list(player.link.sent) == [0, 4]
   assert player.link.sent[4][1]["tokens"] == 3 * 4 * 16
+
+
+def test_a_late_site_waits_for_the_closed_rounds_that_are_still_on_their_way():
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  for _ in range(4):
+    player.link.close({1: player.other()})
+  player.link.published = [player.link.rounds.pop() for _ in range(3)][::-1]
+  player.step()
+  assert player.t == 12
+  assert player.received() == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]
 
 
 def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
