@@ -185,6 +185,15 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   assert player.account()["contributed"] == 1
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
+  player = Player()
+  player.enter(start=EVERY - 1)
+  player.step(is_told)
+  assert player.t == EVERY
+  assert list(player.link.sent) == ([] if is_told else [0])
+
+
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   player = Player()
   player.enter()
