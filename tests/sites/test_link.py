@@ -8,6 +8,7 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.sites import link as link_lib
+from diloco.sites import messages
 from diloco.sites.link import Link
 from diloco.sites.messages import BadMessage, Message
 
@@ -80,6 +81,40 @@ def test_the_own_payload_does_not_stand_for_that_of_another_site():
   link.send(0, b"ab", {})
   with pytest.raises(BadMessage, match="another payload of site 1 than round 0 has"):
     link._receive(closed(0, 1))
+
+
+def test_a_connection_that_comes_back_repeats_what_is_open():
+  fields = {"round": 2, "published": 2, "snapshot": 0, "data": {}, "run": ""}
+  welcome, link = Message("welcome", fields | {"started": True}), make_link()
+  absent = welcome._replace(fields=welcome.fields | {"published": 7, "snapshot": 1})
+
+  def told() -> list[tuple[str, int]]:
+    found = []
+    while not link._requests.empty():
+      message = messages.unpack(link._requests.get())
+      found.append((message.kind, message.fields["round"]))
+    return found
+
+  link._receive(welcome)
+  assert link.welcome().round == 2
+  link.ready(3)
+  link.send(1, b"too late", {})
+  link.send(4, b"ab", {})
+  assert told() == [("ready", 3), ("chunk", 4)]
+  link._entered = False  # As at the begin of a connection.
+  link.ready(3)
+  link.send(5, b"cd", {})
+  assert told() == []
+  link._receive(welcome)
+  assert told() == [("chunk", 4), ("chunk", 5), ("ready", 3)]
+  assert link.welcome() is None  # Its own state is still right.
+  link._entered = False
+  link._receive(absent)
+  assert told() == []
+  link._receive(Message("state", {}, b"x"))
+  assert link.welcome().snapshot == b"x"
+  assert told() == [("ready", 3)]  # What it sent is part of the snapshot, or lost.
+  assert link.newest() == (2, 7)
 
 
 @pytest.fixture
