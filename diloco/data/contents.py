@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from diloco.config import Config
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
+from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
@@ -18,7 +19,10 @@ _SAMPLE = 1 << 16
 
 
 def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
-  """Digests what a run trains on: {data.tokenizer and data.source: hexadecimal}.
+  """Digests what a run depends on besides its config: {what: hexadecimal or version}.
+
+  That is `data.tokenizer` and `data.source`; `data.eval_source` where the held-out text
+  is no part of the source's files; files of tasks; and see `made_with`.
 
   Reads the size, the beginning and the end of each file; of a TFDS data set, what its
   description says of the split. So the digest takes seconds for terabytes. A change in
@@ -27,17 +31,17 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
+  found = {"data.tokenizer": tokenizer.sha256}
   with files_lib.reading():
-    text = _digest(_parts(c.data, c.data.train_split))
-  return {"data.tokenizer": tokenizer.sha256, "data.source": text}
-
-
-def held_out(c: Config) -> dict[str, str]:
-  """Digests the held-out text: {data.eval_source: hexadecimal}; see `contents`."""
-  source = c.data.eval_source or c.data.source
-  data = DataConfig(source=source, data_dir=c.data.data_dir)
-  with files_lib.reading():
-    return {"data.eval_source": _digest(_parts(data, c.data.eval_split))}
+    found["data.source"] = _digest(_parts(c.data, c.data.train_split))
+    source = c.data.eval_source or c.data.source
+    if c.data.eval_source or source.startswith(("arrays:", "tfds:")):
+      data = DataConfig(source=source, data_dir=c.data.data_dir)
+      found["data.eval_source"] = _digest(_parts(data, c.data.eval_split))
+  for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
+    if task.is_file():
+      found[f"the task {task}"] = _digest(_sample(task))
+  return found | made_with(c)
 
 
 def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:

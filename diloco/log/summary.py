@@ -99,6 +99,7 @@ def _numbers(
     "peak_bytes_per_sync": log.peak(),
     "syncs": ledger.syncs,
     "note": note(c),
+    "mixtures": log.mixtures,
     "fragments": {
       p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
     },
@@ -178,6 +179,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     lines.append("site         " + summary["site"]["text"])
   if summary["note"]:
     lines.append(f"note         {summary['note']}")
+  lines += [f"mixture      {x}" for x in summary.get("mixtures", ())]
   if text:
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
   lines += [

