@@ -307,9 +307,10 @@ def open_session(
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
+    note = summary.note(c)
     if peers.index == 0:
       say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
-      if note := summary.note(c):
+      if note:
         say(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
     method.connect()

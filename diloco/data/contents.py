@@ -1,9 +1,14 @@
 """What a run reads, by content and not by path: a run knows its text when it moves."""
 
+import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from diloco.config import Config
 from diloco.data import files as files_lib
@@ -16,6 +21,22 @@ from diloco.util.files import replacing
 
 # Bytes that are read at the start and at the end of each file.
 _SAMPLE = 1 << 16
+# The text of a line of JSON as it is written. Parsing takes longer, and may fail.
+_TEXT = re.compile(rb'"text"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
+
+
+class Repeated(NamedTuple):
+  """The held-out documents that are also training documents.
+
+  Attributes:
+    documents: their number.
+    of: number of held-out documents.
+    share: their part of the bytes of all held-out documents.
+  """
+
+  documents: int
+  of: int
+  share: float
 
 
 def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
@@ -44,6 +65,31 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   return found | made_with(c)
 
 
+@functools.cache
+def repeated(d: DataConfig) -> Repeated | None:
+  """Compares the held-out documents with the training documents of text files.
+
+  A split by content would change the held-out text of every run so far, so this is only
+  counted. Spaces and empty lines around a paragraph do not matter. A file that is one
+  document counts by its size, beginning and end; a line of JSON by its text as written.
+
+  Returns:
+    What is on both sides; None for prepared tokens and TFDS data sets.
+
+  Raises:
+    ConfigError: a file cannot be read.
+  """
+  held_out = d.eval_source or d.source
+  if any(source.startswith(("arrays:", "tfds:")) for source in (d.source, held_out)):
+    return None
+  with files_lib.reading():
+    found = {source: _by_split(source) for source in {d.source, held_out}}
+  train, held = found[d.source]["train"], found[held_out]["eval"]
+  also = np.isin(held["hash"], train["hash"])
+  share = held["bytes"][also].sum() / max(held["bytes"].sum(), 1)
+  return Repeated(int(also.sum()), len(also), float(share))
+
+
 def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
   """Copies the tokenizer into the folder of its run, where it is read from then on."""
   path, content = workdir / TOKENIZER, tokenizer.serialized()
@@ -68,6 +114,30 @@ def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
   for path, layout in files_lib.list_files(d.source).items():
     yield layout.encode()
     yield from _sample(path)
+
+
+def _by_split(source: str) -> dict[str, np.ndarray]:
+  """Returns {split: int64 fields [D]: offset, bytes and hash of each document}."""
+  parts = dict[str, list[np.ndarray]](train=[], eval=[])
+  kind = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
+  for i, file in enumerate(files_lib.list_files(source).items()):
+    rows = np.fromiter(_hashes(*file), kind)
+    for split, chosen in parts.items():
+      chosen.append(rows[files_lib.in_split(split, i, rows["offset"])])
+  return {split: np.concatenate(chosen) for split, chosen in parts.items()}
+
+
+def _hashes(
+  path: pathlib.Path, layout: files_lib.Layout
+) -> Iterator[tuple[int, int, int]]:
+  """Yields offset, bytes and hash of each document of a file."""
+  if layout == "file":
+    yield 0, path.stat().st_size, hash((*_sample(path),))
+    return
+  for offset, raw in files_lib.read_raw(path, layout):
+    text = _TEXT.search(raw) if layout == "lines" else None
+    raw = text[1] if text else raw.strip()
+    yield offset, len(raw), hash(raw)
 
 
 def _sample(path: pathlib.Path) -> Iterable[bytes]:
