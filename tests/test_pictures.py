@@ -25,7 +25,7 @@ from diloco.reproduce import comparison, runs
 from diloco.reproduce import figures as sweep_figures
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
-from diloco.simulate import from_config, schedule_figure
+from diloco.simulate import from_config, schedule_figure, wallclock
 from diloco.simulate.failures import Row
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
@@ -123,7 +123,7 @@ def of_loss(run) -> Figure:
 
 def of_compare(run) -> Figure:
   found = [read_run.read(run, name) for name in ("a", "b")]
-  return compare.draw(found, {"a": 1.0, "b": 2.0}, "10 Gbit/s, latency 0.01 s")
+  return compare.draw(found, {"a": 1.0, "b": 2.0}, wallclock.Network(1e9, 0.5))
 
 
 MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}

@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
-from diloco.log.read_run import Run, names_of, read, write_csv
+from diloco.log.read_run import Run, read_all, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
@@ -109,12 +109,14 @@ def idealised(
   return found, notes
 
 
-def draw(runs: Sequence[Run], seconds: dict[str, float], link: str) -> Any:
+def draw(
+  runs: Sequence[Run], seconds: dict[str, float], across: wallclock.Network
+) -> Any:
   """Draws the loss against tokens, bytes sent and idealised time; returns a figure.
 
   Args:
     seconds: {name of a run: idealised seconds of a step}.
-    link: what is assumed for the idealised time, in words.
+    across: the network between replicas, of the idealised time.
   """
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
@@ -122,6 +124,7 @@ def draw(runs: Sequence[Run], seconds: dict[str, float], link: str) -> Any:
   figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
+  link = f"{across.bandwidth / 1e9:g} Gbit/s, latency {across.latency:g} s"
   names = ("tokens", "bytes sent by one replica", f"idealised time ({unit}),\n{link}")
   for run, look in zip(runs, looks({label(run): run.config.algorithm for run in runs})):
     c = run.config
@@ -175,12 +178,11 @@ def compare(args: argparse.Namespace) -> None:
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
     make_parent(args.csv, "--csv", "a file name.csv")
-  runs = [read(f, name) for f, name in zip(args.workdir, names_of(args.workdir))]
+  runs = read_all(args.workdir)
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  link = f"{args.gbits:g} Gbit/s, latency {args.latency:g} s"
-  palette.save(lambda: draw(runs, seconds, link), args.out)
+  palette.save(lambda: draw(runs, seconds, across), args.out)
   print(f"picture      {args.out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
