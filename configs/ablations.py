@@ -154,13 +154,24 @@ ABLATIONS = {
     "streaming",
     _FEDPART,
     _FEDPART,
-    Chart("FedPart (2501.18512, section 3.3.1)", "fedpart", xlabel="others frozen"),
+    Chart(
+      "FedPart (2501.18512, section 3.3.1)",
+      "fedpart",
+      xlabel="trained",
+      words={"fedpart": {False: "all fragments", True: "only the fragment sent next"}},
+    ),
   ),
   "tau": Ablation(
     "streaming",
     _TAU,
     _TAU,
-    Chart("Overlap (2501.18512, figure 8)", "tau", ("alpha",), "overlapped steps tau"),
+    Chart(
+      "Overlap (2501.18512, figure 8)",
+      "tau",
+      ("alpha",),
+      "overlapped steps τ",
+      words={"alpha": {0.0: "α = 0", 0.5: "α = 0.5"}},
+    ),
   ),
   "tau_2": Ablation(
     "streaming",
@@ -169,7 +180,7 @@ ABLATIONS = {
     Chart(
       "Slack between replicas (2501.18512, figure 10)",
       "tau_2",
-      xlabel="tau of the second replica; the first has 1",
+      xlabel="τ of the second replica; the first has 1",
     ),
   ),
   "compression": Ablation(
@@ -194,6 +205,7 @@ ABLATIONS = {
       ("algorithm", "fixed"),
       "replicas M",
       log=True,
+      words={"fixed": {"global": "fixed global batch", "local": "fixed replica batch"}},
     ),
   ),
   "cadence": Ablation(

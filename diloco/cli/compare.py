@@ -17,11 +17,12 @@ import numpy as np
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
-from diloco.log.read_run import Run, names_of, read, write_csv
+from diloco.log.read_run import Run, read_all, write_csv
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec.shapes import matrix_params
+from diloco.util import palette
 from diloco.util.command import (
   Parser,
   check_picture,
@@ -29,7 +30,7 @@ from diloco.util.command import (
   in_range,
   make_parent,
 )
-from diloco.util.palette import looks, write_picture
+from diloco.util.palette import looks
 
 # Fields that are columns already, follow from columns, or change no result.
 _QUIET = (
@@ -108,15 +109,23 @@ def idealised(
   return found, notes
 
 
-def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
-  """Draws the loss against tokens, bytes sent and idealised time; returns a figure."""
-  from matplotlib.figure import Figure
+def draw(
+  runs: Sequence[Run], seconds: dict[str, float], across: wallclock.Network
+) -> Any:
+  """Draws the loss against tokens, bytes sent and idealised time; returns a figure.
 
-  figure = Figure(figsize=(12, 4.6), layout="constrained")
-  panels = figure.subplots(1, 3, sharey=True)
+  Args:
+    seconds: {name of a run: idealised seconds of a step}.
+    across: the network between replicas, of the idealised time.
+  """
+  from matplotlib.ticker import EngFormatter  # Slow to import.
+
+  title = "Lines: training loss, smoothed. Circles: held-out loss."
+  figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
-  names = ("tokens", "bytes sent by one replica", f"idealised time ({unit})")
+  link = f"{across.bandwidth / 1e9:g} Gbit/s, latency {across.latency:g} s"
+  names = ("tokens", "bytes sent by one replica", f"idealised time ({unit}),\n{link}")
   for run, look in zip(runs, looks({label(run): run.config.algorithm for run in runs})):
     c = run.config
     steps, loss = points(run.loss)
@@ -129,18 +138,17 @@ def draw(runs: Sequence[Run], seconds: dict[str, float]) -> Any:
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      line(panel, x, smoothed(loss), lw=1.3, **look)
+      line(panel, x, smoothed(loss), **look)
       for t in filter(place.get, run.held_out):
         color = look["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
   for panel, name in zip(panels, names):
-    panel.set(xscale="log", xlabel=name)
-    panel.grid(alpha=0.3)
+    panel.set_xlabel(name)
+  panels[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+  for panel in panels[1:]:
+    panel.set_xscale("log")
   panels[0].set_ylabel("loss (nats per token)")
-  figure.suptitle("Lines: training loss, smoothed. Circles: held-out loss.", size=10)
-  handles = panels[0].get_legend_handles_labels()
-  figure.legend(*handles, loc="outside lower center", ncols=3, fontsize=9)
-  return figure
+  return palette.legend(figure)
 
 
 def label(run: Run) -> str:
@@ -170,11 +178,11 @@ def compare(args: argparse.Namespace) -> None:
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
     make_parent(args.csv, "--csv", "a file name.csv")
-  runs = [read(f, name) for f, name in zip(args.workdir, names_of(args.workdir))]
+  runs = read_all(args.workdir)
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  write_picture(draw(runs, seconds), args.out, dpi=120)
+  palette.save(lambda: draw(runs, seconds, across), args.out)
   print(f"picture      {args.out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")

@@ -19,7 +19,7 @@ from diloco.log import metrics, workdir
 from diloco.log.loss_picture import line, points, running_mean, smoothed
 from diloco.log.workdir import title
 from diloco.util.command import Parser, check_picture, guarded
-from diloco.util.palette import COLORS, OTHERS, STYLE, shades, write_picture
+from diloco.util.palette import COLORS, OTHERS, PAGE, save, shades
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
 EMBEDDING = "embedding"
@@ -119,58 +119,56 @@ def merges(records: Records) -> dict[int, float]:
 
 def draw(c: Config, found: metrics.Kinds) -> Any:
   """Draws one panel for each quantity; returns a figure."""
-  import matplotlib
   from matplotlib.figure import Figure
 
   of = lambda kind, name: by_layer(c, found[kind], name)
   norms, sends = of("send", "outer_norm_by_layer"), found["send"]
   update = relative(of("receive", "outer_update_norm_by_layer"), norms)
-  with matplotlib.rc_context(STYLE):
-    figure = Figure(figsize=(12.8, 5.4), layout="constrained")
-    panels = figure.subplots(2, 4)
-    cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
-    for panel in (drift, step, rank, error, loss, norm):
-      panel.sharex(cosine)
-    _lines(cosine, of("send", "outer_grad_cosine_by_layer"), _of_layers(c))
-    _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
-    _lines(step, update, _of_layers(c))
-    _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
-    matrices = by_matrix(c, sends)
-    _lines(rank, matrices, _of_matrices(matrices))
-    _lines(norm, of("send", "outer_grad_norm_by_layer"), _of_layers(c))
-    spectra = last_spectra(sends)
-    for matrix, values in spectra.items():
-      spectrum.plot(*points(values), label=matrix, **_of_matrices(matrices)[matrix])
-    _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
-    for panel, text in (
-      (cosine, "cosine similarity of outer gradients"),
-      (drift, "replicas' distance from their mean /\nnorm of outer parameters"),
-      (step, "outer update / norm of outer parameters"),
-      (error, "error of the codes /\nnorm of the outer gradient"),
-      (rank, "stable rank of the mean outer gradient,\nmean of the layers"),
-      (norm, "norm of a replica's outer gradient"),
-      (
-        spectrum,
-        "singular values of the mean outer gradient /\n"
-        "its norm, last syncs, mean of the layers",
-      ),
-      (loss, "held-out loss after a merge minus before\n(nats per token)"),
-    ):
-      panel.set_title(text, fontsize=8)
-    for panel in (drift, step, norm):
-      panel.set_yscale("log")
-    for panel in (cosine, loss):
-      panel.axhline(0, color="black", lw=0.6)
-    for panel in (error, loss, norm):
-      panel.set_xlabel("inner step")
-    spectrum.set(xlabel="number of the singular value", ylim=(0, None))
-    cosine.legend(*_few(*cosine.get_legend_handles_labels()))
-    rank.set_ylim(0, 1.5 * rank.get_ylim()[1])  # Space for the legend.
-    rank.legend(ncols=3, loc="upper left", fontsize=6)
-    every = c.log.diagnostics_every
-    chosen = f"one sync in {every}" if every > 1 else "every sync"
-    name = title(c.algorithm, c.replicas, c.sync_every)
-    figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
+  figure = Figure(figsize=(PAGE, 9.2), layout="constrained")
+  panels = figure.subplots(4, 2)
+  cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
+  for panel in (drift, step, rank, error, loss, norm):
+    panel.sharex(cosine)
+  _lines(cosine, of("send", "outer_grad_cosine_by_layer"), _of_layers(c))
+  _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
+  _lines(step, update, _of_layers(c))
+  _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
+  matrices = by_matrix(c, sends)
+  _lines(rank, matrices, _of_matrices(matrices))
+  _lines(norm, of("send", "outer_grad_norm_by_layer"), _of_layers(c))
+  spectra = last_spectra(sends)
+  for matrix, values in spectra.items():
+    spectrum.plot(*points(values), label=matrix, **_of_matrices(matrices)[matrix])
+  _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
+  for panel, text in (
+    (cosine, "cosine similarity of outer gradients"),
+    (drift, "replicas' distance from their mean /\nnorm of outer parameters"),
+    (step, "outer update / norm of outer parameters"),
+    (error, "error of the codes /\nnorm of the outer gradient"),
+    (rank, "stable rank of the mean outer gradient,\nmean of the layers"),
+    (norm, "norm of a replica's outer gradient"),
+    (
+      spectrum,
+      "singular values of the mean outer gradient /\n"
+      "its norm, last syncs, mean of the layers",
+    ),
+    (loss, "held-out loss after a merge minus before\n(nats per token)"),
+  ):
+    panel.set_title(text, fontsize="medium")
+  for panel in (drift, step, norm):
+    panel.set_yscale("log")
+  for panel in (cosine, loss):
+    panel.axhline(0, color="black", lw=0.6)
+  for panel in (loss, norm):
+    panel.set_xlabel("inner step")
+  spectrum.set(xlabel="number of the singular value", ylim=(0, None))
+  cosine.legend(*_few(*cosine.get_legend_handles_labels()))
+  rank.set_ylim(0, 1.6 * rank.get_ylim()[1])  # Space for the legend.
+  rank.legend(ncols=3, loc="upper left", fontsize=7)
+  every = c.log.diagnostics_every
+  chosen = f"one sync in {every}" if every > 1 else "every sync"
+  name = title(c.algorithm, c.replicas, c.sync_every)
+  figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
   return figure
 
 
@@ -214,7 +212,8 @@ def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
 def run(args: argparse.Namespace) -> None:
   """Writes the picture."""
   check_picture(args.out, "diagnostics.png")
-  write_picture(draw(*read(args.workdir)), args.out, dpi=120)
+  c, found = read(args.workdir)
+  save(lambda: draw(c, found), args.out)
   print(f"picture      {args.out}")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.log.metrics import Follower
 from diloco.log.workdir import title
-from diloco.util.palette import COLORS, write_picture
+from diloco.util import palette
 
 FILE = "loss.png"
 # More points than pixels show nothing more, and take longer to draw.
@@ -17,6 +17,7 @@ MOST_POINTS = 2000
 _MOST_MARKS = 300
 # Share of the run over which the smoothed line averages.
 _WINDOW = 0.02
+_NOTE = "Every batch is other text, harder or easier; the held-out text stays the same."
 
 
 class LossPicture:
@@ -32,27 +33,25 @@ class LossPicture:
 
   def draw(self) -> pathlib.Path:
     """Replaces the picture; a reader never sees a part of it."""
-    # Without pyplot, whose backend belongs to the caller, for instance a notebook.
-    from matplotlib.figure import Figure
-
     self._read()
-    figure = Figure(figsize=(7, 4.4), layout="constrained")
-    axes = figure.subplots()
-    color = COLORS[self._c.algorithm]
+    palette.save(self._figure, self._path)
+    return self._path
+
+  def _figure(self) -> Any:
+    figure, (axes,) = palette.panels(self._title(), height=4.4)
+    figure.set_figwidth(palette.PAGE)
+    color = palette.COLORS[self._c.algorithm]
     steps, loss = points(self._loss)
     if len(steps):
-      line(axes, steps, loss, color=color, alpha=0.4, lw=0.7, label="training")
+      line(axes, steps, loss, color=color, alpha=0.4, lw=0.7, label="training, a batch")
       label = f"training, mean over {_WINDOW:.0%} of the steps"
-      line(axes, steps, smoothed(loss), color=color, lw=1.5, label=label)
+      line(axes, steps, smoothed(loss), color=color, lw=1.8, label=label)
     if self._held_out:
       label = "held-out" + ", outer parameters" * (not self._c.one_model)
       axes.plot(*points(self._held_out), "ko", ms=4, label=label)
     self._mark_sends(axes)
-    axes.set(xlabel="inner step", ylabel="loss (nats per token)", title=self._title())
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
-    write_picture(figure, self._path, dpi=120)
-    return self._path
+    axes.set(xlabel="inner step", ylabel="loss (nats per token)")
+    return palette.legend(figure, _NOTE)
 
   def _read(self) -> None:
     for r in self._follower.records():

@@ -64,6 +64,11 @@ def read(folder: pathlib.Path, name: str) -> Run:
   )
 
 
+def read_all(folders: Sequence[pathlib.Path]) -> list[Run]:
+  """Reads runs, which get the shortest names that tell them apart."""
+  return [read(folder, name) for folder, name in zip(folders, names_of(folders))]
+
+
 def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
   """Averages a field over the parts of a run that have a step."""
   found = dict[int, list[float]]()

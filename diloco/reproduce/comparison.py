@@ -10,11 +10,11 @@ import itertools
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import curve_name
@@ -22,7 +22,8 @@ from diloco.sweep.chart import EVALUATED, PLAIN, Chart
 from diloco.sweep.grid import Point, key
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
-from diloco.util.palette import COLORS, OTHERS, PAGE, STYLE, write_picture
+from diloco.util import palette
+from diloco.util.palette import COLORS, OTHERS, PAGE
 
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
@@ -96,21 +97,30 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
 
-def curve(values: dict) -> str:
-  """Names a curve: the algorithm with M as in the other figures, then other keys."""
-  words = ("compressor", "pattern")
+def curve(values: dict, plain: Collection[str] = ("compressor", "pattern")) -> str:
+  """Names a curve: the algorithm with M as in the other figures, then other keys.
+
+  The values of the keys `plain` need no name of their key.
+  """
   names = []
   if "algorithm" in values:
     m = values.get("replicas", math.nan)  # NaN if only other cells have it.
     names = [curve_name(values["algorithm"], None if math.isnan(m) else int(m))]
     values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
-  names += [str(v) if k in words else f"{k}={v}" for k, v in values.items()]
+  names += [str(v) if k in plain else f"{k}={v}" for k, v in values.items()]
   return ", ".join(names)
+
+
+def in_words(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
+  """Replaces the values for which the chart has words."""
+  new = {key: table[key].replace(dict(words)) for key, words in chart.words.items()}
+  return table.assign(**new)
 
 
 def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
   """Returns mean, standard deviation and count over the seeds, by curve and x."""
-  name = [curve(values) for values in table[[*chart.by]].to_dict("records")]
+  plain = ("compressor", "pattern", *chart.words)
+  name = [curve(values, plain) for values in table[[*chart.by]].to_dict("records")]
   groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
   return groups[y].agg(["mean", "std", "count"]).reset_index()
 
@@ -119,6 +129,7 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   """Formats the table as Markdown; differences are taken seed by seed."""
   if table.empty:
     return ["no cell has a result yet"]
+  table = in_words(chart, table)
   cells = spread(chart, table)
   columns = {
     "curve": cells["curve"],
@@ -175,26 +186,28 @@ def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
 
   The bars of losses leave out what all cells of a seed have in common.
   """
-  table = paired(chart, table)
-  with matplotlib.rc_context(STYLE):
-    if chart.by_name:  # A point that is compared with itself lies at 0.
-      table = table[table[chart.x] != table[chart.against]]
-    count = table[chart.x].nunique()
-    many = count > 6 and not chart.by and not _numbers(table[chart.x])
-    height = 1 + 0.17 * count if many else drawing.HEIGHT
-    figure, panels = drawing.axes(len(chart.y), chart.title, height)
-    for panel, (y, label) in zip(panels, chart.y):
-      if many:
-        figure.set_figwidth(PAGE)  # Long words and the label need the room.
-        _draw_words(panel, spread(chart, table, y), chart)
-        panel.set_xlabel(label)
-      else:
-        _draw_panel(panel, spread(chart, table, y), chart)
-        panel.set_ylabel(label)
-    handles = panels[0].get_legend_handles_labels()
-    if chart.by:
-      figure.legend(*handles, loc="outside lower center", ncols=2 * len(chart.y))
-    write_picture(figure, path)
+  palette.save(lambda: figure(chart, table), path)
+
+
+def figure(chart: Chart, table: pd.DataFrame) -> Figure:
+  """Makes the figure of `draw`."""
+  table = in_words(chart, table)
+  own, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
+  if own is not table and any(y == "loss" for y, _ in chart.y):
+    bars += ";\nof losses, without what all settings of a seed have in common"
+  if chart.by_name:  # A point that is compared with itself lies at 0.
+    own = own[own[chart.x] != own[chart.against]]
+  words = not _numbers(own[chart.x])
+  height = 1.3 + 0.2 * own[chart.x].nunique() if words else 3.2
+  figure, panels = palette.panels(chart.title, [""] * len(chart.y), height)
+  for panel, (y, label) in zip(panels, chart.y):
+    cells = spread(chart, own, y)
+    _draw_panel(panel, cells, chart, label)
+    if y == "more":
+      (panel.axvline if words else panel.axhline)(0, color="black", lw=0.8, zorder=1)
+  if words:
+    figure.set_figwidth(PAGE)  # Long words need the room.
+  return palette.legend(figure, f"{bars}.")
 
 
 def _numbers(values: pd.Series) -> bool:
@@ -202,47 +215,31 @@ def _numbers(values: pd.Series) -> bool:
   return pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
 
 
-def _draw_words(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
-  """Draws many words below each other."""
-  places = range(len(cells))
-  panel.errorbar(
-    cells["mean"],
-    places,
-    xerr=cells["std"].fillna(0.0),
-    color=COLORS["streaming"],
-    marker="o",
-    ms=4,
-    capsize=2,
-    ls="",
-  )
-  panel.set_yticks(places, cells[chart.x])
-  panel.invert_yaxis()
-  panel.grid(axis="y", lw=0.4)
-
-
-def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart) -> None:
+def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> None:
+  """Draws a curve for each group; words lie below each other, the least value first."""
   colors = itertools.cycle((COLORS["streaming"], *OTHERS))
-  numbers = _numbers(cells[chart.x])
-  ticks = sorted(cells[chart.x].unique()) if numbers else [*cells[chart.x].unique()]
+  words = not _numbers(cells[chart.x])
+  means = cells.groupby(chart.x)["mean"].mean()
+  ticks = [*(means.sort_values().index if words else means.index)]
   for name, some in cells.groupby("curve", sort=False):
     known = re.fullmatch(rf"{PLAIN}|(DiLoCo|streaming), M=\d+", str(name))
-    other = {"marker": "o", "ms": 4}
-    look = drawing.look(str(name)) if known else other | {"color": next(colors)}
-    some = some.sort_values(chart.x) if numbers else some
-    x = some[chart.x] if numbers else [ticks.index(value) for value in some[chart.x]]
-    panel.errorbar(
-      x,
-      some["mean"],
-      some["std"].fillna(0.0),
-      capsize=2,
-      label=name,
-      ls="-" if numbers else "",
-      **look,
-    )
+    color = "0.25" if words and not name else next(colors)
+    other = {"marker": "o", "ms": 4, "color": color}
+    style = drawing.look(str(name)) if known else other
+    style |= {"capsize": 2, "label": name or None}
+    some = some.sort_values(chart.x)
+    deviation = some["std"].fillna(0.0)
+    if words:
+      rows = some[chart.x].map(ticks.index)
+      panel.errorbar(some["mean"], rows, xerr=deviation, **style | {"ls": ""})
+    else:
+      panel.errorbar(some[chart.x], some["mean"], deviation, **style)
   if chart.log:
     panel.set_xscale("log")
-  panel.set_xticks(ticks if numbers else range(len(ticks)), [f"{t}" for t in ticks])
-  if not numbers:  # Words side by side would overlap.
-    panel.tick_params("x", rotation=15)
+  if words:
+    panel.set(xlabel=label, ylim=(len(ticks) - 0.5, -0.5))
+    panel.set_yticks(range(len(ticks)), ticks)
+  else:
+    panel.set(xlabel=chart.xlabel or chart.x, ylabel=label)
+    panel.set_xticks(ticks, [f"{t}" for t in ticks])
   panel.minorticks_off()
-  panel.set_xlabel(chart.xlabel or chart.x)

@@ -9,31 +9,33 @@ from matplotlib.figure import Figure
 
 from diloco.reproduce.runs import curves
 from diloco.sweep.chart import PLAIN
-from diloco.util.palette import COLORS, COLUMN, PAGE, shades
+from diloco.util import palette
+from diloco.util.palette import COLORS, DASHES, shades
 
 OUTER_RATE = "best outer learning rate"
 REPLICAS = (1, 2, 4, 8)
-MARKERS = "^sDv"
-HEIGHT = 2.8  # Inches of a figure.
+MARKERS = {"^": 8.5, "s": 5.5, "D": 4.5, "v": 3.5}  # With their sizes in points.
 OTHER_M = "P"  # The marker of any other number of replicas.
+SPREAD = "standard deviation over the seeds"
 
 
 def look(name: str) -> dict[str, Any]:
-  """Returns the style of a curve: the algorithm's colour, a shade and a marker for M.
+  """Returns the style of a curve: the algorithm's colour; shade, marker, dashes for M.
+
+  Curves may coincide: those drawn later have smaller markers and more gaps.
 
   Args:
     name: a value of the column `curve`, such as "DiLoCo, M=2".
   """
   if name == PLAIN:
-    return {"color": COLORS["data_parallel"], "marker": "o", "ms": 6}
+    return {"color": COLORS["data_parallel"], "marker": "o", "ms": 8}
   algorithm, _, replicas = name.lower().partition(", m=")
   m = int(replicas)
   if m not in REPLICAS:
     return {"color": COLORS[algorithm], "marker": OTHER_M, "ms": 4}
   i = REPLICAS.index(m)
-  # Later markers are smaller, so that the earlier ones stay visible.
-  color = shades(COLORS[algorithm], len(REPLICAS))[i]
-  return {"color": color, "marker": MARKERS[i], "ms": 5 - i // 2}
+  color, (marker, size) = shades(COLORS[algorithm], 4)[i], [*MARKERS.items()][i]
+  return {"color": color, "marker": marker, "ms": size, "ls": DASHES[i]}
 
 
 def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
@@ -45,22 +47,7 @@ def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
     panel.plot(some[x], some[y], label=label, **look(name) | style)
 
 
-def beside(table: pd.DataFrame, x: str) -> pd.DataFrame:
-  """Shifts each curve along a logarithmic axis x, because best rates often coincide."""
-  spread = table[x].max() / table[x].min()
-  place = table["curve"].map(curves(table).index)
-  return table.assign(**{x: table[x] * spread ** (0.03 * place)})
-
-
-def axes(columns: int, title: str, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
-  """Makes a titled figure with panels side by side; the height is in inches."""
-  width = COLUMN if columns == 1 else PAGE
-  figure = Figure(figsize=(width, height), layout="constrained")
-  figure.suptitle(title)
-  return figure, list(figure.subplots(1, columns, squeeze=False)[0])
-
-
-def legend(figure: Figure) -> Figure:
+def legend(figure: Figure, note: str = "") -> Figure:
   """Finishes a figure: grid, few ticks, one legend below the panels."""
   for panel in figure.axes:
     panel.grid(visible=True, which="both")
@@ -72,8 +59,5 @@ def legend(figure: Figure) -> Figure:
         axis.set_major_formatter(ticker.EngFormatter(sep=""))
         axis.set_minor_formatter(ticker.NullFormatter())
     if panel.get_ylabel() == OUTER_RATE:
-      panel.set_ylim(bottom=0)
-  columns = 2 if len(figure.axes) == 1 else 4
-  handles = figure.axes[0].get_legend_handles_labels()
-  figure.legend(*handles, loc="outside lower center", ncols=columns)
-  return figure
+      panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
+  return palette.legend(figure, note)

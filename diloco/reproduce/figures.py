@@ -11,12 +11,12 @@ points of a panel have. The command names the figures whose runs are missing.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
 import pandas as pd
 
 from diloco.reproduce import drawing, tables
@@ -24,7 +24,8 @@ from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid,
 from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
 from diloco.util.command import Parser, guarded, in_range, make_folder
-from diloco.util.palette import STYLE
+from diloco.util.palette import panels as make_panels
+from diloco.util.palette import save
 
 FILLS = ("full", "none", "left", "top", "right", "bottom")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
@@ -36,13 +37,10 @@ class Missing(ValueError):
 
 
 def figure_2(table: pd.DataFrame):
-  """Draws the loss against N by algorithm, and in per cent above data-parallel.
-
-  Bars are standard deviations over the seeds.
-  """
+  """Draws the loss against N by algorithm, and in per cent above data-parallel."""
   cells = best(main_grid(table), "curve", "params")
   others = above_plain(cells)
-  figure, panels = drawing.axes(1 if others.empty else 2, "Loss against size")
+  figure, panels = make_panels("Loss against size", [""] * (1 + (not others.empty)))
   drawing.lines(panels[0], cells, "params", "loss")
   panels[0].set(xscale="log", yscale="log", xlabel=PARAMS, ylabel=LOSS)
   if others.empty:
@@ -51,7 +49,6 @@ def figure_2(table: pd.DataFrame):
       " data-parallel and DiLoCo"
     )
   else:
-    others = drawing.beside(others, "params")
     drawing.lines(panels[1], others, "params", "more")
     for name, some in others.groupby("curve"):
       color, bar = drawing.look(name)["color"], some["more_std"].fillna(0.0)
@@ -59,7 +56,8 @@ def figure_2(table: pd.DataFrame):
       panels[1].errorbar(some["params"], some["more"], bar, **style)
     panels[1].axhline(0, color="black", lw=0.8)
     panels[1].set(xscale="log", xlabel=PARAMS, ylabel="loss above data-parallel (%)")
-  return drawing.legend(figure)
+  bars = f"Bars: {drawing.SPREAD}, of differences at the same seed."
+  return drawing.legend(figure, "" if others.empty else bars)
 
 
 def figure_3(table: pd.DataFrame):
@@ -84,15 +82,15 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
   cells = best(main_grid(table), "params", "curve", "batch")
   largest = _swept(cells)[-1]
   cells = at_common_seeds(cells[cells["params"] == largest])
-  names = [*reversed(wallclock.NETWORKS)]
-  seconds = [_seconds(cells, wallclock.NETWORKS[n], chip_tokens) for n in names]
+  networks = dict(reversed(wallclock.NETWORKS.items()))
+  seconds = [_seconds(cells, n, chip_tokens) for n in networks.values()]
   unit = _unit(max(s.max() for s in seconds))
   title = f"Loss against idealised time, N = {largest:,.0f}"
-  figure, panels = drawing.axes(len(names), title)
-  for panel, name, own in zip(panels, names, seconds):
+  names = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in networks.items()]
+  figure, panels = make_panels(title, names, sharey=True)
+  for panel, own in zip(panels, seconds):
     drawing.lines(panel, cells.assign(time=own / UNITS[unit]), "time", "loss")
     panel.set(xscale="log", xlabel=f"idealised time ({unit})")
-    panel.set_title(f"{name} bandwidth", fontsize="medium")
   panels[0].set_ylabel(LOSS)
   drawing.legend(figure)
   for panel in panels:
@@ -108,9 +106,8 @@ def figure_7(table: pd.DataFrame):
     raise Missing("no cell has three outer learning rates")
   if cells["params"].nunique() < 2:
     raise Missing("outer learning rates were tried at one N only")
-  figure, (panel,) = drawing.axes(1, "Best outer learning rate by size")
-  shifted = drawing.beside(cells, "params")
-  drawing.lines(panel, shifted, "params", "outer_learning_rate")
+  figure, (panel,) = make_panels("Best outer learning rate by size")
+  drawing.lines(panel, cells, "params", "outer_learning_rate")
   panel.set(xscale="log", xlabel=PARAMS, ylabel=drawing.OUTER_RATE)
   return drawing.legend(figure)
 
@@ -126,16 +123,16 @@ def figure_8(table: pd.DataFrame):
     print("figure 8: the panel over N is left out, rates were tried at one N only")
     del columns["params"]
   title = "Best outer learning rate" + " by H and by size" * (len(columns) == 2)
-  figure, panels = drawing.axes(len(columns), title)
+  figure, panels = make_panels(title, [""] * len(columns))
   for panel, (x, label) in zip(panels, columns.items()):
     rates = cells.groupby(["curve", x])["outer_learning_rate"]
-    spread = drawing.beside(rates.agg(["mean", "min", "max"]).reset_index(), x)
+    spread = rates.agg(["mean", "min", "max"]).reset_index()
     drawing.lines(panel, spread, x, "mean")
     for name, some in spread.groupby("curve"):
       style: dict[str, Any] = {"color": drawing.look(name)["color"], "alpha": 0.15}
       panel.fill_between(some[x], some["min"], some["max"], lw=0, **style)
     panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
-  return drawing.legend(figure)
+  return drawing.legend(figure, "Lines: mean. Shades: least and greatest.")
 
 
 def figure_9(table: pd.DataFrame):
@@ -159,7 +156,7 @@ def figure_11(table: pd.DataFrame):
   if len(multiples) > len(FILLS):
     raise Missing(f"there are {len(multiples)} budgets; at most {len(FILLS)} are drawn")
   cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
-  figure, (panel,) = drawing.axes(1, "Loss against compute, with overtraining")
+  figure, (panel,) = make_panels("Loss against compute, with overtraining")
   for multiple, fill in zip(multiples, FILLS):
     some = cells[cells["overtrain"] == multiple]
     drawing.lines(panel, some, "flops", "loss", fillstyle=fill)
@@ -194,12 +191,11 @@ def _panel_per_size(
   cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, title: str
 ):
   """Draws the loss against a column x, with a panel per size N."""
-  figure, panels = drawing.axes(len(sizes), title)
+  figure, panels = make_panels(title, [f"N = {size:,.0f}" for size in sizes])
   for panel, size in zip(panels, sizes):
     some = at_common_seeds(cells[cells["params"] == size])
     drawing.lines(panel, some, x, "loss")
     panel.set(xscale="log", xlabel=xlabel)
-    panel.set_title(f"N = {size:,.0f}", fontsize="medium")
   panels[0].set_ylabel(LOSS)
   return drawing.legend(figure)
 
@@ -236,8 +232,7 @@ def run(args: argparse.Namespace) -> None:
     path = args.out / f"{args.prefix}{number}.png"
     options: dict[str, Any] = {"chip_tokens": args.chip_tokens} if number == 6 else {}
     try:
-      with matplotlib.rc_context(STYLE):
-        draw(table, **options).savefig(path)
+      save(functools.partial(draw, table, **options), path)
       print(f"figure {number}: {path}")
     except Missing as why:
       print(f"figure {number}: left out, {why}")

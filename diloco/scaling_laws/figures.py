@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from diloco.scaling_laws import paper
 from diloco.util import palette
@@ -19,6 +18,10 @@ _ORANGES = palette.shades(palette.COLORS["diloco"], len(paper.ALGORITHMS) - 1)
 COLORS = dict(zip(paper.ALGORITHMS, (palette.COLORS["data_parallel"], *_ORANGES)))
 MARKERS = dict(zip(paper.ALGORITHMS, "o^sDv"))
 MARKER_SIZES = dict(zip(paper.ALGORITHMS, (8, 6, 5, 3, 4)))
+TITLES = {
+  "extrapolation": "Laws fitted up to 2.4B, and losses up to 10B",
+  "difference": "DiLoCo against data-parallel",
+}
 
 
 def extrapolation(axes: Axes) -> None:
@@ -32,8 +35,8 @@ def extrapolation(axes: Axes) -> None:
       law = fit(algorithm)
       axes.plot(line, [law(x) for x in line], style, color=color)
     _points(axes, algorithm, n, paper.losses(algorithm), large, _large(algorithm))
-  axes.set(xscale="log", xlabel="parameters N", ylabel="evaluation loss (nats)")
-  axes.set_title("Laws fitted up to 2.4B, and losses up to 10B")
+  axes.set(xscale="log", xlabel="parameters N")
+  axes.set_ylabel("evaluation loss (nats per token)")
 
 
 def difference(axes: Axes) -> None:
@@ -51,7 +54,6 @@ def difference(axes: Axes) -> None:
     _points(axes, algorithm, n, 100 * (ratio - 1), large, 100 * (beyond - 1))
   axes.axhline(0, color="k", lw=0.5)
   axes.set(xscale="log", xlabel="parameters N", ylabel="loss above data-parallel (%)")
-  axes.set_title("DiLoCo against data-parallel")
 
 
 def draw(output: pathlib.Path) -> list[str]:
@@ -65,17 +67,14 @@ def draw(output: pathlib.Path) -> list[str]:
 
 def whole_figure(function: Callable[[Axes], None]) -> Figure:
   """Draws one of the two figures, with a legend below it."""
-  figure = Figure(figsize=(palette.COLUMN, 3.2), layout="constrained")
-  axes = figure.subplots()
+  figure, (axes,) = palette.panels(TITLES[function.__name__], height=3.4)
   function(axes)
-  handles = axes.get_legend_handles_labels()[0]
   grey: dict[str, Any] = {"color": "0.4"}
-  handles.append(Line2D([], [], marker="*", ms=8, ls="", label="measured", **grey))
-  handles.append(Line2D([], [], label="law A N^α + C", **grey))
+  axes.plot([], [], "*", ms=8, label="measured, not fitted", **grey)
+  axes.plot([], [], label="law A N^α + C", **grey)
   if function is extrapolation:
-    handles.append(Line2D([], [], ls=":", label="law A N^α", **grey))
-  figure.legend(handles=handles, loc="outside lower center", ncols=3)
-  return figure
+    axes.plot([], [], ":", label="law A N^α", **grey)
+  return palette.legend(figure)
 
 
 def _points(

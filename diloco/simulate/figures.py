@@ -20,7 +20,7 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
-from diloco.util.palette import COLORS, COLUMN, PAGE, looks, save
+from diloco.util.palette import COLORS, PAGE, legend, looks, panels, save
 
 GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
 Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
@@ -37,6 +37,7 @@ LABELS = {
   "all_wait": "DiLoCo, all wait",
   "quorum": "DiLoCo, quorum rounds",
 }
+SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
 Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
@@ -58,7 +59,7 @@ def failures_figure(rows: list[Row]) -> Figure:
   titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
   methods = dict.fromkeys(LABELS.values(), "diloco")
   methods[LABELS["data_parallel"]] = "data_parallel"
-  figure, axes = panels("Simulated goodput when chips fail", titles)
+  figure, axes = panels("Simulated goodput when chips fail", titles, sharey=True)
   for axis, mtbf in zip(axes, times):
     own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
     chips = [row.chips for row in own]
@@ -66,14 +67,14 @@ def failures_figure(rows: list[Row]) -> Figure:
       goodput = [row.goodput[name] for row in own]
       deviation = [row.deviation[name] for row in own]
       axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
-    axis.set(xscale="log", xlabel="chips", ylim=(0, 1.03))
+    axis.set(xscale="log", xlabel="chips", ylim=SHARE)
   axes[0].set_ylabel("goodput (share)")
-  return legend(figure)
+  return legend(figure, "Bars: standard deviation of the simulated runs.")
 
 
 def own_figure(work: Workload, gbits: float) -> Figure:
   """Draws one workload's utilisation in the long run and marks one bandwidth."""
-  figure, [axis] = panels("Compute utilisation in the long run", [""])
+  figure, [axis] = panels("Compute utilisation in the long run")
   marked = gbits or GRID[0]  # A single replica needs no bandwidth.
   grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
   source = work.method if work.plan is None else "config"
@@ -81,25 +82,6 @@ def own_figure(work: Workload, gbits: float) -> Figure:
   plot_utilisation(axis, grid, {label: work}, steady_utilisation)
   axis.axvline(marked, color="black", lw=0.8, ls=":", label=f"{marked:.3g} Gbit/s")
   return legend(figure)
-
-
-def panels(title: str, titles: list[str]) -> tuple[Figure, list[Axes]]:
-  """Makes a titled figure with panels side by side, which have titles of their own."""
-  width = COLUMN if len(titles) == 1 else PAGE
-  figure = Figure(figsize=(width, 2.7), layout="constrained")
-  axes = figure.subplots(1, len(titles), squeeze=False, sharey=True)[0]
-  figure.suptitle(title)
-  for axis, own in zip(axes, titles):
-    axis.set_title(own, fontsize="medium")
-  return figure, list(axes)
-
-
-def legend(figure: Figure) -> Figure:
-  """Puts one legend below the panels, which all have the same lines."""
-  handles, labels = figure.axes[0].get_legend_handles_labels()
-  columns = 2 if len(figure.axes) == 1 else -(-len(labels) // (1 + len(labels) // 6))
-  figure.legend(handles, labels, loc="outside lower center", ncols=columns)
-  return figure
 
 
 def plot_utilisation(
@@ -116,7 +98,7 @@ def plot_utilisation(
   methods = {label: algorithm(work) for label, work in works.items()}
   for work, look in zip(works.values(), looks(methods)):
     axis.plot(gbits, simulate(work, gbits * 1e9), **look)
-  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=(0, 1.03))
+  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
   axis.set_ylabel("compute utilisation (share)")
   axis.label_outer()
 
@@ -129,7 +111,7 @@ def algorithm(work: Workload) -> str:
 
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
   """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
-  figure, axes = panels(title, list(models))
+  figure, axes = panels(title, list(models), sharey=True)
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
     plot_utilisation(axis, GRID, works, utilisation)
@@ -178,7 +160,7 @@ def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> F
     lines: {label: {x: run}}.
   """
   titles = [f"{name}: {n.bandwidth / 1e9:g} Gbit/s" for name, n in NETWORKS.items()]
-  figure, axes = panels(title, titles)
+  figure, axes = panels(title, titles, sharey=True)
   methods = {label: next(iter(runs.values())).method for label, runs in lines.items()}
   for axis, network in zip(axes, NETWORKS.values()):
     for runs, look in zip(lines.values(), looks(methods)):

@@ -85,8 +85,9 @@ def make(c: Config, sends: Sequence[Send], first: int, last: int) -> Figure:
   count = len(c.make_fragments())
   height = 1.0 + 0.2 * (count + c.replicas)
   figure = Figure(figsize=(PAGE, height), layout="constrained")
-  draw(c, sends, first, last, figure.subplots())
-  figure.suptitle(
+  axes = figure.subplots()
+  draw(c, sends, first, last, axes)
+  axes.set_title(
     f"{NAMES[c.algorithm]}: {c.replicas} replicas, {count} fragment{'s' * (count > 1)},"
     f" H = {c.sync_every}, τ = {c.overlap.different_taus}, {c.wire.format.upper()}"
   )

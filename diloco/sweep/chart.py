@@ -1,10 +1,11 @@
 """What the chart of a sweep shows; `diloco.reproduce.comparison` draws it. No JAX."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 PLAIN = "data-parallel"
-LOSS = "held-out loss (nats)"
+LOSS = "held-out loss (nats per token)"
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).
 EVALUATED = "evaluated"
 # Columns that `frame` adds to the keys of the points.
@@ -26,6 +27,7 @@ class Chart:
     against: with what a point is compared. Empty: with the sweep's first cell.
       PLAIN: with data-parallel at the same x. Else a key of the points: its value is
       the x with which the point is compared.
+    words: {key: {value of the points: what the table and the figure say}}.
   """
 
   title: str
@@ -35,6 +37,7 @@ class Chart:
   log: bool = False
   y: tuple[tuple[str, str], ...] = (("loss", LOSS),)
   against: str = ""
+  words: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
 
   @property
   def by_name(self) -> bool:

@@ -5,7 +5,7 @@ have shades of that colour (`shades`), markers or line styles.
 """
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco.util import files
@@ -16,30 +16,31 @@ COLORS = {
   "diloco": "#de8f05",  # orange
   "streaming": "#029e73",  # green
 }
-# For what is no algorithm, such as the parts of a step.
-OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#fbafe4", "#56b4e9", "#ece133")
+# For what is no algorithm, such as the parts of a step; all of them print on white.
+OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#591e71", "#56b4e9", "#7f7a00")
 
 # The lines of one algorithm, the darkest first.
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 # Widths in inches of a figure with one panel, and of a figure across a page.
-COLUMN, PAGE = 3.4, 7.0
+COLUMN, PAGE = 4.0, 7.0
 # For matplotlib's settings: letters as large as a paper's captions.
 STYLE: dict[Any, Any] = {
   "axes.axisbelow": True,
   "axes.grid": True,
-  "axes.labelsize": 8,
-  "axes.titlesize": 9,
+  "axes.labelsize": 9,
+  "axes.titlesize": 10,
   "figure.constrained_layout.use": True,
-  "figure.titlesize": 9,
-  "font.size": 8,
+  "figure.titlesize": 10,
+  "font.size": 9,
   "grid.alpha": 0.3,
   "grid.linewidth": 0.5,
-  "legend.fontsize": 7,
+  "legend.fontsize": 8,
+  "legend.title_fontsize": 8,
   "lines.linewidth": 1.2,
   "lines.markersize": 4,
   "savefig.dpi": 240,
-  "xtick.labelsize": 7,
-  "ytick.labelsize": 7,
+  "xtick.labelsize": 8,
+  "ytick.labelsize": 8,
 }
 
 
@@ -66,6 +67,64 @@ def write_picture(figure: Any, path: pathlib.Path, **options: Any) -> None:
     figure.savefig(file, format=path.suffix.removeprefix("."), **options)
 
 
+def panels(
+  title: str, names: Sequence[str] = ("",), height: float = 3.0, **options: Any
+) -> tuple[Any, list[Any]]:
+  """Makes a titled figure of matplotlib with panels side by side.
+
+  Args:
+    title: of the figure. A figure with one panel has it over the axes.
+    names: the title of each panel, or "".
+    height: in inches.
+    options: of `Figure.subplots`, such as sharey.
+  """
+  from matplotlib.figure import Figure
+
+  one = len(names) == 1
+  size = (COLUMN if one else PAGE, height)
+  figure = Figure(figsize=size, layout="constrained")
+  found = list(figure.subplots(1, len(names), squeeze=False, **options)[0])
+  for panel, name in zip(found, names):
+    panel.set_title(f"{title}\n{name}".strip() if one else name)
+  figure.suptitle("" if one else title)
+  return figure, found
+
+
+def legend(figure: Any, note: str = "") -> Any:
+  """Puts one legend below the panels, which all have the same curves; returns `figure`.
+
+  Args:
+    figure: of matplotlib.
+    note: such as what error bars are; above the legend.
+  """
+  handles, labels = figure.axes[0].get_legend_handles_labels()
+  order = sorted(range(len(labels)), key=lambda i: -_height(handles[i]))
+  if not labels:
+    figure.supxlabel(note, fontsize="small")
+    return figure
+  # 16 letters to an inch; a line, its mark and the gap take the space of 7.
+  most = int(16 * figure.get_figwidth() / (max(map(len, labels)) + 7))
+  rows = -(-len(labels) // max(most, 1))
+  figure.legend(
+    [handles[i] for i in order],
+    [labels[i] for i in order],
+    title=note,
+    loc="outside lower center",
+    ncols=-(-len(labels) // rows),
+  )
+  return figure
+
+
+def _height(handle: Any) -> float:
+  """Returns the mean y of a curve; curves without points are below all others."""
+  import numpy as np  # Slow to import.
+
+  line = handle[0] if isinstance(handle, tuple) else handle  # A curve with error bars.
+  y = np.asarray(line.get_ydata() if hasattr(line, "get_ydata") else [], dtype=float)
+  y = y[np.isfinite(y)]
+  return float(y.mean()) if len(y) else -np.inf
+
+
 def shades(color: str, count: int) -> list[str]:
   """Returns `count` shades of a colour, from light to dark, as #rrggbb.
 
@@ -74,8 +133,8 @@ def shades(color: str, count: int) -> list[str]:
   rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
   found = []
   for i in range(count):
-    # From 0.55 of white to 0.55 of black.
-    share = 1.1 * i / (count - 1) - 0.55 if count > 1 else 0.0
+    # From 0.2 of white, as paler lines do not print, to 0.65 of black.
+    share = 0.85 * i / (count - 1) - 0.2 if count > 1 else 0.0
     end = 0 if share > 0 else 255
     mixed = (round(c + (end - c) * abs(share)) for c in rgb)
     found.append("#" + "".join(f"{c:02x}" for c in mixed))

@@ -30,8 +30,9 @@ from diloco.config import Config, resolve
 from diloco.errors import ConfigError
 from diloco.simulate import from_config
 from diloco.simulate import utilisation as simulate_lib
+from diloco.util import palette
 from diloco.util.command import Parser, guarded, make_folder
-from diloco.util.palette import COLORS, PAGE, STYLE, shades
+from diloco.util.palette import COLORS, shades
 from diloco.wire.ledger import gradient_bytes
 
 # DiLoCo is before data-parallel, which uses DiLoCo's compute time.
@@ -246,37 +247,34 @@ def picture(options, rows: list[dict], path: pathlib.Path) -> None:
 
   A point is the median of the measurements at a rate; a bar is their range.
   """
-  import matplotlib
-  from matplotlib.figure import Figure
+  palette.save(lambda: utilisation_figure(options, rows), path)
 
+
+def utilisation_figure(options, rows: list[dict]):
+  """Makes the figure of `picture`."""
   found = {r["method"] for r in rows}
-  with matplotlib.rc_context(STYLE):
-    figure = Figure(figsize=(PAGE, 3.2), layout="constrained")
-    axes = figure.subplots()
-    for method, color in CURVES.items():
-      if method not in found:
-        continue
-      own = pd.DataFrame(rows_of(rows, method))
-      shares = own.groupby("rate_mbit_s")["utilisation"].agg(["median", "min", "max"])
-      axes.plot(shares.index, shares["median"], "o-", color=color, label=method)
-      axes.vlines(shares.index, shares["min"], shares["max"], color=color)
-      c, seconds = resolved(options, method), own["compute_s_per_step"].median()
-      grid = np.geomspace(min(options.rates), max(options.rates), 60)
-      simulated = [predicted(c, seconds, rate) for rate in grid]
-      axes.plot(grid / 1e6, simulated, ":", color=color, lw=1)
-    axes.plot([], [], ":", color="grey", label="simulated")
-    axes.set(
-      xscale="log",
-      ylim=(0, 1.05),
-      xlabel="rate of every link (Mbit/s)",
-      ylabel="compute utilisation (share)",
-      title=f"Measured: {options.replicas} processes, H = {c.sync_every}",
-    )
-    rates = sorted({r["rate_mbit_s"] for r in rows})
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
-    axes.minorticks_off()
-    figure.legend(loc="outside right center")
-    figure.savefig(path)
+  h = resolved(options, "DiLoCo").sync_every
+  title = f"Measured utilisation: {options.replicas} processes, H = {h}"
+  figure, (axes,) = palette.panels(title, height=3.6)
+  figure.set_figwidth(palette.PAGE)
+  for method, color in CURVES.items():
+    if method not in found:
+      continue
+    own = pd.DataFrame(rows_of(rows, method))
+    shares = own.groupby("rate_mbit_s")["utilisation"].agg(["median", "min", "max"])
+    axes.plot(shares.index, shares["median"], "o-", color=color, label=method)
+    axes.vlines(shares.index, shares["min"], shares["max"], color=color)
+    c, seconds = resolved(options, method), own["compute_s_per_step"].median()
+    grid = np.geomspace(min(options.rates), max(options.rates), 60)
+    simulated = [predicted(c, seconds, rate) for rate in grid]
+    axes.plot(grid / 1e6, simulated, ":", color=color)
+  axes.plot([], [], ":", color="grey", label="simulated")
+  axes.set(xscale="log", xlabel="rate of every link (Mbit/s)")
+  axes.set(ylim=(-0.03, 1.05), ylabel="compute utilisation (share)")
+  rates = sorted({r["rate_mbit_s"] for r in rows})
+  axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+  axes.minorticks_off()
+  return palette.legend(figure, "Points: median. Bars: least and greatest measurement.")
 
 
 def parse(argv=None):

@@ -115,7 +115,7 @@ def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
   assert "where no run has written metrics.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["status", "compare"])
+@pytest.mark.parametrize("command", ["status", "compare", "report"])
 def test_commands_that_look_at_runs_need_no_jax(command):
   code = f"import sys, diloco.cli.{command}; print('jax' in sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

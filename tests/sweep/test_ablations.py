@@ -369,3 +369,19 @@ def test_curves_are_named_as_in_the_other_figures():
   assert name({"algorithm": "streaming", "fixed": "local"}) == "streaming, fixed=local"
   assert name({"compressor": "topk"}) == "topk"
   assert name({}) == ""
+
+
+def test_a_chart_says_its_words_instead_of_values():
+  words = {"frozen": {False: "all trained", True: "one trained"}, "x": {1: "one"}}
+  own = Chart("t", "frozen", ("x",), words=words)
+  cells = [ended({"x": 1, "frozen": f}, 2.0 + f) for f in (False, True)]
+  table = comparison.frame(own, cells)
+  assert table["frozen"].tolist() == [False, True]
+  lines = comparison.lines(own, table)
+  assert lines[2:] == [
+    "| one | all trained | 1 | 2.0000 | +0.00 | 7 |",
+    "| one | one trained | 1 | 3.0000 | +50.00 | 7 |",
+  ]
+  (panel,) = comparison.figure(own, table).axes
+  shown = [label.get_text() for label in panel.get_yticklabels()]
+  assert shown == ["all trained", "one trained"]
