@@ -23,6 +23,7 @@ DILOCO = {"algorithm": "diloco"}
 MEAN = {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
 LOCAL_ADAMW = DILOCO | MEAN
 # Updates as large as AdamW's (arXiv 2502.16982, section 2.2), and the papers' b2.
+# MuLoCo's authors scale them otherwise (docs/methods.md).
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
 # Pier's outer rate falls from 1.1 to 0.9, its outer momentum from 0.99 to 0.9.

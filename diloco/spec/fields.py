@@ -145,8 +145,9 @@ class OuterConfig:
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
   offload: bool = False
-  # Whether only the fragment that is sent next is trained, as in FedPart. The paper
-  # finds this much worse (section 3.3.1).
+  # Whether only the fragment that is sent next is trained, as in FedPart; the others
+  # also keep their inner optimizer state. The paper finds this much worse (section
+  # 3.3.1).
   fedpart: bool = False
 
   @property
@@ -168,9 +169,9 @@ class WireConfig:
   format: str = "auto"
   # Values that share one power-of-two scale of one byte, or one table: consecutive
   # values among those that are sent of one layer's tensor. 0: one scale per tensor. -1:
-  # as many values as a row has. The paper does not specify this. If fsdp shards a
-  # tensor, each shard is coded like a separate tensor: no block spans two shards, and
-  # topk and random choose within a shard.
+  # as many values as a row has, one input of a matrix. The paper does not specify this.
+  # If fsdp shards a tensor, each shard is coded like a separate tensor: no block spans
+  # two shards, and topk and random choose within a shard.
   block_size: Annotated[int, Range(-1, LARGEST)] = 128
   # How a value is rounded to the format. The paper does not specify this.
   rounding: Literal["nearest", "stochastic"] = "nearest"

@@ -9,9 +9,10 @@ four.
 
 Source: the code of MuLoCo (arXiv 2505.23725; facebookresearch/MuLoCo,
 quantized_outer_sgd.py, `QuantizationCompressor`), which names that of SparseLoCo (arXiv
-2508.15706) as its base. There a table is float32 and belongs to a tensor or a row;
-here to a block of `wire.block_size` values. What the authors report of 2 bits with
-error feedback is in `error_feedback.py`.
+2508.15706) as its base. There a table is float32 and belongs to a tensor or a row,
+which is one output of a matrix (torch stores (out, in)); here to a block of
+`wire.block_size` values, and a row is one input (docs/methods.md has the effect). What
+the authors report of 2 bits with error feedback is in `error_feedback.py`.
 
 Letters: N layers of S values; per layer K blocks of B.
 """
