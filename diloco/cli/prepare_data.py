@@ -8,6 +8,8 @@ first goes to <output>/train and the second to <output>/validation; one split go
   python -m diloco prepare_data tokenize --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
+Files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
+
 A TFDS data set in tfrecord becomes array_record, for data.source=tfds:...:
   python -m diloco prepare_data convert --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=/data/array_record --workers=16
