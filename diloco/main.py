@@ -25,6 +25,7 @@ from diloco.config import resolve
 from diloco.config.command_line import parse_flags
 from diloco.errors import ConfigError
 from diloco.util.command import guarded, interrupted, make_folder
+from diloco.util.files import disk_is_full
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -64,7 +65,6 @@ def main(_) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer at once.
   from diloco import train
-  from diloco.checkpoint import disk
   from diloco.log.log import TrainingDiverged
   from diloco.mesh import memory
   from diloco.mesh.compiling import announce_compilations
@@ -79,7 +79,7 @@ def main(_) -> None:
   try:
     # These errors need not wait for the other processes.
     resolve(FLAGS.config)
-    make_folder(FLAGS.workdir, "--workdir")
+    workdir = make_folder(FLAGS.workdir, "--workdir")
     alone = FLAGS.site is None
     for name in ("process0", "tls", "insecure") if alone else ():
       if FLAGS[name].value:
@@ -99,7 +99,7 @@ def main(_) -> None:
       part = make_part(resolve(FLAGS.config), FLAGS.site, *group, peers)
     if peers.index == 0:
       announce_compilations()
-    train.train(FLAGS.config, FLAGS.workdir, peers, part)
+    train.train(FLAGS.config, workdir, peers, part)
     peers.close()
   except (ConfigError, TrainingDiverged, ProcessLost) as error:
     peers.fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
@@ -115,7 +115,7 @@ def main(_) -> None:
       interrupted(),
     )
   except Exception as error:
-    reason = memory.explain(error) or disk.explain(error)
+    reason = memory.explain(error) or disk_is_full(error)
     if peers.count == 1 and not reason:
       raise
     peers.await_loss()

@@ -32,6 +32,7 @@ from diloco.processes.agree import check_same, check_same_program
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
 from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
+from diloco.util.files import local_path
 from diloco.wire.ledger import Ledger
 
 # A function that is called after each launch. Its arguments: the launched steps, the
@@ -283,7 +284,7 @@ def open_session(
 
   Every mistake in the config is found here, before anything compiles.
   """
-  c, workdir, peers = resolve(config), pathlib.Path(workdir), peers or Peers()
+  c, workdir, peers = resolve(config), local_path(workdir, "workdir"), peers or Peers()
   if part:
     c = part.own_config()
   elif c.overlap.transport == "sites":

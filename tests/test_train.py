@@ -281,14 +281,20 @@ def test_a_run_resumes_with_its_outer_state_moved(finished, tmp_path, field):
   assert_same_end(workdir, finished)
 
 
-def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path):
+def test_divergence_stops_with_step_replica_and_last_checkpoint(tiny, tmp_path, capsys):
   tiny.inner.learning_rate, tiny.inner.clip_norm = 1e30, 0.0
   tiny.inner.warmup_steps = 0
   tiny.checkpoint.every = 1
   with pytest.raises(TrainingDiverged) as error:
     train.train(tiny, tmp_path)
   assert "replica 0 is nan at step" in str(error.value)
-  assert "last good checkpoint:" in str(error.value)
+  assert "last good checkpoint: step " in str(error.value)
+  # The same command goes on with a lower rate. These parameters diverge with any.
+  tiny.inner.learning_rate = 1e29
+  with pytest.raises(TrainingDiverged):
+    train.train(tiny, tmp_path)
+  said = "The run diverged; it goes on with inner.learning_rate: 1e+30 -> 1e+29."
+  assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])

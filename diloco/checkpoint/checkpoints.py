@@ -151,7 +151,8 @@ class Checkpoints:
 
   def _check(self, record: Record, step: int) -> str:
     texts = (record.contents, self._contents)
-    return resume.check(record.config, self._c, step, *texts)
+    diverged = (self._workdir / resume.DIVERGED).is_file()
+    return resume.check(record.config, self._c, step, *texts, diverged)
 
   def _set_aside(self, unreadable: list[int]) -> None:
     """Moves unreadable checkpoints out of Orbax's way.

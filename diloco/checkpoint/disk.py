@@ -11,7 +11,6 @@ import jax
 from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.
 
 
@@ -30,17 +29,6 @@ def check(workdir: pathlib.Path, step: int, size: int) -> None:
   disk = shutil.disk_usage(workdir)
   if disk.total and disk.free < size:
     raise ConfigError(unwritten(workdir, step, size, os.strerror(errno.ENOSPC)))
-
-
-def explain(error: BaseException) -> str | None:
-  """Returns a sentence about an error that means a full disk; None for others."""
-  if not isinstance(error, OSError) or error.errno not in _FULL:
-    return None
-  where = f" {error.filename}" if error.filename else ""
-  return (
-    f"cannot write{where} ({os.strerror(error.errno)}); make room or raise the quota,"
-    " then the same command goes on from the newest checkpoint."
-  )
 
 
 def unwritten(workdir: pathlib.Path, step: int, size: int, reason: str) -> str:

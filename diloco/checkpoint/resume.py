@@ -40,6 +40,10 @@ _PATHS = {
 # Fields that may change when a run is extended, that is, when train.steps grows.
 _EXTENSION = {"train.steps", "train.tokens", "inner.decay_steps"}
 
+# A run that diverges makes this file in its folder: then these fields may be lowered.
+DIVERGED = "diverged.json"
+_RATES = ("inner.learning_rate", "outer.learning_rate")
+
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
@@ -53,8 +57,11 @@ def check(
   step: int,
   read: Mapping[str, str] | None = None,
   reads: Mapping[str, str] | None = None,
+  diverged: bool = False,
 ) -> str:
-  """Refuses a config that differs from the checkpoint's, unless it extends the run.
+  """Refuses a config that differs from the checkpoint's.
+
+  It may extend the run, or lower its rates after the run diverged.
 
   Fields that `saved` lacks count as their defaults.
 
@@ -64,9 +71,10 @@ def check(
     step: step of the checkpoint.
     read, reads: `diloco.data.contents` of the checkpoint and of this process. Where
       both are known, contents decide, and not paths.
+    diverged: whether the run diverged.
 
   Returns:
-    A sentence on what an extension changes; "" if the run is not extended.
+    A sentence on what an extension or a lower rate changes; "" if nothing changes.
 
   Raises:
     ConfigError: shows the fields that differ, old -> new; or the extended schedule of
@@ -86,11 +94,15 @@ def check(
       changes[field] = "other contents than before, under the same name or another"
   if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
     return _extension(old, c, step)
+  lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
+  if diverged and old and changes and changes.keys() <= {*_RATES}:
+    rates = [(x.inner.learning_rate, x.outer.learning_rate) for x in (old, c)]
+    if all(after <= before for before, after in zip(*rates)):
+      return f"The run diverged; it goes on with {lines}."
   if changes:
     hint = ""
     if old and "outer.decay_syncs" in changes:
       hint = f"; to extend the run, set outer.decay_syncs={old.outer.decay_syncs}"
-    lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
     raise ConfigError(
       f"workdir holds a checkpoint of step {step} made with another config ({lines});"
       f" choose another --workdir or the same values{hint}."

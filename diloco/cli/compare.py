@@ -8,7 +8,6 @@ python -m diloco compare /tmp/a /tmp/b --csv=metrics.csv
 import argparse
 import itertools
 import math
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from diloco.spec.shapes import matrix_params
 from diloco.util import palette
 from diloco.util.command import (
   Parser,
+  as_path,
   check_picture,
   guarded,
   in_range,
@@ -189,7 +189,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  low, path = wallclock.NETWORKS["low"], pathlib.Path
+  low, path = wallclock.NETWORKS["low"], as_path
   parser = Parser(prog="python -m diloco compare", description=__doc__)
   add = parser.add_argument
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."

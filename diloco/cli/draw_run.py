@@ -16,7 +16,7 @@ from diloco.log import workdir as log
 from diloco.simulate import schedule_figure
 from diloco.simulate.schedule_figure import Send
 from diloco.util import palette
-from diloco.util.command import Parser, guarded
+from diloco.util.command import Parser, as_path, guarded
 
 
 def read(workdir: pathlib.Path) -> tuple[Config, list[Send], int]:
@@ -57,7 +57,7 @@ def draw(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco draw_run", description=__doc__)
-  add, path = parser.add_argument, pathlib.Path
+  add, path = parser.add_argument, as_path
   add("--workdir", type=path, required=True, help="folder of a run of DiLoCo")
   add("--first", type=int, default=1, help="first inner step to draw; default 1")
   add("--last", type=int, default=60, help="last inner step to draw; default 60")

@@ -3,14 +3,14 @@
   python -m diloco evaluate --workdir=/tmp/sample --tasks=hellaswag,piqa,arc_easy
 
 Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
-each task and writes evaluation_<step>.json into the workdir. --details=FILE also writes
-the log-likelihood of every choice. --heldout adds the held-out loss and needs the data.
+each task and writes evaluation_<step>.json into the workdir; prints the content of this
+file if the workdir is read-only. --details=FILE also writes the log-likelihood of every
+choice. --heldout adds the held-out loss and needs the data.
 """
 
 import argparse
 import dataclasses
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -23,9 +23,9 @@ from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
 from diloco.util import files
 from diloco.util.command import (
+  as_path,
   guarded,
   in_range,
-  make_folder,
   make_parent,
   model_parser,
 )
@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> None:
   if args.details:
     make_parent(args.details, "--details")
   model = load(args.workdir, args.step)
-  make_folder(args.workdir, "--workdir")
   fields = {
     "eval.tasks": args.tasks,
     "eval.task_items": args.items,
@@ -58,9 +57,14 @@ def run(args: argparse.Namespace) -> None:
       r = evaluation.loss(model.params)
       said |= dataclasses.asdict(r)
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
-  path = pathlib.Path(args.workdir) / f"evaluation_{model.step}.json"
+  path = args.workdir / f"evaluation_{model.step}.json"
   before = files.read_json(path) or {}  # Of other tasks, or of the held-out text.
-  files.write_json(path, before | said | {"tasks": before.get("tasks", {}) | of_tasks})
+  said = before | said | {"tasks": before.get("tasks", {}) | of_tasks}
+  try:
+    files.write_json(path, said)
+  except OSError as error:  # Somebody else's run, perhaps.
+    print(f"{path} cannot be written ({error.strerror}); it would have:")
+    print(json.dumps(said))
   if args.details:
     args.details.write_text("".join(json.dumps(d) + "\n" for d in details))
 
@@ -71,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--items", type=in_range(0), default=0, help="of a task; 0: all")
   parser.add_argument("--heldout", action="store_true", help="add the held-out loss")
   parser.add_argument("--data_dir", help="root of TFDS data sets; default: the run's")
-  parser.add_argument("--details", type=pathlib.Path, help="one JSON line per item")
+  parser.add_argument("--details", type=as_path, help="one JSON line per item")
   return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
 
 

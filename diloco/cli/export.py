@@ -26,7 +26,7 @@ from diloco.errors import ConfigError
 from diloco.interop import hf, load
 from diloco.interop.public_model import CONFIG
 from diloco.model import registry
-from diloco.util.command import guarded, make_folder, model_parser
+from diloco.util.command import as_path, guarded, make_folder, model_parser
 
 
 def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("export", __doc__)
-  parser.add_argument("--output", required=True, help="folder to write")
+  parser.add_argument("--output", type=as_path, required=True, help="folder to write")
   formats = ("diloco", "hf")
   parser.add_argument("--format", choices=formats, default="diloco", help="hf: Qwen3")
   dtypes = ("float32", "bfloat16")

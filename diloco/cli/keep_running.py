@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError
 from diloco.util.command import INTERRUPTED, guarded
+from diloco.util.files import local_path
 
 FINAL = (0, 2, INTERRUPTED)  # Exit statuses after which a restart is pointless.
 MOST_DEATHS = 5
@@ -59,7 +60,7 @@ def run(args: Sequence[str]) -> int:
   if not workdir:
     raise ConfigError("--workdir must be given, with the other flags of diloco.main.")
   command = [sys.executable, "-m", "diloco.main", *args]
-  return keep_running(command, pathlib.Path(workdir[1]))
+  return keep_running(command, local_path(workdir[1], "--workdir"))
 
 
 if __name__ == "__main__":

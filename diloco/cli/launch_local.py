@@ -17,14 +17,13 @@ the workdir. A site that fails ends nobody else.
 
 import argparse
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 import threading
 from concurrent import futures
 
-from diloco.util.command import Parser, free_port
+from diloco.util.command import Parser, as_path, free_port
 
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
@@ -63,9 +62,9 @@ def run_commands(options) -> dict[str, list[str]]:
 def site_commands(options) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of a coordinator and its sites."""
   own = argparse.ArgumentParser(allow_abbrev=False)
-  own.add_argument("--workdir", required=True)
+  own.add_argument("--workdir", type=as_path, required=True)
   known, args = own.parse_known_args(options.args)
-  address, workdir = f"localhost:{free_port()}", pathlib.Path(known.workdir)
+  address, workdir = f"localhost:{free_port()}", known.workdir
   args += ["--insecure", "--config.overlap.transport=sites"]
   args.append(f"--config.sites.count={options.n}")
   listen = [f"--listen={address}", f"--workdir={workdir / COORDINATOR}"]

@@ -8,6 +8,8 @@ first goes to <output>/train and the second to <output>/validation; one split go
   python -m diloco prepare_data tokenize --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
+Files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
+
 A TFDS data set in tfrecord becomes array_record, for data.source=tfds:...:
   python -m diloco prepare_data convert --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --output=/data/array_record --workers=16
@@ -95,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--data_dir", default="", help="root folder of TFDS data sets")
   text = "path of a SentencePiece .model, or name of a shipped one; default sotu_2048"
   add("--tokenizer", default="sotu_2048", help=text)
-  add("--output", required=True, help="folder to write")
+  add("--output", type=command.as_path, required=True, help="folder to write")
   add("--workers", type=in_range(1), default=1, help="number of processes")
   text = "MiB of the source for each array; default 0: up to 512 arrays"
   add("--unit_mb", type=in_range(0), default=0, help=text)

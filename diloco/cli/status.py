@@ -25,7 +25,7 @@ from diloco.log import metrics
 from diloco.log.workdir import backwards, read_config, title
 from diloco.sites.calendar import Calendar
 from diloco.util import files
-from diloco.util.command import Parser, guarded, in_range
+from diloco.util.command import Parser, as_path, guarded, in_range
 
 ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco status", description=__doc__)
   add = parser.add_argument
   text = "folder of a run, of a coordinator, or of several of them"
-  add("workdir", metavar="WORKDIR", type=pathlib.Path, nargs="+", help=text)
+  add("workdir", metavar="WORKDIR", type=as_path, nargs="+", help=text)
   text = "show it again every so many seconds; default 10"
   kind = in_range(0.1, 86_400.0)
   add("--follow", type=kind, nargs="?", const=10, metavar="SECONDS", help=text)

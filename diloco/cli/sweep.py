@@ -45,11 +45,11 @@ def make_backend(
 def run(args: argparse.Namespace) -> int:
   """Does what the flags ask for; returns the exit status."""
   if args.export:
-    export_runs(pathlib.Path(args.results), args.export, args.sweep)
+    export_runs(args.results, args.export, args.sweep)
   elif args.imported:
     import_runs(args.results, args.imported)
   elif args.show:
-    show(Driver(load_sweep(args.sweep), pathlib.Path(args.results), Local(0, {})))
+    show(Driver(load_sweep(args.sweep), args.results, Local(0, {})))
   else:
     return drive_sweep(args, load_sweep(args.sweep))
   return 0
@@ -69,7 +69,7 @@ def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: str) -> None:
   print(f"{count} runs written to {path}")
 
 
-def import_runs(folder: str, path: pathlib.Path) -> None:
+def import_runs(folder: pathlib.Path, path: pathlib.Path) -> None:
   """Reads the CSV file of --import."""
   if not path.exists() or path.is_dir():
     raise ConfigError(
@@ -134,10 +134,10 @@ def show(driver: Driver) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco sweep", description=__doc__)
-  add, path = parser.add_argument, pathlib.Path
+  add, path = parser.add_argument, command.as_path
   text = "a sweep file, or ladder, or ablations:NAME (docs/ablations.md)"
   add("--sweep", default="", help=text)
-  add("--results", required=True, help="the folder that holds all runs")
+  add("--results", type=path, required=True, help="the folder that holds all runs")
   text = "processes at once, at most; default 1"
   add("--parallel", type=in_range(1), default=1, help=text)
   text = (

@@ -17,7 +17,6 @@ the options: training uses one thread and no random sampling.
 import argparse
 import io
 import itertools
-import pathlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--data_dir", default="", help="root folder of TFDS data sets")
   text = "pieces, special ones included; default 32000"
   add("--vocab_size", type=in_range(1), default=32_000, help=text)
-  add("--output", type=pathlib.Path, required=True, help=".model file to write")
+  add("--output", type=command.as_path, required=True, help=".model file to write")
   text = (
     "megabytes of text to train on, which SentencePiece keeps in memory; default 100"
   )

@@ -16,50 +16,92 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Config, Range
 
-_KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
+# What to give in a field of each type.
+_WANTED = {
+  int: "a whole number",
+  float: "a number",
+  bool: "True or False",
+  str: "a text in UTF-8",
+  tuple: "values such as (1, 4), or leave it empty",
+}
 
 
 def check_each(
   v: Mapping[str, Any], defaults: Mapping[str, Any], kinds: Mapping[str, Any]
-) -> None:
-  """Checks names, choices and limits of all fields.
+) -> dict[str, Any]:
+  """Checks names, types, choices and limits of all fields.
 
   Args:
     v: a config's fields by name, such as "outer.average".
     defaults: the default of each field.
     kinds: the type of each field, with its limits.
 
+  Returns:
+    The fields, numbers in the type of their field: 5e8 is a whole number.
+
   Raises:
     ConfigError: a field has a value that cannot work.
   """
   for field in sorted(v.keys() - defaults.keys()):
+    fields = [name for name in defaults if name.startswith(f"{field}.")]
+    if fields:
+      raise ConfigError(f"{field} is {v[field]!r}, but it has fields; set {fields[0]}.")
     more = plugins.hint(field.partition(".")[0])
     raise ConfigError(
       f"{field} is {v[field]!r}, but there is no such field; see"
       f" diloco/spec/fields.py{more}."
     )
-  for field, kind in kinds.items():
-    base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
-    if base in _KINDS and (
-      not isinstance(v[field], _KINDS[base][0]) or isinstance(v[field], bool)
-    ):
-      raise ConfigError(f"{field} is {v[field]!r}; give {_KINDS[base][1]}.")
-    if isinstance(v[field], float) and not math.isfinite(v[field]):
-      raise ConfigError(f"{field} is {v[field]}; give a finite number.")
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if choices and v[field] not in choices:
-      raise ConfigError(f"{field} is {v[field]!r}; choose one of {', '.join(choices)}.")
-    for limits in getattr(kind, "__metadata__", ()):
-      if isinstance(limits, Range) and v[field] not in limits:
-        raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
+  return {field: _checked(field, v[field], kind) for field, kind in kinds.items()}
+
+
+def _checked(field: str, value: Any, kind: Any) -> Any:
+  """Returns the value of a field in the type of the field.
+
+  Raises:
+    ConfigError: it has another type, is no choice, or is outside the limits.
+  """
+  choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+  if choices and not (isinstance(value, str) and value in choices):
+    raise ConfigError(f"{field} is {value!r}; choose one of {', '.join(choices)}.")
+  try:
+    value = _converted(value, kind)
+  except (OverflowError, TypeError, ValueError) as error:
+    base = getattr(kind, "__origin__", kind)
+    raise ConfigError(f"{field} is {value!r}; give {_WANTED[base]}.") from error
+  if isinstance(value, float) and not math.isfinite(value):
+    raise ConfigError(f"{field} is {value}; give a finite number.")
+  for limits in getattr(kind, "__metadata__", ()):
+    if isinstance(limits, Range) and value not in limits:
+      raise ConfigError(f"{field} is {value}; it must be {limits}.")
+  return value
+
+
+def _converted(value: Any, kind: Any) -> Any:
+  """Returns a value in its type; in another type than those of `_WANTED`, as it is.
+
+  Raises:
+    OverflowError, TypeError, ValueError: the value is none of this type.
+  """
+  base = getattr(kind, "__origin__", kind)
+  if base not in _WANTED:
+    return value
+  number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if number and (base is float or (base is int and value % 1 == 0)):
+    return base(value)
+  if base is tuple and isinstance(value, tuple):
+    item = (*typing.get_args(kind), Any)[0]
+    return tuple(_converted(x, item) for x in value)
+  if base in (bool, str) and isinstance(value, base):
+    str(value).encode()  # Fails for bytes that are no UTF-8.
+    return value
+  raise TypeError(f"no {base}")
 
 
 def check_together(
   c: Config, v: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
-  tau = max((tau for tau in c.overlap.taus if isinstance(tau, int)), default=0)
-  combinations.check({**v, "overlap.tau": tau}, defaults)
+  combinations.check({**v, "overlap.tau": max(c.overlap.taus)}, defaults)
   count = c.sites.count or c.replicas
   if c.sites.quorum > count:
     raise ConfigError(
@@ -91,11 +133,10 @@ def check_together(
         f"model.{field} is {value}, which model.name=decoder does not have; leave it at"
         f" {default}, or set model.name=qwen3."
       )
-  taus = c.overlap.taus
-  if len(taus) != c.replicas or not all(isinstance(tau, int) for tau in taus):
+  if len(c.overlap.taus) != c.replicas:
     raise ConfigError(
-      f"overlap.taus is {taus}; give {c.replicas} whole numbers, one per replica, or"
-      " leave it empty."
+      f"overlap.taus is {c.overlap.taus}; give {c.replicas} whole numbers, one per"
+      " replica, or leave it empty."
     )
   try:
     c.make_schedule()

@@ -22,6 +22,22 @@ from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located
 
 
+class _WholeNumber(flags.IntegerParser):
+  """A parser of whole numbers that also takes 5e8."""
+
+  def convert(self, argument: int | str) -> int:
+    try:
+      return super().convert(argument)
+    except ValueError:
+      value = float(str(argument))
+      if not value.is_integer():
+        raise
+      return int(value)
+
+
+config_flags.register_flag_parser_for_type(int, _WholeNumber())
+
+
 def run(main: Callable[[list[str]], object]) -> None:
   """Runs a program with absl flags; a ConfigError becomes one sentence, exit status 2.
 
@@ -140,6 +156,8 @@ def _check_config(argv: Sequence[str]) -> None:
       raise ConfigError(
         f"--config.{field} is no field{meant}; see diloco/spec/fields.py."
       )
+    if known[field] is None:  # ml_collections takes the type of a flag from the value.
+      raise ConfigError(f"{field} is None in {name[1]}; give it a value there.")
 
 
 def _check_file(name: str) -> ml_collections.ConfigDict:

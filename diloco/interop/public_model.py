@@ -8,6 +8,7 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line
+from diloco.util.files import local_path
 
 CONFIG = "config.json"
 MODEL_TYPE, ARCHITECTURE = "qwen3", "Qwen3ForCausalLM"
@@ -81,7 +82,7 @@ def fields_of(folder: str | pathlib.Path) -> dict[str, Any]:
   Raises:
     ConfigError: it is another architecture, or has features that this one has not.
   """
-  found = read_json(pathlib.Path(folder) / CONFIG, "init.checkpoint")
+  found = read_json(local_path(folder, "init.checkpoint") / CONFIG, "init.checkpoint")
   where = f"init.checkpoint is {str(folder)!r}, whose {CONFIG}"
   if found.get("model_type") != MODEL_TYPE:
     raise ConfigError(

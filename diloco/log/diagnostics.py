@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.log.loss_picture import line, points, running_mean, smoothed
 from diloco.log.workdir import title
-from diloco.util.command import Parser, check_picture, guarded
+from diloco.util.command import Parser, as_path, check_picture, guarded
 from diloco.util.palette import COLORS, OTHERS, PAGE, save, shades
 
 # The part of a fragment that is no layer: embedding, positions, final norm, head.
@@ -219,7 +219,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco diagnostics", description=__doc__)
-  path = pathlib.Path
+  path = as_path
   parser.add_argument("workdir", metavar="WORKDIR", type=path, help="of the run")
   text = "picture to write; default diagnostics.png"
   parser.add_argument("--out", type=path, default=path("diagnostics.png"), help=text)

@@ -20,12 +20,14 @@ from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.optimizers import learning_rate
 from diloco.algorithm.state import Event
 from diloco.checkpoint.record import Spent
+from diloco.checkpoint.resume import DIVERGED
 from diloco.config import Config
 from diloco.log import metrics
 from diloco.log.loss_picture import LossPicture
 from diloco.mesh import hardware
 from diloco.processes.peers import Peers
 from diloco.spec.shapes import flops_per_token
+from diloco.util import files
 from diloco.util.bar import make_bar
 from diloco.wire.ledger import Ledger, all_reduced_bytes
 
@@ -235,10 +237,13 @@ class Log:
     for m, value in per_replica:
       if not math.isfinite(value):
         saved = self._last_checkpoint()
+        if self._peers.index == 0:
+          files.write_json(self._workdir / DIVERGED, {"step": t, name: str(value)})
         raise TrainingDiverged(
           f"the {name} of replica {m} is {value} at step {t}; last good checkpoint:"
           f" {'none' if saved is None else f'step {saved}'}, in"
-          f" {self._workdir / 'checkpoints'}."
+          f" {self._workdir / 'checkpoints'}; the same command with a lower"
+          " inner.learning_rate or outer.learning_rate goes on from there."
         )
 
 

@@ -31,7 +31,14 @@ from diloco.sweep.runner import Driver, drive
 from diloco.sweep.search import Search
 from diloco.sweep.table import Row
 from diloco.util import files, shipped
-from diloco.util.command import Parser, guarded, in_range, load_module, make_folder
+from diloco.util.command import (
+  Parser,
+  as_path,
+  guarded,
+  in_range,
+  load_module,
+  make_folder,
+)
 
 PAGE = "reproduced.md"
 # Runs that a process trains together, if they differ only in seed or rates.
@@ -219,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco reproduce", description=__doc__)
   add = parser.add_argument
-  add("--out", type=pathlib.Path, required=True, help="folder of runs, page, figures")
+  add("--out", type=as_path, required=True, help="folder of runs, page, figures")
   only = "names of configs/ablations.py, and ladder; default: all"
   add("--only", default="", help=only)
   add("--seeds", type=in_range(1), default=3, help="seeds of every setting; default 3")

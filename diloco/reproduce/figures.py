@@ -12,7 +12,6 @@ points of a panel have. The command names the figures whose runs are missing.
 
 import argparse
 import functools
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
 from diloco.simulate import wallclock
 from diloco.sweep.chart import LOSS, PLAIN
-from diloco.util.command import Parser, guarded, in_range, make_folder
+from diloco.util.command import Parser, as_path, guarded, in_range, make_folder
 from diloco.util.palette import panels as make_panels
 from diloco.util.palette import save
 
@@ -241,8 +240,8 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco.reproduce.figures", description=__doc__)
   add = parser.add_argument
-  add("table", type=pathlib.Path, help="an exported CSV file")
-  add("--out", type=pathlib.Path, required=True, help="output folder")
+  add("table", type=as_path, help="an exported CSV file")
+  add("--out", type=as_path, required=True, help="output folder")
   add("--prefix", default="", help="prefix of the file names")
   where = "rows to take, such as seed=0,replicas=2"
   add("--where", default="", metavar="COLUMN=VALUE,...", help=where)

@@ -26,7 +26,14 @@ from diloco.scaling_laws import recommend as recommend_lib
 from diloco.scaling_laws import tables as tables_lib
 from diloco.scaling_laws.fits import leave_largest_out
 from diloco.scaling_laws.uncertainty import LEAST_SPARE, show
-from diloco.util.command import Parser, guarded, make_folder, parse_count, parse_options
+from diloco.util.command import (
+  Parser,
+  as_path,
+  guarded,
+  make_folder,
+  parse_count,
+  parse_options,
+)
 
 NOTES = 5  # The text of `recommend` shows so many notes.
 ROWS = {
@@ -49,10 +56,10 @@ def make_parser() -> Parser:
   _add_bootstrap(p)
   p = commands.add_parser("figures", help="draw figures 2b and 13")
   p.set_defaults(command=figures)
-  p.add_argument("--out", required=True, help="folder for the files")
+  p.add_argument("--out", type=as_path, required=True, help="folder for the files")
   p = commands.add_parser("fit", help="fit laws to your own runs")
   p.set_defaults(command=fit)
-  p.add_argument("csv", help="your runs; docs/scaling_laws.md lists the columns")
+  p.add_argument("csv", type=as_path, help="your runs, see docs/scaling_laws.md")
   p.add_argument("--where", default="", help="rows to take, such as seed=0,dim=64")
   p.add_argument("--any", action="store_true", help="fit despite problems of the grid")
   _add_bootstrap(p)
@@ -66,7 +73,7 @@ def make_parser() -> Parser:
   add("--overtrain", type=float, default=1.0, help="multiplies the token budget")
   add("--seq_len", type=int, default=paper.SEQ_LEN, help="tokens per sequence")
   add("--fsdp", type=int, default=1, help="devices in one replica")
-  add("--results", help="CSV of your own runs instead of the paper's laws")
+  add("--results", type=as_path, help="CSV of your runs instead of the paper's laws")
   add("--where", default="", help="filters --results, such as sync_every=30,seed=0")
   add("--any", action="store_true", help="accept gaps and edge optima in --results")
   for p in commands.choices.values():

@@ -2,13 +2,13 @@
 
 import argparse
 import math
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.simulate.failures import UNITS
+from diloco.util.command import as_path
 
 
 def number(text: str) -> float:
@@ -67,8 +67,8 @@ CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2
 PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
-OUT = Option("folder for the files", str, required=True)
-PLOT = Option("file for a figure of utilisation over bandwidth", pathlib.Path)
+OUT = Option("folder for the files", as_path, required=True)
+PLOT = Option("file for a figure of utilisation over bandwidth", as_path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
@@ -112,7 +112,7 @@ SCHEDULE = {
   "config": CONFIG._replace(help="config file", required=True),
   "first": Option("first inner step to draw; default shortly before step H", whole),
   "last": Option("last inner step to draw; default one round later", whole),
-  "out": Option("picture to write, such as x.png", pathlib.Path, required=True),
+  "out": Option("picture to write, such as x.png", as_path, required=True),
 }
 FAILURES = METHOD | {
   "gbits": GBITS,

@@ -125,14 +125,16 @@ def main() -> None:
   parser = command.Parser(
     prog="python -m diloco make_certificates", description=__doc__
   )
-  parser.add_argument("--out", required=True, help="folder of all parties")
+  parser.add_argument(
+    "--out", type=command.as_path, required=True, help="folder of all parties"
+  )
   parser.add_argument("--sites", type=int, required=True, help="number of sites, K")
   parser.add_argument("--days", type=int, default=365, help="days until they end")
   args = parser.parse_args()
   if min(args.sites, args.days) < 1:
     parser.error(f"--sites is {args.sites} and --days {args.days}; give at least 1")
   command.make_folder(args.out, "--out")
-  made = make(pathlib.Path(args.out), args.sites, args.days)
+  made = make(args.out, args.sites, args.days)
   print(f"new in {args.out}: {', '.join(made) or 'nothing'}")
 
 

@@ -8,13 +8,13 @@ pretend to be another.
 """
 
 import ipaddress
-import pathlib
 import ssl
 
 import grpc
 
 from diloco.errors import ConfigError
 from diloco.sites.messages import LARGEST
+from diloco.util.files import local_path
 
 NAME = "coordinator"
 # A lost machine is noticed after at most KEEPALIVE_S + KEEPALIVE_TIMEOUT_S seconds.
@@ -109,7 +109,8 @@ def _read(folder: str) -> list[bytes]:
   Raises:
     ConfigError: a file is missing or damaged, or the key is of another certificate.
   """
-  ca, cert, key = (pathlib.Path(folder) / f"{n}.pem" for n in ("ca", "cert", "key"))
+  path = local_path(folder, "--tls")
+  ca, cert, key = (path / f"{n}.pem" for n in ("ca", "cert", "key"))
   try:
     found = [path.read_bytes() for path in (ca, cert, key)]
     # gRPC would find mistakes only when it connects, and without a reason.

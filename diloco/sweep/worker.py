@@ -15,6 +15,7 @@ from diloco.errors import ConfigError
 from diloco.sweep import saved, table
 from diloco.together import groups
 from diloco.util.command import Parser, guarded, interrupted
+from diloco.util.files import disk_is_full
 
 
 def run(args: argparse.Namespace) -> int:
@@ -29,7 +30,6 @@ def run(args: argparse.Namespace) -> int:
   import jax
 
   from diloco import train
-  from diloco.checkpoint import disk
   from diloco.mesh import memory
   from diloco.mesh.compiling import announce_compilations
   from diloco.processes import stop
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
   except KeyboardInterrupt:
     return interrupted()
   except Exception as error:
-    found = memory.explain(error) or disk.explain(error)
+    found = memory.explain(error) or disk_is_full(error)
     if not found:
       raise
     print(f"error: {found} With fewer runs at once (--vectorize) less is needed.")

@@ -14,6 +14,7 @@ import numpy as np
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
 from diloco.tokenizer.json_model import JsonModel
+from diloco.util.files import local_path
 
 _SHIPPED = pathlib.Path(__file__).parent / "shipped"
 
@@ -125,9 +126,8 @@ def load_tokenizer(name: str) -> Tokenizer:
   Raises:
     ConfigError: there is no such file, or it is not a SentencePiece model.
   """
-  path = pathlib.Path(
-    name if name.endswith((".model", ".json")) else _SHIPPED / f"{name}.model"
-  )
+  own = name.endswith((".model", ".json"))
+  path = local_path(name, "data.tokenizer") if own else _SHIPPED / f"{name}.model"
   if not os.path.isfile(path):  # False also without permission.
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.tokenizer.tokenizer import load_tokenizer
-from diloco.util.files import read_json
+from diloco.util.files import local_path, read_json
 
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
@@ -46,7 +46,7 @@ def fill_in(v: dict[str, Any]) -> None:
 
 def split_folder(source: str, split: str) -> pathlib.Path:
   """Returns the folder of a split of `arrays:<folder>`."""
-  return pathlib.Path(source.removeprefix("arrays:")).expanduser() / split
+  return local_path(source.removeprefix("arrays:"), "data.source") / split
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from diloco.errors import ConfigError
 from diloco.util import shipped
+from diloco.util.files import disk_is_full, local_path
 
 INTERRUPTED = 128 + signal.SIGINT  # Exit status of a program that Ctrl-C ended.
 UNREAD = 128 + signal.SIGPIPE  # Exit status of a program whose output nobody reads.
@@ -53,7 +54,7 @@ def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> i
       return UNREAD
     if not isinstance(error, mistakes):
       raise
-    print(f"error: {error}", file=sys.stderr)
+    print(f"error: {disk_is_full(error) or error}", file=sys.stderr)
     return 2
   return status if isinstance(status, int) else 0
 
@@ -108,10 +109,20 @@ def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
   return number
 
 
+def as_path(text: str) -> pathlib.Path:
+  """The type of an option that is a path."""
+  try:
+    return local_path(text, "it")
+  except ConfigError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def model_parser(command: str, description: str | None) -> Parser:
   """Makes the parser of a command that takes a trained model."""
   parser = Parser(prog=f"python -m diloco {command}", description=description)
-  parser.add_argument("--workdir", required=True, help="folder of a run or an export")
+  parser.add_argument(
+    "--workdir", type=as_path, required=True, help="folder of a run or an export"
+  )
   parser.add_argument("--step", type=int, help="default: the newest checkpoint")
   return parser
 
@@ -192,9 +203,7 @@ def make_folder(path: str | pathlib.Path, flag: str) -> pathlib.Path:
   Raises:
     ConfigError: nothing can be written in the folder.
   """
-  if not str(path).strip():
-    raise ConfigError(f"{flag} is empty; give a folder (is a shell variable unset?).")
-  folder = pathlib.Path(path)
+  folder = local_path(path, flag)
   try:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()

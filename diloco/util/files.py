@@ -6,11 +6,50 @@ import fcntl
 import json
 import os
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
+from diloco.errors import ConfigError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
+
+
+def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
+  """Returns a path that a user gave; every such path passes here. Expands `~`.
+
+  Args:
+    name: the flag or field with the path, for error messages.
+
+  Raises:
+    ConfigError: the path is empty, or can be none of this machine.
+  """
+  text = os.fspath(text)
+  path, reason = os.path.expanduser(text), ""
+  if not text.strip():
+    raise ConfigError(f"{name} is empty; give a path (is a shell variable unset?).")
+  if re.match(r"[A-Za-z][\w+.-]+:/", text):  # pathlib makes gs:/ of gs://
+    reason = "an address; give a path of this machine, such as that of a mounted bucket"
+  elif path.startswith("~"):
+    reason = f"but there is no such user; write ./{text} if that is a name"
+  elif "\0" in path or path != path.encode(errors="replace").decode():
+    reason = "which is no text in UTF-8; rename it, or give a link to it"
+  if reason:
+    raise ConfigError(f"{name} is {text!r}, {reason}.")
+  return pathlib.Path(path)
+
+
+def disk_is_full(error: BaseException) -> str | None:
+  """Returns a sentence about an error that means a full disk; None for others."""
+  if not isinstance(error, OSError) or error.errno not in _FULL:
+    return None
+  where = f" {error.filename}" if error.filename else ""
+  return (
+    f"cannot write{where} ({os.strerror(error.errno)}); make room or raise the quota,"
+    " then the same command goes on from what it has saved."
+  )
 
 
 def try_lock(file: IO) -> bool:
@@ -40,8 +79,10 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
       file.flush()
       os.fsync(file.fileno())
     unfinished.rename(path)
-  except BaseException:
+  except BaseException as error:
     unfinished.unlink(missing_ok=True)
+    if isinstance(error, OSError) and error.errno and not error.filename:
+      error.filename = str(path)  # A failed write names no file.
     raise
 
 

@@ -4,6 +4,7 @@ A wheel holds the configs and launchers inside the package, a clone beside it.
 """
 
 import csv
+import os
 import pathlib
 
 PACKAGE = pathlib.Path(__file__).parents[1]
@@ -32,6 +33,7 @@ def find(path: str) -> str:
   Returns:
     The file. If there is none, `path` itself.
   """
+  path = os.path.expanduser(path)
   given, stem = pathlib.Path(path), pathlib.Path(path).stem
   spellings = (stem, f"{stem}.py", f"configs/{stem}.py", f"diloco/configs/{stem}.py")
   candidates = []

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.checkpoint import disk
 from diloco.errors import ConfigError
+from diloco.util.files import disk_is_full
 
 
 def fill(monkeypatch, free: int, total: int = 10**12):
@@ -45,6 +46,6 @@ def test_a_file_system_that_does_not_tell_its_size_is_tried(tmp_path, monkeypatc
 def test_a_full_disk_is_explained_wherever_it_is_met():
   with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError) as caught:
     full.write(b"metrics")
-  assert "cannot write (No space left on device); make" in disk.explain(caught.value)
-  assert disk.explain(FileNotFoundError("metrics.jsonl")) is None
-  assert disk.explain(ValueError("No space left on device")) is None
+  assert "cannot write (No space left on device); make" in disk_is_full(caught.value)
+  assert disk_is_full(FileNotFoundError("metrics.jsonl")) is None
+  assert disk_is_full(ValueError("No space left on device")) is None

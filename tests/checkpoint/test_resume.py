@@ -220,3 +220,28 @@ def test_a_run_that_goes_on_with_a_changed_plugin_says_so_also_at_its_end(
   # The checkpoint of step 6 knows of the change; that of step 2 was saved before it.
   assert again_from(6, "# Another version.\n") == [said]
   assert again_from(2, "# One version.\n") == []
+
+
+@pytest.mark.parametrize(
+  ("fields", "diverged", "allowed"),
+  [
+    ({"inner.learning_rate": 1e-3}, True, True),
+    ({"inner.learning_rate": 1e-3, "outer.learning_rate": 0.1}, True, True),
+    ({}, True, False),
+    ({"inner.learning_rate": 1e-3}, False, None),
+    ({"inner.learning_rate": 1.0}, True, None),
+    ({"inner.learning_rate": 1e-3, "outer.learning_rate": 0.9}, True, None),
+    ({"inner.learning_rate": 1e-3, "seed": 1}, True, None),
+  ],
+)
+def test_only_a_run_that_diverged_goes_on_with_lower_rates(
+  tiny, fields, diverged, allowed
+):
+  c = resolve(tiny)
+  now = changed(c, fields)
+  if allowed is None:
+    with pytest.raises(ConfigError, match="made with another config"):
+      resume.check(c.to_dict(), now, 3, diverged=diverged)
+  else:
+    said = resume.check(c.to_dict(), now, 3, diverged=diverged)
+    assert said.startswith("The run diverged; it goes on with inner") == allowed

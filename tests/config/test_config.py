@@ -36,7 +36,7 @@ def make(**fields):
     ({"fragments.pattern": "odd"}, "fragments.pattern is 'odd'; choose one of strided"),
     ({"overlap.alpha": 1.5}, "is 1.5; it must be at least 0 and at most 1"),
     ({"overlap.taus": (1, 2, 3)}, r"overlap.taus is \(1, 2, 3\); give 2 whole numbers"),
-    ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give 2 whole numbers"),
+    ({"overlap.taus": ("1,a",)}, "overlap.taus is .*; give values such as"),
     ({"wire.density": 0.0}, "wire.density is 0.0; it must be above 0 and at most"),
     ({"wire.rounding": "up"}, "wire.rounding is 'up'; choose one of nearest"),
     (
@@ -115,7 +115,7 @@ def make(**fields):
       {"des_loc.second_every": 3, "overlap.transport": "sites"},
       "des_loc.second_every is 3, .* overlap.transport is sites; choose device",
     ),
-    ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give 2 whole numbers"),
+    ({"overlap.taus": (1.5, 2)}, r"overlap.taus is \(1.5, 2\); give values such as"),
   ],
 )
 def test_errors_name_field_value_and_remedy(fields, message):

@@ -1,9 +1,14 @@
 """Text files: paragraphs, folders, and files that are no text."""
 
+import bz2
+import gzip
+import importlib
 import itertools
 import json
+import lzma
 import os
 import pathlib
+import sys
 
 import pytest
 from hypothesis import given
@@ -140,6 +145,16 @@ GOOD = json.dumps({"text": "good"}).encode()
     ),
     ("a.txt", "words".encode("utf-16"), r"a.txt, line 1, is not UTF-8 .* `iconv -f"),
     ("a.txt", b"text\n\x89PNG\r\n\x1a\n", "a.txt, line 2, is not UTF-8 text"),
+    (
+      "a.txt",
+      gzip.compress(b"text", mtime=0),
+      "a.txt is a binary file, which is not re",
+    ),
+    (
+      "a.tar",
+      b"name\0\0\0\0text",
+      r"a.tar is a binary file, .*, \.parquet, .* \.zst, or",
+    ),
     ("a.data", GOOD + b"\n" + GOOD, "its first line is a JSON object with a `text`; r"),
     ("a.jsonl", GOOD + b"\n\n{bad\n", "a.jsonl, line 3, is not a JSON object"),
     ("a.jsonl", GOOD + b'\n{"txt": ""}', "a.jsonl, line 2, is not a JSON object"),
@@ -159,9 +174,13 @@ def test_a_file_that_is_no_text_is_named_with_its_line(
   kind = files.layout(path, paragraphs)
   with pytest.raises(ConfigError, match=message):
     list(files.read_documents(path, kind))
-  offsets = files.document_offsets(path, kind)
+
+  def read_each():
+    offsets = files.document_offsets(path, kind)  # Refuses a binary file.
+    return [files.read_document(path, kind, offset) for offset in offsets]
+
   with pytest.raises(ConfigError, match=message):
-    [files.read_document(path, kind, offset) for offset in offsets]
+    read_each()
 
 
 def test_a_file_that_vanishes_while_training_is_named(tiny, tmp_path):
@@ -195,3 +214,96 @@ def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
     ConfigError, match=r"cannot be read \(.*Permission denied: .*a.jsonl"
   ):
     data_lib.TrainIterator(config_lib.resolve(tiny))
+
+
+def test_a_field_of_another_name_follows_a_hash(tmp_path):
+  path = tmp_path / "a.jsonl"
+  path.write_text('{"content": "good", "text": 3}\n{"content": "better"}\n')
+  ((found, kind),) = files.list_files(f"files:{tmp_path}#content").items()
+  assert [text for _, text in files.read_documents(found, kind)] == ["good", "better"]
+  assert files.read_document(found, kind, 31) == "better"
+  ((_, kind),) = files.list_files(f"files:{tmp_path}").items()
+  with pytest.raises(
+    ConfigError, match=r"with a string `text`; .* files:/data/.*#cont"
+  ):
+    list(files.read_documents(found, kind))
+  (tmp_path / "x#y").mkdir()
+  (tmp_path / "x#y" / "b.json").touch()
+  ((_, kind),) = files.list_files(f"files:{tmp_path}/x#y").items()
+  assert kind == "lines"
+
+
+def packed(suffix: str, content: bytes) -> bytes:
+  """Compresses in two frames, as tools that use several cores do."""
+  half = content.index(b"\n") + 1
+  pack = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(suffix)
+  if not pack:
+    arrow = pytest.importorskip("pyarrow")
+    pack = lambda x: arrow.compress(x, codec="zstd", asbytes=True)
+  return pack(content[:half]) + pack(content[half:])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz", ".zst", ".ZST"])
+def test_compressed_lines_are_read_whole_and_damage_is_named(tmp_path, suffix):
+  path = tmp_path / f"a.jsonl{suffix}"
+  rows = [{"text": f"{i} ü"} for i in range(50)]
+  content = packed(suffix.lower(), b"\n".join(json.dumps(x).encode() for x in rows))
+  path.write_bytes(content)
+  (piece,) = pieces.cut(pieces.make_pieces(f"files:{tmp_path}", "all"), 10)
+  assert list(pieces.read(piece)) == [x["text"] for x in rows]
+  path.write_bytes(content[:-7])
+  with pytest.raises(ValueError, match=r"cannot be read .*; fetch the file again"):
+    list(pieces.read(piece))
+
+
+def write_table(path: pathlib.Path, columns: dict) -> None:
+  arrow = pytest.importorskip("pyarrow")
+  table = arrow.table(columns)
+  if path.suffix == ".parquet":
+    importlib.import_module("pyarrow.parquet").write_table(
+      table, path, row_group_size=7
+    )
+  else:
+    made = arrow.ipc.new_stream if path.suffix == ".arrow" else arrow.ipc.new_file
+    with made(str(path), table.schema) as writer:
+      writer.write_table(table, max_chunksize=7)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
+def test_rows_of_a_table_are_documents(tmp_path, tiny, suffix):
+  path = tmp_path / f"a{suffix}"
+  texts = [f"{i} ü\n" for i in range(50)]
+  write_table(path, {"id": list(range(50)), "content": texts})
+  # A folder that Hugging Face's `datasets` has saved.
+  (tmp_path / "dataset_info.json").write_text("{}")
+  (tmp_path / "state.json").write_text("{}")
+  source = f"files:{tmp_path}#content"
+  (piece,) = pieces.cut(pieces.make_pieces(source, "all"), 10)
+  assert list(pieces.read(piece)) == texts
+  held_out, train = (
+    list(pieces.read(pieces.make_pieces(source, s)[0])) for s in ("eval", "train")
+  )
+  assert sorted(held_out + train) == sorted(texts)
+  assert 1 <= len(held_out) < 10
+  tiny.data.source = source
+  with pytest.raises(ConfigError, match=f"a{suffix} can only be read in order; run `"):
+    data_lib.make_source(config_lib.resolve(tiny).data, "train")
+  (piece,) = pieces.make_pieces(f"files:{tmp_path}", "all")
+  with pytest.raises(ConfigError, match=r"has no column 'text' but id, content; name "):
+    list(pieces.read(piece))
+  (piece,) = pieces.make_pieces(f"files:{tmp_path}#id", "all")
+  with pytest.raises(ConfigError, match=r"row 0 from 0, has int and no text in 'id'"):
+    list(pieces.read(piece))
+  path.write_bytes(path.read_bytes()[:-40])
+  (piece,) = pieces.make_pieces(source, "all")
+  with pytest.raises(ValueError, match=r"cut short, damaged or no|cannot be read"):
+    list(pieces.read(piece))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
+def test_a_table_without_pyarrow_says_what_to_install(tmp_path, name, monkeypatch):
+  (tmp_path / name).touch()
+  monkeypatch.setitem(sys.modules, "pyarrow", None)
+  (piece,) = pieces.make_pieces(f"files:{tmp_path}", "all")
+  with pytest.raises(ConfigError, match=r"pip install pyarrow, or '.\[prepare\]'"):
+    list(pieces.read(piece))

@@ -394,7 +394,9 @@ def test_compressed_files_are_tokenized_but_no_run_reads_them_directly(
   (piece,) = pieces.make_pieces(f"files:{tmp_path}/one.txt.gz", "all")
   assert list(pieces.read(piece)) == ["One\r\ndocument."]
   tiny.data.source = source
-  with pytest.raises(ConfigError, match=r"compressed.*run `python .*prepare_data"):
+  with pytest.raises(
+    ConfigError, match=r"json.gz can only be .*; run `python .*prepare_data"
+  ):
     data_lib.make_source(tiny.data, "train")
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import errno
 import importlib.util
 import json
 import pathlib
@@ -158,7 +159,7 @@ def test_batches_hold_every_continuation_once(sizes, seq_len, batch_size):
 
 
 @pytest.mark.integration("a whole run, and commands")
-def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
+def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkeypatch):
   c = conftest.tiny_config()
   c.train.steps, c.eval.every, c.log.sample_tokens = 7, 4, 0
   c.eval.tasks, c.eval.task_items = f"{ITEMS},{ITEMS}", 4
@@ -199,3 +200,12 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys):
   assert capsys.readouterr().out.startswith("held-out ")
   # Each command adds to what is known of the step.
   assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
+
+  def read_only(path, value):
+    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+  monkeypatch.setattr(evaluate.files, "write_json", read_only)
+  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  *_, where, content = capsys.readouterr().out.splitlines()
+  assert "evaluation_7.json cannot be written (Permission denied)" in where
+  assert json.loads(content) == said

@@ -6,10 +6,10 @@ needs no random access, so TFRecord and compressed files work too.
 
 import dataclasses
 import itertools
+import lzma
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Literal
 
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
@@ -32,7 +32,7 @@ class Piece:
   """
 
   path: pathlib.Path
-  kind: files_lib.Layout | Literal["array_record", "tfrecord"]
+  kind: files_lib.Layout
   start: int
   stop: int
   index: int
@@ -90,7 +90,7 @@ def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
       records = piece.stop - piece.start
       cuts = sorted({piece.start + records * i // parts for i in range(parts + 1)})
       sizes = [size // parts] * parts
-    elif piece.kind == "lines" and not files_lib.is_gzip(path):
+    elif piece.kind.startswith("lines") and not files_lib.is_compressed(path):
       starts = range(0, max(size, 1), max_size)
       cuts = [*starts, 0]
       sizes = [min(max_size, size - start) for start in starts]
@@ -131,7 +131,14 @@ def read(piece: Piece) -> Iterator[str]:
         yield text
   except PermissionError as error:
     raise ConfigError(f"{piece.path} cannot be read: {error.strerror}.") from error
-  except (EOFError, IndexError, OSError, RuntimeError, zlib.error) as error:
+  except (
+    EOFError,
+    IndexError,
+    OSError,
+    RuntimeError,
+    lzma.LZMAError,
+    zlib.error,
+  ) as error:
     raise ValueError(
       f"{piece.path} cannot be read ({error}); fetch the file again."
     ) from error

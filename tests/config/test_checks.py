@@ -1,0 +1,111 @@
+"""Every field of every plug-in refuses every wrong type in one sentence."""
+
+import fractions
+import re
+
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import config_flags
+from test_config import make
+
+from diloco.config import command_line, default_config, resolve
+from diloco.config.resolve import leaves
+from diloco.errors import ConfigError
+from diloco.spec import plugins
+
+ALL = default_config(*plugins.contrib()).to_dict()
+FIELDS = {f: x for f, x in leaves(ALL).items() if f != "plugins"}
+# What is the wrong type for each field but those of these types.
+VALUES = [
+  (None, ()),
+  ("a text", (str,)),
+  (b"bytes", ()),
+  ("\udcff", ()),  # A byte of a command line that is no UTF-8.
+  (True, (bool, float)),  # ConfigDict makes True the number 1.0.
+  (3, (int, float)),
+  (3.5, (float,)),
+  (3j, ()),
+  (float("nan"), ()),
+  (float("inf"), ()),
+  ([], (tuple,)),
+  ([1, "a"], ()),
+  ([[1]], ()),
+  ({}, ()),
+  ({1}, ()),
+  (object(), ()),
+  (np.arange(3), ()),
+]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_field_refuses_other_types_in_one_sentence(field):
+  c = make(**{"plugins": plugins.contrib(), field: FIELDS[field]})
+  group, _, name = field.rpartition(".")
+  for value, fits in VALUES:
+    if not isinstance(FIELDS[field], fits):
+      (c[group] if group else c)[name] = value
+      with pytest.raises(ConfigError) as error:
+        resolve(c)
+      start = f"{re.escape(field)} is .*; (give|choose|it must be) .*"
+      assert re.fullmatch(f"{start}[^.]\\.", str(error.value), re.DOTALL), error.value
+
+
+@pytest.mark.parametrize("value", [None, "decoder", 3, [], [1]])
+def test_a_group_of_fields_is_no_field(value):
+  c = make()
+  c.model = value
+  with pytest.raises(ConfigError, match=r"^model is .*, but it has fields; set mo"):
+    resolve(c)
+
+
+@pytest.mark.parametrize("value", [None, 3, "sparta", ["a", 3], [[]]])
+def test_plugins_are_names(value):
+  c = make()
+  c.plugins = value
+  with pytest.raises(ConfigError, match=r"^plugins is .*; give names, as \("):
+    resolve(c)
+
+
+@pytest.mark.parametrize(
+  "value", [5e2, np.float32(500), np.int64(500), fractions.Fraction(500)]
+)
+def test_a_whole_number_may_be_written_in_other_ways(value):
+  c = make(**{"train.steps": value, "inner.clip_norm": 1, "overlap.taus": (1.0, 2)})
+  resolved = resolve(c)
+  same = {"train.steps": 500, "inner.clip_norm": 1.0, "overlap.taus": (1, 2)}
+  assert resolved == resolve(make(**same))
+  assert type(resolved.train.steps) is int
+  assert type(resolved.inner.clip_norm) is float
+
+
+@pytest.mark.parametrize(
+  ("text", "number"),
+  [("5e8", 500_000_000), ("1.5e3", 1500), ("7", 7), ("0x10", 16), ("5e-1", None)]
+  + [(text, None) for text in ("", "None", "nan", "1e400", "[1]", "1.5", "abc")],
+)
+def test_a_flag_takes_a_whole_number_with_an_exponent(text, number):
+  values = flags.FlagValues()
+  argv = ["program", "--config=sample", f"--config.train.tokens={text}"]
+  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  if number is None:
+    with pytest.raises(ConfigError, match=f"tokens={re.escape(text)}: give an integer"):
+      command_line._parse(values, argv)
+  else:
+    command_line._parse(values, argv)
+    assert values["config"].value.train.tokens == number
+
+
+def test_flags_that_change_a_field_of_another_type(tmp_path):
+  path = tmp_path / "c.py"
+  path.write_text(
+    "from diloco.config import default_config\n"
+    "def get_config(which):\n"
+    "  c = default_config()\n"
+    "  c.train.steps = None if which == 'none' else 1e3\n"
+    "  return c\n"
+  )
+  c = command_line.load_config(f"{path}:float", ["--config.train.steps=200"])
+  assert c.train.steps == 200
+  with pytest.raises(ConfigError, match=r"^train.steps is None in .*c.py:none; gi"):
+    command_line.load_config(f"{path}:none", ["--config.train.steps=200"])

@@ -1,0 +1,121 @@
+"""Paths that users give, and files that are replaced at once."""
+
+import errno
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from diloco.cli import prepare_data
+from diloco.config import command_line
+from diloco.data.files import list_files
+from diloco.errors import ConfigError
+from diloco.interop.load import load
+from diloco.tokenizer.tokenizer import load_tokenizer
+from diloco.tokenizer.vocabulary import split_folder
+from diloco.train import train
+from diloco.util import command, files, shipped
+
+PACKAGE = pathlib.Path(command.__file__).parents[1]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  return tmp_path
+
+
+@pytest.mark.parametrize(
+  ("path", "said"),
+  [
+    ("gs://bucket/run", "an address; give a path of this machine"),
+    ("gs:/bucket/run", "an address; give a path of this machine"),
+    ("s3://bucket/run", "an address"),
+    ("file:///tmp/run", "an address"),
+    ("~nobody-of-this-name/run", "but there is no such user; write ./~nobody-of-"),
+    ("/tmp/\udcff/run", "which is no text in UTF-8; rename it"),
+    ("/tmp/a\0b", "which is no text in UTF-8"),
+  ],
+)
+def test_a_path_that_can_be_none_of_this_machine(path, said, tiny):
+  for name, read in (
+    ("--output", lambda: files.local_path(path, "--output")),
+    ("--output", lambda: command.make_folder(path, "--output")),
+    ("workdir", lambda: load(path)),
+    ("workdir", lambda: train(tiny, path)),
+    ("data.source", lambda: list_files(f"files:{path}")),
+    ("data.source", lambda: split_folder(f"arrays:{path}", "train")),
+    ("data.tokenizer", lambda: load_tokenizer(f"{path}.model")),
+  ):
+    with pytest.raises(ConfigError, match=f"^{name} is '.*', {re.escape(said)}.*\\.$"):
+      read()
+
+
+@pytest.mark.parametrize("path", ["a:b", "run:1/x", "C:", "./gs:/x", "a b", "ü"])
+def test_other_names_are_paths(path):
+  assert files.local_path(path, "x") == pathlib.Path(path)
+
+
+def test_a_tilde_is_the_home_everywhere(home):
+  (home / "text").mkdir()
+  (home / "text" / "a.txt").write_text("a")
+  assert command.as_path("~/w") == home / "w"
+  assert command.make_folder("~/o", "--output") == home / "o"
+  assert list(list_files("files:~/text")) == [home / "text" / "a.txt"]
+  assert split_folder("arrays:~/tokens", "train") == home / "tokens" / "train"
+  (home / "x.model").write_bytes(load_tokenizer("sotu_2048").serialized())
+  assert load_tokenizer("~/x.model").path == home / "x.model"
+  (home / "c.py").write_text(pathlib.Path(shipped.find("sample")).read_text())
+  assert command_line.load_config("~/c.py").replicas == 2
+
+
+def test_every_option_with_a_path_passes_the_one_function():
+  for path in PACKAGE.rglob("*.py"):
+    text = path.read_text()
+    assert "type=pathlib.Path" not in text or path.parent.name == "sweep", path
+    for call in re.findall(r"\badd(?:_argument)?\((\"[^)]*)\)", text):
+      option = call.split(",")[0]
+      if option in ('"--workdir"', '"--output"', '"--out"', '"--results"'):
+        assert re.search(r"type=(command\.)?(as_)?path", call), (path, call)
+
+
+@pytest.mark.parametrize("path", ["gs://b/x", "\udcff"])
+def test_options_refuse_such_paths_in_one_sentence(path, capsys):
+  with pytest.raises(SystemExit) as ended:
+    prepare_data.main(["tokenize", "--source=sotu", f"--output={path}"])
+  assert ended.value.code == 2
+  error = capsys.readouterr().err
+  assert error.startswith(f"error: argument --output: it is {path!r}, ")
+  assert error.count("\n") == 1
+
+
+def test_a_full_disk_while_preparing_names_the_file_and_the_remedy(
+  tmp_path, monkeypatch, capsys
+):
+  def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, "fsync", full)
+  output = tmp_path / "tokens"
+  args = ["tokenize", "--source=sotu", "--split=eval", f"--output={output}"]
+  assert prepare_data.main(args) == 2
+  error = capsys.readouterr().err.splitlines()[-1]
+  assert re.fullmatch(
+    rf"error: cannot write {output}/\S+ \(No space left on device\); make room or raise"
+    " the quota, then the same command goes on from what it has saved.",
+    error,
+  )
+
+
+@pytest.mark.integration("starts a process")
+def test_the_trainer_refuses_an_address_before_it_makes_a_folder(tmp_path):
+  command = [sys.executable, "-m", "diloco.main", "--config=sample", "--workdir=gs://b"]
+  ended = subprocess.run(
+    command, cwd=tmp_path, capture_output=True, text=True, check=False
+  )
+  assert ended.returncode == 2
+  assert ended.stderr.startswith("error: --workdir is 'gs://b', an address; give")
+  assert not list(tmp_path.iterdir())
