@@ -75,7 +75,7 @@ def main(_) -> None:
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
-  stop.end_at_second_interrupt()
+  stop.watch_signals()
   try:
     # These errors need not wait for the other processes.
     resolve(FLAGS.config)

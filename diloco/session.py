@@ -17,7 +17,7 @@ from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
 from diloco.config import Config, resolve
 from diloco.data.batches import Batches, Replicas
-from diloco.data.contents import contents, held_out, keep_tokenizer
+from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.evaluate.merges import with_merge_loss
@@ -59,7 +59,7 @@ class Run:
     peers: the processes that train it.
     failed: whether the run ended with an error, while other runs go on.
     batches: its text.
-    contents: digests of its text and tokenizer.
+    contents: what it reads and is made with, see `diloco.data.contents`.
     checkpoints, log: what it writes.
   """
 
@@ -182,7 +182,7 @@ class Session:
     Raises:
       Stopped: a signal came, and the state is saved.
     """
-    stops, every = self.stop.after(steps), self.c.checkpoint.every
+    stops, every = self.stop.after_launch(), self.c.checkpoint.every
     if t < self.last and (stops or (every and t % every == 0)):
       with self.log.pause():
         self._save(t, state)
@@ -213,6 +213,7 @@ class Session:
       fsdp=self.mesh.shape[FSDP],
       drained=self.method.plan.schedule.drained,
       contents=run.contents,
+      mixtures=run.log.mixtures,
     )
 
   def leave(self, stopped: Stopped) -> None:
@@ -301,15 +302,15 @@ def open_session(
     evaluation = Evaluation(c, mesh)
     read = contents(c, evaluation.tokenizer)
     if peers.count > 1:
-      remedy = "give all the same text and tokenizer"
-      check_same(peers, read | held_out(c), remedy)
+      check_same(peers, read, "give all the same text, tokenizer and tasks")
     own = make_method(c, mesh)
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
+    note = summary.note(c)
     if peers.index == 0:
       say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
-      if note := summary.note(c):
+      if note:
         say(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
     method.connect()
@@ -339,7 +340,7 @@ def open_session(
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
-    log.note = method.note
+    log.note, log.mixtures = method.note, record.mixtures
     profile = stack.enter_context(contextlib.closing(Profile(c, workdir, log, peers)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log

@@ -30,7 +30,7 @@ class InnerMetrics(NamedTuple):
   """Metrics of one inner step; each is float32[M], sharded by replica."""
 
   loss: jax.Array  # Mean cross entropy over the replica's tokens, nats.
-  grad_norm: jax.Array  # Global L2 norm before clipping.
+  grad_norm: jax.Array  # Global L2 norm before clipping, frozen parameters included.
   update_norm: jax.Array  # Global L2 norm of the parameters' change.
 
 
@@ -101,9 +101,8 @@ def _step(
   nll: jax.Array,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the inner optimizer of one model."""
-  updates, opt_state = make_inner(c, tuned).update(grads, opt_state, params)
-  if trainable is not None:
-    updates = _masked(updates, trainable)
+  optimizer = make_inner(c, tuned, trainable)
+  updates, opt_state = optimizer.update(grads, opt_state, params)
   metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
   return optax.apply_updates(params, updates), opt_state, metrics
 
@@ -214,11 +213,3 @@ def _all_reduced(c: Config, grads: PyTree, *more: *More) -> tuple[PyTree, *More]
 
   sent = jax.tree.map(lambda g: g.astype(c.inner.gradient_dtype), grads)
   return jax.lax.platform_dependent(sent, *more, cpu=mean_widened, default=mean_of)
-
-
-def _masked(updates: PyTree, trainable: PyTree) -> PyTree:
-  by_layer = lambda x: trainable["blocks"].reshape(-1, *[1] * (x.ndim - 1))
-  return {
-    "blocks": jax.tree.map(lambda x: x * by_layer(x), updates["blocks"]),
-    "embed": jax.tree.map(lambda x: x * trainable["embed"], updates["embed"]),
-  }

@@ -9,6 +9,7 @@ more here than in optax. Plug-ins add theirs.
 import inspect
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -42,8 +43,9 @@ def sgd(
 
   Late in training, the inner rate is small and so are new outer gradients, but a large
   momentum still contains older, larger ones. Pier (arXiv 2511.17849) lowers the
-  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. The effect of
-  the momentum alone is not reported.
+  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. That is its
+  authors' code; we could not confirm it in the paper. Here both fall from the first
+  sync on; there a warm start and a rise of the rate come before.
   """
   if not callable(momentum):
     return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
@@ -132,11 +134,16 @@ def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Sch
   return optax.join_schedules([warm, cosine], [warmup])
 
 
-def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
+def make_inner(
+  c: Config, values: Tuned | None = None, trainable: PyTree | None = None
+) -> optax.GradientTransformation:
   """Makes the inner optimizer; it clips gradients (2501.18512, 3.2; 2503.09799, 3).
 
   By default the decay is 1/T times rate / peak rate (Wang & Aitchison, 2024). optax
   multiplies the decay by the rate, so `tuned` divides the decay by the peak rate.
+
+  Args:
+    trainable: FedPart's mask, from `overlap.trained_next`; None trains everything.
 
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
@@ -152,13 +159,59 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
       f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
     )
   values = values or tuned(c)
-  clip = optax.clip_by_global_norm(c.inner.clip_norm)
+  norm, fedpart = c.inner.clip_norm, c.outer.fedpart
+  clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
   rate = learning_rate(c, values.learning_rate)
   decay = values.weight_decay if c.inner.weight_decay else None
-  return optax.chain(
-    clip if c.inner.clip_norm else optax.identity(),
-    _make("inner.optimizer", c.inner.optimizer, rate, decay),
-  )
+  name = "inner.optimizer"
+  made = _make(name, c.inner.optimizer, rate, decay, leading=0 if fedpart else 1)
+  return _in_part(clip, made, trainable) if fedpart else optax.chain(clip, made)
+
+
+def _in_part(
+  clip: optax.GradientTransformation,
+  optimizer: optax.GradientTransformation,
+  trainable: PyTree | None,
+) -> optax.GradientTransformation:
+  """Steps the layers that train; frozen ones keep parameters and state (FedPart).
+
+  Gradients of frozen layers do not count in the norm that is clipped. Every layer has a
+  state of its own, {'blocks': leaves (N, ...), 'embed': ...}, so its counts stay too,
+  as in PyTorch for parameters without a gradient. Only schedules go on.
+
+  Args:
+    trainable: see `make_inner`; `init` needs none.
+  """
+  over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
+
+  def chosen(trains: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    if _is_schedule(new):
+      return new
+    trains = jnp.expand_dims(trains, [*range(trains.ndim, new.ndim)])
+    return jnp.where(trains, new, old)
+
+  def where_trains(new: PyTree, old: PyTree) -> PyTree:
+    if trainable is None:
+      return new
+    choose = partial(jax.tree.map, is_leaf=_is_schedule)
+    return {k: choose(partial(chosen, trainable[k]), new[k], old[k]) for k in new}
+
+  def init(params: PyTree) -> PyTree:
+    return {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
+
+  def update(
+    grads: PyTree, state: PyTree, params: PyTree = None
+  ) -> tuple[PyTree, PyTree]:
+    zeros = jax.tree.map(jnp.zeros_like, grads)
+    updates, after = dict[str, PyTree](), dict[str, PyTree]()
+    grads, _ = clip.update(where_trains(grads, zeros), optax.EmptyState())
+    for k, f in over_layers.items():
+      step = f(optimizer.update)
+      found, after[k] = step({k: grads[k]}, state[k], {k: params[k]})
+      updates |= found
+    return where_trains(updates, zeros), where_trains(after, state)
+
+  return optax.GradientTransformation(init, update)
 
 
 def averages_parameters(c: Config) -> bool:
@@ -194,12 +247,15 @@ def average_of(y: PyTree, z: PyTree, mu: jax.Array | float) -> PyTree:
 
 def at_step(opt_state: PyTree, t: int) -> PyTree:
   """Sets the step count of learning rate schedules; other counts stay as they are."""
-  is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
 
   def moved(x: PyTree) -> PyTree:
-    return x._replace(count=jnp.zeros_like(x.count) + t) if is_schedule(x) else x
+    return x._replace(count=jnp.zeros_like(x.count) + t) if _is_schedule(x) else x
 
-  return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
+  return jax.tree.map(moved, opt_state, is_leaf=_is_schedule)
+
+
+def _is_schedule(x: PyTree) -> bool:
+  return isinstance(x, optax.ScaleByScheduleState)
 
 
 def outer_tuned(outer: Outer) -> OuterTuned:
@@ -252,8 +308,9 @@ def _restarted(
 ) -> optax.GradientTransformation:
   """Starts the optimizer afresh every `every` updates; schedules go on.
 
-  Outer momentum restarts (arXiv 2605.28585, of which we read the abstract): a restart
-  forgets the momentum of older outer gradients, and keeps the parameters.
+  Outer momentum restarts (arXiv 2605.28585): a restart forgets the momentum of older
+  outer gradients, and keeps the parameters. We read the abstract only, so we could not
+  confirm the period, nor whether the update of a restart already has no momentum.
 
   Its authors report that periodic restarts widen the range of outer rates and momenta
   with which language models train stably. They explain it by directions in which the
@@ -270,11 +327,9 @@ def _restarted(
     again = (count > 0) & (count % every == 0)
 
     def chosen(fresh: PyTree, old: PyTree) -> PyTree:
-      is_schedule = isinstance(old, optax.ScaleByScheduleState)
-      return old if is_schedule else jnp.where(again, fresh, old)
+      return old if _is_schedule(old) else jnp.where(again, fresh, old)
 
-    is_leaf = lambda x: isinstance(x, optax.ScaleByScheduleState)
-    state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=is_leaf)
+    state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=_is_schedule)
     updates, state = optimizer.update(updates, state, params)
     return updates, (count + 1, state)
 
@@ -299,9 +354,14 @@ def _make(
   text: str,
   rate: optax.ScalarOrSchedule,
   decay: jax.Array | float | None = None,
+  leading: int = 1,
   **numbers: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformation:
-  """Makes the optimizer that `text` names; `numbers` replace its arguments."""
+  """Makes the optimizer that `text` names; `numbers` replace its arguments.
+
+  Args:
+    leading: axes of a tensor under `blocks` before those of a layer.
+  """
   name, arguments = parse(field, text)
   momentum = arguments.get("momentum")
   number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
@@ -332,7 +392,7 @@ def _make(
   elif "weight_decay" in known:
     arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.
   if name == "muon":
-    given["muon_weight_dimension_numbers"] = _matrices
+    given["muon_weight_dimension_numbers"] = partial(_matrices, leading)
   for argument in arguments:
     if argument not in known or argument in given:
       free = ", ".join(k for k in known if k not in given)
@@ -346,15 +406,15 @@ def _make(
     raise ConfigError(f"{field} is {text!r}, which optax refuses: {error}.") from error
 
 
-def _matrices(params: PyTree) -> PyTree:
+def _matrices(leading: int, params: PyTree) -> PyTree:
   """Tells Muon that a stacked tensor (N, in, out) holds N matrices.
 
   Otherwise Muon counts three axes and leaves the tensor to Adam.
   """
 
   def numbers(path: KeyPath, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
-    stacked = sharding.names(path)[0] == "blocks" and x.ndim == 3
-    return optax.contrib.MuonDimensionNumbers((1,), (2,)) if stacked else None
+    is_matrix = sharding.names(path)[0] == "blocks" and x.ndim == leading + 2
+    return optax.contrib.MuonDimensionNumbers((-2,), (-1,)) if is_matrix else None
 
   return jax.tree_util.tree_map_with_path(numbers, params)
 

@@ -91,15 +91,15 @@ def trained_next(c: Config, plan: Plan, t: int) -> PyTree | None:
   compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
 
   Returns:
-    {'blocks': float32 [N], 'embed': float32 []}: 1 for parameters that train, else 0.
-    The values are arrays, so that one program serves all fragments.
+    {'blocks': bool [N], 'embed': bool []}: whether parameters train. The values are
+    arrays, so that one program serves all fragments.
   """
   if not c.outer.fedpart:
     return None
   due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
-  layers_N = np.zeros(c.model.num_layers, np.float32)
-  layers_N[[n for fragment in due for n in fragment.layers]] = 1
-  embed = np.float32(any(fragment.rest for fragment in due))
+  layers_N = np.zeros(c.model.num_layers, bool)
+  layers_N[[n for fragment in due for n in fragment.layers]] = True
+  embed = np.bool_(any(fragment.rest for fragment in due))
   return {"blocks": layers_N, "embed": embed}
 
 

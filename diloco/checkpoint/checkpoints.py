@@ -124,13 +124,15 @@ class Checkpoints:
     step, record = found.step, found.record
     self._set_aside([s for s in steps if s > step])
     state = state_of(found.arrays, self._like(step, record))
+    mixture = resume.mixture(record.contents, self._contents, step)
+    if mixture:
+      record = dataclasses.replace(record, mixtures=[*record.mixtures, mixture])
     if self._peers.index == 0:
       fsdp = self._method.plan.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       say(f"Going on from the checkpoint of step {step}.")
-      extension = self._check(record, step)
-      if extension:
-        say(extension)
+      for sentence in filter(None, (self._check(record, step), mixture)):
+        say(sentence)
     if record.finished and step < self._c.train.steps:
       record = dataclasses.replace(record, finished=False, drained=step)
     return Stored(step, record, state)

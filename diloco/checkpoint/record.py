@@ -43,6 +43,7 @@ class Record:
     fsdp: size of the fsdp axis that encoded the payloads in flight.
     drained: `Schedule.drained` of an extended run.
     contents: `diloco.data.contents` of the run; {} if no text is read there.
+    mixtures: a sentence on each `resume.mixture` of the run so far.
     checksums: {name: checksum} of the arrays; `Checkpoints.save` fills it in.
   """
 
@@ -54,6 +55,7 @@ class Record:
   fsdp: int = 1
   drained: int = 0
   contents: dict[str, str] = dataclasses.field(default_factory=dict)
+  mixtures: list[str] = dataclasses.field(default_factory=list)
   checksums: dict[str, int] = dataclasses.field(default_factory=dict)
 
   def to_json(self) -> dict[str, Any]:

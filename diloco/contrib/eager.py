@@ -13,13 +13,13 @@ H - tau steps.
 Outer parameters and optimizer state differ between replicas, so their leaves begin with
 the axis M. A run is evaluated at the mean of the outer parameters.
 
-The formula comes from public summaries of the paper. They leave three points open, and
-we chose: the first sync steps along Delta_m(H) / M; after the last step, every replica
-makes one more outer step, with momentum, along what the others sent last; a replica's
-own gradient is decoded from its codes, so that what is added is later subtracted
-exactly. The authors report for 500M parameters and H = 30 a loss of 2.69, against 2.67
-without overlap. If the mean of all replicas is simply applied one round late, they get
-3.01, or 2.73 at a lower rate.
+The formula comes from public summaries of the paper; we could not confirm it in the
+paper. They leave three points open, and we chose: the first sync steps along
+Delta_m(H) / M; after the last step, every replica makes one more outer step, with
+momentum, along what the others sent last; a replica's own gradient is decoded from its
+codes, so that what is added is later subtracted exactly. The authors report for 500M
+parameters and H = 30 a loss of 2.69, against 2.67 without overlap. If the mean of all
+replicas is simply applied one round late, they get 3.01, or 2.73 at a lower rate.
 """
 
 import dataclasses

@@ -8,9 +8,12 @@ outer rate of its own. The radial mean is as long as a replica's outer gradient.
 embedding keeps the plain mean, because its outer gradients are not orthogonal.
 
 This is written from secondary sources: public summaries of the paper and independent
-implementations, which agree on the formula, per tensor and layer. The authors weight
-the mean by tokens, as sites do here. For their whole system of asynchronous learners,
-not for the mean alone, they report a goodput of 88% at 1.2 million simulated chips.
+implementations, which agree on the formula, per tensor and layer. We could not confirm
+in the paper: the formula, which tensors keep the plain mean, and what replaces a mean
+direction of zero (here zero, in one of the implementations the plain mean). The authors
+weight the mean by tokens, as sites do here. For their whole system of asynchronous
+learners, not for the mean alone, they report a goodput of 88% at 1.2 million simulated
+chips.
 """
 
 from functools import partial

@@ -1,13 +1,19 @@
 """What a run reads, by content and not by path: a run knows its text when it moves."""
 
+import functools
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from diloco.config import Config
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
+from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
@@ -15,10 +21,29 @@ from diloco.util.files import replacing
 
 # Bytes that are read at the start and at the end of each file.
 _SAMPLE = 1 << 16
+# The text of a line of JSON as it is written. Parsing takes longer, and may fail.
+_TEXT = re.compile(rb'"text"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
+
+
+class Repeated(NamedTuple):
+  """The held-out documents that are also training documents.
+
+  Attributes:
+    documents: their number.
+    of: number of held-out documents.
+    share: their part of the bytes of all held-out documents.
+  """
+
+  documents: int
+  of: int
+  share: float
 
 
 def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
-  """Digests what a run trains on: {data.tokenizer and data.source: hexadecimal}.
+  """Digests what a run depends on besides its config: {what: hexadecimal or version}.
+
+  That is `data.tokenizer` and `data.source`; `data.eval_source` where the held-out text
+  is no part of the source's files; files of tasks; and see `made_with`.
 
   Reads the size, the beginning and the end of each file; of a TFDS data set, what its
   description says of the split. So the digest takes seconds for terabytes. A change in
@@ -27,17 +52,42 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
+  found = {"data.tokenizer": tokenizer.sha256}
   with files_lib.reading():
-    text = _digest(_parts(c.data, c.data.train_split))
-  return {"data.tokenizer": tokenizer.sha256, "data.source": text}
+    found["data.source"] = _digest(_parts(c.data, c.data.train_split))
+    source = c.data.eval_source or c.data.source
+    if c.data.eval_source or source.startswith(("arrays:", "tfds:")):
+      data = DataConfig(source=source, data_dir=c.data.data_dir)
+      found["data.eval_source"] = _digest(_parts(data, c.data.eval_split))
+  for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
+    if task.is_file():
+      found[f"the task {task}"] = _digest(_sample(task))
+  return found | made_with(c)
 
 
-def held_out(c: Config) -> dict[str, str]:
-  """Digests the held-out text: {data.eval_source: hexadecimal}; see `contents`."""
-  source = c.data.eval_source or c.data.source
-  data = DataConfig(source=source, data_dir=c.data.data_dir)
+@functools.cache
+def repeated(d: DataConfig) -> Repeated | None:
+  """Compares the held-out documents with the training documents of text files.
+
+  A split by content would change the held-out text of every run so far, so this is only
+  counted. Spaces and empty lines around a paragraph do not matter. A file that is one
+  document counts by its size, beginning and end; a line of JSON by its text as written.
+
+  Returns:
+    What is on both sides; None for prepared tokens and TFDS data sets.
+
+  Raises:
+    ConfigError: a file cannot be read.
+  """
+  held_out = d.eval_source or d.source
+  if any(source.startswith(("arrays:", "tfds:")) for source in (d.source, held_out)):
+    return None
   with files_lib.reading():
-    return {"data.eval_source": _digest(_parts(data, c.data.eval_split))}
+    found = {source: _by_split(source) for source in {d.source, held_out}}
+  train, held = found[d.source]["train"], found[held_out]["eval"]
+  also = np.isin(held["hash"], train["hash"])
+  share = held["bytes"][also].sum() / max(held["bytes"].sum(), 1)
+  return Repeated(int(also.sum()), len(also), float(share))
 
 
 def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
@@ -64,6 +114,30 @@ def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
   for path, layout in files_lib.list_files(d.source).items():
     yield layout.encode()
     yield from _sample(path)
+
+
+def _by_split(source: str) -> dict[str, np.ndarray]:
+  """Returns {split: int64 fields [D]: offset, bytes and hash of each document}."""
+  parts = dict[str, list[np.ndarray]](train=[], eval=[])
+  kind = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
+  for i, file in enumerate(files_lib.list_files(source).items()):
+    rows = np.fromiter(_hashes(*file), kind)
+    for split, chosen in parts.items():
+      chosen.append(rows[files_lib.in_split(split, i, rows["offset"])])
+  return {split: np.concatenate(chosen) for split, chosen in parts.items()}
+
+
+def _hashes(
+  path: pathlib.Path, layout: files_lib.Layout
+) -> Iterator[tuple[int, int, int]]:
+  """Yields offset, bytes and hash of each document of a file."""
+  if layout == "file":
+    yield 0, path.stat().st_size, hash((*_sample(path),))
+    return
+  for offset, raw in files_lib.read_raw(path, layout):
+    text = _TEXT.search(raw) if layout == "lines" else None
+    raw = text[1] if text else raw.strip()
+    yield offset, len(raw), hash(raw)
 
 
 def _sample(path: pathlib.Path) -> Iterable[bytes]:

@@ -170,14 +170,14 @@ def read_documents(
   Raises:
     ConfigError: a line is not a JSON object with a text, or a text is not UTF-8.
   """
-  for offset, raw in _read(path, kind, start, stop):
+  for offset, raw in read_raw(path, kind, start, stop):
     yield offset, _text(path, kind, offset, raw)
 
 
 def read_document(path: pathlib.Path, kind: Layout, offset: int) -> str:
   """Reads the document that begins at a byte offset. Line ends stay as stored."""
   # A file that was cut meanwhile has nothing there.
-  _, raw = next(_read(path, kind, offset, 0), (offset, b""))
+  _, raw = next(read_raw(path, kind, offset), (offset, b""))
   return _text(path, kind, offset, raw)
 
 
@@ -185,17 +185,17 @@ def document_offsets(path: pathlib.Path, kind: Layout) -> np.ndarray:
   """Returns the byte offsets at which documents begin, int64; reads the file once."""
   if kind == "file":
     return np.zeros(1, np.int64)
-  return np.fromiter((offset for offset, _ in _read(path, kind, 0, 0)), np.int64)
+  return np.fromiter((offset for offset, _ in read_raw(path, kind)), np.int64)
 
 
 def _open(path: pathlib.Path) -> io.BufferedIOBase:
   return gzip.open(path) if is_gzip(path) else path.open("rb")
 
 
-def _read(
-  path: pathlib.Path, kind: Layout, start: int, stop: int
+def read_raw(
+  path: pathlib.Path, kind: Layout, start: int = 0, stop: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-  """Yields (byte offset, bytes) of the documents that begin in a range."""
+  """Yields (byte offset, bytes) of documents; the arguments are as `read_documents`."""
   with _open(path) as file:
     if kind == "file":
       yield 0, file.read()

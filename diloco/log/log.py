@@ -40,6 +40,7 @@ class Log:
   Attributes:
     ledger: bytes of all steps so far.
     note: returns more text for the progress line.
+    mixtures: `Record.mixtures` of the run.
   """
 
   def __init__(
@@ -71,6 +72,7 @@ class Log:
     self._last_sync = "none yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
+    self.mixtures: list[str] = []
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]

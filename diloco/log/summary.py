@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.config import Config
+from diloco.data.contents import repeated
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
@@ -79,7 +80,7 @@ def _numbers(
   c: Config, log: Log, losses: dict[str, float], scores: Scores
 ) -> dict[str, Any]:
   """The content of summary.json; bytes are those that one replica sends."""
-  params, ledger = num_params(c.model), log.ledger
+  params, ledger, both = num_params(c.model), log.ledger, repeated(c.data)
   reference = sizes.all_reduce_bytes(c.replicas, params, c.train.steps)
   sent = log.sent(c.train.steps)
   return {
@@ -99,6 +100,8 @@ def _numbers(
     "peak_bytes_per_sync": log.peak(),
     "syncs": ledger.syncs,
     "note": note(c),
+    "mixtures": log.mixtures,
+    "held_out_in_training": both and both._asdict(),
     "fragments": {
       p: {"syncs": n, "bytes": b} for p, (n, b) in ledger.fragments.items()
     },
@@ -115,6 +118,23 @@ def _numbers(
 
 
 def note(c: Config) -> str:
+  """Warns of what makes the held-out loss misleading; "" if nothing does."""
+  return " ".join(filter(None, (_few_syncs(c), _in_both(c))))
+
+
+def _in_both(c: Config) -> str:
+  """Warns that held-out documents are also in the training text; "" if none is."""
+  found = repeated(c.data)
+  if not found or not found.documents:
+    return ""
+  return (
+    f"{found.documents:,} of {found.of:,} held-out documents ({found.share:.1%} of the"
+    " bytes) are also in the training text, so the held-out loss is too low; leave out"
+    " what is repeated."
+  )
+
+
+def _few_syncs(c: Config) -> str:
   """Warns that some fragments are rarely synchronised in this run; "" if none is."""
   few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS:
@@ -178,6 +198,7 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     lines.append("site         " + summary["site"]["text"])
   if summary["note"]:
     lines.append(f"note         {summary['note']}")
+  lines += [f"mixture      {x}" for x in summary.get("mixtures", ())]
   if text:
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
   lines += [

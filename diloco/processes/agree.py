@@ -8,8 +8,7 @@ import hashlib
 import importlib.metadata
 import json
 import pathlib
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from diloco.spec import plugins
 
 # Fields that each process may have for itself: they change nothing that is computed.
 FREE_FIELDS = ("data.data_dir", "data.prefetch")
-# A result depends on these packages.
-_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "grain", "orbax-checkpoint")
+# A result depends on these packages: grain orders the text, sentencepiece cuts it.
+_PACKAGES = ("jax", "jaxlib", "numpy", "optax", "flax", "grain", "sentencepiece")
 _SHOWN = 4  # Most differences in a message.
 
 
@@ -58,20 +57,31 @@ def check_same_program(c: Config, peers: Peers) -> None:
   if peers.count == 1:
     return
   fields = {f: v for f, v in leaves(c.to_dict()).items() if f not in FREE_FIELDS}
-  packages = {f"the version of {p}": importlib.metadata.version(p) for p in _PACKAGES}
-  others = {"the code of diloco and its plug-ins": code_digest()}
+  others = made_with(c) | _versions("orbax-checkpoint")
   if c.overlap.transport == "device":  # XLA runs one program on all devices.
     others["the kind of device"] = jax.local_devices()[0].device_kind
   remedy = "start all with the same command, code, packages and kind of device"
-  check_same(peers, fields | packages | others, remedy)
+  check_same(peers, fields | others, remedy)
 
 
-def code_digest() -> str:
-  """Digests the files of this package, and of the plug-ins that were imported."""
-  package = pathlib.Path(__file__).parents[1]
-  modules = (sys.modules[kind.__module__] for kind in plugins.EXTENSIONS.values())
-  own = {pathlib.Path(m.__file__) for m in modules if m.__file__}
+def made_with(c: Config) -> dict[str, str]:
+  """Returns what a result depends on besides config and text: versions and code.
+
+  Returns:
+    {a package, diloco or a plug-in, in words: its version, or a digest of its files}.
+  """
+  code = {"the code of diloco": _digest(plugins.source_files("diloco"))}
+  for name in {*c.plugins} - {*plugins.contrib()}:
+    code[f"the plug-in {name}"] = _digest(plugins.source_files(name))
+  return _versions(*_PACKAGES) | code
+
+
+def _versions(*packages: str) -> dict[str, str]:
+  return {f"the version of {p}": importlib.metadata.version(p) for p in packages}
+
+
+def _digest(paths: Iterable[pathlib.Path]) -> str:
   digest = hashlib.sha256()
-  for path in (*sorted(package.rglob("*.py")), *sorted(own)):
+  for path in paths:
     digest.update(path.read_bytes())
   return digest.hexdigest()[:12]

@@ -74,6 +74,7 @@ def initialize(
   address = f"{host}:{peers.broadcast(free_port())}"
   # Otherwise the CPU devices of different processes cannot exchange anything.
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.config.update("jax_enable_preemption_service", False)  # `CommonEnd` replaces it.
 
   def refuse(reason: str) -> None:
     peers.fail(

@@ -12,8 +12,8 @@ other process of two noticed after 9.3 s that one was killed; a stream breaks af
 that were launched before.
 
 A message is a JSON list. The first of a stream is [index, count], the others are [kind,
-value]. The kind is value, report or end; an end has an error, or "". Empty messages
-show that their sender is there.
+value]. The kind is value, report, end or a kind of news; an end has an error, or "".
+Empty messages show that their sender is there.
 """
 
 import contextlib
@@ -61,6 +61,7 @@ class Peers:
   Attributes:
     index: number of this process, from 0.
     count: number of processes.
+    news: other messages: (sender, kind, value).
   """
 
   def __init__(self, index: int = 0, count: int = 1):
@@ -70,6 +71,7 @@ class Peers:
       for kind in ("value", "report")
       for p in range(count)
     }
+    self.news = queue.SimpleQueue[tuple[int, str, Any]]()
     self._boxes: dict[int, Box] = {}  # {process that is connected: messages to it}
     self._died, self._refusal, self._met = set[int](), "", index > 0
     self._change = threading.Condition()  # Of the four above.
@@ -102,7 +104,7 @@ class Peers:
     """Returns process 0's value (JSON) on all processes; all must call it."""
     if self.index:
       return self._received["value", 0].get()
-    self._send("value", value)
+    self.send("value", value)
     return value
 
   def all_gather(self, value: Any) -> list[Any]:
@@ -113,7 +115,7 @@ class Peers:
         ends the others.
     """
     if self.index:
-      self._send("value", value)
+      self.send("value", value)
       return self.broadcast(None)
     values = [value]
     for p in range(1, self.count):
@@ -127,10 +129,20 @@ class Peers:
         ) from None
     return self.broadcast(values)
 
+  def send(self, kind: str, value: Any) -> None:
+    """Sends a message (JSON): from process 0 to all others, from others to process 0.
+
+    A kind that this class does not use arrives in `news`.
+    """
+    message = _message(kind, value)
+    with self._change:
+      for box in self._boxes.values():
+        box.put(message)
+
   def report(self, value: Any) -> None:
     """Hands a value (JSON) to process 0, and waits for nothing."""
     if self.index:
-      self._send("report", value)
+      self.send("report", value)
     else:
       self._received["report", 0].put(value)
 
@@ -162,7 +174,7 @@ class Peers:
     if self.count == 1:
       sys.exit(code)
     self._ending.acquire(blocking=False)
-    self._send("end", message)
+    self.send("end", message)
     self._await_ends()
     sys.stdout.flush()
     os._exit(code)
@@ -175,7 +187,7 @@ class Peers:
       if jax.distributed.is_initialized():
         jax.distributed.shutdown()
       if self.index == 0:
-        self._send("end", "")
+        self.send("end", "")
       self._await_ends()
 
   def _join(self, address: str, timeout: float) -> None:
@@ -227,7 +239,7 @@ class Peers:
         " --process0) and --num_processes, and see whether their machines reach that"
         " address."
       )
-      self._send("end", message)
+      self.send("end", message)
       self._server.stop(_GRACE).wait()
       raise ProcessLost(message)
 
@@ -251,13 +263,6 @@ class Peers:
       self._change.notify()
     yield from _outgoing(box)
 
-  def _send(self, kind: str, value: Any) -> None:
-    """Sends a message to all connected processes."""
-    message = _message(kind, value)
-    with self._change:
-      for box in self._boxes.values():
-        box.put(message)
-
   def _listen(self, p: int, box: Box, messages: Iterator[bytes]) -> None:
     self._boxes[p] = box
     threading.Thread(target=self._read, args=(p, messages), daemon=True).start()
@@ -275,7 +280,10 @@ class Peers:
           error = f"process {p}: {value}" if p else value
           pause = _GRACE / 2  # This process may report the same error itself.
           break
-        self._received[kind, p].put(value)
+        if (kind, p) in self._received:
+          self._received[kind, p].put(value)
+        else:
+          self.news.put((p, kind, value))
     with self._change:
       box = self._boxes.pop(p)
       self._died.add(p)

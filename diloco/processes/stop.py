@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.experimental import multihost_utils
-
+from diloco.processes.common_end import CommonEnd
 from diloco.processes.peers import Peers, say
 from diloco.util.command import INTERRUPTED
 from diloco.util.orbax_errors import hush
@@ -18,6 +17,8 @@ from diloco.util.orbax_errors import hush
 # Makes Python raise a KeyboardInterrupt again. Not SIGALRM, which a user may need; and
 # SIGURG does nothing to a process that does not handle it.
 AGAIN = signal.SIGURG
+# Called with each signal that arrives, even while the main thread is in JAX.
+_watchers: list[Callable[[int], None]] = []
 
 
 class Interrupted(KeyboardInterrupt):
@@ -48,18 +49,25 @@ class Stop:
 
   def __init__(self, peers: Peers):
     self.peers, self.signum, self.unsaved = peers, 0, False
+    self.common = CommonEnd(peers) if peers.count > 1 else None
 
   def handle(self, signum: int, frame: object) -> None:
     """Notes a signal; raises KeyboardInterrupt if Ctrl-C has nothing to wait for."""
     del frame
     first, self.signum = not self.signum, self.signum or signum
+    self.watch(signum)
     if signum != signal.SIGINT:
       return
     if not (first and self.unsaved):
       raise KeyboardInterrupt
     say("\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once.")
-    if self.peers.count > 1:  # JAX passes a SIGTERM on to the other processes.
-      os.kill(os.getpid(), signal.SIGTERM)
+    if self.common:
+      self.common.ask("Ctrl-C")
+
+  def watch(self, signum: int) -> None:
+    """Asks the other processes to end, if the signal is SIGTERM."""
+    if self.common and signum == signal.SIGTERM:
+      self.common.ask("SIGTERM")
 
   def raise_again(self, signum: int, frame: object) -> None:
     """Raises the KeyboardInterrupt that Python dropped, unless a step must be saved."""
@@ -67,21 +75,14 @@ class Stop:
     if not self.unsaved:
       raise KeyboardInterrupt
 
-  def is_told(self) -> bool:
-    """Returns whether this process has received a signal to end."""
-    return bool(self.signum)
+  def received(self) -> bool:
+    """Returns whether a signal to end has come to this process or to another."""
+    return bool(self.signum or (self.common and self.common.asked))
 
-  def after(self, steps: range) -> bool:
-    """Returns whether all processes end now; must be called with every step.
-
-    Args:
-      steps: the steps that were just finished.
-    """
+  def after_launch(self) -> bool:
+    """Returns whether all processes end now; must be called after every launch."""
     self.unsaved = True
-    if self.peers.count > 1:  # JAX makes all processes agree on the step.
-      reached = multihost_utils.reached_preemption_sync_point
-      return any(list(map(reached, steps)))  # list: any() would skip steps.
-    return bool(self.signum)
+    return self.common.after_launch() if self.common else bool(self.signum)
 
   def leave(self, t: int, workdir: object, late: bool = False) -> None:
     """Reports that step t is saved.
@@ -111,6 +112,8 @@ class Stop:
       Interrupted: Ctrl-C came before this call.
     """
     self.unsaved = False
+    if self.common:
+      self.common.over()
     if self.signum == signal.SIGINT:
       self.leave(t, workdir)
 
@@ -118,23 +121,33 @@ class Stop:
 @contextlib.contextmanager
 def end_on_signal(peers: Peers) -> Iterator[Stop]:
   """Makes SIGTERM and Ctrl-C end the training loop instead of the process."""
-  stop = Stop(peers)
-  if threading.current_thread() is not threading.main_thread():
-    say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
+  with contextlib.ExitStack() as stack:
+    stop = Stop(peers)
+    if stop.common:
+      stack.callback(stop.common.close)
+    if threading.current_thread() is threading.main_thread():
+      stack.enter_context(_handled(stop))
+    else:
+      say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
     yield stop
-    return
+
+
+@contextlib.contextmanager
+def _handled(stop: Stop) -> Iterator[None]:
+  """Passes signals to `stop`."""
   handlers = {signal.SIGINT: stop.handle, AGAIN: stop.raise_again}
-  if peers.count == 1:  # JAX handles SIGTERM if several processes train together.
-    handlers[signal.SIGTERM] = stop.handle
+  handlers[signal.SIGTERM] = stop.handle
   # A shell without job control starts background processes with Ctrl-C ignored.
   handled = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
   before = {s: signal.signal(s, handlers[s]) for s in handled}
   hush()  # Before the hook below, which it must outlast.
   report = sys.unraisablehook
   sys.unraisablehook = functools.partial(_raise_soon, report)
+  _watchers.append(stop.watch)
   try:
-    yield stop
+    yield
   finally:
+    _watchers.remove(stop.watch)
     sys.unraisablehook = report
     for signum, handler in before.items():
       # None is a handler that was not set from Python and cannot be restored.
@@ -155,20 +168,24 @@ def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
     report(lost)
 
 
-def end_at_second_interrupt() -> None:
+def watch_signals() -> None:
   """Makes a second Ctrl-C end this process at once, even while XLA compiles.
 
   Python calls its signal handlers only between Python instructions. Signals also arrive
-  in a pipe, which a thread reads.
+  in a pipe, which a thread reads. SIGTERM asks the other processes to end in this way,
+  too, while this process waits in JAX.
   """
   read, write = os.pipe()
   os.set_blocking(write, False)
   signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
   def watch() -> None:
-    received = 0
-    while received < 2:
-      received += os.read(read, 1)[0] == signal.SIGINT
+    interrupts = 0
+    while interrupts < 2:
+      [signum] = os.read(read, 1)
+      interrupts += signum == signal.SIGINT
+      for watcher in list(_watchers):
+        watcher(signum)
     say("\nSecond Ctrl-C: ended at once; the same command goes on from the checkpoint.")
     os._exit(INTERRUPTED)
 

@@ -1,6 +1,7 @@
 """Fits parametric forms by least squares, with their uncertainty."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 from scipy import optimize
@@ -11,6 +12,8 @@ from diloco.scaling_laws.uncertainty import Array, LeastSquares, NewRun, Numbers
 
 # Replaces L where a form is not positive, because log L needs a positive number.
 _LEAST = 1e-300
+# Values of each exponent where the search for an optimum starts.
+_GRID = 21
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,8 @@ def fit_optimum(
 ) -> Optimum:
   """Finds the optimum of a form, which `fit_parametric` may miss.
 
-  The method is trust-region least squares on log L. For small residuals, the objective
-  equals that of `fit_parametric`, the Huber loss.
+  The method is trust-region least squares on log L, from the best point of a grid. For
+  small residuals, the objective equals that of `fit_parametric`, the Huber loss.
 
   Args:
     form: one of FORMS, or FLOOR for one M.
@@ -76,10 +79,30 @@ def fit_optimum(
       f"{form.name} has {len(n)} points for {len(form.names)} parameters; its"
       f" uncertainty needs {len(form.names) + 1}: add runs."
     )
-  start = [start for _, _, start in form.parameters.values()]
-  q = _solve(form, n, m, start, np.log(y))
+  q = _solve(form, n, m, _start(form, n, m, y), np.log(y))
   left = np.log(y) - _log_form(form, q, n, m)[0]
   return Optimum(form.names, n, m, left, form, q)
+
+
+def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
+  """Returns the best parameters [k] whose exponents lie on a grid over their box.
+
+  For given exponents, L is linear in A, B and C; these have the least squares of L / y.
+  """
+  linear = np.array([name.isupper() for name in form.names])
+  axes = [
+    np.linspace(*box, _GRID)
+    for box, known in zip(form.parameters.values(), ~linear)
+    if known
+  ]
+  found = []
+  for exponents in itertools.product(*axes):
+    q = np.ones(len(linear))
+    q[~linear] = exponents
+    design = (form.at(q, n, m)[1][linear] / y).T
+    q[linear] = np.linalg.lstsq(design, np.ones_like(y))[0]
+    found.append((np.square(design @ q[linear] - 1).sum(), *q))
+  return np.array(min(found)[1:])
 
 
 def _solve(form: Form, n: Array, m: Array, start: Numbers, log_y: Array) -> Array:

@@ -195,7 +195,7 @@ class Site(Wrapper):
       t, state = self._catch_up(t, state)
       self._ready = True
       self._link.ready(self._calendar.first_after(t - 1))
-      if not self._link.wait_for_start(self.stop.is_told):
+      if not self._link.wait_for_start(self.stop.received):
         return t, state
     for p in self.method.plan.schedule.sends(t):
       state = self._send(t, p, state)
@@ -268,8 +268,8 @@ class Site(Wrapper):
   def _arrived(self, number: int) -> bool:
     """Waits until a round is closed; returns False if this process must end."""
     began = time.perf_counter()
-    is_told = self.stop.is_told
-    arrived = number < self._applied or self._link.wait_until(number, is_told)
+    received = self.stop.received
+    arrived = number < self._applied or self._link.wait_until(number, received)
     self._waited_s = time.perf_counter() - began
     return arrived
 
@@ -347,7 +347,7 @@ class Site(Wrapper):
         break
       # The link has no room for more rounds before these are applied.
       last = min(published, self._applied + self._calendar.room) - 1
-      if not self._link.wait_until(last, self.stop.is_told):
+      if not self._link.wait_until(last, self.stop.received):
         break
       for r in range(self._applied, last + 1):
         state = self._receive(t, r, state)

@@ -129,7 +129,8 @@ class OuterConfig:
   # updates keep the final values. 0: as many as the run has. Set it to extend a run.
   decay_syncs: Count = 0
   # Resets a fragment's outer optimizer after every so many of its outer updates, those
-  # of a warm start included (arXiv 2605.28585). 0: never, as in both papers.
+  # of a warm start included (arXiv 2605.28585, its abstract). 0: never, as in both
+  # papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
   # a mean of a plug-in.

@@ -9,6 +9,7 @@ and what they do. Config, ledger, checkpoints, sweeps and simulators ask this fi
 import dataclasses
 import importlib
 import pathlib
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -193,6 +194,15 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
       ) from error
     found |= {n: kind for n, kind in EXTENSIONS.items() if kind.__module__ == module}
   return found
+
+
+def source_files(name: str) -> list[pathlib.Path]:
+  """Lists the files of an imported module; of one in a package, all of the package."""
+  top = sys.modules[name.partition(".")[0]]
+  folders = [pathlib.Path(folder) for folder in getattr(top, "__path__", ())]
+  if folders:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+  return [pathlib.Path(str(top.__file__))]
 
 
 def contrib() -> list[str]:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
   from diloco.processes.peers import say
   from diloco.together import training as together
 
-  stop.end_at_second_interrupt()
+  stop.watch_signals()
   announce_compilations()
   runs = [together.Member(c, folder) for c, folder in zip(configs, args.run)]
   reason = groups.obstacle(table.as_json(configs[0]))

@@ -294,6 +294,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       stack.enter_context(contextlib.closing(run.log))
       if found:
         run.batches.set_state(found.record.data)
+        run.log.mixtures = found.record.mixtures
 
     one = BetweenSyncs(method) if c.averages else method
     together = Together(one, c, numbers_of([run.c for run in runs]))

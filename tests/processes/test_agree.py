@@ -53,26 +53,8 @@ def test_processes_that_compute_the_same_go_on(pair):
   assert pair(*configs) == ""
 
 
-def test_other_code_is_refused(pair, monkeypatch):
-  digests = iter(["aaaa", "bbbb"])
-  monkeypatch.setattr(agree, "code_digest", lambda: next(digests))
-  assert "the code of diloco and its plug-ins is " in pair(
-    *[conftest.tiny_config()] * 2
-  )
-
-
-def test_the_digest_of_the_code_knows_the_files_of_plugins(monkeypatch, tmp_path):
-  before = agree.code_digest()
-  assert before == agree.code_digest()
-  (tmp_path / "my_plugin.py").write_text(
-    "import dataclasses\n"
-    "from diloco.spec import plugins\n"
-    "@dataclasses.dataclass(frozen=True)\n"
-    "class Mine(plugins.Extension):\n"
-    "  share: float = 0.5\n"
-    "plugins.register('mine', Mine)\n"
-  )
-  monkeypatch.syspath_prepend(tmp_path)
-  monkeypatch.setattr(agree.plugins, "EXTENSIONS", {})
-  agree.plugins.load(["my_plugin"])
-  assert agree.code_digest() != before
+@pytest.mark.parametrize("what", ["the code of diloco", "the version of grain"])
+def test_other_code_and_other_versions_are_refused(what, pair, monkeypatch):
+  found = iter([{what: "aaaa"}, {what: "bbbb"}])
+  monkeypatch.setattr(agree, "made_with", lambda c: next(found))
+  assert f"{what} is " in pair(*[conftest.tiny_config()] * 2)

@@ -229,7 +229,7 @@ def test_values_are_gathered_broadcast_and_reported_in_order():
 def test_a_process_that_never_comes_to_a_meeting_is_named(monkeypatch):
   peers = connected(3)
   monkeypatch.setattr(peers_lib, "PATIENCE", 0.5)
-  peers[1]._send("value", None)  # Process 1 comes; process 2 does something else.
+  peers[1].send("value", None)  # Process 1 comes; process 2 does something else.
   with pytest.raises(ProcessLost, match="process 2 of 3 is there, but has not come"):
     peers[0].all_gather(None)
 

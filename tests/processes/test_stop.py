@@ -17,7 +17,7 @@ DEAF = """
 import signal, time
 from diloco.processes import stop
 signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
-stop.end_at_second_interrupt()
+stop.watch_signals()
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -77,7 +77,7 @@ def test_an_interrupt_while_garbage_is_collected_leaves_time_to_save_a_step(
     gc.collect()
     stop.unsaved = True
     time.sleep(0.1)
-    assert stop.is_told()
+    assert stop.received()
 
 
 def test_an_alarm_of_the_user_rings_in_a_run_and_after_it():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from diloco.scaling_laws import optimum, parametric
+from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws.fits import fit_power_law
 from diloco.scaling_laws.parametric import FLOOR, FORMS
 
@@ -44,6 +44,31 @@ def test_the_optimum_recovers_a_form_without_noise(form):
   exact = form.at(np.array(TRUE[form]), [1e10], [2.0])[0][0]
   assert found(1e10, 2) == pytest.approx(exact, rel=1e-5)
   assert found.predict_interval(1e10, 2)[0] == pytest.approx(found(1e10, 2), rel=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+@pytest.mark.parametrize("unit", [1, np.log(2)])  # Nats and bits.
+def test_no_random_start_finds_a_better_optimum(form, unit):
+  n, m, y = map(np.asarray, paper.loss_grid("nominal"))
+  found = optimum.fit_optimum(form, n, m, y / unit)
+  least = np.square(found.residuals).sum()
+
+  def residuals(q):
+    value, gradient = form.at(q, n, m)
+    value = np.maximum(value, 1e-300)
+    return np.log(value * unit / y), (gradient / value).T
+
+  rng, (low, high) = np.random.default_rng(0), np.array([*form.parameters.values()]).T
+  with np.errstate(all="ignore"):  # Some starts run away.
+    others = [
+      optimize.least_squares(
+        lambda q: residuals(q)[0], start, lambda q: residuals(q)[1], x_scale="jac"
+      )
+      for start in rng.uniform(low, high, (8, len(low)))
+    ]
+  costs = [2 * other.cost for other in others]
+  assert least <= min(costs) * (1 + 1e-6)
+  assert min(costs) == pytest.approx(least, rel=1e-6)  # Some start ends there.
 
 
 @pytest.mark.parametrize(

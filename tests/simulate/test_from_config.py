@@ -1,14 +1,18 @@
 """Tests the simulation of configs: workloads, step times, the frontier, the command."""
 
+import argparse
+import contextlib
 import json
 import pathlib
+import re
 
 import pytest
 
 from diloco.config import add_plugins, resolve
 from diloco.config.command_line import load_config
 from diloco.simulate import __main__ as command
-from diloco.simulate import from_config
+from diloco.simulate import from_config, options
+from diloco.simulate.failures import Machines
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec.shapes import num_params
@@ -233,3 +237,22 @@ def test_options_that_a_config_does_not_give_have_an_effect(capsys):
   assert found["--mfu=0.2"]["step_time_s"] == pytest.approx(
     found[""]["step_time_s"] * 2
   )
+
+
+def test_every_default_that_the_help_states_is_the_one_that_is_used():
+  numbers = {"params": 12e9, "layers": 12, "step_time": 1.0}
+  run = {"params": 1e9, "tokens": 1e10, "batch_tokens": 1e6, "replicas": 2}
+  made = [
+    (options.METHOD, command.workload(numbers)),
+    (options.RUN, command.training(run)),
+    (options.FAILURES, Machines(chips=1, mtbf=1.0)),
+  ]
+  compared = {}
+  for group, used in made:
+    for name, option in group.items():
+      stated = re.search(r"default (\w+)", option.help)
+      if stated and hasattr(used, name):
+        with contextlib.suppress(argparse.ArgumentTypeError):  # A rule, in words.
+          compared[name] = option.type(stated[1])
+          assert compared[name] == getattr(used, name), name
+  assert {"sync_every", "fragment_size", "tau", "outer_bits", "runs"} <= {*compared}

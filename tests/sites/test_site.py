@@ -29,10 +29,12 @@ class Link:
   def __init__(self, calendar):
     self.calendar = calendar
     self.rounds = list[Closed]()
+    self.published = list[Closed]()  # These are received when the site waits for them.
     self.sent, self.firsts, self.hello = {}, [], {}
     self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
+    self.forgotten = 0  # Rounds below this number need no room.
 
   def join(self, **state):
     self.hello, self.base = state, self.answer.round
@@ -48,6 +50,9 @@ class Link:
     self.sent[number] = data, fields
 
   def wait_until(self, number, stopping):
+    assert number < self.forgotten + self.calendar.room, "a link waits for room"
+    while self.published and number >= self.newest()[0]:
+      self.rounds.append(self.published.pop(0))
     assert stopping() or number < self.newest()[0], f"round {number} never closes"
     return number < self.newest()[0]
 
@@ -60,10 +65,10 @@ class Link:
 
   def newest(self):
     received = self.base + len(self.rounds)
-    return received, received
+    return received, received + len(self.published)
 
   def forget(self, below):
-    pass
+    self.forgotten = below
 
   def leave(self, reason):
     pass
@@ -100,11 +105,11 @@ class Player:
     with jax.set_mesh(self.mesh):
       method = make_method(own, self.mesh)
       self.state = method.init()
-    self.link, self.batches, self.is_told = Link(self.calendar), Batches(), False
+    self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
     # With other processes, a site waits for a round when it is due, in no thread.
     peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
     part = SitePart(self.calendar.config, 0, self.link, peers)
-    stop = types.SimpleNamespace(is_told=lambda: self.is_told)
+    stop = types.SimpleNamespace(received=lambda: self.ending)
     self.site = part.method(method, self.batches, stop)
     self.t, self.events = 0, []
 
@@ -112,8 +117,8 @@ class Player:
     with jax.set_mesh(self.mesh):
       self.t, self.state = self.site.enter(start, self.state)
 
-  def step(self, is_told=False):
-    self.is_told = is_told
+  def step(self, ending=False):
+    self.ending = ending
     with jax.set_mesh(self.mesh):
       larger = jax.tree.map(lambda x: x * 1.01, self.state.params)
       self.state = dataclasses.replace(self.state, params=larger)
@@ -180,6 +185,15 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   assert player.account()["contributed"] == 1
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
+  player = Player()
+  player.enter(start=EVERY - 1)
+  player.step(is_told)
+  assert player.t == EVERY
+  assert list(player.link.sent) == ([] if is_told else [0])
+
+
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
   player = Player()
   player.enter()
@@ -200,6 +214,20 @@ def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
     player.step()
   assert list(player.link.sent) == [0, 4]
   assert player.link.sent[4][1]["tokens"] == 3 * 4 * 16
+
+
+def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room():
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  for _ in range(6):
+    player.link.close({1: player.other()})
+  player.link.published = player.link.rounds[1:]
+  del player.link.rounds[1:]
+  player.step()
+  assert player.t == 6 * EVERY
+  assert player.received() == [(r, 1, 0) for r in range(6)]
 
 
 def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
@@ -289,13 +317,13 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
 def test_a_signal_ends_every_wait():
   player = Player()
   player.enter()
-  player.step(is_told=True)
+  player.step(ending=True)
   assert player.t == 1
   player.step()
   player.step()
   assert 0 in player.link.sent
   player.step()
-  player.step(is_told=True)
+  player.step(ending=True)
   assert player.t == EVERY + TAU
   assert player.received() == []
 

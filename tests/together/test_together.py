@@ -217,7 +217,7 @@ def test_sigterm_ends_all_groups_of_a_process(tmp_path, monkeypatch):
     return True
 
   # Its thread would end the tests at their second Ctrl-C.
-  monkeypatch.setattr(stop, "end_at_second_interrupt", lambda: None)
+  monkeypatch.setattr(stop, "watch_signals", lambda: None)
   monkeypatch.setattr(together, "train", stopped)
   monkeypatch.setattr(run_together, "_by_position", lambda runs: [runs[:2], runs[2:]])
   assert run_together.main([*map(str, folders)]) == 0
