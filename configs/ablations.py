@@ -1,7 +1,7 @@
 """The ablations of both papers, small or at the papers' scale (docs/ablations.md).
 
-  python -m diloco sweep --sweep=ablations:tau --results=/tmp/a --parallel=2 --cores=1
-  python -m diloco sweep --sweep=ablations:tau,seeds=3 --results=/tmp/a --parallel=2 ...
+  python -m diloco sweep --sweep=ablations:tau --results=runs/a --parallel=2 --cores=1
+  python -m diloco sweep --sweep=ablations:tau,seeds=3 --results=runs/a --parallel=2 ...
   python -m diloco sweep --sweep=ablations:tau,scale=paper --results=/shared/tau ...
 
 The argument is a name of ABLATIONS, and after it any of scale (small or paper), seeds,

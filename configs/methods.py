@@ -1,7 +1,7 @@
 """The sample run with a method of a later paper: methods:NAME (docs/methods.md).
 
-  python -m diloco.main --config=methods:warm_start --workdir=/tmp/warm
-  python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=/tmp/a
+  python -m diloco.main --config=methods:warm_start --workdir=runs/warm
+  python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=runs/a
 
 METHODS names the plug-in of a method, if it has one, and the fields that it sets in a
 config of Streaming DiLoCo. The first command runs one, the second compares all of them

@@ -1,6 +1,6 @@
 """The sample run: a small model, Streaming DiLoCo with 4-bit outer gradients.
 
-  python -m diloco.main --config=configs/sample.py --workdir=/tmp/sample
+  python -m diloco.main --config=configs/sample.py --workdir=runs/sample
 
 Trains 1.07M parameters on 1.64M tokens of State of the Union texts: two to five minutes
 on two CPU cores, held-out loss 4.64 nats per token. --config.algorithm=diloco and

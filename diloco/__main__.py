@@ -1,8 +1,8 @@
 """Lists the commands of diloco, or runs one of them.
 
 python -m diloco
-python -m diloco main --config=sample --workdir=/tmp/sample
-python -m diloco launch_local -n 2 -- --config=sample --workdir=/tmp/two
+python -m diloco main --config=sample --workdir=runs/sample
+python -m diloco launch_local -n 2 -- --config=sample --workdir=runs/two
 
 `python -m diloco main` is the same as `python -m diloco.main`.
 """

@@ -1,7 +1,7 @@
 """Trains a model; the same command continues a run.
 
-python -m diloco.main --config=sample --workdir=/tmp/sample
-python -m diloco.main --config=sample --workdir=/tmp/dp --config.algorithm=data_parallel
+python -m diloco.main --config=sample --workdir=runs/sample
+python -m diloco.main --config=sample --workdir=runs/dp --config.algorithm=data_parallel
 python -m diloco.main --config=chinchilla:1.3B,M=2 --workdir=/data/run \\
   '--config.overlap.taus=(1,4)' --config.wire.format=fp32
 python -m diloco.main --config=my_config.py --print_config

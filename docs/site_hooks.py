@@ -11,6 +11,7 @@ import html
 import logging
 import pathlib
 import re
+import tomllib
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -26,7 +27,15 @@ PAGES = {
   "changelog.md": "CHANGELOG.md",
   "contributing.md": "CONTRIBUTING.md",
 }
+# Addresses of the repository and of the site, if they have one.
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
 _LOG = logging.getLogger("mkdocs.site_hooks")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+  """Sets the addresses of pyproject.toml."""
+  config.site_url, config.repo_url = URLS.get("Documentation"), URLS.get("Repository")
+  return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -69,15 +78,19 @@ def on_page_markdown(
   """Rewrites links and lists of a page."""
   del files
   source = PAGES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-  repository = (config.repo_url or "").rstrip("/")
+  repository = URLS.get("Repository", "").rstrip("/")
 
   def rewritten(link: re.Match) -> str:
-    target = site_link(link[1], ROOT / source, repository)
-    if target is None:
-      _LOG.warning("%s links to %s, which does not exist.", source, link[1])
-    return f"]({target or link[1]}{link[2] or ''})"
+    text, target, anchor = link.groups(default="")
+    site = site_link(target, ROOT / source, repository)
+    if site is None:
+      _LOG.warning("%s links to %s, which does not exist.", source, target)
+    elif not site:
+      path = (ROOT / source).parent.joinpath(target).resolve().relative_to(ROOT)
+      return text if path.name in text else f"{text} (`{path}`)"
+    return f"[{text}]({site or target}{anchor})"
 
-  text = re.sub(r"\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", rewritten, markdown)
+  text = re.sub(r"\[([^\[\]]*)\]\((?!\w+:)([^)\s#]+)(#[^)\s]*)?\)", rewritten, markdown)
   return indent_lists(text)
 
 
@@ -87,10 +100,10 @@ def site_link(target: str, source: pathlib.Path, repository: str) -> str | None:
   Args:
     target: path relative to the document.
     source: the document.
-    repository: address of the repository, for files that are no page.
+    repository: address of the repository, for files that are no page; may be empty.
 
   Returns:
-    None if there is no such file.
+    None if there is no such file; "" if it is no page and there is no repository.
   """
   file = (source.parent / target).resolve()
   if not file.exists() or not file.is_relative_to(ROOT):
@@ -101,7 +114,8 @@ def site_link(target: str, source: pathlib.Path, repository: str) -> str | None:
       return page
   if file.is_relative_to(ROOT / "docs") and file.is_file():
     return path.removeprefix("docs/")
-  return f"{repository}/{'tree' if file.is_dir() else 'blob'}/main/{path}"
+  kind = "tree" if file.is_dir() else "blob"
+  return repository and f"{repository}/{kind}/main/{path}"
 
 
 def indent_lists(markdown: str) -> str:

@@ -1,43 +1,70 @@
-"""CITATION.cff, mkdocs.yml and the documents say what pyproject.toml says."""
+"""CITATION.cff, notebooks and documents say what pyproject.toml says."""
 
+import json
 import pathlib
 import re
 import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-URLS = PROJECT["urls"]
+URLS = PROJECT.get("urls", {})
+# Repositories of other programs, all of which were read or fetched.
+OTHERS = {
+  "AI-Hypercomputer/maxtext", "PrimeIntellect-ai/OpenDiloco", "PrimeIntellect-ai/prime",
+  "PrimeIntellect-ai/prime-diloco", "exo-explore/gym", "facebookresearch/MuLoCo",
+  "gensyn-ai/noloco", "google-deepmind/nanodo", "google-deepmind/xmanager",
+  "meta-pytorch/torchft", "pytorch/torchtitan",
+}  # fmt: skip
+FOLDERS = (".github", "configs", "diloco", "docs", "examples", "notebooks", "scripts")
+
+
+def citation() -> list[str]:
+  return (ROOT / "CITATION.cff").read_text().splitlines()
 
 
 def test_citation_has_the_packages_version_licence_and_addresses():
-  lines = (ROOT / "CITATION.cff").read_text().splitlines()
-  assert f"title: {PROJECT['name']}" in lines
-  assert f"version: {PROJECT['version']}" in lines
-  assert f"license: {PROJECT['license']}" in lines
-  assert f"repository-code: {URLS['Repository']}" in lines
-  assert f"url: {URLS['Documentation']}" in lines
+  assert f"title: {PROJECT['name']}" in citation()
+  assert f"version: {PROJECT['version']}" in citation()
+  assert f"license: {PROJECT['license']}" in citation()
+  for field, name in (("repository-code", "Repository"), ("url", "Documentation")):
+    lines = [line for line in citation() if line.startswith(f"{field}:")]
+    assert lines == ([f"{field}: {URLS[name]}"] if name in URLS else [])
 
 
-def test_the_changes_and_the_site_have_them_too():
-  assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
-  lines = (ROOT / "mkdocs.yml").read_text().splitlines()
-  assert f"repo_url: {URLS['Repository']}" in lines
-  assert f"site_url: {URLS['Documentation']}" in lines
-
-
-def test_every_file_names_the_same_repository():
-  owner_and_name = URLS["Repository"].removeprefix("https://github.com/")
-  owner, name = owner_and_name.split("/")
-  assert URLS["Documentation"] == f"https://{owner}.github.io/{name}"
-  assert all(
-    url.startswith(("https://github.com/" + owner_and_name, URLS["Documentation"]))
-    for url in URLS.values()
+def test_the_readme_has_the_citation_as_bibtex():
+  entry = re.search(
+    r"```bibtex\n@software\{(.*?)\}\n```", (ROOT / "README.md").read_text()
   )
-  found = set()
-  for pattern in ("*.*", "docs/*.md", "notebooks/*.ipynb", "scripts/*", ".github/*/*"):
-    for file in ROOT.glob(pattern):
-      if file.is_file():
-        text = file.read_text(errors="ignore")
-        # Also addresses of Colab and of raw files.
-        found |= set(re.findall(rf"github\w*(?:\.com)?/([\w.-]+/{name})\b", text))
-  assert found == {owner_and_name}
+  key, *fields = entry[1].split(", ")
+  cited = dict(re.fullmatch(r"(\w+) = \{\{?(.*?)\}?\}", f).groups() for f in fields)
+  names = [x.split("name: ")[1] for x in citation() if x.startswith("  - name: ")]
+  assert key == cited["title"] == PROJECT["name"]
+  assert cited["author"] == " and ".join(names)
+  assert f"version: {cited['version']}" in citation()
+
+
+def test_the_changes_have_the_version():
+  assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_no_file_names_a_repository_or_a_site_that_is_not_ours_or_known():
+  address = re.compile(
+    r"(?<!\.)github(?:usercontent)?(?:\.com)?/([\w-]+/[\w.-]*\w)|([\w-]+)\.github\.io"
+  )
+  files = [p for p in ROOT.iterdir() if p.is_file()]
+  files += [p for folder in FOLDERS for p in (ROOT / folder).rglob("*.*")]
+  own = " ".join(URLS.values())
+  for file in files:
+    if file.suffix in {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".yml"}:
+      for match in address.finditer(file.read_text()):
+        found = match[1] or match[2]
+        assert found.removesuffix(".git") in OTHERS or found in own, (file.name, found)
+
+
+def test_every_notebook_clones_the_address_of_the_project():
+  books = [json.loads(p.read_text()) for p in ROOT.glob("notebooks/*.ipynb")]
+  assert books
+  for book in books:
+    cells = ["".join(cell["source"]) for cell in book["cells"]]
+    named = re.findall(r'^REPOSITORY = "(.*?)"', "\n".join(cells), re.M)
+    assert named == [URLS.get("Repository", "")]

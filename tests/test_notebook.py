@@ -57,13 +57,6 @@ def test_the_outputs_are_complete_and_name_no_machine(name):
   assert not [word for word in MACHINE if word in text]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_badge_opens_this_notebook_on_colab(name):
-  first = "".join(BOOKS[name]["cells"][0]["source"])
-  colab = "https://colab.research.google.com/github/diloco-jax/diloco/blob/main"
-  assert f"]({colab}/notebooks/{name}.ipynb)" in first.splitlines()[0]
-
-
 def test_all_notebooks_begin_with_the_same_cell():
   assert len({code(name)[0] for name in NAMES}) == 1
 
@@ -105,13 +98,23 @@ def test_elsewhere_the_first_cell_clones_and_installs(
 
   monkeypatch.setattr(subprocess, "run", fake_run)
   cell = code("quickstart")[0].replace('"/dev"', repr(str(tmp_path / "dev")))
+  cell = re.sub('REPOSITORY = ".*?"', 'REPOSITORY = "https://example.org/r"', cell)
   exec(cell, {})
   clone, install = commands
-  assert clone[-1] == "https://github.com/diloco-jax/diloco"
+  assert clone[-2:] == ["https://example.org/r", "diloco"]
   assert install[-1] == f"{here}/diloco{extra}"
   assert pathlib.Path.cwd() == here / "diloco"
   exec(cell, {})  # A second run finds the clone.
   assert len(commands) == 2
+
+
+def test_elsewhere_without_an_address_the_first_cell_says_what_to_do(
+  monkeypatch, tmp_path
+):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(subprocess, "run", None)
+  with pytest.raises(SystemExit, match="in a clone of diloco, or set REPOSITORY"):
+    exec(re.sub('REPOSITORY = ".*?"', 'REPOSITORY = ""', code("quickstart")[0]), {})
 
 
 def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:

@@ -3,6 +3,7 @@
 import pathlib
 import re
 import sys
+import types
 
 import pytest
 
@@ -47,6 +48,23 @@ def html(text: str) -> str:
 )
 def test_links_lead_to_pages_or_to_the_repository(target, source, link):
   assert site_hooks.site_link(target, ROOT / source, REPOSITORY) == link
+
+
+@pytest.mark.parametrize(
+  ("link", "text"),
+  [
+    ("[a page](data.md#own)", "[a page](data.md#own)"),
+    ("[`outer.py`](../diloco/algorithm/outer.py)", "`outer.py`"),
+    ("[this](../configs/gap.py)", "this (`configs/gap.py`)"),
+    ("![1](figures/wan.png)", "![1](figures/wan.png)"),
+  ],
+)
+def test_without_a_public_repository_code_is_named_and_not_linked(
+  link, text, monkeypatch
+):
+  monkeypatch.setattr(site_hooks, "URLS", {})
+  page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="sites.md"))
+  assert site_hooks.on_page_markdown(link, page, None, None) == text + "\n"
 
 
 def test_nested_lists_keep_their_nesting():

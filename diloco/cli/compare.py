@@ -1,8 +1,8 @@
 r"""Compares runs: a table, and a picture of their losses. The runs may still go on.
 
-python -m diloco compare /tmp/data_parallel /tmp/diloco /tmp/streaming
-python -m diloco compare /tmp/a /tmp/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
-python -m diloco compare /tmp/a /tmp/b --csv=metrics.csv
+python -m diloco compare runs/data_parallel runs/diloco runs/streaming
+python -m diloco compare runs/a runs/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
+python -m diloco compare runs/a runs/b --csv=metrics.csv
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Draws the schedule of a run from its log: inner steps, sends, merges.
 
-python -m diloco draw_run --workdir=/tmp/sample --first=17 --last=62 --out=/tmp/run.png
+python -m diloco draw_run --workdir=runs/sample --first=17 --last=62 --out=runs/run.png
 
 `python -m diloco simulate schedule` draws the schedule of a config, without a run.
 """

@@ -1,6 +1,6 @@
 """Evaluates a trained model: zero-shot tasks and held-out loss.
 
-  python -m diloco evaluate --workdir=/tmp/sample --tasks=hellaswag,piqa,arc_easy
+  python -m diloco evaluate --workdir=runs/sample --tasks=hellaswag,piqa,arc_easy
 
 Reads the outer parameters of the newest checkpoint, or of an export. Prints a line for
 each task and writes evaluation_<step>.json into the workdir; prints the content of this

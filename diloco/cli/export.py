@@ -1,7 +1,7 @@
 """Writes a trained model for other programs: safetensors weights and a config.
 
-  python -m diloco export --workdir=/tmp/sample --output=/tmp/sample_export
-  python -m diloco export --workdir=/tmp/qwen3 --format=hf --output=/tmp/qwen3_hf
+  python -m diloco export --workdir=runs/sample --output=runs/sample_export
+  python -m diloco export --workdir=runs/qwen3 --format=hf --output=runs/qwen3_hf
 
 The folder holds the outer parameters (model.safetensors, float32, names such as
 `blocks.attention.q`), a description of the model (config.json) and the tokenizer

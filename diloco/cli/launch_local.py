@@ -1,8 +1,8 @@
 """Starts N processes of one run on this machine.
 
-  python -m diloco launch_local -n 4 -- --config=configs/sample.py --workdir=/tmp/run
+  python -m diloco launch_local -n 4 -- --config=configs/sample.py --workdir=runs/run
   python -m diloco launch_local -n 2 --sites -- --config=configs/sample.py \\
-    --workdir=/tmp/sites
+    --workdir=runs/sites
 
 Every process is a `diloco.main` with the arguments after `--`. Every output line begins
 with the number of its process. If a process fails, the others have 20 seconds to report

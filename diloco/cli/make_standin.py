@@ -1,7 +1,7 @@
 r"""Writes a small stand-in for a TFDS text data set, from State of the Union texts.
 
   python -m diloco make_standin --name=c4/en:3.1.0 --data_dir=/tmp/tfds
-  python -m diloco.main --config=configs/sample.py --workdir=/tmp/c4 \
+  python -m diloco.main --config=configs/sample.py --workdir=runs/c4 \
     --config.data.source=tfds:c4/en:3.1.0 --config.data.data_dir=/tmp/tfds
 
 The stand-in has the name, version, features and splits of the real data set, so the

@@ -1,7 +1,7 @@
 r"""Shows how runs go on, here or on another machine. Only reads the files of the runs.
 
-python -m diloco status /tmp/sample
-python -m diloco status /tmp/sites --follow=5
+python -m diloco status runs/sample
+python -m diloco status runs/sites --follow=5
 
 WORKDIR is the --workdir of diloco.main or of diloco.coordinator, or a folder of such
 folders: that of a sweep, or of a run of several sites.

@@ -11,7 +11,7 @@ replica discards these tau steps (alpha = 0), so its next outer gradient covers 
 H - tau steps.
 
 Outer parameters and optimizer state differ between replicas, so their leaves begin with
-the axis M. A run is judged by the mean of the outer parameters.
+the axis M. A run is evaluated at the mean of the outer parameters.
 
 The formula comes from public summaries of the paper; we could not confirm it in the
 paper. They leave three points open, and we chose: the first sync steps along

@@ -4,7 +4,7 @@ GPA (arXiv 2512.17131) replaces single-worker DiLoCo's two loops by three sequen
 
   y = mu_y x + (1 - mu_y) z      the gradient is taken at y, the parameters of the run
   z <- z - the step of AdamW     its moments are of these gradients; it decays z
-  x <- mu_x x + (1 - mu_x) z     the run is judged at x
+  x <- mu_x x + (1 - mu_x) z     the run is evaluated at x
 
 One copy of the parameters, z, is kept; x follows from y and z. mu_x = 0.9^(1 / H) is as
 smooth as DiLoCo with M = 1 and H inner steps: 0.9967 for H = 32. Schedule-Free

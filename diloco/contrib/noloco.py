@@ -7,7 +7,7 @@ outer optimizer along `phi_m - (theta_m + theta_peer) / 2`, and goes on from the
 So the step follows the mean of the pair's outer gradients, and pulls phi_m towards the
 mean of the pair's outer parameters: it equals
 `(phi_m - theta_m + phi_peer - theta_peer) / 2 + (phi_m - phi_peer) / 2`, which the
-authors call a modified Nesterov momentum. A run is judged by the mean of the outer
+authors call a modified Nesterov momentum. A run is evaluated at the mean of the outer
 parameters.
 
 The authors' code multiplies both terms by the outer rate and sends both; here one

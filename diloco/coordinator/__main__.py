@@ -1,6 +1,6 @@
 """Coordinates the sites of a run (docs/sites.md).
 
-python -m diloco coordinator --config=configs/sample.py --workdir=/tmp/group \\
+python -m diloco coordinator --config=configs/sample.py --workdir=runs/group \\
   --listen=localhost:7000 --insecure --config.overlap.transport=sites
 """
 

@@ -1,6 +1,6 @@
 """Draws the diagnostics of a run, layer by layer. The run may still go on.
 
-python -m diloco diagnostics /tmp/sample --out=diagnostics.png
+python -m diloco diagnostics runs/sample --out=diagnostics.png
 
 A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md). No JAX.
 """

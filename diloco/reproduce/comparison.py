@@ -164,7 +164,7 @@ def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
 
 
 def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
-  """Subtracts from the losses what all cells of a seed have in common.
+  """Subtracts from the losses of a seed their mean over all cells (pairs by seed).
 
   All cells of a seed see the same text, so their losses rise and fall together, often
   by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
@@ -184,7 +184,7 @@ def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
 def draw(chart: Chart, table: pd.DataFrame, path: pathlib.Path) -> None:
   """Draws the figure: points are means over seeds, bars standard deviations.
 
-  The bars of losses leave out what all cells of a seed have in common.
+  For the bars of losses, the mean of each seed is subtracted first (`paired`).
   """
   palette.save(lambda: figure(chart, table), path)
 

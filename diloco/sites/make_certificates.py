@@ -1,6 +1,6 @@
 """Makes certificates for the coordinator and the sites of a run (docs/sites.md).
 
-  python -m diloco make_certificates --out=/tmp/certificates --sites=4
+  python -m diloco make_certificates --out=runs/certificates --sites=4
 
 Writes one folder per party: coordinator/, site-0/, ..., each with ca.pem, cert.pem and
 key.pem. Copy each folder to its machine only, and give it there as --tls. The folder

@@ -101,7 +101,7 @@ class SitesConfig:
 
   # K: number of sites, a divisor of M. 0: one site per replica.
   count: Count = 0
-  # Payloads without which no round closes.
+  # Fewest payloads with which a round closes.
   quorum: Positive = 1
   # Seconds that a round waits for the other sites after the quorum has sent.
   grace_s: NonNegative = 20.0
@@ -120,19 +120,17 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Outer learning rate at the last sync of the fragment with the most syncs, as a share
-  # of `learning_rate`. It falls along a cosine. 1: constant, as in both papers.
+  # Final outer learning rate / initial one; cosine decay over all outer updates of a
+  # fragment. 1: constant, as in both papers.
   final_fraction: Share = 1.0
-  # Momentum of sgd at that sync; it changes along a cosine. Negative: constant, as in
-  # both papers.
+  # Final momentum of sgd, along the same cosine. Negative: constant, as in both papers.
   final_momentum: Annotated[float, Range(-1, 1)] = -1.0
-  # Outer updates of a fragment, also in joint steps, in which rate and momentum change;
-  # later ones keep the last values. 0: as many as the run has. Set it to extend
-  # a run.
+  # Length of this cosine in outer updates of a fragment, joint steps included; later
+  # updates keep the final values. 0: as many as the run has. Set it to extend a run.
   decay_syncs: Count = 0
-  # Outer updates of a fragment, with those of a warm start, after which its outer
-  # optimizer starts afresh, again and again, so that it forgets old outer gradients
-  # (arXiv 2605.28585, its abstract). 0: never, as in both papers.
+  # Resets a fragment's outer optimizer after every so many of its outer updates, those
+  # of a warm start included (arXiv 2605.28585, its abstract). 0: never, as in both
+  # papers.
   restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
   # a mean of a plug-in.
@@ -243,8 +241,9 @@ class TrainConfig:
 class ModelConfig:
   """The architecture. Both papers use a Chinchilla-style decoder."""
 
-  # decoder (as in NanoDO), qwen3 (docs/models.md), or an architecture that you
-  # registered. decoder refuses other values than the defaults in the fields of qwen3.
+  # decoder (as in NanoDO), qwen3, or an architecture that you registered. Only qwen3
+  # can be exported for transformers (docs/models.md). decoder refuses other values than
+  # the defaults in the fields of qwen3.
   name: str = "decoder"
   # Transformer blocks.
   num_layers: Annotated[int, Range(1, 10_000)] = 6

@@ -1,6 +1,6 @@
 """Measures saving and reading one replica's parameters, and their checksums.
 
-python scripts/benchmarks/bench_checkpoint.py --config=chinchilla:1.3B --workdir=/tmp/b
+python scripts/benchmarks/bench_checkpoint.py --config=chinchilla:1.3B --workdir=runs/b
 
 Writes the parameters as a run does and compressed as is Orbax's default.
 """

@@ -1,6 +1,6 @@
 """What diagnostics cost: the time around the syncs of one run that have them or not.
 
-  python scripts/benchmarks/bench_diagnostics.py --workdir=/tmp/diagnosed
+  python scripts/benchmarks/bench_diagnostics.py --workdir=runs/diagnosed
 
 Prints the median time from the step before a send to the end of the step with its last
 merge, for both kinds of syncs, and the share of the run that the difference takes. The

@@ -1,7 +1,7 @@
 """Compares diloco.evaluate with lm-evaluation-harness, item by item.
 
   pip install '.[test-hf]'
-  python scripts/experiments/compare_lm_eval.py --workdir=/tmp/qwen3 --items=50
+  python scripts/experiments/compare_lm_eval.py --workdir=runs/qwen3 --items=50
 
 Exports the model (model.name=qwen3) for transformers, and scores the same items by both
 programs. The data sets cannot be downloaded everywhere, so the items are made from

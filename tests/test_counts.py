@@ -1,0 +1,90 @@
+"""Counts in sentences of the documents are those of the tables that they count."""
+
+import collections
+import csv
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def stated(page: str, sentence: str) -> list[int]:
+  """The whole numbers that a sentence of a page states at each `#`."""
+  text = " ".join((ROOT / page).read_text().split())
+  pattern = re.escape(sentence).replace(r"\#", r"([\d,]*\d)").replace(r"\ ", " ")
+  match = re.search(pattern, text)
+  assert match, f"{page} has no sentence {sentence!r}"
+  return [int(n.replace(",", "")) for n in match.groups()]
+
+
+def table(name: str) -> list[dict[str, str]]:
+  with open(ROOT / "docs" / name, newline="") as file:
+    return list(csv.DictReader(file))
+
+
+def test_the_front_page_has_at_most_150_lines():
+  assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize(
+  ("page", "sentence"),
+  [
+    ("docs/ladder.md", "has its # runs"),
+    ("docs/benchmarks.md", "[ladder.md](ladder.md): # runs of six sizes"),
+  ],
+)
+def test_runs_of_the_ladder(page, sentence):
+  rows = table("ladder.csv")
+  assert stated(page, sentence) == [len(rows)]
+  assert len({row["params"] for row in rows}) == 6
+
+
+def test_how_often_the_seed_that_chooses_has_the_smallest_gap():
+  losses = collections.defaultdict(dict)
+  for row in table("ladder.csv"):
+    cell = row["point_algorithm"], row["point_replicas"], row["point_size"]
+    setting = row["point_lr"], row["point_batch"], row["point_outer_lr"]
+    losses[*cell, *setting][row["point_seed"] or "0"] = float(row["test_loss"])
+  # The best setting of a cell is the one that other seeds repeat.
+  best = {key[:3]: by for key, by in losses.items() if {"0", "1", "2"} <= by.keys()}
+  least = []
+  for (algorithm, replicas, size), by in best.items():
+    if algorithm == "diloco" and replicas in ("2", "4"):
+      base = best["data_parallel", "1", size]
+      least.append(min("012", key=lambda s, by=by, b=base: by[s] / b[s]) == "0")
+  sentence = "the smallest of seeds 0, 1 and 2 in # of # settings with M = 2 or 4"
+  assert stated("docs/ladder.md", sentence) == [sum(least), len(least)]
+
+
+def test_cases_and_runs_of_the_gap():
+  rows, page = table("gap.csv"), "docs/gap.md"
+  shuffled = [row for row in rows if '"data.shuffle_window": -1' in row["config"]]
+  cases = {row["point_case"] for row in rows}
+  sentence = (
+    "The # cases of [configs/gap.py](../configs/gap.py) with three seeds are # runs"
+  )
+  assert stated(page, sentence) == [len(cases), 3 * len(cases)]
+  (now,) = stated(page, "**# cases with all sequences shuffled**")
+  (earlier,) = stated(page, "**# cases with windows.**")
+  assert 3 * now == len(shuffled)
+  assert 3 * earlier + 6 == len(rows) - len(shuffled)  # Six of an earlier Muon.
+
+
+def test_claims_and_verdicts():
+  page = (ROOT / "docs/reproduced.md").read_text()
+  verdict = r"\| (shown|not shown at this scale|contradicted) \|$"
+  found = collections.Counter(re.findall(verdict, page, re.M))
+  counts = [found[v] for v in ("shown", "not shown at this scale", "contradicted")]
+  (runs,) = stated("docs/reproduced.md", "# runs, 0 failed")
+  sentence = "# claims are shown, # are not shown at this scale, # are contradicted"
+  assert stated("docs/benchmarks.md", sentence) == counts
+  sentence = "at this size # hold, # are undecided and # come out the other way"
+  assert stated("README.md", sentence) == counts
+  assert stated("README.md", "| # claims of the papers") == [sum(counts)]
+  sentence = "# claims, each with the paper's number, ours and a verdict, from # runs"
+  assert stated("docs/benchmarks.md", sentence) == [sum(counts), runs]
+  assert stated("docs/ablations.md", "The # runs of the page") == [runs]
+  (more,) = stated("docs/ablations.md", "has these runs and # of unfinished")
+  assert len(table("reproduced.csv")) == runs + more
