@@ -1,6 +1,6 @@
 """Writes one page about a run, a sweep or a group of sites.
 
-python -m diloco report /tmp/sample --config=sample
+python -m diloco report runs/sample --config=sample
 python -m diloco report /tmp/sweep --out=sweep.html
 
 The page is HTML, with its pictures inside: fields that differ from --config, state,
