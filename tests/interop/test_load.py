@@ -264,8 +264,9 @@ def test_commands(trained, tmp_path, capsys):
   ):
     assert generate.main([f"--workdir={out}", flag]) == 2
     assert message in capsys.readouterr().err
-  assert export.main([f"--workdir={trained[0]}", "--output="]) == 2
-  assert "--output is empty" in capsys.readouterr().err
+  with pytest.raises(SystemExit, match="2"):
+    export.main([f"--workdir={trained[0]}", "--output="])
+  assert "argument --output: it is empty; give a path" in capsys.readouterr().err
   assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
   assert "holds no checkpoint yet" in capsys.readouterr().err
   assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2

@@ -178,7 +178,6 @@ def test_fields_are_set_as_for_the_trainer(capsys):
       "bandwidth --params=1B --layers=1001 --step_time=1",
       "layers is 1001, but must be at least 1 and at most 1000",
     ),
-    ("figure c10 --out=", "--out is empty; give a folder"),
     ("figure c10 --out=/proc/none", "--out is '/proc/none', where nothing can"),
   ],
 )
@@ -201,6 +200,7 @@ def test_arguments_without_effect_are_refused(args, message, capsys):
     ("bandwidth --layers=2.5", "--layers: '2.5' is not a whole number up to 12 digits"),
     ("bandwidth --sync_every=9999999999999", "--sync_every: '9999999999999' is not a"),
     ("figures", "the following arguments are required: --out"),
+    ("figure c10 --out=", "--out: it is empty; give a path"),
     ("table5", "invalid choice: 'table5'"),
   ],
 )

@@ -203,7 +203,7 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   [
     (
       ["--results=", f"--sweep={ROOT}/configs/ladder.py"],
-      "--results is empty; give a folder",
+      "argument --results: it is empty; give a path",
     ),
     (["--results=r"], "--sweep must be given, for example"),
     (
