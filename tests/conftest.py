@@ -19,12 +19,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
   atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import hypothesis
 import ml_collections
 import pytest
 
 from diloco import config as config_lib
 from diloco.spec import plugins
 
+# No test asserts a time: on a busy machine, an example of Hypothesis may take a second.
+hypothesis.settings.register_profile("any time", deadline=None)
+hypothesis.settings.load_profile("any time")
 # A shell without job control starts background processes with Ctrl-C ignored, and their
 # children inherit this; tests send Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -120,7 +120,9 @@ def in_words(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
 def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
   """Returns mean, standard deviation and count over the seeds, by curve and x."""
   plain = ("compressor", "pattern", *chart.words)
-  name = [curve(values, plain) for values in table[[*chart.by]].to_dict("records")]
+  # pandas 2 gives no records of a table without columns, so `by` is chosen afterwards.
+  rows = table.to_dict("records")
+  name = [curve({key: row[key] for key in chart.by}, plain) for row in rows]
   groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
   return groups[y].agg(["mean", "std", "count"]).reset_index()
 
