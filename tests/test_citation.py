@@ -4,6 +4,8 @@ import pathlib
 import re
 import tomllib
 
+import diloco
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 URLS = PROJECT["urls"]
@@ -12,14 +14,14 @@ URLS = PROJECT["urls"]
 def test_citation_has_the_packages_version_licence_and_addresses():
   lines = (ROOT / "CITATION.cff").read_text().splitlines()
   assert f"title: {PROJECT['name']}" in lines
-  assert f"version: {PROJECT['version']}" in lines
+  assert f"version: {diloco.__version__}" in lines
   assert f"license: {PROJECT['license']}" in lines
   assert f"repository-code: {URLS['Repository']}" in lines
   assert f"url: {URLS['Documentation']}" in lines
 
 
 def test_the_changes_and_the_site_have_them_too():
-  assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+  assert f"## {diloco.__version__}" in (ROOT / "CHANGELOG.md").read_text()
   lines = (ROOT / "mkdocs.yml").read_text().splitlines()
   assert f"repo_url: {URLS['Repository']}" in lines
   assert f"site_url: {URLS['Documentation']}" in lines

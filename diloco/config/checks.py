@@ -8,13 +8,14 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco.config import combinations
 from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Config, Range
+from diloco.util.command import meant
 
 _KINDS = {int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number")}
 
@@ -33,11 +34,8 @@ def check_each(
     ConfigError: a field has a value that cannot work.
   """
   for field in sorted(v.keys() - defaults.keys()):
-    more = plugins.hint(field.partition(".")[0])
-    raise ConfigError(
-      f"{field} is {v[field]!r}, but there is no such field; see"
-      f" diloco/spec/fields.py{more}."
-    )
+    near = unknown(field, defaults)
+    raise ConfigError(f"{field} is {v[field]!r}, but there is no such field{near}.")
   for field, kind in kinds.items():
     base = (*typing.get_args(kind), kind)[0] if hasattr(kind, "__metadata__") else kind
     if base in _KINDS and (
@@ -52,6 +50,12 @@ def check_each(
     for limits in getattr(kind, "__metadata__", ()):
       if isinstance(limits, Range) and v[field] not in limits:
         raise ConfigError(f"{field} is {v[field]}; it must be {limits}.")
+
+
+def unknown(field: str, known: Iterable[str]) -> str:
+  """Returns the end of a sentence about a field that does not exist."""
+  hint = plugins.hint(field.partition(".")[0])
+  return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
 
 def check_together(
