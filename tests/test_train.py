@@ -200,7 +200,10 @@ def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
 def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   shutil.copytree(finished, tmp_path / "copy")
   before = (finished / "summary.json").read_text()
-  assert run(tmp_path / "copy")[0] == 0
+  code, stderr = run(tmp_path / "copy")
+  assert code == 0
+  assert "This run finished before, at step 12; nothing was trained." in stderr
+  assert "Going on" not in stderr
   assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)
   # Cut short between the last checkpoint and the summary, or damaged.
