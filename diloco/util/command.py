@@ -153,6 +153,8 @@ def model_parser(command: str, description: str | None) -> Parser:
 def load_module(path: str, function: str, example: str) -> types.SimpleNamespace:
   """Runs a Python file and returns its globals, which include the function.
 
+  The file may import modules that lie beside it.
+
   Args:
     path: a file, or what else `shipped.find` finds.
 
@@ -167,6 +169,9 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
     raise ConfigError(
       f"there is no file {path}{near}; give for example {example}{names}."
     )
+  folder = str(pathlib.Path(path).parent.absolute())
+  if folder not in sys.path:
+    sys.path.append(folder)
   try:
     module = types.SimpleNamespace(**runpy.run_path(path))
   except Exception as error:

@@ -20,6 +20,7 @@ from fake_runs import (
   write_run,
 )
 
+from diloco.cli import sweep as cli
 from diloco.config import complete
 from diloco.spec.shapes import num_params
 from diloco.sweep import table
@@ -195,6 +196,40 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   assert rows_of(tmp_path) == []
   with alone(tmp_path):  # A driver at work is no obstacle.
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+
+
+def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
+  tmp_path, capsys
+):
+  (tmp_path / "beside_it.py").write_text("lr = 0.125")
+  path = tmp_path / "sweep.py"
+  path.write_text(
+    f"import sys; sys.path.append({str(pathlib.Path(__file__).parents[1])!r})\n"
+    "import beside_it, conftest\n"
+    "from diloco.sweep.grid import Grid, Sweep\n"
+    "def get_sweep():\n"
+    "  config = lambda point: conftest.tiny_config()\n"
+    "  return Sweep(config, [Grid('g', [{'lr': beside_it.lr}])])\n"
+  )
+  assert cli.main([f"--sweep={path}", "--show"]) == 0
+  assert "lr=0.125" in capsys.readouterr().out
+  assert cli.main([f"--sweep={path}"]) == 2
+  assert "--results is missing; give the folder" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_script_of_the_first_job(tmp_path, monkeypatch, capsys):
+  monkeypatch.setenv("PATH", "")  # There is no Slurm.
+  flags = [f"--sweep={ROOT}/configs/ladder.py", f"--results={tmp_path}/r", "--dry_run"]
+  options = "--slurm_options=slurm_partition=gpu,gpus_per_node=8"
+  assert cli.main([*flags, "--backend=slurm", options]) == 0
+  first, *lines, last = capsys.readouterr().out.splitlines()
+  assert first == "#!/bin/bash"
+  assert {"#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=8"} < {*lines}
+  assert lines[-1].startswith("srun ")
+  assert last == "# The first of 4 jobs so far."
+  assert list(tmp_path.iterdir()) == []
+  assert cli.main(flags) == 2
+  assert "--backend is local, which has no scripts" in capsys.readouterr().err
 
 
 @pytest.mark.integration("a process for each mistake")
