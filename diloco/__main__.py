@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import diloco
 from diloco.util import shipped
-from diloco.util.command import meant
+from diloco.util.command import guarded, meant
 
 
 def commands() -> dict[str, str]:
@@ -50,8 +50,7 @@ def listing() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv if argv is None else argv
   if argv[1:] in ([], ["--help"], ["-h"]):
-    print(listing())
-    return 0
+    return guarded(print, listing())
   if argv[1:] == ["--version"]:
     print(f"diloco {diloco.__version__}")
     return 0

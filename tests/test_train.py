@@ -155,7 +155,8 @@ def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   _, stderr = process.communicate(timeout=120)
   assert process.returncode == status, stderr
   name = {"SIGINT": "Ctrl-C"}.get(signum, signum)
-  assert f"{name}: saved step" in stderr
+  # A line of its own, after that of the progress bar.
+  assert any(line.startswith(f"{name}: saved step") for line in stderr.splitlines())
   assert "Traceback" not in stderr
   assert not (tmp_path / "summary.json").exists()
   assert run(tmp_path, "--config.checkpoint.every=0")[0] == 0
