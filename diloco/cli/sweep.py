@@ -147,7 +147,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       print("\n".join(comparison.lines(sweep.chart, found)))
       if not found.empty:
         comparison.draw(sweep.chart, found, picture)
-        print(f"\nfigure       {picture}")
+        print(f"\n{comparison.SPREAD}\nfigure       {picture}")
   if number:
     return 128 + number
   return int(any(cell.state == "failed" for cell in driver.cells()))
