@@ -30,6 +30,8 @@ __all__ = [
   "streaming",
 ]
 
+__version__ = "0.1.0"  # pyproject.toml reads this line.
+
 _HOMES = {
   "diloco.library.layout": ("Stacked",),
   "diloco.algorithm.state": ("Event", "OuterState"),

@@ -4,7 +4,8 @@ python -m diloco
 python -m diloco main --config=sample --workdir=runs/sample
 python -m diloco launch_local -n 2 -- --config=sample --workdir=runs/two
 
-`python -m diloco main` is the same as `python -m diloco.main`.
+`diloco` is the same as `python -m diloco`, and `python -m diloco main` the same as
+`python -m diloco.main`.
 """
 
 import ast
@@ -12,7 +13,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+import diloco
 from diloco.util import shipped
+from diloco.util.command import guarded, meant
 
 
 def commands() -> dict[str, str]:
@@ -44,14 +47,19 @@ def listing() -> str:
   return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+  argv = sys.argv if argv is None else argv
   if argv[1:] in ([], ["--help"], ["-h"]):
-    print(listing())
+    return guarded(print, listing())
+  if argv[1:] == ["--version"]:
+    print(f"diloco {diloco.__version__}")
     return 0
   name, found = argv[1], commands()
+  found["train"] = found["main"]  # What people try first.
   if name not in found:
     known = ", ".join(found)
-    print(f"error: there is no command {name}; give one of {known}.", file=sys.stderr)
+    near = f"{name}{meant(name, found)}"
+    print(f"error: there is no command {near}; give one of {known}.", file=sys.stderr)
     return 2
   sys.argv = list(argv[1:])
   runpy.run_module(found[name], run_name="__main__", alter_sys=True)
@@ -59,4 +67,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv))
+  sys.exit(main())

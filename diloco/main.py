@@ -18,11 +18,11 @@ import signal
 import sys
 import traceback
 
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
 from diloco.config import resolve
-from diloco.config.command_line import parse_flags
+from diloco.config.command_line import run
 from diloco.errors import ConfigError
 from diloco.util.command import guarded, interrupted, make_folder
 from diloco.util.files import disk_is_full
@@ -140,6 +140,6 @@ if __name__ == "__main__":
     "Flag --workdir must have a value other than None.",
   )
   try:
-    app.run(main, flags_parser=parse_flags)
+    run(main)
   except KeyboardInterrupt:  # While modules were imported.
     sys.exit(interrupted())

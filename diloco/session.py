@@ -226,6 +226,7 @@ class Session:
     self.log.events(stopped.events)
     for run in self.runs:
       run.checkpoints.wait()
+      run.log.end_bar()
     self.method.close("stopped")
     if not all(run.failed for run in self.runs):
       saved = max(run.checkpoints.latest or 0 for run in self.runs)

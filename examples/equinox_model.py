@@ -3,7 +3,10 @@
 pip install equinox && python examples/equinox_model.py
 """
 
-import equinox as eqx
+try:
+  import equinox as eqx
+except ImportError as error:
+  raise SystemExit("This example needs Equinox: pip install equinox") from error
 import jax
 import jax.numpy as jnp
 import optax

@@ -22,7 +22,7 @@ LONGEST_CELL = 600  # Seconds.
 
 
 def run(path: pathlib.Path) -> None:
-  """Runs one notebook in its folder and stores it.
+  """Runs one notebook in its folder, and stores it if something has changed.
 
   Raises:
     CellExecutionError: a cell failed; the file is left as it was.
@@ -47,7 +47,9 @@ def run(path: pathlib.Path) -> None:
     },
     "language_info": {"name": "python"},
   }
-  nbformat.write(book, path)
+  text = nbformat.writes(book) + "\n"
+  if text != path.read_text():
+    path.write_text(text)
 
 
 def main(argv: list[str] | None = None) -> int:

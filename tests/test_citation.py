@@ -5,6 +5,8 @@ import pathlib
 import re
 import tomllib
 
+import diloco
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 URLS = PROJECT.get("urls", {})
@@ -24,7 +26,7 @@ def citation() -> list[str]:
 
 def test_citation_has_the_packages_version_licence_and_addresses():
   assert f"title: {PROJECT['name']}" in citation()
-  assert f"version: {PROJECT['version']}" in citation()
+  assert f"version: {diloco.__version__}" in citation()
   assert f"license: {PROJECT['license']}" in citation()
   for field, name in (("repository-code", "Repository"), ("url", "Documentation")):
     lines = [line for line in citation() if line.startswith(f"{field}:")]
@@ -44,7 +46,7 @@ def test_the_readme_has_the_citation_as_bibtex():
 
 
 def test_the_changes_have_the_version():
-  assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+  assert f"## {diloco.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_no_file_names_a_repository_or_a_site_that_is_not_ours_or_known():

@@ -31,6 +31,17 @@ def test_the_package_is_that_of_the_wheel(installed, tmp_path):
   assert (installed / "diloco/scripts/launchers/slurm.sh").is_file()
 
 
+def test_diloco_is_a_command_and_has_types(installed, tmp_path):
+  ended = subprocess.run(
+    [pathlib.Path(sys.executable).with_name("diloco"), "--version"],
+    cwd=tmp_path,
+    capture_output=True,
+    text=True,
+  )
+  assert ended.stdout == f"diloco {importlib.metadata.version('diloco')}\n"
+  assert (installed / "diloco/py.typed").is_file()
+
+
 @pytest.mark.parametrize("name", ["configs/sample.py", "chinchilla:35M,M=4"])
 def test_configs_are_found_by_name(installed, tmp_path, name):
   ended = python(

@@ -28,6 +28,14 @@ def test_outputs_are_stored_without_messages_and_times(tmp_path, capsys):
   assert str(path) in capsys.readouterr().out
 
 
+def test_a_notebook_is_rewritten_only_if_an_output_changes(tmp_path):
+  path = write(tmp_path / "a.ipynb", "print(2 + 3)")
+  assert run_notebooks.main([str(path)]) == 0
+  before = path.stat().st_mtime_ns
+  assert run_notebooks.main([str(path)]) == 0
+  assert path.stat().st_mtime_ns == before
+
+
 def test_a_notebook_with_an_error_is_left_as_it_was(tmp_path, capsys):
   path = write(tmp_path / "a.ipynb", "1 / 0")
   before = path.read_text()

@@ -31,7 +31,8 @@ def imports(path: pathlib.Path) -> set[str]:
 
 
 def test_every_folder_and_file_is_in_a_layer():
-  found = {p.stem for p in PACKAGE.iterdir() if p.name != "__pycache__"}
+  others = ("__pycache__", "py.typed")
+  found = {p.stem for p in PACKAGE.iterdir() if p.name not in others}
   assert set(layers()) == found
 
 

@@ -155,7 +155,8 @@ def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   _, stderr = process.communicate(timeout=120)
   assert process.returncode == status, stderr
   name = {"SIGINT": "Ctrl-C"}.get(signum, signum)
-  assert f"{name}: saved step" in stderr
+  # A line of its own, after that of the progress bar.
+  assert any(line.startswith(f"{name}: saved step") for line in stderr.splitlines())
   assert "Traceback" not in stderr
   assert not (tmp_path / "summary.json").exists()
   assert run(tmp_path, "--config.checkpoint.every=0")[0] == 0
@@ -200,7 +201,10 @@ def test_a_second_run_in_the_same_workdir_is_refused(tiny, tmp_path):
 def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   shutil.copytree(finished, tmp_path / "copy")
   before = (finished / "summary.json").read_text()
-  assert run(tmp_path / "copy")[0] == 0
+  code, stderr = run(tmp_path / "copy")
+  assert code == 0
+  assert "This run finished before, at step 12; nothing was trained." in stderr
+  assert "Going on" not in stderr
   assert (tmp_path / "copy" / "summary.json").read_text() == before
   assert losses(tmp_path / "copy") == losses(finished)
   # Cut short between the last checkpoint and the summary, or damaged.

@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -284,13 +284,29 @@ def make_outer(
   """
   if isinstance(outer, optax.GradientTransformation):
     return outer
-  values = values or outer_tuned(outer)
-  own = dict[str, Any]()
+  numbers = _outer_numbers(outer, values or outer_tuned(outer))
+  made = _make(
+    "outer.optimizer", outer.optimizer, numbers.pop("learning_rate"), **numbers
+  )
+  return _restarted(made, outer.restart_every) if outer.restart_every else made
+
+
+def _outer_numbers(
+  outer: OuterConfig, values: OuterTuned
+) -> dict[str, optax.ScalarOrSchedule]:
+  """Returns the outer learning rate and, if sgd has one, the momentum.
+
+  Raises:
+    ConfigError: the momentum changes, but the optimizer has none.
+  """
+  own: dict[str, optax.ScalarOrSchedule] = {"learning_rate": values.learning_rate}
   if values.momentum is not None:
     own["momentum"] = values.momentum
-  rate, last = values.learning_rate, max(outer.decay_syncs - 1, 1)
+  last = max(outer.decay_syncs - 1, 1)
   if outer.final_fraction < 1:
-    rate = optax.cosine_decay_schedule(rate, last, alpha=outer.final_fraction)
+    own["learning_rate"] = optax.cosine_decay_schedule(
+      values.learning_rate, last, alpha=outer.final_fraction
+    )
   if outer.final_momentum >= 0:
     if values.momentum is None:
       raise ConfigError(
@@ -299,8 +315,29 @@ def make_outer(
       )
     fall, end = optax.cosine_decay_schedule(1.0, last), outer.final_momentum
     own["momentum"] = lambda count: end + (values.momentum - end) * fall(count)
-  made = _make("outer.optimizer", outer.optimizer, rate, **own)
-  return _restarted(made, outer.restart_every) if outer.restart_every else made
+  return own
+
+
+def changing(
+  outer: Outer, values: OuterTuned, opt_state: PyTree
+) -> dict[str, jax.Array]:
+  """Returns the outer learning rate and momentum of the next update, float32 [].
+
+  Those that never change are left out.
+
+  Args:
+    opt_state: outer optimizer state of a fragment before the update.
+  """
+  if isinstance(outer, optax.GradientTransformation) or not outer.changes:
+    return {}
+  is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)
+  counts = [
+    x.count for x in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(x)
+  ]
+  numbers = _outer_numbers(outer, values).items()
+  return {
+    f"outer_{name}": jnp.float32(x(counts[0])) for name, x in numbers if callable(x)
+  }
 
 
 def _restarted(

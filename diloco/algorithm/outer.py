@@ -138,12 +138,13 @@ def _update(
     cosine = sync_metrics.cosine_of(delta_M, weights_M)
   # Line 11.
   step = optimizers.make_outer(outer, tuned)
+  changing = optimizers.changing(outer, tuned, opt_state)
   updates, opt_state = step.update(delta, opt_state, theta)
   theta = optax.apply_updates(theta, updates)
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(updates)
-  return theta, opt_state, sync_metrics.of_update(*norms, cosine)
+  return theta, opt_state, sync_metrics.of_update(*norms, cosine) | changing
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:

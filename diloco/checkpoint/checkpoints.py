@@ -130,7 +130,10 @@ class Checkpoints:
     if self._peers.index == 0:
       fsdp = self._method.plan.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
-      say(f"Going on from the checkpoint of step {step}.")
+      if record.finished and step == self._c.train.steps:
+        say(f"This run finished before, at step {step}; nothing was trained.")
+      else:
+        say(f"Going on from the checkpoint of step {step}.")
       for sentence in filter(None, (self._check(record, step), mixture)):
         say(sentence)
     if record.finished and step < self._c.train.steps:

@@ -94,6 +94,10 @@ def check(
       changes[field] = "other contents than before, under the same name or another"
   if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
     return _extension(old, c, step)
+  if old and "train.steps" in changes:  # These follow from it.
+    changes.pop("train.tokens", None)
+    if _derives_decay(old, c):
+      changes.pop("inner.weight_decay", None)
   lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
   if diverged and old and changes and changes.keys() <= {*_RATES}:
     rates = [(x.inner.learning_rate, x.outer.learning_rate) for x in (old, c)]
@@ -129,8 +133,12 @@ def mixture(read: Mapping[str, str], reads: Mapping[str, str], step: int) -> str
 
 
 def _only_extends(changes: Mapping[str, str], old: Config, c: Config) -> bool:
-  derived = all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c))
-  return changes.keys() <= _EXTENSION | ({"inner.weight_decay"} if derived else set())
+  derived = {"inner.weight_decay"} if _derives_decay(old, c) else set()
+  return changes.keys() <= _EXTENSION | derived
+
+
+def _derives_decay(*configs: Config) -> bool:
+  return all(c.inner.weight_decay == 1.0 / c.schedule_steps for c in configs)
 
 
 def _extension(old: Config, c: Config, step: int) -> str:

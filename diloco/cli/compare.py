@@ -6,8 +6,11 @@ python -m diloco compare runs/a runs/b --csv=metrics.csv
 """
 
 import argparse
+import dataclasses
 import itertools
 import math
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -40,40 +43,103 @@ _QUIET = (
 )
 
 
-def row(run: Run) -> dict[str, str]:
-  """Returns the columns of a run: its settings, then its results."""
+# Fields in which runs that are joined may differ: they change nothing but the noise.
+_NOISE = ("seed", "log.", "checkpoint.", "profile.", "data.prefetch")
+
+
+def named(runs: Sequence[Run]) -> list[Run]:
+  """Names runs of a sweep, whose folders are called by digests, by what differs."""
+  fields = [leaves(run.config.to_dict()) for run in runs]
+  differs = [
+    f
+    for f in dict.fromkeys(itertools.chain(*fields))
+    if len({repr(x.get(f)) for x in fields}) > 1
+    and (f == "seed" or not f.startswith(_QUIET))
+  ]
+  names = list[str]()
+  for run, values in zip(runs, fields):
+    c = run.config
+    own = [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
+    names.append(", ".join([title(c.algorithm, c.replicas, c.sync_every), *own]))
+  digest = lambda run: re.fullmatch(r"(.*/)?[0-9a-f]{12}", run.name)
+  return [
+    dataclasses.replace(run, name=name)
+    if digest(run) and names.count(name) == 1
+    else run
+    for run, name in zip(runs, names)
+  ]
+
+
+def joined(runs: Sequence[Run]) -> list[list[Run]]:
+  """Groups the runs that differ only in their seeds, and are equally far."""
+  groups = dict[str, list[Run]]()
+  for run in runs:
+    fields = leaves(run.config.to_dict()).items()
+    same = [(f, x) for f, x in fields if not f.startswith(_NOISE)]
+    key = repr((run.step, max(run.held_out, default=0), same))
+    groups.setdefault(key, []).append(run)
+  return [*groups.values()]
+
+
+def row(runs: Sequence[Run]) -> dict[str, str]:
+  """Returns the columns of a run: its settings, then its results.
+
+  Args:
+    runs: the run, or several that `joined` has grouped.
+  """
+  run = runs[0]
   c, step, last = run.config, run.step, max(run.held_out, default=0)
+  losses = [one.held_out[last] for one in runs] if last else []
+  speeds = [one.tokens_per_s for one in runs if one.tokens_per_s]
   taus, wire = c.overlap.different_taus, c.wire.format
   unsynced = {"H": "-", "tau": "-", "wire": c.inner.gradient_dtype}
   synced = {"H": str(c.sync_every), "tau": taus, "wire": wire}
-  loss = f"{run.held_out[last]:.4f}" if last else "-"
+  loss = f"{np.mean(losses):.4f}" if last else "-"
+  if last and len(runs) > 1:
+    loss += f" ± {np.std(losses, ddof=1):.4f}"
   return {
     "algorithm": c.algorithm,
     "M": str(c.replicas),
     **(unsynced if c.one_model else synced),
     "N": f"{matrix_params(c.model):,}",
-    "seed": str(c.seed),
+    "seed": ", ".join(str(one.config.seed) for one in runs),
     "step": f"{step:,}" + f" of {c.train.steps:,}" * (step < c.train.steps),
     "tokens": f"{step * c.tokens_per_step:,}",
     "held-out loss": loss + f" at {last:,}" * (0 < last < step),
     "bytes sent": f"{run.sent.get(step, 0):,.0f}",
     "peak bytes": f"{run.peak:,}",
-    "tokens/s": f"{run.tokens_per_s:,.0f}" if run.tokens_per_s else "-",
+    "tokens/s": f"{np.mean(speeds):,.0f}" if speeds else "-",
   }
 
 
 def table(runs: Sequence[Run]) -> str:
-  """Formats a line per run; first a line with the settings that all runs share."""
+  """Formats a line per run; first a line with the settings that all runs share.
+
+  Runs that differ only in their seeds share a line.
+  """
   import pandas as pd
 
-  fields = pd.DataFrame([leaves(run.config.to_dict()) for run in runs]).astype(str)
+  groups = joined(runs)
+  fields = pd.DataFrame([leaves(g[0].config.to_dict()) for g in groups]).astype(str)
   differs = [f for f in fields if fields[f].nunique() > 1 and not f.startswith(_QUIET)]
-  found = pd.DataFrame([row(run) for run in runs]).join(fields[differs])
+  found = pd.DataFrame([row(group) for group in groups]).join(fields[differs])
   settings = ("M", "H", "tau", "wire", "N", "seed", "step", "tokens")
-  alike = [name for name in settings if found[name].nunique() == 1 and len(runs) > 1]
+  alike = [name for name in settings if found[name].nunique() == 1 and len(groups) > 1]
   shared = "all: " + ", ".join(f"{name} {found[name][0]}" for name in alike)
-  shown = found.drop(columns=alike).set_axis([run.name for run in runs])
-  return (shared + "\n\n") * bool(alike) + shown.to_string()
+  shown = found.drop(columns=alike).set_axis([*map(_name, groups)])
+  text = (shared + "\n\n") * bool(alike) + shown.to_string()
+  if len(groups) < len(runs):
+    text += "\n\n±: standard deviation over the seeds; tokens/s: their mean"
+  return text
+
+
+def _name(runs: Sequence[Run]) -> str:
+  """Returns what the names of runs have in common, and how many runs they are."""
+  if len(runs) == 1:
+    return runs[0].name
+  common = os.path.commonprefix([run.name for run in runs])  # noqa: RUF071
+  common = re.sub(r"[\W_]*(seed|s)?[\W_]*$", "", common) or runs[0].config.algorithm
+  return f"{common} (n={len(runs)})"
 
 
 def idealised(
@@ -178,7 +244,7 @@ def compare(args: argparse.Namespace) -> None:
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
     make_parent(args.csv, "--csv", "a file name.csv")
-  runs = read_all(args.workdir)
+  runs = named(read_all(args.workdir))
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))

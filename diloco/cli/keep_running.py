@@ -65,6 +65,5 @@ def run(args: Sequence[str]) -> int:
 
 if __name__ == "__main__":
   if {"--help", "-h"} & set(sys.argv[1:]):
-    print(__doc__)
-    sys.exit()
+    sys.exit(guarded(print, __doc__))
   sys.exit(guarded(run, sys.argv[1:]))

@@ -16,6 +16,7 @@ the workdir. A site that fails ends nobody else.
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import sys
 import threading
 from concurrent import futures
 
-from diloco.util.command import Parser, as_path, free_port
+from diloco.util.command import Parser, as_path, free_port, guarded
 
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
@@ -94,9 +95,9 @@ def copy(name: str, stream) -> None:
   """Prints the lines of a process; a progress bar ends lines by carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
-      if part.strip():
-        sys.stdout.write(f"[{name}] {part}\n")
-    sys.stdout.flush()
+      if part.strip() and not part.startswith("[Gloo] Rank"):  # "connected to 0 peers"
+        with contextlib.suppress(BrokenPipeError):  # Nobody reads; the run goes on.
+          print(f"[{name}] {part}", flush=True)
 
 
 def forward_signals(processes: list[subprocess.Popen]) -> None:
@@ -140,4 +141,4 @@ def wait(
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  sys.exit(guarded(main))

@@ -11,7 +11,10 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import pathlib
+import re
+import socket
 import statistics
 import sys
 import time
@@ -58,8 +61,12 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
     return Status(_title(config), {"step": "none yet"}, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
+  done = t == total and files.read_json(folder / SUMMARY) is not None
+  times = [r["time"] for r in found["step"][:_RECENT]]
+  usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
+  age = _age(folder / metrics.FILE, now, usual, done)
   news = {"step": _of(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
-  if rate and total and t < total:
+  if rate and total and t < total and "state" not in age:
     left = (total - t) * step["tokens"] / t / rate
     news["step"] += f", {_time(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
@@ -74,11 +81,7 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
     details["last sync"] = _fragments({r["fragment"]: r["step"] for r in syncs[::-1]})
     if "sites" in syncs[0]:
       news["sites"] = f"{syncs[0]['sites']:g} in the last round"
-  done = t == total and files.read_json(folder / SUMMARY) is not None
-  times = [r["time"] for r in found["step"][:_RECENT]]
-  usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
-  news |= _age(folder / metrics.FILE, now, usual, done)
-  return Status(_title(config), news, details | _checkpoint(folder))
+  return Status(_title(config), news | age, details | _checkpoint(folder))
 
 
 def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
@@ -142,19 +145,21 @@ def read(folder: pathlib.Path, now: float) -> Status:
 
 
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the folder if it is that of a run; else the folders of runs in it.
+  """Returns the folders of runs: the folder itself and those in it, also of sites.
 
   Raises:
     ConfigError: there is no run.
   """
-  for pattern in (".", "*", "runs/*"):
-    found = [path for name in READERS for path in folder.glob(f"{pattern}/{name}")]
-    if found:
-      return sorted({path.parent for path in found})
-  raise ConfigError(
-    f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)} yet;"
-    " give the --workdir of diloco.main or of diloco.coordinator."
-  )
+  depths = (".", "*", "*/*", "*/*/*")  # A sweep has runs/NAME/site-0 at most.
+  found = [
+    f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
+  ]
+  if not found:
+    raise ConfigError(
+      f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)}"
+      " yet; give the --workdir of diloco.main or of diloco.coordinator."
+    )
+  return sorted({path.parent for path in found})
 
 
 def lines(folder: pathlib.Path, now: float) -> list[str]:
@@ -164,10 +169,11 @@ def lines(folder: pathlib.Path, now: float) -> list[str]:
     title, news, details = read(runs[0], now)
     shown = {"run": f"{runs[0]}: {title}"} | news | details
     return [f"{what:<12} {text}" for what, text in shown.items()]
-  wide, found = max(len(run.name) for run in runs), list[str]()
-  for run in runs:
+  names = [os.path.relpath(run, os.path.commonpath(runs)) for run in runs]
+  wide, found = max(map(len, names)), list[str]()
+  for run, name in zip(runs, names):
     parts = [f"{what} {text}" for what, text in read(run, now).news.items()]
-    found.append(f"{run.name:<{wide}}  {'; '.join(parts)}")
+    found.append(f"{name:<{wide}}  {'; '.join(parts)}")
   return found
 
 
@@ -198,9 +204,21 @@ def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, 
   if done:
     return {"state": "finished"}
   age = now - path.stat().st_mtime
-  if age > max(_PATIENCE * usual, _LEAST_S):
-    return {"last line": f"{_time(age)} ago: probably stopped"}
-  return {"last line": f"{max(age, 0):.0f} s ago"}
+  state = "probably stopped" * (age > max(_PATIENCE * usual, _LEAST_S))
+  if _has_ended(path.parent):
+    state = "stopped"
+  if not state:
+    return {"last line": f"{max(age, 0):.0f} s ago"}
+  return {"last line": f"{_time(age)} ago", "state": state}
+
+
+def _has_ended(folder: pathlib.Path) -> bool:
+  """Whether the process that `lock_workdir` noted was of this machine, and is gone."""
+  with contextlib.suppress(OSError):
+    text = (folder / ".lock").read_text()
+    noted = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", text)
+    return bool(noted and not pathlib.Path(f"/proc/{noted[1]}").exists())
+  return False
 
 
 def show(args: argparse.Namespace) -> None:

@@ -1,17 +1,19 @@
 r"""Runs a sweep, shows its progress, exports its results or imports other results.
 
 python -m diloco sweep --sweep=configs/ladder.py --results=/tmp/ladder --parallel=2
-python -m diloco sweep --sweep=configs/ladder.py --results=/tmp/ladder --show
+python -m diloco sweep --sweep=configs/ladder.py --show
 python -m diloco sweep --results=/tmp/ladder --export=ladder.csv
 python -m diloco sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 
 Runs are processes on this machine (--backend=local), Slurm jobs (slurm) or processes of
-submitit's local executor (submitit).
+submitit's local executor (submitit). --backend=slurm --dry_run prints the script of the
+first job, also where there is no Slurm.
 """
 
 import argparse
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,9 @@ from diloco.together import groups
 from diloco.util import command
 from diloco.util.command import in_range
 
+# The results of a sweep that is only shown: there are none.
+NONE = pathlib.Path(os.devnull)
+
 
 def make_backend(
   args: argparse.Namespace, sweep: Sweep, results: pathlib.Path
@@ -39,17 +44,22 @@ def make_backend(
   given = command.parse_options(args.slurm_options, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
   cluster = "slurm" if args.backend == "slurm" else "local"
-  return Slurm(results, environment, options, cluster)
+  return Slurm(results, environment, options, cluster, args.dry_run)
 
 
 def run(args: argparse.Namespace) -> int:
   """Does what the flags ask for; returns the exit status."""
+  if args.results is None and not args.show:
+    raise ConfigError("--results is missing; give the folder that holds all runs.")
   if args.export:
     export_runs(args.results, args.export, args.sweep)
   elif args.imported:
     import_runs(args.results, args.imported)
   elif args.show:
-    show(Driver(load_sweep(args.sweep), args.results, Local(0, {})))
+    results = args.results or NONE
+    show(Driver(load_sweep(args.sweep), results, Local(0, {})))
+  elif args.dry_run:
+    print(first_job(args, load_sweep(args.sweep)))
   else:
     return drive_sweep(args, load_sweep(args.sweep))
   return 0
@@ -82,6 +92,30 @@ def import_runs(folder: pathlib.Path, path: pathlib.Path) -> None:
   print(f"{count} runs of {path} taken over into {results}")
 
 
+def first_job(args: argparse.Namespace, sweep: Sweep) -> str:
+  """Returns what --dry_run prints: the script of the first job, and how many there are.
+
+  Raises:
+    ConfigError: no job is left to submit, or the backend submits none.
+  """
+  results = pathlib.Path(args.results)
+  backend = make_backend(args, sweep, results)
+  if not isinstance(backend, Slurm):
+    raise ConfigError(
+      f"--backend is {args.backend}, which has no scripts; give --backend=slurm, or"
+      " --show instead of --dry_run."
+    )
+  driver = Driver(sweep, results, backend)
+  todo = [*driver.todo(driver.cells())]
+  if not todo:
+    raise ConfigError(
+      f"--results={results} has all runs already; there is no job left."
+    )
+  return (
+    f"{backend.script(driver.runs / todo[0])}# The first of {len(todo)} jobs so far."
+  )
+
+
 def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
   """Runs a sweep; returns 1 if a cell has failed, or 128 + the signal that ended it."""
   if args.slurm_options and args.backend == "local":
@@ -112,7 +146,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       print("\n".join(comparison.lines(sweep.chart, found)))
       if not found.empty:
         comparison.draw(sweep.chart, found, picture)
-        print(f"\nfigure       {picture}")
+        print(f"\n{comparison.SPREAD}\nfigure       {picture}")
   if number:
     return 128 + number
   return int(any(cell.state == "failed" for cell in driver.cells()))
@@ -137,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add, path = parser.add_argument, command.as_path
   text = "a sweep file, or ladder, or ablations:NAME (docs/ablations.md)"
   add("--sweep", default="", help=text)
-  add("--results", type=path, required=True, help="the folder that holds all runs")
+  add("--results", type=path, help="the folder that holds all runs")
   text = "processes at once, at most; default 1"
   add("--parallel", type=in_range(1), default=1, help=text)
   text = (
@@ -157,6 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   only.add_argument("--import", dest="imported", type=path, help=text)
   text = "show the sweep's progress and end"
   only.add_argument("--show", action="store_true", help=text)
+  text = "print the script of the first Slurm job and end"
+  only.add_argument("--dry_run", action="store_true", help=text)
   text = "run failed runs once more"
   only.add_argument("--retry_failed", action="store_true", help=text)
   return command.guarded(run, parser.parse_args(argv))

@@ -8,13 +8,14 @@ import math
 import numbers
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco.config import combinations
 from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Config, Range
+from diloco.util.command import meant
 
 # What to give in a field of each type.
 _WANTED = {
@@ -46,11 +47,8 @@ def check_each(
     fields = [name for name in defaults if name.startswith(f"{field}.")]
     if fields:
       raise ConfigError(f"{field} is {v[field]!r}, but it has fields; set {fields[0]}.")
-    more = plugins.hint(field.partition(".")[0])
-    raise ConfigError(
-      f"{field} is {v[field]!r}, but there is no such field; see"
-      f" diloco/spec/fields.py{more}."
-    )
+    near = unknown(field, defaults)
+    raise ConfigError(f"{field} is {v[field]!r}, but there is no such field{near}.")
   return {field: _checked(field, v[field], kind) for field, kind in kinds.items()}
 
 
@@ -95,6 +93,12 @@ def _converted(value: Any, kind: Any) -> Any:
     str(value).encode()  # Fails for bytes that are no UTF-8.
     return value
   raise TypeError(f"no {base}")
+
+
+def unknown(field: str, known: Iterable[str]) -> str:
+  """Returns the end of a sentence about a field that does not exist."""
+  hint = plugins.hint(field.partition(".")[0])
+  return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
 
 def check_together(

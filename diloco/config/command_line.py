@@ -4,7 +4,6 @@ absl and ml_collections parse the flags. This file checks the config file and th
 of the fields first, because those libraries answer such mistakes with a traceback.
 """
 
-import difflib
 import re
 import signal
 import sys
@@ -14,12 +13,12 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
+from diloco.config.checks import unknown
 from diloco.config.resolve import ask_for, leaves, resolve
 from diloco.errors import ConfigError
 from diloco.spec.fields import Config
-from diloco.spec.plugins import hint
 from diloco.util import shipped
-from diloco.util.command import guarded, load_module, located
+from diloco.util.command import guarded, load_module, located, meant
 
 
 class _WholeNumber(flags.IntegerParser):
@@ -59,6 +58,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   Returns:
     A list of the program.
   """
+  argv = ["--help" if word == "-h" else word for word in argv]
   if "--help" in argv:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends without an error.
   try:
@@ -72,6 +72,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(2)
+  except SystemExit:  # absl ends with 1 after it has printed the help.
+    sys.exit(0)
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -101,6 +103,13 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
     _check_config(argv)
   try:
     return values(argv)
+  except flags.UnrecognizedFlagError as error:
+    flag, fields = f"--{error.flagname}", leaves(Config().to_dict())
+    known = [f"--{name}" for name in values]
+    if "config" in values:
+      known += [f"--config.{field}" for field in fields]
+    text = f"there is no flag {flag}{meant(flag, known)}; see --help."
+    raise ConfigError(text) from error
   except flags.Error as error:
     text = str(error)
     missing = re.findall(r"Flag (--\w+) must have a value other than None", text)
@@ -146,16 +155,7 @@ def _check_config(argv: Sequence[str]) -> None:
     if not name:
       raise ConfigError(f"{flag} needs a --config before it.")
     if field not in known:
-      near = (
-        [k for k in known if k.startswith(f"{field}.")]
-        or [k for k in known if k.endswith("." + field.rpartition(".")[2])]
-        or difflib.get_close_matches(field, known, 1)
-      )
-      meant = f" (did you mean {' or '.join(near[:3])}?)" if near else ""
-      meant += hint(field.partition(".")[0])
-      raise ConfigError(
-        f"--config.{field} is no field{meant}; see diloco/spec/fields.py."
-      )
+      raise ConfigError(f"--config.{field} is no field{unknown(field, known)}.")
     if known[field] is None:  # ml_collections takes the type of a flag from the value.
       raise ConfigError(f"{field} is None in {name[1]}; give it a value there.")
 

@@ -45,8 +45,11 @@ class Item:
   gold: int
 
   def __post_init__(self):
-    if not 0 <= self.gold < len(self.choices) or not all(self.choices):
-      raise ValueError(f"gold is {self.gold}, choices are {self.choices}")
+    if not 0 <= self.gold < len(self.choices):
+      last = len(self.choices) - 1
+      raise ValueError(f"gold is {self.gold}, but must be an index from 0 to {last}")
+    if not all(self.choices):
+      raise ValueError("a choice is empty")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +242,7 @@ def _from_file(path: pathlib.Path) -> list[Item]:
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     raise refused(f"which cannot be read ({one_line(error)})") from error
   except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors.
-    raise refused(f"whose line {number} is no item") from error
+    raise refused(f"whose line {number} is no item ({one_line(error)})") from error
   if not items:
     raise refused("which has no item")
   return items

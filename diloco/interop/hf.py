@@ -116,7 +116,7 @@ def write(
     layers = whole if name.startswith("blocks.") else whole[None]
     for layer, x in zip(theirs, layers):
       tensors[layer] = np.ascontiguousarray(x.T)
-  save(tensors, folder / WEIGHTS, {"format": "pt"})
+  save(tensors, folder / WEIGHTS, {"format": "pt"}, "hf")
   for file, content in files.items():
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / file).write_text(text + "\n", encoding="utf-8")
@@ -124,14 +124,20 @@ def write(
 
 
 def save(
-  tensors: dict[str, np.ndarray], path: pathlib.Path, metadata: dict[str, str]
+  tensors: dict[str, np.ndarray],
+  path: pathlib.Path,
+  metadata: dict[str, str],
+  extra: str = "export",
 ) -> None:
   """Writes a safetensors file.
+
+  Args:
+    extra: the extra of pyproject.toml that has all that the export needs.
 
   Raises:
     ConfigError: safetensors is missing, or the disk is full.
   """
-  save_file = optional("safetensors.numpy", "exports need", "export").save_file
+  save_file = optional("safetensors.numpy", "exports need", extra).save_file
   try:
     save_file(tensors, path, metadata=metadata)
   except Exception as error:  # Of safetensors, also around an OSError.

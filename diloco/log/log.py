@@ -71,7 +71,7 @@ class Log:
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
-    self._last_sync = "none yet"
+    self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
     self.mixtures: list[str] = []
@@ -133,7 +133,7 @@ class Log:
         extra["bytes"] = event.sent
         self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
       elif event.kind == "receive":
-        self._last_sync = f"fragment {event.fragment} @ {event.step}"
+        self._last_sync = f"sync {event.fragment} @ {event.step}"
       self._peers.report([event.kind, event.step, values, extra])
 
   def spent(self) -> Spent:
@@ -154,9 +154,13 @@ class Log:
     s = self._spent
     return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
 
-  def close(self) -> None:
+  def end_bar(self) -> None:
+    """Ends the line of the progress bar."""
     if self._bar:
       self._bar.close()
+
+  def close(self) -> None:
+    self.end_bar()
     if self._writer:
       self._writer.close()
 
@@ -177,8 +181,7 @@ class Log:
         total=self._c.train.steps,
         initial=steps[-1],
         position=0,  # Runs that train together have one file each.
-        unit="step",
-        desc=self._c.algorithm,
+        bar_format="{percentage:3.0f}%|{bar}| {n}/{total} [{remaining} left{postfix}]",
       )
       self._bar.update(steps[-1] - self._bar.n)
     for t, values in zip(steps, found):
@@ -228,8 +231,7 @@ class Log:
       more = self.note()
       note = f", {more}" if more else ""
       self._bar.set_postfix_str(
-        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, last sync: {self._last_sync}"
-        f"{note}",
+        f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, {self._last_sync}{note}",
         refresh=False,
       )
 

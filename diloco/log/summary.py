@@ -137,7 +137,7 @@ def _in_both(c: Config) -> str:
 def _few_syncs(c: Config) -> str:
   """Warns that some fragments are rarely synchronised in this run; "" if none is."""
   few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
-  if few >= _ENOUGH_SYNCS:
+  if few >= _ENOUGH_SYNCS or c.outer.final_sync:
     return ""
   final = "" if c.own_outer else ", or set outer.final_sync=true"
   return (
@@ -203,7 +203,8 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     lines += ["", "generated    " + text.replace("\n", "\n             "), ""]
   lines += [
     f"checkpoint   {workdir / 'checkpoints'}",
-    f"metrics      {workdir / 'metrics.jsonl'} and tensorboard/",
+    f"metrics      {workdir / 'metrics.jsonl'}"
+    + " and tensorboard/" * (workdir / "tensorboard").is_dir(),
     f"loss curve   {workdir / 'loss.png'}",
     f"summary      {workdir / FILE}",
   ]

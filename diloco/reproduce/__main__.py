@@ -1,7 +1,7 @@
 """Runs the small ablations and the ladder; writes each claim beside our result.
 
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
-  python -m diloco reproduce --out=/tmp/reproduced --only=tau,fragments --list
+  python -m diloco reproduce --only=tau,fragments --list
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
 
 The runs are those of configs/ablations.py and ladder.py; finished runs are not run
@@ -12,6 +12,7 @@ and --text each time.
 
 import argparse
 import math
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -201,6 +202,10 @@ def _edges(cells: Sequence[Search]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
   """Lists, or runs what is missing, and writes the page; returns the exit status."""
+  if args.out is None:
+    if not args.list:
+      raise ConfigError("--out is missing; give the folder of runs, page and figures.")
+    args.out, args.text = pathlib.Path(os.devnull), ""  # No run is there.
   found = sweeps(args)
   driver = make_driver(found, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
@@ -226,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco reproduce", description=__doc__)
   add = parser.add_argument
-  add("--out", type=as_path, required=True, help="folder of runs, page, figures")
+  add("--out", type=as_path, help="folder of runs, page, figures")
   only = "names of configs/ablations.py, and ladder; default: all"
   add("--only", default="", help=only)
   add("--seeds", type=in_range(1), default=3, help="seeds of every setting; default 3")

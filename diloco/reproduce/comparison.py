@@ -25,6 +25,11 @@ from diloco.sweep.table import Row
 from diloco.util import palette
 from diloco.util.palette import COLORS, OTHERS, PAGE
 
+# What the table and the figure of one sweep show: not the same.
+SPREAD = (
+  "±: standard deviation over seeds. The bars of the figure leave out what all settings"
+  " of a seed have in common, unless runs are missing."
+)
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
 from diloco.simulate import failures, from_config, tables, wallclock
-from diloco.simulate.compute_time import step_time
+from diloco.simulate.compute_time import CHIP_FLOPS, MFU, PEAK_TFLOPS, step_time
 from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.options import COMPUTE, COUNTS, IGNORED, OPTIONS
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
@@ -110,7 +110,27 @@ def link(args: Args) -> Answer:
     make_folder(args["plot"].parent, "--plot")
     palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
-  return data, "\n".join(f"{name:<12} {value:.4g}" for name, value in data.items())
+  lines = [
+    f"link         {gbits:.4g} Gbit/s of each replica",
+    f"utilisation  {share:.4g} of the time is compute",
+  ]
+  synced = f", H = {work.sync_every}" * (work.method != "data_parallel")
+  tau = f", tau = {work.tau}" * (work.method == "streaming")
+  lines += assumed(args, work, f"{synced}{tau}, {work.bits:.3g} bits per value")
+  return data, "\n".join(lines)
+
+
+def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
+  """Says of which step time, and of which model and method, an answer holds."""
+  speed = ""
+  if "config" in args and "step_time" not in args:
+    peak, mfu = args.get("peak_tflops", PEAK_TFLOPS), args.get("mfu", MFU)
+    speed = f": {args['chips']:,} chips of {peak:g} TFLOP/s at an MFU of {mfu:g}"
+  return [
+    f"step         {work.step_time:.4g} s of compute{speed}",
+    f"assumed      {work.method}, M = {work.replicas}{more}, latency"
+    f" {work.latency:g} s; {sum(work.params_per_layer):,.0f} parameters",
+  ]
 
 
 def frontier(args: Args) -> Answer:
@@ -124,12 +144,24 @@ def frontier(args: Args) -> Answer:
       f" {gbits:g} Gbit/s; the best reaches {most:.3g}. Raise --gbits or lower"
       " --target."
     )
-  return {"choices": choices, "sources": from_config.SOURCES}, text
+  lines = [
+    text,
+    *assumed(args, dataclasses.replace(work, method="streaming", plan=None)),
+  ]
+  return {"choices": choices, "sources": from_config.SOURCES}, "\n".join(lines)
 
 
 def compare(args: Args) -> Answer:
-  rows = wallclock.compare(training(args))
-  return rows, columns(rows)
+  run = training(args)
+  rows = wallclock.compare(run)
+  across = run.across
+  text = (
+    f"assumed: {run.nodes:,.4g} chips of {CHIP_FLOPS / 1e12:g} TFLOP/s, M ="
+    f" {run.replicas}, H = {run.sync_every}, {run.outer_bits:.3g} bits per outer and"
+    f" {run.bits:.3g} per inner gradient, {across.bandwidth / 1e9:g} Gbit/s and"
+    f" {across.latency:g} s of latency between datacentres"
+  )
+  return rows, f"{columns(rows)}\n{text}"
 
 
 def goodput(args: Args) -> Answer:
@@ -144,7 +176,13 @@ def goodput(args: Args) -> Answer:
     if work.method == "data_parallel":
       raise ConfigError(NO_ROUNDS)
     rows.append(failures.simulate(work, args["gbits"] * 1e9, machines))
-  text = failures.show(rows)
+  text = failures.show(rows) + (
+    f"\nshare of useful tokens, mean ± deviation of {machines.runs} runs of"
+    f" {failures.show_time(machines.duration)}; restart"
+    f" {failures.show_time(machines.restart)}, {args['gbits']:g} Gbit/s"
+  )
+  if fixed:
+    text += "".join(f"\n{line}" for line in assumed(args, work))
   if "out" in args:
     from diloco.simulate import figures
 
@@ -173,7 +211,12 @@ def workload(args: Args) -> Workload:
     raise ConfigError(f"--{next(iter(speed))} needs a --config, and no --step_time.")
   if "config" in args:
     c, latency = args["config"], args.get("latency", 0.0)
-    seconds = args.get("step_time", step_time(c, **speed))
+    if "step_time" not in args and "chips" not in args:
+      raise ConfigError(
+        "--chips is missing; give the number of chips of all replicas together, or"
+        " --step_time, the seconds of compute per step."
+      )
+    seconds = args["step_time"] if "step_time" in args else step_time(c, **speed)
     return from_config.workload(c, seconds, latency)
   require(args, "params", "layers", "step_time")
   fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}

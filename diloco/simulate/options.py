@@ -72,7 +72,7 @@ PLOT = Option("file for a figure of utilisation over bandwidth", as_path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
-  "chips": Option("chips of all replicas, with --config; default 1", whole),
+  "chips": Option("chips of all replicas together, with --config", whole),
   "peak_tflops": Option(
     f"peak TFLOP/s of a chip, with --config; default {PEAK_TFLOPS}"
   ),

@@ -1,5 +1,7 @@
 """The progress bar of every command. No JAX."""
 
+import contextlib
+import os
 import sys
 
 import tqdm
@@ -12,4 +14,9 @@ def make_bar(**options) -> tqdm.tqdm:
     options: as for tqdm.tqdm, such as total, unit and desc.
   """
   interval = 0.2 if sys.stderr.isatty() else 15
-  return tqdm.tqdm(dynamic_ncols=True, mininterval=interval, **options)
+  with contextlib.suppress(OSError, ValueError):
+    if not os.get_terminal_size(sys.stderr.fileno()).columns:  # As under some programs.
+      options["ncols"] = 80
+  return tqdm.tqdm(
+    dynamic_ncols="ncols" not in options, mininterval=interval, **options
+  )

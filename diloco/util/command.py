@@ -1,11 +1,13 @@
 """What every command does with its arguments, mistakes and interruptions. No JAX."""
 
 import argparse
+import difflib
 import importlib
 import io
 import math
 import os
 import pathlib
+import re
 import runpy
 import select
 import signal
@@ -14,7 +16,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from diloco.errors import ConfigError
@@ -90,8 +92,40 @@ class Parser(argparse.ArgumentParser):
     show = argparse.RawDescriptionHelpFormatter
     super().__init__(**{"formatter_class": show} | options)
 
+  def parse_known_args(self, args=None, namespace=None):
+    self._given = sys.argv[1:] if args is None else [*args]
+    return super().parse_known_args(args, namespace)
+
   def error(self, message: str) -> NoReturn:
-    self.exit(2, f"error: {message} (see --help)\n")
+    self.exit(2, f"error: {message}{self._meant(message)} (see --help)\n")
+
+  def _meant(self, message: str) -> str:
+    """Names what may be meant by a wrong choice, or else by the first unknown flag."""
+    if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+      return meant(choice[1], re.findall(r"[\w.:-]+", choice[2]))
+    flags = [f for parser in self._parsers() for f in parser._option_string_actions]
+    given = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+    return next((meant(flag, flags) for flag in given if flag not in flags), "")
+
+  def _parsers(self) -> list[argparse.ArgumentParser]:
+    """Lists this parser and those of its commands."""
+    groups = [a.choices for a in self._actions if isinstance(a.choices, dict)]
+    return [self, *(parser for choices in groups for parser in choices.values())]
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+  """Returns " (did you mean NAME?)" if known names are like the word, else "".
+
+  Names below the word go first, as train.steps for train, then the name that is spelled
+  almost like the word, then those whose last part is.
+  """
+  ends = {name: name.rpartition(".")[2].lstrip("-") for name in known}
+  last = word.rpartition(".")[2].lstrip("-")
+  close = difflib.get_close_matches(last, ends.values(), 1)
+  found = [name for name in ends if name.startswith(f"{word}.")]
+  found = found or difflib.get_close_matches(word, ends, 1, cutoff=0.8)
+  found = found or [name for name, end in ends.items() if [end] == close]
+  return f" (did you mean {' or '.join(found[:3])}?)" if found else ""
 
 
 def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
@@ -130,6 +164,8 @@ def model_parser(command: str, description: str | None) -> Parser:
 def load_module(path: str, function: str, example: str) -> types.SimpleNamespace:
   """Runs a Python file and returns its globals, which include the function.
 
+  The file may import modules that lie beside it.
+
   Args:
     path: a file, or what else `shipped.find` finds.
 
@@ -140,7 +176,13 @@ def load_module(path: str, function: str, example: str) -> types.SimpleNamespace
   if not pathlib.Path(path).is_file():
     known = shipped.names(function)
     names = f", or one of these names: {', '.join(known)}" if known else ""
-    raise ConfigError(f"there is no file {path}; give for example {example}{names}.")
+    near = meant(pathlib.Path(path).stem, known)
+    raise ConfigError(
+      f"there is no file {path}{near}; give for example {example}{names}."
+    )
+  folder = str(pathlib.Path(path).parent.absolute())
+  if folder not in sys.path:
+    sys.path.append(folder)
   try:
     module = types.SimpleNamespace(**runpy.run_path(path))
   except Exception as error:
@@ -294,7 +336,9 @@ def _option(name: str, kind: Kind) -> str:
 
 def one_line(error: Exception) -> str:
   """Returns the message of an error in one line."""
-  return " ".join(str(error).split())
+  # ml_collections' error about a name has another error as its text.
+  own = error.args[0] if isinstance(error, AttributeError) and error.args else error
+  return " ".join(str(own.args[0] if isinstance(own, KeyError) else own).split())
 
 
 def located(error: Exception, path: str) -> str:

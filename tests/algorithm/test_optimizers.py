@@ -121,6 +121,29 @@ def test_only_a_momentum_can_fall():
     optimizers.make_outer(outer)
 
 
+@pytest.mark.parametrize("more", [{}, {"restart_every": 2}])
+def test_an_outer_rate_and_momentum_that_change_are_known_before_each_update(more):
+  falls = {"final_fraction": 0.5, "final_momentum": 0.5, "decay_syncs": 3} | more
+  outer = OuterConfig("sgd(momentum=0.9)", learning_rate=1.0, **falls)
+  made, tuned = optimizers.make_outer(outer), optimizers.outer_tuned(outer)
+  state, found = made.init(jnp.float32(0)), list[dict[str, float]]()
+  for _ in range(4):
+    numbers = optimizers.changing(outer, tuned, state)
+    found.append({name: round(float(x), 6) for name, x in numbers.items()})
+    _, state = made.update(jnp.float32(1), state, jnp.float32(0))
+  assert [x["outer_learning_rate"] for x in found] == [1.0, 0.75, 0.5, 0.5]
+  assert [x["outer_momentum"] for x in found] == [0.9, 0.7, 0.5, 0.5]
+  same = OuterConfig("sgd(momentum=0.9)", learning_rate=1.0)
+  assert optimizers.changing(same, optimizers.outer_tuned(same), state) == {}
+
+
+def test_the_rate_of_another_optimizer_is_known_too_and_a_constant_left_out():
+  outer = OuterConfig("adam", learning_rate=2.0, final_fraction=0.5, decay_syncs=2)
+  state = optimizers.make_outer(outer).init(jnp.float32(0))
+  numbers = optimizers.changing(outer, optimizers.outer_tuned(outer), state)
+  assert numbers == {"outer_learning_rate": 2.0}
+
+
 def test_keyword_arguments_reach_optax():
   made = optimizers.make_outer(OuterConfig("adam(b1=0.5)", learning_rate=1.0))
   state, g = made.init(jnp.float32(0)), jnp.float32(3)

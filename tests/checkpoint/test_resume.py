@@ -180,6 +180,12 @@ def test_a_weight_decay_follows_any_number_of_steps(tiny, steps):
   assert "the weight decay changes" in said
 
 
+def test_fewer_steps_are_refused_without_the_fields_that_follow(tiny):
+  tiny.train.steps = 8
+  with pytest.raises(ConfigError, match=r"another config \(train.steps: 8 -> 7\);"):
+    check(tiny, **{"train.steps": 7})
+
+
 @pytest.mark.parametrize(
   "fields",
   [

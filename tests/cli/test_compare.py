@@ -77,6 +77,45 @@ def test_a_field_that_differs_is_a_column(tmp_path):
   assert "0.5" in text
 
 
+def test_runs_that_differ_in_their_seeds_share_a_line(tmp_path):
+  losses = {"s0": (0, 5.0), "s1": (1, 5.5), "s2": (2, 6.0)}
+  runs = [
+    read_run.read(
+      make_run(tmp_path / name, config(seed=seed), loss=loss), f"run_{name}"
+    )
+    for name, (seed, loss) in losses.items()
+  ]
+  other = make_run(tmp_path / "x", config(sync_every=3))
+  head, _, titles, *lines = compare.table(
+    [*runs, read_run.read(other, "x")]
+  ).splitlines()
+  assert "step 12" in head
+  assert "seed" in titles
+  assert lines[0].startswith("run (n=3)")
+  assert " 0, 1, 2 " in lines[0]
+  assert " 4.5000 ± 0.5000 " in lines[0]  # Of 4, 4.5 and 5.
+  assert lines[1].split()[0] == "x"
+  assert lines[-1] == "±: standard deviation over the seeds; tokens/s: their mean"
+
+
+def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path):
+  c = tiny_config()
+  c.inner.learning_rate = 0.5
+  names = ["0123456789ab", "ba9876543210"]
+  configs = [config(seed=1), resolve(c)]
+  folders = [make_run(tmp_path / name, x) for name, x in zip(names, configs)]
+  runs = compare.named([read_run.read(f, f.name) for f in folders])
+  rate = configs[0].inner.learning_rate
+  same = "streaming, M=2, H=4"
+  found = {run.name for run in runs}
+  assert found == {
+    f"{same}, seed=1, learning_rate={rate}",
+    f"{same}, seed=0, learning_rate=0.5",
+  }
+  again = compare.named([read_run.read(f, f"my {f.name}") for f in folders])
+  assert [run.name for run in again] == [f"my {name}" for name in names]
+
+
 def test_idealised_times_are_those_of_the_wall_clock_model(two):
   runs = [read_run.read(folder, folder.name) for folder in two]
   network = wallclock.Network(1e9, 0.5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -68,8 +69,26 @@ def test_a_run_that_goes_on_tells_all_of_it(tmp_path, config):
 @pytest.mark.parametrize(("age", "stopped"), [(59, False), (61, True)])
 def test_a_run_without_new_lines_has_probably_stopped(tmp_path, config, age, stopped):
   write(tmp_path, records(9), age, config)
-  text = "0:01:01 ago: probably stopped" if stopped else "59 s ago"
+  found = told(tmp_path)
+  assert found.get("state") == ("probably stopped" if stopped else None)
+  text = "0:01:01 ago" if stopped else "59 s ago"
   assert f"last line    {text}" in status.lines(tmp_path, NOW)
+  assert found["step"].endswith("of training left") != stopped
+
+
+def test_a_run_of_this_machine_has_stopped_if_its_process_is_gone(tmp_path, config):
+  write(tmp_path, records(9), config=config)
+  gone = subprocess.Popen(["true"])
+  gone.wait()
+  for number, host, state in (
+    (gone.pid, socket.gethostname(), "stopped"),
+    (os.getpid(), socket.gethostname(), None),
+    (gone.pid, "another", None),
+  ):
+    (tmp_path / ".lock").write_text(f"process {number} on {host}")
+    found = told(tmp_path)
+    assert found.get("state") == state
+    assert ("training left" in found["step"]) == (state is None)
 
 
 def test_a_slow_run_has_not_stopped(tmp_path, config):
@@ -108,6 +127,16 @@ def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):
   lines = status.lines(tmp_path, NOW)
   assert [line.split()[0] for line in lines] == ["a", "bb"]
   assert all("step 9 of 12" in line for line in lines)
+
+
+def test_a_run_of_sites_has_a_line_for_each_site_and_its_coordinator(tmp_path, config):
+  rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
+  for run in (tmp_path, tmp_path / "sites"):
+    write(run, rounds, config=config, name="rounds.jsonl")
+    write(run / "site-0", records(9), config=config)
+  lines = status.lines(tmp_path, NOW)
+  names = [".", "site-0", "sites", "sites/site-0"]
+  assert [line.split()[0] for line in lines] == names
 
 
 def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):

@@ -60,10 +60,14 @@ def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
     ("config.format=1", r"format is no field \(did you mean wire.format\?\);"),
     ("config.wire.format.x=1", "--config.wire.format.x is no field"),
     ("config.log=1", r"log is no field \(did you mean log.every or log.\w+ or"),
-    ("config.qqq=1", "--config.qqq is no field; see diloco/spec/fields.py"),
+    ("config.qqq=1", "--config.qqq is no field; diloco.main --print_config shows all."),
     ("number=0", "--number=0: give a positive integer"),
     ("mode=c", "--mode=c: value should be one of <a|b>"),
-    ("numbr=1", "Unknown command line flag 'numbr'. Did you mean: number"),
+    ("numbr=1", r"there is no flag --numbr \(did you mean --number\?\); see --help"),
+    ("conifg=x", r"did you mean --config\?"),
+    ("steps=5", r"mean --config.train.steps or --config.profile.steps\?"),
+    ("outer.learning_rte=5", r"mean --config.outer.learning_rate\?"),
+    ("xyzzy", "there is no flag --xyzzy; see --help"),
   ],
 )
 def test_a_wrong_flag_is_named_with_the_remedy(arg, said):

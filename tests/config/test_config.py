@@ -132,7 +132,8 @@ def test_an_unknown_field_is_refused_and_a_missing_one_has_its_default():
   with c.unlocked():
     c.model.width = 3
   with pytest.raises(
-    ConfigError, match=r"model.width is 3, but there is no such field"
+    ConfigError,
+    match=r"model.width is 3, but there is no such field; diloco.main --print",
   ):
     resolve(c)
   c = make()

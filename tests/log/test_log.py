@@ -60,6 +60,22 @@ def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
   recorder.close()
 
 
+def test_the_progress_line_fits_80_columns(tiny, tmp_path, capsys):
+  tiny.train.steps = 100_000
+  recorder = make_recorder(tiny, tmp_path)
+  recorder._last_sync = "sync 12 @ 99999"
+  metrics_of = lambda loss: InnerMetrics(*[np.full(2, loss)] * 3)
+  for t in (99_998, 99_999):
+    recorder.launched(range(t, t + 1), [metrics_of(6.25)], [])
+  recorder.flush()
+  recorder.close()
+  line = capsys.readouterr().err.strip().split("\r")[-1]
+  assert "99999/100000 [" in line
+  assert line.endswith(" tokens/s, sync 12 @ 99999]")
+  # Without a terminal the bar itself has 10 columns; it needs one.
+  assert len(line) - 9 <= 80
+
+
 def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
   # Times: the recorder is made, launches 1 to 3 are reported, the time is read.
   clock = iter([90.0, 100.0, 103.0, 105.0, 107.0])

@@ -22,6 +22,9 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert said in note
   assert bool(note) == bool(said)
   assert ("final_sync" in note) == bool(said)
+  tiny.outer.final_sync = True
+  assert summary.note(resolve(tiny)) == ""
+  tiny.outer.final_sync = False
   add_plugins(tiny, "eager")
   tiny.eager.on = True  # Has no final sync.
   assert "final_sync" not in summary.note(resolve(tiny))
@@ -34,6 +37,18 @@ def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):
   assert summary.note(resolve(tiny)).startswith(
     "1 of 2 held-out documents (50.0% of the bytes) are also in the training text"
   )
+
+
+def test_the_report_names_tensorboard_only_if_it_is_there(tmp_path, capsys):
+  numbers = dict.fromkeys(("outer", "mean", "first"), 1.0)
+  found = {"eval_loss": numbers, "averages": {}, "tasks": {}, "syncs": 0, "note": ""}
+  names = ("perplexity", "bits_per_byte", "bytes_sent_per_replica", "tokens_per_s")
+  names += ("bytes_data_parallel_per_replica", "bytes_ratio_to_data_parallel", "wall_s")
+  for folder in ("log", "tensorboard"):
+    (tmp_path / folder).mkdir()
+    summary.report(tmp_path, found | dict.fromkeys(names, 1))
+    said = f"metrics.jsonl{' and tensorboard/' * (folder == 'tensorboard')}\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.slow("whole runs")

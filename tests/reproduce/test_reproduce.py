@@ -89,6 +89,11 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   # The run of `evaluated` is that of tau = 1 with alpha = 0.
   assert listed[2:4] == ["| tau | 0 | 24 | 1 |", "| evaluated | 0 | 0 | 0 |"]
   assert not list(tmp_path.iterdir())
+  some = [*flags[1:], "--text=arrays:/none"]
+  assert reproduce.main([*some, "--list"]) == 0  # Needs no folder and no text.
+  assert capsys.readouterr().out.splitlines() == listed
+  assert reproduce.main(some) == 2
+  assert "--out is missing" in capsys.readouterr().err
   assert reproduce.main([*flags, "--report"]) == 0
   page = (tmp_path / "reproduced.md").read_text()
   assert "26 of 26 settings have no result yet." in page

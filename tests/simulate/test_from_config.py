@@ -126,6 +126,28 @@ def test_the_commands(capsys, tmp_path):
   assert "there is no file no.py" in capsys.readouterr().err
 
 
+def test_an_answer_has_units_and_what_is_assumed(capsys):
+  args = ["bandwidth", f"--config={CONFIG}", "--chips=64"]
+  assert command.main(args) == 0
+  lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+  assert lines["link"].endswith(" Gbit/s of each replica")
+  assert lines["utilisation"] == "0.95 of the time is compute"
+  assert lines["step"].endswith(
+    "s of compute: 64 chips of 197 TFLOP/s at an MFU of 0.4"
+  )
+  c = load_config(CONFIG)
+  assert lines["assumed"].startswith(
+    f"streaming, M = {c.replicas}, H = {c.sync_every}, tau = {c.overlap.tau}, "
+  )
+  assert f"{num_params(c.model):,} parameters" in lines["assumed"]
+  assert command.main([*args[:2], "--step_time=2"]) == 0
+  assert "\nstep         2 s of compute\n" in capsys.readouterr().out
+  assert command.main(["wallclock", f"--config={CONFIG}"]) == 0
+  said = capsys.readouterr().out.splitlines()[-1]
+  assert said.startswith("assumed: 16 chips of 300 TFLOP/s, M = ")
+  assert said.endswith("10 Gbit/s and 0.01 s of latency between datacentres")
+
+
 def test_fields_are_set_as_for_the_trainer(capsys):
   gbits = []
   for more in ((), ("--config.overlap.tau=5",), ("--config.wire.compressor=topk",)):
@@ -167,11 +189,21 @@ def test_fields_are_set_as_for_the_trainer(capsys):
     ),
     ("bandwidth --config.seed=1", "--config.seed needs a --config before it."),
     ("bandwidth {} --config.sed=1", "--config.sed is no field (did you mean seed?)"),
-    ("bandwidth {} --plot=/proc/none/x.png", "--plot is '/proc/none', where nothing"),
-    ("bandwidth {} --plot=pictures", "--plot is 'pictures'; give a file such as x.png"),
-    ("bandwidth {} --plot=x.txt", "--plot is 'x.txt'; give a file such as x.png"),
+    ("bandwidth {}", "--chips is missing; give the number of chips of all replicas"),
+    (
+      "bandwidth {} --step_time=1 --plot=/proc/none/x.png",
+      "--plot is '/proc/none', where nothing",
+    ),
+    (
+      "bandwidth {} --chips=2 --plot=pictures",
+      "--plot is 'pictures'; give a file such as x.png",
+    ),
+    (
+      "bandwidth {} --chips=2 --plot=x.txt",
+      "--plot is 'x.txt'; give a file such as x.png",
+    ),
     ("bandwidth {} --step_time=0", "step_time is 0.0, but must be above 0"),
-    ("bandwidth {} --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
+    ("bandwidth {} --chips=2 --mfu=5", "mfu is 5.0, but must be above 0 and at most 1"),
     ("bandwidth --params=big", "--params is 'big'; write one such as 35M, 2.4B or 4e9"),
     ("wallclock --tokens=-1", "--tokens is '-1'; write one such as 35M, 2.4B or 4e9"),
     (
@@ -227,7 +259,9 @@ def test_small_models_have_small_fragments(capsys):
 def test_options_that_a_config_does_not_give_have_an_effect(capsys):
   found = {}
   for more in ("", "--latency=3", "--chips=2", "--mfu=0.2"):
-    args = f"utilisation --config={CONFIG} --gbits=0.001 --json {more}".split()
+    args = (
+      f"utilisation --config={CONFIG} --gbits=0.001 --json --chips=1 {more}".split()
+    )
     assert command.main(args) == 0
     found[more] = json.loads(capsys.readouterr().out)
   assert found["--latency=3"]["utilisation"] < found[""]["utilisation"]

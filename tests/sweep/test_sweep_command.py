@@ -20,7 +20,9 @@ from fake_runs import (
   write_run,
 )
 
+from diloco.cli import sweep as cli
 from diloco.config import complete
+from diloco.reproduce import comparison
 from diloco.spec.shapes import num_params
 from diloco.sweep import table
 from diloco.sweep.csv_file import export
@@ -148,6 +150,19 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   assert 3 == len(names) < len(rows_of(results))
 
 
+def test_the_chart_of_the_docs_is_drawn(tmp_path, monkeypatch):
+  blocks = (ROOT / "docs" / "sweep.md").read_text().split("```python\n")[1:]
+  for name, block in zip(("small", "seeds"), blocks, strict=True):
+    (tmp_path / f"{name}.py").write_text(block.split("```")[0])
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  sweep = load_sweep(str(tmp_path / "seeds.py"))
+  driver = make_driver(sweep, tmp_path / "r", Fake())
+  finish(driver)
+  found = comparison.frame(sweep.chart, driver.best_rows())
+  lines = comparison.lines(sweep.chart, found)
+  assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 10", "3"], ["| 50", "3"]]
+
+
 @pytest.mark.integration("runs a sweep")
 def test_the_example_of_the_docs_trains_small_models(tmp_path):
   """Seven runs of 76,800 tokens take a minute; docs/sweep.md says how long."""
@@ -195,6 +210,42 @@ def test_show_lists_the_first_runs_and_changes_nothing(tmp_path):
   assert rows_of(tmp_path) == []
   with alone(tmp_path):  # A driver at work is no obstacle.
     assert sweep_command(sweep, "--show", f"--results={tmp_path}").returncode == 0
+
+
+def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
+  tmp_path, capsys
+):
+  (tmp_path / "beside_it.py").write_text("lr = 0.125")
+  path = tmp_path / "sweep.py"
+  path.write_text(
+    f"import sys; sys.path.append({str(pathlib.Path(__file__).parents[1])!r})\n"
+    "import beside_it, conftest\n"
+    "from diloco.sweep.grid import Grid, Sweep\n"
+    "def get_sweep():\n"
+    "  config = lambda point: conftest.tiny_config()\n"
+    "  return Sweep(config, [Grid('g', [{'lr': beside_it.lr}])])\n"
+  )
+  assert cli.main([f"--sweep={path}", "--show"]) == 0
+  assert "lr=0.125" in capsys.readouterr().out
+  assert cli.main([f"--sweep={path}"]) == 2
+  assert "--results is missing; give the folder" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_script_of_the_first_job(tmp_path, monkeypatch):
+  monkeypatch.setenv("PATH", str(tmp_path))  # There is no Slurm.
+  flags = [f"--sweep={ROOT}/configs/ladder.py", f"--results={tmp_path}/r", "--dry_run"]
+  options = "--slurm_options=slurm_partition=gpu,gpus_per_node=8"
+  done = sweep_command(*flags, "--backend=slurm", options)
+  assert done.returncode == 0, done.stderr
+  first, *lines, last = done.stdout.splitlines()
+  assert first == "#!/bin/bash"
+  assert {"#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=8"} < {*lines}
+  assert lines[-1].startswith("srun ")
+  assert last == "# The first of 4 jobs so far."
+  assert list(tmp_path.iterdir()) == []
+  done = sweep_command(*flags)
+  assert done.returncode == 2
+  assert "--backend is local, which has no scripts" in done.stderr
 
 
 @pytest.mark.integration("a process for each mistake")

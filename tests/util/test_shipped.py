@@ -69,8 +69,9 @@ def test_a_wrong_name_gives_the_known_ones(package):
   with pytest.raises(ConfigError) as caught:
     command_line.load_config("smaple:1")
   assert str(caught.value) == (
-    "there is no file smaple; give for example configs/sample.py, or one of these"
-    " names: chinchilla, faults, methods, qwen3, sample, streaming, wan."
+    "there is no file smaple (did you mean sample?); give for example"
+    " configs/sample.py, or one of these names: chinchilla, faults, methods, qwen3,"
+    " sample, streaming, wan."
   )
   with pytest.raises(
     ConfigError, match=r"or one of these names: ablations, gap, ladder\.$"
@@ -124,4 +125,13 @@ def test_a_command_is_run_by_its_name(tmp_path):
   assert "learning_rate" in python(*command, "--json", cwd=tmp_path).stdout
   ended = python("-m", "diloco", "trian", cwd=tmp_path)
   assert ended.returncode == 2
-  assert ended.stderr.startswith("error: there is no command trian; give one of main,")
+  said = "error: there is no command trian (did you mean train?); give one of main,"
+  assert ended.stderr.startswith(said)
+
+
+def test_help_and_version_end_well(tmp_path):
+  assert python("-m", "diloco", "--version", cwd=tmp_path).stdout == "diloco 0.1.0\n"
+  for flag in ("-h", "--help"):
+    ended = python("-m", "diloco", "train", flag, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("Trains a model; the same command continues a run.")

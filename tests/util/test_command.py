@@ -1,0 +1,44 @@
+"""Parsers name what is probably meant."""
+
+import pytest
+
+from diloco.simulate import __main__ as simulate
+from diloco.sweep import job
+from diloco.util.command import meant
+
+
+@pytest.mark.parametrize(
+  ("word", "meant_by_it"),
+  [
+    ("--chpis", "--chips"),
+    ("steps", "train.steps or profile.steps"),
+    ("train", "train.steps"),
+    ("train.stesp", "train.steps"),
+    ("nothing", ""),
+  ],
+)
+def test_a_name_like_the_word_is_meant(word, meant_by_it):
+  known = ["train.steps", "profile.steps", "--chips", "seed"]
+  asked = f" (did you mean {meant_by_it}?)"
+  assert meant(word, known) == (asked if meant_by_it else "")
+
+
+@pytest.mark.parametrize(
+  ("main", "args", "end"),
+  [
+    (simulate.main, "bandwith", "(did you mean bandwidth?) (see --help)\n"),
+    (simulate.main, "table4 --jsno", "--jsno (did you mean --json?) (see --help)\n"),
+    (
+      simulate.main,
+      "figure --uot=x",
+      " --out, name (did you mean --out?) (see --help)\n",
+    ),
+    (job.main, "", "required: RUN (see --help)\n"),
+  ],
+)
+def test_a_wrong_flag_or_command_gets_a_suggestion(main, args, end, capsys):
+  with pytest.raises(SystemExit, match="2"):
+    main(args.split())
+  error = capsys.readouterr().err
+  assert error.startswith("error: ")
+  assert error.endswith(end)
