@@ -59,7 +59,7 @@ flags.DEFINE_integer(
 )
 
 
-def main(_) -> None:
+def main(_: list[str]) -> None:
   if FLAGS.print_config:
     sys.exit(guarded(print_config, mistakes=ConfigError))
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 from concurrent import futures
+from typing import IO
 
 from diloco.util.command import Parser, as_path, free_port, guarded
 
@@ -46,11 +47,12 @@ def main() -> int:
   needed = {COORDINATOR} if options.sites else set(processes)
   with futures.ThreadPoolExecutor(2 * len(processes)) as threads:
     for name, p in processes.items():
+      assert p.stdout is not None  # `start` makes a pipe.
       threads.submit(copy, name, p.stdout)
     return wait(threads, processes, needed)
 
 
-def run_commands(options) -> dict[str, list[str]]:
+def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the processes of one run."""
   port = free_port()
   together = [f"--coordinator=localhost:{port}", f"--num_processes={options.n}"]
@@ -60,7 +62,7 @@ def run_commands(options) -> dict[str, list[str]]:
   }
 
 
-def site_commands(options) -> dict[str, list[str]]:
+def site_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of a coordinator and its sites."""
   own = argparse.ArgumentParser(allow_abbrev=False)
   own.add_argument("--workdir", type=as_path, required=True)
@@ -77,7 +79,7 @@ def site_commands(options) -> dict[str, list[str]]:
   }
 
 
-def start(command: list[str], options) -> subprocess.Popen:
+def start(command: list[str], options: argparse.Namespace) -> subprocess.Popen:
   env = {**os.environ, "PYTHONUNBUFFERED": "1"}
   if options.devices:
     flag = f"--xla_force_host_platform_device_count={options.devices}"
@@ -91,7 +93,7 @@ def start(command: list[str], options) -> subprocess.Popen:
   )
 
 
-def copy(name: str, stream) -> None:
+def copy(name: str, stream: IO[bytes]) -> None:
   """Prints the lines of a process; a progress bar ends lines by carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
@@ -101,9 +103,9 @@ def copy(name: str, stream) -> None:
 
 
 def forward_signals(processes: list[subprocess.Popen]) -> None:
-  received = []
+  received = list[int]()
 
-  def forward(signum, frame):
+  def forward(signum: int, frame: object) -> None:
     del frame
     received.append(signum)
     for p in processes:
@@ -121,7 +123,7 @@ def wait(
   If one of `needed` fails, the others are killed after a while.
   """
 
-  def kill_all():
+  def kill_all() -> None:
     for p in processes.values():
       p.kill()
 

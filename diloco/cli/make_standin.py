@@ -12,7 +12,7 @@ import argparse
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow_datasets as tfds
 
@@ -55,7 +55,7 @@ def write(name: str, data_dir: str) -> pathlib.Path:
     BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=config)] if config else []
     name = dataset
 
-    def _info(self):
+    def _info(self) -> tfds.core.DatasetInfo:
       features = {feature: tfds.features.Text() for feature in FEATURES[dataset]}
       # Unshuffled, so that the stand-in gives the same batches as its text.
       return tfds.core.DatasetInfo(
@@ -64,11 +64,11 @@ def write(name: str, data_dir: str) -> pathlib.Path:
         disable_shuffling=True,
       )
 
-    def _split_generators(self, dl_manager):
+    def _split_generators(self, dl_manager: object) -> dict[str, Iterator]:
       del dl_manager
       return {s: self._generate_examples(ours) for s, ours in SPLITS[dataset].items()}
 
-    def _generate_examples(self, split):
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, str]]]:
       source = make_source(DataConfig(), split)
       for i in range(len(source)):
         yield i, dict.fromkeys(FEATURES[dataset], "") | {"text": source[i]}

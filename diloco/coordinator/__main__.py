@@ -9,15 +9,19 @@ import contextlib
 import os
 import pathlib
 import signal
+from typing import TYPE_CHECKING
 
 from absl import flags, logging
 from ml_collections import config_flags
 
-from diloco.config import resolve
+from diloco.config import Config, resolve
 from diloco.config.command_line import run
 from diloco.errors import ConfigError
 from diloco.util import files
 from diloco.util.command import make_folder
+
+if TYPE_CHECKING:
+  from diloco.coordinator.group import OuterGroup
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -29,7 +33,7 @@ flags.DEFINE_string("tls", "", "Folder with ca.pem, cert.pem and key.pem.")
 flags.DEFINE_boolean("insecure", False, "Plain text, on localhost only.")
 
 
-def main(_) -> None:
+def main(_: list[str]) -> None:
   # The outer step needs no accelerator, which may be in use by a site.
   os.environ["JAX_PLATFORMS"] = "cpu"
   logging.set_verbosity(logging.WARNING)
@@ -49,7 +53,7 @@ def main(_) -> None:
     ) from error
 
 
-async def coordinate(c, workdir: pathlib.Path) -> None:
+async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
   from diloco.coordinator.board import Board
   from diloco.coordinator.journal import Journal
@@ -82,10 +86,10 @@ async def coordinate(c, workdir: pathlib.Path) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
       loop.add_signal_handler(signum, board.stop)
 
-    def load():
-      from diloco.coordinator.group import OuterGroup  # JAX takes seconds.
+    def load() -> "OuterGroup":
+      from diloco.coordinator import group  # JAX takes seconds.
 
-      return OuterGroup(calendar, workdir, journal)
+      return group.OuterGroup(calendar, workdir, journal)
 
     applying = asyncio.create_task(board.apply_rounds(load))
     closing = asyncio.create_task(board.close_rounds())

@@ -74,7 +74,9 @@ class Server:
   async def stop(self) -> None:
     await self._server.stop(grace=1)
 
-  async def _serve_site(self, requests, context) -> AsyncIterator[bytes]:
+  async def _serve_site(
+    self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+  ) -> AsyncIterator[bytes]:
     """Serves one connection until it ends."""
     session = None
     try:
@@ -97,7 +99,9 @@ class Server:
         del self._sessions[session.site]
         self._board.gone(session.site)
 
-  async def _join(self, iterator: AsyncIterator[bytes], context) -> Session:
+  async def _join(
+    self, iterator: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+  ) -> Session:
     """Reads and checks the first message of a connection.
 
     Raises:
@@ -134,7 +138,7 @@ class Server:
     self._board.joined(site)
     return session
 
-  def _check_certificate(self, site: int, context) -> None:
+  def _check_certificate(self, site: int, context: grpc.aio.ServicerContext) -> None:
     names = context.auth_context().get("x509_common_name", [b"nobody"])
     if self._tls and names[0] != security.site_name(site).encode():
       raise Refused(

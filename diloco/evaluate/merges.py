@@ -76,7 +76,9 @@ class MergeLoss(Wrapper):
     ]
 
 
-def with_merge_loss(method: Method, c: Config, mesh: Mesh, evaluation: Evaluation):
+def with_merge_loss(
+  method: Method, c: Config, mesh: Mesh, evaluation: Evaluation
+) -> Method:
   """Wraps a method in `MergeLoss` if log.diagnostics_every asks for it."""
   if not c.log.diagnostics_every or not method.plan.fragments:
     return method

@@ -44,7 +44,7 @@ class Item:
   choices: tuple[str, ...]
   gold: int
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not 0 <= self.gold < len(self.choices):
       last = len(self.choices) - 1
       raise ValueError(f"gold is {self.gold}, but must be an index from 0 to {last}")

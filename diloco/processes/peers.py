@@ -243,7 +243,9 @@ class Peers:
       self._server.stop(_GRACE).wait()
       raise ProcessLost(message)
 
-  def _talk(self, requests: Iterator[bytes], context) -> Iterator[bytes]:
+  def _talk(
+    self, requests: Iterator[bytes], context: grpc.ServicerContext
+  ) -> Iterator[bytes]:
     """Serves another process, until it is gone or this process ends the stream."""
     p, n = json.loads(next(requests))
     if self._met:  # Process p may be of the next run, which waits for this port.

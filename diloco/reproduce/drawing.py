@@ -38,7 +38,7 @@ def look(name: str) -> dict[str, Any]:
   return {"color": color, "marker": marker, "ms": size, "ls": DASHES[i]}
 
 
-def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style) -> None:
+def lines(panel: Axes, table: pd.DataFrame, x: str, y: str, **style: Any) -> None:
   """Draws column y against column x: one line per curve, in the order of the rows."""
   known = panel.get_legend_handles_labels()[1]
   for name in curves(table):

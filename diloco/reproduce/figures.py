@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import above_plain, at_common_seeds, best, main_grid, read
@@ -35,7 +36,7 @@ class Missing(ValueError):
   """The table has no runs for a figure."""
 
 
-def figure_2(table: pd.DataFrame):
+def figure_2(table: pd.DataFrame) -> Figure:
   """Draws the loss against N by algorithm, and in per cent above data-parallel."""
   cells = best(main_grid(table), "curve", "params")
   others = above_plain(cells)
@@ -59,19 +60,19 @@ def figure_2(table: pd.DataFrame):
   return drawing.legend(figure, "" if others.empty else bars)
 
 
-def figure_3(table: pd.DataFrame):
+def figure_3(table: pd.DataFrame) -> Figure:
   """Draws the loss of data-parallel and DiLoCo with M = 1 against the batch, by N."""
   return figure_4(table[table["replicas"] == 1], "Loss against batch, M = 1")
 
 
-def figure_4(table: pd.DataFrame, title: str = "Loss against batch"):
+def figure_4(table: pd.DataFrame, title: str = "Loss against batch") -> Figure:
   """Draws the loss of all algorithms against the batch, by N, at the best rates."""
   cells = best(main_grid(table), "params", "curve", "batch")
   title += ", at the best learning rates"
   return _panel_per_size(cells, _swept(cells), "batch", "batch (tokens)", title)
 
 
-def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
+def figure_6(table: pd.DataFrame, chip_tokens: float | None = None) -> Figure:
   """Draws the loss against idealised time (Appendix A), on three networks.
 
   Args:
@@ -98,7 +99,7 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None):
   return figure
 
 
-def figure_7(table: pd.DataFrame):
+def figure_7(table: pd.DataFrame) -> Figure:
   """Draws the best outer learning rate against N, by M."""
   cells = best(_outer_swept(main_grid(table)), "curve", "params")
   if cells.empty:
@@ -111,7 +112,7 @@ def figure_7(table: pd.DataFrame):
   return drawing.legend(figure)
 
 
-def figure_8(table: pd.DataFrame):
+def figure_8(table: pd.DataFrame) -> Figure:
   """Draws the best outer learning rate against H (mean over N), and against N."""
   some = _outer_swept(main_grid(table, any_cadence=True))
   cells = best(some, "curve", "sync_every", "params")
@@ -134,7 +135,7 @@ def figure_8(table: pd.DataFrame):
   return drawing.legend(figure, "Lines: mean. Shades: least and greatest.")
 
 
-def figure_9(table: pd.DataFrame):
+def figure_9(table: pd.DataFrame) -> Figure:
   """Draws the loss against H by M and N, at the best outer learning rate of each H."""
   some = main_grid(table, any_cadence=True)
   cells = best(some, "params", "curve", "sync_every")
@@ -146,7 +147,7 @@ def figure_9(table: pd.DataFrame):
   return _panel_per_size(cells, sizes, "sync_every", CADENCE, title)
 
 
-def figure_11(table: pd.DataFrame):
+def figure_11(table: pd.DataFrame) -> Figure:
   """Draws the loss against training FLOPs 6 N D, by algorithm and overtraining."""
   cells = best(main_grid(table, any_budget=True), "curve", "overtrain", "params")
   multiples = sorted(set(cells["overtrain"]))
@@ -188,7 +189,7 @@ def _swept(cells: pd.DataFrame) -> list[float]:
 
 def _panel_per_size(
   cells: pd.DataFrame, sizes: Sequence[float], x: str, xlabel: str, title: str
-):
+) -> Figure:
   """Draws the loss against a column x, with a panel per size N."""
   figure, panels = make_panels(title, [f"N = {size:,.0f}" for size in sizes])
   for panel, size in zip(panels, sizes):

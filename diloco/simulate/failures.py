@@ -91,7 +91,7 @@ class Machines:
   runs: Annotated[int, Range(1, 100_000)] = 10
   seed: Annotated[int, Range(0)] = 0
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_fields(self)
 
 

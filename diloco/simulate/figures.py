@@ -119,7 +119,7 @@ def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figur
 
 
 def busy_times(
-  title: str, settings: Settings, layers: int, rate: float, steps: int, **fields
+  title: str, settings: Settings, layers: int, rate: float, steps: int, **fields: Any
 ) -> Figure:
   """Draws when the link and the devices are busy; a panel per setting.
 

@@ -6,6 +6,7 @@ Shapes, wire sizes and the schedule are those of the trainer.
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 from diloco.config import Config
 from diloco.simulate import wallclock
@@ -56,14 +57,14 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
   )
 
 
-def training(c: Config, **fields) -> wallclock.Training:
+def training(c: Config, **fields: Any) -> wallclock.Training:
   """Makes the training run of a config; `fields` are the other fields of Training.
 
   N is the papers', without positions and norms, which are sent too: bits are per N.
   """
   n = matrix_params(c.model)
   sent = num_params(c.model) / n
-  own = {
+  own: dict[str, Any] = {
     "params": n,
     "tokens": c.train.tokens,
     "batch_tokens": c.tokens_per_step,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -49,7 +50,9 @@ class Row:
     return np.abs(nearest(self.ours) - nearest(self.paper)).tolist()
 
 
-def papers_workload(params: float, layers: int, step_time: float, **fields) -> Workload:
+def papers_workload(
+  params: float, layers: int, step_time: float, **fields: Any
+) -> Workload:
   """Makes a workload of the papers' tables from the step time that they print."""
   seconds = papers_step_time(step_time, layers)
   return Workload.of_equal_layers(params, layers, seconds, **fields)

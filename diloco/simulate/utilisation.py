@@ -26,7 +26,7 @@ Times are seconds, sizes are bits, bandwidths are bits per second.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -78,12 +78,14 @@ class Workload:
   plan: Plan | None = None
   exchange: str = "gather"
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_fields(self)
     _ = self.whole_plan  # Raises an error for an impossible fragment size or tau.
 
   @classmethod
-  def of_equal_layers(cls, params: float, layers: int, step_time: float, **fields):
+  def of_equal_layers(
+    cls, params: float, layers: int, step_time: float, **fields: Any
+  ) -> "Workload":
     """Makes a workload with parameters that are spread evenly over the layers."""
     check("params", params, Range(0, open=True))
     check("layers", layers, Range(1, 1000))

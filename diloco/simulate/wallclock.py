@@ -22,7 +22,7 @@ class Network:
   bandwidth: AboveZero
   latency: NonNegative
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_fields(self)
 
 
@@ -67,7 +67,7 @@ class Training:
   chips: Annotated[float | None, Range(0, open=True)] = None
   across: Network = NETWORKS["low"]
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     check_fields(self)
     fewest = 2 if self.method == "data_parallel" else max(2, self.replicas)
     if self.nodes < fewest:

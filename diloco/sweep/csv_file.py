@@ -151,5 +151,5 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   }
 
 
-def _six_digits(value):
+def _six_digits(value: Any) -> Any:
   return float(f"{value:.6g}") if isinstance(value, float) else value

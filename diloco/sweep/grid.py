@@ -41,7 +41,7 @@ class Axis:
   low: float = 0.0
   high: float = math.inf
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _check_list(f"the values of axis {self.name!r}", self.values)
     if not self.values:
       raise ValueError(f"axis {self.name!r} is empty; give it values.")
@@ -132,7 +132,7 @@ class Grid:
   axes: Sequence[Axis] = ()
   like: Callable[[Point], Point | None] = lambda cell: None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _check_list(f"the cells of grid {self.name!r}", self.cells, dict)
     _check_list(f"the axes of grid {self.name!r}", self.axes, Axis)
     names = [axis.name for axis in self.axes]
@@ -171,7 +171,7 @@ class Sweep:
   environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
   chart: Chart | None = None
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _check_list("the grids of a sweep", self.grids, Grid)
     if not any(grid.cells for grid in self.grids):
       raise ValueError("the sweep has no cell to run; give its grids cells.")

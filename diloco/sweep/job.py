@@ -63,7 +63,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
     trainer: subprocess.Popen | None = None
     asked_to_stop = False
 
-    def stop(*_):
+    def stop(*_: object) -> None:
       nonlocal asked_to_stop
       asked_to_stop = True
       if trainer is not None:

@@ -237,7 +237,7 @@ def drive(
   # run that was just started.
   interruptible = driver.backend.detached
 
-  def receive(number, frame):
+  def receive(number: int, frame: object) -> None:
     received.append(number)
     if interruptible:
       raise KeyboardInterrupt

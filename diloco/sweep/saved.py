@@ -6,12 +6,14 @@ python -m diloco.main --config=diloco/sweep/saved.py:RUN/config.json --workdir=E
 import json
 import pathlib
 
+import ml_collections
+
 from diloco.config import default_config
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
 
-def get_config(path: str = ""):
+def get_config(path: str = "") -> ml_collections.ConfigDict:
   if not path:
     raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
   try:

@@ -122,7 +122,7 @@ def read_row(directory: pathlib.Path) -> Row:
   return row
 
 
-def note(directory: pathlib.Path, **changes) -> None:
+def note(directory: pathlib.Path, **changes: Any) -> None:
   """Changes the driver's notes on a run.
 
   The notes are

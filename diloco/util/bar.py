@@ -3,11 +3,12 @@
 import contextlib
 import os
 import sys
+from typing import Any
 
 import tqdm
 
 
-def make_bar(**options) -> tqdm.tqdm:
+def make_bar(**options: Any) -> tqdm.tqdm:
   """Makes a progress bar on stderr; without a terminal, it prints a line now and then.
 
   Args:

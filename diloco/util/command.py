@@ -29,7 +29,11 @@ UNREAD = 128 + signal.SIGPIPE  # Exit status of a program whose output nobody re
 Kind = type | tuple[str, ...]
 
 
-def guarded(run: Callable[..., Any], *args, mistakes=(ValueError, OSError)) -> int:
+def guarded(
+  run: Callable[..., Any],
+  *args: Any,
+  mistakes: type[Exception] | tuple[type[Exception], ...] = (ValueError, OSError),
+) -> int:
   """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
 
   Ctrl-C becomes one word, exit status 130. If the reader of the output has ended, as in
@@ -88,11 +92,11 @@ class Parser(argparse.ArgumentParser):
   Its help shows the description, often the docstring of a module, line by line.
   """
 
-  def __init__(self, **options):
+  def __init__(self, **options: Any):
     show = argparse.RawDescriptionHelpFormatter
     super().__init__(**{"formatter_class": show} | options)
 
-  def parse_known_args(self, args=None, namespace=None):
+  def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
     self._given = sys.argv[1:] if args is None else [*args]
     return super().parse_known_args(args, namespace)
 
