@@ -21,8 +21,6 @@ from diloco.util.files import replacing
 
 # Bytes that are read at the start and at the end of each file.
 _SAMPLE = 1 << 16
-# The text of a line of JSON as it is written. Parsing takes longer, and may fail.
-_TEXT = re.compile(rb'"text"\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
 
 
 class Repeated(NamedTuple):
@@ -134,8 +132,11 @@ def _hashes(
   if layout == "file":
     yield 0, path.stat().st_size, hash((*_sample(path),))
     return
+  # The text of a line of JSON as it is written. Parsing takes longer, and may fail.
+  name = json.dumps(files_lib.field_of(layout)).encode()
+  in_line = re.compile(re.escape(name) + rb'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
   for offset, raw in files_lib.read_raw(path, layout):
-    text = _TEXT.search(raw) if layout == "lines" else None
+    text = in_line.search(raw) if layout.startswith("lines") else None
     raw = text[1] if text else raw.strip()
     yield offset, len(raw), hash(raw)
 

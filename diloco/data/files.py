@@ -212,7 +212,7 @@ def read_documents(
     ConfigError: a line is not a JSON object with a text, or a text is not UTF-8.
   """
   if kind.startswith("rows"):
-    yield from enumerate(records.read_rows(path, _field(kind)))
+    yield from enumerate(records.read_rows(path, field_of(kind)))
     return
   for offset, raw in read_raw(path, kind, start, stop):
     yield offset, _text(path, kind, offset, raw)
@@ -238,7 +238,7 @@ def _open(path: pathlib.Path) -> io.BufferedIOBase:
   return _COMPRESSED.get(path.suffix.lower(), lambda path: path.open("rb"))(path)
 
 
-def _field(kind: Layout) -> str:
+def field_of(kind: Layout) -> str:
   return kind.partition(":")[2] or "text"
 
 
@@ -293,7 +293,7 @@ def _text(path: pathlib.Path, kind: Layout, offset: int, raw: bytes) -> str:
         f" 0x{raw[error.start]:02x}); convert the file with `iconv -f <encoding> -t"
         " UTF-8`, or leave it out."
       ) from error
-  field = _field(kind)
+  field = field_of(kind)
   try:
     text = json.loads(raw)[field]
     text.encode()  # Fails for half a character, which tokenizers do not accept.

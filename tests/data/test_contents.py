@@ -115,12 +115,13 @@ def test_held_out_documents_that_are_training_documents_are_counted(folder):
 
 
 def test_equal_texts_are_found_in_paragraphs_and_in_lines_of_json(tmp_path):
-  paragraphs, lines = tmp_path / "a.txt", tmp_path / "b.jsonl"
+  paragraphs, lines, others = (tmp_path / x for x in ("a.txt", "b.json", "c.json"))
   texts = [f'Say "{i % 300}".' for i in range(400)]  # 100 texts are there twice.
   paragraphs.write_text("\n\n\n".join(texts))  # The last one has no line end.
-  rows = [{"id": i, "text": text, "at": "text"} for i, text in enumerate(texts)]
-  lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
-  for source in (f"paragraphs:{paragraphs}", f"files:{lines}"):
+  for file, field in ((lines, "text"), (others, "body")):
+    rows = [{"id": i, field: text, "at": field} for i, text in enumerate(texts)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+  for source in (f"paragraphs:{paragraphs}", f"files:{lines}", f"files:{others}#body"):
     d = DataConfig(source=source)
     held, train = (
       [found[i].strip() for i in range(len(found))]
