@@ -113,8 +113,9 @@ class Parser(argparse.ArgumentParser):
 
   def _parsers(self) -> list[argparse.ArgumentParser]:
     """Lists this parser and those of its commands."""
-    groups = [a.choices for a in self._actions if isinstance(a.choices, dict)]
-    return [self, *(parser for choices in groups for parser in choices.values())]
+    choices = [a.choices for a in self._actions if isinstance(a.choices, dict)]
+    found = [x for values in choices for x in values.values()]
+    return [self, *(x for x in found if isinstance(x, argparse.ArgumentParser))]
 
 
 def meant(word: str, known: Iterable[str]) -> str:

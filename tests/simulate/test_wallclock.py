@@ -81,7 +81,7 @@ def test_the_command(capsys):
   config = pathlib.Path(__file__).parents[2] / "configs" / "chinchilla.py"
   assert command.main(["wallclock", f"--config={config}:1.3B,M=2,H=100"]) == 0
   text = capsys.readouterr().out.splitlines()
-  assert len(text) == 1 + len(wc.METHODS)
+  assert len(text) == 2 + len(wc.METHODS)  # The header, and what is assumed.
   assert text[0].split() == ["method", "compute_hours", "communication_hours", "hours"]
   c = load_config(f"{config}:1.3B,M=2,H=100")
   run = from_config.training(c)

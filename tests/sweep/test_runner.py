@@ -83,7 +83,7 @@ def test_an_invalid_config_is_a_failed_run(tmp_path):
   [
     (lambda p: 1 / (p["lr"] - 1), "raises ZeroDivisionError: division by zero"),
     (lambda p: p.warp, "raises AttributeError: 'dict' object has no attribute 'warp'"),
-    (lambda p: p["warp"], "raises KeyError: 'warp' at the point replicas=1 lr=1"),
+    (lambda p: p["warp"], "raises KeyError: warp at the point replicas=1 lr=1"),
     (lambda p: p["lr"] + "x", "raises TypeError: unsupported operand"),
     (lambda p: None, "raises AttributeError: 'NoneType'"),
   ],
