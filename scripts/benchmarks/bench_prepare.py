@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
-from diloco.cli import make_standin
 from diloco.config import command_line
 from diloco.data import make_source
+from diloco.data.prepare import make_standin
 from diloco.data.records import masked_crc32c
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig
@@ -80,7 +80,7 @@ def write_corpus(folder: pathlib.Path, size: int) -> None:
 
 def measure(*args: str) -> tuple[float, float, int]:
   """Prepares data; returns the seconds, CPU seconds and MiB that the script prints."""
-  argv = [sys.executable, "-m", "diloco.cli.prepare_data", *args]
+  argv = [sys.executable, "-m", "diloco.data.prepare.prepare_data", *args]
   run = subprocess.run(argv, capture_output=True, text=True, check=False)
   found = re.search(
     r"; ([\d.]+) s, ([\d.]+) CPU seconds of the workers, (\d+) MiB", run.stdout

@@ -280,13 +280,16 @@ def run(*args: str) -> subprocess.CompletedProcess:
     ),
     ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
-    ("diloco/cli/prepare_data.py --source=sotu --output=/tmp", "the following arg"),
+    (
+      "-m diloco.data.prepare.prepare_data --source=sotu --output=/tmp",
+      "the following arg",
+    ),
     (
       "diloco/cli/train_tokenizer.py --source=sotu --output=/proc/x/y",
       "--output is '/pr",
     ),
     (
-      "diloco/cli/make_standin.py --name=c4 --data_dir=/tmp",
+      "-m diloco.data.prepare.make_standin --name=c4 --data_dir=/tmp",
       "--name is 'c4'; give c4/en",
     ),
     (

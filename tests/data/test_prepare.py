@@ -179,7 +179,7 @@ def test_tokenizing_goes_on_after_a_kill_between_any_two_steps(
 
 def command(*flags):
   return subprocess.Popen(
-    [sys.executable, "-m", "diloco.cli.prepare_data", *flags],
+    [sys.executable, "-m", "diloco.data.prepare.prepare_data", *flags],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -435,7 +435,10 @@ def tfrecord(tmp_path_factory):
   """Writes C4's stand-in, and a copy in tfrecord with the writer of tensorboardX."""
   root = tmp_path_factory.mktemp("tfds")
   run = subprocess.run(
-    [sys.executable, ROOT / "diloco/cli/make_standin.py", f"--data_dir={root}/standin"],
+    [
+      *(sys.executable, "-m", "diloco.data.prepare.make_standin"),
+      f"--data_dir={root}/standin",
+    ],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     check=False,

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from diloco.cli import prepare_data
 from diloco.config import command_line
 from diloco.data.files import list_files
+from diloco.data.prepare import prepare_data
 from diloco.errors import ConfigError
 from diloco.interop.load import load
 from diloco.tokenizer.tokenizer import load_tokenizer
