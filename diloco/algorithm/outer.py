@@ -137,13 +137,12 @@ def _update(
     delta = average(delta_M, weights_M, outer)
     cosine = sync_metrics.cosine_of(delta_M, weights_M)
   # Line 11.
-  step = optimizers.make_outer(outer, tuned)
   changing = optimizers.changing(outer, tuned, opt_state)
-  updates, opt_state = step.update(delta, opt_state, theta)
-  theta = optax.apply_updates(theta, updates)
+  step, opt_state = optimizers.make_outer(outer, tuned).update(delta, opt_state, theta)
+  theta = optax.apply_updates(theta, step)
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
-  norms = optax.tree.norm(delta), optax.tree.norm(updates)
+  norms = optax.tree.norm(delta), optax.tree.norm(step)
   return theta, opt_state, sync_metrics.of_update(*norms, cosine) | changing
 
 
