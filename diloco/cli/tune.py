@@ -98,7 +98,7 @@ class Steps:
     self._rest = (jax.device_put(tokens, place), None, optimizers.tuned(c))
 
   def _begin(self) -> None:
-    """Makes the first state; the outer state only takes its room."""
+    """Makes the first state. The outer state is kept for the memory that it takes."""
     with jax.set_mesh(self._mesh):
       self._state = init_state(self._c, self._mesh, make_plan(self._c, self._mesh))
     self._held = [self._state.params, self._state.opt_state]

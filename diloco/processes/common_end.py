@@ -72,7 +72,7 @@ class CommonEnd:
       self._timer.cancel()
 
   def close(self) -> None:
-    """Stops to answer the other processes, which have finished their launches."""
+    """Stops answering the other processes, which have finished their launches."""
     self.over()
     self._peers.news.put((self._peers.index, "closed", None))
 
