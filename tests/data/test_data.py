@@ -459,7 +459,7 @@ def standin(tmp_path_factory):
   """Makes a data_dir with stand-ins for C4 and Dolma."""
   folder = tmp_path_factory.mktemp("tfds")
   for name in ("c4/en:3.1.0", "dolma:1.0.0"):
-    run = run_script("make_standin", f"--name={name}", f"--data_dir={folder}")
+    run = make_standin(f"--name={name}", f"--data_dir={folder}")
     assert run.returncode == 0, run.stderr
   return folder
 
@@ -638,9 +638,9 @@ def test_line_ends_are_read_as_stored(tiny, tmp_path):
   assert data_lib.make_source(tiny.data, "train")[0] == "a\r\nb\n"
 
 
-def run_script(script, *flags):
+def make_standin(*flags):
   return subprocess.run(
-    [sys.executable, "-m", f"diloco.cli.{script}", *flags],
+    [sys.executable, "-m", "diloco.data.prepare.make_standin", *flags],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,
