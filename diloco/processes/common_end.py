@@ -42,12 +42,13 @@ class CommonEnd:
     Args:
       reason: what asks, for the message.
     """
-    if self._timer or self._over:
-      return
-    seconds = PATIENCE + self._longest
-    self._timer = threading.Timer(seconds, self._give_up, [reason, seconds])
-    self._timer.daemon = True
-    self._timer.start()
+    with self._change:  # A signal handler and a watching thread may call at once.
+      if self._timer or self._over:
+        return
+      seconds = PATIENCE + self._longest
+      self._timer = threading.Timer(seconds, self._give_up, [reason, seconds])
+      self._timer.daemon = True
+      self._timer.start()
     if self._peers.index:
       self._peers.send("end?", None)
     else:
@@ -67,9 +68,10 @@ class CommonEnd:
 
   def over(self) -> None:
     """Notes that nothing is left to agree on; what follows may take its time."""
-    self._over = True
-    if self._timer:
-      self._timer.cancel()
+    with self._change:
+      self._over = True
+      if self._timer:
+        self._timer.cancel()
 
   def close(self) -> None:
     """Stops answering the other processes, which have finished their launches."""

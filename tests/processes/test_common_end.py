@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -78,6 +79,24 @@ def test_without_a_common_launch_the_process_ends_unless_it_has_finished(
       errors.get(timeout=0.3)
   else:
     assert "SIGTERM: the 2 processes did not finish a common" in errors.get(timeout=10)
+  end.close()
+  at_once(lambda i: peers[i].close(), range(2))
+
+
+def test_threads_that_ask_at_once_start_one_timer(monkeypatch):
+  made = []
+
+  class Slow(threading.Timer):
+    def __init__(self, *args):
+      made.append(self)
+      time.sleep(0.1)  # The others come meanwhile.
+      super().__init__(*args)
+
+  peers = connected(2)
+  end = CommonEnd(peers[1])
+  monkeypatch.setattr(common_end.threading, "Timer", Slow)
+  at_once(lambda i: end.ask("SIGTERM"), range(4))
+  assert len(made) == 1
   end.close()
   at_once(lambda i: peers[i].close(), range(2))
 
