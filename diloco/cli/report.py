@@ -27,7 +27,7 @@ from diloco.log.workdir import parts_of
 from diloco.simulate import wallclock
 from diloco.spec.fields import Config
 from diloco.util import files, palette
-from diloco.util.command import Parser, guarded, make_parent
+from diloco.util.command import Parser, as_path, guarded, make_parent
 
 MOST = 12  # Runs that are drawn and described; more could not be told apart.
 _STYLE = """:root { color-scheme: light dark; font-family: sans-serif; }
@@ -114,11 +114,8 @@ def report(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser, path = (
-    Parser(prog="python -m diloco report", description=__doc__),
-    pathlib.Path,
-  )
-  add = parser.add_argument
+  parser = Parser(prog="python -m diloco report", description=__doc__)
+  add, path = parser.add_argument, as_path
   text = "folder of a run, of its sites, or of several runs"
   add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
   add("--config", default="", help="config file of the runs; default: all defaults")
