@@ -330,14 +330,10 @@ def changing(
   """
   if isinstance(outer, optax.GradientTransformation) or not outer.changes:
     return {}
-  is_count = lambda x: isinstance(x, optax.ScaleByScheduleState)
-  counts = [
-    x.count for x in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(x)
-  ]
+  parts = jax.tree.leaves(opt_state, is_leaf=_is_schedule)
+  count = next(x.count for x in parts if _is_schedule(x))
   numbers = _outer_numbers(outer, values).items()
-  return {
-    f"outer_{name}": jnp.float32(x(counts[0])) for name, x in numbers if callable(x)
-  }
+  return {f"outer_{name}": jnp.float32(x(count)) for name, x in numbers if callable(x)}
 
 
 def _restarted(

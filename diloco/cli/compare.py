@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,12 +50,7 @@ _NOISE = ("seed", "log.", "checkpoint.", "profile.", "data.prefetch")
 def named(runs: Sequence[Run]) -> list[Run]:
   """Names runs of a sweep, whose folders are called by digests, by what differs."""
   fields = [leaves(run.config.to_dict()) for run in runs]
-  differs = [
-    f
-    for f in dict.fromkeys(itertools.chain(*fields))
-    if len({repr(x.get(f)) for x in fields}) > 1
-    and (f == "seed" or not f.startswith(_QUIET))
-  ]
+  differs = _differing(fields, "seed")
   names = list[str]()
   for run, values in zip(runs, fields):
     c = run.config
@@ -68,6 +63,13 @@ def named(runs: Sequence[Run]) -> list[Run]:
     else run
     for run, name in zip(runs, names)
   ]
+
+
+def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
+  """Returns the fields that differ between runs: those not in _QUIET, and `also`."""
+  shown = lambda f: f in also or not f.startswith(_QUIET)
+  names = filter(shown, dict.fromkeys(itertools.chain(*runs)))
+  return [f for f in names if len({repr(run.get(f)) for run in runs}) > 1]
 
 
 def joined(runs: Sequence[Run]) -> list[list[Run]]:
@@ -120,9 +122,9 @@ def table(runs: Sequence[Run]) -> str:
   import pandas as pd
 
   groups = joined(runs)
-  fields = pd.DataFrame([leaves(g[0].config.to_dict()) for g in groups]).astype(str)
-  differs = [f for f in fields if fields[f].nunique() > 1 and not f.startswith(_QUIET)]
-  found = pd.DataFrame([row(group) for group in groups]).join(fields[differs])
+  fields = [leaves(group[0].config.to_dict()) for group in groups]
+  others = pd.DataFrame(fields, columns=_differing(fields)).astype(str)
+  found = pd.DataFrame([row(group) for group in groups]).join(others)
   settings = ("M", "H", "tau", "wire", "N", "seed", "step", "tokens")
   alike = [name for name in settings if found[name].nunique() == 1 and len(groups) > 1]
   shared = "all: " + ", ".join(f"{name} {found[name][0]}" for name in alike)

@@ -98,18 +98,17 @@ def first_job(args: argparse.Namespace, sweep: Sweep) -> str:
   Raises:
     ConfigError: no job is left to submit, or the backend submits none.
   """
-  results = pathlib.Path(args.results)
-  backend = make_backend(args, sweep, results)
+  backend = make_backend(args, sweep, args.results)
   if not isinstance(backend, Slurm):
     raise ConfigError(
       f"--backend is {args.backend}, which has no scripts; give --backend=slurm, or"
       " --show instead of --dry_run."
     )
-  driver = Driver(sweep, results, backend)
+  driver = Driver(sweep, args.results, backend)
   todo = [*driver.todo(driver.cells())]
   if not todo:
     raise ConfigError(
-      f"--results={results} has all runs already; there is no job left."
+      f"--results={args.results} has all runs already; there is no job left."
     )
   return (
     f"{backend.script(driver.runs / todo[0])}# The first of {len(todo)} jobs so far."

@@ -29,7 +29,7 @@ from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import init_state
 from diloco.config import Config, ConfigError, changed, command_line, resolve
-from diloco.mesh import sharding
+from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -121,7 +121,7 @@ class Steps:
       for c in pair:  # Compiles, and runs once without the clock.
         self._seconds(c)
     except jax.errors.JaxRuntimeError as error:
-      if "RESOURCE_EXHAUSTED" not in str(error):
+      if not memory.explain(error):
         raise
       self._begin()  # The step may have freed the state.
       raise MemoryError from error

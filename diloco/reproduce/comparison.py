@@ -30,6 +30,7 @@ SPREAD = (
   "±: standard deviation over seeds. The bars of the figure leave out what all settings"
   " of a seed have in common, unless runs are missing."
 )
+_PLAIN_KEYS = ("compressor", "pattern")
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
 
 
@@ -102,17 +103,19 @@ def _more(chart: Chart, first: Point, table: pd.DataFrame) -> pd.Series:
   return 100 * (table["loss"] / others.reindex(asked).to_numpy() - 1)
 
 
-def curve(values: dict, plain: Collection[str] = ("compressor", "pattern")) -> str:
+def curve(values: dict, plain: Collection[str] = ()) -> str:
   """Names a curve: the algorithm with M as in the other figures, then other keys.
 
-  The values of the keys `plain` need no name of their key.
+  The values of the keys `plain` and of `_PLAIN_KEYS` need no name of their key.
   """
   names = []
   if "algorithm" in values:
     m = values.get("replicas", math.nan)  # NaN if only other cells have it.
     names = [curve_name(values["algorithm"], None if math.isnan(m) else int(m))]
     values = {k: v for k, v in values.items() if k not in ("algorithm", "replicas")}
-  names += [str(v) if k in plain else f"{k}={v}" for k, v in values.items()]
+  names += [
+    str(v) if k in (*_PLAIN_KEYS, *plain) else f"{k}={v}" for k, v in values.items()
+  ]
   return ", ".join(names)
 
 
@@ -124,10 +127,9 @@ def in_words(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
 
 def spread(chart: Chart, table: pd.DataFrame, y: str = "loss") -> pd.DataFrame:
   """Returns mean, standard deviation and count over the seeds, by curve and x."""
-  plain = ("compressor", "pattern", *chart.words)
   # pandas 2 gives no records of a table without columns, so `by` is chosen afterwards.
   rows = table.to_dict("records")
-  name = [curve({key: row[key] for key in chart.by}, plain) for row in rows]
+  name = [curve({key: row[key] for key in chart.by}, chart.words) for row in rows]
   groups = table.assign(curve=name).groupby(["curve", chart.x], sort=False)
   return groups[y].agg(["mean", "std", "count"]).reset_index()
 
