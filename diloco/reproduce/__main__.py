@@ -3,11 +3,12 @@
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --jobs=2
   python -m diloco reproduce --only=tau,fragments --list
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
+  python -m diloco reproduce --computed
 
 The runs are those of configs/ablations.py and ladder.py; finished runs are not run
 again, and Ctrl-C saves the others. At the end, and with --report at any time,
 OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds, --only
-and --text each time.
+and --text each time. --computed prints the claims that need no training.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 
 from diloco.config import Config, resolve
 from diloco.errors import ConfigError
-from diloco.reproduce import claim, comparison
+from diloco.reproduce import claim, comparison, computed
 from diloco.reproduce.claim import CLAIMS, LADDER
 from diloco.reproduce.tables import markdown
 from diloco.spec.shapes import matrix_params
@@ -142,7 +143,9 @@ def report(
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
   claims = "\n".join(claim.lines(CLAIMS, tables, cells))
   text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
-  lines = [text.format(**facts, left=left, claims=claims)]
+  lines = [
+    text.format(**facts, left=left, claims=claims, computed="\n".join(computed.lines()))
+  ]
   for name, own in charts.items():
     some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
@@ -202,6 +205,9 @@ def _edges(cells: Sequence[Search]) -> list[str]:
 
 def run(args: argparse.Namespace) -> int:
   """Lists, or runs what is missing, and writes the page; returns the exit status."""
+  if args.computed:
+    print("\n".join(computed.lines()))
+    return 0
   if args.out is None:
     if not args.list:
       raise ConfigError("--out is missing; give the folder of runs, page and figures.")
@@ -239,6 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--text", default="", help="data.source of the runs; default: sotu")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")
+  add("--computed", action="store_true", help="only print the claims without training")
   add("--retry_failed", action="store_true", help="run failed runs once more")
   return guarded(run, parser.parse_args(argv))
 

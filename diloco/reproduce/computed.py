@@ -1,0 +1,322 @@
+"""The papers' claims that need no training: simulated networks, fits, arithmetic.
+
+computed.toml has the words of each claim; the function of its name returns our numbers
+and whether they show it. No JAX.
+"""
+
+import dataclasses
+import functools
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import scipy.special
+
+from diloco.reproduce.claim import CONTRADICTED, SHOWN
+from diloco.reproduce.tables import markdown
+from diloco.scaling_laws import optimum, paper, parametric
+from diloco.scaling_laws import tables as laws
+from diloco.simulate import tables, wallclock
+from diloco.simulate.steady import steady_utilisation
+from diloco.spec.fragments import make_fragments
+from diloco.util.shipped import PACKAGE, papers_table
+
+INCONSISTENT = "inconsistent in the paper"
+# Layers and seconds per step of Streaming DiLoCo's Table 4.
+SHAPES = {"1B": (24, 0.1), "10B": (48, 0.8), "100B": (108, 4.9)}
+PLAIN: dict[str, Any] = {"method": "data_parallel"}
+BEST: dict[str, Any] = {"method": "streaming", "tau": 1, "bits": 4}
+H100 = "streaming_overlap_fp4_H100"
+Result = tuple[str, str]  # Our numbers and the verdict.
+
+
+@functools.cache
+def lines() -> list[str]:
+  """Computes every claim afresh, in seconds; returns a Markdown table."""
+  words = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
+  rows = []
+  for name, claim in words.items():
+    # A contradiction in a paper has no function: its words say what this code does.
+    command = claim.pop("command", None)
+    here, found = claim.pop("here", None), INCONSISTENT
+    if here is None:
+      here, found = globals()[name]()
+    shell = f"`python -m diloco {command}`" if command else "-"
+    rows.append({**claim, "here": here, "command": shell, "verdict": found})
+  return markdown({key: [row[key] for row in rows] for key in rows[0]})
+
+
+def verdict(here: str, is_so: bool) -> Result:
+  return here, SHOWN if is_so else CONTRADICTED
+
+
+@functools.cache
+def table_4() -> dict[str, list[float]]:
+  """Returns our Gbit/s for 95% of each method, from 1B to 100B."""
+  found, at = dict[str, list[float]](), tables.TARGETS.index(0.95)
+  for row in tables.table4():
+    found.setdefault(row.name.split()[1], []).append(row.ours[at])
+  return found
+
+
+def cells_of_table_4() -> Result:
+  return _cells(tables.table4())
+
+
+def cells_of_table_6() -> Result:
+  return _cells(tables.table6())
+
+
+def _cells(rows: list[tables.Row]) -> Result:
+  steps = np.array([row.distances for row in rows])
+  here = f"{np.sum(steps == 0)} of {steps.size} equal"
+  if steps.any():
+    here += f", {np.sum(steps == 1)} one grid point away"
+  return verdict(here, steps.max() <= 1)
+
+
+def best_method_needs() -> Result:
+  gbits = table_4()["streaming_overlap_fp4"]
+  return verdict(_list(gbits) + " Gbit/s", min(gbits) >= 1 and max(gbits) <= 5)
+
+
+def data_parallel_needs() -> Result:
+  gbits = table_4()["data_parallel"]
+  return _list(gbits) + " Gbit/s, as in table 4", INCONSISTENT
+
+
+def only_overlap_is_full() -> Result:
+  names = ("data-parallel", "DiLoCo", "streaming", "overlap")
+  settings = (PLAIN, {"method": "diloco"}, {"method": "streaming"}, BEST)
+  shares = [_long_run(10e9, *SHAPES["10B"], 1e12, **own) for own in settings]
+  here = ", ".join(f"{name} {share:.3%}" for name, share in zip(names, shares))
+  full = [share > 1 - 1e-6 for share in shares]
+  return verdict(here, full == [False, False, False, True])
+
+
+def larger_models_need_less() -> Result:
+  gbits = table_4()["streaming_overlap"]
+  return verdict(_list(gbits) + " Gbit/s", gbits == sorted(gbits, reverse=True))
+
+
+def deepseek() -> Result:
+  shape = tables.TABLE_6["deepseek_v3"]
+  ours = _long_run(671e9, *shape, 4e9, **BEST)
+  plain = _long_run(671e9, *shape, 1e12, **PLAIN)
+  return verdict(f"{ours:.1%}, {plain:.1%}", min(ours, plain) > 0.95)
+
+
+def _long_run(
+  params: float, layers: int, seconds: float, rate: float, **fields: Any
+) -> float:
+  """Returns the utilisation of a run without end."""
+  work = tables.papers_workload(params, layers, seconds, **fields)
+  return float(steady_utilisation(work, [rate])[0])
+
+
+def hours_of_table_1() -> Result:
+  ratios = [float(row["hours"]) / float(row["paper_hours"]) for row in tables.table1()]
+  worst = max(abs(ratio - 1) for ratio in ratios)
+  return verdict(f"within {worst:.1%}", worst < 0.05)
+
+
+def terabytes_of_table_1() -> Result:
+  terabits = float(tables.table1()[0]["terabits"])
+  return (
+    f"{terabits:.0f} terabits are {terabits / 8:.0f} TB, for its hours",
+    INCONSISTENT,
+  )
+
+
+def fewer_bits() -> Result:
+  per_step = {}
+  for own in (PLAIN, BEST):
+    work = tables.papers_workload(1e9, *SHAPES["1B"], **own)
+    per_step[work.method] = work.bits * work.copies / work.whole_plan[0].sync_every
+  ratio = per_step["data_parallel"] / per_step["streaming"]
+  scaled = ratio * 4 / (4 + 8 / 128)
+  here = f"{ratio:.0f}; {scaled:.0f} with our scale of one byte per 128 codes"
+  return verdict(here, round(ratio) == 400)
+
+
+def lower_peak() -> Result:
+  layers, _ = SHAPES["1B"]
+  fragments = make_fragments(layers, 3, "strided")
+  ratio = layers / max(len(fragment.layers) for fragment in fragments)
+  return verdict(f"{ratio:g}, by layers", ratio == 8)
+
+
+def memory() -> Result:
+  params = 100e9
+  inner, outer = 3 * 4 * params, 2 * 4 * params
+  part = outer * 3 / 108
+  here = f"{outer / inner:.1%}; {inner / 2**30:,.0f} and {part / 2**30:.1f} GiB,"
+  here += f" {part / inner:.2%}"
+  return verdict(here, round(inner / 2**30) in (1117, 1118))
+
+
+def offload_time() -> Result:
+  part = 2 * 4 * 100e9 * 3 / 108
+  here = (
+    f"{part / 2e12 * 1e3:.0f} ms at 2 TB/s, which is its memory's speed;"
+    f" {part / 64e9 * 1e3:.0f} ms at 64 GB/s of PCIe 5.0"
+  )
+  return here, INCONSISTENT
+
+
+def slopes() -> Result:
+  """Fits the loss, not its logarithm, over ln(FLOPs): only that gives their numbers."""
+  found = [_slope(_table_5(name)) for name in ("data_parallel", H100)]
+  # Losses are printed with two digits: each is off by at most 0.005, evenly spread.
+  error = 1.645 * 0.01 / 12**0.5 / _spread(_table_5("data_parallel"))
+  here = f"{found[0]:.5f}, {found[1]:.5f}, each ± {error:.5f} by the printed digits;"
+  here += " slopes of the loss over ln(FLOPs), which are no exponents"
+  return verdict(here, np.allclose(found, (-0.13149, -0.13539), atol=error, rtol=0))
+
+
+def slopes_differ() -> Result:
+  plain, ours = _table_5("data_parallel"), _table_5(H100)
+  more = [(x, b - a) for (x, a), (_, b) in zip(plain, ours)]
+  slope = _slope(more)
+  rest = [y - slope * x for x, y in more]
+  freedom = len(more) - 2
+  deviation = (np.var(rest) * len(more) / freedom) ** 0.5
+  half = scipy.special.stdtrit(freedom, 0.95) * deviation / _spread(more)
+  here = f"{slope:.4f} ± {half:.4f}: 90% interval, paired by size"
+  return verdict(here, slope + half < 0)
+
+
+def _table_5(method: str) -> list[tuple[float, float]]:
+  """Returns ln(FLOPs) and loss of each size."""
+  rows = papers_table("reproduce", "streaming_table5_c4_scaling")
+  own = [row for row in rows if row["method"] == method and row["eval_loss"]]
+  return [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+  x, y = np.array(points).T
+  return float(np.polyfit(x, y, 1)[0])
+
+
+def _spread(points: Sequence[tuple[float, float]]) -> float:
+  """Returns the root of the summed squares of x around its mean."""
+  x, _ = np.array(points).T
+  return float(np.std(x) * len(x) ** 0.5)
+
+
+def outer_is_half() -> Result:
+  high, low = (wallclock.NETWORKS[name].bandwidth for name in ("high", "low"))
+  m, chips = 2, 64
+  inner = wallclock.all_reduce_time(1, chips / m, wallclock.Network(high, 0))
+  outer = wallclock.all_reduce_time(1, chips, wallclock.Network(low, 0)) * low / high
+  share = outer / (inner + outer)
+  return verdict(f"{share:.1%}", share < 0.51)
+
+
+def faster_in_wall_clock() -> Result:
+  faster = [
+    _hours("diloco", n, m, network) < _hours("data_parallel", n, m, network)
+    for n in paper.model_sizes("nominal")
+    for m in paper.REPLICAS
+    for network in wallclock.NETWORKS.values()
+  ]
+  here = f"{sum(faster)} of {len(faster)} settings"
+  return verdict(here, sum(faster) > 0.9 * len(faster))
+
+
+def _hours(method: str, n: float, m: int, network: wallclock.Network) -> float:
+  """Returns the hours at the best batch; `wallclock.chips` chooses the chips."""
+  name = f"diloco_M{m}" if method == "diloco" else method
+  batch = paper.law("batch_size", name)(n)
+  chips = max(wallclock.chips(n, batch), 2, m)
+  tokens = paper.CHINCHILLA * n
+  run = wallclock.Training(n, tokens, batch, m, method, across=network, chips=chips)
+  return wallclock.total_time(run) / 3600
+
+
+def loss_laws() -> Result:
+  return _agree(laws.table7(), laws.table10())
+
+
+def left_out_size() -> Result:
+  return _agree(laws.table11())
+
+
+def batch_laws() -> Result:
+  return _agree(_only(laws.table10_from_8_and_9(), "batch_size"))
+
+
+def rate_laws() -> Result:
+  [cells] = _only(laws.table10_from_8_and_9(), "inner_lr").rows.values()
+  return f"beta {cells[-1].ours:.2f} from table 8", INCONSISTENT
+
+
+def _only(table: laws.Table, name: str) -> laws.Table:
+  rows = {row: cells for row, cells in table.rows.items() if row.startswith(name)}
+  return dataclasses.replace(table, rows=rows)
+
+
+def _agree(*found: laws.Table) -> Result:
+  """Compares with the digits that the paper prints: 0.2%, or 0.0005."""
+  off, same = [], True
+  for table in found:
+    for column, (deviation, _) in table.largest().items():
+      ratio = column in table.relative
+      off.append(f"{column} {deviation:.2%}" if ratio else f"{column} {deviation:.5f}")
+      same &= deviation < (0.002 if ratio else 0.0005)
+  return verdict("largest deviations: " + ", ".join(off), same)
+
+
+def extrapolation() -> Result:
+  table = laws.extrapolation()
+  inside = {"": 0, " with floor": 0}
+  for row, cells in table.rows.items():
+    inside[" with floor" * row.endswith("floor")] += sum(not c.outside for c in cells)
+  here = "{} of 14 losses inside 90% intervals, {} with a floor".format(
+    *inside.values()
+  )
+  return verdict(here, inside[""] > 14 / 2)
+
+
+def finding_1() -> Result:
+  plain, two = (paper.loss_fit(name).law for name in ("data_parallel", "diloco_M2"))
+  others = [paper.loss_fit(f"diloco_M{m}").law for m in paper.REPLICAS]
+  crossing = (plain.A / two.A) ** (1 / (two.alpha - plain.alpha))
+  alphas = [law.alpha for law in (plain, *others)]
+  here = f"alpha {', '.join(f'{alpha:.4f}' for alpha in alphas)};"
+  here += f" M = 2 crosses at {crossing / 1e9:.1f}B"
+  return verdict(here, alphas == sorted(alphas, reverse=True) and crossing > 1e9)
+
+
+def finding_2() -> Result:
+  lower = paper.losses("diloco_M1") < paper.losses("data_parallel")
+  return verdict(f"{np.sum(lower)} of {len(lower)} sizes", bool(np.all(lower)))
+
+
+def finding_3() -> Result:
+  batches = np.array(
+    [
+      [paper.law("batch_size", name)(n) for name in paper.ALGORITHMS]
+      for n in paper.model_sizes()
+    ]
+  )
+  grows = np.all(np.diff(batches) > 0, axis=1)
+  here = f"in order at {np.sum(grows)} of {len(grows)} sizes"
+  return verdict(here, bool(np.all(grows[1:])))
+
+
+def parametric_forms() -> Result:
+  """Computes optima: the paper's numbers depend on where its search started."""
+  n, m, loss = paper.loss_grid("nominal")
+  held = n == n.max()
+  errors = []
+  for form in parametric.FORMS:
+    fit = optimum.fit_optimum(form, n[~held], m[~held], loss[~held])
+    errors.append(form.error(fit.q, n[held], m[held], loss[held]))
+  here = ", ".join(f"{error:.4f}" for error in errors) + " at the optima"
+  return verdict(here, int(np.argmin(errors)) == 2)
+
+
+def _list(numbers: list[float]) -> str:
+  return ", ".join(f"{number:g}" for number in numbers)

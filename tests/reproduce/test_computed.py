@@ -1,0 +1,102 @@
+"""The claims that need no training, against other computations of the same numbers."""
+
+import csv
+import itertools
+import math
+import re
+import tomllib
+
+import numpy as np
+import pytest
+
+from diloco.reproduce import __main__ as reproduce
+from diloco.reproduce import computed
+from diloco.reproduce.claim import CONTRADICTED, SHOWN
+from diloco.util.shipped import PACKAGE
+
+WORDS = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
+PAPERS = PACKAGE / "scaling_laws" / "papers"
+
+
+def numbers(name):
+  """Returns the numbers in what a claim says."""
+  found = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", getattr(computed, name)()[0])
+  return [float(number.replace(",", "")) for number in found]
+
+
+def test_the_table_has_a_row_for_every_claim(capsys):
+  assert reproduce.main(["--computed"]) == 0
+  head, _, *rows = capsys.readouterr().out.splitlines()
+  assert head == "| kind | claim | source | paper | here | command | verdict |"
+  assert len(rows) == len(WORDS)
+  for row, claim in zip(rows, WORDS.values()):
+    assert row.startswith(f"| {claim['kind']} | {claim['claim']} | {claim['source']} |")
+    last = row.rpartition(" | ")[2].removesuffix(" |")
+    assert last in (SHOWN, CONTRADICTED, computed.INCONSISTENT)
+
+
+def test_every_command_exists():
+  for claim in WORDS.values():
+    command = claim.get("command", "reproduce").split()[0]
+    assert command in ("simulate", "scaling_laws", "list_configs", "reproduce")
+    assert ("here" in claim) == (claim["kind"] == "text")
+
+
+def test_slopes_by_hand():
+  with (PACKAGE / "reproduce/papers/streaming_table5_c4_scaling.csv").open() as file:
+    rows = [row for row in csv.DictReader(file) if row["eval_loss"]]
+  by_hand = []
+  for method in ("data_parallel", computed.H100):
+    own = [row for row in rows if row["method"] == method]
+    x = np.array([math.log(float(row["flops"])) for row in own])
+    y = np.array([float(row["eval_loss"]) for row in own])
+    by_hand.append(
+      ((x - x.mean()) @ (y - y.mean())) / ((x - x.mean()) @ (x - x.mean()))
+    )
+  assert numbers("slopes")[:2] == pytest.approx(by_hand, abs=1e-5)
+  # Losses that differ in the digits that are not printed move a slope by that much.
+  rng = np.random.default_rng(0)
+  moved = [
+    (x - x.mean())
+    @ rng.uniform(-0.005, 0.005, len(x))
+    / ((x - x.mean()) @ (x - x.mean()))
+    for _ in range(4000)
+  ]
+  assert np.quantile(moved, 0.95) == pytest.approx(0.0006, rel=0.1)
+  difference = numbers("slopes_differ")[0]
+  assert difference == pytest.approx(by_hand[1] - by_hand[0], abs=1e-4)
+
+
+def test_findings_of_scaling_laws_by_hand():
+  with (PAPERS / "table4_loss.csv").open() as file:
+    rows = [*csv.DictReader(file)]
+  assert all(float(row["diloco_M1"]) < float(row["dp"]) for row in rows)
+  assert computed.finding_2() == (f"{len(rows)} of {len(rows)} sizes", SHOWN)
+  with (PAPERS / "table9_batch_powerlaw.csv").open() as file:
+    laws = [(float(r["A"]), float(r["alpha"])) for r in csv.DictReader(file)]
+  in_order = 0
+  for n in (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9):
+    batches = [a * n**alpha for a, alpha in laws]
+    in_order += all(a < b for a, b in itertools.pairwise(batches))
+  assert computed.finding_3() == (f"in order at {in_order} of 7 sizes", SHOWN)
+
+
+def test_bytes_and_memory_by_hand():
+  params, part = 100e9, 3 / 108
+  share, inner, outer, more = numbers("memory")
+  assert share == pytest.approx(100 * 2 / 3, abs=0.05)
+  assert (inner, outer) == (1118, 20.7)
+  assert (inner, outer) == pytest.approx(
+    (12 * params / 2**30, 8 * params * part / 2**30), rel=2e-3
+  )
+  assert more == pytest.approx(100 * 8 * part / 12, abs=0.01)
+  # 25B tokens in 0.67 hours of 0.1 s: 16 bits for each of 1e9 parameters in each step.
+  assert numbers("terabytes_of_table_1") == [386, 48]
+
+
+def test_a_claim_that_fails_is_contradicted(monkeypatch):
+  gbits = [0.5, 1.0, 2.0]
+  low = {"streaming_overlap_fp4": gbits, "streaming_overlap": gbits}
+  monkeypatch.setattr(computed, "table_4", lambda: low)
+  assert computed.best_method_needs() == ("0.5, 1, 2 Gbit/s", CONTRADICTED)
+  assert computed.larger_models_need_less()[1] == CONTRADICTED
