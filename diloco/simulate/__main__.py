@@ -107,7 +107,6 @@ def link(args: Args) -> Answer:
     from diloco.simulate import figures
 
     check_picture(args["plot"], "x.png", "--plot")
-    make_folder(args["plot"].parent, "--plot")
     palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
   lines = [
