@@ -163,9 +163,8 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
     laws, _ = results.fit_runs(table, strict=not args.any)
   n, m, method = parse_count(args.params, "--params"), args.replicas, args.method
   settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
-  answer = dataclasses.asdict(
-    recommend_lib.recommend(n, m, method, *settings, laws=laws)
-  )
+  found = recommend_lib.recommend(n, m, method, *settings, laws=laws)
+  answer = dataclasses.asdict(found)
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
     run = (n, m, method, algorithm)
     # Laws of the loss hold only for the tokens per parameter of the fitted runs.

@@ -139,10 +139,8 @@ def leave_largest_out(fit: Fit) -> dict[int, float]:
     law = fit_power_law(n[~held], y[~held], m[~held] if "beta" in fit.names else None)
   except ValueError:
     return {}
-  return {
-    int(m): float(abs(np.log(y) - np.log(law(n, m))))
-    for n, m, y in zip(n[held], m[held], y[held])
-  }
+  errors = np.log(y[held]) - law.log_y(n[held], m[held])[0]
+  return dict(zip(m[held].astype(int).tolist(), np.abs(errors).tolist()))
 
 
 def _columns(params: Numbers, replicas: Numbers, count: int) -> Array:
