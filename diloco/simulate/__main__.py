@@ -143,11 +143,9 @@ def frontier(args: Args) -> Answer:
       f" {gbits:g} Gbit/s; the best reaches {most:.3g}. Raise --gbits or lower"
       " --target."
     )
-  lines = [
-    text,
-    *assumed(args, dataclasses.replace(work, method="streaming", plan=None)),
-  ]
-  return {"choices": choices, "sources": from_config.SOURCES}, "\n".join(lines)
+  work = dataclasses.replace(work, method="streaming", plan=None)
+  text = "\n".join([text, *assumed(args, work)])
+  return {"choices": choices, "sources": from_config.SOURCES}, text
 
 
 def compare(args: Args) -> Answer:
