@@ -151,6 +151,7 @@ def lines(
       "paper": [claim.paper for claim in some],
       "here": [_formatted(claim, v) for claim, v in zip(some, values)],
       "shown if": [_range(claim) for claim in some],
+      "runs": [f"`--only={claim.ablation}`" for claim in some],
       "verdict": [decided(claim, v) for claim, v in zip(some, values)],
     }
   )

@@ -105,6 +105,8 @@ def test_a_difference_of_differences_is_told_in_points():
   told = claim.lines(
     [plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found}, {"x": []}
   )
-  assert told[-2].endswith("| +0.99% [+0.99, +0.99], 2 seeds | above 0% | shown |")
-  assert told[-1].endswith("2 seeds | below 0 points | contradicted |")
+  assert told[-2].endswith(
+    "| +0.99% [+0.99, +0.99], 2 seeds | above 0% | `--only=x` | shown |"
+  )
+  assert told[-1].endswith("2 seeds | below 0 points | `--only=x` | contradicted |")
   assert "| +0.02 points [+0.02, +0.02]," in told[-1]

@@ -105,8 +105,13 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   for claim in claims:
     assert page.count(f"| {claim.text} | {claim.source} | {claim.paper} |") == 1
   # From tau = 1 to 5 the loss grows by 0.04, from 5.01 at seed 0 and from 5.11 at 1.
-  assert "+0.79% [+0.74, +0.84], 2 seeds | below 0.2% | contradicted |" in page
-  assert "-0.20% [-0.21, -0.18], 2 seeds | below 0% | shown |" in page
+  assert (
+    "+0.79% [+0.74, +0.84], 2 seeds | below 0.2% | `--only=tau` | contradicted |"
+    in page
+  )
+  assert (
+    "-0.20% [-0.21, -0.18], 2 seeds | below 0% | `--only=evaluated` | shown |" in page
+  )
   # Two seeds train together, and both have the group's 36 s.
   assert "24 runs, 0 failed, 0.1 hours" in page
   assert "no result yet" not in page
@@ -161,7 +166,7 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   claim = "M=2 does better relative to data-parallel at the largest N"
   row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
   assert (
-    "+0.00 points [+0.00, +0.00], 2 seeds | below 0 points | not shown at this scale"
+    "+0.00 points [+0.00, +0.00], 2 seeds | below 0 points | `--only=ladder` | not shown at this scale"
     in row
   )
   assert "| DiLoCo, M=4 | 1081 | 2 | 5.1500 ± 0.0707 | +0.00 ± 0.00 |" in page
