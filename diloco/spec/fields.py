@@ -58,7 +58,8 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 class FragmentsConfig:
   """Which parameters are synchronised together (Streaming DiLoCo, section 2.2)."""
 
-  # Transformer blocks per fragment. The paper uses 3 at every scale (figure 6).
+  # Transformer blocks per fragment, at most all. The paper uses 3 at each scale (figure
+  # 6).
   size: int = 3
   # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
   # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
@@ -73,8 +74,8 @@ class FragmentsConfig:
 class OverlapConfig:
   """How inner steps overlap an exchange (Streaming DiLoCo, section 2.3)."""
 
-  # tau: inner steps between a send and its merge. 0 waits for the exchange. The paper
-  # uses 1 and advises at most 5 (section 3.3.2).
+  # tau: inner steps between a send and its merge, fewer than H. 0 waits for the
+  # exchange. The paper uses 1 and advises at most 5 (section 3.3.2).
   tau: int = 1
   # tau of each replica, if replicas differ in speed (section 3.3.2). Empty: every
   # replica uses `tau`.
@@ -120,8 +121,9 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Final outer learning rate / initial one; cosine decay over all outer updates of a
-  # fragment. 1: constant, as in both papers.
+  # Final outer learning rate / initial one; cosine decay over the outer updates of the
+  # fragment that has most: others may end one update before. 1: constant, as in both
+  # papers.
   final_fraction: Share = 1.0
   # Final momentum of sgd, along the same cosine. Negative: constant, as in both papers.
   final_momentum: Annotated[float, Range(-1, 1)] = -1.0
