@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.algorithm.sync_metrics import Metrics
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.link import Closed
 from diloco.mesh import sharding
-from diloco.sites.calendar import Calendar
-from diloco.sites.link import Closed
 from diloco.util.types import PyTree
 
 

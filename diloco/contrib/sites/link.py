@@ -17,9 +17,9 @@ from typing import Any
 
 import grpc
 
+from diloco.contrib.sites import messages
+from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
-from diloco.sites import messages
-from diloco.sites.messages import BadMessage, Message
 
 _FINAL = {  # Statuses after which it is useless to try again.
   grpc.StatusCode.INVALID_ARGUMENT,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from threads import at_once, connected
 
-from diloco.sites import shared_link
-from diloco.sites.link import Closed, Welcome
-from diloco.sites.shared_link import SharedLink
+from diloco.contrib.sites import shared_link
+from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.shared_link import SharedLink
 
 CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"})
 WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")

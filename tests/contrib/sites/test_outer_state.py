@@ -10,10 +10,10 @@ import pytest
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import make_outer
 from diloco.config import resolve
+from diloco.contrib.sites import outer_state
+from diloco.contrib.sites.link import Closed
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import abstract
-from diloco.sites import outer_state
-from diloco.sites.link import Closed
 from diloco.wire import exchange
 
 

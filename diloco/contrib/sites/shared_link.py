@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
+from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.processes.peers import Peers
-from diloco.sites.link import Closed, Link, Welcome
 
 
 class SharedLink:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from diloco.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
 
 SITES = st.integers(0, 3)
 

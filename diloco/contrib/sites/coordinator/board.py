@@ -14,14 +14,15 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from diloco.coordinator.journal import Entry, Journal
-from diloco.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites import SitesConfig
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.messages import BadMessage, Message, number
 from diloco.errors import ConfigError
-from diloco.sites.calendar import Calendar
-from diloco.sites.messages import BadMessage, Message, number
 
 if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
-  from diloco.coordinator.group import OuterGroup
+  from diloco.contrib.sites.coordinator.group import OuterGroup
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
@@ -88,7 +89,7 @@ class Board:
       journal: the closed rounds on the disk.
       say: prints a line.
     """
-    sites = calendar.config.sites
+    self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
     self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
     self.uploads: dict[tuple[int, int], Upload] = {}
@@ -98,7 +99,7 @@ class Board:
     self._group: OuterGroup | None = None
     self._loaded = asyncio.Event()
     self.on_closed: Callable[[Entry], None] = lambda entry: None
-    self._start_s, self._first_ready = sites.start_s, math.inf
+    self._first_ready = math.inf
     self._linger_s = max(2 * sites.grace_s, _LINGER_S)
     self._recent: dict[int, Entry] = {}
     self._owners: dict[tuple[int, int], str] = {}
@@ -297,7 +298,7 @@ class Board:
     members = self.rounds.members.values()
     ready = sum(m.presence is Presence.IN for m in members)
     waited = time.monotonic() - self._first_ready
-    enough = ready >= self.calendar.config.sites.quorum and waited > self._start_s
+    enough = ready >= self._sites.quorum and waited > self._sites.start_s
     if ready == self.calendar.sites or enough:
       self._say(f"Training begins with {ready} of {self.calendar.sites} sites.")
       self.started = True

@@ -5,8 +5,8 @@ import json
 import pytest
 import wreck
 
-from diloco.coordinator import journal as journal_lib
-from diloco.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator import journal as journal_lib
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.errors import ConfigError
 from diloco.util import files
 

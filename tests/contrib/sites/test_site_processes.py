@@ -15,13 +15,13 @@ import pytest
 from threads import free_port
 
 from diloco.config import resolve
+from diloco.contrib.sites import make_certificates
+from diloco.contrib.sites.calendar import Calendar
 from diloco.interop.load import load
 from diloco.log import metrics
-from diloco.sites import make_certificates
-from diloco.sites.calendar import Calendar
 from diloco.util.command import load_module
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 CONFIG = ROOT / "tests" / "process_config.py"
 LONG = 900  # Seconds after which a test gives up.
 

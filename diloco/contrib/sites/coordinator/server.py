@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 
 from diloco.checkpoint import resume
-from diloco.coordinator.board import Board, Session, Upload
+from diloco.contrib.sites import messages, security
+from diloco.contrib.sites.coordinator.board import Board, Session, Upload
+from diloco.contrib.sites.messages import BadMessage, Message, chunks, pack
 from diloco.errors import ConfigError
-from diloco.sites import messages, security
-from diloco.sites.messages import BadMessage, Message, chunks, pack
 
 _HELLO_S = 30.0  # Seconds in which a connection must send `join`.
 _LONGEST = 2000  # Characters of a reason; gRPC refuses headers of 8 KiB.

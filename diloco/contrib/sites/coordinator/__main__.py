@@ -21,7 +21,7 @@ from diloco.util import files
 from diloco.util.command import make_folder
 
 if TYPE_CHECKING:
-  from diloco.coordinator.group import OuterGroup
+  from diloco.contrib.sites.coordinator.group import OuterGroup
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file(
@@ -55,15 +55,15 @@ def main(_: list[str]) -> None:
 
 async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
-  from diloco.coordinator.board import Board
-  from diloco.coordinator.journal import Journal
-  from diloco.coordinator.report import Report
-  from diloco.coordinator.server import Server
+  from diloco.contrib.sites import security
+  from diloco.contrib.sites.calendar import Calendar
+  from diloco.contrib.sites.coordinator.board import Board
+  from diloco.contrib.sites.coordinator.journal import Journal
+  from diloco.contrib.sites.coordinator.report import Report
+  from diloco.contrib.sites.coordinator.server import Server
   from diloco.log.metrics import CONFIG
   from diloco.processes.distributed import lock_workdir
   from diloco.processes.peers import Peers, say
-  from diloco.sites import security
-  from diloco.sites.calendar import Calendar
 
   credentials = security.server_credentials(FLAGS.listen, FLAGS.tls, FLAGS.insecure)
   calendar = Calendar(c, c.mesh.fsdp or 1)
@@ -87,7 +87,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
       loop.add_signal_handler(signum, board.stop)
 
     def load() -> "OuterGroup":
-      from diloco.coordinator import group  # JAX takes seconds.
+      from diloco.contrib.sites.coordinator import group  # JAX takes seconds.
 
       return group.OuterGroup(calendar, workdir, journal)
 

@@ -6,11 +6,11 @@ import zlib
 import grpc
 import pytest
 
+from diloco.contrib.sites import link as link_lib
+from diloco.contrib.sites import messages
+from diloco.contrib.sites.link import Link
+from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
-from diloco.sites import link as link_lib
-from diloco.sites import messages
-from diloco.sites.link import Link
-from diloco.sites.messages import BadMessage, Message
 
 CLOSED = {
   "round": 0,

@@ -4,8 +4,8 @@ import pathlib
 
 import tqdm
 
-from diloco.coordinator.board import Board
-from diloco.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.board import Board
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.processes.peers import say
 from diloco.util import files
 from diloco.util.bar import make_bar

@@ -5,10 +5,10 @@ import pytest
 from sites import make_calendar
 
 from diloco.config import changed
-from diloco.coordinator.group import OuterGroup
-from diloco.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.group import OuterGroup
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.errors import ConfigError
-from diloco.sites.calendar import Calendar
 
 
 def entry_of(calendar, number: int) -> Entry:

@@ -15,8 +15,8 @@ import os
 import pathlib
 import sys
 
+from diloco.contrib.sites import security
 from diloco.errors import ConfigError
-from diloco.sites import security
 from diloco.util import command
 
 try:

@@ -10,14 +10,14 @@ from diloco.algorithm.state import OuterState, TrainState, init_outer
 from diloco.checkpoint import checkpoints, damage, resume
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import changed
-from diloco.coordinator.journal import Entry, Journal
+from diloco.contrib.sites import outer_state
+from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.link import Closed
 from diloco.errors import ConfigError
 from diloco.interop.init import first_params
 from diloco.mesh.devices import make_mesh
 from diloco.model import registry
-from diloco.sites import outer_state
-from diloco.sites.calendar import Calendar, config_of
-from diloco.sites.link import Closed
 from diloco.util.types import PyTree
 
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.

@@ -22,15 +22,14 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
+from diloco.contrib.sites import outer_state, security
+from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.link import Closed, Link, Welcome
+from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
-from diloco.errors import ConfigError
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped
-from diloco.sites import outer_state, security
-from diloco.sites.calendar import Calendar, config_of
-from diloco.sites.link import Closed, Link, Welcome
-from diloco.sites.shared_link import SharedLink
 from diloco.spec import sizes
 from diloco.util.types import PyTree
 
@@ -56,16 +55,7 @@ class SitePart:
     self.first_replica = self.index * Calendar(self.config).replicas_per_site
 
   def own_config(self) -> Config:
-    """Returns the config by which this site trains.
-
-    Raises:
-      ConfigError: overlap.transport is not sites.
-    """
-    if self.config.overlap.transport != "sites":
-      raise ConfigError(
-        f"overlap.transport is {self.config.overlap.transport}, which needs no"
-        " --coordinator and --site (docs/sites.md)."
-      )
+    """Returns the config by which this site trains."""
     return config_of(self.config, self.index)
 
   def method(self, method: Method, batches: Batches, stop: Stop) -> Method:

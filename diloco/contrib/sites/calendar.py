@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 from diloco.config import Config, changed
+from diloco.contrib.sites import SitesConfig
 from diloco.errors import ConfigError
 from diloco.spec import shapes, sizes
 
@@ -42,7 +43,7 @@ class Calendar:
   @property
   def sites(self) -> int:
     """K."""
-    return self.config.sites.count or self.config.replicas
+    return self.config.of(SitesConfig).count or self.config.replicas
 
   @functools.cached_property
   def fragments(self) -> int:

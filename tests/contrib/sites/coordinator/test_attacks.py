@@ -10,8 +10,8 @@ import grpc
 import pytest
 from sites import Coordinator, Player, make_calendar, payload, play, wait
 
-from diloco.sites import messages, security
-from diloco.sites.messages import CHUNK, Message, pack
+from diloco.contrib.sites import messages, security
+from diloco.contrib.sites.messages import CHUNK, Message, pack
 
 ALL = make_calendar(3, steps=80, start_s=0.0)
 CODES = grpc.StatusCode

@@ -6,8 +6,8 @@ import stat
 import pytest
 from sites import Coordinator, Player, make_calendar, play, wait
 
+from diloco.contrib.sites import make_certificates, security
 from diloco.errors import ConfigError
-from diloco.sites import make_certificates, security
 
 ALL = make_calendar(2, start_s=0.0)
 
@@ -118,7 +118,7 @@ def test_another_config_and_a_doubled_site_are_one_sentence(run, folders, monkey
   reason = refusal(coordinator, 1, folders / "ours" / "site-1", config=config)
   assert "another config than this site (seed: 0 -> 9); give both the same." in reason
   assert reason.startswith(f"the coordinator at {coordinator.address} has")
-  monkeypatch.setattr("diloco.sites.link._DOUBLED_S", 1)
+  monkeypatch.setattr("diloco.contrib.sites.link._DOUBLED_S", 1)
   reason = refusal(coordinator, 0, folders / "ours" / "site-0")
   assert "refuses --site=0: another process is this site" in reason
   goes_on(coordinator, first)

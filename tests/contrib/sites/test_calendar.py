@@ -6,26 +6,23 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import tiny_config
+from conftest import tiny_config, update
 
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.slices import take
 from diloco.config import resolve
+from diloco.contrib.sites.calendar import Calendar, config_of
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.model import registry
-from diloco.sites.calendar import Calendar, config_of
 from diloco.wire import exchange
 
 
 def make(**fields) -> Calendar:
   c = tiny_config()
   c.replicas, c.train.batch_size, c.overlap.transport = 4, 8, "sites"
-  for name, value in fields.items():
-    field = name.replace("__", ".")
-    with c.ignore_type():
-      c.update_from_flattened_dict({field: value})
+  update(c, {name.replace("__", "."): value for name, value in fields.items()})
   return Calendar(resolve(c))
 
 

@@ -9,8 +9,8 @@ import pytest
 import sites
 from sites import Coordinator, Player, in_time, make_calendar, payload, play, wait
 
-from diloco.coordinator.rounds import Presence
-from diloco.coordinator.server import Server
+from diloco.contrib.sites.coordinator.rounds import Presence
+from diloco.contrib.sites.coordinator.server import Server
 
 ALL = make_calendar()
 

@@ -12,8 +12,8 @@ import ssl
 
 import grpc
 
+from diloco.contrib.sites.messages import LARGEST
 from diloco.errors import ConfigError
-from diloco.sites.messages import LARGEST
 from diloco.util.files import local_path
 
 NAME = "coordinator"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from diloco.sites import messages
-from diloco.sites.messages import BadMessage, Message
+from diloco.contrib.sites import messages
+from diloco.contrib.sites.messages import BadMessage, Message
 
 VALUES = st.recursive(
   st.none() | st.booleans() | st.integers() | st.text(),

@@ -12,11 +12,11 @@ from process_config import get_config
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
+from diloco.contrib.sites import outer_state
+from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.site import SitePart
 from diloco.mesh.devices import make_mesh
-from diloco.sites import outer_state
-from diloco.sites.calendar import Calendar, config_of
-from diloco.sites.link import Closed, Welcome
-from diloco.sites.site import SitePart
 
 EVERY, TAU = 3, 2  # As in process_config.
 
