@@ -70,8 +70,7 @@ class Calendar:
     c = self.config
     part = c.make_fragments()[self.rounds[number][1]]
     part_shapes = part.shapes(shapes.parameters(c.model))
-    one = sizes.payload_bytes(c.wire, part_shapes, self.fsdp)
-    return one * self.replicas_per_site
+    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes, self.fsdp)
 
   def step_before(self, number: int) -> int:
     """Returns the step after which a site goes on that has rounds below `number`.

@@ -16,17 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+from grpc import StatusCode as Status
 
 from diloco.contrib.sites import messages
 from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
 
-_FINAL = {  # Statuses after which it is useless to try again.
-  grpc.StatusCode.INVALID_ARGUMENT,
-  grpc.StatusCode.FAILED_PRECONDITION,
-  grpc.StatusCode.PERMISSION_DENIED,
-  grpc.StatusCode.UNAUTHENTICATED,
-  grpc.StatusCode.UNIMPLEMENTED,
+# Statuses after which it is useless to try again.
+_FINAL = {
+  *(Status.INVALID_ARGUMENT, Status.FAILED_PRECONDITION, Status.PERMISSION_DENIED),
+  *(Status.UNAUTHENTICATED, Status.UNIMPLEMENTED),
 }
 _DOUBLED_S = 45.0  # A dead connection of this site is noticed by then.
 _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
@@ -88,16 +87,13 @@ class Link:
       open_channel: opens a channel to the coordinator.
       address: of the coordinator, for messages.
       hello: what the site says of itself: `join` of docs/sites.md.
-      say: tells the user a line.
-      room: closed rounds that are kept; more than the fragments of the model.
+      say: prints a line.
+      room: see above; more than the fragments of the model.
     """
     self.inside, self.reconnects, self.room = 0, 0, room
     self._open, self._address, self._say = open_channel, address, say
-    self._hello = {
-      **hello,
-      "version": messages.VERSION,
-      "session": secrets.token_hex(8),
-    }
+    own = {"version": messages.VERSION, "session": secrets.token_hex(8)}
+    self._hello = hello | own
     self._changed = threading.Condition()
     self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     self._welcome: Welcome | None = None  # Until the training thread takes it.
@@ -140,7 +136,7 @@ class Link:
     with self._changed:
       self._first = first
       if self._entered:
-        self._put(Message("ready", {"round": first}))
+        self._put("ready", {"round": first})
 
   def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
     """Waits until the group begins; returns False if `stopping()` comes first."""
@@ -195,7 +191,7 @@ class Link:
       if self._leaving:
         return
       self._leaving = True
-      self._put(Message("leave", {"reason": reason}))
+      self._put("leave", {"reason": reason})
       self._requests.put(None)
       self._changed.notify_all()
     if self._thread:
@@ -203,13 +199,13 @@ class Link:
     if self._call:
       self._call.cancel()
 
-  def _put(self, message: Message) -> None:
-    self._requests.put(messages.pack(message))
+  def _put(self, *message: Any) -> None:
+    self._requests.put(messages.pack(Message(*message)))
 
   def _put_payload(self, whole: Message) -> None:
     for offset, part in messages.chunks(whole.body):
       fields = whole.fields if offset == 0 else {"round": whole.fields["round"]}
-      self._put(Message("chunk", {**fields, "offset": offset}, part))
+      self._put("chunk", {**fields, "offset": offset}, part)
 
   def _wait(self, done: Callable[[], bool]) -> None:
     with self._changed:
@@ -254,9 +250,8 @@ class Link:
           " --tls=FOLDER with a certificate of the coordinator's own authority"
           " (python -m diloco make_certificates)."
         )
-      if status in _FINAL or (
-        status is grpc.StatusCode.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
-      ):
+      doubled = status is Status.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
+      if status in _FINAL or doubled:
         raise ConfigError(f"the coordinator at {self._address} {reason}.")
       if not told and now - lost_at > 1:
         told = True
@@ -265,22 +260,19 @@ class Link:
       pause = min(2 * pause, _RETRY_S[1])
       self.reconnects += 1
 
-  def _session(self) -> tuple[grpc.StatusCode | None, str]:
+  def _session(self) -> tuple[Status | None, str]:
     """Joins and receives until the connection ends; returns why it ended."""
     with self._changed:
       requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
       self._requests, self._entered, self._welcomed = requests, False, {}
       self._parts.clear()
-      self._put(
-        Message(
-          "join", {**self._hello, "received": self._next if self._known else None}
-        )
-      )
+      received = self._next if self._known else None
+      self._put("join", {**self._hello, "received": received})
     try:
       with contextlib.closing(self._open()) as channel:
         call = channel.stream_stream(messages.METHOD)
-        self._call = received = call(iter(requests.get, None))
-        for data in received:
+        self._call = arriving = call(iter(requests.get, None))
+        for data in arriving:
           self._receive(messages.unpack(data))
       return None, "it closed the connection"
     except grpc.RpcError as error:
@@ -300,7 +292,7 @@ class Link:
     with self._changed:
       try:
         if message.kind == "chunk":
-          self._chunk(fields["round"], fields["site"], fields["offset"], message.body)
+          self._chunk(fields, message.body)
         elif message.kind == "welcome":
           self._welcomed, self._snapshot = fields, bytearray()
           self._enter()
@@ -332,11 +324,10 @@ class Link:
     if self._first is not None:  # The site trains already: the connection was lost.
       for whole in self._outgoing.values():
         self._put_payload(whole)
-      self._put(Message("ready", {"round": min([*self._outgoing, self._first])}))
+      self._put("ready", {"round": min([*self._outgoing, self._first])})
 
-  def _chunk(
-    self, number: int, site: int, offset: int, body: bytes | memoryview
-  ) -> None:
+  def _chunk(self, fields: dict[str, Any], body: bytes | memoryview) -> None:
+    number, site, offset = fields["round"], fields["site"], fields["offset"]
     part = self._parts.setdefault((number, site), bytearray())
     if offset == 0:
       part.clear()
@@ -368,19 +359,19 @@ class Link:
     self._next = number + 1
 
 
-def _is_rejection(status: grpc.StatusCode | None, reason: str) -> bool:
+def _is_rejection(status: Status | None, reason: str) -> bool:
   """Returns whether a connection ended before the coordinator answered.
 
   The side that does not accept a certificate says nothing: the other side sees only
   that the connection ends.
   """
   silent = "Socket closed" in reason or "handshake" in reason.lower()
-  return status is grpc.StatusCode.UNAVAILABLE and silent
+  return status is Status.UNAVAILABLE and silent
 
 
-def _problem(status: grpc.StatusCode | None, address: str, reason: str) -> str:
+def _problem(status: Status | None, address: str, reason: str) -> str:
   """Returns a sentence about a lost connection; UNKNOWN is an error of the server."""
-  if status is grpc.StatusCode.UNKNOWN:
+  if status is Status.UNKNOWN:
     return f"The coordinator at {address} has an error, see its output ({reason})."
   return f"No coordinator at {address} ({reason})."
 

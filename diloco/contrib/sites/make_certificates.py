@@ -109,27 +109,23 @@ def _make_party(
       .sign(key, hashes.SHA256())
     )
   folder.mkdir(parents=True, exist_ok=True)
-  s = serialization
-  (folder / "ca.pem").write_bytes(ca.public_bytes(s.Encoding.PEM))
+  s, pem = serialization, serialization.Encoding.PEM
+  (folder / "ca.pem").write_bytes(ca.public_bytes(pem))
   key_file = folder / "key.pem"
   key_file.unlink(missing_ok=True)
   with os.fdopen(os.open(key_file, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-    file.write(
-      key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
-    )
-  (folder / "cert.pem").write_bytes(cert.public_bytes(s.Encoding.PEM))
+    file.write(key.private_bytes(pem, s.PrivateFormat.PKCS8, s.NoEncryption()))
+  (folder / "cert.pem").write_bytes(cert.public_bytes(pem))
   return cert, key
 
 
 def main() -> None:
-  parser = command.Parser(
-    prog="python -m diloco make_certificates", description=__doc__
-  )
-  parser.add_argument(
-    "--out", type=command.as_path, required=True, help="folder of all parties"
-  )
-  parser.add_argument("--sites", type=int, required=True, help="number of sites, K")
-  parser.add_argument("--days", type=int, default=365, help="days until they end")
+  prog = "python -m diloco make_certificates"
+  parser = command.Parser(prog=prog, description=__doc__)
+  add = parser.add_argument
+  add("--out", type=command.as_path, required=True, help="folder of all parties")
+  add("--sites", type=int, required=True, help="number of sites, K")
+  add("--days", type=int, default=365, help="days until they end")
   args = parser.parse_args()
   if min(args.sites, args.days) < 1:
     parser.error(f"--sites is {args.sites} and --days {args.days}; give at least 1")

@@ -29,10 +29,7 @@ def apply(
 
   Args:
     plan: of a site, or of the coordinator.
-    calendar: of the run.
-    closed: the round.
-    theta: outer parameters of the fragment.
-    opt_state: outer optimizer state of the fragment.
+    theta, opt_state: outer parameters and optimizer state of the fragment.
 
   Returns:
     New theta, new opt_state, metrics float32 [].
@@ -50,10 +47,7 @@ def apply(
   payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     return plan.form.update(
-      theta,
-      opt_state,
-      payload,
-      plan.tuned,
+      *(theta, opt_state, payload, plan.tuned),
       None if equal else weights.reshape(-1),
       wire=plan.wire,
       outer=plan.outer,

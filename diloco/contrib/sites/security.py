@@ -66,9 +66,8 @@ def channel(address: str, folder: str, insecure: bool) -> grpc.Channel:
     return grpc.insecure_channel(address, options)
   ca, cert, key = _read(folder)
   options.append(("grpc.ssl_target_name_override", NAME))
-  return grpc.secure_channel(
-    address, grpc.ssl_channel_credentials(ca, key, cert), options
-  )
+  own = grpc.ssl_channel_credentials(ca, key, cert)
+  return grpc.secure_channel(address, own, options)
 
 
 def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:

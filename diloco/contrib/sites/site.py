@@ -68,12 +68,8 @@ def make_part(
   """Prepares a site, which joins when training begins.
 
   Args:
-    c: config of the whole run.
-    index: the site's number.
-    address: host:port of the coordinator.
-    tls: folder of the site's certificates; "" with `insecure`.
-    insecure: whether to use plain text.
-    peers: the processes of this site; process 0 connects to the coordinator.
+    c, index, peers: see `SitePart`; process 0 connects to the coordinator.
+    address, tls, insecure: see `security.channel`.
 
   Raises:
     ConfigError: the run has no such site, the address is wrong, or certificates are
@@ -82,12 +78,10 @@ def make_part(
   config_of(c, index)
   open_channel = functools.partial(security.channel, address, tls, insecure)
   open_channel().close()  # Finds mistakes.
-  hello = {"site": index, "config": c.to_dict()}
-  room = Calendar(c).room
+  hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
   link = Link(open_channel, address, hello, say, room) if peers.index == 0 else None
-  if link and peers.count == 1:
-    return SitePart(c, index, link, peers)
-  return SitePart(c, index, SharedLink(link, peers), peers)
+  shared = link if link and peers.count == 1 else SharedLink(link, peers)
+  return SitePart(c, index, shared, peers)
 
 
 @dataclasses.dataclass
@@ -113,7 +107,10 @@ class Site(Wrapper):
     # Rounds that this site has sent, not yet merged: the compressor state before each.
     self._pending = dict[int, PyTree]()
     self._ready = False
-    self._jobs = self._make_jobs()
+    # A thread updates the outer state while the devices train. Several processes must
+    # receive together, so they update it when a round is due.
+    self._background = self.part.peers.count == 1
+    self._jobs = Jobs(self._background)
     self._waited_s = 0.0
     self._events = list[Event]()  # Of the current call of `outer` or `drain`.
     # For the summary: rounds that this site merged, those in which its payload counted,
@@ -122,15 +119,14 @@ class Site(Wrapper):
 
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
-    index = self.part.index
+    index, params = self.part.index, summary["params"]
     text = (
       f"{index} of {self._calendar.sites}: contributed to {own['contributed']} of"
       f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
       " steps not trained"
     )
     more = {"index": index, "reconnects": self._link.reconnects, "text": text}
-    params, steps = summary["params"], c.train.steps
-    reference = int(sizes.all_reduce_bytes(c.replicas, params, steps))
+    reference = int(sizes.all_reduce_bytes(c.replicas, params, c.train.steps))
     return {
       "site": own | more,
       "bytes_data_parallel_per_replica": reference,
@@ -236,8 +232,8 @@ class Site(Wrapper):
     position = {shard: [t, x] for part in parts for shard, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
     self._pending[number] = before
-    now = (number, outer.theta[p], outer.opt_state[p])
-    self._jobs.start(number, self._outer_step, *now)
+    job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
+    self._jobs.start(*job)
     self._events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
     return _with_codec_state(state, p, codec_state)
 
@@ -257,8 +253,7 @@ class Site(Wrapper):
 
   def _arrived(self, number: int) -> bool:
     """Waits until a round is closed; returns False if this process must end."""
-    began = time.perf_counter()
-    received = self.stop.received
+    began, received = time.perf_counter(), self.stop.received
     arrived = number < self._applied or self._link.wait_until(number, received)
     self._waited_s = time.perf_counter() - began
     return arrived
@@ -284,9 +279,8 @@ class Site(Wrapper):
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
     """Lines 10 and 11 with one closed round."""
     p, outer = self._calendar.rounds[number][1], state.outer
-    now = (number, outer.theta[p], outer.opt_state[p])
-    closed, updated = self._jobs.finish(number, self._outer_step, *now)
-    theta, opt_state, metrics = updated
+    job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
+    closed, (theta, opt_state, metrics) = self._jobs.finish(*job)
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
@@ -308,13 +302,6 @@ class Site(Wrapper):
     self._events.append(Event("receive", p, t, 0, metrics | more))
     kept = self.method.plan.placement.keep((theta, opt_state))
     return dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
-
-  def _make_jobs(self) -> Jobs:
-    """A thread updates the outer state while the devices train.
-
-    Several processes must receive together, so they update it when a round is due.
-    """
-    return Jobs(background=self.part.peers.count == 1)
 
   def _outer_step(
     self, number: int, theta: PyTree, opt_state: PyTree
@@ -361,7 +348,7 @@ class Site(Wrapper):
     self._link.forget(self._applied)
     self._pending.clear()
     self._jobs.close()
-    self._jobs = self._make_jobs()
+    self._jobs = Jobs(self._background)
     return dataclasses.replace(state, params=params_M, outer=outer)
 
   def _tell(self, line: str) -> None:

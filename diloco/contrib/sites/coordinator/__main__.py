@@ -77,11 +77,8 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
     stack.callback(report.close)
     board.on_closed = report.closed
     port = await server.serve(FLAGS.listen, credentials)
-    host = FLAGS.listen.rpartition(":")[0]
-    say(
-      f"Coordinates {calendar.sites} sites at {host}:{port}, from round"
-      f" {board.published}."
-    )
+    place = f"{FLAGS.listen.rpartition(':')[0]}:{port}"
+    say(f"Coordinates {calendar.sites} sites at {place}, from round {board.published}.")
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
       loop.add_signal_handler(signum, board.stop)

@@ -82,16 +82,11 @@ class Board:
   """
 
   def __init__(self, calendar: Calendar, journal: Journal, say: Callable[[str], None]):
-    """Starts before the first round, or goes on after a restart.
-
-    Args:
-      calendar: all rounds.
-      journal: the closed rounds on the disk.
-      say: prints a line.
-    """
+    """Starts before the first round, or goes on from the journal; `say` prints."""
     self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
     self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
+    self._members = self.rounds.members.values()
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()
     self.started = self.published > 0
@@ -109,15 +104,13 @@ class Board:
     self._last_news = time.monotonic()
     self._applying = asyncio.Lock()
     if self.published - 1 in journal.rounds:
-      last = journal.read(self.published - 1)
-      self.rounds.expect_return(tuple(last.payloads))
+      self.rounds.expect_return(tuple(journal.read(self.published - 1).payloads))
 
   # Sites.
 
   def inside(self) -> int:
     """Counts the connected sites."""
-    members = self.rounds.members.values()
-    return sum(m.presence is not Presence.AWAY for m in members)
+    return sum(m.presence is not Presence.AWAY for m in self._members)
 
   def joined(self, site: int) -> None:
     """A site connects."""
@@ -286,8 +279,7 @@ class Board:
 
   async def _pause(self) -> None:
     """Waits until something happens, or a window ends."""
-    deadline = self.rounds.deadline()
-    seconds = min(max(deadline - time.monotonic(), 0.01), 0.5)
+    seconds = min(max(self.rounds.deadline() - time.monotonic(), 0.01), 0.5)
     with contextlib.suppress(TimeoutError):
       await asyncio.wait_for(self.changed.wait(), seconds)
 
@@ -295,8 +287,7 @@ class Board:
     """Starts the group when all sites are ready, or when the first waited enough."""
     if self.started:
       return
-    members = self.rounds.members.values()
-    ready = sum(m.presence is Presence.IN for m in members)
+    ready = sum(m.presence is Presence.IN for m in self._members)
     waited = time.monotonic() - self._first_ready
     enough = ready >= self._sites.quorum and waited > self._sites.start_s
     if ready == self.calendar.sites or enough:
@@ -355,9 +346,7 @@ class Board:
   def _entry(self, closing: Closing) -> Entry:
     step, fragment = self.calendar.rounds[closing.round]
     uploads = {k: self.uploads[closing.round, k] for k in closing.members}
-    data = dict[str, Any]()
-    for upload in uploads.values():
-      data |= upload.data
+    data = {shard: x for u in uploads.values() for shard, x in u.data.items()}
     return Entry(
       closing.round,
       fragment,

@@ -78,9 +78,8 @@ class OuterGroup:
         f" (fragment {p} after step {entry.step}); choose another --workdir."
       )
     closed = Closed(entry.round, p, entry.tokens, entry.payloads)
-    theta, opt_state = self._outer.theta[p], self._outer.opt_state[p]
-    args = (self._plan, self._calendar, closed, theta, opt_state)
-    theta, opt_state, _ = outer_state.apply(*args)
+    state = (self._outer.theta[p], self._outer.opt_state[p])
+    theta, opt_state, _ = outer_state.apply(self._plan, self._calendar, closed, *state)
     self._outer = self._outer.after_update(p, theta, opt_state)
     self.applied += 1
     self.data |= entry.data

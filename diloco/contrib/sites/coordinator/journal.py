@@ -84,8 +84,7 @@ class Journal:
 
   def write(self, entry: Entry) -> None:
     """Puts a round on the disk; returns when the disk has it."""
-    header = {**entry._asdict(), "payloads": _sizes(entry)}
-    parts = [json.dumps(header).encode() + b"\n", *entry.payloads.values()]
+    parts = [json.dumps(_header(entry)).encode() + b"\n", *entry.payloads.values()]
     crc32 = 0
     with files.replacing(self._path(entry.round)) as file:
       for part in parts:
@@ -144,11 +143,12 @@ class Journal:
     return self._folder / f"{number:09d}.round"
 
   def _write_line(self, entry: Entry) -> None:
-    line = {**entry._asdict(), "payloads": _sizes(entry)}
-    line.pop("data")
+    line = _header(entry)
+    del line["data"]
     with self._lines.open("ab") as file:
       file.write(json.dumps(line).encode() + b"\n")
 
 
-def _sizes(entry: Entry) -> dict[int, int]:
-  return {site: len(data) for site, data in entry.payloads.items()}
+def _header(entry: Entry) -> dict[str, Any]:
+  sizes = {site: len(data) for site, data in entry.payloads.items()}
+  return entry._asdict() | {"payloads": sizes}

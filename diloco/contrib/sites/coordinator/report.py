@@ -22,10 +22,8 @@ class Report:
   def closed(self, entry: Entry) -> None:
     """Shows a round that closed."""
     if self._bar is None:
-      total = len(self._calendar.rounds)
-      self._bar = make_bar(
-        total=total, initial=entry.round, unit="round", desc="rounds"
-      )
+      place = {"total": len(self._calendar.rounds), "initial": entry.round}
+      self._bar = make_bar(**place, unit="round", desc="rounds")
     late = sum(m.late for m in self._board.rounds.members.values())
     self._bar.set_postfix_str(
       f"step {entry.step}, {self._board.inside()} of {self._calendar.sites} sites,"

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+from grpc import StatusCode as Status
 
 from diloco.checkpoint import resume
 from diloco.contrib.sites import messages, security
@@ -25,7 +26,7 @@ _LONGEST = 2000  # Characters of a reason; gRPC refuses headers of 8 KiB.
 class Refused(Exception):
   """Why a connection ends: a gRPC status and a sentence."""
 
-  def __init__(self, status: grpc.StatusCode, reason: str):
+  def __init__(self, status: Status, reason: str):
     super().__init__(reason)
     self.status = status
 
@@ -53,16 +54,12 @@ class Server:
       options=security.OPTIONS, maximum_concurrent_rpcs=most
     )
     service, _, method = messages.METHOD[1:].partition("/")
-    handler = grpc.stream_stream_rpc_method_handler(self._serve_site)
-    self._server.add_generic_rpc_handlers(
-      [grpc.method_handlers_generic_handler(service, {method: handler})]
-    )
+    handlers = {method: grpc.stream_stream_rpc_method_handler(self._serve_site)}
+    generic = grpc.method_handlers_generic_handler(service, handlers)
+    self._server.add_generic_rpc_handlers([generic])
+    tls, plain = self._server.add_secure_port, self._server.add_insecure_port
     try:
-      port = (
-        self._server.add_secure_port(address, credentials)
-        if credentials
-        else self._server.add_insecure_port(address)
-      )
+      port = tls(address, credentials) if credentials else plain(address)
     except RuntimeError as error:
       raise ConfigError(
         f"--listen is {address}, which is in use or not of this machine; choose"
@@ -93,7 +90,7 @@ class Server:
       await context.abort(refused.status, _short(str(refused)))
     except BadMessage as error:
       reason = f"ended the connection: {_short(str(error))}."
-      await context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+      await context.abort(Status.INVALID_ARGUMENT, reason)
     finally:
       if session and self._sessions.get(session.site) is session:
         del self._sessions[session.site]
@@ -118,20 +115,15 @@ class Server:
     name, count = str(hello.fields.get("session"))[:50], self._board.calendar.sites
     site = messages.number(hello, "site", 0, messages.LARGEST)
     if site >= count:
-      raise Refused(
-        grpc.StatusCode.FAILED_PRECONDITION,
-        f"refuses --site={site}: the run has the sites 0 to {count - 1} (sites.count).",
-      )
+      known = f"the run has the sites 0 to {count - 1} (sites.count)."
+      raise Refused(Status.FAILED_PRECONDITION, f"refuses --site={site}: {known}")
     self._check_certificate(site, context)
     self._check_config(hello.fields.get("config"), hello.fields.get("fsdp"))
     self._check_progress(hello)
     old = self._sessions.get(site)
     if old and old.name != name:
-      raise Refused(
-        grpc.StatusCode.ALREADY_EXISTS,
-        f"refuses --site={site}: another process is this site; give each its own"
-        " number.",
-      )
+      reason = "another process is this site; give each its own number."
+      raise Refused(Status.ALREADY_EXISTS, f"refuses --site={site}: {reason}")
     session = self._sessions[site] = Session(site, name, hello.fields)
     if old:  # The process opened this connection because it had lost that one.
       self._board.gone(site)
@@ -141,11 +133,8 @@ class Server:
   def _check_certificate(self, site: int, context: grpc.aio.ServicerContext) -> None:
     names = context.auth_context().get("x509_common_name", [b"nobody"])
     if self._tls and names[0] != security.site_name(site).encode():
-      raise Refused(
-        grpc.StatusCode.PERMISSION_DENIED,
-        f"refuses --site={site}: the certificate is that of"
-        f" {names[0].decode(errors='replace')}.",
-      )
+      reason = f"the certificate is that of {names[0].decode(errors='replace')}."
+      raise Refused(Status.PERMISSION_DENIED, f"refuses --site={site}: {reason}")
 
   def _check_progress(self, hello: Message) -> None:
     """Refuses, for now, a site of another run, or one that has more rounds.
@@ -154,17 +143,12 @@ class Server:
     """
     remedy = "start the coordinator with the --workdir that it had"
     if hello.fields.get("run") not in (None, self._board.run):
-      raise Refused(
-        grpc.StatusCode.UNAVAILABLE, f"it coordinates another run; {remedy}"
-      )
+      raise Refused(Status.UNAVAILABLE, f"it coordinates another run; {remedy}")
     received, own = hello.fields.get("received"), hello.fields.get("round")
     rounds = max([x for x in (received, own) if isinstance(x, int)], default=0)
     if rounds > self._board.published:
-      raise Refused(
-        grpc.StatusCode.UNAVAILABLE,
-        f"it has {self._board.published} closed rounds, but this site has {rounds};"
-        f" {remedy}",
-      )
+      has = f"it has {self._board.published} closed rounds, but this site has {rounds}"
+      raise Refused(Status.UNAVAILABLE, f"{has}; {remedy}")
 
   def _check_config(self, config: Any, fsdp: Any) -> None:
     if not isinstance(config, dict):
@@ -173,13 +157,11 @@ class Server:
     changes = resume.differing(calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
-      raise Refused(
-        grpc.StatusCode.FAILED_PRECONDITION,
-        f"has another config than this site ({lines}); give both the same.",
-      )
+      reason = f"has another config than this site ({lines}); give both the same."
+      raise Refused(Status.FAILED_PRECONDITION, reason)
     if fsdp != calendar.fsdp:
       raise Refused(
-        grpc.StatusCode.FAILED_PRECONDITION,
+        Status.FAILED_PRECONDITION,
         f"expects mesh.fsdp={calendar.fsdp}, but this site has {fsdp}; start it and the"
         " coordinator with the same --config.mesh.fsdp.",
       )
@@ -187,9 +169,8 @@ class Server:
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""
     async for data in iterator:
-      if self._sessions.get(session.site) is not session:
-        return
-      if not self._board.receive(session, messages.unpack(data)):
+      is_newest = self._sessions.get(session.site) is session
+      if not (is_newest and self._board.receive(session, messages.unpack(data))):
         return
 
   async def _messages(
@@ -256,9 +237,8 @@ class Server:
     try:
       entry = await self._board.entry(at)
     except ConfigError as error:
-      raise Refused(
-        grpc.StatusCode.UNAVAILABLE, "it no longer has the rounds that this site lacks"
-      ) from error
+      reason = "it no longer has the rounds that this site lacks"
+      raise Refused(Status.UNAVAILABLE, reason) from error
     sums = [zlib.crc32(data) for data in entry.payloads.values()]
     for (site, data), crc32 in zip(entry.payloads.items(), sums):
       if self._board.is_owner(session.name, at, site):
