@@ -7,7 +7,7 @@ from diloco.config import default_config
 
 
 def get_config():
-  c = default_config()
+  c = default_config("sites")
   c.replicas = 4
   c.sync_every = 10
   c.fragments.size = 1

@@ -71,14 +71,14 @@ def main(_: list[str]) -> None:
   from diloco.processes import distributed as processes
   from diloco.processes import stop
   from diloco.processes.peers import Peers, ProcessLost
-  from diloco.sites.site import make_part
+  from diloco.spec.plugins import TRANSPORTS
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
   stop.watch_signals()
   try:
     # These errors need not wait for the other processes.
-    resolve(FLAGS.config)
+    c = resolve(FLAGS.config)
     workdir = make_folder(FLAGS.workdir, "--workdir")
     alone = FLAGS.site is None
     for name in ("process0", "tls", "insecure") if alone else ():
@@ -95,8 +95,14 @@ def main(_: list[str]) -> None:
     )
     part = None
     if not alone:
+      make_part = TRANSPORTS[c.overlap.transport].make_part
+      if not make_part:
+        raise ConfigError(
+          f"overlap.transport is {c.overlap.transport}, which needs no --coordinator"
+          " and --site (docs/sites.md)."
+        )
       group = (FLAGS.coordinator or "", FLAGS.tls, FLAGS.insecure)
-      part = make_part(resolve(FLAGS.config), FLAGS.site, *group, peers)
+      part = make_part(c, FLAGS.site, *group, peers)
     if peers.index == 0:
       announce_compilations()
     train.train(FLAGS.config, workdir, peers, part)

@@ -32,6 +32,7 @@ from diloco.processes.agree import check_same, check_same_program
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
 from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
+from diloco.spec import plugins
 from diloco.util.files import local_path
 from diloco.wire.ledger import Ledger
 
@@ -42,13 +43,13 @@ Hook = Callable[[range, int, TrainState, list[InnerMetrics], list[Event]], None]
 
 
 class Part(Replicas, Protocol):
-  """One site's part of a run that several sites train; see `diloco.sites.method`."""
+  """This process's part of a run whose replicas do not all train together."""
 
   def own_config(self) -> Config:
     """Returns the config by which this part trains."""
 
   def method(self, method: Method, batches: Batches, stop: Stop) -> Method:
-    """Returns a method that trains like `method` and exchanges with the other sites."""
+    """Returns a method that trains like `method` and exchanges with other parts."""
 
 
 class Run:
@@ -195,7 +196,7 @@ class Session:
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
     for run, own in self._each(state):
       if t <= (run.checkpoints.latest or 0):
-        continue  # A site went back to an earlier step; later ones are saved.
+        continue  # The method went back to an earlier step; later ones are saved.
       with run.own():
         run.log.flush()  # Raises if a loss is not finite: that state is not saved.
         run.checkpoints.save(t, own, self._record(run, finished))
@@ -288,11 +289,8 @@ def open_session(
   c, workdir, peers = resolve(config), local_path(workdir, "workdir"), peers or Peers()
   if part:
     c = part.own_config()
-  elif c.overlap.transport == "sites":
-    raise ConfigError(
-      "overlap.transport is sites, which needs --coordinator and --site"
-      " (docs/sites.md)."
-    )
+  elif needs := plugins.TRANSPORTS[name := c.overlap.transport].needs:
+    raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
   check_all_meet(peers)
   check_same_program(c, peers)
   with contextlib.ExitStack() as stack:

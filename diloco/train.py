@@ -25,7 +25,7 @@ def train(
       and summary.json. All processes must see the same folder.
     peers: the processes that train together; each must call `train`. None: only this
       process.
-    part: this site's part of a run of several sites (overlap.transport=sites), where
+    part: this process's part of a run whose replicas do not all train together, where
       `config` is that of the whole run; None: this is the whole run.
 
   Returns:

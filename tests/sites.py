@@ -10,15 +10,15 @@ import time
 import zlib
 
 import numpy as np
-from conftest import tiny_config
+from conftest import tiny_config, update
 
 from diloco.config import resolve
-from diloco.coordinator.board import Board
-from diloco.coordinator.journal import Entry, Journal
-from diloco.coordinator.server import Server
-from diloco.sites import security
-from diloco.sites.calendar import Calendar
-from diloco.sites.link import Link
+from diloco.contrib.sites import security
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.board import Board
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.server import Server
+from diloco.contrib.sites.link import Link
 
 LONG = 60.0  # Seconds after which a test gives up.
 
@@ -27,8 +27,8 @@ def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
   """Makes a run of some sites; `fields` are those of `sites.`."""
   c = tiny_config()
   c.replicas, c.train.batch_size, c.overlap.transport = sites, 2 * sites, "sites"
-  c.train.steps, c.sites.grace_s = steps, LONG
-  c.sites.update(fields)
+  own = {f"sites.{name}": x for name, x in ({"grace_s": LONG} | fields).items()}
+  update(c, {"train.steps": steps, **own})
   return Calendar(resolve(c))
 
 

@@ -44,7 +44,7 @@ def build_plan(
     optimizer: the outer optimizer.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
-    transport: device, host or sites.
+    transport: a name in `plugins.TRANSPORTS`.
     offload: whether the outer state lives in pinned memory.
     own_outer: whether every replica has outer parameters of its own.
     step: lines 6 to 12; None: those of Algorithm 2.

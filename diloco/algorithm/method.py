@@ -1,8 +1,8 @@
 """What the training loop calls: a method takes the state of a run from step to step.
 
-`DiLoCo` is DiLoCo and Streaming DiLoCo; `DataParallel` is the baseline. Sites
-(`diloco.sites`) and runs that train together (`diloco.together`) are methods, too. A
-`Wrapper` adds something to another method, such as a measurement around its outer step.
+`DiLoCo` is DiLoCo and Streaming DiLoCo; `DataParallel` is the baseline. Runs that train
+together (`diloco.together`) are a method, too. A `Wrapper` adds something to another
+method, such as a measurement around its outer step.
 """
 
 import dataclasses

@@ -89,7 +89,7 @@ def send(
     codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.
-    first: number of the first replica; a site has only some of the replicas.
+    first: number of the first replica, if these are not all of a run.
 
   Returns:
     Payload uint8 [M, fsdp, bytes], new codec_state, metrics float32 [M].
@@ -121,8 +121,8 @@ def _update(
     opt_state: outer optimizer state of the fragment.
     payload: everyone's payloads, from `Transport.carry`.
     tuned: learning rate and momentum.
-    weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent site
-      has the weight 0.
+    weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent
+      replica has the weight 0.
     mesh: `Placement.mesh`, on which the outer state lies.
 
   Returns:
@@ -161,7 +161,7 @@ def mean(x_M: jax.Array, weights_M: jax.Array | None) -> jax.Array:
 
 
 def present(x_M: jax.Array, weights_M: jax.Array) -> jax.Array:
-  """Sets an absent site's values to 0: its payload may decode to anything."""
+  """Sets an absent replica's values to 0: its payload may decode to anything."""
   return jnp.where((weights_M > 0).reshape(-1, *[1] * (x_M.ndim - 1)), x_M, 0)
 
 

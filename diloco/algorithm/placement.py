@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Jobs:
-  """Runs one job per fragment in flight: `Plan.receive`, or that of a site.
+  """Runs one job per exchange in flight, such as `Plan.receive`.
 
   In the foreground, a job runs when its fragment arrives. If it ran earlier, it
   would delay inner steps, because devices run programs in launch order. In the
@@ -41,10 +41,7 @@ class Jobs:
     self._waited_s = 0.0
 
   def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
-    """Lets `job(*args)` begin; called when fragment p is sent.
-
-    A site gives the number of the round instead of p.
-    """
+    """Lets `job(*args)` begin; called when fragment p (or another number) is sent."""
     if self._thread:
       run = lambda: jax.block_until_ready(job(*args))
       self._jobs[p] = self._thread.submit(run)

@@ -110,7 +110,7 @@ class Plan:
     """Makes the PRNG key of fragment `number` after step t.
 
     The key depends only on the seed, t and the number. So the random numbers are the
-    same at every site, with every transport, and after a run resumes.
+    same in every part of a run, with every transport, and after a run resumes.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), t), number)
 

@@ -53,7 +53,7 @@ def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics
 
 
 def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array:
-  """Computes `mean_cosine` of outer gradients; NaN if sites have different weights."""
+  """Computes `mean_cosine` of outer gradients; NaN if they have weights."""
   if weights_M is not None:
     return jnp.float32(jnp.nan)
   return mean_cosine(products(delta_M))

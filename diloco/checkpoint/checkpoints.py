@@ -31,6 +31,7 @@ from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
+from diloco.spec import plugins
 from diloco.util.orbax_errors import hush, of_orbax, reason_of
 
 
@@ -148,9 +149,8 @@ class Checkpoints:
     """
     self._check(record, step)
     method = self._method.after_drain(record.drained)
-    # A site's checkpoint has no payloads in flight: the coordinator has them.
-    is_site = record.config["overlap"]["transport"] == "sites"
-    return method.abstract(step, record.fsdp, drained=record.finished or is_site)
+    is_part = plugins.TRANSPORTS[record.config["overlap"]["transport"]].needs
+    return method.abstract(step, record.fsdp, drained=record.finished or bool(is_part))
 
   def _check(self, record: Record, step: int) -> str:
     texts = (record.contents, self._contents)

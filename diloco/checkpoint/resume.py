@@ -10,11 +10,12 @@ from diloco.algorithm.optimizers import learning_rate
 from diloco.config import Config, complete
 from diloco.config.resolve import difference
 from diloco.errors import ConfigError
+from diloco.spec import plugins
 from diloco.spec.formats import PLAIN
 
 # Fields that may change when a run goes on. They do not change what is computed, with
 # two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`), and
-# model.attention changes the rounding.
+# model.attention changes the rounding. Plug-ins have more, see `Extension.free`.
 FREE_FIELDS = (
   "log.",
   "profile.",
@@ -24,9 +25,6 @@ FREE_FIELDS = (
   "mesh.",
   "model.attention",
   "overlap.transport",
-  "sites.quorum",
-  "sites.grace_s",
-  "sites.start_s",
   "outer.offload",
   "data.data_dir",
   "data.eval_",
@@ -47,8 +45,9 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
+  free = sum((kind().free() for kind in plugins.EXTENSIONS.values()), FREE_FIELDS)
   changes = difference(old, new).items()
-  return {field: x for field, x in changes if not field.startswith(FREE_FIELDS)}
+  return {field: x for field, x in changes if not field.startswith(free)}
 
 
 def check(

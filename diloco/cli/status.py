@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 from diloco.checkpoint.record import steps_of
 from diloco.config import complete
+from diloco.contrib.sites.calendar import Calendar
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.workdir import backwards, read_config, title
-from diloco.sites.calendar import Calendar
 from diloco.util import files
 from diloco.util.command import Parser, as_path, guarded, in_range
 

@@ -106,11 +106,6 @@ def check_together(
 ) -> None:
   """Checks fields that depend on each other; `v` has all by name."""
   combinations.check({**v, "overlap.tau": max(c.overlap.taus)}, defaults)
-  count = c.sites.count or c.replicas
-  if c.sites.quorum > count:
-    raise ConfigError(
-      f"sites.quorum is {c.sites.quorum}, but there are {count} sites; lower it."
-    )
   if c.eval.test_tokens and not c.eval.tokens:
     raise ConfigError(
       f"eval.test_tokens is {c.eval.test_tokens}, but eval.tokens is 0, which takes all"
@@ -121,7 +116,6 @@ def check_together(
     ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
     ("train.batch_size", c.train.batch_size, "data.shards", c.data.shards),
     ("data.shards", c.data.shards, "replicas", c.replicas),
-    ("replicas", c.replicas, "sites.count", c.sites.count),
     ("model.dim", m.dim, "model.num_heads", 0 if m.head_dim else m.num_heads),
     ("model.num_heads", m.num_heads, "model.num_kv_heads", m.num_kv_heads),
     ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
@@ -159,12 +153,15 @@ def check_names(c: Config) -> None:
     sizes.check(c.wire)
   except ValueError as error:
     raise ConfigError(str(error)) from error
-  known = ("mean", *plugins.MEANS)
-  if c.outer.average not in known:
-    raise ConfigError(
-      f"outer.average is {c.outer.average!r}; choose one of"
-      f" {', '.join(known)}{plugins.hint(c.outer.average)}."
-    )
+  for field, value, known in (
+    ("outer.average", c.outer.average, ("mean", *plugins.MEANS)),
+    ("overlap.transport", c.overlap.transport, (*plugins.TRANSPORTS,)),
+  ):
+    if value not in known:
+      near = plugins.hint(value) or meant(value, plugins.contrib())
+      raise ConfigError(
+        f"{field} is {value!r}; choose one of {', '.join(known)}{near}."
+      )
 
 
 def check_profile(c: Config) -> None:

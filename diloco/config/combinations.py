@@ -18,9 +18,6 @@ NEAREST = {"wire.rounding": ("nearest",)}
 
 RULES = (
   Rule(
-    "overlap.transport", "sites", "which carries outer gradients", {"algorithm": DILOCO}
-  ),
-  Rule(
     "wire.exchange",
     "psum",
     "where devices add up what replicas send",

@@ -8,14 +8,16 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
 from diloco.config.checks import unknown
-from diloco.config.resolve import ask_for, leaves, resolve
+from diloco.config.resolve import ask_for, default_config, leaves, plugins_of, resolve
 from diloco.errors import ConfigError
+from diloco.spec import plugins
 from diloco.spec.fields import Config
 from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located, meant
@@ -145,12 +147,16 @@ def _check_config(argv: Sequence[str]) -> None:
     ConfigError: the file does not return a config, or a field does not exist.
   """
   lines = "\n".join(argv)
-  asked = re.search(r"^--?config\.plugins[=\n](.*)", lines, re.MULTILINE)
-  ask_for(re.findall(r"[\w.]+", asked[1]) if asked else ())
+  naming = r"^--?config\.(plugins|overlap\.transport)[=\n](.*)"
+  given = dict[str, Any](re.findall(naming, lines, re.MULTILINE))
+  given["plugins"] = re.findall(r"[\w.]+", given.get("plugins", ""))
+  ask_for(asked := plugins_of(given))
   name = re.search(r"^--?config[=\n](.*)", lines, re.MULTILINE)
   known = leaves(Config().to_dict())
   if name:
-    known |= leaves(_check_file(name[1]).to_dict())  # With fields of plug-ins.
+    own = leaves(_check_file(name[1]).to_dict())
+    ask_for((*asked, *{*plugins_of(own)}.difference(own.get("plugins", ()))))
+    known |= leaves(default_config().to_dict()) | own  # With fields of plug-ins.
   for flag, field in re.findall(r"^(--?(?:no)?config\.([^=\n]+))", lines, re.MULTILINE):
     if not name:
       raise ConfigError(f"{flag} needs a --config before it.")
@@ -171,7 +177,9 @@ def _check_file(name: str) -> ml_collections.ConfigDict:
   try:
     config = module.get_config(*argument)
   except Exception as error:
-    raise ConfigError(f"{name}: {located(error, path)}") from error
+    group = getattr(error, "name", None)
+    remedy = f"; write default_config({group!r})" * (group in plugins.contrib())
+    raise ConfigError(f"{name}: {located(error, path)}{remedy}") from error
   if not isinstance(config, ml_collections.ConfigDict):
     raise ConfigError(
       f"{name}: get_config() returns no config; return default_config() with changes."

@@ -103,7 +103,7 @@ def _defaults(names: Sequence[str]) -> dict[str, Any]:
   return leaves(Config().to_dict() | _extensions(names))
 
 
-def _names(v: Mapping[str, Any]) -> tuple[str, ...]:
+def plugins_of(v: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the plug-ins of a config.
 
   Raises:
@@ -113,7 +113,10 @@ def _names(v: Mapping[str, Any]) -> tuple[str, ...]:
   if not isinstance(names, tuple | list) or not all(isinstance(x, str) for x in names):
     raise ConfigError(f"plugins is {names!r}; give names, as ('sparta', 'my_module').")
   # The flag --config.plugins=a,b sets ("a,b",).
-  return tuple(name for x in names for name in x.split(",") if name)
+  given = [name for x in names for name in x.split(",") if name]
+  # Nobody need name a transport twice.
+  given += {str(v.get("overlap.transport"))}.intersection(plugins.contrib())
+  return tuple(dict.fromkeys(given))
 
 
 def resolve(config: ml_collections.ConfigDict | Config) -> Config:
@@ -142,7 +145,19 @@ def complete(saved: Mapping[str, Any]) -> Config:
   Raises:
     ConfigError: a field no longer exists, or has a value that cannot work.
   """
-  return _resolve(leaves(saved))
+  return _resolve(saved_fields(saved))
+
+
+def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a config read from JSON by name.
+
+  Older versions saved the fields of some plug-ins with every run; these are left out.
+  """
+  v = leaves(saved)
+  names = plugins_of(v)
+  absent = {*plugins.contrib()}.difference(names)
+  v = {f: x for f, x in v.items() if f.partition(".")[0] not in absent}
+  return v | {"plugins": names}
 
 
 def changed(config: Config, fields: Mapping[str, Any]) -> Config:
@@ -161,7 +176,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]
 
 
 def _resolve(v: dict[str, Any]) -> Config:
-  names = _names(v)
+  names = plugins_of(v)
   defaults = _defaults(names)
   # A config file may name a plug-in and leave its fields out, and a saved config may
   # be older than a field.

@@ -1,4 +1,4 @@
-"""Methods of later papers, one file each; docs/methods.md compares them.
+"""Methods of later papers, a file or a folder each; docs/methods.md compares them.
 
 A method is a plug-in: `--config.plugins=sparta` gives a config its fields, and no other
 file of the package knows the method. A file holds all that its method adds: fields,

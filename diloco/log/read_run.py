@@ -17,7 +17,7 @@ from diloco.util import files
 
 @dataclasses.dataclass
 class Run:
-  """What is known of a run; of a run of several sites, all sites together.
+  """What is known of a run; of a run of several parts, all parts together.
 
   Attributes:
     name: a short name of its folder.
@@ -49,7 +49,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
-  c, read_parts = workdir.read(folder, "step", "eval", "send", sites=True)
+  c, read_parts = workdir.read(folder, "step", "eval", "send", parts=True)
   steps = [found["step"] for found in read_parts]
   evaluations = [r for found in read_parts for r in found["eval"]]
   speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
@@ -101,7 +101,7 @@ def names_of(folders: Sequence[pathlib.Path]) -> list[str]:
 def write_csv(folders: Sequence[pathlib.Path], path: pathlib.Path) -> int:
   """Writes a line per run and step; returns the number of lines.
 
-  The columns have the names of `metrics.scalars`. A site counts as a run.
+  The columns have the names of `metrics.scalars`. A part counts as a run.
   """
   import pandas as pd
 

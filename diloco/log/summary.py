@@ -194,8 +194,9 @@ def report(workdir: pathlib.Path, summary: dict[str, Any], text: str = "") -> No
     f"speed        {summary['tokens_per_s'] or 0:,.0f} tokens/s,"
     f" {summary['wall_s']:.0f} s in all",
   ]
-  if summary.get("site"):
-    lines.append("site         " + summary["site"]["text"])
+  for name, own in summary.items():  # From `Method.account`.
+    if isinstance(own, dict) and isinstance(own.get("text"), str):
+      lines.append(f"{name:<12} {own['text']}")
   if summary["note"]:
     lines.append(f"note         {summary['note']}")
   lines += [f"mixture      {x}" for x in summary.get("mixtures", ())]

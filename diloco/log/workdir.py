@@ -5,7 +5,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from diloco.config import Config, complete
+from diloco.config import Config, changed, complete
+from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.util import files
@@ -13,17 +14,19 @@ from diloco.util import files
 # Before the error of one of several runs that train together, in its log.txt. Their
 # process prints `error: `, and its output goes to the log.txt of the first run.
 FAILED = "failed: "
+# What a run has as sums over its parts.
+_SUMMED = ("replicas", "train.batch_size", "data.shards", "overlap.taus")
 _BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
 
 
 def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the folders of a run's sites, site-0, site-1, ...; else the folder itself.
+  """Returns the folders of a run's parts, site-0, site-1, ...; else the folder itself.
 
   The list is empty if there is no metrics.jsonl.
   """
-  sites = [path.parent for path in folder.glob(f"site-*/{metrics.FILE}")]
-  if sites:
-    return sorted(sites, key=lambda path: (len(path.name), path.name))
+  parts = [path.parent for path in folder.glob(f"site-*/{metrics.FILE}")]
+  if parts:
+    return sorted(parts, key=lambda path: (len(path.name), path.name))
   return [folder] if (folder / metrics.FILE).is_file() else []
 
 
@@ -33,7 +36,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def whole_config(parts: Sequence[pathlib.Path]) -> Config:
-  """Returns the config of a run, joined from those of its sites if it has several.
+  """Returns the config of a run, joined from those of its parts if it has several.
 
   Raises:
     ConfigError: a folder has no config, or this version cannot use it.
@@ -43,19 +46,14 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
     saved = read_config(part)
     if not saved:
       raise ConfigError(f"{part} has no config.json that can be read.")
-    configs.append(complete(saved).to_dict())
-  whole = configs[0]
-  if len(configs) > 1:
-    whole["replicas"] = sum(c["replicas"] for c in configs)
-    whole["train"]["batch_size"] = sum(c["train"]["batch_size"] for c in configs)
-    whole["data"]["shards"] = sum(c["data"]["shards"] for c in configs)
-    whole["overlap"]["taus"] = sum((tuple(c["overlap"]["taus"]) for c in configs), ())
-    whole["sites"]["count"] = len(configs)
-  return complete(whole)
+    configs.append(complete(saved))
+  first, *others = (leaves(c.to_dict()) for c in configs)
+  summed = sum((x.summed() for x in configs[0].extensions), _SUMMED)
+  return changed(configs[0], {f: sum((v[f] for v in others), first[f]) for f in summed})
 
 
 def read(
-  folder: pathlib.Path, *kinds: str, name: str = "WORKDIR", sites: bool = False
+  folder: pathlib.Path, *kinds: str, name: str = "WORKDIR", parts: bool = False
 ) -> tuple[Config, list[metrics.Kinds]]:
   """Reads the config of a run, and the records of some kinds of each of its parts.
 
@@ -63,18 +61,18 @@ def read(
     folder: that of the run.
     kinds: as for `metrics.read_kinds`.
     name: the flag or argument that gives the folder.
-    sites: whether the folder may be that of site-0, site-1, ...
+    parts: whether the folder may be that of site-0, site-1, ...
 
   Raises:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
-  parts = parts_of(folder)
-  if not parts or (not sites and parts != [folder]):
+  found = parts_of(folder)
+  if not found or (not parts and found != [folder]):
     raise ConfigError(
       f"{name} is {str(folder)!r}, which has no {metrics.FILE}; give the --workdir of"
       " a run of diloco.main."
     )
-  return whole_config(parts), [metrics.read_kinds(part, *kinds) for part in parts]
+  return whole_config(found), [metrics.read_kinds(part, *kinds) for part in found]
 
 
 def title(algorithm: str, replicas: int, sync_every: int) -> str:

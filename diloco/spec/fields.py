@@ -85,29 +85,14 @@ class OverlapConfig:
   alpha: Share = 0.0
   # device: devices exchange the payloads inside the program of the inner steps, and
   # devices hold the outer state. host: processes exchange the payloads over TCP, and
-  # hosts hold the outer state. sites: every site trains on its own, and a coordinator
-  # relays the payloads; sites may come and go (docs/sites.md). With all sites there,
-  # all three give the same results (docs/cluster.md).
-  transport: Literal["device", "host", "sites"] = "device"
+  # hosts hold the outer state. Or the name of a plug-in's transport (docs/cluster.md);
+  # a plug-in of diloco itself is then loaded. All give the same results.
+  transport: str = "device"
 
   @property
   def different_taus(self) -> str:
     """The different taus in ascending order, such as 1/4, for titles and tables."""
     return "/".join(map(str, sorted(set(self.taus))))
-
-
-@dataclasses.dataclass(frozen=True)
-class SitesConfig:
-  """Sites that come and go, with overlap.transport=sites (docs/sites.md)."""
-
-  # K: number of sites, a divisor of M. 0: one site per replica.
-  count: Count = 0
-  # Fewest payloads with which a round closes.
-  quorum: Positive = 1
-  # Seconds that a round waits for the other sites after the quorum has sent.
-  grace_s: NonNegative = 20.0
-  # Seconds that the first site waits for the others before the first round.
-  start_s: NonNegative = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,7 +435,6 @@ class Config:
 
   fragments: FragmentsConfig = FragmentsConfig()
   overlap: OverlapConfig = OverlapConfig()
-  sites: SitesConfig = SitesConfig()
   outer: OuterConfig = OuterConfig()
   wire: WireConfig = WireConfig()
   inner: InnerConfig = InnerConfig()

@@ -1,9 +1,10 @@
 """What a plug-in adds to configs and to the arithmetic of a run. No JAX.
 
-A plug-in is a module that `plugins` names; `diloco.contrib` has those of later papers.
-It registers names for fields that take names (`compressors.register`, `EXCHANGES`,
-`MEANS`, `optimizers.OWN`, `registry.register`), or an `Extension`: fields of its own,
-and what they do. Config, ledger, checkpoints, sweeps and simulators ask this file.
+A plug-in is a module or a package that `plugins` names; `diloco.contrib` has those of
+later papers. It registers names for fields that take names (`compressors.register`,
+`EXCHANGES`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`), or an
+`Extension`: fields of its own, and what they do. Config, ledger, checkpoints, sweeps
+and simulators ask this file.
 """
 
 import dataclasses
@@ -90,6 +91,21 @@ class Exchange(NamedTuple):
   programs: Callable[..., Iterable[Call]] | None = None
 
 
+class Transport(NamedTuple):
+  """Who carries payloads between replicas, by the name in overlap.transport.
+
+  Attributes:
+    at_hosts: whether hosts hold the outer state, or devices.
+    needs: the flags that a process needs which trains a part of the replicas; "": all
+      replicas train together. The checkpoint of a part holds nothing in flight.
+    make_part: makes this `session.Part`; `diloco.main` has its arguments.
+  """
+
+  at_hosts: bool
+  needs: str = ""
+  make_part: Callable[..., Any] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Extension:
   """Fields of a plug-in. A subclass is a frozen dataclass; it overrides what it needs.
@@ -111,6 +127,14 @@ class Extension:
   def effects(self, c: "Config") -> dict[str, tuple[bool, str]]:
     """Returns {field: (whether it does nothing, why)}; such fields are refused."""
     return {}
+
+  def free(self) -> tuple[str, ...]:
+    """Lists the fields of this group that may change when a run goes on."""
+    return ()
+
+  def summed(self) -> tuple[str, ...]:
+    """Lists the fields of this group that a run has as sums over its parts."""
+    return ()
 
   def joint_steps(self, c: "Config") -> int:
     """Counts the first steps, in which replicas average gradients and stay equal."""
@@ -165,6 +189,7 @@ EXCHANGES: dict[str, Exchange] = {
   "gather": Exchange(lambda replicas: replicas - 1),  # An all-gather of payloads.
   "psum": Exchange(lambda replicas: 2 * (replicas - 1) / replicas),  # A ring.
 }
+TRANSPORTS = {"device": Transport(at_hosts=False), "host": Transport(at_hosts=True)}
 
 
 def register(name: str, group: type[Extension]) -> None:
@@ -176,7 +201,7 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   """Imports plug-ins; returns the groups of fields that they have registered.
 
   Args:
-    names: modules, or names of files in `diloco/contrib`.
+    names: modules, packages, or names in `contrib()`.
 
   Raises:
     ConfigError: a module cannot be imported.
@@ -192,7 +217,10 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
         f"plugins names {name!r}, but {reason}; is its folder on PYTHONPATH, or is it"
         f" one of {', '.join(contrib())}?"
       ) from error
-    found |= {n: kind for n, kind in EXTENSIONS.items() if kind.__module__ == module}
+    places = {n: f"{kind.__module__}." for n, kind in EXTENSIONS.items()}
+    # A package may define them in its files.
+    own = [n for n, place in places.items() if place.startswith(f"{module}.")]
+    found |= {n: EXTENSIONS[n] for n in own}
   return found
 
 
@@ -206,9 +234,9 @@ def source_files(name: str) -> list[pathlib.Path]:
 
 
 def contrib() -> list[str]:
-  """Lists the plug-ins that ship with the package."""
+  """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+  return sorted(p.stem for p in folder.glob("[!_]*") if p.suffix in (".py", ""))
 
 
 def hint(name: str) -> str:

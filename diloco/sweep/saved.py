@@ -9,6 +9,7 @@ import pathlib
 import ml_collections
 
 from diloco.config import default_config
+from diloco.config.resolve import saved_fields
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
@@ -17,11 +18,11 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
   if not path:
     raise ConfigError("saved.py needs a file: --config=.../saved.py:RUN/config.json.")
   try:
-    saved = json.loads(pathlib.Path(path).read_text())
-    c = default_config(*saved.get("plugins", ()))
-    c.update(saved)
+    fields = saved_fields(json.loads(pathlib.Path(path).read_text()))
+    c = default_config(*fields["plugins"])
+    c.update_from_flattened_dict(fields)
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
-      f"{path} is no config.json of this version's runs: {one_line(error)}."
+      f"{path} is no config.json of this version's runs: {one_line(error).rstrip('.')}."
     ) from error
   return c

@@ -9,7 +9,7 @@ the same devices are under way at once.
 `diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`
-blocks, so a thread runs it. This is for slow links between sites.
+blocks, so a thread runs it. This is for slow links.
 
 A payload is uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.spec import plugins
 from diloco.wire import exchange
 
 # XLA for GPU runs one collective at a time on each stream. On the stream that fsdp's
@@ -77,17 +78,15 @@ def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> Transport:
   """Makes a transport.
 
   Args:
-    kind: overlap.transport: device, host or sites.
+    kind: overlap.transport, a name in `plugins.TRANSPORTS`.
     packed: whether devices exchange packed codes (wire.exchange=gather).
 
   Raises:
     ConfigError: overlap.transport is host, but the processes do not hold equally many
       whole rows of the mesh, or JAX may not use CPUs.
   """
-  # The hosts of a site keep the outer state, too; `diloco.sites` connects the sites.
-  if kind in ("host", "sites"):
-    return HostTransport(mesh)
-  return DeviceTransport(mesh, packed)
+  at_hosts = plugins.TRANSPORTS[kind].at_hosts
+  return HostTransport(mesh) if at_hosts else DeviceTransport(mesh, packed)
 
 
 class DeviceTransport:

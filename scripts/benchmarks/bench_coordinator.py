@@ -19,9 +19,9 @@ import numpy as np
 
 from diloco.config import changed
 from diloco.config.command_line import load_config
-from diloco.coordinator.group import OuterGroup
-from diloco.coordinator.journal import Entry, Journal
-from diloco.sites.calendar import Calendar
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.group import OuterGroup
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.spec.shapes import num_params
 from diloco.util.command import Parser, guarded
 

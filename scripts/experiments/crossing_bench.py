@@ -26,12 +26,11 @@ import netns
 import numpy as np
 import sites_run
 
-from diloco.coordinator.board import Board
-from diloco.coordinator.journal import Journal
-from diloco.coordinator.server import Server
-from diloco.sites import security
-from diloco.sites.link import Link
-from diloco.spec.fields import SitesConfig
+from diloco.contrib.sites import security
+from diloco.contrib.sites.coordinator.board import Board
+from diloco.contrib.sites.coordinator.journal import Journal
+from diloco.contrib.sites.coordinator.server import Server
+from diloco.contrib.sites.link import Link
 from diloco.util.command import Parser
 
 SITES = 2
@@ -50,7 +49,7 @@ class Calendar:
 
   @property
   def config(self):
-    return types.SimpleNamespace(sites=SitesConfig(), to_dict=dict)
+    return types.SimpleNamespace(of=lambda kind: kind(), to_dict=dict)
 
   @property
   def rounds(self) -> list[tuple[int, int]]:

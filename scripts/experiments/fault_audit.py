@@ -15,7 +15,7 @@ from sites_run import ROOT
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
-from diloco.sites.calendar import Calendar
+from diloco.contrib.sites.calendar import Calendar
 
 # Numbers of a merge that every site computes from the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")

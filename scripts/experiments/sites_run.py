@@ -91,5 +91,5 @@ def certificates(folder: pathlib.Path, sites: int) -> None:
   """Makes folder/tls/NAME with ca.pem, cert.pem and key.pem for each of `names`."""
   flags = [f"--out={folder / 'tls'}", f"--sites={sites}"]
   env = {**os.environ, "PYTHONPATH": str(ROOT)}
-  argv = [sys.executable, "-m", "diloco.sites.make_certificates", *flags]
+  argv = [sys.executable, "-m", "diloco", "make_certificates", *flags]
   subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=env)

@@ -9,10 +9,10 @@ from conftest import tiny_config
 
 from diloco.cli import compare, status
 from diloco.config import resolve
+from diloco.contrib.sites.calendar import config_of
 from diloco.log import read_run
 from diloco.simulate import wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
-from diloco.sites.calendar import config_of
 from diloco.wire.ledger import gradient_bytes
 
 

@@ -9,8 +9,8 @@ from conftest import tiny_config
 
 from diloco.cli import report
 from diloco.config import resolve
+from diloco.contrib.sites.calendar import config_of
 from diloco.errors import ConfigError
-from diloco.sites.calendar import config_of
 
 
 def make_run(folder, c, loss=5.0):

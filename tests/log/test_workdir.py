@@ -5,9 +5,9 @@ import json
 import pytest
 
 from diloco.config import complete, resolve
+from diloco.contrib.sites.calendar import config_of
 from diloco.errors import ConfigError
 from diloco.log import workdir
-from diloco.sites.calendar import config_of
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 100])

@@ -1,0 +1,125 @@
+"""All rounds of a run, and the part of one site. Follows from the config; no JAX."""
+
+import bisect
+import dataclasses
+import functools
+
+from diloco.config import Config, changed
+from diloco.contrib.sites import SitesConfig
+from diloco.errors import ConfigError
+from diloco.spec import shapes, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Calendar:
+  """The rounds of a run that several sites share.
+
+  Attributes:
+    config: of the whole run.
+    fsdp: devices that share a replica's parameters, on every site.
+  """
+
+  config: Config
+  fsdp: int = 1
+
+  @functools.cached_property
+  def rounds(self) -> tuple[tuple[int, int], ...]:
+    """Pairs (step t, fragment p) in the order in which they are sent."""
+    c, schedule = self.config, self.config.make_schedule()
+    fragments = range(schedule.num_fragments)
+    found = [
+      (schedule.first_send(p) + k * c.sync_every, p)
+      for p in fragments
+      for k in range(schedule.num_sends(p, c.train.steps))
+    ]
+    last = c.train.steps + max(c.overlap.taus) + 1
+    return (*sorted(found), *((last, p) for p in fragments if c.outer.final_sync))
+
+  @functools.cached_property
+  def number(self) -> dict[tuple[int, int], int]:
+    """{(step, fragment): round}."""
+    return {pair: r for r, pair in enumerate(self.rounds)}
+
+  @property
+  def sites(self) -> int:
+    """K."""
+    return self.config.of(SitesConfig).count or self.config.replicas
+
+  @functools.cached_property
+  def fragments(self) -> int:
+    """P."""
+    return len(self.config.make_fragments())
+
+  @property
+  def replicas_per_site(self) -> int:
+    return self.config.replicas // self.sites
+
+  @property
+  def room(self) -> int:
+    """Closed rounds that a site holds until it merges them; in flight are at most P."""
+    return 2 * self.fragments + 2
+
+  def shards_of(self, site: int) -> list[str]:
+    """Returns the shards of the text that a site reads, as in saved positions."""
+    n = self.replicas_per_site
+    own = range(site * n, (site + 1) * n)
+    return [str(shard) for shard in self.config.shards_of(own)]
+
+  def payload_bytes(self, number: int) -> int:
+    """Counts the bytes of one site's payload of a round."""
+    c = self.config
+    part = c.make_fragments()[self.rounds[number][1]]
+    part_shapes = part.shapes(shapes.parameters(c.model))
+    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes, self.fsdp)
+
+  def step_before(self, number: int) -> int:
+    """Returns the step after which a site goes on that has rounds below `number`.
+
+    It lies before the first open round, so that the site sends this round itself.
+    """
+    if not number:
+      return 0
+    step = self.rounds[number - 1][0]
+    open_step = self.rounds[number][0] if number < len(self.rounds) else step + 1
+    # The final sync comes after the last step.
+    return min(step, open_step - 1, self.config.train.steps)
+
+  def steps_behind(self, number: int, since: int) -> int:
+    """Counts the inner steps behind the payload of a round.
+
+    Args:
+      number: the round.
+      since: the last step that the site took over from the group, instead of training.
+    """
+    step, fragment = self.rounds[number]
+    before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
+    # At least 1: a final sync right after a send has no steps behind it.
+    return max(min(step, self.config.train.steps) - max(next(before, 0), since), 1)
+
+  def first_after(self, step: int) -> int:
+    """Returns the first round that is sent after a later step than `step`."""
+    return bisect.bisect(self.rounds, step, key=lambda sent: sent[0])
+
+
+def config_of(c: Config, site: int) -> Config:
+  """Returns the config by which a site trains its own replicas.
+
+  Raises:
+    ConfigError: there is no such site.
+  """
+  calendar = Calendar(c)
+  if not 0 <= site < calendar.sites:
+    raise ConfigError(
+      f"--site is {site}, but sites.count gives the sites 0 to {calendar.sites - 1};"
+      " give one of them."
+    )
+  n = calendar.replicas_per_site
+  own = {
+    "replicas": n,
+    "train.batch_size": c.train.batch_size * n // c.replicas,
+    "data.shards": c.data.shards // calendar.sites,
+    "overlap.taus": c.overlap.taus[site * n : (site + 1) * n],
+    "sites.count": 1,
+    "sites.quorum": 1,
+  }
+  return changed(c, own)

@@ -1,0 +1,359 @@
+"""What the coordinator holds in memory: payloads that arrive, and rounds that closed.
+
+One event loop runs all of this. The disk and the outer step work in threads, one at a
+time. Memory is bounded: a site may send the open rounds of P fragments, and a few
+closed rounds are kept.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import math
+import time
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diloco.contrib.sites import SitesConfig
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.messages import BadMessage, Message, number
+from diloco.errors import ConfigError
+
+if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
+  from diloco.contrib.sites.coordinator.group import OuterGroup
+
+_LARGEST = (1 << 63) - 1
+_RECENT = 2  # Closed rounds in memory.
+# After the last round, the coordinator ends once nothing has happened for so many
+# seconds. Until then, a site that was cut off may come back.
+_LINGER_S = 30.0
+
+
+@dataclasses.dataclass(eq=False)
+class Session:
+  """One connection of a site that has joined.
+
+  Attributes:
+    site: its number.
+    name: chosen by the site's process, the same after the process lost a connection.
+    fields: those of the message with which the site joined.
+    offsets: {open round: bytes that came through this connection}.
+  """
+
+  site: int
+  name: str
+  fields: dict[str, Any]
+  offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class Upload:
+  """A payload that arrives, or has arrived.
+
+  Attributes:
+    tokens: inner tokens behind each replica's payload.
+    data: {shard: [step, position in its text]}.
+    total: size of the payload.
+    crc32: its checksum; -1 if other bytes came.
+    received: its first bytes.
+  """
+
+  tokens: int
+  data: dict[str, Any]
+  total: int
+  crc32: int
+  received: bytearray = dataclasses.field(default_factory=bytearray)
+
+
+class Board:
+  """Payloads and rounds of one run.
+
+  Attributes:
+    calendar: all rounds.
+    run: name of the run.
+    rounds: who is in, and which rounds may close.
+    published: rounds below this number are on the disk, and are sent to the sites.
+    started: whether the group has begun.
+    uploads: {(open round, site): payload}.
+    changed: replaced and set when there is news.
+    on_closed: called with every round that closes.
+  """
+
+  def __init__(self, calendar: Calendar, journal: Journal, say: Callable[[str], None]):
+    """Starts before the first round, or goes on from the journal; `say` prints."""
+    self._sites = sites = calendar.config.of(SitesConfig)
+    self.calendar, self.published, self.run = calendar, journal.closed, journal.run
+    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
+    self._members = self.rounds.members.values()
+    self.uploads: dict[tuple[int, int], Upload] = {}
+    self.changed = asyncio.Event()
+    self.started = self.published > 0
+    self._journal, self._say = journal, say
+    self._group: OuterGroup | None = None
+    self._loaded = asyncio.Event()
+    self.on_closed: Callable[[Entry], None] = lambda entry: None
+    self._first_ready = math.inf
+    self._linger_s = max(2 * sites.grace_s, _LINGER_S)
+    self._recent: dict[int, Entry] = {}
+    self._owners: dict[tuple[int, int], str] = {}
+    self._done = set[int]()  # Sites that finished the run.
+    self._farewells = dict[int, str]()  # {site: why it leaves}
+    self._stopped = False
+    self._last_news = time.monotonic()
+    self._applying = asyncio.Lock()
+    if self.published - 1 in journal.rounds:
+      self.rounds.expect_return(tuple(journal.read(self.published - 1).payloads))
+
+  # Sites.
+
+  def inside(self) -> int:
+    """Counts the connected sites."""
+    return sum(m.presence is not Presence.AWAY for m in self._members)
+
+  def joined(self, site: int) -> None:
+    """A site connects."""
+    self.rounds.join(site)
+    self.notify()
+    self._say(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
+
+  def gone(self, site: int) -> None:
+    """The connection of a site ends; the payloads that came in part are dropped."""
+    self.rounds.leave(site)
+    for key in [k for k in self.uploads if k[1] == site and k[0] >= self.published]:
+      if not self.rounds.has(site, key[0]):
+        del self.uploads[key]
+    self.notify()
+    reason = self._farewells.pop(site, "is gone")
+    self._say(f"Site {site} {reason}: {self.inside()} of {self.calendar.sites}.")
+
+  def receive(self, session: Session, message: Message) -> bool:
+    """Takes a message of a site that has joined; returns False for its farewell.
+
+    Raises:
+      BadMessage: the message cannot come from this version of diloco.
+    """
+    if message.kind == "chunk":
+      self._chunk(session, message)
+    elif message.kind == "ready":
+      last = len(self.calendar.rounds)
+      self.rounds.ready(session.site, number(message, "round", 0, last))
+      self._first_ready = min(self._first_ready, time.monotonic())
+      self.notify()
+    elif message.kind == "leave":
+      reason = message.fields.get("reason")
+      if reason == "finished":
+        self._done.add(session.site)
+      if reason in ("finished", "stopped"):
+        self._farewells[session.site] = f"has {reason}"
+      return False
+    else:
+      raise BadMessage(f"it sent the unknown message {message.kind[:50]!r}")
+    return True
+
+  async def lacks(
+    self, site: int, applied: int, digests: Any
+  ) -> tuple[int, bytes, dict[str, Any]]:
+    """Finds out what a new process of a site lacks.
+
+    Args:
+      site: its number.
+      applied: rounds below this number are in the outer state of the site.
+      digests: of that outer state.
+
+    Returns:
+      The first round that the site lacks; the outer state before it as bytes, empty if
+      that of the site is right; {shard: [step, position in its text]} of the site.
+    """
+    await self._loaded.wait()
+    group = self._group
+    assert group is not None
+    while group.applied < min(applied, self.published):
+      await self.changed.wait()
+    snapshot = b""
+    async with self._applying:
+      if not (self.is_kept(applied) and group.agrees(applied, digests)):
+        applied, snapshot = await asyncio.to_thread(group.snapshot)
+    own = self.calendar.shards_of(site)
+    return applied, snapshot, {s: group.data[s] for s in own if s in group.data}
+
+  def is_kept(self, number: int) -> bool:
+    """Returns whether this round and all later closed rounds can be sent again."""
+    kept = self._journal.rounds
+    oldest = kept[0] if kept else self.published
+    return oldest <= number <= self.published
+
+  async def entry(self, number: int) -> Entry:
+    """Returns a closed round.
+
+    Raises:
+      ConfigError: its payloads are no longer kept.
+    """
+    if number in self._recent:
+      return self._recent[number]
+    return await asyncio.to_thread(self._journal.read, number)
+
+  def is_owner(self, session: str, number: int, site: int) -> bool:
+    """Returns whether the process of this session keeps this payload itself."""
+    return self._owners.get((number, site)) == session
+
+  def notify(self) -> None:
+    """Wakes all that wait for news."""
+    self._last_news = time.monotonic()
+    self.changed.set()
+    self.changed = asyncio.Event()
+
+  # Rounds.
+
+  def stop(self) -> None:
+    """Makes `close_rounds` end after the round that it writes or applies now."""
+    self._stopped = True
+    self.notify()
+
+  async def close_rounds(self) -> bool:
+    """Closes rounds until all are closed and the sites have finished.
+
+    Returns:
+      False if `stop` ended this before.
+    """
+    while not self._is_over():
+      if self._stopped:
+        return False
+      self._begin()
+      closing = self.rounds.close(time.monotonic()) if self.started else None
+      if closing is None:
+        await self._pause()
+        continue
+      entry = self._entry(closing)
+      await asyncio.to_thread(self._journal.write, entry)
+      self._recent[entry.round] = entry
+      self._recent.pop(entry.round - _RECENT, None)
+      self._owners = {k: v for k, v in self._owners.items() if k[0] > entry.round - 64}
+      for key in [k for k in self.uploads if k[0] <= entry.round]:
+        del self.uploads[key]
+      self.published = entry.round + 1
+      self.notify()
+      self.on_closed(entry)
+    return True
+
+  async def apply_rounds(self, load: Callable[[], "OuterGroup"]) -> "OuterGroup":
+    """Loads the outer state, and applies the closed rounds to it.
+
+    Rounds close meanwhile: they need no outer state. After a restart, sites wait for
+    the coordinator until it listens, not until it has read a checkpoint.
+
+    Args:
+      load: reads the outer state; runs in a thread.
+
+    Returns:
+      The outer state, when all rounds of the run are applied, or after `stop`.
+
+    Raises:
+      ConfigError: the outer state has rounds that the journal does not know.
+    """
+    group = self._group = await asyncio.to_thread(load)
+    if group.applied > self.published:
+      raise ConfigError(
+        f"--workdir has a checkpoint of {group.applied} rounds, but rounds.jsonl has"
+        f" {self.published}; restore rounds.jsonl from a copy."
+      )
+    self._loaded.set()
+    while not self._stopped and group.applied < len(self.calendar.rounds):
+      news = self.changed
+      while group.applied < self.published and not self._stopped:
+        entry = await self.entry(group.applied)
+        async with self._applying:
+          await asyncio.to_thread(group.apply, entry)
+        self.notify()
+      if news is self.changed:
+        await news.wait()
+    return group
+
+  def _is_over(self) -> bool:
+    if self.published < len(self.calendar.rounds) or self.inside():
+      return False
+    quiet = time.monotonic() - self._last_news
+    # A site that was cut off may come back for the last rounds.
+    return len(self._done) == self.calendar.sites or quiet > self._linger_s
+
+  async def _pause(self) -> None:
+    """Waits until something happens, or a window ends."""
+    seconds = min(max(self.rounds.deadline() - time.monotonic(), 0.01), 0.5)
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(self.changed.wait(), seconds)
+
+  def _begin(self) -> None:
+    """Starts the group when all sites are ready, or when the first waited enough."""
+    if self.started:
+      return
+    ready = sum(m.presence is Presence.IN for m in self._members)
+    waited = time.monotonic() - self._first_ready
+    enough = ready >= self._sites.quorum and waited > self._sites.start_s
+    if ready == self.calendar.sites or enough:
+      self._say(f"Training begins with {ready} of {self.calendar.sites} sites.")
+      self.started = True
+      self.notify()
+
+  def _chunk(self, session: Session, message: Message) -> None:
+    """Takes a part of a payload.
+
+    The first payload that came in full counts: a site that sends the round again, on
+    another connection, changes nothing.
+    """
+    r = number(message, "round", 0, len(self.calendar.rounds) - 1)
+    if r < self.rounds.closed:
+      return  # Too late; the site learns it with the closed round.
+    if r >= self.rounds.closed + self.calendar.fragments:
+      raise BadMessage(f"it sent round {r}, but round {self.rounds.closed} is open")
+    offset, size = number(message, "offset", 0, _LARGEST), len(message.body)
+    if offset != session.offsets.get(r, 0) or not size:
+      raise BadMessage(f"it sent byte {offset} of round {r} out of order")
+    kept = {k: n for k, n in session.offsets.items() if k >= self.rounds.closed}
+    session.offsets = kept | {r: offset + size}
+    site = session.site
+    if self.rounds.has(site, r):
+      return
+    if offset == 0:
+      self.uploads[r, site] = self._begin_upload(session, r, message)
+    upload = self.uploads[r, site]
+    if offset + size > upload.total:
+      raise BadMessage(f"it sent more than {upload.total} bytes of round {r}")
+    upload.received += message.body
+    if len(upload.received) == upload.total:
+      if zlib.crc32(upload.received) != upload.crc32:
+        upload.crc32 = -1
+        raise BadMessage(f"its payload of round {r} has another checksum")
+      self._owners[r, site] = session.name
+      self.rounds.sent(site, r, time.monotonic())
+    self.notify()
+
+  def _begin_upload(self, session: Session, r: int, message: Message) -> Upload:
+    """Reads the header of a payload's first part."""
+    total = number(message, "total", 0, _LARGEST)
+    wanted = self.calendar.payload_bytes(r)
+    if total != wanted:
+      raise BadMessage(f"its payload of round {r} has {total} bytes, not {wanted}")
+    data = message.fields.get("data")
+    own = self.calendar.shards_of(session.site)
+    return Upload(
+      number(message, "tokens", 1, _LARGEST),
+      {s: data[s] for s in own if s in data} if isinstance(data, dict) else {},
+      total,
+      number(message, "crc32", 0, (1 << 32) - 1),
+    )
+
+  def _entry(self, closing: Closing) -> Entry:
+    step, fragment = self.calendar.rounds[closing.round]
+    uploads = {k: self.uploads[closing.round, k] for k in closing.members}
+    data = {shard: x for u in uploads.values() for shard, x in u.data.items()}
+    return Entry(
+      closing.round,
+      fragment,
+      step,
+      {k: u.tokens for k, u in uploads.items()},
+      {k: bytes(u.received) for k, u in uploads.items()},
+      closing.late,
+      data,
+      round(closing.waited_s, 3),
+    )

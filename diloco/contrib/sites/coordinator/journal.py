@@ -1,0 +1,154 @@
+"""Closed rounds on disk: one file per round, with its payloads. No JAX.
+
+A round is on disk before it is announced to any site. So a coordinator that was
+killed applies exactly the rounds that the sites may have applied. `rounds.jsonl` has
+one line per closed round, without payloads, for people and audits.
+"""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import pathlib
+import secrets
+import zlib
+from typing import Any, NamedTuple
+
+from diloco.errors import ConfigError
+from diloco.util import files
+
+
+class Entry(NamedTuple):
+  """A closed round.
+
+  Attributes:
+    round: its number.
+    fragment: the fragment p.
+    step: the inner step t after which the fragment was sent.
+    tokens: {site: tokens behind each of its replicas' payloads}, ascending sites; its
+      keys are the members.
+    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
+    late: the sites that were expected and did not send.
+    data: {shard: [step, position in its text]} that the members sent along.
+    waited_s: seconds between the quorum and the closing.
+  """
+
+  round: int
+  fragment: int
+  step: int
+  tokens: dict[int, int]
+  payloads: dict[int, bytes]
+  late: tuple[int, ...]
+  data: dict[str, Any]
+  waited_s: float
+
+
+class Journal:
+  """The closed rounds in a workdir.
+
+  Attributes:
+    rounds: the rounds whose payloads are kept, ascending.
+  """
+
+  def __init__(self, workdir: pathlib.Path):
+    """Opens the journal, and repairs its lines after a kill.
+
+    Raises:
+      ConfigError: a round without a line cannot be read.
+    """
+    self._folder, self._lines = workdir / "journal", workdir / "rounds.jsonl"
+    self._folder.mkdir(parents=True, exist_ok=True)
+    for unfinished in self._folder.glob(".*.tmp"):
+      unfinished.unlink()
+    self.rounds = sorted(int(p.stem) for p in self._folder.glob("*.round"))
+    # A kill leaves rounds without a line, or half a line.
+    files.cut_half_line(self._lines)
+    known = {line["round"] for line in self.lines()}
+    for number in [r for r in self.rounds if r not in known]:
+      self._write_line(self.read(number))
+
+  @property
+  def closed(self) -> int:
+    """Counts the closed rounds of the run."""
+    return len({line["round"] for line in self.lines()})
+
+  @functools.cached_property
+  def run(self) -> str:
+    """A random name of the run, which survives restarts."""
+    path = self._folder / "run"
+    if not path.exists():
+      with files.replacing(path) as file:
+        file.write(secrets.token_hex(8).encode())
+    return path.read_text()
+
+  def write(self, entry: Entry) -> None:
+    """Puts a round on the disk; returns when the disk has it."""
+    parts = [json.dumps(_header(entry)).encode() + b"\n", *entry.payloads.values()]
+    crc32 = 0
+    with files.replacing(self._path(entry.round)) as file:
+      for part in parts:
+        crc32 = zlib.crc32(part, crc32)
+        file.write(part)
+      file.write(crc32.to_bytes(4))
+    folder = os.open(self._folder, os.O_RDONLY)
+    try:
+      os.fsync(folder)  # The disk has the new name, too.
+    finally:
+      os.close(folder)
+    self.rounds.append(entry.round)
+    self._write_line(entry)
+
+  def read(self, number: int) -> Entry:
+    """Reads a round.
+
+    Raises:
+      ConfigError: the file is damaged or gone.
+    """
+    path = self._path(number)
+    try:
+      content = path.read_bytes()
+      if zlib.crc32(content[:-4]).to_bytes(4) != content[-4:]:
+        raise ConfigError(
+          f"{path} is damaged (its checksum is wrong); restore it from a copy."
+        )
+    except OSError as error:
+      raise ConfigError(
+        f"{path} cannot be read ({error.strerror}); restore it from a copy."
+      ) from error
+    file = io.BytesIO(content)
+    header = json.loads(file.readline())
+    sizes = header["payloads"].items()
+    payloads = {int(site): file.read(size) for site, size in sizes}
+    tokens = {int(site): n for site, n in header["tokens"].items()}
+    found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
+    return Entry(**header | found)
+
+  def forget(self, before: int) -> None:
+    """Deletes the payloads of the rounds below `before`; their lines stay."""
+    for number in [r for r in self.rounds if r < before]:
+      self.rounds.remove(number)
+      self._path(number).unlink(missing_ok=True)
+
+  def lines(self) -> list[dict[str, Any]]:
+    """Reads rounds.jsonl: all closed rounds of the run, without data and payloads."""
+    found = list[dict[str, Any]]()
+    with contextlib.suppress(FileNotFoundError):
+      for line in self._lines.read_bytes().splitlines():
+        with contextlib.suppress(ValueError):
+          found.append(json.loads(line))
+    return found
+
+  def _path(self, number: int) -> pathlib.Path:
+    return self._folder / f"{number:09d}.round"
+
+  def _write_line(self, entry: Entry) -> None:
+    line = _header(entry)
+    del line["data"]
+    with self._lines.open("ab") as file:
+      file.write(json.dumps(line).encode() + b"\n")
+
+
+def _header(entry: Entry) -> dict[str, Any]:
+  sizes = {site: len(data) for site, data in entry.payloads.items()}
+  return entry._asdict() | {"payloads": sizes}

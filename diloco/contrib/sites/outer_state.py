@@ -1,0 +1,103 @@
+"""The outer step of a closed round, and the outer state as bytes.
+
+The coordinator and every site run the same program on a CPU with the same payloads. So
+all hold the same outer state, and float32 values cross only to newcomers.
+"""
+
+import zlib
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm.plan import Plan
+from diloco.algorithm.state import OuterState
+from diloco.algorithm.sync_metrics import Metrics
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.link import Closed
+from diloco.mesh import sharding
+from diloco.util.types import PyTree
+
+
+def apply(
+  plan: Plan, calendar: Calendar, closed: Closed, theta: PyTree, opt_state: PyTree
+) -> tuple[PyTree, PyTree, Metrics]:
+  """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
+
+  Payloads are uint8 [replicas of the site, fsdp, bytes]. Tokens weigh them in the mean.
+
+  Args:
+    plan: of a site, or of the coordinator.
+    theta, opt_state: outer parameters and optimizer state of the fragment.
+
+  Returns:
+    New theta, new opt_state, metrics float32 [].
+  """
+  mesh = plan.placement.mesh
+  n, *shape = plan.payload(closed.fragment, calendar.fsdp).shape
+  # Absent sites have empty payloads of weight 0, so that one program serves all counts.
+  codes = np.zeros((calendar.sites, n, *shape), np.uint8)
+  weights = np.zeros((calendar.sites, n), np.float32)
+  for site, data in closed.payloads.items():
+    codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
+    weights[site] = closed.tokens[site]
+  # With equal weights the plain mean: no bit differs from the other transports.
+  equal = bool((weights == weights[0]).all())
+  payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
+  with jax.set_mesh(mesh):
+    return plan.form.update(
+      *(theta, opt_state, payload, plan.tuned),
+      None if equal else weights.reshape(-1),
+      wire=plan.wire,
+      outer=plan.outer,
+      mesh=mesh,
+    )
+
+
+def digests(state: OuterState) -> list[int]:
+  """Returns a CRC-32 of each fragment's outer parameters and optimizer state."""
+  return [digest(*parts) for parts in zip(state.theta, state.opt_state)]
+
+
+def digest(theta: PyTree, opt_state: PyTree) -> int:
+  """Returns the CRC-32 of a fragment's outer state."""
+  sum_ = 0
+  for leaf in jax.tree.leaves((theta, opt_state)):
+    sum_ = zlib.crc32(_host(leaf).data, sum_)  # Without a copy of the array.
+  return sum_
+
+
+def to_bytes(state: OuterState) -> bytes:
+  """Writes theta and opt_state of all fragments, in the order of their trees."""
+  leaves = jax.tree.leaves((state.theta, state.opt_state))
+  return b"".join(_host(leaf).tobytes() for leaf in leaves)
+
+
+def from_bytes(data: bytes, state: OuterState) -> OuterState:
+  """Reads what `to_bytes` has written.
+
+  Args:
+    state: arrays of the same outer state, or their shapes.
+
+  Returns:
+    The state with arrays on the CPU, sharded as before, and nothing in flight.
+
+  Raises:
+    ValueError: the bytes have another length.
+  """
+  leaves, structure = jax.tree.flatten((state.theta, state.opt_state))
+  sizes = [x.size * x.dtype.itemsize for x in leaves]
+  if sum(sizes) != len(data):
+    raise ValueError(f"the snapshot has {len(data)} bytes, not {sum(sizes)}")
+  found, start = [], 0
+  for x, size in zip(leaves, sizes):
+    values = np.frombuffer(data, x.dtype, x.size, start).reshape(x.shape)
+    found.append(sharding.place(values, x.sharding))
+    start += size
+  theta, opt_state = jax.tree.unflatten(structure, found)
+  return OuterState(theta, opt_state, state.codec_state, {})
+
+
+def _host(x: jax.Array) -> np.ndarray:
+  return np.asarray(x.addressable_data(0))

@@ -1,0 +1,96 @@
+"""The connection of a site of several processes: process 0 has it and tells the rest.
+
+All processes of the site call every method together, in the same order, so that all of
+them merge the same rounds after the same steps.
+"""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+from diloco.contrib.sites.link import Closed, Link, Welcome
+from diloco.processes.peers import Peers
+
+
+class SharedLink:
+  """Has the methods of a `Link`."""
+
+  def __init__(self, link: Link | None, peers: Peers):
+    """Shares a connection.
+
+    Args:
+      link: the connection; None on all processes but process 0.
+      peers: the processes of this site.
+    """
+    self._link, self._peers = link, peers
+
+  @property
+  def inside(self) -> int:
+    return self._link.inside if self._link else 0
+
+  @property
+  def reconnects(self) -> int:
+    return self._link.reconnects if self._link else 0
+
+  def join(self, **state: object) -> Welcome:
+    found = self._welcome(self._link.join(**state) if self._link else None)
+    assert found is not None
+    return found
+
+  def ready(self, first: int) -> None:
+    if self._link:
+      self._link.ready(first)
+
+  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
+    return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))
+
+  def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
+    if self._link:
+      self._link.send(number, data, fields)
+
+  def wait_until(self, number: int, stopping: Callable[[], bool]) -> bool:
+    return self._peers.broadcast(self._link and self._link.wait_until(number, stopping))
+
+  def closed(self, number: int) -> Closed:
+    head, own = None, None
+    if self._link:
+      found = self._link.closed(number)
+      payloads = found.payloads.values()
+      head = [found.fragment, list(found.tokens.items()), [len(x) for x in payloads]]
+      own = b"".join(payloads)
+    fragment, tokens, sizes = self._peers.broadcast(head)
+    data = io.BytesIO(self._bytes(own, sum(sizes)))
+    parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
+    return Closed(number, fragment, dict(tokens), parts)
+
+  def newest(self) -> tuple[int, int]:
+    received, published = self._peers.broadcast(self._link and self._link.newest())
+    return received, published
+
+  def welcome(self) -> Welcome | None:
+    return self._welcome(self._link.welcome() if self._link else None)
+
+  def forget(self, below: int) -> None:
+    if self._link:
+      self._link.forget(below)
+
+  def leave(self, reason: str) -> None:
+    if self._link:
+      self._link.leave(reason)
+
+  def _welcome(self, own: Welcome | None) -> Welcome | None:
+    head = self._peers.broadcast(own and [own.round, own.data, len(own.snapshot)])
+    if head is None:
+      return None
+    number, data, size = head
+    of_0 = own.snapshot if own else None
+    snapshot = self._bytes(of_0, size) if size else b""
+    return Welcome(number, data, snapshot)
+
+  def _bytes(self, own: bytes | None, size: int) -> bytes:
+    """Returns the bytes of process 0, which may be many."""
+    values = np.frombuffer(own or bytes(size), np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(values)).tobytes()

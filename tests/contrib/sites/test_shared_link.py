@@ -1,0 +1,110 @@
+"""All processes of a site get what process 0 received from the coordinator."""
+
+import types
+
+import numpy as np
+import pytest
+from threads import at_once, connected
+
+from diloco.contrib.sites import shared_link
+from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.shared_link import SharedLink
+
+CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"})
+WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
+
+
+class FakeLink(types.SimpleNamespace):
+  """A connection that has all answers."""
+
+  inside, reconnects = 2, 1
+  closed = staticmethod({3: CLOSED}.__getitem__)
+  newest = staticmethod(lambda: (4, 5))
+  join = staticmethod(lambda **state: WELCOME)
+  wait_until = staticmethod(lambda number, stopping: not stopping())
+  wait_for_start = staticmethod(lambda stopping: not stopping())
+
+  def __init__(self):
+    super().__init__(told=[], welcomes=[None, Welcome(7, {}, b"")])
+
+  def welcome(self):
+    return self.welcomes.pop(0)
+
+  def send(self, number, data, fields):
+    self.told.append(("send", number, data, fields))
+
+  def ready(self, first):
+    self.told.append(("ready", first))
+
+  def forget(self, below):
+    self.told.append(("forget", below))
+
+  def leave(self, reason):
+    self.told.append(("leave", reason))
+
+
+@pytest.fixture
+def site():
+  """A function that calls all three processes: {process: what it gets}."""
+  peers, link = connected(3), FakeLink()
+
+  class OverPeers(SharedLink):
+    """Bytes go over the processes' own connection instead of JAX's devices."""
+
+    def _bytes(self, own, size):
+      data = bytes.fromhex(self._peers.broadcast(own and own.hex()))
+      assert len(data) == size
+      return data
+
+  shared = [OverPeers(None if i else link, p) for i, p in enumerate(peers)]
+  yield types.SimpleNamespace(
+    ask=lambda call: at_once(lambda i: call(shared[i]), range(3)), link=link
+  )
+  at_once(lambda i: peers[i].close(), range(3))
+
+
+@pytest.mark.parametrize(
+  ("call", "answer"),
+  [
+    (lambda link: link.join(round=0), WELCOME),
+    (lambda link: link.closed(3), CLOSED),
+    (lambda link: link.newest(), (4, 5)),
+    (lambda link: link.wait_until(3, lambda: False), True),
+    (lambda link: link.wait_for_start(lambda: True), False),
+  ],
+)
+def test_every_process_gets_the_answer(site, call, answer):
+  assert site.ask(call) == dict.fromkeys(range(3), answer)
+
+
+def test_a_snapshot_comes_once(site):
+  found = [site.ask(lambda link: link.welcome()) for _ in range(2)]
+  assert found == [
+    dict.fromkeys(range(3)),
+    dict.fromkeys(range(3), Welcome(7, {}, b"")),
+  ]
+
+
+def test_process_0_alone_tells_the_coordinator(site):
+  site.ask(lambda link: link.ready(1))
+  site.ask(lambda link: link.send(1, b"ab", {"tokens": 3}))
+  site.ask(lambda link: link.forget(1))
+  site.ask(lambda link: link.leave("finished"))
+  told = [("ready", 1), ("send", 1, b"ab", {"tokens": 3}), ("forget", 1)]
+  assert site.link.told == [*told, ("leave", "finished")]
+  assert site.ask(lambda link: (link.inside, link.reconnects))[0] == (2, 1)
+
+
+def test_bytes_cross_the_devices_as_they_are(monkeypatch):
+  kept = []
+
+  def broadcast(values):
+    kept.append(values)
+    return values
+
+  monkeypatch.setattr(shared_link.multihost_utils, "broadcast_one_to_all", broadcast)
+  data = bytes(range(256))
+  assert SharedLink(None, None)._bytes(data, 256) == data
+  SharedLink(None, None)._bytes(None, 5)
+  assert kept[1].dtype == np.uint8
+  assert kept[1].shape == (5,)  # All processes must give arrays of one shape.

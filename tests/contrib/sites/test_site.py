@@ -1,0 +1,347 @@
+"""A site's part of Algorithm 2 with a connection that does as it is told."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+from process_config import get_config
+
+from diloco.algorithm.method import make_method
+from diloco.checkpoint.checkpoints import Checkpoints, Record
+from diloco.config import resolve
+from diloco.contrib.sites import outer_state
+from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.site import SitePart
+from diloco.mesh.devices import make_mesh
+
+EVERY, TAU = 3, 2  # As in process_config.
+
+
+class Link:
+  """Has the methods of a real connection; the tests say which rounds are closed."""
+
+  inside, reconnects = 2, 0
+
+  def __init__(self, calendar):
+    self.calendar = calendar
+    self.rounds = list[Closed]()
+    self.published = list[Closed]()  # These are received when the site waits for them.
+    self.sent, self.firsts, self.hello = {}, [], {}
+    self.answer = Welcome(0, {}, b"")
+    self.news = None
+    self.base = 0  # Rounds below this number were never received.
+    self.forgotten = 0  # Rounds below this number need no room.
+
+  def join(self, **state):
+    self.hello, self.base = state, self.answer.round
+    return self.answer
+
+  def ready(self, first):
+    self.firsts.append(first)
+
+  def wait_for_start(self, stopping):
+    return not stopping()
+
+  def send(self, number, data, fields):
+    self.sent[number] = data, fields
+
+  def wait_until(self, number, stopping):
+    assert number < self.forgotten + self.calendar.room, "a link waits for room"
+    while self.published and number >= self.newest()[0]:
+      self.rounds.append(self.published.pop(0))
+    assert stopping() or number < self.newest()[0], f"round {number} never closes"
+    return number < self.newest()[0]
+
+  def closed(self, number):
+    return self.rounds[number - self.base]
+
+  def welcome(self):
+    found, self.news = self.news, None
+    return found
+
+  def newest(self):
+    received = self.base + len(self.rounds)
+    return received, received + len(self.published)
+
+  def forget(self, below):
+    self.forgotten = below
+
+  def leave(self, reason):
+    pass
+
+  def close(self, payloads, tokens=None):
+    """Closes the next round with these payloads {site: bytes}."""
+    number = self.newest()[0]
+    _, p = self.calendar.rounds[number]
+    tokens = tokens or dict.fromkeys(payloads, 192)
+    self.rounds.append(Closed(number, p, tokens, payloads))
+
+
+class Batches:
+  def __init__(self):
+    self.state = {"0": {"position": 0}}
+
+  def get_state(self):
+    return self.state
+
+  def set_state(self, state):
+    self.state = state
+
+
+class Player:
+  """Site 0 of two, whose inner steps make all parameters a little larger."""
+
+  def __init__(self, **fields):
+    c = get_config()
+    c.overlap.transport = "sites"
+    c.update_from_flattened_dict(fields)
+    self.calendar = Calendar(resolve(c))
+    own = config_of(self.calendar.config, 0)
+    self.mesh = make_mesh(own)
+    with jax.set_mesh(self.mesh):
+      method = make_method(own, self.mesh)
+      self.state = method.init()
+    self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
+    # With other processes, a site waits for a round when it is due, in no thread.
+    peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
+    part = SitePart(self.calendar.config, 0, self.link, peers)
+    stop = types.SimpleNamespace(received=lambda: self.ending)
+    self.site = part.method(method, self.batches, stop)
+    self.t, self.events = 0, []
+
+  def enter(self, start=0):
+    with jax.set_mesh(self.mesh):
+      self.t, self.state = self.site.enter(start, self.state)
+
+  def step(self, ending=False):
+    self.ending = ending
+    with jax.set_mesh(self.mesh):
+      larger = jax.tree.map(lambda x: x * 1.01, self.state.params)
+      self.state = dataclasses.replace(self.state, params=larger)
+      self.t, self.state, events = self.site.outer(self.t + 1, self.state)
+    self.events += events
+
+  def account(self):
+    return self.site.account({"bytes_sent_per_replica": 1, "params": 1})["site"]
+
+  def other(self):
+    """Returns a payload of the other site."""
+    size = self.calendar.payload_bytes(0)
+    return np.zeros(size, np.uint8).tobytes()
+
+  def learning_rate_count(self):
+    is_schedule = lambda x: isinstance(x, optax.ScaleByScheduleState)
+    leaves = jax.tree.leaves(self.state.opt_state, is_leaf=is_schedule)
+    [found] = [x for x in leaves if is_schedule(x)]
+    return set(np.ravel(found.count).tolist())
+
+  def assert_params_are_theta(self):
+    params = jax.tree.map(lambda x: np.asarray(x[0]), self.state.params)
+    [theta] = self.state.outer.theta
+    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, theta))
+
+  def received(self):
+    return [
+      tuple(int(e.metrics[name]) for name in ("round", "sites", "counted"))
+      for e in self.events
+      if e.kind == "receive"
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+  """Compiles the programs once, which takes longer than all tests."""
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  player.link.close({1: player.other()})
+  for _ in range(TAU):
+    player.step()
+
+
+def test_a_site_on_time_sends_and_merges_by_the_schedule():
+  player = Player()
+  player.enter()
+  for t in range(1, EVERY + TAU):
+    player.step()
+    assert list(player.link.sent) == ([0] if t >= EVERY else [])
+    assert player.received() == []
+  data, fields = player.link.sent[0]
+  assert len(data) == player.calendar.payload_bytes(0)
+  assert fields == {"tokens": 3 * 4 * 16, "data": {"0": [3, {"position": 0}]}}
+  before = outer_state.digests(player.state.outer)
+  player.link.close({0: data, 1: player.other()})
+  player.step()
+  assert player.t == EVERY + TAU
+  assert player.received() == [(0, 2, 1)]
+  assert outer_state.digests(player.state.outer) != before
+  player.assert_params_are_theta()
+  assert player.link.firsts == [0]
+  assert player.account()["contributed"] == 1
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
+  player = Player()
+  player.enter(start=EVERY - 1)
+  player.step(is_told)
+  assert player.t == EVERY
+  assert list(player.link.sent) == ([] if is_told else [0])
+
+
+def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  for _ in range(4):  # Up to step 12, while the site is at step 3.
+    player.link.close({1: player.other()})
+  player.step()
+  assert player.t == 12
+  assert player.learning_rate_count() == {12}
+  assert player.received() == [(0, 1, 0), (1, 1, 0), (2, 1, 0), (3, 1, 0)]
+  player.assert_params_are_theta()
+  account = player.account()
+  assert (account["lost"], account["skipped_steps"]) == (1, 8)
+  assert player.link.firsts[-1] == 4
+  # Its next payload weighs the steps that it trains from now on.
+  for _ in range(EVERY):
+    player.step()
+  assert list(player.link.sent) == [0, 4]
+  assert player.link.sent[4][1]["tokens"] == 3 * 4 * 16
+
+
+def test_a_late_site_waits_for_the_closed_rounds_for_which_the_link_had_no_room():
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  for _ in range(6):
+    player.link.close({1: player.other()})
+  player.link.published = player.link.rounds[1:]
+  del player.link.rounds[1:]
+  player.step()
+  assert player.t == 6 * EVERY
+  assert player.received() == [(r, 1, 0) for r in range(6)]
+
+
+def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
+  player = Player()
+  player.enter()
+  player.step()
+  player.step()
+  player.link.close({1: player.other()})  # The round of step 3.
+  player.step()
+  assert player.t == 3
+  assert not player.link.sent
+  assert player.account()["lost"] == 1
+  assert player.link.firsts == [0, 1]
+  player.step()
+  player.step()
+  assert player.received() == [(0, 1, 0)]
+  player.step()
+  assert list(player.link.sent) == [1]
+
+
+def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
+  player, errors = Player(**{"wire.error_feedback": 1.0}), []
+
+  def error():
+    leaves = jax.tree.leaves(player.state.outer.codec_state[0])
+    errors.append(np.concatenate([np.ravel(x) for x in leaves]))
+
+  player.enter()
+  for number in range(2):
+    for _ in range(EVERY - TAU * bool(number)):
+      player.step()
+    error()  # After the send.
+    data, _ = player.link.sent[number]
+    player.link.close({0: data, 1: player.other()} if number else {1: player.other()})
+    for _ in range(TAU):
+      player.step()
+    error()  # After the merge.
+  assert player.received() == [(0, 1, 0), (1, 2, 1)]
+  sent, lost, again, counted = errors
+  assert sent.any()
+  assert not lost.any()
+  assert again.any()
+  np.testing.assert_array_equal(counted, again)
+
+
+def test_a_newcomer_starts_from_the_snapshot():
+  donor, player = Player(), Player()
+  donor.enter()
+  for _ in range(4):
+    donor.link.close({1: donor.other()})
+  donor.step()
+  snapshot = outer_state.to_bytes(donor.state.outer)
+  player.link.answer = Welcome(4, {"0": [12, {"position": 7}]}, snapshot)
+  player.enter()
+  assert player.t == 12
+  assert player.batches.state == {"0": {"position": 7}}
+  digests = [outer_state.digests(x.state.outer) for x in (donor, player)]
+  assert digests[0] == digests[1]
+  assert player.learning_rate_count() == {12}
+  player.assert_params_are_theta()
+  for _ in range(EVERY):
+    player.step()
+  assert list(player.link.sent) == [4]
+  # A second snapshot, after a long absence.
+  player.link.base, player.link.rounds = 9, []
+  player.link.news = Welcome(9, {}, snapshot)
+  player.step()
+  assert player.t == 27
+  assert player.account()["skipped_steps"] == 12 + (27 - 16)
+
+
+def test_a_restarted_site_repeats_no_step_that_the_group_has():
+  player = Player()
+  player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, b"")
+  player.enter(start=21)  # Has merged the rounds up to step 18.
+  assert player.link.hello["round"] == 6
+  assert player.t == 18  # Round 6 of step 21 is open: the site sends it again.
+  assert player.batches.state == {"0": {"position": 9}}
+  player = Player()
+  player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, b"")
+  player.link.rounds = [Closed(6, 0, {0: 192}, {0: player.other()})]
+  player.enter(start=21)
+  assert player.t == 21
+  assert player.batches.state == {"0": {"position": 0}}
+
+
+def test_a_signal_ends_every_wait():
+  player = Player()
+  player.enter()
+  player.step(ending=True)
+  assert player.t == 1
+  player.step()
+  player.step()
+  assert 0 in player.link.sent
+  player.step()
+  player.step(ending=True)
+  assert player.t == EVERY + TAU
+  assert player.received() == []
+
+
+def test_a_checkpoint_needs_no_payload_in_flight(tmp_path):
+  player = Player()
+  own = config_of(player.calendar.config, 0)
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  assert player.site.plan.schedule.in_flight(EVERY)
+  with jax.set_mesh(player.mesh):
+    method = make_method(own, player.mesh)
+    checkpoints = Checkpoints(tmp_path, own, method)
+    checkpoints.save(EVERY, player.state, Record(own.to_dict()))
+    checkpoints.wait()
+    found = checkpoints.restore()
+    checkpoints.close()
+  digests = [outer_state.digests(x.outer) for x in (found.arrays, player.state)]
+  assert digests[0] == digests[1]
+  assert found.arrays.outer.in_flight == {}
