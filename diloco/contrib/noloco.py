@@ -190,7 +190,6 @@ plugins.RULES.append(
       "overlap.alpha": OFF,
       "wire.compressor": ("quantize",),
       "wire.format": ("fp32",),
-      "wire.error_feedback": OFF,
     },
   )
 )

@@ -1,9 +1,10 @@
 """What a plug-in adds to configs and to the arithmetic of a run. No JAX.
 
 A plug-in is a module that `plugins` names; `diloco.contrib` has those of later papers.
-It registers names for fields that take names (`compressors.register`, `EXCHANGES`,
-`MEANS`, `optimizers.OWN`, `registry.register`), or an `Extension`: fields of its own,
-and what they do. Config, ledger, checkpoints, sweeps and simulators ask this file.
+It registers names for fields that take names (`compressors.register`, `FORMATS`,
+`EXCHANGES`, `MEANS`, `optimizers.OWN`, `registry.register`), or an `Extension`: fields
+of its own, and what they do. Config, ledger, checkpoints, sweeps and simulators ask
+this file.
 """
 
 import dataclasses
@@ -71,6 +72,23 @@ class Average(NamedTuple):
 
   every: int
   values: int
+
+
+class BlockFormat(NamedTuple):
+  """A number format, by the name in wire.format.
+
+  Attributes:
+    bits: bits per value.
+    block_bytes: bytes that a block sends beside its codes.
+    encode: blocks float32 (N, K, B) and S -> codes uint8 (N, K, B) and these bytes;
+      the zeros after the first S values of a layer are only padding.
+    decode: codes and bytes -> float32 (N, K, B).
+  """
+
+  bits: int
+  block_bytes: int
+  encode: Callable[[Any, int], tuple[Any, Any]]
+  decode: Callable[[Any, Any], Any]
 
 
 class Exchange(NamedTuple):
@@ -161,6 +179,7 @@ RULES: list[Rule] = []
 # Further names of outer.average: functions like `outer.average`, without its last
 # argument.
 MEANS: dict[str, Callable[..., PyTree]] = {}
+FORMATS: dict[str, BlockFormat] = {}
 EXCHANGES: dict[str, Exchange] = {
   "gather": Exchange(lambda replicas: replicas - 1),  # An all-gather of payloads.
   "psum": Exchange(lambda replicas: 2 * (replicas - 1) / replicas),  # A ring.
@@ -211,6 +230,17 @@ def contrib() -> list[str]:
   return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
 
 
+def moved() -> dict[str, tuple[object, str]]:
+  """Returns {former field: (its default, what to write now)}."""
+  found: dict[str, tuple[object, str]]
+  found = importlib.import_module(CONTRIB).MOVED
+  return found
+
+
 def hint(name: str) -> str:
-  """Returns the rest of a sentence about an unknown name, if a plug-in has it."""
-  return f"; the plug-in {name} has it: set plugins=('{name}',)" * (name in contrib())
+  """Returns the rest of a sentence about an unknown name, if a plug-in has it.
+
+  A plug-in has the names that begin with its own, as bins has bins2.
+  """
+  own = name.rstrip("0123456789")
+  return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())
