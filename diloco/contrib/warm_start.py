@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers, outer
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import OuterStep, Plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
@@ -38,7 +38,7 @@ from diloco.config.combinations import OFF
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
-from diloco.spec.plugins import Rule
+from diloco.spec.plugins import OuterStep, Rule
 from diloco.util.types import PyTree
 
 

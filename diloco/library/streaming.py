@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.make import build_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.outer import drain
 from diloco.algorithm.plan import Plan
@@ -217,18 +217,13 @@ def streaming(
       f" {FSDP}, the first of a size that divides {replicas} replicas, for example"
       f" diloco.replica_mesh({replicas})."
     )
-  plan = build_plan(
-    schedule,
-    parts,
-    layout.parameters(params_M),
+  plan = make_plan(
+    c,
     mesh,
-    wire=c.wire,
-    optimizer=c.outer if isinstance(outer, OuterConfig) else outer,
-    alpha=alpha,
-    seed=seed,
-    transport=transport,
-    offload=c.outer.offload,
-    own_outer=c.own_outer,
+    layout.parameters(params_M),
+    fragments=parts,
+    schedule=schedule,
+    optimizer=None if isinstance(outer, OuterConfig) else outer,
   )
   plan.transport.connect()
   return Streaming(plan, layout)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CONTRIB = "diloco.contrib"
 
 # Lines 6 to 12, with the arguments of `outer.outer_step`; returns the parameters, the
-# outer state and the events. `algorithm.plan.OuterStep` has the types, which need JAX.
+# outer state and the events.
 OuterStep: TypeAlias = Callable[..., tuple[PyTree, PyTree, list[Any]]]
 
 

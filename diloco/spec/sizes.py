@@ -129,7 +129,10 @@ def check(wire: "WireConfig") -> None:
       raise TypeError(f"{name} takes no arguments")
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
-    raise ValueError(f"wire.compressor is {wire.compressor!r}, but {error}.") from error
+    reason = str(error).removesuffix(".")
+    raise ValueError(
+      f"wire.compressor is {wire.compressor!r}, but {reason}."
+    ) from error
 
 
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
