@@ -4,7 +4,6 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -115,13 +114,8 @@ class Plan:
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
-    return self._sync_bytes[p]
-
-  @functools.cached_property
-  def _sync_bytes(self) -> list[int]:
-    args = (self.wire, self.replicas)
-    fsdp = self.mesh.shape[FSDP]
-    return [sizes.sync_bytes(*args, part, fsdp) for part in self.shapes]
+    args = (self.wire, self.replicas, self.shapes[p], self.mesh.shape[FSDP])
+    return sizes.sync_bytes(*args)
 
   def payload(self, p: int, fsdp: int | None = None) -> jax.ShapeDtypeStruct:
     """Describes the shape and sharding of fragment p's encoded payload.

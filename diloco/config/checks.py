@@ -144,11 +144,8 @@ def check_together(
       f"overlap.taus is {c.overlap.taus}; give {c.replicas} whole numbers, one per"
       " replica, or leave it empty."
     )
-  try:
-    c.make_schedule()
-    shapes.parameters(c.model)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  c.make_schedule()
+  shapes.parameters(c.model)
   check_names(c)
   if c.make_fragments():
     for extension in c.extensions:
@@ -157,10 +154,7 @@ def check_together(
 
 def check_names(c: Config) -> None:
   """Refuses names that nothing has registered."""
-  try:
-    sizes.check(c.wire)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  sizes.check(c.wire)
   known = ("mean", *plugins.MEANS)
   if c.outer.average not in known:
     raise ConfigError(

@@ -39,8 +39,7 @@ from diloco.algorithm.slices import one_of
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
-from diloco.contrib._between import alone
-from diloco.contrib._own_outer import NEEDS, step_each
+from diloco.contrib._shared import NEEDS, alone, step_each
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig

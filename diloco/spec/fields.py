@@ -207,7 +207,7 @@ class InnerConfig:
   weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
   # Global L2 norm to which each replica clips its gradient. 0: no clipping.
   clip_norm: NonNegative = 1.0
-  # Type in which data_parallel and a warm start all-reduce gradients. The papers count
+  # Type in which data_parallel and joint steps all-reduce gradients. The papers count
   # 16 bits.
   gradient_dtype: DType = "float32"
 

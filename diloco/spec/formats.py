@@ -10,6 +10,7 @@ The papers send E3M0 (2501.18512, section 2.4): zero and seven powers of two.
 import dataclasses
 import re
 
+from diloco.errors import ConfigError
 from diloco.spec.plugins import FORMATS, hint
 
 # Bytes per value of the plain formats, which have no scale.
@@ -63,7 +64,7 @@ def parse_format(name: str) -> Format:
   """Returns the format of a name such as e3m0, e2m1 or e4m3fn.
 
   Raises:
-    ValueError: there is no such format of 2 to 8 bits.
+    ConfigError: there is no such format of 2 to 8 bits.
   """
   match = re.fullmatch(r"e(\d)m(\d)(fn)?", name)
   if match and (not match[3] or name in _RESERVED):
@@ -72,7 +73,7 @@ def parse_format(name: str) -> Format:
       bias = (1 << (x - 1)) - 1
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
   known = "".join(f", {own}" for own in FORMATS)
-  raise ValueError(
+  raise ConfigError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
     f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}{hint(name)}."
   )

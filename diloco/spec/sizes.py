@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from diloco.errors import ConfigError
 from diloco.spec.call_text import parse
 from diloco.spec.formats import PLAIN, block_bytes, code_bits
 from diloco.spec.plugins import EXCHANGES, hint
@@ -111,7 +112,7 @@ def check(wire: "WireConfig") -> None:
   """Checks the names of the compressor, the exchange and the number format.
 
   Raises:
-    ValueError: a name is unknown, or an argument of the compressor cannot work.
+    ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
   name, arguments = parse("wire.compressor", wire.compressor)
   for field, value, known in (
@@ -119,7 +120,7 @@ def check(wire: "WireConfig") -> None:
     ("exchange", wire.exchange, EXCHANGES),
   ):
     if value not in known:
-      raise ValueError(
+      raise ConfigError(
         f"wire.{field} is {value!r}; choose one of {', '.join(known)}{hint(value)}."
       )
   if wire.format not in PLAIN:
@@ -130,7 +131,7 @@ def check(wire: "WireConfig") -> None:
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
     reason = str(error).removesuffix(".")
-    raise ValueError(
+    raise ConfigError(
       f"wire.compressor is {wire.compressor!r}, but {reason}."
     ) from error
 
