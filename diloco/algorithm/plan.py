@@ -4,6 +4,7 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -114,8 +115,13 @@ class Plan:
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
-    args = (self.wire, self.replicas, self.shapes[p], self.mesh.shape[FSDP])
-    return sizes.sync_bytes(*args)
+    return self._sync_bytes[p]
+
+  @functools.cached_property
+  def _sync_bytes(self) -> list[int]:
+    args = (self.wire, self.replicas)
+    fsdp = self.mesh.shape[FSDP]
+    return [sizes.sync_bytes(*args, part, fsdp) for part in self.shapes]
 
   def payload(self, p: int, fsdp: int | None = None) -> jax.ShapeDtypeStruct:
     """Describes the shape and sharding of fragment p's encoded payload.
@@ -140,7 +146,7 @@ class Plan:
     return int(np.argmax(sizes))
 
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
-    """Describes fragment p's payload when it has arrived; see `Transport.carry`."""
+    """Describes fragment p's payload when it has arrived; see `transport.carry`."""
     payload = self.payload(p)
     if not self.transport.overlaps:
       return payload

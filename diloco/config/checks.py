@@ -155,12 +155,7 @@ def check_together(
 def check_names(c: Config) -> None:
   """Refuses names that nothing has registered."""
   sizes.check(c.wire)
-  known = ("mean", *plugins.MEANS)
-  if c.outer.average not in known:
-    raise ConfigError(
-      f"outer.average is {c.outer.average!r}; choose one of"
-      f" {', '.join(known)}{plugins.hint(c.outer.average)}."
-    )
+  plugins.check_name("outer.average", c.outer.average, ("mean", *plugins.MEANS))
 
 
 def check_profile(c: Config) -> None:

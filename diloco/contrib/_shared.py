@@ -1,7 +1,7 @@
 """What several plug-ins have in common.
 
-Some average values of the replicas between the syncs. In others, every replica has outer
-parameters of its own.
+Some average values of the replicas between the syncs. In others, every replica has
+outer parameters of its own.
 """
 
 import jax

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from diloco.errors import ConfigError
@@ -228,6 +228,18 @@ def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
   return sorted(p.stem for p in folder.glob("*.py") if not p.stem.startswith("_"))
+
+
+def check_name(field: str, name: str, known: Collection[str]) -> None:
+  """Refuses a name that nothing has registered.
+
+  Raises:
+    ConfigError: the name is unknown.
+  """
+  if name not in known:
+    raise ConfigError(
+      f"{field} is {name!r}; choose one of {', '.join(known)}{hint(name)}."
+    )
 
 
 def moved() -> dict[str, tuple[object, str]]:

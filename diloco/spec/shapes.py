@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from diloco.errors import ConfigError
+from diloco.spec.plugins import check_name
 
 if TYPE_CHECKING:
   from diloco.spec.fields import ModelConfig
@@ -107,8 +108,7 @@ def parameters(m: "ModelConfig") -> Shapes:
   Raises:
     ConfigError: there is no such architecture.
   """
-  if m.name not in SHAPES:
-    raise ConfigError(f"model.name is {m.name!r}; choose one of {', '.join(SHAPES)}.")
+  check_name("model.name", m.name, SHAPES)
   return SHAPES[m.name](m)
 
 

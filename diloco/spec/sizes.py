@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.errors import ConfigError
 from diloco.spec.call_text import parse
 from diloco.spec.formats import PLAIN, block_bytes, code_bits
-from diloco.spec.plugins import EXCHANGES, hint
+from diloco.spec.plugins import EXCHANGES, check_name
 from diloco.spec.shapes import Shapes, leaves, shard
 
 if TYPE_CHECKING:
@@ -115,14 +115,8 @@ def check(wire: "WireConfig") -> None:
     ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
   name, arguments = parse("wire.compressor", wire.compressor)
-  for field, value, known in (
-    ("compressor", name, (*SIZES, *MAKERS)),
-    ("exchange", wire.exchange, EXCHANGES),
-  ):
-    if value not in known:
-      raise ConfigError(
-        f"wire.{field} is {value!r}; choose one of {', '.join(known)}{hint(value)}."
-      )
+  check_name("wire.compressor", name, (*SIZES, *MAKERS))
+  check_name("wire.exchange", wire.exchange, EXCHANGES)
   if wire.format not in PLAIN:
     code_bits(wire.format)
   try:
