@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco.algorithm import optimizers
+from diloco.algorithm.optimizers import FALLING, OWN, is_schedule, sgd
 from diloco.util.types import PyTree
 
 
@@ -39,7 +39,7 @@ def restarted(
     raise ValueError(f"every is {every}, but must be a whole number of at least 1")
   if not momentum:
     raise ValueError("without momentum there is nothing to forget")
-  optimizer = optimizers.sgd(learning_rate, momentum, nesterov)
+  optimizer = sgd(learning_rate, momentum, nesterov)
 
   def init(params: PyTree) -> PyTree:
     return jnp.zeros((), jnp.int32), optimizer.init(params)
@@ -53,7 +53,6 @@ def restarted(
     def chosen(fresh: PyTree, old: PyTree) -> PyTree:
       return old if is_schedule(old) else jnp.where(again, fresh, old)
 
-    is_schedule = optimizers.is_schedule
     state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=is_schedule)
     updates, state = optimizer.update(updates, state, params)
     return updates, (count + 1, state)
@@ -61,5 +60,5 @@ def restarted(
   return optax.GradientTransformation(init, update)
 
 
-optimizers.OWN["outer.optimizer"]["restarted"] = restarted
-optimizers.FALLING.add("restarted")
+OWN["outer.optimizer"]["restarted"] = restarted
+FALLING.add("restarted")

@@ -203,9 +203,9 @@ def streaming(
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
   taus = _taus(tau, replicas)
-  overlap = {"tau": max(taus), "alpha": alpha, "transport": transport}
-  fields: dict[str, Any] = {f"overlap.{name}": x for name, x in overlap.items()}
-  c = _checked(wire, outer, fields | {"sync_every": sync_every, "seed": seed})
+  fields = {"sync_every": sync_every, "seed": seed, "overlap.transport": transport}
+  fields |= {"overlap.tau": max(taus), "overlap.alpha": alpha}
+  c = _checked(wire, outer, fields)
   schedule = Schedule(len(parts), sync_every, taus)
   mesh = mesh or _mesh_of(params_M)
   if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:

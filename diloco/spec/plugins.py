@@ -244,9 +244,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
 
 def moved() -> dict[str, tuple[object, str]]:
   """Returns {former field: (its default, what to write now)}."""
-  found: dict[str, tuple[object, str]]
-  found = importlib.import_module(CONTRIB).MOVED
-  return found
+  return importlib.import_module(CONTRIB).MOVED
 
 
 def hint(name: str) -> str:

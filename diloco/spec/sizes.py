@@ -95,8 +95,7 @@ def size_of(text: str) -> Size:
   name, arguments = parse("wire.compressor", text)
   if name in SIZES:
     return SIZES[name]
-  size: Size = MAKERS[name](**arguments).size
-  return size
+  return MAKERS[name](**arguments).size
 
 
 def coder(text: str) -> str:

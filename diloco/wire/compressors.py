@@ -59,8 +59,7 @@ def get(text: str) -> Compressor:
   name, arguments = parse("wire.compressor", text)
   if name in COMPRESSORS:
     return COMPRESSORS[name]
-  made: Compressor = sizes.MAKERS[name](**arguments)
-  return made
+  return sizes.MAKERS[name](**arguments)
 
 
 def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
