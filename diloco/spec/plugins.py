@@ -250,7 +250,7 @@ def moved() -> dict[str, tuple[object, str]]:
 def hint(name: str) -> str:
   """Returns the rest of a sentence about an unknown name, if a plug-in has it.
 
-  A plug-in has the names that begin with its own, as bins has bins2.
+  A plug-in may have several names: its own, and its own with a number.
   """
   own = name.rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

@@ -8,7 +8,7 @@ import pathlib
 
 import ml_collections
 
-from diloco.config import default_config
+from diloco.config import complete, default_config
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
@@ -19,7 +19,7 @@ def get_config(path: str = "") -> ml_collections.ConfigDict:
   try:
     saved = json.loads(pathlib.Path(path).read_text())
     c = default_config(*saved.get("plugins", ()))
-    c.update(saved)
+    c.update(complete(saved).to_dict())
   except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
     raise ConfigError(
       f"{path} is no config.json of this version's runs: {one_line(error)}."
