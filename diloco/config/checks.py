@@ -98,7 +98,8 @@ def _converted(value: Any, kind: Any) -> Any:
 def unknown(field: str, known: Iterable[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
   if field in plugins.moved():
-    return f"; now it is {plugins.moved()[field][1]}"
+    _, now, text = plugins.moved()[field]
+    return f"; now it is {now}={text!r}{plugins.hint(text.partition('(')[0])}"
   hint = plugins.hint(field.partition(".")[0])
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 

@@ -22,20 +22,10 @@ AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss th
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
 
-# Fields that became choices of plug-ins: {former field: (its default, what to write
-# now)}. A saved config may have such a field at its default.
+# Fields that became choices of plug-ins: {former field: (its default, the field now, an
+# example of its value)}. A saved config may have such a field at its default.
 MOVED = {
-  "outer.restart_every": (
-    0,
-    "outer.optimizer='restarted(every=10, momentum=0.9)' with plugins=('restarted',)",
-  ),
-  "wire.chunk": (
-    0,
-    "wire.compressor='chunked_topk(chunk=4096)' with plugins=('chunked_topk',)",
-  ),
-  "wire.error_feedback": (
-    0,
-    "wire.compressor=\"error_feedback(beta=0.9, of='quantize')\" with"
-    " plugins=('error_feedback',)",
-  ),
+  "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
+  "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
+  "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),
 }

@@ -242,8 +242,8 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     )
 
 
-def moved() -> dict[str, tuple[object, str]]:
-  """Returns {former field: (its default, what to write now)}."""
+def moved() -> dict[str, tuple[object, str, str]]:
+  """Returns {former field: (its default, the field now, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 
 
