@@ -62,9 +62,16 @@ def get(text: str) -> Compressor:
   return sizes.MAKERS[name](**arguments)
 
 
-def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
+def quantize(
+  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+) -> tuple[Array, PyTree]:
+  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
+
+  A block is `block_size` consecutive values of one layer's tensor; the last block of a
+  layer may be shorter. The payload holds all codes, then all scales.
+  """
   if wire.format in formats.PLAIN:
-    return to_bytes(x_NxS.astype(_PLAIN[wire.format]).reshape(-1))
+    return to_bytes(x_NxS.astype(_PLAIN[wire.format]).reshape(-1)), state
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
   x_NxKxB = blocks(x_NxS, block)
@@ -74,7 +81,8 @@ def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
     codes = codes.reshape(n, -1)[:, :s]
-  return jnp.concatenate([codes_lib.pack(codes, formats.code_bits(wire.format)), tail])
+  code = codes_lib.pack(codes, formats.code_bits(wire.format))
+  return jnp.concatenate([code, tail]), state
 
 
 def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
@@ -112,17 +120,6 @@ def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
   return jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
 
 
-def quantize(
-  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
-) -> tuple[Array, PyTree]:
-  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
-
-  A block is `block_size` consecutive values of one layer's tensor; the last block of a
-  layer may be shorter. The payload holds all codes, then all scales.
-  """
-  return _quantize(wire, x_NxS, row, key), state
-
-
 def topk(
   wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
 ) -> tuple[Array, PyTree]:
@@ -140,7 +137,8 @@ def topk(
   kept_NxK = jnp.take_along_axis(x_NxS, index_NxK, axis=-1)
   index_bits = (index_NxK[..., None] >> jnp.arange(sizes.index_bits(s))) & 1
   index = codes_lib.pack(index_bits.astype(jnp.uint8), 1)
-  return jnp.concatenate([index, _quantize(wire, kept_NxK, row, key)]), state
+  code, state = quantize(wire, kept_NxK, state, row, key)
+  return jnp.concatenate([index, code]), state
 
 
 def decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
@@ -173,7 +171,7 @@ def random(
   kept_NxK = jnp.take_along_axis(x_NxS, _subset(seed, n, s, k), axis=-1)
   if rescale:
     kept_NxK = kept_NxK * (s / k)
-  code = _quantize(wire, kept_NxK, row, jax.random.fold_in(key, 1))
+  code, state = quantize(wire, kept_NxK, state, row, jax.random.fold_in(key, 1))
   return jnp.concatenate([to_bytes(seed), code]), state
 
 
