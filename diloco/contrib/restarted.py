@@ -37,7 +37,7 @@ def restarted(
   """
   if not isinstance(every, int) or isinstance(every, bool) or every < 1:
     raise ValueError(f"every is {every}, but must be a whole number of at least 1")
-  if not momentum:
+  if isinstance(momentum, int | float) and not momentum:
     raise ValueError("without momentum there is nothing to forget")
   optimizer = sgd(learning_rate, momentum, nesterov)
 

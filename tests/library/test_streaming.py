@@ -312,7 +312,7 @@ def test_mistakes_are_named():
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (
       good,
-      {"wire": diloco.WireConfig(exchange="psum"), "transport": "host"},
+      {"wire": diloco.WireConfig(format="fp32", exchange="psum"), "transport": "host"},
       "wire.exchange is psum, where",
     ),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
