@@ -101,14 +101,16 @@ STREAMING: dict[str, Point] = {
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
   "falling outer rate": {"outer.final_fraction": 0.1},
   "falling outer momentum": {"outer.final_momentum": 0.0},
-  "momentum restarts": {"outer.restart_every": 10},
+  "momentum restarts": {
+    "outer.optimizer": "restarted(every=10, momentum=0.5, nesterov=True)"
+  },
   "warm start 160": warm(160),
   "warm start 320": warm(320),
   "warm start 320, momentum from zero": warm(320, momentum=False),
   "Pier's decays, warm start 160": warm(160) | PIER,
   "tau=0": {"overlap.tau": 0},
   "H=5, outer rate 0.7, momentum 0.5": H_5,
-  "error feedback": {"wire.error_feedback": 1.0},
+  "error feedback": {"wire.compressor": "error_feedback(beta=1.0, of='quantize')"},
 }
 
 
@@ -136,7 +138,7 @@ def get_config(point: Point, text: str):
   c = load_module("sample", "get_config", "sample").get_config()
   # All sequences are shuffled: in a window, each replica stays on few documents.
   c.data.source, c.data.shuffle_window = text, -1
-  add_plugins(c, "des_loc", "warm_start")
+  add_plugins(c, "des_loc", "warm_start", "restarted", "error_feedback")
   c.update_from_flattened_dict(CASES[point["case"]][0])
   c.seed = point["seed"]
   c.eval.every, c.checkpoint.every, c.log.every = 0, 0, 10

@@ -3,7 +3,7 @@
   python -m diloco.main --config=methods:warm_start --workdir=runs/warm
   python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=runs/a
 
-METHODS names the plug-in of a method, if it has one, and the fields that it sets in a
+METHODS names the plug-ins of a method, if it has some, and the fields that it sets in a
 config of Streaming DiLoCo. The first command runs one, the second compares all of them
 in smaller runs.
 """
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco.config import Config, add_plugins, resolve
-from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
+from diloco.spec.call_text import parse
 from diloco.util.command import load_module
 
 # A value, or how to compute it from a run's config.
@@ -26,9 +26,11 @@ LOCAL_ADAMW = DILOCO | MEAN
 # MuLoCo's authors scale them otherwise (docs/methods.md).
 MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
+# A plug-in of 2 bits, and one that sends later what the codes lost.
+LATER = ("bins", "error_feedback")
 # Pier's outer rate falls from 1.1 to 0.9, its outer momentum from 0.99 to 0.9.
 PIER_RATE, PIER_MOMENTUM = 0.9 / 1.1, 0.9 / 0.99
-WARM = {"plugins": "warm_start", "warm_start.steps": lambda c: c.train.steps // 10}
+WARM = {"plugins": ("warm_start",), "warm_start.steps": lambda c: c.train.steps // 10}
 
 METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
@@ -41,12 +43,14 @@ METHODS: dict[str, dict[str, Value]] = {
   "random": {"wire.compressor": "random", **FLOAT32},
   "dare": {"wire.compressor": "dare", **FLOAT32},
   "snoo": DILOCO | {"replicas": 1},
-  "error_feedback": {"wire.error_feedback": 1.0},
+  "error_feedback": {
+    "plugins": ("error_feedback",),
+    "wire.compressor": "error_feedback(beta=1.0, of='quantize')",
+  },
   "sparseloco": {
-    "wire.compressor": "topk",
+    "plugins": ("chunked_topk", *LATER),
+    "wire.compressor": "error_feedback(beta=0.95, of='chunked_topk(chunk=4096)')",
     "wire.density": 0.03,
-    "wire.chunk": 4096,
-    "wire.error_feedback": 0.95,
     **LOCAL_ADAMW,
     **TWO_BITS,
   },
@@ -54,22 +58,23 @@ METHODS: dict[str, dict[str, Value]] = {
   "muon_diloco": DILOCO | MUON,
   # A table of bins for each row, and the error of the authors' 2-bit runs.
   "muloco": {
-    "wire.error_feedback": 0.9,
+    "plugins": LATER,
+    "wire.compressor": "error_feedback(beta=0.9, of='quantize')",
     "wire.block_size": -1,
     **DILOCO,
     **TWO_BITS,
     **MUON,
   },
   "des_loc": {
-    "plugins": "des_loc",
+    "plugins": ("des_loc",),
     "des_loc.first_every": lambda c: 3 * c.sync_every,
     "des_loc.second_every": lambda c: 6 * c.sync_every,
     **LOCAL_ADAMW,
   },
-  "sparta": DILOCO | {"plugins": "sparta", "sparta.share": 0.005},
+  "sparta": DILOCO | {"plugins": ("sparta",), "sparta.share": 0.005},
   "noloco": {
     "replicas": 4,
-    "plugins": "noloco",
+    "plugins": ("noloco",),
     "wire.exchange": "pair",
     "outer.optimizer": "sgd(momentum=0.5)",
     "outer.learning_rate": 0.7,
@@ -77,7 +82,12 @@ METHODS: dict[str, dict[str, Value]] = {
   },
   "falling_rate": {"outer.final_fraction": 0.1},
   "falling_momentum": {"outer.final_momentum": 0.0},
-  "restarts": {"outer.restart_every": 10},
+  "restarts": {
+    "plugins": ("restarted",),
+    "outer.optimizer": lambda c: c.outer.optimizer.replace(
+      "sgd(", "restarted(every=10, "
+    ),
+  },
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {**DILOCO, **WARM, "warm_start.momentum": False},
   "pier": {
@@ -86,18 +96,18 @@ METHODS: dict[str, dict[str, Value]] = {
     **DILOCO,
     **WARM,
   },
-  "eager": DILOCO | {"plugins": "eager", "eager.on": True},
-  "radial": {"plugins": "radial", "outer.average": "radial"},
+  "eager": DILOCO | {"plugins": ("eager",), "eager.on": True},
+  "radial": {"plugins": ("radial",), "outer.average": "radial"},
   # The paper's g is of one worker, so N of them are about one mean of all replicas.
   "delayed_nesterov": {
-    "plugins": "delayed_nesterov",
+    "plugins": ("delayed_nesterov",),
     "outer.optimizer": lambda c: f"delayed_nesterov(every=4, momentum={momentum(c)})",
     "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
     **DILOCO,
   },
   "gpa": {
     "algorithm": "data_parallel",
-    "plugins": "gpa",
+    "plugins": ("gpa",),
     "inner.optimizer": "gpa(b1=0.9, b2=0.99)",
   },
 }
@@ -128,7 +138,7 @@ def use(c, name: str) -> None:
     raise ConfigError(f"the method is {name!r}; write one of {', '.join(METHODS)}.")
   run, fields = resolve(c), dict(METHODS[name])
   if "plugins" in fields:
-    add_plugins(c, fields.pop("plugins"))
+    add_plugins(c, *fields.pop("plugins"))
   for field, value in fields.items():
     found = value(run) if callable(value) else value
     c.update_from_flattened_dict({field: found})

@@ -4,14 +4,14 @@ import functools
 
 import jax
 
-from diloco.wire.compressors import COMPRESSORS
+from diloco.wire import compressors
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def encode(wire, x_NxS, state, row, key):
-  return COMPRESSORS[wire.compressor].encode(wire, x_NxS, state, row, key)
+  return compressors.get(wire.compressor).encode(wire, x_NxS, state, row, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
 def decode(wire, payload, n, s, row):
-  return COMPRESSORS[wire.compressor].decode(wire, payload, n, s, row)
+  return compressors.get(wire.compressor).decode(wire, payload, n, s, row)

@@ -28,9 +28,9 @@ from diloco.algorithm import outer as plain
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.slices import Layers, outer_gradient
 from diloco.algorithm.sync_metrics import products
-from diloco.config.optimizer_text import parse
 from diloco.mesh.sharding import FSDP, REPLICA, names, specs
-from diloco.spec import formats, sizes
+from diloco.spec import formats, plugins, sizes
+from diloco.spec.call_text import parse
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.util.types import PyTree
 from diloco.wire.cuts import Cut, cut
@@ -46,15 +46,15 @@ def _most(mesh: Mesh) -> int:
 
 def can_send(wire: WireConfig, mesh: Mesh) -> bool:
   """Says whether `send` supports the compressor: it has no random numbers or state."""
-  nearest = wire.rounding == "nearest"
-  return _can_decode(wire, mesh) and nearest and not wire.error_feedback
+  plain = wire.compressor == "quantize" and wire.rounding == "nearest"
+  return plain and _can_decode(wire, mesh)
 
 
 def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
   """Says whether `update` supports the optimizer, exchange and number format."""
   if not isinstance(outer, OuterConfig):
     return False
-  if outer.changes or outer.restart_every or outer.average != "mean":
+  if outer.changes or outer.average != "mean":
     return False  # The state also counts syncs, or the mean needs whole tensors.
   name, _ = parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd"  # SGD treats each value alone.
@@ -62,8 +62,8 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
 
 
 def _can_decode(wire: WireConfig, mesh: Mesh) -> bool:
-  scaled = wire.format not in {*formats.PLAIN, *formats.BINS}
-  return wire.compressor == "quantize" and scaled and bool(_most(mesh))
+  scaled = wire.format not in {*formats.PLAIN, *plugins.FORMATS}
+  return sizes.coder(wire.compressor) == "quantize" and scaled and bool(_most(mesh))
 
 
 @partial(jax.jit, static_argnames=("wire", "mesh"))

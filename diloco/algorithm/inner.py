@@ -1,7 +1,7 @@
 """The inner step: every replica trains alone, and one jitted program runs all replicas.
 
 DrJAX maps the step over the leading axis, which counts replicas. Replicas exchange
-nothing here, except gradients in a warm start. If every device has one whole replica,
+nothing here, except gradients in joint steps. If every device has one whole replica,
 each device runs the step of its own replica, without that axis. Data-parallel has one
 model on this axis; its gradient is averaged over the whole mesh.
 """

@@ -1,12 +1,13 @@
 """Makes a plan; this is where the code for every part of the outer step is chosen."""
 
+import optax
 from jax.sharding import Mesh
 
 from diloco.algorithm import fused, outer
 from diloco.algorithm.diagnostics import DiagnosedPlan
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
 from diloco.algorithm.placement import Placement, make_placement
-from diloco.algorithm.plan import Form, OuterStep, Plan
+from diloco.algorithm.plan import Form, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
 from diloco.spec import plugins, shapes
@@ -17,96 +18,60 @@ from diloco.spec.shapes import Shapes
 from diloco.wire.transport import make_transport
 
 
-def build_plan(
-  schedule: Schedule,
-  fragments: tuple[Fragment, ...],
-  parameters: Shapes,
+def make_plan(
+  c: Config,
   mesh: Mesh,
+  parameters: Shapes | None = None,
   *,
-  wire: WireConfig,
-  optimizer: Outer,
-  alpha: float,
-  seed: int,
-  transport: str,
-  offload: bool,
-  own_outer: bool,
-  step: OuterStep | None = None,
-  diagnostics_every: int = 0,
+  fragments: tuple[Fragment, ...] | None = None,
+  schedule: Schedule | None = None,
+  optimizer: optax.GradientTransformation | None = None,
 ) -> Plan:
-  """Makes a plan.
+  """Makes the plan of a config on a mesh; the library gives some parts of its own.
 
   Args:
-    schedule: when fragments are sent and received.
-    fragments: which parameters are sent together.
-    parameters: shapes of one replica's parameters.
     mesh: the replica x fsdp mesh.
-    wire: compressor and number format of payloads.
-    optimizer: the outer optimizer.
-    alpha: weight of a replica's own parameters in a merge.
-    seed: seed of the compressors' random numbers.
-    transport: a name in `plugins.TRANSPORTS`.
-    offload: whether the outer state lives in pinned memory.
-    own_outer: whether every replica has outer parameters of its own.
-    step: lines 6 to 12; None: those of Algorithm 2.
-    diagnostics_every: measures every n-th sync of each fragment; 0: none.
+    parameters: shapes of one replica's parameters; None: those of the model.
+    fragments: which of these are sent together; None: those of the config.
+    schedule: when fragments are sent and received; None: that of the config.
+    optimizer: the outer optimizer; None: that of the config.
 
   Raises:
     ConfigError: the transport or pinned memory does not fit the machine, or the outer
       optimizer cannot step these parameters.
   """
-  carrier = make_transport(transport, mesh, wire.exchange == "gather")
-  placement = make_placement(mesh, carrier.hosts, offload)
+  parameters = parameters or shapes.parameters(c.model)
+  fragments = c.make_fragments() if fragments is None else fragments
+  outer_optimizer: Outer = optimizer or c.outer
+  # data_parallel sends nothing, so it has no use for hosts.
+  kind = c.overlap.transport if fragments else "device"
+  transport = make_transport(kind, mesh, c.wire.exchange == "gather")
+  offload = c.outer.offload and bool(fragments)
+  placement = make_placement(mesh, transport.hosts, offload)
   parts = tuple(f.shapes(parameters) for f in fragments)
   for part in parts:  # Finds mistakes in the optimizer; computes nothing.
-    outer_shardings(optimizer, abstract(part, "float32"), mesh)
-  kind = DiagnosedPlan if diagnostics_every else Plan
-  return kind(
-    schedule=schedule,
+    outer_shardings(outer_optimizer, abstract(part, "float32"), mesh)
+  steps = [extension.outer_step(c) for extension in c.extensions]
+  steps.append(plugins.EXCHANGES[c.wire.exchange].outer_step)
+  every = c.log.diagnostics_every
+  return (DiagnosedPlan if every else Plan)(
+    schedule=schedule or c.make_schedule(),
     fragments=fragments,
     layers=tuple(f.indices for f in fragments),
     parameters=parameters,
     shapes=parts,
-    wire=wire,
-    outer=optimizer,
-    tuned=outer_tuned(optimizer),
-    own_outer=own_outer,
-    alpha=alpha,
-    seed=seed,
-    diagnostics_every=diagnostics_every,
-    mesh=mesh,
-    placement=placement,
-    transport=carrier,
-    form=choose_form(wire, optimizer, placement, own_outer),
-    step=step or plugins.EXCHANGES[wire.exchange].outer_step or outer.outer_step,
-  )
-
-
-def make_plan(c: Config, mesh: Mesh, parameters: Shapes | None = None) -> Plan:
-  """Makes the plan of a config on a mesh.
-
-  Args:
-    parameters: shapes of one replica's parameters; None: those of the model.
-
-  Raises:
-    ConfigError: see `build_plan`.
-  """
-  steps = (extension.outer_step(c) for extension in c.extensions)
-  fragments = c.make_fragments()
-  return build_plan(
-    c.make_schedule(),
-    fragments,
-    parameters or shapes.parameters(c.model),
-    mesh,
     wire=c.wire,
-    optimizer=c.outer,
+    outer=outer_optimizer,
+    tuned=outer_tuned(outer_optimizer),
+    own_outer=c.own_outer,
     alpha=c.overlap.alpha,
     seed=c.seed,
-    # data_parallel sends nothing, so it has no use for hosts.
-    transport=c.overlap.transport if fragments else "device",
-    offload=c.outer.offload and bool(fragments),
-    own_outer=c.own_outer,
-    step=next(filter(None, steps), None),
-    diagnostics_every=c.log.diagnostics_every,
+    diagnostics_every=every,
+    mesh=mesh,
+    placement=placement,
+    transport=transport,
+    form=choose_form(c.wire, outer_optimizer, placement, c.own_outer),
+    step=next(filter(None, steps), outer.outer_step),
   )
 
 

@@ -1,14 +1,17 @@
 """What the training loop calls: a method takes the state of a run from step to step.
 
-`DiLoCo` is DiLoCo and Streaming DiLoCo; `DataParallel` is the baseline. Runs that train
-together (`diloco.together`) are a method, too. A `Wrapper` adds something to another
-method, such as a measurement around its outer step.
+`DiLoCo` is DiLoCo and Streaming DiLoCo, and says what every method has; `DataParallel`
+is the baseline. A `Wrapper` adds something to another method, such as a measurement
+around its outer step. Runs that train together (`diloco.together`)
+are a wrapper, too.
+
+Steps are numbered from 1; t counts finished inner steps.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self, TypeAlias
 
 import jax
 from jax.profiler import TraceAnnotation
@@ -35,24 +38,29 @@ from diloco.spec.plugins import Extension
 from diloco.util.types import PyTree
 
 
-class Method(Protocol):
-  """How a run trains. Steps are numbered from 1; t counts finished inner steps."""
+@dataclasses.dataclass(frozen=True)
+class DiLoCo:
+  """DiLoCo and Streaming DiLoCo, with the trainer's inner step.
 
-  @property
-  def c(self) -> Config:
-    """The config by which the method trains."""
+  Attributes:
+    c: the config by which the method trains.
+    mesh: the device mesh.
+    plan: how the replicas are synchronised.
+  """
 
-  @property
-  def plan(self) -> Plan:
-    """When and how replicas are synchronised."""
+  c: Config
+  mesh: Mesh
+  plan: Plan
 
   def connect(self) -> None:
     """Opens the connections that the outer step needs; all processes call this."""
+    self.plan.transport.connect()
 
   def init(
     self, seed: jax.Array | None = None, params: PyTree | None = None
   ) -> TrainState:
     """Makes the first state; see `state.init_state`."""
+    return init_state(self.c, self.mesh, self.plan, seed, params)
 
   def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
     """Describes the state after step t, without computing it, for a checkpoint.
@@ -61,12 +69,16 @@ class Method(Protocol):
       fsdp: size of the fsdp axis that encoded the payloads in flight.
       drained: whether nothing is in flight.
     """
+    in_flight = () if drained else self.plan.schedule.in_flight(t)
+    return abstract_state(self.c, self.mesh, self.plan, in_flight, fsdp)
 
   def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Joins the run with the state after step t; returns where training goes on."""
+    return t, state
 
   def span(self, t: int, last: int, periods: Sequence[int]) -> range:
     """Returns the inner steps after step t of one launch; see `overlap.span`."""
+    return overlap.span(self.plan, t, last, periods)
 
   def inner(
     self, steps: range, state: TrainState, tokens: list[jax.Array]
@@ -81,6 +93,7 @@ class Method(Protocol):
     Returns:
       The new state, and the metrics of each step; waits for neither.
     """
+    return overlap.inner_steps(self.c, self.plan, steps, state, tokens)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs what is due after inner step t: lines 6 to 12 of Algorithm 2.
@@ -88,6 +101,9 @@ class Method(Protocol):
     Returns:
       The step after which training goes on, the new state, and what happened.
     """
+    plan = self.plan
+    params, outer, events = plan.step(plan, t, state.params, state.outer)
+    return t, TrainState(params, state.opt_state, outer), events
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     """Receives what is in flight after the last step t.
@@ -95,24 +111,39 @@ class Method(Protocol):
     Raises:
       Stopped: a signal came while this process waited for others.
     """
+    args = (self.plan, t, state.params, state.outer, self.c.outer.final_sync)
+    params, outer, events = drain(*args)
+    return TrainState(params, state.opt_state, outer), events
 
   def params(self, state: TrainState) -> PyTree:
-    """Returns the parameters to evaluate: one replica's tree, float32."""
+    """Returns the parameters to evaluate, one replica's tree, float32.
 
-  def after_drain(self, t: int) -> "Method":
+    These are the outer parameters, as in the papers (2501.18512, Table 3).
+    """
+    return outer_params(self.plan, state.outer)
+
+  def after_drain(self, t: int) -> "DiLoCo":
     """Returns the method of a run that finished after step t and is now extended."""
+    return dataclasses.replace(self, plan=self.plan.after_drain(t))
 
-  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "Method":
+  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "DiLoCo":
     """Returns the method with another seed and tuned numbers; tracers are allowed."""
+    plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
+    return dataclasses.replace(self, plan=plan)
 
   def note(self) -> str:
     """Returns more text for the progress line."""
+    return ""
 
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields that this method adds to a run's summary, or replaces there."""
+    del summary
+    return {}
 
   def of_run(self, state: TrainState, r: int) -> TrainState:
     """Returns the state of run r from the state of all runs that train together."""
+    del r
+    return state
 
   def close(self, reason: str) -> None:
     """Leaves the run; only the first call does something.
@@ -120,78 +151,6 @@ class Method(Protocol):
     Args:
       reason: finished, stopped (and saved), or ended (by an error).
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class DiLoCo:
-  """DiLoCo and Streaming DiLoCo, with the trainer's inner step; see `Method`.
-
-  Attributes:
-    c: config of the run.
-    mesh: the device mesh.
-    plan: how the replicas are synchronised.
-  """
-
-  c: Config
-  mesh: Mesh
-  plan: Plan
-
-  def connect(self) -> None:
-    self.plan.transport.connect()
-
-  def init(
-    self, seed: jax.Array | None = None, params: PyTree | None = None
-  ) -> TrainState:
-    return init_state(self.c, self.mesh, self.plan, seed, params)
-
-  def abstract(self, t: int, fsdp: int, drained: bool) -> TrainState:
-    in_flight = () if drained else self.plan.schedule.in_flight(t)
-    return abstract_state(self.c, self.mesh, self.plan, in_flight, fsdp)
-
-  def enter(self, t: int, state: TrainState) -> tuple[int, TrainState]:
-    return t, state
-
-  def span(self, t: int, last: int, periods: Sequence[int]) -> range:
-    return overlap.span(self.plan, t, last, periods)
-
-  def inner(
-    self, steps: range, state: TrainState, tokens: list[jax.Array]
-  ) -> tuple[TrainState, list[InnerMetrics]]:
-    return overlap.inner_steps(self.c, self.plan, steps, state, tokens)
-
-  def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    plan = self.plan
-    params, outer, events = plan.step(plan, t, state.params, state.outer)
-    return t, TrainState(params, state.opt_state, outer), events
-
-  def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
-    args = (self.plan, t, state.params, state.outer, self.c.outer.final_sync)
-    params, outer, events = drain(*args)
-    return TrainState(params, state.opt_state, outer), events
-
-  def params(self, state: TrainState) -> PyTree:
-    """Returns the outer parameters, as the papers do (2501.18512, Table 3)."""
-    return outer_params(self.plan, state.outer)
-
-  def after_drain(self, t: int) -> "DiLoCo":
-    return dataclasses.replace(self, plan=self.plan.after_drain(t))
-
-  def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> "DiLoCo":
-    plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
-    return dataclasses.replace(self, plan=plan)
-
-  def note(self) -> str:
-    return ""
-
-  def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-    del summary
-    return {}
-
-  def of_run(self, state: TrainState, r: int) -> TrainState:
-    del r
-    return state
-
-  def close(self, reason: str) -> None:
     del reason
     self.plan.placement.jobs.close()
 
@@ -209,9 +168,9 @@ class DataParallel(DiLoCo):
 
 @dataclasses.dataclass
 class Wrapper:
-  """Another method, to which a subclass adds something; see `Method`."""
+  """Another method, to which a subclass adds something."""
 
-  method: Method
+  method: "Method"
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self.method, name)
@@ -221,6 +180,9 @@ class Wrapper:
 
   def tune(self, seed: jax.Array | int, tuned: OuterTuned) -> Self:
     return dataclasses.replace(self, method=self.method.tune(seed, tuned))
+
+
+Method: TypeAlias = DiLoCo | Wrapper
 
 
 class BetweenSyncs(Wrapper):

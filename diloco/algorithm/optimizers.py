@@ -21,10 +21,10 @@ from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
 from diloco.config import Config
-from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, Leading
+from diloco.spec.call_text import parse
 from diloco.spec.fields import OuterConfig
 from diloco.spec.plugins import hint
 from diloco.util.types import PyTree
@@ -42,10 +42,7 @@ def sgd(
   """optax.sgd, whose momentum may also be a schedule.
 
   Late in training, the inner rate is small and so are new outer gradients, but a large
-  momentum still contains older, larger ones. Pier (arXiv 2511.17849) lowers the
-  momentum from 0.99 to 0.9 along a cosine, and the rate from 1.1 to 0.9. That is its
-  authors' code; we could not confirm it in the paper. Here both fall from the first
-  sync on; there a warm start and a rise of the rate come before.
+  momentum still contains older, larger ones. So both may fall, from the first sync on.
   """
   if not callable(momentum):
     return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
@@ -72,6 +69,8 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
   "inner.optimizer": {},
   "outer.optimizer": {"sgd": sgd},
 }
+# Names of outer optimizers whose momentum may be a schedule, or an array.
+FALLING = {"sgd"}
 # Names of inner optimizers that average parameters, beside Schedule-Free.
 AVERAGING = set[str]()
 # {type of such an optimizer's state: function (state, parameters) -> their average}.
@@ -103,7 +102,8 @@ class OuterTuned(NamedTuple):
 
   Attributes:
     learning_rate: rate of the first sync.
-    momentum: sgd's momentum; None for sgd without momentum and for other optimizers.
+    momentum: sgd's momentum; None for sgd without momentum, and for optimizers that are
+      not in `FALLING`.
   """
 
   learning_rate: jax.Array | float
@@ -185,7 +185,7 @@ def _in_part(
   over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
 
   def chosen(trains: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    if _is_schedule(new):
+    if is_schedule(new):
       return new
     trains = jnp.expand_dims(trains, [*range(trains.ndim, new.ndim)])
     return jnp.where(trains, new, old)
@@ -193,7 +193,7 @@ def _in_part(
   def where_trains(new: PyTree, old: PyTree) -> PyTree:
     if trainable is None:
       return new
-    choose = partial(jax.tree.map, is_leaf=_is_schedule)
+    choose = partial(jax.tree.map, is_leaf=is_schedule)
     return {k: choose(partial(chosen, trainable[k]), new[k], old[k]) for k in new}
 
   def init(params: PyTree) -> PyTree:
@@ -249,12 +249,13 @@ def at_step(opt_state: PyTree, t: int) -> PyTree:
   """Sets the step count of learning rate schedules; other counts stay as they are."""
 
   def moved(x: PyTree) -> PyTree:
-    return x._replace(count=jnp.zeros_like(x.count) + t) if _is_schedule(x) else x
+    return x._replace(count=jnp.zeros_like(x.count) + t) if is_schedule(x) else x
 
-  return jax.tree.map(moved, opt_state, is_leaf=_is_schedule)
+  return jax.tree.map(moved, opt_state, is_leaf=is_schedule)
 
 
-def _is_schedule(x: PyTree) -> bool:
+def is_schedule(x: PyTree) -> bool:
+  """Whether x is the state of a schedule, which counts updates."""
   return isinstance(x, optax.ScaleByScheduleState)
 
 
@@ -267,7 +268,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
   if isinstance(outer, optax.GradientTransformation):
     return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
-  momentum = arguments.get("momentum") if name == "sgd" else None
+  momentum = arguments.get("momentum") if name in FALLING else None
   return OuterTuned(outer.learning_rate, momentum)
 
 
@@ -276,8 +277,7 @@ def make_outer(
 ) -> optax.GradientTransformation:
   """Makes the outer optimizer.
 
-  If its rate or momentum changes, or if it restarts, its state counts the syncs of the
-  fragment.
+  If its rate or momentum changes, its state counts the syncs of the fragment.
 
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
@@ -285,10 +285,8 @@ def make_outer(
   if isinstance(outer, optax.GradientTransformation):
     return outer
   numbers = _outer_numbers(outer, values or outer_tuned(outer))
-  made = _make(
-    "outer.optimizer", outer.optimizer, numbers.pop("learning_rate"), **numbers
-  )
-  return _restarted(made, outer.restart_every) if outer.restart_every else made
+  rate = numbers.pop("learning_rate")
+  return _make("outer.optimizer", outer.optimizer, rate, **numbers)
 
 
 def _outer_numbers(
@@ -330,43 +328,10 @@ def changing(
   """
   if isinstance(outer, optax.GradientTransformation) or not outer.changes:
     return {}
-  parts = jax.tree.leaves(opt_state, is_leaf=_is_schedule)
-  count = next(x.count for x in parts if _is_schedule(x))
+  parts = jax.tree.leaves(opt_state, is_leaf=is_schedule)
+  count = next(x.count for x in parts if is_schedule(x))
   numbers = _outer_numbers(outer, values).items()
   return {f"outer_{name}": jnp.float32(x(count)) for name, x in numbers if callable(x)}
-
-
-def _restarted(
-  optimizer: optax.GradientTransformation, every: int
-) -> optax.GradientTransformation:
-  """Starts the optimizer afresh every `every` updates; schedules go on.
-
-  Outer momentum restarts (arXiv 2605.28585): a restart forgets the momentum of older
-  outer gradients, and keeps the parameters. We read the abstract only, so we could not
-  confirm the period, nor whether the update of a restart already has no momentum.
-
-  Its authors report that periodic restarts widen the range of outer rates and momenta
-  with which language models train stably. They explain it by directions in which the
-  old momentum points against the new outer gradients.
-  """
-
-  def init(params: PyTree) -> PyTree:
-    return jnp.zeros((), jnp.int32), optimizer.init(params)
-
-  def update(
-    updates: PyTree, state: PyTree, params: PyTree | None = None
-  ) -> tuple[PyTree, PyTree]:
-    count, state = state
-    again = (count > 0) & (count % every == 0)
-
-    def chosen(fresh: PyTree, old: PyTree) -> PyTree:
-      return old if _is_schedule(old) else jnp.where(again, fresh, old)
-
-    state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=_is_schedule)
-    updates, state = optimizer.update(updates, state, params)
-    return updates, (count + 1, state)
-
-  return optax.GradientTransformation(init, update)
 
 
 def outer_shardings(

@@ -119,7 +119,7 @@ def _update(
   Args:
     theta: outer parameters of the fragment.
     opt_state: outer optimizer state of the fragment.
-    payload: everyone's payloads, from `Transport.carry`.
+    payload: everyone's payloads, from `transport.carry`.
     tuned: learning rate and momentum.
     weights_M: weights of the mean, float32 [M]; None: the plain mean. An absent
       replica has the weight 0.

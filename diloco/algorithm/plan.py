@@ -6,7 +6,7 @@ The plan of data-parallel has no fragments, so nothing is ever sent or merged.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,27 +23,12 @@ from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 from diloco.spec.fragments import Fragment
+from diloco.spec.plugins import OuterStep
 from diloco.spec.schedule import Schedule
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 from diloco.wire.transport import Transport
-
-if TYPE_CHECKING:
-  from diloco.algorithm.state import Event, OuterState
-
-
-class OuterStep(Protocol):
-  """Lines 6 to 12 of Algorithm 2: `outer.outer_step`, or that of a later paper."""
-
-  def __call__(
-    self,
-    plan: "Plan",
-    t: int,
-    params_M: PyTree,
-    state: "OuterState",
-    last_send: int | None = None,
-  ) -> tuple[PyTree, "OuterState", list["Event"]]: ...
 
 
 class Form(NamedTuple):
@@ -161,7 +146,7 @@ class Plan:
     return int(np.argmax(sizes))
 
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
-    """Describes fragment p's payload when it has arrived; see `Transport.carry`."""
+    """Describes fragment p's payload when it has arrived; see `transport.carry`."""
     payload = self.payload(p)
     if not self.transport.overlaps:
       return payload

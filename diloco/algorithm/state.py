@@ -82,8 +82,7 @@ class TrainState:
   Attributes:
     params: inner parameters of all replicas, leaves (M, N, ...) and (M, ...) of
       `model.param_dtype`. Inner steps and merges change them.
-    opt_state: inner optimizer state, leaves (M, ...). Only DES-LOC averages it over
-      the replicas.
+    opt_state: inner optimizer state, leaves (M, ...). The outer step leaves it alone.
     outer: outer state; that of data-parallel has no fragments.
   """
 
@@ -97,7 +96,7 @@ class Event:
   """What happened after an inner step, for the log and the ledger.
 
   Attributes:
-    kind: send, receive, merge or warm_start of a fragment, or average.
+    kind: send, receive, merge or another word for a fragment, or average.
     fragment: index p of the fragment; for an average, its kind.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.

@@ -12,6 +12,7 @@ from diloco.config.resolve import difference
 from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.formats import PLAIN
+from diloco.spec.sizes import coder
 
 # Fields that may change when a run goes on. They do not change what is computed, with
 # two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`), and
@@ -165,7 +166,7 @@ def _extension(old: Config, c: Config, step: int) -> str:
 
 def warn_of_other_shards(c: Config, before: int, now: int) -> None:
   """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
-  plain = c.wire.compressor == "quantize" and c.wire.format in PLAIN
+  plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
   if before != now and not plain and c.make_fragments():
     logging.warning(
       f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"

@@ -97,6 +97,9 @@ def _converted(value: Any, kind: Any) -> Any:
 
 def unknown(field: str, known: Iterable[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
+  if field in plugins.moved():
+    _, now, text = plugins.moved()[field]
+    return f"; now it is {now}={text!r}{plugins.hint(text.partition('(')[0])}"
   hint = plugins.hint(field.partition(".")[0])
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
@@ -136,11 +139,8 @@ def check_together(
       f"overlap.taus is {c.overlap.taus}; give {c.replicas} whole numbers, one per"
       " replica, or leave it empty."
     )
-  try:
-    c.make_schedule()
-    shapes.parameters(c.model)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  c.make_schedule()
+  shapes.parameters(c.model)
   check_names(c)
   if c.make_fragments():
     for extension in c.extensions:
@@ -149,19 +149,11 @@ def check_together(
 
 def check_names(c: Config) -> None:
   """Refuses names that nothing has registered."""
-  try:
-    sizes.check(c.wire)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
-  for field, value, known in (
-    ("outer.average", c.outer.average, ("mean", *plugins.MEANS)),
-    ("overlap.transport", c.overlap.transport, (*plugins.TRANSPORTS,)),
-  ):
-    if value not in known:
-      near = plugins.hint(value) or meant(value, plugins.contrib())
-      raise ConfigError(
-        f"{field} is {value!r}; choose one of {', '.join(known)}{near}."
-      )
+  sizes.check(c.wire)
+  plugins.check_name("outer.average", c.outer.average, ("mean", *plugins.MEANS))
+  plugins.check_name(
+    "overlap.transport", c.overlap.transport, tuple(plugins.TRANSPORTS)
+  )
 
 
 def check_profile(c: Config) -> None:

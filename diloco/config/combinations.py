@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.config.optimizer_text import parse
 from diloco.errors import ConfigError
-from diloco.spec import plugins
+from diloco.spec import plugins, sizes
 from diloco.spec.fields import Config
-from diloco.spec.formats import BINS
 from diloco.spec.plugins import Rule
 
 DILOCO = ("streaming", "diloco")
@@ -23,14 +21,7 @@ RULES = (
     "where devices add up what replicas send",
     ON_DEVICES | {"outer.average": ("mean",)},
   ),
-  *(Rule("wire.format", x, "whose bins are decoded to means", NEAREST) for x in BINS),
   Rule("wire.format", "bf16", "which casts to nearest", NEAREST),
-  Rule(
-    "wire.compressor",
-    "dare",
-    "which enlarges the values that it sends",
-    {"wire.error_feedback": OFF},  # Each send would add to the error, without end.
-  ),
   Rule("log.diagnostics_every", None, "which compares replicas on devices", ON_DEVICES),
 )
 
@@ -86,25 +77,10 @@ def check_effects(
   """
   if not c.make_fragments():
     return
-  name, arguments = parse("outer.optimizer", c.outer.optimizer)
-  momentum = arguments.get("momentum") or c.outer.final_momentum > 0
-  fp32, compressor = c.wire.format == "fp32", c.wire.compressor
   effects = {
-    "wire.error_feedback": (
-      fp32 and compressor == "quantize",
-      "wire.format is fp32, whose codes lose nothing",
-    ),
     "wire.rounding": (
-      fp32 and compressor in _BUILT_IN,
+      c.wire.format == "fp32" and sizes.coder(c.wire.compressor) in _BUILT_IN,
       "wire.format is fp32, whose values are not rounded",
-    ),
-    "wire.chunk": (
-      compressor in _BUILT_IN - {"topk"},
-      f"wire.compressor is {compressor}, which has no chunks",
-    ),
-    "outer.restart_every": (
-      name == "sgd" and not momentum,
-      "outer.optimizer is sgd without momentum, which has nothing to forget",
     ),
     "outer.decay_syncs": (
       not c.outer.changes,

@@ -179,8 +179,9 @@ def _resolve(v: dict[str, Any]) -> Config:
   names = plugins_of(v)
   defaults = _defaults(names)
   # A config file may name a plug-in and leave its fields out, and a saved config may
-  # be older than a field.
-  v = defaults | v | {"plugins": names}
+  # be older than a field, or than a plug-in that took the place of a field.
+  gone = [f for f, (unset, *_) in plugins.moved().items() if v.get(f) == unset]
+  v = defaults | {f: x for f, x in v.items() if f not in gone} | {"plugins": names}
   # The flag --config.overlap.taus= sets ("",).
   v = {f: () if isinstance(x, tuple) and x == ("",) else x for f, x in v.items()}
   v = checks.check_each(v, defaults, _kinds(names))

@@ -1,9 +1,12 @@
 """Methods of later papers, a file or a folder each; docs/methods.md compares them.
 
-A method is a plug-in: `--config.plugins=sparta` gives a config its fields, and no other
-file of the package knows the method. A file holds all that its method adds: fields,
-rules about other fields, what is sent, and the functions (`diloco.spec.plugins` lists
-the hooks).
+A method is a plug-in: `--config.plugins=sparta` gives a config its fields, or the names
+that it adds to others, such as the compressor error_feedback; no other file of the
+package knows the method. A file holds all that its method adds: fields, rules about
+other fields, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
+
+SparseLoCo is chunked_topk, error_feedback and bins; MuLoCo is error_feedback, bins and
+the inner optimizer Muon.
 
 Some methods need no file, because the fields of every config are enough:
 
@@ -18,3 +21,11 @@ tensors are stacks of matrices. `consistent_rms=0.2` makes Muon's updates as lar
 AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss than
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
+
+# Fields that became choices of plug-ins: {former field: (its default, the field now, an
+# example of its value)}. A saved config may have such a field at its default.
+MOVED = {
+  "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
+  "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
+  "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),
+}

@@ -34,17 +34,16 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
 
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import OuterStep, Plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import one_of
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
-from diloco.contrib._between import alone
-from diloco.contrib._own_outer import NEEDS, step_each
+from diloco.contrib._shared import NEEDS, alone, step_each
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
-from diloco.spec.plugins import Call, Rule
+from diloco.spec.plugins import Call, OuterStep, Rule
 from diloco.util.types import PyTree
 from diloco.wire import exchange
 

@@ -39,7 +39,7 @@ from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
 from diloco.config.combinations import OFF
-from diloco.contrib._own_outer import NEEDS, step_each
+from diloco.contrib._shared import NEEDS, step_each
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
@@ -190,7 +190,6 @@ plugins.RULES.append(
       "overlap.alpha": OFF,
       "wire.compressor": ("quantize",),
       "wire.format": ("fp32",),
-      "wire.error_feedback": OFF,
     },
   )
 )

@@ -12,8 +12,10 @@ The source is the paper's abstract and the authors' code, whose words are "lazy 
 and "momentum produce". They report that GPT-2 XL trains 2.7 to 3.7 times as fast on 256
 A100, with the same validation loss. Their warm start takes a tenth of the steps. Then
 their code raises the outer rate along a line for another tenth, and lowers rate (1.1 to
-0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that. We could not
-confirm in the paper: that its runs had these values, and the step at which they begin.
+0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that;
+`outer.final_fraction` and `outer.final_momentum` let both fall from the first sync on.
+We could not confirm in the paper: that its runs had these values, and the step at which
+they begin.
 """
 
 import dataclasses
@@ -28,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm import optimizers, outer
 from diloco.algorithm.optimizers import Outer, OuterTuned
-from diloco.algorithm.plan import OuterStep, Plan
+from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
@@ -36,7 +38,7 @@ from diloco.config.combinations import OFF
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
-from diloco.spec.plugins import Rule
+from diloco.spec.plugins import OuterStep, Rule
 from diloco.util.types import PyTree
 
 

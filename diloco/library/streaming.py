@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.make import build_plan
+from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.outer import drain
 from diloco.algorithm.plan import Plan
@@ -203,13 +203,10 @@ def streaming(
   layout, parts = make_layout(params_M, fragments)
   replicas = _replicas(params_M)
   taus = _taus(tau, replicas)
-  overlap = {"tau": max(taus), "alpha": alpha, "transport": transport}
-  fields: dict[str, Any] = {f"overlap.{name}": x for name, x in overlap.items()}
-  c = _checked(wire, outer, fields | {"sync_every": sync_every, "seed": seed})
-  try:
-    schedule = Schedule(len(parts), sync_every, taus)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  fields = {"sync_every": sync_every, "seed": seed, "overlap.transport": transport}
+  fields |= {"overlap.tau": max(taus), "overlap.alpha": alpha}
+  c = _checked(wire, outer, fields)
+  schedule = Schedule(len(parts), sync_every, taus)
   mesh = mesh or _mesh_of(params_M)
   if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:
     raise ConfigError(
@@ -217,18 +214,13 @@ def streaming(
       f" {FSDP}, the first of a size that divides {replicas} replicas, for example"
       f" diloco.replica_mesh({replicas})."
     )
-  plan = build_plan(
-    schedule,
-    parts,
-    layout.parameters(params_M),
+  plan = make_plan(
+    c,
     mesh,
-    wire=c.wire,
-    optimizer=c.outer if isinstance(outer, OuterConfig) else outer,
-    alpha=alpha,
-    seed=seed,
-    transport=transport,
-    offload=c.outer.offload,
-    own_outer=c.own_outer,
+    layout.parameters(params_M),
+    fragments=parts,
+    schedule=schedule,
+    optimizer=None if isinstance(outer, OuterConfig) else outer,
   )
   plan.transport.connect()
   return Streaming(plan, layout)

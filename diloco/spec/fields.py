@@ -115,10 +115,6 @@ class OuterConfig:
   # Length of this cosine in outer updates of a fragment, joint steps included; later
   # updates keep the final values. 0: as many as the run has. Set it to extend a run.
   decay_syncs: Count = 0
-  # Resets a fragment's outer optimizer after every so many of its outer updates, those
-  # of a warm start included (arXiv 2605.28585, its abstract). 0: never, as in both
-  # papers.
-  restart_every: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
   # a mean of a plug-in.
   average: str = "mean"
@@ -146,14 +142,14 @@ class WireConfig:
   """What a replica sends (Streaming DiLoCo, section 2.4)."""
 
   # quantize (send all values in `format`), topk, random (FedDropout), dare, or a
-  # compressor that you registered. Section 3.3.3 compares them.
+  # compressor of a plug-in, perhaps with keyword arguments. Section 3.3.3 compares
+  # them.
   compressor: str = "quantize"
-  # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16 or
-  # fp32; bins2, bins3 or bins4: bins around the mean, with a table of values per block,
-  # as in SparseLoCo and MuLoCo. auto: e3m0 for streaming, fp32 for diloco.
+  # Number format: e3m0 (4 bits, as in the paper), any eXmY of 2 to 8 bits, bf16, fp32,
+  # or a format of a plug-in. auto: e3m0 for streaming, fp32 for diloco.
   format: str = "auto"
-  # Values that share one power-of-two scale of one byte, or one table: consecutive
-  # values among those that are sent of one layer's tensor. 0: one scale per tensor. -1:
+  # Values of a block, which share one power-of-two scale of one byte: consecutive
+  # values among those that are sent of one layer's tensor. 0: one block per tensor. -1:
   # as many values as a row has, one input of a matrix. The paper does not specify this.
   # If fsdp shards a tensor, each shard is coded like a separate tensor: no block spans
   # two shards, and topk and random choose within a shard.
@@ -162,13 +158,6 @@ class WireConfig:
   rounding: Literal["nearest", "stochastic"] = "nearest"
   # Share of the values that topk, random and dare send.
   density: Annotated[float, Range(0, 1, open=True)] = 0.1
-  # Values of a chunk: topk keeps its share of every chunk of a layer's tensor, as in
-  # SparseLoCo (arXiv 2508.15706), so an index needs few bits. 0: one chunk per layer.
-  chunk: Count = 0
-  # beta of error feedback, with any compressor but dare: a replica keeps what its codes
-  # lost, and adds beta times that to its next outer gradient (SparseLoCo; MuLoCo, arXiv
-  # 2505.23725). 0: off, as in both papers.
-  error_feedback: Share = 0.0
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
   # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
@@ -205,7 +194,7 @@ class InnerConfig:
   weight_decay_scaling: Literal["schedule", "rate"] = "schedule"
   # Global L2 norm to which each replica clips its gradient. 0: no clipping.
   clip_norm: NonNegative = 1.0
-  # Type in which data_parallel and a warm start all-reduce gradients. The papers count
+  # Type in which data_parallel and joint steps all-reduce gradients. The papers count
   # 16 bits.
   gradient_dtype: DType = "float32"
 

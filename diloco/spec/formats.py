@@ -1,4 +1,4 @@
-"""Number formats by name: plain floats, bins, and eXmY of 2 to 8 bits. No JAX.
+"""Number formats by name: plain floats, eXmY of 2 to 8 bits, those of plug-ins. No JAX.
 
 eXmY (arXiv 2405.13938) has one sign bit, X exponent bits, Y mantissa bits and
 subnormals, but no infinity and no NaN: larger values saturate. Some formats are also
@@ -10,11 +10,11 @@ The papers send E3M0 (2501.18512, section 2.4): zero and seven powers of two.
 import dataclasses
 import re
 
+from diloco.errors import ConfigError
+from diloco.spec.plugins import FORMATS, hint
+
 # Bytes per value of the plain formats, which have no scale.
 PLAIN = {"fp32": 4, "bf16": 2}
-# Bits per value of the formats of `diloco.wire.bins`, and bytes per bin of a table.
-BINS = {"bins2": 2, "bins3": 3, "bins4": 4}
-BIN_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def parse_format(name: str) -> Format:
   """Returns the format of a name such as e3m0, e2m1 or e4m3fn.
 
   Raises:
-    ValueError: there is no such format of 2 to 8 bits.
+    ConfigError: there is no such format of 2 to 8 bits.
   """
   match = re.fullmatch(r"e(\d)m(\d)(fn)?", name)
   if match and (not match[3] or name in _RESERVED):
@@ -72,17 +72,18 @@ def parse_format(name: str) -> Format:
     if x >= 1 and 2 <= 1 + x + y <= 8:
       bias = (1 << (x - 1)) - 1
       return Format(name, x, y, bias, _RESERVED.get(name, (1 << (x + y)) - 1))
-  raise ValueError(
+  known = "".join(f", {own}" for own in FORMATS)
+  raise ConfigError(
     f"wire.format is {name!r}; choose fp32, bf16 or eXmY with 1 + X + Y from 2 to 8"
-    " bits and X at least 1, for example e3m0, e2m1, e4m3fn; or bins2, bins3, bins4."
+    f" bits and X at least 1, for example e3m0, e2m1, e4m3fn{known}{hint(name)}."
   )
 
 
 def code_bits(name: str) -> int:
-  """Returns the bits per value of a format with blocks: bins or eXmY."""
-  return BINS.get(name) or parse_format(name).bits
+  """Returns the bits per value of a format with blocks."""
+  return FORMATS[name].bits if name in FORMATS else parse_format(name).bits
 
 
 def block_bytes(name: str) -> int:
-  """Returns the bytes that a block sends beside its codes: a table, or a scale."""
-  return 2 ** BINS[name] * BIN_BYTES if name in BINS else 1
+  """Returns the bytes that a block sends beside its codes; eXmY sends a scale."""
+  return FORMATS[name].block_bytes if name in FORMATS else 1

@@ -2,19 +2,20 @@
 
 A plug-in is a module or a package that `plugins` names; `diloco.contrib` has those of
 later papers. It registers names for fields that take names (`compressors.register`,
-`EXCHANGES`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`), or an
-`Extension`: fields of its own, and what they do. Config, ledger, checkpoints, sweeps
-and simulators ask this file.
+`FORMATS`, `EXCHANGES`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`),
+or an `Extension`: fields of its own, and what they do. Config, ledger, checkpoints,
+sweeps and simulators ask this file.
 """
 
 import dataclasses
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from diloco.errors import ConfigError
+from diloco.util.command import meant
 from diloco.util.types import PyTree
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 CONTRIB = "diloco.contrib"
 
 # Lines 6 to 12, with the arguments of `outer.outer_step`; returns the parameters, the
-# outer state and the events. `algorithm.plan.OuterStep` has the types, which need JAX.
+# outer state and the events.
 OuterStep: TypeAlias = Callable[..., tuple[PyTree, PyTree, list[Any]]]
 
 
@@ -72,6 +73,23 @@ class Average(NamedTuple):
 
   every: int
   values: int
+
+
+class BlockFormat(NamedTuple):
+  """A number format, by the name in wire.format.
+
+  Attributes:
+    bits: bits per value.
+    block_bytes: bytes that a block sends beside its codes.
+    encode: blocks float32 (N, K, B) and S -> codes uint8 (N, K, B) and these bytes;
+      the zeros after the first S values of a layer are only padding.
+    decode: codes and bytes -> float32 (N, K, B).
+  """
+
+  bits: int
+  block_bytes: int
+  encode: Callable[[Any, int], tuple[Any, Any]]
+  decode: Callable[[Any, Any], Any]
 
 
 class Exchange(NamedTuple):
@@ -185,6 +203,7 @@ RULES: list[Rule] = []
 # Further names of outer.average: functions like `outer.average`, without its last
 # argument.
 MEANS: dict[str, Callable[..., PyTree]] = {}
+FORMATS: dict[str, BlockFormat] = {}
 EXCHANGES: dict[str, Exchange] = {
   "gather": Exchange(lambda replicas: replicas - 1),  # An all-gather of payloads.
   "psum": Exchange(lambda replicas: 2 * (replicas - 1) / replicas),  # A ring.
@@ -239,6 +258,26 @@ def contrib() -> list[str]:
   return sorted(p.stem for p in folder.glob("[!_]*") if p.suffix in (".py", ""))
 
 
+def check_name(field: str, name: str, known: Collection[str]) -> None:
+  """Refuses a name that nothing has registered.
+
+  Raises:
+    ConfigError: the name is unknown.
+  """
+  if name not in known:
+    near = hint(name) or meant(name, contrib())
+    raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
+
+
+def moved() -> dict[str, tuple[object, str, str]]:
+  """Returns {former field: (its default, the field now, an example of its value)}."""
+  return importlib.import_module(CONTRIB).MOVED
+
+
 def hint(name: str) -> str:
-  """Returns the rest of a sentence about an unknown name, if a plug-in has it."""
-  return f"; the plug-in {name} has it: set plugins=('{name}',)" * (name in contrib())
+  """Returns the rest of a sentence about an unknown name, if a plug-in has it.
+
+  A plug-in may have several names: its own, and its own with a number.
+  """
+  own = name.rstrip("0123456789")
+  return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

@@ -11,6 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from diloco.errors import ConfigError
+from diloco.spec.plugins import check_name
+
 if TYPE_CHECKING:
   from diloco.spec.fields import ModelConfig
 
@@ -49,18 +52,18 @@ def qwen3(m: "ModelConfig") -> Shapes:
   """Returns the parameter shapes of `diloco.model.qwen3`.
 
   Raises:
-    ValueError: a field has a value that this architecture cannot have.
+    ConfigError: a field has a value that this architecture cannot have.
   """
   n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
   # Not m.head_size and m.kv_heads: a file of configs/ passes its ConfigDict.
   k = m.head_dim or d // m.num_heads
   if not m.qk_norm:
-    raise ValueError(
+    raise ConfigError(
       "model.qk_norm is False, but model.name=qwen3 always normalises queries and keys;"
       " set it to True, or set model.name=decoder."
     )
   if k % 2:
-    raise ValueError(
+    raise ConfigError(
       f"the head size is {k}, but model.name=qwen3 rotates pairs; set model.head_dim or"
       " model.num_heads so that it is even."
     )
@@ -103,10 +106,9 @@ def parameters(m: "ModelConfig") -> Shapes:
   """Returns the parameter shapes of one replica.
 
   Raises:
-    ValueError: there is no such architecture.
+    ConfigError: there is no such architecture.
   """
-  if m.name not in SHAPES:
-    raise ValueError(f"model.name is {m.name!r}; choose one of {', '.join(SHAPES)}.")
+  check_name("model.name", m.name, SHAPES)
   return SHAPES[m.name](m)
 
 

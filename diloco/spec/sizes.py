@@ -7,10 +7,12 @@ Letters: M replicas; a tensor has N layers of S values, in rows of R values.
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from diloco.spec.formats import BINS, PLAIN, block_bytes, code_bits, parse_format
-from diloco.spec.plugins import EXCHANGES, hint
+from diloco.errors import ConfigError
+from diloco.spec.call_text import parse
+from diloco.spec.formats import PLAIN, block_bytes, code_bits
+from diloco.spec.plugins import EXCHANGES, check_name
 from diloco.spec.shapes import Shapes, leaves, shard
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def index_bits(s: int) -> int:
 def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
   """Counts the bytes of n layers of s values.
 
-  These are all codes and one scale or table per block. Plain formats have values only.
+  These are all codes, and what each block sends besides, such as a scale. Plain formats
+  have values only.
   """
   if wire.format in PLAIN:
     return n * s * PLAIN[wire.format]
@@ -64,21 +67,10 @@ def quantize(wire: "WireConfig", n: int, s: int, row: int) -> int:
   return packed(n * s, code_bits(wire.format)) + blocks * block_bytes(wire.format)
 
 
-def chunks(wire: "WireConfig", n: int, s: int) -> tuple[int, int]:
-  """Returns number and length of the chunks of which topk keeps a share each."""
-  length = min(wire.chunk or s, s)
-  return n * -(-s // length), length
-
-
-def topk_indices(wire: "WireConfig", n: int, s: int) -> int:
-  """Counts the bytes of the indices in n chunks of s values."""
-  return packed(n * kept(wire, s) * index_bits(s), 1)
-
-
 def topk(wire: "WireConfig", n: int, s: int, row: int) -> int:
   """Counts the bytes of the indices and of the kept values."""
-  n, s = chunks(wire, n, s)
-  return topk_indices(wire, n, s) + quantize(wire, n, kept(wire, s), row)
+  k = kept(wire, s)
+  return packed(n * k * index_bits(s), 1) + quantize(wire, n, k, row)
 
 
 def random(wire: "WireConfig", n: int, s: int, row: int) -> int:
@@ -93,24 +85,48 @@ SIZES: dict[str, Size] = {
   "random": random,
   "dare": random,
 }
+# Compressors with arguments: functions that make a `compressors.Compressor` of them. A
+# ValueError says what cannot work.
+MAKERS: dict[str, Callable[..., Any]] = {}
+
+
+def size_of(text: str) -> Size:
+  """Returns the size of the compressor that the text in `wire.compressor` describes."""
+  name, arguments = parse("wire.compressor", text)
+  if name in SIZES:
+    return SIZES[name]
+  return MAKERS[name](**arguments).size
+
+
+def coder(text: str) -> str:
+  """Returns the name of the compressor whose codes are sent.
+
+  A compressor with an argument `of` sends the codes of the one that `of` names.
+  """
+  name, arguments = parse("wire.compressor", text)
+  return coder(arguments["of"]) if "of" in arguments else name
 
 
 def check(wire: "WireConfig") -> None:
   """Checks the names of the compressor, the exchange and the number format.
 
   Raises:
-    ValueError: a name is unknown.
+    ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
-  for field, value, known in (
-    ("compressor", wire.compressor, SIZES),
-    ("exchange", wire.exchange, EXCHANGES),
-  ):
-    if value not in known:
-      raise ValueError(
-        f"wire.{field} is {value!r}; choose one of {', '.join(known)}{hint(value)}."
-      )
-  if wire.format not in (*PLAIN, *BINS, "auto"):
-    parse_format(wire.format)
+  name, arguments = parse("wire.compressor", wire.compressor)
+  check_name("wire.compressor", name, (*SIZES, *MAKERS))
+  check_name("wire.exchange", wire.exchange, EXCHANGES)
+  if wire.format not in PLAIN:
+    code_bits(wire.format)
+  try:
+    if arguments and name in SIZES:
+      raise TypeError(f"{name} takes no arguments")
+    size_of(wire.compressor)
+  except (TypeError, ValueError) as error:
+    reason = str(error).removesuffix(".")
+    raise ConfigError(
+      f"wire.compressor is {wire.compressor!r}, but {reason}."
+    ) from error
 
 
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
@@ -128,7 +144,7 @@ def payload_bytes(wire: "WireConfig", fragment: Shapes, fsdp: int = 1) -> int:
     fragment: shapes of the fragment's parameters.
     fsdp: number of shards; each device of the replica encodes its own.
   """
-  size = SIZES[wire.compressor]
+  size = size_of(wire.compressor)
   shards = [layout(path, shard(path, s, fsdp)) for path, s in leaves(fragment)]
   return fsdp * sum(size(wire, *one) for one in shards)
 

@@ -9,30 +9,18 @@ Letters: N layers of S values, in rows of R; per layer K kept values, or K block
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from diloco.spec import formats, sizes
+from diloco.spec import formats, plugins, sizes
+from diloco.spec.call_text import parse
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
-from diloco.wire import bins
 from diloco.wire import codes as codes_lib
-
-
-class Encode(Protocol):
-  def __call__(
-    self, wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
-  ) -> tuple[Array, PyTree]: ...
-
-
-class Decode(Protocol):
-  def __call__(
-    self, wire: WireConfig, payload: Array, n: int, s: int, row: int
-  ) -> Array: ...
 
 
 class Compressor(NamedTuple):
@@ -47,8 +35,8 @@ class Compressor(NamedTuple):
       its own state, which is sharded and saved like its parameters.
   """
 
-  encode: Encode
-  decode: Decode
+  encode: Callable[[WireConfig, Array, PyTree, int, Array], tuple[Array, PyTree]]
+  decode: Callable[[WireConfig, Array, int, int, int], Array]
   size: sizes.Size
   init: Callable[[Array], PyTree] = lambda x: ()
 
@@ -58,44 +46,57 @@ _PLAIN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 
 def register(name: str, compressor: Compressor) -> None:
-  """Registers a name for `wire.compressor`, in the trainer and the simulators."""
+  """Registers a name for `wire.compressor`, in the trainer and the simulators.
+
+  A compressor with arguments, as in "mine(k=3)", is a function in `sizes.MAKERS`.
+  """
   COMPRESSORS[name] = compressor
   sizes.SIZES[name] = compressor.size
 
 
-def _quantize(wire: WireConfig, x_NxS: Array, row: int, key: Array) -> Array:
+def get(text: str) -> Compressor:
+  """Returns the compressor that the text in `wire.compressor` describes."""
+  name, arguments = parse("wire.compressor", text)
+  if name in COMPRESSORS:
+    return COMPRESSORS[name]
+  return sizes.MAKERS[name](**arguments)
+
+
+def quantize(
+  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
+) -> tuple[Array, PyTree]:
+  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
+
+  A block is `block_size` consecutive values of one layer's tensor; the last block of a
+  layer may be shorter. The payload holds all codes, then all scales.
+  """
   if wire.format in formats.PLAIN:
-    return _to_bytes(x_NxS.astype(_PLAIN[wire.format]).reshape(-1))
+    return to_bytes(x_NxS.astype(_PLAIN[wire.format]).reshape(-1)), state
   n, s = x_NxS.shape
   block = sizes.block_length(wire, s, row)
-  x_NxKxB = _blocks(x_NxS, block)
-  if wire.format in formats.BINS:
-    codes, tables = bins.encode(x_NxKxB, s, formats.code_bits(wire.format))
-    tail = _to_bytes(tables.reshape(-1))
-  else:
-    codes, tail = _scaled(wire, x_NxKxB, key)
+  x_NxKxB = blocks(x_NxS, block)
+  own = plugins.FORMATS.get(wire.format)
+  codes, tail = own.encode(x_NxKxB, s) if own else _scaled(wire, x_NxKxB, key)
   # Barrier: without it XLA for TPU recomputes the codes for every bit plane.
   codes = jax.lax.optimization_barrier(codes)
   if s % block:
     codes = codes.reshape(n, -1)[:, :s]
-  return jnp.concatenate([codes_lib.pack(codes, formats.code_bits(wire.format)), tail])
+  code = codes_lib.pack(codes, formats.code_bits(wire.format))
+  return jnp.concatenate([code, tail]), state
 
 
 def _dequantize(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   if wire.format in formats.PLAIN:
-    return _from_bytes(payload, _PLAIN[wire.format]).reshape(n, s).astype(jnp.float32)
+    return from_bytes(payload, _PLAIN[wire.format]).reshape(n, s).astype(jnp.float32)
   bits, block = formats.code_bits(wire.format), sizes.block_length(wire, s, row)
   size = sizes.packed(n * s, bits)
   codes = codes_lib.unpack(payload[:size], bits, n * s)
   # Barrier: without it XLA for GPU and TPU writes the values to memory, not the codes,
   # which are smaller.
   codes_NxS = jax.lax.optimization_barrier(codes).reshape(n, s)
-  codes_NxKxB, tail = _blocks(codes_NxS, block), payload[size:]
-  if wire.format in formats.BINS:
-    tables = _from_bytes(tail, jnp.bfloat16).reshape(n, -1, 2**bits)
-    x = bins.decode(codes_NxKxB, tables)
-  else:
-    x = _unscaled(wire, codes_NxKxB, tail)
+  codes_NxKxB, tail = blocks(codes_NxS, block), payload[size:]
+  own = plugins.FORMATS.get(wire.format)
+  x = own.decode(codes_NxKxB, tail) if own else _unscaled(wire, codes_NxKxB, tail)
   return x.reshape(n, -1)[:, :s]
 
 
@@ -119,17 +120,6 @@ def _unscaled(wire: WireConfig, codes_NxKxB: Array, scales: Array) -> Array:
   return jnp.where(scales_NxKx1 == codes_lib.NAN_SCALE, jnp.nan, x)
 
 
-def quantize(
-  wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
-) -> tuple[Array, PyTree]:
-  """Codes every value, with one scale byte per block (2501.18512, section 2.4).
-
-  A block is `block_size` consecutive values of one layer's tensor; the last block of a
-  layer may be shorter. The payload holds all codes, then all scales or tables.
-  """
-  return _quantize(wire, x_NxS, row, key), state
-
-
 def topk(
   wire: WireConfig, x_NxS: Array, state: PyTree, row: int, key: Array
 ) -> tuple[Array, PyTree]:
@@ -138,32 +128,26 @@ def topk(
   That paper finds topk significantly worse than 4-bit codes of all values, if both send
   equally many bytes.
 
-  With `wire.chunk`, keeps the largest values of each chunk of a layer (SparseLoCo,
-  arXiv 2508.15706); the last chunk of a layer is padded with zeros. Below, N counts
-  chunks of S values.
-
-  The payload holds the indices of K = ceil(density S) values per chunk, ascending, in
+  The payload holds the indices of K = ceil(density S) values per layer, ascending, in
   ceil(log2 S) bits each, then the values in `format`.
   """
-  n, s = sizes.chunks(wire, *x_NxS.shape)
-  x_NxS = _blocks(x_NxS, s).reshape(n, s)
+  s = x_NxS.shape[1]
   _, index_NxK = jax.lax.top_k(jnp.abs(x_NxS), sizes.kept(wire, s))
   index_NxK = jnp.sort(index_NxK, axis=-1)
   kept_NxK = jnp.take_along_axis(x_NxS, index_NxK, axis=-1)
   index_bits = (index_NxK[..., None] >> jnp.arange(sizes.index_bits(s))) & 1
   index = codes_lib.pack(index_bits.astype(jnp.uint8), 1)
-  return jnp.concatenate([index, _quantize(wire, kept_NxK, row, key)]), state
+  code, state = quantize(wire, kept_NxK, state, row, key)
+  return jnp.concatenate([index, code]), state
 
 
-def _decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
-  layers, values, (n, s) = n, s, sizes.chunks(wire, n, s)
+def decode_topk(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
   k, width = sizes.kept(wire, s), sizes.index_bits(s)
-  size = sizes.topk_indices(wire, n, s)
+  size = sizes.packed(n * k * width, 1)
   index_bits = codes_lib.unpack(payload[:size], 1, n * k * width)
   index_bits = index_bits.reshape(n, k, width).astype(jnp.int32)
   index_NxK = (index_bits << jnp.arange(width)).sum(axis=-1)
-  x_NxS = _scatter(_dequantize(wire, payload[size:], n, k, row), index_NxK, s)
-  return x_NxS.reshape(layers, -1)[:, :values]
+  return _scatter(_dequantize(wire, payload[size:], n, k, row), index_NxK, s)
 
 
 def random(
@@ -187,12 +171,12 @@ def random(
   kept_NxK = jnp.take_along_axis(x_NxS, _subset(seed, n, s, k), axis=-1)
   if rescale:
     kept_NxK = kept_NxK * (s / k)
-  code = _quantize(wire, kept_NxK, row, jax.random.fold_in(key, 1))
-  return jnp.concatenate([_to_bytes(seed), code]), state
+  code, state = quantize(wire, kept_NxK, state, row, jax.random.fold_in(key, 1))
+  return jnp.concatenate([to_bytes(seed), code]), state
 
 
 def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int) -> Array:
-  seed = _from_bytes(payload[: sizes.SEED], jnp.uint32)
+  seed = from_bytes(payload[: sizes.SEED], jnp.uint32)
   k = sizes.kept(wire, s)
   kept_NxK = _dequantize(wire, payload[sizes.SEED :], n, k, row)
   return _scatter(kept_NxK, _subset(seed, n, s, k), s)
@@ -201,12 +185,12 @@ def _decode_random(wire: WireConfig, payload: Array, n: int, s: int, row: int) -
 dare = functools.partial(random, rescale=True)
 
 register("quantize", Compressor(quantize, _dequantize, sizes.quantize))
-register("topk", Compressor(topk, _decode_topk, sizes.topk))
+register("topk", Compressor(topk, decode_topk, sizes.topk))
 register("random", Compressor(random, _decode_random, sizes.random))
 register("dare", Compressor(dare, _decode_random, sizes.random))
 
 
-def _to_bytes(x: Array) -> Array:
+def to_bytes(x: Array) -> Array:
   """Splits (n,) values of w bytes into uint8 (w n,): first the lowest byte of each."""
   width = x.dtype.itemsize
   word = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * width}"))
@@ -214,15 +198,15 @@ def _to_bytes(x: Array) -> Array:
   return (word >> starts[:, None]).astype(jnp.uint8).reshape(-1)
 
 
-def _from_bytes(x: Array, dtype: DTypeLike) -> Array:
-  """Inverts `_to_bytes`."""
+def from_bytes(x: Array, dtype: DTypeLike) -> Array:
+  """Inverts `to_bytes`."""
   width = jnp.dtype(dtype).itemsize
   planes = [plane.astype(f"uint{8 * width}") for plane in jnp.split(x, width)]
   word = functools.reduce(jnp.bitwise_or, [p << 8 * i for i, p in enumerate(planes)])
   return jax.lax.bitcast_convert_type(word, dtype)
 
 
-def _blocks(x_NxS: Array, block: int) -> Array:
+def blocks(x_NxS: Array, block: int) -> Array:
   """Cuts (N, S) into blocks (N, K, block); pads the last block with zeros."""
   n, s = x_NxS.shape
   if s % block:

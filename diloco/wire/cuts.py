@@ -13,8 +13,8 @@ from jax import Array
 
 from diloco.spec import formats, sizes
 from diloco.spec.fields import WireConfig
+from diloco.wire import compressors
 from diloco.wire.codes import group_size
-from diloco.wire.compressors import COMPRESSORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Cut:
   @functools.partial(jax.jit, static_argnums=0)
   def encode(self, x_M: Array) -> Array:
     """Codes a piece, float32 [M, G, C, R], as uint8 [M, bytes / J]."""
-    coder, unused_key = COMPRESSORS[self.wire.compressor], jax.random.key(0)
+    coder, unused_key = compressors.get(self.wire.compressor), jax.random.key(0)
     one = lambda x: coder.encode(self.wire, x, (), self.row, unused_key)[0]
     return jax.vmap(one)(x_M.reshape(*x_M.shape[:2], -1))
 
   @functools.partial(jax.jit, static_argnums=0)
   def decode(self, code_M: Array) -> Array:
     """Inverts `encode`."""
-    coder, s = COMPRESSORS[self.wire.compressor], self.rows * self.row
+    coder, s = compressors.get(self.wire.compressor), self.rows * self.row
     one = lambda code: coder.decode(self.wire, code, self.planes, s, self.row)
     return jax.vmap(one)(code_M).reshape(-1, self.planes, self.rows, self.row)
 

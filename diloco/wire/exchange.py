@@ -22,7 +22,7 @@ from diloco.mesh.sharding import FSDP, REPLICA, Leading, names, shardings, specs
 from diloco.spec import shapes, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
-from diloco.wire.error_feedback import compressor_of
+from diloco.wire import compressors
 
 Leaf = jax.Array | jax.ShapeDtypeStruct
 
@@ -47,7 +47,7 @@ def init_state(wire: WireConfig, delta_M: PyTree) -> PyTree:
   Returns:
     A tree like delta_M whose leaves are compressor states; () without state.
   """
-  return jax.tree.map(compressor_of(wire).init, delta_M)
+  return jax.tree.map(compressors.get(wire.compressor).init, delta_M)
 
 
 def encode(
@@ -65,7 +65,10 @@ def encode(
   Returns:
     The payload uint8 [M, fsdp, bytes], sharded as `encoded` says, and the new state.
   """
-  compressor, places = compressor_of(wire), specs(delta_M, mesh, (REPLICA,))
+  places, compressor = (
+    specs(delta_M, mesh, (REPLICA,)),
+    compressors.get(wire.compressor),
+  )
 
   def one(
     delta: PyTree, state: PyTree, replica_key: jax.Array
@@ -162,7 +165,7 @@ def all_reduce(mesh: Mesh, delta_M: PyTree) -> PyTree:
 
 def _decode_one(wire: WireConfig, payload: jax.Array, shards: PyTree) -> PyTree:
   """Decodes the codes of one shard, uint8 [bytes], to float32 leaves like `shards`."""
-  compressor = compressor_of(wire)
+  compressor = compressors.get(wire.compressor)
   leaves, treedef = _flatten(shards)
   out, start = [], 0
   for path, x in leaves:

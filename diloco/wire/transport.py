@@ -15,7 +15,7 @@ A payload is uint8 [M, fsdp, bytes], see `diloco.wire.exchange`.
 """
 
 import functools
-from typing import Protocol
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -39,42 +39,7 @@ class ExchangeFailed(RuntimeError):
   """An exchange of payloads failed: another process is probably gone."""
 
 
-class Transport(Protocol):
-  """Carries payloads.
-
-  Attributes:
-    overlaps: whether an exchange must share a program with inner steps to overlap them.
-      Only on devices: `overlap` then calls `start` and `finish` below.
-  """
-
-  overlaps: bool
-
-  @property
-  def hosts(self) -> Mesh | None:
-    """A mesh of one CPU per process if hosts carry payloads and keep the outer state.
-
-    None if devices do both.
-    """
-
-  def connect(self) -> None:
-    """Opens the connections; all processes call this at the start of a run.
-
-    Gloo fails if a process is 30 s late to the first exchange, as may happen after H
-    inner steps. Later exchanges have no such limit.
-    """
-
-  def carry(self, payload: jax.Array) -> jax.Array:
-    """Sends the payloads of this process's replicas; returns everyone's payloads.
-
-    Args:
-      payload: sharded as `exchange.encoded` says.
-
-    Raises:
-      ExchangeFailed: another process is probably gone.
-    """
-
-
-def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> Transport:
+def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> "Transport":
   """Makes a transport.
 
   Args:
@@ -90,7 +55,14 @@ def make_transport(kind: str, mesh: Mesh, packed: bool = True) -> Transport:
 
 
 class DeviceTransport:
-  """Carries payloads between devices. With one group of replicas, nothing moves."""
+  """Carries payloads between devices. With one group of replicas, nothing moves.
+
+  Attributes:
+    overlaps: whether an exchange must share a program with inner steps to overlap them.
+      Only on devices: `overlap` then calls `start` and `finish` below.
+    hosts: a mesh of one CPU per process if hosts carry payloads and keep the outer
+      state; None if devices do both.
+  """
 
   hosts = None
 
@@ -99,10 +71,23 @@ class DeviceTransport:
     self.overlaps = packed and mesh.shape[REPLICA] > 1
 
   def connect(self) -> None:
+    """Opens the connections; all processes call this at the start of a run.
+
+    Gloo fails if a process is 30 s late to the first exchange, as may happen after H
+    inner steps. Later exchanges have no such limit.
+    """
     if self.overlaps and jax.process_count() > 1:
       jax.block_until_ready(self.carry(_one_byte(self._mesh)))
 
   def carry(self, payload: jax.Array) -> jax.Array:
+    """Sends the payloads of this process's replicas; returns everyone's payloads.
+
+    Args:
+      payload: sharded as `exchange.encoded` says.
+
+    Raises:
+      ExchangeFailed: another process is probably gone.
+    """
     there = exchange.transmitted(self._mesh)
     if not self.overlaps or payload.sharding.is_equivalent_to(there, payload.ndim):
       return payload
@@ -203,7 +188,10 @@ def _sources(mesh: Mesh) -> np.ndarray:
 
 
 class HostTransport:
-  """Carries payloads between hosts, one exchange at a time, in order of the calls."""
+  """Carries payloads between hosts, one exchange at a time, in order of the calls.
+
+  See `DeviceTransport`, which has the same methods.
+  """
 
   overlaps = False
 
@@ -218,7 +206,7 @@ class HostTransport:
     self.carry(_one_byte(self._mesh))
 
   def carry(self, payload: jax.Array) -> jax.Array:
-    """Implements `Transport.carry`; every device of `hosts` gets all payloads."""
+    """Does what `DeviceTransport.carry` does; every device of `hosts` gets all."""
     try:
       return self._gather(payload)
     except Exception as error:
@@ -242,6 +230,9 @@ class HostTransport:
         found = np.asarray(_whole(sent, place=whole).addressable_data(0))
       codes = found[np.argsort(np.concatenate(self._rows))].reshape(payload.shape)
     return sharding.place(codes, whole)
+
+
+Transport: TypeAlias = DeviceTransport | HostTransport
 
 
 @functools.partial(jax.jit, static_argnames="place")

@@ -133,7 +133,11 @@ def test_a_single_replica_has_no_cosine_and_no_drift():
   plan = make(
     replicas=1,
     algorithm="diloco",
-    **{"wire.error_feedback": 0.5, "wire.format": "e3m0"},
+    plugins=("error_feedback",),
+    **{
+      "wire.compressor": "error_feedback(beta=0.5, of='quantize')",
+      "wire.format": "e3m0",
+    },
   )
   params_M = jax.tree.map(lambda x: x[None], draw(np.random.default_rng(1)))
   with jax.set_mesh(plan.mesh):

@@ -36,6 +36,12 @@ def form_of(c):
 SHAPES = {"blocks": {"up": (4, 64, 256), "odd": (4, 33)}, "embed": {"tokens": (48, 64)}}
 
 
+FEEDBACK = {
+  "plugins": ("error_feedback",),
+  "wire.compressor": "error_feedback(beta=0.9, of='quantize')",
+}
+
+
 def outer_steps(c, form) -> tuple:
   """Sends and updates the first fragment twice, from random parameters."""
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), SHAPES)
@@ -69,7 +75,7 @@ def outer_steps(c, form) -> tuple:
     {"wire.format": "e1m0", "wire.block_size": 8, "outer.optimizer": "sgd"},
     {"model.param_dtype": "bfloat16", "outer.optimizer": "sgd(momentum=0.5)"},
     # These send whole tensors, and decode piece by piece.
-    {"wire.error_feedback": 0.9},
+    FEEDBACK,
     {"wire.rounding": "stochastic"},
   ],
 )
@@ -80,7 +86,7 @@ def test_pieces_give_the_same_bytes_and_parameters(fields, monkeypatch):
   assert cut(c.wire, 1 << 10, c.replicas, n, d, f).pieces > 1
   form = form_of(c)
   assert form.update is fused.update_in_place
-  whole = c.wire.error_feedback or c.wire.rounding == "stochastic"
+  whole = c.plugins or c.wire.rounding == "stochastic"
   assert form.send is (outer.send if whole else fused.send)
   found, metrics = outer_steps(c, form)
   plain = form._replace(send=outer.send, update=outer.update)
@@ -132,7 +138,10 @@ def test_a_mean_with_weights_counts_the_weights():
   "fields",
   [
     {"outer.optimizer": "lamb"},
-    {"outer.restart_every": 2},
+    {
+      "plugins": ("restarted",),
+      "outer.optimizer": "restarted(every=2, momentum=0.9)",
+    },
     {"outer.final_fraction": 0.5},
     {"plugins": ("radial",), "outer.average": "radial"},
   ],

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from diloco.algorithm import optimizers
 from diloco.config import Config
 from diloco.config import resolve as resolve_config
-from diloco.contrib import delayed_nesterov  # noqa: F401  Registers its name.
+from diloco.contrib import delayed_nesterov, restarted  # noqa: F401  Register.
 from diloco.errors import ConfigError
 from diloco.spec.fields import OuterConfig
 from diloco.util.command import load_module
@@ -91,10 +91,10 @@ def test_every_outer_optimizer_descends(name):
   [
     ("nope", r"is 'nope', but optax has no optimizer nope with a learning_rate"),
     ("clip", r"has no optimizer clip with a learning_rate"),
-    ("adam(", r"is 'adam\('; write a name of optax with keyword arguments"),
-    ("adam(0.9)", "write a name of optax with keyword arguments"),
-    ("adam(b1=x)", "write a name of optax with keyword arguments"),
-    ("__import__('os')", "write a name of optax with keyword arguments"),
+    ("adam(", r"is 'adam\('; write a name, alone or with keyword"),
+    ("adam(0.9)", "write a name, alone or with keyword"),
+    ("adam(b1=x)", "write a name, alone or with keyword"),
+    ("__import__('os')", "write a name, alone or with keyword"),
     (
       "adam(momentum=0.9)",
       r"adam takes no argument momentum here; choose among b1, b2",
@@ -108,6 +108,9 @@ def test_every_outer_optimizer_descends(name):
     ("delayed_nesterov(every=2, momentum=1)", "whose momentum is 1; give a number"),
     ("delayed_nesterov(every=2.5)", r"every is 2\.5, but must be a whole number"),
     ("delayed_nesterov(every=True)", "every is True, but must be a whole number"),
+    ("restarted(every=0, momentum=0.9)", "every is 0, but must be a whole number"),
+    ("restarted(every=3, momentum=0.0)", "without momentum there is nothing to forget"),
+    ("restarted(every=3)", "missing 1 required positional argument: 'momentum'"),
   ],
 )
 def test_an_unknown_outer_optimizer_is_refused(text, message):
@@ -121,10 +124,10 @@ def test_only_a_momentum_can_fall():
     optimizers.make_outer(outer)
 
 
-@pytest.mark.parametrize("more", [{}, {"restart_every": 2}])
-def test_an_outer_rate_and_momentum_that_change_are_known_before_each_update(more):
-  falls = {"final_fraction": 0.5, "final_momentum": 0.5, "decay_syncs": 3} | more
-  outer = OuterConfig("sgd(momentum=0.9)", learning_rate=1.0, **falls)
+@pytest.mark.parametrize("name", ["sgd(", "restarted(every=2, "])
+def test_an_outer_rate_and_momentum_that_change_are_known_before_each_update(name):
+  falls = {"final_fraction": 0.5, "final_momentum": 0.5, "decay_syncs": 3}
+  outer = OuterConfig(f"{name}momentum=0.9)", learning_rate=1.0, **falls)
   made, tuned = optimizers.make_outer(outer), optimizers.outer_tuned(outer)
   state, found = made.init(jnp.float32(0)), list[dict[str, float]]()
   for _ in range(4):

@@ -98,7 +98,7 @@ def draw_params(program: Program, *seed: int) -> ref.Params:
 
 def plan_of(program: Program, start: ref.Params) -> Plan:
   """The plan of a program; `run` adds the schedule."""
-  c = default_config()
+  c = default_config("chunked_topk", "error_feedback")
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
   c.outer.final_sync = True  # `run` has other steps.
@@ -117,10 +117,12 @@ def plan_of(program: Program, start: ref.Params) -> Plan:
   c.outer.learning_rate = program.lr
   c.wire.format = "fp32" if program.block is None else "e3m0"
   c.wire.block_size = program.block or 0
-  c.wire.error_feedback = program.feedback
   if program.chunk:
-    c.wire.compressor, c.wire.format, c.wire.density = "topk", "e1m0", 0.5
-    c.wire.chunk = program.chunk
+    c.wire.compressor = f"chunked_topk(chunk={program.chunk})"
+    c.wire.format, c.wire.density = "e1m0", 0.5
+  if program.feedback:
+    of = c.wire.compressor
+    c.wire.compressor = f"error_feedback(beta={program.feedback}, of={of!r})"
   c.wire.exchange = program.exchange
   c = resolve(c)
   mesh = make_mesh(c, jax.devices()[:1])

@@ -155,7 +155,10 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
   [
     {},
     {"algorithm": "diloco"},
-    {"wire.error_feedback": 0.9},
+    {
+      "plugins": ("error_feedback",),
+      "wire.compressor": "error_feedback(beta=0.9, of='quantize')",
+    },
     {"sparta.share": 0.01, "des_loc.second_every": 8},
     {"outer.offload": True},
     {"wire.exchange": "pair", "wire.format": "fp32", "overlap.tau": 0},

@@ -48,15 +48,13 @@ def make(**fields):
       "wire.rounding is stochastic, but wire.format is fp32, whose values are not",
     ),
     (
-      {"wire.format": "fp32", "wire.error_feedback": 0.9},
-      "wire.error_feedback is 0.9, but wire.format is fp32, whose codes lose nothing",
+      {"wire.compressor": "topk(k=1)"},
+      "wire.compressor is 'topk.k=1.', but topk",
     ),
-    *(
-      (
-        {"wire.compressor": name, "wire.chunk": 64},
-        f"wire.chunk is 64, but wire.compressor is {name}, .*, or set wire.chunk=0",
-      )
-      for name in ("quantize", "random", "dare")
+    ({"wire.compressor": "topk("}, r"wire.compressor is 'topk\('; write a name, alone"),
+    (
+      {"wire.error_feedback": 0.9},
+      "wire.error_feedback is 0.9, .*; now it is wire.compressor=.*error_feedback.beta",
     ),
     *(
       ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
@@ -65,10 +63,6 @@ def make(**fields):
     (
       {"replicas": 1, "sparta.share": 0.1},
       r"sparta.share is 0.1, but replicas is 1, .*, or set sparta.share=0\.0",
-    ),
-    (
-      {"outer.optimizer": "sgd", "outer.restart_every": 3},
-      "outer.restart_every is 3, but outer.optimizer is sgd without momentum",
     ),
     (
       {"outer.decay_syncs": 9},
@@ -219,21 +213,32 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
 
 
 @pytest.mark.parametrize(
-  ("fields", "message"),
+  ("text", "message"),
   [
-    ({"wire.format": "fp32"}, "error_feedback is 0.9, .* is fp32, whose codes lose"),
-    (
-      {"wire.compressor": "dare"},
-      "compressor is dare, .*error_feedback is 0.9; choose",
-    ),
+    ("error_feedback(beta=0.9, of='quantize')", "is fp32: no code loses anything"),
+    ("error_feedback(beta=0.9, of='dare')", "dare enlarges the values that it sends"),
+    ("error_feedback(beta=2, of='topk')", "beta is 2; give a number above 0"),
+    ("error_feedback(beta=0.9, of='zip')", "wire.compressor is 'zip'; choose one"),
+    ("error_feedback(beta=0.9, of=3)", "compressor is 3; write a name, alone or"),
+    ("error_feedback(of='topk')", "missing 1 required .*: 'beta'"),
+    ("chunked_topk(chunk=0)", "chunk is 0, but must be a whole number of at least 1"),
   ],
 )
-def test_error_feedback_without_use_or_without_end_is_refused(fields, message):
-  feedback = {"wire.error_feedback": 0.9}
-  with pytest.raises(ConfigError, match=message):
-    resolve(make(**feedback, **fields))
-  resolve(make(**fields))
-  resolve(make(**feedback, **{"wire.compressor": "topk", "wire.format": "fp32"}))
+def test_arguments_of_a_compressor_that_cannot_work_are_refused(text, message):
+  fields = {"plugins": ("error_feedback", "chunked_topk"), "wire.format": "fp32"}
+  with pytest.raises(ConfigError, match=f"wire.compressor.*{message}"):
+    resolve(make(**fields, **{"wire.compressor": text}))
+  of = "error_feedback(beta=0.9, of='chunked_topk(chunk=64)')"
+  resolve(make(**fields, **{"wire.compressor": of}))
+
+
+def test_a_saved_field_that_a_plug_in_replaced_is_read_at_its_default_only():
+  saved = resolve(make()).to_dict()
+  saved["outer"]["restart_every"], saved["wire"]["chunk"] = 0, 0
+  assert complete(saved) == resolve(make())
+  saved["outer"]["restart_every"] = 5
+  with pytest.raises(ConfigError, match=r"restart_every is 5, .*; now it is outer"):
+    complete(saved)
 
 
 def test_data_parallel_ignores_the_fields_of_the_outer_step():

@@ -79,7 +79,7 @@ def config(**fields):
   c.replicas, c.train.batch_size, c.sync_every = M, M, H
   c.train.steps, c.eval.batch_size = STEPS, 1
   c.model.num_layers, c.fragments.size = LAYERS, 2
-  add_plugins(c, "eager")
+  add_plugins(c, "eager", "error_feedback")
   c.eager.on, c.wire.format = True, "fp32"
   c.outer.optimizer = "sgd(momentum=0.7, nesterov=True)"
   conftest.update(c, fields)
@@ -114,7 +114,9 @@ def train(method, start=0, params_M=None, state=None):
   [("streaming", "e3m0", 0.0), ("diloco", "fp32", 0.0), ("streaming", "e3m0", 0.75)],
 )
 def test_every_replica_steps_along_the_mixture(algorithm, wire, beta):
-  fields = {"wire.format": wire, "wire.block_size": -1, "wire.error_feedback": beta}
+  fields = {"wire.format": wire, "wire.block_size": -1}
+  if beta:
+    fields["wire.compressor"] = f"error_feedback(beta={beta}, of='quantize')"
   c = config(algorithm=algorithm, **fields)
   assert c.overlap.taus == (H,) * M
   method = method_of(c)
@@ -161,7 +163,7 @@ def test_without_momentum_all_replicas_end_with_the_mean_of_every_sync():
 
 @pytest.mark.slow("trains six times")
 def test_a_run_goes_on_from_any_step_bit_for_bit():
-  fields = {"wire.compressor": "random", "wire.error_feedback": 0.9}
+  fields = {"wire.compressor": "error_feedback(beta=0.9, of='random')"}
   c = config(algorithm="diloco", **fields)
   states, _, params_M, state = train(method_of(c))
   for t in (3, 6):

@@ -17,7 +17,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.state import init_state
 from diloco.config import add_plugins, changed, resolve
-from diloco.contrib import warm_start
+from diloco.contrib import restarted, warm_start  # noqa: F401  Registers its name.
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
@@ -102,9 +102,8 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
     fragments=FRAGMENTS.get,
     tau=tau,
     outer=diloco.OuterConfig(
-      f"sgd(momentum={MOMENTUM}, nesterov=True)",
+      f"restarted(every={restart}, momentum={MOMENTUM}, nesterov=True)",
       RATE,
-      restart_every=restart % 99,
       **(FALLS if falls else {}),
     ),
   )

@@ -21,6 +21,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
+from diloco.contrib import error_feedback, restarted  # noqa: F401  Register.
 from diloco.mesh.devices import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -94,11 +95,11 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, resta
     (2, 0.5, {}, [0.5], [0.8], 99),
     # A cosine over three syncs: 1, (1 + 0.2) / 2, 0.2.
     (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], [0.8], 99),
-    (1, 0.0, {"restart_every": 2}, [0.5], [0.8], 2),
+    (1, 0.0, {}, [0.5], [0.8], 2),
     *(
       (
         *(1, 0.5),
-        {"restart_every": every, "final_fraction": 0.2, "decay_syncs": 3},
+        {"final_fraction": 0.2, "decay_syncs": 3},
         *([0.5, 0.3, 0.1], [0.8], every),
       )
       for every in (1, 2)
@@ -111,7 +112,7 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, resta
     ),
     (
       *(0, 0.0),
-      {"final_momentum": 0.2, "decay_syncs": 3, "restart_every": 2},
+      {"final_momentum": 0.2, "decay_syncs": 3},
       *([0.5], [0.8, 0.5, 0.2], 2),
     ),
   ],
@@ -119,6 +120,7 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, resta
 def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
   params_M = diloco.replicate(tree(), M)
   leaves, structure = jax.tree.flatten(params_M)
+  name = "sgd(" if restart == 99 else f"restarted(every={restart}, "
   numbers = {"net/0/b": 1, "net/0/w": 0, "net/1/0": 2, "net/1/1": 0, "z": 2}
   method = diloco.streaming(
     params_M,
@@ -126,7 +128,7 @@ def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
     fragments=numbers.get,
     tau=tau,
     alpha=alpha,
-    outer=diloco.OuterConfig("sgd(momentum=0.8, nesterov=True)", 0.5, **more),
+    outer=diloco.OuterConfig(f"{name}momentum=0.8, nesterov=True)", 0.5, **more),
   )
   _, (params_M, params) = train(method, params_M)
   expected = by_hand(
@@ -177,14 +179,18 @@ def test_stacked_layers_train_as_in_the_trainer(wire):
 
 def test_a_run_goes_on_from_any_step_bit_for_bit():
   start_M = diloco.replicate(tree(), M)
-  wire = diloco.WireConfig("random", "e3m0", density=0.5, error_feedback=0.9)
+  wire = diloco.WireConfig("error_feedback(beta=0.9, of='random')", "e3m0", density=0.5)
   make = lambda: diloco.streaming(
     start_M,
     sync_every=6,
     fragments=lambda path: int(path == "z"),
     tau=2,
     wire=wire,
-    outer=diloco.OuterConfig(final_fraction=0.1, decay_syncs=4, restart_every=2),
+    outer=diloco.OuterConfig(
+      "restarted(every=2, momentum=0.9, nesterov=True)",
+      final_fraction=0.1,
+      decay_syncs=4,
+    ),
     seed=3,
   )
   states, expected = train(make(), start_M)
@@ -306,7 +312,7 @@ def test_mistakes_are_named():
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (
       good,
-      {"wire": diloco.WireConfig(exchange="psum"), "transport": "host"},
+      {"wire": diloco.WireConfig(format="fp32", exchange="psum"), "transport": "host"},
       "wire.exchange is psum, where",
     ),
     (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import diloco.contrib.chunked_topk  # noqa: F401  Registers its name.
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 
@@ -31,7 +32,7 @@ class Codec:
     return one_tensor.decode(self.wire, code, n, s, self.row)
 
   def nbytes(self, n, s) -> int:
-    return sizes.SIZES[self.wire.compressor](self.wire, n, s, self.row)
+    return sizes.size_of(self.wire.compressor)(self.wire, n, s, self.row)
 
 
 def codec(name="quantize", row=1, **options) -> Codec:
@@ -51,8 +52,8 @@ def codec(name="quantize", row=1, **options) -> Codec:
     ("topk", {"format": "fp32", "density": 0.1}, 2, 30, math.ceil(2 * 3 * 5 / 8) + 24),
     # Per layer, three chunks of 16, padded: k = 2, indices of 4 bits, codes of 2 bits.
     (
-      "topk",
-      {"format": "e1m0", "density": 0.1, "chunk": 16, "block_size": 0},
+      "chunked_topk(chunk=16)",
+      {"format": "e1m0", "density": 0.1, "block_size": 0},
       2,
       40,
       6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6,
@@ -188,7 +189,7 @@ def test_topk_keeps_the_largest_and_drops_the_rest():
 
 def test_topk_keeps_the_largest_of_every_chunk():
   x = np.random.default_rng(1).normal(size=(2, 50)).astype(np.float32)
-  c = codec("topk", format="fp32", density=0.2, chunk=16)
+  c = codec("chunked_topk(chunk=16)", format="fp32", density=0.2)
   y = np.asarray(c.decode(c.encode(x, KEY), 2, 50))
   expected = np.zeros_like(x)
   for layer in range(2):

@@ -8,13 +8,14 @@ import plugins  # noqa: F401  Registers compressors.
 import pytest
 
 from diloco.config import resolve
+from diloco.contrib import chunked_topk, error_feedback  # noqa: F401  Register.
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
-from diloco.wire import exchange
-from diloco.wire.compressors import COMPRESSORS
+from diloco.wire import compressors, exchange
 
+NAMES = ("quantize", "topk", "random", "dare", "signs", "feedback")
 KEYS = jax.random.split(jax.random.key(1), 2)
 
 
@@ -45,7 +46,7 @@ def first(tree_M):
   return jax.tree.map(lambda x: x[0], tree_M)
 
 
-@pytest.mark.parametrize("name", list(COMPRESSORS))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tree_is_coded_tensor_by_tensor(tiny, name):
   wire = WireConfig(compressor=name, format="e4m3fn", density=0.5, block_size=4)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
@@ -60,19 +61,21 @@ def test_a_tree_is_coded_tensor_by_tensor(tiny, name):
     for x, y, key in zip(x_M, y_M, KEYS):
       n = len(x) if path[0].key == "blocks" else 1
       flat, row = x.reshape(n, -1), x.shape[-1]
-      state, leaf_key = COMPRESSORS[name].init(flat), jax.random.fold_in(key, i)
+      state, leaf_key = compressors.get(name).init(flat), jax.random.fold_in(key, i)
       code, _ = one_tensor.encode(wire, flat, state, row, leaf_key)
       alone = one_tensor.decode(wire, code, *flat.shape, row)
       np.testing.assert_array_equal(y, alone.reshape(x.shape))
 
 
 @pytest.mark.parametrize(
-  ("name", "beta"), [("quantize", 1.0), ("topk", 0.75), ("feedback", 0.75)]
+  ("name", "beta"),
+  [("quantize", 1.0), ("chunked_topk(chunk=4)", 0.75), ("feedback", 0.75)],
 )
 def test_error_feedback_sends_what_earlier_codes_lost(tiny, name, beta):
-  options = {"format": "e3m0", "block_size": 4, "density": 0.3, "chunk": 4}
+  options = {"format": "e3m0", "block_size": 4, "density": 0.3}
   plain = WireConfig(compressor=name, **options)
-  wire = WireConfig(compressor=name, error_feedback=beta, **options)
+  text = f"error_feedback(beta={beta}, of={name!r})"
+  wire = WireConfig(compressor=text, **options)
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   delta_M, state_M = draw_M(), None
   error_M = jax.tree.map(lambda x: np.zeros(x.shape, np.float64), delta_M)

@@ -248,8 +248,14 @@ def test_a_site_that_missed_a_round_sends_nothing_and_says_that_it_is_ready():
   assert list(player.link.sent) == [1]
 
 
+FEEDBACK = {
+  "plugins": ("error_feedback",),
+  "wire.compressor": "error_feedback(beta=1.0, of='quantize')",
+}
+
+
 def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
-  player, errors = Player(**{"wire.error_feedback": 1.0}), []
+  player, errors = Player(**FEEDBACK), []
 
   def error():
     leaves = jax.tree.leaves(player.state.outer.codec_state[0])

@@ -5,6 +5,8 @@ import numpy as np
 import one_tensor
 import pytest
 
+import diloco.contrib.bins
+import diloco.contrib.chunked_topk  # noqa: F401  Registers its name.
 from diloco.spec import sizes
 from diloco.spec.fields import WireConfig
 
@@ -56,6 +58,8 @@ def test_equal_values_stay_and_bad_values_are_not_hidden():
 def test_the_size_is_that_of_codes_and_tables():
   # 40 codes of 2 bits, and three tables of four bfloat16.
   assert sizes.quantize(WireConfig(format="bins2", block_size=16), 1, 40, 1) == 10 + 24
-  wire = WireConfig(compressor="topk", format="bins2", density=0.1, chunk=16)
+  chunks = "chunked_topk(chunk=16)"
+  wire = WireConfig(compressor=chunks, format="bins2", density=0.1)
   # Per layer three chunks: k = 2 of 16, indices of 4 bits, codes of 2 bits, one table.
-  assert sizes.topk(wire, 2, 40, 1) == 6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6 * 8
+  found = sizes.size_of(chunks)(wire, 2, 40, 1)
+  assert found == 6 * 2 * 4 // 8 + 6 * 2 * 2 // 8 + 6 * 8

@@ -14,23 +14,32 @@ which is one output of a matrix (torch stores (out, in)); here to a block of
 `wire.block_size` values, and a row is one input (docs/methods.md has the effect). What
 the authors report of 2 bits with error feedback is in `error_feedback.py`.
 
+Values are always rounded to the nearest bin.
+
 Letters: N layers of S values; per layer K blocks of B.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import Array
+
+from diloco.config.combinations import NEAREST
+from diloco.spec import plugins
+from diloco.spec.plugins import BlockFormat, Rule
+from diloco.wire.compressors import from_bytes, to_bytes
 
 # Standard deviations from the first to the last bin; the authors' choice.
 RANGE = 6.0
 
 
-def encode(x_NxKxB: Array, s: int, bits: int) -> tuple[Array, Array]:
-  """Returns the bins of the values, uint8 (N, K, B), and tables bfloat16 (N, K, bins).
+def encode(bits: int, x_NxKxB: Array, s: int) -> tuple[Array, Array]:
+  """Returns the bins of the values, uint8 (N, K, B), and the bytes of all tables.
 
   Args:
+    bits: log2 of the number of bins.
     x_NxKxB: blocks; the zeros after the first S values of a layer are only padding.
     s: S.
-    bits: log2 of the number of bins.
   """
   bins, (_, k, b) = 2**bits, x_NxKxB.shape
   counts_KxB = (jnp.arange(k * b) < s).reshape(k, b).astype(jnp.float32)
@@ -45,11 +54,26 @@ def encode(x_NxKxB: Array, s: int, bits: int) -> tuple[Array, Array]:
   # The receiver sees NaN and infinity: through the mean, they reach the table.
   sums = (is_in * centred[..., None, :]).sum(axis=-1)
   table = sums / jnp.maximum(is_in.sum(axis=-1), 1) + mean_NxKx1
-  return jnp.nan_to_num(bin_).astype(jnp.uint8), table.astype(jnp.bfloat16)
+  tables = to_bytes(table.astype(jnp.bfloat16).reshape(-1))
+  return jnp.nan_to_num(bin_).astype(jnp.uint8), tables
 
 
-def decode(bin_NxKxB: Array, table_NxKxT: Array) -> Array:
+def decode(bits: int, bin_NxKxB: Array, tables: Array) -> Array:
   """Returns the values that the bins stand for, float32 (N, K, B)."""
+  n, k, _ = bin_NxKxB.shape
+  table_NxKxT = from_bytes(tables, jnp.bfloat16).reshape(n, k, 2**bits)
   return jnp.take_along_axis(
     table_NxKxT.astype(jnp.float32), bin_NxKxB.astype(jnp.int32), axis=-1
+  )
+
+
+for bits in (2, 3, 4):
+  plugins.FORMATS[f"bins{bits}"] = BlockFormat(
+    bits,
+    2**bits * jnp.dtype(jnp.bfloat16).itemsize,
+    partial(encode, bits),
+    partial(decode, bits),
+  )
+  plugins.RULES.append(
+    Rule("wire.format", f"bins{bits}", "whose bins are decoded to means", NEAREST)
   )

@@ -1,4 +1,4 @@
-"""The text of `inner.optimizer` and `outer.optimizer`. No JAX."""
+"""Names with keyword arguments in a config: optimizers and compressors. No JAX."""
 
 import ast
 from typing import Any
@@ -7,7 +7,7 @@ from diloco.errors import ConfigError
 
 
 def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
-  """Parses the name and the keyword arguments of an optimizer.
+  """Parses a name and its keyword arguments.
 
   Args:
     field: name of the config's field, for error messages.
@@ -23,9 +23,9 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
     if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
       pairs = [(k.arg, ast.literal_eval(k.value)) for k in call.keywords]
       return call.func.id, {str(name): value for name, value in pairs}
-  except (SyntaxError, ValueError):
+  except (SyntaxError, ValueError, AttributeError):  # The last: it is no text.
     pass
   raise ConfigError(
-    f"{field} is {text!r}; write a name of optax with keyword arguments, for example"
+    f"{field} is {text!r}; write a name, alone or with keyword arguments, for example"
     " sgd(momentum=0.9, nesterov=True)."
   )
