@@ -68,26 +68,25 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    results: the results directory; only `step` and `settle` write there.
+    results: the results directory; only `step` and `settle` write there. None: there
+      are no runs, and none is started.
     backend: executes the runs.
     parallel: limit of processes at a time, including those of an earlier driver.
     vectorize: limit of runs that a process trains together.
 
   Attributes:
     rows: the rows of all runs by name, after the last step.
-    runs: the folder of the run directories.
   """
 
   def __init__(
     self,
     sweep: Sweep,
-    results: pathlib.Path,
+    results: pathlib.Path | None,
     backend: Backend,
     parallel: int = 1,
     vectorize: int = 1,
   ):
     self.sweep, self.results, self.backend = sweep, results, backend
-    self.runs = results / "runs"
     self.parallel, self.vectorize = parallel, vectorize
     self.rows = table.read_rows(results)
     self._names = table.names_by_digest(self.rows)
@@ -148,8 +147,8 @@ class Driver:
     """
     self.rows = table.read_rows(self.results, self.rows)
     for name, row in self.rows.items():
-      if row["status"] == "running" and not self.backend.running(self._path(name)):
-        self.rows[name] = _settled(self._path(name), stopped)
+      if row["status"] == "running" and not self.backend.running(row["folder"]):
+        self.rows[name] = _settled(row["folder"], stopped)
 
   def _loss(self, point: Point) -> float | None:
     """Returns the loss of a point's run: inf if it failed, None if it has not ended."""
@@ -211,7 +210,8 @@ class Driver:
     self.rows[plan.name] = table.read_row(directory)
 
   def _path(self, name: str) -> pathlib.Path:
-    return self.runs / name
+    assert self.results  # Without a folder, no run is started.
+    return self.results / "runs" / name
 
 
 def drive(
@@ -236,6 +236,7 @@ def drive(
   # A step may be interrupted if jobs outlive the driver. Else `stop` might not know the
   # run that was just started.
   interruptible = driver.backend.detached
+  ended = False
 
   def receive(number: int, frame: object) -> None:
     received.append(number)
@@ -247,8 +248,8 @@ def drive(
       while not received:
         cells = driver.step()
         show(cells, driver.asked(cells))
-        if all(cell.ended for cell in cells):
-          break
+        if ended := all(cell.ended for cell in cells):
+          return 0  # The processes of the last runs end by themselves.
         end = time.monotonic() + pause
         while not received and time.monotonic() < end:
           time.sleep(min(pause, 0.1))
@@ -257,20 +258,17 @@ def drive(
     finally:
       with contextlib.suppress(KeyboardInterrupt):
         interruptible = True
-        if len(received) < 2:
+        if len(received) < 2 and not ended:
           driver.backend.stop()
       interruptible = False
       if len(received) > 1:
         driver.backend.kill()
-  if not received:
-    return 0
   if not driver.backend.detached:
     driver.settle(stopped=True)
   cells = driver.cells()
   waiting = len(driver.todo(cells).keys() - driver.rows.keys())
   rows = driver.asked(cells)
-  line = progress.stopped(received[0], cells, rows, driver.runs, waiting)
-  print(line, file=sys.stderr)
+  print(progress.stopped(received[0], cells, rows, waiting), file=sys.stderr)
   return received[0]
 
 
