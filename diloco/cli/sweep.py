@@ -109,7 +109,7 @@ def first_job(args: argparse.Namespace, sweep: Sweep) -> str:
 
 
 def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
-  """Runs a sweep; returns 1 if a cell has failed, or 128 + the signal that ended it."""
+  """Runs a sweep, and draws its chart; returns the exit status of `drive`."""
   if args.slurm_options and args.backend == "local":
     raise ConfigError(
       f"--slurm_options is {args.slurm_options!r}, but --backend is local; add"
@@ -131,7 +131,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       for reason in {groups.obstacle(plan.config) for plan in plans} - {""}:
         text = f"--vectorize is {vectorize}, but runs in which {reason} train"
         print(f"{text} one by one.", file=sys.stderr)
-    number = drive(driver, progress.Live())
+    status = drive(driver, progress.Live())
     if sweep.chart:
       picture = results / f"{sweep.grids[0].name}.png"
       found = comparison.frame(sweep.chart, driver.best_rows())
@@ -139,9 +139,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       if not found.empty:
         comparison.draw(sweep.chart, found, picture)
         print(f"\n{comparison.SPREAD}\nfigure       {picture}")
-  if number:
-    return 128 + number
-  return int(any(cell.state == "failed" for cell in driver.cells()))
+  return status
 
 
 def show(driver: Driver) -> None:

@@ -215,17 +215,15 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(listing(driver, [*found], args.jobs)))
     return 0
   make_folder(args.out, "--out")
-  number = 0
+  status = 0
   if not args.report:
     with table.alone(args.out):
       if args.retry_failed:
         table.retry_failed(args.out)
         driver = make_driver(found, args)
-      number = drive(driver, progress.Live())
+      status = drive(driver, progress.Live())
   print(f"page         {report(found, driver, args)}")
-  if number:
-    return 128 + number
-  return int(any(cell.state == "failed" for cell in driver.cells()))
+  return status or int(any(cell.state == "failed" for cell in driver.cells()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -230,7 +230,8 @@ def drive(
     pause: seconds between steps.
 
   Returns:
-    The signal that stopped the sweep early; 0 if the sweep ended.
+    The exit status: 128 + the signal that stopped the sweep early, 1 if a cell has
+    failed, else 0.
   """
   received: list[int] = []
   # A step may be interrupted if jobs outlive the driver. Else `stop` might not know the
@@ -249,7 +250,8 @@ def drive(
         cells = driver.step()
         show(cells, driver.asked(cells))
         if ended := all(cell.ended for cell in cells):
-          return 0  # The processes of the last runs end by themselves.
+          # The processes of the last runs end by themselves.
+          return int(any(cell.state == "failed" for cell in cells))
         end = time.monotonic() + pause
         while not received and time.monotonic() < end:
           time.sleep(min(pause, 0.1))
@@ -269,7 +271,7 @@ def drive(
   waiting = len(driver.todo(cells).keys() - driver.rows.keys())
   rows = driver.asked(cells)
   print(progress.stopped(received[0], cells, rows, waiting), file=sys.stderr)
-  return received[0]
+  return 128 + received[0]
 
 
 def _settled(directory: pathlib.Path, stopped: bool) -> Row:
