@@ -452,6 +452,7 @@ def tfrecord(tmp_path_factory):
     rows = array_records(path)
     count = 3 if name == "train" else 1
     cuts = [len(rows) * i // count for i in range(count + 1)]
+    split["filepathTemplate"] = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     split["shardLengths"] = [str(b - a) for a, b in itertools.pairwise(cuts)]
     for i, (a, b) in enumerate(itertools.pairwise(cuts)):
       writer = RecordWriter(str(new / f"c4-{name}.tfrecord-{i:05}-of-{count:05}"))
