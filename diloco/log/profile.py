@@ -1,13 +1,11 @@
 """Traces some inner steps of a run for xprof (docs/profiling.md)."""
 
-import pathlib
-
 import jax
 
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
 from diloco.log.log import Log
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import say
 
 FOLDER = "profile"
 
@@ -20,11 +18,11 @@ class Profile:
   devices before it begins and before it ends, and this time is no training time.
   """
 
-  def __init__(self, c: Config, workdir: pathlib.Path, log: Log, peers: Peers):
-    self._steps, self._log, self._peers = c.profile.range, log, peers
-    self._folder = workdir / FOLDER
-    if peers.count > 1:  # On one machine, their files would have the same name.
-      self._folder /= f"process-{peers.index}"
+  def __init__(self, c: Config, log: Log):
+    self._steps, self._log = c.profile.range, log
+    self._folder = log.workdir / FOLDER
+    if log.peers.count > 1:  # On one machine, their files would have the same name.
+      self._folder /= f"process-{log.peers.index}"
     self._first: int | None = None  # The first step of the trace, while it runs.
     self._annotation: jax.profiler.StepTraceAnnotation | None = None
 
@@ -78,5 +76,5 @@ class Profile:
       jax.profiler.stop_trace()
 
   def _say(self, text: str) -> None:
-    if self._peers.index == 0:
+    if self._log.peers.index == 0:
       say(text)
