@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
@@ -106,8 +107,6 @@ def table(runs: Sequence[Run]) -> str:
 
   Runs that differ only in their seeds share a line.
   """
-  import pandas as pd
-
   groups = joined(runs)
   fields = [leaves(group[0].config.to_dict()) for group in groups]
   others = pd.DataFrame(fields, columns=_differing(fields)).astype(str)
