@@ -195,15 +195,9 @@ class Driver:
     """Writes the config and the notes of a run that is about to start."""
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
-    table.note(
-      directory,
-      point=row["point"] or plan.point,
-      group=group,
-      revision=revision,
-      attempts=row["attempts"] + 1,
-      vanished=row["vanished"],
-      running=True,
-    )
+    counts = {"attempts": row["attempts"] + 1, "vanished": row["vanished"]}
+    own = {"point": row["point"] or plan.point, "group": group, "revision": revision}
+    table.note(directory, **own, **counts, running=True)
     table.forget_end(directory)
     # An earlier version of the sweep file may have had no valid config for the point.
     shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
