@@ -1,5 +1,7 @@
 """Traces some inner steps of a run for xprof (docs/profiling.md)."""
 
+import contextlib
+
 import jax
 
 from diloco.algorithm.state import TrainState
@@ -24,7 +26,7 @@ class Profile:
     if log.peers.count > 1:  # On one machine, their files would have the same name.
       self._folder /= f"process-{log.peers.index}"
     self._first: int | None = None  # The first step of the trace, while it runs.
-    self._annotation: jax.profiler.StepTraceAnnotation | None = None
+    self._annotation = contextlib.ExitStack()  # Of the launch that is traced.
 
   def begin(self, steps: range, state: TrainState) -> None:
     """Begins the trace if steps to trace are launched next.
@@ -46,9 +48,8 @@ class Profile:
         jax.profiler.start_trace(self._folder, profiler_options=options)
       self._first = steps[0]
     if self._first is not None:
-      name = "inner steps and sync"
-      self._annotation = jax.profiler.StepTraceAnnotation(name, step_num=steps[-1])
-      self._annotation.__enter__()
+      named = jax.profiler.StepTraceAnnotation
+      self._annotation.enter_context(named("inner steps and sync", step_num=steps[-1]))
 
   def end(self, steps: range, state: TrainState) -> None:
     """Ends the trace if no more steps are to be traced.
@@ -59,9 +60,7 @@ class Profile:
     """
     if self._first is None:
       return
-    if self._annotation:
-      self._annotation.__exit__(None, None, None)
-      self._annotation = None
+    self._annotation.close()
     if steps[-1] >= self._steps[-1]:
       with self._log.pause():
         jax.block_until_ready(state)
