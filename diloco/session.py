@@ -227,7 +227,7 @@ class Session:
     self.log.events(stopped.events)
     for run in self.runs:
       run.checkpoints.wait()
-      run.log.end_bar()
+      run.log.close()
     self.method.close("stopped")
     if not all(run.failed for run in self.runs):
       saved = max(run.checkpoints.latest or 0 for run in self.runs)
@@ -264,8 +264,8 @@ class Session:
     found = dict[str, Any]()
     for run, own in self._each(state):
       with run.own():
-        args = (self.mesh, self.evaluation, run.log, run.workdir, run.peers)
-        found = summary.make(run.c, self.method, own, *args)
+        args = (self.method, own, self.mesh, self.evaluation, run.log)
+        found = summary.make(run.c, *args)
     return found
 
   def _each(self, state: TrainState) -> Iterator[tuple[Run, TrainState]]:
@@ -341,7 +341,7 @@ def open_session(
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
     log.note, log.mixtures = method.note, record.mixtures
-    profile = stack.enter_context(contextlib.closing(Profile(c, workdir, log, peers)))
+    profile = stack.enter_context(contextlib.closing(Profile(c, log)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
     run.contents = read

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
@@ -24,16 +25,7 @@ from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.spec.shapes import matrix_params
-from diloco.util import palette
-from diloco.util.command import (
-  Parser,
-  as_path,
-  check_picture,
-  guarded,
-  in_range,
-  make_parent,
-)
-from diloco.util.palette import looks
+from diloco.util import command, palette
 
 # Fields that are columns already, follow from columns, or change no result.
 _QUIET = (
@@ -51,18 +43,14 @@ def named(runs: Sequence[Run]) -> list[Run]:
   """Names runs of a sweep, whose folders are called by digests, by what differs."""
   fields = [leaves(run.config.to_dict()) for run in runs]
   differs = _differing(fields, "seed")
-  names = list[str]()
-  for run, values in zip(runs, fields):
-    c = run.config
-    own = [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
-    names.append(", ".join([title(c.algorithm, c.replicas, c.sync_every), *own]))
-  digest = lambda run: re.fullmatch(r"(.*/)?[0-9a-f]{12}", run.name)
-  return [
-    dataclasses.replace(run, name=name)
-    if digest(run) and names.count(name) == 1
-    else run
-    for run, name in zip(runs, names)
-  ]
+  own = lambda values: [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
+  names = [", ".join([_title(run), *own(x)]) for run, x in zip(runs, fields)]
+  found = list[Run]()
+  for run, name in zip(runs, names):
+    digest = re.fullmatch(r"(.*/)?[0-9a-f]{12}", run.name)
+    rename = digest and names.count(name) == 1
+    found.append(dataclasses.replace(run, name=name) if rename else run)
+  return found
 
 
 def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
@@ -119,8 +107,6 @@ def table(runs: Sequence[Run]) -> str:
 
   Runs that differ only in their seeds share a line.
   """
-  import pandas as pd
-
   groups = joined(runs)
   fields = [leaves(group[0].config.to_dict()) for group in groups]
   others = pd.DataFrame(fields, columns=_differing(fields)).astype(str)
@@ -194,7 +180,8 @@ def draw(
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
   link = f"{across.bandwidth / 1e9:g} Gbit/s, latency {across.latency:g} s"
   names = ("tokens", "bytes sent by one replica", f"idealised time ({unit}),\n{link}")
-  for run, look in zip(runs, looks({label(run): run.config.algorithm for run in runs})):
+  looks = palette.looks({label(run): run.config.algorithm for run in runs})
+  for run, look in zip(runs, looks):
     c = run.config
     steps, loss = points(run.loss)
     time = seconds.get(run.name, 0) / size
@@ -221,9 +208,12 @@ def draw(
 
 def label(run: Run) -> str:
   """Names a run and its method in the legend."""
+  return f"{run.name}: " * (run.name != run.config.algorithm) + _title(run)
+
+
+def _title(run: Run) -> str:
   c = run.config
-  name = f"{run.name}: " * (run.name != c.algorithm)
-  return name + title(c.algorithm, c.replicas, c.sync_every)
+  return title(c.algorithm, c.replicas, c.sync_every)
 
 
 def missing(run: Run) -> list[str]:
@@ -242,37 +232,38 @@ def missing(run: Run) -> list[str]:
 
 def compare(args: argparse.Namespace) -> None:
   """Prints the table, and writes the picture and the CSV file."""
-  check_picture(args.out, "compare.png")
+  if args.out:
+    command.check_picture(args.out, "compare.png")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
   if args.csv:
-    make_parent(args.csv, "--csv", "a file name.csv")
+    command.make_parent(args.csv, "--csv", "a file name.csv")
   runs = named(read_all(args.workdir))
   seconds, notes = idealised(runs, args.chips, across)
   print(table(runs) + "\n")
   print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
-  palette.save(lambda: draw(runs, seconds, across), args.out)
-  print(f"picture      {args.out}")
+  out = args.out or args.workdir[0] / "compare.png"
+  palette.save(lambda: draw(runs, seconds, across), out)
+  print(f"picture      {out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  low, path = wallclock.NETWORKS["low"], as_path
-  parser = Parser(prog="python -m diloco compare", description=__doc__)
+  low, path = wallclock.NETWORKS["low"], command.as_path
+  parser = command.Parser(prog="python -m diloco compare", description=__doc__)
   add = parser.add_argument
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
   add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
-  text = "picture to write; default compare.png"
-  add("--out", type=path, default=path("compare.png"), help=text)
+  add("--out", type=path, help="picture to write; default compare.png in WORKDIR")
   add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
   text = "chips of each run; default: enough for the largest"
-  add("--chips", type=in_range(2.0, 1e9), help=text)
+  add("--chips", type=command.in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9
   text = f"Gbit/s between replicas; default {gbits:g}"
   add("--gbits", type=float, default=gbits, help=text)
   text = f"seconds of latency between replicas; default {low.latency:g}"
   add("--latency", type=float, default=low.latency, help=text)
-  return guarded(compare, parser.parse_args(argv))
+  return command.guarded(compare, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

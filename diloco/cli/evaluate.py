@@ -21,14 +21,7 @@ from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
-from diloco.util import files
-from diloco.util.command import (
-  as_path,
-  guarded,
-  in_range,
-  make_parent,
-  model_parser,
-)
+from diloco.util import command, files
 
 
 def run(args: argparse.Namespace) -> None:
@@ -38,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
       f"--tasks is empty; name some of {', '.join(tasks.TASKS)}, or add --heldout."
     )
   if args.details:
-    make_parent(args.details, "--details")
+    command.make_parent(args.details, "--details")
   model = load(args.workdir, args.step)
   fields = {
     "eval.tasks": args.tasks,
@@ -70,13 +63,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-  parser = model_parser("evaluate", __doc__)
-  parser.add_argument("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
-  parser.add_argument("--items", type=in_range(0), default=0, help="of a task; 0: all")
-  parser.add_argument("--heldout", action="store_true", help="add the held-out loss")
-  parser.add_argument("--data_dir", help="root of TFDS data sets; default: the run's")
-  parser.add_argument("--details", type=as_path, help="one JSON line per item")
-  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
+  parser = command.model_parser("evaluate", __doc__)
+  add, path = parser.add_argument, command.as_path
+  add("--tasks", default="", help=f"some of {','.join(tasks.TASKS)}")
+  add("--items", type=command.in_range(0), default=0, help="of a task; 0: all")
+  add("--heldout", action="store_true", help="add the held-out loss")
+  add("--data_dir", help="root of TFDS data sets; default: the run's")
+  add("--details", type=path, help="one JSON line per item")
+  return command.guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
 
 
 if __name__ == "__main__":

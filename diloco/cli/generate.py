@@ -36,15 +36,8 @@ def run(args: argparse.Namespace) -> None:
   tokenizer = load_tokenizer(model.config.data.tokenizer)
   prompt = tokenizer.encode(args.prompt)
   with jax.set_mesh(model.mesh):
-    new = sampling.generate(
-      model.config.model,
-      model.params,
-      prompt,
-      args.tokens,
-      args.temperature,
-      args.seed,
-      args.top_k,
-    )
+    how = (args.tokens, args.temperature, args.seed, args.top_k)
+    new = sampling.generate(model.config.model, model.params, prompt, *how)
   print(tokenizer.decode([*prompt, *new]))
 
 

@@ -25,7 +25,7 @@ import threading
 from concurrent import futures
 from typing import IO
 
-from diloco.util.command import Parser, as_path, free_port, guarded
+from diloco.util.command import Parser, as_path, free_port, guarded, in_range
 
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
@@ -33,13 +33,11 @@ GRACE = 20.0  # Seconds from the failure of a process until the others are kille
 
 def main() -> int:
   parser = Parser(description=__doc__)
-  parser.add_argument("-n", type=int, required=True, help="number of processes")
+  parser.add_argument("-n", type=in_range(1), required=True, help="number of processes")
   parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
   parser.add_argument("--sites", action="store_true", help="N sites, a coordinator")
   parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")
   options = parser.parse_args()
-  if options.n < 1:
-    parser.error(f"-n is {options.n}; start at least 1 process")
   commands = site_commands(options) if options.sites else run_commands(options)
   processes = {name: start(command, options) for name, command in commands.items()}
   forward_signals(list(processes.values()))

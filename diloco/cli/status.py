@@ -13,8 +13,6 @@ import datetime
 import json
 import os
 import pathlib
-import re
-import socket
 import statistics
 import sys
 import time
@@ -205,20 +203,12 @@ def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, 
     return {"state": "finished"}
   age = now - path.stat().st_mtime
   state = "probably stopped" * (age > max(_PATIENCE * usual, _LEAST_S))
-  if _has_ended(path.parent):
-    state = "stopped"
+  with contextlib.suppress(OSError):
+    if files.has_ended((path.parent / ".lock").read_text()):
+      state = "stopped"
   if not state:
     return {"last line": f"{max(age, 0):.0f} s ago"}
   return {"last line": f"{_time(age)} ago", "state": state}
-
-
-def _has_ended(folder: pathlib.Path) -> bool:
-  """Whether the process that `lock_workdir` noted was of this machine, and is gone."""
-  with contextlib.suppress(OSError):
-    text = (folder / ".lock").read_text()
-    noted = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", text)
-    return bool(noted and not pathlib.Path(f"/proc/{noted[1]}").exists())
-  return False
 
 
 def show(args: argparse.Namespace) -> None:

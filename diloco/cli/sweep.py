@@ -7,13 +7,12 @@ python -m diloco sweep --results=/tmp/ladder2 --import=ladder.csv
 python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 
-Runs are processes on this machine (--backend=local), Slurm jobs (slurm) or processes of
-submitit's local executor (submitit). --backend=slurm --dry_run prints the script of the
-first job, also where there is no Slurm.
+Runs are processes on this machine (--backend=local) or Slurm jobs (--backend=slurm).
+With --backend=slurm, --dry_run prints the script of the first job, also on a machine
+without Slurm.
 """
 
 import argparse
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -30,9 +29,6 @@ from diloco.together import groups
 from diloco.util import command
 from diloco.util.command import in_range
 
-# The results of a sweep that is only shown: there are none.
-NONE = pathlib.Path(os.devnull)
-
 
 def make_backend(
   args: argparse.Namespace, sweep: Sweep, results: pathlib.Path
@@ -43,8 +39,7 @@ def make_backend(
     return Local(args.cores, environment)
   given = command.parse_options(args.slurm_options, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
-  cluster = "slurm" if args.backend == "slurm" else "local"
-  return Slurm(results, environment, options, cluster, args.dry_run)
+  return Slurm(results, environment, options, args.dry_run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
   elif args.imported:
     import_runs(args.results, args.imported)
   elif args.show:
-    results = args.results or NONE
-    show(Driver(load_sweep(args.sweep), results, Local(0, {})))
+    show(Driver(load_sweep(args.sweep), args.results, Local(0, {})))
   elif args.dry_run:
     print(first_job(args, load_sweep(args.sweep)))
   else:
@@ -110,13 +104,12 @@ def first_job(args: argparse.Namespace, sweep: Sweep) -> str:
     raise ConfigError(
       f"--results={args.results} has all runs already; there is no job left."
     )
-  return (
-    f"{backend.script(driver.runs / todo[0])}# The first of {len(todo)} jobs so far."
-  )
+  script = backend.script(args.results / "runs" / todo[0])
+  return f"{script}# The first of {len(todo)} jobs so far."
 
 
 def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
-  """Runs a sweep; returns 1 if a cell has failed, or 128 + the signal that ended it."""
+  """Runs a sweep, and draws its chart; returns the exit status of `drive`."""
   if args.slurm_options and args.backend == "local":
     raise ConfigError(
       f"--slurm_options is {args.slurm_options!r}, but --backend is local; add"
@@ -138,7 +131,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       for reason in {groups.obstacle(plan.config) for plan in plans} - {""}:
         text = f"--vectorize is {vectorize}, but runs in which {reason} train"
         print(f"{text} one by one.", file=sys.stderr)
-    number = drive(driver, progress.Live(driver.runs))
+    status = drive(driver, progress.Live())
     if sweep.chart:
       picture = results / f"{sweep.grids[0].name}.png"
       found = comparison.frame(sweep.chart, driver.best_rows())
@@ -146,9 +139,7 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
       if not found.empty:
         comparison.draw(sweep.chart, found, picture)
         print(f"\n{comparison.SPREAD}\nfigure       {picture}")
-  if number:
-    return 128 + number
-  return int(any(cell.state == "failed" for cell in driver.cells()))
+  return status
 
 
 def show(driver: Driver) -> None:
@@ -159,7 +150,7 @@ def show(driver: Driver) -> None:
   waiting = {n: plan.point for n, plan in todo.items() if n not in started}
   refused = [{"status": "failed", "error": plan.error} for plan in driver.refused()]
   rows = [*driver.asked(cells), *refused]
-  print("\n".join(progress.lines(cells, rows, driver.runs, waiting)))
+  print("\n".join(progress.lines(cells, rows, waiting)))
   if driver.sweep.chart:
     found = comparison.frame(driver.sweep.chart, driver.best_rows())
     print("\n".join(["", *comparison.lines(driver.sweep.chart, found)]))
@@ -181,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "CPU cores per run, with --backend=local; default 0: all"
   add("--cores", type=in_range(0), default=0, help=text)
   text = "where runs are executed; default local"
-  add("--backend", choices=("local", "slurm", "submitit"), default="local", help=text)
+  add("--backend", choices=("local", "slurm"), default="local", help=text)
   add("--slurm_options", default="", help="for submitit: name=value,...")
   only = parser.add_mutually_exclusive_group()
   text = "write a CSV file of all runs, or of those of --sweep, and end"

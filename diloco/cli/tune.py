@@ -12,7 +12,6 @@ ratio  time of the fastest before over this time
 The last line has the flags of the fastest settings. The text is not read.
 """
 
-import functools
 import itertools
 import statistics
 import time
@@ -59,31 +58,25 @@ def candidates(c: Config) -> Iterator[list[Fields]]:
   yield blocks  # Another microbatch may want other values.
 
 
-def search(c: Config, timer: Timer, show: Callable[[str], None] = print) -> Fields:
-  """Returns the fields of the fastest settings that differ from the config's."""
+def search(c: Config, timer: Timer) -> Fields:
+  """Prints the rows; returns the fastest fields that differ from the config's."""
   best = dict[str, Any]()
-  for group in candidates(c):
-    for fields in group:
-      if (trial := _changed(c, best | fields)) in (None, _changed(c, best)):
+  for fields in itertools.chain(*candidates(c)):
+    text, current = " ".join(f"{k}={v}" for k, v in fields.items()), changed(c, best)
+    try:
+      trial = changed(c, best | fields)
+      if trial == current:
         continue
-      text = " ".join(f"{k}={v}" for k, v in fields.items())
-      try:
-        before, now = timer(changed(c, best), trial)
-      except MemoryError:
-        show(f"{text:<38} out of memory")
-        continue
-      show(f"{text:<38}{1e3 * now:10.2f}{before / now:8.2f}")
-      if now < _BETTER * before:
-        best |= fields
+      before, now = timer(current, trial)
+    except ConfigError:  # A batch cannot be divided so, for example.
+      continue
+    except MemoryError:
+      print(f"{text:<38} out of memory")
+      continue
+    print(f"{text:<38}{1e3 * now:10.2f}{before / now:8.2f}")
+    if now < _BETTER * before:
+      best |= fields
   return best
-
-
-def _changed(c: Config, fields: Fields) -> Config | None:
-  """Returns the config with other values; None if it cannot work."""
-  try:
-    return changed(c, fields)
-  except ConfigError:
-    return None
 
 
 class Steps:
@@ -103,22 +96,18 @@ class Steps:
       self._state = init_state(self._c, self._mesh, make_plan(self._c, self._mesh))
     self._held = [self._state.params, self._state.opt_state]
 
-  @functools.lru_cache(maxsize=2)  # noqa: B019
-  def _compiled(self, c: Config) -> Callable:
-    with jax.set_mesh(self._mesh):
-      return inner_step.lower(*self._held, *self._rest, c=c).compile()
-
   def _seconds(self, c: Config) -> float:
-    """Runs one step; returns its time."""
+    """Runs one step, which compiles the first time; returns its time."""
     start = time.perf_counter()
-    *self._held[:], metrics = self._compiled(c)(*self._held, *self._rest)
+    with jax.set_mesh(self._mesh):
+      *self._held[:], metrics = inner_step(*self._held, *self._rest, c=c)
     jax.block_until_ready(metrics)
     return time.perf_counter() - start
 
   def __call__(self, *pair: Config) -> tuple[float, float]:
     """Times two configs in turn; raises MemoryError if there is too little memory."""
     try:
-      for c in pair:  # Compiles, and runs once without the clock.
+      for c in pair:  # Compiles, without the clock.
         self._seconds(c)
     except jax.errors.JaxRuntimeError as error:
       if not memory.explain(error):

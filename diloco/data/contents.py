@@ -4,8 +4,7 @@ import functools
 import hashlib
 import json
 import pathlib
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +12,12 @@ import numpy as np
 from diloco.config import Config
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
+from diloco.data.text_file import sample
 from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.tokenizer.vocabulary import TOKENIZER, read_manifest, split_folder
 from diloco.util.files import replacing
-
-# Bytes that are read at the start and at the end of each file.
-_SAMPLE = 1 << 16
 
 
 class Repeated(NamedTuple):
@@ -59,7 +56,7 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
       found["data.eval_source"] = _digest(_parts(data, c.data.eval_split))
   for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
     if task.is_file():
-      found[f"the task {task}"] = _digest(_sample(task))
+      found[f"the task {task}"] = _digest(sample(task))
   return found | made_with(c)
 
 
@@ -68,8 +65,7 @@ def repeated(d: DataConfig) -> Repeated | None:
   """Compares the held-out documents with the training documents of text files.
 
   A split by content would change the held-out text of every run so far, so this is only
-  counted. Spaces and empty lines around a paragraph do not matter. A file that is one
-  document counts by its size, beginning and end; a line of JSON by its text as written.
+  counted. `File.scan` says which documents are equal.
 
   Returns:
     What is on both sides; None for prepared tokens and TFDS data sets.
@@ -81,8 +77,8 @@ def repeated(d: DataConfig) -> Repeated | None:
   if any(source.startswith(("arrays:", "tfds:")) for source in (d.source, held_out)):
     return None
   with files_lib.reading():
-    found = {source: _by_split(source) for source in {d.source, held_out}}
-  train, held = found[d.source]["train"], found[held_out]["eval"]
+    train = np.concatenate(files_lib.scan(files_lib.list_files(d.source), "train"))
+    held = np.concatenate(files_lib.scan(files_lib.list_files(held_out), "eval"))
   also = np.isin(held["hash"], train["hash"])
   share = held["bytes"][also].sum() / max(held["bytes"].sum(), 1)
   return Repeated(int(also.sum()), len(also), float(share))
@@ -107,47 +103,12 @@ def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
     manifest = read_manifest(folder)
     yield manifest["tokenizer"]["sha256"].encode()
     for file in manifest["files"]:
-      yield from _sample(folder / file["file"])
+      yield from sample(folder / file["file"])
     return
-  for path, layout in files_lib.list_files(d.source).items():
-    yield layout.encode()
-    yield from _sample(path)
-
-
-def _by_split(source: str) -> dict[str, np.ndarray]:
-  """Returns {split: int64 fields [D]: offset, bytes and hash of each document}."""
-  parts = dict[str, list[np.ndarray]](train=[], eval=[])
-  kind = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
-  for i, file in enumerate(files_lib.list_files(source).items()):
-    rows = np.fromiter(_hashes(*file), kind)
-    for split, chosen in parts.items():
-      chosen.append(rows[files_lib.in_split(split, i, rows["offset"])])
-  return {split: np.concatenate(chosen) for split, chosen in parts.items()}
-
-
-def _hashes(
-  path: pathlib.Path, layout: files_lib.Layout
-) -> Iterator[tuple[int, int, int]]:
-  """Yields offset, bytes and hash of each document of a file."""
-  if layout == "file":
-    yield 0, path.stat().st_size, hash((*_sample(path),))
-    return
-  # The text of a line of JSON as it is written. Parsing takes longer, and may fail.
-  name = json.dumps(files_lib.field_of(layout)).encode()
-  in_line = re.compile(re.escape(name) + rb'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
-  for offset, raw in files_lib.read_raw(path, layout):
-    text = in_line.search(raw) if layout.startswith("lines") else None
-    raw = text[1] if text else raw.strip()
-    yield offset, len(raw), hash(raw)
-
-
-def _sample(path: pathlib.Path) -> Iterable[bytes]:
-  size = path.stat().st_size
-  yield str(size).encode()
-  with path.open("rb") as file:
-    yield file.read(_SAMPLE)
-    file.seek(max(size - _SAMPLE, 0))
-    yield file.read(_SAMPLE)
+  for text in files_lib.list_files(d.source):
+    field = "" if text.field == "text" else f":{text.field}"
+    yield f"{text.kind}{field}".encode()
+    yield from sample(text.path)
 
 
 def _digest(parts: Iterable[bytes]) -> str:

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config
-from diloco.data.documents import MOST_TOKENS, Documents, make_documents
+from diloco.data.documents import MOST_TOKENS, Documents, Sequences, make_documents
 from diloco.data.files import more_documents
-from diloco.data.sequences import Sequences
 from diloco.errors import ConfigError
 
 

@@ -50,9 +50,8 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
-      names = [f"layer {i}" for i in fragment.layers] + [EMBEDDING] * bool(
-        fragment.rest
-      )
+      # The embedding has a value only in the fragment that has it, the last one.
+      names = [*(f"layer {i}" for i in fragment.layers), EMBEDDING]
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
         found[part][r["step"]] = value
@@ -121,40 +120,32 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
   """Draws one panel for each quantity; returns a figure."""
   from matplotlib.figure import Figure
 
-  of = lambda kind, name: by_layer(c, found[kind], name)
-  norms, sends = of("send", "outer_norm_by_layer"), found["send"]
-  update = relative(of("receive", "outer_update_norm_by_layer"), norms)
+  of = lambda kind, name: by_layer(c, found[kind], f"{name}_by_layer")
+  norms, ranks = of("send", "outer_norm"), by_matrix(c, found["send"])
+  layers, matrices = _of_layers(c), _of_matrices(ranks)
   figure = Figure(figsize=(PAGE, 9.2), layout="constrained")
   panels = figure.subplots(4, 2)
   cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
   for panel in (drift, step, rank, error, loss, norm):
     panel.sharex(cosine)
-  _lines(cosine, of("send", "outer_grad_cosine_by_layer"), _of_layers(c))
-  _lines(drift, relative(of("send", "replica_drift_by_layer"), norms), _of_layers(c))
-  _lines(step, update, _of_layers(c))
-  _lines(error, of("send", "quantization_error_by_layer"), _of_layers(c))
-  matrices = by_matrix(c, sends)
-  _lines(rank, matrices, _of_matrices(matrices))
-  _lines(norm, of("send", "outer_grad_norm_by_layer"), _of_layers(c))
-  spectra = last_spectra(sends)
-  for matrix, values in spectra.items():
-    spectrum.plot(*points(values), label=matrix, **_of_matrices(matrices)[matrix])
+  text = "cosine similarity of outer gradients"
+  _lines(cosine, text, of("send", "outer_grad_cosine"), layers)
+  text = "replicas' distance from their mean /\nnorm of outer parameters"
+  _lines(drift, text, relative(of("send", "replica_drift"), norms), layers)
+  text = "outer update / norm of outer parameters"
+  _lines(step, text, relative(of("receive", "outer_update_norm"), norms), layers)
+  text = "stable rank of the mean outer gradient,\nmean of the layers"
+  _lines(rank, text, ranks, matrices)
+  text = "error of the codes /\nnorm of the outer gradient"
+  _lines(error, text, of("send", "quantization_error"), layers)
   _draw_merges(loss, merges(found["merge"]), COLORS[c.algorithm])
-  for panel, text in (
-    (cosine, "cosine similarity of outer gradients"),
-    (drift, "replicas' distance from their mean /\nnorm of outer parameters"),
-    (step, "outer update / norm of outer parameters"),
-    (error, "error of the codes /\nnorm of the outer gradient"),
-    (rank, "stable rank of the mean outer gradient,\nmean of the layers"),
-    (norm, "norm of a replica's outer gradient"),
-    (
-      spectrum,
-      "singular values of the mean outer gradient /\n"
-      "its norm, last syncs, mean of the layers",
-    ),
-    (loss, "held-out loss after a merge minus before\n(nats per token)"),
-  ):
-    panel.set_title(text, fontsize="medium")
+  text = "norm of a replica's outer gradient"
+  _lines(norm, text, of("send", "outer_grad_norm"), layers)
+  text = (
+    "singular values of the mean outer gradient /\n"
+    "its norm, last syncs, mean of the layers"
+  )
+  _lines(spectrum, text, last_spectra(found["send"]), matrices)
   for panel in (drift, step, norm):
     panel.set_yscale("log")
   for panel in (cosine, loss):
@@ -186,13 +177,18 @@ def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
   return dict(zip(curves, styles))
 
 
-def _lines(panel: Any, curves: Curves, styles: dict[str, dict[str, Any]]) -> None:
+def _lines(
+  panel: Any, title: str, curves: Curves, styles: dict[str, dict[str, Any]]
+) -> None:
+  panel.set_title(title, fontsize="medium")
   for name, curve in curves.items():
     steps, values = points(curve)
     line(panel, steps, smoothed(values), label=name, **styles[name])
 
 
 def _draw_merges(panel: Any, changes: dict[int, float], color: str) -> None:
+  title = "held-out loss after a merge minus before\n(nats per token)"
+  panel.set_title(title, fontsize="medium")
   steps, values = points(changes)
   if len(steps):
     points_only = {"marker": ".", "ls": "", "ms": 2}
@@ -211,18 +207,19 @@ def _few(handles: list[Any], labels: list[str]) -> tuple[list[Any], list[str]]:
 
 def run(args: argparse.Namespace) -> None:
   """Writes the picture."""
-  check_picture(args.out, "diagnostics.png")
+  if args.out:
+    check_picture(args.out, "diagnostics.png")
   c, found = read(args.workdir)
-  save(lambda: draw(c, found), args.out)
-  print(f"picture      {args.out}")
+  out = args.out or args.workdir / "diagnostics.png"
+  save(lambda: draw(c, found), out)
+  print(f"picture      {out}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco diagnostics", description=__doc__)
-  path = as_path
-  parser.add_argument("workdir", metavar="WORKDIR", type=path, help="of the run")
-  text = "picture to write; default diagnostics.png"
-  parser.add_argument("--out", type=path, default=path("diagnostics.png"), help=text)
+  parser.add_argument("workdir", metavar="WORKDIR", type=as_path, help="of the run")
+  text = "picture to write; default WORKDIR/diagnostics.png"
+  parser.add_argument("--out", type=as_path, help=text)
   return guarded(run, parser.parse_args(argv))
 
 

@@ -40,6 +40,8 @@ class Log:
   """Writes the metrics of all processes, and counts bytes and time.
 
   Attributes:
+    workdir: folder of the files.
+    peers: the processes that train the run.
     ledger: bytes of all steps so far.
     note: returns more text for the progress line.
     mixtures: `Record.mixtures` of the run.
@@ -60,10 +62,11 @@ class Log:
       workdir: folder of the files.
       ledger: bytes of the steps before the run started or resumed.
       spent: time of those steps.
-      last_checkpoint: returns the step of the newest checkpoint, None without one.
+      last_checkpoint: returns the step of the newest checkpoint, which may still be
+        written; None without one.
     """
-    self._c, self._workdir, self.ledger, self._spent = c, workdir, ledger, spent
-    self._last_checkpoint, self._peers = last_checkpoint, peers
+    self._c, self.workdir, self.peers = c, workdir, peers
+    self.ledger, self._spent, self._last_checkpoint = ledger, spent, last_checkpoint
     self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
     self._picture = LossPicture(workdir, c)
     self._schedule = learning_rate(c)
@@ -134,7 +137,7 @@ class Log:
         self._check_finite(event.step, values["outer_grad_norm"], "outer gradient norm")
       elif event.kind == "receive":
         self._last_sync = f"sync {event.fragment} @ {event.step}"
-      self._peers.report([event.kind, event.step, values, extra])
+      self.peers.report([event.kind, event.step, values, extra])
 
   def spent(self) -> Spent:
     """Returns the time that the run has taken so far, for a checkpoint."""
@@ -154,13 +157,10 @@ class Log:
     s = self._spent
     return s.steps * self._c.tokens_per_step / s.busy_s if s.steps else None
 
-  def end_bar(self) -> None:
-    """Ends the line of the progress bar."""
+  def close(self) -> None:
+    """Ends the line of the progress bar, and closes the files."""
     if self._bar:
       self._bar.close()
-
-  def close(self) -> None:
-    self.end_bar()
     if self._writer:
       self._writer.close()
 
@@ -175,7 +175,7 @@ class Log:
       self._spent.busy_s += now - self._clock
       self._spent.steps += len(steps)
     self._clock = now
-    if self._peers.index == 0:
+    if self.peers.index == 0:
       # Made after the first launch, whose compilation would count as its time.
       self._bar = self._bar or make_bar(
         total=self._c.train.steps,
@@ -197,11 +197,11 @@ class Log:
         "peak_bytes": self.peak(),
         "tokens_per_s": self.tokens_per_s(),
       }
-      self._peers.report(["step", t, values, extra])
+      self.peers.report(["step", t, values, extra])
 
   def _write(self, wait: bool) -> None:
     """Writes the reports that have come from all processes; process 0 only."""
-    for reports in self._peers.reports(wait):
+    for reports in self.peers.reports(wait):
       kind, step, own, extra = reports[0]
       values = {name: _join([r[2][name] for r in reports]) for name in own}
       if kind == "step":
@@ -239,12 +239,12 @@ class Log:
     for m, value in per_replica:
       if not math.isfinite(value):
         saved = self._last_checkpoint()
-        if self._peers.index == 0:
-          files.write_json(self._workdir / DIVERGED, {"step": t, name: str(value)})
+        if self.peers.index == 0:
+          files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})
         raise TrainingDiverged(
           f"the {name} of replica {m} is {value} at step {t}; last good checkpoint:"
           f" {'none' if saved is None else f'step {saved}'}, in"
-          f" {self._workdir / 'checkpoints'}; the same command with a lower"
+          f" {self.workdir / 'checkpoints'}; the same command with a lower"
           " inner.learning_rate or outer.learning_rate goes on from there."
         )
 

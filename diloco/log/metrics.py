@@ -7,6 +7,7 @@ same name, see `scalars`.
 import json
 import pathlib
 import secrets
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from diloco.util.command import optional
 Kinds = dict[str, list[dict[str, Any]]]
 FILE = "metrics.jsonl"
 CONFIG = "config.json"
+# Before each line of a text that TensorBoard shows as it is.
+_AS_CODE = "    "
 # Fields of records that are no curves: names, constants and times of the clock.
 _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 
@@ -49,7 +52,7 @@ class MetricsWriter:
       )
       fields = leaves(c.to_dict()).items()
       text = "\n".join(f"{field} = {value!r}" for field, value in fields)
-      self._tensorboard.add_text("config", _as_code(text))
+      self._tensorboard.add_text("config", textwrap.indent(text, _AS_CODE))
     if c.log.wandb_project:
       self._wandb = _start_wandb(workdir, c)
 
@@ -67,7 +70,7 @@ class MetricsWriter:
     """Writes text that the model generated after a step."""
     self._append("sample", step, {"text": text})
     if self._tensorboard:
-      self._tensorboard.add_text("sample", _as_code(text), step)
+      self._tensorboard.add_text("sample", textwrap.indent(text, _AS_CODE), step)
     if self._wandb:
       self._wandb.log({"sample": text, "inner_step": step})
 
@@ -166,11 +169,6 @@ def _mean(values: list) -> float | None:
   """Averages the numbers of a list, or of a list of lists; None if there are none."""
   known = [x for x in np.ravel(values) if x is not None]
   return sum(known) / len(known) if known else None
-
-
-def _as_code(text: str) -> str:
-  """Indents a text, so that TensorBoard shows its lines as they are."""
-  return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def _start_wandb(workdir: pathlib.Path, c: Config) -> Any:

@@ -1,13 +1,13 @@
 """Traces some inner steps of a run for xprof (docs/profiling.md)."""
 
-import pathlib
+import contextlib
 
 import jax
 
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
 from diloco.log.log import Log
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import say
 
 FOLDER = "profile"
 
@@ -20,13 +20,13 @@ class Profile:
   devices before it begins and before it ends, and this time is no training time.
   """
 
-  def __init__(self, c: Config, workdir: pathlib.Path, log: Log, peers: Peers):
-    self._steps, self._log, self._peers = c.profile.range, log, peers
-    self._folder = workdir / FOLDER
-    if peers.count > 1:  # On one machine, their files would have the same name.
-      self._folder /= f"process-{peers.index}"
+  def __init__(self, c: Config, log: Log):
+    self._steps, self._log = c.profile.range, log
+    self._folder = log.workdir / FOLDER
+    if log.peers.count > 1:  # On one machine, their files would have the same name.
+      self._folder /= f"process-{log.peers.index}"
     self._first: int | None = None  # The first step of the trace, while it runs.
-    self._annotation: jax.profiler.StepTraceAnnotation | None = None
+    self._annotation = contextlib.ExitStack()  # Of the launch that is traced.
 
   def begin(self, steps: range, state: TrainState) -> None:
     """Begins the trace if steps to trace are launched next.
@@ -48,9 +48,8 @@ class Profile:
         jax.profiler.start_trace(self._folder, profiler_options=options)
       self._first = steps[0]
     if self._first is not None:
-      name = "inner steps and sync"
-      self._annotation = jax.profiler.StepTraceAnnotation(name, step_num=steps[-1])
-      self._annotation.__enter__()
+      named = jax.profiler.StepTraceAnnotation
+      self._annotation.enter_context(named("inner steps and sync", step_num=steps[-1]))
 
   def end(self, steps: range, state: TrainState) -> None:
     """Ends the trace if no more steps are to be traced.
@@ -61,9 +60,7 @@ class Profile:
     """
     if self._first is None:
       return
-    if self._annotation:
-      self._annotation.__exit__(None, None, None)
-      self._annotation = None
+    self._annotation.close()
     if steps[-1] >= self._steps[-1]:
       with self._log.pause():
         jax.block_until_ready(state)
@@ -78,5 +75,5 @@ class Profile:
       jax.profiler.stop_trace()
 
   def _say(self, text: str) -> None:
-    if self._peers.index == 0:
+    if self._log.peers.index == 0:
       say(text)

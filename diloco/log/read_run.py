@@ -1,12 +1,12 @@
 """Reads runs to compare them, also while they go on. No JAX."""
 
-import collections
 import dataclasses
-import math
+import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import numpy as np
+import pandas as pd
 
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -50,15 +50,14 @@ def read(folder: pathlib.Path, name: str) -> Run:
     ConfigError: the folder has no run, or this version cannot use the run's config.
   """
   c, read_parts = workdir.read(folder, "step", "eval", "send", parts=True)
-  steps = [found["step"] for found in read_parts]
-  evaluations = [r for found in read_parts for r in found["eval"]]
-  speeds = [rs[-1]["tokens_per_s"] for rs in steps if rs]
+  of = lambda kind: itertools.chain(*(found[kind] for found in read_parts))
+  speeds = [found["step"][-1]["tokens_per_s"] for found in read_parts if found["step"]]
   return Run(
     name=name,
     config=c,
-    loss=_mean_by_step(steps, "loss"),
-    held_out=_mean_by_step([evaluations], "loss_outer"),
-    sent=_mean_by_step(steps, "bytes_sent"),
+    loss=_by_step(of("step"), "loss").mean().to_dict(),
+    held_out=_by_step(of("eval"), "loss_outer").mean().to_dict(),
+    sent=_by_step(of("step"), "bytes_sent").mean().to_dict(),
     peak=max(map(_peak, read_parts)),
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,
   )
@@ -69,23 +68,17 @@ def read_all(folders: Sequence[pathlib.Path]) -> list[Run]:
   return [read(folder, name) for folder, name in zip(folders, names_of(folders))]
 
 
-def _mean_by_step(parts: Sequence[list[dict]], field: str) -> dict[int, float]:
-  """Averages a field over the parts of a run that have a step."""
-  found = dict[int, list[float]]()
-  for records in parts:
-    for r in records:
-      value = math.nan if r[field] is None else r[field]  # JSON has no NaN.
-      found.setdefault(r["step"], []).append(value)
-  return {t: float(np.mean(found[t])) for t in sorted(found)}
+def _by_step(records: Iterable[dict], field: str) -> Any:
+  """Groups the values of a field by step, over the parts of a run; JSON has no NaN."""
+  table = pd.DataFrame(records, columns=["step", field]).astype({field: float})
+  return table.groupby("step")[field]
 
 
 def _peak(found: metrics.Kinds) -> int:
   """Returns the most bytes of one step, from the records of a part of a run."""
-  sends = collections.Counter[int]()  # The final sync follows the last step's record.
-  for r in found["send"]:
-    sends[r["step"]] += r["bytes"]
   of_steps = [r["peak_bytes"] for r in found["step"]]
-  return max([*of_steps, *sends.values()], default=0)
+  # The final sync follows the last step's record.
+  return int(max([*of_steps, *_by_step(found["send"], "bytes").sum()], default=0))
 
 
 def names_of(folders: Sequence[pathlib.Path]) -> list[str]:
@@ -103,8 +96,6 @@ def write_csv(folders: Sequence[pathlib.Path], path: pathlib.Path) -> int:
 
   The columns have the names of `metrics.scalars`. A part counts as a run.
   """
-  import pandas as pd
-
   parts = [part for folder in folders for part in parts_of(folder)]
   lines = dict[tuple[str, int], dict[str, float]]()
   for name, part in zip(names_of(parts), parts):

@@ -32,8 +32,6 @@ def make(
   mesh: Mesh,
   evaluation: Evaluation,
   log: Log,
-  workdir: pathlib.Path,
-  peers: Peers,
 ) -> dict[str, Any]:
   """Evaluates, generates and draws; writes summary.json, prints it and returns it.
 
@@ -68,11 +66,11 @@ def make(
   if c.eval.test_tokens:
     summary["test_loss"] = test
   summary |= method.account(summary)
-  if peers.index == 0:
-    files.write_json(workdir / FILE, summary)
+  if log.peers.index == 0:
+    files.write_json(log.workdir / FILE, summary)
     log.results(summary, text)
     log.close()  # Ends the progress bar.
-    report(workdir, summary, text)
+    report(log.workdir, summary, text)
   return summary
 
 

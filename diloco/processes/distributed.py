@@ -1,9 +1,7 @@
 """How a run of several processes starts, and shares a folder."""
 
 import contextlib
-import os
 import pathlib
-import socket
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -156,6 +154,6 @@ def lock_workdir(folder: pathlib.Path, peers: Peers) -> Iterator[None]:
       )
     if peers.index == 0:
       file.truncate(0)
-      file.write(f"process {os.getpid()} on {socket.gethostname()}")
+      file.write(files.holder())
       file.flush()
     yield

@@ -13,7 +13,6 @@ and --text each time. --computed prints the claims that need no training.
 
 import argparse
 import math
-import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -74,7 +73,8 @@ def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
     grids=[grid for sweep in found.values() for grid in sweep.grids],
     environment=next(iter(found.values())).environment,  # The same for all.
   )
-  backend = Local(1, shared_programs(args.out) | dict(together.environment))
+  programs = shared_programs(args.out) if args.out else {}
+  backend = Local(1, programs | dict(together.environment))
   return Driver(together, args.out, backend, args.jobs, TOGETHER)
 
 
@@ -211,7 +211,7 @@ def run(args: argparse.Namespace) -> int:
   if args.out is None:
     if not args.list:
       raise ConfigError("--out is missing; give the folder of runs, page and figures.")
-    args.out, args.text = pathlib.Path(os.devnull), ""  # No run is there.
+    args.text = ""
   found = sweeps(args)
   driver = make_driver(found, args)
   driver.cells()  # Reads the configs of all runs that are asked for.
@@ -221,17 +221,15 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(listing(driver, [*found], args.jobs)))
     return 0
   make_folder(args.out, "--out")
-  number = 0
+  status = 0
   if not args.report:
     with table.alone(args.out):
       if args.retry_failed:
         table.retry_failed(args.out)
         driver = make_driver(found, args)
-      number = drive(driver, progress.Live(driver.runs))
+      status = drive(driver, progress.Live())
   print(f"page         {report(found, driver, args)}")
-  if number:
-    return 128 + number
-  return int(any(cell.state == "failed" for cell in driver.cells()))
+  return status or int(any(cell.state == "failed" for cell in driver.cells()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

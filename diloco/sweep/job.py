@@ -72,14 +72,16 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
     with handled(STOPS, stop):
       # The trainer saves at SIGTERM. The other signals would kill it, and terminals and
       # Slurm send them to every process of a job. So it inherits them blocked.
-      with blocked(set(STOPS) - {signal.SIGTERM}):
-        trainer = subprocess.Popen(
-          [sys.executable, "-m", *command],
-          stdout=logs[0],
-          stderr=logs[0],
-          env={**os.environ, **(environment or {})},
-          pass_fds=[lock.fileno() for lock in locks],
-        )
+      others = set(STOPS) - {signal.SIGTERM}
+      before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
+      trainer = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        stdout=logs[0],
+        stderr=logs[0],
+        env={**os.environ, **(environment or {})},
+        pass_fds=[lock.fileno() for lock in locks],
+      )
+      signal.pthread_sigmask(signal.SIG_SETMASK, before)
       if asked_to_stop:
         trainer.send_signal(signal.SIGTERM)
       code = trainer.wait()
@@ -103,16 +105,6 @@ def handled(signals: Iterable[int], handler: Callable[..., None]) -> Iterator[No
   finally:
     for number, earlier in before.items():
       signal.signal(number, earlier)
-
-
-@contextlib.contextmanager
-def blocked(signals: Iterable[int]) -> Iterator[None]:
-  """Blocks signals inside the block; processes that start there inherit this."""
-  before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-  try:
-    yield
-  finally:
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def alive(directory: pathlib.Path) -> bool:

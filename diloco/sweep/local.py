@@ -1,6 +1,6 @@
 """Executes runs on this machine."""
 
-import itertools
+import collections
 import os
 import pathlib
 import signal
@@ -27,12 +27,10 @@ class Local:
 
   def __init__(self, cores: int, environment: Mapping[str, str]):
     self._cores, self._environment = cores, environment
-    self._slots: dict[pathlib.Path, int] = {}  # A run's slot decides its cores.
     self._processes: dict[pathlib.Path, subprocess.Popen] = {}
 
   def start(self, *runs: pathlib.Path) -> None:
-    taken = {slot for other, slot in self._slots.items() if self.running(other)}
-    slot = next(s for s in itertools.count() if s not in taken)
+    others = {p.pid for p in self._processes.values() if p.poll() is None}
     process = subprocess.Popen(
       [sys.executable, "-m", "diloco.sweep.job", *map(str, runs)],
       env={**os.environ, **self._environment},
@@ -40,13 +38,11 @@ class Local:
       stdout=subprocess.DEVNULL,
       start_new_session=True,  # Ctrl-C reaches the driver only, which lets runs save.
     )
-    self._slots |= dict.fromkeys(runs, slot)
     self._processes |= dict.fromkeys(runs, process)
     if self._cores:
-      usable = sorted(os.sched_getaffinity(0))
-      first = slot * self._cores
-      chosen = [usable[(first + i) % len(usable)] for i in range(self._cores)]
-      os.sched_setaffinity(process.pid, chosen)
+      busy = collections.Counter(c for pid in others for c in os.sched_getaffinity(pid))
+      free_first = sorted(os.sched_getaffinity(0), key=lambda core: busy[core])
+      os.sched_setaffinity(process.pid, free_first[: self._cores])
 
   def running(self, run: pathlib.Path) -> bool:
     process = self._processes.get(run)

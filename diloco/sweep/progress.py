@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import datetime
-import pathlib
 import shutil
 import signal
 import sys
@@ -20,7 +19,6 @@ from diloco.sweep.table import Row
 def lines(
   cells: Sequence[Search],
   rows: Collection[Row],
-  runs: pathlib.Path,
   waiting: Mapping[str, Point] = {},
   room: int = 0,
 ) -> list[str]:
@@ -29,12 +27,11 @@ def lines(
   Args:
     cells: the searches of all cells.
     rows: all runs that were started.
-    runs: the folder of the run directories.
     waiting: {name: point} of the waiting runs to list.
     room: if there would be more lines, only cells with runs to do are listed, and of
       these not more than there is room for. 0: all cells are listed.
   """
-  below = [*_runs(rows, runs, waiting), *failures(rows), _total(cells, rows)]
+  below = [*_runs(rows, waiting), *failures(rows), _total(cells, rows)]
   space = room - len(below) - 1
   if room and len(cells) > space:
     cells = [c for c in cells if c.state == "searching"][: max(space, 0)]
@@ -67,12 +64,10 @@ def _table_of_cells(cells: Sequence[Search]) -> list[str]:
   return out
 
 
-def _runs(
-  rows: Iterable[Row], runs: pathlib.Path, waiting: Mapping[str, Point]
-) -> list[str]:
+def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
   """Returns a line per running run, with its step, and per waiting run."""
   listed = [
-    ("running", row["name"], _position(runs / row["name"], row["config"]), row["point"])
+    ("running", row["name"], _position(row), row["point"])
     for row in rows
     if row["status"] == "running"
   ]
@@ -81,27 +76,20 @@ def _runs(
   return [f"{s} {n}  {at:<{wide}}  {describe(point)}" for s, n, at, point in listed]
 
 
-def _position(run: pathlib.Path, config: Mapping) -> str:
+def _position(row: Row) -> str:
   """Returns the step of a run and the time of training that is left."""
-  last = last_step(run)
+  last = None
+  with contextlib.suppress(FileNotFoundError):
+    records = map(metrics.as_record, backwards(row["folder"] / metrics.FILE))
+    last = next((r for r in records if r.get("kind") == "step"), None)
   if not last:
     return "starting"
-  train, rate = config["train"], last.get("tokens_per_s")
+  train, rate = row["config"]["train"], last.get("tokens_per_s")
   text = f"step {last['step']:,} of {train['steps']:,}"
   if not rate:
     return text
   seconds = round((train["tokens"] - last["tokens"]) / rate)
   return f"{text}, {datetime.timedelta(seconds=seconds)} left"
-
-
-def last_step(run: pathlib.Path) -> dict:
-  """Reads the newest step from the end of a run's metrics.jsonl; {} without a step."""
-  with contextlib.suppress(FileNotFoundError):
-    for line in backwards(run / metrics.FILE):
-      record = metrics.as_record(line)
-      if record.get("kind") == "step":
-        return record
-  return {}
 
 
 def failures(rows: Collection[Row], most: int = 3) -> list[str]:
@@ -113,22 +101,18 @@ def failures(rows: Collection[Row], most: int = 3) -> list[str]:
 
 
 def stopped(
-  number: int,
-  cells: Sequence[Search],
-  rows: Collection[Row],
-  runs: pathlib.Path,
-  waiting: int,
+  number: int, cells: Sequence[Search], rows: Collection[Row], waiting: int
 ) -> str:
   """Says what a signal has stopped, and what is left.
 
   Args:
     number: the signal.
-    cells, rows, runs: as for `lines`. Runs that are still running outlive the driver.
+    cells, rows: as for `lines`. Runs that are still running outlive the driver.
     waiting: how many runs were never started.
   """
   name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-  begun = [row["name"] for row in rows if row["status"] == "interrupted"]
-  saved = sum(bool(steps_of(runs / name)) for name in begun)
+  begun = [row["folder"] for row in rows if row["status"] == "interrupted"]
+  saved = sum(bool(steps_of(folder)) for folder in begun)
   return (
     f"{name}: {_total(cells, rows)}, {len(begun)} stopped ({saved} with a checkpoint),"
     f" {waiting} waiting; the same command goes on."
@@ -136,14 +120,9 @@ def stopped(
 
 
 class Live:
-  """Shows progress: on a terminal, redraws all lines; elsewhere, prints new lines.
+  """Shows progress: on a terminal, redraws all lines; elsewhere, prints new lines."""
 
-  Args:
-    runs: the folder of the run directories.
-  """
-
-  def __init__(self, runs: pathlib.Path):
-    self._runs = runs
+  def __init__(self) -> None:
     self._height, self._ended, self._failures = 0, -1, list[str]()
 
   def __call__(self, cells: Sequence[Search], rows: Collection[Row]) -> None:
@@ -152,10 +131,10 @@ class Live:
       # A wrapped line would count as one line but take two on the terminal, and the
       # cursor cannot go above the terminal's first line.
       width, height = shutil.get_terminal_size()
-      text = lines(cells, rows, self._runs, room=height - 1)
+      text = lines(cells, rows, room=height - 1)
       text = [line[:width] for line in text[1 - height :]]
       if all(cell.ended for cell in cells):
-        text = lines(cells, rows, self._runs)  # Stays there.
+        text = lines(cells, rows)  # Stays there.
       up = f"\x1b[{self._height}A\x1b[J" if self._height else ""
       print(up + "\n".join(text), file=sys.stderr, flush=True)
       self._height = len(text)

@@ -68,26 +68,25 @@ class Driver:
   """Runs a sweep, one `step` after another.
 
   Args:
-    results: the results directory; only `step` and `settle` write there.
+    results: the results directory; only `step` and `settle` write there. None: there
+      are no runs, and none is started.
     backend: executes the runs.
     parallel: limit of processes at a time, including those of an earlier driver.
     vectorize: limit of runs that a process trains together.
 
   Attributes:
     rows: the rows of all runs by name, after the last step.
-    runs: the folder of the run directories.
   """
 
   def __init__(
     self,
     sweep: Sweep,
-    results: pathlib.Path,
+    results: pathlib.Path | None,
     backend: Backend,
     parallel: int = 1,
     vectorize: int = 1,
   ):
     self.sweep, self.results, self.backend = sweep, results, backend
-    self.runs = results / "runs"
     self.parallel, self.vectorize = parallel, vectorize
     self.rows = table.read_rows(results)
     self._names = table.names_by_digest(self.rows)
@@ -148,8 +147,8 @@ class Driver:
     """
     self.rows = table.read_rows(self.results, self.rows)
     for name, row in self.rows.items():
-      if row["status"] == "running" and not self.backend.running(self._path(name)):
-        self.rows[name] = _settled(self._path(name), stopped)
+      if row["status"] == "running" and not self.backend.running(row["folder"]):
+        self.rows[name] = _settled(row["folder"], stopped)
 
   def _loss(self, point: Point) -> float | None:
     """Returns the loss of a point's run: inf if it failed, None if it has not ended."""
@@ -196,22 +195,17 @@ class Driver:
     """Writes the config and the notes of a run that is about to start."""
     row = table.read_row(directory)
     files.write_json(directory / "config.json", plan.config)
-    table.note(
-      directory,
-      point=row["point"] or plan.point,
-      group=group,
-      revision=revision,
-      attempts=row["attempts"] + 1,
-      vanished=row["vanished"],
-      running=True,
-    )
+    counts = {"attempts": row["attempts"] + 1, "vanished": row["vanished"]}
+    own = {"point": row["point"] or plan.point, "group": group, "revision": revision}
+    table.note(directory, **own, **counts, running=True)
     table.forget_end(directory)
     # An earlier version of the sweep file may have had no valid config for the point.
     shutil.rmtree(self._path(_refused_name(plan.point)), ignore_errors=True)
     self.rows[plan.name] = table.read_row(directory)
 
   def _path(self, name: str) -> pathlib.Path:
-    return self.runs / name
+    assert self.results  # Without a folder, no run is started.
+    return self.results / "runs" / name
 
 
 def drive(
@@ -230,12 +224,14 @@ def drive(
     pause: seconds between steps.
 
   Returns:
-    The signal that stopped the sweep early; 0 if the sweep ended.
+    The exit status: 128 + the signal that stopped the sweep early, 1 if a cell has
+    failed, else 0.
   """
   received: list[int] = []
   # A step may be interrupted if jobs outlive the driver. Else `stop` might not know the
   # run that was just started.
   interruptible = driver.backend.detached
+  ended = False
 
   def receive(number: int, frame: object) -> None:
     received.append(number)
@@ -247,8 +243,9 @@ def drive(
       while not received:
         cells = driver.step()
         show(cells, driver.asked(cells))
-        if all(cell.ended for cell in cells):
-          break
+        if ended := all(cell.ended for cell in cells):
+          # The processes of the last runs end by themselves.
+          return int(any(cell.state == "failed" for cell in cells))
         end = time.monotonic() + pause
         while not received and time.monotonic() < end:
           time.sleep(min(pause, 0.1))
@@ -257,21 +254,18 @@ def drive(
     finally:
       with contextlib.suppress(KeyboardInterrupt):
         interruptible = True
-        if len(received) < 2:
+        if len(received) < 2 and not ended:
           driver.backend.stop()
       interruptible = False
       if len(received) > 1:
         driver.backend.kill()
-  if not received:
-    return 0
   if not driver.backend.detached:
     driver.settle(stopped=True)
   cells = driver.cells()
   waiting = len(driver.todo(cells).keys() - driver.rows.keys())
   rows = driver.asked(cells)
-  line = progress.stopped(received[0], cells, rows, driver.runs, waiting)
-  print(line, file=sys.stderr)
-  return received[0]
+  print(progress.stopped(received[0], cells, rows, waiting), file=sys.stderr)
+  return 128 + received[0]
 
 
 def _settled(directory: pathlib.Path, stopped: bool) -> Row:

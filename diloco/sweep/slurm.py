@@ -7,7 +7,6 @@ on the driver, which may end at any moment: a later driver finds them by their n
 import contextlib
 import math
 import pathlib
-import signal
 import subprocess
 import sys
 import time
@@ -34,7 +33,6 @@ class Slurm:
     results: the results directory; its folder slurm/ takes submitit's logs.
     environment: additional environment variables of the runs.
     options: for submitit, e.g. {'timeout_min': 60, 'slurm_partition': 'gpu'}.
-    cluster: slurm, or local for submitit's processes on this machine.
     dry: whether there need be no Slurm, because only `script` is called.
 
   Raises:
@@ -48,7 +46,6 @@ class Slurm:
     results: pathlib.Path,
     environment: Mapping[str, str],
     options: Mapping[str, object],
-    cluster: str = "slurm",
     dry: bool = False,
   ):
     try:
@@ -57,7 +54,7 @@ class Slurm:
       # submitit asks whether this machine has srun.
       asked = mock.patch.object(submitit.SlurmExecutor, "affinity", return_value=1)
       with asked if dry else contextlib.nullcontext():
-        self._executor = submitit.AutoExecutor(results.absolute() / "slurm", cluster)
+        self._executor = submitit.AutoExecutor(results.absolute() / "slurm", "slurm")
       self._executor.update_parameters(**{"timeout_min": 24 * 60, **options})
     except (ImportError, RuntimeError, NameError, TypeError, ValueError) as error:
       raise ValueError(
@@ -65,8 +62,7 @@ class Slurm:
         " installed (pip install submitit, or '.[slurm]' from a clone), sbatch is on"
         " the PATH and --slurm_options are submitit's."
       ) from error
-    self._cluster, self._environment = cluster, environment
-    self._jobs: dict[pathlib.Path, submitit.Job] = {}
+    self._environment = environment
     self._prefix = str(options.get("name", "diloco"))
     # A run of another results directory may have the same name in the queue.
     self._place = digest({"results": str(results.resolve())})
@@ -85,13 +81,8 @@ class Slurm:
     self._executor.update_parameters(name=name)
     for pause in (*PAUSES, None):
       try:
-        # The terminal's Ctrl-C does not reach processes of this machine.
-        with job.blocked([signal.SIGINT] if self._cluster == "local" else []):
-          paths = [str(run.absolute()) for run in runs]
-          submitted = self._executor.submit(
-            job.run, *paths, environment=self._environment
-          )
-          self._jobs |= dict.fromkeys(runs, submitted)
+        paths = [str(run.absolute()) for run in runs]
+        self._executor.submit(job.run, *paths, environment=self._environment)
         break
       except (FailedJobError, OSError) as error:
         why = f"sbatch submits nothing ({one_line(error)})"
@@ -112,17 +103,13 @@ class Slurm:
     return slurm._make_submission_file_text(slurm._submitit_command_str, "JOB")
 
   def running(self, run: pathlib.Path) -> bool:
-    ended = (run / "ended.json").exists()
-    if self._cluster == "local":
-      mine = run in self._jobs and not self._jobs[run].done()
-      return (mine or job.alive(run)) and not ended
     states = self._queue()
     if states is None:
       return True  # It is better to wait than to submit a run twice.
     # A run notes its end before Slurm does. But a job that Slurm has preempted and put
     # back into the queue is pending, and will run again.
     state = states.get(self._name(run))
-    return state == "PD" or (state is not None and not ended)
+    return state == "PD" or (state is not None and not (run / "ended.json").exists())
 
   def stop(self) -> None:
     """Leaves the jobs alone; the next driver finds them."""

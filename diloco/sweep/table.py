@@ -66,14 +66,17 @@ def alone(results: pathlib.Path) -> Iterator[None]:
     yield
 
 
-def read_rows(results: pathlib.Path, earlier: Mapping[str, Row] = {}) -> dict[str, Row]:
+def read_rows(
+  results: pathlib.Path | None, earlier: Mapping[str, Row] = {}
+) -> dict[str, Row]:
   """Reads all runs by name, in the order in which they were first started.
 
   Args:
+    results: the results directory; None: there are no runs.
     earlier: the result of an earlier call. Runs that had ended are not read again.
   """
   rows = dict[str, Row]()
-  for path in (results / "runs").glob("*/run.json"):
+  for path in results.glob("runs/*/run.json") if results else ():
     row = earlier.get(path.parent.name)
     if row is None or row["status"] not in ("done", "failed"):
       row = read_row(path.parent)
@@ -85,10 +88,10 @@ def read_row(directory: pathlib.Path) -> Row:
   """Reads one run; a directory without files is a run that was never started.
 
   Returns:
-    The notes; `name`, `config` ({} if the point has no valid config), `error` and
-    `finished`; SUMMARY_COLUMNS (None unless the run is done); `status`: running (also
-    after the run vanished, until a driver notices), interrupted (to be resumed), done
-    or failed.
+    The notes; `folder` (the directory), its `name`, `config` ({} if the point has no
+    valid config), `error` and `finished`; SUMMARY_COLUMNS (None unless the run is
+    done); `status`: running (also after the run vanished, until a driver notices),
+    interrupted (to be resumed), done or failed.
   """
   # The trainer writes summary.json, then the job writes ended.json. Reading them in the
   # opposite order never finds an end without its summary.
@@ -99,6 +102,7 @@ def read_row(directory: pathlib.Path) -> Row:
     **{"attempts": 0, "started": "", "vanished": 0},
     **(files.read_json(directory / "run.json") or {}),
     **dict.fromkeys(SUMMARY_COLUMNS),
+    "folder": directory,
     "name": directory.name,
     "config": files.read_json(directory / "config.json") or {},
     "error": None,
@@ -148,10 +152,10 @@ def note_end(directory: pathlib.Path, failed: bool, error: str = "") -> None:
 
 def retry_failed(results: pathlib.Path) -> None:
   """Marks failed runs to be run again."""
-  for name, row in read_rows(results).items():
+  for row in read_rows(results).values():
     if row["status"] == "failed":
-      note(results / "runs" / name, running=False, vanished=0)
-      forget_end(results / "runs" / name)
+      note(row["folder"], running=False, vanished=0)
+      forget_end(row["folder"])
 
 
 def forget_end(directory: pathlib.Path) -> None:

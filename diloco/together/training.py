@@ -306,7 +306,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       del states, restored
     else:
       state = together.init(params=first_params(c, mesh))
-    profile = Profile(c, runs[0].workdir, runs[0].log, Peers())  # Traces nothing.
+    profile = Profile(c, runs[0].log)  # Traces nothing.
     yield Session(
       *(together, runs, _stacked(runs, batches), MemberLogs(runs), evaluation, stop),
       *(mesh, profile, "the folder of every run", start, state),

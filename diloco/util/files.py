@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import socket
 from collections.abc import Iterator
 from typing import IO, Any, BinaryIO
 
@@ -67,6 +68,17 @@ def try_lock(file: IO) -> bool:
     if error.errno not in _NO_LOCKS:
       raise
   return True
+
+
+def holder() -> str:
+  """Names this process, for a lock file."""
+  return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def has_ended(holder: str) -> bool:
+  """Whether the process that `holder` has named was of this machine, and is gone."""
+  found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
+  return bool(found and not pathlib.Path(f"/proc/{found[1]}").exists())
 
 
 @contextlib.contextmanager

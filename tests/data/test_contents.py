@@ -13,6 +13,7 @@ from diloco.config import resolve
 from diloco.data.contents import contents, repeated
 from diloco.data.prepare import tokenize as prepare
 from diloco.data.sources import make_source
+from diloco.data.text_file import File
 from diloco.errors import ConfigError
 from diloco.interop.load import load
 from diloco.spec import plugins
@@ -141,6 +142,21 @@ def test_a_held_out_source_of_its_own_is_compared_with_the_training_text(folder)
   d = DataConfig(source=f"files:{other}", eval_source=f"files:{folder}")
   assert repeated(d)[:2] == (1, 2)
   assert repeated(DataConfig(source="arrays:x", eval_source=f"files:{folder}")) is None
+
+
+def test_a_text_file_is_read_once_unless_it_changes(tmp_path, monkeypatch):
+  path, read = tmp_path / "a.txt", []
+  path.write_text("\n\n".join(f"Paragraph {i}." for i in range(100)))
+  raw = File._raw
+  monkeypatch.setattr(File, "_raw", lambda self: read.append(self.path) or raw(self))
+  d = DataConfig(source=f"paragraphs:{path}")
+  train, held_out = make_source(d, "train"), make_source(d, "eval")
+  assert repeated(d)[:2] == (0, len(held_out))
+  assert len(train) + len(held_out) == 100
+  assert read == [path]
+  path.write_text("One paragraph.")
+  assert len(make_source(d, "train")) + len(make_source(d, "eval")) == 1
+  assert read == [path, path]
 
 
 def prepare_with(model: bytes, folder: pathlib.Path, text: pathlib.Path) -> None:

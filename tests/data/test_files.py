@@ -19,6 +19,7 @@ from diloco import data as data_lib
 from diloco.data import files
 from diloco.data.documents import make_documents
 from diloco.data.prepare import pieces
+from diloco.data.text_file import File
 from diloco.errors import ConfigError
 
 LINE = st.sampled_from([b"", b" \t", b"One line.", b"  indented", "Ω\u2028".encode()])
@@ -36,14 +37,15 @@ def test_paragraphs_are_the_runs_of_lines_with_text(tmp_path_factory, rows, end,
     )
     if not blank
   ]
-  found = list(files.read_documents(path, "paragraphs"))
+  file = File(path, "paragraphs")
+  found = list(file.documents())
   texts = [text.replace("\n", "") for _, text in found]
   assert texts == [text.replace("\n", "") for text in expected]
   for offset, text in found:
     assert content[offset:].startswith(text.encode())
-  offsets = files.document_offsets(path, "paragraphs").tolist()
+  offsets = file.scan()["offset"].tolist()
   assert offsets == [offset for offset, _ in found]
-  again = [files.read_document(path, "paragraphs", offset) for offset in offsets]
+  again = [file.document(offset) for offset in offsets]
   assert again == [text for _, text in found]
 
 
@@ -93,7 +95,7 @@ def test_a_folder_stands_for_its_files_that_are_not_hidden(tmp_path):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
   found = files.list_files(f"files:{tmp_path}")
-  names = [path.relative_to(tmp_path).as_posix() for path in found]
+  names = [file.path.relative_to(tmp_path).as_posix() for file in found]
   assert names == ["b.txt", "in/a.txt", "in/deep/c[1].jsonl"]
 
 
@@ -107,9 +109,9 @@ def test_a_file_counts_once_whatever_leads_to_it(tmp_path):
   (text / "d.txt").hardlink_to(text / "in" / "b.txt")
   for source in (f"files:{text}", f"files:{text}/**/*"):
     found = files.list_files(source)
-    assert [path.name for path in found] == ["a.txt", "d.txt"]
+    assert [file.path.name for file in found] == ["a.txt", "d.txt"]
   (text / "in" / "above").symlink_to(text.parent)  # Two loops have endless paths.
-  assert list(files.list_files(f"files:{text}")) == list(found)
+  assert files.list_files(f"files:{text}") == found
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
@@ -129,7 +131,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.Json", "a.jsonl.GZ"])
 def test_json_lines_are_known_by_their_name_in_any_case(name):
-  assert files.layout(pathlib.Path(name), paragraphs=True) == "lines"
+  assert files.make_file(pathlib.Path(name), paragraphs=True).kind == "lines"
 
 
 GOOD = json.dumps({"text": "good"}).encode()
@@ -171,13 +173,13 @@ def test_a_file_that_is_no_text_is_named_with_its_line(
 ):
   path = tmp_path / name
   path.write_bytes(content)
-  kind = files.layout(path, paragraphs)
+  file = files.make_file(path, paragraphs)
   with pytest.raises(ConfigError, match=message):
-    list(files.read_documents(path, kind))
+    list(file.documents())
 
   def read_each():
-    offsets = files.document_offsets(path, kind)  # Refuses a binary file.
-    return [files.read_document(path, kind, offset) for offset in offsets]
+    offsets = file.scan()["offset"]  # Refuses a binary file.
+    return [file.document(offset) for offset in offsets]
 
   with pytest.raises(ConfigError, match=message):
     read_each()
@@ -219,18 +221,18 @@ def test_a_file_without_permission_is_named(tiny, tmp_path, monkeypatch):
 def test_a_field_of_another_name_follows_a_hash(tmp_path):
   path = tmp_path / "a.jsonl"
   path.write_text('{"content": "good", "text": 3}\n{"content": "better"}\n')
-  ((found, kind),) = files.list_files(f"files:{tmp_path}#content").items()
-  assert [text for _, text in files.read_documents(found, kind)] == ["good", "better"]
-  assert files.read_document(found, kind, 31) == "better"
-  ((_, kind),) = files.list_files(f"files:{tmp_path}").items()
+  (file,) = files.list_files(f"files:{tmp_path}#content")
+  assert [text for _, text in file.documents()] == ["good", "better"]
+  assert file.document(31) == "better"
+  (file,) = files.list_files(f"files:{tmp_path}")
   with pytest.raises(
     ConfigError, match=r"with a string `text`; .* files:/data/.*#cont"
   ):
-    list(files.read_documents(found, kind))
+    list(file.documents())
   (tmp_path / "x#y").mkdir()
   (tmp_path / "x#y" / "b.json").touch()
-  ((_, kind),) = files.list_files(f"files:{tmp_path}/x#y").items()
-  assert kind == "lines"
+  (file,) = files.list_files(f"files:{tmp_path}/x#y")
+  assert (file.kind, file.field) == ("lines", "text")
 
 
 def packed(suffix: str, content: bytes) -> bytes:

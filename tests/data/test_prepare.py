@@ -27,6 +27,7 @@ from diloco.data.arrays import TokenArrays
 from diloco.data.documents import make_documents
 from diloco.data.prepare import pieces, units
 from diloco.data.prepare import tokenize as prepare
+from diloco.data.text_file import File
 from diloco.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -352,17 +353,14 @@ def test_ranges_and_offsets_give_every_line_once(tmp_path_factory, rows, cuts, e
   path = tmp_path_factory.mktemp("rows") / "a.jsonl"
   path.write_bytes(end.join(rows).encode())
   texts = [json.loads(row)["text"] for row in rows if row]
-  whole = list(files.read_documents(path, "lines"))
+  file = File(path, "lines")
+  whole = list(file.documents())
   assert [text for _, text in whole] == texts
   bounds = [0, *sorted(cuts), 0]
-  parts = [
-    files.read_documents(path, "lines", a, b) for a, b in itertools.pairwise(bounds)
-  ]
+  parts = [file.documents(a, b) for a, b in itertools.pairwise(bounds)]
   assert list(itertools.chain(*parts)) == whole
-  assert files.document_offsets(path, "lines").tolist() == [
-    offset for offset, _ in whole
-  ]
-  assert [files.read_document(path, "lines", offset) for offset, _ in whole] == texts
+  assert file.scan()["offset"].tolist() == [offset for offset, _ in whole]
+  assert [file.document(offset) for offset, _ in whole] == texts
 
 
 def test_splits_of_files_are_disjoint_and_complete_and_have_their_share(lines):
@@ -416,7 +414,7 @@ def test_other_damaged_files_are_named(tmp_path, kind, damage):
     for _ in range(9):
       writer.write(bytes(99))
     writer.close()
-    piece = pieces.Piece(path, kind, 0, 9, 0, "train", 0)
+    piece = pieces.Piece(File(path, kind), 0, 9, 0, "train", 0)
   else:
     path.write_bytes(gzip.compress(b'{"text": "War and peace."}\n'))
     (piece,) = pieces.make_pieces(f"files:{path}", "all")
@@ -454,6 +452,7 @@ def tfrecord(tmp_path_factory):
     rows = array_records(path)
     count = 3 if name == "train" else 1
     cuts = [len(rows) * i // count for i in range(count + 1)]
+    split["filepathTemplate"] = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
     split["shardLengths"] = [str(b - a) for a, b in itertools.pairwise(cuts)]
     for i, (a, b) in enumerate(itertools.pairwise(cuts)):
       writer = RecordWriter(str(new / f"c4-{name}.tfrecord-{i:05}-of-{count:05}"))

@@ -60,7 +60,8 @@ def test_a_run_that_goes_on_after_the_steps_traces_nothing(tiny, tmp_path, capsy
 class Log:
   """Counts how often training time was stopped."""
 
-  pauses = 0
+  def __init__(self, workdir):
+    self.workdir, self.peers, self.pauses = workdir, Peers(1, 2), 0
 
   @contextlib.contextmanager
   def pause(self):
@@ -81,11 +82,11 @@ class Log:
 def test_launches_of_several_steps_are_traced_whole(
   tiny, tmp_path, monkeypatch, asked, calls, pauses
 ):
-  tiny.profile.steps, made, log = asked, [], Log()
+  tiny.profile.steps, made, log = asked, [], Log(tmp_path)
   add = lambda call: lambda *_, **__: made.append(call)
   monkeypatch.setattr(jax.profiler, "start_trace", add("start"))
   monkeypatch.setattr(jax.profiler, "stop_trace", add("stop"))
-  profile = Profile(resolve(tiny), tmp_path, log, Peers(1, 2))
+  profile = Profile(resolve(tiny), log)
   for steps in (range(1, 4), range(4, 7), range(7, 10), range(10, 12)):
     profile.begin(steps, {})
     made.append(steps[0])

@@ -66,6 +66,19 @@ def test_an_imported_file_is_exported_as_it_was(tmp_path):
   assert list(before[0]) == list(after[0])
 
 
+@pytest.mark.parametrize("name", ["gap", "reproduced"])
+def test_the_published_runs_can_be_imported(tmp_path, name):
+  with (ROOT / "docs" / f"{name}.csv").open() as file:
+    rows = [row for row in csv.DictReader(file) if row["status"] == "done"]
+  # One row for each set of fields: importing all of them takes a while.
+  some = {tuple(json.loads(row["config"])): row for row in rows}
+  with (tmp_path / "some.csv").open("w") as file:
+    writer = csv.DictWriter(file, rows[0])
+    writer.writeheader()
+    writer.writerows(some.values())
+  assert load(tmp_path / "some.csv", tmp_path) == len(some) > 10
+
+
 def test_test_losses_survive_an_export_and_an_import(tmp_path):
   def end(run, saved):
     losses = {"outer": 3.5, "mean": 3.6, "first": 3.7}

@@ -103,3 +103,22 @@ def _handles_sigterm(pid: int) -> bool:
   status = pathlib.Path(f"/proc/{pid}/status").read_text()
   caught = int(status.split("SigCgt:")[1].split()[0], 16)
   return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+def test_a_run_is_bound_to_cores_that_the_others_leave_free(tmp_path, monkeypatch):
+  popen, cores = subprocess.Popen, sorted(os.sched_getaffinity(0))
+  monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: popen(["sleep", "60"]))
+  backend, runs = Local(1, {}), [tmp_path / name for name in "abc"]
+  bound = lambda run: os.sched_getaffinity(backend._processes[run].pid)
+  try:
+    for run in runs[:2]:
+      backend.start(run)
+    assert [bound(run) for run in runs[:2]] == [{cores[0]}, {cores[1 % len(cores)]}]
+    backend._processes[runs[0]].kill()
+    backend._processes[runs[0]].wait()
+    backend.start(runs[2])
+    assert bound(runs[2]) == {cores[0]}
+  finally:
+    for process in backend._processes.values():
+      process.kill()
+      process.wait()

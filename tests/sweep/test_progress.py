@@ -11,7 +11,7 @@ from diloco.sweep.grid import Axis, Grid, Sweep
 def test_progress_names_every_cell_with_its_best_point(tmp_path):
   driver = make_driver(make_sweep(), tmp_path, Fake())
   cells = finish(driver)
-  first, last = progress.lines(cells, driver.rows.values(), driver.runs)[1::2]
+  first, last = progress.lines(cells, driver.rows.values())[1::2]
   assert first.split()[:5] == ["g", "replicas=1", "interior", "4/4", "3.0000"]
   assert "lr=0.003906" in first
   assert last == "2 of 2 cells, 8 runs done, 0 running, 0 failed"
@@ -24,7 +24,8 @@ def test_progress_tells_the_step_and_the_time_left_of_running_runs(tmp_path):
   before = [record(step, tokens=1, tokens_per_s=1.0) for step in range(40)]
   config = {"train": {"steps": 100, "tokens": 10_000}}
   row = {"name": "a", "status": "running", "config": config, "point": {"lr": 0.1}}
-  shown = lambda: progress.lines([], [row], tmp_path)[1].split(maxsplit=2)
+  row["folder"] = tmp_path / "a"
+  shown = lambda: progress.lines([], [row])[1].split(maxsplit=2)
   (tmp_path / "a").mkdir()
   assert shown() == ["running", "a", "starting  lr=0.1"]
   metrics = tmp_path / "a" / "metrics.jsonl"
@@ -44,21 +45,21 @@ def test_progress_lists_cells_at_work_if_not_all_have_room(tmp_path):
   later = Grid("h", [{"replicas": 2}], like=lambda cell: {"replicas": 1})
   driver = make_driver(Sweep(sweep.config, [grid, later]), tmp_path, backend)
   cells, rows = driver.cells(), driver.rows.values()
-  assert len(progress.lines(cells, rows, driver.runs)) == 7
-  few = progress.lines(cells, rows, driver.runs, room=4)
+  assert len(progress.lines(cells, rows)) == 7
+  few = progress.lines(cells, rows, room=4)
   assert [line.split()[:2] for line in few[1:-1]] == [
     ["g", "replicas=1"],
     ["g", "replicas=2"],
   ]
 
 
-def test_progress_says_why_runs_failed_once(capsys, tmp_path):
+def test_progress_says_why_runs_failed_once(capsys):
   rows = [{"status": "failed", "error": e} for e in ("a", "b", "b", "c", "d")]
   rows.append({"status": "done", "error": None})
-  more, *shown = progress.lines([], rows, tmp_path)[1:-1]
+  more, *shown = progress.lines([], rows)[1:-1]
   assert more == "1 more reasons: see --export"
   assert shown == ["failed: b", "failed: c", "failed: d"]
-  live = progress.Live(tmp_path)
+  live = progress.Live()
   for some in (rows[:1], rows[:2], rows[:2], rows[:3]):
     live([], some)
   said = [line for line in capsys.readouterr().err.splitlines() if "cells" not in line]

@@ -260,6 +260,7 @@ def test_drive_runs_a_sweep_to_its_end(tmp_path):
   with alone(tmp_path):
     driver = make_driver(make_sweep(), tmp_path, Fake())
     assert drive(driver, lambda cells, rows: None, pause=0.01) == 0
+  assert driver.backend.ends == []  # Nothing is stopped, and nothing is said.
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -278,7 +279,7 @@ def test_a_signal_stops_a_sweep_and_the_driver_says_what_is_left(
   sweep = Sweep(config, [Grid("g", [{"replicas": 1}], (Axis("lr", (1, 2, 3, 4)),))])
   driver = make_driver(sweep, tmp_path, Fake(end), parallel=3)
   show = lambda cells, rows: os.kill(os.getpid(), number)
-  assert drive(driver, show, pause=100) == number
+  assert drive(driver, show, pause=100) == 128 + number
   assert driver.backend.ends == ["stop"]
   name = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}[number]
   assert capsys.readouterr().err == (
@@ -300,7 +301,7 @@ def test_a_second_signal_kills_the_runs(tmp_path):
 
   driver = make_driver(make_sweep(), tmp_path, Slow(lambda run, saved: None))
   show = lambda cells, rows: os.kill(os.getpid(), signal.SIGINT)
-  assert drive(driver, show, pause=100) == signal.SIGINT
+  assert drive(driver, show, pause=100) == 128 + signal.SIGINT
   assert driver.backend.ends == ["stop", "kill"]
 
 
@@ -316,7 +317,7 @@ def test_a_signal_interrupts_a_backend_that_waits(tmp_path, capsys):
       time.sleep(100)
 
   driver = make_driver(make_sweep(), tmp_path, Queue())
-  assert drive(driver, lambda cells, rows: None) == signal.SIGINT
+  assert drive(driver, lambda cells, rows: None) == 128 + signal.SIGINT
   assert (
     "1 running, 0 failed, 0 stopped (0 with a checkpoint), 1 waiting"
     in capsys.readouterr().err

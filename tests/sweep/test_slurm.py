@@ -1,4 +1,4 @@
-"""The Slurm backend: with submitit's local executor, a fake Slurm and a real one."""
+"""The Slurm backend: with a fake Slurm and a real one."""
 
 import os
 import pathlib
@@ -41,14 +41,6 @@ def run_out(driver: Driver, seconds: float) -> list[dict]:
   return list(read_rows(driver.results).values())
 
 
-def test_submitit_runs_the_job_and_the_driver_notes_its_failure(tmp_path):
-  sweep = Sweep(diverging, [Grid("g", [{}], (Axis("lr", (0.1,)),))])
-  backend = Slurm(tmp_path, {}, {"timeout_min": 5}, cluster="local")
-  (row,) = run_out(Driver(sweep, tmp_path, backend), seconds=120)
-  assert row["status"] == "failed"
-  assert "nowhere.model" in row["error"]
-
-
 def test_without_slurm_the_error_is_one_sentence(tmp_path, monkeypatch):
   monkeypatch.setenv("PATH", str(tmp_path))
   with pytest.raises(ValueError, match="this --backend cannot submit") as error:
@@ -56,16 +48,21 @@ def test_without_slurm_the_error_is_one_sentence(tmp_path, monkeypatch):
   assert "\n" not in str(error.value)
 
 
-def test_unknown_options_are_refused(tmp_path):
-  with pytest.raises(ValueError, match="cannot submit"):
-    Slurm(tmp_path, {}, {"nonsense": 1}, cluster="local")
-
-
 SBATCH = """#!/bin/sh
 name=$(sed -n 's/^#SBATCH --job-name=//p' "$1")
 echo "$name" >> {folder}/queue
 [ -e {folder}/sbatch_fails ] && rm {folder}/sbatch_fails && exit 1
-echo Submitted batch job $(wc -l < {folder}/queue)
+number=$(wc -l < {folder}/queue)
+[ -e {folder}/jobs_run ] && SLURM_JOB_ID=$number sh "$1" > {folder}/job.txt 2>&1 &
+echo Submitted batch job $number
+"""
+SRUN = """#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do
+  [ "$1" = --output ] || [ "$1" = --error ] && shift
+  shift
+done
+SLURM_JOB_NUM_NODES=1 SLURM_NTASKS=1 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0 \\
+  exec "$@"
 """
 SQUEUE = """#!/bin/sh
 [ -e {folder}/squeue_fails ] && echo slurm_load_jobs error >&2 && exit 1
@@ -75,10 +72,10 @@ while read name; do echo "$name $(cat {folder}/state)"; done < {folder}/queue
 
 @pytest.fixture
 def fake_slurm(tmp_path, monkeypatch):
-  """A folder: the file queue holds the jobs' names, the file state their state."""
+  """A folder: queue has the jobs' names, state their state; jobs_run lets them run."""
   folder = tmp_path / "fake"
   folder.mkdir()
-  for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": "#!/bin/sh"}.items():
+  for name, text in {"sbatch": SBATCH, "squeue": SQUEUE, "srun": SRUN}.items():
     (folder / name).write_text(text.format(folder=folder))
     (folder / name).chmod(0o755)
   (folder / "queue").touch()
@@ -94,6 +91,20 @@ ONE = Sweep(tiny, [Grid("g", [{}], (Axis("lr", (0.001,)),))])
 
 def submitted(folder: pathlib.Path) -> int:
   return len((folder / "queue").read_text().splitlines())
+
+
+def test_a_job_runs_and_the_driver_notes_its_failure(tmp_path, fake_slurm):
+  (fake_slurm / "jobs_run").touch()
+  sweep = Sweep(diverging, [Grid("g", [{}], (Axis("lr", (0.1,)),))])
+  backend = Slurm(tmp_path, {}, {"timeout_min": 5})
+  (row,) = run_out(Driver(sweep, tmp_path, backend), seconds=120)
+  assert row["status"] == "failed"
+  assert "nowhere.model" in row["error"]
+
+
+def test_unknown_options_are_refused(tmp_path, fake_slurm):
+  with pytest.raises(ValueError, match="cannot submit"):
+    Slurm(tmp_path, {}, {"nonsense": 1})
 
 
 def test_a_driver_killed_while_it_submits_does_not_submit_twice(

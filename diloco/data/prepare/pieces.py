@@ -14,7 +14,16 @@ from collections.abc import Iterable, Iterator
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
 from diloco.data import sources as sources_lib
+from diloco.data.text_file import File
 from diloco.errors import ConfigError
+
+# {kind of a file: reads some of its records}
+RECORDS = {
+  "array_record": records_lib.read_array_record,
+  "tfrecord": records_lib.read_tfrecord,
+}
+# What the readers of the standard library and of ArrayRecord raise.
+_DAMAGED = (EOFError, IndexError, OSError, RuntimeError, lzma.LZMAError, zlib.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +31,7 @@ class Piece:
   """Consecutive documents of one file.
 
   Attributes:
-    path: the file.
-    kind: array_record, tfrecord, or the layout of a text file.
+    file: of text, of kind array_record or of kind tfrecord.
     start: first byte (text) or first record.
     stop: byte or record after the last one; for text, 0 means the end of the file.
     index: place of the file in the source.
@@ -31,8 +39,7 @@ class Piece:
     size: bytes on disk, estimated for a part of an array_record file.
   """
 
-  path: pathlib.Path
-  kind: files_lib.Layout
+  file: File
   start: int
   stop: int
   index: int
@@ -54,13 +61,13 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
   if source.startswith("tfds:"):
     builder = sources_lib.tfds_builder(source, data_dir)
     kind = builder.info.file_format.value
-    if kind not in ("array_record", "tfrecord"):
+    if kind not in RECORDS:
       raise ConfigError(
         f"--source is {source!r}, stored as {kind}; use a copy in array_record or"
         " tfrecord."
       )
     ranges = [
-      (pathlib.Path(f.filename), kind, f.skip, f.skip + f.take)
+      (File(pathlib.Path(f.filename), kind), f.skip, f.skip + f.take)
       for f in sources_lib.tfds_split(builder, split).file_instructions
     ]
   else:
@@ -69,12 +76,11 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         f"--split is {split!r}, but {source!r} has no splits; choose train, eval (one"
         f" document in {files_lib.HOLD_OUT_EVERY}) or all."
       )
-    files = files_lib.list_files(source)
-    ranges = [(path, layout, 0, 0) for path, layout in files.items()]
+    ranges = [(file, 0, 0) for file in files_lib.list_files(source)]
   with files_lib.reading():
     return [
-      Piece(path, kind, start, stop, i, split, path.stat().st_size)
-      for i, (path, kind, start, stop) in enumerate(ranges)
+      Piece(file, start, stop, i, split, file.path.stat().st_size)
+      for i, (file, start, stop) in enumerate(ranges)
     ]
 
 
@@ -84,13 +90,13 @@ def cut(pieces: Iterable[Piece], max_size: int) -> Iterator[Piece]:
   TFRecord files, compressed files and text files, except JSON lines, stay whole.
   """
   for piece in pieces:
-    path, size = piece.path, piece.size
-    if piece.kind == "array_record":
+    file, size = piece.file, piece.size
+    if file.kind == "array_record":
       parts = -(-size // max_size)
       records = piece.stop - piece.start
       cuts = sorted({piece.start + records * i // parts for i in range(parts + 1)})
       sizes = [size // parts] * parts
-    elif piece.kind.startswith("lines") and not files_lib.is_compressed(path):
+    elif file.kind == "lines" and not file.compressed:
       starts = range(0, max(size, 1), max_size)
       cuts = [*starts, 0]
       sizes = [min(max_size, size - start) for start in starts]
@@ -119,33 +125,23 @@ def read(piece: Piece) -> Iterator[str]:
   Raises:
     ValueError: the file cannot be read, is damaged or has too few records.
   """
+  path = piece.file.path
   try:
-    if piece.kind == "array_record" or piece.kind == "tfrecord":
+    if piece.file.kind in RECORDS:
       yield from map(records_lib.example_text, read_records(piece))
       return
-    documents = files_lib.read_documents(
-      piece.path, piece.kind, piece.start, piece.stop
-    )
-    for offset, text in documents:
+    for offset, text in piece.file.documents(piece.start, piece.stop):
       if files_lib.in_split(piece.split, piece.index, offset):
         yield text
   except PermissionError as error:
-    raise ConfigError(f"{piece.path} cannot be read: {error.strerror}.") from error
-  except (
-    EOFError,
-    IndexError,
-    OSError,
-    RuntimeError,
-    lzma.LZMAError,
-    zlib.error,
-  ) as error:
+    raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+  except _DAMAGED as error:
     raise ValueError(
-      f"{piece.path} cannot be read ({error}); fetch the file again."
+      f"{path} cannot be read ({error}); fetch the file again."
     ) from error
 
 
 def read_records(piece: Piece) -> Iterator[bytes]:
   """Yields the serialised records of a piece of array_record or tfrecord."""
-  if piece.kind == "array_record":
-    return records_lib.read_array_record(piece.path, piece.start, piece.stop)
-  return records_lib.read_tfrecord(piece.path, piece.start, piece.stop)
+  reader = RECORDS[piece.file.kind]
+  return reader(piece.file.path, piece.start, piece.stop)

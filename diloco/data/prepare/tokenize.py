@@ -26,14 +26,9 @@ from diloco.data.documents import encode_document
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.data.prepare.units import Units, lock, run_units
 from diloco.errors import ConfigError
+from diloco.tokenizer import vocabulary
 from diloco.tokenizer.tokenizer import load_tokenizer
-from diloco.tokenizer.vocabulary import (
-  MANIFEST,
-  PLAN,
-  TOKENIZER,
-  VERSION,
-  read_manifest,
-)
+from diloco.tokenizer.vocabulary import MANIFEST, PLAN, TOKENIZER
 from diloco.util.files import read_json, replacing, write_json
 
 # Least and most bytes on disk of a unit, and how many units to aim at: few, because
@@ -80,10 +75,10 @@ def tokenize(
     folder / f"{i:05}-of-{len(groups):05}.npy": pieces
     for i, pieces in enumerate(groups)
   }
-  revision = json.dumps([(p.path.name, p.size, p.start, p.stop) for p in files])
+  revision = json.dumps([(p.file.path.name, p.size, p.start, p.stop) for p in files])
   dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
   plan = {
-    "version": VERSION,
+    "version": vocabulary.VERSION,
     "source": source,
     "split": split,
     "revision": hashlib.sha256(revision.encode()).hexdigest(),
@@ -109,7 +104,7 @@ def tokenize(
     for path in units:
       _index_path(path).unlink(missing_ok=True)
     (folder / PLAN).unlink(missing_ok=True)
-  return read_manifest(folder)
+  return vocabulary.read_manifest(folder)
 
 
 def _refuse_other_files(folder: pathlib.Path) -> None:
@@ -251,7 +246,7 @@ def convert(
       f" {str(output)!r}; convert copies tfrecord to another folder than --data_dir."
     )
   units = {
-    folder / piece.path.name.replace(".tfrecord", ".array_record"): [piece]
+    folder / piece.file.path.name.replace(".tfrecord", ".array_record"): [piece]
     for split in info.splits
     for piece in pieces_lib.make_pieces(source, split, data_dir)
   }

@@ -1,0 +1,212 @@
+"""One file of documents: text, JSON lines or a table; it may be compressed."""
+
+import bz2
+import codecs
+import dataclasses
+import functools
+import gzip
+import io
+import itertools
+import json
+import lzma
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from diloco.data import records
+from diloco.errors import ConfigError
+from diloco.util.command import optional
+
+# What is known of a document in a text file; see `File.scan`.
+DOCUMENT = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
+
+LINES = (".jsonl", ".ndjson", ".json")
+ROWS = (".parquet", ".arrow", ".feather")
+# Bytes of a file's start and end that tell it from other files.
+_SAMPLE = 1 << 16
+
+
+def _open_zst(path: pathlib.Path) -> io.BufferedIOBase:
+  arrow = optional("pyarrow", f"{path} needs", "prepare")
+  return io.BufferedReader(arrow.input_stream(str(path), compression="zstd"))
+
+
+COMPRESSED: dict[str, Callable[[pathlib.Path], Any]] = {
+  ".gz": gzip.open,
+  ".bz2": bz2.open,
+  ".xz": lzma.open,
+  ".zst": _open_zst,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+  """A file of documents.
+
+  Attributes:
+    path: where the file lies.
+    kind: what is one document: "file", "paragraphs", "lines" (of JSON) or "rows" (of a
+      table). Preparation also has "tfrecord" and "array_record".
+    field: the field of JSON, or the column of a table, that holds the text.
+  """
+
+  path: pathlib.Path
+  kind: str
+  field: str = "text"
+
+  @property
+  def compressed(self) -> bool:
+    return self.path.suffix.lower() in COMPRESSED
+
+  def documents(self, start: int = 0, stop: int = 0) -> Iterator[tuple[int, str]]:
+    """Yields (byte offset, text) of the documents that begin in bytes start to stop.
+
+    Ranges that together cover a file of JSON lines give each of its documents once.
+    Other files and compressed files must be read whole. The offset of a row is its
+    number.
+
+    Args:
+      start: first byte.
+      stop: byte after the last one; 0: the end of the file.
+
+    Raises:
+      ConfigError: a line is not a JSON object with a text, or a text is not UTF-8.
+    """
+    if self.kind == "rows":
+      yield from enumerate(records.read_rows(self.path, self.field))
+    else:
+      for offset, raw in self._raw(start, stop):
+        yield offset, self._text(offset, raw)
+
+  def document(self, offset: int) -> str:
+    """Reads the document that begins at a byte offset. Line ends stay as stored."""
+    # A file that was cut meanwhile has nothing there.
+    _, raw = next(self._raw(offset), (offset, b""))
+    return self._text(offset, raw)
+
+  def scan(self) -> np.ndarray:
+    """Returns a DOCUMENT for each document of a text file, in order.
+
+    `hash` is equal for equal documents, in this process only. Spaces and empty lines
+    around a paragraph do not count; of a line of JSON, the text counts as it is
+    written. Of a file that is one document, size, beginning and end count.
+
+    A file is read once, and again only after it has changed.
+
+    Raises:
+      ConfigError: a file that is one document is no text.
+    """
+    status = self.path.stat()
+    return _scan(self, status.st_size, status.st_mtime_ns)
+
+  def _scanned(self) -> Iterator[tuple[int, int, int]]:
+    if self.kind == "file":
+      size, *content = sample(self.path)
+      self._refuse_binary(content[0])
+      yield 0, int(size), hash((size, *content))
+      return
+    # Parsing JSON would take longer, and may fail.
+    name = re.escape(json.dumps(self.field).encode())
+    in_line = re.compile(name + rb'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)"')
+    for offset, raw in self._raw():
+      text = in_line.search(raw) if self.kind == "lines" else None
+      raw = text[1] if text else raw.strip()
+      yield offset, len(raw), hash(raw)
+
+  def _open(self) -> io.BufferedIOBase:
+    plain = lambda path: path.open("rb")
+    return COMPRESSED.get(self.path.suffix.lower(), plain)(self.path)
+
+  def _raw(self, start: int = 0, stop: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yields (byte offset, bytes) of documents; the arguments are as `documents`."""
+    with self._open() as file:
+      if self.kind == "file":
+        yield 0, file.read()
+        return
+      offset = start
+      if start:  # Skips the rest of a line that begins before `start`.
+        file.seek(start - 1)
+        offset += len(file.readline()) - 1
+      if self.kind == "lines":
+        while (not stop or offset < stop) and (line := file.readline()):
+          if not line.isspace():
+            yield offset, line
+          offset += len(line)
+      else:
+        for blank, lines in itertools.groupby(file, key=bytes.isspace):
+          paragraph = b"".join(lines)
+          if not blank:
+            yield offset, paragraph
+          offset += len(paragraph)
+
+  def _text(self, offset: int, raw: bytes) -> str:
+    """Returns the text of a document from its bytes."""
+    if self.kind == "lines":
+      return self._json_text(offset, raw)
+    self._refuse_binary(raw)
+    if not offset and _is_json_line(raw.partition(b"\n")[0]):
+      raise ConfigError(
+        f"{self.path} is taken as plain text, but its first line is a JSON object with"
+        f" a `text`; rename the file so that it ends in {', '.join(LINES)}."
+      )
+    try:
+      return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+      raise ConfigError(
+        f"{self.path}, line {self._line(offset + error.start)}, is not UTF-8 text (byte"
+        f" 0x{raw[error.start]:02x}); convert the file with `iconv -f <encoding> -t"
+        " UTF-8`, or leave it out."
+      ) from error
+
+  def _json_text(self, offset: int, raw: bytes) -> str:
+    try:
+      text = json.loads(raw)[self.field]
+      text.encode()  # Fails for half a character, which tokenizers do not accept.
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+      raise ConfigError(
+        f"{self.path}, line {self._line(offset)}, is not a JSON object with a string"
+        f" `{self.field}`; files named .jsonl or .json need one such object per line;"
+        " another name of the text is given as in files:/data/*.jsonl#content."
+      ) from error
+    return text
+
+  def _refuse_binary(self, raw: bytes) -> None:
+    utf_16 = raw.startswith((codecs.BOM_UTF16_BE, codecs.BOM_UTF16_LE))
+    if b"\0" in raw and not utf_16:
+      raise ConfigError(
+        f"{self.path} is a binary file, which is not read; give plain text,"
+        f" {', '.join([*LINES, *ROWS])}, also compressed as"
+        f" {', '.join(COMPRESSED)}, or leave the file out."
+      )
+
+  def _line(self, offset: int) -> int:
+    """Returns the number of the line, from 1, that has the byte at an offset."""
+    with self._open() as file:
+      ends = itertools.accumulate(map(len, file))
+      return 1 + sum(1 for _ in itertools.takewhile(lambda end: end <= offset, ends))
+
+
+@functools.cache
+def _scan(file: File, size: int, changed: int) -> np.ndarray:
+  """Scans a file of this size in bytes, last changed at this time."""
+  return np.fromiter(file._scanned(), DOCUMENT)
+
+
+def sample(path: pathlib.Path) -> Iterable[bytes]:
+  """Yields the size, the beginning and the end of a file."""
+  size = path.stat().st_size
+  yield str(size).encode()
+  with path.open("rb") as file:
+    yield file.read(_SAMPLE)
+    file.seek(max(size - _SAMPLE, 0))
+    yield file.read(_SAMPLE)
+
+
+def _is_json_line(line: bytes) -> bool:
+  try:
+    return line[:1] == b"{" and "text" in json.loads(line)
+  except (RecursionError, ValueError):
+    return False
