@@ -71,6 +71,19 @@ def joined(runs: Sequence[Run]) -> list[list[Run]]:
   return [*groups.values()]
 
 
+def mean_of(runs: Sequence[Run]) -> Run:
+  """Returns a run with the mean losses of runs that `joined` has grouped."""
+  import pandas as pd
+
+  mean = lambda losses: pd.DataFrame(losses).mean().to_dict()
+  return dataclasses.replace(
+    runs[0],
+    name=_name(runs),
+    loss=mean([run.loss for run in runs]),
+    held_out=mean([run.held_out for run in runs]),
+  )
+
+
 def row(runs: Sequence[Run]) -> dict[str, str]:
   """Returns the columns of a run: its settings, then its results.
 
@@ -96,6 +109,7 @@ def row(runs: Sequence[Run]) -> dict[str, str]:
     "step": f"{step:,}" + f" of {c.train.steps:,}" * (step < c.train.steps),
     "tokens": f"{step * c.tokens_per_step:,}",
     "held-out loss": loss + f" at {last:,}" * (0 < last < step),
+    "bits/byte": f"{np.mean([one.bits[last] for one in runs]):.4f}" if last else "-",
     "bytes sent": f"{run.sent.get(step, 0):,.0f}",
     "peak bytes": f"{run.peak:,}",
     "tokens/s": f"{np.mean(speeds):,.0f}" if speeds else "-",
@@ -174,7 +188,7 @@ def draw(
   """
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
-  title = "Lines: training loss, smoothed. Circles: held-out loss."
+  title = "Lines: training loss, smoothed. Circles: held-out loss. n: mean of n seeds."
   figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
@@ -193,7 +207,8 @@ def draw(
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      line(panel, x, smoothed(loss), **look)
+      last = np.append(x[1:] != x[:-1], True)  # Of the steps between two sends.
+      line(panel, x[last], smoothed(loss)[last], **look)
       for t in filter(place.get, run.held_out):
         color = look["color"]
         panel.plot(place[t], run.held_out[t], "o", color=color, mec="black", ms=4)
@@ -208,12 +223,33 @@ def draw(
 
 def label(run: Run) -> str:
   """Names a run and its method in the legend."""
-  return f"{run.name}: " * (run.name != run.config.algorithm) + _title(run)
+  name, method = run.name, _title(run)
+  if name.startswith(method):  # `named` has named it.
+    return name
+  return f"{name}: " * (name != run.config.algorithm) + method
 
 
 def _title(run: Run) -> str:
   c = run.config
   return title(c.algorithm, c.replicas, c.sync_every)
+
+
+def incomparable(runs: Sequence[Run]) -> list[str]:
+  """Warns of losses per token that runs have on different texts or tokens."""
+  configs = [run.config for run in runs]
+  tokenizers = {c.data.tokenizer for c in configs}
+  texts = {
+    (c.data.eval_source or c.data.source, c.data.eval_split, c.eval.tokens)
+    for c in configs
+  }
+  pairs = (("held-out texts", texts), ("tokenizers", tokenizers))
+  found = " and ".join(name for name, values in pairs if len(values) > 1)
+  if not found:
+    return []
+  return [
+    f"The runs have different {found}, so their losses per token cannot be compared;"
+    " on one text, bits/byte can."
+  ]
 
 
 def missing(run: Run) -> list[str]:
@@ -238,11 +274,12 @@ def compare(args: argparse.Namespace) -> None:
   if args.csv:
     command.make_parent(args.csv, "--csv", "a file name.csv")
   runs = named(read_all(args.workdir))
-  seconds, notes = idealised(runs, args.chips, across)
+  means = [mean_of(group) for group in joined(runs)]
+  seconds, notes = idealised(means, args.chips, across)
   print(table(runs) + "\n")
-  print("\n".join([*notes, *itertools.chain(*map(missing, runs))]))
+  print("\n".join([*incomparable(runs), *notes, *itertools.chain(*map(missing, runs))]))
   out = args.out or args.workdir[0] / "compare.png"
-  palette.save(lambda: draw(runs, seconds, across), out)
+  palette.save(lambda: draw(means, seconds, across), out)
   print(f"picture      {out}")
   if args.csv:
     print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")

@@ -58,17 +58,19 @@ def page(folders: Sequence[pathlib.Path], config: str) -> str:
     folders: those of the runs.
     config: the config file with which the runs are compared; "" for the defaults.
   """
-  runs = read_run.read_all(folders)
+  runs = compare.named(read_run.read_all(folders))
   network = wallclock.NETWORKS["low"]
-  seconds, notes = compare.idealised(runs, None, network)
   places = dict(zip([run.name for run in runs], folders))
   best = sorted(runs, key=lambda run: min(run.held_out.values(), default=math.inf))
   shown = best[:MOST] if len(runs) > MOST else runs
+  drawn = [compare.mean_of(group) for group in compare.joined(shown)]
+  seconds, notes = compare.idealised(drawn, None, network)
+  notes = compare.incomparable(runs) + notes
   if len(runs) > MOST:
     notes.append(f"Shown below: the {MOST} runs with the least held-out loss.")
   with tempfile.TemporaryDirectory() as folder:
     path = pathlib.Path(folder) / "compare.png"
-    palette.save(lambda: compare.draw(shown, seconds, network), path)
+    palette.save(lambda: compare.draw(drawn, seconds, network), path)
     parts = [_text(compare.table(runs)), _picture(path)]
   parts += [f"<p>{html.escape(note)}</p>" for note in notes]
   base = (load_config(config) if config else Config()).to_dict()
@@ -81,7 +83,7 @@ def page(folders: Sequence[pathlib.Path], config: str) -> str:
       parts += [_picture(part / "loss.png"), _columns(summary)]
     parts += [f"<h3>Fields that differ from {html.escape(config) or 'defaults'}</h3>"]
     parts += [_columns(changed) or "none"]
-  title = html.escape(", ".join(places))
+  title = html.escape("; ".join(run.name for run in drawn))
   head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
   return f"<!doctype html>{head}<h1>{title}</h1>\n" + "\n".join(parts) + "\n"
 

@@ -24,6 +24,7 @@ class Run:
     config: of the whole run.
     loss: {step: training loss, mean of the replicas}, nats per token.
     held_out: {step: held-out loss of the outer parameters}, nats per token.
+    bits: {step: the same in bits per byte of the text}.
     sent: {step: bytes that one replica has sent so far}.
     peak: the most bytes that one replica sent at a single step.
     tokens_per_s: of all replicas together; None before the second step.
@@ -33,6 +34,7 @@ class Run:
   config: Config
   loss: dict[int, float]
   held_out: dict[int, float]
+  bits: dict[int, float]
   sent: dict[int, float]
   peak: int
   tokens_per_s: float | None
@@ -57,6 +59,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
     config=c,
     loss=_by_step(of("step"), "loss").mean().to_dict(),
     held_out=_by_step(of("eval"), "loss_outer").mean().to_dict(),
+    bits=_by_step(of("eval"), "bits_per_byte").mean().to_dict(),
     sent=_by_step(of("step"), "bytes_sent").mean().to_dict(),
     peak=max(map(_peak, read_parts)),
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,

@@ -32,6 +32,7 @@ def make_run(folder, c, last=12, loss=5.0, sent=100, peak=0):
         r = {"kind": "send", "step": t, "fragment": 0, "bytes": sent // 2}
         file.write(json.dumps(r) + "\n" + json.dumps({**r, "fragment": 1}) + "\n")
     r = {"kind": "eval", "step": last, "loss_outer": loss - 1}
+    r["bits_per_byte"] = loss - 1.5
     file.write(json.dumps(r) + "\n")
   return folder
 
@@ -58,11 +59,11 @@ def test_the_table_has_what_differs_and_the_results(two):
   assert head == "all: M 2, N 41,984"
   streaming, plain = (line.split() for line in lines[1:])
   assert streaming[:5] == ["streaming", "streaming", "4", "1", "e3m0"]
-  assert streaming[5:] == ["0", "12", "768", "4.0000", "300", "100", "1,000"]
+  assert streaming[5:] == ["0", "12", "768", "4.0000", "3.5000", "300", "100", "1,000"]
   peak = gradient_bytes(runs[1].config)
   assert plain[:5] == ["plain", "data_parallel", "-", "-", "float32"]
   assert plain[5:10] == ["3", "8", "of", "12", "512"]
-  assert plain[10:] == ["3.0000", f"{8 * peak:,}", f"{peak:,}", "1,000"]
+  assert plain[10:] == ["3.0000", "2.5000", f"{8 * peak:,}", f"{peak:,}", "1,000"]
 
 
 def test_a_field_that_differs_is_a_column(tmp_path):
@@ -154,14 +155,10 @@ def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
   assert "plain is not finished" in capsys.readouterr().out
   assert files[0].read_bytes().startswith(b"\x89PNG")
   table = pd.read_csv(files[1])
-  assert list(table.columns[:4]) == [
-    "run",
-    "step",
-    "eval/loss_outer",
-    "step/bytes_sent",
-  ]
+  held_out = ["eval/bits_per_byte", "eval/loss_outer"]
+  assert list(table.columns[:5]) == ["run", "step", *held_out, "step/bytes_sent"]
   names = ("loss", "peak_bytes", "tokens", "tokens_per_s")
-  assert list(table.columns[4:]) == [f"step/{name}" for name in names]
+  assert list(table.columns[5:]) == [f"step/{name}" for name in names]
   assert list(table["run"]) == ["streaming"] * 12 + ["plain"] * 8
   assert table["eval/loss_outer"].dropna().tolist() == [4.0, 3.0]
   np.testing.assert_array_equal(table["step"], [*range(1, 13), *range(1, 9)])
@@ -199,3 +196,25 @@ def test_a_held_out_loss_that_is_not_finite_is_shown(tmp_path):
   run = read_run.read(folder, "a")
   assert "nan" in compare.table([run])
   assert "held-out     not finite at 12" in status.lines(folder, 0.0)
+
+
+def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
+  runs = [
+    read_run.read(make_run(tmp_path / f"s{seed}", config(seed=seed), loss=loss), "a")
+    for seed, loss in ((0, 5.0), (1, 4.0))
+  ]
+  [group] = compare.joined(runs)
+  mean = compare.mean_of(group)
+  assert mean.name == "a (n=2)"
+  assert mean.held_out == {12: 3.5}
+  assert mean.loss == {t: (runs[0].loss[t] + runs[1].loss[t]) / 2 for t in runs[0].loss}
+
+
+def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):
+  c = tiny_config()
+  c.data.eval_source = "files:/other"
+  folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
+  runs = [read_run.read(folder, folder.name) for folder in folders]
+  [sentence] = compare.incomparable(runs)
+  assert "different held-out texts, so" in sentence
+  assert compare.incomparable(runs[:1] * 2) == []
