@@ -209,7 +209,9 @@ def test_a_finished_run_is_not_trained_again(finished, tmp_path):
   assert losses(tmp_path / "copy") == losses(finished)
   # Cut short between the last checkpoint and the summary, or damaged.
   (tmp_path / "copy" / "summary.json").write_bytes(b"\xff{garbage")
-  assert run(tmp_path / "copy")[0] == 0
+  code, stderr = run(tmp_path / "copy")
+  assert code == 0
+  assert "at step 12; its result is computed again." in stderr
   after, before = (
     json.loads((w / "summary.json").read_text()) for w in (tmp_path / "copy", finished)
   )

@@ -32,6 +32,7 @@ from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, say
 from diloco.spec import plugins
+from diloco.util import files
 from diloco.util.orbax_errors import hush, of_orbax, reason_of
 
 
@@ -132,7 +133,9 @@ class Checkpoints:
       fsdp = self._method.plan.mesh.shape[FSDP]
       resume.warn_of_other_shards(self._c, record.fsdp, fsdp)
       if record.finished and step == self._c.train.steps:
-        say(f"This run finished before, at step {step}; nothing was trained.")
+        whole = files.read_json(self._workdir / "summary.json")
+        missing = "nothing was trained." if whole else "its result is computed again."
+        say(f"This run finished before, at step {step}; {missing}")
       else:
         say(f"Going on from the checkpoint of step {step}.")
       for sentence in filter(None, (self._check(record, step), mixture)):

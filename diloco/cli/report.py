@@ -46,7 +46,8 @@ def folders_of(folder: pathlib.Path) -> list[pathlib.Path]:
   found = [f for f in status.find(folder) if (f / metrics.FILE).is_file()]
   if not found:
     raise ConfigError(
-      f"WORKDIR is {str(folder)!r}, a coordinator's; give the folder of its sites."
+      f"WORKDIR is {str(folder)!r}, where no run has a step; give the folder of a run,"
+      " or of sites, not of their coordinator."
     )
   return found
 

@@ -28,7 +28,7 @@ from diloco.log.workdir import backwards, read_config, title
 from diloco.util import files
 from diloco.util.command import Parser, as_path, guarded, in_range
 
-ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
+CONFIG, ROUNDS, SUMMARY = "config.json", "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
 # of a line, and for so many seconds: evaluations and checkpoints take time too.
 _PATIENCE, _LEAST_S = 20, 60
@@ -56,7 +56,7 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   total = config.get("train", {}).get("steps")
   found = newest(folder, config)
   if not found["step"]:
-    return Status(_title(config), {"step": "none yet"}, {})
+    return Status(_title(config), {"step": "none yet; the first one is compiled"}, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   done = t == total and files.read_json(folder / SUMMARY) is not None
@@ -91,7 +91,8 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
   found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
   reach = max(2 * config.get("sync_every", 0), every, _RECENT)
-  for line in backwards(folder / metrics.FILE):
+  path = folder / metrics.FILE
+  for line in backwards(path) if path.is_file() else ():
     record = metrics.as_record(line)
     kind = record.get("kind")
     if kind in found:
@@ -138,8 +139,8 @@ READERS = {metrics.FILE: of_run, ROUNDS: of_coordinator}
 
 def read(folder: pathlib.Path, now: float) -> Status:
   """Reads the status of the run in a folder; compares file times with `now`."""
-  reader = next(r for name, r in READERS.items() if (folder / name).is_file())
-  return reader(folder, now)
+  readers = (r for name, r in READERS.items() if (folder / name).is_file())
+  return next(readers, of_run)(folder, now)
 
 
 def find(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -152,6 +153,10 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
   found = [
     f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
   ]
+  if not found and (folder / CONFIG).is_file():  # The run compiles its first step.
+    return [folder]
+  if not folder.is_dir():
+    raise ConfigError(f"WORKDIR is {str(folder)!r}, but there is no such folder.")
   if not found:
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)}"

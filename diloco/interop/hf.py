@@ -139,7 +139,10 @@ def save(
   """
   save_file = optional("safetensors.numpy", "exports need", extra).save_file
   try:
+    path.touch()
+    mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
     save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
   except Exception as error:  # Of safetensors, also around an OSError.
     raise ConfigError(
       f"--output is {str(path.parent)!r}, where no more can be written"

@@ -58,7 +58,7 @@ def test_sites_are_one_run_and_a_sweep_has_its_best_runs(tmp_path, monkeypatch):
 
 def test_the_folder_of_a_coordinator_has_no_run(tmp_path):
   (tmp_path / "rounds.jsonl").write_text("")
-  with pytest.raises(ConfigError, match="a coordinator's; give the folder of"):
+  with pytest.raises(ConfigError, match="of sites, not of their coordinator"):
     report.folders_of(tmp_path)
 
 

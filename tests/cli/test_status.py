@@ -144,6 +144,17 @@ def test_a_folder_without_runs_is_a_mistake(tmp_path, capsys):
   assert "where no run has written metrics.jsonl" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
+  assert status.main([str(tmp_path / "rnu")]) == 2
+  assert "but there is no such folder." in capsys.readouterr().err
+
+
+def test_a_run_that_compiles_has_no_step_yet(tmp_path, config):
+  write(tmp_path, [], config=config)
+  (tmp_path / "metrics.jsonl").unlink()
+  assert "none yet; the first one is compiled" in status.lines(tmp_path, NOW)[1]
+
+
 @pytest.mark.parametrize("command", ["status", "compare", "report"])
 def test_commands_that_look_at_runs_need_no_jax(command):
   code = f"import sys, diloco.cli.{command}; print('jax' in sys.modules)"

@@ -69,6 +69,8 @@ def test_what_was_written_is_read_again(tiny, tmp_path):
   model = make_model(tiny)
   folder, _ = export.export_hf(model, tmp_path)
   m, tokenizer = model.config.model, load_tokenizer("sotu_2048")
+  # Who may read one file may read all.
+  assert len({path.stat().st_mode for path in folder.iterdir()}) == 1
   fields = fields_of(folder)
   assert {k: getattr(m, k) for k in fields} == fields
   found = dict(hf.read(m, tokenizer, folder, "float32"))
