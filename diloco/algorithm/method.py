@@ -111,8 +111,8 @@ class Method(Protocol):
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Returns fields that this method adds to a run's summary, or replaces there."""
 
-  def of_run(self, state: TrainState, r: int) -> TrainState:
-    """Returns the state of run r from the state of all runs that train together."""
+  def of_run(self, arrays: PyTree, r: int) -> PyTree:
+    """Returns the arrays of run r from those of all runs that train together."""
 
   def close(self, reason: str) -> None:
     """Leaves the run; only the first call does something.
@@ -187,9 +187,9 @@ class DiLoCo:
     del summary
     return {}
 
-  def of_run(self, state: TrainState, r: int) -> TrainState:
+  def of_run(self, arrays: PyTree, r: int) -> PyTree:
     del r
-    return state
+    return arrays
 
   def close(self, reason: str) -> None:
     del reason
