@@ -108,9 +108,6 @@ class Embed(nn.Module):
     x_BxLxD += positions.astype(dtype)
     return by_sequence(self, x_BxLxD)
 
-  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
-    return self.norm(x_BxLxD)
-
 
 class Decoder(transformer.Transformer):
   """Maps input ids to the hidden states before the head."""

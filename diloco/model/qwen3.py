@@ -113,9 +113,6 @@ class Embed(nn.Module):
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0)
     return by_sequence(self, x_BxLxD.astype(jnp.dtype(self.m.dtype)))
 
-  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
-    return self.norm(x_BxLxD)
-
 
 class Decoder(transformer.Transformer):
   """Maps input ids to the hidden states before the head."""

@@ -80,7 +80,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
   """Maps input ids to the hidden states before the head.
 
-  `Embed` makes hidden states from (ids_BxL, place) and has `final_norm`.
+  `Embed` makes hidden states from (ids_BxL, place); `norm` is its final norm.
   """
 
   Embed: ClassVar[type[nn.Module]]
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
     place = self.placed(place, ids_BxL.shape[1])
     x_BxLxD = self.embed(ids_BxL, place)
     x_BxLxD, cache = self.blocks(x_BxLxD, cache, place)
-    return self.embed.final_norm(x_BxLxD), cache
+    return self.embed.norm(x_BxLxD), cache
 
   def placed(self, place: Place, length: int) -> Place:
     """Adds to the place of `length` ids whatever all blocks need of their positions."""
