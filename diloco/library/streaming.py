@@ -315,5 +315,4 @@ def _mesh_of(params_M: PyTree) -> Mesh:
       f"params_M lies on {len(devices)} devices, but not on a mesh; give mesh, for"
       " example from diloco.replica_mesh."
     )
-  grid = np.asarray([devices or jax.devices()[:1]], dtype=object)
-  return mesh_of(grid)
+  return mesh_of(np.asarray([devices or jax.devices()[:1]], dtype=object))

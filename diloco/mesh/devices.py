@@ -52,8 +52,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
       f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
       f" choose a multiple of {n}."
     )
-  grid = device_grid(devices, replica, fsdp)
-  return mesh_of(grid)
+  return mesh_of(device_grid(devices, replica, fsdp))
 
 
 def replica_mesh(
@@ -77,8 +76,7 @@ def replica_mesh(
     )
   fitting = range(1, len(devices) // fsdp + 1)
   rows = max(k for k in fitting if replicas % k == 0)
-  grid = device_grid(devices[: rows * fsdp], rows, fsdp)
-  return mesh_of(grid)
+  return mesh_of(device_grid(devices[: rows * fsdp], rows, fsdp))
 
 
 def fit_eval_batch(c: Config, devices: int) -> Config:
@@ -88,8 +86,7 @@ def fit_eval_batch(c: Config, devices: int) -> Config:
 
 def make_inference_mesh() -> Mesh:
   """Makes a 1 x n mesh: one model, without replicas, sharded over all devices."""
-  grid = np.asarray(jax.devices()).reshape(1, -1)
-  return mesh_of(grid)
+  return mesh_of(np.asarray(jax.devices()).reshape(1, -1))
 
 
 def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:
