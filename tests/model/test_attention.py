@@ -136,3 +136,53 @@ def test_a_cpu_computes_what_jax_computes(masks):
 
   for a, b in zip(with_gradients(mine), with_gradients(of_jax)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["xla", "cudnn", "splash"])
+@pytest.mark.parametrize(
+  "shape",  # B, L, heads, heads of keys and values, head size.
+  [
+    (2, 256, 4, 2, 64),
+    pytest.param((2, 2048, 20, 20, 64), marks=pytest.mark.slow("2048 positions")),
+    pytest.param((2, 1024, 8, 2, 128), marks=pytest.mark.slow("1024 positions")),
+  ],
+  ids=str,
+)
+def test_in_bfloat16_a_kernel_of_this_device_differs_from_float32_by_rounding(
+  name, shape
+):
+  batch, length, heads, kv_heads, size = shape
+  plain = ModelConfig(
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=size,
+    seq_len=length,
+    dtype="float32",
+    attention="xla",
+  )
+  m = dataclasses.replace(plain, dtype="bfloat16", attention=name)
+  try:
+    attention.check(m, jax.devices()[0])
+  except ConfigError as error:
+    pytest.skip(str(error))
+  keys = jax.random.split(jax.random.key(0), 4)
+  *qkv, weights = (
+    jax.random.normal(key, (batch, length, g, size), jnp.bfloat16).astype(jnp.float32)
+    for key, g in zip(keys, (heads, kv_heads, kv_heads, heads))
+  )
+
+  def with_gradients(m: ModelConfig) -> list[np.ndarray]:
+    def loss(*qkv):
+      y = attention.attend(m, *qkv, None)
+      return (y * weights).sum(dtype=jnp.float32), y
+
+    f = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    with jax.default_matmul_precision("highest"):
+      grads, y = f(*(x.astype(m.dtype) for x in qkv))
+    return [np.asarray(x, np.float64) for x in (y, *grads)]
+
+  for found, expected in zip(with_gradients(m), with_gradients(plain)):
+    # bfloat16 keeps 8 bits: distances near 2^-9 are rounding.
+    distance = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert distance < 2**-7
+    print(f"{shape} {name} {distance:.2e}")
