@@ -44,12 +44,8 @@ METHODS = {
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
 # Colours of the curves: an algorithm's colour, Streaming's variants in its shades.
-CURVES = dict(
-  zip(
-    ("data-parallel", "DiLoCo", *[*METHODS][2:]),
-    (COLORS["data_parallel"], COLORS["diloco"], *shades(COLORS["streaming"], 3)),
-  )
-)
+CURVES = {"data-parallel": COLORS["data_parallel"], "DiLoCo": COLORS["diloco"]}
+CURVES |= dict(zip([*METHODS][2:], shades(COLORS["streaming"], 3)))
 # Steps between a change of the rate and a measurement: the log shows steps late.
 SETTLE = 20
 
