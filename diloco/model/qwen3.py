@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import transformer
-from diloco.model.transformer import Cache, Place, by_sequence, linear, table
+from diloco.model.transformer import Cache, Part, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
@@ -49,11 +49,8 @@ def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
   )
 
 
-class Attention(nn.Module):
+class Attention(Part):
   """Causal grouped-query attention with QK RMSNorm and rotary positions (RoPE)."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   @nn.compact
   def __call__(
@@ -77,10 +74,8 @@ class Attention(nn.Module):
     return linear(self, "out", y_BxLxHK, m.dim), cache
 
 
-class FeedForward(nn.Module):
+class FeedForward(Part):
   """SwiGLU feed-forward of width F."""
-
-  m: ModelConfig
 
   @nn.compact
   def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -95,11 +90,8 @@ class Block(transformer.Block):
   Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
 
-class Embed(nn.Module):
+class Embed(Part):
   """Token embedding, head and final norm: everything outside the blocks."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   def setup(self) -> None:
     m = self.m
