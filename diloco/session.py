@@ -312,7 +312,8 @@ def open_session(
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)
-    attention.check(c.model, mesh.devices.flat[0])
+    kind = mesh.devices.flat[0].device_kind
+    attention.check(c.model, kind)
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
     evaluation = Evaluation(c, mesh)
@@ -325,7 +326,7 @@ def open_session(
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
     if peers.index == 0:
-      say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
+      say(f"attention: {attention.choose(c.model, kind)}")
       if note:
         say(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.

@@ -14,7 +14,6 @@ head size. Query head h reads head h // (H / G) of the keys and values.
 """
 
 import functools
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +23,6 @@ from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line
-
-
-class Device(Protocol):
-  """What a real device and one of an abstract mesh have in common."""
-
-  @property
-  def platform(self) -> str: ...
-
-  @property
-  def device_kind(self) -> str: ...
-
 
 # How the kinds of devices begin on which a kernel works, and on which `auto` takes it.
 _KINDS = {"splash": "TPU", "cudnn": "NVIDIA"}
@@ -68,7 +56,7 @@ def attend(
   mesh = jax.sharding.get_abstract_mesh()
   # The mesh knows the devices that the program is compiled for, also in a dry run.
   device = mesh.abstract_device or jax.devices()[0]
-  name = choose(m, device, q_BxLxHxK.shape[1])
+  name = choose(m, device.device_kind, q_BxLxHxK.shape[1])
   # Grouped heads are repeated, because the kernels take one head per query head.
   copies = q_BxLxHxK.shape[2] // k_BxLxGxK.shape[2]
   repeated = lambda x: jnp.repeat(x, copies, axis=2) if copies > 1 else x
@@ -85,12 +73,12 @@ def attend(
   return sharding.on_each_device(kernel, spec, spec)(*args)
 
 
-def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
-  """Returns the attention that `model.attention` means on a device.
+def choose(m: ModelConfig, kind: str, length: int | None = None) -> str:
+  """Returns the attention that `model.attention` means on a kind of device.
 
   Args:
     m: the architecture.
-    device: a device of the mesh.
+    kind: as in `jax.Device.device_kind`.
     length: positions of a sequence; None: seq_len. xla computes the shorter sequences
       of tasks if their length does not suit the kernel.
   """
@@ -98,18 +86,18 @@ def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
   if m.attention != "auto":
     return "xla" if _length_obstacle(m.attention, length) else m.attention
   for name, kinds in _AUTO.items():
-    if device.device_kind.startswith(kinds) and not _obstacle(m, name, length):
+    if kind.startswith(kinds) and not _obstacle(m, name, length):
       return name
   return "xla"
 
 
-def check(m: ModelConfig, device: Device) -> None:
-  """Refuses a `model.attention` that cannot work on a device.
+def check(m: ModelConfig, kind: str) -> None:
+  """Refuses a `model.attention` that cannot work on a kind of device.
 
   Raises:
     ConfigError: gives the reason.
   """
-  name, kind = m.attention, device.device_kind
+  name = m.attention
   reason = _obstacle(m, name, m.seq_len)
   if not kind.startswith(_KINDS.get(name, "")):
     reason = f"needs devices of kind {_KINDS[name]}, and these are {kind}"

@@ -214,7 +214,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(Peers()))
     mesh = make_mesh(c)
-    attention.check(c.model, mesh.devices.flat[0])
+    attention.check(c.model, mesh.devices.flat[0].device_kind)
     stack.enter_context(jax.set_mesh(mesh))
     # Runs of the same seed read the same text.
     batches = {
