@@ -87,7 +87,7 @@ class Embed(Part):
     self.positions_LxD = table(self, "positions", m.seq_len)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL: jax.Array, place: Place) -> jax.Array:
+  def __call__(self, ids_BxL: jax.Array, place: Place) -> tuple[jax.Array, Place]:
     dtype = jnp.dtype(self.m.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
@@ -98,7 +98,7 @@ class Embed(Part):
     else:
       positions = jax.lax.dynamic_slice_in_dim(self.positions_LxD, place.start, length)
     x_BxLxD += positions.astype(dtype)
-    return by_sequence(self, x_BxLxD)
+    return by_sequence(self, x_BxLxD), place
 
 
 class Decoder(transformer.Transformer):

@@ -90,7 +90,8 @@ class Block(Part):
 class Transformer(Part):
   """Maps input ids to the hidden states before the head.
 
-  `Embed` makes hidden states from (ids_BxL, place); `norm` is its final norm.
+  `Embed` makes hidden states from (ids_BxL, place), and adds to the place what all
+  blocks need of the positions; `norm` is its final norm.
   """
 
   Embed: ClassVar[type[nn.Module]]
@@ -134,15 +135,9 @@ class Transformer(Part):
     if self.m.segment_masks and cache is None:
       ids_BxL, segment_BxL, position_BxL = _documents(ids_BxL)
       place = Place(start, segment_BxL, position_BxL)
-    place = self.placed(place, ids_BxL.shape[1])
-    x_BxLxD = self.embed(ids_BxL, place)
+    x_BxLxD, place = self.embed(ids_BxL, place)
     x_BxLxD, cache = self.blocks(x_BxLxD, cache, place)
     return self.embed.norm(x_BxLxD), cache
-
-  def placed(self, place: Place, length: int) -> Place:
-    """Adds to the place of `length` ids whatever all blocks need of their positions."""
-    del length
-    return place
 
 
 def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
