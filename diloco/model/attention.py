@@ -14,6 +14,7 @@ head size. Query head h reads head h // (H / G) of the keys and values.
 """
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def attend(
   repeated = lambda x: jnp.repeat(x, copies, axis=2) if copies > 1 else x
   args = (q_BxLxHxK, repeated(k_BxLxGxK), repeated(v_BxLxGxK), segment_BxL)
   if name == "xla":
-    return _xla_for_cpu(*args) if device.platform == "cpu" else _xla(*args)
+    return _xla_for_cpu(*args) if device.platform == "cpu" else _of_jax(*args)
   # A CPU interprets the TPU's kernel, for tests.
   on_tpu = functools.partial(_splash, interpret=device.platform == "cpu")
   kernel = on_tpu if name == "splash" else _cudnn
@@ -128,16 +129,21 @@ def _length_obstacle(name: str, length: int) -> str:
   return ""
 
 
-def _xla(
+def _of_jax(
   q_BxLxHxK: jax.Array,
   k_BxLxHxK: jax.Array,
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
+  implementation: Literal["cudnn"] | None = None,
 ) -> jax.Array:
+  args = (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
   mask = None if segment_BxL is None else _same_segment(segment_BxL)
   return jax.nn.dot_product_attention(
-    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
+    *args, mask=mask, is_causal=True, implementation=implementation
   )
+
+
+_cudnn = functools.partial(_of_jax, implementation="cudnn")
 
 
 def _xla_for_cpu(
@@ -146,7 +152,7 @@ def _xla_for_cpu(
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
 ) -> jax.Array:
-  """Computes `_xla` as XLA for CPU is fast at it: heads first, the queries scaled."""
+  """Computes `_of_jax` as XLA for CPU is fast at it: heads first, the queries scaled."""
   heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
   q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
   _, _, length, size = q_BxHxLxK.shape
@@ -167,18 +173,6 @@ def _xla_for_cpu(
 def _same_segment(segment_BxL: jax.Array) -> jax.Array:
   """Returns bool (B, 1, L, L): whether two positions are in the same document."""
   return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
-
-
-def _cudnn(
-  q_BxLxHxK: jax.Array,
-  k_BxLxHxK: jax.Array,
-  v_BxLxHxK: jax.Array,
-  segment_BxL: jax.Array | None,
-) -> jax.Array:
-  assert segment_BxL is None
-  return jax.nn.dot_product_attention(
-    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation="cudnn"
-  )
 
 
 def _splash(
