@@ -1,5 +1,6 @@
 """Makes the replica x fsdp mesh from the available devices."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -28,7 +29,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   if not replica and fsdp:
     replica = n // fsdp
   if not replica:
-    replica = max(k for k in range(1, m + 1) if m % k == 0 and n % k == 0)
+    replica = math.gcd(m, n)
   fsdp = fsdp or max(n // replica, 1)
   if replica * fsdp != n:
     raise ConfigError(
