@@ -100,7 +100,7 @@ def of_links() -> Figure:
     | {"compute_s_per_step": 0.05}
     for rate in (4.0, 1000.0)
   ]
-  return wan_bench.utilisation_figure(options, rows)
+  return wan_bench.picture(options, rows)
 
 
 def of_failures() -> Figure:
