@@ -147,10 +147,7 @@ def _stacked(
       f" {sorted(layers) or 'none, because there is no such leaf'}; this axis must be"
       " the layers, equally many in every leaf."
     )
-  try:
-    parts = make_fragments(layers.pop(), how.size, how.pattern, how.rest)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  parts = make_fragments(layers.pop(), how.size, how.pattern, how.rest)
   if all(below):
     parts = tuple(f for f in parts if f.layers)
   return ["blocks" if is_in else "embed" for is_in in below], parts

@@ -199,10 +199,7 @@ def streaming(
   overlap = {"tau": max(taus), "alpha": alpha, "transport": transport}
   fields: dict[str, Any] = {f"overlap.{name}": x for name, x in overlap.items()}
   c = _checked(wire, outer, fields | {"sync_every": sync_every, "seed": seed})
-  try:
-    schedule = Schedule(len(parts), sync_every, taus)
-  except ValueError as error:
-    raise ConfigError(str(error)) from error
+  schedule = Schedule(len(parts), sync_every, taus)
   mesh = mesh or _mesh_of(params_M)
   if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:
     raise ConfigError(

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from diloco.errors import ConfigError
 from diloco.spec.shapes import Shapes
 
 
@@ -78,17 +79,17 @@ def make_fragments(
     The P fragments in the order in which they are sent.
 
   Raises:
-    ValueError: the pattern is unknown, or the fragment is larger than the model.
+    ConfigError: the pattern is unknown, or the fragment is larger than the model.
   """
   if pattern == "whole":
     return (Fragment(tuple(range(num_layers)), ("embed",)),)
   if not 1 <= size <= num_layers:
-    raise ValueError(
+    raise ConfigError(
       f"fragments.size is {size}, but the model has {num_layers} layers; choose a size"
       f" from 1 to {num_layers}."
     )
   if pattern not in PATTERNS:
-    raise ValueError(
+    raise ConfigError(
       f"fragments.pattern is {pattern!r}; choose {', '.join(PATTERNS)} or whole."
     )
   blocks = [Fragment(tuple(ids)) for ids in PATTERNS[pattern](num_layers, size)]

@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import itertools
 
+from diloco.errors import ConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -28,7 +30,7 @@ class Schedule:
       arrives when it is sent again.
 
   Raises:
-    ValueError: a tau is not below H; with `whole_round`, it is above H.
+    ConfigError: a tau is not below H; with `whole_round`, it is above H.
   """
 
   num_fragments: int
@@ -41,7 +43,7 @@ class Schedule:
   def __post_init__(self) -> None:
     for tau in self.taus:
       if not 0 <= tau < self.sync_every + self.whole_round:
-        raise ValueError(
+        raise ConfigError(
           f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
           f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."
         )
