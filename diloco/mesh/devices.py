@@ -1,5 +1,6 @@
 """Makes the replica x fsdp mesh from the available devices."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -97,13 +98,12 @@ def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.nd
   by process. So, if the numbers allow it, each row lies in one slice and one process.
   Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
   """
-  slices: dict[int, list[jax.Device]] = {}
   order = lambda d: (_slice(d), d.process_index, d.id)
-  for device in sorted(devices, key=order):
-    slices.setdefault(_slice(device), []).append(device)
+  by_slice = itertools.groupby(sorted(devices, key=order), _slice)
+  slices = [list(part) for _, part in by_slice]
   rows = replica // len(slices) or 1  # Per slice; a replica may take several slices.
   blocks = []
-  for part in slices.values():
+  for part in slices:
     block = np.asarray(part)
     if part[0].platform == "tpu" and len(part) % rows == 0:
       block = mesh_utils.create_device_mesh(
