@@ -14,7 +14,6 @@ Several processes train together if each is started with --coordinator, --num_pr
 and --process_id, or with --distributed=auto; see docs/cluster.md.
 """
 
-import signal
 import sys
 import traceback
 
@@ -134,7 +133,6 @@ def print_config() -> None:
   """Prints the fields of --config."""
   from diloco.config import describe
 
-  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends without an error.
   print(describe.text(FLAGS.config))
 
 

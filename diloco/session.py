@@ -34,6 +34,7 @@ from diloco.processes.peers import Peers, say
 from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
 from diloco.util.files import local_path
+from diloco.util.types import PyTree
 from diloco.wire.ledger import Ledger
 
 # A function that is called after each launch. Its arguments: the launched steps, the
@@ -78,18 +79,6 @@ class Run:
     return contextlib.nullcontext()
 
 
-class Logs(Protocol):
-  """What the loop writes to the logs of its runs; `Log` is that of one run."""
-
-  def launched(
-    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
-  ) -> None: ...
-
-  def events(self, events: list[Event]) -> None: ...
-
-  def pause(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 @dataclasses.dataclass
 class Session:
   """The parts of a training loop.
@@ -98,7 +87,6 @@ class Session:
     method: how the runs train.
     runs: one run, or runs that train together.
     batches: yields int32 [M, B, L] for each step.
-    log: of all runs.
     evaluation: evaluates the parameters of one run.
     stop: knows whether a signal came.
     mesh: the device mesh.
@@ -112,7 +100,6 @@ class Session:
   method: Method
   runs: Sequence[Run]
   batches: Iterator[jax.Array]
-  log: Logs
   evaluation: Evaluation
   stop: Stop
   mesh: Mesh
@@ -164,7 +151,9 @@ class Session:
     events: list[Event],
   ) -> None:
     """Writes the logs."""
-    self.log.launched(steps, metrics, events)
+    for run, own, own_events in self._logged(metrics, events):
+      with run.own():
+        run.log.launched(steps, own, own_events)
     self.profile.end(steps, state)
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
@@ -172,7 +161,7 @@ class Session:
     every = self.c.eval.every
     if not every or t % every or t == self.last:
       return
-    with self.log.pause():
+    with self._paused():
       for run, own in self._each(state):
         with run.own():
           scores = self.evaluation(self.method.params(own))
@@ -186,7 +175,7 @@ class Session:
     """
     stops, every = self.stop.after_launch(), self.c.checkpoint.every
     if t < self.last and (stops or (every and t % every == 0)):
-      with self.log.pause():
+      with self._paused():
         self._save(t, state)
     if stops and t < self.last:
       raise Stopped
@@ -224,7 +213,7 @@ class Session:
     Raises:
       Interrupted: Ctrl-C ended the run.
     """
-    self.log.events(stopped.events)
+    self._report_events(stopped.events)
     for run in self.runs:
       run.checkpoints.wait()
       run.log.close()
@@ -243,7 +232,7 @@ class Session:
     Returns:
       The summary of the last run.
     """
-    self.log.events(events)
+    self._report_events(events)
     self._save(self.last, state, finished=True)
     self.stop.finished(self.last, self.where)
     found = self._summarise(state)
@@ -268,11 +257,36 @@ class Session:
         found = summary.make(run.c, *args)
     return found
 
-  def _each(self, state: TrainState) -> Iterator[tuple[Run, TrainState]]:
-    """Yields the runs that have not failed, each with its own state."""
+  def _report_events(self, events: list[Event]) -> None:
+    """Gives each log its part of the events after the last launch."""
+    for run, _, own_events in self._logged([], events):
+      with run.own():
+        run.log.events(own_events)
+
+  @contextlib.contextmanager
+  def _paused(self) -> Iterator[None]:
+    """Keeps what all runs do in the block out of the training time of each."""
+    with contextlib.ExitStack() as stack:
+      for run in self.runs:
+        if not run.failed:
+          with run.own():
+            stack.enter_context(run.log.pause())
+      yield
+
+  def _logged(
+    self, by_step: list[InnerMetrics], events: list[Event]
+  ) -> Iterator[tuple[Run, list[InnerMetrics], list[Event]]]:
+    """Yields the runs that go on, each with its metrics; waits for no device."""
+    metrics = [event.metrics for event in events]
+    for run, (own, parts) in self._each((by_step, metrics)):
+      pairs = zip(events, parts)
+      yield run, own, [dataclasses.replace(e, metrics=part) for e, part in pairs]
+
+  def _each(self, arrays: PyTree) -> Iterator[tuple[Run, PyTree]]:
+    """Yields the runs that have not failed, each with its part of the arrays."""
     for r, run in enumerate(self.runs):
       if not run.failed:
-        yield run, self.method.of_run(state, r)
+        yield run, self.method.of_run(arrays, r)
 
 
 @contextlib.contextmanager
@@ -296,7 +310,8 @@ def open_session(
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)
-    attention.check(c.model, mesh.devices.flat[0])
+    kind = mesh.devices.flat[0].device_kind
+    attention.check(c.model, kind)
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
     evaluation = Evaluation(c, mesh)
@@ -309,7 +324,7 @@ def open_session(
     stack.enter_context(lock_workdir(workdir, peers))
     note = summary.note(c)
     if peers.index == 0:
-      say(f"attention: {attention.choose(c.model, mesh.devices.flat[0])}")
+      say(f"attention: {attention.choose(c.model, kind)}")
       if note:
         say(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
@@ -346,6 +361,6 @@ def open_session(
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
     run.contents = read
     yield Session(
-      *(method, [run], batches, log, evaluation, stop, mesh, profile, workdir),
+      *(method, [run], batches, evaluation, stop, mesh, profile, workdir),
       *(t, state, record.finished),
     )

@@ -7,8 +7,8 @@ import pathlib
 import sys
 from collections.abc import Callable
 
-import matplotlib
 import matplotlib.colors
+import matplotlib.style
 import numpy as np
 import pytest
 from conftest import tiny_config
@@ -100,7 +100,7 @@ def of_links() -> Figure:
     | {"compute_s_per_step": 0.05}
     for rate in (4.0, 1000.0)
   ]
-  return wan_bench.utilisation_figure(options, rows)
+  return wan_bench.picture(options, rows)
 
 
 def of_failures() -> Figure:
@@ -168,7 +168,7 @@ def clipped(line: Line2D) -> bool:
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_titled_labelled_whole_and_prints_on_white(name, run):
-  with matplotlib.rc_context(palette.STYLE):
+  with matplotlib.style.context(palette.STYLE):
     figure = PICTURES[name](run)
     FigureCanvasAgg(figure).draw()
   panels = figure.axes

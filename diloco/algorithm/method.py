@@ -140,10 +140,10 @@ class DiLoCo:
     del summary
     return {}
 
-  def of_run(self, state: TrainState, r: int) -> TrainState:
-    """Returns the state of run r from the state of all runs that train together."""
+  def of_run(self, arrays: PyTree, r: int) -> PyTree:
+    """Returns the arrays of run r from those of all runs that train together."""
     del r
-    return state
+    return arrays
 
   def close(self, reason: str) -> None:
     """Leaves the run; only the first call does something.

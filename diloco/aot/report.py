@@ -44,7 +44,7 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
   yield (
     f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of {_size(hbm)},"
     f" mesh replica {replica} x fsdp {fsdp}, attention"
-    f" {attention.choose(c.model, devices[0])}"
+    f" {attention.choose(c.model, devices[0].device_kind)}"
   )
   flops = flops_per_token(c.model) * c.tokens_per_step
   yield (

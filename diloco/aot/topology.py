@@ -85,7 +85,7 @@ def make_mesh(c: Config, devices: list[jax.Device], slices: int) -> Mesh:
     ConfigError: the layout does not fit, or a replica would lie on two slices.
   """
   mesh = run_mesh.make_mesh(c, devices)
-  attention.check(c.model, devices[0])
+  attention.check(c.model, devices[0].device_kind)
   groups = mesh.shape[REPLICA]
   if groups % slices:
     raise ConfigError(

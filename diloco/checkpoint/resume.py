@@ -92,12 +92,13 @@ def check(
       changes.pop(path, None)
     if read[field] != reads[field]:
       changes[field] = "other contents than before, under the same name or another"
-  if old and c.train.steps > old.train.steps and _only_extends(changes, old, c):
+  follow = {"train.tokens"}  # From train.steps.
+  if old and all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c)):
+    follow.add("inner.weight_decay")
+  if old and c.train.steps > old.train.steps and changes.keys() <= _EXTENSION | follow:
     return _extension(old, c, step)
-  if old and "train.steps" in changes:  # These follow from it.
-    changes.pop("train.tokens", None)
-    if _derives_decay(old, c):
-      changes.pop("inner.weight_decay", None)
+  if old and "train.steps" in changes:
+    changes = {field: x for field, x in changes.items() if field not in follow}
   lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
   if diverged and old and changes and changes.keys() <= {*_RATES}:
     rates = [(x.inner.learning_rate, x.outer.learning_rate) for x in (old, c)]
@@ -130,15 +131,6 @@ def mixture(read: Mapping[str, str], reads: Mapping[str, str], step: int) -> str
     f"What the run is made with has changed at step {step} ({changes}); to go on"
     " exactly, put back what was there before."
   )
-
-
-def _only_extends(changes: Mapping[str, str], old: Config, c: Config) -> bool:
-  derived = {"inner.weight_decay"} if _derives_decay(old, c) else set()
-  return changes.keys() <= _EXTENSION | derived
-
-
-def _derives_decay(*configs: Config) -> bool:
-  return all(c.inner.weight_decay == 1.0 / c.schedule_steps for c in configs)
 
 
 def _extension(old: Config, c: Config, step: int) -> str:

@@ -3,15 +3,13 @@
 import pathlib
 from typing import Any
 
-from flax import traverse_util
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from diloco.config import Config
 from diloco.data import Tokenizer, load_tokenizer
 from diloco.errors import ConfigError
 from diloco.interop import hf, load
 from diloco.interop.public_model import CONFIG, fields_of, read_json, sizes_of
-from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.tokenizer_json import convert
 from diloco.util.files import local_path
@@ -54,13 +52,8 @@ def first_params(c: Config, mesh: Mesh) -> Any:
     _check(c, _fixed(exported.model))
     _check_tokenizer(tokenizer, folder)
     tensors = load.export_tensors(c.model, folder, "init.checkpoint")
-  found = {}
-  for name, x in tensors:
-    path = tuple(name.split("."))
-    x = x.astype(c.model.param_dtype, copy=False)
-    spec = sharding.weight_spec(path, x.shape, mesh.shape[sharding.FSDP])
-    found[path] = sharding.place(x, NamedSharding(mesh, spec))
-  return traverse_util.unflatten_dict(found)
+  own = ((name, x.astype(c.model.param_dtype, copy=False)) for name, x in tensors)
+  return load.place(own, mesh)
 
 
 def _check(c: Config, fields: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ devices of this process.
 
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from flax import traverse_util
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.optimizers import averages_parameters
@@ -29,6 +29,7 @@ from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
 from diloco.util.files import local_path
+from diloco.util.types import PyTree
 
 # Files of an export beside CONFIG, see diloco/cli/export.py.
 WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.model"
@@ -150,10 +151,18 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
   c = _here(saved, mesh)
   if (folder / TOKENIZER).exists():
     c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
-  tensors = dict(export_tensors(c.model, folder, "workdir"))
-  params = traverse_util.unflatten_dict(tensors, sep=".")
-  params = jax.device_put(params, sharding.shardings(params, mesh))
+  params = place(export_tensors(c.model, folder, "workdir"), mesh)
   return Model(c, exported, params, mesh)
+
+
+def place(tensors: Iterable[tuple[str, np.ndarray]], mesh: Mesh) -> PyTree:
+  """Puts named tensors on the devices, one after another, as one replica's tree."""
+  found = {}
+  for name, x in tensors:
+    path = tuple(name.split("."))
+    spec = sharding.weight_spec(path, x.shape, mesh.shape[sharding.FSDP])
+    found[path] = sharding.place(x, NamedSharding(mesh, spec))
+  return traverse_util.unflatten_dict(found)
 
 
 def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:

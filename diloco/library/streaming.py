@@ -58,12 +58,11 @@ class Streaming:
 
   Attributes:
     plan: schedule, wire, outer optimizer, mesh, transport.
-    layout: how the outer step names the leaves of `params_M`; None for the trainer's
-      models, whose parameters have these names.
+    layout: how the outer step names the leaves of `params_M`.
   """
 
   plan: Plan
-  layout: Layout | None = None
+  layout: Layout
 
   @property
   def fragments(self) -> tuple[tuple[str, ...], ...]:
@@ -72,7 +71,7 @@ class Streaming:
 
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
-    return init_outer(self.plan, self._split(params_M))
+    return init_outer(self.plan, self.layout.split(params_M))
 
   def step(
     self, t: int, params_M: PyTree, state: OuterState
@@ -90,9 +89,9 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    args = (self.plan, t, self._split(params_M), state)
+    args = (self.plan, t, self.layout.split(params_M), state)
     found, state, events = self.plan.step(*args)
-    return self._join(found), state, events
+    return self.layout.join(found), state, events
 
   def drain(
     self, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
@@ -112,16 +111,16 @@ class Streaming:
         "final_sync is True, but where every replica has outer parameters of its own"
         " there is no final sync; leave it out."
       )
-    args = (self.plan, last, self._split(params_M), state, final_sync)
+    args = (self.plan, last, self.layout.split(params_M), state, final_sync)
     found, state, events = drain(*args)
-    return self._join(found), state, events
+    return self.layout.join(found), state, events
 
   def params(self, state: OuterState) -> PyTree:
     """Returns the outer parameters, float32, without the axis of the replicas.
 
     The papers evaluate these parameters (2501.18512, Table 3).
     """
-    return self._join(outer_params(self.plan, state))
+    return self.layout.join(outer_params(self.plan, state))
 
   def abstract_state(self, params_M: PyTree, t: int) -> OuterState:
     """Describes the state after step t, for Orbax and others that restore it.
@@ -130,7 +129,7 @@ class Streaming:
       params_M: parameters of all replicas, or their shapes.
     """
     in_flight = self.plan.schedule.in_flight(t)
-    return abstract_outer(self.plan, self._split(params_M), in_flight)
+    return abstract_outer(self.plan, self.layout.split(params_M), in_flight)
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
@@ -143,12 +142,6 @@ class Streaming:
   def close(self) -> None:
     """Ends the thread of transport="host"."""
     self.plan.placement.jobs.close()
-
-  def _split(self, tree: PyTree) -> PyTree:
-    return self.layout.split(tree) if self.layout else tree
-
-  def _join(self, tree: PyTree) -> PyTree:
-    return self.layout.join(tree) if self.layout else tree
 
   def _describe(self, fragment: Fragment) -> tuple[str, ...]:
     parts, layers = self.plan.parameters, list(fragment.layers)
@@ -307,5 +300,4 @@ def _mesh_of(params_M: PyTree) -> Mesh:
       f"params_M lies on {len(devices)} devices, but not on a mesh; give mesh, for"
       " example from diloco.replica_mesh."
     )
-  grid = np.asarray([devices or jax.devices()[:1]], dtype=object)
-  return mesh_of(grid)
+  return mesh_of(np.asarray([devices or jax.devices()[:1]], dtype=object))

@@ -110,7 +110,7 @@ def _numbers(
     "wall_s": log.spent().wall_s,
     "device": jax.devices()[0].device_kind,
     "devices": jax.device_count(),
-    "attention": attention.choose(c.model, jax.devices()[0]),
+    "attention": attention.choose(c.model, jax.devices()[0].device_kind),
     "jax": jax.__version__,
   }
 

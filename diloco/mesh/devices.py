@@ -1,5 +1,7 @@
 """Makes the replica x fsdp mesh from the available devices."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -28,7 +30,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   if not replica and fsdp:
     replica = n // fsdp
   if not replica:
-    replica = max(k for k in range(1, m + 1) if m % k == 0 and n % k == 0)
+    replica = math.gcd(m, n)
   fsdp = fsdp or max(n // replica, 1)
   if replica * fsdp != n:
     raise ConfigError(
@@ -52,8 +54,7 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
       f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
       f" choose a multiple of {n}."
     )
-  grid = device_grid(devices, replica, fsdp)
-  return mesh_of(grid)
+  return mesh_of(device_grid(devices, replica, fsdp))
 
 
 def replica_mesh(
@@ -77,8 +78,7 @@ def replica_mesh(
     )
   fitting = range(1, len(devices) // fsdp + 1)
   rows = max(k for k in fitting if replicas % k == 0)
-  grid = device_grid(devices[: rows * fsdp], rows, fsdp)
-  return mesh_of(grid)
+  return mesh_of(device_grid(devices[: rows * fsdp], rows, fsdp))
 
 
 def fit_eval_batch(c: Config, devices: int) -> Config:
@@ -88,8 +88,7 @@ def fit_eval_batch(c: Config, devices: int) -> Config:
 
 def make_inference_mesh() -> Mesh:
   """Makes a 1 x n mesh: one model, without replicas, sharded over all devices."""
-  grid = np.asarray(jax.devices()).reshape(1, -1)
-  return mesh_of(grid)
+  return mesh_of(np.asarray(jax.devices()).reshape(1, -1))
 
 
 def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.ndarray:
@@ -99,13 +98,12 @@ def device_grid(devices: Sequence[jax.Device], replica: int, fsdp: int) -> np.nd
   by process. So, if the numbers allow it, each row lies in one slice and one process.
   Inside a TPU slice, neighbours on the fsdp axis are neighbours on the torus.
   """
-  slices: dict[int, list[jax.Device]] = {}
   order = lambda d: (_slice(d), d.process_index, d.id)
-  for device in sorted(devices, key=order):
-    slices.setdefault(_slice(device), []).append(device)
+  by_slice = itertools.groupby(sorted(devices, key=order), _slice)
+  slices = [list(part) for _, part in by_slice]
   rows = replica // len(slices) or 1  # Per slice; a replica may take several slices.
   blocks = []
-  for part in slices.values():
+  for part in slices:
     block = np.asarray(part)
     if part[0].platform == "tpu" and len(part) % rows == 0:
       block = mesh_utils.create_device_mesh(

@@ -14,7 +14,7 @@ head size. Query head h reads head h // (H / G) of the keys and values.
 """
 
 import functools
-from typing import Protocol
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,6 @@ from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line
-
-
-class Device(Protocol):
-  """What a real device and one of an abstract mesh have in common."""
-
-  @property
-  def platform(self) -> str: ...
-
-  @property
-  def device_kind(self) -> str: ...
-
 
 # How the kinds of devices begin on which a kernel works, and on which `auto` takes it.
 _KINDS = {"splash": "TPU", "cudnn": "NVIDIA"}
@@ -68,13 +57,13 @@ def attend(
   mesh = jax.sharding.get_abstract_mesh()
   # The mesh knows the devices that the program is compiled for, also in a dry run.
   device = mesh.abstract_device or jax.devices()[0]
-  name = choose(m, device, q_BxLxHxK.shape[1])
+  name = choose(m, device.device_kind, q_BxLxHxK.shape[1])
   # Grouped heads are repeated, because the kernels take one head per query head.
   copies = q_BxLxHxK.shape[2] // k_BxLxGxK.shape[2]
   repeated = lambda x: jnp.repeat(x, copies, axis=2) if copies > 1 else x
   args = (q_BxLxHxK, repeated(k_BxLxGxK), repeated(v_BxLxGxK), segment_BxL)
   if name == "xla":
-    return _xla_for_cpu(*args) if device.platform == "cpu" else _xla(*args)
+    return _xla_for_cpu(*args) if device.platform == "cpu" else _of_jax(*args)
   # A CPU interprets the TPU's kernel, for tests.
   on_tpu = functools.partial(_splash, interpret=device.platform == "cpu")
   kernel = on_tpu if name == "splash" else _cudnn
@@ -85,12 +74,12 @@ def attend(
   return sharding.on_each_device(kernel, spec, spec)(*args)
 
 
-def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
-  """Returns the attention that `model.attention` means on a device.
+def choose(m: ModelConfig, kind: str, length: int | None = None) -> str:
+  """Returns the attention that `model.attention` means on a kind of device.
 
   Args:
     m: the architecture.
-    device: a device of the mesh.
+    kind: as in `jax.Device.device_kind`.
     length: positions of a sequence; None: seq_len. xla computes the shorter sequences
       of tasks if their length does not suit the kernel.
   """
@@ -98,18 +87,18 @@ def choose(m: ModelConfig, device: Device, length: int | None = None) -> str:
   if m.attention != "auto":
     return "xla" if _length_obstacle(m.attention, length) else m.attention
   for name, kinds in _AUTO.items():
-    if device.device_kind.startswith(kinds) and not _obstacle(m, name, length):
+    if kind.startswith(kinds) and not _obstacle(m, name, length):
       return name
   return "xla"
 
 
-def check(m: ModelConfig, device: Device) -> None:
-  """Refuses a `model.attention` that cannot work on a device.
+def check(m: ModelConfig, kind: str) -> None:
+  """Refuses a `model.attention` that cannot work on a kind of device.
 
   Raises:
     ConfigError: gives the reason.
   """
-  name, kind = m.attention, device.device_kind
+  name = m.attention
   reason = _obstacle(m, name, m.seq_len)
   if not kind.startswith(_KINDS.get(name, "")):
     reason = f"needs devices of kind {_KINDS[name]}, and these are {kind}"
@@ -140,16 +129,21 @@ def _length_obstacle(name: str, length: int) -> str:
   return ""
 
 
-def _xla(
+def _of_jax(
   q_BxLxHxK: jax.Array,
   k_BxLxHxK: jax.Array,
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
+  implementation: Literal["cudnn"] | None = None,
 ) -> jax.Array:
+  args = (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK)
   mask = None if segment_BxL is None else _same_segment(segment_BxL)
   return jax.nn.dot_product_attention(
-    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, mask=mask, is_causal=True
+    *args, mask=mask, is_causal=True, implementation=implementation
   )
+
+
+_cudnn = functools.partial(_of_jax, implementation="cudnn")
 
 
 def _xla_for_cpu(
@@ -158,7 +152,7 @@ def _xla_for_cpu(
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
 ) -> jax.Array:
-  """Computes `_xla` as XLA for CPU is fast at it: heads first, the queries scaled."""
+  """Computes `_of_jax` as XLA for CPU likes it: heads first, the queries scaled."""
   heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
   q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
   _, _, length, size = q_BxHxLxK.shape
@@ -179,18 +173,6 @@ def _xla_for_cpu(
 def _same_segment(segment_BxL: jax.Array) -> jax.Array:
   """Returns bool (B, 1, L, L): whether two positions are in the same document."""
   return segment_BxL[:, None, :, None] == segment_BxL[:, None, None, :]
-
-
-def _cudnn(
-  q_BxLxHxK: jax.Array,
-  k_BxLxHxK: jax.Array,
-  v_BxLxHxK: jax.Array,
-  segment_BxL: jax.Array | None,
-) -> jax.Array:
-  assert segment_BxL is None
-  return jax.nn.dot_product_attention(
-    q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True, implementation="cudnn"
-  )
 
 
 def _splash(

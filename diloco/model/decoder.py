@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import transformer
-from diloco.model.transformer import Cache, Place, by_sequence, linear, table
+from diloco.model.transformer import Cache, Part, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
@@ -42,11 +42,8 @@ def _norm(m: ModelConfig, name: str) -> nn.LayerNorm:
   )
 
 
-class Attention(nn.Module):
+class Attention(Part):
   """Causal self-attention with LayerNorm on queries and keys."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   @nn.compact
   def __call__(
@@ -66,10 +63,8 @@ class Attention(nn.Module):
     return linear(self, "out", y_BxLxHxK.reshape(x_BxLxD.shape), m.dim), cache
 
 
-class FeedForward(nn.Module):
+class FeedForward(Part):
   """GELU feed-forward of width F."""
-
-  m: ModelConfig
 
   @nn.compact
   def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -83,11 +78,8 @@ class Block(transformer.Block):
   Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
 
-class Embed(nn.Module):
+class Embed(Part):
   """Token embedding, positions and final norm: everything outside the blocks."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   def setup(self) -> None:
     m = self.m
@@ -95,7 +87,7 @@ class Embed(nn.Module):
     self.positions_LxD = table(self, "positions", m.seq_len)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL: jax.Array, place: Place) -> jax.Array:
+  def __call__(self, ids_BxL: jax.Array, place: Place) -> tuple[jax.Array, Place]:
     dtype = jnp.dtype(self.m.dtype)
     length = ids_BxL.shape[1]
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0).astype(dtype)
@@ -106,10 +98,7 @@ class Embed(nn.Module):
     else:
       positions = jax.lax.dynamic_slice_in_dim(self.positions_LxD, place.start, length)
     x_BxLxD += positions.astype(dtype)
-    return by_sequence(self, x_BxLxD)
-
-  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
-    return self.norm(x_BxLxD)
+    return by_sequence(self, x_BxLxD), place
 
 
 class Decoder(transformer.Transformer):

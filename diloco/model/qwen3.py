@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from diloco.model import transformer
-from diloco.model.transformer import Cache, Place, by_sequence, linear, table
+from diloco.model.transformer import Cache, Part, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
 
 # An export's config.json contains this, for programs that rebuild the model.
@@ -49,11 +49,8 @@ def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
   )
 
 
-class Attention(nn.Module):
+class Attention(Part):
   """Causal grouped-query attention with QK RMSNorm and rotary positions (RoPE)."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   @nn.compact
   def __call__(
@@ -67,7 +64,7 @@ class Attention(nn.Module):
       )
       for name, count in heads.items()
     )
-    assert place.rotation is not None  # `Decoder.placed` has computed it.
+    assert place.rotation is not None  # `Embed` has computed it.
     q_BxLxHxK = _rotated(_norm(m, "q_norm")(q_BxLxHxK), place.rotation)
     k_BxLxGxK = _rotated(_norm(m, "k_norm")(k_BxLxGxK), place.rotation)
     y_BxLxHxK, cache = transformer.attention(
@@ -77,10 +74,8 @@ class Attention(nn.Module):
     return linear(self, "out", y_BxLxHK, m.dim), cache
 
 
-class FeedForward(nn.Module):
+class FeedForward(Part):
   """SwiGLU feed-forward of width F."""
-
-  m: ModelConfig
 
   @nn.compact
   def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
@@ -95,11 +90,8 @@ class Block(transformer.Block):
   Attention, FeedForward, norm = Attention, FeedForward, staticmethod(_norm)
 
 
-class Embed(nn.Module):
+class Embed(Part):
   """Token embedding, head and final norm: everything outside the blocks."""
-
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   def setup(self) -> None:
     m = self.m
@@ -108,13 +100,10 @@ class Embed(nn.Module):
       self.head_VxD = table(self, "head", m.vocab_size)
     self.norm = _norm(m, "norm")
 
-  def __call__(self, ids_BxL: jax.Array, place: Place) -> jax.Array:
-    del place
+  def __call__(self, ids_BxL: jax.Array, place: Place) -> tuple[jax.Array, Place]:
     x_BxLxD = jnp.take(self.tokens_VxD, ids_BxL, axis=0)
-    return by_sequence(self, x_BxLxD.astype(jnp.dtype(self.m.dtype)))
-
-  def final_norm(self, x_BxLxD: jax.Array) -> jax.Array:
-    return self.norm(x_BxLxD)
+    place = place._replace(rotation=_rotation(self.m, place, ids_BxL.shape[1]))
+    return by_sequence(self, x_BxLxD.astype(jnp.dtype(self.m.dtype))), place
 
 
 class Decoder(transformer.Transformer):
@@ -122,16 +111,16 @@ class Decoder(transformer.Transformer):
 
   Embed, Block = Embed, Block
 
-  def placed(self, place: Place, length: int) -> Place:
-    """Computes the rotation once for all blocks: float32 [1 or B, L, 1, K / 2] each."""
-    position_BxL = place.position_BxL
-    if position_BxL is None:
-      first = 0 if place.start is None else place.start
-      position_BxL = (first + jnp.arange(length))[None]
-    size = self.m.head_size
-    frequencies = self.m.rope_theta ** (-jnp.arange(0, size, 2) / size)
-    angles = position_BxL[:, :, None, None] * frequencies
-    return place._replace(rotation=(jnp.cos(angles), jnp.sin(angles)))
+
+def _rotation(m: ModelConfig, place: Place, length: int) -> tuple[jax.Array, jax.Array]:
+  """Computes the rotation once for all blocks: float32 [1 or B, L, 1, K / 2] each."""
+  position_BxL = place.position_BxL
+  if position_BxL is None:
+    first = 0 if place.start is None else place.start
+    position_BxL = (first + jnp.arange(length))[None]
+  frequencies = m.rope_theta ** (-jnp.arange(0, m.head_size, 2) / m.head_size)
+  angles = position_BxL[:, :, None, None] * frequencies
+  return jnp.cos(angles), jnp.sin(angles)
 
 
 def _rotated(x_BxLxHxK: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -47,7 +47,19 @@ class Place(NamedTuple):
   rotation: tuple[jax.Array, jax.Array] | None = None
 
 
-class Block(nn.Module):
+class Part(nn.Module):
+  """A part of a decoder.
+
+  Attributes:
+    m: the architecture.
+    batch_axes: mesh axes that shard the sequences.
+  """
+
+  m: ModelConfig
+  batch_axes: tuple[str, ...] = ()
+
+
+class Block(Part):
   """Pre-norm transformer block, made of the parts that a subclass names.
 
   `Attention`, a module, takes (x_BxLxD, cache, place) and returns hidden states and the
@@ -56,8 +68,6 @@ class Block(nn.Module):
 
   Attention: ClassVar[type[nn.Module]]
   FeedForward: ClassVar[type[nn.Module]]
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   @staticmethod
   def norm(m: ModelConfig, name: str) -> nn.Module:
@@ -77,16 +87,15 @@ class Block(nn.Module):
     return by_sequence(self, x_BxLxD), cache
 
 
-class Transformer(nn.Module):
+class Transformer(Part):
   """Maps input ids to the hidden states before the head.
 
-  `Embed` makes hidden states from (ids_BxL, place) and has `final_norm`.
+  `Embed` makes hidden states from (ids_BxL, place), and adds to the place what all
+  blocks need of the positions; `norm` is its final norm.
   """
 
   Embed: ClassVar[type[nn.Module]]
   Block: ClassVar[type[Block]]
-  m: ModelConfig
-  batch_axes: tuple[str, ...] = ()
 
   def setup(self) -> None:
     self.embed = self.Embed(self.m, self.batch_axes)
@@ -126,15 +135,9 @@ class Transformer(nn.Module):
     if self.m.segment_masks and cache is None:
       ids_BxL, segment_BxL, position_BxL = _documents(ids_BxL)
       place = Place(start, segment_BxL, position_BxL)
-    place = self.placed(place, ids_BxL.shape[1])
-    x_BxLxD = self.embed(ids_BxL, place)
+    x_BxLxD, place = self.embed(ids_BxL, place)
     x_BxLxD, cache = self.blocks(x_BxLxD, cache, place)
-    return self.embed.final_norm(x_BxLxD), cache
-
-  def placed(self, place: Place, length: int) -> Place:
-    """Adds to the place of `length` ids whatever all blocks need of their positions."""
-    del length
-    return place
+    return self.embed.norm(x_BxLxD), cache
 
 
 def _is_product(primitive: Primitive, *args: Any, **params: Any) -> bool:
@@ -296,14 +299,14 @@ def attention(
   return y, cache
 
 
-def by_sequence(module: nn.Module, x_BxLxD: jax.Array) -> jax.Array:
+def by_sequence(module: Part, x_BxLxD: jax.Array) -> jax.Array:
   """Keeps activations sharded like the batch."""
   if not module.batch_axes:
     return x_BxLxD
   return jax.lax.with_sharding_constraint(x_BxLxD, P(module.batch_axes))
 
 
-def linear(module: nn.Module, name: str, x: jax.Array, features: int) -> jax.Array:
+def linear(module: Part, name: str, x: jax.Array, features: int) -> jax.Array:
   """Computes x @ W, W (in, out) cast to x's dtype; there is no bias."""
   kernel = module.param(
     name,
@@ -316,7 +319,7 @@ def linear(module: nn.Module, name: str, x: jax.Array, features: int) -> jax.Arr
   return y.reshape(*x.shape[:-1], features)
 
 
-def table(module: nn.Module, name: str, rows: int) -> jax.Array:
+def table(module: Part, name: str, rows: int) -> jax.Array:
   """Makes an embedding (rows, D); each row has an expected norm of one."""
   m = module.m
   init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)

@@ -126,32 +126,27 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
     if stop.common:
       stack.callback(stop.common.close)
     if threading.current_thread() is threading.main_thread():
-      stack.enter_context(_handled(stop))
+      _handle(stop, stack)
     else:
       say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
     yield stop
 
 
-@contextlib.contextmanager
-def _handled(stop: Stop) -> Iterator[None]:
-  """Passes signals to `stop`."""
+def _handle(stop: Stop, stack: contextlib.ExitStack) -> None:
+  """Passes signals to `stop` until the stack is closed."""
   handlers = {signal.SIGINT: stop.handle, AGAIN: stop.raise_again}
   handlers[signal.SIGTERM] = stop.handle
-  # A shell without job control starts background processes with Ctrl-C ignored.
-  handled = [s for s in handlers if signal.getsignal(s) != signal.SIG_IGN]
-  before = {s: signal.signal(s, handlers[s]) for s in handled}
-  hush()  # Before the hook below, which it must outlast.
-  report = sys.unraisablehook
-  sys.unraisablehook = functools.partial(_raise_soon, report)
-  _watchers.append(stop.watch)
-  try:
-    yield
-  finally:
-    _watchers.remove(stop.watch)
-    sys.unraisablehook = report
-    for signum, handler in before.items():
+  for signum, handler in handlers.items():
+    # A shell without job control starts background processes with Ctrl-C ignored.
+    if signal.getsignal(signum) != signal.SIG_IGN:
+      before = signal.signal(signum, handler)
       # None is a handler that was not set from Python and cannot be restored.
-      signal.signal(signum, handler or signal.SIG_DFL)
+      stack.callback(signal.signal, signum, before or signal.SIG_DFL)
+  hush()  # Before the hook below, which it must outlast.
+  stack.callback(setattr, sys, "unraisablehook", sys.unraisablehook)
+  sys.unraisablehook = functools.partial(_raise_soon, sys.unraisablehook)
+  _watchers.append(stop.watch)
+  stack.callback(_watchers.remove, stop.watch)
 
 
 def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:

@@ -108,8 +108,8 @@ class Together(Wrapper):
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     return self._map(lambda own, state: own.drain(t, state), state)
 
-  def of_run(self, state: TrainState, r: int) -> TrainState:
-    return _of_run(state, r)
+  def of_run(self, arrays: PyTree, r: int) -> PyTree:
+    return _of_run(arrays, r)
 
   def _map(
     self,
@@ -183,48 +183,6 @@ class Member(Run):
         say(f"{FAILED}{error}")
 
 
-class MemberLogs:
-  """The logs of all runs; each gets its part of the metrics of a launch."""
-
-  def __init__(self, runs: Sequence[Member]):
-    self._runs = runs
-
-  def launched(
-    self, steps: range, by_step: list[InnerMetrics], events: list[Event]
-  ) -> None:
-    """Takes the metrics of steps that were just launched, as `Log.launched`."""
-    for run, own, own_events in self._split(by_step, events):
-      with run.own():
-        run.log.launched(steps, own, own_events)
-
-  def events(self, events: list[Event]) -> None:
-    """Gives each log its part of the events after the last step."""
-    for run, _, own_events in self._split([], events):
-      with run.own():
-        run.log.events(own_events)
-
-  @contextlib.contextmanager
-  def pause(self) -> Iterator[None]:
-    """Keeps what all runs do in the block out of the training time of each."""
-    with contextlib.ExitStack() as stack:
-      for run in self._runs:
-        if not run.failed:
-          with run.own():
-            stack.enter_context(run.log.pause())
-      yield
-
-  def _split(
-    self, by_step: list[InnerMetrics], events: list[Event]
-  ) -> Iterator[tuple[Member, list[InnerMetrics], list[Event]]]:
-    """Yields the runs that go on, each with its part; waits for no device."""
-    metrics = [event.metrics for event in events]
-    for r, run in enumerate(self._runs):
-      if not run.failed:
-        own, parts = _of_run((by_step, metrics), r)
-        pairs = zip(events, parts)
-        yield run, own, [dataclasses.replace(e, metrics=part) for e, part in pairs]
-
-
 def train(runs: Sequence[Member]) -> bool:
   """Trains runs, all from the start or all from checkpoints of the same step.
 
@@ -256,7 +214,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(Peers()))
     mesh = make_mesh(c)
-    attention.check(c.model, mesh.devices.flat[0])
+    attention.check(c.model, mesh.devices.flat[0].device_kind)
     stack.enter_context(jax.set_mesh(mesh))
     # Runs of the same seed read the same text.
     batches = {
@@ -308,8 +266,8 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       state = together.init(params=first_params(c, mesh))
     profile = Profile(c, runs[0].log)  # Traces nothing.
     yield Session(
-      *(together, runs, _stacked(runs, batches), MemberLogs(runs), evaluation, stop),
-      *(mesh, profile, "the folder of every run", start, state),
+      *(together, runs, _stacked(runs, batches), evaluation, stop, mesh, profile),
+      *("the folder of every run", start, state),
     )
 
 

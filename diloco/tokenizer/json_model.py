@@ -58,21 +58,21 @@ class JsonModel:
     self._model.encode_special_tokens = True  # The text </s> is no EOS.
     self._model.no_truncation()
     self._model.no_padding()
-    found = [self._special.get(role) for role in ROLES]
-    known = [None if x is None else self._model.token_to_id(x) for x in found]
-    ids = [-1 if i is None else i for i in known]
-    # Some models pad with an ordinary piece, such as `!`, which is still text.
-    added = self._model.get_added_tokens_decoder()
-    is_text = lambda i: i not in added or not added[i].special
-    self.special = tuple(
-      -1 if is_text(i) and role != "unk_token" else i for role, i in zip(ROLES, ids)
-    )
+    self.special = tuple(map(self._id, ROLES))
     if self.special[EOS_ID] < 0:
       raise ConfigError(
         f"data.tokenizer is {str(path)!r}, but no tokenizer_config.json beside it names"
         " an eos_token that is a special token of it; name one there, as in"
         ' {"eos_token": "</s>"}.'
       )
+
+  def _id(self, role: str) -> int:
+    """Returns the id of a role; -1 if it is missing."""
+    i = self._model.token_to_id(self._special.get(role, ""))
+    # Some models pad with an ordinary piece, such as `!`, which is still text.
+    added = self._model.get_added_tokens_decoder().get(i)
+    is_text = not (added and added.special)
+    return -1 if i is None or (is_text and role != "unk_token") else i
 
   def get_piece_size(self) -> int:
     return max(self._model.get_vocab().values()) + 1

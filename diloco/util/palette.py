@@ -23,25 +23,8 @@ OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#591e71", "#56b4e9", "#7f
 DASHES = ("-", "--", "-.", ":", (0, (1, 3)))
 # Widths in inches of a figure with one panel, and of a figure across a page.
 COLUMN, PAGE = 4.0, 7.0
-# For matplotlib's settings: letters as large as a paper's captions.
-STYLE: dict[Any, Any] = {
-  "axes.axisbelow": True,
-  "axes.grid": True,
-  "axes.labelsize": 9,
-  "axes.titlesize": 10,
-  "figure.constrained_layout.use": True,
-  "figure.titlesize": 10,
-  "font.size": 9,
-  "grid.alpha": 0.3,
-  "grid.linewidth": 0.5,
-  "legend.fontsize": 8,
-  "legend.title_fontsize": 8,
-  "lines.linewidth": 1.2,
-  "lines.markersize": 4,
-  "savefig.dpi": 240,
-  "xtick.labelsize": 8,
-  "ytick.labelsize": 8,
-}
+# The settings of every picture, for `matplotlib.style`.
+STYLE = pathlib.Path(__file__).with_name("paper.mplstyle")
 
 
 def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[str]:
@@ -51,10 +34,10 @@ def save(draw: Callable[[], Any], path: pathlib.Path, *suffixes: str) -> list[st
     draw: returns a figure of matplotlib.
     path: the file. With suffixes such as .png, there is a file for each of them.
   """
-  import matplotlib  # Slow to import.
+  import matplotlib.style  # Slow to import.
 
   paths = [path.with_suffix(suffix) for suffix in suffixes] or [path]
-  with matplotlib.rc_context(STYLE):
+  with matplotlib.style.context(STYLE):
     figure = draw()
     for path in paths:
       write_picture(figure, path)

@@ -48,10 +48,7 @@ def find(path: str) -> str:
 
 def names(function: str) -> list[str]:
   """Lists the shipped configs (`get_config`) or sweeps (`get_sweep`) by name."""
-  found = []
-  for file in sorted(folder("configs").glob("*.py")):
-    # The get_config of a sweep takes a point, which the command line cannot give.
-    sweep = "def get_sweep(" in file.read_text()
-    if sweep == (function == "get_sweep"):
-      found.append(file.stem)
-  return found
+  # The get_config of a sweep takes a point, which the command line cannot give.
+  is_sweep = lambda file: "def get_sweep(" in file.read_text()
+  files = sorted(folder("configs").glob("*.py"))
+  return [f.stem for f in files if is_sweep(f) == (function == "get_sweep")]

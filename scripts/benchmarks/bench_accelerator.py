@@ -2,13 +2,10 @@
 
   git clone https://github.com/google-deepmind/nanodo /tmp/nanodo
   PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_accelerator.py
-  python scripts/benchmarks/bench_accelerator.py --compile_for=h100:1
 
 A row is one size, one step, one attention, one rematerialisation and one unrolling of
 the loop over blocks. The steps are NanoDO's, data-parallel and Streaming DiLoCo with
 M=2, all with the same global batch.
-The second command needs no accelerator: it compiles our steps for a TPU slice or a GPU
-node and prints the dry run of each (docs/aot.md).
 
 MFU counts the FLOPs of `diloco.spec.shapes.flops_per_token`. The outer step's bytes
 per second count `bench_step.outer_bytes`; those of a copy count a read and a write. The
@@ -18,7 +15,6 @@ parts of this step; the two replicas need at least two devices for it.
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator
 
 import bench_nanodo
@@ -31,8 +27,6 @@ from timing import in_turn, print_devices, timed
 from diloco.algorithm.outer import send
 from diloco.algorithm.overlap import overlapped_exchange
 from diloco.aot.programs import nbytes
-from diloco.aot.report import report
-from diloco.aot.topology import describe
 from diloco.config import Config, changed, command_line
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
@@ -51,12 +45,6 @@ SIZES = bench_nanodo.SIZES | {
 _ATTENTION = flags.DEFINE_list("attention", list(ATTENTION), "Attentions to time.")
 _REMAT = flags.DEFINE_list("remat", list(REMAT), "Rematerialisations to time.")
 _UNROLL = flags.DEFINE_list("unroll", ["1"], "Values of model.unroll to time.")
-_COMPILE_FOR = flags.DEFINE_string(
-  "compile_for", None, "Compile only, for a topology: v5e:1x1, h100:1, h100:2, ..."
-)
-_QUICK = flags.DEFINE_bool(
-  "quick", False, "With --compile_for a TPU: compile with XLA's least effort."
-)
 _HEAD = (
   f"{'size':<7}{'step':<14}{'attention':<10}{'remat':<6}{'unroll':<7}{'ms':>9}{'tokens/s':>11}"
   f"{'MFU':>7}{'NanoDO / this':>14}{'temporary':>12}{'outer step':>12}{'of a copy':>10}"
@@ -72,13 +60,13 @@ def base_config(name: str) -> Config:
   return bench_nanodo.config(SIZES[name])
 
 
-def cases(size: str, device: attention.Device, devices: int) -> Iterator[Case]:
+def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
   """Yields our steps of a size, with all attentions that the device can compute."""
   c = fit_eval_batch(base_config(size), devices)
   for name in _ATTENTION.value:
     chosen = changed(c, {"model.attention": name})
     try:
-      attention.check(chosen.model, device)
+      attention.check(chosen.model, kind)
     except ConfigError as error:
       print(f"{size:<7}no rows with attention {name}: {error}")
       continue
@@ -191,11 +179,13 @@ def nanodo_row(size: str) -> tuple[float | None, str]:
   return seconds, label(case) + numbers(c, seconds, seconds, temporary)
 
 
-def time_all() -> None:
-  """Prints the table of the devices that are there."""
-  device, count = jax.devices()[0], jax.device_count()
+def main(argv) -> None:
+  del argv
+  on_cpu = jax.default_backend() == "cpu"
+  flags.FLAGS.set_default("dtype", "float32" if on_cpu else "bfloat16")
+  kind, count = jax.devices()[0].device_kind, jax.device_count()
   print_devices()
-  todo = {size: list(cases(size, device, count)) for size in flags.FLAGS.sizes}
+  todo = {size: list(cases(size, kind, count)) for size in flags.FLAGS.sizes}
   print(_HEAD)
   for size, steps in todo.items():
     seconds, line = nanodo_row(size)
@@ -203,34 +193,6 @@ def time_all() -> None:
     for case in steps:
       make = functools.partial(row, case, seconds)
       print(or_memory(case, make), flush=True)
-
-
-def compile_all(topology: str) -> None:
-  """Compiles our steps for a topology; prints the dry run of each."""
-  devices = describe(topology)
-  for size in flags.FLAGS.sizes:
-    for case in cases(size, devices[0], len(devices)):
-      print(f"\n{label(case)}")
-      try:
-        for line in report(case[-1], topology, 1, _QUICK.value):
-          print(line, flush=True)
-      except ConfigError as error:
-        print(error)
-
-
-def main(argv) -> None:
-  del argv
-  if _COMPILE_FOR.value:
-    # Without these settings, libtpu looks for a TPU and for processes that use it.
-    jax.config.update("jax_platforms", "cpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-  on_cpu = not _COMPILE_FOR.value and jax.default_backend() == "cpu"
-  flags.FLAGS.set_default("dtype", "float32" if on_cpu else "bfloat16")
-  if _COMPILE_FOR.value:
-    compile_all(_COMPILE_FOR.value)
-  else:
-    time_all()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ docs/comparison.md has the results.
 import argparse
 import csv
 import os
-import socket
 import time
 
 import numpy as np
@@ -34,6 +33,7 @@ from torch.utils.data import TensorDataset
 from diloco.config import Config
 from diloco.config.command_line import load_config
 from diloco.data import TrainIterator, make_eval_set
+from diloco.util.command import free_port
 
 LAYERS, HEADS, WIDTH, VOCABULARY, LENGTH = 4, 2, 128, 2048, 128
 REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
@@ -149,9 +149,6 @@ def main() -> None:
   fields.append(f"data.source=arrays:{args.tokens}")
   c = load_config("configs/sample.py", [f"--config.{field}" for field in fields])
   held_out = held_out_set(c)
-  with socket.socket() as free:  # Other runs may have exo gym's port.
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
   torch.manual_seed(args.seed)
   model = Decoder()
   print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
@@ -170,7 +167,8 @@ def main() -> None:
   length = {"num_epochs": 1, "max_steps": args.steps, "val_interval": args.steps}
   run = {"num_nodes": REPLICAS, "shuffle": False, "run_name": RUN} | batches | length
   data = training_set(c, args.steps), held_out
-  fit = trainer.Trainer(model, *data, start_port=port, device="cpu").fit
+  # Other runs may have exo gym's port.
+  fit = trainer.Trainer(model, *data, start_port=free_port(), device="cpu").fit
   fit(strategy=strategy, val_size=len(held_out), **run)
   # The first round has no sync; each other round has one, after its first step.
   ends = np.load(f"logs/{RUN}/times.npy")[SYNC_EVERY - 1 :: SYNC_EVERY]

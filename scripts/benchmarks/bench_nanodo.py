@@ -9,7 +9,6 @@ dtype, loss and optimizer: by default without QK-LayerNorm and z-loss, which Nan
 not have. Memory is that of XLA's temporary buffers.
 """
 
-import ast
 import functools
 from collections.abc import Callable
 
@@ -19,6 +18,7 @@ import numpy as np
 import optax
 from absl import flags
 from bench_step import Bench
+from ml_collections import config_flags
 from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers
@@ -39,8 +39,8 @@ SIZES = {
   "35M": (6, 8, 512, 32_768, 4, 512, 1, 128, "dots"),
 }
 _SIZES = flags.DEFINE_list("sizes", ["sample"], f"Of {', '.join(SIZES)}.")
-_OURS = flags.DEFINE_multi_string(
-  "ours", [], "A field of our side, for example --ours=model.remat=dots; repeatable."
+config_flags.DEFINE_config_dict(
+  "ours", default_config(), "Fields of our side, for example --ours.model.remat=dots."
 )
 _DTYPE = flags.DEFINE_string("dtype", "float32", "Compute dtype of both sides.")
 _NANODO_REMAT = flags.DEFINE_bool("nanodo_remat", False, "NanoDO's model.remat.")
@@ -53,8 +53,7 @@ def config(size: tuple) -> Config:
   c = default_config()
   c.algorithm, c.train.steps, c.model.dtype = "data_parallel", 1000, _DTYPE.value
   c.model.qk_norm, c.model.z_loss = False, 0.0
-  changes = (text.partition("=") for text in _OURS.value)
-  ours = {name: literal(value) for name, _, value in changes}
+  ours = config_flags.get_override_values(flags.FLAGS["ours"])
   c.update_from_flattened_dict(dict(zip(SIZE, size)) | ours)
   return resolve(c)
 
@@ -64,14 +63,6 @@ def random_tokens(c: Config) -> np.ndarray:
   shape = (c.train.batch_size, c.model.seq_len)
   rng = np.random.default_rng(0)
   return rng.integers(3, c.model.vocab_size, shape).astype(np.int32)
-
-
-def literal(text: str) -> object:
-  """Reads a Python literal; any other text is a string."""
-  try:
-    return ast.literal_eval(text)
-  except (SyntaxError, ValueError):
-    return text
 
 
 def two_replicas(c: Config) -> Config:

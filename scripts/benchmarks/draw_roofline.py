@@ -33,11 +33,11 @@ from timing import in_turn, print_devices, timed
 
 from diloco.algorithm import optimizers
 from diloco.config import Config, command_line, resolve
-from diloco.errors import ConfigError
 from diloco.mesh import hardware
 from diloco.model import attention, loss
 from diloco.spec import shapes
 from diloco.util import palette
+from diloco.util.command import check_picture
 
 ATTENTION, SCORES = "attention projections", "attention products and softmax"
 FEED_FORWARD, LOSS, NORMS = "feed-forward", "loss", "norms and element-wise"
@@ -298,7 +298,7 @@ def mfu(c: Config, seconds: float, peak: float) -> float:
 
 
 def draw(
-  axes: Axes, title: str, roofs: Roofs, work: dict[str, Work], seconds: dict[str, float]
+  axes: Axes, roofs: Roofs, work: dict[str, Work], seconds: dict[str, float]
 ) -> None:
   """Draws roofs, and the parts as disks whose area is their share of the time."""
   x = np.geomspace(0.1, 5000, 200)
@@ -318,7 +318,6 @@ def draw(
     axes.scatter(w.flops / w.nbytes, speed, area, color=color, alpha=0.7, zorder=3)
   axes.set(xscale="log", yscale="log", xlim=(0.1, 5000))
   axes.set_ylim(top=2.5 * roofs.flops / 1e9)  # Circles at the roof are whole.
-  axes.set_title(title, fontsize="medium")
   axes.set(xlabel="FLOP per byte", ylabel="GFLOP/s")
   # Below the panel: a roof or a disk may lie anywhere in it.
   axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
@@ -328,15 +327,15 @@ def whole_figure(
   panels: dict[str, tuple[Roofs, dict[str, Work], dict[str, float]]],
 ) -> Figure:
   """Draws a panel for each {title: the arguments of `draw`}."""
-  figure = Figure((palette.PAGE, 3.4), layout="constrained")
-  for axes, (title, of_panel) in zip(figure.subplots(1, len(panels)), panels.items()):
-    draw(axes, title, *of_panel)
+  title = "A step's parts under the roofs; area: share of the step's time"
+  figure, all_axes = palette.panels(title, [*panels], 3.4)
+  for axes, of_panel in zip(all_axes, panels.values()):
+    draw(axes, *of_panel)
   marks = [
     Line2D([], [], marker="o", linestyle="", color=COLORS[name], label=name)
     for name in PARTS
   ]
   figure.legend(handles=marks, loc="outside lower center", ncols=4)
-  figure.suptitle("A step's parts under the roofs; area: share of the step's time")
   return figure
 
 
@@ -344,8 +343,7 @@ def main(argv) -> None:
   del argv
   c, big = (resolve(f) for f in (flags.FLAGS.config, flags.FLAGS.predict))
   out = pathlib.Path(flags.FLAGS.out)
-  if not out.parent.is_dir():
-    raise ConfigError(f"--out is {out}, whose folder does not exist; make it first.")
+  check_picture(out, "roofline.png")
   kind = jax.devices()[0].device_kind
   roofs, work = measure_roofs(), count(c, keeps_scores=True)
   seconds, step = measure(c)

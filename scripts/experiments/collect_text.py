@@ -19,6 +19,7 @@ import hashlib
 import json
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -225,6 +226,7 @@ def collect(
   # Prose that other rules chose is not kept.
   rules = hashlib.sha256(pathlib.Path(clean_text.__file__).read_bytes()).hexdigest()
   raw_folder = out / "raw" / rules[:12]
+  shutil.rmtree(out / "text", ignore_errors=True)  # It is made of raw/.
   for folder in (raw_folder, *(out / "text" / split for split in SPLITS)):
     folder.mkdir(parents=True, exist_ok=True)
   seen, failed = clean_text.Seen(), collections.Counter[str]()
@@ -254,17 +256,9 @@ def collect(
 
 
 def _finish(out: pathlib.Path, rules: str, entries: list[dict[str, Any]]) -> None:
-  """Writes the manifest, and removes files that are not in it."""
-  used = {
-    (split, f"{entry['registry']}-{entry['package']}.jsonl")
-    for entry in entries
-    for split in entry["splits"]
-  }
+  """Writes the manifest."""
   totals = dict[str, dict[str, int]]()
   for split in SPLITS:
-    for path in (out / "text" / split).iterdir():
-      if (split, path.name) not in used:
-        path.unlink()
     sizes = [e["splits"][split] for e in entries if split in e["splits"]]
     totals[split] = {k: sum(s[k] for s in sizes) for k in ("documents", "bytes")}
   write_json(

@@ -94,17 +94,12 @@ class Run:
     self.processes: dict[int, subprocess.Popen] = {}
     self.unplanned = list[str]()  # Processes that ended by themselves, with an error.
     self.restarts = 0
-    self._stood_still = 0.0
-    self._events = sched.scheduler(self.now)
+    self._events = sched.scheduler(time.monotonic)
     self.everyone = (
       [*range(SITES)] if options.baseline else [COORDINATOR, *range(SITES)]
     )
     # An all-gather sends a payload to each of the others; to the coordinator, once.
     self.rate = options.rate * (SITES - 1 if options.baseline else 1)
-
-  def now(self) -> float:
-    """Returns seconds; they do not pass while the whole machine is suspended."""
-    return time.monotonic() - self._stood_still
 
   def start(self, who: int) -> None:
     """Starts a process; its output goes on in the same file."""
@@ -179,10 +174,7 @@ class Run:
 
   def wait(self) -> None:
     """Does what is due."""
-    began = time.monotonic()
     time.sleep(0.05)
-    slept = time.monotonic() - began
-    self._stood_still += slept if slept > 2 else 0.0
     self._events.run(blocking=False)
 
   def progress(self) -> int:
@@ -198,12 +190,12 @@ def weather(run: Run, storm: list[Fault]) -> dict:
   """Runs to the end, or to the limit; returns what was observed from outside."""
   for who in run.everyone:
     run.start(who)
-  began, at, warm, first, changed = run.now(), 0, 0, 0.0, 0.0
+  began, at, warm, first, changed = time.monotonic(), 0, 0, 0.0, 0.0
   longest, storm_s = 0.0, run.options.faults * run.options.every
   counted: tuple[int, float] | None = None  # Progress, seconds: when the storm ends.
   while not run.look_after():
     run.wait()
-    now, found = run.now(), run.progress()
+    now, found = time.monotonic(), run.progress()
     if found > at:
       if warm:
         longest = max(longest, now - changed)

@@ -44,12 +44,8 @@ METHODS = {
   "Streaming, overlap, FP4": {"wire.format": "e3m0"},
 }
 # Colours of the curves: an algorithm's colour, Streaming's variants in its shades.
-CURVES = dict(
-  zip(
-    ("data-parallel", "DiLoCo", *[*METHODS][2:]),
-    (COLORS["data_parallel"], COLORS["diloco"], *shades(COLORS["streaming"], 3)),
-  )
-)
+CURVES = {"data-parallel": COLORS["data_parallel"], "DiLoCo": COLORS["diloco"]}
+CURVES |= dict(zip([*METHODS][2:], shades(COLORS["streaming"], 3)))
 # Steps between a change of the rate and a measurement: the log shows steps late.
 SETTLE = 20
 
@@ -205,7 +201,7 @@ def save(options, rows: list[dict]) -> None:
   path = options.out / "wan.csv"
   pd.DataFrame(rows).to_csv(path, index=False, float_format="%.6g")
   (options.out / "wan.md").write_text(table(rows))
-  picture(options, rows, options.out / "wan.png")
+  palette.save(lambda: picture(options, rows), options.out / "wan.png")
 
 
 HEADER = (
@@ -242,16 +238,11 @@ def table(rows: list[dict]) -> str:
   return "\n".join([HEADER, *(line(group, reference) for group in groups)]) + "\n"
 
 
-def picture(options, rows: list[dict], path: pathlib.Path) -> None:
+def picture(options, rows: list[dict]):
   """Draws measured utilisation against bandwidth, like figure 4 of 2501.18512.
 
   A point is the median of the measurements at a rate; a bar is their range.
   """
-  palette.save(lambda: utilisation_figure(options, rows), path)
-
-
-def utilisation_figure(options, rows: list[dict]):
-  """Makes the figure of `picture`."""
   found = {r["method"] for r in rows}
   h = resolved(options, "DiLoCo").sync_every
   title = f"Measured utilisation: {options.replicas} processes, H = {h}"

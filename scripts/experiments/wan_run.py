@@ -59,9 +59,8 @@ class Trace:
   def compute_seconds(self, phase: Phase) -> float:
     """Returns the median seconds of a step within a phase."""
     found = sorted(self.step_times().items())
-    steps, times = np.asarray(
-      [pair for pair in found if phase.first <= pair[0] <= phase.last]
-    ).T
+    inside = [pair for pair in found if phase.first <= pair[0] <= phase.last]
+    steps, times = np.asarray(inside).T
     return float(np.median(np.diff(times) / np.diff(steps)))
 
 

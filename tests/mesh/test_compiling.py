@@ -1,8 +1,9 @@
-"""The lines that tell which program XLA compiles."""
+"""The lines that tell which program XLA compiles, and how many there are."""
 
 import jax
 import jax.numpy as jnp
 import pytest
+from cpu_devices import run
 
 from diloco.mesh import compiling
 
@@ -41,3 +42,38 @@ def test_a_quick_compilation_is_not_announced(announced, capfd, monkeypatch):
   jax.jit(lambda x: x + 1)(jnp.ones(3))
   assert compiling._clock.timer is None  # It was cancelled.
   assert "Compiling" not in capfd.readouterr().err
+
+
+# Prints the programs that a whole run compiles, for fragments of each size. Up to five
+# inner steps hide an exchange: fewer with many fragments, as sends are frequent.
+COUNT = """
+import contextlib, json, tempfile
+import jax
+from diloco import train
+from diloco.config import default_config
+
+def count(size):
+  c = default_config()
+  c.model.update({"num_layers": 12, "dim": 32, "num_heads": 1, "dtype": "float32"})
+  c.model.update({"vocab_size": 2048, "seq_len": 128, "remat": "full"})
+  c.train.batch_size, c.train.steps = 8, 48
+  c.fragments.size, c.sync_every, c.overlap.tau = size, 16, 5
+  c.log.tensorboard, c.log.sample_tokens, c.eval.tokens = False, 1, 4096
+  events = []
+  jax.clear_caches()
+  listen = lambda event, duration, **_: events.append(event)
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  with tempfile.TemporaryDirectory() as workdir, contextlib.redirect_stdout(None):
+    train.train(c, workdir)
+  jax.monitoring.clear_event_listeners()
+  return events.count("/jax/core/compile/backend_compile_duration")
+
+jax.config.update("jax_enable_compilation_cache", False)
+print(json.dumps([count(size) for size in (12, 3, 1)]))
+"""
+
+
+@pytest.mark.slow("compiles three whole runs")
+def test_a_run_compiles_as_many_programs_for_each_number_of_fragments():
+  counts = run(2, "-c", COUNT)
+  assert len(set(counts)) == 1, counts

@@ -4,7 +4,6 @@ tests/mesh/test_mesh.py compares values and gradients with NumPy on several devi
 """
 
 import dataclasses
-import types
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +18,13 @@ from diloco.spec.fields import ModelConfig
 from diloco.train import train
 
 MODEL = ModelConfig(dim=128, num_heads=2, seq_len=256)
-DEVICES = {
-  "cpu": ("cpu", "cpu"),
-  "v5e": ("tpu", "TPU v5 lite"),
-  "h100": ("gpu", "NVIDIA H100 80GB HBM3"),
-  "t4": ("gpu", "Tesla T4"),
-  "rtx": ("gpu", "NVIDIA GeForce RTX 4090"),
+KINDS = {
+  "cpu": "cpu",
+  "v5e": "TPU v5 lite",
+  "h100": "NVIDIA H100 80GB HBM3",
+  "t4": "Tesla T4",
+  "rtx": "NVIDIA GeForce RTX 4090",
 }
-
-
-def device(name: str) -> types.SimpleNamespace:
-  platform, kind = DEVICES[name]
-  return types.SimpleNamespace(platform=platform, device_kind=kind)
 
 
 @pytest.fixture
@@ -57,15 +51,15 @@ def with_cudnn(monkeypatch):
 )
 def test_the_attention_that_a_device_gets(with_cudnn, name, fields, expected):
   m = dataclasses.replace(MODEL, **fields)
-  assert attention.choose(m, device(name)) == expected
-  attention.check(m, device(name))
+  assert attention.choose(m, KINDS[name]) == expected
+  attention.check(m, KINDS[name])
 
 
 @pytest.mark.parametrize("chosen", ["auto", "splash"])
 def test_sequences_of_another_length_than_the_model_take_what_suits_them(chosen):
   m = dataclasses.replace(MODEL, attention=chosen)
   lengths = (256, 128, 64, 32)
-  found = [attention.choose(m, device("v5e"), length) for length in lengths]
+  found = [attention.choose(m, KINDS["v5e"], length) for length in lengths]
   assert found == ["splash", "splash", "xla", "xla"]
 
 
@@ -99,7 +93,7 @@ def test_sequences_of_another_length_than_the_model_take_what_suits_them(chosen)
 def test_an_attention_that_cannot_work_is_refused(with_cudnn, name, fields, reason):
   m = dataclasses.replace(MODEL, **fields)
   with pytest.raises(ConfigError, match=f"model.attention is .*{reason}") as error:
-    attention.check(m, device(name))
+    attention.check(m, KINDS[name])
   assert "\n" not in str(error.value)
 
 
@@ -107,10 +101,10 @@ def test_without_cudnn_auto_takes_xla_and_cudnn_is_refused(monkeypatch):
   monkeypatch.setattr(cudnn, "cuda_versions", None)
   # Another length than in the other tests, whose shapes JAX remembers.
   m = dataclasses.replace(MODEL, seq_len=512)
-  assert attention.choose(m, device("h100")) == "xla"
+  assert attention.choose(m, KINDS["h100"]) == "xla"
   m = dataclasses.replace(m, attention="cudnn")
   with pytest.raises(ConfigError, match="cuDNN is not detected"):
-    attention.check(m, device("h100"))
+    attention.check(m, KINDS["h100"])
 
 
 def test_a_run_on_devices_without_the_kernel_is_refused(tiny, tmp_path):
@@ -136,3 +130,53 @@ def test_a_cpu_computes_what_jax_computes(masks):
 
   for a, b in zip(with_gradients(mine), with_gradients(of_jax)):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["xla", "cudnn", "splash"])
+@pytest.mark.parametrize(
+  "shape",  # B, L, heads, heads of keys and values, head size.
+  [
+    (2, 256, 4, 2, 64),
+    pytest.param((2, 2048, 20, 20, 64), marks=pytest.mark.slow("2048 positions")),
+    pytest.param((2, 1024, 8, 2, 128), marks=pytest.mark.slow("1024 positions")),
+  ],
+  ids=str,
+)
+def test_in_bfloat16_a_kernel_of_this_device_differs_from_float32_by_rounding(
+  name, shape
+):
+  batch, length, heads, kv_heads, size = shape
+  plain = ModelConfig(
+    num_heads=heads,
+    num_kv_heads=kv_heads,
+    head_dim=size,
+    seq_len=length,
+    dtype="float32",
+    attention="xla",
+  )
+  m = dataclasses.replace(plain, dtype="bfloat16", attention=name)
+  try:
+    attention.check(m, jax.devices()[0].device_kind)
+  except ConfigError as error:
+    pytest.skip(str(error))
+  keys = jax.random.split(jax.random.key(0), 4)
+  *qkv, weights = (
+    jax.random.normal(key, (batch, length, g, size), jnp.bfloat16).astype(jnp.float32)
+    for key, g in zip(keys, (heads, kv_heads, kv_heads, heads))
+  )
+
+  def with_gradients(m: ModelConfig) -> list[np.ndarray]:
+    def loss(*qkv):
+      y = attention.attend(m, *qkv, None)
+      return (y * weights).sum(dtype=jnp.float32), y
+
+    f = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+    with jax.default_matmul_precision("highest"):
+      grads, y = f(*(x.astype(m.dtype) for x in qkv))
+    return [np.asarray(x, np.float64) for x in (y, *grads)]
+
+  for found, expected in zip(with_gradients(m), with_gradients(plain)):
+    # bfloat16 keeps 8 bits: distances near 2^-9 are rounding.
+    distance = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert distance < 2**-7
+    print(f"{shape} {name} {distance:.2e}")

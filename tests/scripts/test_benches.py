@@ -1,6 +1,5 @@
 """The benchmarks run to their tables; what they measure is not judged here."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -53,12 +52,3 @@ def test_a_benchmark_runs_to_its_last_line(command, last, tmp_path):
 def test_two_devices_exchange_beside_an_inner_step():
   ended = run(f"{ACCELERATOR} --repeats=1", XLA_FLAGS=TWO_DEVICES)
   assert re.search(r"M=2 .* [+-][\d.]+%$", ended.splitlines()[-1])
-
-
-@pytest.mark.slow("compiles for TPUs")
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_the_programs_of_the_accelerator_table_compile_for_a_tpu():
-  lines = run(f"{ACCELERATOR} --compile_for=v5e:1x1 --quick").splitlines()
-  names = ("inner step", "send", "merge", "update")
-  programs = [name for line in lines for name in names if line.startswith(name)]
-  assert programs == ["inner step", "inner step", "send", "merge", "update"]

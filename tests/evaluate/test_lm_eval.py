@@ -1,33 +1,30 @@
-"""Compares diloco.evaluate with lm-evaluation-harness, item by item.
+"""lm-evaluation-harness on an export scores every item as diloco.evaluate does.
 
-  pip install '.[test-hf]'
-  python scripts/experiments/compare_lm_eval.py --workdir=runs/qwen3 --items=50
-
-Exports the model (model.name=qwen3) for transformers, and scores the same items by both
-programs. The data sets cannot be downloaded everywhere, so the items are made from
-State of the Union texts, in the formats of HellaSwag, PIQA and ARC-Easy on the hub. The
-harness reads them through its own task files, with its own prompts and metrics.
+The data sets cannot be downloaded everywhere, so the items are made from State of the
+Union texts, in the formats of HellaSwag, PIQA and ARC-Easy on the hub. The harness
+reads them through its own task files, with its own prompts and metrics.
 
 The harness begins PIQA's prompt with "Question:", diloco and OLMES with "Goal:". Here
 both use the harness's.
 """
 
-import argparse
+import importlib.util
 import json
 import pathlib
-import sys
-import tempfile
 from typing import Any
 
+import jax
 import numpy as np
+import pytest
 
 from diloco.cli import evaluate, export
+from diloco.config import resolve
 from diloco.data import make_source
-from diloco.errors import ConfigError
 from diloco.evaluate.tasks import TASKS, Item
 from diloco.interop import load
+from diloco.mesh.devices import make_inference_mesh
+from diloco.model import qwen3
 from diloco.spec.fields import DataConfig
-from diloco.util.command import guarded, model_parser
 
 # The harness's task files, in its folder `tasks`.
 FILES = {
@@ -76,13 +73,15 @@ def item_of(name: str, record: dict[str, Any]) -> Item:
   return item
 
 
+def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
+  path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def harness(folder: pathlib.Path, data: pathlib.Path) -> dict[str, list[dict]]:
   """Scores the items by lm-evaluation-harness; returns its samples in order."""
-  try:
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-  except ImportError as error:
-    raise ConfigError("this needs lm-eval: pip install '.[test-hf]'.") from error
+  import lm_eval
+  from lm_eval.tasks import TaskManager
+
   tasks = pathlib.Path(lm_eval.__file__).parent / "tasks"
   for name, file in FILES.items():
     own = dict.fromkeys(("dataset_name", "training_split", "test_split"))
@@ -104,69 +103,77 @@ def harness(folder: pathlib.Path, data: pathlib.Path) -> dict[str, list[dict]]:
   return {name: sorted(samples[f"local_{name}"], key=by_id) for name in FILES}
 
 
-def compare(workdir: str, step: int | None, count: int) -> dict[str, dict[str, Any]]:
-  """Scores by both programs.
+def differences(own: list[dict], items: list[Item], samples: list[dict]) -> dict:
+  """Compares the scores of a task.
 
   Returns:
-    {task: items, largest difference of a log-likelihood in nats, and the items in
-    whose two accuracies the programs differ}.
+    The largest difference of a log-likelihood in nats, and the number of items in whose
+    two accuracies the programs differ.
   """
-  model = load.load(workdir, step)
-  compared = {}
-  with tempfile.TemporaryDirectory() as temporary:
-    data = pathlib.Path(temporary)
-    folder, _ = export.export_hf(model, data / "hf")
-    plain = export.export(model, data / "diloco")
-    paths = {}
-    for name, made in records(count).items():
-      write(data / f"{name}.jsonl", made)
-      items = [item_of(name, record) for record in made]
-      paths[name] = data / f"items_{name}.jsonl"
-      write(paths[name], [vars(item) for item in items])
-    details = data / "details.jsonl"
-    chosen = ",".join(map(str, paths.values()))
-    flags = [f"--workdir={plain}", f"--tasks={chosen}", f"--details={details}"]
-    if evaluate.main(flags):
-      raise ConfigError("diloco.evaluate cannot score the items.")
-    mine = [json.loads(line) for line in details.read_text().splitlines()]
-    for name, samples in harness(folder, data).items():
-      own = [row for row in mine if row["task"] == str(paths[name])]
-      encoded = [json.loads(line) for line in paths[name].read_text().splitlines()]
-      assert len(own) == len(samples) == len(encoded) == count
-      compared[name] = differences(own, encoded, samples)
-  return compared
-
-
-def differences(own: list[dict], items: list[dict], samples: list[dict]) -> dict:
-  """Compares the scores of a task."""
   largest, other = 0.0, 0
-  for row, item, sample in zip(own, items, samples):
+  for row, item, sample in zip(own, items, samples, strict=True):
     scores = np.array(row["scores"])
     theirs = np.array([float(r[0]) for r in sample["filtered_resps"]])
     largest = max(largest, float(np.abs(scores - theirs).max()))
-    per_character = scores / [len(choice) for choice in item["choices"]]
-    mine = [float(np.argmax(s) == item["gold"]) for s in (scores, per_character)]
+    per_character = scores / [len(choice) for choice in item.choices]
+    mine = [float(np.argmax(s) == item.gold) for s in (scores, per_character)]
     other += mine != [sample["acc"], sample["acc_norm"]]
-  return {"items": len(own), "largest": largest, "other": other}
+  return {"largest": largest, "other": other}
 
 
-def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
-  path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def test_items_have_the_prompts_of_the_harness():
+  made = records(4)
+  first = {name: item_of(name, rows[0]) for name, rows in made.items()}
+  record = made["hellaswag"][0]
+  query = (
+    f"{record['activity_label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
+  )
+  assert first["hellaswag"].query == query
+  assert "[" not in "".join(first["hellaswag"].choices)
+  assert first["piqa"].query == f"Question: {made['piqa'][0]['goal']}\nAnswer:"
+  question = made["arc_easy"][0]["question"]
+  assert first["arc_easy"].query == f"Question: {question}\nAnswer:"
 
 
-def run(args: argparse.Namespace) -> None:
-  found = compare(args.workdir, args.step, args.items)
-  print(f"{'task':<12}{'items':>8}{'largest difference, nats':>28}{'other choice':>16}")
-  for name, r in found.items():
-    print(f"{name:<12}{r['items']:>8}{r['largest']:>28.1e}{r['other']:>16}")
+def test_differences_are_found():
+  own = [{"scores": [-3.0, -2.0]}, {"scores": [-1.0, -2.0]}]
+  items = [Item("", ("abcd", "b"), 1)] * 2
+  sample = lambda acc, norm, *scores: {
+    "filtered_resps": [(s, False) for s in scores],
+    "acc": acc,
+    "acc_norm": norm,
+  }
+  same = [sample(1.0, 0.0, -3.0, -2.0), sample(0.0, 0.0, -1.0, -2.5)]
+  assert differences(own, items, same) == {"largest": 0.5, "other": 0}
+  other = [same[0], sample(0.0, 1.0, -1.0, -2.0)]
+  assert differences(own, items, other)["other"] == 1
 
 
-def main(argv: list[str] | None = None) -> int:
-  parser = model_parser("compare_lm_eval", "Compares with lm-evaluation-harness.")
-  parser.prog = "scripts/experiments/compare_lm_eval.py"
-  parser.add_argument("--items", type=int, default=50, help="items per task")
-  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
-
-
-if __name__ == "__main__":
-  sys.exit(main())
+@pytest.mark.slow("imports PyTorch and lm-eval")
+@pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="extra test-hf")
+def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):
+  tiny.model.update({"name": "qwen3", "num_kv_heads": 1, "head_dim": 8})
+  tiny.model.seq_len = 256
+  c = resolve(tiny)
+  params = jax.tree.map(
+    lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
+    qwen3.init(c.model, jax.random.key(0)),
+  )
+  model = load.Model(c, 1, params, make_inference_mesh())
+  folder, _ = export.export_hf(model, tmp_path / "hf")
+  plain = export.export(model, tmp_path / "diloco")
+  details, items, paths = tmp_path / "details.jsonl", {}, {}
+  for name, made in records(8).items():
+    write(tmp_path / f"{name}.jsonl", made)
+    items[name] = [item_of(name, record) for record in made]
+    paths[name] = str(tmp_path / f"items_{name}.jsonl")
+    write(pathlib.Path(paths[name]), [vars(item) for item in items[name]])
+  flags = [f"--workdir={plain}", f"--tasks={','.join(paths.values())}"]
+  assert evaluate.main([*flags, f"--details={details}"]) == 0
+  rows = [json.loads(line) for line in details.read_text().splitlines()]
+  for name, samples in harness(folder, tmp_path).items():
+    own = [row for row in rows if row["task"] == paths[name]]
+    found = differences(own, items[name], samples)
+    assert len(own) == 8
+    assert found["largest"] < 1e-3
+    assert found["other"] == 0
