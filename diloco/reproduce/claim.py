@@ -65,25 +65,22 @@ def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
       on the text for choosing (`chart.frame`).
   """
 
-  def by_seed(keys: Mapping) -> dict[int, float]:
+  def by_seed(keys: Mapping) -> pd.Series:
     some = found
     for key, value in keys.items():
       some = some[some[key] == value]
     best = some.loc[some.groupby("seed")["choice"].idxmin()]
-    return dict(zip(best["seed"], best[claim.column]))
+    return best.set_index("seed")[claim.column]
 
-  def more(a: Mapping, b: Mapping) -> dict[int, float]:
-    losses, others = by_seed(a), by_seed(b)
-    seeds = sorted(losses.keys() & others.keys())
-    return {seed: 100 * (losses[seed] / others[seed] - 1) for seed in seeds}
+  def more(a: Mapping, b: Mapping) -> pd.Series:  # NaN where a seed is missing.
+    return 100 * (by_seed(a) / by_seed(b) - 1)
 
   if found.empty:
     return []
   values = more(claim.a, claim.b)
-  if claim.than is None:
-    return [*values.values()]
-  than = more(*claim.than)
-  return [value - than[seed] for seed, value in values.items() if seed in than]
+  if claim.than:
+    values = values - more(*claim.than)
+  return values.dropna().tolist()
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

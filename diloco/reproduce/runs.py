@@ -77,11 +77,9 @@ def at_common_seeds(cells: pd.DataFrame) -> pd.DataFrame:
   means over different seeds, the best point may seem worse than its neighbours. Rows
   without a common seed keep `loss`.
   """
-  losses = [*map(dict, cells["all_losses"])]
-  seeds = set.intersection(*map(set, losses)) if losses else set()
-  if not seeds:
-    return cells
-  return cells.assign(loss=[statistics.mean(x[s] for s in seeds) for x in losses])
+  by_seed = pd.DataFrame([*map(dict, cells["all_losses"])], cells.index)
+  common = by_seed.dropna(axis=1)
+  return cells if common.empty else cells.assign(loss=common.mean(axis=1))
 
 
 def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
@@ -95,12 +93,13 @@ def above_plain(cells: pd.DataFrame) -> pd.DataFrame:
     the mean of the differences in per cent as `more`, and its standard deviation as
     `more_std`: NaN for one seed.
   """
-  plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"].map(dict)
+  plain = cells[cells["curve"] == PLAIN].set_index("params")["losses"]
   others = cells[(cells["curve"] != PLAIN) & cells["params"].isin(plain.index)]
-  found = list[pd.Series]()
-  for n, losses in zip(others["params"], others["losses"]):
-    more = [100 * (x / plain[n][seed] - 1) for seed, x in losses if seed in plain[n]]
-    found.append(pd.Series(more, dtype=float))
+  by_seed = lambda losses: pd.Series(dict(losses))
+  found = [
+    100 * (by_seed(losses) / by_seed(plain[n]) - 1)
+    for n, losses in zip(others["params"], others["losses"])
+  ]
   means, deviations = [x.mean() for x in found], [x.std() for x in found]
   return others.assign(more=means, more_std=deviations).dropna(subset="more")
 

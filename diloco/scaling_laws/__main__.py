@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 from typing import Any
 
@@ -30,6 +29,7 @@ from diloco.util.command import (
   Parser,
   as_path,
   guarded,
+  in_range,
   make_folder,
   parse_count,
   parse_options,
@@ -163,9 +163,8 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
     laws, _ = results.fit_runs(table, strict=not args.any)
   n, m, method = parse_count(args.params, "--params"), args.replicas, args.method
   settings = (args.algorithm, args.overtrain, args.seq_len, args.fsdp)
-  answer = dataclasses.asdict(
-    recommend_lib.recommend(n, m, method, *settings, laws=laws)
-  )
+  found = recommend_lib.recommend(n, m, method, *settings, laws=laws)
+  answer = dataclasses.asdict(found)
   for key, algorithm in (("loss", args.algorithm), ("dp_loss", "data_parallel")):
     run = (n, m, method, algorithm)
     # Laws of the loss hold only for the tokens per parameter of the fitted runs.
@@ -230,13 +229,7 @@ def _method(samples: int) -> str:
 
 def _add_bootstrap(parser: argparse.ArgumentParser) -> None:
   text = "resamples for bootstrap-t intervals; 0: Student's t"
-  parser.add_argument("--bootstrap", type=_resamples, default=0, help=text)
-
-
-def _resamples(text: str) -> int:
-  if not re.fullmatch(r"\d{1,6}", text):
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 999999")
-  return int(text)
+  parser.add_argument("--bootstrap", type=in_range(0, 999_999), default=0, help=text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -41,8 +41,7 @@ def joined(runs: pd.DataFrame) -> pd.DataFrame:
     `losses`. Runs with equal seeds differ in something else, so they stay apart.
   """
   runs = runs.assign(seed=runs.get("seed", 0))
-  counts = runs["seed"].value_counts()
-  most = sorted(counts.index[counts == counts.max()])
+  most = runs["seed"].mode()
   tuning = most[0] if len(most) == 1 else None  # All seeds are alike: none tunes.
   same = [c for c in (*CELL, *AXES, *_MORE) if c in runs]
   rows = {}

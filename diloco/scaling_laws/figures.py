@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from diloco.scaling_laws import paper
+from diloco.scaling_laws.uncertainty import Array
 from diloco.util import palette
 
 # A shade of DiLoCo's colour, a marker and its size for each M. Later markers lie above
@@ -18,6 +19,8 @@ _ORANGES = palette.shades(palette.COLORS["diloco"], len(paper.ALGORITHMS) - 1)
 COLORS = dict(zip(paper.ALGORITHMS, (palette.COLORS["data_parallel"], *_ORANGES)))
 MARKERS = dict(zip(paper.ALGORITHMS, "o^sDv"))
 MARKER_SIZES = dict(zip(paper.ALGORITHMS, (8, 6, 5, 3, 4)))
+# N of the models that the laws are fitted to, and of those beyond.
+FITTED, LARGE = paper.model_sizes(), paper.model_sizes(models=paper.LARGE)
 TITLES = {
   "extrapolation": "Laws fitted up to 2.4B, and losses up to 10B",
   "difference": "DiLoCo against data-parallel",
@@ -26,32 +29,25 @@ TITLES = {
 
 def extrapolation(axes: Axes) -> None:
   """Draws figure 13: the losses from 35M to 10B and the laws fitted up to 2.4B."""
-  n = paper.model_sizes()
-  large = paper.model_sizes(models=paper.LARGE)
-  line = np.geomspace(n[0], large[-1] * 1.2, 60)
+  line = np.geomspace(FITTED[0], LARGE[-1] * 1.2, 60)
   for algorithm in ("data_parallel", "diloco_M2", "diloco_M4"):
-    color = COLORS[algorithm]
     for fit, style in ((paper.loss_fit, ":"), (paper.floor_fit, "-")):
       law = fit(algorithm)
-      axes.plot(line, [law(x) for x in line], style, color=color)
-    _points(axes, algorithm, n, paper.losses(algorithm), large, _large(algorithm))
+      axes.plot(line, [law(x) for x in line], style, color=COLORS[algorithm])
+    _points(axes, algorithm, lambda losses, plain: losses)
   axes.set(xscale="log", xlabel="parameters N")
   axes.set_ylabel("evaluation loss (nats per token)")
 
 
 def difference(axes: Axes) -> None:
   """Draws figure 2b: losses and laws with a floor, in per cent above data-parallel."""
-  n = paper.model_sizes()
-  large = paper.model_sizes(models=paper.LARGE)
-  line = np.geomspace(n[0], large[-1], 60)
+  line = np.geomspace(FITTED[0], LARGE[-1], 60)
+  more = lambda losses, plain: 100 * (losses / plain - 1)
   base = paper.floor_fit("data_parallel")
   for algorithm in paper.ALGORITHMS[1:]:
     law = paper.floor_fit(algorithm)
-    fitted = [100 * (law(x) / base(x) - 1) for x in line]
-    axes.plot(line, fitted, color=COLORS[algorithm])
-    ratio = paper.losses(algorithm) / paper.losses("data_parallel")
-    beyond = _large(algorithm) / _large("data_parallel")
-    _points(axes, algorithm, n, 100 * (ratio - 1), large, 100 * (beyond - 1))
+    axes.plot(line, [more(law(x), base(x)) for x in line], color=COLORS[algorithm])
+    _points(axes, algorithm, more)
   axes.axhline(0, color="k", lw=0.5)
   axes.set(xscale="log", xlabel="parameters N", ylabel="loss above data-parallel (%)")
 
@@ -77,24 +73,22 @@ def whole_figure(function: Callable[[Axes], None]) -> Figure:
   return palette.legend(figure)
 
 
-def _points(
-  axes: Axes,
-  algorithm: str,
-  n: np.ndarray,
-  values: np.ndarray,
-  large: np.ndarray,
-  beyond: np.ndarray,
-) -> None:
-  """Draws markers at the sizes that were fitted, and stars at 4B and 10B."""
+def _points(axes: Axes, algorithm: str, y: Callable[[Array, Array], Array]) -> None:
+  """Draws markers at the sizes that were fitted, and stars at 4B and 10B.
+
+  Args:
+    y: computes what is drawn, from the losses of the algorithm and of data-parallel.
+  """
   name = algorithm.replace("data_parallel", "data-parallel")
   label = name.replace("diloco_M", "DiLoCo, M = ")
   size = MARKER_SIZES[algorithm]
   style: dict[str, Any] = {"color": COLORS[algorithm], "ls": ""}
-  axes.plot(n, values, marker=MARKERS[algorithm], ms=size, label=label, **style)
-  axes.plot(large, beyond, marker="*", ms=size + 4, **style)
+  values, beyond = (y(f(algorithm), f("data_parallel")) for f in (paper.losses, _large))
+  axes.plot(FITTED, values, marker=MARKERS[algorithm], ms=size, label=label, **style)
+  axes.plot(LARGE, beyond, marker="*", ms=size + 4, **style)
 
 
-def _large(algorithm: str) -> np.ndarray:
+def _large(algorithm: str) -> Array:
   """Returns the losses measured at 4B and 10B; NaN stands for no run."""
   fit = "independent" if algorithm == "data_parallel" else "joint"
   found = [paper.measured(algorithm, fit, scale) for scale in paper.LARGE]

@@ -13,7 +13,6 @@ from diloco.scaling_laws.uncertainty import (
   Array,
   Interval,
   LeastSquares,
-  NewRun,
   Numbers,
   exponentials,
 )
@@ -38,47 +37,25 @@ class Fit(LeastSquares):
 
   Attributes:
     values: y of each point, float64 [n].
-    law: the fitted law.
+    q: log A, alpha and perhaps beta.
   """
 
   values: Array
-  law: PowerLaw
 
-  def __call__(self, params: float, replicas: float = 1) -> float:
-    """Returns y of the law at N parameters and M replicas."""
-    return self.law(params, replicas)
+  @property
+  def law(self) -> PowerLaw:
+    """The fitted law."""
+    log_a, *exponents = map(float, self.q)
+    return PowerLaw(float(np.exp(log_a)), *exponents)
+
+  def log_y(self, params: Numbers, replicas: Numbers) -> tuple[Array, Array]:
+    x = _columns(params, replicas, len(self.names))
+    return x @ self.q, x
 
   def interval(self, samples: int = 0) -> dict[str, Interval]:
     """Returns the 90% interval of each parameter; for A, from the interval of log A."""
     found = super().interval(samples)
     return found | {"A": exponentials(found["A"])}
-
-  def estimates(self, new: NewRun) -> tuple[Array, Array]:
-    law = np.array([np.log(self.law.A), self.law.alpha, self.law.beta])
-    x, scatter = self._slopes(new)
-    error = self.standard_errors(x, scatter, self._design, self.residuals)
-    return x @ law[: len(self.names)], error
-
-  def resampled_t(self, new: NewRun, samples: int) -> Array:
-    rng, design = np.random.default_rng(0), self._design
-    x, scatter = self._slopes(new)
-    noise = self.resampled(rng, design, samples)
-    truth = scatter * rng.choice(self.residuals, (samples, 1))
-    shift = noise @ np.linalg.pinv(design).T
-    left = noise - shift @ design.T
-    error = self.standard_errors(x, scatter, design, left)
-    # If all n drawn residuals are equal, the fit is exact and its error is 0.
-    return (truth - shift @ x.T) / np.maximum(error, 1e-30)
-
-  @property
-  def _design(self) -> Array:
-    return _columns(self.params, self.replicas, len(self.names))
-
-  def _slopes(self, new: NewRun) -> tuple[Array, float]:
-    """Returns d estimates / d coefficients, and `scatter` of `standard_errors`."""
-    if new is None:
-      return np.eye(len(self.names)), 0.0
-    return _columns([new[0]], [new[1]], len(self.names)), 1.0
 
 
 def fit_power_law(
@@ -124,8 +101,7 @@ def fit_power_law(
       f"{name} would have A = e^{coefficients[0]:.0f}: its sizes N are too near one"
       " another; add sizes further apart."
     )
-  law = PowerLaw(float(np.exp(coefficients[0])), *map(float, coefficients[1:]))
-  return Fit(names, n, m, np.log(y) - x @ coefficients, y, law)
+  return Fit(names, n, m, np.log(y) - x @ coefficients, coefficients, y)
 
 
 def check_points(params: Array, values: Array, replicas: Array, name: str) -> None:
@@ -163,10 +139,8 @@ def leave_largest_out(fit: Fit) -> dict[int, float]:
     law = fit_power_law(n[~held], y[~held], m[~held] if "beta" in fit.names else None)
   except ValueError:
     return {}
-  return {
-    int(m): float(abs(np.log(y) - np.log(law(n, m))))
-    for n, m, y in zip(n[held], m[held], y[held])
-  }
+  errors = np.log(y[held]) - law.log_y(n[held], m[held])[0]
+  return dict(zip(m[held].astype(int).tolist(), np.abs(errors).tolist()))
 
 
 def _columns(params: Numbers, replicas: Numbers, count: int) -> Array:

@@ -8,7 +8,7 @@ from scipy import optimize
 
 from diloco.scaling_laws.fits import check_points
 from diloco.scaling_laws.parametric import Form
-from diloco.scaling_laws.uncertainty import Array, LeastSquares, NewRun, Numbers
+from diloco.scaling_laws.uncertainty import Array, LeastSquares, Numbers
 
 # Replaces L where a form is not positive, because log L needs a positive number.
 _LEAST = 1e-300
@@ -18,43 +18,16 @@ _GRID = 21
 
 @dataclasses.dataclass(frozen=True)
 class Optimum(LeastSquares):
-  """The parameters of a form that have the least squared error over all points.
-
-  For the intervals, the form is replaced by its linear approximation at these
-  parameters.
+  """The parameters q of a form that have the least squared error over all points.
 
   Attributes:
     form: the form.
-    q: its parameters, float64 [k].
   """
 
   form: Form
-  q: Array
 
-  def __call__(self, params: float, replicas: float = 1) -> float:
-    """Returns L at N parameters and M replicas."""
-    return float(self.form.at(self.q, [params], [replicas])[0][0])
-
-  def estimates(self, new: NewRun) -> tuple[Array, Array]:
-    _, design = _log_form(self.form, self.q, self.params, self.replicas)
-    values, slopes, scatter = self.q, np.eye(len(self.q)), 0.0
-    if new is not None:
-      values, slopes = _log_form(self.form, self.q, [new[0]], [new[1]])
-      scatter = 1.0
-    return values, self.standard_errors(slopes, scatter, design, self.residuals)
-
-  def resampled_t(self, new: NewRun, samples: int) -> Array:
-    rng, found = np.random.default_rng(0), []
-    form, n, m = self.form, self.params, self.replicas
-    fitted, design = _log_form(form, self.q, n, m)
-    center, _ = self.estimates(new)
-    for noise in self.resampled(rng, design, samples):
-      q = _solve(form, n, m, self.q, fitted + noise)
-      left = fitted + noise - _log_form(form, q, n, m)[0]
-      value, error = dataclasses.replace(self, q=q, residuals=left).estimates(new)
-      truth = center + (0 if new is None else rng.choice(self.residuals))
-      found.append((truth - value) / np.maximum(error, 1e-30))
-    return np.array(found)
+  def log_y(self, params: Numbers, replicas: Numbers) -> tuple[Array, Array]:
+    return _log_form(self.form, self.q, params, replicas)
 
 
 def fit_optimum(
@@ -79,9 +52,14 @@ def fit_optimum(
       f"{form.name} has {len(n)} points for {len(form.names)} parameters; its"
       f" uncertainty needs {len(form.names) + 1}: add runs."
     )
-  q = _solve(form, n, m, _start(form, n, m, y), np.log(y))
-  left = np.log(y) - _log_form(form, q, n, m)[0]
-  return Optimum(form.names, n, m, left, form, q)
+  found = optimize.least_squares(
+    lambda q: _log_form(form, q, n, m)[0] - np.log(y),
+    _start(form, n, m, y),
+    lambda q: _log_form(form, q, n, m)[1],
+    x_scale="jac",
+    max_nfev=300,
+  )
+  return Optimum(form.names, n, m, -found.fun, found.x, form)
 
 
 def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
@@ -103,18 +81,6 @@ def _start(form: Form, n: Array, m: Array, y: Array) -> Array:
     q[linear] = np.linalg.lstsq(design, np.ones_like(y))[0]
     found.append((np.square(design @ q[linear] - 1).sum(), *q))
   return np.array(min(found)[1:])
-
-
-def _solve(form: Form, n: Array, m: Array, start: Numbers, log_y: Array) -> Array:
-  """Returns the parameters [k] with the least squared errors of log L."""
-  found = optimize.least_squares(
-    lambda q: _log_form(form, q, n, m)[0] - log_y,
-    np.asarray(start, float),
-    lambda q: _log_form(form, q, n, m)[1],
-    x_scale="jac",
-    max_nfev=300,
-  )
-  return found.x
 
 
 def _log_form(form: Form, q: Array, n: Numbers, m: Numbers) -> tuple[Array, Array]:

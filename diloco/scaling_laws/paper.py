@@ -85,29 +85,22 @@ def measured(algorithm: str, fit: str, scale: str) -> float | None:
   return None
 
 
-def law(table: str, algorithm: str) -> PowerLaw:
+def law(quantity: str, algorithm: str) -> PowerLaw:
   """Reads a law of Tables 7 to 10; converts the batch law to tokens.
 
   Args:
-    table: loss, inner_lr or batch_size.
+    quantity: loss, inner_lr or batch_size.
     algorithm: one of ALGORITHMS, or joint for the rows of Table 10.
 
   Raises:
     ValueError: the paper has no law for the algorithm.
   """
   _check_algorithm(algorithm)
-  if algorithm == "joint":
-    row = next(r for r in read("table10_joint_powerlaw") if r["quantity"] == table)
-  else:
-    names = {
-      "loss": "table7_loss_powerlaw",
-      "inner_lr": "table8_lr_powerlaw",
-      "batch_size": "table9_batch_powerlaw",
-    }
-    row = next(r for r in read(names[table]) if r["algorithm"] == algorithm)
-  unit = SEQ_LEN if table == "batch_size" else 1
-  beta = float(row.get("beta") or 0)
-  return PowerLaw(float(row["A"]) * unit, float(row["alpha"]), beta)
+  rows = read("tables7_to_10_powerlaws")
+  asked = (quantity, algorithm)
+  row = next(r for r in rows if (r["quantity"], r["algorithm"]) == asked)
+  unit = SEQ_LEN if quantity == "batch_size" else 1
+  return PowerLaw(float(row["A"]) * unit, float(row["alpha"]), float(row["beta"]))
 
 
 @functools.cache

@@ -96,11 +96,7 @@ class Form:
 _A, _ALPHA, _C = (0, 100), (-0.5, 0), (0, 2)
 
 FORMS = (
-  Form(
-    "A*N^alpha*M^beta",
-    _product,
-    {"A": _A, "alpha": _ALPHA, "beta": (0, 0.1)},
-  ),
+  Form("A*N^alpha*M^beta", _product, {"A": _A, "alpha": _ALPHA, "beta": (0, 0.1)}),
   Form(
     "A*N^alpha*M^beta+C",
     _product,

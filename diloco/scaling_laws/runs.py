@@ -59,7 +59,7 @@ def read(
   missing = [c for c in ("algorithm", *needed) if c not in text]
   if missing:
     raise ValueError(
-      f"{path} has no column {', '.join(missing)}; it has {_names(text)}."
+      f"{path} has no column {', '.join(missing)}; it has {', '.join(text)}."
     )
   optional = {*OPTIONAL} - {*more}
   for column in optional:
@@ -109,7 +109,7 @@ def _finished(path: str | os.PathLike, where: Mapping[str, str]) -> pd.DataFrame
   for column, value in where.items():
     if column not in rows:
       raise ValueError(
-        f"--where names the column {column!r}, but {path} has {_names(rows)}."
+        f"--where names the column {column!r}, but {path} has {', '.join(rows)}."
       )
     tried = rows[column].unique()
     same = rows[column].map(_number) == _number(value)
@@ -154,7 +154,3 @@ def _number(text: str) -> float:
     return float(text)
   except ValueError:
     return math.nan
-
-
-def _names(table: pd.DataFrame) -> str:
-  return ", ".join(table.columns)

@@ -179,11 +179,8 @@ def extrapolation(sizes: str = "words", samples: int = 0) -> Table:
     algorithm, fit = line["algorithm"], line["fit"]
     m = 1 if algorithm == "data_parallel" else int(algorithm[-1])
     name = "joint" if fit == "joint" else algorithm
-    laws = {
-      "": paper.loss_fit(name, sizes),
-      " with floor": paper.floor_fit(name, sizes),
-    }
-    for suffix, law in laws.items():
+    for suffix, fitted in (("", paper.loss_fit), (" with floor", paper.floor_fit)):
+      law = fitted(name, sizes)
       rows[f"{algorithm} {fit}{suffix}"] = tuple(
         Cell(
           law(n, m),

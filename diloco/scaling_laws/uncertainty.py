@@ -17,8 +17,6 @@ Numbers = Sequence[float] | Array
 Groups = list[npt.NDArray[np.intp]]
 # (low, high). None if no degree of freedom is left, or if a bound overflows.
 Interval = tuple[float, float] | None
-# N and M of a run to predict. None asks for the parameters themselves.
-NewRun = tuple[float, float] | None
 # The quantiles at the ends of a 90% interval.
 SIDES = ((1 - 0.9) / 2, (1 + 0.9) / 2)
 # Degrees of freedom that the bootstrap needs.
@@ -32,29 +30,29 @@ class LeastSquares(abc.ABC):
   Runs of several M at one N deviate from a law in N and M in the same direction: the
   truth bends. So only the sizes N count as independent there: see `standard_errors`.
 
+  A fit that is not linear in its parameters is replaced by its linear approximation.
+
   Attributes:
     names: names of the k parameters: A and alpha, perhaps also B, beta and C.
     params: N of each point, float64 [n].
     replicas: M of each point, float64 [n].
     residuals: log y - fitted log y of each point, float64 [n].
+    q: the fitted parameters, float64 [k]; the first may be log A.
   """
 
   names: tuple[str, ...]
   params: Array
   replicas: Array
   residuals: Array
+  q: Array
 
   @abc.abstractmethod
+  def log_y(self, params: Numbers, replicas: Numbers) -> tuple[Array, Array]:
+    """Returns the fitted log y [n] and its derivatives [n, k] with respect to q."""
+
   def __call__(self, params: float, replicas: float = 1) -> float:
     """Returns the fitted y at N parameters and M replicas."""
-
-  @abc.abstractmethod
-  def estimates(self, new: NewRun) -> tuple[Array, Array]:
-    """Returns the j parameters, or log y of a new run (j = 1), and standard errors."""
-
-  @abc.abstractmethod
-  def resampled_t(self, new: NewRun, samples: int) -> Array:
-    """Returns (truth - estimate) / error in refits to resampled residuals: [S, j]."""
+    return float(np.exp(self.log_y([params], [replicas])[0][0]))
 
   @property
   def groups(self) -> Groups | None:
@@ -85,7 +83,8 @@ class LeastSquares(abc.ABC):
         come from this many refits to resampled residuals (bootstrap-t). They do not
         assume Gaussian errors.
     """
-    return dict(zip(self.names, self._bounds(None, samples)))
+    bounds = self._bounds(self.q, np.eye(len(self.q)), 0.0, samples)
+    return dict(zip(self.names, bounds))
 
   def predict_interval(
     self, params: float, replicas: float = 1, samples: int = 0
@@ -95,14 +94,19 @@ class LeastSquares(abc.ABC):
     The interval ignores that the law may bend beyond the largest N. `interval` explains
     `samples`.
     """
-    return exponentials(self._bounds((params, replicas), samples)[0])
+    value, slopes = self.log_y([params], [replicas])
+    return exponentials(self._bounds(value, slopes, 1.0, samples)[0])
 
-  def _bounds(self, new: NewRun, samples: int) -> list[Interval]:
+  def _bounds(
+    self, values: Array, x: Array, scatter: float, samples: int
+  ) -> list[Interval]:
+    """Returns the 90% intervals of j estimates; `standard_errors` explains the Args."""
     if self.spare < 1:
-      return [None] * len(self.names)
-    values, errors = self.estimates(new)
+      return [None] * len(values)
+    _, design = self.log_y(self.params, self.replicas)
+    errors = self.standard_errors(x, scatter, design, self.residuals)
     if samples > 0 and self.spare >= LEAST_SPARE:
-      t = np.quantile(self.resampled_t(new, samples), SIDES, 0).T
+      t = np.quantile(self.resampled_t(x, scatter, design, samples), SIDES, 0).T
     else:
       t = stats.t.ppf(SIDES, self.spare)
     bounds = values[:, None] + errors[:, None] * t
@@ -138,6 +142,17 @@ class LeastSquares(abc.ABC):
       weights = x @ inverse[:, g] @ root @ root
       variance = variance + np.square(residuals[..., g] @ weights.T)
     return np.sqrt(variance)
+
+  def resampled_t(self, x: Array, scatter: float, design: Array, samples: int) -> Array:
+    """Returns (truth - estimate) / error in refits to resampled residuals: [S, j]."""
+    rng = np.random.default_rng(0)
+    noise = self.resampled(rng, design, samples)
+    truth = scatter * rng.choice(self.residuals, (samples, 1))
+    shift = noise @ np.linalg.pinv(design).T
+    left = noise - shift @ design.T
+    error = self.standard_errors(x, scatter, design, left)
+    # If all n drawn residuals are equal, the fit is exact and its error is 0.
+    return (truth - shift @ x.T) / np.maximum(error, 1e-30)
 
   def resampled(self, rng: np.random.Generator, design: Array, samples: int) -> Array:
     """Draws errors from the residuals, float64 [S, n] for S samples.

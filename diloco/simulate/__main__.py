@@ -107,7 +107,6 @@ def link(args: Args) -> Answer:
     from diloco.simulate import figures
 
     check_picture(args["plot"], "x.png", "--plot")
-    make_folder(args["plot"].parent, "--plot")
     palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
   lines = [
@@ -144,11 +143,9 @@ def frontier(args: Args) -> Answer:
       f" {gbits:g} Gbit/s; the best reaches {most:.3g}. Raise --gbits or lower"
       " --target."
     )
-  lines = [
-    text,
-    *assumed(args, dataclasses.replace(work, method="streaming", plan=None)),
-  ]
-  return {"choices": choices, "sources": from_config.SOURCES}, "\n".join(lines)
+  work = dataclasses.replace(work, method="streaming", plan=None)
+  text = "\n".join([text, *assumed(args, work)])
+  return {"choices": choices, "sources": from_config.SOURCES}, text
 
 
 def compare(args: Args) -> Answer:

@@ -52,6 +52,7 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec.fields import NonNegative, Positive, Range, Share
 
+Rng = np.random.Generator
 METHODS = ("data_parallel", "restart_all", "all_wait", "quorum")
 MOST_FAILURES = 1e7  # In a run; more take minutes.
 SNAPSHOT_BITS = 64  # Per parameter: the parameter and its outer momentum.
@@ -139,23 +140,22 @@ def simulate(work: Workload, rate: float, machines: Machines) -> Row:
   """
   check("chips", machines.chips, Range(work.replicas))
   check("quorum", machines.quorum, Range(1, work.replicas))
-  duration = machines.duration
-  expected = duration * machines.chips / machines.mtbf
+  expected = machines.duration * machines.chips / machines.mtbf
   if expected > MOST_FAILURES:
     raise ValueError(
-      f"duration is {show_time(duration)}, in which {expected:.2g} chips fail; give a"
-      f" shorter one, so that at most {MOST_FAILURES:g} fail."
+      f"duration is {show_time(machines.duration)}, in which {expected:.2g} chips fail;"
+      f" give a shorter one, so that at most {MOST_FAILURES:g} fail."
     )
   speed = float(steady_utilisation(work, [rate])[0])
   found = []
   for run in range(machines.runs):
     # Each method meets the same random numbers.
     seed = (machines.seed, run)
-    part = checkpointed(machines, duration, np.random.default_rng(seed))
+    part = checkpointed(machines, np.random.default_rng(seed))
     found.append([part, speed * part])
     for quorum in (work.replicas, machines.quorum):
       rng = np.random.default_rng(seed)
-      part = rounds(work, rate, speed, machines, quorum, duration, rng)
+      part = rounds(work, rate, speed, machines, quorum, rng)
       found[run].append(speed * part)
   return Row(
     machines.chips,
@@ -167,13 +167,13 @@ def simulate(work: Workload, rate: float, machines: Machines) -> Row:
   )
 
 
-def checkpointed(machines: Machines, seconds: float, rng: np.random.Generator) -> float:
+def checkpointed(machines: Machines, rng: Rng) -> float:
   """Simulates chips that all restart from a checkpoint after every failure.
 
   Returns:
     The share of the time in which the chips compute steps that are not lost.
   """
-  mtbf = machines.mtbf / machines.chips
+  seconds, mtbf = machines.duration, machines.mtbf / machines.chips
   pause = machines.checkpoint_time
   period = machines.checkpoint_every or daly_period(pause, mtbf)
   clock = saved = 0.0
@@ -190,13 +190,7 @@ def checkpointed(machines: Machines, seconds: float, rng: np.random.Generator) -
 
 
 def rounds(
-  work: Workload,
-  rate: float,
-  speed: float,
-  machines: Machines,
-  quorum: int,
-  seconds: float,
-  rng: np.random.Generator,
+  work: Workload, rate: float, speed: float, machines: Machines, quorum: int, rng: Rng
 ) -> float:
   """Simulates sites that fail and restart one by one.
 
@@ -204,7 +198,6 @@ def rounds(
     work, rate: as in `simulate`.
     speed: utilisation without failures.
     quorum: sites that must be up for rounds to go on.
-    seconds: length of the run.
 
   Returns:
     The useful steps of a site, divided by the steps of a run without failures.
@@ -217,6 +210,7 @@ def rounds(
   down = machines.restart + work.latency + sum(params) * SNAPSHOT_BITS / rate
   pause = max(machines.grace - min(schedule.taus) * step, 0.0)
   mtbf = machines.mtbf * work.replicas / machines.chips
+  seconds = machines.duration
 
   def applied(joined: float, failed: float) -> float:
     """Returns the useful steps of a site that joined and failed at these steps."""
@@ -250,14 +244,12 @@ def rounds(
   return useful / work.replicas * step / seconds
 
 
-def _notice(machines: Machines, rng: np.random.Generator) -> float:
+def _notice(machines: Machines, rng: Rng) -> float:
   """Draws the time until a failure is noticed."""
   return machines.grace if rng.random() < machines.hangs else 0.0
 
 
-def _restart(
-  needed: float, mtbf: float, limit: float, rng: np.random.Generator
-) -> float:
+def _restart(needed: float, mtbf: float, limit: float, rng: Rng) -> float:
   """Draws the time of a restart that every failure begins again.
 
   Args:

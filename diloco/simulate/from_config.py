@@ -15,12 +15,7 @@ from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
 from diloco.spec.fields import Range
-from diloco.spec.shapes import (
-  leaves,
-  matrix_params,
-  num_params,
-  parameters,
-)
+from diloco.spec.shapes import leaves, matrix_params, num_params, parameters
 from diloco.wire.ledger import average_bytes
 
 

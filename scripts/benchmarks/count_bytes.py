@@ -4,17 +4,18 @@
 
 Compiles send, update and merge for one TPU or GPU, on a machine without it. A row for
 each program: the bytes of main memory that the compiled program reads and writes
-(`diloco.aot.traffic`), the least possible, and their ratio. The fragment is that with
+(`traffic.py`), the least possible, and their ratio. The fragment is that with
 the largest payload; all replicas lie on the chip.
 """
 
 import jax
+import traffic
 from absl import flags
 from bench_step import least_bytes
 from ml_collections import config_flags
 
 from diloco.algorithm.make import make_plan
-from diloco.aot import topology, traffic
+from diloco.aot import topology
 from diloco.aot.programs import Programs
 from diloco.config import command_line, resolve
 

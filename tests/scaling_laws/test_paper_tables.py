@@ -112,15 +112,19 @@ def test_each_table_is_printed_before_the_next_is_computed(monkeypatch, capsys):
   assert "Table 11: residual" in text
 
 
-@pytest.mark.parametrize("count", ["-3", "1.5", "1000000"])
-def test_impossible_numbers_of_resamples_are_refused(count, capsys):
+@pytest.mark.parametrize(
+  ("count", "message"),
+  [
+    ("-3", "-3; give 0 to 999999"),
+    ("1.5", "invalid number value: '1.5'"),
+    ("1000000", "1000000; give 0 to 999999"),
+  ],
+)
+def test_impossible_numbers_of_resamples_are_refused(count, message, capsys):
   with pytest.raises(SystemExit):
     cli.main(["tables", f"--bootstrap={count}"])
   said = capsys.readouterr().err
-  assert said == (
-    f"error: argument --bootstrap: '{count}' is not a whole number up to 999999"
-    " (see --help)\n"
-  )
+  assert said == f"error: argument --bootstrap: {message} (see --help)\n"
 
 
 def test_the_progress_of_table_13_is_only_for_terminals(monkeypatch, capsys):

@@ -43,7 +43,8 @@ def sites(replicas=2, **fields):
 def run_by_hand(machines, times, quorum=1, rate=FAST, **fields):
   """Simulates 100 seconds with scripted failures; returns the useful steps of all."""
   work = sites(**{"method": "diloco"} | fields)
-  return 200 * rounds(work, rate, 1.0, machines, quorum, 100.0, Script(times))
+  machines = dataclasses.replace(machines, duration=100.0)
+  return 200 * rounds(work, rate, 1.0, machines, quorum, Script(times))
 
 
 def efficiency(every, pause, restart, mtbf):
@@ -56,9 +57,10 @@ def efficiency(every, pause, restart, mtbf):
 @pytest.mark.parametrize("every", [30, None])
 @pytest.mark.parametrize("restart", [0, 20, 150])
 def test_checkpoint_restart_is_as_long_as_daly_expects(pause, every, restart):
-  machines = Machines(50, 5000, restart, checkpoint_time=pause, checkpoint_every=every)
+  given = {"checkpoint_time": pause, "checkpoint_every": every, "duration": 3e6}
+  machines = Machines(50, 5000, restart, **given)
   every = every or failures.daly_period(pause, 100)
-  reached = checkpointed(machines, 3e6, np.random.default_rng(0))
+  reached = checkpointed(machines, np.random.default_rng(0))
   assert reached == pytest.approx(efficiency(every, pause, restart, 100), rel=0.04)
 
 
@@ -77,11 +79,11 @@ def test_rounds_go_on_while_a_quorum_is_up(quorum):
   """If little is lost with a payload, only the number of sites that are up counts."""
   work = sites(6, method="diloco", sync_every=1)
   # A site fails every 1000 s; a failure in the restart begins it again.
-  machines = Machines(60, 10_000, restart=300)
+  machines = Machines(60, 10_000, restart=300, duration=3e6)
   up = math.exp(-300 / 1000)
   count = np.arange(quorum, 7)
   expected = np.sum(stats.binom.pmf(count, 6, up) * count / 6)
-  reached = rounds(work, FAST, 1.0, machines, quorum, 3e6, np.random.default_rng(1))
+  reached = rounds(work, FAST, 1.0, machines, quorum, np.random.default_rng(1))
   assert reached == pytest.approx(expected, rel=0.03)
   if quorum == 6:  # All wait: any failure stops all, and nobody repeats steps.
     assert expected == pytest.approx(math.exp(-6 * 300 / 1000))
@@ -95,20 +97,20 @@ def test_a_failure_loses_the_steps_since_the_last_payload_that_arrived(layers):
     1e6, layers, seconds, replicas=8, sync_every=h, fragment_size=1, bits=16
   )
   rate = 16e6 / layers / upload
-  machines = Machines(8, 600, restart)
+  machines = Machines(8, 600, restart, duration=3e6)
   down = restart + 64e6 / rate
   interval = h * seconds
   expected = math.exp(-(down + upload) / 600) * -math.expm1(-interval / 600)
-  reached = rounds(work, rate, 1.0, machines, 1, 3e6, np.random.default_rng(2))
+  reached = rounds(work, rate, 1.0, machines, 1, np.random.default_rng(2))
   assert reached == pytest.approx(expected / (interval / 600), rel=0.01)
 
 
 def test_a_hang_stops_the_others_for_the_grace_time():
   work = sites(4, method="diloco", sync_every=1)
-  machines = Machines(4, 1000, restart=100, grace=40, hangs=1)
+  machines = Machines(4, 1000, restart=100, grace=40, hangs=1, duration=3e6)
   cycle = 1000 + 40 + 1000 * math.expm1(100 / 1000)
   expected = 1000 / cycle * (1 - 40 / cycle) ** 3
-  reached = rounds(work, FAST, 1.0, machines, 1, 3e6, np.random.default_rng(3))
+  reached = rounds(work, FAST, 1.0, machines, 1, np.random.default_rng(3))
   assert reached == pytest.approx(expected, rel=0.01)
 
 
@@ -147,23 +149,21 @@ def test_a_site_contributes_each_fragment_as_its_share_of_the_parameters():
     sites(2, method="streaming"),
     params_per_layer=(3e6, 1e6),
   )
-  machines = Machines(2, 1.0, restart=1000.0)
+  machines = Machines(2, 1.0, restart=1000.0, duration=100.0)
   # At 23 s the first fragment was sent at step 20, the second at step 15.
   script = Script([23.0, 1e9, 1e9])
-  reached = 200 * rounds(work, FAST, 1.0, machines, 1, 100.0, script)
+  reached = 200 * rounds(work, FAST, 1.0, machines, 1, script)
   assert reached == pytest.approx(0.75 * 20 + 0.25 * 15 + 100)
 
 
 def test_checkpoint_restart_by_hand():
-  machines = Machines(
-    2, 1.0, restart=30.0, grace=8.0, checkpoint_time=1.0, checkpoint_every=9.0
-  )
+  given = {"checkpoint_time": 1.0, "checkpoint_every": 9.0, "duration": 100.0}
+  machines = Machines(2, 1.0, restart=30.0, grace=8.0, **given)
   # 25 s hold two segments of 10 s. From 55 s on, four more segments and 5 s.
-  assert 100 * checkpointed(machines, 100.0, Script([25.0, 1e9])) == pytest.approx(
-    18 + 36 + 5
-  )
+  reached = checkpointed(machines, Script([25.0, 1e9]))
+  assert 100 * reached == pytest.approx(18 + 36 + 5)
   hangs = dataclasses.replace(machines, hangs=1.0)
-  hang = checkpointed(hangs, 100.0, Script([25.0, 1e9]))
+  hang = checkpointed(hangs, Script([25.0, 1e9]))
   assert 100 * hang == pytest.approx(18 + 27 + 7)
 
 

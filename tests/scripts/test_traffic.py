@@ -1,15 +1,21 @@
 """Counts the bytes that compiled programs read and write."""
 
 import math
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from test_aot import needs_cuda_plugin, needs_libtpu
 
-from diloco.aot import topology, traffic
+from diloco.aot import topology
 from diloco.aot.programs import Programs
 from diloco.config import default_config, resolve
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "aot"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "benchmarks"))
+import traffic
+from test_aot import needs_cuda_plugin, needs_libtpu
 
 # Of a TPU program: one copy to the vector memory, one fusion that changes a row.
 IN_PLACE = """
