@@ -1,21 +1,16 @@
 """Counts the bytes that compiled programs read and write."""
 
 import math
-import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+import traffic
+from test_aot import needs_cuda_plugin, needs_libtpu
 
 from diloco.aot import topology
 from diloco.aot.programs import Programs
 from diloco.config import default_config, resolve
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "aot"))
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "scripts" / "benchmarks"))
-import traffic
-from test_aot import needs_cuda_plugin, needs_libtpu
 
 # Of a TPU program: one copy to the vector memory, one fusion that changes a row.
 IN_PLACE = """
@@ -89,8 +84,11 @@ def ratios(chip: str) -> dict[str, float]:
     "merge": (5 if c.overlap.alpha else 3) * values,
   }
   with jax.set_mesh(programs.mesh):
-    moved = {k: programs.lower[k]().compile().as_text() for k in least}
-  return {k: traffic.nbytes(moved[k]) / least[k] for k in least}
+    texts = {k: programs.lower[k]().compile().as_text() for k in least}
+  moved = {k: traffic.nbytes(text) for k, text in texts.items()}
+  for k, n in least.items():
+    print(f"{k:<7} {moved[k]:>14,} bytes   least {n:>13,}   {moved[k] / n:.2f}")
+  return {k: moved[k] / least[k] for k in least}
 
 
 @needs_libtpu
