@@ -35,6 +35,11 @@ def test_the_table_has_a_row_for_every_claim(capsys):
     assert last in (SHOWN, CONTRADICTED, computed.INCONSISTENT)
 
 
+def test_the_page_has_the_same_table():
+  page = PACKAGE.parent / "docs" / "reproduced.md"
+  assert "\n".join(computed.lines()) in page.read_text()
+
+
 def test_every_command_exists():
   for claim in WORDS.values():
     command = claim.get("command", "reproduce").split()[0]
