@@ -345,6 +345,19 @@ def test_the_examples_train(name, capsys):
   assert float(capsys.readouterr().out.split("loss ")[1].split(",")[0].split()[0]) < 0.3
 
 
+@pytest.mark.integration("trains an example three times")
+def test_the_example_that_is_stopped_ends_as_one_that_is_not(
+  tmp_path, monkeypatch, capsys
+):
+  ends = []
+  for folder, last in (("cut", "63"), ("cut", "120"), ("whole", "120")):
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / folder), last])
+    runpy.run_path(str(ROOT / "examples/save_and_resume.py"))
+    ends.append(capsys.readouterr().out)
+  assert ends[1].startswith("steps 61 to 120")
+  assert ends[1].partition("loss")[2] == ends[2].partition("loss")[2]
+
+
 @pytest.mark.integration("two processes")
 @pytest.mark.parametrize("transport", ["host", "device"])
 def test_two_processes_train_together(transport):
