@@ -49,7 +49,7 @@ def listing() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv if argv is None else argv
-  if argv[1:] in ([], ["--help"], ["-h"]):
+  if argv[1:] in ([], ["--help"], ["-h"], ["help"]):
     return guarded(print, listing())
   if argv[1:] == ["--version"]:
     print(f"diloco {diloco.__version__}")

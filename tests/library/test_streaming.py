@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from threads import free_port
 
@@ -387,9 +388,9 @@ def test_public_names_exist():
     diloco.torch()
 
 
-def test_the_page_says_what_is_there():
+def test_the_page_says_what_is_there(tmp_path):
   page = (ROOT / "docs/library.md").read_text()
-  code, patch = re.findall(r"```(?:python|diff)\n(.*?)```", page, re.S)
+  code, saving, patch = re.findall(r"```(?:python|diff)\n(.*?)```", page, re.S)
   params, M, T, batch_M = tree(), 2, 12, 1
   code = code.replace("fragments=...", "fragments=lambda path: 0").replace("30", "6")
   step = lambda params_M, opt_state_M, t: (moved(t, params_M), opt_state_M)
@@ -397,6 +398,13 @@ def test_the_page_says_what_is_there():
   names |= {"batch_M": batch_M, "opt_state_M": None}
   exec(code, names)
   assert jax.tree.map(np.shape, names["params"]) == jax.tree.map(np.shape, params)
+  names |= {"params_M": diloco.replicate(params, M), "t": 0, "ocp": ocp}
+  names |= {"opt_state_M": {"count": np.arange(M)}, "folder": tmp_path}
+  names["state"] = names["method"].init(names["params_M"])
+  before = jax.tree.map(np.asarray, (names["params_M"], names["state"]))
+  exec(saving, names)
+  after = names["params_M"], names["state"]
+  jax.tree.map(np.testing.assert_array_equal, after, before)
   changed = [x for x in patch.splitlines() if re.match(r"[+-](?![+-])\s*\S", x)]
   assert len(changed) <= 25
   assert {*re.findall(r"diloco\.(\w+)", patch)} <= {*diloco.__all__}
