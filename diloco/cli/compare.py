@@ -188,7 +188,9 @@ def draw(
   """
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
-  title = "Lines: training loss, smoothed. Circles: held-out loss. n: mean of n seeds."
+  title = "Lines: training loss, smoothed. Circles: held-out loss."
+  if any(re.search(r"\(n=\d+\)$", run.name) for run in runs):
+    title += " n: mean of n seeds."
   figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)
