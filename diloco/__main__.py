@@ -49,7 +49,9 @@ def listing() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
   argv = sys.argv if argv is None else argv
-  if argv[1:] in ([], ["--help"], ["-h"], ["help"]):
+  if argv[1:2] == ["help"]:
+    argv = [argv[0], *argv[2:], "--help"]
+  if argv[1:] in ([], ["--help"], ["-h"]):
     return guarded(print, listing())
   if argv[1:] == ["--version"]:
     print(f"diloco {diloco.__version__}")

@@ -2,8 +2,7 @@
 
 `DiLoCo` is DiLoCo and Streaming DiLoCo, and says what every method has; `DataParallel`
 is the baseline. A `Wrapper` adds something to another method, such as a measurement
-around its outer step. Runs that train together (`diloco.together`)
-are a wrapper, too.
+around its outer step. Runs that train together (`diloco.together`) are a wrapper, too.
 
 Steps are numbered from 1; t counts finished inner steps.
 """

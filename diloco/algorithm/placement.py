@@ -41,7 +41,11 @@ class Jobs:
     self._waited_s = 0.0
 
   def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
-    """Lets `job(*args)` begin; called when fragment p (or another number) is sent."""
+    """Lets `job(*args)` begin.
+
+    Args:
+      p: the number that `finish` gives again: the fragment, or the round.
+    """
     if self._thread:
       run = lambda: jax.block_until_ready(job(*args))
       self._jobs[p] = self._thread.submit(run)

@@ -1,6 +1,5 @@
 """Checks whether a run may go on with a config; says what an extension changes."""
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +46,12 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
   free = sum((kind().free() for kind in plugins.EXTENSIONS.values()), FREE_FIELDS)
+  # A transport may load a plug-in of its name; the transport is free, so it is, too.
+  transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
+  if len(transports) > 1:
+    free += tuple(f"{name}." for name in transports)
+    own = lambda x: [name for name in x.get("plugins", ()) if name not in transports]
+    old, new = {**old, "plugins": own(old)}, {**new, "plugins": own(new)}
   changes = difference(old, new).items()
   return {field: x for field, x in changes if not field.startswith(free)}
 
@@ -80,12 +85,14 @@ def check(
     ConfigError: shows the fields that differ, old -> new; or the extended schedule of
       the learning rate is not clear.
   """
-  old: Config | None = None
-  # If a saved field no longer exists, it is shown as a difference.
-  with contextlib.suppress(ConfigError):
+  try:
     old = complete(saved)
-    saved = old.to_dict()
-  changes = differing(saved, c.to_dict())
+  except ConfigError as error:
+    raise ConfigError(
+      f"workdir holds a checkpoint of step {step} whose config this version cannot use;"
+      f" choose another --workdir: {error}"
+    ) from error
+  changes = differing(old.to_dict(), c.to_dict())
   read, reads = read or {}, reads or {}
   for field in sorted(read.keys() & reads.keys() & _PATHS.keys()):
     for path in _PATHS[field]:
@@ -93,20 +100,20 @@ def check(
     if read[field] != reads[field]:
       changes[field] = "other contents than before, under the same name or another"
   follow = {"train.tokens"}  # From train.steps.
-  if old and all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c)):
+  if all(x.inner.weight_decay == 1.0 / x.schedule_steps for x in (old, c)):
     follow.add("inner.weight_decay")
-  if old and c.train.steps > old.train.steps and changes.keys() <= _EXTENSION | follow:
+  if c.train.steps > old.train.steps and changes.keys() <= _EXTENSION | follow:
     return _extension(old, c, step)
-  if old and "train.steps" in changes:
+  if "train.steps" in changes:
     changes = {field: x for field, x in changes.items() if field not in follow}
   lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
-  if diverged and old and changes and changes.keys() <= {*_RATES}:
+  if diverged and changes and changes.keys() <= {*_RATES}:
     rates = [(x.inner.learning_rate, x.outer.learning_rate) for x in (old, c)]
     if all(after <= before for before, after in zip(*rates)):
       return f"The run diverged; it goes on with {lines}."
   if changes:
     hint = ""
-    if old and "outer.decay_syncs" in changes:
+    if "outer.decay_syncs" in changes:
       hint = f"; to extend the run, set outer.decay_syncs={old.outer.decay_syncs}"
     raise ConfigError(
       f"workdir holds a checkpoint of step {step} made with another config ({lines});"

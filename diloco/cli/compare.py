@@ -73,9 +73,7 @@ def joined(runs: Sequence[Run]) -> list[list[Run]]:
 
 def mean_of(runs: Sequence[Run]) -> Run:
   """Returns a run with the mean losses of runs that `joined` has grouped."""
-  import pandas as pd
-
-  mean = lambda losses: pd.DataFrame(losses).mean().to_dict()
+  mean = lambda losses: pd.DataFrame(losses).mean(skipna=False).to_dict()
   return dataclasses.replace(
     runs[0],
     name=_name(runs),
@@ -190,7 +188,7 @@ def draw(
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
   if any(re.search(r"\(n=\d+\)$", run.name) for run in runs):
-    title += " n: mean of n seeds."
+    title += " (n=3): mean of 3 runs with different seeds."
   figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])
   unit, size = ("hours", 3600) if longest > 3 * 3600 else ("seconds", 1)

@@ -56,7 +56,10 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   total = config.get("train", {}).get("steps")
   found = newest(folder, config)
   if not found["step"]:
-    return Status(_title(config), {"step": "none yet; the first one is compiled"}, {})
+    news = {"step": "none yet; compiling the first one"}
+    if _has_ended(folder):
+      news = {"step": "none", "state": "stopped"}
+    return Status(_title(config), news, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   done = t == total and files.read_json(folder / SUMMARY) is not None
@@ -105,7 +108,8 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
 def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   """Reads how the rounds of a run of several sites go on."""
   config, rounds = read_config(folder), list[dict[str, Any]]()
-  for line in backwards(folder / ROUNDS):
+  path = folder / ROUNDS
+  for line in backwards(path) if path.is_file() else ():
     with contextlib.suppress(ValueError):  # The last line may be cut short.
       rounds.append(json.loads(line))
   if not rounds:
@@ -133,13 +137,17 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   return Status(_title(config), news, details)
 
 
-# {the file that shows whose folder it is: reads the folder}
-READERS = {metrics.FILE: of_run, ROUNDS: of_coordinator}
+# {the file or folder that shows whose folder it is: reads that}
+READERS = {
+  metrics.FILE: of_run,
+  ROUNDS: of_coordinator,
+  "journal": of_coordinator,  # Before the first round closes.
+}
 
 
 def read(folder: pathlib.Path, now: float) -> Status:
   """Reads the status of the run in a folder; compares file times with `now`."""
-  readers = (r for name, r in READERS.items() if (folder / name).is_file())
+  readers = (r for name, r in READERS.items() if (folder / name).exists())
   return next(readers, of_run)(folder, now)
 
 
@@ -208,12 +216,18 @@ def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, 
     return {"state": "finished"}
   age = now - path.stat().st_mtime
   state = "probably stopped" * (age > max(_PATIENCE * usual, _LEAST_S))
-  with contextlib.suppress(OSError):
-    if files.has_ended((path.parent / ".lock").read_text()):
-      state = "stopped"
+  if _has_ended(path.parent):
+    state = "stopped"
   if not state:
     return {"last line": f"{max(age, 0):.0f} s ago"}
   return {"last line": f"{_time(age)} ago", "state": state}
+
+
+def _has_ended(folder: pathlib.Path) -> bool:
+  """Returns whether the process that locked a folder was of this machine, and ended."""
+  with contextlib.suppress(OSError):
+    return files.has_ended((folder / ".lock").read_text())
+  return False
 
 
 def show(args: argparse.Namespace) -> None:

@@ -10,9 +10,12 @@ SparseLoCo cuts matrices into tiles. It adds error feedback and sends 2 bits per
 (tplr-ai/templar).
 """
 
+import dataclasses
+
 from jax import Array
 
-from diloco.spec import sizes
+from diloco.config import Config
+from diloco.spec import plugins, sizes
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import compressors
@@ -54,4 +57,17 @@ def chunked_topk(chunk: int) -> Compressor:
   return Compressor(encode, decode, size)
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunkedTopk(plugins.Extension):
+  """Chunked top-k has no fields of its own; wire.compressor chooses it."""
+
+  def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
+    chosen = sizes.coder(c.wire.compressor) == "chunked_topk"
+    reason = "wire.format is fp32, whose values are not rounded"
+    return (
+      {"wire.rounding": (True, reason)} if chosen and c.wire.format == "fp32" else {}
+    )
+
+
 sizes.MAKERS["chunked_topk"] = chunked_topk
+plugins.register("chunked_topk", ChunkedTopk)

@@ -27,6 +27,7 @@ from jax import Array
 
 from diloco.config import Config
 from diloco.spec import plugins, sizes
+from diloco.spec.call_text import parse
 from diloco.spec.fields import WireConfig
 from diloco.util.types import PyTree
 from diloco.wire import compressors
@@ -43,8 +44,12 @@ def error_feedback(beta: float, of: str) -> Compressor:
   Raises:
     ValueError: an argument cannot work.
   """
-  if not 0 < beta <= 1:
-    raise ValueError(f"beta is {beta}; give a number above 0 and at most 1")
+  if not isinstance(beta, int | float) or not 0 < beta <= 1:
+    raise ValueError(f"beta is {beta!r}; give a number above 0 and at most 1")
+  if not isinstance(of, str):
+    raise ValueError(f"of is {of!r}; give a compressor, such as 'quantize'")
+  if "of" in parse("wire.compressor", of)[1]:
+    raise ValueError(f"of is {of!r}, which has an error of its own; choose another of")
   if sizes.coder(of) == "dare":
     raise ValueError("dare enlarges the values that it sends; choose another of")
   sizes.check(WireConfig(of, "fp32"))

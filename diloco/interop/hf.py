@@ -139,11 +139,13 @@ def save(
   """
   save_file = optional("safetensors.numpy", "exports need", extra).save_file
   try:
+    path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode)
   except Exception as error:  # Of safetensors, also around an OSError.
+    path.unlink(missing_ok=True)
     raise ConfigError(
       f"--output is {str(path.parent)!r}, where no more can be written"
       f" ({one_line(error)}); make room."

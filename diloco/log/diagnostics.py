@@ -50,7 +50,8 @@ def by_layer(c: Config, records: Records, name: str) -> Curves:
   for r in records:
     if name in r:
       fragment = fragments[r["fragment"]]
-      # The embedding has a value only in the fragment that has it, the last one.
+      # Where a fragment has the embedding, its value comes last; elsewhere zip drops
+      # the name.
       names = [*(f"layer {i}" for i in fragment.layers), EMBEDDING]
       values = np.atleast_2d(np.asarray(r[name], dtype=float)).mean(axis=0)
       for part, value in zip(names, values):
@@ -145,7 +146,9 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
     "singular values of the mean outer gradient /\n"
     "its norm, last syncs, mean of the layers"
   )
-  _lines(spectrum, text, last_spectra(found["send"]), matrices)
+  spectrum.set_title(text, fontsize="medium")
+  for matrix, values in last_spectra(found["send"]).items():
+    spectrum.plot(*points(values), label=matrix, **matrices[matrix])  # Not smoothed.
   for panel in (drift, step, norm):
     panel.set_yscale("log")
   for panel in (cosine, loss):

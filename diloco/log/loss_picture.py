@@ -67,7 +67,7 @@ class LossPicture:
     count = len(self._sends)
     if not count:
       return
-    label = f"a fragment is sent ({count:,} times)"
+    label = f"a fragment is sent (after {count:,} of the steps)"
     if count > _MOST_MARKS:  # Only the legend counts the sends.
       axes.plot([], [], " ", label=f"{label[:-1]}, too many to mark)")
       return

@@ -32,9 +32,9 @@ class MetricsWriter:
   """Appends records to metrics.jsonl, and copies their numbers elsewhere.
 
   Every line is one JSON object with `step` and `kind`: step, send, receive, merge,
-  warm_start, eval or sample. Lines are only appended: a resumed run writes the steps
-  since its checkpoint again, with the same numbers, and `read` takes the last. The
-  config is in config.json, for commands that read a run.
+  eval, sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
+  the steps since its checkpoint again, with the same numbers; `read` takes the last.
+  The config is in config.json, for commands that read a run.
   """
 
   def __init__(self, workdir: pathlib.Path, c: Config):

@@ -72,7 +72,7 @@ def read_all(folders: Sequence[pathlib.Path]) -> list[Run]:
 
 
 def _by_step(records: Iterable[dict], field: str) -> Any:
-  """Groups the values of a field by step, over the parts of a run; JSON has no NaN."""
+  """Groups the values of a field by step, over the parts of a run; None is NaN."""
   table = pd.DataFrame(records, columns=["step", field]).astype({field: float})
   return table.groupby("step")[field]
 

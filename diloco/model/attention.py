@@ -152,7 +152,10 @@ def _xla_for_cpu(
   v_BxLxHxK: jax.Array,
   segment_BxL: jax.Array | None,
 ) -> jax.Array:
-  """Computes `_of_jax` as XLA for CPU likes it: heads first, the queries scaled."""
+  """The same as `_of_jax`, in the form that XLA compiles well for CPUs.
+
+  Heads come first, and the queries are scaled instead of the scores.
+  """
   heads_first = (x.swapaxes(1, 2) for x in (q_BxLxHxK, k_BxLxHxK, v_BxLxHxK))
   q_BxHxLxK, k_BxHxLxK, v_BxHxLxK = heads_first
   _, _, length, size = q_BxHxLxK.shape

@@ -106,9 +106,9 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Final outer learning rate / initial one; cosine decay over the outer updates of the
-  # fragment that has most: others may end one update before. 1: constant, as in both
-  # papers.
+  # Final outer learning rate / initial one; cosine decay over as many updates as the
+  # fragment with the most updates has: others may have one fewer. 1: constant, as in
+  # both papers.
   final_fraction: Share = 1.0
   # Final momentum of sgd, along the same cosine. Negative: constant, as in both papers.
   final_momentum: Annotated[float, Range(-1, 1)] = -1.0

@@ -114,8 +114,8 @@ class Transport(NamedTuple):
 
   Attributes:
     at_hosts: whether hosts hold the outer state, or devices.
-    needs: the flags that a process needs which trains a part of the replicas; "": all
-      replicas train together. The checkpoint of a part holds nothing in flight.
+    needs: flags that a process must have if it trains only some of the replicas; "":
+      all replicas train together. A checkpoint of such a process has nothing in flight.
     make_part: makes this `session.Part`; `diloco.main` has its arguments.
   """
 

@@ -123,7 +123,9 @@ def check(wire: "WireConfig") -> None:
       raise TypeError(f"{name} takes no arguments")
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
-    reason = str(error).removesuffix(".")
+    reason = str(error).removesuffix(".").replace(" positional", "")
+    if isinstance(error, ConfigError):  # Of the compressor that `of` names.
+      reason = reason.replace("wire.compressor", "of")
     raise ConfigError(
       f"wire.compressor is {wire.compressor!r}, but {reason}."
     ) from error

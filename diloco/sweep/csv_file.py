@@ -97,7 +97,7 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
 def _line(row: Row) -> dict[str, Any]:
   """Returns a line of the CSV file: {column: cell}."""
   default = leaves(table.as_json(Config()))
-  config = default | leaves(row["config"])
+  config = default | _today(row["config"])
   known = EXPORTED_FIELDS.values()
   rest = {f: v for f, v in config.items() if f not in known and v != default.get(f)}
   return {
@@ -107,6 +107,14 @@ def _line(row: Row) -> dict[str, Any]:
     **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
     "config": json.dumps(rest, sort_keys=True),
   }
+
+
+def _today(config: dict[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a config, which an earlier version may have saved."""
+  try:
+    return leaves(table.as_json(complete(config)))
+  except (ValueError, TypeError):  # Of other code.
+    return leaves(config)
 
 
 def _papers_n(config: dict[str, Any]) -> int | None:

@@ -65,10 +65,8 @@ def encode(
   Returns:
     The payload uint8 [M, fsdp, bytes], sharded as `encoded` says, and the new state.
   """
-  places, compressor = (
-    specs(delta_M, mesh, (REPLICA,)),
-    compressors.get(wire.compressor),
-  )
+  places = specs(delta_M, mesh, (REPLICA,))
+  compressor = compressors.get(wire.compressor)
 
   def one(
     delta: PyTree, state: PyTree, replica_key: jax.Array

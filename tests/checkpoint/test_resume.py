@@ -251,3 +251,26 @@ def test_only_a_run_that_diverged_goes_on_with_lower_rates(
   else:
     said = resume.check(c.to_dict(), now, 3, diverged=diverged)
     assert said.startswith("The run diverged; it goes on with inner") == allowed
+
+
+@pytest.mark.parametrize("to", ["sites", "device"])
+def test_a_run_may_change_to_another_transport_and_back(tiny, to):
+  # Sites are a plug-in, which the transport loads with fields of its own.
+  here = resolve(tiny)
+  other = changed(here, {"overlap.transport": "sites"})
+  old, new = (here, other) if to == "sites" else (other, here)
+  assert resume.check(old.to_dict(), new, step=4) == ""
+  more = changed(other, {"sites.count": 1})
+  if to == "sites":
+    with pytest.raises(ConfigError, match=r"sites\.count: 0 -> 1"):
+      resume.check(other.to_dict(), more, step=4)
+
+
+def test_a_former_field_is_told_by_its_new_form(tiny):
+  c = resolve(tiny)
+  saved = c.to_dict()
+  saved["wire"] = saved["wire"] | {"error_feedback": 0.9}
+  with pytest.raises(
+    ConfigError, match=r"wire\.error_feedback is 0\.9, but there is no"
+  ):
+    resume.check(saved, c, step=4)

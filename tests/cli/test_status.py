@@ -152,7 +152,23 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
 def test_a_run_that_compiles_has_no_step_yet(tmp_path, config):
   write(tmp_path, [], config=config)
   (tmp_path / "metrics.jsonl").unlink()
-  assert "none yet; the first one is compiled" in status.lines(tmp_path, NOW)[1]
+  assert "none yet; compiling the first one" in status.lines(tmp_path, NOW)[1]
+
+
+def test_a_run_that_died_before_its_first_step_is_stopped(tmp_path, config):
+  write(tmp_path, [], config=config)
+  (tmp_path / ".lock").write_text(f"process {2**22 + 1} on {socket.gethostname()}")
+  assert [line.split()[1] for line in status.lines(tmp_path, NOW)[1:]] == [
+    "none",
+    "stopped",
+  ]
+
+
+def test_a_coordinator_has_closed_no_round_yet(tmp_path, config):
+  write(tmp_path, [], config=config, name="rounds.jsonl")
+  (tmp_path / "rounds.jsonl").unlink()
+  (tmp_path / "journal").mkdir()
+  assert status.lines(tmp_path, NOW)[1].split() == ["round", "none", "closed", "yet"]
 
 
 @pytest.mark.parametrize("command", ["status", "compare", "report"])

@@ -169,3 +169,14 @@ def test_an_export_has_runs_of_code_with_other_fields(tmp_path):
     first, _ = csv.DictReader(file)
   assert (first["outer_learning_rate"], first["replicas"]) == ("0.4", "1")
   assert json.loads(first["config"])["gone"] == 1
+
+
+def test_an_export_of_earlier_runs_can_be_imported(tmp_path):
+  finish(make_driver(make_sweep(), tmp_path / "a", Fake()))
+  for run in (tmp_path / "a" / "runs").iterdir():  # As before some plug-ins.
+    saved = json.loads((run / "config.json").read_text())
+    saved["wire"] |= {"chunk": 0, "error_feedback": 0.0}
+    saved["sites"] = {"count": 0, "quorum": 1, "grace_s": 20.0, "start_s": 300.0}
+    (run / "config.json").write_text(json.dumps(saved))
+  export(rows_of(tmp_path / "a"), tmp_path / "out.csv")
+  assert load(tmp_path / "out.csv", tmp_path / "b") == 8

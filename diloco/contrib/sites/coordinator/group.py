@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from diloco.algorithm.method import make_method
+from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.state import OuterState, TrainState, init_outer
 from diloco.checkpoint import checkpoints, damage, resume
 from diloco.checkpoint.record import Record, steps_of
@@ -21,6 +21,63 @@ from diloco.model import registry
 from diloco.util.types import PyTree
 
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
+
+
+def first_state(calendar: Calendar, workdir: pathlib.Path) -> tuple[Method, OuterState]:
+  """Makes the method, and the outer state before round 0 on the first CPU."""
+  c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
+  mesh = make_mesh(c, jax.devices("cpu")[:1])
+  method = make_method(config_of(c, 0), mesh)
+  with jax.set_mesh(mesh):
+    # A coordinator that goes on from a checkpoint does not read init.checkpoint.
+    params = None if steps_of(workdir) else first_params(c, mesh)
+    if params is None:
+      init = jax.jit(lambda key: registry.get(c.model).init(c.model, key))
+      params = init(jax.random.key(c.seed))
+    params_M = jax.tree.map(lambda x: x[None], params)
+    first = init_outer(method.plan, params_M)
+  # The coordinator sends nothing, so it has no compressor state.
+  return method, OuterState(first.theta, first.opt_state, (), {})
+
+
+def saved_state(
+  calendar: Calendar, workdir: pathlib.Path, steps: list[int], first: OuterState
+) -> tuple[damage.Stored, OuterState]:
+  """Reads the newest whole checkpoint of some steps.
+
+  Raises:
+    ConfigError: none is whole, or it was made with another config.
+  """
+  own = TrainState({}, {}, first)
+
+  def like(step: int, record: Record) -> PyTree:
+    resume.check(record.config, calendar.config, step)
+    return checkpoints.tree_of(own)
+
+  found = damage.read_newest(workdir, steps, like, "choose another --workdir")
+  return found, checkpoints.state_of(found.arrays, own).outer
+
+
+def round_of(
+  workdir: pathlib.Path, calendar: Calendar, entry: Entry, applied: int
+) -> Closed:
+  """Returns the round that follows `applied` rounds.
+
+  Raises:
+    ConfigError: it does not follow, or is of another schedule.
+  """
+  if entry.round != applied:
+    raise ConfigError(
+      f"{workdir} has round {entry.round} in its journal, but lacks round {applied};"
+      f" restore journal/{applied:09d}.round from a copy."
+    )
+  p = entry.fragment
+  if calendar.rounds[entry.round : entry.round + 1] != ((entry.step, p),):
+    raise ConfigError(
+      f"{workdir} has round {entry.round} of another schedule in its journal"
+      f" (fragment {p} after step {entry.step}); choose another --workdir."
+    )
+  return Closed(entry.round, p, entry.tokens, entry.payloads)
 
 
 class OuterGroup:
@@ -39,20 +96,8 @@ class OuterGroup:
         read, or the journal is damaged or lacks a round after the checkpoint.
     """
     self._calendar, self._workdir, self._journal = calendar, workdir, journal
-    c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
-    mesh = make_mesh(c, jax.devices("cpu")[:1])
-    method = make_method(config_of(c, 0), mesh)
-    self._plan = plan = method.plan
-    with jax.set_mesh(mesh):
-      # A coordinator that goes on from a checkpoint does not read init.checkpoint.
-      params = None if steps_of(workdir) else first_params(c, mesh)
-      if params is None:
-        init = jax.jit(lambda key: registry.get(c.model).init(c.model, key))
-        params = init(jax.random.key(c.seed))
-      params_M = jax.tree.map(lambda x: x[None], params)
-      first = init_outer(plan, params_M)
-    # The coordinator sends nothing, so it has no compressor state.
-    self._outer = OuterState(first.theta, first.opt_state, (), {})
+    method, self._outer = first_state(calendar, workdir)
+    self._plan = method.plan
     self.applied, self.data = 0, dict[str, Any]()
     self._checkpoints = checkpoints.Checkpoints(workdir, calendar.config, method)
     self._restore()
@@ -66,18 +111,8 @@ class OuterGroup:
     Raises:
       ConfigError: this is not the next round, or it is of another schedule.
     """
-    if entry.round != self.applied:
-      raise ConfigError(
-        f"{self._workdir} has round {entry.round} in its journal, but lacks round"
-        f" {self.applied}; restore journal/{self.applied:09d}.round from a copy."
-      )
-    p = entry.fragment
-    if self._calendar.rounds[entry.round : entry.round + 1] != ((entry.step, p),):
-      raise ConfigError(
-        f"{self._workdir} has round {entry.round} of another schedule in its journal"
-        f" (fragment {p} after step {entry.step}); choose another --workdir."
-      )
-    closed = Closed(entry.round, p, entry.tokens, entry.payloads)
+    closed = round_of(self._workdir, self._calendar, entry, self.applied)
+    p = closed.fragment
     state = (self._outer.theta[p], self._outer.opt_state[p])
     theta, opt_state, _ = outer_state.apply(self._plan, self._calendar, closed, *state)
     self._outer = self._outer.after_update(p, theta, opt_state)
@@ -85,6 +120,7 @@ class OuterGroup:
     self.data |= entry.data
     latest = list(self._digests[self.applied - 1])
     latest[p] = outer_state.digest(theta, opt_state)
+    self._journal.applied(entry.round, latest[p])
     self._digests[self.applied] = latest
     self._digests.pop(self.applied - _KEPT, None)
     if self._is_due(entry.step):
@@ -119,15 +155,8 @@ class OuterGroup:
     steps = steps_of(self._workdir)
     if not steps:
       return
-    own = TrainState({}, {}, self._outer)
-
-    def like(step: int, record: Record) -> PyTree:
-      resume.check(record.config, self._calendar.config, step)
-      return checkpoints.tree_of(own)
-
-    remedy = "choose another --workdir"
-    found = damage.read_newest(self._workdir, steps, like, remedy)
-    self._outer = checkpoints.state_of(found.arrays, own).outer
+    args = (self._calendar, self._workdir, steps, self._outer)
+    found, self._outer = saved_state(*args)
     self.applied = self._calendar.first_after(found.step)
     if found.record.finished and found.step == self._calendar.config.train.steps:
       self.applied = len(self._calendar.rounds)  # With the final sync.

@@ -2,7 +2,8 @@
 
 A round is on disk before it is announced to any site. So a coordinator that was
 killed applies exactly the rounds that the sites may have applied. `rounds.jsonl` has
-one line per closed round, without payloads, for people and audits.
+one line per closed round, without payloads, for people and audits. `applied.jsonl` has
+the digest of the outer state after each round, for `replay`.
 """
 
 import contextlib
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 
 from diloco.errors import ConfigError
 from diloco.util import files
+
+FOLDER, APPLIED = "journal", "applied.jsonl"
 
 
 class Entry(NamedTuple):
@@ -57,13 +60,16 @@ class Journal:
     Raises:
       ConfigError: a round without a line cannot be read.
     """
-    self._folder, self._lines = workdir / "journal", workdir / "rounds.jsonl"
+    self._workdir = workdir
+    self._folder, self._lines = workdir / FOLDER, workdir / "rounds.jsonl"
+    self._applied = workdir / APPLIED
     self._folder.mkdir(parents=True, exist_ok=True)
     for unfinished in self._folder.glob(".*.tmp"):
       unfinished.unlink()
-    self.rounds = sorted(int(p.stem) for p in self._folder.glob("*.round"))
+    self.rounds = kept(workdir)
     # A kill leaves rounds without a line, or half a line.
     files.cut_half_line(self._lines)
+    files.cut_half_line(self._applied)
     known = {line["round"] for line in self.lines()}
     for number in [r for r in self.rounds if r not in known]:
       self._write_line(self.read(number))
@@ -86,7 +92,7 @@ class Journal:
     """Puts a round on the disk; returns when the disk has it."""
     parts = [json.dumps(_header(entry)).encode() + b"\n", *entry.payloads.values()]
     crc32 = 0
-    with files.replacing(self._path(entry.round)) as file:
+    with files.replacing(_path(self._workdir, entry.round)) as file:
       for part in parts:
         crc32 = zlib.crc32(part, crc32)
         file.write(part)
@@ -100,35 +106,19 @@ class Journal:
     self._write_line(entry)
 
   def read(self, number: int) -> Entry:
-    """Reads a round.
+    """Reads a round; see `read`."""
+    return read(self._workdir, number)
 
-    Raises:
-      ConfigError: the file is damaged or gone.
-    """
-    path = self._path(number)
-    try:
-      content = path.read_bytes()
-      if zlib.crc32(content[:-4]).to_bytes(4) != content[-4:]:
-        raise ConfigError(
-          f"{path} is damaged (its checksum is wrong); restore it from a copy."
-        )
-    except OSError as error:
-      raise ConfigError(
-        f"{path} cannot be read ({error.strerror}); restore it from a copy."
-      ) from error
-    file = io.BytesIO(content)
-    header = json.loads(file.readline())
-    sizes = header["payloads"].items()
-    payloads = {int(site): file.read(size) for site, size in sizes}
-    tokens = {int(site): n for site, n in header["tokens"].items()}
-    found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
-    return Entry(**header | found)
+  def applied(self, number: int, digest: int) -> None:
+    """Notes the digest of a fragment's outer state after a round."""
+    with self._applied.open("ab") as file:
+      file.write(json.dumps({"round": number, "digest": digest}).encode() + b"\n")
 
   def forget(self, before: int) -> None:
     """Deletes the payloads of the rounds below `before`; their lines stay."""
     for number in [r for r in self.rounds if r < before]:
       self.rounds.remove(number)
-      self._path(number).unlink(missing_ok=True)
+      _path(self._workdir, number).unlink(missing_ok=True)
 
   def lines(self) -> list[dict[str, Any]]:
     """Reads rounds.jsonl: all closed rounds of the run, without data and payloads."""
@@ -139,14 +129,58 @@ class Journal:
           found.append(json.loads(line))
     return found
 
-  def _path(self, number: int) -> pathlib.Path:
-    return self._folder / f"{number:09d}.round"
-
   def _write_line(self, entry: Entry) -> None:
     line = _header(entry)
     del line["data"]
     with self._lines.open("ab") as file:
       file.write(json.dumps(line).encode() + b"\n")
+
+
+def kept(workdir: pathlib.Path) -> list[int]:
+  """Lists the rounds whose payloads are on the disk, ascending."""
+  return sorted(int(path.stem) for path in (workdir / FOLDER).glob("*.round"))
+
+
+def read(workdir: pathlib.Path, number: int) -> Entry:
+  """Reads a round.
+
+  Raises:
+    ConfigError: the file is damaged or gone.
+  """
+  path = _path(workdir, number)
+  try:
+    content = path.read_bytes()
+    if zlib.crc32(content[:-4]).to_bytes(4) != content[-4:]:
+      raise ConfigError(
+        f"{path} is damaged (its checksum is wrong); restore it from a copy."
+      )
+  except OSError as error:
+    raise ConfigError(
+      f"{path} cannot be read ({error.strerror}); restore it from a copy."
+    ) from error
+  file = io.BytesIO(content)
+  header = json.loads(file.readline())
+  sizes = header["payloads"].items()
+  payloads = {int(site): file.read(size) for site, size in sizes}
+  tokens = {int(site): n for site, n in header["tokens"].items()}
+  found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
+  return Entry(**header | found)
+
+
+def digests(workdir: pathlib.Path) -> dict[int, int]:
+  """Reads {round: digest of its fragment's outer state after it}."""
+  path = workdir / APPLIED
+  lines = path.read_bytes().splitlines() if path.is_file() else []
+  found = dict[int, int]()
+  for line in lines:
+    with contextlib.suppress(ValueError):  # The last line may be cut short.
+      record = json.loads(line)
+      found[record["round"]] = record["digest"]
+  return found
+
+
+def _path(workdir: pathlib.Path, number: int) -> pathlib.Path:
+  return workdir / FOLDER / f"{number:09d}.round"
 
 
 def _header(entry: Entry) -> dict[str, Any]:
