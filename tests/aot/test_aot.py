@@ -242,7 +242,7 @@ print(json.dumps({
      "loops": w.loops, "shape": w.collective.shape} for w in x.windows
   ],
   "crossing": x.crossing, "payload": programs.payload.shape, "name": program,
-  "attention": choose(c.model, programs.mesh.devices[0, 0]),
+  "attention": choose(c.model, programs.mesh.devices[0, 0].device_kind),
 }))
 """
 

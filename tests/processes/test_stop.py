@@ -12,11 +12,12 @@ import pytest
 from diloco.processes.peers import Peers
 from diloco.processes.stop import AGAIN, Interrupted, end_on_signal
 
-# A process that does not end at the first Ctrl-C.
+# A process that does not end at the first Ctrl-C. Its handler may run while `print`
+# flushes; a second `print` would raise an error there.
 DEAF = """
-import signal, time
+import os, signal, time
 from diloco.processes import stop
-signal.signal(signal.SIGINT, lambda *_: print("heard", flush=True))
+signal.signal(signal.SIGINT, lambda *_: os.write(1, b"heard\\n"))
 stop.watch_signals()
 print("ready", flush=True)
 time.sleep(60)
