@@ -18,6 +18,7 @@ the workdir. A site that fails ends nobody else.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from diloco.util.command import Parser, as_path, free_port, guarded, in_range
 
 COORDINATOR = "group"
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
+# What every process prints about its connections.
+_GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*")
 
 
 def main() -> int:
@@ -95,7 +98,8 @@ def copy(name: str, stream: IO[bytes]) -> None:
   """Prints the lines of a process; a progress bar ends lines by carriage returns."""
   for line in iter(stream.readline, b""):
     for part in line.decode(errors="replace").splitlines():
-      if part.strip() and not part.startswith("[Gloo] Rank"):  # "connected to 0 peers"
+      part = _GLOO.sub("", part)  # It may follow a progress bar.
+      if part.strip():
         with contextlib.suppress(BrokenPipeError):  # Nobody reads; the run goes on.
           print(f"[{name}] {part}", flush=True)
 

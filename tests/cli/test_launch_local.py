@@ -1,5 +1,6 @@
 """The launcher waits for its processes, and ends the others if one fails."""
 
+import io
 import subprocess
 import sys
 from concurrent import futures
@@ -35,3 +36,10 @@ def test_the_first_failure_counts(names, needed, ended, said, monkeypatch, capsy
   assert [x.startswith(f"process {y}") for x, y in zip(lines, said, strict=True)] == [
     True for _ in said
   ]
+
+
+def test_lines_of_a_process_are_shown_without_those_of_gloo(capsys):
+  text = b"a\r 10%|#  [Gloo] Rank 0 is connected to 0 peer ranks. Expected: 0\nb\n"
+  text += b"[Gloo] Rank 1 is connected to 1 peer ranks.\n"
+  launch_local.copy("0", io.BytesIO(text))
+  assert capsys.readouterr().out.splitlines() == ["[0] a", "[0]  10%|#  ", "[0] b"]
