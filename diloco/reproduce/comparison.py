@@ -27,8 +27,8 @@ from diloco.util.palette import COLORS, OTHERS, PAGE
 
 # What the table and the figure of one sweep show: not the same.
 SPREAD = (
-  "±: standard deviation over seeds. The bars of the figure leave out what all settings"
-  " of a seed have in common, unless runs are missing."
+  "±: standard deviation over seeds. For the bars of the figure, the mean of each seed"
+  " over all settings is subtracted first, unless runs are missing."
 )
 _PLAIN_KEYS = ("compressor", "pattern")
 _PARAMETERS = {"first replica": "_first", "mean of replicas": "_mean", "outer": ""}
@@ -203,7 +203,7 @@ def figure(chart: Chart, table: pd.DataFrame) -> Figure:
   table = in_words(chart, table)
   own, bars = paired(chart, table), f"Bars: {drawing.SPREAD}"
   if own is not table and any(y == "loss" for y, _ in chart.y):
-    bars += ";\nof losses, without what all settings of a seed have in common"
+    bars += ";\nof losses, after the mean of each seed is subtracted"
   if chart.by_name:  # A point that is compared with itself lies at 0.
     own = own[own[chart.x] != own[chart.against]]
   words = not _numbers(own[chart.x])
