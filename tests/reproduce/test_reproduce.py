@@ -226,7 +226,7 @@ def test_two_real_runs_make_a_page(tmp_path, monkeypatch):
   page = (tmp_path / "reproduced.md").read_text()
   for row in rows.values():
     assert f"{row['test_loss']:.4f}" in page
-  assert "1 seed | above 0.2% | not shown at this scale |" in page
+  assert "1 seed | above 0.2% | `--only=fedpart` | not shown at this scale |" in page
   times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*.jsonl")}
   assert reproduce.main(flags) == 0
   assert times == {path: path.stat().st_mtime_ns for path in times}
