@@ -79,6 +79,7 @@ def mean_of(runs: Sequence[Run]) -> Run:
     name=_name(runs),
     loss=mean([run.loss for run in runs]),
     held_out=mean([run.held_out for run in runs]),
+    seeds=len(runs),
   )
 
 
@@ -187,7 +188,7 @@ def draw(
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
   title = "Lines: training loss, smoothed. Circles: held-out loss."
-  if any(re.search(r"\(n=\d+\)$", run.name) for run in runs):
+  if any(run.seeds > 1 for run in runs):
     title += " (n=3): mean of 3 runs with different seeds."
   figure, panels = palette.panels(title, ("", "", ""), 3.2, sharey=True)
   longest = max([seconds.get(run.name, 0) * run.step for run in runs])

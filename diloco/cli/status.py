@@ -28,7 +28,7 @@ from diloco.log.workdir import backwards, read_config, title
 from diloco.util import files
 from diloco.util.command import Parser, as_path, guarded, in_range
 
-CONFIG, ROUNDS, SUMMARY = "config.json", "rounds.jsonl", "summary.json"
+ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
 # A run has probably stopped if there is no new line for so many times the usual time
 # of a line, and for so many seconds: evaluations and checkpoints take time too.
 _PATIENCE, _LEAST_S = 20, 60
@@ -94,8 +94,7 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
   found: metrics.Kinds = {"step": [], "eval": [], "receive": []}
   every = config.get("eval", {}).get("every", 0)
   reach = max(2 * config.get("sync_every", 0), every, _RECENT)
-  path = folder / metrics.FILE
-  for line in backwards(path) if path.is_file() else ():
+  for line in backwards(folder / metrics.FILE):
     record = metrics.as_record(line)
     kind = record.get("kind")
     if kind in found:
@@ -108,8 +107,7 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
 def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   """Reads how the rounds of a run of several sites go on."""
   config, rounds = read_config(folder), list[dict[str, Any]]()
-  path = folder / ROUNDS
-  for line in backwards(path) if path.is_file() else ():
+  for line in backwards(folder / ROUNDS):
     with contextlib.suppress(ValueError):  # The last line may be cut short.
       rounds.append(json.loads(line))
   if not rounds:
@@ -161,7 +159,8 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
   found = [
     f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
   ]
-  if not found and (folder / CONFIG).is_file():  # The run compiles its first step.
+  # The run compiles its first step.
+  if not found and (folder / metrics.CONFIG).is_file():
     return [folder]
   if not folder.is_dir():
     raise ConfigError(f"WORKDIR is {str(folder)!r}, but there is no such folder.")

@@ -87,9 +87,8 @@ def check_effects(
       "outer.final_fraction and outer.final_momentum keep rate and momentum constant",
     ),
   }
-  for extension in c.extensions:
-    effects |= extension.effects(c)
-  for field, (useless, reason) in effects.items():
+  groups = (effects, *(extension.effects(c) for extension in c.extensions))
+  for field, (useless, reason) in (item for own in groups for item in own.items()):
     value, default = values[field], defaults[field]
     if useless and value != default:
       raise ConfigError(

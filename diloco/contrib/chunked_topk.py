@@ -64,9 +64,7 @@ class ChunkedTopk(plugins.Extension):
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     chosen = sizes.coder(c.wire.compressor) == "chunked_topk"
     reason = "wire.format is fp32, whose values are not rounded"
-    return (
-      {"wire.rounding": (True, reason)} if chosen and c.wire.format == "fp32" else {}
-    )
+    return {"wire.rounding": (chosen and c.wire.format == "fp32", reason)}
 
 
 sizes.MAKERS["chunked_topk"] = chunked_topk

@@ -28,6 +28,7 @@ class Run:
     sent: {step: bytes that one replica has sent so far}.
     peak: the most bytes that one replica sent at a single step.
     tokens_per_s: of all replicas together; None before the second step.
+    seeds: runs of which this is the mean.
   """
 
   name: str
@@ -38,6 +39,7 @@ class Run:
   sent: dict[int, float]
   peak: int
   tokens_per_s: float | None
+  seeds: int = 1
 
   @property
   def step(self) -> int:

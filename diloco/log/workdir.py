@@ -82,7 +82,9 @@ def title(algorithm: str, replicas: int, sync_every: int) -> str:
 
 
 def backwards(path: pathlib.Path) -> Iterator[bytes]:
-  """Yields the lines of a file from the last to the first, without their ends."""
+  """Yields the lines of a file from the last to the first; none without the file."""
+  if not path.is_file():
+    return
   with path.open("rb") as file:
     end, rest = file.seek(0, os.SEEK_END), b""
     while end:

@@ -74,14 +74,16 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
       # Slurm send them to every process of a job. So it inherits them blocked.
       others = set(STOPS) - {signal.SIGTERM}
       before = signal.pthread_sigmask(signal.SIG_BLOCK, others)
-      trainer = subprocess.Popen(
-        [sys.executable, "-m", *command],
-        stdout=logs[0],
-        stderr=logs[0],
-        env={**os.environ, **(environment or {})},
-        pass_fds=[lock.fileno() for lock in locks],
-      )
-      signal.pthread_sigmask(signal.SIG_SETMASK, before)
+      try:
+        trainer = subprocess.Popen(
+          [sys.executable, "-m", *command],
+          stdout=logs[0],
+          stderr=logs[0],
+          env={**os.environ, **(environment or {})},
+          pass_fds=[lock.fileno() for lock in locks],
+        )
+      finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
       if asked_to_stop:
         trainer.send_signal(signal.SIGTERM)
       code = trainer.wait()

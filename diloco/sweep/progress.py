@@ -1,7 +1,6 @@
 """Shows the cells, runs and failures of a sweep, before, while and after it runs."""
 
 import collections
-import contextlib
 import datetime
 import shutil
 import signal
@@ -78,10 +77,8 @@ def _runs(rows: Iterable[Row], waiting: Mapping[str, Point]) -> list[str]:
 
 def _position(row: Row) -> str:
   """Returns the step of a run and the time of training that is left."""
-  last = None
-  with contextlib.suppress(FileNotFoundError):
-    records = map(metrics.as_record, backwards(row["folder"] / metrics.FILE))
-    last = next((r for r in records if r.get("kind") == "step"), None)
+  records = map(metrics.as_record, backwards(row["folder"] / metrics.FILE))
+  last = next((r for r in records if r.get("kind") == "step"), None)
   if not last:
     return "starting"
   train, rate = row["config"]["train"], last.get("tokens_per_s")

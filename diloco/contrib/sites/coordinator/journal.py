@@ -122,12 +122,7 @@ class Journal:
 
   def lines(self) -> list[dict[str, Any]]:
     """Reads rounds.jsonl: all closed rounds of the run, without data and payloads."""
-    found = list[dict[str, Any]]()
-    with contextlib.suppress(FileNotFoundError):
-      for line in self._lines.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-          found.append(json.loads(line))
-    return found
+    return _records(self._lines)
 
   def _write_line(self, entry: Entry) -> None:
     line = _header(entry)
@@ -169,13 +164,16 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
 
 def digests(workdir: pathlib.Path) -> dict[int, int]:
   """Reads {round: digest of its fragment's outer state after it}."""
-  path = workdir / APPLIED
-  lines = path.read_bytes().splitlines() if path.is_file() else []
-  found = dict[int, int]()
-  for line in lines:
-    with contextlib.suppress(ValueError):  # The last line may be cut short.
-      record = json.loads(line)
-      found[record["round"]] = record["digest"]
+  return {record["round"]: record["digest"] for record in _records(workdir / APPLIED)}
+
+
+def _records(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Reads a file of JSON lines, whose last line may be cut short; [] without it."""
+  found = list[dict[str, Any]]()
+  with contextlib.suppress(FileNotFoundError):
+    for line in path.read_bytes().splitlines():
+      with contextlib.suppress(ValueError):
+        found.append(json.loads(line))
   return found
 
 
