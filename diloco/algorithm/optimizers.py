@@ -134,16 +134,11 @@ def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Sch
   return optax.join_schedules([warm, cosine], [warmup])
 
 
-def make_inner(
-  c: Config, values: Tuned | None = None, trainable: PyTree | None = None
-) -> optax.GradientTransformation:
+def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
   """Makes the inner optimizer; it clips gradients (2501.18512, 3.2; 2503.09799, 3).
 
   By default the decay is 1/T times rate / peak rate (Wang & Aitchison, 2024). optax
   multiplies the decay by the rate, so `tuned` divides the decay by the peak rate.
-
-  Args:
-    trainable: FedPart's mask, from `overlap.trained_next`; None trains everything.
 
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
@@ -159,59 +154,13 @@ def make_inner(
       f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
     )
   values = values or tuned(c)
-  norm, fedpart = c.inner.clip_norm, c.outer.fedpart
+  norm = c.inner.clip_norm
   clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
   rate = learning_rate(c, values.learning_rate)
   decay = values.weight_decay if c.inner.weight_decay else None
-  name = "inner.optimizer"
-  made = _make(name, c.inner.optimizer, rate, decay, leading=0 if fedpart else 1)
-  return _in_part(clip, made, trainable) if fedpart else optax.chain(clip, made)
-
-
-def _in_part(
-  clip: optax.GradientTransformation,
-  optimizer: optax.GradientTransformation,
-  trainable: PyTree | None,
-) -> optax.GradientTransformation:
-  """Steps the layers that train; frozen ones keep parameters and state (FedPart).
-
-  Gradients of frozen layers do not count in the norm that is clipped. Every layer has a
-  state of its own, {'blocks': leaves (N, ...), 'embed': ...}, so its counts stay too,
-  as in PyTorch for parameters without a gradient. Only schedules go on.
-
-  Args:
-    trainable: see `make_inner`; `init` needs none.
-  """
-  over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
-
-  def chosen(trains: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    if is_schedule(new):
-      return new
-    trains = jnp.expand_dims(trains, [*range(trains.ndim, new.ndim)])
-    return jnp.where(trains, new, old)
-
-  def where_trains(new: PyTree, old: PyTree) -> PyTree:
-    if trainable is None:
-      return new
-    choose = partial(jax.tree.map, is_leaf=is_schedule)
-    return {k: choose(partial(chosen, trainable[k]), new[k], old[k]) for k in new}
-
-  def init(params: PyTree) -> PyTree:
-    return {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
-
-  def update(
-    grads: PyTree, state: PyTree, params: PyTree = None
-  ) -> tuple[PyTree, PyTree]:
-    zeros = jax.tree.map(jnp.zeros_like, grads)
-    updates, after = dict[str, PyTree](), dict[str, PyTree]()
-    grads, _ = clip.update(where_trains(grads, zeros), optax.EmptyState())
-    for k, f in over_layers.items():
-      step = f(optimizer.update)
-      found, after[k] = step({k: grads[k]}, state[k], {k: params[k]})
-      updates |= found
-    return where_trains(updates, zeros), where_trains(after, state)
-
-  return optax.GradientTransformation(init, update)
+  make = partial(_make, "inner.optimizer", c.inner.optimizer, rate, decay)
+  found = (extension.inner_optimizer(c, clip, make) for extension in c.extensions)
+  return next(filter(None, found), None) or optax.chain(clip, make())
 
 
 def averages_parameters(c: Config) -> bool:
