@@ -19,6 +19,7 @@ from matplotlib.text import Text
 
 from diloco.cli import compare
 from diloco.config import resolve
+from diloco.contrib.simulate import failures
 from diloco.log import diagnostics, read_run, workdir
 from diloco.log.loss_picture import LossPicture
 from diloco.reproduce import comparison, runs
@@ -26,7 +27,6 @@ from diloco.reproduce import figures as sweep_figures
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
 from diloco.simulate import from_config, schedule_figure, wallclock
-from diloco.simulate.failures import Row
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
@@ -104,9 +104,9 @@ def of_links() -> Figure:
 
 
 def of_failures() -> Figure:
-  goodput = dict.fromkeys(simulated.LABELS, 0.5)
-  rows = [Row(chips, 1e7, 1.0, 0.9, goodput, goodput) for chips in (1000, 10_000)]
-  return simulated.failures_figure(rows)
+  goodput = dict.fromkeys(failures.METHODS, 0.5)
+  sizes, numbers = (1000, 10_000), (1e7, 1.0, 0.9, goodput, goodput)
+  return failures.draw([failures.Row(chips, *numbers) for chips in sizes])
 
 
 def of_schedule() -> Figure:

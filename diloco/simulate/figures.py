@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.simulate import limits
-from diloco.simulate.failures import Row, show_time
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
@@ -31,12 +30,6 @@ METHODS: Settings = {
   "+ overlap": {"method": "streaming", "tau": 1},
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
 }
-LABELS = {
-  "data_parallel": "data-parallel, all restart",
-  "restart_all": "DiLoCo, all restart",
-  "all_wait": "DiLoCo, all wait",
-  "quorum": "DiLoCo, quorum rounds",
-}
 SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
 Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
@@ -51,25 +44,6 @@ def draw(name: str, folder: pathlib.Path) -> list[str]:
   """
   limits.check("figure", name, FIGURES)
   return save(FIGURES[name], folder / f"simulated_{name}", ".png", ".svg")
-
-
-def failures_figure(rows: list[Row]) -> Figure:
-  """Draws goodput over chips, a panel per mean time between failures."""
-  times = list(dict.fromkeys(row.mtbf_s for row in rows))
-  titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
-  methods = dict.fromkeys(LABELS.values(), "diloco")
-  methods[LABELS["data_parallel"]] = "data_parallel"
-  figure, axes = panels("Simulated goodput when chips fail", titles, sharey=True)
-  for axis, mtbf in zip(axes, times):
-    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
-    chips = [row.chips for row in own]
-    for name, look in zip(LABELS, looks(methods)):
-      goodput = [row.goodput[name] for row in own]
-      deviation = [row.deviation[name] for row in own]
-      axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
-    axis.set(xscale="log", xlabel="chips", ylim=SHARE)
-  axes[0].set_ylabel("goodput (share)")
-  return legend(figure, "Bars: standard deviation of the simulated runs.")
 
 
 def own_figure(work: Workload, gbits: float) -> Figure:

@@ -264,7 +264,8 @@ def source_files(name: str) -> list[pathlib.Path]:
 def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  return sorted(p.stem for p in folder.glob("[!_]*") if p.suffix in (".py", ""))
+  folders = [path.parent for path in folder.glob("*/__init__.py")]
+  return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 
 def check_name(field: str, name: str, known: Collection[str]) -> None:

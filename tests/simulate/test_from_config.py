@@ -10,9 +10,9 @@ import pytest
 
 from diloco.config import add_plugins, resolve
 from diloco.config.command_line import load_config
+from diloco.contrib.simulate import failures
 from diloco.simulate import __main__ as command
-from diloco.simulate import from_config, options
-from diloco.simulate.failures import Machines
+from diloco.simulate import arguments, from_config, options
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec.shapes import num_params
@@ -277,9 +277,9 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
   numbers = {"params": 12e9, "layers": 12, "step_time": 1.0}
   run = {"params": 1e9, "tokens": 1e10, "batch_tokens": 1e6, "replicas": 2}
   made = [
-    (options.METHOD, command.workload(numbers)),
-    (options.RUN, command.training(run)),
-    (options.FAILURES, Machines(chips=1, mtbf=1.0)),
+    (options.METHOD, arguments.workload(numbers)),
+    (options.RUN, arguments.training(run)),
+    (failures.OPTIONS, failures.Machines(chips=1, mtbf=1.0)),
   ]
   compared = {}
   for group, used in made:
