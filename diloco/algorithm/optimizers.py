@@ -18,7 +18,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
-from optax.contrib import ScheduleFreeState
 
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -71,12 +70,6 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
 }
 # Names of outer optimizers whose momentum may be a schedule, or an array.
 FALLING = {"sgd"}
-# Names of inner optimizers that average parameters, beside Schedule-Free.
-AVERAGING = set[str]()
-# {type of such an optimizer's state: function (state, parameters) -> their average}.
-AVERAGED: dict[type, Callable[[PyTree, PyTree], PyTree]] = {
-  ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
-}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -143,16 +136,6 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
-  if averages_parameters(c) and not c.one_model:
-    raise ConfigError(
-      f"inner.optimizer is {c.inner.optimizer}, which averages one model, but algorithm"
-      f" is {c.algorithm}; choose data_parallel."
-    )
-  if averages_parameters(c) and c.model.param_dtype != "float32":
-    raise ConfigError(
-      f"inner.optimizer is {c.inner.optimizer}, but model.param_dtype is"
-      f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
-    )
   values = values or tuned(c)
   norm = c.inner.clip_norm
   clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
@@ -163,13 +146,14 @@ def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransfor
   return next(filter(None, found), None) or optax.chain(clip, make())
 
 
-def averages_parameters(c: Config) -> bool:
-  """Whether the inner optimizer averages its parameters, as Schedule-Free does.
+def averages(opt_state: PyTree) -> list[PyTree]:
+  """Finds states of inner optimizers that average their parameters.
 
-  No outer step synchronises what such an optimizer keeps in its state.
+  Schedule-Free keeps an average x of the parameters y: y = b1 x + (1 - b1) z. Any
+  state that has b1 and z is taken for one. No outer step synchronises them.
   """
-  name, _ = parse("inner.optimizer", c.inner.optimizer)
-  return name in AVERAGING or name.startswith("schedule_free")
+  keeps = lambda x: hasattr(x, "b1") and hasattr(x, "z")
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=keeps) if keeps(x)]
 
 
 def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
@@ -179,19 +163,11 @@ def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
     params_M: parameters, leaves (M, ...).
     opt_state_M: inner optimizer state, leaves (M, ...).
   """
-  averages = lambda x: type(x) in AVERAGED
-  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
-  return _averaged_M(states[0], params_M) if states else params_M
+  states_M = averages(opt_state_M)
+  return _averaged_M(states_M[0], params_M) if states_M else params_M
 
 
-@jax.jit
-def _averaged_M(state_M: PyTree, params_M: PyTree) -> PyTree:
-  return jax.vmap(AVERAGED[type(state_M)])(state_M, params_M)
-
-
-def average_of(y: PyTree, z: PyTree, mu: jax.Array | float) -> PyTree:
-  """Solves y = mu x + (1 - mu) z for x."""
-  return jax.tree.map(lambda y, z: (y - (1 - mu) * z) / mu, y, z)
+_averaged_M = jax.jit(jax.vmap(optax.contrib.schedule_free_eval_params))
 
 
 def at_step(opt_state: PyTree, t: int) -> PyTree:
