@@ -26,7 +26,7 @@ from diloco.reproduce import comparison, runs
 from diloco.reproduce import figures as sweep_figures
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
-from diloco.simulate import from_config, schedule_figure, wallclock
+from diloco.simulate import schedule_figure, wallclock
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
@@ -130,9 +130,6 @@ MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
 PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
   **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 3, 4, 6, 7)},
   **{name: lambda _, n=name: simulated.FIGURES[n]() for name in ("s3", "s9", "c6")},
-  "own": lambda _: simulated.own_figure(
-    from_config.workload(resolve(tiny_config()), 1.0), 1.0
-  ),
   "failures": lambda _: of_failures(),
   "extrapolation": lambda _: law_figures.whole_figure(law_figures.extrapolation),
   "difference": lambda _: law_figures.whole_figure(law_figures.difference),

@@ -29,7 +29,7 @@ from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.simulate.options import Command
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
-from diloco.util.command import Parser, check_picture, guarded, make_folder, parse_count
+from diloco.util.command import Parser, guarded, make_folder, parse_count
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,11 +95,6 @@ def link(args: Args) -> Answer:
   else:
     gbits = args["gbits"]
     share = float(steady_utilisation(work, [gbits * 1e9])[0])
-  if "plot" in args:
-    from diloco.simulate import figures
-
-    check_picture(args["plot"], "x.png", "--plot")
-    palette.save(lambda: figures.own_figure(work, gbits), args["plot"])
   data = {"gbits": gbits, "utilisation": share, "step_time_s": work.step_time}
   lines = [
     f"link         {gbits:.4g} Gbit/s of each replica",
@@ -168,12 +163,12 @@ COMMANDS = {
   "utilisation": Command(
     "utilisation that a link reaches",
     link,
-    options.METHOD | {"gbits": options.GBITS, "plot": options.PLOT},
+    options.METHOD | {"gbits": options.GBITS},
   ),
   "bandwidth": Command(
     "link that a utilisation needs",
     link,
-    options.METHOD | {"target": options.TARGET, "plot": options.PLOT},
+    options.METHOD | {"target": options.TARGET},
   ),
   "frontier": Command(
     "H, fragment size, tau and bits that suffice for a link",

@@ -5,17 +5,14 @@ with c are figures of Scaling Laws (2503.09799).
 """
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.simulate import limits
-from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
@@ -31,7 +28,6 @@ METHODS: Settings = {
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
 }
 SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
-Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
 
@@ -46,49 +42,17 @@ def draw(name: str, folder: pathlib.Path) -> list[str]:
   return save(FIGURES[name], folder / f"simulated_{name}", ".png", ".svg")
 
 
-def own_figure(work: Workload, gbits: float) -> Figure:
-  """Draws one workload's utilisation in the long run and marks one bandwidth."""
-  figure, [axis] = panels("Compute utilisation in the long run")
-  marked = gbits or GRID[0]  # A single replica needs no bandwidth.
-  grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
-  source = work.method if work.plan is None else "config"
-  label = f"{source}, H = {work.whole_plan[0].sync_every}"
-  plot_utilisation(axis, grid, {label: work}, steady_utilisation)
-  axis.axvline(marked, color="black", lw=0.8, ls=":", label=f"{marked:.3g} Gbit/s")
-  return legend(figure)
-
-
-def plot_utilisation(
-  axis: Axes, gbits: np.ndarray, works: Mapping[str, Workload], simulate: Simulator
-) -> None:
-  """Draws utilisation against bandwidth, a line per label.
-
-  Args:
-    axis: the panel.
-    gbits: bandwidths in Gbit/s.
-    works: {label: workload}.
-    simulate: `utilisation` or `steady_utilisation`.
-  """
-  methods = {label: algorithm(work) for label, work in works.items()}
-  for work, look in zip(works.values(), looks(methods)):
-    axis.plot(gbits, simulate(work, gbits * 1e9), **look)
-  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
-  axis.set_ylabel("compute utilisation (share)")
-  axis.label_outer()
-
-
-def algorithm(work: Workload) -> str:
-  """Names the algorithm; a workload from a config of DiLoCo streams one fragment."""
-  whole = work.method == "streaming" and len(work.whole_plan[1]) == 1
-  return "diloco" if whole else work.method
-
-
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
   """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
   figure, axes = panels(title, list(models), sharey=True)
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
-    plot_utilisation(axis, GRID, works, utilisation)
+    methods = {label: work.method for label, work in works.items()}
+    for work, look in zip(works.values(), looks(methods)):
+      axis.plot(GRID, utilisation(work, GRID * 1e9), **look)
+    axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
+    axis.set_ylabel("compute utilisation (share)")
+    axis.label_outer()
   return legend(figure)
 
 

@@ -69,7 +69,6 @@ PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
 OUT = Option("folder for the files", as_path, required=True)
-PLOT = Option("file for a figure of utilisation over bandwidth", as_path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
