@@ -5,10 +5,12 @@ with c are figures of Scaling Laws (2503.09799).
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -28,6 +30,7 @@ METHODS: Settings = {
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
 }
 SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
+Simulator = Callable[[Workload, np.ndarray], np.ndarray]
 Model = tuple[float, int, float]  # Parameters, layers, seconds per step.
 MODEL_100B = (100e9, 108, 4.9)
 
@@ -42,17 +45,31 @@ def draw(name: str, folder: pathlib.Path) -> list[str]:
   return save(FIGURES[name], folder / f"simulated_{name}", ".png", ".svg")
 
 
+def plot_utilisation(
+  axis: Axes, gbits: np.ndarray, works: Mapping[str, Workload], simulate: Simulator
+) -> None:
+  """Draws utilisation against bandwidth, a line per label.
+
+  Args:
+    axis: the panel.
+    gbits: bandwidths in Gbit/s.
+    works: {label: workload}.
+    simulate: `utilisation` or `steady_utilisation`.
+  """
+  methods = {label: work.method for label, work in works.items()}
+  for work, look in zip(works.values(), looks(methods)):
+    axis.plot(gbits, simulate(work, gbits * 1e9), **look)
+  axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
+  axis.set_ylabel("compute utilisation (share)")
+  axis.label_outer()
+
+
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:
   """Draws utilisation against bandwidth: a panel per model, a curve per setting."""
   figure, axes = panels(title, list(models), sharey=True)
   for axis, model in zip(axes, models.values()):
     works = {k: papers_workload(*model, **fields) for k, fields in settings.items()}
-    methods = {label: work.method for label, work in works.items()}
-    for work, look in zip(works.values(), looks(methods)):
-      axis.plot(GRID, utilisation(work, GRID * 1e9), **look)
-    axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
-    axis.set_ylabel("compute utilisation (share)")
-    axis.label_outer()
+    plot_utilisation(axis, GRID, works, utilisation)
   return legend(figure)
 
 
