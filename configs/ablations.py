@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from diloco.config import default_config, resolve
+from diloco.config import add_plugins, default_config, resolve
 from diloco.errors import ConfigError
 from diloco.spec import sizes
 from diloco.spec.shapes import parameters
@@ -364,7 +364,9 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
   c.sync_every = point.get("sync_every", 30)
   c.inner.learning_rate = point.get("lr", c.inner.learning_rate)
   c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
-  c.outer.fedpart = point.get("fedpart", False)
+  if point.get("fedpart"):
+    add_plugins(c, "fedpart")
+    c.fedpart.on = True
   c.fragments.size = point.get("fragment", c.fragments.size)
   c.fragments.pattern = point.get("pattern", "strided")
   c.overlap.tau = point.get("tau", 1)

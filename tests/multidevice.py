@@ -78,7 +78,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
       params, opt_state, metrics = inner_step(
-        params, opt_state, tokens, None, tuned, c=c, averaged=t <= c.joint_steps
+        params, opt_state, tokens, tuned, c=c, averaged=t <= c.joint_steps
       )
       if plan:
         params, outer, _ = outer_step(plan, t, params, outer)
@@ -134,7 +134,7 @@ def traffic(devices: int, **fields) -> dict:
     wire, opt_state = {"wire": c.wire, "mesh": mesh}, s.outer.opt_state[0]
     everyone = np.ones(c.replicas, bool)
     programs = {
-      "inner": inner_step.lower(s.params, s.opt_state, tokens, None, tuned, c=c),
+      "inner": inner_step.lower(s.params, s.opt_state, tokens, tuned, c=c),
       "send": send.lower(*args, **wire),
       "update": update.lower(theta, opt_state, sent, plan.tuned, outer=c.outer, **wire),
       "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
@@ -254,7 +254,7 @@ def gradients(devices: int, **fields) -> dict:
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     s = init_state(c, mesh, make_plan(c, mesh))
-    args = (s.params, s.opt_state, tokens_of(c, mesh, 0), None, optimizers.tuned(c))
+    args = (s.params, s.opt_state, tokens_of(c, mesh, 0), optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
   return {

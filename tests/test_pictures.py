@@ -19,14 +19,14 @@ from matplotlib.text import Text
 
 from diloco.cli import compare
 from diloco.config import resolve
+from diloco.contrib.simulate import failures
 from diloco.log import diagnostics, read_run, workdir
 from diloco.log.loss_picture import LossPicture
 from diloco.reproduce import comparison, runs
 from diloco.reproduce import figures as sweep_figures
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
-from diloco.simulate import from_config, schedule_figure, wallclock
-from diloco.simulate.failures import Row
+from diloco.simulate import schedule_figure, wallclock
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
@@ -104,9 +104,9 @@ def of_links() -> Figure:
 
 
 def of_failures() -> Figure:
-  goodput = dict.fromkeys(simulated.LABELS, 0.5)
-  rows = [Row(chips, 1e7, 1.0, 0.9, goodput, goodput) for chips in (1000, 10_000)]
-  return simulated.failures_figure(rows)
+  goodput = dict.fromkeys(failures.METHODS, 0.5)
+  sizes, numbers = (1000, 10_000), (1e7, 1.0, 0.9, goodput, goodput)
+  return failures.draw([failures.Row(chips, *numbers) for chips in sizes])
 
 
 def of_schedule() -> Figure:
@@ -130,9 +130,6 @@ MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
 PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
   **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 3, 4, 6, 7)},
   **{name: lambda _, n=name: simulated.FIGURES[n]() for name in ("s3", "s9", "c6")},
-  "own": lambda _: simulated.own_figure(
-    from_config.workload(resolve(tiny_config()), 1.0), 1.0
-  ),
   "failures": lambda _: of_failures(),
   "extrapolation": lambda _: law_figures.whole_figure(law_figures.extrapolation),
   "difference": lambda _: law_figures.whole_figure(law_figures.difference),

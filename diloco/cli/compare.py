@@ -2,7 +2,6 @@ r"""Compares runs: a table, and a picture of their losses. The runs may still go
 
 python -m diloco compare runs/data_parallel runs/diloco runs/streaming
 python -m diloco compare runs/a runs/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
-python -m diloco compare runs/a runs/b --csv=metrics.csv
 """
 
 import argparse
@@ -20,7 +19,7 @@ import pandas as pd
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
-from diloco.log.read_run import Run, read_all, write_csv
+from diloco.log.read_run import Run, read_all
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
@@ -272,8 +271,6 @@ def compare(args: argparse.Namespace) -> None:
   if args.out:
     command.check_picture(args.out, "compare.png")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
-  if args.csv:
-    command.make_parent(args.csv, "--csv", "a file name.csv")
   runs = named(read_all(args.workdir))
   means = [mean_of(group) for group in joined(runs)]
   seconds, notes = idealised(means, args.chips, across)
@@ -282,8 +279,6 @@ def compare(args: argparse.Namespace) -> None:
   out = args.out or args.workdir[0] / "compare.png"
   palette.save(lambda: draw(means, seconds, across), out)
   print(f"picture      {out}")
-  if args.csv:
-    print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,7 +288,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
   add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
   add("--out", type=path, help="picture to write; default compare.png in WORKDIR")
-  add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
   text = "chips of each run; default: enough for the largest"
   add("--chips", type=command.in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9

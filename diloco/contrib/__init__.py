@@ -25,6 +25,7 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 # Fields that became choices of plug-ins: {former field: (its default, the field now, an
 # example of its value)}. A saved config may have such a field at its default.
 MOVED = {
+  "outer.fedpart": (False, "fedpart.on", True),
   "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
   "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),

@@ -34,7 +34,6 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
-from diloco.config.combinations import OFF
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
@@ -72,7 +71,7 @@ plugins.RULES.append(
     "warm_start.steps",
     None,
     "which averages gradients at every step and sends nothing else",
-    {"overlap.transport": ("device", "host"), "outer.fedpart": OFF},
+    {"overlap.transport": ("device", "host")},
   )
 )
 

@@ -52,7 +52,7 @@ class Evaluation:
     self._tasks = {
       name: [
         (item, tasks.encode(self.tokenizer, item, c.model.seq_len))
-        for item in tasks.load_items(name, c.data.data_dir, c.eval.task_items)
+        for item in tasks.load_items(name, c.eval.task_items)
       ]
       for name in filter(None, map(str.strip, c.eval.tasks.split(",")))
     }

@@ -16,7 +16,7 @@ from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
 
 from diloco.algorithm.method import Method, make_method
-from diloco.algorithm.optimizers import averages_parameters
+from diloco.algorithm.optimizers import averages
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import damage
 from diloco.checkpoint.record import Record, steps_of
@@ -130,8 +130,8 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   state = _method(c, mesh).abstract(0, 1, drained=True)
   if c.make_fragments():
     return {"theta": list(state.outer.theta)}
-  averages = {"opt_state": state.opt_state} if averages_parameters(c) else {}
-  return {"params": state.params} | averages
+  kept = {"opt_state": state.opt_state} if averages(state.opt_state) else {}
+  return {"params": state.params} | kept
 
 
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:

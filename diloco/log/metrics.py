@@ -1,7 +1,6 @@
 """Where a run's numbers go: JSON lines, TensorBoard, Weights & Biases. No JAX.
 
-TensorBoard, Weights & Biases and the CSV files of `diloco compare` call a number by the
-same name, see `scalars`.
+TensorBoard and Weights & Biases call a number by the same name, see `scalars`.
 """
 
 import json

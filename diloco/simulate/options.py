@@ -3,11 +3,10 @@
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
-from diloco.simulate.failures import UNITS
 from diloco.util.command import as_path
 
 
@@ -29,19 +28,6 @@ def whole(text: str) -> int:
   return int(text)
 
 
-def duration(text: str) -> float:
-  """Parses a time in seconds, or with a unit, such as 10m or 5y."""
-  found = re.fullmatch(rf"(.*\d\.?)([{''.join(UNITS)}]?)", text)
-  if not found:
-    raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90, 10m or 5y")
-  return number(found[1]) * UNITS[found[2] or "s"]
-
-
-def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
-  """Returns a parser of values with commas between them."""
-  return lambda text: [parse(part) for part in text.split(",")]
-
-
 class Option(NamedTuple):
   """An option of the command line.
 
@@ -58,6 +44,21 @@ class Option(NamedTuple):
   required: bool = False
 
 
+class Command(NamedTuple):
+  """A simulator.
+
+  Attributes:
+    help: what it answers.
+    run: computes the answer from the arguments that are given, by name: the data that
+      --json prints, and the text without --json.
+    options: its options by name.
+  """
+
+  help: str
+  run: Callable[[dict[str, Any]], tuple[Any, str]]
+  options: Mapping[str, Option] = {}
+
+
 # The options without effect on a method.
 IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
@@ -68,7 +69,6 @@ PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
 GBITS = Option("bandwidth of the link in Gbit/s", required=True)
 TARGET = Option("utilisation to reach; default 0.95")
 OUT = Option("folder for the files", as_path, required=True)
-PLOT = Option("file for a figure of utilisation over bandwidth", as_path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
 # Options that determine the step time of a config.
 COMPUTE = {
@@ -113,32 +113,4 @@ SCHEDULE = {
   "first": Option("first inner step to draw; default shortly before step H", whole),
   "last": Option("last inner step to draw; default one round later", whole),
   "out": Option("picture to write, such as x.png", as_path, required=True),
-}
-FAILURES = METHOD | {
-  "gbits": GBITS,
-  "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
-  "mtbf": Option(
-    "mean time between a chip's failures, such as 1y,5y", several(duration), "", True
-  ),
-  "restart": Option("time of a restart; default 5m", duration),
-  "grace": Option("time that others wait for a site that hangs; default 30s", duration),
-  "quorum": Option("sites that must be up for rounds to go on; default 1", whole),
-  "hangs": Option("share of failures that are hangs; default 0"),
-  "checkpoint_time": Option("how long a checkpoint stops all; default 30s", duration),
-  "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
-  "duration": Option("simulated time of a run; default 30d", duration),
-  "runs": Option("simulated runs; default 10", whole),
-  "seed": Option("seed of the failures; default 0", whole),
-  "out": Option("folder for a figure", str),
-}
-# The options of each command.
-OPTIONS = {
-  "figure": {"out": OUT},
-  "figures": {"out": OUT},
-  "utilisation": METHOD | {"gbits": GBITS, "plot": PLOT},
-  "bandwidth": METHOD | {"target": TARGET, "plot": PLOT},
-  "frontier": MODEL | {"gbits": GBITS, "target": TARGET},
-  "wallclock": RUN,
-  "schedule": SCHEDULE,
-  "failures": FAILURES,
 }

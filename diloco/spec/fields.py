@@ -126,10 +126,6 @@ class OuterConfig:
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
   offload: bool = False
-  # Whether only the fragment that is sent next is trained, as in FedPart; the others
-  # also keep their inner optimizer state. The paper finds this much worse (section
-  # 3.3.1).
-  fedpart: bool = False
 
   @property
   def changes(self) -> bool:

@@ -188,6 +188,15 @@ class Extension:
     """Returns what replaces `outer.outer_step` (lines 6 to 12); None: nothing does."""
     return None
 
+  def inner_optimizer(self, c: "Config", clip: Any, make: Callable[..., Any]) -> Any:
+    """Returns an optimizer in place of `optax.chain(clip, make(1))`; None: that one.
+
+    Args:
+      clip: clips gradients by their norm.
+      make: makes the config's optimizer; its argument counts the axes that a tensor
+        under `blocks` has before those of a layer.
+    """
+
   def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
     """Yields programs for the dry run.
 
@@ -255,7 +264,8 @@ def source_files(name: str) -> list[pathlib.Path]:
 def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  return sorted(p.stem for p in folder.glob("[!_]*") if p.suffix in (".py", ""))
+  folders = [path.parent for path in folder.glob("*/__init__.py")]
+  return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 
 def check_name(field: str, name: str, known: Collection[str]) -> None:
@@ -269,7 +279,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
-def moved() -> dict[str, tuple[object, str, str]]:
+def moved() -> dict[str, tuple[object, str, object]]:
   """Returns {former field: (its default, the field now, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 

@@ -92,11 +92,7 @@ def test_a_run_continues_with_another_attention(tiny):
   ("field", "value"),
   [
     *[("seed", 7), ("sync_every", 3), ("replicas", 1), ("algorithm", "diloco")],
-    *[
-      ("outer.learning_rate", 0.7),
-      ("outer.optimizer", "sgd"),
-      ("outer.fedpart", True),
-    ],
+    *[("outer.learning_rate", 0.7), ("outer.optimizer", "sgd")],
     *[("inner.learning_rate", 0.7), ("inner.clip_norm", 0.5), ("wire.format", "e2m1")],
     *[("wire.block_size", 32), ("overlap.tau", 2), ("overlap.alpha", 0.25)],
     *[("fragments.pattern", "sequential"), ("model.qk_norm", False)],

@@ -11,6 +11,7 @@ both use the harness's.
 import importlib.util
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import pytest
 from diloco.cli import evaluate, export
 from diloco.config import resolve
 from diloco.data import make_source
-from diloco.evaluate.tasks import TASKS, Item
+from diloco.evaluate.tasks import Item
 from diloco.interop import load
 from diloco.mesh.devices import make_inference_mesh
 from diloco.model import qwen3
@@ -62,15 +63,25 @@ def records(count: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def item_of(name: str, record: dict[str, Any]) -> Item:
-  """Makes the item that diloco makes of the data set's record in TFDS."""
+  """Makes the item of a record, with the prompts of the harness."""
   if name == "hellaswag":
-    context = f"{record['ctx_a']} {record['ctx_b']}".strip()
-    record = record | {"context": context}
-  item = TASKS[name].to_item(record)
+    context = f"{record['ctx_a']} {record['ctx_b'].capitalize()}".strip()
+    query = clean(f"{record['activity_label']}: {context}")
+    return Item(query, tuple(map(clean, record["endings"])), int(record["label"]))
   if name == "piqa":
-    query = item.query.replace("Goal:", "Question:", 1)
-    item = Item(query, item.choices, item.gold)
-  return item
+    choices = (record["sol1"], record["sol2"])
+    query = f"Question: {record['goal']}\nAnswer:"
+    return Item(query, choices, int(record["label"]))
+  choices = record["choices"]
+  gold = choices["label"].index(record["answerKey"])
+  query = f"Question: {record['question']}\nAnswer:"
+  return Item(query, tuple(choices["text"]), gold)
+
+
+def clean(text: str) -> str:
+  """Removes WikiHow's markup: [title] becomes a full stop, other tags are deleted."""
+  text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+  return text.replace("  ", " ")
 
 
 def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:

@@ -112,23 +112,6 @@ def test_fragments_in_flight_are_sent_and_not_yet_updated(schedule, t):
   assert schedule.in_flight(t) == expected
 
 
-@given(schedules, st.integers(0, 120))
-def test_next_to_send_equals_a_search(schedule, t):
-  h = schedule.sync_every
-  for s in range(max(t, 1), t + 3 * h + 1):
-    if schedule.sends(s):
-      assert list(schedule.next_to_send(max(t, 1))) == schedule.sends(s)
-      break
-
-
-@given(schedules)
-def test_every_fragment_is_next_at_some_step(schedule):
-  groups = schedule.groups()
-  assert [p for group in groups for p in group] == list(range(schedule.num_fragments))
-  h = schedule.sync_every
-  assert {schedule.next_to_send(t) for t in range(h + 1, 2 * h + 1)} == set(groups)
-
-
 @given(schedules)
 def test_no_fragment_is_sent_before_a_full_round(schedule):
   for p in range(schedule.num_fragments):

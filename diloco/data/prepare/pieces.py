@@ -128,7 +128,8 @@ def read(piece: Piece) -> Iterator[str]:
   path = piece.file.path
   try:
     if piece.file.kind in RECORDS:
-      yield from map(records_lib.example_text, read_records(piece))
+      records = RECORDS[piece.file.kind](path, piece.start, piece.stop)
+      yield from map(records_lib.example_text, records)
       return
     for offset, text in piece.file.documents(piece.start, piece.stop):
       if files_lib.in_split(piece.split, piece.index, offset):
@@ -139,9 +140,3 @@ def read(piece: Piece) -> Iterator[str]:
     raise ValueError(
       f"{path} cannot be read ({error}); fetch the file again."
     ) from error
-
-
-def read_records(piece: Piece) -> Iterator[bytes]:
-  """Yields the serialised records of a piece of array_record or tfrecord."""
-  reader = RECORDS[piece.file.kind]
-  return reader(piece.file.path, piece.start, piece.stop)
