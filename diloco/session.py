@@ -20,7 +20,6 @@ from diloco.data.batches import Batches, Replicas
 from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.merges import with_merge_loss
 from diloco.interop.init import first_params
 from diloco.log import summary
 from diloco.log.log import Log
@@ -349,7 +348,6 @@ def open_session(
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
-    method = with_merge_loss(method, c, mesh, evaluation)
     if c.averages:
       method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)

@@ -98,9 +98,10 @@ def _converted(value: Any, kind: Any) -> Any:
 def unknown(field: str, known: Iterable[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
   if field in plugins.moved():
-    _, now, text = plugins.moved()[field]
-    return f"; now it is {now}={text!r}{plugins.hint(text.partition('(')[0])}"
-  hint = plugins.hint(field.partition(".")[0])
+    _, now, value = plugins.moved()[field]
+    hint = plugins.hint(str(value)) or plugins.hint(now)
+    return f"; now it is {now}={value!r}{hint}"
+  hint = plugins.hint(field)
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
 

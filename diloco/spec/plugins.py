@@ -10,6 +10,7 @@ sweeps and simulators ask this file.
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -147,7 +148,10 @@ class Extension:
     return {}
 
   def free(self) -> tuple[str, ...]:
-    """Lists the fields of this group that may change when a run goes on."""
+    """Lists the fields of this group that may change when a run goes on.
+
+    "NAME." lists all fields of the plug-in NAME, which may then come and go, too.
+    """
     return ()
 
   def summed(self) -> tuple[str, ...]:
@@ -184,9 +188,12 @@ class Extension:
     """
     raise NotImplementedError
 
-  def outer_step(self, c: "Config") -> OuterStep | None:
-    """Returns what replaces `outer.outer_step` (lines 6 to 12); None: nothing does."""
-    return None
+  def outer_step(self, c: "Config", step: OuterStep) -> OuterStep:
+    """Returns what runs in place of `step` (lines 6 to 12), and may call it.
+
+    `step` is `outer.outer_step`, or what another plug-in has put in its place.
+    """
+    return step
 
   def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
     """Yields programs for the dry run.
@@ -269,7 +276,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
-def moved() -> dict[str, tuple[object, str, str]]:
+def moved() -> dict[str, tuple[object, str, object]]:
   """Returns {former field: (its default, the field now, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 
@@ -277,7 +284,7 @@ def moved() -> dict[str, tuple[object, str, str]]:
 def hint(name: str) -> str:
   """Returns the rest of a sentence about an unknown name, if a plug-in has it.
 
-  A plug-in may have several names: its own, and its own with a number.
+  Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
   """
-  own = name.rstrip("0123456789")
+  own = re.split(r"[.(]", name)[0].rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

@@ -56,6 +56,10 @@ def make(**fields):
       {"wire.error_feedback": 0.9},
       "wire.error_feedback is 0.9, .*; now it is wire.compressor=.*error_feedback.beta",
     ),
+    (
+      {"log.diagnostics_every": 4},
+      r"every is 4, .*; now it is diagnostics.every=4; .* set plugins=\('diagnostics',",
+    ),
     *(
       ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
       for field in ("des_loc.first_every", "des_loc.second_every")
@@ -94,8 +98,12 @@ def make(**fields):
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     (
-      {"log.diagnostics_every": 3, "overlap.transport": "host"},
-      "log.diagnostics_every is 3, which .* overlap.transport is host; choose device,",
+      {
+        "plugins": ("diagnostics",),
+        "diagnostics.every": 3,
+        "overlap.transport": "host",
+      },
+      "diagnostics.every is 3, which .* overlap.transport is host; choose device,",
     ),
     (
       {"sparta.share": 0.01, "algorithm": "data_parallel"},

@@ -2,7 +2,8 @@
 
 python -m diloco diagnostics runs/sample --out=diagnostics.png
 
-A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md). No JAX.
+A run measures them with --config.plugins=diagnostics --config.diagnostics.every=4
+(docs/diagnostics.md). No JAX.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config
+from diloco.contrib.diagnostics import Diagnostics
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.log.loss_picture import line, points, running_mean, smoothed
@@ -38,7 +40,8 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
   if not any("replica_drift_by_layer" in r for r in found["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
-      " --config.log.diagnostics_every=4, and not with algorithm=data_parallel."
+      " --config.plugins=diagnostics --config.diagnostics.every=4, and not with"
+      " algorithm=data_parallel."
     )
   return c, found
 
@@ -159,7 +162,7 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
   cosine.legend(*_few(*cosine.get_legend_handles_labels()))
   rank.set_ylim(0, 1.6 * rank.get_ylim()[1])  # Space for the legend.
   rank.legend(ncols=3, loc="upper left", fontsize=7)
-  every = c.log.diagnostics_every
+  every = c.of(Diagnostics).every
   chosen = f"one sync in {every}" if every > 1 else "every sync"
   name = title(c.algorithm, c.replicas, c.sync_every)
   figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
