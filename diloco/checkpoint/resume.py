@@ -45,7 +45,7 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
-  free = sum((kind().free() for kind in plugins.EXTENSIONS.values()), FREE_FIELDS)
+  free = FREE_FIELDS + plugins.free()
   # A transport may load a plug-in of its name; the transport is free, so it is, too.
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:

@@ -250,6 +250,11 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   return found
 
 
+def free() -> tuple[str, ...]:
+  """Lists the fields of all plug-ins that may change when a run goes on."""
+  return sum((kind().free() for kind in EXTENSIONS.values()), ())
+
+
 def source_files(name: str) -> list[pathlib.Path]:
   """Lists the files of an imported module; of one in a package, all of the package."""
   top = sys.modules[name.partition(".")[0]]

@@ -7,6 +7,7 @@ A run measures them with --config.plugins=diagnostics --config.diagnostics.every
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -126,7 +127,9 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
 
   of = lambda kind, name: by_layer(c, found[kind], f"{name}_by_layer")
   norms, ranks = of("send", "outer_norm"), by_matrix(c, found["send"])
-  layers, matrices = _of_layers(c), _of_matrices(ranks)
+  looks = itertools.product(("-", "--", ":"), OTHERS)
+  matrices = {m: {"ls": ls, "color": color} for m, (ls, color) in zip(ranks, looks)}
+  layers = _of_layers(c)
   figure = Figure(figsize=(PAGE, 9.2), layout="constrained")
   panels = figure.subplots(4, 2)
   cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
@@ -164,8 +167,7 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
   rank.legend(ncols=3, loc="upper left", fontsize=7)
   every = c.of(Diagnostics).every
   chosen = f"one sync in {every}" if every > 1 else "every sync"
-  name = title(c.algorithm, c.replicas, c.sync_every)
-  figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
+  figure.suptitle(f"{title(c)}, {c.wire.format}: {chosen} of each fragment")
   return figure
 
 
@@ -174,13 +176,6 @@ def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
   colors = reversed(shades(COLORS[c.algorithm], c.model.num_layers))
   layers = {f"layer {i}": {"color": color} for i, color in enumerate(colors)}
   return layers | {EMBEDDING: {"color": OTHERS[3], "ls": "--"}}
-
-
-def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
-  styles = [
-    {"color": color, "ls": dashes} for dashes in ("-", "--", ":") for color in OTHERS
-  ]
-  return dict(zip(curves, styles))
 
 
 def _lines(
