@@ -11,7 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.method import BetweenSyncs, Method, make_method
+from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
@@ -346,8 +346,6 @@ def open_session(
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
-    if c.averages:
-      method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))

@@ -70,10 +70,14 @@ class Average(NamedTuple):
   Attributes:
     every: inner steps between two averages.
     values: values of one replica, if no tensor is sharded.
+    run: averages them after inner step t, before the outer step. Arguments: t, the
+      `Plan`, the `TrainState`. Returns the new `TrainState`, and the values that one
+      replica's devices averaged.
   """
 
   every: int
   values: int
+  run: Callable[..., tuple[Any, int]]
 
 
 class BlockFormat(NamedTuple):
@@ -177,16 +181,6 @@ class Extension:
   def averages(self, c: "Config") -> dict[str, Average]:
     """Returns what is averaged between the syncs, by kind."""
     return {}
-
-  def average(
-    self, c: "Config", kind: str, t: int, plan: Any, state: PyTree
-  ) -> tuple[PyTree, int]:
-    """Averages one kind after inner step t, before the outer step.
-
-    Returns:
-      The new `TrainState`, and the values that one replica's devices averaged.
-    """
-    raise NotImplementedError
 
   def outer_step(self, c: "Config", step: OuterStep) -> OuterStep:
     """Returns what runs in place of `step` (lines 6 to 12), and may call it.
