@@ -38,7 +38,8 @@ from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
 from diloco.contrib import noloco, sparta  # noqa: F401  Registers wire.exchange=pair.
-from diloco.evaluate import merges
+from diloco.contrib.diagnostics import measure
+from diloco.contrib.diagnostics.outer_step import losses as losses_of
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
@@ -405,9 +406,8 @@ def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
 
 
 def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
-  """Diagnostics of two fragments, and the losses of MergeLoss."""
-  fields = {"log.diagnostics_every": 1, "mesh.fsdp": fsdp, "fragments.size": 3}
-  c = make_config(**fields)
+  """Diagnostics of two fragments, and the losses around a merge."""
+  c = make_config(**{"mesh.fsdp": fsdp, "fragments.size": 3})
   mesh = make_mesh(c, jax.devices()[:devices])
   rng, found = np.random.default_rng(0), {}
   with jax.set_mesh(mesh):
@@ -416,12 +416,14 @@ def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
-      metrics = plan.send(3, p, moved_M, theta, state)[2]
+      payload, _, metrics = plan.send(3, p, moved_M, theta, state)
+      args, kind = (theta, payload, plan.layers[p]), {"wire": plan.wire, "mesh": mesh}
+      metrics |= measure.of_send(moved_M, *args, **kind)
       found |= {f"{name}, {p}": np.asarray(x).tolist() for name, x in metrics.items()}
     rows = np.arange(2 * 4 * c.model.seq_len).reshape(2, 4, -1).astype(np.int32) % 64
     weights = np.float32(rows % 5 > 0)
     place = lambda x: jax.device_put(x, sharding.batch_sharding(mesh))
-    found["loss"] = merges.losses(moved_M, place(rows), place(weights), c=c).tolist()
+    found["loss"] = losses_of(moved_M, place(rows), place(weights), c=c).tolist()
   return found
 
 

@@ -18,9 +18,10 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from diloco.cli import compare
-from diloco.config import resolve
+from diloco.config import add_plugins, resolve
+from diloco.contrib.diagnostics import __main__ as diagnostics
 from diloco.contrib.simulate import failures
-from diloco.log import diagnostics, read_run, workdir
+from diloco.log import read_run, workdir
 from diloco.log.loss_picture import LossPicture
 from diloco.reproduce import comparison, runs
 from diloco.reproduce import figures as sweep_figures
@@ -40,7 +41,8 @@ def run(tmp_path_factory):
   """The folder of a run with diagnostics."""
   folder = tmp_path_factory.mktemp("run")
   tiny = tiny_config()
-  tiny.update_from_flattened_dict({"fragments.size": 2, "log.diagnostics_every": 1})
+  add_plugins(tiny, "diagnostics")
+  tiny.update_from_flattened_dict({"fragments.size": 2, "diagnostics.every": 1})
   c = resolve(tiny)  # Fragments: layers 0 and 2, layer 1, embedding.
   records = list[dict]()
   for t in range(1, 13):

@@ -97,7 +97,7 @@ class Event:
   """What happened after an inner step, for the log and the ledger.
 
   Attributes:
-    kind: send, receive, merge, average, or a kind of a plug-in.
+    kind: send, receive, average, or a kind of a plug-in.
     fragment: index p of the fragment; for an average, its kind.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.

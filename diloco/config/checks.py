@@ -99,11 +99,9 @@ def unknown(field: str, known: Iterable[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
   if field in plugins.moved():
     _, now, value = plugins.moved()[field]
-    hint = plugins.hint(str(value).partition("(")[0]) or plugins.hint(
-      now.partition(".")[0]
-    )
+    hint = plugins.hint(str(value)) or plugins.hint(now)
     return f"; now it is {now}={value!r}{hint}"
-  hint = plugins.hint(field.partition(".")[0])
+  hint = plugins.hint(field)
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
 

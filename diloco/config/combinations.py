@@ -22,7 +22,6 @@ RULES = (
     ON_DEVICES | {"outer.average": ("mean",)},
   ),
   Rule("wire.format", "bf16", "which casts to nearest", NEAREST),
-  Rule("log.diagnostics_every", None, "which compares replicas on devices", ON_DEVICES),
 )
 
 

@@ -4,6 +4,7 @@ A method is a plug-in: `--config.plugins=sparta` gives a config its fields, or t
 that it adds to others, such as the compressor error_feedback; no other file of the
 package knows the method. A file holds all that its method adds: fields, rules about
 other fields, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
+`diagnostics/` is a plug-in that measures the syncs of any method.
 
 SparseLoCo is chunked_topk, error_feedback and bins; MuLoCo is error_feedback, bins and
 the inner optimizer Muon.
@@ -22,9 +23,11 @@ AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss th
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
 
-# Fields that became choices of plug-ins: {former field: (its default, the field now, an
-# example of its value)}. A saved config may have such a field at its default.
+# Fields that became choices or fields of plug-ins: {former field: (its default, the
+# field now, an example of its value)}. A saved config may have such a field at its
+# default.
 MOVED = {
+  "log.diagnostics_every": (0, "diagnostics.every", 4),
   "outer.fedpart": (False, "fedpart.on", True),
   "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),

@@ -61,19 +61,6 @@ class Evaluation:
     """Computes the held-out loss and the accuracies."""
     return Scores(self.loss(params), self.tasks(params))
 
-  def sequences(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first held-out sequences; repeats them if there are fewer.
-
-    Returns:
-      Tokens int32 [count, L]; weights float32 [count, L], 0 for padding, else 1.
-    """
-    assert self._eval_set is not None
-    length = self._eval_set.tokens.shape[-1]
-    used = -(-self._eval_set.num_tokens // length)  # The rest is padding only.
-    rows = np.arange(count) % used
-    tokens, weights = self._eval_set.tokens, self._eval_set.weights
-    return tokens.reshape(-1, length)[rows], weights.reshape(-1, length)[rows]
-
   def loss(self, params: Any) -> heldout.EvalResult:
     """Computes the held-out loss."""
     assert self._eval_set is not None

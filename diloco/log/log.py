@@ -125,7 +125,7 @@ class Log:
       self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
-    """Reports sends, receives and merges; counts the bytes, also of averages."""
+    """Reports what happened; counts the bytes, also of averages."""
     for event in events:
       if event.kind == "average":
         self.ledger.record_average(event.fragment, event.step, event.sent)

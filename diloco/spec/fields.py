@@ -357,11 +357,6 @@ class LogConfig:
 
   # Steps between lines of metrics.jsonl, and between TensorBoard points.
   every: Positive = 1
-  # Measures the first sync of each fragment and then every n-th, layer by layer:
-  # cosine, drift, coding error, stable rank, update, and the loss around the merge
-  # (docs/diagnostics.md). 4 takes 1.1 to 1.3% of the sample run's time. 0: never. A
-  # final sync is not measured.
-  diagnostics_every: Count = 0
   # Whether TensorBoard files are written.
   tensorboard: bool = True
   # Weights & Biases project. Empty: no Weights & Biases. Needs the extra `wandb`.

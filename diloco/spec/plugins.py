@@ -10,6 +10,7 @@ sweeps and simulators ask this file.
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -69,10 +70,14 @@ class Average(NamedTuple):
   Attributes:
     every: inner steps between two averages.
     values: values of one replica, if no tensor is sharded.
+    run: averages them after inner step t, before the outer step. Arguments: t, the
+      `Plan`, the `TrainState`. Returns the new `TrainState`, and the values that one
+      replica's devices averaged.
   """
 
   every: int
   values: int
+  run: Callable[..., tuple[Any, int]]
 
 
 class BlockFormat(NamedTuple):
@@ -147,7 +152,10 @@ class Extension:
     return {}
 
   def free(self) -> tuple[str, ...]:
-    """Lists the fields of this group that may change when a run goes on."""
+    """Lists the fields of this group that may change when a run goes on.
+
+    "NAME." lists all fields of the plug-in NAME, which may then come and go, too.
+    """
     return ()
 
   def summed(self) -> tuple[str, ...]:
@@ -174,19 +182,12 @@ class Extension:
     """Returns what is averaged between the syncs, by kind."""
     return {}
 
-  def average(
-    self, c: "Config", kind: str, t: int, plan: Any, state: PyTree
-  ) -> tuple[PyTree, int]:
-    """Averages one kind after inner step t, before the outer step.
+  def outer_step(self, c: "Config", step: OuterStep) -> OuterStep:
+    """Returns what runs in place of `step` (lines 6 to 12), and may call it.
 
-    Returns:
-      The new `TrainState`, and the values that one replica's devices averaged.
+    `step` is `outer.outer_step`, or what another plug-in has put in its place.
     """
-    raise NotImplementedError
-
-  def outer_step(self, c: "Config") -> OuterStep | None:
-    """Returns what replaces `outer.outer_step` (lines 6 to 12); None: nothing does."""
-    return None
+    return step
 
   def inner_optimizer(self, c: "Config", clip: Any, make: Callable[..., Any]) -> Any:
     """Returns an optimizer in place of `optax.chain(clip, make(1))`; None: that one.
@@ -252,6 +253,11 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   return found
 
 
+def free() -> tuple[str, ...]:
+  """Lists the fields of all plug-ins that may change when a run goes on."""
+  return sum((kind().free() for kind in EXTENSIONS.values()), ())
+
+
 def source_files(name: str) -> list[pathlib.Path]:
   """Lists the files of an imported module; of one in a package, all of the package."""
   top = sys.modules[name.partition(".")[0]]
@@ -287,7 +293,7 @@ def moved() -> dict[str, tuple[object, str, object]]:
 def hint(name: str) -> str:
   """Returns the rest of a sentence about an unknown name, if a plug-in has it.
 
-  A plug-in may have several names: its own, and its own with a number.
+  Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
   """
-  own = name.rstrip("0123456789")
+  own = re.split(r"[.(]", name)[0].rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

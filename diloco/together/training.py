@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
+from diloco.algorithm.method import Method, Wrapper, make_method
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metric
@@ -251,8 +251,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
         run.batches.set_state(found.record.data)
         run.log.mixtures = found.record.mixtures
 
-    one = BetweenSyncs(method) if c.averages else method
-    together = Together(one, c, numbers_of([run.c for run in runs]))
+    together = Together(method, c, numbers_of([run.c for run in runs]))
     states = [found.arrays for found in restored if found]
     if states:
       place = NamedSharding(mesh, P())

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import tiny_config
+from conftest import tiny_config, update
 
 from diloco.cli import compare, status
 from diloco.config import resolve
@@ -196,6 +196,17 @@ def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
   assert mean.name == "a (n=2)"
   assert mean.held_out == {12: 3.5}
   assert mean.loss == {t: (runs[0].loss[t] + runs[1].loss[t]) / 2 for t in runs[0].loss}
+
+
+def test_fields_that_change_no_result_are_no_columns_and_part_no_seeds(tmp_path):
+  measured = tiny_config()
+  update(measured, {"diagnostics.every": 2, "seed": 1})
+  configs = {"s0": config(), "s1": resolve(measured)}
+  runs = [
+    read_run.read(make_run(tmp_path / name, c), name) for name, c in configs.items()
+  ]
+  assert [len(group) for group in compare.joined(runs)] == [2]
+  assert "diagnostics" not in compare.table(runs)
 
 
 def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):

@@ -59,6 +59,10 @@ def make(**fields):
     (
       {"outer.fedpart": True},
       "outer.fedpart is True, .*; now it is fedpart.on=True; the plug-in fedpart has",
+      ),
+      (
+      {"log.diagnostics_every": 4},
+      r"every is 4, .*; now it is diagnostics.every=4; .* set plugins=\('diagnostics',",
     ),
     *(
       ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
@@ -98,8 +102,12 @@ def make(**fields):
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     (
-      {"log.diagnostics_every": 3, "overlap.transport": "host"},
-      "log.diagnostics_every is 3, which .* overlap.transport is host; choose device,",
+      {
+        "plugins": ("diagnostics",),
+        "diagnostics.every": 3,
+        "overlap.transport": "host",
+      },
+      "diagnostics.every is 3, which .* overlap.transport is host; choose device,",
     ),
     (
       {"sparta.share": 0.01, "algorithm": "data_parallel"},
