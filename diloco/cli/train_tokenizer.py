@@ -28,10 +28,10 @@ from diloco.data.files import more_documents
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from diloco.tokenizer.tokenizer_json import SPACE
 from diloco.util import command
 from diloco.util.files import replacing
 
+SPACE = "▁"  # SentencePiece writes spaces so.
 # SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
 _MAX_LINE = 100_000
 

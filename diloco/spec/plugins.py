@@ -54,7 +54,7 @@ class Rule(NamedTuple):
     choice: its value; None: any but the default.
     reason: why it needs that.
     needs: {other field: values that work}. data_parallel ignores most fields, so then
-      only `algorithm` counts.
+      only `algorithm` and `model.name` count.
   """
 
   field: str
@@ -128,11 +128,16 @@ class Transport(NamedTuple):
 class Extension:
   """Fields of a plug-in. A subclass is a frozen dataclass; it overrides what it needs.
 
-  `c` is the whole config of a run.
+  `c` is the whole config of a run. A group with the name of the run's architecture is
+  also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
   """
 
   def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns other fields that follow from these; v has all fields by name."""
+    """Returns other fields that follow from these; v has all fields by name.
+
+    Raises:
+      ConfigError: nothing follows.
+    """
     return {}
 
   def check(self, c: "Config") -> None:
@@ -269,7 +274,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
-def moved() -> dict[str, tuple[object, str, str]]:
+def moved() -> dict[str, tuple[object, str, object]]:
   """Returns {former field: (its default, the field now, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 
@@ -279,5 +284,5 @@ def hint(name: str) -> str:
 
   A plug-in may have several names: its own, and its own with a number.
   """
-  own = name.rstrip("0123456789")
+  own = name if name in contrib() else name.rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())
