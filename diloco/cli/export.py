@@ -61,9 +61,8 @@ def write(
 ) -> list[str]:
   """Writes the format that every architecture has; returns the names of the files."""
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
-  # safetensors writes the buffer as it lies in memory, so it must be contiguous.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
-  load.save(tensors, folder / load.WEIGHTS, {"format": "np"})
+  load.save(tensors, folder / load.WEIGHTS, "np")
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,

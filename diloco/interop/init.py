@@ -1,5 +1,6 @@
 """Reads the parameters with which a run starts, from the folder of init.checkpoint."""
 
+import os
 import pathlib
 
 from jax.sharding import Mesh
@@ -33,23 +34,25 @@ def first_params(c: Config, mesh: Mesh) -> PyTree:
   """
   if not c.init.checkpoint:
     return None
-  folder = files.local_path(c.init.checkpoint, "init.checkpoint")
-  tokenizer = load_tokenizer(c.data.tokenizer)
-  read, config = getattr(registry.get(c.model), "read", None), folder / load.CONFIG
-  known = files.require_json(config, "init.checkpoint") if config.is_file() else {}
+  field = "init.checkpoint"
+  folder = files.local_path(c.init.checkpoint, field)
+  tokenizer, config = load_tokenizer(c.data.tokenizer), folder / load.CONFIG
+  read = getattr(registry.get(c.model), "read", None)
+  # isfile is False also without permission.
+  known = files.require_json(config, field) if os.path.isfile(config) else {}
   if read and "config" not in known:
     fields, tensors = read(c.model, tokenizer, folder)
   else:
-    _, exported = load.export_config(folder, "init.checkpoint")
+    _, exported = load.export_config(folder, field)
     fields = _fixed(exported)
     _check_tokenizer(tokenizer, folder)
-    tensors = load.export_tensors(c.model, folder, "init.checkpoint")
+    tensors = load.export_tensors(c.model, folder, field)
   own = leaves(c.to_dict())
-  for field, value in fields.items():
-    if own[field] != value:
+  for name, value in fields.items():
+    if own[name] != value:
       raise ConfigError(
-        f"{field} is {own[field]}, but init.checkpoint is {c.init.checkpoint!r}, which"
-        f" has {value}; set {field}={value}."
+        f"{name} is {own[name]}, but {field} is {c.init.checkpoint!r}, which has"
+        f" {value}; set {name}={value}."
       )
   cast = ((name, x.astype(c.model.param_dtype, copy=False)) for name, x in tensors)
   return load.place(cast, mesh)

@@ -211,28 +211,25 @@ def export_tensors(
     ) from error
 
 
-def save(
-  tensors: dict[str, np.ndarray],
-  path: pathlib.Path,
-  metadata: dict[str, str],
-  extra: str = "export",
-) -> None:
+def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> None:
   """Writes a safetensors file.
 
   Args:
-    extra: the extra of pyproject.toml that has all that the export needs.
+    tensors: by name; contiguous, because the file has each as it lies in memory.
+    path: the file.
+    library: whose tensors they are, such as np or pt (PyTorch).
 
   Raises:
     ConfigError: safetensors is missing, or the disk is full.
   """
-  save_file = optional("safetensors.numpy", "exports need", extra).save_file
+  save_file = optional("safetensors.numpy", "exports need", "export").save_file
   try:
     path.unlink(missing_ok=True)
     path.touch()
     mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
     # It writes the buffers as they lie in memory.
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
-    save_file(tensors, path, metadata=metadata)
+    save_file(tensors, path, metadata={"format": library})
     path.chmod(mode)
   except Exception as error:  # Of safetensors, also around an OSError.
     path.unlink(missing_ok=True)

@@ -99,7 +99,7 @@ def write(
     whole = whole[ours].T if name in _TABLES else whole  # Tables are not transposed.
     for layer, x in zip(theirs, whole if name.startswith("blocks.") else whole[None]):
       tensors[layer] = np.ascontiguousarray(x.T)
-  save(tensors, folder / WEIGHTS, {"format": "pt"}, "hf")
+  save(tensors, folder / WEIGHTS, "pt")
   for file, content in files.items():
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / file).write_text(text + "\n", encoding="utf-8")
