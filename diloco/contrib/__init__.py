@@ -1,5 +1,7 @@
 """Methods of later papers, a file or a folder each; docs/methods.md compares them.
 
+`qwen3` is an architecture instead, with the folders of other programs (docs/models.md).
+
 A method is a plug-in: `--config.plugins=sparta` gives a config its fields, or the names
 that it adds to others, such as the compressor error_feedback; no other file of the
 package knows the method. A file holds all that its method adds: fields, rules about
@@ -28,6 +30,11 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 # default.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
+  "model.head_dim": (0, "qwen3.head_dim", 128),
+  "model.norm_eps": (1e-6, "qwen3.norm_eps", 1e-6),
+  "model.num_kv_heads": (0, "qwen3.kv_heads", 8),
+  "model.rope_theta": (1e6, "qwen3.rope_theta", 1e6),
+  "model.tie_embeddings": (True, "qwen3.tie_embeddings", False),
   "outer.fedpart": (False, "fedpart.on", True),
   "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),

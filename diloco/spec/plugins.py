@@ -55,7 +55,7 @@ class Rule(NamedTuple):
     choice: its value; None: any but the default.
     reason: why it needs that.
     needs: {other field: values that work}. data_parallel ignores most fields, so then
-      only `algorithm` counts.
+      only `algorithm` and `model.name` count.
   """
 
   field: str
@@ -133,11 +133,16 @@ class Transport(NamedTuple):
 class Extension:
   """Fields of a plug-in. A subclass is a frozen dataclass; it overrides what it needs.
 
-  `c` is the whole config of a run.
+  `c` is the whole config of a run. A group with the name of the run's architecture is
+  also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
   """
 
   def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns other fields that follow from these; v has all fields by name."""
+    """Returns other fields that follow from these; v has all fields by name.
+
+    Raises:
+      ConfigError: nothing follows.
+    """
     return {}
 
   def check(self, c: "Config") -> None:
@@ -295,5 +300,6 @@ def hint(name: str) -> str:
 
   Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
   """
-  own = re.split(r"[.(]", name)[0].rstrip("0123456789")
+  name = re.split(r"[.(]", name)[0]
+  own = name if name in contrib() else name.rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

@@ -14,7 +14,7 @@ from diloco.util.command import optional
 
 ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
 # A copy of the file has the special tokens under this key.
-_KEY = "diloco_special_tokens"
+SPECIAL = "diloco_special_tokens"
 
 
 class JsonModel:
@@ -34,7 +34,7 @@ class JsonModel:
     tokenizers = optional("tokenizers", needs, "hf")
     try:
       self._content = json.loads(path.read_bytes())
-      self._special = self._content.pop(_KEY, None)
+      self._special = self._content.pop(SPECIAL, None)
       if self._special is None:
         beside = path.with_name("tokenizer_config.json")
         named = beside.is_file()
@@ -78,13 +78,8 @@ class JsonModel:
 
   def serialized(self) -> bytes:
     """Returns the file with the special tokens in it."""
-    whole = {**self._content, _KEY: self._special}
+    whole = {**self._content, SPECIAL: self._special}
     return json.dumps(whole, ensure_ascii=False).encode()
-
-  def files(self) -> dict[str, dict[str, Any]]:
-    """Returns {file name: JSON} of the files that transformers loads."""
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special}
-    return {"tokenizer.json": self._content, "tokenizer_config.json": about}
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:

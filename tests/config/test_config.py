@@ -59,8 +59,8 @@ def make(**fields):
     (
       {"outer.fedpart": True},
       "outer.fedpart is True, .*; now it is fedpart.on=True; the plug-in fedpart has",
-      ),
-      (
+    ),
+    (
       {"log.diagnostics_every": 4},
       r"every is 4, .*; now it is diagnostics.every=4; .* set plugins=\('diagnostics',",
     ),

