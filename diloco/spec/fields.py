@@ -63,8 +63,8 @@ class FragmentsConfig:
   size: int = 3
   # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
   # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
-  # parameters; algorithm=diloco always uses it.
-  pattern: Literal["strided", "sequential", "whole"] = "strided"
+  # parameters; algorithm=diloco always uses it. Or the name of a pattern of a plug-in.
+  pattern: str = "strided"
   # last: the fragment with the embedding is sent after the fragments with blocks.
   # first: it is sent before them. The paper does not specify this.
   embedding: Literal["last", "first"] = "last"

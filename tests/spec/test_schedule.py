@@ -1,13 +1,12 @@
 """The partition into fragments and the schedule, against the paper's examples."""
 
 import itertools
-import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.spec.fields import FragmentsConfig
+from diloco.errors import ConfigError
 from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
 from diloco.spec.schedule import Schedule
 
@@ -22,9 +21,13 @@ def test_patterns_match_figure_2():
   assert make_fragments(2, 1, "whole") == (Fragment((0, 1), ("embed",)),)
 
 
-def test_the_config_knows_every_pattern():
-  kind = typing.get_type_hints(FragmentsConfig)["pattern"]
-  assert set(typing.get_args(kind)) == {*PATTERNS, "whole"}
+def test_a_plug_in_adds_a_pattern_and_another_name_is_refused(monkeypatch):
+  ends = lambda num_layers, size: [[0, num_layers - 1], list(range(1, num_layers - 1))]
+  monkeypatch.setitem(PATTERNS, "ends", ends)
+  found = make_fragments(6, 2, "ends")
+  assert [f.layers for f in found] == [(0, 5), (1, 2, 3, 4), ()]
+  with pytest.raises(ConfigError, match=r"pattern is .end.; choose one of strided"):
+    make_fragments(6, 2, "end")
 
 
 @given(
