@@ -79,11 +79,10 @@ def in_part(
   """
   over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
 
-  def chosen(trains: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+  def chosen(mask: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     if is_schedule(new):
       return new
-    trains = jnp.expand_dims(trains, [*range(trains.ndim, new.ndim)])
-    return jnp.where(trains, new, old)
+    return jnp.where(jnp.expand_dims(mask, [*range(mask.ndim, new.ndim)]), new, old)
 
   def init(params: PyTree) -> PyTree:
     parts = {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
@@ -93,10 +92,9 @@ def in_part(
     grads: PyTree, state: PyTree, params: PyTree = None
   ) -> tuple[PyTree, PyTree]:
     (count,), parts = state
-    mask = trains(count + 1)
-    choose = partial(jax.tree.map, is_leaf=is_schedule)
+    masks, choose = trains(count + 1), partial(jax.tree.map, is_leaf=is_schedule)
     where_trains = lambda new, old: {
-      k: choose(partial(chosen, mask[k]), new[k], old[k]) for k in new
+      k: choose(partial(chosen, masks[k]), new[k], old[k]) for k in new
     }
     zeros = jax.tree.map(jnp.zeros_like, grads)
     updates, after = dict[str, PyTree](), dict[str, PyTree]()
