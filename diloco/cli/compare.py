@@ -37,6 +37,8 @@ _QUIET = (
 # Fields in which runs that are joined may differ: they change nothing but the noise.
 _NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")
 
+ABOVE = "above data-parallel (%)"
+
 
 def named(runs: Sequence[Run]) -> list[Run]:
   """Names runs of a sweep, whose folders are called by digests, by what differs."""
@@ -123,6 +125,9 @@ def table(runs: Sequence[Run]) -> str:
   fields = [leaves(group[0].config.to_dict()) for group in groups]
   others = pd.DataFrame(fields, columns=_differing(fields)).astype(str)
   found = pd.DataFrame([row(group) for group in groups]).join(others)
+  gaps = above(groups)
+  if len(gaps) - gaps.count("-") > 1:
+    found.insert(found.columns.get_loc("bits/byte"), ABOVE, gaps)
   settings = ("M", "H", "tau", "wire", "N", "seed", "step", "tokens")
   alike = [name for name in settings if found[name].nunique() == 1 and len(groups) > 1]
   shared = "all: " + ", ".join(f"{name} {found[name][0]}" for name in alike)
@@ -131,6 +136,30 @@ def table(runs: Sequence[Run]) -> str:
   if len(groups) < len(runs):
     text += "\n\n±: standard deviation over the seeds; tokens/s: their mean"
   return text
+
+
+def above(groups: Sequence[Sequence[Run]]) -> list[str]:
+  """Returns by how many % each group's held-out loss is above data-parallel's.
+
+  Of the data-parallel groups that were evaluated after the same tokens, the best one
+  counts. Losses are compared seed by seed.
+  """
+  found, texts = [_final(group) for group in groups], list[str]()
+  plain = [x for x, g in zip(found, groups) if g[0].config.algorithm == "data_parallel"]
+  for tokens, losses in found:
+    rivals = (theirs for t, theirs in plain if t == tokens > 0)
+    best = min(rivals, key=lambda theirs: np.mean([*theirs.values()]), default={})
+    gaps = [100 * (losses[seed] / best[seed] - 1) for seed in losses.keys() & best]
+    spread = f" ± {np.std(gaps, ddof=1):.2f}" if len(gaps) > 1 else ""
+    texts.append(f"{np.mean(gaps):+.2f}{spread}" if gaps else "-")
+  return texts
+
+
+def _final(runs: Sequence[Run]) -> tuple[int, dict[int, float]]:
+  """Returns the tokens before the last evaluation, and {seed: its held-out loss}."""
+  last = max(runs[0].held_out, default=0)
+  losses = {run.config.seed: run.held_out[last] for run in runs if last}
+  return last * runs[0].config.tokens_per_step, losses
 
 
 def _name(runs: Sequence[Run]) -> str:

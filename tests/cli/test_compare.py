@@ -1,5 +1,6 @@
 """The table, the picture and the CSV file of several runs."""
 
+import dataclasses
 import json
 
 import pytest
@@ -95,6 +96,28 @@ def test_runs_that_differ_in_their_seeds_share_a_line(tmp_path):
   assert " 4.5000 ± 0.5000 " in lines[0]  # Of 4, 4.5 and 5.
   assert lines[1].split()[0] == "x"
   assert lines[-1] == "±: standard deviation over the seeds; tokens/s: their mean"
+
+
+def test_losses_stand_above_those_of_the_best_data_parallel_runs_seed_by_seed(tmp_path):
+  # Held-out losses are 1 lower.
+  losses = {
+    "streaming": (config(), (5.2, 5.3, 5.1)),
+    "best": (config(algorithm="data_parallel"), (5.0, 5.25, 5.0)),
+    "other": (config(algorithm="data_parallel", sync_every=3), (5.3, 5.3, 5.3)),
+    "short": (config(), (5.0,)),
+  }
+  runs = []
+  for name, (c, each) in losses.items():
+    for seed, loss in enumerate(each):
+      own, last = dataclasses.replace(c, seed=seed), 8 if name == "short" else 12
+      folder = make_run(tmp_path / f"{name}{seed}", own, last=last, loss=loss)
+      runs.append(read_run.read(folder, f"{name}_{seed}"))
+  groups = compare.joined(runs)
+  # 4.2 / 4.0, 4.3 / 4.25 and 4.1 / 4.0: 5.00, 1.18 and 2.50%.
+  assert compare.above(groups) == ["+2.89 ± 1.94", "+0.00 ± 0.00", "+5.39 ± 3.65", "-"]
+  assert compare.above(groups[:1]) == ["-"]
+  assert compare.ABOVE in compare.table(runs)
+  assert compare.ABOVE not in compare.table(runs[:3])
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs(tmp_path):
