@@ -30,7 +30,8 @@ class Qwen3(plugins.Extension):
 
   # Heads of keys and values, a divisor of model.num_heads. 0: model.num_heads.
   kv_heads: Count = 0
-  # Size of a head, an even number. 0: model.dim / model.num_heads.
+  # Size of a head, an even number; then model.num_heads need not divide model.dim. 0:
+  # model.dim / model.num_heads.
   head_dim: Count = 0
   # Base of the frequencies that rotate queries and keys.
   rope_theta: Annotated[float, Range(1)] = 1e6
