@@ -14,7 +14,7 @@ from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
-from diloco.checkpoint.record import Record, Spent
+from diloco.checkpoint.record import Record
 from diloco.config import Config, resolve
 from diloco.data.batches import Batches, Replicas
 from diloco.data.contents import contents, keep_tokenizer
@@ -34,7 +34,6 @@ from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
 from diloco.util.files import local_path
 from diloco.util.types import PyTree
-from diloco.wire.ledger import Ledger
 
 # A function that is called after each launch. Its arguments: the launched steps, the
 # step after which training goes on, the state, the metrics of each step, the events of
@@ -346,10 +345,9 @@ def open_session(
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
-    ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
-    log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
+    log = Log(c, workdir, record, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
-    log.note, log.mixtures = method.note, record.mixtures
+    log.note = method.note
     profile = stack.enter_context(contextlib.closing(Profile(c, log)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log

@@ -19,7 +19,7 @@ import tqdm
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.optimizers import learning_rate
 from diloco.algorithm.state import Event
-from diloco.checkpoint.record import Spent
+from diloco.checkpoint.record import Record, Spent
 from diloco.checkpoint.resume import DIVERGED
 from diloco.config import Config
 from diloco.log import metrics
@@ -51,8 +51,7 @@ class Log:
     self,
     c: Config,
     workdir: pathlib.Path,
-    ledger: Ledger,
-    spent: Spent,
+    record: Record,
     last_checkpoint: Callable[[], int | None],
     peers: Peers,
   ):
@@ -60,25 +59,25 @@ class Log:
 
     Args:
       workdir: folder of the files.
-      ledger: bytes of the steps before the run started or resumed.
-      spent: time of those steps.
+      record: of the checkpoint from which the run goes on, with the bytes and the time
+        of the steps before; a new one for a run that starts.
       last_checkpoint: returns the step of the newest checkpoint, which may still be
         written; None without one.
     """
     self._c, self.workdir, self.peers = c, workdir, peers
-    self.ledger, self._spent, self._last_checkpoint = ledger, spent, last_checkpoint
+    self.ledger, self._spent = Ledger(**record.ledger), Spent(**record.spent)
+    self.mixtures, self._last_checkpoint = record.mixtures, last_checkpoint
     self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
     self._picture = LossPicture(workdir, c)
     # All rates at once: a device would compute a single one after the steps in flight.
     self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
     # The launch that is not reported yet: steps, their metrics, and events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
-    self._began = time.perf_counter() - spent.wall_s
+    self._began = time.perf_counter() - self._spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
-    self.mixtures: list[str] = []
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]

@@ -28,7 +28,7 @@ from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metric
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.damage import Stored
-from diloco.checkpoint.record import Spent
+from diloco.checkpoint.record import Record
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.data.contents import contents, keep_tokenizer
@@ -47,7 +47,6 @@ from diloco.processes.stop import end_on_signal
 from diloco.session import Run, Session
 from diloco.train import loop
 from diloco.util.types import PyTree
-from diloco.wire.ledger import Ledger
 
 
 class Numbers(NamedTuple):
@@ -242,14 +241,12 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       yield None
       return
     for run, found in zip(runs, restored):
-      ledger = Ledger(**found.record.ledger) if found else Ledger()
-      spent = Spent(**found.record.spent) if found else Spent()
+      record = found.record if found else Record(run.c.to_dict())
       latest = lambda run=run: run.checkpoints.latest
-      run.log = Log(run.c, run.workdir, ledger, spent, latest, run.peers)
+      run.log = Log(run.c, run.workdir, record, latest, run.peers)
       stack.enter_context(contextlib.closing(run.log))
       if found:
-        run.batches.set_state(found.record.data)
-        run.log.mixtures = found.record.mixtures
+        run.batches.set_state(record.data)
 
     together = Together(method, c, numbers_of([run.c for run in runs]))
     states = [found.arrays for found in restored if found]

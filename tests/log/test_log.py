@@ -6,7 +6,7 @@ import pytest
 
 from diloco.algorithm.inner import InnerMetrics
 from diloco.algorithm.state import Event
-from diloco.checkpoint.record import Spent
+from diloco.checkpoint.record import Record, Spent
 from diloco.config import resolve
 from diloco.log import metrics
 from diloco.log.log import Log, TrainingDiverged, _join
@@ -33,7 +33,7 @@ class OnDevice:
 
 def make_recorder(tiny, workdir, spent=None):
   c = resolve(tiny)
-  return Log(c, workdir, Ledger(), spent or Spent(), lambda: None, Peers())
+  return Log(c, workdir, Record({}, spent=spent or {}), lambda: None, Peers())
 
 
 def launch(steps: range, log: list):
@@ -95,7 +95,7 @@ def test_the_speed_leaves_out_the_first_launch(tiny, tmp_path, monkeypatch):
 def test_a_resumed_run_adds_the_time_before(tiny, tmp_path, monkeypatch):
   clock = iter([50.0, 60.0, 62.0, 65.0])
   monkeypatch.setattr("diloco.log.log.time.perf_counter", lambda: next(clock))
-  saved = Spent(wall_s=100.0, busy_s=10.0, steps=5)
+  saved = {"wall_s": 100.0, "busy_s": 10.0, "steps": 5}
   recorder = make_recorder(tiny, tmp_path, saved)
   of_step = InnerMetrics(*[jnp.ones(2)] * 3)
   for t in (6, 7):

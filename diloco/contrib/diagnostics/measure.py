@@ -79,10 +79,8 @@ def of_send(
     part = _of_part(own(params_M), own(theta), own(sent_M), mesh)
     found.append(jax.tree.map(lambda x: x[None], part))
   names = dict.fromkeys(name for part in found for name in part)
-  metrics = {
-    n: jnp.concatenate([part[n] for part in found if n in part]) for n in names
-  }
-  metrics = {name: x.T for name, x in metrics.items()}
+  of = lambda name: jnp.concatenate([part[name] for part in found if name in part])
+  metrics = {name: of(name).T for name in names}
   return jax.lax.with_sharding_constraint(metrics, NamedSharding(mesh, P()))
 
 
