@@ -27,7 +27,8 @@ def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
   """Makes a run of some sites; `fields` are those of `sites.`."""
   c = tiny_config()
   c.replicas, c.train.batch_size, c.overlap.transport = sites, 2 * sites, "sites"
-  own = {f"sites.{name}": x for name, x in ({"grace_s": LONG} | fields).items()}
+  fields = {"grace_s": LONG, "least_grace_s": LONG} | fields
+  own = {f"sites.{name}": x for name, x in fields.items()}
   update(c, {"train.steps": steps, **own})
   return Calendar(resolve(c))
 

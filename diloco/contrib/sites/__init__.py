@@ -23,8 +23,12 @@ class SitesConfig(plugins.Extension):
   count: Count = 0
   # Fewest payloads with which a round closes.
   quorum: Positive = 1
-  # Seconds that a round waits for the other sites after the quorum has sent.
+  # After the quorum, a round waits for the other sites until it is needed: for what is
+  # left of tau inner steps, whose time is measured. If tau is 0, and at most, it waits
+  # so many seconds;
   grace_s: NonNegative = 20.0
+  # and at least so many, if grace_s is not less: networks and machines vary.
+  least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
 
@@ -41,7 +45,7 @@ class SitesConfig(plugins.Extension):
       )
 
   def free(self) -> tuple[str, ...]:
-    return ("sites.quorum", "sites.grace_s", "sites.start_s")
+    return tuple(f"sites.{x.name}" for x in dataclasses.fields(self)[1:])
 
   def summed(self) -> tuple[str, ...]:
     return ("sites.count",)

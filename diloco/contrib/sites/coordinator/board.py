@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
-from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds, Window
 from diloco.contrib.sites.messages import BadMessage, Message, number
 from diloco.errors import ConfigError
 
@@ -85,7 +85,10 @@ class Board:
     """Starts before the first round, or goes on from the journal; `say` prints."""
     self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
-    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
+    steps = [t for t, _ in calendar.rounds if t <= calendar.config.train.steps]
+    tau = min(calendar.config.overlap.taus)
+    window = Window(sites.grace_s, sites.least_grace_s, tau, steps)
+    self.rounds = Rounds(calendar.sites, sites.quorum, window, self.published)
     self._members = self.rounds.members.values()
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()

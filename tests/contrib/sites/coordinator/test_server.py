@@ -70,7 +70,8 @@ def test_a_late_site_gets_the_rounds_and_loses_its_own_payload(start):
   assert not second.link._outgoing
   assert coordinator.call(lambda: coordinator.board.rounds.members[1].late) == 1
   # Nobody waits for it until it is ready again.
-  coordinator.call(lambda: setattr(coordinator.board.rounds, "_grace_s", 60))
+  window = coordinator.board.rounds._window
+  coordinator.call(lambda: setattr(window, "most_s", 60))
   first.send(1)
   first.receive(2)
   second.receive(2)
