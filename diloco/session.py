@@ -355,7 +355,7 @@ def open_session(
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
-    log.note, log.mixtures = method.note, record.mixtures
+    log.note, log.recovers, log.mixtures = method.note, method.recovers, record.mixtures
     profile = stack.enter_context(contextlib.closing(Profile(c, log)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log

@@ -5,14 +5,16 @@ by its own clock, and `coordinator/` relays the payloads (docs/sites.md). No JAX
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 from diloco.config import Config
 from diloco.config.combinations import DILOCO
 from diloco.errors import ConfigError
 from diloco.spec import plugins
-from diloco.spec.fields import Count, NonNegative, Positive
+from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
+
+Cosine = Annotated[float, Range(-1, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,12 @@ class SitesConfig(plugins.Extension):
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
+  # A payload whose norm is more than so many times the usual one does not count; 0: any
+  # finite payload counts.
+  most_norm: NonNegative = 10.0
+  # A payload whose mean cosine with the others is less does not count, if there are two
+  # others; -1: any counts.
+  least_cosine: Cosine = -0.05
 
   def check(self, c: Config) -> None:
     count = self.count or c.replicas

@@ -5,7 +5,8 @@ schedule. A round closes when every expected site has sent its payload, or when 
 has sent and the grace window is over. A site that misses a round is not expected again
 until it reports that it has caught up, so it delays the others once, by the window at
 most. A site that misses one round after another is waited for half as long, then a
-quarter as long. Times are seconds of any clock that never goes back.
+quarter as long. Of the payloads that came, `Outliers` refuses those with bad numbers.
+Times are seconds of any clock that never goes back.
 """
 
 import collections
@@ -13,9 +14,11 @@ import dataclasses
 import enum
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 _LEAST_PATIENCE = 0.25
+_LATELY = 8  # Rounds of a fragment whose norms show what is usual.
 _PACES = 16  # Pairs of rounds whose times show how long a step takes.
 
 
@@ -60,6 +63,66 @@ class Closing:
   members: tuple[int, ...]
   late: tuple[int, ...]
   waited_s: float
+
+
+class Measured(NamedTuple):
+  """The numbers of a payload.
+
+  Attributes:
+    norm: the largest norm of the site's replicas; None if a value is not finite.
+    cosine: the mean cosine with the other payloads that are finite; None if there are
+      fewer than two others.
+  """
+
+  norm: float | None
+  cosine: float | None = None
+
+
+class Outliers:
+  """Refuses payloads with bad numbers, by what the group has sent lately."""
+
+  def __init__(self, most_norm: float, least_cosine: float):
+    """Starts without a past; for the arguments see the fields of `sites`."""
+    self._most_norm, self._least_cosine = most_norm, least_cosine
+    self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
+
+  def refused(
+    self, fragment: int, found: Mapping[int, Measured], tokens: Mapping[int, int]
+  ) -> dict[int, str]:
+    """Returns {site whose payload does not count in a round: the reason}.
+
+    The limit of a norm is `most_norm` times the larger of two medians: of the norms
+    that counted in the last rounds of this fragment, and of the other norms of this
+    round. So nobody is refused if the whole group changes. A payload with more steps
+    behind it may be larger than the others in proportion.
+
+    Args:
+      fragment: the fragment of the round.
+      found: the payload of each site that has sent.
+      tokens: {site: tokens behind its payload}.
+    """
+    lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
+    reasons = dict[int, str]()
+    for site, (norm, cosine) in found.items():
+      others = [
+        x.norm * max(tokens[site] / tokens[k], 1)
+        for k, x in found.items()
+        if k != site and x.norm is not None
+      ]
+      usual = max((statistics.median_low(x) for x in (lately, others) if x), default=0)
+      if norm is None:
+        reasons[site] = "not all values are finite"
+      elif self._most_norm and usual and norm > self._most_norm * usual:
+        reasons[site] = f"its norm is {norm:.3g}, but {usual:.3g} is usual"
+      elif cosine is not None and cosine < self._least_cosine:
+        reasons[site] = f"its mean cosine with the others is {cosine:.2f}"
+    return reasons
+
+  def counted(self, fragment: int, norms: Iterable[float | None]) -> None:
+    """Takes the norms of the payloads that counted in a round."""
+    new = collections.deque[list[float]](maxlen=_LATELY)
+    known = self._norms.setdefault(fragment, new)
+    known.append([norm for norm in norms if norm is not None])
 
 
 @dataclasses.dataclass

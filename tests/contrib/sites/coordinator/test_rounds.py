@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from diloco.contrib.sites.coordinator.rounds import (
   Closing,
+  Measured,
+  Outliers,
   Presence,
   Rounds,
   Window,
@@ -298,3 +300,63 @@ def test_the_first_rounds_and_the_final_sync_wait_longest():
   for number in range(3):
     window.sent(number, now=8 * number)
   assert [window.seconds(number, 8 * number) for number in range(3)] == [6, 6, 10]
+
+
+def found(*norms):
+  return {k: Measured(norm) for k, norm in enumerate(norms)}
+
+
+def outliers(*known, fragment=0):
+  """Knows rounds with these norms of two sites."""
+  made = Outliers(most_norm=10, least_cosine=-0.05)
+  for norm in known:
+    made.counted(fragment, [norm, norm])
+  return made
+
+
+EQUAL = {0: 100, 1: 100, 2: 100}
+
+
+@pytest.mark.parametrize(
+  ("norms", "refused"),
+  [
+    ((1.0, 10.0), []),  # Ten times the usual is allowed,
+    ((1.0, 10.1), [1]),  # and more is not.
+    ((0.0, 1e-9), []),  # Small payloads harm nobody.
+    ((None, 1.0), [0]),
+    ((None, None), [0, 1]),
+    ((20.0, 20.0), []),  # The whole group changes.
+    ((20.0,), [0]),  # Nobody else says so.
+    ((20.0, None), [0, 1]),
+    ((1e9, 1.0, 1e9), [0, 2]),
+  ],
+)
+def test_a_payload_far_above_the_usual_norm_is_refused(norms, refused):
+  assert list(outliers(1.0, 1.0).refused(0, found(*norms), EQUAL)) == refused
+
+
+def test_the_reasons_name_the_numbers():
+  measured = {0: Measured(1.0, -0.2), 1: Measured(None), 2: Measured(2e7, 0.3)}
+  assert outliers(1.0).refused(0, measured, EQUAL) == {
+    0: "its mean cosine with the others is -0.20",
+    1: "not all values are finite",
+    2: "its norm is 2e+07, but 1 is usual",
+  }
+
+
+def test_a_payload_that_points_away_from_the_others_is_refused():
+  measured = {0: Measured(1.0, 0.1), 1: Measured(1.0, -0.04), 2: Measured(1.0, -0.06)}
+  assert list(outliers(1.0).refused(0, measured, EQUAL)) == [2]
+  assert not Outliers(10, -1).refused(0, {0: Measured(1.0, -1.0)}, EQUAL)
+
+
+def test_the_usual_norm_is_that_of_the_fragment_and_of_the_last_rounds():
+  made = outliers(*[1.0] * 8, *[30.0] * 5)
+  assert not made.refused(0, found(100.0), EQUAL)
+  assert made.refused(0, found(301.0), EQUAL)
+  assert not made.refused(1, found(1e9), EQUAL)  # Nothing is known of this fragment,
+  assert not made.refused(1, found(9.0, 1.0), EQUAL)  # except in the same round.
+  assert list(made.refused(1, found(11.0, 1.0), EQUAL)) == [0]
+  # A site that joined late has a tenth of the steps, and so of the norm.
+  assert not made.refused(1, found(11.0, 1.0), {0: 100, 1: 10})
+  assert not Outliers(0, -1).refused(0, found(1e30, 1.0), EQUAL)
