@@ -349,7 +349,9 @@ class Site(Wrapper):
     self._restored_at = self._since = t
     self._pending.clear()
     self._link.ready(self._calendar.first_after(t))
-    fresh = self.method.init(params=self.method.params(state))
+    as_before = lambda x, old_M: x.astype(old_M.dtype)
+    params = jax.tree.map(as_before, self.method.params(state), state.params)
+    fresh = self.method.init(params=params)
     outer = dataclasses.replace(state.outer, codec_state=fresh.outer.codec_state)
     return _at_step(dataclasses.replace(fresh, outer=outer), t)
 

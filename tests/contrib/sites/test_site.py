@@ -142,7 +142,8 @@ class Player:
   def assert_params_are_theta(self):
     params = jax.tree.map(lambda x: np.asarray(x[0]), self.state.params)
     [theta] = self.state.outer.theta
-    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, theta))
+    theta = jax.tree.map(lambda t, x: np.asarray(t.astype(x.dtype)), theta, params)
+    jax.tree.map(np.testing.assert_array_equal, params, theta)
 
   def received(self):
     return [
@@ -322,10 +323,11 @@ def test_a_site_that_diverges_again_at_once_ends():
 
 
 def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group():
-  player = Player(**FEEDBACK)
+  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"})
   player.enter()
   for _ in range(EVERY):
     player.step()
+  types = jax.tree.map(lambda x: x.dtype, player.state)
   player.link.close({}, refused=(0, 1))
   theta = outer_state.digests(player.state.outer)
   for _ in range(TAU):
@@ -336,6 +338,7 @@ def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_gro
   player.assert_params_are_theta()
   assert (player.account()["restored"], player.account()["lost"]) == (1, 0)
   assert player.learning_rate_count() == {EVERY + TAU}
+  assert jax.tree.map(lambda x: x.dtype, player.state) == types
   errors = jax.tree.leaves(player.state.outer.codec_state)
   assert errors
   assert not any(np.any(x) for x in errors)

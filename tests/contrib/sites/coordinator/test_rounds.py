@@ -23,11 +23,17 @@ class Machine(RuleBasedStateMachine):
   """Four sites do anything; a model of what must hold is checked at every closing."""
 
   @initialize(
-    quorum=st.integers(1, 4), grace=st.sampled_from([0.0, 1.0, 5.0]), first=SITES
+    quorum=st.integers(1, 4),
+    grace=st.sampled_from([0.0, 1.0, 5.0]),
+    least=st.sampled_from([0.0, 0.5, 9.0]),
+    tau=st.integers(0, 2),
+    first=SITES,
   )
-  def start(self, quorum, grace, first):
-    self.quorum, self.grace, self.now = quorum, grace, 100.0
-    self.rounds = Rounds(4, quorum, Window(grace), closed=first)
+  def start(self, quorum, grace, least, tau, first):
+    self.quorum, self.now = quorum, 100.0
+    self.grace = min(grace, least) if tau else grace  # The shortest wait.
+    window = Window(grace, least, tau, steps=range(1000))
+    self.rounds = Rounds(4, quorum, window, closed=first)
     self.closings, self.missed = [], set()  # Sites that missed their last round.
     self.first = first
     self.sent = {}  # {round: {site: when}}
