@@ -347,7 +347,7 @@ def open_session(
       keep_tokenizer(workdir, evaluation.tokenizer)
     log = Log(c, workdir, record, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))
-    log.note = method.note
+    log.note, log.recovers = method.note, method.recovers
     profile = stack.enter_context(contextlib.closing(Profile(c, log)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log

@@ -17,6 +17,7 @@ from diloco.contrib.sites import security
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.board import Board
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.rounds import Measured
 from diloco.contrib.sites.coordinator.server import Server
 from diloco.contrib.sites.link import Link
 
@@ -27,7 +28,8 @@ def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
   """Makes a run of some sites; `fields` are those of `sites.`."""
   c = tiny_config()
   c.replicas, c.train.batch_size, c.overlap.transport = sites, 2 * sites, "sites"
-  own = {f"sites.{name}": x for name, x in ({"grace_s": LONG} | fields).items()}
+  fields = {"grace_s": LONG, "least_grace_s": LONG} | fields
+  own = {f"sites.{name}": x for name, x in fields.items()}
   update(c, {"train.steps": steps, **own})
   return Calendar(resolve(c))
 
@@ -74,6 +76,7 @@ class Coordinator:
   def __init__(self, calendar: Calendar, workdir: pathlib.Path, tls="", port=0):
     self.calendar, self.workdir, self.tls, self.port = calendar, workdir, tls, port
     self.said: list[str] = []
+    self.bad: set[tuple[int, int]] = set()  # Pairs (site, round).
     self.error: BaseException | None = None
     self._up, self.over = threading.Event(), threading.Event()
     self._thread = threading.Thread(target=self._run, daemon=True)
@@ -129,6 +132,11 @@ class Coordinator:
     finally:
       self._up.set()
 
+  def measure(self, number: int, payloads: dict[int, bytes]) -> dict[int, Measured]:
+    """Random bytes may be any numbers; the tests say which ones are bad."""
+    bad = Measured(None)
+    return {k: bad if (k, number) in self.bad else Measured(1.0) for k in payloads}
+
   async def _serve(self) -> None:
     self._loop = asyncio.get_running_loop()
     journal = Journal(self.workdir)
@@ -142,7 +150,7 @@ class Coordinator:
     listen = f"localhost:{self.port}"
     credentials = security.server_credentials(listen, self.tls, not self.tls)
     self.port = await self.server.serve(listen, credentials)
-    work = (self.board.close_rounds(), self.board.apply_rounds(load))
+    work = (self.board.close_rounds(self.measure), self.board.apply_rounds(load))
     self._tasks = [asyncio.create_task(x) for x in work]
     self._up.set()
     try:
@@ -172,7 +180,7 @@ class Player:
     said = {"site": site, "config": self.calendar.config.to_dict(), "fsdp": 1} | hello
     room = 2 * self.calendar.fragments + 2
     self.link = Link(channel, coordinator.address, said, self.said.append, room)
-    self.state, self.applied, self.members = 0, 0, {}
+    self.state, self.applied, self.members, self.refused = 0, 0, {}, {}
 
   def join(self, **state) -> "Player":
     """Joins, from the first state or from the state of another player."""
@@ -200,6 +208,7 @@ class Player:
         assert data == payload(self.calendar, site, closed.round)
       assert closed.payloads.keys() == closed.tokens.keys()
       self.members[closed.round] = tuple(closed.tokens)
+      self.refused[closed.round] = closed.refused
       self.state = after(self.state, closed.payloads)
       self.applied += 1
       self.link.forget(self.applied)

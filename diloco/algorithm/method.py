@@ -128,6 +128,11 @@ class DiLoCo:
     plan = dataclasses.replace(self.plan, seed=seed, tuned=tuned)
     return dataclasses.replace(self, plan=plan)
 
+  def recovers(self, t: int) -> bool:
+    """Returns whether training goes on, although a loss up to step t is not finite."""
+    del t
+    return False
+
   def note(self) -> str:
     """Returns more text for the progress line."""
     return ""

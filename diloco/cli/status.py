@@ -117,11 +117,13 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   with contextlib.suppress(ConfigError):
     calendar = Calendar(complete(config))
     total, sites = len(calendar.rounds), calendar.sites
-  syncs, sent = dict[int, int](), dict[str, int]()
+  syncs, sent, refused = dict[int, int](), dict[str, int](), dict[int, list[int]]()
   for r in rounds:
     syncs.setdefault(r["fragment"], r["step"])
     for site in r["tokens"]:
       sent.setdefault(site, r["step"])
+    for site in r.get("refused", ()):
+      refused.setdefault(site, []).append(r["step"])
   inside = sorted(last["tokens"], key=int)
   news = {
     "round": f"{_of(last['round'] + 1, total)}, step {last['step']:,}",
@@ -129,6 +131,11 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   }
   if away := sorted(sent.keys() - inside, key=int):
     news["away"] = ", ".join(f"{k} since step {sent[k]:,}" for k in away)
+  if refused:
+    news["refused"] = ", ".join(
+      f"{len(steps)} of site {k}, the last of step {steps[0]:,}"
+      for k, steps in sorted(refused.items())
+    )
   ended = files.read_json(folder / "coordinator.json") is not None
   done = ended and last["round"] + 1 == total  # Else the run is extended.
   news |= _age(folder / ROUNDS, now, _ROUND_S, done)

@@ -44,6 +44,7 @@ class Log:
     peers: the processes that train the run.
     ledger: bytes of all steps so far.
     note: returns more text for the progress line.
+    recovers: `Method.recovers`.
     mixtures: `Record.mixtures` of the run.
   """
 
@@ -78,6 +79,7 @@ class Log:
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
+    self.recovers: Callable[[int], bool] = lambda t: False
 
   def launched(
     self, steps: range, by_step: list[InnerMetrics], events: list[Event]
@@ -237,7 +239,7 @@ class Log:
 
   def _check_finite(self, t: int, per_replica: list, name: str) -> None:
     for m, value in per_replica:
-      if not math.isfinite(value):
+      if not (math.isfinite(value) or self.recovers(t)):
         saved = self._last_checkpoint()
         if self.peers.index == 0:
           files.write_json(self.workdir / DIVERGED, {"step": t, name: str(value)})

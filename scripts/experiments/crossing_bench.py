@@ -29,6 +29,7 @@ import sites_run
 from diloco.contrib.sites import security
 from diloco.contrib.sites.coordinator.board import Board
 from diloco.contrib.sites.coordinator.journal import Journal
+from diloco.contrib.sites.coordinator.rounds import Measured
 from diloco.contrib.sites.coordinator.server import Server
 from diloco.contrib.sites.link import Link
 from diloco.util.command import Parser
@@ -89,7 +90,8 @@ def coordinate(options) -> None:
     journal = Journal(options.folder)
     board = Board(Calendar(options.sizes), journal, lambda line: None)
     await Server(board).serve(options.address, credentials)
-    await asyncio.gather(board.close_rounds(), board.apply_rounds(Group))
+    measure = lambda number, payloads: dict.fromkeys(payloads, Measured(1.0))
+    await asyncio.gather(board.close_rounds(measure), board.apply_rounds(Group))
 
   asyncio.run(serve())
 

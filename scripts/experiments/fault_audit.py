@@ -110,7 +110,8 @@ def check_rounds(rounds: list[dict], calendar: Calendar) -> list[str]:
     pair = (r["step"], r["fragment"])
     if r["round"] < len(wanted) and pair != calendar.rounds[r["round"]]:
       problems.append(f"round {r['round']} is (step, fragment) {pair}")
-    if r["tokens"].keys() != r["payloads"].keys() or not r["tokens"]:
+    came = r["tokens"] or r.get("refused")
+    if r["tokens"].keys() != r["payloads"].keys() or not came:
       problems.append(
         f"round {r['round']} has tokens of {[*r['tokens']]}, but payloads"
         f" of {[*r['payloads']]}"

@@ -113,6 +113,11 @@ def test_a_coordinator_tells_who_is_in(tmp_path, config):
   found = status.lines(tmp_path, NOW)
   assert "sites        1 of 2 in the last round: 0" in found
   assert "away         1 since step 2" in found
+  assert not any(x.startswith("refused") for x in found)
+  bad = [{**x, "refused": [0, 1] if x["round"] else [1]} for x in rounds[:2]]
+  write(tmp_path, [*bad, rounds[2]], config=config, name="rounds.jsonl")
+  said = "refused      1 of site 0, the last of step 2, 2 of site 1, the last of step 2"
+  assert said in status.lines(tmp_path, NOW)
   # The four fragments are sent after the steps 4, 5, 6 and 7, then every four steps.
   assert "round        3 of 9, step 3" in found
   (tmp_path / "coordinator.json").write_text("{}")  # Of the run before it was extended.

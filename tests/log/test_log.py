@@ -140,3 +140,14 @@ def test_an_outer_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
   recorder.launched(range(1, 2), [good], [Event("send", 0, 1, 10, sent)])
   with pytest.raises(TrainingDiverged, match="outer gradient norm of replica 0 is nan"):
     recorder.flush()
+
+
+def test_a_method_that_recovers_goes_on_until_the_step_that_it_says(tiny, tmp_path):
+  recorder = make_recorder(tiny, tmp_path)
+  recorder.recovers = lambda t: t <= 2
+  bad = InnerMetrics(*[jnp.array([1, jnp.nan])] * 3)
+  recorder.launched(range(1, 3), [bad, bad], [])
+  recorder.flush()
+  recorder.launched(range(3, 4), [bad], [])
+  with pytest.raises(TrainingDiverged, match="loss of replica 1 is nan at step 3"):
+    recorder.flush()

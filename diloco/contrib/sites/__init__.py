@@ -5,15 +5,17 @@ by its own clock, and `coordinator/` relays the payloads (docs/sites.md). No JAX
 """
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 from diloco.config import Config
 from diloco.config.checks import divide
 from diloco.config.combinations import DILOCO
 from diloco.errors import ConfigError
 from diloco.spec import plugins
-from diloco.spec.fields import Count, NonNegative, Positive
+from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
+
+Cosine = Annotated[float, Range(-1, 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +26,20 @@ class SitesConfig(plugins.Extension):
   count: Count = 0
   # Fewest payloads with which a round closes.
   quorum: Positive = 1
-  # Seconds that a round waits for the other sites after the quorum has sent.
+  # After the quorum, a round waits for the other sites until it is needed: for what is
+  # left of tau inner steps, whose time is measured. If tau is 0, and at most, it waits
+  # so many seconds;
   grace_s: NonNegative = 20.0
+  # and at least so many, if grace_s is not less: networks and machines vary.
+  least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
+  # A payload whose norm is more than so many times the usual one does not count; 0: any
+  # finite payload counts.
+  most_norm: NonNegative = 10.0
+  # A payload whose mean cosine with the others is less does not count, if there are two
+  # others; -1: any counts. Honest ones may fall below 0 (2501.18512, figure 18: -0.1).
+  least_cosine: Cosine = -1.0
 
   def check(self, c: Config) -> None:
     count = self.count or c.replicas
@@ -38,7 +50,7 @@ class SitesConfig(plugins.Extension):
     divide("replicas", c.replicas, "sites.count", count)
 
   def free(self) -> tuple[str, ...]:
-    return ("sites.quorum", "sites.grace_s", "sites.start_s")
+    return tuple(f"sites.{x.name}" for x in dataclasses.fields(self)[1:])
 
   def summed(self) -> tuple[str, ...]:
     return ("sites.count",)

@@ -41,12 +41,14 @@ class Closed:
     fragment: the fragment p.
     tokens: {site: tokens behind each payload of the site}; its keys are the members.
     payloads: {site: bytes}.
+    refused: the sites whose payloads had bad numbers.
   """
 
   round: int
   fragment: int
   tokens: dict[int, int]
   payloads: dict[int, bytes]
+  refused: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +357,8 @@ class Link:
     for key in [k for k in self._parts if k[0] <= number]:
       del self._parts[key]  # Late payloads.
     self.inside = fields["inside"]
-    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads)
+    refused = tuple(fields.get("refused", ()))
+    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads, refused)
     self._next = number + 1
 
 

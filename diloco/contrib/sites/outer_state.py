@@ -5,12 +5,15 @@ all hold the same outer state, and float32 values cross only to newcomers.
 """
 
 import zlib
+from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diloco.algorithm import sync_metrics
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.algorithm.sync_metrics import Metrics
@@ -34,17 +37,16 @@ def apply(
   Returns:
     New theta, new opt_state, metrics float32 [].
   """
+  if not closed.payloads:  # All were refused.
+    none = jnp.float32(0), jnp.float32(0), jnp.float32(jnp.nan)
+    return theta, opt_state, sync_metrics.of_update(*none)
   mesh = plan.placement.mesh
-  n, *shape = plan.payload(closed.fragment, calendar.fsdp).shape
-  # Absent sites have empty payloads of weight 0, so that one program serves all counts.
-  codes = np.zeros((calendar.sites, n, *shape), np.uint8)
-  weights = np.zeros((calendar.sites, n), np.float32)
-  for site, data in closed.payloads.items():
-    codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
-    weights[site] = closed.tokens[site]
+  payload = place(plan, calendar, closed.fragment, closed.payloads)
+  weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
+  for site, tokens in closed.tokens.items():
+    weights[site] = tokens
   # With equal weights the plain mean: no bit differs from the other transports.
   equal = bool((weights == weights[0]).all())
-  payload = sharding.place(codes.reshape(-1, *shape), NamedSharding(mesh, P()))
   with jax.set_mesh(mesh):
     return plan.form.update(
       *(theta, opt_state, payload, plan.tuned),
@@ -53,6 +55,21 @@ def apply(
       outer=plan.outer,
       mesh=mesh,
     )
+
+
+def place(
+  plan: Plan, calendar: Calendar, p: int, payloads: Mapping[int, bytes]
+) -> jax.Array:
+  """Puts payloads {site: bytes} of fragment p on the CPU, all sites' in their order.
+
+  Absent sites have empty payloads, so that one program serves all counts.
+  """
+  n, *shape = plan.payload(p, calendar.fsdp).shape
+  codes = np.zeros((calendar.sites, n, *shape), np.uint8)
+  for site, data in payloads.items():
+    codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)
+  whole = NamedSharding(plan.placement.mesh, P())
+  return sharding.place(codes.reshape(-1, *shape), whole)
 
 
 def digests(state: OuterState) -> list[int]:

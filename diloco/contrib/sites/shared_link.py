@@ -59,12 +59,13 @@ class SharedLink:
     if self._link:
       found = self._link.closed(number)
       payloads = found.payloads.values()
-      head = [found.fragment, list(found.tokens.items()), [len(x) for x in payloads]]
+      tokens, sizes = list(found.tokens.items()), [len(x) for x in payloads]
+      head = [found.fragment, tokens, sizes, found.refused]
       own = b"".join(payloads)
-    fragment, tokens, sizes = self._peers.broadcast(head)
-    data = io.BytesIO(self._bytes(own, sum(sizes)))
+    fragment, tokens, sizes, refused = self._peers.broadcast(head)
+    data = io.BytesIO(self._bytes(own, sum(sizes)) if sizes else b"")
     parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
-    return Closed(number, fragment, dict(tokens), parts)
+    return Closed(number, fragment, dict(tokens), parts, tuple(refused))
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())

@@ -3,7 +3,8 @@
 A site runs its inner steps by its own clock. After step t it sends its payload of the
 round that is due, and after step t + tau it merges that round as the coordinator closed
 it. A site that finds rounds closed beyond its own step was late: it merges them all,
-takes the group's step count, and goes on from there.
+takes the group's step count, and goes on from there. A site with bad numbers sends
+nothing, or is refused; it goes on with the group's parameters.
 """
 
 import dataclasses
@@ -114,8 +115,12 @@ class Site(Wrapper):
     self._waited_s = 0.0
     self._events = list[Event]()  # Of the current call of `outer` or `drain`.
     # For the summary: rounds that this site merged, those in which its payload counted,
-    # its payloads that came too late, and steps of the group that it did not train.
-    self._account = {"rounds": 0, "contributed": 0, "lost": 0, "skipped_steps": 0}
+    # its payloads that came too late, steps of the group that it did not train, and how
+    # often it began again because of bad numbers.
+    names = ("rounds", "contributed", "lost", "skipped_steps", "restored")
+    self._account = dict.fromkeys(names, 0)
+    # The step of the last of these, until a payload of this site counts again.
+    self._restored_at: int | None = None
 
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
@@ -123,7 +128,7 @@ class Site(Wrapper):
     text = (
       f"{index} of {self._calendar.sites}: contributed to {own['contributed']} of"
       f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
-      " steps not trained"
+      f" steps not trained, {own['restored']} times restored from the group"
     )
     more = {"index": index, "reconnects": self._link.reconnects, "text": text}
     reference = int(sizes.all_reduce_bytes(c.replicas, params, c.train.steps))
@@ -132,6 +137,13 @@ class Site(Wrapper):
       "bytes_data_parallel_per_replica": reference,
       "bytes_ratio_to_data_parallel": reference / sent if sent else None,
     }
+
+  def recovers(self, t: int) -> bool:
+    """Returns whether the group's parameters cure bad numbers after step t.
+
+    They do not if no payload of the site has counted since they did.
+    """
+    return self._restored_at is None or t <= self._restored_at
 
   def note(self) -> str:
     return f"{self._link.inside} of {self._calendar.sites} sites"
@@ -216,8 +228,10 @@ class Site(Wrapper):
     self.method.close(reason)
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
-    """Lines 7 and 8; nothing if the round is closed already."""
+    """Lines 7 and 8; nothing if the round is closed or the site just began again."""
     plan, outer, number = self.method.plan, state.outer, self._calendar.number[t, p]
+    if self._restored_at == t:
+      return state
     if number < self._link.newest()[0]:
       if number >= self._applied:  # The group did not wait for this site.
         self._miss(t)
@@ -225,11 +239,15 @@ class Site(Wrapper):
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
     payload, codec_state, metrics = plan.send(t, p, *arrays, self.part.first_replica)
+    norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
+    finite = all(bool(np.isfinite(x.data).all()) for x in norms)
+    parts = self.part.peers.all_gather([finite, self.batches.get_state()])
+    if self._restored_at is None and not all(ok for ok, _ in parts):
+      return self._restore(t, state, "its parameters are not finite")
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
     c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
     tokens = steps * c.tokens_per_step // c.replicas
-    parts = self.part.peers.all_gather(self.batches.get_state())
-    position = {shard: [t, x] for part in parts for shard, x in part.items()}
+    position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
     self._link.send(number, data, {"tokens": tokens, "data": position})
     self._pending[number] = before
     job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
@@ -284,14 +302,15 @@ class Site(Wrapper):
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
-    counted = self.part.index in closed.tokens
+    counted, sent = self.part.index in closed.tokens, number in self._pending
+    refused, before = self.part.index in closed.refused, self._pending.pop(number, None)
     if counted:
       self._account["contributed"] += 1
-    elif number in self._pending:
+      self._restored_at = None if sent else self._restored_at
+    elif sent and not refused:
       self._miss(t)
       # Error feedback: restores the error to its value before the lost payload.
-      state = _with_codec_state(state, p, self._pending[number])
-    self._pending.pop(number, None)
+      state = _with_codec_state(state, p, before)
     # For audits: the round, how many sites are in it, and whether this one is.
     more: Metrics = {
       "round": np.asarray(number),
@@ -301,7 +320,10 @@ class Site(Wrapper):
     }
     self._events.append(Event("receive", p, t, 0, metrics | more))
     kept = self.method.plan.placement.keep((theta, opt_state))
-    return dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
+    state = dataclasses.replace(state, outer=state.outer.after_update(p, *kept))
+    if sent and refused:
+      return self._restore(t, state, f"its payload of round {number} was refused")
+    return state
 
   def _outer_step(
     self, number: int, theta: PyTree, opt_state: PyTree
@@ -315,6 +337,23 @@ class Site(Wrapper):
     """Counts a round that closed without this site; the next ones may wait again."""
     self._account["lost"] += 1
     self._link.ready(self._calendar.first_after(t))
+
+  def _restore(self, t: int, state: TrainState, reason: str) -> TrainState:
+    """Begins again after step t with the group's parameters, because of bad numbers.
+
+    The inner optimizer and the compressor begin with fresh states. What is in flight
+    still counts, unless it is refused.
+    """
+    self._tell(f"goes on at step {t} with the group's parameters: {reason}.")
+    self._account["restored"] += 1
+    self._restored_at = self._since = t
+    self._pending.clear()
+    self._link.ready(self._calendar.first_after(t))
+    as_before = lambda x, old_M: x.astype(old_M.dtype)
+    params = jax.tree.map(as_before, self.method.params(state), state.params)
+    fresh = self.method.init(params=params)
+    outer = dataclasses.replace(state.outer, codec_state=fresh.outer.codec_state)
+    return _at_step(dataclasses.replace(fresh, outer=outer), t)
 
   def _catch_up(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Merges the rounds that closed beyond step t, and takes the group's step."""

@@ -10,7 +10,8 @@ from diloco.contrib.sites import shared_link
 from diloco.contrib.sites.link import Closed, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 
-CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"})
+CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, refused=(1,))
+EMPTY = Closed(4, 0, {}, {}, refused=(0, 1, 2))
 WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
 
 
@@ -18,7 +19,7 @@ class FakeLink(types.SimpleNamespace):
   """A connection that has all answers."""
 
   inside, reconnects = 2, 1
-  closed = staticmethod({3: CLOSED}.__getitem__)
+  closed = staticmethod({3: CLOSED, 4: EMPTY}.__getitem__)
   newest = staticmethod(lambda: (4, 5))
   join = staticmethod(lambda **state: WELCOME)
   wait_until = staticmethod(lambda number, stopping: not stopping())
@@ -68,6 +69,7 @@ def site():
   [
     (lambda link: link.join(round=0), WELCOME),
     (lambda link: link.closed(3), CLOSED),
+    (lambda link: link.closed(4), EMPTY),
     (lambda link: link.newest(), (4, 5)),
     (lambda link: link.wait_until(3, lambda: False), True),
     (lambda link: link.wait_for_start(lambda: True), False),

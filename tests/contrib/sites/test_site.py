@@ -73,12 +73,12 @@ class Link:
   def leave(self, reason):
     pass
 
-  def close(self, payloads, tokens=None):
+  def close(self, payloads, tokens=None, refused=()):
     """Closes the next round with these payloads {site: bytes}."""
     number = self.newest()[0]
     _, p = self.calendar.rounds[number]
     tokens = tokens or dict.fromkeys(payloads, 192)
-    self.rounds.append(Closed(number, p, tokens, payloads))
+    self.rounds.append(Closed(number, p, tokens, payloads, refused))
 
 
 class Batches:
@@ -117,10 +117,10 @@ class Player:
     with jax.set_mesh(self.mesh):
       self.t, self.state = self.site.enter(start, self.state)
 
-  def step(self, ending=False):
+  def step(self, ending=False, factor=1.01):
     self.ending = ending
     with jax.set_mesh(self.mesh):
-      larger = jax.tree.map(lambda x: x * 1.01, self.state.params)
+      larger = jax.tree.map(lambda x: x * factor, self.state.params)
       self.state = dataclasses.replace(self.state, params=larger)
       self.t, self.state, events = self.site.outer(self.t + 1, self.state)
     self.events += events
@@ -142,7 +142,8 @@ class Player:
   def assert_params_are_theta(self):
     params = jax.tree.map(lambda x: np.asarray(x[0]), self.state.params)
     [theta] = self.state.outer.theta
-    jax.tree.map(np.testing.assert_array_equal, params, jax.tree.map(np.asarray, theta))
+    theta = jax.tree.map(lambda t, x: np.asarray(t.astype(x.dtype)), theta, params)
+    jax.tree.map(np.testing.assert_array_equal, params, theta)
 
   def received(self):
     return [
@@ -277,6 +278,70 @@ def test_error_feedback_takes_back_a_payload_that_counts_nowhere():
   assert not lost.any()
   assert again.any()
   np.testing.assert_array_equal(counted, again)
+
+
+def test_a_site_that_diverges_goes_on_with_the_parameters_of_the_group():
+  player = Player()
+  player.enter()
+  player.step()
+  assert player.site.recovers(player.t)
+  player.step(factor=np.nan)
+  player.step()  # The send of round 0 finds it.
+  assert not player.link.sent
+  assert player.link.firsts == [0, 1]  # Nobody waits for its payload of round 0.
+  assert player.account()["restored"] == 1
+  assert player.learning_rate_count() == {EVERY}
+  player.assert_params_are_theta()
+  # The log sees the losses later.
+  assert player.site.recovers(EVERY)
+  assert not player.site.recovers(EVERY + 1)
+  player.link.close({1: player.other()})
+  for _ in range(EVERY):
+    player.step()
+  data, fields = player.link.sent[1]
+  assert fields["tokens"] == EVERY * 4 * 16
+  player.link.close({0: data, 1: player.other()})
+  for _ in range(TAU):
+    player.step()
+  assert player.received() == [(0, 1, 0), (1, 2, 1)]
+  assert (player.account()["lost"], player.account()["contributed"]) == (0, 1)
+  assert player.site.recovers(EVERY + 1)  # A payload has counted since.
+
+
+def test_a_site_that_diverges_again_at_once_ends():
+  player = Player()
+  player.enter()
+  for _ in range(EVERY):
+    player.step(factor=np.nan)
+  player.link.close({1: player.other()})
+  for _ in range(EVERY):
+    player.step(factor=np.nan)
+  assert player.account()["restored"] == 1
+  assert not player.site.recovers(2 * EVERY)  # So the log raises TrainingDiverged.
+  norms = [e.metrics["outer_grad_norm"] for e in player.events if e.kind == "send"]
+  assert np.isnan(norms).all()
+
+
+def test_a_site_whose_payload_was_refused_goes_on_with_the_parameters_of_the_group():
+  player = Player(**FEEDBACK, **{"model.param_dtype": "bfloat16"})
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  types = jax.tree.map(lambda x: x.dtype, player.state)
+  player.link.close({}, refused=(0, 1))
+  theta = outer_state.digests(player.state.outer)
+  for _ in range(TAU):
+    player.step()
+  assert player.received() == [(0, 0, 0)]
+  # No payload counted, so the outer state is what it was.
+  assert outer_state.digests(player.state.outer) == theta
+  player.assert_params_are_theta()
+  assert (player.account()["restored"], player.account()["lost"]) == (1, 0)
+  assert player.learning_rate_count() == {EVERY + TAU}
+  assert jax.tree.map(lambda x: x.dtype, player.state) == types
+  errors = jax.tree.leaves(player.state.outer.codec_state)
+  assert errors
+  assert not any(np.any(x) for x in errors)
 
 
 def test_a_newcomer_starts_from_the_snapshot():

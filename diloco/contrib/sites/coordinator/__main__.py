@@ -6,6 +6,7 @@ python -m diloco coordinator --config=configs/sample.py --workdir=runs/group \\
 
 import asyncio
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -57,7 +58,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   """Serves until all rounds are closed, or until SIGTERM or Ctrl-C."""
   from diloco.contrib.sites import security
   from diloco.contrib.sites.calendar import Calendar
-  from diloco.contrib.sites.coordinator.board import Board
+  from diloco.contrib.sites.coordinator.board import Board, Measure
   from diloco.contrib.sites.coordinator.journal import Journal
   from diloco.contrib.sites.coordinator.report import Report
   from diloco.contrib.sites.coordinator.server import Server
@@ -88,8 +89,14 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
 
       return group.OuterGroup(calendar, workdir, journal)
 
+    @functools.cache
+    def measurer() -> Measure:
+      from diloco.contrib.sites.coordinator import group, measure
+
+      return measure.measurer(group.make(calendar).plan, calendar)
+
     applying = asyncio.create_task(board.apply_rounds(load))
-    closing = asyncio.create_task(board.close_rounds())
+    closing = asyncio.create_task(board.close_rounds(lambda *args: measurer()(*args)))
     try:
       await asyncio.wait({applying, closing}, return_when=asyncio.FIRST_EXCEPTION)
       if applying.done() and applying.exception():

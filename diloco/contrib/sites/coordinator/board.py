@@ -12,17 +12,27 @@ import math
 import time
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
-from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.coordinator.rounds import (
+  Closing,
+  Measured,
+  Outliers,
+  Presence,
+  Rounds,
+  Window,
+)
 from diloco.contrib.sites.messages import BadMessage, Message, number
 from diloco.errors import ConfigError
 
 if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
   from diloco.contrib.sites.coordinator.group import OuterGroup
+
+# Measures the payloads {site: bytes} of a round.
+Measure: TypeAlias = Callable[[int, dict[int, bytes]], dict[int, Measured]]
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
@@ -85,7 +95,14 @@ class Board:
     """Starts before the first round, or goes on from the journal; `say` prints."""
     self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
-    self.rounds = Rounds(calendar.sites, sites.quorum, sites.grace_s, self.published)
+    steps = [t for t, _ in calendar.rounds if t <= calendar.config.train.steps]
+    tau = min(calendar.config.overlap.taus)
+    window = Window(sites.grace_s, sites.least_grace_s, tau, steps)
+    self.rounds = Rounds(calendar.sites, sites.quorum, window, self.published)
+    self._outliers = Outliers(sites.most_norm, sites.least_cosine)
+    for line in journal.lines():
+      norms = [line.get("measured", {}).get(k, [None])[0] for k in line["tokens"]]
+      self._outliers.counted(line["fragment"], norms)
     self._members = self.rounds.members.values()
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()
@@ -211,8 +228,11 @@ class Board:
     self._stopped = True
     self.notify()
 
-  async def close_rounds(self) -> bool:
+  async def close_rounds(self, measure: Measure) -> bool:
     """Closes rounds until all are closed and the sites have finished.
+
+    Args:
+      measure: measures the payloads of all sites in a round; runs in a thread.
 
     Returns:
       False if `stop` ended this before.
@@ -225,7 +245,7 @@ class Board:
       if closing is None:
         await self._pause()
         continue
-      entry = self._entry(closing)
+      entry = await self._entry(closing, measure)
       await asyncio.to_thread(self._journal.write, entry)
       self._recent[entry.round] = entry
       self._recent.pop(entry.round - _RECENT, None)
@@ -343,17 +363,19 @@ class Board:
       number(message, "crc32", 0, (1 << 32) - 1),
     )
 
-  def _entry(self, closing: Closing) -> Entry:
-    step, fragment = self.calendar.rounds[closing.round]
-    uploads = {k: self.uploads[closing.round, k] for k in closing.members}
-    data = {shard: x for u in uploads.values() for shard, x in u.data.items()}
-    return Entry(
-      closing.round,
-      fragment,
-      step,
-      {k: u.tokens for k, u in uploads.items()},
-      {k: bytes(u.received) for k, u in uploads.items()},
-      closing.late,
-      data,
-      round(closing.waited_s, 3),
-    )
+  async def _entry(self, closing: Closing, measure: Measure) -> Entry:
+    """Makes a closed round of the payloads that have no bad numbers."""
+    number, (step, fragment) = closing.round, self.calendar.rounds[closing.round]
+    uploads = {k: self.uploads[number, k] for k in closing.members}
+    payloads = {k: bytes(u.received) for k, u in uploads.items()}
+    tokens = {k: u.tokens for k, u in uploads.items()}
+    measured = await asyncio.to_thread(measure, number, payloads)
+    refused = self._outliers.refused(fragment, measured, tokens)
+    for site, reason in refused.items():
+      del payloads[site], tokens[site]
+      self._say(f"Refuses the payload of site {site} in round {number}: {reason}.")
+    self._outliers.counted(fragment, [measured[k].norm for k in tokens])
+    data = {shard: x for k in tokens for shard, x in uploads[k].data.items()}
+    waited_s = round(closing.waited_s, 3)
+    head = (number, fragment, step, tokens, payloads, closing.late, data, waited_s)
+    return Entry(*head, measured)

@@ -23,11 +23,16 @@ from diloco.util.types import PyTree
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
 
 
+def make(calendar: Calendar) -> Method:
+  """Makes the method on the first CPU."""
+  c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
+  return make_method(config_of(c, 0), make_mesh(c, jax.devices("cpu")[:1]))
+
+
 def first_state(calendar: Calendar, workdir: pathlib.Path) -> tuple[Method, OuterState]:
   """Makes the method, and the outer state before round 0 on the first CPU."""
-  c = changed(calendar.config, {"mesh.replica": 1, "mesh.fsdp": 1})
-  mesh = make_mesh(c, jax.devices("cpu")[:1])
-  method = make_method(config_of(c, 0), mesh)
+  method = make(calendar)
+  c, mesh = calendar.config, method.mesh
   with jax.set_mesh(mesh):
     # A coordinator that goes on from a checkpoint does not read init.checkpoint.
     params = None if steps_of(workdir) else first_params(c, mesh)

@@ -16,6 +16,7 @@ import secrets
 import zlib
 from typing import Any, NamedTuple
 
+from diloco.contrib.sites.coordinator.rounds import Measured
 from diloco.errors import ConfigError
 from diloco.util import files
 
@@ -35,6 +36,7 @@ class Entry(NamedTuple):
     late: the sites that were expected and did not send.
     data: {shard: [step, position in its text]} that the members sent along.
     waited_s: seconds between the quorum and the closing.
+    measured: the numbers of all payloads that came in time, refused ones too.
   """
 
   round: int
@@ -45,6 +47,12 @@ class Entry(NamedTuple):
   late: tuple[int, ...]
   data: dict[str, Any]
   waited_s: float
+  measured: dict[int, Measured] = {}  # noqa: RUF012 Nobody changes it.
+
+  @property
+  def refused(self) -> tuple[int, ...]:
+    """The sites whose payloads came in time, but had bad numbers."""
+    return tuple(sorted(self.measured.keys() - self.tokens.keys()))
 
 
 class Journal:
@@ -125,7 +133,7 @@ class Journal:
     return _records(self._lines)
 
   def _write_line(self, entry: Entry) -> None:
-    line = _header(entry)
+    line = _header(entry) | {"refused": entry.refused}
     del line["data"]
     with self._lines.open("ab") as file:
       file.write(json.dumps(line).encode() + b"\n")
@@ -158,8 +166,9 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
   sizes = header["payloads"].items()
   payloads = {int(site): file.read(size) for site, size in sizes}
   tokens = {int(site): n for site, n in header["tokens"].items()}
+  measured = {int(k): Measured(*x) for k, x in header.get("measured", {}).items()}
   found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
-  return Entry(**header | found)
+  return Entry(**header | found | {"measured": measured})
 
 
 def digests(workdir: pathlib.Path) -> dict[int, int]:

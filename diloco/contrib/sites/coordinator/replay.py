@@ -2,42 +2,46 @@
 
 python -m diloco replay runs/group
 python -m diloco replay runs/group --config.outer.learning_rate=0.7
+python -m diloco replay runs/group --config.wire.format=e2m1 --weights=equal
 
 WORKDIR is that of the coordinator. Every outer step from the oldest checkpoint on is
 repeated, and its bits are compared with those that the coordinator had. With fields of
-`outer`, each update is also computed with these fields, one round ahead: from the outer
-parameters and the momentum that the group had.
+`outer` or `wire`, or with --weights, each update is also computed with these, one round
+ahead: from the outer parameters and the momentum that the group had. Another format
+codes the values of the payloads once more: what the first coding lost stays lost.
 """
 
 import argparse
 import ast
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diloco.config import changed, complete
+from diloco.config import complete
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator import journal
 from diloco.errors import ConfigError
 from diloco.log.workdir import read_config
 from diloco.util.command import Parser, as_path, guarded
 
-_PREFIX = "--config.outer."
+_PREFIXES = ("--config.outer.", "--config.wire.")
 
 
 def fields_of(flags: Sequence[str]) -> dict[str, Any]:
-  """Returns the fields of `outer` that flags change.
+  """Returns the fields of `outer` and `wire` that flags change.
 
   Raises:
-    ConfigError: a flag is no field of `outer` with a value.
+    ConfigError: a flag is no field of these with a value.
   """
   found = dict[str, Any]()
   for flag in flags:
     name, equals, text = flag.partition("=")
-    if not (name.startswith(_PREFIX) and equals):
-      raise ConfigError(f"{flag} is no flag of replay; give {_PREFIX}FIELD=VALUE.")
+    if not (name.startswith(_PREFIXES) and equals):
+      known = " or ".join(f"{prefix}FIELD=VALUE" for prefix in _PREFIXES)
+      raise ConfigError(f"{flag} is no flag of replay; give {known}.")
     try:
       found[name.removeprefix("--config.")] = ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -45,8 +49,27 @@ def fields_of(flags: Sequence[str]) -> dict[str, Any]:
   return found
 
 
-def replay(workdir: pathlib.Path, fields: Mapping[str, Any]) -> int:
+def as_weights(text: str) -> dict[int, int]:
+  """Reads SITE:WEIGHT,...; `equal` is none of them."""
+  pairs = () if text == "equal" else text.split(",")
+  if not all(re.fullmatch(r"\d+:\d+", pair) for pair in pairs):
+    raise argparse.ArgumentTypeError(
+      f"{text!r}; give equal or SITE:WEIGHT,... in whole numbers"
+    )
+  return {int(k): int(n) for k, n in (pair.split(":") for pair in pairs)}
+
+
+def replay(
+  workdir: pathlib.Path,
+  fields: Mapping[str, Any],
+  weights: Mapping[int, int] | None = None,
+) -> int:
   """Repeats the rounds that are kept; returns 1 if a bit differs.
+
+  Args:
+    workdir: of the coordinator.
+    fields: of `outer` and `wire`, for the other update.
+    weights: {site: its weight in the other update, otherwise 1}; None: the tokens.
 
   Raises:
     ConfigError: the folder has no journal, lacks a round or a checkpoint, or has a
@@ -59,24 +82,17 @@ def replay(workdir: pathlib.Path, fields: Mapping[str, Any]) -> int:
       f"WORKDIR is {str(workdir)!r}, which has no rounds in journal/; give the"
       " --workdir of a coordinator."
     )
-  import jax
-
   from diloco.checkpoint.record import steps_of
   from diloco.contrib.sites import outer_state
   from diloco.contrib.sites.coordinator import group
+  from diloco.contrib.sites.coordinator.other_update import OtherUpdate
 
   c = complete(read_config(workdir))
   calendar = Calendar(c, c.mesh.fsdp or 1)
   method, state = group.first_state(calendar, workdir)
   plan, other = method.plan, None
-  if fields:
-    other = group.first_state(Calendar(changed(c, fields), calendar.fsdp), workdir)
-    kinds = {str(jax.tree.structure(x.opt_state)) for x in (state, other[1])}
-    if len(kinds) > 1:
-      raise ConfigError(
-        f"{', '.join(fields)} changes the state of the outer optimizer, so no update of"
-        " this run can be computed with it; change its rate or its momentum only."
-      )
+  if fields or weights is not None:
+    other = OtherUpdate(workdir, calendar, plan, state, fields, weights)
     print("round  step  fragment    update     other  cosine")
   # {rounds that are applied: step of the checkpoint that has them}
   saved = {calendar.first_after(step): step for step in steps_of(workdir)}
@@ -106,7 +122,7 @@ def replay(workdir: pathlib.Path, fields: Mapping[str, Any]) -> int:
       )
       return 1
     if other:
-      end, _, _ = outer_state.apply(other[0].plan, calendar, closed, *before)
+      end = other.theta(closed, *before)
       own, others, cosine = _compare(before[0], theta, end)
       row = f"{number:5}  {entry.step:4}  {p:8}"
       print(f"{row}  {own:8.2e}  {others:8.2e}  {cosine:6.3f}")
@@ -139,12 +155,17 @@ def _compare(before: Any, one: Any, other: Any) -> tuple[float, float, float]:
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-  return replay(args.workdir, fields_of(flags))
+  return replay(args.workdir, fields_of(flags), args.weights)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco replay", description=__doc__)
   parser.add_argument("workdir", metavar="WORKDIR", type=as_path)
+  text = (
+    "weights of the sites in the other update, instead of their tokens: equal, or"
+    " SITE:WEIGHT,... with 1 for the others; 1:0 leaves site 1 out"
+  )
+  parser.add_argument("--weights", metavar="WEIGHTS", type=as_weights, help=text)
   return guarded(run, *parser.parse_known_args(argv), mistakes=ConfigError)
 
 

@@ -39,17 +39,21 @@ class Report:
     full = sum(len(line["tokens"]) == sites for line in lines)
     longest_s = max(line["waited_s"] for line in lines)
     late = {k: sum(k in line["late"] for line in lines) for k in range(sites)}
+    refused = {
+      k: sum(k in line.get("refused", ()) for line in lines) for k in range(sites)
+    }
     summary = {
       "rounds": len(self._calendar.rounds),
       "rounds_with_all_sites": full,
       "rounds_with_fewer_sites": len(lines) - full,
       "longest_wait_s": longest_s,
-      "sites": {k: {"late": count} for k, count in late.items()},
+      "sites": {k: {"late": late[k], "refused": refused[k]} for k in range(sites)},
     }
     files.write_json(self._workdir / "coordinator.json", summary)
     say(
       f"All {summary['rounds']} rounds are closed: {full} with all sites,"
-      f" {len(lines) - full} with fewer; at most {longest_s:.1f} s of waiting.\n"
+      f" {len(lines) - full} with fewer; at most {longest_s:.1f} s of waiting;"
+      f" {sum(refused.values())} payloads with bad numbers refused.\n"
       f"summary      {self._workdir / 'coordinator.json'}"
     )
 

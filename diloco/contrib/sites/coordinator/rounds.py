@@ -5,14 +5,21 @@ schedule. A round closes when every expected site has sent its payload, or when 
 has sent and the grace window is over. A site that misses a round is not expected again
 until it reports that it has caught up, so it delays the others once, by the window at
 most. A site that misses one round after another is waited for half as long, then a
-quarter as long. Times are seconds of any clock that never goes back.
+quarter as long. Of the payloads that came, `Outliers` refuses those with bad numbers.
+Times are seconds of any clock that never goes back.
 """
 
+import collections
 import dataclasses
 import enum
 import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 _LEAST_PATIENCE = 0.25
+_LATELY = 8  # Rounds of a fragment whose norms show what is usual.
+_PACES = 16  # Pairs of rounds whose times show how long a step takes.
 
 
 class Presence(enum.Enum):
@@ -58,6 +65,113 @@ class Closing:
   waited_s: float
 
 
+class Measured(NamedTuple):
+  """The numbers of a payload.
+
+  Attributes:
+    norm: the largest norm of the site's replicas; None if a value is not finite.
+    cosine: the mean cosine with the other payloads that are finite; None if there are
+      fewer than two others.
+  """
+
+  norm: float | None
+  cosine: float | None = None
+
+
+class Outliers:
+  """Refuses payloads with bad numbers, by what the group has sent lately."""
+
+  def __init__(self, most_norm: float, least_cosine: float):
+    """Starts without a past; for the arguments see the fields of `sites`."""
+    self._most_norm, self._least_cosine = most_norm, least_cosine
+    self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
+
+  def refused(
+    self, fragment: int, found: Mapping[int, Measured], tokens: Mapping[int, int]
+  ) -> dict[int, str]:
+    """Returns {site whose payload does not count in a round: the reason}.
+
+    The limit of a norm is `most_norm` times the larger of two medians: of the norms
+    that counted in the last rounds of this fragment, and of the other norms of this
+    round. So nobody is refused if the whole group changes. A payload with more steps
+    behind it may be larger than the others in proportion.
+
+    Args:
+      fragment: the fragment of the round.
+      found: the payload of each site that has sent.
+      tokens: {site: tokens behind its payload}.
+    """
+    lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
+    reasons = dict[int, str]()
+    for site, (norm, cosine) in found.items():
+      others = [
+        x.norm * max(tokens[site] / tokens[k], 1)
+        for k, x in found.items()
+        if k != site and x.norm is not None
+      ]
+      usual = max((statistics.median_low(x) for x in (lately, others) if x), default=0)
+      if norm is None:
+        reasons[site] = "not all values are finite"
+      elif self._most_norm and usual and norm > self._most_norm * usual:
+        reasons[site] = f"its norm is {norm:.3g}, but {usual:.3g} is usual"
+      elif cosine is not None and cosine < self._least_cosine:
+        reasons[site] = f"its mean cosine with the others is {cosine:.2f}"
+    return reasons
+
+  def counted(self, fragment: int, norms: Iterable[float | None]) -> None:
+    """Takes the norms of the payloads that counted in a round."""
+    new = collections.deque[list[float]](maxlen=_LATELY)
+    known = self._norms.setdefault(fragment, new)
+    known.append([norm for norm in norms if norm is not None])
+
+
+@dataclasses.dataclass
+class Window:
+  """How long a round waits after its quorum: for what is left of tau inner steps.
+
+  The first site that sends trains tau more steps before it needs the round, so until
+  then a wait costs nothing. The time of a step is measured: the median of those between
+  the first payloads of successive rounds.
+
+  Attributes:
+    most_s: the longest wait; also if tau is 0, before a step is measured, and in a
+      final sync.
+    least_s: the shortest wait, unless most_s is less.
+    tau: inner steps between a send and the earliest merge.
+    steps: the inner step after which each round is sent, without those of a final sync.
+  """
+
+  most_s: float
+  least_s: float = 0.0
+  tau: int = 0
+  steps: Sequence[int] = ()
+
+  def __post_init__(self) -> None:
+    self._first: dict[int, float] = {}  # {round: when its first payload came}
+    self._paces = collections.deque[float](maxlen=_PACES)  # Seconds per step.
+
+  def sent(self, number: int, now: float) -> None:
+    """Takes the time of a payload."""
+    if number in self._first or number >= len(self.steps):
+      return
+    self._first[number] = now
+    before = self._first.get(number - 1)
+    steps = self.steps[number] - self.steps[number - 1] if number else 0
+    if before is not None and steps:
+      self._paces.append((now - before) / steps)
+
+  def closed(self, number: int) -> None:
+    """Forgets the rounds before a round that closes."""
+    self._first = {r: at for r, at in self._first.items() if r >= number}
+
+  def seconds(self, number: int, quorum_at: float) -> float:
+    """Returns how long a round waits for the other sites after its quorum."""
+    if not (self.tau and self._paces and number in self._first):
+      return self.most_s
+    needed_at = self._first[number] + self.tau * statistics.median(self._paces)
+    return min(max(needed_at - quorum_at, self.least_s), self.most_s)
+
+
 class Rounds:
   """The state of all open rounds.
 
@@ -66,16 +180,16 @@ class Rounds:
     members: {site: Member}.
   """
 
-  def __init__(self, sites: int, quorum: int, grace_s: float, closed: int = 0):
+  def __init__(self, sites: int, quorum: int, window: Window, closed: int = 0):
     """Starts before the first round, or goes on after a restart.
 
     Args:
       sites: number of sites, K.
       quorum: payloads without which no round closes.
-      grace_s: seconds that a round waits for the other sites after the quorum.
+      window: how long a round waits for the other sites after the quorum.
       closed: rounds that are closed already.
     """
-    self.closed, self._quorum, self._grace_s = closed, quorum, grace_s
+    self.closed, self._quorum, self._window = closed, quorum, window
     self.members = {k: Member(first=closed) for k in range(sites)}
     self._sent: dict[int, set[int]] = {}  # {open round: sites that have sent}
     self._quorum_at: dict[int, float] = {}
@@ -109,6 +223,7 @@ class Rounds:
     sites = self._sent.setdefault(number, set())
     sites.add(site)
     self.members[site].patience = 1.0
+    self._window.sent(number, now)
     if len(sites) >= self._quorum:
       self._quorum_at.setdefault(number, now)
     return True
@@ -135,6 +250,7 @@ class Rounds:
         member.presence = Presence.LATE
     self._sent.pop(number)
     quorum_at = self._quorum_at.pop(number)
+    self._window.closed(number)
     self.closed += 1
     return Closing(number, tuple(sorted(have)), tuple(sorted(missing)), now - quorum_at)
 
@@ -142,7 +258,8 @@ class Rounds:
     """Returns when the next round closes even if nothing happens; or infinity."""
     missing = self._expected(self.closed) - self._sent.get(self.closed, set())
     patience = max((self.members[site].patience for site in missing), default=0.0)
-    return self._quorum_at.get(self.closed, math.inf) + patience * self._grace_s
+    quorum_at = self._quorum_at.get(self.closed, math.inf)
+    return quorum_at + patience * self._window.seconds(self.closed, quorum_at)
 
   def _expected(self, number: int) -> set[int]:
     inside = {

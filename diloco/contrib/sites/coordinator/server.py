@@ -256,6 +256,7 @@ class Server:
         "fragment": entry.fragment,
         "step": entry.step,
         "tokens": entry.tokens,
+        "refused": entry.refused,
         "crc32": sums,
         "published": self._board.published,
         "inside": self._board.inside(),

@@ -7,6 +7,7 @@ import wreck
 
 from diloco.contrib.sites.coordinator import journal as journal_lib
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.rounds import Measured
 from diloco.errors import ConfigError
 from diloco.util import files
 
@@ -14,7 +15,9 @@ from diloco.util import files
 def entry(number: int) -> Entry:
   payloads = {0: bytes([number, 10, 255]) * 50, 2: b"\n" * 7}
   data = {"0": [number, {"position": 3}]}
-  return Entry(number, number % 2, 3 + number, {0: 5, 2: 6}, payloads, (1,), data, 0.5)
+  measured = {0: Measured(0.5, 0.2), 2: Measured(1.0, -0.0), 3: Measured(None)}
+  head = (number, number % 2, 3 + number, {0: 5, 2: 6}, payloads, (1,), data, 0.5)
+  return Entry(*head, measured)
 
 
 def lines(folder) -> list[dict]:
@@ -31,6 +34,7 @@ def test_rounds_survive_the_process(tmp_path):
   assert [x["round"] for x in lines(tmp_path)] == [0, 1, 2]
   assert lines(tmp_path)[1]["tokens"] == {"0": 5, "2": 6}
   assert lines(tmp_path)[1]["payloads"] == {"0": 150, "2": 7}
+  assert lines(tmp_path)[1]["refused"] == [3]
 
 
 class Killed(BaseException):

@@ -7,7 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from diloco.contrib.sites.coordinator.rounds import Closing, Presence, Rounds
+from diloco.contrib.sites.coordinator.rounds import (
+  Closing,
+  Measured,
+  Outliers,
+  Presence,
+  Rounds,
+  Window,
+)
 
 SITES = st.integers(0, 3)
 
@@ -16,11 +23,17 @@ class Machine(RuleBasedStateMachine):
   """Four sites do anything; a model of what must hold is checked at every closing."""
 
   @initialize(
-    quorum=st.integers(1, 4), grace=st.sampled_from([0.0, 1.0, 5.0]), first=SITES
+    quorum=st.integers(1, 4),
+    grace=st.sampled_from([0.0, 1.0, 5.0]),
+    least=st.sampled_from([0.0, 0.5, 9.0]),
+    tau=st.integers(0, 2),
+    first=SITES,
   )
-  def start(self, quorum, grace, first):
-    self.quorum, self.grace, self.now = quorum, grace, 100.0
-    self.rounds = Rounds(4, quorum, grace, closed=first)
+  def start(self, quorum, grace, least, tau, first):
+    self.quorum, self.now = quorum, 100.0
+    self.grace = min(grace, least) if tau else grace  # The shortest wait.
+    window = Window(grace, least, tau, steps=range(1000))
+    self.rounds = Rounds(4, quorum, window, closed=first)
     self.closings, self.missed = [], set()  # Sites that missed their last round.
     self.first = first
     self.sent = {}  # {round: {site: when}}
@@ -113,7 +126,7 @@ TestRounds = Machine.TestCase
 
 
 def rounds_of(sites: int, quorum: int = 1, grace_s: float = 10) -> Rounds:
-  rounds = Rounds(sites, quorum, grace_s)
+  rounds = Rounds(sites, quorum, Window(grace_s))
   for site in range(sites):
     rounds.join(site)
     rounds.ready(site, 0)
@@ -198,7 +211,7 @@ def test_a_payload_counts_even_if_its_site_has_left():
 
 
 def test_after_a_restart_the_last_members_are_expected_for_one_window():
-  rounds = Rounds(3, 1, 10, closed=4)
+  rounds = Rounds(3, 1, Window(10), closed=4)
   rounds.expect_return((0, 1))
   rounds.join(0)
   rounds.ready(0, 4)
@@ -210,7 +223,7 @@ def test_after_a_restart_the_last_members_are_expected_for_one_window():
 
 
 def test_a_site_that_comes_back_and_leaves_again_is_not_expected():
-  rounds = Rounds(2, 1, 10, closed=4)
+  rounds = Rounds(2, 1, Window(10), closed=4)
   rounds.expect_return((0, 1))
   for site in (0, 1):
     rounds.join(site)
@@ -218,3 +231,138 @@ def test_a_site_that_comes_back_and_leaves_again_is_not_expected():
   rounds.leave(1)
   rounds.sent(0, 4, now=0)
   assert rounds.close(now=0) == rounds_closing(4, (0,))
+
+
+def paced(tau=3, least_s=0.5, first=0):
+  """Two sites that send every 4 steps, of 2 s each: the round of step 4 r at 8 r."""
+  window = Window(10, least_s, tau, steps=[4 * r for r in range(first + 40)])
+  rounds = Rounds(2, 1, window, closed=first)
+  for site in (0, 1):
+    rounds.join(site)
+    rounds.ready(site, first)
+  for number in range(first, first + 5):
+    for site in (0, 1):
+      rounds.sent(site, number, now=8 * number)
+    assert rounds.close(now=8 * number).waited_s == 0
+  return rounds
+
+
+@pytest.mark.parametrize(
+  ("fields", "window"),
+  [
+    ({}, 6),  # Three steps of 2 s.
+    ({"first": 7}, 6),  # After a restart.
+    ({"tau": 1}, 2),
+    ({"tau": 1, "least_s": 3.0}, 3),
+    ({"tau": 7}, 10),  # Not more than the longest wait.
+    ({"tau": 0}, 10),  # Nothing hides a wait.
+    ({"tau": 1, "least_s": 12.0}, 10),
+  ],
+)
+def test_a_round_waits_for_what_is_left_of_tau_steps(fields, window):
+  rounds, number = paced(**fields), fields.get("first", 0) + 5
+  rounds.sent(0, number, now=8 * number)
+  assert rounds.deadline() == 8 * number + window
+  assert rounds.close(now=8 * number + window).late == (1,)
+
+
+def test_what_the_quorum_took_is_gone():
+  window = Window(10, 0.5, 3, steps=[4 * r for r in range(9)])
+  rounds = Rounds(3, 2, window)
+  for site in range(3):
+    rounds.join(site)
+    rounds.ready(site, 0)
+  for number in range(3):
+    for site in range(3):
+      rounds.sent(site, number, now=8 * number)
+    rounds.close(now=8 * number)
+  rounds.sent(0, 3, now=24)  # It merges at 30.
+  assert rounds.deadline() == math.inf
+  rounds.sent(1, 3, now=28)
+  assert rounds.deadline() == 30
+  assert rounds.close(now=30) == rounds_closing(3, (0, 1), (2,), 2)
+  rounds.sent(0, 4, now=32)
+  rounds.sent(1, 4, now=40)  # The first site waits already.
+  assert rounds.close(now=40) == rounds_closing(4, (0, 1))
+  rounds.ready(2, 5)
+  rounds.sent(0, 5, now=40)
+  rounds.sent(1, 5, now=48)
+  assert rounds.deadline() == 48.25  # Half of the least wait, as it was late before.
+
+
+def test_one_long_pause_does_not_change_the_time_of_a_step():
+  rounds = paced()
+  for number in (5, 6):
+    for site in (0, 1):
+      rounds.sent(site, number, now=8 * number + 1000)
+    rounds.close(now=8 * number + 1000)
+  rounds.sent(0, 7, now=1056)
+  assert rounds.deadline() == 1056 + 6
+
+
+def test_the_first_rounds_and_the_final_sync_wait_longest():
+  window = Window(10, 0.5, 3, steps=[0, 4])
+  assert window.seconds(0, quorum_at=0) == 10
+  for number in range(3):
+    window.sent(number, now=8 * number)
+  assert [window.seconds(number, 8 * number) for number in range(3)] == [6, 6, 10]
+
+
+def found(*norms):
+  return {k: Measured(norm) for k, norm in enumerate(norms)}
+
+
+def outliers(*known, fragment=0):
+  """Knows rounds with these norms of two sites."""
+  made = Outliers(most_norm=10, least_cosine=-0.05)
+  for norm in known:
+    made.counted(fragment, [norm, norm])
+  return made
+
+
+EQUAL = {0: 100, 1: 100, 2: 100}
+
+
+@pytest.mark.parametrize(
+  ("norms", "refused"),
+  [
+    ((1.0, 10.0), []),  # Ten times the usual is allowed,
+    ((1.0, 10.1), [1]),  # and more is not.
+    ((0.0, 1e-9), []),  # Small payloads harm nobody.
+    ((None, 1.0), [0]),
+    ((None, None), [0, 1]),
+    ((20.0, 20.0), []),  # The whole group changes.
+    ((20.0,), [0]),  # Nobody else says so.
+    ((20.0, None), [0, 1]),
+    ((1e9, 1.0, 1e9), [0, 2]),
+  ],
+)
+def test_a_payload_far_above_the_usual_norm_is_refused(norms, refused):
+  assert list(outliers(1.0, 1.0).refused(0, found(*norms), EQUAL)) == refused
+
+
+def test_the_reasons_name_the_numbers():
+  measured = {0: Measured(1.0, -0.2), 1: Measured(None), 2: Measured(2e7, 0.3)}
+  assert outliers(1.0).refused(0, measured, EQUAL) == {
+    0: "its mean cosine with the others is -0.20",
+    1: "not all values are finite",
+    2: "its norm is 2e+07, but 1 is usual",
+  }
+
+
+def test_a_payload_that_points_away_from_the_others_is_refused():
+  measured = {0: Measured(1.0, 0.1), 1: Measured(1.0, -0.04), 2: Measured(1.0, -0.06)}
+  assert list(outliers(1.0).refused(0, measured, EQUAL)) == [2]
+  assert not Outliers(10, -1).refused(0, {0: Measured(1.0, -1.0)}, EQUAL)
+
+
+def test_the_usual_norm_is_that_of_the_fragment_and_of_the_last_rounds():
+  made = outliers(*[1.0] * 8, *[30.0] * 5)
+  assert not made.refused(0, found(100.0), EQUAL)
+  assert made.refused(0, found(301.0), EQUAL)
+  assert not made.refused(1, found(1e9), EQUAL)  # Nothing is known of this fragment,
+  assert not made.refused(1, found(9.0, 1.0), EQUAL)  # except in the same round.
+  assert list(made.refused(1, found(11.0, 1.0), EQUAL)) == [0]
+  # A site that joined late has a tenth of the steps, and so of the norm.
+  assert not made.refused(1, found(11.0, 1.0), {0: 100, 1: 10})
+  assert not Outliers(0, -1).refused(0, found(1e30, 1.0), EQUAL)

@@ -50,6 +50,26 @@ def test_all_rounds_reach_all_sites(start):
   assert coordinator.lines() == list(range(len(ALL.rounds)))
 
 
+def test_a_payload_with_bad_numbers_counts_nowhere(start):
+  coordinator, players = start()
+  coordinator.bad = {(1, 1), (0, 3), (1, 3), (2, 3)}
+  play(players, range(5))
+  for player in players:
+    assert player.members == {
+      **dict.fromkeys((0, 2, 4), (0, 1, 2)),
+      1: (0, 2),
+      3: (),
+    }
+    assert player.refused == {**dict.fromkeys((0, 2, 4), ()), 1: (1,), 3: (0, 1, 2)}
+    assert player.state == coordinator.state
+  said = [line for line in coordinator.said if line.startswith("Refuses")]
+  assert said[0] == (
+    "Refuses the payload of site 1 in round 1: not all values are finite."
+  )
+  assert len(said) == 4
+  assert coordinator.group.data["1"] == [4, {}]
+
+
 def test_payloads_are_relayed_before_the_round_closes(start):
   _, (first, second, third) = start()
   first.send(3)  # The embedding: several chunks.
@@ -70,7 +90,8 @@ def test_a_late_site_gets_the_rounds_and_loses_its_own_payload(start):
   assert not second.link._outgoing
   assert coordinator.call(lambda: coordinator.board.rounds.members[1].late) == 1
   # Nobody waits for it until it is ready again.
-  coordinator.call(lambda: setattr(coordinator.board.rounds, "_grace_s", 60))
+  window = coordinator.board.rounds._window
+  coordinator.call(lambda: setattr(window, "most_s", 60))
   first.send(1)
   first.receive(2)
   second.receive(2)
