@@ -11,6 +11,7 @@ python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --ch
   --config.overlap.tau=5
 python -m diloco simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
+python -m diloco simulate memory --params=100B --layers=108
 python -m diloco simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
 python -m diloco simulate failures --config=configs/chinchilla.py:10B,M=8 \
   --step_time=1 --gbits=10 --chips=1024,131072 --mtbf=1y,5y
@@ -27,7 +28,7 @@ from typing import Any
 
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.simulate import failures, from_config, tables, wallclock
+from diloco.simulate import failures, from_config, memory, tables, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS, MFU, PEAK_TFLOPS, step_time
 from diloco.simulate.limits import NO_ROUNDS, check
 from diloco.simulate.options import COMPUTE, COUNTS, IGNORED, OPTIONS
@@ -161,6 +162,21 @@ def compare(args: Args) -> Answer:
   return rows, f"{columns(rows)}\n{text}"
 
 
+def states(args: Args) -> Answer:
+  """Answers how much memory parameters and optimizers need."""
+  papers = {} if "config" in args else {"params": 100e9, "layers": 108}
+  work = workload({"step_time": 1.0, **papers, **args})
+  if work.method == "data_parallel":
+    raise ConfigError(NO_ROUNDS)
+  sizes = work.params_per_layer
+  fragments = [sum(sizes[i] for i in layers) for layers in work.whole_plan[1]]
+  found = memory.memory(sum(sizes), max(fragments))
+  note = (
+    "float32; share of data-parallel's; rates: milliseconds to load it at this rate"
+  )
+  return found, f"{columns(found)}\n{note}"
+
+
 def goodput(args: Args) -> Answer:
   """Answers which goodput is left when chips fail."""
   fixed = "config" not in args or "step_time" in args
@@ -262,6 +278,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Args], Answer]]] = {
   "bandwidth": ("link that a utilisation needs", link),
   "frontier": ("H, fragment size, tau and bits that suffice for a link", frontier),
   "wallclock": ("idealised hours, Appendix A of 2503.09799", compare),
+  "memory": ("bytes of parameters and optimizers; default 100B, 108 layers", states),
   "schedule": ("draw a config's sends and merges", draw_schedule),
   "failures": ("goodput when chips fail", goodput),
 }

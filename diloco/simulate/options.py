@@ -108,6 +108,9 @@ RUN = {
   "gbits": Option("Gbit/s between datacentres, instead of the network's"),
   "latency": Option("seconds between datacentres, instead of the network's"),
 }
+MEMORY = {
+  name: METHOD[name] for name in ("config", "params", "layers", "fragment_size")
+}
 SCHEDULE = {
   "config": CONFIG._replace(help="config file", required=True),
   "first": Option("first inner step to draw; default shortly before step H", whole),
@@ -139,6 +142,7 @@ OPTIONS = {
   "bandwidth": METHOD | {"target": TARGET, "plot": PLOT},
   "frontier": MODEL | {"gbits": GBITS, "target": TARGET},
   "wallclock": RUN,
+  "memory": MEMORY,
   "schedule": SCHEDULE,
   "failures": FAILURES,
 }
