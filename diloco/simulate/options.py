@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.simulate.failures import UNITS
+from diloco.simulate.utilisation import LINKS, Link
 from diloco.util.command import as_path
 
 
@@ -35,6 +36,13 @@ def duration(text: str) -> float:
   if not found:
     raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90, 10m or 5y")
   return number(found[1]) * UNITS[found[2] or "s"]
+
+
+def link(text: str) -> Link:
+  """Parses the name of a link."""
+  if text not in LINKS:
+    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LINKS)}")
+  return LINKS[text]
 
 
 def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
@@ -85,6 +93,7 @@ MODEL = {
   "layers": Option("transformer layers", whole, "model.num_layers"),
   "step_time": Option("seconds of compute per step"),
   "replicas": Option("replicas M; default 2", whole, "replicas"),
+  "link": Option(f"what the link lacks: {', '.join(LINKS)}; default ideal", link),
 }
 METHOD = MODEL | {
   "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
