@@ -6,6 +6,7 @@ and whether they show it. No JAX.
 
 import dataclasses
 import functools
+import itertools
 import time
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from diloco.reproduce.tables import markdown
 from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock
-from diloco.simulate.memory import memory
+from diloco.simulate.memory import RATES, memory
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.simulate.tables import papers_workload
 from diloco.spec.fragments import make_fragments
@@ -117,23 +118,16 @@ def larger_models_need_less() -> Result:
 
 
 def streaming_needs_less() -> Result:
-  gbits = {row.name: row.ours for row in cells_4()}
-  pairs = [
-    (ours, other)
-    for size in SHAPES
-    for ours, other in zip(gbits[f"{size} streaming"], gbits[f"{size} diloco"])
-  ]
-  less = sum(ours < other for ours, other in pairs)
-  here = f"less in {less} of {len(pairs)} cells of table 4, more in none"
-  return verdict(here, all(ours <= other for ours, other in pairs))
+  method = lambda name: [row.ours for row in cells_4() if row.name.split()[1] == name]
+  more = np.subtract(method("streaming"), method("diloco"))
+  here = f"less in {np.sum(more < 0)} of {more.size} cells of table 4,"
+  return verdict(f"{here} more in {np.sum(more > 0)}", more.max() <= 0)
 
 
 def two_orders_less() -> Result:
   gbits = table_4()
-  pairs = zip(gbits["data_parallel"], gbits["streaming_overlap_fp4"])
-  ratios = [plain / best for plain, best in pairs]
-  here = f"{', '.join(f'{ratio:.0f}' for ratio in ratios)} times less"
-  return verdict(here, min(ratios) >= 100)
+  ratios = np.divide(gbits["data_parallel"], gbits["streaming_overlap_fp4"])
+  return verdict(f"{_list([*ratios.round()])} times less", ratios.min() >= 100)
 
 
 def strided_is_busier() -> Result:
@@ -183,11 +177,8 @@ def hours_of_table_1() -> Result:
 
 
 def terabytes_of_table_1() -> Result:
-  terabits = float(tables.table1()[0]["terabits"])
-  return (
-    f"{terabits:.0f} terabits are {terabits / 8:.0f} TB, for its hours",
-    INCONSISTENT,
-  )
+  bits = float(tables.table1()[0]["terabits"])
+  return f"{bits:.0f} terabits are {bits / 8:.0f} TB, for its hours", INCONSISTENT
 
 
 def fewer_bits() -> Result:
@@ -217,48 +208,36 @@ def memory_of_100B() -> Result:
 
 def offload_time() -> Result:
   *_, held = memory(100e9, 100e9 * 3 / 108)
-  times = [f"{held[name]:.0f} ms at {name}" for name in ("2 TB/s", "64 GB/s of PCIe")]
+  times = [f"{held[rate]:.0f} ms at {rate}" for rate in RATES]
   return ", ".join(times), INCONSISTENT
 
 
 def slopes() -> Result:
   """Fits the loss, not its logarithm, over ln(FLOPs): only that gives their numbers."""
-  found = [_slope(_table_5(name)) for name in ("data_parallel", H100)]
+  pairs = [_table_5(name) for name in ("data_parallel", H100)]
+  found = [np.polyfit(x, loss, 1)[0] for x, loss in pairs]
   # Losses are printed with two digits: each is off by at most 0.005, evenly spread.
-  error = 1.645 * 0.01 / 12**0.5 / _spread(_table_5("data_parallel"))
+  x, _ = pairs[0]
+  error = 1.645 * 0.01 / 12**0.5 / (np.std(x) * len(x) ** 0.5)
   here = f"{found[0]:.5f}, {found[1]:.5f}, each ± {error:.5f} by the printed digits;"
   here += " slopes of the loss over ln(FLOPs), which are no exponents"
   return verdict(here, np.allclose(found, (-0.13149, -0.13539), atol=error, rtol=0))
 
 
 def slopes_differ() -> Result:
-  plain, ours = _table_5("data_parallel"), _table_5(H100)
-  more = [(x, b - a) for (x, a), (_, b) in zip(plain, ours)]
-  slope = _slope(more)
-  rest = [y - slope * x for x, y in more]
-  freedom = len(more) - 2
-  deviation = (np.var(rest) * len(more) / freedom) ** 0.5
-  half = scipy.special.stdtrit(freedom, 0.95) * deviation / _spread(more)
+  (x, plain), (_, ours) = (_table_5(name) for name in ("data_parallel", H100))
+  (slope, _), covariance = np.polyfit(x, ours - plain, 1, cov=True)
+  half = scipy.special.stdtrit(len(x) - 2, 0.95) * covariance[0, 0] ** 0.5
   here = f"{slope:.4f} ± {half:.4f}: 90% interval, paired by size"
   return verdict(here, slope + half < 0)
 
 
-def _table_5(method: str) -> list[tuple[float, float]]:
-  """Returns ln(FLOPs) and loss of each size."""
+def _table_5(method: str) -> np.ndarray:
+  """Returns ln(FLOPs) and loss of each size: float64 [2, sizes]."""
   rows = papers_table("reproduce", "streaming_table5_c4_scaling")
   own = [row for row in rows if row["method"] == method and row["eval_loss"]]
-  return [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-  x, y = np.array(points).T
-  return float(np.polyfit(x, y, 1)[0])
-
-
-def _spread(points: Sequence[tuple[float, float]]) -> float:
-  """Returns the root of the summed squares of x around its mean."""
-  x, _ = np.array(points).T
-  return float(np.std(x) * len(x) ** 0.5)
+  pairs = [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
+  return np.array(pairs).T
 
 
 def outer_is_half() -> Result:
@@ -279,36 +258,33 @@ def overtraining_is_faster() -> Result:
 
 
 def _faster(
-  replicas: Sequence[int], sizes: Iterable[float], more: float, share: float
+  replicas: Iterable[int], sizes: Iterable[float], more: float, share: float
 ) -> Result:
   """Compares the times of DiLoCo and data-parallel at their best batches."""
+  networks = wallclock.NETWORKS.values()
   faster = [
-    _hours("diloco", n, m, network, more) < _hours("data_parallel", n, m, network, more)
-    for n in sizes
-    for m in replicas
-    for network in wallclock.NETWORKS.values()
+    _seconds("diloco", *setting, more) < _seconds("data_parallel", *setting, more)
+    for setting in itertools.product(sizes, replicas, networks)
   ]
   here = f"{sum(faster)} of {len(faster)} settings"
   return verdict(here, sum(faster) >= share * len(faster))
 
 
-def _hours(
+def _seconds(
   method: str, n: float, m: int, network: wallclock.Network, more: float
 ) -> float:
-  """Returns the hours of 20 N * `more` tokens; `wallclock.chips` chooses the chips."""
-  name = f"diloco_M{m}" if method == "diloco" else method
-  batch = paper.law("batch_size", name)(n)
-  chips = max(wallclock.chips(n, batch), 2, m)
-  tokens = paper.CHINCHILLA * n * more
+  """Returns the time of 20 N * `more` tokens; `wallclock.chips` chooses the chips."""
+  batch = paper.law("batch_size", f"diloco_M{m}" if method == "diloco" else method)(n)
+  chips, tokens = max(wallclock.chips(n, batch), 2, m), paper.CHINCHILLA * n * more
   run = wallclock.Training(n, tokens, batch, m, method, across=network, chips=chips)
-  return wallclock.total_time(run) / 3600
+  return wallclock.total_time(run)
 
 
 def hundred_times_less() -> Result:
   """H times less per step, and fewer steps: the best batches are larger."""
-  laws = [paper.law("batch_size", name) for name in ("data_parallel", "joint")]
-  ratios = [30 * laws[1](n, 2) / laws[0](n) for n in (4e9, 10e9)]
-  return verdict(", ".join(f"{x:.0f}" for x in ratios), min(ratios) > 100)
+  plain, joint = (paper.law("batch_size", name) for name in ("data_parallel", "joint"))
+  ratios = [round(30 * joint(n, 2) / plain(n)) for n in (4e9, 10e9)]
+  return verdict(_list(ratios), min(ratios) > 100)
 
 
 def loss_laws() -> Result:

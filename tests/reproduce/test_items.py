@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from diloco import __main__ as listing
+from diloco.cli import list_configs
 from diloco.config.command_line import load_config
 from diloco.evaluate.tasks import TASKS
 from diloco.reproduce import __main__ as reproduce
@@ -73,6 +74,8 @@ def test_the_command_exists(command):
   for only in values.get("only", "").split(","):
     assert only in {"", reproduce.LADDER, *ablations}
   assert values.get("tasks", "piqa") in TASKS
+  if "of" in values:
+    assert list_configs.runs_of(values["of"])
   for word in words:
     if word.startswith(("configs/", "docs/")):
       assert (ROOT / word).is_file()
