@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from diloco.reproduce.claim import COLUMNS, CONTRADICTED, SHOWN, Row
+from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
 from diloco.reproduce.tables import markdown
 from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws import tables as laws
@@ -46,19 +46,16 @@ def rows() -> list[Row]:
     if here is None:
       here, result = globals()[name]()
     cost = "-" if "here" in claim else f"{time.perf_counter() - began:.2f} s"
-    command = claim.get("command", "-")
-    row = {"here": here, "command": command, "cost": cost, "verdict": result}
-    found.append({key: str({**claim, **row}[key]) for key in COLUMNS})
+    row = {"here": here, "cost": cost, "verdict": result}
+    found.append({"choice": "", "command": "-", **claim, **row})
   return found
 
 
 def choices() -> list[str]:
   """Lists what a paper contradicts, and what this code does."""
   wrong = [row for row in rows() if row["verdict"] == INCONSISTENT]
-  chosen = {claim["claim"]: claim.get("choice", "") for claim in WORDS.values()}
-  keys = ("claim", "source", "paper", "here")
-  columns = {key: [row[key] for row in wrong] for key in keys}
-  return markdown(columns | {"we chose": [chosen[c] for c in columns["claim"]]})
+  keys = ("claim", "source", "paper", "here", "choice")
+  return markdown({key: [row[key] for row in wrong] for key in keys})
 
 
 def verdict(here: str, is_so: bool) -> Result:

@@ -128,9 +128,8 @@ def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
     speed = f": {args['chips']:,} chips of {peak:g} TFLOP/s at an MFU of {mfu:g}"
   return [
     f"step         {work.step_time:.4g} s of compute{speed}",
-    f"assumed      {work.method}, M = {work.replicas}{more}, latency"
-    f" {work.latency:g} s, {work.link.efficiency:.0%} of the link, waits of"
-    f" {work.link.wait:.0%}; {sum(work.params_per_layer):,.0f} parameters",
+    f"assumed      {work.method}, M = {work.replicas}{more}, latency {work.latency:g}"
+    f" s, {work.link} link; {sum(work.params_per_layer):,.0f} parameters",
   ]
 
 

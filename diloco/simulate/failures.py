@@ -49,7 +49,7 @@ import numpy as np
 
 from diloco.simulate.limits import AboveZero, check, check_fields
 from diloco.simulate.steady import steady_utilisation
-from diloco.simulate.utilisation import Workload
+from diloco.simulate.utilisation import LINKS, Workload
 from diloco.spec.fields import NonNegative, Positive, Range, Share
 
 Rng = np.random.Generator
@@ -147,6 +147,7 @@ def simulate(work: Workload, rate: float, machines: Machines) -> Row:
       f" give a shorter one, so that at most {MOST_FAILURES:g} fail."
     )
   speed = float(steady_utilisation(work, [rate])[0])
+  rate *= LINKS[work.link].efficiency
   found = []
   for run in range(machines.runs):
     # Each method meets the same random numbers.

@@ -175,9 +175,7 @@ def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> F
 def figure_s2() -> Figure:
   """Draws which layers each fragment has, sequential and strided."""
   patterns, layers = ("sequential", "strided"), 12
-  title = (
-    f"Fragments of 3 layers, of a model with {layers}, in the order of their sends"
-  )
+  title = f"Fragments of 3 of {layers} layers, in the order of their sends"
   figure, axes = panels(title, patterns, sharey=True)
   for axis, pattern in zip(axes, patterns):
     fragments = make_fragments(layers, 3, pattern)

@@ -3,13 +3,15 @@
 import argparse
 import math
 import re
+import tomllib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
 from diloco.simulate.failures import UNITS
-from diloco.simulate.utilisation import LINKS, Link
+from diloco.simulate.utilisation import LINKS
 from diloco.util.command import as_path
+from diloco.util.shipped import PACKAGE
 
 
 def number(text: str) -> float:
@@ -38,13 +40,6 @@ def duration(text: str) -> float:
   return number(found[1]) * UNITS[found[2] or "s"]
 
 
-def link(text: str) -> Link:
-  """Parses the name of a link."""
-  if text not in LINKS:
-    raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(LINKS)}")
-  return LINKS[text]
-
-
 def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
   """Returns a parser of values with commas between them."""
   return lambda text: [parse(part) for part in text.split(",")]
@@ -71,87 +66,32 @@ IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
   "diloco": ("fragment_size", "tau"),
 }
-CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2", str)
-PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
-GBITS = Option("bandwidth of the link in Gbit/s", required=True)
-TARGET = Option("utilisation to reach; default 0.95")
-OUT = Option("folder for the files", as_path, required=True)
-PLOT = Option("file for a figure of utilisation over bandwidth", as_path)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
-# Options that determine the step time of a config.
-COMPUTE = {
-  "chips": Option("chips of all replicas together, with --config", whole),
-  "peak_tflops": Option(
-    f"peak TFLOP/s of a chip, with --config; default {PEAK_TFLOPS}"
-  ),
-  "mfu": Option(f"share of the peak that is reached, with --config; default {MFU}"),
+TYPES = {
+  "number": number,
+  "text": str,
+  "path": as_path,
+  "whole": whole,
+  "wholes": several(whole),
+  "duration": duration,
+  "durations": several(duration),
 }
-MODEL = {
-  "config": CONFIG,
-  **COMPUTE,
-  "params": PARAMS,
-  "layers": Option("transformer layers", whole, "model.num_layers"),
-  "step_time": Option("seconds of compute per step"),
-  "replicas": Option("replicas M; default 2", whole, "replicas"),
-  "link": Option(f"what the link lacks: {', '.join(LINKS)}; default ideal", link),
-}
-METHOD = MODEL | {
-  "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
-  "sync_every": Option("inner steps H per round; default 100", whole, "sync_every"),
-  "fragment_size": Option("fragment layers; default 3 or all", whole, "fragments.size"),
-  "tau": Option("inner steps that hide a reduction; default 1", whole, "overlap.tau"),
-  "bits": Option("bits per value on the link; default 4", field="wire.format"),
-  "latency": Option("seconds per reduction; default 0"),
-}
-RUN = {
-  "config": CONFIG,
-  "params": PARAMS,
-  "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
-  "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
-  "replicas": Option("replicas M", whole, "replicas"),
-  "sync_every": Option("inner steps H per round; default 30", whole, "sync_every"),
-  "outer_bits": Option("bits per outer gradient; default 16", field="wire.format"),
-  "bits": Option("bits per inner gradient; default 16"),
-  "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
-  "network": Option("between datacentres: low (default), medium or high", str),
-  "gbits": Option("Gbit/s between datacentres, instead of the network's"),
-  "latency": Option("seconds between datacentres, instead of the network's"),
-}
-MEMORY = {
-  name: METHOD[name] for name in ("config", "params", "layers", "fragment_size")
-}
-SCHEDULE = {
-  "config": CONFIG._replace(help="config file", required=True),
-  "first": Option("first inner step to draw; default shortly before step H", whole),
-  "last": Option("last inner step to draw; default one round later", whole),
-  "out": Option("picture to write, such as x.png", as_path, required=True),
-}
-FAILURES = METHOD | {
-  "gbits": GBITS,
-  "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
-  "mtbf": Option(
-    "mean time between a chip's failures, such as 1y,5y", several(duration), "", True
-  ),
-  "restart": Option("time of a restart; default 5m", duration),
-  "grace": Option("time that others wait for a site that hangs; default 30s", duration),
-  "quorum": Option("sites that must be up for rounds to go on; default 1", whole),
-  "hangs": Option("share of failures that are hangs; default 0"),
-  "checkpoint_time": Option("how long a checkpoint stops all; default 30s", duration),
-  "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
-  "duration": Option("simulated time of a run; default 30d", duration),
-  "runs": Option("simulated runs; default 10", whole),
-  "seed": Option("seed of the failures; default 0", whole),
-  "out": Option("folder for a figure", str),
-}
-# The options of each command.
-OPTIONS = {
-  "figure": {"out": OUT},
-  "figures": {"out": OUT},
-  "utilisation": METHOD | {"gbits": GBITS, "plot": PLOT},
-  "bandwidth": METHOD | {"target": TARGET, "plot": PLOT},
-  "frontier": MODEL | {"gbits": GBITS, "target": TARGET},
-  "wallclock": RUN,
-  "memory": MEMORY,
-  "schedule": SCHEDULE,
-  "failures": FAILURES,
-}
+_FILE = tomllib.loads((PACKAGE / "simulate" / "options.toml").read_text())
+_DEFAULTS = {"peak": PEAK_TFLOPS, "mfu": MFU, "links": ", ".join(LINKS)}
+
+
+def group(name: str) -> dict[str, Option]:
+  """Returns the options of a table of options.toml, with those that it takes over."""
+  found = dict[str, Option]()
+  for option, o in _FILE[name].items():
+    if option == "of":
+      for other in o:
+        found |= group(other)
+    else:
+      own = o | {"help": o["help"].format(**_DEFAULTS)}
+      found[option] = Option(**own | {"type": TYPES[o.get("type", "number")]})
+  return found
+
+
+# Options that determine the step time of a config; those of each table.
+COMPUTE, OPTIONS = group("compute"), {name: group(name) for name in _FILE}

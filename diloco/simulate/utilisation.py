@@ -82,7 +82,7 @@ class Workload:
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
     exchange: gather, psum (all-reduces outer gradients) or pair (sends to one peer).
-    link: what is lost of the bandwidth and of the time.
+    link: one of LINKS: what is lost of the bandwidth and of the time.
 
   Raises:
     ValueError: a value is not possible.
@@ -100,7 +100,7 @@ class Workload:
   latency: NonNegative = 0.0
   plan: Plan | None = None
   exchange: str = "gather"
-  link: Link = LINKS["ideal"]
+  link: Annotated[str, LINKS] = "ideal"
 
   def __post_init__(self) -> None:
     check_fields(self)
@@ -125,18 +125,21 @@ class Workload:
     exchange = "psum" if self.method == "data_parallel" else self.exchange
     return sizes.copies(exchange, self.replicas)
 
-  def transfer(self, layer: int) -> tuple[float, float]:
-    """Returns the bits of a layer's reduction at full efficiency, and more seconds.
+  @property
+  def transfers(self) -> list[tuple[float, float]]:
+    """The bits of each layer's reduction at full efficiency, and its other seconds.
 
     A sync waits for the slowest replica before its first reduction, that of the last
     layer.
     """
     schedule, fragments = self.whole_plan
-    bits = self.params_per_layer[layer] * self.bits * self.copies
-    first = any(layer == max(ids) for ids in fragments)
-    compute = self.step_time * schedule.sync_every / len(fragments)
-    wait = self.link.wait * compute * first
-    return bits / self.link.efficiency, self.latency + wait
+    link, first = LINKS[self.link], {max(layers) for layers in fragments}
+    wait = link.wait * self.step_time * schedule.sync_every / len(fragments)
+    bits = self.bits * self.copies / link.efficiency
+    return [
+      (params * bits, self.latency + wait * (layer in first))
+      for layer, params in enumerate(self.params_per_layer)
+    ]
 
   @property
   def nodes_per_step(self) -> int:
@@ -208,8 +211,7 @@ def utilisation(
   """
   rate, layers = check_rates(bandwidths), work.layers
   node_time = work.step_time / work.nodes_per_step
-  transfers = map(work.transfer, range(layers))
-  transfer = [bits / rate + seconds for bits, seconds in transfers]
+  transfer = [bits / rate + seconds for bits, seconds in work.transfers]
   clock, link = np.zeros_like(rate), np.zeros_like(rate)
   # Per layer: (step whose forward pass needs the reduction, end of the reduction).
   waiting: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(layers)]

@@ -51,7 +51,8 @@ class Row(NamedTuple):
   work: Workload
 
   def simulated(self, link: Link) -> float:
-    work = dataclasses.replace(self.work, link=link)
+    LINKS["tried"] = link
+    work = dataclasses.replace(self.work, link="tried")
     return float(utilisation(work, [self.rate], self.steps)[0])
 
 

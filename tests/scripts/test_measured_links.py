@@ -52,7 +52,9 @@ def test_the_page_has_the_table_of_every_cell_on_gpus(script, theirs):
 def test_the_page_has_the_fitted_links():
   page = (ROOT / "docs" / "measured.md").read_text()
   found = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \|", page, re.M)
-  assert {name: Link(float(a), float(b)) for name, a, b in found} == LINKS
+  assert {name: Link(float(a), float(b)) for name, a, b in found} == {
+    name: link for name, link in LINKS.items() if name != "tried"
+  }
 
 
 def test_a_blocking_sync_in_closed_form(theirs):

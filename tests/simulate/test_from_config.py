@@ -277,9 +277,9 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
   numbers = {"params": 12e9, "layers": 12, "step_time": 1.0}
   run = {"params": 1e9, "tokens": 1e10, "batch_tokens": 1e6, "replicas": 2}
   made = [
-    (options.METHOD, command.workload(numbers)),
-    (options.RUN, command.training(run)),
-    (options.FAILURES, Machines(chips=1, mtbf=1.0)),
+    (options.OPTIONS["method"], command.workload(numbers)),
+    (options.OPTIONS["wallclock"], command.training(run)),
+    (options.OPTIONS["failures"], Machines(chips=1, mtbf=1.0)),
   ]
   compared = {}
   for group, used in made:
