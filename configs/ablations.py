@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
-from diloco.config import default_config, resolve
+from diloco.config import add_plugins, default_config, resolve
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.spec import sizes
@@ -372,7 +372,9 @@ def get_config(point: Point, family: str = "streaming", text: str = "sotu"):
   c.sync_every = point.get("sync_every", 30)
   c.inner.learning_rate = point.get("lr", c.inner.learning_rate)
   c.outer.learning_rate = point.get("outer_lr", c.outer.learning_rate)
-  c.outer.fedpart = point.get("fedpart", False)
+  if point.get("fedpart"):
+    add_plugins(c, "fedpart")
+    c.fedpart.on = True
   c.fragments.size = point.get("fragment", c.fragments.size)
   c.fragments.pattern = point.get("pattern", "strided")
   c.overlap.tau = point.get("tau", 1)
@@ -444,7 +446,9 @@ def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
     searches = search_all(sweep.grids, lambda point: None)
     for point in [point for search in searches for point in search.points]:
       c, argument = sweep.config(point), _paper_argument(point)
-      plain = leaves(_family(family).get_config(argument).to_dict())
+      base = _family(family).get_config(argument)
+      add_plugins(base, *c.plugins)  # Their fields have defaults to compare with.
+      plain = leaves(base.to_dict()) | {"plugins": ()}
       new = {k: v for k, v in leaves(c.to_dict()).items() if plain[k] != v}
       flags = [shlex.quote(f"--config.{k}={v}") for k, v in new.items()]
       label = ",".join(

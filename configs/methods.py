@@ -38,7 +38,7 @@ METHODS: dict[str, dict[str, Value]] = {
   "diloco_4": DILOCO | {"replicas": 4},
   "local_adamw": LOCAL_ADAMW,
   "streaming": {},
-  "fedpart": {"outer.fedpart": True},
+  "fedpart": {"plugins": ("fedpart",), "fedpart.on": True},
   "topk": {"wire.compressor": "topk", **FLOAT32},
   "random": {"wire.compressor": "random", **FLOAT32},
   "dare": {"wire.compressor": "dare", **FLOAT32},

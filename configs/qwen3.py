@@ -14,8 +14,10 @@ training of one from its folder (docs/models.md):
 import pathlib
 
 from diloco.config import default_config
+from diloco.contrib.qwen3 import Qwen3
+from diloco.contrib.qwen3.config_json import fields_of
 from diloco.errors import ConfigError
-from diloco.interop.public_model import fields_of
+from diloco.spec.fields import ModelConfig
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_options
 
@@ -49,13 +51,13 @@ def get_config(arg: str = "sample"):
 
 
 def sample():
-  c = default_config()
+  c = default_config("qwen3")
   c.sync_every, c.fragments.size, c.overlap.tau = 10, 1, 1
   # As in sample.py: the run is short.
   c.outer.optimizer, c.outer.learning_rate = "sgd(momentum=0.5, nesterov=True)", 0.5
   c.model.name = "qwen3"
   c.model.num_layers, c.model.dim, c.model.ff_dim = 4, 128, 352
-  c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 32
+  c.model.num_heads, c.qwen3.kv_heads, c.qwen3.head_dim = 4, 2, 32
   c.model.vocab_size, c.model.seq_len, c.model.dtype = 0, 128, "float32"
   c.model.remat, c.train.accumulate = "full", 2
   c.inner.learning_rate, c.inner.warmup_steps = 4e-3, 25
@@ -67,7 +69,7 @@ def sample():
 
 def _large():
   """What runs of public sizes have in common."""
-  c = default_config()
+  c = default_config("qwen3")
   c.model.name, c.model.seq_len = "qwen3", 2048
   c.model.remat, c.model.loss_chunk = "full", 256
   c.inner.gradient_dtype = "bfloat16"
@@ -80,10 +82,10 @@ def _large():
 def from_scratch(layers: int, dim: int, ff_dim: int, heads: int, tied: bool):
   c = _large()
   c.model.num_layers, c.model.dim, c.model.ff_dim = layers, dim, ff_dim
-  c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = heads, 8, 128
-  c.model.tie_embeddings, c.model.vocab_size = tied, 151_936
+  c.model.num_heads, c.qwen3.kv_heads, c.qwen3.head_dim = heads, 8, 128
+  c.qwen3.tie_embeddings, c.model.vocab_size = tied, 151_936
   c.data.tokenizer = "c4_32k.model"
-  n = matrix_params(c.model)
+  n = matrix_params(ModelConfig(**c.model, extensions=(Qwen3(**c.qwen3),)))
   c.inner.learning_rate = 3978.82 * n**-0.780  # As in streaming.py.
   c.train.tokens = 20 * n
   return c
@@ -92,7 +94,7 @@ def from_scratch(layers: int, dim: int, ff_dim: int, heads: int, tied: bool):
 def from_folder(folder: pathlib.Path):
   c = _large()
   c.init.checkpoint = str(folder)
-  c.model.update(fields_of(folder))
+  c.update_from_flattened_dict(fields_of(folder))
   c.data.tokenizer = str(folder / "tokenizer.json")
   # Low, because the model is trained; no law gives the rate.
   c.inner.learning_rate, c.inner.warmup_steps = 3e-5, 100

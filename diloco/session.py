@@ -11,7 +11,7 @@ import ml_collections
 from jax.sharding import Mesh
 
 from diloco.algorithm.inner import InnerMetrics
-from diloco.algorithm.method import BetweenSyncs, Method, make_method
+from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.state import Event, TrainState
 from diloco.checkpoint.checkpoints import Checkpoints
 from diloco.checkpoint.record import Record, Spent
@@ -20,7 +20,6 @@ from diloco.data.batches import Batches, Replicas
 from diloco.data.contents import contents, keep_tokenizer
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.merges import with_merge_loss
 from diloco.interop.init import first_params
 from diloco.log import summary
 from diloco.log.log import Log
@@ -30,7 +29,7 @@ from diloco.mesh.sharding import FSDP
 from diloco.model import attention
 from diloco.processes.agree import check_same, check_same_program
 from diloco.processes.distributed import check_all_meet, lock_workdir, make_shared
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers
 from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
 from diloco.util.files import local_path
@@ -322,11 +321,9 @@ def open_session(
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
-    note = summary.note(c)
-    if peers.index == 0:
-      say(f"attention: {attention.choose(c.model, kind)}")
-      if note:
-        say(f"note: {note}")
+    peers.say(f"attention: {attention.choose(c.model, kind)}")
+    if note := summary.note(c):
+      peers.say(f"note: {note}")
     stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
     method.connect()
 
@@ -344,14 +341,11 @@ def open_session(
         summary.set_aside(workdir, t, peers)
     else:
       first = first_params(c, mesh)
-      if first is not None and peers.index == 0:
-        say(f"Starts from the parameters in {c.init.checkpoint}.")
+      if first is not None:
+        peers.say(f"Starts from the parameters in {c.init.checkpoint}.")
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
-    method = with_merge_loss(method, c, mesh, evaluation)
-    if c.averages:
-      method = BetweenSyncs(method)
     ledger, spent = Ledger(**record.ledger), Spent(**record.spent)
     log = Log(c, workdir, ledger, spent, lambda: checkpoints.latest, peers)
     stack.enter_context(contextlib.closing(log))

@@ -41,10 +41,11 @@ class Mixing(plugins.Extension):
   every: Count = 0
 
   def averages(self, c):
-    values = shapes.parameters(c.model)["embed"]["tokens"]
-    return {"mixing": Average(self.every, values[0] * values[1])} if self.every else {}
+    rows, width = shapes.parameters(c.model)["embed"]["tokens"]
+    mixing = Average(self.every, rows * width, self.average)
+    return {"mixing": mixing} if self.every else {}
 
-  def average(self, c, kind, t, plan, state):
+  def average(self, t, plan, state):
     embed = dict(state.params["embed"])
     tokens_M = embed["tokens"]
     embed["tokens"] = jnp.broadcast_to(tokens_M.mean(axis=0), tokens_M.shape)

@@ -38,7 +38,8 @@ from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
 from diloco.contrib import noloco, sparta  # noqa: F401  Registers wire.exchange=pair.
-from diloco.evaluate import merges
+from diloco.contrib.diagnostics import measure
+from diloco.contrib.diagnostics.outer_step import losses as losses_of
 from diloco.mesh import sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
@@ -78,7 +79,7 @@ def losses(devices: int, **fields) -> list[list[float]]:
     for t in range(1, STEPS + 1):
       tokens = tokens_of(c, mesh, t)
       params, opt_state, metrics = inner_step(
-        params, opt_state, tokens, None, tuned, c=c, averaged=t <= c.joint_steps
+        params, opt_state, tokens, tuned, c=c, averaged=t <= c.joint_steps
       )
       if plan:
         params, outer, _ = outer_step(plan, t, params, outer)
@@ -134,7 +135,7 @@ def traffic(devices: int, **fields) -> dict:
     wire, opt_state = {"wire": c.wire, "mesh": mesh}, s.outer.opt_state[0]
     everyone = np.ones(c.replicas, bool)
     programs = {
-      "inner": inner_step.lower(s.params, s.opt_state, tokens, None, tuned, c=c),
+      "inner": inner_step.lower(s.params, s.opt_state, tokens, tuned, c=c),
       "send": send.lower(*args, **wire),
       "update": update.lower(theta, opt_state, sent, plan.tuned, outer=c.outer, **wire),
       "merge": merge.lower(s.params, theta, layers, everyone, alpha=plan.alpha),
@@ -254,7 +255,7 @@ def gradients(devices: int, **fields) -> dict:
   mesh = make_mesh(c, jax.devices()[:devices])
   with jax.set_mesh(mesh):
     s = init_state(c, mesh, make_plan(c, mesh))
-    args = (s.params, s.opt_state, tokens_of(c, mesh, 0), None, optimizers.tuned(c))
+    args = (s.params, s.opt_state, tokens_of(c, mesh, 0), optimizers.tuned(c))
     text = inner_step.lower(*args, c=c).compile().as_text()
   crossing = hlo.across_replicas(text, mesh)
   return {
@@ -405,9 +406,8 @@ def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
 
 
 def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
-  """Diagnostics of two fragments, and the losses of MergeLoss."""
-  fields = {"log.diagnostics_every": 1, "mesh.fsdp": fsdp, "fragments.size": 3}
-  c = make_config(**fields)
+  """Diagnostics of two fragments, and the losses around a merge."""
+  c = make_config(**{"mesh.fsdp": fsdp, "fragments.size": 3})
   mesh = make_mesh(c, jax.devices()[:devices])
   rng, found = np.random.default_rng(0), {}
   with jax.set_mesh(mesh):
@@ -416,12 +416,14 @@ def diagnosed(devices: int, fsdp: int) -> dict[str, list]:
     draw = lambda x: jax.device_put(np.float32(rng.normal(size=x.shape)), x.sharding)
     moved_M = jax.tree.map(lambda x: x + 0.1 * draw(x), s.params)
     for p, (theta, state) in enumerate(zip(s.outer.theta, s.outer.codec_state)):
-      metrics = plan.send(3, p, moved_M, theta, state)[2]
+      payload, _, metrics = plan.send(3, p, moved_M, theta, state)
+      args, kind = (theta, payload, plan.layers[p]), {"wire": plan.wire, "mesh": mesh}
+      metrics |= measure.of_send(moved_M, *args, **kind)
       found |= {f"{name}, {p}": np.asarray(x).tolist() for name, x in metrics.items()}
     rows = np.arange(2 * 4 * c.model.seq_len).reshape(2, 4, -1).astype(np.int32) % 64
     weights = np.float32(rows % 5 > 0)
     place = lambda x: jax.device_put(x, sharding.batch_sharding(mesh))
-    found["loss"] = merges.losses(moved_M, place(rows), place(weights), c=c).tolist()
+    found["loss"] = losses_of(moved_M, place(rows), place(weights), c=c).tolist()
   return found
 
 

@@ -1,8 +1,11 @@
 """The architecture qwen3 in plain NumPy, float64: an independent reference."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
+from diloco.contrib.qwen3 import Qwen3
 from diloco.spec.fields import ModelConfig
 
 # Small enough for the reference; heads of another size than dim / num_heads.
@@ -11,15 +14,18 @@ MODEL = ModelConfig(
   num_layers=3,
   dim=16,
   num_heads=4,
-  num_kv_heads=2,
-  head_dim=6,
-  rope_theta=100.0,
-  norm_eps=1e-3,
+  extensions=(Qwen3(kv_heads=2, head_dim=6, rope_theta=100.0, norm_eps=1e-3),),
   ff_dim=24,
   vocab_size=50,
   seq_len=12,
   dtype="float32",
 )
+
+
+def with_own(m, **fields):
+  """The model with other fields of the plug-in."""
+  own = dataclasses.replace(m.of(Qwen3), **fields)
+  return dataclasses.replace(m, extensions=(own,))
 
 
 def norm(x, scale, eps):
@@ -38,30 +44,30 @@ def rotated(x_LxK, theta):
 def numpy_qwen3(m, params, ids):
   """Hidden states [L, D] of one sequence of input ids [L], float64."""
   p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  x = p["embed"]["tokens"][ids]
+  x, own = p["embed"]["tokens"][ids], m.of(Qwen3)
   for layer in range(m.num_layers):
     b = jax.tree.map(lambda a, i=layer: a[i], p["blocks"])
     h, att, parts = (
-      norm(x, b["attention_norm"]["scale"], m.norm_eps),
+      norm(x, b["attention_norm"]["scale"], own.norm_eps),
       b["attention"],
       [],
     )
     for head in range(m.num_heads):
-      group = head // (m.num_heads // m.num_kv_heads)
-      columns = lambda i: slice(i * m.head_dim, (i + 1) * m.head_dim)
-      q = norm(h @ att["q"][:, columns(head)], att["q_norm"]["scale"], m.norm_eps)
-      k = norm(h @ att["k"][:, columns(group)], att["k_norm"]["scale"], m.norm_eps)
-      scores = rotated(q, m.rope_theta) @ rotated(k, m.rope_theta).T
-      scores /= np.sqrt(m.head_dim)
+      group = head // (m.num_heads // own.kv_heads)
+      columns = lambda i: slice(i * own.head_dim, (i + 1) * own.head_dim)
+      q = norm(h @ att["q"][:, columns(head)], att["q_norm"]["scale"], own.norm_eps)
+      k = norm(h @ att["k"][:, columns(group)], att["k_norm"]["scale"], own.norm_eps)
+      scores = rotated(q, own.rope_theta) @ rotated(k, own.rope_theta).T
+      scores /= np.sqrt(own.head_dim)
       scores[np.triu(np.ones((len(ids),) * 2, bool), 1)] = -np.inf
       weights = np.exp(scores - scores.max(-1, keepdims=True))
       weights /= weights.sum(-1, keepdims=True)
       parts.append(weights @ (h @ att["v"][:, columns(group)]))
     x = x + np.concatenate(parts, axis=-1) @ att["out"]
-    h = norm(x, b["ff_norm"]["scale"], m.norm_eps)
+    h = norm(x, b["ff_norm"]["scale"], own.norm_eps)
     gate = h @ b["ff"]["gate"]
     x = x + (gate / (1 + np.exp(-gate)) * (h @ b["ff"]["up"])) @ b["ff"]["down"]
-  return norm(x, p["embed"]["norm"]["scale"], m.norm_eps)
+  return norm(x, p["embed"]["norm"]["scale"], own.norm_eps)
 
 
 def numpy_head(params):

@@ -18,15 +18,16 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from diloco.cli import compare
-from diloco.config import resolve
-from diloco.log import diagnostics, read_run, workdir
+from diloco.config import add_plugins, resolve
+from diloco.contrib.diagnostics import __main__ as diagnostics
+from diloco.contrib.simulate import failures
+from diloco.log import read_run, workdir
 from diloco.log.loss_picture import LossPicture
 from diloco.reproduce import comparison, runs
 from diloco.reproduce import figures as sweep_figures
 from diloco.scaling_laws import figures as law_figures
 from diloco.simulate import figures as simulated
-from diloco.simulate import from_config, schedule_figure, wallclock
-from diloco.simulate.failures import Row
+from diloco.simulate import schedule_figure, wallclock
 from diloco.sweep.chart import PLAIN, Chart
 from diloco.sweep.grid import Grid
 from diloco.sweep.search import Search
@@ -40,7 +41,8 @@ def run(tmp_path_factory):
   """The folder of a run with diagnostics."""
   folder = tmp_path_factory.mktemp("run")
   tiny = tiny_config()
-  tiny.update_from_flattened_dict({"fragments.size": 2, "log.diagnostics_every": 1})
+  add_plugins(tiny, "diagnostics")
+  tiny.update_from_flattened_dict({"fragments.size": 2, "diagnostics.every": 1})
   c = resolve(tiny)  # Fragments: layers 0 and 2, layer 1, embedding.
   records = list[dict]()
   for t in range(1, 13):
@@ -104,9 +106,9 @@ def of_links() -> Figure:
 
 
 def of_failures() -> Figure:
-  goodput = dict.fromkeys(simulated.LABELS, 0.5)
-  rows = [Row(chips, 1e7, 1.0, 0.9, goodput, goodput) for chips in (1000, 10_000)]
-  return simulated.failures_figure(rows)
+  goodput = dict.fromkeys(failures.METHODS, 0.5)
+  sizes, numbers = (1000, 10_000), (1e7, 1.0, 0.9, goodput, goodput)
+  return failures.draw([failures.Row(chips, *numbers) for chips in sizes])
 
 
 def of_schedule() -> Figure:
@@ -133,9 +135,6 @@ PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
     name: lambda _, n=name: simulated.FIGURES[n]()
     for name in ("s2", "s3", "s6", "s9", "c6")
   },
-  "own": lambda _: simulated.own_figure(
-    from_config.workload(resolve(tiny_config()), 1.0), 1.0
-  ),
   "failures": lambda _: of_failures(),
   "extrapolation": lambda _: law_figures.whole_figure(*law_figures.FIGURES["c13"]),
   "losses and difference": lambda _: law_figures.whole_figure(

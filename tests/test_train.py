@@ -11,26 +11,18 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import wreck
 
 from diloco import train
-from diloco.algorithm import overlap
-from diloco.algorithm.inner import inner_step
-from diloco.algorithm.make import make_plan
 from diloco.algorithm.method import DiLoCo
-from diloco.algorithm.optimizers import make_inner, tuned
 from diloco.algorithm.placement import Jobs
-from diloco.algorithm.state import abstract_params, init_state
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage
-from diloco.config import resolve
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.log import Log, TrainingDiverged
-from diloco.mesh.devices import make_mesh
 from diloco.processes.distributed import lock_workdir
 from diloco.processes.peers import Peers
 
@@ -331,60 +323,6 @@ def test_all_algorithms_see_the_same_tokens(tiny, tmp_path):
     first[algorithm] = metrics.read(tmp_path / algorithm)[0]["loss"]
   assert first["diloco"] == first["streaming"]
   assert first["data_parallel"] == pytest.approx(first["diloco"], rel=1e-6)
-
-
-@pytest.mark.integration("compiles one more step")
-def test_fedpart_trains_only_the_next_fragment(tiny):
-  tiny.outer.fedpart = True
-  c = resolve(tiny)
-  plan = make_plan(c, make_mesh(c))
-  fragment = plan.fragments[1]
-  mask = overlap.trained_next(c, plan, plan.schedule.first_send(1))
-  params_M = jax.tree.map(lambda x: jnp.full((2, *x.shape), 0.1), abstract_params(c))
-  before = jax.tree.map(np.asarray, params_M)
-  tokens = jnp.ones((2, 2, 16), jnp.int32)
-  opt_state = jax.vmap(make_inner(c).init)(params_M)
-  with jax.set_mesh(make_mesh(c)):
-    for _ in range(2):  # The rate of the first warm-up step is zero.
-      params_M, opt_state, _ = inner_step(
-        params_M, opt_state, tokens, mask, tuned(c), c=c
-      )
-  w, old = np.asarray(params_M["blocks"]["ff"]["up"]), before["blocks"]["ff"]["up"]
-  moved = np.any(w != old, axis=(0, 2, 3))
-  assert tuple(np.flatnonzero(moved)) == fragment.layers
-  np.testing.assert_array_equal(params_M["embed"]["tokens"], before["embed"]["tokens"])
-
-
-def test_fedpart_trains_each_fragment_until_it_is_sent(tiny):
-  tiny.outer.fedpart, tiny.sync_every, tiny.inner.warmup_steps = True, 8, 0
-  tiny.train.steps = 18
-  c = resolve(tiny)
-  mesh = make_mesh(c)
-  plan = make_plan(c, mesh)
-  tokens = jnp.ones((2, 2, 16), jnp.int32)
-  with jax.set_mesh(mesh):
-    state = init_state(c, mesh, plan)
-    for t in range(9, 18):
-      before = jax.tree.map(np.asarray, state.params)
-      state, _ = overlap.inner_steps(c, plan, range(t, t + 1), state, [tokens])
-      sends = next(s for s in map(plan.schedule.sends, range(t, 99)) if s)
-      next_sent = [plan.fragments[p] for p in sends]
-      changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)
-      layers = np.flatnonzero(changed["blocks"]["ff"]["up"].any(axis=(0, 2, 3)))
-      assert sorted(layers) == sorted(i for f in next_sent for i in f.layers), t
-      assert changed["embed"]["norm"]["scale"].any() == any(f.rest for f in next_sent)
-
-
-@pytest.mark.parametrize("sync_every", [2, 8])  # With 4 fragments.
-def test_fedpart_leaves_no_parameter_untrained(tiny, sync_every):
-  tiny.outer.fedpart, tiny.sync_every, tiny.train.steps = True, sync_every, 16
-  c = resolve(tiny)
-  plan = make_plan(c, make_mesh(c))
-  one_round = range(sync_every + 1, 2 * sync_every + 1)
-  found = [overlap.trained_next(c, plan, t) for t in one_round]
-  trained = jax.tree.map(lambda *masks: np.max(masks, axis=0), *found)
-  assert all(np.all(x == 1) for x in jax.tree.leaves(trained))
-  assert not any(np.all(x == 1) for x in jax.tree.leaves(found[0]["blocks"]))
 
 
 @pytest.mark.integration("compiles everything twice")

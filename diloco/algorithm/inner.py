@@ -30,7 +30,7 @@ class InnerMetrics(NamedTuple):
   """Metrics of one inner step; each is float32[M], sharded by replica."""
 
   loss: jax.Array  # Mean cross entropy over the replica's tokens, nats.
-  grad_norm: jax.Array  # Global L2 norm before clipping, frozen parameters included.
+  grad_norm: jax.Array  # Global L2 norm before clipping, of all parameters.
   update_norm: jax.Array  # Global L2 norm of the parameters' change.
 
 
@@ -39,7 +39,6 @@ def inner_step(
   params_M: PyTree,
   opt_state_M: PyTree,
   tokens_MxBxL: jax.Array,
-  trainable: PyTree | None,
   tuned: Tuned,
   *,
   c: Config,
@@ -51,26 +50,25 @@ def inner_step(
     params_M: parameters, leaves (M, ...); donated.
     opt_state_M: inner optimizer state, leaves (M, ...); donated.
     tokens_MxBxL: int32, B sequences for each replica.
-    trainable: FedPart's mask, from `overlap.trained_next`; None trains everything.
     tuned: learning rate and weight decay.
     averaged: whether all replicas step along their mean gradient (joint steps).
 
   Returns:
     New parameters, new optimizer state, metrics.
   """
-  arrays, shared = (params_M, opt_state_M, tokens_MxBxL), (trainable, tuned)
   mesh = jax.sharding.get_abstract_mesh()
   if not c.one_model and mesh.shape[FSDP] == 1 and mesh.shape[REPLICA] == c.models:
     # Each device has one whole replica. Its program does not depend on where the other
     # replicas are; so its result does not either, bit for bit.
     spec = P(REPLICA)
     alone = functools.partial(_whole_step, c, averaged)
-    return on_each_device(alone, (spec, P()), spec)(arrays, shared)
+    arrays = (params_M, opt_state_M, tokens_MxBxL)
+    return on_each_device(alone, (spec, P()), spec)(arrays, tuned)
   grads_M, nll_M = _gradients_of_all(c, params_M, tokens_MxBxL)
   if averaged:
     grads_M = mean_of_all(c, grads_M)
   args = (params_M, opt_state_M, grads_M, nll_M)
-  step = functools.partial(_step, c, *shared)
+  step = functools.partial(_step, c, tuned)
   if c.one_model:  # There is one model, so DrJAX has nothing to map.
     return jax.vmap(step)(*args)
   return each_replica(c, step, *args)
@@ -80,20 +78,19 @@ def _whole_step(
   c: Config,
   averaged: bool,
   arrays_1: tuple[PyTree, PyTree, jax.Array],
-  shared: tuple[PyTree | None, Tuned],
+  tuned: Tuned,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the only replica of a device, without the leading axis."""
   params, opt_state, tokens_BxL = jax.tree.map(lambda x: x[0], arrays_1)
   grads, nll = _gradients(c, params, tokens_BxL)
   if averaged:
     (grads,) = _all_reduced(c, grads)
-  found = _step(c, *shared, params, opt_state, grads, nll)
+  found = _step(c, tuned, params, opt_state, grads, nll)
   return jax.tree.map(lambda x: x[None], found)
 
 
 def _step(
   c: Config,
-  trainable: PyTree | None,
   tuned: Tuned,
   params: PyTree,
   opt_state: PyTree,
@@ -101,7 +98,7 @@ def _step(
   nll: jax.Array,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
   """Steps the inner optimizer of one model."""
-  optimizer = make_inner(c, tuned, trainable)
+  optimizer = make_inner(c, tuned)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   metrics = InnerMetrics(nll, _norm(grads), _norm(updates))
   return optax.apply_updates(params, updates), opt_state, metrics

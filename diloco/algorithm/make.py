@@ -4,7 +4,6 @@ import optax
 from jax.sharding import Mesh
 
 from diloco.algorithm import fused, outer
-from diloco.algorithm.diagnostics import DiagnosedPlan
 from diloco.algorithm.optimizers import Outer, outer_shardings, outer_tuned
 from diloco.algorithm.placement import Placement, make_placement
 from diloco.algorithm.plan import Form, Plan
@@ -51,10 +50,10 @@ def make_plan(
   parts = tuple(f.shapes(parameters) for f in fragments)
   for part in parts:  # Finds mistakes in the optimizer; computes nothing.
     outer_shardings(outer_optimizer, abstract(part, "float32"), mesh)
-  steps = [extension.outer_step(c) for extension in c.extensions]
-  steps.append(plugins.EXCHANGES[c.wire.exchange].outer_step)
-  every = c.log.diagnostics_every
-  return (DiagnosedPlan if every else Plan)(
+  step = plugins.EXCHANGES[c.wire.exchange].outer_step or outer.outer_step
+  for extension in c.extensions:
+    step = extension.outer_step(c, step)
+  return Plan(
     schedule=schedule or c.make_schedule(),
     fragments=fragments,
     layers=tuple(f.indices for f in fragments),
@@ -66,12 +65,11 @@ def make_plan(
     own_outer=c.own_outer,
     alpha=c.overlap.alpha,
     seed=c.seed,
-    diagnostics_every=every,
     mesh=mesh,
     placement=placement,
     transport=transport,
     form=choose_form(c.wire, outer_optimizer, placement, c.own_outer),
-    step=next(filter(None, steps), outer.outer_step),
+    step=step,
   )
 
 

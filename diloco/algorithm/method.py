@@ -8,7 +8,6 @@ Steps are numbered from 1; t counts finished inner steps.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, TypeAlias
 
@@ -33,7 +32,6 @@ from diloco.algorithm.state import (
 )
 from diloco.config import Config
 from diloco.spec import sizes
-from diloco.spec.plugins import Extension
 from diloco.util.types import PyTree
 
 
@@ -187,24 +185,18 @@ Method: TypeAlias = DiLoCo | Wrapper
 class BetweenSyncs(Wrapper):
   """Another method; plug-ins average values over its replicas before the outer step."""
 
-  @functools.cached_property
-  def extensions(self) -> dict[str, Extension]:
-    """The plug-in that averages each kind."""
-    c = self.method.c
-    return {kind: x for x in c.extensions for kind in x.averages(c)}
-
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     c, plan, averages = self.method.c, self.method.plan, list[Event]()
     for kind in c.averages_after(t):
       with TraceAnnotation(kind):
-        state, values = self.extensions[kind].average(c, kind, t, plan, state)
+        state, values = c.averages[kind].run(t, plan, state)
       sent = sizes.average_bytes(c.replicas, values)
       averages.append(Event("average", kind, t, sent, {}))
     t, state, events = self.method.outer(t, state)
     return t, state, averages + events
 
 
-def make_method(c: Config, mesh: Mesh) -> DiLoCo:
+def make_method(c: Config, mesh: Mesh) -> Method:
   """Makes the method of a config.
 
   Raises:
@@ -212,4 +204,5 @@ def make_method(c: Config, mesh: Mesh) -> DiLoCo:
   """
   abstract_inner(c, mesh)  # Finds mistakes in inner.optimizer; computes nothing.
   plan = make_plan(c, mesh)
-  return (DiLoCo if plan.fragments else DataParallel)(c, mesh, plan)
+  method = (DiLoCo if plan.fragments else DataParallel)(c, mesh, plan)
+  return BetweenSyncs(method) if c.averages else method

@@ -18,7 +18,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
-from optax.contrib import ScheduleFreeState
 
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -71,12 +70,6 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
 }
 # Names of outer optimizers whose momentum may be a schedule, or an array.
 FALLING = {"sgd"}
-# Names of inner optimizers that average parameters, beside Schedule-Free.
-AVERAGING = set[str]()
-# {type of such an optimizer's state: function (state, parameters) -> their average}.
-AVERAGED: dict[type, Callable[[PyTree, PyTree], PyTree]] = {
-  ScheduleFreeState: lambda state, y: average_of(y, state.z, state.b1)
-}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -134,93 +127,33 @@ def learning_rate(c: Config, peak: jax.Array | float | None = None) -> optax.Sch
   return optax.join_schedules([warm, cosine], [warmup])
 
 
-def make_inner(
-  c: Config, values: Tuned | None = None, trainable: PyTree | None = None
-) -> optax.GradientTransformation:
+def make_inner(c: Config, values: Tuned | None = None) -> optax.GradientTransformation:
   """Makes the inner optimizer; it clips gradients (2501.18512, 3.2; 2503.09799, 3).
 
   By default the decay is 1/T times rate / peak rate (Wang & Aitchison, 2024). optax
   multiplies the decay by the rate, so `tuned` divides the decay by the peak rate.
 
-  Args:
-    trainable: FedPart's mask, from `overlap.trained_next`; None trains everything.
-
   Raises:
     ConfigError: inner.optimizer names no such optimizer, or takes no weight decay.
   """
-  if averages_parameters(c) and not c.one_model:
-    raise ConfigError(
-      f"inner.optimizer is {c.inner.optimizer}, which averages one model, but algorithm"
-      f" is {c.algorithm}; choose data_parallel."
-    )
-  if averages_parameters(c) and c.model.param_dtype != "float32":
-    raise ConfigError(
-      f"inner.optimizer is {c.inner.optimizer}, but model.param_dtype is"
-      f" {c.model.param_dtype}, which is too coarse for its average; choose float32."
-    )
   values = values or tuned(c)
-  norm, fedpart = c.inner.clip_norm, c.outer.fedpart
+  norm = c.inner.clip_norm
   clip = optax.clip_by_global_norm(norm) if norm else optax.identity()
   rate = learning_rate(c, values.learning_rate)
   decay = values.weight_decay if c.inner.weight_decay else None
-  name = "inner.optimizer"
-  made = _make(name, c.inner.optimizer, rate, decay, leading=0 if fedpart else 1)
-  return _in_part(clip, made, trainable) if fedpart else optax.chain(clip, made)
+  make = partial(_make, "inner.optimizer", c.inner.optimizer, rate, decay)
+  found = (extension.inner_optimizer(c, clip, make) for extension in c.extensions)
+  return next(filter(None, found), None) or optax.chain(clip, make())
 
 
-def _in_part(
-  clip: optax.GradientTransformation,
-  optimizer: optax.GradientTransformation,
-  trainable: PyTree | None,
-) -> optax.GradientTransformation:
-  """Steps the layers that train; frozen ones keep parameters and state (FedPart).
+def averages(opt_state: PyTree) -> list[PyTree]:
+  """Finds states of inner optimizers that average their parameters.
 
-  Gradients of frozen layers do not count in the norm that is clipped. Every layer has a
-  state of its own, {'blocks': leaves (N, ...), 'embed': ...}, so its counts stay too,
-  as in PyTorch for parameters without a gradient. Only schedules go on.
-
-  Args:
-    trainable: see `make_inner`; `init` needs none.
+  Schedule-Free keeps an average x of the parameters y: y = b1 x + (1 - b1) z. Any
+  state that has b1 and z is taken for one. No outer step synchronises them.
   """
-  over_layers = {"blocks": jax.vmap, "embed": lambda f: f}
-
-  def chosen(trains: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    if is_schedule(new):
-      return new
-    trains = jnp.expand_dims(trains, [*range(trains.ndim, new.ndim)])
-    return jnp.where(trains, new, old)
-
-  def where_trains(new: PyTree, old: PyTree) -> PyTree:
-    if trainable is None:
-      return new
-    choose = partial(jax.tree.map, is_leaf=is_schedule)
-    return {k: choose(partial(chosen, trainable[k]), new[k], old[k]) for k in new}
-
-  def init(params: PyTree) -> PyTree:
-    return {k: f(optimizer.init)({k: params[k]}) for k, f in over_layers.items()}
-
-  def update(
-    grads: PyTree, state: PyTree, params: PyTree = None
-  ) -> tuple[PyTree, PyTree]:
-    zeros = jax.tree.map(jnp.zeros_like, grads)
-    updates, after = dict[str, PyTree](), dict[str, PyTree]()
-    grads, _ = clip.update(where_trains(grads, zeros), optax.EmptyState())
-    for k, f in over_layers.items():
-      step = f(optimizer.update)
-      found, after[k] = step({k: grads[k]}, state[k], {k: params[k]})
-      updates |= found
-    return where_trains(updates, zeros), where_trains(after, state)
-
-  return optax.GradientTransformation(init, update)
-
-
-def averages_parameters(c: Config) -> bool:
-  """Whether the inner optimizer averages its parameters, as Schedule-Free does.
-
-  No outer step synchronises what such an optimizer keeps in its state.
-  """
-  name, _ = parse("inner.optimizer", c.inner.optimizer)
-  return name in AVERAGING or name.startswith("schedule_free")
+  keeps = lambda x: hasattr(x, "b1") and hasattr(x, "z")
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=keeps) if keeps(x)]
 
 
 def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
@@ -230,19 +163,11 @@ def judged(params_M: PyTree, opt_state_M: PyTree) -> PyTree:
     params_M: parameters, leaves (M, ...).
     opt_state_M: inner optimizer state, leaves (M, ...).
   """
-  averages = lambda x: type(x) in AVERAGED
-  states = [x for x in jax.tree.leaves(opt_state_M, is_leaf=averages) if averages(x)]
-  return _averaged_M(states[0], params_M) if states else params_M
+  states_M = averages(opt_state_M)
+  return _averaged_M(states_M[0], params_M) if states_M else params_M
 
 
-@jax.jit
-def _averaged_M(state_M: PyTree, params_M: PyTree) -> PyTree:
-  return jax.vmap(AVERAGED[type(state_M)])(state_M, params_M)
-
-
-def average_of(y: PyTree, z: PyTree, mu: jax.Array | float) -> PyTree:
-  """Solves y = mu x + (1 - mu) z for x."""
-  return jax.tree.map(lambda y, z: (y - (1 - mu) * z) / mu, y, z)
+_averaged_M = jax.jit(jax.vmap(optax.contrib.schedule_free_eval_params))
 
 
 def at_step(opt_state: PyTree, t: int) -> PyTree:

@@ -203,7 +203,7 @@ def drain(
   if final_sync:
     # No other send has used the step t + 1, so the random numbers are new.
     now = Schedule(len(plan.fragments), 1, (0,) * plan.replicas)
-    plan = dataclasses.replace(plan, schedule=now, diagnostics_every=0)
+    plan = dataclasses.replace(plan, schedule=now)
     params_M, state, more = outer_step(plan, t + 1, params_M, state)
     events += more
   return params_M, state, events

@@ -60,10 +60,9 @@ def inner_steps(
     The state after the steps and the metrics of each step; waits for neither.
   """
   arrays, numbers = (state.params, state.opt_state), tuned(c)
-  trainable = trained_next(c, plan, steps[0])
   if not overlap_steps(plan, steps[0] - 1):
     params_M, opt_state_M, metrics = inner_step(
-      *arrays, *tokens, trainable, numbers, c=c, averaged=steps[-1] <= c.joint_steps
+      *arrays, *tokens, numbers, c=c, averaged=steps[-1] <= c.joint_steps
     )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
   sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
@@ -73,7 +72,6 @@ def inner_steps(
     np.int32(len(tokens)),
     *arrays,
     [*tokens, *tokens[:1] * spare],
-    trainable,
     numbers,
     [state.outer.in_flight[p] for p in sent],
     c=c,
@@ -84,32 +82,12 @@ def inner_steps(
   return TrainState(params_M, opt_state_M, outer), by_step[: len(tokens)]
 
 
-def trained_next(c: Config, plan: Plan, t: int) -> PyTree | None:
-  """Makes FedPart's mask for inner step t (2501.18512, 3.3.1); None without FedPart.
-
-  Only the fragments that are sent next train; all others are frozen. Streaming DiLoCo
-  compares with this, and reports a loss of 3.2145 instead of 2.6749 at 500M.
-
-  Returns:
-    {'blocks': bool [N], 'embed': bool []}: whether parameters train. The values are
-    arrays, so that one program serves all fragments.
-  """
-  if not c.outer.fedpart:
-    return None
-  due = [plan.fragments[p] for p in plan.schedule.next_to_send(t)]
-  layers_N = np.zeros(c.model.num_layers, bool)
-  layers_N[[n for fragment in due for n in fragment.layers]] = True
-  embed = np.bool_(any(fragment.rest for fragment in due))
-  return {"blocks": layers_N, "embed": embed}
-
-
 @functools.partial(jax.jit, static_argnames=("c", "mesh"), donate_argnums=(1, 2))
 def overlapped_exchange(
   count: jax.Array,
   params_M: PyTree,
   opt_state_M: PyTree,
   tokens: list[jax.Array],
-  trainable: PyTree | None,
   tuned: Tuned,
   payloads: list[jax.Array],
   *,
@@ -120,7 +98,7 @@ def overlapped_exchange(
 
   Args:
     count: int32 [], at most the length of `tokens`.
-    params_M, opt_state_M, trainable, tuned: as for `inner_step`.
+    params_M, opt_state_M, tuned: as for `inner_step`.
     tokens: int32 [M, B, L] for each step; steps beyond `count` do not run.
     payloads: uint8 [M, fsdp, bytes], sent before the first step.
 
@@ -132,7 +110,7 @@ def overlapped_exchange(
     received = transport.start(mesh, payloads)
 
   tokens_K = jnp.stack(tokens)
-  args = (params_M, opt_state_M, tokens[0], trainable, tuned)
+  args = (params_M, opt_state_M, tokens[0], tuned)
   shapes = jax.eval_shape(functools.partial(inner_step, c=c), *args)[2]
   zeros = lambda x: jnp.zeros((len(tokens), *x.shape), x.dtype)
   at = lambda tree_K, k: jax.tree.map(lambda x_K: x_K[k], tree_K)
@@ -142,7 +120,7 @@ def overlapped_exchange(
   ) -> tuple[PyTree, PyTree, InnerMetrics]:
     params_M, opt_state_M, metrics_K = carry
     params_M, opt_state_M, metrics = inner_step(
-      params_M, opt_state_M, at(tokens_K, k), trainable, tuned, c=c
+      params_M, opt_state_M, at(tokens_K, k), tuned, c=c
     )
     put = lambda x_K, x: x_K.at[k].set(x)
     return params_M, opt_state_M, jax.tree.map(put, metrics_K, metrics)

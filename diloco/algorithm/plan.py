@@ -61,12 +61,11 @@ class Plan:
     own_outer: whether every replica has outer parameters of its own.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
-    diagnostics_every: measures every n-th sync of each fragment; 0: none.
     mesh: the device mesh.
     placement: where the outer state lives, and where and when it is updated.
     transport: carries the payloads between replicas.
     form: how the lines are computed.
-    step: lines 6 to 12; `outer.outer_step`, or that of a later paper.
+    step: lines 6 to 12; `outer.outer_step`, or that of a plug-in.
   """
 
   schedule: Schedule
@@ -80,7 +79,6 @@ class Plan:
   own_outer: bool
   alpha: float
   seed: int | jax.Array
-  diagnostics_every: int
   mesh: Mesh
   placement: Placement
   transport: Transport
@@ -103,15 +101,6 @@ class Plan:
     """Returns the plan of a run that was finished after `step` and is extended."""
     schedule = dataclasses.replace(self.schedule, drained=step)
     return dataclasses.replace(self, schedule=schedule)
-
-  def is_diagnosed(self, p: int, t: int) -> bool:
-    """Returns whether the sync of fragment p that is sent after step t is diagnosed.
-
-    Diagnosed are the first sync of each fragment and then every n-th, where n is
-    `diagnostics_every`.
-    """
-    every, number = self.diagnostics_every, self.schedule.num_sends(p, t)
-    return bool(every) and (number - 1) % every == 0
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""

@@ -16,6 +16,7 @@ from diloco.algorithm.optimizers import Outer
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.sync_metrics import Metric
 from diloco.config import Config
+from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import REPLICA
 from diloco.model import registry
@@ -96,7 +97,7 @@ class Event:
   """What happened after an inner step, for the log and the ledger.
 
   Attributes:
-    kind: send, receive, merge, average, or a kind of a plug-in.
+    kind: send, receive, average, or a kind of a plug-in.
     fragment: index p of the fragment; for an average, its kind.
     step: number of finished inner steps.
     sent: bytes that one replica sends; 0 for a receive.
@@ -226,11 +227,19 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   """Describes shapes and shardings of inner parameters and inner optimizer state.
 
   Raises:
-    ConfigError: inner.optimizer cannot step these parameters.
+    ConfigError: inner.optimizer cannot step these parameters, or averages them, which
+      needs one model in float32.
   """
   optimizer, leading = optimizers.make_inner(c), (None if c.one_model else REPLICA,)
   # Makes the key in eval_shape too: the devices of a dry run cannot compute.
   params_M, opt_state_M = jax.eval_shape(lambda: _init_inner(c, jax.random.key(0)))
+  found = c.algorithm, c.model.param_dtype
+  if optimizers.averages(opt_state_M) and found != ("data_parallel", "float32"):
+    raise ConfigError(
+      f"inner.optimizer is {c.inner.optimizer}, which averages one model in float32,"
+      f" but algorithm is {found[0]} and model.param_dtype {found[1]}; choose"
+      " data_parallel and float32."
+    )
   params_at = sharding.shardings(params_M, mesh, leading)
   opt_at = optimizers.state_shardings(
     "inner.optimizer", optimizer, abstract_params(c), mesh, leading

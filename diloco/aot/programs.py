@@ -20,7 +20,7 @@ from jax.stages import Lowered, Wrapped
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
-from diloco.algorithm.overlap import overlapped_exchange, trained_next
+from diloco.algorithm.overlap import overlapped_exchange
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
@@ -91,19 +91,18 @@ class Programs:
         jnp.int32,
         sharding=sharding.batch_sharding(mesh, c.one_model),
       )
-      rest = (trained_next(c, plan, 0), tuned(c))
       both = dict(zip(parts, arrays))
-      self._add("inner step", both, inner_step, *arrays, tokens, *rest, c=c)
+      self._add("inner step", both, inner_step, *arrays, tokens, tuned(c), c=c)
       if c.joint_steps:
         warm = partial(self._add, "joint step", both, inner_step)
-        warm(*arrays, tokens, *rest, c=c, averaged=True)
+        warm(*arrays, tokens, tuned(c), c=c, averaged=True)
       if plan.fragments:
         self._add_outer_step(c, plan, self.state.outer)
       steps = plan.schedule.longest_overlap if plan.transport.overlaps else 0
       if steps:
         name = f"exchange, {steps} inner step{'s' * (steps > 1)}"
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        args = (count, *arrays, [tokens] * steps, *rest, [self.payload])
+        args = (count, *arrays, [tokens] * steps, tuned(c), [self.payload])
         held = {**both, "in flight": self.payload}
         self._add(name, held, overlapped_exchange, *args, c=c, mesh=mesh)
 

@@ -45,13 +45,13 @@ _RATES = ("inner.learning_rate", "outer.learning_rate")
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
   """Returns {field: old -> new} of the fields that differ and are not free."""
-  free = sum((kind().free() for kind in plugins.EXTENSIONS.values()), FREE_FIELDS)
+  free = FREE_FIELDS + plugins.free()
   # A transport may load a plug-in of its name; the transport is free, so it is, too.
   transports = {x.get("overlap", {}).get("transport") for x in (old, new)}
   if len(transports) > 1:
     free += tuple(f"{name}." for name in transports)
-    own = lambda x: [name for name in x.get("plugins", ()) if name not in transports]
-    old, new = {**old, "plugins": own(old)}, {**new, "plugins": own(new)}
+  own = lambda x: [name for name in x.get("plugins", ()) if f"{name}." not in free]
+  old, new = {**old, "plugins": own(old)}, {**new, "plugins": own(new)}
   changes = difference(old, new).items()
   return {field: x for field, x in changes if not field.startswith(free)}
 

@@ -2,7 +2,6 @@ r"""Compares runs: a table, and a picture of their losses. The runs may still go
 
 python -m diloco compare runs/data_parallel runs/diloco runs/streaming
 python -m diloco compare runs/a runs/b --out=ab.png --chips=64 --gbits=1 --latency=0.05
-python -m diloco compare runs/a runs/b --csv=metrics.csv
 """
 
 import argparse
@@ -20,23 +19,23 @@ import pandas as pd
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
-from diloco.log.read_run import Run, read_all, write_csv
+from diloco.log.read_run import Run, read_all
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
+from diloco.spec import plugins
 from diloco.spec.shapes import matrix_params
 from diloco.util import command, palette
 
-# Fields that are columns already, follow from columns, or change no result.
+# Fields that are columns already, follow from columns, or change no result; plug-ins
+# have more that change none, see `Extension.free`.
 _QUIET = (
   *("algorithm", "replicas", "sync_every", "seed", "overlap.", "wire.format"),
   *("fragments.pattern", "train.tokens", "plugins", "sites.", "eval.", "mesh."),
   *("log.", "checkpoint.", "profile.", "data.data_dir", "data.prefetch"),
 )
-
-
 # Fields in which runs that are joined may differ: they change nothing but the noise.
-_NOISE = ("seed", "log.", "checkpoint.", "profile.", "data.prefetch")
+_NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
@@ -44,7 +43,7 @@ def named(runs: Sequence[Run]) -> list[Run]:
   fields = [leaves(run.config.to_dict()) for run in runs]
   differs = _differing(fields, "seed")
   own = lambda values: [f"{f.rpartition('.')[2]}={values.get(f)}" for f in differs]
-  names = [", ".join([_title(run), *own(x)]) for run, x in zip(runs, fields)]
+  names = [", ".join([title(run.config), *own(x)]) for run, x in zip(runs, fields)]
   found = list[Run]()
   for run, name in zip(runs, names):
     digest = re.fullmatch(r"(.*/)?[0-9a-f]{12}", run.name)
@@ -55,17 +54,17 @@ def named(runs: Sequence[Run]) -> list[Run]:
 
 def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
   """Returns the fields that differ between runs: those not in _QUIET, and `also`."""
-  shown = lambda f: f in also or not f.startswith(_QUIET)
+  shown = lambda f: f in also or not f.startswith(_QUIET + plugins.free())
   names = filter(shown, dict.fromkeys(itertools.chain(*runs)))
   return [f for f in names if len({repr(run.get(f)) for run in runs}) > 1]
 
 
 def joined(runs: Sequence[Run]) -> list[list[Run]]:
   """Groups the runs that differ only in their seeds, and are equally far."""
-  groups = dict[str, list[Run]]()
+  groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
   for run in runs:
     fields = leaves(run.config.to_dict()).items()
-    same = [(f, x) for f, x in fields if not f.startswith(_NOISE)]
+    same = [(f, x) for f, x in fields if not f.startswith(noise)]
     key = repr((run.step, max(run.held_out, default=0), same))
     groups.setdefault(key, []).append(run)
   return [*groups.values()]
@@ -224,15 +223,10 @@ def draw(
 
 def label(run: Run) -> str:
   """Names a run and its method in the legend."""
-  name, method = run.name, _title(run)
+  name, method = run.name, title(run.config)
   if name.startswith(method):  # `named` has named it.
     return name
   return f"{name}: " * (name != run.config.algorithm) + method
-
-
-def _title(run: Run) -> str:
-  c = run.config
-  return title(c.algorithm, c.replicas, c.sync_every)
 
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
@@ -272,8 +266,6 @@ def compare(args: argparse.Namespace) -> None:
   if args.out:
     command.check_picture(args.out, "compare.png")
   across = wallclock.Network(args.gbits * 1e9, args.latency)
-  if args.csv:
-    command.make_parent(args.csv, "--csv", "a file name.csv")
   runs = named(read_all(args.workdir))
   means = [mean_of(group) for group in joined(runs)]
   seconds, notes = idealised(means, args.chips, across)
@@ -282,8 +274,6 @@ def compare(args: argparse.Namespace) -> None:
   out = args.out or args.workdir[0] / "compare.png"
   palette.save(lambda: draw(means, seconds, across), out)
   print(f"picture      {out}")
-  if args.csv:
-    print(f"metrics      {args.csv}, {write_csv(args.workdir, args.csv):,} lines")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,7 +283,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "--workdir of a run, or the folder of its site-0, site-1, ..."
   add("workdir", metavar="WORKDIR", type=path, nargs="+", help=text)
   add("--out", type=path, help="picture to write; default compare.png in WORKDIR")
-  add("--csv", type=path, help="also write the metrics of all steps to this CSV file")
   text = "chips of each run; default: enough for the largest"
   add("--chips", type=command.in_range(2.0, 1e9), help=text)
   gbits = low.bandwidth / 1e9

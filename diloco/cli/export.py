@@ -1,15 +1,14 @@
 """Writes a trained model for other programs: safetensors weights and a config.
 
   python -m diloco export --workdir=runs/sample --output=runs/sample_export
-  python -m diloco export --workdir=runs/qwen3 --format=hf --output=runs/qwen3_hf
 
 The folder holds the outer parameters (model.safetensors, float32, names such as
 `blocks.attention.q`), a description of the model (config.json) and the tokenizer
 (tokenizer.model). diloco generate and diloco.evaluate accept the folder as --workdir,
 and `diloco.interop.load.load` returns the same parameters, bit for bit.
 
-With --format=hf, transformers loads the folder as Qwen3ForCausalLM, with its tokenizer;
-for model.name=qwen3 only (docs/models.md).
+With --format=NAME, the folder has another format, if the plug-in of the model's
+architecture writes one (docs/models.md).
 """
 
 import argparse
@@ -21,58 +20,57 @@ import jax
 import numpy as np
 from flax import traverse_util
 
-from diloco.data import load_tokenizer
+from diloco.data import Tokenizer, load_tokenizer
 from diloco.errors import ConfigError
-from diloco.interop import hf, load
-from diloco.interop.public_model import CONFIG
+from diloco.interop import load
 from diloco.model import registry
+from diloco.spec import plugins
 from diloco.util.command import as_path, guarded, make_folder, model_parser
 
+DILOCO = "diloco"  # The format that every architecture has.
 
-def export(model: load.Model, output: str | pathlib.Path) -> pathlib.Path:
-  """Writes the model's parameters, config and tokenizer.
+
+def export(
+  model: load.Model,
+  output: str | pathlib.Path,
+  format: str = DILOCO,
+  dtype: str = "float32",
+) -> list[pathlib.Path]:
+  """Writes the model's parameters, config and tokenizer; returns the files.
 
   Args:
     model: from `diloco.interop.load.load`.
     output: folder to create; if it has an export, the files are replaced.
-
-  Returns:
-    The folder.
+    format: "diloco", or a format of the model's architecture.
+    dtype: type of the weights; the format diloco has only float32.
 
   Raises:
-    ConfigError: the tokenizer or the package safetensors is missing, or the folder is
-      a run's.
+    ConfigError: the architecture has no such format, the tokenizer or the package
+      safetensors is missing, or the folder is a run's.
   """
+  m, tokenizer = model.config.model, load_tokenizer(model.config.data.tokenizer)
+  formats = {DILOCO: write} | getattr(registry.get(m), "FORMATS", {})
+  field = f"model.name is {m.name} (docs/models.md), and --format"
+  plugins.check_name(field, format, formats)
   folder = make_output(output)
+  return [folder / name for name in formats[format](model, tokenizer, folder, dtype)]
+
+
+def write(
+  model: load.Model, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
+) -> list[str]:
+  """Writes the format that every architecture has; returns the names of the files."""
   named = traverse_util.flatten_dict(jax.device_get(model.params), sep=".")
-  # safetensors writes the buffer as it lies in memory, so it must be contiguous.
   tensors = {name: np.ascontiguousarray(x) for name, x in named.items()}
-  hf.save(tensors, folder / load.WEIGHTS, {"format": "np"})
+  load.save(tensors, folder / load.WEIGHTS, "np")
   described = {
     "step": model.step,
     "architecture": registry.get(model.config.model).DESCRIPTION,
     "config": model.config.to_dict(),
   }
-  (folder / CONFIG).write_text(json.dumps(described, indent=2) + "\n")
-  tokenizer = load_tokenizer(model.config.data.tokenizer)
+  (folder / load.CONFIG).write_text(json.dumps(described, indent=2) + "\n")
   (folder / load.TOKENIZER).write_bytes(tokenizer.serialized())
-  return folder
-
-
-def export_hf(
-  model: load.Model, output: str | pathlib.Path, dtype: str = "float32"
-) -> tuple[pathlib.Path, list[str]]:
-  """Writes the model as transformers' Qwen3ForCausalLM, with its tokenizer.
-
-  Returns:
-    The folder and the names of its files.
-
-  Raises:
-    ConfigError: the architecture or the tokenizer has no counterpart, or as `export`.
-  """
-  c, folder = model.config, make_output(output)
-  tokenizer = load_tokenizer(c.data.tokenizer)
-  return folder, hf.write(c.model, model.params, tokenizer, folder, dtype)
+  return [load.CONFIG, load.WEIGHTS, load.TOKENIZER]
 
 
 def make_output(output: str | pathlib.Path) -> pathlib.Path:
@@ -91,25 +89,20 @@ def make_output(output: str | pathlib.Path) -> pathlib.Path:
 def run(args: argparse.Namespace) -> None:
   """Exports a model and prints the files."""
   make_output(args.output)  # Loading is slow, so check the folder first.
-  if args.dtype != "float32" and args.format != "hf":
-    raise ConfigError(f"--dtype is {args.dtype}, which needs --format=hf.")
+  if args.dtype != "float32" and args.format == DILOCO:
+    raise ConfigError(f"--dtype is {args.dtype}, which --format={DILOCO} has not.")
   model = load.load(args.workdir, args.step)
-  if args.format == "hf":
-    folder, names = export_hf(model, args.output, args.dtype)
-  else:
-    folder = export(model, args.output)
-    names = [CONFIG, load.WEIGHTS, load.TOKENIZER]
-  for name in names:
-    print(f"{folder / name}  {(folder / name).stat().st_size:,} bytes")
+  for path in export(model, args.output, args.format, args.dtype):
+    print(f"{path}  {path.stat().st_size:,} bytes")
 
 
 def main(argv: list[str] | None = None) -> int:
   parser = model_parser("export", __doc__)
   parser.add_argument("--output", type=as_path, required=True, help="folder to write")
-  formats = ("diloco", "hf")
-  parser.add_argument("--format", choices=formats, default="diloco", help="hf: Qwen3")
-  dtypes = ("float32", "bfloat16")
-  parser.add_argument("--dtype", choices=dtypes, default="float32", help="for hf")
+  help_ = "diloco, or one of the model's architecture"
+  parser.add_argument("--format", default=DILOCO, help=help_)
+  dtypes, help_ = ("float32", "bfloat16"), "for the formats of an architecture"
+  parser.add_argument("--dtype", choices=dtypes, default="float32", help=help_)
   return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
 
 

@@ -120,7 +120,7 @@ def traffic(c: Config) -> tuple[int, int]:
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
   of_average, warm = average_bytes(c), min(c.joint_steps, c.train.steps)
-  for kind, (every, _) in c.averages.items():
+  for kind, (every, *_) in c.averages.items():
     sent += (c.train.steps // every - warm // every) * of_average[kind]
   return most, sent
 

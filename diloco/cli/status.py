@@ -16,6 +16,7 @@ import pathlib
 import statistics
 import sys
 import time
+import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -190,7 +191,7 @@ def lines(folder: pathlib.Path, now: float) -> list[str]:
 def _title(config: dict[str, Any]) -> str:
   if not config:
     return "config not known, because there is no config.json"
-  return title(config["algorithm"], config["replicas"], config["sync_every"])
+  return title(types.SimpleNamespace(**config))
 
 
 def _of(count: int, total: int | None) -> str:

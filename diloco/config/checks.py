@@ -98,9 +98,10 @@ def _converted(value: Any, kind: Any) -> Any:
 def unknown(field: str, known: Iterable[str]) -> str:
   """Returns the end of a sentence about a field that does not exist."""
   if field in plugins.moved():
-    _, now, text = plugins.moved()[field]
-    return f"; now it is {now}={text!r}{plugins.hint(text.partition('(')[0])}"
-  hint = plugins.hint(field.partition(".")[0])
+    _, now, value = plugins.moved()[field]
+    hint = plugins.hint(str(value)) or plugins.hint(now)
+    return f"; now it is {now}={value!r}{hint}"
+  hint = plugins.hint(field)
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 
 
@@ -115,41 +116,43 @@ def check_together(
       " held-out text; set eval.tokens."
     )
   m, shares = c.model, c.replicas * c.train.accumulate
-  for multiple, n, divisor, d in (
-    ("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares),
-    ("train.batch_size", c.train.batch_size, "data.shards", c.data.shards),
-    ("data.shards", c.data.shards, "replicas", c.replicas),
-    ("model.dim", m.dim, "model.num_heads", 0 if m.head_dim else m.num_heads),
-    ("model.num_heads", m.num_heads, "model.num_kv_heads", m.num_kv_heads),
-    ("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk),
-  ):
-    if d and n % d:
-      raise ConfigError(
-        f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
-      )
-  for field in shapes.ONLY_QWEN3 if m.name == "decoder" else ():
-    value, default = getattr(m, field), defaults[f"model.{field}"]
-    if value != default:
-      raise ConfigError(
-        f"model.{field} is {value}, which model.name=decoder does not have; leave it at"
-        f" {default}, or set model.name=qwen3."
-      )
+  divide("train.batch_size", c.train.batch_size, "replicas * train.accumulate", shares)
+  divide("train.batch_size", c.train.batch_size, "data.shards", c.data.shards)
+  divide("data.shards", c.data.shards, "replicas", c.replicas)
+  # An architecture with fields of its own may have heads of another size.
+  heads = 0 if m.extensions else m.num_heads
+  divide("model.dim", m.dim, "model.num_heads", heads)
+  divide("model.seq_len", m.seq_len, "model.loss_chunk", m.loss_chunk)
   if len(c.overlap.taus) != c.replicas:
     raise ConfigError(
       f"overlap.taus is {c.overlap.taus}; give {c.replicas} whole numbers, one per"
       " replica, or leave it empty."
     )
   c.make_schedule()
-  shapes.parameters(c.model)
   check_names(c)
-  if c.make_fragments():
-    for extension in c.extensions:
-      extension.check(c)
+  for extension in c.effective:
+    extension.check(c)
+
+
+def divide(multiple: str, n: int, divisor: str, d: int) -> None:
+  """Refuses a number of a field that the number of another does not divide; 0: none.
+
+  Raises:
+    ConfigError: d does not divide n.
+  """
+  if d and n % d:
+    raise ConfigError(
+      f"{multiple} is {n}, which {divisor} = {d} does not divide; change one of them."
+    )
 
 
 def check_names(c: Config) -> None:
   """Refuses names that nothing has registered."""
   sizes.check(c.wire)
+  # Another config may have loaded a plug-in whose fields this one lacks.
+  own, groups = c.model.extensions, plugins.EXTENSIONS
+  models = [name for name in shapes.ARCHITECTURES if own or name not in groups]
+  plugins.check_name("model.name", c.model.name, models)
   plugins.check_name("outer.average", c.outer.average, ("mean", *plugins.MEANS))
   plugins.check_name(
     "overlap.transport", c.overlap.transport, tuple(plugins.TRANSPORTS)

@@ -22,7 +22,6 @@ RULES = (
     ON_DEVICES | {"outer.average": ("mean",)},
   ),
   Rule("wire.format", "bf16", "which casts to nearest", NEAREST),
-  Rule("log.diagnostics_every", None, "which compares replicas on devices", ON_DEVICES),
 )
 
 
@@ -46,7 +45,7 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
       continue
     for other, works in needs.items():
       if values.get(other, works[0]) in works or (
-        data_parallel and other != "algorithm"
+        data_parallel and other not in ("algorithm", "model.name")
       ):
         continue
       given = values[other]

@@ -39,6 +39,7 @@ def _types(group: object) -> dict[str, Any]:
   return {
     name: _types(kind) if dataclasses.is_dataclass(kind) else kind
     for name, kind in hints.items()
+    if name != "extensions"
   }
 
 
@@ -46,7 +47,6 @@ def _kinds(names: Sequence[str]) -> dict[str, Any]:
   """Returns the type of each field of a config with these plug-ins."""
   groups = plugins.load(names)
   kinds = _types(Config) | {name: _types(group) for name, group in groups.items()}
-  del kinds["extensions"]
   return leaves(kinds)
 
 
@@ -188,9 +188,8 @@ def _resolve(v: dict[str, Any]) -> Config:
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
-  if v["algorithm"] != "data_parallel":
-    for extension in _build(v).extensions:
-      v |= extension.fill_in(v)
+  for extension in _build(v).effective:
+    v |= extension.fill_in(v)
   if v["wire.format"] == "auto":
     v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
@@ -240,9 +239,10 @@ def _build(v: Mapping[str, Any]) -> Config:
     groups.setdefault(group, {})[name] = value
   default, own = Config(), groups.pop("")
   kinds = plugins.load(v["plugins"])
-  made = [kind(**groups.pop(name, {})) for name, kind in kinds.items()]
+  made = {name: kind(**groups.pop(name, {})) for name, kind in kinds.items()}
+  groups["model"]["extensions"] = (*filter(None, [made.get(v["model.name"])]),)
   parts = {
     group: dataclasses.replace(getattr(default, group), **values)
     for group, values in groups.items()
   }
-  return Config(**own, **parts, extensions=tuple(made))
+  return Config(**own, **parts, extensions=tuple(made.values()))

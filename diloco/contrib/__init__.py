@@ -1,9 +1,12 @@
 """Methods of later papers, a file or a folder each; docs/methods.md compares them.
 
+`qwen3` is an architecture instead, with the folders of other programs (docs/models.md).
+
 A method is a plug-in: `--config.plugins=sparta` gives a config its fields, or the names
 that it adds to others, such as the compressor error_feedback; no other file of the
 package knows the method. A file holds all that its method adds: fields, rules about
 other fields, what is sent, and the functions (`diloco.spec.plugins` lists the hooks).
+`diagnostics/` is a plug-in that measures the syncs of any method.
 
 SparseLoCo is chunked_topk, error_feedback and bins; MuLoCo is error_feedback, bins and
 the inner optimizer Muon.
@@ -22,9 +25,17 @@ AdamW's (arXiv 2502.16982, section 2.2). MuLoCo's authors report a lower loss th
 DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, code).
 """
 
-# Fields that became choices of plug-ins: {former field: (its default, the field now, an
-# example of its value)}. A saved config may have such a field at its default.
+# Fields that became choices or fields of plug-ins: {former field: (its default, the
+# field now, an example of its value)}. A saved config may have such a field at its
+# default.
 MOVED = {
+  "log.diagnostics_every": (0, "diagnostics.every", 4),
+  "model.head_dim": (0, "qwen3.head_dim", 128),
+  "model.norm_eps": (1e-6, "qwen3.norm_eps", 1e-6),
+  "model.num_kv_heads": (0, "qwen3.kv_heads", 8),
+  "model.rope_theta": (1e6, "qwen3.rope_theta", 1e6),
+  "model.tie_embeddings": (True, "qwen3.tie_embeddings", False),
+  "outer.fedpart": (False, "fedpart.on", True),
   "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
   "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),

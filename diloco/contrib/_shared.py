@@ -25,7 +25,7 @@ NEEDS = {
   "outer.offload": OFF,
   "outer.final_sync": OFF,
   "warm_start.steps": OFF,
-  "log.diagnostics_every": OFF,
+  "diagnostics.every": OFF,
 }
 
 

@@ -70,7 +70,8 @@ class DesLoc(plugins.Extension):
     """Counts one first and one second moment per parameter, as AdamW has."""
     periods = {FIRST: self.first_every, SECOND: self.second_every}
     total = num_params(c.model)
-    return {kind: Average(every, total) for kind, every in periods.items() if every}
+    run = lambda kind: partial(self.average, kind)
+    return {k: Average(every, total, run(k)) for k, every in periods.items() if every}
 
   def check(self, c: Config) -> None:
     """Refuses moments that the inner optimizer does not have."""
@@ -89,7 +90,7 @@ class DesLoc(plugins.Extension):
         )
 
   def average(
-    self, c: Config, kind: str, t: int, plan: Plan, state: TrainState
+    self, kind: str, t: int, plan: Plan, state: TrainState
   ) -> tuple[TrainState, int]:
     opt_state, values = average(plan, state.opt_state, kind)
     return dataclasses.replace(state, opt_state=opt_state), values

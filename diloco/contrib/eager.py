@@ -74,8 +74,8 @@ class Eager(plugins.Extension):
   def own_outer(self, c: Config) -> bool:
     return self.on
 
-  def outer_step(self, c: Config) -> OuterStep | None:
-    return outer_step if self.on else None
+  def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
+    return outer_step if self.on else step
 
   def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
     if not self.on:

@@ -29,17 +29,17 @@ from diloco.util.types import PyTree
 
 
 class GPAState(NamedTuple):
-  """State of `gpa`.
+  """State of `gpa`, with the names by which `optimizers.averages` finds it.
 
   Attributes:
     base: state of AdamW.
     z: the sequence that AdamW steps, a tree like the parameters.
-    mu_y: weight of x in y, float32 [].
+    b1: mu_y, the weight of x in y, float32 [].
   """
 
   base: PyTree
   z: PyTree
-  mu_y: jax.Array
+  b1: jax.Array
 
 
 def gpa(
@@ -79,17 +79,12 @@ def gpa(
   ) -> tuple[PyTree, GPAState]:
     steps, base = adamw.update(updates, state.base, state.z)
     z = optax.apply_updates(state.z, steps)
-    x = jax.tree.map(lambda x, z: mu_x * x + (1 - mu_x) * z, _x(state, params), z)
+    x = optax.contrib.schedule_free_eval_params(state, params)
+    x = jax.tree.map(lambda x, z: mu_x * x + (1 - mu_x) * z, x, z)
     change = lambda x, z, y: mu_y * x + (1 - mu_y) * z - y
-    return jax.tree.map(change, x, z, params), GPAState(base, z, state.mu_y)
+    return jax.tree.map(change, x, z, params), GPAState(base, z, state.b1)
 
   return optax.GradientTransformation(init, update)
 
 
-def _x(state: GPAState, y: PyTree) -> PyTree:
-  return optimizers.average_of(y, state.z, state.mu_y)
-
-
 optimizers.OWN["inner.optimizer"]["gpa"] = gpa
-optimizers.AVERAGING.add("gpa")
-optimizers.AVERAGED[GPAState] = _x

@@ -61,11 +61,10 @@ class Sparta(plugins.Extension):
   def averages(self, c: Config) -> dict[str, Average]:
     if not self.share:
       return {}
-    return {KIND: Average(self.every, count(self.share, parameters(c.model)))}
+    values = count(self.share, parameters(c.model))
+    return {KIND: Average(self.every, values, self.average)}
 
-  def average(
-    self, c: Config, kind: str, t: int, plan: Plan, state: TrainState
-  ) -> tuple[TrainState, int]:
+  def average(self, t: int, plan: Plan, state: TrainState) -> tuple[TrainState, int]:
     key = plan.key(t, _KEY)
     params = average(state.params, key, share=self.share, mesh=plan.mesh)
     values = count(self.share, plan.parameters, plan.mesh.shape[FSDP])

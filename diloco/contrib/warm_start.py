@@ -34,7 +34,6 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event, OuterState
 from diloco.config import Config
-from diloco.config.combinations import OFF
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins
 from diloco.spec.fields import Count
@@ -62,8 +61,9 @@ class WarmStart(plugins.Extension):
   def updates_early(self, c: Config) -> bool:
     return self.momentum
 
-  def outer_step(self, c: Config) -> OuterStep | None:
-    return partial(outer_step, momentum=self.momentum) if self.steps else None
+  def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
+    own = partial(outer_step, momentum=self.momentum, step=step)
+    return own if self.steps else step
 
 
 plugins.register("warm_start", WarmStart)
@@ -72,7 +72,7 @@ plugins.RULES.append(
     "warm_start.steps",
     None,
     "which averages gradients at every step and sends nothing else",
-    {"overlap.transport": ("device", "host"), "outer.fedpart": OFF},
+    {"overlap.transport": ("device", "host")},
   )
 )
 
@@ -85,12 +85,13 @@ def outer_step(
   last_send: int | None = None,
   *,
   momentum: bool,
+  step: OuterStep = outer.outer_step,
 ) -> tuple[PyTree, OuterState, list[Event]]:
-  """Lets fragments that are due follow the replicas, then runs Algorithm 2."""
+  """Lets fragments that are due follow the replicas, then runs `step`."""
   followed = list[Event]()
   if last_send is None or t <= last_send:
     state, followed = follow(plan, t, params_M, state, momentum)
-  params_M, state, events = outer.outer_step(plan, t, params_M, state, last_send)
+  params_M, state, events = step(plan, t, params_M, state, last_send)
   return params_M, state, followed + events
 
 

@@ -86,7 +86,7 @@ class EncodedText:
         raise ConfigError(
           "data.shuffle_window is -1, which keeps all tokens of a text in memory, but"
           f" data.source has about {expected:,}, and {MOST_TOKENS:,} are allowed;"
-          " prepare arrays (python -m diloco prepare_data tokenize), which stay on"
+          " prepare arrays (python -m diloco prepare_data), which stay on"
           " disk, or choose a window."
         )
     return kept

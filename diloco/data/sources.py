@@ -34,7 +34,7 @@ def make_source(d: DataConfig, split: str) -> "Source":
     if file.compressed or file.kind == "rows":
       raise ConfigError(
         f"data.source is {d.source!r}, but {file.path.name} can only be read in order;"
-        f" run `python -m diloco prepare_data tokenize --source={d.source!r}"
+        f" run `python -m diloco prepare_data --source={d.source!r}"
         " --split=train,eval --output=<folder>` and set data.source=arrays:<folder>."
       )
   return TextFiles(files, split)
@@ -69,8 +69,8 @@ class TfdsText:
     if builder.info.file_format.value != "array_record":
       raise ConfigError(
         f"data.source is {d.source!r}, stored as {builder.info.file_format.value}, but"
-        " random access needs array_record; run `python -m diloco prepare_data convert"
-        f" --source={d.source} --data_dir={d.data_dir} --output=<new data_dir>`."
+        " random access needs array_record; prepare arrays (python -m diloco"
+        " prepare_data), or convert it (tfds convert_format, which needs TensorFlow)."
       )
     tfds_split(builder, split)
     self._name = f"The split {split} of {builder.data_path}"

@@ -52,7 +52,7 @@ class Evaluation:
     self._tasks = {
       name: [
         (item, tasks.encode(self.tokenizer, item, c.model.seq_len))
-        for item in tasks.load_items(name, c.data.data_dir, c.eval.task_items)
+        for item in tasks.load_items(name, c.eval.task_items)
       ]
       for name in filter(None, map(str.strip, c.eval.tasks.split(",")))
     }
@@ -60,19 +60,6 @@ class Evaluation:
   def __call__(self, params: Any) -> Scores:
     """Computes the held-out loss and the accuracies."""
     return Scores(self.loss(params), self.tasks(params))
-
-  def sequences(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first held-out sequences; repeats them if there are fewer.
-
-    Returns:
-      Tokens int32 [count, L]; weights float32 [count, L], 0 for padding, else 1.
-    """
-    assert self._eval_set is not None
-    length = self._eval_set.tokens.shape[-1]
-    used = -(-self._eval_set.num_tokens // length)  # The rest is padding only.
-    rows = np.arange(count) % used
-    tokens, weights = self._eval_set.tokens, self._eval_set.weights
-    return tokens.reshape(-1, length)[rows], weights.reshape(-1, length)[rows]
 
   def loss(self, params: Any) -> heldout.EvalResult:
     """Computes the held-out loss."""

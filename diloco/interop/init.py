@@ -1,25 +1,25 @@
 """Reads the parameters with which a run starts, from the folder of init.checkpoint."""
 
+import os
 import pathlib
-from typing import Any
 
 from jax.sharding import Mesh
 
 from diloco.config import Config
+from diloco.config.resolve import leaves
 from diloco.data import Tokenizer, load_tokenizer
 from diloco.errors import ConfigError
-from diloco.interop import hf, load
-from diloco.interop.public_model import CONFIG, fields_of, read_json, sizes_of
-from diloco.spec.fields import ModelConfig
-from diloco.tokenizer.tokenizer_json import convert
-from diloco.util.files import local_path
+from diloco.interop import load
+from diloco.model import registry
+from diloco.spec import shapes
+from diloco.util import files
+from diloco.util.types import PyTree
 
-# Fields of ModelConfig that say how to compute, and not what the parameters are.
-_FREE = {"z_loss", "dtype", "param_dtype", "remat", "attention", "loss_chunk"}
-_FREE |= {"segment_masks", "unroll"}
+# Fields that say how to compute, and not what the parameters are.
+_FREE = "z_loss dtype param_dtype remat attention loss_chunk segment_masks unroll"
 
 
-def first_params(c: Config, mesh: Mesh) -> Any:
+def first_params(c: Config, mesh: Mesh) -> PyTree:
   """Reads init.checkpoint, one tensor after another.
 
   Args:
@@ -34,43 +34,38 @@ def first_params(c: Config, mesh: Mesh) -> Any:
   """
   if not c.init.checkpoint:
     return None
-  folder = local_path(c.init.checkpoint, "init.checkpoint")
-  tokenizer = load_tokenizer(c.data.tokenizer)
-  described = read_json(folder / CONFIG, "init.checkpoint")
-  if "model_type" in described:
-    _check(c, fields_of(folder))
-    longest = described.get("max_position_embeddings", c.model.seq_len)
-    if c.model.seq_len > longest:
-      raise ConfigError(
-        f"model.seq_len is {c.model.seq_len}, but init.checkpoint is {str(folder)!r},"
-        f" which has {longest} positions; set model.seq_len={longest} or less."
-      )
-    _check_vocabulary(tokenizer, folder)
-    tensors = hf.read(c.model, tokenizer, folder, c.model.param_dtype)
+  field = "init.checkpoint"
+  folder = files.local_path(c.init.checkpoint, field)
+  tokenizer, config = load_tokenizer(c.data.tokenizer), folder / load.CONFIG
+  read = getattr(registry.get(c.model), "read", None)
+  # isfile is False also without permission.
+  known = files.require_json(config, field) if os.path.isfile(config) else {}
+  if read and "config" not in known:
+    fields, tensors = read(c.model, tokenizer, folder)
   else:
-    _, exported = load.export_config(folder, "init.checkpoint")
-    _check(c, _fixed(exported.model))
+    _, exported = load.export_config(folder, field)
+    fields = _fixed(exported)
     _check_tokenizer(tokenizer, folder)
-    tensors = load.export_tensors(c.model, folder, "init.checkpoint")
-  own = ((name, x.astype(c.model.param_dtype, copy=False)) for name, x in tensors)
-  return load.place(own, mesh)
-
-
-def _check(c: Config, fields: dict[str, Any]) -> None:
-  """Names the first field in which the config differs from the folder."""
-  own = sizes_of(c.model)
-  for field, value in fields.items():
-    if own[field] != value:
+    tensors = load.export_tensors(c.model, folder, field)
+  own = leaves(c.to_dict())
+  for name, value in fields.items():
+    if own[name] != value:
       raise ConfigError(
-        f"model.{field} is {own[field]}, but init.checkpoint is {c.init.checkpoint!r},"
-        f" which has {value}; set model.{field}={value}."
+        f"{name} is {own[name]}, but {field} is {c.init.checkpoint!r}, which has"
+        f" {value}; set {name}={value}."
       )
+  cast = ((name, x.astype(c.model.param_dtype, copy=False)) for name, x in tensors)
+  return load.place(cast, mesh)
 
 
-def _fixed(m: ModelConfig) -> dict[str, Any]:
-  """Returns the fields of an exported model that say what its parameters are."""
-  free = _FREE | ({"seq_len"} if m.name == "qwen3" else set())
-  return {field: value for field, value in sizes_of(m).items() if field not in free}
+def _fixed(c: Config) -> dict[str, object]:
+  """Returns the fields of an export that say what its parameters are."""
+  free = {f"model.{name}" for name in _FREE.split()}
+  if "positions" not in shapes.parameters(c.model)["embed"]:
+    free.add("model.seq_len")
+  groups = ("model.", f"{c.model.name}.")
+  fields = leaves(c.to_dict()).items()
+  return {f: x for f, x in fields if f.startswith(groups) and f not in free}
 
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
@@ -81,22 +76,3 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
       f"data.tokenizer is {str(tokenizer.path)!r}, but init.checkpoint was trained with"
       f" another; set data.tokenizer={own}."
     )
-
-
-def _check_vocabulary(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-  """Refuses a tokenizer whose pieces are not those of a folder's tokenizer.json."""
-  path = folder / "tokenizer.json"
-  if not path.is_file():
-    return
-  theirs = read_json(path, "init.checkpoint")
-  ours = convert(tokenizer)[path.name]
-  if _pieces(theirs) != _pieces(ours):
-    raise ConfigError(
-      f"data.tokenizer is {str(tokenizer.path)!r}, but init.checkpoint has another"
-      f" vocabulary; set data.tokenizer={path}."
-    )
-
-
-def _pieces(content: dict[str, Any]) -> Any:
-  vocabulary = content["model"]["vocab"]
-  return vocabulary if isinstance(vocabulary, dict) else [x[0] for x in vocabulary]

@@ -16,23 +16,22 @@ from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
 
 from diloco.algorithm.method import Method, make_method
-from diloco.algorithm.optimizers import averages_parameters
+from diloco.algorithm.optimizers import averages
 from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import damage
 from diloco.checkpoint.record import Record, steps_of
 from diloco.config import Config, changed, complete
 from diloco.errors import ConfigError
-from diloco.interop.public_model import CONFIG, read_json
 from diloco.mesh import sharding
 from diloco.mesh.devices import fit_eval_batch, make_inference_mesh
-from diloco.spec import shapes
+from diloco.spec import plugins, shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
-from diloco.util.files import local_path
+from diloco.util.files import local_path, require_json
 from diloco.util.types import PyTree
 
-# Files of an export beside CONFIG, see diloco/cli/export.py.
-WEIGHTS, TOKENIZER = "model.safetensors", "tokenizer.model"
+# Files of an export, see diloco/cli/export.py.
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +102,17 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
 
 def _config(record: Record, workdir: pathlib.Path, mesh: Mesh) -> Config:
   """Returns the config of a checkpoint, for this mesh."""
-  own, config = workdir / TOKENIZER, record.config
-  if own.is_file():  # The run's copy: the tokenizer may have moved or changed since.
-    config = config | {"data": config["data"] | {"tokenizer": str(own)}}
   try:
-    return _here(complete(config), mesh)
+    return _here(complete(record.config), workdir, mesh)
   except (TypeError, ConfigError) as error:
     raise ConfigError(f"the config in {workdir} cannot be used: {error}") from error
 
 
-def _here(c: Config, mesh: Mesh) -> Config:
-  """Changes what depends on the devices of a config to those of this mesh."""
+def _here(c: Config, folder: pathlib.Path, mesh: Mesh) -> Config:
+  """Changes devices and tokenizer of a config to this mesh and the folder's copy."""
   here = {"mesh.replica": 0, "mesh.fsdp": 0, "model.attention": "auto"}
+  if (folder / TOKENIZER).is_file():  # The other may have moved or changed since.
+    here["data.tokenizer"] = str(folder / TOKENIZER)
   return fit_eval_batch(changed(c, here), mesh.size)
 
 
@@ -130,8 +128,8 @@ def _outer_arrays(c: Config, mesh: Mesh) -> dict[str, Any]:
   state = _method(c, mesh).abstract(0, 1, drained=True)
   if c.make_fragments():
     return {"theta": list(state.outer.theta)}
-  averages = {"opt_state": state.opt_state} if averages_parameters(c) else {}
-  return {"params": state.params} | averages
+  kept = {"opt_state": state.opt_state} if averages(state.opt_state) else {}
+  return {"params": state.params} | kept
 
 
 def _outer_params(c: Config, arrays: dict[str, Any], mesh: Mesh) -> Any:
@@ -148,9 +146,7 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
     raise ConfigError(
       f"step is {step}, but {folder} is an export of step {exported}; leave step out."
     )
-  c = _here(saved, mesh)
-  if (folder / TOKENIZER).exists():
-    c = changed(c, {"data.tokenizer": str(folder / TOKENIZER)})
+  c = _here(saved, folder, mesh)
   params = place(export_tensors(c.model, folder, "workdir"), mesh)
   return Model(c, exported, params, mesh)
 
@@ -174,14 +170,15 @@ def export_config(folder: pathlib.Path, field: str) -> tuple[int, Config]:
   Raises:
     ConfigError: the folder is no export, or this version cannot read it.
   """
-  described = read_json(folder / CONFIG, field)
+  described = require_json(folder / CONFIG, field)
   try:
     return described["step"], complete(described["config"])
   except (KeyError, TypeError, AttributeError, ConfigError) as error:
     raise ConfigError(
       f"{field} is {str(folder)!r}, whose {CONFIG} is none of diloco export"
-      f" ({type(error).__name__}: {one_line(error)}); export again. A folder of"
-      " transformers is for init.checkpoint."
+      f" ({type(error).__name__}: {one_line(error)}); export again. A folder of another"
+      " program is for init.checkpoint, with its model.name"
+      f"{plugins.hint(str(described.get('model_type')))}."
     ) from error
 
 
@@ -211,4 +208,32 @@ def export_tensors(
     raise ConfigError(
       f"{field} is {str(folder)!r}, whose {WEIGHTS} cannot be read ({one_line(error)});"
       " export again."
+    ) from error
+
+
+def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> None:
+  """Writes a safetensors file.
+
+  Args:
+    tensors: by name; contiguous, because the file has each as it lies in memory.
+    path: the file.
+    library: whose tensors they are, such as np or pt (PyTorch).
+
+  Raises:
+    ConfigError: safetensors is missing, or the disk is full.
+  """
+  save_file = optional("safetensors.numpy", "exports need", "export").save_file
+  try:
+    path.unlink(missing_ok=True)
+    path.touch()
+    mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
+    # It writes the buffers as they lie in memory.
+    tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+    save_file(tensors, path, metadata={"format": library})
+    path.chmod(mode)
+  except Exception as error:  # Of safetensors, also around an OSError.
+    path.unlink(missing_ok=True)
+    raise ConfigError(
+      f"--output is {str(path.parent)!r}, where no more can be written"
+      f" ({one_line(error)}); make room."
     ) from error

@@ -45,11 +45,6 @@ from diloco.spec.schedule import Schedule
 from diloco.util.types import PyTree
 
 _PAPER = OuterConfig()  # SGD with Nesterov momentum 0.9 and rate 0.4.
-# Fields of OuterConfig that the outer step alone cannot do.
-_TRAINER = {
-  "fedpart": "only the trainer can freeze parameters; leave it out",
-  "final_sync": "here it is an argument of drain; give it there",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,9 +246,10 @@ def _checked(wire: str | WireConfig, outer: Outer, fields: dict[str, Any]) -> Co
   fields |= {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
   if isinstance(outer, OuterConfig):
     fields |= _fields("outer", outer)
-    for name, instead in _TRAINER.items():
-      if value := getattr(outer, name):
-        raise ConfigError(f"outer.{name} is {value}, but {instead}.")
+    if outer.final_sync:
+      raise ConfigError(
+        "outer.final_sync is True, but here it is an argument of drain; give it there."
+      )
     if outer.changes and not outer.decay_syncs:
       raise ConfigError(
         f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"

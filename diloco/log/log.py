@@ -69,7 +69,8 @@ class Log:
     self.ledger, self._spent, self._last_checkpoint = ledger, spent, last_checkpoint
     self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
     self._picture = LossPicture(workdir, c)
-    self._schedule = learning_rate(c)
+    # All rates at once: a device would compute a single one after the steps in flight.
+    self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
     # The launch that is not reported yet: steps, their metrics, and events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - spent.wall_s
@@ -124,7 +125,7 @@ class Log:
       self._writer.results(summary)
 
   def events(self, events: list[Event]) -> None:
-    """Reports sends, receives and merges; counts the bytes, also of averages."""
+    """Reports what happened; counts the bytes, also of averages."""
     for event in events:
       if event.kind == "average":
         self.ledger.record_average(event.fragment, event.step, event.sent)
@@ -219,7 +220,7 @@ class Log:
         "grad_norm": float(np.mean(inner["grad_norm"])),
         "grad_norm_per_replica": inner["grad_norm"],
         "update_norm": float(np.mean(inner["update_norm"])),
-        "learning_rate": float(self._schedule(t - 1)),
+        "learning_rate": float(self._rates[t - 1]),
         **extra,
       }
       peak = hardware.peak_flops(jax.devices()[0].device_kind)

@@ -76,7 +76,7 @@ class LossPicture:
 
   def _title(self) -> str:
     c = self._c
-    text = title(c.algorithm, c.replicas, c.sync_every)
+    text = title(c)
     if not c.one_model:
       text += f", tau={c.overlap.different_taus}, {c.wire.format}"
     last = max(self._loss, default=0)

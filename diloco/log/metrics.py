@@ -1,7 +1,6 @@
 """Where a run's numbers go: JSON lines, TensorBoard, Weights & Biases. No JAX.
 
-TensorBoard, Weights & Biases and the CSV files of `diloco compare` call a number by the
-same name, see `scalars`.
+TensorBoard and Weights & Biases call a number by the same name, see `scalars`.
 """
 
 import json
@@ -31,8 +30,8 @@ _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 class MetricsWriter:
   """Appends records to metrics.jsonl, and copies their numbers elsewhere.
 
-  Every line is one JSON object with `step` and `kind`: step, send, receive, merge,
-  eval, sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
+  Every line is one JSON object with `step` and `kind`: step, send, receive, eval,
+  sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
   the steps since its checkpoint again, with the same numbers; `read` takes the last.
   The config is in config.json, for commands that read a run.
   """

@@ -7,7 +7,6 @@ import jax
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
 from diloco.log.log import Log
-from diloco.processes.peers import say
 
 FOLDER = "profile"
 
@@ -21,7 +20,7 @@ class Profile:
   """
 
   def __init__(self, c: Config, log: Log):
-    self._steps, self._log = c.profile.range, log
+    self._steps, self._log, self._say = c.profile.range, log, log.peers.say
     self._folder = log.workdir / FOLDER
     if log.peers.count > 1:  # On one machine, their files would have the same name.
       self._folder /= f"process-{log.peers.index}"
@@ -73,7 +72,3 @@ class Profile:
     if self._first is not None:
       self._first, self._steps = None, range(0)
       jax.profiler.stop_trace()
-
-  def _say(self, text: str) -> None:
-    if self._log.peers.index == 0:
-      say(text)

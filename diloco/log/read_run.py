@@ -11,8 +11,6 @@ import pandas as pd
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
-from diloco.log.workdir import parts_of
-from diloco.util import files
 
 
 @dataclasses.dataclass
@@ -94,21 +92,3 @@ def names_of(folders: Sequence[pathlib.Path]) -> list[str]:
     if len(set(names)) == len(names):
       return names
   raise ConfigError(f"WORKDIR {max(names, key=names.count)} is given twice.")
-
-
-def write_csv(folders: Sequence[pathlib.Path], path: pathlib.Path) -> int:
-  """Writes a line per run and step; returns the number of lines.
-
-  The columns have the names of `metrics.scalars`. A part counts as a run.
-  """
-  parts = [part for folder in folders for part in parts_of(folder)]
-  lines = dict[tuple[str, int], dict[str, float]]()
-  for name, part in zip(names_of(parts), parts):
-    for record in metrics.Follower(part).records():
-      lines.setdefault((name, record["step"]), {}).update(metrics.scalars(record))
-  table = pd.DataFrame(list(lines.values())).sort_index(axis=1)
-  for place, column in enumerate(("run", "step")):
-    table.insert(place, column, [key[place] for key in lines])
-  with files.replacing(path) as file:
-    table.to_csv(file, index=False)
-  return len(table)

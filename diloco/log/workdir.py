@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -75,10 +76,10 @@ def read(
   return whole_config(found), [metrics.read_kinds(part, *kinds) for part in found]
 
 
-def title(algorithm: str, replicas: int, sync_every: int) -> str:
+def title(c: Config | types.SimpleNamespace) -> str:
   """Names a run in a title, such as "streaming, M=2, H=30"."""
-  synced = algorithm != "data_parallel"
-  return f"{algorithm}, M={replicas}" + f", H={sync_every}" * synced
+  synced = c.algorithm != "data_parallel"
+  return f"{c.algorithm}, M={c.replicas}" + f", H={c.sync_every}" * synced
 
 
 def backwards(path: pathlib.Path) -> Iterator[bytes]:

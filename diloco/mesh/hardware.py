@@ -2,8 +2,6 @@
 
 import os
 
-from diloco.errors import ConfigError
-
 # By prefix of jax.Device.device_kind: bfloat16 dense FLOP/s per chip, from the vendors'
 # data sheets, and the device memory in GiB (None: unknown). For a TPU, this is what XLA
 # gives to programs; for a GPU, what the driver reports.
@@ -19,9 +17,6 @@ CHIPS = {
   "NVIDIA H100": (989e12, None),
   "NVIDIA H200": (989e12, 141.0),
 }
-# XLA reserves this share of a GPU's memory for its programs.
-_GPU_SHARE = "0.75"
-_SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -30,27 +25,13 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def hbm_bytes(device_kind: str) -> int | None:
-  """Returns the bytes of device memory that XLA gives to programs, None if unknown.
-
-  Raises:
-    ConfigError: an environment variable sets no valid share of a GPU's memory.
-  """
+  """Returns the bytes of device memory that XLA gives to programs, None if unknown."""
   gib = _chip(device_kind)[1]
   if gib is None:
     return None
-  share = _gpu_share() if device_kind.startswith("NVIDIA") else 1.0
-  return int(share * gib * 2**30)
-
-
-def _gpu_share() -> float:
-  name = next((v for v in _SHARE_VARIABLES if os.environ.get(v)), _SHARE_VARIABLES[0])
-  share = os.environ.get(name) or _GPU_SHARE
-  try:
-    if 0 < float(share) <= 1:
-      return float(share)
-  except ValueError:
-    pass
-  raise ConfigError(f"{name} is {share!r}; set a number from 0 to 1, or unset it.")
+  # XLA reserves this share of a GPU's memory for its programs.
+  share = float(os.environ.get("XLA_CLIENT_MEM_FRACTION") or 0.75)
+  return int((share if device_kind.startswith("NVIDIA") else 1.0) * gib * 2**30)
 
 
 def _chip(device_kind: str) -> tuple[float | None, float | None]:

@@ -3,12 +3,11 @@
 To add an architecture, write its functions in one file and `register` it.
 """
 
-from collections.abc import Callable
+import importlib
 from typing import Protocol
 
 from jax import Array
 
-from diloco.model import decoder, qwen3
 from diloco.model.transformer import Params
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
@@ -19,7 +18,16 @@ Position = int | Array
 
 
 class Model(Protocol):
-  """The functions of an architecture, as `diloco.model.transformer` documents them."""
+  """The functions of an architecture, as `diloco.model.transformer` documents them.
+
+  Two more are for weights of other programs; an architecture may leave them out:
+
+    read(m, tokenizer, folder): returns {field: value} of the fields that a folder for
+      init.checkpoint fixes, and an iterator of (name, array) with the tensors of
+      `shapes.parameters`, in any float type.
+    FORMATS: {`export --format`: write}, where write(model, tokenizer, folder, dtype)
+      writes an `interop.load.Model` and returns the names of its files.
+  """
 
   DESCRIPTION: dict[str, str]
 
@@ -46,29 +54,10 @@ class Model(Protocol):
   ) -> tuple[Array, PyTree]: ...
 
 
-MODELS: dict[str, Model] = {"decoder": decoder, "qwen3": qwen3}
-
-
-def register(
-  name: str,
-  model: Model,
-  parameters: Callable[[ModelConfig], shapes.Shapes],
-  attention_flops: Callable[[ModelConfig], float] = lambda m: 0.0,
-) -> None:
-  """Registers an architecture for `model.name`.
-
-  Args:
-    name: name of the architecture.
-    model: a module or an object with the functions of `Model`.
-    parameters: returns the parameter shapes; layers are stacked under `blocks`.
-    attention_flops: returns the training FLOPs per token that do not come from
-      parameters, such as those of the attention scores; may be negative.
-  """
-  MODELS[name] = model
-  shapes.SHAPES[name] = parameters
-  shapes.ATTENTION_FLOPS[name] = attention_flops
+register = shapes.register
 
 
 def get(m: ModelConfig) -> Model:
-  """Returns the architecture that `model.name` names."""
-  return MODELS[m.name]
+  """Returns the functions of the architecture that `model.name` names."""
+  model = shapes.ARCHITECTURES[m.name].model
+  return importlib.import_module(model) if isinstance(model, str) else model

@@ -218,9 +218,13 @@ def _head(params: Params) -> jax.Array:
   return params["embed"].get("head", params["embed"]["tokens"])
 
 
-def init_cache(m: ModelConfig, batch: int) -> Cache:
-  """Makes an empty key-value cache {'k', 'v'}, each (N, B, S, G, K) in m.dtype."""
-  shape = (m.num_layers, batch, m.seq_len, m.kv_heads, m.head_size)
+def init_cache(m: ModelConfig, batch: int, heads: int = 0) -> Cache:
+  """Makes an empty key-value cache {'k', 'v'}, each (N, B, S, G, K) in m.dtype.
+
+  Args:
+    heads: G; 0: as many as queries have.
+  """
+  shape = (m.num_layers, batch, m.seq_len, heads or m.num_heads, m.head_size)
   return {name: jnp.zeros(shape, jnp.dtype(m.dtype)) for name in ("k", "v")}
 
 

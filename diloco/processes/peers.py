@@ -164,6 +164,11 @@ class Peers:
     if self.count > 1:
       time.sleep(_GRACE)
 
+  def say(self, line: str) -> None:
+    """Writes one line to stderr, in process 0 only."""
+    if self.index == 0:
+      say(line)
+
   def fail(self, message: str, code: int = 1) -> None:
     """Reports an error to the user and the other processes, and ends this process.
 

@@ -100,8 +100,7 @@ class Stop:
     saved = f"step {t} is the newest that is saved" if late else f"saved step {t}"
     saved = saved if t else "no step is saved"
     line = f"{what}: {saved} in {workdir}; the same command goes on."
-    if self.peers.index == 0:
-      say(line)
+    self.peers.say(line)
     if self.signum == signal.SIGINT:
       raise Interrupted(line)
 

@@ -4,7 +4,6 @@ A cell is an algorithm, a size N and a number of replicas M. The runs of a cell 
 in learning rate, batch size and outer learning rate.
 """
 
-import re
 import statistics
 from collections.abc import Sequence
 
@@ -76,8 +75,9 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
   alike = _alike(runs)
   if len(alike):
     run, (first, second, *_) = alike.iloc[0], alike.index
-    where = ",".join(f"{column}={value}" for column, value in _filter(runs).items())
-    remedy = f"add {where} to --where" if where else "keep one of them"
+    text = alike.loc[:, alike.map(lambda x: isinstance(x, str)).all()]
+    differ = ", ".join(text.columns[text.nunique() > 1])
+    remedy = f"choose by --where; they differ in {differ}" if differ else "keep one"
     raise ValueError(
       f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
       f" {second}); {remedy}."
@@ -145,29 +145,6 @@ def _alike(runs: pd.DataFrame) -> pd.DataFrame:
   twice = runs[runs.duplicated([*CELL, *AXES], keep=False)]
   keys = twice[[*CELL, *AXES]]
   return twice[(keys == keys.head(1).squeeze()).all(axis=1)]
-
-
-def _filter(runs: pd.DataFrame) -> dict[str, str]:
-  """Chooses values of columns of text that keep many runs, but no two alike.
-
-  Returns:
-    {column: value}; empty if there are no such values.
-  """
-  found: dict[str, str] = {}
-  while len(alike := _alike(runs)):
-    kept = {
-      (column, value): (runs[column] == value).sum()
-      for column in alike
-      for value in alike[column].unique()
-      if alike[column].nunique() > 1
-      and isinstance(value, str)
-      and re.fullmatch(r"[\w.+-]*", value)
-    }
-    column, value = max(kept, key=kept.__getitem__, default=("", ""))
-    if not column or kept[column, value] < 2:
-      return {}
-    found[column], runs = value, runs[runs[column] == value]
-  return found
 
 
 def _best(runs: pd.DataFrame) -> dict:

@@ -1,1 +1,1 @@
-"""Simulates the bandwidth that a method needs, training time, and failures. No JAX."""
+"""Simulates the bandwidth that a method needs, and training time. No JAX."""

@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from diloco.simulate import limits
-from diloco.simulate.failures import Row, show_time
-from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
@@ -31,12 +29,6 @@ METHODS: Settings = {
   "Streaming": {"method": "streaming"},
   "+ overlap": {"method": "streaming", "tau": 1},
   "+ overlap, FP4": {"method": "streaming", "tau": 1, "bits": 4},
-}
-LABELS = {
-  "data_parallel": "data-parallel, all restart",
-  "restart_all": "DiLoCo, all restart",
-  "all_wait": "DiLoCo, all wait",
-  "quorum": "DiLoCo, quorum rounds",
 }
 SHARE = (-0.03, 1.05)  # Limits of y, with space for whole markers.
 Simulator = Callable[[Workload, np.ndarray], np.ndarray]
@@ -54,37 +46,6 @@ def draw(name: str, folder: pathlib.Path) -> list[str]:
   return save(FIGURES[name], folder / f"simulated_{name}", ".png", ".svg")
 
 
-def failures_figure(rows: list[Row]) -> Figure:
-  """Draws goodput over chips, a panel per mean time between failures."""
-  times = list(dict.fromkeys(row.mtbf_s for row in rows))
-  titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
-  methods = dict.fromkeys(LABELS.values(), "diloco")
-  methods[LABELS["data_parallel"]] = "data_parallel"
-  figure, axes = panels("Simulated goodput when chips fail", titles, sharey=True)
-  for axis, mtbf in zip(axes, times):
-    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
-    chips = [row.chips for row in own]
-    for name, look in zip(LABELS, looks(methods)):
-      goodput = [row.goodput[name] for row in own]
-      deviation = [row.deviation[name] for row in own]
-      axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
-    axis.set(xscale="log", xlabel="chips", ylim=SHARE)
-  axes[0].set_ylabel("goodput (share)")
-  return legend(figure, "Bars: standard deviation of the simulated runs.")
-
-
-def own_figure(work: Workload, gbits: float) -> Figure:
-  """Draws one workload's utilisation in the long run and marks one bandwidth."""
-  figure, [axis] = panels("Compute utilisation in the long run")
-  marked = gbits or GRID[0]  # A single replica needs no bandwidth.
-  grid = np.geomspace(min(GRID[0], marked / 10), max(GRID[-1], marked * 10))
-  source = work.method if work.plan is None else "config"
-  label = f"{source}, H = {work.whole_plan[0].sync_every}"
-  plot_utilisation(axis, grid, {label: work}, steady_utilisation)
-  axis.axvline(marked, color="black", lw=0.8, ls=":", label=f"{marked:.3g} Gbit/s")
-  return legend(figure)
-
-
 def plot_utilisation(
   axis: Axes, gbits: np.ndarray, works: Mapping[str, Workload], simulate: Simulator
 ) -> None:
@@ -96,18 +57,12 @@ def plot_utilisation(
     works: {label: workload}.
     simulate: `utilisation` or `steady_utilisation`.
   """
-  methods = {label: algorithm(work) for label, work in works.items()}
+  methods = {label: work.method for label, work in works.items()}
   for work, look in zip(works.values(), looks(methods)):
     axis.plot(gbits, simulate(work, gbits * 1e9), **look)
   axis.set(xscale="log", xlabel="bandwidth (Gbit/s)", ylim=SHARE)
   axis.set_ylabel("compute utilisation (share)")
   axis.label_outer()
-
-
-def algorithm(work: Workload) -> str:
-  """Names the algorithm; a workload from a config of DiLoCo streams one fragment."""
-  whole = work.method == "streaming" and len(work.whole_plan[1]) == 1
-  return "diloco" if whole else work.method
 
 
 def curves(title: str, models: Mapping[str, Model], settings: Settings) -> Figure:

@@ -4,11 +4,10 @@ import argparse
 import math
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
-from diloco.simulate.failures import UNITS
 from diloco.simulate.utilisation import LINKS
 from diloco.util.command import as_path
 from diloco.util.shipped import PACKAGE
@@ -32,19 +31,6 @@ def whole(text: str) -> int:
   return int(text)
 
 
-def duration(text: str) -> float:
-  """Parses a time in seconds, or with a unit, such as 10m or 5y."""
-  found = re.fullmatch(rf"(.*\d\.?)([{''.join(UNITS)}]?)", text)
-  if not found:
-    raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90, 10m or 5y")
-  return number(found[1]) * UNITS[found[2] or "s"]
-
-
-def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
-  """Returns a parser of values with commas between them."""
-  return lambda text: [parse(part) for part in text.split(",")]
-
-
 class Option(NamedTuple):
   """An option of the command line.
 
@@ -61,21 +47,28 @@ class Option(NamedTuple):
   required: bool = False
 
 
+class Command(NamedTuple):
+  """A simulator.
+
+  Attributes:
+    help: what it answers.
+    run: computes the answer from the arguments that are given, by name: the data that
+      --json prints, and the text without --json.
+    options: its options by name.
+  """
+
+  help: str
+  run: Callable[[dict[str, Any]], tuple[Any, str]]
+  options: Mapping[str, Option] = {}
+
+
 # The options without effect on a method.
 IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
   "diloco": ("fragment_size", "tau"),
 }
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
-TYPES = {
-  "number": number,
-  "text": str,
-  "path": as_path,
-  "whole": whole,
-  "wholes": several(whole),
-  "duration": duration,
-  "durations": several(duration),
-}
+TYPES = {"number": number, "text": str, "path": as_path, "whole": whole}
 _FILE = tomllib.loads((PACKAGE / "simulate" / "options.toml").read_text())
 _DEFAULTS = {"peak": PEAK_TFLOPS, "mfu": MFU, "links": ", ".join(LINKS)}
 
@@ -94,4 +87,4 @@ def group(name: str) -> dict[str, Option]:
 
 
 # Options that determine the step time of a config; those of each table.
-COMPUTE, OPTIONS = group("compute"), {name: group(name) for name in _FILE}
+COMPUTE, GROUPS = group("compute"), {name: group(name) for name in _FILE}

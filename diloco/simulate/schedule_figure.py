@@ -1,7 +1,6 @@
 """Draws a schedule: inner steps, sends, fragments in flight, merges.
 
-The sends are those of a config (`planned`), or those in the log of a run
-(`diloco/cli/draw_run.py`). The merges follow from the sends and the config.
+A run of the config sends and merges at the same steps, because both ask one schedule.
 """
 
 import pathlib

@@ -63,8 +63,8 @@ class FragmentsConfig:
   size: int = 3
   # strided: of n fragments, fragment p holds blocks p, p + n, p + 2n, ...; sequential:
   # a fragment holds consecutive blocks (figure 2). whole: one fragment holds all
-  # parameters; algorithm=diloco always uses it.
-  pattern: Literal["strided", "sequential", "whole"] = "strided"
+  # parameters; algorithm=diloco always uses it. Or the name of a pattern of a plug-in.
+  pattern: str = "strided"
   # last: the fragment with the embedding is sent after the fragments with blocks.
   # first: it is sent before them. The paper does not specify this.
   embedding: Literal["last", "first"] = "last"
@@ -126,10 +126,6 @@ class OuterConfig:
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
   offload: bool = False
-  # Whether only the fragment that is sent next is trained, as in FedPart; the others
-  # also keep their inner optimizer state. The paper finds this much worse (section
-  # 3.3.1).
-  fedpart: bool = False
 
   @property
   def changes(self) -> bool:
@@ -214,29 +210,30 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class Extended:
+  """What may have fields of plug-ins."""
+
+  # Group `name` is `of(kind)`, if `name` registers `kind`.
+  extensions: tuple[Extension, ...] = ()
+
+  def of(self, kind: type[Group]) -> Group:
+    """Returns the fields of a plug-in; its defaults if they are not there."""
+    found = (x for x in self.extensions if isinstance(x, kind))
+    return next(found, kind())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Extended):
   """The architecture. Both papers use a Chinchilla-style decoder."""
 
-  # decoder (as in NanoDO), qwen3, or an architecture that you registered. Only qwen3
-  # can be exported for transformers (docs/models.md). decoder refuses other values than
-  # the defaults in the fields of qwen3.
+  # decoder (as in NanoDO), or an architecture of a plug-in (docs/models.md).
   name: str = "decoder"
   # Transformer blocks.
   num_layers: Annotated[int, Range(1, 10_000)] = 6
   # Width of the hidden states.
   dim: Positive = 512
-  # Attention heads, a divisor of dim unless head_dim is set. The papers use dim / 64.
+  # Attention heads, a divisor of dim. The papers use dim / 64.
   num_heads: Positive = 8
-  # qwen3: heads of keys and values, a divisor of num_heads. 0: num_heads.
-  num_kv_heads: Count = 0
-  # qwen3: size of a head. 0: dim / num_heads.
-  head_dim: Count = 0
-  # qwen3: base of the frequencies that rotate queries and keys.
-  rope_theta: Annotated[float, Range(1)] = 1e6
-  # qwen3: number that RMSNorm adds to the mean square.
-  norm_eps: Annotated[float, Range(0, 1, open=True)] = 1e-6
-  # qwen3: whether the head is the token embedding. False: the head has its own matrix.
-  tie_embeddings: bool = True
   # Width of the feed-forward layer. 0: 4 * dim.
   ff_dim: Count = 0
   # Rows of the embedding: at least as many as the tokenizer has pieces. 0: exactly as
@@ -245,7 +242,7 @@ class ModelConfig:
   # Tokens per sequence. decoder learns as many positions. Streaming DiLoCo uses 1,024
   # on C4.
   seq_len: Annotated[int, Range(2, LARGEST)] = 2048
-  # Whether queries and keys are normalised (Wortsman et al., 2023); qwen3 always does.
+  # Whether queries and keys are normalised (Wortsman et al., 2023).
   qk_norm: bool = True
   # Weight of the squared log-partition function in the loss (PaLM).
   z_loss: NonNegative = 1e-4
@@ -271,22 +268,19 @@ class ModelConfig:
   loss_chunk: Count = 0
 
   @property
-  def kv_heads(self) -> int:
-    """Heads of keys and values."""
-    return self.num_kv_heads or self.num_heads
-
-  @property
   def head_size(self) -> int:
-    """Size of an attention head."""
-    return self.head_dim or self.dim // self.num_heads
+    """Size of a head: dim / num_heads, or the field head_dim of the architecture."""
+    own = (getattr(x, "head_dim", 0) for x in self.extensions)
+    return next(own, 0) or self.dim // self.num_heads
 
 
 @dataclasses.dataclass(frozen=True)
 class InitConfig:
   """The parameters with which training starts (docs/models.md)."""
 
-  # Folder of transformers with a Qwen3 model, or of diloco export. A run reads it only
-  # at step 0; `model` must have its sizes. Empty: `seed` draws the parameters.
+  # Folder of diloco export, or of another program if the architecture reads it. A run
+  # reads it only at step 0; `model` must have its sizes. Empty: `seed` draws the
+  # parameters.
   checkpoint: str = ""
 
 
@@ -361,11 +355,6 @@ class LogConfig:
 
   # Steps between lines of metrics.jsonl, and between TensorBoard points.
   every: Positive = 1
-  # Measures the first sync of each fragment and then every n-th, layer by layer:
-  # cosine, drift, coding error, stable rank, update, and the loss around the merge
-  # (docs/diagnostics.md). 4 takes 1.1 to 1.3% of the sample run's time. 0: never. A
-  # final sync is not measured.
-  diagnostics_every: Count = 0
   # Whether TensorBoard files are written.
   tensorboard: bool = True
   # Weights & Biases project. Empty: no Weights & Biases. Needs the extra `wandb`.
@@ -405,7 +394,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(Extended):
   """Everything that defines a run. The defaults are the paper's Streaming DiLoCo."""
 
   # data_parallel: no outer step. diloco: one fragment of all parameters, no overlap.
@@ -436,13 +425,11 @@ class Config:
   log: LogConfig = LogConfig()
   profile: ProfileConfig = ProfileConfig()
   mesh: MeshConfig = MeshConfig()
-  # The fields of plug-ins: group `name` is `of(kind)`, if `name` registers `kind`.
-  extensions: tuple[Extension, ...] = ()
 
-  def of(self, kind: type[Group]) -> Group:
-    """Returns the fields of a plug-in; its defaults if the run does not have it."""
-    found = (x for x in self.extensions if isinstance(x, kind))
-    return next(found, kind())
+  @property
+  def effective(self) -> tuple[Extension, ...]:
+    """The fields of plug-ins that count: data_parallel ignores those of methods."""
+    return self.model.extensions if self.one_model else self.extensions
 
   @property
   def one_model(self) -> bool:
@@ -537,7 +524,7 @@ class Config:
 
   def to_dict(self) -> dict[str, Any]:
     """Returns nested dicts, which json can write; tuples stay tuples."""
-    core = dataclasses.asdict(dataclasses.replace(self, extensions=()))
-    del core["extensions"]
+    own = lambda items: {k: v for k, v in items if k != "extensions"}
+    core = dataclasses.asdict(self, dict_factory=own)
     names = {kind: name for name, kind in EXTENSIONS.items()}
     return core | {names[type(x)]: dataclasses.asdict(x) for x in self.extensions}

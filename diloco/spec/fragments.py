@@ -1,10 +1,12 @@
 """Which parameters form a fragment (Streaming DiLoCo, arXiv 2501.18512). No JAX."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from diloco.errors import ConfigError
+from diloco.spec.plugins import check_name
 from diloco.spec.shapes import Shapes
 
 
@@ -59,7 +61,10 @@ def sequential(num_layers: int, size: int) -> list[range]:
 
 
 # {name in fragments.pattern: function (num_layers, size) -> the layers of fragments}.
-PATTERNS = {"strided": strided, "sequential": sequential}
+PATTERNS: dict[str, Callable[[int, int], Sequence[Sequence[int]]]] = {
+  "strided": strided,
+  "sequential": sequential,
+}
 
 
 def make_fragments(
@@ -79,8 +84,9 @@ def make_fragments(
     The P fragments in the order in which they are sent.
 
   Raises:
-    ConfigError: the fragment is larger than the model.
+    ConfigError: there is no such pattern, or the fragment is larger than the model.
   """
+  check_name("fragments.pattern", pattern, (*PATTERNS, "whole"))
   if pattern == "whole":
     return (Fragment(tuple(range(num_layers)), ("embed",)),)
   if not 1 <= size <= num_layers:

@@ -10,6 +10,7 @@ sweeps and simulators ask this file.
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
@@ -54,7 +55,7 @@ class Rule(NamedTuple):
     choice: its value; None: any but the default.
     reason: why it needs that.
     needs: {other field: values that work}. data_parallel ignores most fields, so then
-      only `algorithm` counts.
+      only `algorithm` and `model.name` count.
   """
 
   field: str
@@ -69,10 +70,14 @@ class Average(NamedTuple):
   Attributes:
     every: inner steps between two averages.
     values: values of one replica, if no tensor is sharded.
+    run: averages them after inner step t, before the outer step. Arguments: t, the
+      `Plan`, the `TrainState`. Returns the new `TrainState`, and the values that one
+      replica's devices averaged.
   """
 
   every: int
   values: int
+  run: Callable[..., tuple[Any, int]]
 
 
 class BlockFormat(NamedTuple):
@@ -128,11 +133,16 @@ class Transport(NamedTuple):
 class Extension:
   """Fields of a plug-in. A subclass is a frozen dataclass; it overrides what it needs.
 
-  `c` is the whole config of a run.
+  `c` is the whole config of a run. A group with the name of the run's architecture is
+  also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
   """
 
   def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns other fields that follow from these; v has all fields by name."""
+    """Returns other fields that follow from these; v has all fields by name.
+
+    Raises:
+      ConfigError: nothing follows.
+    """
     return {}
 
   def check(self, c: "Config") -> None:
@@ -147,7 +157,10 @@ class Extension:
     return {}
 
   def free(self) -> tuple[str, ...]:
-    """Lists the fields of this group that may change when a run goes on."""
+    """Lists the fields of this group that may change when a run goes on.
+
+    "NAME." lists all fields of the plug-in NAME, which may then come and go, too.
+    """
     return ()
 
   def summed(self) -> tuple[str, ...]:
@@ -174,19 +187,21 @@ class Extension:
     """Returns what is averaged between the syncs, by kind."""
     return {}
 
-  def average(
-    self, c: "Config", kind: str, t: int, plan: Any, state: PyTree
-  ) -> tuple[PyTree, int]:
-    """Averages one kind after inner step t, before the outer step.
+  def outer_step(self, c: "Config", step: OuterStep) -> OuterStep:
+    """Returns what runs in place of `step` (lines 6 to 12), and may call it.
 
-    Returns:
-      The new `TrainState`, and the values that one replica's devices averaged.
+    `step` is `outer.outer_step`, or what another plug-in has put in its place.
     """
-    raise NotImplementedError
+    return step
 
-  def outer_step(self, c: "Config") -> OuterStep | None:
-    """Returns what replaces `outer.outer_step` (lines 6 to 12); None: nothing does."""
-    return None
+  def inner_optimizer(self, c: "Config", clip: Any, make: Callable[..., Any]) -> Any:
+    """Returns an optimizer in place of `optax.chain(clip, make(1))`; None: that one.
+
+    Args:
+      clip: clips gradients by their norm.
+      make: makes the config's optimizer; its argument counts the axes that a tensor
+        under `blocks` has before those of a layer.
+    """
 
   def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
     """Yields programs for the dry run.
@@ -243,6 +258,11 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
   return found
 
 
+def free() -> tuple[str, ...]:
+  """Lists the fields of all plug-ins that may change when a run goes on."""
+  return sum((kind().free() for kind in EXTENSIONS.values()), ())
+
+
 def source_files(name: str) -> list[pathlib.Path]:
   """Lists the files of an imported module; of one in a package, all of the package."""
   top = sys.modules[name.partition(".")[0]]
@@ -255,7 +275,8 @@ def source_files(name: str) -> list[pathlib.Path]:
 def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  return sorted(p.stem for p in folder.glob("[!_]*") if p.suffix in (".py", ""))
+  folders = [path.parent for path in folder.glob("*/__init__.py")]
+  return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 
 def check_name(field: str, name: str, known: Collection[str]) -> None:
@@ -269,7 +290,7 @@ def check_name(field: str, name: str, known: Collection[str]) -> None:
     raise ConfigError(f"{field} is {name!r}; choose one of {', '.join(known)}{near}.")
 
 
-def moved() -> dict[str, tuple[object, str, str]]:
+def moved() -> dict[str, tuple[object, str, object]]:
   """Returns {former field: (its default, the field now, an example of its value)}."""
   return importlib.import_module(CONTRIB).MOVED
 
@@ -277,7 +298,8 @@ def moved() -> dict[str, tuple[object, str, str]]:
 def hint(name: str) -> str:
   """Returns the rest of a sentence about an unknown name, if a plug-in has it.
 
-  A plug-in may have several names: its own, and its own with a number.
+  Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
   """
-  own = name.rstrip("0123456789")
+  name = re.split(r"[.(]", name)[0]
+  own = name if name in contrib() else name.rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

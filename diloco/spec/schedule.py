@@ -9,7 +9,6 @@ tau overlap in inner steps, t = 1..T finished inner steps.
 
 import dataclasses
 import functools
-import itertools
 
 from diloco.errors import ConfigError
 
@@ -170,17 +169,3 @@ class Schedule:
     offsets = {self.offset(p) for p in range(self.num_fragments)}
     ends = (n * self.sync_every + offset for n in rounds for offset in offsets)
     return max(map(self.overlap_steps, ends), default=0)
-
-  def groups(self) -> list[tuple[int, ...]]:
-    """Groups fragments that are always sent together; if H >= P, each is alone."""
-    fragments = range(self.num_fragments)
-    return [tuple(group) for _, group in itertools.groupby(fragments, self.offset)]
-
-  def next_to_send(self, t: int) -> tuple[int, ...]:
-    """Returns the group that is sent next, after step t or later (for FedPart)."""
-
-    def wait(group: tuple[int, ...]) -> int:
-      first = self.first_send(group[0])
-      return max(first - t, 0) if t <= first else -(t - first) % self.sync_every
-
-    return min(self.groups(), key=wait)

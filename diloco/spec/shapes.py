@@ -3,16 +3,12 @@
 Parameters are nested dicts: {"embed": {...}, "blocks": {...}}. The first axis of every
 tensor under `blocks` is the layer.
 
-Letters: N layers, D width, F feed-forward width, H query heads, G heads of keys and
-values, K head size, V vocabulary, L positions.
+Letters: N layers, D width, F feed-forward width, K head size, V vocabulary.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-
-from diloco.errors import ConfigError
-from diloco.spec.plugins import check_name
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
   from diloco.spec.fields import ModelConfig
@@ -44,72 +40,50 @@ def decoder(m: "ModelConfig") -> Shapes:
   }
 
 
-# Fields of ModelConfig that `decoder` does not have.
-ONLY_QWEN3 = ("num_kv_heads", "head_dim", "rope_theta", "norm_eps", "tie_embeddings")
+class Architecture(NamedTuple):
+  """An architecture; see `register`."""
+
+  model: Any
+  parameters: Callable[["ModelConfig"], Shapes]
+  attention_flops: Callable[["ModelConfig"], float]
 
 
-def qwen3(m: "ModelConfig") -> Shapes:
-  """Returns the parameter shapes of `diloco.model.qwen3`.
+ARCHITECTURES: dict[str, Architecture] = {}
 
-  Raises:
-    ConfigError: a field has a value that this architecture cannot have.
+
+def register(
+  name: str,
+  model: Any,
+  parameters: Callable[["ModelConfig"], Shapes],
+  attention_flops: Callable[["ModelConfig"], float] = lambda m: 0.0,
+) -> None:
+  """Registers an architecture for `model.name`.
+
+  A group of fields of this name, if a plug-in registers one, is part of `ModelConfig`.
+
+  Args:
+    name: name of the architecture.
+    model: a module or an object with the functions of `registry.Model`; or the name of
+      a module, which is imported when they are called, because they need JAX.
+    parameters: returns the parameter shapes; layers are stacked under `blocks`.
+    attention_flops: returns the training FLOPs per token that do not come from
+      parameters, such as those of all attention scores, masked ones too; may be
+      negative.
   """
-  n, d, f = m.num_layers, m.dim, m.ff_dim or 4 * m.dim
-  # Not m.head_size and m.kv_heads: a file of configs/ passes its ConfigDict.
-  k = m.head_dim or d // m.num_heads
-  if not m.qk_norm:
-    raise ConfigError(
-      "model.qk_norm is False, but model.name=qwen3 always normalises queries and keys;"
-      " set it to True, or set model.name=decoder."
-    )
-  if k % 2:
-    raise ConfigError(
-      f"the head size is {k}, but model.name=qwen3 rotates pairs; set model.head_dim or"
-      " model.num_heads so that it is even."
-    )
-  queries, keys = m.num_heads * k, (m.num_kv_heads or m.num_heads) * k
-  norm = lambda *shape: {"scale": shape}
-  table = (m.vocab_size, d)
-  return {
-    "embed": {"tokens": table, "norm": norm(d)}
-    | ({} if m.tie_embeddings else {"head": table}),
-    "blocks": {
-      "attention_norm": norm(n, d),
-      "attention": {
-        "q": (n, d, queries),
-        "k": (n, d, keys),
-        "v": (n, d, keys),
-        "out": (n, queries, d),
-        "q_norm": norm(n, k),
-        "k_norm": norm(n, k),
-      },
-      "ff_norm": norm(n, d),
-      "ff": {"gate": (n, d, f), "up": (n, d, f), "down": (n, f, d)},
-    },
-  }
+  ARCHITECTURES[name] = Architecture(model, parameters, attention_flops)
 
 
-SHAPES: dict[str, Callable[["ModelConfig"], Shapes]] = {
-  "decoder": decoder,
-  "qwen3": qwen3,
-}
-# By model.name: training FLOPs per token of all attention scores, the masked ones too.
-ATTENTION_FLOPS: dict[str, Callable[["ModelConfig"], float]] = {
-  "decoder": lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
-  "qwen3": lambda m: (
-    12.0 * m.num_layers * (m.num_heads * m.head_dim or m.dim) * m.seq_len
-  ),
-}
+register(
+  "decoder",
+  "diloco.model.decoder",
+  decoder,
+  lambda m: 12.0 * m.num_layers * m.dim * m.seq_len,
+)
 
 
 def parameters(m: "ModelConfig") -> Shapes:
-  """Returns the parameter shapes of one replica.
-
-  Raises:
-    ConfigError: there is no such architecture.
-  """
-  check_name("model.name", m.name, SHAPES)
-  return SHAPES[m.name](m)
+  """Returns the parameter shapes of one replica."""
+  return ARCHITECTURES[m.name].parameters(m)
 
 
 def leaves(
@@ -152,7 +126,7 @@ def flops_per_token(m: "ModelConfig", attention: bool = True) -> float:
   Args:
     attention: whether attention scores count; the DiLoCo papers do not count them.
   """
-  return 6.0 * matrix_params(m) + attention * ATTENTION_FLOPS[m.name](m)
+  return 6.0 * matrix_params(m) + attention * ARCHITECTURES[m.name].attention_flops(m)
 
 
 def sharded_axis(

@@ -88,18 +88,6 @@ class Axis:
     near = [power(self.ratio, exponent(self.ratio, value) + d) for d in (-1, 1)]
     return [v for v in near if self.low <= v <= self.high]
 
-  def check_start(self, source: "Axis") -> None:
-    """Checks that the axis can start from every value that another may end at.
-
-    Raises:
-      ValueError: it cannot; see `neighbours`.
-    """
-    ends = list(source.values)
-    for value in ends:  # Gets longer, until a fixed axis refuses a value or has all.
-      self.neighbours(value)
-      if not self.ratio:
-        ends += [near for near in source.neighbours(value) if near not in ends]
-
   def beside(self, point: Point) -> list[Point]:
     """Returns the points next to `point` along the axis."""
     return [{**point, self.name: v} for v in self.neighbours(point[self.name])]

@@ -4,7 +4,7 @@ import pathlib
 
 from diloco.errors import ConfigError
 from diloco.sweep.grid import Sweep
-from diloco.sweep.search import check_starts, search_all
+from diloco.sweep.search import search_all
 from diloco.util import command
 
 
@@ -26,7 +26,6 @@ def load_sweep(name: str) -> Sweep:
     if not isinstance(sweep, Sweep):
       raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
     search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
-    check_starts(sweep.grids)
   except Exception as error:
     raise ConfigError(f"{path}: {command.located(error, module.__file__)}") from error
   return sweep

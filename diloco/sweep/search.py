@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from diloco.sweep.grid import Axis, Grid, Point, describe, key
+from diloco.sweep.grid import Grid, Point, describe, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,28 +73,6 @@ def search_all(grids: Sequence[Grid], loss: Loss) -> list[Search]:
         latest[key(cell)] = search(grid, cell, before.best if before else None, loss)
       found.append(latest[key(cell)])
   return found
-
-
-def check_starts(grids: Sequence[Grid]) -> None:
-  """Checks that every axis can start from all values that `like` may give it.
-
-  Args:
-    grids: every cell starts from an earlier one; see `search_all`.
-
-  Raises:
-    ValueError: a cell may start from a value that an axis does not have.
-  """
-  known: dict[str, dict[str, Axis]] = {}  # The values of each name, by the cell's key.
-  for grid in grids:
-    for cell in grid.cells:
-      source = grid.like(cell)
-      start = {} if source is None else known[key(source)]
-      for axis in grid.axes:
-        if axis.name in start:
-          axis.check_start(start[axis.name])
-      given = {name: Axis(name, (value,)) for name, value in cell.items()}
-      tuned = {axis.name: axis for axis in grid.axes}
-      known[key(cell)] = start | given | tuned
 
 
 def search(grid: Grid, cell: Point, start: Point | None, loss: Loss) -> Search:

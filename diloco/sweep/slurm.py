@@ -4,15 +4,12 @@ Needs the extra `slurm` and a results directory that all nodes see. Jobs do not 
 on the driver, which may end at any moment: a later driver finds them by their names.
 """
 
-import contextlib
 import math
 import pathlib
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
-from unittest import mock
 
 from diloco.sweep import job
 from diloco.sweep.table import digest
@@ -33,7 +30,6 @@ class Slurm:
     results: the results directory; its folder slurm/ takes submitit's logs.
     environment: additional environment variables of the runs.
     options: for submitit, e.g. {'timeout_min': 60, 'slurm_partition': 'gpu'}.
-    dry: whether there need be no Slurm, because only `script` is called.
 
   Raises:
     ValueError: submitit or Slurm is missing, or an option is unknown.
@@ -46,15 +42,11 @@ class Slurm:
     results: pathlib.Path,
     environment: Mapping[str, str],
     options: Mapping[str, object],
-    dry: bool = False,
   ):
     try:
       import submitit
 
-      # submitit asks whether this machine has srun.
-      asked = mock.patch.object(submitit.SlurmExecutor, "affinity", return_value=1)
-      with asked if dry else contextlib.nullcontext():
-        self._executor = submitit.AutoExecutor(results.absolute() / "slurm", "slurm")
+      self._executor = submitit.AutoExecutor(results.absolute() / "slurm", "slurm")
       self._executor.update_parameters(**{"timeout_min": 24 * 60, **options})
     except (ImportError, RuntimeError, NameError, TypeError, ValueError) as error:
       raise ValueError(
@@ -95,12 +87,6 @@ class Slurm:
         time.sleep(pause)
     if self._states is not None:
       self._states[name] = "PD"  # Pending.
-
-  def script(self, run: pathlib.Path) -> str:
-    """Returns the script that `start` would give to sbatch."""
-    self._executor.update_parameters(name=self._name(run))
-    slurm: Any = self._executor._executor
-    return slurm._make_submission_file_text(slurm._submitit_command_str, "JOB")
 
   def running(self, run: pathlib.Path) -> bool:
     states = self._queue()

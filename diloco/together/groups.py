@@ -20,7 +20,6 @@ _NEEDED = {
   "overlap.transport": "device",
   "outer.offload": False,
   "log.wandb_project": "",
-  "log.diagnostics_every": 0,
   "profile.steps": "",
 }
 

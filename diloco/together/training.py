@@ -21,9 +21,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm import overlap
 from diloco.algorithm.inner import InnerMetrics, inner_step
-from diloco.algorithm.method import BetweenSyncs, Method, Wrapper, make_method
+from diloco.algorithm.method import Method, Wrapper, make_method
 from diloco.algorithm.optimizers import OuterTuned, Tuned, outer_tuned, tuned
 from diloco.algorithm.state import Event, TrainState
 from diloco.algorithm.sync_metrics import Metric
@@ -91,9 +90,8 @@ class Together(Wrapper):
   ) -> tuple[TrainState, list[InnerMetrics]]:
     """Runs one inner step of all runs; tokens are int32 [R, M, B, L]."""
     t, [tokens_RxMxBxL] = steps[0], tokens
-    trainable = overlap.trained_next(self.c, self.method.plan, t)
     params, opt_state, metrics = inner_together(
-      *(state.params, state.opt_state, tokens_RxMxBxL, trainable, self.numbers.inner),
+      *(state.params, state.opt_state, tokens_RxMxBxL, self.numbers.inner),
       c=self.c,
       averaged=t <= self.c.joint_steps,
     )
@@ -135,14 +133,13 @@ def inner_together(
   params: PyTree,
   opt_state: PyTree,
   tokens: jax.Array,
-  trainable: PyTree | None,
   tuned: Tuned,
   *,
   c: Config,
   averaged: bool = False,
 ) -> tuple[PyTree, PyTree, InnerMetrics]:
-  """Maps `inner_step` over the runs, which all train the same layers."""
-  one = lambda *args: inner_step(*args[:3], trainable, args[3], c=c, averaged=averaged)
+  """Maps `inner_step` over the runs."""
+  one = functools.partial(inner_step, c=c, averaged=averaged)
   in_turn = lambda *args: jax.lax.map(lambda args: one(*args), args)
   args = (params, opt_state, tokens, tuned)
   # XLA for CPU is slow at batched products.
@@ -254,8 +251,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
         run.batches.set_state(found.record.data)
         run.log.mixtures = found.record.mixtures
 
-    one = BetweenSyncs(method) if c.averages else method
-    together = Together(one, c, numbers_of([run.c for run in runs]))
+    together = Together(method, c, numbers_of([run.c for run in runs]))
     states = [found.arrays for found in restored if found]
     if states:
       place = NamedSharding(mesh, P())

@@ -1,8 +1,7 @@
 """Tokenizers of public models: a tokenizer.json, with SentencePiece's methods. No JAX.
 
 Needs the package tokenizers (the extra `hf`). The names of EOS and its like are in
-tokenizer_config.json, in the same folder. Without that file, they are special tokens
-with usual names.
+tokenizer_config.json, in the same folder.
 """
 
 import json
@@ -14,15 +13,8 @@ from diloco.spec.shapes import EOS_ID
 from diloco.util.command import optional
 
 ROLES = ("pad_token", "eos_token", "bos_token", "unk_token")
-# Usual names of these roles.
-_USUAL = {
-  "pad_token": ("<pad>", "[PAD]", "<|padding|>", "<|pad|>"),
-  "eos_token": ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]"),
-  "bos_token": ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"),
-  "unk_token": ("<unk>", "[UNK]"),
-}
 # A copy of the file has the special tokens under this key.
-_KEY = "diloco_special_tokens"
+SPECIAL = "diloco_special_tokens"
 
 
 class JsonModel:
@@ -42,13 +34,11 @@ class JsonModel:
     tokenizers = optional("tokenizers", needs, "hf")
     try:
       self._content = json.loads(path.read_bytes())
-      self._special = self._content.pop(_KEY, None)
+      self._special = self._content.pop(SPECIAL, None)
       if self._special is None:
         beside = path.with_name("tokenizer_config.json")
-        if beside.is_file():
-          self._special = _special(json.loads(beside.read_bytes()))
-        else:
-          self._special = _usual(self._content)
+        named = beside.is_file()
+        self._special = _special(json.loads(beside.read_bytes())) if named else {}
       self._model = tokenizers.Tokenizer.from_str(json.dumps(self._content))
     except Exception as error:  # tokenizers raises only Exception.
       raise ConfigError(
@@ -88,13 +78,8 @@ class JsonModel:
 
   def serialized(self) -> bytes:
     """Returns the file with the special tokens in it."""
-    whole = {**self._content, _KEY: self._special}
+    whole = {**self._content, SPECIAL: self._special}
     return json.dumps(whole, ensure_ascii=False).encode()
-
-  def files(self) -> dict[str, dict[str, Any]]:
-    """Returns {file name: JSON} of the files that transformers loads."""
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **self._special}
-    return {"tokenizer.json": self._content, "tokenizer_config.json": about}
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
@@ -102,10 +87,3 @@ def _special(config: dict[str, Any]) -> dict[str, str]:
   found = {role: config.get(role) for role in ROLES}
   text = lambda x: x["content"] if isinstance(x, dict) else x
   return {role: text(x) for role, x in found.items() if x}
-
-
-def _usual(content: dict[str, Any]) -> dict[str, str]:
-  """Returns {role: text} of roles for which one special token has a usual name."""
-  special = {x["content"] for x in content["added_tokens"] if x["special"]}
-  found = {role: special.intersection(names) for role, names in _USUAL.items()}
-  return {role: texts.pop() for role, texts in found.items() if len(texts) == 1}

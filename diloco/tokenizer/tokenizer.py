@@ -81,7 +81,7 @@ class Tokenizer:
 def _one_role_each(special: tuple[int, ...]) -> tuple[int, ...]:
   """Leaves a piece that has several roles to one of them; the others are missing: -1.
 
-  In GPT-2 one piece is EOS, BOS and unknown; Qwen pads with EOS; others with unknown.
+  In GPT-2 one piece is EOS, BOS and unknown; others pad with EOS or with unknown.
   """
   found = list(special)
   for i, role in enumerate(order := (EOS_ID, UNK_ID, BOS_ID, PAD_ID)):

@@ -89,7 +89,7 @@ def _missing(folder: pathlib.Path) -> str:
   state = "is not finished" if (folder / PLAN).is_file() else "does not exist"
   return (
     f"data.source is arrays, but {path} {state}; run `python -m diloco prepare_data"
-    " tokenize --source=<source> --split=<split> --tokenizer=<tokenizer>"
+    " --source=<source> --split=<split> --tokenizer=<tokenizer>"
     f" --output={folder}`, or set data.train_split and data.eval_split to the names of"
     " prepared folders."
   )

@@ -106,11 +106,28 @@ def cut_half_line(path: pathlib.Path) -> None:
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
   """Reads a JSON file; None if the file is absent or holds no JSON object."""
-  try:
+  with contextlib.suppress(FileNotFoundError, RecursionError, ValueError):
     value = json.loads(path.read_bytes())
-  except (FileNotFoundError, RecursionError, ValueError):
-    return None
-  return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else None
+  return None
+
+
+def require_json(path: pathlib.Path, field: str) -> dict[str, Any]:
+  """Reads a JSON file in a folder that a field or a flag names.
+
+  Raises:
+    ConfigError: the file is absent, holds no JSON object, or cannot be read.
+  """
+  try:
+    found, reason = read_json(path), "it is missing or damaged"
+  except OSError as error:
+    found, reason = None, str(error.strerror)
+  if found is None:
+    raise ConfigError(
+      f"{field} is {str(path.parent)!r}, whose {path.name} cannot be read ({reason});"
+      " write it again, or give another folder."
+    )
+  return found
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

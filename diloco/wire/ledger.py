@@ -14,7 +14,7 @@ class Ledger:
   Attributes:
     fragments: {str(p): [number of syncs, bytes sent by one replica]}.
     averages: {kind: [number of averages, bytes sent by one replica]}, see
-      `plugins.Extension.average`.
+      `plugins.Average`.
     peak: the most bytes that one replica sent at a single step. Gradients do not count:
       a step that sends them sends nothing else.
     latest: [step, bytes] of the latest step that sent something.

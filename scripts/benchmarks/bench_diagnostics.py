@@ -14,12 +14,12 @@ from absl import flags
 from ml_collections import config_flags
 
 from diloco import train
-from diloco.config import command_line, resolve
+from diloco.config import add_plugins, command_line, resolve
 from diloco.log import metrics
 from diloco.util import shipped
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", shipped.find("sample"), "Config; the script sets log.diagnostics_every=4."
+  "config", shipped.find("sample"), "Config; the script sets diagnostics.every=4."
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder to write to; it must be new.")
 COMPILING = 60  # Steps, of which the first ones compile programs.
@@ -28,7 +28,8 @@ COMPILING = 60  # Steps, of which the first ones compile programs.
 def main(argv) -> None:
   del argv
   c, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
-  c.log.every, c.log.diagnostics_every = 1, 4
+  add_plugins(c, "diagnostics")
+  c.log.every, c.diagnostics.every = 1, 4
   c.eval.every = c.checkpoint.every = 0
   c = resolve(c)
   train.train(c, workdir)

@@ -98,23 +98,19 @@ def main(argv) -> None:
       f"--folder is {str(folder)!r}, which holds files; choose an empty or a new one."
     )
   write_corpus(folder, _MB.value * 10**6)
-  old, new, tokens = (folder / n for n in ("tfrecord", "array_record", "tokens/train"))
-  tfds = f"tfds:{NAME}"
-  # (command and format, source, data_dir, output)
+  tokens = folder / "tokens/train"
+  # (format, source, data_dir)
   ways = (
-    ("convert tfrecord", tfds, old, new),
-    ("tokenize JSON lines", f"files:{folder}/*.jsonl", "", tokens),
-    ("tokenize tfrecord", tfds, old, tokens),
-    ("tokenize array_record", tfds, new, tokens),
+    ("JSON lines", f"files:{folder}/*.jsonl", ""),
+    ("tfrecord", f"tfds:{NAME}", folder / "tfrecord"),
   )
   print(f"{'':<22} processes  seconds  CPU s  MB/s  MB per CPU s  MiB in the largest")
   for workers in _WORKERS.value:
-    shutil.rmtree(new, ignore_errors=True)
-    for way, source, data_dir, output in ways:
+    for way, source, data_dir in ways:
       shutil.rmtree(tokens, ignore_errors=True)
-      where = [f"--source={source}", f"--data_dir={data_dir}", f"--output={output}"]
+      where = [f"--source={source}", f"--data_dir={data_dir}", f"--output={tokens}"]
       how = [f"--tokenizer={_TOKENIZER.value}", f"--workers={workers}"]
-      seconds, cpu, memory = measure(way.split()[0], *where, *how)
+      seconds, cpu, memory = measure(*where, *how)
       print(
         f"{way:<22} {workers:>9} {seconds:>8.1f} {cpu:>6.1f}"
         f" {_MB.value / seconds:>5.1f} {_MB.value / cpu:>13.1f} {memory:>10}",

@@ -40,7 +40,7 @@ class Bench:
       tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape)
       place = sharding.batch_sharding(self.mesh, c.one_model)
       tokens = jax.device_put(tokens.astype(np.int32), place)
-      self.rest = (tokens, None, optimizers.tuned(c))
+      self.rest = (tokens, optimizers.tuned(c))
       start = time.perf_counter()
       self.step = inner_step.lower(
         self.state.params, self.state.opt_state, *self.rest, c=c

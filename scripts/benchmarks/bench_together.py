@@ -75,7 +75,7 @@ def memory(c: Config, count: int, mesh: Mesh) -> tuple[int, int]:
   with jax.set_mesh(mesh):
     state = jax.tree.map(led, abstract_state(c, mesh, make_plan(c, mesh)))
     tokens = led(jax.ShapeDtypeStruct(tokens_shape(c), jnp.int32))
-    args = (state.params, state.opt_state, tokens, None, inner)
+    args = (state.params, state.opt_state, tokens, inner)
     lowered = inner_together.lower(*args, c=c)
     found = lowered.compile().memory_analysis()
   return found.argument_size_in_bytes, found.temp_size_in_bytes

@@ -23,7 +23,7 @@ def run_step(c, params_M, tokens_MxBxL):
   with jax.set_mesh(make_mesh(c)):
     copied = jax.tree.map(jnp.copy, params_M)
     opt_state_M = jax.jit(jax.vmap(make_inner(c).init))(copied)
-    return inner_step(copied, opt_state_M, tokens_MxBxL, None, tuned(c), c=c)
+    return inner_step(copied, opt_state_M, tokens_MxBxL, tuned(c), c=c)
 
 
 def setup(c, seed=0):
@@ -133,7 +133,7 @@ def lowered(c: Config) -> str:
   with jax.set_mesh(mesh):
     s = init_state(c, mesh, make_plan(c, mesh))
     tokens = jnp.zeros((2, 2, 16), jnp.int32)
-    step = inner_step.lower(s.params, s.opt_state, tokens, None, tuned(c), c=c)
+    step = inner_step.lower(s.params, s.opt_state, tokens, tuned(c), c=c)
     return step.as_text()
 
 

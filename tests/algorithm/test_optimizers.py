@@ -239,94 +239,6 @@ def test_muon_by_hand(tiny):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4), mine, x)
 
 
-def test_fedpart_by_hand(tiny):
-  """As torch does without a gradient: no moments, no count, no share in the norm."""
-  fields = {"outer.fedpart": True, "inner.warmup_steps": 0, "inner.learning_rate": 0.02}
-  c = resolve(tiny, **fields, **{"inner.clip_norm": 0.5, "train.steps": 10})
-  rate, rng = optimizers.learning_rate(c), np.random.default_rng(0)
-  draw = lambda: {
-    "blocks": {
-      "w": rng.normal(size=(3, 4, 2)),
-      "norm": {"scale": rng.normal(size=(3, 4))},
-    },
-    "embed": {"e": rng.normal(size=(5, 4))},
-  }
-
-  def tensors(tree):
-    """{name: [layer 0, ...]}, with the embedding as one more layer."""
-    w, scale, e = (
-      tree["blocks"]["w"],
-      tree["blocks"]["norm"]["scale"],
-      tree["embed"]["e"],
-    )
-    return [
-      *([np.asarray(a), np.asarray(b)] for a, b in zip(w, scale)),
-      [np.asarray(e)],
-    ]
-
-  def layer(state, n):
-    """All arrays of a layer's optimizer state but the count of the schedule."""
-    part = state["embed"] if n == 3 else jax.tree.map(lambda x: x[n], state["blocks"])
-    return [np.asarray(x) for x in jax.tree.leaves(part[0])]
-
-  x = draw()
-  mine = jax.tree.map(jnp.float32, x)
-  state = optimizers.make_inner(c).init(mine)
-  step = jax.jit(lambda mask, *args: optimizers.make_inner(c, None, mask).update(*args))
-  x = tensors(x)
-  m, v, count = [[[0.0] * 2 for _ in range(4)] for _ in range(2)] + [[0] * 4]
-  for t, trained in enumerate([{0}, {1, 3}, {1, 3}, {0}, {2}, {0, 3}]):
-    g = jax.tree.map(jnp.float32, draw())
-    # Nothing of a frozen layer counts, not even infinity.
-    frozen = jnp.array([n not in trained for n in range(3)])
-    g["blocks"]["w"] = jnp.where(frozen[:, None, None], jnp.inf, g["blocks"]["w"])
-    mask = {"blocks": ~np.asarray(frozen), "embed": np.bool_(3 in trained)}
-    before, (updates, state) = state, step(mask, g, state, mine)
-    after, g = optax.apply_updates(mine, updates), tensors(g)
-    norm = np.sqrt(sum(np.square(a, dtype=float).sum() for n in trained for a in g[n]))
-    assert norm > 0.5
-    for n in range(4):
-      if n not in trained:
-        for a, b in zip(layer(before, n), layer(state, n)):
-          np.testing.assert_array_equal(a, b)
-        for a, b in zip(tensors(mine)[n], tensors(after)[n]):
-          np.testing.assert_array_equal(a, b)
-        continue
-      count[n] += 1
-      for i, a in enumerate(g[n]):
-        a = a * 0.5 / norm
-        m[n][i] = 0.9 * m[n][i] + 0.1 * a
-        v[n][i] = 0.99 * v[n][i] + 0.01 * a * a
-        root = np.sqrt(v[n][i] / (1 - 0.99 ** count[n])) + 1e-8
-        adam = m[n][i] / (1 - 0.9 ** count[n]) / root
-        x[n][i] = x[n][i] - float(rate(t)) * (adam + x[n][i] / 10 / 0.02)
-        np.testing.assert_allclose(tensors(after)[n][i], x[n][i], rtol=1e-5)
-    mine = after
-
-
-@pytest.mark.parametrize("method", ["fedpart", "muon"])
-def test_fedpart_that_trains_all_layers_steps_as_without_it(tiny, method):
-  text = METHODS[method].get("inner.optimizer", tiny.inner.optimizer)
-  c = resolve(tiny, **{"inner.optimizer": text, "inner.warmup_steps": 0})
-  part = resolve(tiny, **{"outer.fedpart": True})
-  rng = np.random.default_rng(0)
-  draw = lambda shape: jnp.float32(rng.normal(size=shape))
-  shapes = {"blocks": {"w": (3, 8, 4), "scale": (3, 8)}, "embed": {"e": (5, 4)}}
-  params, *grads = [
-    jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3)
-  ]
-  mask = {"blocks": np.ones(3, bool), "embed": np.bool_(True)}
-  whole, parts = optimizers.make_inner(c), optimizers.make_inner(part, trainable=mask)
-  states = [whole.init(params), parts.init(params)]
-  for g in grads:
-    updates, states[0] = whole.update(g, states[0], params)
-    by_part, states[1] = parts.update(g, states[1], params)
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8),
-      *(by_part, updates),
-    )
-
-
 SHAPES = {
   "blocks": {"w": (3, 256, 128), "norm": {"scale": (3, 256)}},
   "embed": {"tokens": (512, 256)},
@@ -348,12 +260,10 @@ def placed(text: str, fsdp: int = 4, lead: tuple = (), optimizer=None):
 @pytest.mark.parametrize("lead", [(), ("replica",)])
 @pytest.mark.parametrize(
   "text",
-  ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi", "fedpart"],
+  ["adam", "sgd(momentum=0.9)", "adan", "muon", "lion", "adamw", "yogi"],
 )
-def test_state_shaped_like_a_parameter_is_sharded_like_it(tiny, text, lead):
-  in_part = text == "fedpart"  # The inner optimizer, with a state for each layer.
-  inner = optimizers.make_inner(resolve(tiny, **{"outer.fedpart": in_part}))
-  state, places = placed(text, lead=lead, optimizer=inner if in_part else None)
+def test_state_shaped_like_a_parameter_is_sharded_like_it(text, lead):
+  state, places = placed(text, lead=lead)
   for x, at in zip(jax.tree.leaves(state), jax.tree.leaves(places)):
     if x.shape in ((3, 256, 128), (3, 256)):
       assert at.spec == jax.sharding.PartitionSpec(*lead, None, "fsdp")

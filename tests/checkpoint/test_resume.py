@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from conftest import update
 
 from diloco import train
 from diloco.checkpoint import resume
@@ -78,7 +79,7 @@ def test_an_extended_run_resumes_exactly_with_fragments_in_flight(short, tmp_pat
 
 def check(tiny, step=8, **fields) -> str:
   old = resolve(tiny).to_dict()
-  tiny.update_from_flattened_dict(fields)
+  update(tiny, fields)
   return resume.check(old, resolve(tiny), step)
 
 
@@ -92,15 +93,12 @@ def test_a_run_continues_with_another_attention(tiny):
   ("field", "value"),
   [
     *[("seed", 7), ("sync_every", 3), ("replicas", 1), ("algorithm", "diloco")],
-    *[
-      ("outer.learning_rate", 0.7),
-      ("outer.optimizer", "sgd"),
-      ("outer.fedpart", True),
-    ],
+    *[("outer.learning_rate", 0.7), ("outer.optimizer", "sgd")],
     *[("inner.learning_rate", 0.7), ("inner.clip_norm", 0.5), ("wire.format", "e2m1")],
     *[("wire.block_size", 32), ("overlap.tau", 2), ("overlap.alpha", 0.25)],
     *[("fragments.pattern", "sequential"), ("model.qk_norm", False)],
     *[("train.batch_size", 8), ("data.shuffle_window", 9), ("data.source", "files:/x")],
+    ("sparta.share", 0.1),
   ],
 )
 def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, value):
@@ -114,7 +112,7 @@ def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, v
     *[("log.every", 3), ("profile.steps", "2:3"), ("init.checkpoint", "/x")],
     *[("eval.tokens", 512), ("checkpoint.every", 3), ("outer.offload", True)],
     *[("model.attention", "xla"), ("overlap.transport", "host")],
-    *[("data.data_dir", "/x"), ("data.prefetch", 0)],
+    *[("data.data_dir", "/x"), ("data.prefetch", 0), ("diagnostics.every", 3)],
   ],
 )
 def test_a_run_goes_on_with_another_value_of_a_field_that_changes_no_result(

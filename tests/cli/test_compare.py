@@ -2,10 +2,8 @@
 
 import json
 
-import numpy as np
-import pandas as pd
 import pytest
-from conftest import tiny_config
+from conftest import tiny_config, update
 
 from diloco.cli import compare, status
 from diloco.config import resolve
@@ -148,20 +146,11 @@ def test_sites_are_one_run(tmp_path):
   assert run.sent[12] == 300
 
 
-def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
-  files = [tmp_path / "new" / name for name in ("x.png", "x.csv")]
-  args = [*map(str, two), f"--out={files[0]}", f"--csv={files[1]}"]
-  assert compare.main(args) == 0
+def test_the_command_writes_the_picture(two, tmp_path, capsys):
+  picture = tmp_path / "new/x.png"
+  assert compare.main([*map(str, two), f"--out={picture}"]) == 0
   assert "plain is not finished" in capsys.readouterr().out
-  assert files[0].read_bytes().startswith(b"\x89PNG")
-  table = pd.read_csv(files[1])
-  held_out = ["eval/bits_per_byte", "eval/loss_outer"]
-  assert list(table.columns[:5]) == ["run", "step", *held_out, "step/bytes_sent"]
-  names = ("loss", "peak_bytes", "tokens", "tokens_per_s")
-  assert list(table.columns[5:]) == [f"step/{name}" for name in names]
-  assert list(table["run"]) == ["streaming"] * 12 + ["plain"] * 8
-  assert table["eval/loss_outer"].dropna().tolist() == [4.0, 3.0]
-  np.testing.assert_array_equal(table["step"], [*range(1, 13), *range(1, 9)])
+  assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +160,6 @@ def test_the_command_writes_the_picture_and_the_csv_file(two, tmp_path, capsys):
     (["{0}/none"], "has no metrics.jsonl; give the --workdir"),
     (["{0}", "--out=x.what"], "--out is 'x.what'; give a file such as compare.png"),
     (["{0}", "--out={0}/a.png"], "a.png'; give a file such as compare.png"),
-    (["{0}", "--csv={0}/a.png"], "a.png', a folder; give a file name.csv"),
     (["{0}", "--gbits=0"], "bandwidth is 0.0, but must be above 0"),
   ],
 )
@@ -208,6 +196,17 @@ def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
   assert mean.name == "a (n=2)"
   assert mean.held_out == {12: 3.5}
   assert mean.loss == {t: (runs[0].loss[t] + runs[1].loss[t]) / 2 for t in runs[0].loss}
+
+
+def test_fields_that_change_no_result_are_no_columns_and_part_no_seeds(tmp_path):
+  measured = tiny_config()
+  update(measured, {"diagnostics.every": 2, "seed": 1})
+  configs = {"s0": config(), "s1": resolve(measured)}
+  runs = [
+    read_run.read(make_run(tmp_path / name, c), name) for name, c in configs.items()
+  ]
+  assert [len(group) for group in compare.joined(runs)] == [2]
+  assert "diagnostics" not in compare.table(runs)
 
 
 def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):

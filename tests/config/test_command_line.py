@@ -281,7 +281,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
     ("-m diloco.cli.sweep --results=/tmp --foo", "unrecognized arguments: --foo"),
     ("-m diloco.aot --config=none.py --topology=v5e", "there is no file none.py"),
     (
-      "-m diloco.data.prepare.prepare_data --source=sotu --output=/tmp",
+      "-m diloco.data.prepare.prepare_data --source=sotu",
       "the following arg",
     ),
     (

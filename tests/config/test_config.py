@@ -56,6 +56,14 @@ def make(**fields):
       {"wire.error_feedback": 0.9},
       "wire.error_feedback is 0.9, .*; now it is wire.compressor=.*error_feedback.beta",
     ),
+    (
+      {"outer.fedpart": True},
+      "outer.fedpart is True, .*; now it is fedpart.on=True; the plug-in fedpart has",
+    ),
+    (
+      {"log.diagnostics_every": 4},
+      r"every is 4, .*; now it is diagnostics.every=4; .* set plugins=\('diagnostics',",
+    ),
     *(
       ({"replicas": 1, field: 3}, f"{field} is 3, but replicas is 1, and a single")
       for field in ("des_loc.first_every", "des_loc.second_every")
@@ -94,8 +102,12 @@ def make(**fields):
     ({"wire.compressor": "zip"}, "wire.compressor is 'zip'; choose one of quantize"),
     ({"wire.format": "e9m9"}, "wire.format is 'e9m9'; choose fp32, bf16 or eXmY"),
     (
-      {"log.diagnostics_every": 3, "overlap.transport": "host"},
-      "log.diagnostics_every is 3, which .* overlap.transport is host; choose device,",
+      {
+        "plugins": ("diagnostics",),
+        "diagnostics.every": 3,
+        "overlap.transport": "host",
+      },
+      "diagnostics.every is 3, which .* overlap.transport is host; choose device,",
     ),
     (
       {"sparta.share": 0.01, "algorithm": "data_parallel"},
@@ -238,7 +250,8 @@ def test_arguments_of_a_compressor_that_cannot_work_are_refused(text, message):
 
 def test_a_saved_field_that_a_plug_in_replaced_is_read_at_its_default_only():
   saved = resolve(make()).to_dict()
-  saved["outer"]["restart_every"], saved["wire"]["chunk"] = 0, 0
+  saved["outer"] |= {"restart_every": 0, "fedpart": False}
+  saved["wire"]["chunk"] = 0
   assert complete(saved) == resolve(make())
   saved["outer"]["restart_every"] = 5
   with pytest.raises(ConfigError, match=r"restart_every is 5, .*; now it is outer"):

@@ -15,6 +15,7 @@ from diloco.cli import list_configs as listing
 from diloco.config import add_plugins, changed, resolve
 from diloco.config.command_line import load_config
 from diloco.contrib import sparta
+from diloco.contrib.qwen3 import Qwen3
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
@@ -385,7 +386,7 @@ def test_a_public_folder_gives_sizes_and_tokenizer(tmp_path):
   _, c = load("qwen3", f"{tmp_path},M=4")
   m = c.model
   assert (m.name, m.num_layers, m.dim, m.ff_dim) == ("qwen3", 3, 64, 96)
-  assert (m.kv_heads, m.head_size, m.rope_theta) == (2, 32, 1e4)
+  assert m.of(Qwen3) == Qwen3(kv_heads=2, head_dim=32, rope_theta=1e4)
   assert c.init.checkpoint == str(tmp_path)
   assert (c.data.tokenizer, c.replicas) == (f"{tmp_path}/tokenizer.json", 4)
 

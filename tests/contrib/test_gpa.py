@@ -6,12 +6,14 @@ import numpy as np
 import optax
 import pytest
 
+from diloco.algorithm.method import make_method
 from diloco.algorithm.optimizers import judged, make_inner
 from diloco.config import resolve
 from diloco.contrib.gpa import gpa
 from diloco.errors import ConfigError
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop import load
+from diloco.mesh.devices import make_mesh
 from diloco.train import train
 
 STEPS, B2, EPS = 9, 0.95, 1e-8
@@ -90,14 +92,15 @@ def test_without_an_average_the_parameters_are_judged():
 @pytest.mark.parametrize("name", ["gpa", "schedule_free_adamw", "schedule_free_sgd"])
 def test_an_average_needs_one_float32_model(tiny, name):
   tiny.inner.optimizer = name
-  message = f"inner.optimizer is {name}, .* is streaming; choose data_parallel"
+  message = f"inner.optimizer is {name}, .* is streaming and .*; choose data_parallel"
+  made = lambda c: make_method(c, make_mesh(c))
   with pytest.raises(ConfigError, match=message):
-    make_inner(resolve(tiny))
+    made(resolve(tiny))
   tiny.algorithm = "data_parallel"
-  make_inner(resolve(tiny))
+  made(resolve(tiny))
   tiny.model.param_dtype = "bfloat16"
-  with pytest.raises(ConfigError, match="is too coarse for its average"):
-    make_inner(resolve(tiny))
+  with pytest.raises(ConfigError, match="param_dtype bfloat16; choose"):
+    made(resolve(tiny))
 
 
 def test_coefficients_lie_in_range(tiny):

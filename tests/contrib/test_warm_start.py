@@ -188,7 +188,7 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
     with jax.set_mesh(mesh):
       s = init_state(config, mesh, make_plan(config, mesh))
       batch = tokens.reshape(config.models, -1, c.model.seq_len)
-      args = (s.params, s.opt_state, batch, None, tuned(config))
+      args = (s.params, s.opt_state, batch, tuned(config))
       found.append(inner_step(*args, c=config, averaged=averaged))
   (both, _, seen), (alone, _, other) = found
   for x, y in zip(jax.tree.leaves(both), jax.tree.leaves(alone)):
@@ -204,10 +204,6 @@ def test_an_averaged_step_is_that_of_data_parallel(tiny):
     (
       {"overlap.transport": "sites"},
       r"warm_start.steps is 4, which .*transport is sites",
-    ),
-    (
-      {"outer.fedpart": True},
-      "warm_start.steps is 4, which .* but outer.fedpart is True; choose false",
     ),
   ],
 )

@@ -557,7 +557,7 @@ def test_errors_about_missing_tfds_data_name_path_and_remedy(
 @pytest.mark.parametrize(
   ("change", "message"),
   [
-    (("array_record", "tfrecord"), r"stored as tfrecord.*prepare_data convert"),
+    (("array_record", "tfrecord"), r"stored as tfrecord.*tfds convert_format"),
     (('"text": {"python', '"words": {"python'), r"no feature `text` but.*words"),
   ],
 )

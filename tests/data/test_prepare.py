@@ -197,7 +197,6 @@ def children(pid):
 @pytest.mark.parametrize("victim", ["parent", "worker"])
 def test_the_command_goes_on_after_a_process_was_killed(tmp_path, victim):
   flags = [
-    "tokenize",
     "--source=sotu",
     "--split=train",
     f"--output={tmp_path}/broken",
@@ -281,7 +280,7 @@ def test_a_split_without_text_is_refused(tmp_path, in_line):
 
 def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
   flags = (f"--source={lines}", f"--output={tmp_path}/a")
-  process = command("tokenize", *flags, "--split=train,eval")
+  process = command(*flags, "--split=train,eval")
   output, errors = process.communicate(timeout=120)
   assert process.returncode == 0, errors
   assert re.search(r"a/train: 288 documents.*\n.*a/validation: 12 documents", output)
@@ -289,7 +288,7 @@ def test_one_command_prepares_both_splits(tiny, lines, tmp_path):
   direct = config_lib.resolve(tiny)
   same_data(direct, as_arrays(tiny, tmp_path / "a", eval_split="validation"))
   for splits in ("train,train", "train,eval,all"):
-    process = command("tokenize", *flags, f"--split={splits}")
+    process = command(*flags, f"--split={splits}")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "give one split, or two different ones" in errors
@@ -464,56 +463,6 @@ def tfrecord(tmp_path_factory):
   return root
 
 
-def test_tfrecord_becomes_array_record_with_the_same_batches(tiny, tfrecord, tmp_path):
-  options = ("tfds:c4/en:3.1.0", tmp_path, str(tfrecord / "tfrecord"))
-  folder = prepare.convert(*options, workers=2)
-  assert len(list(folder.glob("*.array_record-*"))) == 4
-  tiny.data.source = "tfds:c4/en:3.1.0"
-  tiny.data.data_dir = str(tfrecord / "standin")
-  standin = config_lib.resolve(tiny)
-  tiny.data.data_dir = str(tmp_path)
-  converted = config_lib.resolve(tiny)
-  a, b = (data_lib.TrainIterator(c) for c in (standin, converted))
-  for _ in range(30):
-    np.testing.assert_array_equal(next(a), next(b))
-  a.close()
-  b.close()
-  before = {p: p.stat().st_mtime_ns for p in folder.glob("*record*")}
-  prepare.convert(*options)
-  assert {p: p.stat().st_mtime_ns for p in folder.glob("*record*")} == before
-
-
-def test_conversion_goes_on_after_a_kill_between_any_two_steps(
-  tfrecord, tmp_path, in_line, monkeypatch
-):
-  options = ("tfds:c4/en:3.1.0", tmp_path, str(tfrecord / "tfrecord"))
-  rename, folder = pathlib.Path.rename, tmp_path / "c4/en/3.1.0"
-
-  def dies_after(count):
-    left = iter([False] * count + [True])
-
-    def change(self, target):
-      if next(left, False):
-        raise Killed
-      return rename(self, target)
-
-    return change
-
-  for count in range(5):
-    with monkeypatch.context() as patch:
-      patch.setattr(pathlib.Path, "rename", dies_after(count % 2))
-      with pytest.raises(Killed):
-        prepare.convert(*options)
-    assert not (folder / "dataset_info.json").exists()
-  prepare.convert(*options)
-  assert not list(folder.glob(".*.tmp"))
-  rows = [
-    row for path in sorted(folder.glob("c4-train.*")) for row in array_records(path)
-  ]
-  (path,) = (tfrecord / "standin/c4/en/3.1.0").glob("c4-train.*")
-  assert rows == array_records(path)
-
-
 def test_arrays_from_tfrecord_slices_are_those_of_array_record(
   tfrecord, tmp_path, in_line
 ):
@@ -539,7 +488,7 @@ def test_arrays_from_tfrecord_slices_are_those_of_array_record(
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "short"])
-def test_damaged_tfrecord_is_not_converted(tfrecord, tmp_path, in_line, damage):
+def test_damaged_tfrecord_is_refused(tfrecord, tmp_path, in_line, damage):
   shutil.copytree(tfrecord / "tfrecord", tmp_path / "old")
   path = tmp_path / "old/c4/en/3.1.0/c4-train.tfrecord-00001-of-00003"
   content = bytearray(path.read_bytes())
@@ -552,8 +501,14 @@ def test_damaged_tfrecord_is_not_converted(tfrecord, tmp_path, in_line, damage):
     del content[: size + 16]
   path.write_bytes(content)
   with pytest.raises(ValueError, match=r"tfrecord-00001-of-00003 (is cut|ends after)"):
-    prepare.convert("tfds:c4/en:3.1.0", tmp_path / "new", str(tmp_path / "old"))
-  assert not list((tmp_path / "new").rglob("dataset_info.json"))
+    prepare.tokenize(
+      "tfds:c4/en:3.1.0",
+      "train",
+      "sotu_2048",
+      tmp_path / "new",
+      str(tmp_path / "old"),
+    )
+  assert not list((tmp_path / "new").rglob("manifest.json"))
 
 
 def test_tfrecord_of_another_writer_is_read_bit_for_bit(tmp_path):

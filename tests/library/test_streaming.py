@@ -308,7 +308,6 @@ def test_mistakes_are_named():
     (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
     (good, {"outer": diloco.OuterConfig(final_fraction=0.1)}, "outer.decay_syncs is 0"),
     (good, {"outer": diloco.OuterConfig(decay_syncs=3)}, "decay_syncs is 3, but"),
-    (good, {"outer": diloco.OuterConfig(fedpart=True)}, "outer.fedpart is True, but"),
     (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (

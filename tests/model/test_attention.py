@@ -147,9 +147,8 @@ def test_in_bfloat16_a_kernel_of_this_device_differs_from_float32_by_rounding(
 ):
   batch, length, heads, kv_heads, size = shape
   plain = ModelConfig(
+    dim=heads * size,
     num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_dim=size,
     seq_len=length,
     dtype="float32",
     attention="xla",

@@ -12,7 +12,7 @@ with (DOCS / "reproduced.csv").open() as file:
   RUNS = [row for row in csv.DictReader(file) if row["status"] == "done"]
 STUDENT = 2.919986  # 95% quantile of Student's t with two degrees of freedom.
 BASE = {"fragments.size": 1, "overlap.taus": [1, 1], "wire.format": "e3m0"}
-GROUPS = ("fragments", "outer", "overlap", "wire")
+GROUPS = ("fedpart", "fragments", "outer", "overlap", "wire")
 
 
 def losses(**points: str) -> dict[str, float]:
@@ -56,7 +56,7 @@ CLAIMS = {
   "With alpha = 0.5, tau = 5 costs": lambda: (tau(5, 0.5), tau(1, 0.5)),
   "With alpha = 0.5, tau = 10 costs": lambda: (tau(10, 0.5), tau(1, 0.5)),
   "A second replica with tau = 5 costs": lambda: (tau(1, 0.5, 5), tau(1, 0.5)),
-  "Freezing the other fragments": lambda: (of_config(outer__fedpart=True), of_config()),
+  "Freezing the other fragments": lambda: (of_config(fedpart__on=True), of_config()),
   "At the bytes of 4 bits, top-k is": lambda: (sparse("topk"), of_config()),
   "At the bytes of 4 bits, DARE is": lambda: (sparse("dare"), of_config()),
   "FedDropout is worse than top-k": lambda: (sparse("random"), sparse("topk")),

@@ -11,6 +11,7 @@ import sys
 import conftest
 import pytest
 
+from diloco.config import add_plugins
 from diloco.reproduce import __main__ as reproduce
 from diloco.reproduce import comparison
 from diloco.sweep import table
@@ -206,7 +207,8 @@ def test_a_run_that_is_refused_is_a_mistake_and_not_done(
 def tiny_sweep():
   def config(point):
     c = conftest.tiny_config()
-    c.outer.fedpart, c.seed = point["fedpart"], point["seed"]
+    add_plugins(c, "fedpart")
+    c.fedpart.on, c.seed = point["fedpart"], point["seed"]
     c.eval.test_tokens, c.log.sample_tokens = 256, 0
     return c
 

@@ -1,18 +1,8 @@
-"""A line of a simulated figure has the colour of its algorithm."""
+"""The legend of a simulated figure."""
 
 import pytest
 
-from diloco.config import resolve
-from diloco.simulate import figures, from_config
-from diloco.util.palette import COLORS
-
-
-@pytest.mark.parametrize("algorithm", COLORS)
-def test_a_config_has_the_colour_of_its_algorithm(tiny, algorithm):
-  tiny.algorithm = algorithm
-  work = from_config.workload(resolve(tiny), 1.0)
-  curve, _ = figures.own_figure(work, 1.0).axes[0].lines
-  assert curve.get_color() == COLORS[algorithm]
+from diloco.simulate import figures
 
 
 @pytest.mark.parametrize("name", ["s4", "s9", "c10", "c12", "c6"])

@@ -1,13 +1,12 @@
 """The partition into fragments and the schedule, against the paper's examples."""
 
 import itertools
-import typing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.spec.fields import FragmentsConfig
+from diloco.errors import ConfigError
 from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
 from diloco.spec.schedule import Schedule
 
@@ -22,9 +21,13 @@ def test_patterns_match_figure_2():
   assert make_fragments(2, 1, "whole") == (Fragment((0, 1), ("embed",)),)
 
 
-def test_the_config_knows_every_pattern():
-  kind = typing.get_type_hints(FragmentsConfig)["pattern"]
-  assert set(typing.get_args(kind)) == {*PATTERNS, "whole"}
+def test_a_plug_in_adds_a_pattern_and_another_name_is_refused(monkeypatch):
+  ends = lambda num_layers, size: [[0, num_layers - 1], list(range(1, num_layers - 1))]
+  monkeypatch.setitem(PATTERNS, "ends", ends)
+  found = make_fragments(6, 2, "ends")
+  assert [f.layers for f in found] == [(0, 5), (1, 2, 3, 4), ()]
+  with pytest.raises(ConfigError, match=r"pattern is .end.; choose one of strided"):
+    make_fragments(6, 2, "end")
 
 
 @given(
@@ -110,23 +113,6 @@ def test_fragments_in_flight_are_sent_and_not_yet_updated(schedule, t):
       if schedule.is_sent(p, s) and s + min(schedule.taus) > t:
         expected[p] = s
   assert schedule.in_flight(t) == expected
-
-
-@given(schedules, st.integers(0, 120))
-def test_next_to_send_equals_a_search(schedule, t):
-  h = schedule.sync_every
-  for s in range(max(t, 1), t + 3 * h + 1):
-    if schedule.sends(s):
-      assert list(schedule.next_to_send(max(t, 1))) == schedule.sends(s)
-      break
-
-
-@given(schedules)
-def test_every_fragment_is_next_at_some_step(schedule):
-  groups = schedule.groups()
-  assert [p for group in groups for p in group] == list(range(schedule.num_fragments))
-  h = schedule.sync_every
-  assert {schedule.next_to_send(t) for t in range(h + 1, 2 * h + 1)} == set(groups)
 
 
 @given(schedules)

@@ -10,6 +10,7 @@ from fake_runs import Fake, finish, make_driver, make_sweep, summary_of
 
 from diloco.config import command_line, resolve
 from diloco.contrib import des_loc, warm_start
+from diloco.contrib.fedpart import FedPart
 from diloco.errors import ConfigError
 from diloco.reproduce import comparison
 from diloco.spec import sizes
@@ -95,7 +96,7 @@ def test_each_point_changes_the_fields_of_its_figure():
 
   assert c(tau_2=5, alpha=0.5).overlap.taus == (1, 5)
   assert c(tau_2=1) == c(tau=1) == c(fedpart=False) == c(compressor="quantize", bits=4)
-  assert c(fedpart=True).outer.fedpart
+  assert c(fedpart=True).of(FedPart).on
   assert c(fragment=3, pattern="sequential").make_fragments()[0].layers == (0, 1, 2)
   for m in (2, 4, 8):
     fixed = c(replicas=m, fixed="global"), c(replicas=m, fixed="local")

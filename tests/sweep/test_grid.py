@@ -1,19 +1,14 @@
 """The search of a cell: how it grows, bounds, failures, starting points, errors."""
 
-import dataclasses
 import math
-import sys
-import types
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from diloco.errors import ConfigError
 from diloco.reproduce.runs import PLAIN
 from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Axis, Grid, Sweep, exponent, key, power, powers
-from diloco.sweep.load import load_sweep
 from diloco.sweep.search import search
 
 ROOT2 = 2**0.5
@@ -159,70 +154,3 @@ def test_cells_and_axes_of_a_sweep_file_are_checked(cells, axis, message):
 def test_a_sweep_that_cannot_be_searched_is_refused(make, message):
   with pytest.raises(ValueError, match=message):
     make()
-
-
-LISTED, GROWING = Axis("lr", (1, 2, 4)), Axis("lr", (2,), ratio=2)
-BOUNDED = Axis("lr", (2,), ratio=2, low=1, high=4)
-
-
-def chain(*grids) -> Sweep:
-  """Makes a sweep of grids with one cell, which starts from the cell before."""
-  cells = [{"n": n, **cell} for n, (cell, _) in enumerate(grids)]
-  like = lambda cell: cells[cell["n"] - 1] if cell["n"] else None
-  return Sweep(
-    dict,
-    [
-      Grid(f"g{n}", [cell], axes, like)
-      for n, (cell, (_, axes)) in enumerate(zip(cells, grids))
-    ],
-  )
-
-
-def load(sweep: Sweep, folder, monkeypatch) -> Sweep:
-  """Loads a sweep through a file."""
-  monkeypatch.setitem(sys.modules, "made_here", types.SimpleNamespace(sweep=sweep))
-  (folder / "sweep.py").write_text(
-    "import made_here\ndef get_sweep():\n  return made_here.sweep"
-  )
-  return load_sweep(str(folder / "sweep.py"))
-
-
-@pytest.mark.parametrize(
-  ("grids", "message"),
-  [
-    # A search may end at the last value, 4, although it begins with 1.
-    (
-      [({}, [dataclasses.replace(LISTED, first=(1,))]), ({}, [Axis("lr", (1, 2))])],
-      r"axis 'lr' starts from 4, which is none of \(1, 2\); add the value, or",
-    ),
-    ([({}, [GROWING]), ({}, [LISTED])], r"starts from 0\.5, which is none of"),
-    ([({}, [BOUNDED]), ({}, [Axis("lr", (1, 2))])], "starts from 4, which is none of"),
-    # The cell between them has no axis and keeps the value.
-    ([({}, [LISTED]), ({}, []), ({}, [Axis("lr", (2, 4))])], "starts from 1, which is"),
-    ([({"lr": 3}, []), ({}, [LISTED])], "starts from 3, which is none of"),
-    (
-      [({}, [Axis("lr", (0, 1))]), ({}, [GROWING])],
-      "has the ratio 2, but starts from 0",
-    ),
-  ],
-)
-def test_a_sweep_with_an_impossible_start_is_refused_when_it_is_loaded(
-  grids, message, tmp_path, monkeypatch
-):
-  with pytest.raises(ConfigError, match=message):
-    load(chain(*grids), tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-  "grids",
-  [
-    [({}, [LISTED]), ({}, [Axis("lr", (0.5, 1, 2, 4))])],
-    [({}, [BOUNDED]), ({}, [LISTED])],
-    [({}, [GROWING]), ({}, []), ({}, [GROWING])],
-    [({}, [LISTED]), ({}, [GROWING])],
-    [({}, [LISTED]), ({"lr": 3}, []), ({}, [Axis("lr", (1, 3))])],
-  ],
-)
-def test_a_sweep_whose_starts_are_possible_is_loaded(grids, tmp_path, monkeypatch):
-  sweep = chain(*grids)
-  assert load(sweep, tmp_path, monkeypatch) is sweep

@@ -56,7 +56,6 @@ def test_groups_have_at_most_so_many_runs_and_keep_the_order():
     ("overlap.transport", "host"),
     ("outer.offload", True),
     ("log.wandb_project", "mine"),
-    ("log.diagnostics_every", 1),
     ("plugins", ("json",)),
   ],
 )

@@ -231,23 +231,6 @@ def test_a_sweep_is_shown_without_results_and_imports_what_lies_beside_it(
   assert "--results is missing; give the folder" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_script_of_the_first_job(tmp_path, monkeypatch):
-  monkeypatch.setenv("PATH", str(tmp_path))  # There is no Slurm.
-  flags = [f"--sweep={ROOT}/configs/ladder.py", f"--results={tmp_path}/r", "--dry_run"]
-  options = "--slurm_options=slurm_partition=gpu,gpus_per_node=8"
-  done = sweep_command(*flags, "--backend=slurm", options)
-  assert done.returncode == 0, done.stderr
-  first, *lines, last = done.stdout.splitlines()
-  assert first == "#!/bin/bash"
-  assert {"#SBATCH --partition=gpu", "#SBATCH --gpus-per-node=8"} < {*lines}
-  assert lines[-1].startswith("srun ")
-  assert last == "# The first of 4 jobs so far."
-  assert list(tmp_path.iterdir()) == []
-  done = sweep_command(*flags)
-  assert done.returncode == 2
-  assert "--backend is local, which has no scripts" in done.stderr
-
-
 @pytest.mark.integration("a process for each mistake")
 @pytest.mark.parametrize(
   ("flags", "message"),

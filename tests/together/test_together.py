@@ -32,8 +32,9 @@ def make_config(algorithm: str, seed: int, outer: float, momentum: float, inner:
   c.outer.final_sync = True
   if algorithm == "streaming":
     c.wire.rounding = "stochastic"
-    add_plugins(c, "sparta", "des_loc")
+    add_plugins(c, "sparta", "des_loc", "diagnostics")
     c.sparta.share, c.sparta.every, c.des_loc.first_every = 0.02, 2, 3
+    c.diagnostics.every = 2
   return c
 
 
@@ -84,7 +85,7 @@ def close(found, want):
 
 def check(found, want):
   """Compares the files of two runs."""
-  for kind in ("step", "send", "receive", "eval"):
+  for kind in ("step", "send", "receive", "merge", "eval"):
     close(metrics.read(found, kind), metrics.read(want, kind))
   for folder in (found, want):
     assert (folder / "loss.png").exists()
@@ -105,6 +106,8 @@ def check(found, want):
 def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
   folders = folders_of(tmp_path, algorithm, POINTS)
   train_together(algorithm, POINTS, folders)
+  measured = metrics.read(folders[0], "merge")
+  assert bool(measured) == (algorithm == "streaming")  # By the diagnostics.
   some = POINTS if algorithm == "streaming" else (POINTS[0], POINTS[3])
   for point in some:
     check(folders[POINTS.index(point)], alone(algorithm, point))
@@ -114,6 +117,7 @@ def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
 
 # What eager updates refuse.
 NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_every": 0}
+NOT_EAGER["diagnostics.every"] = 0
 
 
 @pytest.mark.slow("whole runs")

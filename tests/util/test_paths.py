@@ -85,7 +85,7 @@ def test_every_option_with_a_path_passes_the_one_function():
 @pytest.mark.parametrize("path", ["gs://b/x", "\udcff"])
 def test_options_refuse_such_paths_in_one_sentence(path, capsys):
   with pytest.raises(SystemExit) as ended:
-    prepare_data.main(["tokenize", "--source=sotu", f"--output={path}"])
+    prepare_data.main(["--source=sotu", f"--output={path}"])
   assert ended.value.code == 2
   error = capsys.readouterr().err
   assert error.startswith(f"error: argument --output: it is {path!r}, ")
@@ -100,7 +100,7 @@ def test_a_full_disk_while_preparing_names_the_file_and_the_remedy(
 
   monkeypatch.setattr(os, "fsync", full)
   output = tmp_path / "tokens"
-  args = ["tokenize", "--source=sotu", "--split=eval", f"--output={output}"]
+  args = ["--source=sotu", "--split=eval", f"--output={output}"]
   assert prepare_data.main(args) == 2
   error = capsys.readouterr().err.splitlines()[-1]
   assert re.fullmatch(

@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from diloco.config import Config
+from diloco.config.checks import divide
 from diloco.config.combinations import DILOCO
 from diloco.errors import ConfigError
 from diloco.spec import plugins
@@ -34,11 +35,7 @@ class SitesConfig(plugins.Extension):
       raise ConfigError(
         f"sites.quorum is {self.quorum}, but there are {count} sites; lower it."
       )
-    if c.replicas % count:
-      raise ConfigError(
-        f"replicas is {c.replicas}, which sites.count = {count} does not divide; change"
-        " one of them."
-      )
+    divide("replicas", c.replicas, "sites.count", count)
 
   def free(self) -> tuple[str, ...]:
     return ("sites.quorum", "sites.grace_s", "sites.start_s")

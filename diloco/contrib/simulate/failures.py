@@ -1,4 +1,7 @@
-"""Simulates how much training is left when chips fail.
+r"""Simulates how much training is left when chips fail (Decoupled DiLoCo, 2604.21428).
+
+python -m diloco simulate failures --config=configs/chinchilla.py:10B,M=8 \
+  --step_time=1 --gbits=10 --chips=1024,131072 --mtbf=1y,5y
 
 Goodput is useful tokens per second, divided by the tokens per second that all chips
 compute if no chip fails and no chip waits. A token is useful if its step is part of the
@@ -40,20 +43,34 @@ Rules of all_wait and quorum:
 Times are seconds, sizes are bits, bandwidths are bits per second.
 """
 
+import argparse
 import dataclasses
 import heapq
+import itertools
 import math
-from typing import Annotated
+import re
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import numpy as np
 
-from diloco.simulate.limits import AboveZero, check, check_fields
+from diloco.errors import ConfigError
+from diloco.simulate.arguments import Answer, Args, assumed, fields_of, workload
+from diloco.simulate.limits import NO_ROUNDS, AboveZero, check, check_fields
+from diloco.simulate.options import GROUPS, Command, Option, number, whole
 from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import LINKS, Workload
 from diloco.spec.fields import NonNegative, Positive, Range, Share
+from diloco.util.command import make_folder
+from diloco.util.palette import legend, looks, panels, save
 
 Rng = np.random.Generator
-METHODS = ("data_parallel", "restart_all", "all_wait", "quorum")
+METHODS = {
+  "data_parallel": "data-parallel, all restart",
+  "restart_all": "DiLoCo, all restart",
+  "all_wait": "DiLoCo, all wait",
+  "quorum": "DiLoCo, quorum rounds",
+}
 MOST_FAILURES = 1e7  # In a run; more take minutes.
 SNAPSHOT_BITS = 64  # Per parameter: the parameter and its outer momentum.
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
@@ -284,3 +301,80 @@ def show(rows: list[Row]) -> str:
     head = f"{row.chips:>10}{show_time(row.mtbf_s):>8}{row.utilisation:>12.3f}"
     lines.append(head + "".join(f"{cell:>16}" for cell in cells))
   return "\n".join(lines)
+
+
+def draw(rows: list[Row]) -> Any:
+  """Draws goodput over chips, a panel per mean time between"""
+  times = list(dict.fromkeys(row.mtbf_s for row in rows))
+  titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
+  methods = dict.fromkeys(METHODS.values(), "diloco")
+  methods[METHODS["data_parallel"]] = "data_parallel"
+  figure, axes = panels("Simulated goodput when chips fail", titles, sharey=True)
+  for axis, mtbf in zip(axes, times):
+    own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
+    chips = [row.chips for row in own]
+    for name, look in zip(METHODS, looks(methods)):
+      goodput = [row.goodput[name] for row in own]
+      deviation = [row.deviation[name] for row in own]
+      axis.errorbar(chips, goodput, deviation, marker="o", ms=2.5, **look)
+    axis.set(xscale="log", xlabel="chips", ylim=(-0.03, 1.05))
+  axes[0].set_ylabel("goodput (share)")
+  return legend(figure, "Bars: standard deviation of the simulated runs.")
+
+
+def goodput(args: Args) -> Answer:
+  """Answers which goodput is left when chips fail."""
+  fixed = "config" not in args or "step_time" in args
+  rows = []
+  for chips, mtbf in itertools.product(args["chips"], args["mtbf"]):
+    one = args | {"chips": chips, "mtbf": mtbf}
+    machines = Machines(**fields_of(Machines, one))
+    # Without --step_time, more chips share the config's batch: steps are shorter.
+    work = workload({k: v for k, v in one.items() if k != "chips" or not fixed})
+    if work.method == "data_parallel":
+      raise ConfigError(NO_ROUNDS)
+    rows.append(simulate(work, args["gbits"] * 1e9, machines))
+  text = show(rows) + (
+    f"\nshare of useful tokens, mean ± deviation of {machines.runs} runs of"
+    f" {show_time(machines.duration)}; restart"
+    f" {show_time(machines.restart)}, {args['gbits']:g} Gbit/s"
+  )
+  if fixed:
+    text += "".join(f"\n{line}" for line in assumed(args, work))
+  if "out" in args:
+    path = make_folder(args["out"], "--out") / "simulated_failures"
+    text = "\n".join([text, *save(lambda: draw(rows), path, ".png", ".svg")])
+  return rows, text
+
+
+def duration(text: str) -> float:
+  """Parses a time in seconds, or with a unit, such as 10m or 5y."""
+  found = re.fullmatch(rf"(.*\d\.?)([{''.join(UNITS)}]?)", text)
+  if not found:
+    raise argparse.ArgumentTypeError(f"{text!r} is no time; write 90, 10m or 5y")
+  return number(found[1]) * UNITS[found[2] or "s"]
+
+
+def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
+  """Returns a parser of values with commas between them."""
+  return lambda text: [parse(part) for part in text.split(",")]
+
+
+OPTIONS = GROUPS["method"] | {
+  "gbits": GROUPS["frontier"]["gbits"],
+  "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
+  "mtbf": Option(
+    "mean time between a chip's failures, such as 1y,5y", several(duration), "", True
+  ),
+  "restart": Option("time of a restart; default 5m", duration),
+  "grace": Option("time that others wait for a site that hangs; default 30s", duration),
+  "quorum": Option("sites that must be up for rounds to go on; default 1", whole),
+  "hangs": Option("share of failures that are hangs; default 0"),
+  "checkpoint_time": Option("how long a checkpoint stops all; default 30s", duration),
+  "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
+  "duration": Option("simulated time of a run; default 30d", duration),
+  "runs": Option("simulated runs; default 10", whole),
+  "seed": Option("seed of the failures; default 0", whole),
+  "out": Option("folder for a figure", str),
+}
+COMMAND = Command("goodput when chips fail", goodput, OPTIONS)

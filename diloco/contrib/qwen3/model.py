@@ -1,11 +1,11 @@
-"""A decoder as public models have it: Qwen3, which other programs load by this name.
+"""The functions of the architecture qwen3.
 
 Pre-RMSNorm, rotated positions, RMSNorm on each head of queries and keys, grouped heads
 of keys and values, SwiGLU feed-forward, no biases; the head is the token embedding or a
 matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack of
 blocks, the cache and the losses are in `diloco.model.transformer`.
 
-Parameters: `diloco.spec.shapes.qwen3`. Letters: B sequences, L positions, D width, H
+Parameters: `parameters` of the package. Letters: B sequences, L positions, D width, H
 query heads, G heads of keys and values, K head size, F feed-forward width, V
 vocabulary.
 """
@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from diloco.contrib.qwen3 import Qwen3, folder
 from diloco.model import transformer
 from diloco.model.transformer import Cache, Part, Place, by_sequence, linear, table
 from diloco.spec.fields import ModelConfig
@@ -29,11 +30,11 @@ DESCRIPTION = {
     " no biases"
   ),
   "attention": (
-    "causal, num_heads heads of head_dim (0: dim / num_heads), scores over sqrt(head"
-    " size); num_kv_heads (0: num_heads) heads of keys and values, each for the next"
-    " num_heads / num_kv_heads query heads; RMSNorm over each head of queries and keys"
-    " (q_norm, k_norm), then rotation: the halves (a, b) of a head at position p become"
-    " (a cos - b sin, b cos + a sin) of the angles p / rope_theta^(2 i / head size)"
+    "causal, num_heads heads of head_dim, scores over sqrt(head_dim); kv_heads heads of"
+    " keys and values, each for the next num_heads / kv_heads query heads; RMSNorm over"
+    " each head of queries and keys (q_norm, k_norm), then rotation: the halves (a, b)"
+    " of a head at position p become (a cos - b sin, b cos + a sin) of the angles"
+    " p / rope_theta^(2 i / head_dim)"
   ),
   "norm": "RMSNorm with scale, epsilon norm_eps",
   "head": "logits = norm(x) @ head^T, head: embed.head, else embed.tokens; float32",
@@ -42,7 +43,7 @@ DESCRIPTION = {
 
 def _norm(m: ModelConfig, name: str) -> nn.RMSNorm:
   return nn.RMSNorm(
-    epsilon=m.norm_eps,
+    epsilon=m.of(Qwen3).norm_eps,
     dtype=jnp.dtype(m.dtype),
     param_dtype=jnp.dtype(m.param_dtype),
     name=name,
@@ -57,7 +58,8 @@ class Attention(Part):
     self, x_BxLxD: jax.Array, cache: Cache | None, place: Place
   ) -> tuple[jax.Array, Cache | None]:
     m = self.m
-    heads = {"q": m.num_heads, "k": m.kv_heads, "v": m.kv_heads}
+    kv_heads = m.of(Qwen3).kv_heads
+    heads = {"q": m.num_heads, "k": kv_heads, "v": kv_heads}
     q_BxLxHxK, k_BxLxGxK, v_BxLxGxK = (
       linear(self, name, x_BxLxD, count * m.head_size).reshape(
         *x_BxLxD.shape[:-1], count, m.head_size
@@ -96,7 +98,7 @@ class Embed(Part):
   def setup(self) -> None:
     m = self.m
     self.tokens_VxD = table(self, "tokens", m.vocab_size)
-    if not m.tie_embeddings:
+    if not m.of(Qwen3).tie_embeddings:
       self.head_VxD = table(self, "head", m.vocab_size)
     self.norm = _norm(m, "norm")
 
@@ -118,7 +120,7 @@ def _rotation(m: ModelConfig, place: Place, length: int) -> tuple[jax.Array, jax
   if position_BxL is None:
     first = 0 if place.start is None else place.start
     position_BxL = (first + jnp.arange(length))[None]
-  frequencies = m.rope_theta ** (-jnp.arange(0, m.head_size, 2) / m.head_size)
+  frequencies = m.of(Qwen3).rope_theta ** (-jnp.arange(0, m.head_size, 2) / m.head_size)
   angles = position_BxL[:, :, None, None] * frequencies
   return jnp.cos(angles), jnp.sin(angles)
 
@@ -131,8 +133,13 @@ def _rotated(x_BxLxHxK: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax
   return rotated.astype(x_BxLxHxK.dtype)
 
 
+def init_cache(m: ModelConfig, batch: int) -> Cache:
+  """Makes an empty cache; see `transformer.init_cache`."""
+  return transformer.init_cache(m, batch, m.of(Qwen3).kv_heads)
+
+
 init = functools.partial(transformer.init, Decoder)
 losses = functools.partial(transformer.losses, Decoder)
 objective = functools.partial(transformer.objective, Decoder)
-init_cache = transformer.init_cache
 logits = functools.partial(transformer.logits, Decoder)
+read, FORMATS = folder.read, {"hf": folder.write}

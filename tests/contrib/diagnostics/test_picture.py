@@ -5,13 +5,15 @@ import json
 import numpy as np
 import pytest
 
-from diloco.config import resolve
-from diloco.log import diagnostics, metrics
+from diloco.config import add_plugins, resolve
+from diloco.contrib.diagnostics import __main__ as diagnostics
+from diloco.log import metrics
 
 
 @pytest.fixture
 def c(tiny):
-  tiny.update_from_flattened_dict({"fragments.size": 2, "log.diagnostics_every": 1})
+  add_plugins(tiny, "diagnostics")
+  tiny.update_from_flattened_dict({"fragments.size": 2, "diagnostics.every": 1})
   return resolve(tiny)  # Fragments: layers 0 and 2, layer 1, embedding.
 
 

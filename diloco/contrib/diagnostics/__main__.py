@@ -2,10 +2,12 @@
 
 python -m diloco diagnostics runs/sample --out=diagnostics.png
 
-A run measures them with --config.log.diagnostics_every=4 (docs/diagnostics.md). No JAX.
+A run measures them with --config.plugins=diagnostics --config.diagnostics.every=4
+(docs/diagnostics.md). No JAX.
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config
+from diloco.contrib.diagnostics import Diagnostics
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.log.loss_picture import line, points, running_mean, smoothed
@@ -38,7 +41,8 @@ def read(folder: pathlib.Path) -> tuple[Config, metrics.Kinds]:
   if not any("replica_drift_by_layer" in r for r in found["send"]):
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, whose {metrics.FILE} has no diagnostics; train with"
-      " --config.log.diagnostics_every=4, and not with algorithm=data_parallel."
+      " --config.plugins=diagnostics --config.diagnostics.every=4, and not with"
+      " algorithm=data_parallel."
     )
   return c, found
 
@@ -123,7 +127,9 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
 
   of = lambda kind, name: by_layer(c, found[kind], f"{name}_by_layer")
   norms, ranks = of("send", "outer_norm"), by_matrix(c, found["send"])
-  layers, matrices = _of_layers(c), _of_matrices(ranks)
+  looks = itertools.product(("-", "--", ":"), OTHERS)
+  matrices = {m: {"ls": ls, "color": color} for m, (ls, color) in zip(ranks, looks)}
+  layers = _of_layers(c)
   figure = Figure(figsize=(PAGE, 9.2), layout="constrained")
   panels = figure.subplots(4, 2)
   cosine, drift, step, rank, error, loss, norm, spectrum = panels.flat
@@ -159,10 +165,9 @@ def draw(c: Config, found: metrics.Kinds) -> Any:
   cosine.legend(*_few(*cosine.get_legend_handles_labels()))
   rank.set_ylim(0, 1.6 * rank.get_ylim()[1])  # Space for the legend.
   rank.legend(ncols=3, loc="upper left", fontsize=7)
-  every = c.log.diagnostics_every
+  every = c.of(Diagnostics).every
   chosen = f"one sync in {every}" if every > 1 else "every sync"
-  name = title(c.algorithm, c.replicas, c.sync_every)
-  figure.suptitle(f"{name}, {c.wire.format}: {chosen} of each fragment")
+  figure.suptitle(f"{title(c)}, {c.wire.format}: {chosen} of each fragment")
   return figure
 
 
@@ -171,13 +176,6 @@ def _of_layers(c: Config) -> dict[str, dict[str, Any]]:
   colors = reversed(shades(COLORS[c.algorithm], c.model.num_layers))
   layers = {f"layer {i}": {"color": color} for i, color in enumerate(colors)}
   return layers | {EMBEDDING: {"color": OTHERS[3], "ls": "--"}}
-
-
-def _of_matrices(curves: Curves) -> dict[str, dict[str, Any]]:
-  styles = [
-    {"color": color, "ls": dashes} for dashes in ("-", "--", ":") for color in OTHERS
-  ]
-  return dict(zip(curves, styles))
 
 
 def _lines(

@@ -1,4 +1,4 @@
-"""Measures a sync layer by layer, at the syncs that log.diagnostics_every chooses.
+"""Measures a sync layer by layer.
 
 These programs run beside `send` and `update` of `diloco.algorithm.outer` and change
 nothing. They compare the outer gradients of all replicas in float32, since codes of few
@@ -21,7 +21,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.algorithm.plan import Plan
 from diloco.algorithm.slices import outer_gradient
 from diloco.algorithm.sync_metrics import Metrics, mean_cosine, norms, products
 from diloco.mesh import sharding
@@ -33,36 +32,6 @@ from diloco.wire import exchange
 # Number of singular values that are logged; columns and steps of subspace iteration.
 _VALUES, _COLUMNS, _ITERATIONS = 8, 12, 8
 _TINY = 1e-30
-
-
-class DiagnosedPlan(Plan):
-  """A plan that measures the syncs that log.diagnostics_every chooses."""
-
-  def send(
-    self,
-    t: int,
-    p: int,
-    params_M: PyTree,
-    theta: PyTree,
-    codec_state: PyTree,
-    first: int = 0,
-  ) -> tuple[jax.Array, PyTree, Metrics]:
-    args = (t, p, params_M, theta, codec_state, first)
-    payload, codec_state, metrics = super().send(*args)
-    if self.is_diagnosed(p, t):
-      part = (params_M, self.placement.fetch(theta), payload, self.layers[p])
-      metrics |= of_send(*part, wire=self.wire, mesh=self.mesh)
-    return payload, codec_state, metrics
-
-  def update(
-    self, t: int, p: int, payload: jax.Array, theta: PyTree, opt_state: PyTree
-  ) -> tuple[PyTree, PyTree, Metrics]:
-    diagnosed = self.is_diagnosed(p, t - min(self.schedule.taus))
-    before = jax.tree.map(jnp.copy, theta) if diagnosed else None
-    theta, opt_state, metrics = super().update(t, p, payload, theta, opt_state)
-    if diagnosed:
-      metrics |= of_update(before, theta)
-    return theta, opt_state, metrics
 
 
 @partial(jax.jit, static_argnames=("wire", "mesh"))

@@ -10,13 +10,14 @@ import pytest
 from scipy import optimize, stats
 
 from diloco.config.command_line import load_config
+from diloco.contrib.simulate import failures
+from diloco.contrib.simulate.failures import Machines, checkpointed, rounds
 from diloco.simulate import __main__ as command
-from diloco.simulate import failures, from_config
+from diloco.simulate import from_config
 from diloco.simulate.compute_time import step_time
-from diloco.simulate.failures import Machines, checkpointed, rounds
 from diloco.simulate.utilisation import Workload
 
-CONFIG = f"{pathlib.Path(__file__).parents[2]}/configs/chinchilla.py:1.3B,M=4"
+CONFIG = f"{pathlib.Path(__file__).parents[3]}/configs/chinchilla.py:1.3B,M=4"
 FAST = 1e15  # Bits per second.
 BENCH = "failures --params=1M --layers=2 --replicas=4 --sync_every=10 --step_time=0.1"
 

@@ -1,4 +1,4 @@
-"""Folders of transformers' Qwen3ForCausalLM: names, sizes, reading and writing.
+"""Folders of transformers' Qwen3ForCausalLM: names, reading and writing.
 
 Our matrices are (in, out) with all layers stacked; theirs are (out, in), one by one. A
 tokenizer.json of a public model has its special tokens elsewhere than ours, so the rows
@@ -15,17 +15,18 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from diloco.contrib.qwen3.config_json import ARCHITECTURE, CONFIG, describe, fields_of
+from diloco.contrib.qwen3.tokenizer_json import convert
 from diloco.data import Tokenizer
 from diloco.errors import ConfigError
-from diloco.interop.public_model import ARCHITECTURE, CONFIG, MODEL_TYPE, describe
+from diloco.interop.load import WEIGHTS, Model, save
 from diloco.spec import shapes
 from diloco.spec.fields import ModelConfig
 from diloco.tokenizer.json_model import JsonModel
-from diloco.tokenizer.tokenizer_json import convert
 from diloco.util.command import one_line, optional
+from diloco.util.files import require_json
 
-WEIGHTS, GENERATION = "model.safetensors", "generation_config.json"
-INDEX = f"{WEIGHTS}.index.json"
+GENERATION, INDEX = "generation_config.json", f"{WEIGHTS}.index.json"
 # {our name: their name}, where {} is the layer.
 _THEIRS = {
   "embed.tokens": "model.embed_tokens.weight",
@@ -46,12 +47,11 @@ _THEIRS = {
 _TABLES = ("embed.tokens", "embed.head")  # Their rows are tokens.
 
 
-def names_of(m: ModelConfig) -> Iterator[tuple[str, list[str]]]:
-  """Yields our names of all tensors, each with their names of its layers."""
-  for path, _ in shapes.leaves(shapes.parameters(m)):
-    name = ".".join(path)
-    layers = range(m.num_layers if path[0] == "blocks" else 1)
-    yield name, [_THEIRS[name].format(layer) for layer in layers]
+def names_of(m: ModelConfig) -> Iterator[tuple[str, tuple[int, ...], list[str]]]:
+  """Yields name and shape of our tensors, each with their names of its layers."""
+  for path, shape in shapes.leaves(shapes.parameters(m)):
+    name, layers = ".".join(path), range(m.num_layers if path[0] == "blocks" else 1)
+    yield name, shape, [_THEIRS[name].format(layer) for layer in layers]
 
 
 def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
@@ -74,114 +74,80 @@ def rows_of(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
 
 
 def write(
-  m: ModelConfig,
-  params: Any,
-  tokenizer: Tokenizer,
-  folder: pathlib.Path,
-  dtype: str = "float32",
+  model: Model, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
 ) -> list[str]:
   """Writes weights, config and tokenizer; returns the names of the files.
 
   Args:
-    params: one replica's parameters.
     folder: exists.
     dtype: type of the weights, float32 or bfloat16.
 
   Raises:
-    ConfigError: the architecture or the tokenizer has no counterpart.
+    ConfigError: the tokenizer has no counterpart.
   """
-  if m.name != MODEL_TYPE:
-    raise ConfigError(
-      f"--format is hf, but model.name is {m.name}, which transformers does not have;"
-      f" train with model.name={MODEL_TYPE}, or export with --format=diloco."
-    )
+  m = model.config.model
   rows = rows_of(tokenizer, m.vocab_size)
   files = convert(tokenizer)
-  special = {
-    "pad_token_id": int(rows[shapes.PAD_ID]),
-    "eos_token_id": int(rows[shapes.EOS_ID]),
-    "bos_token_id": int(rows[shapes.BOS_ID]),
-  }
+  ids = {"pad": shapes.PAD_ID, "eos": shapes.EOS_ID, "bos": shapes.BOS_ID}
+  special = {f"{role}_token_id": int(rows[i]) for role, i in ids.items()}
   files[CONFIG] = describe(m, dtype) | special
   files[GENERATION] = {"do_sample": True, "temperature": 0.8, **special}
-  tensors = {}
-  flat = traverse_util.flatten_dict(params, sep=".")
-  for name, theirs in names_of(m):
+  tensors, ours = {}, np.argsort(rows)
+  flat = traverse_util.flatten_dict(model.params, sep=".")
+  for name, _, theirs in names_of(m):
     whole = np.asarray(jax.device_get(flat[name])).astype(dtype)
-    if name in _TABLES:
-      by_row = np.empty_like(whole)
-      by_row[rows] = whole
-      tensors[theirs[0]] = by_row
-      continue
-    layers = whole if name.startswith("blocks.") else whole[None]
-    for layer, x in zip(theirs, layers):
+    whole = whole[ours].T if name in _TABLES else whole  # Tables are not transposed.
+    for layer, x in zip(theirs, whole if name.startswith("blocks.") else whole[None]):
       tensors[layer] = np.ascontiguousarray(x.T)
-  save(tensors, folder / WEIGHTS, {"format": "pt"}, "hf")
+  save(tensors, folder / WEIGHTS, "pt")
   for file, content in files.items():
     text = json.dumps(content, indent=2, ensure_ascii=False)
     (folder / file).write_text(text + "\n", encoding="utf-8")
   return [WEIGHTS, *sorted(files)]
 
 
-def save(
-  tensors: dict[str, np.ndarray],
-  path: pathlib.Path,
-  metadata: dict[str, str],
-  extra: str = "export",
-) -> None:
-  """Writes a safetensors file.
-
-  Args:
-    extra: the extra of pyproject.toml that has all that the export needs.
-
-  Raises:
-    ConfigError: safetensors is missing, or the disk is full.
-  """
-  save_file = optional("safetensors.numpy", "exports need", extra).save_file
-  try:
-    path.unlink(missing_ok=True)
-    path.touch()
-    mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
-    save_file(tensors, path, metadata=metadata)
-    path.chmod(mode)
-  except Exception as error:  # Of safetensors, also around an OSError.
-    path.unlink(missing_ok=True)
-    raise ConfigError(
-      f"--output is {str(path.parent)!r}, where no more can be written"
-      f" ({one_line(error)}); make room."
-    ) from error
-
-
 def read(
-  m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path, dtype: str
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields our names and tensors, one after another.
+  m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path
+) -> tuple[dict[str, Any], Iterator[tuple[str, np.ndarray]]]:
+  """Reads a folder with model.safetensors, or with an index of several files.
 
-  Args:
-    m: has the fields of `fields_of`.
-    folder: with model.safetensors, or with an index of several files.
-    dtype: type of the tensors.
+  Returns:
+    {field: value} of the fields that its config.json fixes, and an iterator of our
+    names and tensors in m.param_dtype. The tensors need a model with these fields.
 
   Raises:
-    ConfigError: a file or a tensor is missing or has another shape, or safetensors is
-      missing.
+    ConfigError: config.json is missing or of another architecture; later, from the
+      iterator: a file or a tensor is missing or has another shape, the tokenizer is
+      another, or safetensors is missing.
   """
+  return fields_of(folder), _tensors(m, tokenizer, folder)
+
+
+def _tensors(
+  m: ModelConfig, tokenizer: Tokenizer, folder: pathlib.Path
+) -> Iterator[tuple[str, np.ndarray]]:
   safe_open = optional("safetensors", "init.checkpoint needs", "export").safe_open
   where = f"init.checkpoint is {str(folder)!r}"
-  rows = rows_of(tokenizer, m.vocab_size)
+  config = require_json(folder / CONFIG, "init.checkpoint")
+  longest = config.get("max_position_embeddings", m.seq_len)
+  if m.seq_len > longest:
+    raise ConfigError(
+      f"model.seq_len is {m.seq_len}, but {where}, which has {longest} positions; set"
+      f" model.seq_len={longest} or less."
+    )
+  _check_vocabulary(tokenizer, folder)
+  rows, expected = rows_of(tokenizer, m.vocab_size), [*names_of(m)]
   public = isinstance(tokenizer.model, JsonModel)
-  expected = dict(names_of(m))
   with contextlib.ExitStack() as stack:
     try:
-      open_ = lambda file: stack.enter_context(safe_open(folder / file, "np"))
-      files = {file: open_(file) for file in _files(folder)}
-      at = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
+      opened = [stack.enter_context(safe_open(path, "np")) for path in _files(folder)]
+      at = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors has an exception of its own.
       reason = f"{type(error).__name__}: {one_line(error)}"
       raise ConfigError(
         f"{where}, whose weights cannot be read ({reason}); copy the folder again."
       ) from error
-    known = {name for theirs in expected.values() for name in theirs}
+    known = {name for *_, theirs in expected for name in theirs}
     head, table = _THEIRS["embed.head"], _THEIRS["embed.tokens"]
     # A tied head may be stored, too.
     odd = sorted((known - at.keys()) | (at.keys() - known - {head}))
@@ -196,18 +162,17 @@ def read(
     ):
       raise ConfigError(
         f"{where}, whose {CONFIG} has tie_word_embeddings=true, but {head} is not"
-        f" {table}; set it to false there, and model.tie_embeddings=false."
+        f" {table}; set it to false there, and qwen3.tie_embeddings=false."
       )
-    for path, shape in shapes.leaves(shapes.parameters(m)):
-      name = ".".join(path)
-      whole = np.empty(shape, dtype)
-      stacked = whole if path[0] == "blocks" else whole[None]
-      for out, theirs in zip(stacked, expected[name]):
-        x = at[theirs].get_tensor(theirs)
-        x = x if path[0] == "embed" else x.T
+    for name, shape, theirs in expected:
+      whole = np.empty(shape, m.param_dtype)
+      stacked = whole if name.startswith("blocks.") else whole[None]
+      for out, layer in zip(stacked, theirs):
+        x = at[layer].get_tensor(layer)
+        x = x if name in _TABLES else x.T
         if x.shape != out.shape:
           raise ConfigError(
-            f"{where}, whose tensor {theirs} has shape {x.shape} instead of {out.shape}"
+            f"{where}, whose tensor {layer} has shape {x.shape} instead of {out.shape}"
             f" (or its transpose), unlike its {CONFIG}; copy the folder again."
           )
         out[...] = x[rows] if name in _TABLES else x
@@ -217,9 +182,25 @@ def read(
       yield name, whole
 
 
-def _files(folder: pathlib.Path) -> list[str]:
-  """Returns the names of the weight files."""
+def _check_vocabulary(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+  """Refuses a tokenizer whose pieces are not those of a folder's tokenizer.json."""
+  path = folder / "tokenizer.json"
+  theirs = require_json(path, "init.checkpoint") if path.is_file() else None
+  if theirs and _pieces(theirs) != _pieces(convert(tokenizer)[path.name]):
+    raise ConfigError(
+      f"data.tokenizer is {str(tokenizer.path)!r}, but init.checkpoint has another"
+      f" vocabulary; set data.tokenizer={path}."
+    )
+
+
+def _pieces(content: dict[str, Any]) -> Any:
+  vocabulary = content["model"]["vocab"]
+  return vocabulary if isinstance(vocabulary, dict) else [x[0] for x in vocabulary]
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Lists the weight files."""
   if (folder / WEIGHTS).is_file():
-    return [WEIGHTS]
+    return [folder / WEIGHTS]
   index = json.loads((folder / INDEX).read_bytes())
-  return sorted(set(index["weight_map"].values()))
+  return sorted({folder / name for name in index["weight_map"].values()})

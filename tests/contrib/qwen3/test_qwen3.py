@@ -4,23 +4,25 @@ import dataclasses
 import functools
 import json
 
+import conftest
 import cpu_devices
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy_qwen3 import MODEL, numpy_head, numpy_qwen3
+from numpy_qwen3 import MODEL, numpy_head, numpy_qwen3, with_own
 
 from diloco import train
-from diloco.config import resolve
+from diloco.config import complete, resolve
+from diloco.contrib.qwen3 import Qwen3
+from diloco.contrib.qwen3 import model as qwen3
 from diloco.errors import ConfigError
 from diloco.log import metrics
-from diloco.model import qwen3
 from diloco.simulate import from_config
 from diloco.spec import shapes
 from diloco.spec.shapes import BOS_ID, EOS_ID
 
-UNTIED = dataclasses.replace(MODEL, tie_embeddings=False)
+UNTIED = with_own(MODEL, tie_embeddings=False)
 
 
 @functools.cache
@@ -100,7 +102,8 @@ def test_cached_decoding_gives_the_logits_of_the_whole_forward(chunks):
 
 @pytest.mark.integration("long compiles")
 def test_splash_attention_takes_grouped_heads():
-  m = dataclasses.replace(MODEL, seq_len=128, num_layers=1, head_dim=128, dim=8)
+  m = dataclasses.replace(MODEL, seq_len=128, num_layers=1, dim=8)
+  m = with_own(m, head_dim=128)
   params, ids = make_params(m), draw(3, 1, 128)
   plain, splash = (
     hidden_states(dataclasses.replace(m, attention=name), params, ids)
@@ -125,13 +128,13 @@ def test_shapes_equal_those_of_initialised_parameters(m):
   block = 16 * 24 + 2 * 16 * 12 + 24 * 16 + 3 * 16 * 24  # q; k and v; out; ff.
   assert shapes.matrix_params(m) == 3 * block + 50 * 16
   norms = 3 * (2 * 16 + 2 * 6) + 16
-  copies = 1 if m.tie_embeddings else 2
+  copies = 1 if m.of(Qwen3).tie_embeddings else 2
   assert shapes.num_params(m) == 3 * block + norms + copies * 50 * 16
 
 
 def test_flops_equal_the_count_of_xla():
-  m = dataclasses.replace(UNTIED, num_layers=1, dim=64, head_dim=32, ff_dim=256)
-  m = dataclasses.replace(m, seq_len=64)
+  m = dataclasses.replace(UNTIED, num_layers=1, dim=64, ff_dim=256, seq_len=64)
+  m = with_own(m, head_dim=32)
   params, tokens = make_params(m), jnp.zeros((4, 64), jnp.int32)
   loss = lambda p, tokens: qwen3.objective(m, p, tokens)[0]
   program = jax.jit(jax.grad(loss)).lower(params, tokens).compile()
@@ -140,28 +143,62 @@ def test_flops_equal_the_count_of_xla():
   assert shapes.flops_per_token(m) == pytest.approx(counted, rel=0.15)
 
 
+DECODER = {"model.name": "decoder"}
+
+
+@pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
 @pytest.mark.parametrize(
   ("fields", "message"),
   [
-    ({"num_kv_heads": 2, "name": "decoder"}, "num_kv_heads is 2, which model.name=dec"),
-    ({"rope_theta": 1e4, "name": "decoder"}, "leave it at 1000000.0, or set model.na"),
-    ({"tie_embeddings": False, "name": "decoder"}, "tie_embeddings is False, which"),
-    ({"qk_norm": False}, "qk_norm is False, but model.name=qwen3 always"),
-    ({"head_dim": 3}, "the head size is 3, but model.name=qwen3 rotates pairs"),
-    ({"num_heads": 4, "num_kv_heads": 3}, "model.num_kv_heads = 3 does not divide"),
-    ({"num_heads": 3}, "model.num_heads = 3 does not divide"),
+    ({"qwen3.kv_heads": 2} | DECODER, "kv_heads is 2, which only model.name=qwen3 has"),
+    ({"qwen3.rope_theta": 1e4} | DECODER, "choose qwen3, or set .*_theta=1000000.0"),
+    ({"qwen3.tie_embeddings": False} | DECODER, "tie_embeddings is False, which"),
+    ({"model.qk_norm": False}, "qk_norm is False, but model.name=qwen3 always"),
+    ({"qwen3.head_dim": 3}, "the head size is 3, but model.name=qwen3 rotates pairs"),
+    ({"model.num_heads": 4, "qwen3.kv_heads": 3}, "kv_heads = 3 does not divide"),
+    ({"model.num_heads": 3}, "model.num_heads = 3 does not divide"),
   ],
 )
-def test_fields_that_an_architecture_cannot_have_are_refused(tiny, fields, message):
-  tiny.model.update({"name": "qwen3"} | fields)
+def test_fields_that_an_architecture_cannot_have_are_refused(
+  tiny, algorithm, fields, message
+):
+  tiny.algorithm = algorithm
+  conftest.update(tiny, {"qwen3.kv_heads": 0, "model.name": "qwen3"} | fields)
   with pytest.raises(ConfigError, match=message):
+    resolve(tiny)
+
+
+@pytest.mark.parametrize("algorithm", ["streaming", "data_parallel"])
+def test_open_fields_take_those_of_the_queries_and_are_saved(tiny, algorithm):
+  tiny.algorithm = algorithm
+  conftest.update(tiny, {"qwen3.norm_eps": 1e-5, "model.name": "qwen3"})
+  c = resolve(tiny)
+  assert c.model.of(Qwen3) == c.of(Qwen3) == Qwen3(2, 8, norm_eps=1e-5)
+  assert complete(json.loads(json.dumps(c.to_dict()))) == c
+  tiny.model.name, tiny.qwen3.norm_eps = "decoder", 1e-6
+  c = resolve(tiny)
+  assert (c.model.extensions, c.extensions) == ((), (Qwen3(),))
+
+
+def test_the_name_and_former_fields_say_which_plug_in_has_them(tiny):
+  saved = resolve(tiny).to_dict()
+  former = {"num_kv_heads": 0, "head_dim": 0, "rope_theta": 1e6, "norm_eps": 1e-6}
+  saved["model"] |= former | {"tie_embeddings": True}
+  assert complete(saved) == resolve(tiny)  # A run of the decoder.
+  saved["model"]["num_kv_heads"] = 1
+  now = r"it is qwen3.kv_heads=8; the plug-in qwen3 has it: set plugins=\('qwen3',\)"
+  with pytest.raises(ConfigError, match=rf"model.num_kv_heads is 1, .*; now {now}"):
+    complete(saved)
+  tiny.model.name = "qwen3"
+  with pytest.raises(ConfigError, match=r"choose one of decoder.*; the plug-in qwen3 "):
     resolve(tiny)
 
 
 @pytest.mark.integration("long compiles")
 def test_it_trains_by_streaming_diloco_and_has_a_workload(tiny, tmp_path):
-  tiny.model.update({"name": "qwen3", "num_kv_heads": 1, "head_dim": 16})
-  tiny.model.update({"tie_embeddings": False, "ff_dim": 32})
+  fields = {"model.name": "qwen3", "model.ff_dim": 32, "qwen3.kv_heads": 1}
+  fields |= {"qwen3.head_dim": 16, "qwen3.tie_embeddings": False}
+  conftest.update(tiny, fields)
   tiny.train.batch_size, tiny.train.steps = 16, 40
   tiny.inner.learning_rate = 0.02
   c = resolve(tiny)
@@ -177,8 +214,8 @@ def test_it_trains_by_streaming_diloco_and_has_a_workload(tiny, tmp_path):
 
 @pytest.mark.slow("compiles a round for one device and for four")
 def test_fsdp_changes_nothing_but_the_rounding():
-  fields = {"model.name": "qwen3", "model.num_kv_heads": 1, "model.head_dim": 8}
-  fields |= {"model.tie_embeddings": False, "wire.format": "fp32"}
+  fields = {"model.name": "qwen3", "qwen3.kv_heads": 1, "qwen3.head_dim": 8}
+  fields |= {"qwen3.tie_embeddings": False, "wire.format": "fp32"}
   code = (
     "import json, sys, multidevice; fields = json.loads(sys.argv[1]);"
     "print([multidevice.losses(n, **fields) for n in (1, 4)])"

@@ -1,9 +1,9 @@
 """Converts SentencePiece models to the tokenizer.json of Hugging Face's tokenizers.
 
-Ids are ours: pad 0, EOS 1, BOS 2, unknown 3, as `tokenizer.py` permutes them.
-Encoded text begins with BOS, as in training, unless it is encoded without special
-tokens. Only a text that has the name of a special token in it, such as `</s>`, gets
-other ids than SentencePiece gives: they are special there.
+Ids are ours: pad 0, EOS 1, BOS 2, unknown 3 (`diloco.tokenizer.tokenizer`). Encoded
+text begins with BOS, as in training, unless it is encoded without special tokens. Only
+a text that has the name of a special token in it, such as `</s>`, gets other ids than
+SentencePiece gives: they are special there.
 
 Needs the package tokenizers (the extra `hf`).
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco.errors import ConfigError
 from diloco.spec.shapes import BOS_ID, UNK_ID
-from diloco.tokenizer.json_model import ROLES, JsonModel
+from diloco.tokenizer.json_model import ROLES, SPECIAL, JsonModel
 from diloco.tokenizer.tokenizer import Tokenizer
 from diloco.util.command import optional
 
@@ -32,8 +32,11 @@ def convert(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     ConfigError: tokenizers have no counterpart to the model's algorithm, or the package
       tokenizers is missing.
   """
+  about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
   if isinstance(tokenizer.model, JsonModel):
-    return tokenizer.model.files()
+    content = json.loads(tokenizer.serialized())
+    about |= content.pop(SPECIAL)
+    return {"tokenizer.json": content, "tokenizer_config.json": about}
   lib = optional("tokenizers", "a tokenizer.json needs", "hf")
   # Takes protobuf, which SentencePiece itself does not need.
   from sentencepiece import sentencepiece_model_pb2
@@ -69,11 +72,7 @@ def convert(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
   made.post_processor = lib.processors.TemplateProcessing(
     single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, BOS_ID)]
   )
-  about = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "clean_up_tokenization_spaces": False,
-    **dict(zip(ROLES, names)),
-  }
+  about |= {"clean_up_tokenization_spaces": False, **dict(zip(ROLES, names))}
   return {"tokenizer.json": json.loads(made.to_str()), "tokenizer_config.json": about}
 
 

@@ -1,5 +1,6 @@
 """The diagnostics of a sync, against float64 NumPy; which syncs are measured."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm import diagnostics
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step, send
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import init_outer
 from diloco.config import default_config, resolve
+from diloco.contrib.diagnostics import measure
+from diloco.contrib.diagnostics.outer_step import MeasuredStep
 from diloco.mesh.devices import make_mesh
 from diloco.wire import exchange
 
@@ -117,7 +119,7 @@ def test_the_diagnostics_of_a_send_equal_numpy(m, pattern):
       decode = jax.jit(lambda x, own=own: exchange.decode(wire, mesh, x, own, (None,)))
       sent_M = decode(payload)
       args = (params_M, own, payload, layers)
-      found = diagnostics.of_send(*args, wire=wire, mesh=mesh)
+      found = measure.of_send(*args, wire=wire, mesh=mesh)
       expected = by_numpy(delta_M, sent_M, own, layers)
       assert found.keys() == expected.keys()
       for name, value in expected.items():
@@ -145,7 +147,7 @@ def test_a_single_replica_has_no_cosine_and_no_drift():
     payload = jnp.zeros(plan.payload(0).shape, jnp.uint8)  # Codes of zeros.
     args, kind = (theta, payload, *args), {"wire": plan.wire, "mesh": plan.mesh}
     moved_M = jax.tree.map(lambda x_M: 2 * x_M, params_M)
-    found = diagnostics.of_send(moved_M, *args, **kind)
+    found = measure.of_send(moved_M, *args, **kind)
   assert np.isnan(found["outer_grad_cosine_by_layer"]).all()
   assert (found["replica_drift_by_layer"] == 0).all()
   norms_M = found["outer_grad_norm_by_layer"]
@@ -158,7 +160,7 @@ def test_a_single_replica_has_no_cosine_and_no_drift():
 def test_the_spectrum_of_a_small_matrix_has_all_singular_values(values):
   rng = np.random.default_rng(0)
   left, right = (np.linalg.qr(rng.normal(size=(n, 4)))[0] for n in (9, 6))
-  found = diagnostics.spectrum(jnp.float32(1e-3 * (left * values) @ right.T))
+  found = measure.spectrum(jnp.float32(1e-3 * (left * values) @ right.T))
   norm = np.linalg.norm(values)
   expected = np.append(values, [0, 0]) / norm if norm else np.full(6, np.nan)
   np.testing.assert_allclose(found, expected, atol=1e-3)
@@ -171,13 +173,13 @@ def test_the_spectrum_has_the_largest_singular_values():
   values = 1 / np.arange(1, 129)
   matrix = (left * values) @ right.T
   for x in (matrix, matrix.T):
-    found = jax.jit(diagnostics.spectrum)(jnp.float32(x))
+    found = jax.jit(measure.spectrum)(jnp.float32(x))
     np.testing.assert_allclose(found, values[:8] / np.linalg.norm(values), rtol=1e-2)
 
 
 def test_the_spectrum_of_a_matrix_without_a_gap_is_hardly_too_small():
   matrix = np.random.default_rng(0).normal(size=(128, 512))
-  found = jax.jit(diagnostics.spectrum)(jnp.float32(matrix))
+  found = jax.jit(measure.spectrum)(jnp.float32(matrix))
   exact = largest(matrix)
   assert (found <= exact * (1 + 1e-5)).all()
   assert (found > 0.9 * exact).all()
@@ -186,7 +188,7 @@ def test_the_spectrum_of_a_matrix_without_a_gap_is_hardly_too_small():
 def test_the_norm_of_an_update_is_that_of_each_part():
   rng = np.random.default_rng(3)
   before, after = draw(rng), draw(rng)
-  found = diagnostics.of_update(before, after)["outer_update_norm_by_layer"]
+  found = measure.of_update(before, after)["outer_update_norm_by_layer"]
   change_1 = jax.tree.map(
     lambda a, b: (np.float64(b) - np.float64(a))[None], before, after
   )
@@ -209,7 +211,7 @@ def train(plan: Plan, steps: int) -> tuple[list, dict]:
       params_M = jax.tree.map(
         lambda x_M, *y: x_M + 0.01 * np.stack(y), params_M, *moves
       )
-      params_M, state, new = outer_step(plan, t, params_M, state)
+      params_M, state, new = plan.step(plan, t, params_M, state)
       events += new
     params_M, state, new = drain(plan, steps, params_M, state, final_sync=True)
   names = {(e.kind, e.fragment, e.step): set(e.metrics) for e in [*events, *new]}
@@ -219,7 +221,12 @@ def train(plan: Plan, steps: int) -> tuple[list, dict]:
 def test_the_chosen_syncs_are_measured_and_nothing_else_changes():
   fields = {"overlap.taus": (2, 1), "fragments.size": LAYERS}
   off, without = train(make(**fields), 34)
-  on, found = train(make(**fields, **{"log.diagnostics_every": 2}), 34)
+
+  def measured(plan, t, params_M, state, last_send=None):
+    last = last_send or t  # As in a drain, which computes no losses of a model.
+    return MeasuredStep(None, 2, outer_step)(plan, t, params_M, state, last)
+
+  on, found = train(dataclasses.replace(make(**fields), step=measured), 34)
   for x, y in zip(on, off, strict=True):
     np.testing.assert_array_equal(x, y)
   assert found.keys() == without.keys()

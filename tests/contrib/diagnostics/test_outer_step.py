@@ -1,22 +1,23 @@
 """A run with diagnostics: the losses around merges, and its records after a resume."""
 
 import shutil
-import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from conftest import update
 from numpy_decoder import numpy_decoder
 
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.method import make_method
+from diloco.algorithm.outer import outer_step
 from diloco.algorithm.state import init_state
 from diloco.config import resolve
+from diloco.contrib import warm_start
+from diloco.contrib.diagnostics.outer_step import MeasuredStep, losses, sequences
 from diloco.data import make_eval_set
 from diloco.evaluate.evaluation import Evaluation
-from diloco.evaluate.merges import losses, with_merge_loss
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
 from diloco.spec.shapes import BOS_ID
@@ -28,7 +29,7 @@ KINDS = ("send", "receive", "merge")
 @pytest.fixture
 def run(tiny, tmp_path):
   """The config and the folder of a finished run, with checkpoints of step 6 and 12."""
-  tiny.checkpoint.every, tiny.log.diagnostics_every = 6, 2
+  update(tiny, {"diagnostics.every": 2, "checkpoint.every": 6})
   tiny.overlap.tau, tiny.overlap.alpha = 2, 0.5
   tiny.eval.tokens = 2 * tiny.model.seq_len + 3
   train(tiny, tmp_path / "run")
@@ -99,23 +100,23 @@ def test_the_records_tell_the_same_after_a_resume(run, tiny):
   assert metrics.read_kinds(resumed, *KINDS) == found
 
 
-def test_a_replica_that_merges_no_diagnosed_sync_has_no_losses(tiny):
-  tiny.overlap.taus, tiny.log.diagnostics_every = (1, 3), 2
+def test_a_replica_that_merges_no_measured_sync_has_no_losses(tiny):
+  tiny.overlap.taus = (1, 3)
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   found = {}
   with jax.set_mesh(mesh):
-    own = make_method(c, mesh)
-    state = own.init()
-    still = types.SimpleNamespace(plan=own.plan, outer=lambda t, state: (t, state, []))
-    method = with_merge_loss(still, c, mesh, Evaluation(c, mesh))
+    plan = make_plan(c, mesh)
+    state = init_state(c, mesh, plan)
+    still = lambda plan, t, params_M, outer, *_: (params_M, outer, [])
+    step = MeasuredStep(c, 2, still)
     for t in range(1, c.train.steps + 1):
-      for event in method.outer(t, state)[2]:
+      for event in step(plan, t, state.params, state.outer)[2]:
         nulls = [np.isnan(x_M).tolist() for x_M in event.metrics.values()]
         assert list(event.metrics) == ["loss_before_merge", "loss_after_merge"]
         assert nulls[0] == nulls[1]
         found[t] = event.fragment, nulls[0]
-  # Fragment p is sent after step 4 + p, and again, without diagnostics, after 8 + p.
+  # Fragment p is sent after step 4 + p, and again, not measured, after 8 + p.
   # Replica 0 merges one step later, replica 1 three steps later.
   only_0, only_1, both = [False, True], [True, False], [False, False]
   assert found == {
@@ -128,9 +129,27 @@ def test_a_replica_that_merges_no_diagnosed_sync_has_no_losses(tiny):
   }
 
 
+def test_the_outer_step_of_another_plugin_is_measured_in_any_order(tiny):
+  update(tiny, {"diagnostics.every": 2, "warm_start.steps": 3})
+
+  def step_of(*names):
+    tiny.plugins = names
+    c = resolve(tiny)
+    return make_plan(c, make_mesh(c, jax.devices()[:1])).step
+
+  measured = step_of("warm_start", "diagnostics")
+  assert isinstance(measured, MeasuredStep)
+  assert measured.step.func is warm_start.outer_step
+  assert measured.step.keywords["step"] is outer_step
+  warm = step_of("diagnostics", "warm_start")
+  assert warm.func is warm_start.outer_step
+  assert warm.keywords["step"] == MeasuredStep(resolve(tiny), 2, outer_step)
+
+
 @pytest.mark.slow("compiles for each replica")
 def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
   tiny.eval.tokens = 2 * tiny.model.seq_len + 3
+  tiny.train.batch_size = 2 * 8 * 5  # Two replicas, and five of each 8 sequences.
   c = resolve(tiny)
   mesh = make_mesh(c, jax.devices()[:1])
   evaluation = Evaluation(c, mesh)
@@ -138,10 +157,12 @@ def test_each_replica_has_its_loss_and_padding_does_not_count(tiny):
     params = init_state(c, mesh, make_plan(c, mesh)).params
   move = lambda x_M: jnp.stack([x_M[0], 1.5 * x_M[0], 0 * x_M[0]])
   params_M = jax.tree.map(move, params)
-  tokens, weights = evaluation.sequences(5)
-  assert weights.sum(axis=1).tolist() == [16, 16, 3, 16, 16]  # Three are there.
-  np.testing.assert_array_equal(tokens[:2], tokens[3:])
-  batch = [np.stack([x[:3]] * 3) for x in (tokens, weights)]
+  tokens, weights = (np.asarray(x) for x in sequences(c, mesh))
+  # Three are there.
+  assert weights.sum(axis=2).tolist() == [[16, 16, 3, 16, 16]] * c.replicas
+  np.testing.assert_array_equal(tokens[:, :2], tokens[:, 3:])
+  np.testing.assert_array_equal(tokens[0], tokens[1])
+  batch = [np.stack([x[0, :3]] * 3) for x in (tokens, weights)]
   with jax.set_mesh(mesh):
     found = losses(params_M, *batch, c=c)
     expected = [

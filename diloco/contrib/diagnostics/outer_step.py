@@ -1,0 +1,156 @@
+"""Lines 6 to 12 as another function computes them, measured at some syncs.
+
+At these syncs it also computes the loss of every replica before and after all merges of
+a step. The sequences are held-out ones, always the same: the loss of the steps
+themselves jumps more from batch to batch than a merge changes it.
+
+Letters: M replicas, B sequences, L positions.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from diloco.algorithm.inner import each_replica
+from diloco.algorithm.plan import Form, Plan
+from diloco.algorithm.state import Event, OuterState
+from diloco.algorithm.sync_metrics import Metrics
+from diloco.config import Config
+from diloco.contrib.diagnostics import measure
+from diloco.data import make_eval_set
+from diloco.mesh import sharding
+from diloco.mesh.sharding import FSDP, REPLICA
+from diloco.model import registry
+from diloco.spec.plugins import OuterStep
+from diloco.util.types import PyTree
+
+# Part of a step's sequences, to bound the cost: a merge needs two forward passes.
+_SHARE = 8
+
+
+@dataclasses.dataclass
+class MeasuredStep:
+  """Lines 6 to 12; measures the first sync of each fragment and then every n-th.
+
+  Attributes:
+    c: config of the run.
+    every: n.
+    step: computes these lines.
+    batch: from `sequences`, at the first measured merge.
+  """
+
+  c: Config
+  every: int
+  step: OuterStep
+  batch: tuple[jax.Array, jax.Array] | None = None
+
+  def __call__(
+    self,
+    plan: Plan,
+    t: int,
+    params_M: PyTree,
+    state: OuterState,
+    last_send: int | None = None,
+  ) -> tuple[PyTree, OuterState, list[Event]]:
+    """Runs the step; adds an event with the losses before and after all its merges.
+
+    All merges lie between the two losses, also those of syncs that are not measured. A
+    replica that merged no measured sync has NaN in both. If several measured syncs were
+    merged, the event names the fragment of the first. After the last step of a run,
+    merges change no further loss, and have no event.
+    """
+
+    def measured(t: int) -> list[int]:
+      """Lists the measured fragments that are sent after step t: all or none."""
+      count = plan.schedule.num_sends
+      return [p for p in plan.schedule.sends(t) if (count(p, t) - 1) % self.every == 0]
+
+    form: dict[str, Any] = {}
+    if measured(t):
+      form["send"] = partial(_send, plan.form)
+    if measured(t - min(plan.schedule.taus)):
+      form["update"] = partial(_update, plan.form)
+    own = dataclasses.replace(plan, form=plan.form._replace(**form)) if form else plan
+    merged_M = [measured(t - tau) for tau in plan.schedule.taus]
+    if last_send is not None or not any(merged_M):
+      return self.step(own, t, params_M, state, last_send)
+    batch = self.batch = self.batch or sequences(self.c, plan.mesh)
+    before_M = losses(params_M, *batch, c=self.c)
+    params_M, state, events = self.step(own, t, params_M, state)
+    after_M = losses(params_M, *batch, c=self.c)
+    mask_M = np.array([*map(bool, merged_M)])
+    metrics = {
+      f"loss_{when}_merge": jnp.where(mask_M, x_M, jnp.nan)
+      for when, x_M in (("before", before_M), ("after", after_M))
+    }
+    events.append(Event("merge", min(p for ps in merged_M for p in ps), t, 0, metrics))
+    return params_M, state, events
+
+
+def _send(
+  form: Form, params_M: PyTree, theta: PyTree, *args: Any, **kind: Any
+) -> tuple[jax.Array, PyTree, Metrics]:
+  """Lines 7 and 8, see `outer.send`; also measures the outer gradients by layer."""
+  payload, codec_state, metrics = form.send(params_M, theta, *args, **kind)
+  _, layers, *_ = args
+  more = measure.of_send(params_M, theta, payload, layers, **kind)
+  return payload, codec_state, metrics | more
+
+
+def _update(
+  form: Form, theta: PyTree, *args: Any, **kind: Any
+) -> tuple[PyTree, PyTree, Metrics]:
+  """Lines 10 and 11, see `outer.update`; also measures the update by layer."""
+  before = jax.tree.map(jnp.copy, theta)  # The update donates theta.
+  theta, opt_state, metrics = form.update(theta, *args, **kind)
+  return theta, opt_state, metrics | measure.of_update(before, theta)
+
+
+def sequences(c: Config, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+  """Reads the first held-out sequences; repeats them if there are fewer.
+
+  These are an eighth of the sequences on which a replica trains in a step, and a
+  microbatch at most, so that their loss needs no more memory than training.
+
+  Returns:
+    Tokens int32 [M, B, L]; weights float32 [M, B, L], 0 for padding, else 1. All
+    replicas have the same.
+  """
+  share, fsdp = c.train.batch_size // c.replicas, mesh.shape[FSDP]
+  count = max(share // max(_SHARE, c.train.accumulate) // fsdp, 1) * fsdp
+  length = c.model.seq_len
+  tokens = min(c.eval.tokens or count * length, count * length)
+  held_out = dataclasses.replace(c.eval, tokens=tokens)
+  found = make_eval_set(dataclasses.replace(c, eval=held_out))
+  used = -(-found.num_tokens // length)  # The rest is padding only.
+  rows_M = np.broadcast_to(np.arange(count) % used, (c.replicas, count))
+  place = sharding.batch_sharding(mesh)
+  tokens_MxBxL, weights_MxBxL = (
+    sharding.place(x.reshape(-1, length)[rows_M], place)
+    for x in (found.tokens, found.weights)
+  )
+  return tokens_MxBxL, weights_MxBxL
+
+
+@partial(jax.jit, static_argnames="c")
+def losses(
+  params_M: PyTree, tokens_MxBxL: jax.Array, weights_MxBxL: jax.Array, *, c: Config
+) -> jax.Array:
+  """Computes the mean cross entropy of every replica, float32 [M], nats per token."""
+  mesh = jax.sharding.get_abstract_mesh()
+  batch_axes = () if mesh.size == 1 else (FSDP,)
+
+  def one(params: PyTree, tokens_BxL: jax.Array, weights_BxL: jax.Array) -> jax.Array:
+    model = registry.get(c.model)
+    nll_BxL, _ = model.losses(c.model, params, tokens_BxL, batch_axes=batch_axes)
+    return (nll_BxL * weights_BxL).sum() / weights_BxL.sum()
+
+  args = (params_M, tokens_MxBxL, weights_MxBxL)
+  if mesh.shape[REPLICA] == 1:  # As in the inner step: one after the other.
+    return jax.lax.map(lambda args: one(*args), args)
+  return each_replica(c, one, *args)

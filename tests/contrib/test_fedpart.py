@@ -1,0 +1,171 @@
+"""FedPart: what is trained when, by hand and in runs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from diloco.algorithm import optimizers, overlap
+from diloco.algorithm.make import make_plan
+from diloco.algorithm.state import init_state
+from diloco.config import Config, add_plugins, changed, resolve
+from diloco.contrib import fedpart
+from diloco.errors import ConfigError
+from diloco.mesh.devices import make_mesh
+
+
+def make(tiny, **fields) -> Config:
+  add_plugins(tiny, "fedpart")
+  tiny.update_from_flattened_dict({"fedpart.on": True, **fields})
+  return resolve(tiny)
+
+
+@pytest.mark.parametrize("sync_every", [2, 8, 30])  # With 4 fragments.
+def test_what_is_sent_next_is_trained(tiny, sync_every):
+  c = make(tiny, sync_every=sync_every, **{"train.steps": 99})
+  fragments, schedule = c.make_fragments(), c.make_schedule()
+  for t in range(1, 3 * sync_every):
+    sends = next(s for s in map(schedule.sends, range(t, t + 99)) if s)
+    layers = sorted(n for p in sends for n in fragments[p].layers)
+    trained = fedpart.trained_next(c, jnp.int32(t))
+    assert list(np.flatnonzero(trained["blocks"])) == layers, t
+    assert trained["embed"] == any(fragments[p].rest for p in sends)
+
+
+def test_each_fragment_trains_until_it_is_sent(tiny):
+  c = make(tiny, sync_every=8, **{"inner.warmup_steps": 0, "train.steps": 18})
+  mesh = make_mesh(c)
+  plan = make_plan(c, mesh)
+  tokens = jnp.ones((2, 2, 16), jnp.int32)
+  with jax.set_mesh(mesh):
+    state = init_state(c, mesh, plan)
+    for t in range(1, 18):
+      before = jax.tree.map(np.asarray, state.params)
+      state, _ = overlap.inner_steps(c, plan, range(t, t + 1), state, [tokens])
+      sends = next(s for s in map(plan.schedule.sends, range(t, 99)) if s)
+      next_sent = [plan.fragments[p] for p in sends]
+      changed = jax.tree.map(lambda x, y: np.asarray(x) != y, state.params, before)
+      layers = np.flatnonzero(changed["blocks"]["ff"]["up"].any(axis=(0, 2, 3)))
+      assert sorted(layers) == sorted(i for f in next_sent for i in f.layers), t
+      assert changed["embed"]["norm"]["scale"].any() == any(f.rest for f in next_sent)
+
+
+def test_fedpart_by_hand(tiny, monkeypatch):
+  """As torch does without a gradient: no moments, no count, no share in the norm."""
+  rates = {"inner.warmup_steps": 0, "inner.learning_rate": 0.02}
+  c = make(tiny, **rates, **{"inner.clip_norm": 0.5, "train.steps": 10})
+  rate, rng = optimizers.learning_rate(c), np.random.default_rng(0)
+  draw = lambda: {
+    "blocks": {
+      "w": rng.normal(size=(3, 4, 2)),
+      "norm": {"scale": rng.normal(size=(3, 4))},
+    },
+    "embed": {"e": rng.normal(size=(5, 4))},
+  }
+
+  def tensors(tree):
+    """{name: [layer 0, ...]}, with the embedding as one more layer."""
+    w, scale, e = (
+      tree["blocks"]["w"],
+      tree["blocks"]["norm"]["scale"],
+      tree["embed"]["e"],
+    )
+    return [
+      *([np.asarray(a), np.asarray(b)] for a, b in zip(w, scale)),
+      [np.asarray(e)],
+    ]
+
+  def layer(state, n):
+    """All arrays of a layer's optimizer state but the count of the schedule."""
+    part = state[1]["embed"]
+    if n < 3:
+      part = jax.tree.map(lambda x: x[n], state[1]["blocks"])
+    return [np.asarray(x) for x in jax.tree.leaves(part[0])]
+
+  x = draw()
+  mine = jax.tree.map(jnp.float32, x)
+  rounds = [{0}, {1, 3}, {1, 3}, {0}, {2}, {0, 3}]
+  trained_TxN = jnp.array([[n in trained for n in range(4)] for trained in rounds])
+  mask = lambda c, t: {"blocks": trained_TxN[t - 1, :3], "embed": trained_TxN[t - 1, 3]}
+  monkeypatch.setattr(fedpart, "trained_next", mask)
+  inner = optimizers.make_inner(c)
+  state, x, step = inner.init(mine), tensors(x), jax.jit(inner.update)
+  m, v, count = [[[0.0] * 2 for _ in range(4)] for _ in range(2)] + [[0] * 4]
+  for t, trained in enumerate(rounds):
+    g = jax.tree.map(jnp.float32, draw())
+    # Nothing of a frozen layer counts, not even infinity.
+    frozen = jnp.array([n not in trained for n in range(3)])
+    g["blocks"]["w"] = jnp.where(frozen[:, None, None], jnp.inf, g["blocks"]["w"])
+    before, (updates, state) = state, step(g, state, mine)
+    after, g = optax.apply_updates(mine, updates), tensors(g)
+    norm = np.sqrt(sum(np.square(a, dtype=float).sum() for n in trained for a in g[n]))
+    assert norm > 0.5
+    for n in range(4):
+      if n not in trained:
+        for a, b in zip(layer(before, n), layer(state, n)):
+          np.testing.assert_array_equal(a, b)
+        for a, b in zip(tensors(mine)[n], tensors(after)[n]):
+          np.testing.assert_array_equal(a, b)
+        continue
+      count[n] += 1
+      for i, a in enumerate(g[n]):
+        a = a * 0.5 / norm
+        m[n][i] = 0.9 * m[n][i] + 0.1 * a
+        v[n][i] = 0.99 * v[n][i] + 0.01 * a * a
+        root = np.sqrt(v[n][i] / (1 - 0.99 ** count[n])) + 1e-8
+        adam = m[n][i] / (1 - 0.9 ** count[n]) / root
+        x[n][i] = x[n][i] - float(rate(t)) * (adam + x[n][i] / 10 / 0.02)
+        np.testing.assert_allclose(tensors(after)[n][i], x[n][i], rtol=1e-5)
+    mine = after
+
+
+@pytest.mark.parametrize(
+  "text", ["adamw(b1=0.9, b2=0.99)", "muon(consistent_rms=0.2, adam_b2=0.99)"]
+)
+def test_fedpart_that_trains_all_layers_steps_as_without_it(tiny, monkeypatch, text):
+  part = make(tiny, **{"inner.optimizer": text, "inner.warmup_steps": 0})
+  c = changed(part, {"fedpart.on": False})
+  rng = np.random.default_rng(0)
+  draw = lambda shape: jnp.float32(rng.normal(size=shape))
+  shapes = {"blocks": {"w": (3, 8, 4), "scale": (3, 8)}, "embed": {"e": (5, 4)}}
+  params, *grads = [
+    jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple)) for _ in range(3)
+  ]
+  mask = {"blocks": np.ones(3, bool), "embed": np.bool_(True)}
+  monkeypatch.setattr(fedpart, "trained_next", lambda c, t: mask)
+  whole, parts = optimizers.make_inner(c), optimizers.make_inner(part)
+  states = [whole.init(params), parts.init(params)]
+  for g in grads:
+    updates, states[0] = whole.update(g, states[0], params)
+    by_part, states[1] = parts.update(g, states[1], params)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8),
+      *(by_part, updates),
+    )
+
+
+@pytest.mark.parametrize("lead", [(), ("replica",)])
+def test_the_state_of_each_layer_is_sharded_like_the_parameters(tiny, lead):
+  mesh = AbstractMesh((1, 4), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+  shapes = {"blocks": {"w": (3, 256, 128)}, "embed": {"tokens": (512, 256)}}
+  struct = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  params = jax.tree.map(struct, shapes, is_leaf=lambda x: isinstance(x, tuple))
+  inner = optimizers.make_inner(make(tiny))
+  places = optimizers.state_shardings("inner.optimizer", inner, params, mesh, lead)
+  state, found = jax.eval_shape(inner.init, params), list[tuple]()
+  for x, at in zip(jax.tree.leaves(state), jax.tree.leaves(places)):
+    axes = {3: (None, "fsdp"), 2: ("fsdp",)}.get(x.ndim, ())
+    assert at.spec == P(*lead, *axes)
+    found.append(x.shape)
+  assert (
+    sorted(x for x in found if len(x) > 1) == [(3, 256, 128)] * 2 + [(512, 256)] * 2
+  )
+
+
+def test_a_warm_start_trains_everything(tiny):
+  add_plugins(tiny, "warm_start")
+  with pytest.raises(ConfigError, match=r"on is True, .* but warm_start.steps is 4"):
+    make(tiny, **{"warm_start.steps": 4})
