@@ -13,16 +13,20 @@ chooses by the first held-out tokens, 65,536 or 4M; table and figure report the 
 
 import dataclasses
 import functools
+import re
+import shlex
 from collections.abc import Callable, Sequence
 
 from ml_collections import ConfigDict
 
 from diloco.config import add_plugins, default_config, resolve
+from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.spec import sizes
 from diloco.spec.shapes import parameters
 from diloco.sweep.chart import EVALUATED, LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, exponent, power
+from diloco.sweep.search import search_all
 from diloco.util.command import load_module, parse_options
 
 # Streaming DiLoCo's ablations have 18 layers, Scaling Laws' sizes go from 35M to 2.4B.
@@ -49,6 +53,7 @@ class Ablation:
     family: the config file of the paper's scale.
     small, paper: the cells of a scale, without size and seed.
     chart: how the cells are compared.
+    also: figures of the same runs, at sizes of the option `size`, or other numbers.
     tuned: the scales at which the inner rate is tuned, with the seed 0. Several seeds
       are then 1, 2, ..., because the best of many runs is a lucky one.
     rates: {scale: outer rates among which each cell chooses}. If the inner rate is
@@ -59,6 +64,7 @@ class Ablation:
   small: Sequence[Point]
   paper: Sequence[Point]
   chart: Chart
+  also: str = ""
   tuned: tuple[str, ...] = ()
   rates: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
@@ -236,6 +242,7 @@ ABLATIONS = {
       "sequences per step, at the best rates",
       log=True,
     ),
+    also="(2503.09799, figures 5, 14, 15, 16, 17, 18, 19)",
     tuned=("small", "paper"),
     rates={"small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)},
   ),
@@ -255,6 +262,7 @@ ABLATIONS = {
       log=True,
       y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
     ),
+    also="(2503.09799, figure 7)",
     rates={
       "small": (0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
       "paper": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -416,11 +424,54 @@ def _small(point: Point, text: str):
   return c
 
 
-def _paper(point: Point, family: str):
+def of_item(item: str) -> list[str]:
+  """Lists the ablations of an item of a paper, such as 2501.18512 figure 8."""
+  paper, _, name = item.partition(" ")
+  kind, _, number = name.rstrip("abc").partition(" ")
+  asked = rf"\({paper}, .*{kind}s? (?:[\d.]+, )*{re.escape(number)}(?![.\d])"
+  text = lambda ablation: f"{ablation.chart.title} {ablation.also}"
+  return [name for name, one in ABLATIONS.items() if re.search(asked, text(one))]
+
+
+def paper_runs(item: str) -> list[tuple[str, ConfigDict, str]]:
+  """Lists the runs of a figure, table or section at the paper's scale.
+
+  Returns:
+    The values that a run has, its config, and the flags of `diloco.main` for it. A
+    tuned cell has one run; its sweep tries more inner rates. Empty for an unknown item.
+  """
+  found = []
+  for name in of_item(item):
+    sweep, family = get_sweep(f"{name},scale=paper"), ABLATIONS[name].family
+    searches = search_all(sweep.grids, lambda point: None)
+    for point in [point for search in searches for point in search.points]:
+      c, argument = sweep.config(point), _paper_argument(point)
+      base = _family(family).get_config(argument)
+      add_plugins(base, *c.plugins)  # Their fields have defaults to compare with.
+      plain = leaves(base.to_dict()) | {"plugins": ()}
+      new = {k: v for k, v in leaves(c.to_dict()).items() if plain[k] != v}
+      flags = [shlex.quote(f"--config.{k}={v}") for k, v in new.items()]
+      label = ",".join(
+        f"{k}={v}" for k, v in point.items() if k not in ("size", "seed")
+      )
+      config = f"--config=configs/{family}.py:{argument}"
+      found.append((label, c, " ".join([config, *flags])))
+  return found
+
+
+def _family(name: str):
+  return load_module(name, "get_config", "configs/streaming.py")
+
+
+def _paper_argument(point: Point) -> str:
+  """Returns the argument of the config of the paper's size to which a point belongs."""
   names = {"M": "replicas", "algorithm": "algorithm", "overtrain": "overtrain"}
   given = [f"{name}={point[key]}" for name, key in names.items() if key in point]
-  module = load_module(family, "get_config", "configs/streaming.py")
-  c = module.get_config(",".join([point["size"], *given]))
+  return ",".join([point["size"], *given])
+
+
+def _paper(point: Point, family: str):
+  c = _family(family).get_config(_paper_argument(point))
   c.eval.test_tokens = c.eval.tokens  # So that no rate is chosen by the reported loss.
   return c
 

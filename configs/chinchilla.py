@@ -6,7 +6,7 @@
 
 The argument is the size, and after it any of M (replicas), H, algorithm, method (joint
 or independent), overtrain (multiplies the budget of 20 tokens per parameter) and data
-(c4 or dolma). `RUNS` lists the paper's runs.
+(c4 or dolma). `RUNS` lists the paper's runs, `ITEMS` those of each table and figure.
 
 The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
@@ -41,22 +41,33 @@ OPTIONS = {
   "data": ("c4", "dolma"),
 }
 
-# The paper's runs: the grid of Table 4, the extrapolations of Table 5, and section 5.2.
-# Section 5.2 does not say which sizes it overtrains; all but the two largest are here.
+# The paper's runs: the grid of Table 4, the extrapolations of Tables 5 and 12, and
+# section 5.2, which does not say which sizes it overtrains: here all but the largest.
 _ALGORITHMS = (
   "algorithm=data_parallel",
   *(f"algorithm=diloco,M={m}" for m in (1, 2, 4, 8)),
 )
-RUNS = (
-  *(f"{s},{a}" for s in SCALES for a in _ALGORITHMS[: 4 if s in ("4B", "10B") else 5]),
-  *(
+_LARGE = ("4B", "10B")
+_TUNED = tuple(s for s in SCALES if s not in _LARGE)
+PAPER = "2503.09799"
+ITEMS = {
+  "table 3": tuple(SCALES),
+  "table 4": tuple(f"{s},{a}" for s in _TUNED for a in _ALGORITHMS),
+  "table 5": tuple(f"{s},{a}" for s in _LARGE for a in _ALGORITHMS[:4]),
+  "figure 11": tuple(
     f"{s},{a},overtrain={factor}"
-    for s in SCALES
-    if s not in ("4B", "10B")
+    for s in _TUNED
     for a in _ALGORITHMS[:4]
     for factor in (1, 4, 16)
   ),
+}
+ITEMS["table 12"] = ITEMS["table 5"] + tuple(
+  f"{s},{a},method=independent" for s in _LARGE for a in _ALGORITHMS[1:4]
 )
+ITEMS["figure 2"] = ITEMS["table 4"]
+ITEMS["figure 13"] = ITEMS["table 4"] + ITEMS["table 5"]
+ITEMS["figure 12"] = ITEMS["figure 11"]
+RUNS = ITEMS["table 4"] + ITEMS["table 12"] + ITEMS["figure 11"]
 
 
 def get_config(arg: str = "35M"):

@@ -5,7 +5,7 @@
   python -m diloco list_configs configs/streaming.py
 
 The argument is the scale, and after it any of M, H, algorithm, data (c4 or dolma) and
-tokens. `RUNS` lists the runs of Tables 5 to 7.
+tokens. `RUNS` lists the runs of Tables 5 to 7, `ITEMS` those of each table and figure.
 
 From the paper: shapes and token budgets (Table 2; its "hidden" column is the
 feed-forward width), M = 2, strided fragments of 3 layers, tau = 1, alpha = 0, E3M0,
@@ -47,15 +47,29 @@ _METHODS = (
   "algorithm=diloco,H=30",
   "H=30",
 )
-RUNS = (
-  *(f"{s},{m}" for s in SCALES for m in _METHODS[: 2 if s == "4B" else 4]),
-  *(f"{s},M=4,H={h}" for s in SCALES if s != "4B" for h in (30, 100)),
-  *(
-    f"1B,data=dolma,tokens={tokens},{m}"
-    for m in ("algorithm=data_parallel", "M=2", "M=4")
-    for tokens in ("25e9", "100e9", "250e9")
-  ),
+_DOLMA = tuple(
+  f"1B,data=dolma,tokens={tokens},{m}"
+  for m in ("algorithm=data_parallel", "M=2", "M=4")
+  for tokens in ("25e9", "100e9", "250e9")
 )
+PAPER = "2501.18512"
+ITEMS = {
+  "table 5": tuple(
+    f"{s},{m}" for s in SCALES for m in _METHODS[: 2 if s == "4B" else 4]
+  ),
+  "table 6": tuple(
+    f"{s}{m},H={h}"
+    for s in SCALES
+    if s != "4B"
+    for m in ("", ",M=4")
+    for h in (30, 100)
+  ),
+  "table 7": _DOLMA,
+  "table 1": _DOLMA[:6],
+  "table 2": tuple(SCALES),
+}
+ITEMS |= dict.fromkeys(("figure 5", "figure 17", "figure 18"), ITEMS["table 5"])
+RUNS = tuple(dict.fromkeys(ITEMS["table 5"] + ITEMS["table 6"] + ITEMS["table 7"]))
 
 
 def get_config(arg: str = "35M"):

@@ -12,6 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 URLS = PROJECT.get("urls", {})
 # Repositories of other programs, all of which were read or fetched.
 OTHERS = {
+  "Adnan082/diloco-measured",
   "AI-Hypercomputer/maxtext", "PrimeIntellect-ai/OpenDiloco", "PrimeIntellect-ai/prime",
   "PrimeIntellect-ai/prime-diloco", "exo-explore/gym", "facebookresearch/MuLoCo",
   "gensyn-ai/noloco", "google-deepmind/nanodo", "google-deepmind/xmanager",

@@ -74,7 +74,7 @@ def test_cases_and_runs_of_the_gap():
 
 def test_claims_and_verdicts():
   page = (ROOT / "docs/reproduced.md").read_text()
-  verdict = r"`--only=\w+` \| (shown|not shown at this scale|contradicted) \|$"
+  verdict = r"\| trained \|.* h \| (shown|not shown at this scale|contradicted) \|$"
   found = collections.Counter(re.findall(verdict, page, re.M))
   counts = [found[v] for v in ("shown", "not shown at this scale", "contradicted")]
   (runs,) = stated("docs/reproduced.md", "# runs, 0 failed")

@@ -131,10 +131,15 @@ def of_compare(run) -> Figure:
 MORE = {"y": (("loss", "loss"), ("more", "above (%)"))}
 PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
   **{f"ladder {n}": lambda _, n=n: of_ladder(n) for n in (2, 3, 4, 6, 7)},
-  **{name: lambda _, n=name: simulated.FIGURES[n]() for name in ("s3", "s9", "c6")},
+  **{
+    name: lambda _, n=name: simulated.FIGURES[n]()
+    for name in ("s2", "s3", "s6", "s9", "c6")
+  },
   "failures": lambda _: of_failures(),
-  "extrapolation": lambda _: law_figures.whole_figure(law_figures.extrapolation),
-  "difference": lambda _: law_figures.whole_figure(law_figures.difference),
+  "extrapolation": lambda _: law_figures.whole_figure(*law_figures.FIGURES["c13"]),
+  "losses and difference": lambda _: law_figures.whole_figure(
+    *law_figures.FIGURES["c2"]
+  ),
   "numbers": lambda _: of_chart("size", 1, 2, against=PLAIN, log=True, **MORE),
   "words": lambda _: of_chart("name", "b", "a", **MORE),
   "links": lambda _: of_links(),

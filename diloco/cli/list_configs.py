@@ -2,9 +2,12 @@
 
   python -m diloco list_configs
   python -m diloco list_configs configs/streaming.py:1B,H=100 configs/sample.py
+  python -m diloco list_configs --of="2503.09799 table 4"
 
 A config file without an argument stands for all its `RUNS`. Without any config, the
-table lists the papers' runs: configs/streaming.py and configs/chinchilla.py.
+table lists the papers' runs: configs/streaming.py and configs/chinchilla.py. With --of,
+it lists those of one table, figure or section at the paper's scale, and below it the
+command of each run. A tuned setting has one run: its sweep tries more rates.
 
 M          replicas
 N          parameters without positions and norms; the papers name models by this N
@@ -19,14 +22,16 @@ sent       bytes that one replica sends in the whole run
 FLOPs      6 N per token, as the papers count
 """
 
+import argparse
 import pathlib
 import sys
 from typing import Any
 
 import pandas as pd
 
-from diloco.config import Config
+from diloco.config import Config, resolve
 from diloco.config.command_line import load_config
+from diloco.errors import ConfigError
 from diloco.spec import sizes
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.util import shipped
@@ -48,6 +53,36 @@ def rows(names: list[str]) -> list[dict[str, Any]]:
       c = load_config(f"{path}:{a}" if a else path)
       found.append(row(f"{pathlib.Path(path).stem}:{a}" if a else path, c))
   return found
+
+
+def runs_of(item: str) -> tuple[list[dict[str, Any]], list[str]]:
+  """Returns the rows and the commands of the runs of an item, at the paper's scale.
+
+  Args:
+    item: paper and table, figure or section, such as 2503.09799 table 4.
+
+  Raises:
+    ConfigError: no config names runs of the item.
+  """
+  items = dict[str, tuple[str, tuple[str, ...]]]()
+  for path in DEFAULT:
+    module = load_module(str(path), "get_config", "")
+    items |= {f"{module.PAPER} {k}": (path.name, v) for k, v in module.ITEMS.items()}
+  if item in items:
+    file, arguments = items[item]
+    names = [f"configs/{file}:{argument}" for argument in arguments]
+    found, flags = rows(names), [f"--config={name}" for name in names]
+  else:
+    ablations = load_module("ablations", "get_sweep", "")
+    runs = ablations.paper_runs(item)
+    if not runs:
+      titles = [ablation.chart.title for ablation in ablations.ABLATIONS.values()]
+      raise ConfigError(
+        f"--of is {item!r}; write one of {', '.join([*items, *titles])}."
+      )
+    found = [row(label, resolve(c)) for label, c, _ in runs]
+    flags = [run_flags for *_, run_flags in runs]
+  return found, [f"python -m diloco.main {own} --workdir=..." for own in flags]
 
 
 def row(name: str, c: Config) -> dict[str, Any]:
@@ -110,7 +145,13 @@ def table(found: list[dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco list_configs", description=__doc__)
   parser.add_argument("config", nargs="*", help="file, or file:argument")
-  return guarded(lambda args: print(table(rows(args.config))), parser.parse_args(argv))
+  parser.add_argument("--of", help="runs of an item, such as '2503.09799 table 4'")
+  return guarded(run, parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> None:
+  found, commands = runs_of(args.of) if args.of else (rows(args.config), [])
+  print("\n".join([table(found), *commands]))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,14 @@ and --text each time. --computed prints the claims that need no training.
 """
 
 import argparse
+import collections
 import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import pandas as pd
 
 from diloco.config import Config, resolve
 from diloco.errors import ConfigError
@@ -42,6 +45,8 @@ from diloco.util.command import (
 )
 
 PAGE = "reproduced.md"
+# Every figure, table and section of both papers, and the command that answers it.
+ITEMS = shipped.PACKAGE / "reproduce" / "items.csv"
 # Runs that a process trains together, if they differ only in seed or rates.
 TOGETHER = 6
 # Seconds on a core of a 2-core CPU: to start a run, per token, per token and parameter.
@@ -138,25 +143,37 @@ def report(
   charts = {name: sweep.chart for name, sweep in found.items() if sweep.chart}
   tables = {name: comparison.frame(own, pairs[name]) for name, own in charts.items()}
   make_folder(args.out / "figures", "--out")
-  facts = _facts(found, driver.asked([cell for cell, _ in best]), args)
+  rows = driver.asked([cell for cell, _ in best])
+  seconds = _core_seconds(rows)
   waiting = sum(not cell.ended for cell, _ in best)
   left = f" {waiting} of {len(best)} settings have no result yet." if waiting else ""
-  claims = "\n".join(claim.lines(CLAIMS, tables, cells))
-  text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
-  lines = [
-    text.format(**facts, left=left, claims=claims, computed="\n".join(computed.lines()))
-  ]
+
+  def hours(some: Sequence[Search]) -> float:
+    return sum(seconds.get(row["name"], 0.0) for row in driver.asked([*some])) / 3600
+
+  claims = computed.rows() + claim.rows(CLAIMS, tables, cells, hours)
+  items = pd.read_csv(ITEMS, dtype=str, keep_default_na=False).to_dict("list")
+  parts = {
+    "counts": claim.counts(claims),
+    "claims": claim.lines(claims),
+    "choices": computed.choices(),
+    "items": markdown(items | {"command": [f"`{c}`" for c in items["command"]]}),
+  }
+  figures = parts["figures"] = list[str]()
   for name, own in charts.items():
     some = tables[name]
     picture = args.out / "figures" / f"reproduced_{name}.png"
-    lines += [f"## {own.title}", "", *comparison.lines(own, some)]
-    lines += _edges(cells[name])
+    figures += [f"## {own.title}", "", *comparison.lines(own, some)]
+    figures += _edges(cells[name])
     if not some.empty:
       comparison.draw(own, some, picture)
-      lines += ["", f"![{own.title}](figures/{picture.name})"]
-    lines.append("")
+      figures += ["", f"![{own.title}](figures/{picture.name})"]
+    figures.append("")
+  text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
+  facts = _facts(found, rows, args) | {"hours": sum(seconds.values()) / 3600}
+  joined = {name: "\n".join(part) for name, part in parts.items()}
   with files.replacing(args.out / PAGE) as file:
-    file.write("\n".join(lines).encode())
+    file.write(text.format(**facts, **joined, left=left).encode())
   return args.out / PAGE
 
 
@@ -165,10 +182,6 @@ def _facts(
 ) -> dict[str, Any]:
   """Returns what page.md says of the runs, by the name of the field."""
   done = [row for row in rows if row["status"] == "done"]
-  groups = dict[str, float]()  # All runs of a group have its time.
-  for row in done:
-    group = row["group"] or row["name"]
-    groups[group] = max(groups.get(group, 0.0), row["wall_s"] or 0.0)
   given = {"seeds": args.seeds, "only": args.only, "text": args.text}
   repeats = (
     "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
@@ -178,11 +191,23 @@ def _facts(
     "flags": " ".join(f"--{name}={value}" for name, value in given.items() if value),
     "done": len(done),
     "failed": sum(row["status"] == "failed" for row in rows),
-    "hours": sum(groups.values()) / 3600,
     "revisions": ", ".join(sorted({str(row["revision"]) for row in done})) or "none",
     "text": "the text of --text" if args.text else repeats,
     "tuned": _where_tuned(found),
     "confidence": claim.CONFIDENCE,
+  }
+
+
+def _core_seconds(rows: Sequence[Row]) -> dict[str, float]:
+  """Returns each finished run's share of the time of the runs that trained with it."""
+  groups = collections.defaultdict[str, list[Row]](list)
+  for row in rows:
+    if row["status"] == "done":
+      groups[row["group"] or row["name"]].append(row)
+  return {
+    row["name"]: max(one["wall_s"] or 0.0 for one in group) / len(group)
+    for group in groups.values()
+    for row in group
   }
 
 
@@ -206,7 +231,7 @@ def _edges(cells: Sequence[Search]) -> list[str]:
 def run(args: argparse.Namespace) -> int:
   """Lists, or runs what is missing, and writes the page; returns the exit status."""
   if args.computed:
-    print("\n".join(computed.lines()))
+    print("\n".join(claim.lines(computed.rows())))
     return 0
   if args.out is None:
     if not args.list:

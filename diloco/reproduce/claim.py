@@ -7,7 +7,7 @@ import dataclasses
 import math
 import statistics
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 import scipy.special
@@ -15,6 +15,10 @@ import scipy.special
 from diloco.reproduce.tables import markdown
 from diloco.sweep.search import Search
 from diloco.util.shipped import PACKAGE
+
+# The columns of the page of claims; `here` is our number.
+COLUMNS = ("claim", "source", "kind", "paper", "here", "command", "cost", "verdict")
+Row = dict[str, str]
 
 LADDER = "ladder"  # The name of the ladder beside those of the ablations.
 
@@ -119,12 +123,13 @@ def verdict(claim: Claim, values: Sequence[float]) -> str:
   return CONTRADICTED if most < claim.low or least > claim.high else NOT_SHOWN
 
 
-def lines(
+def rows(
   claims: Sequence[Claim],
   tables: Mapping[str, pd.DataFrame],
   cells: Mapping[str, Sequence[Search]],
-) -> list[str]:
-  """Formats claims and verdicts as Markdown; page.md says what the numbers mean.
+  hours: Callable[[Sequence[Search]], float],
+) -> list[Row]:
+  """Makes the rows of claims that runs decide; page.md says what the numbers mean.
 
   A claim has no verdict before all runs that it asks for have ended: the best of some
   rates is not the best of all.
@@ -133,28 +138,42 @@ def lines(
     claims: the claims; those of other ablations are left out.
     tables: {ablation: its runs, see `differences`}.
     cells: {ablation: its cells}.
+    hours: returns the hours of a core that the runs of some cells have taken.
   """
-
-  def decided(claim: Claim, values: Sequence[float]) -> str:
+  found = []
+  for claim in claims:
+    if claim.ablation not in tables:
+      continue
+    values = differences(claim, tables[claim.ablation])
     asked = [one for one in cells[claim.ablation] if _asks_for(claim, one.cell)]
     if not all(one.ended for one in asked):
-      return MISSING if values else NO_RUNS
-    failed = any(one.state == "failed" for one in asked)
-    return FAILED if failed else verdict(claim, values)
+      decided = MISSING if values else NO_RUNS
+    else:
+      failed = any(one.state == "failed" for one in asked)
+      decided = FAILED if failed else verdict(claim, values)
+    here = f"{_formatted(claim, values)}; shown if {_range(claim)}"
+    command, cost = (
+      f"reproduce --only={claim.ablation} --out=OUT",
+      f"{hours(asked):.2f} h",
+    )
+    own = (claim.text, claim.source, "trained", claim.paper, here, command, cost)
+    found.append(dict(zip(COLUMNS, (*own, decided))))
+  return found
 
-  some = [claim for claim in claims if claim.ablation in tables]
-  values = [differences(claim, tables[claim.ablation]) for claim in some]
-  return markdown(
-    {
-      "claim": [claim.text for claim in some],
-      "source": [claim.source for claim in some],
-      "paper": [claim.paper for claim in some],
-      "here": [_formatted(claim, v) for claim, v in zip(some, values)],
-      "shown if": [_range(claim) for claim in some],
-      "runs": [f"`--only={claim.ablation}`" for claim in some],
-      "verdict": [decided(claim, v) for claim, v in zip(some, values)],
-    }
+
+def lines(found: Sequence[Row]) -> list[str]:
+  """Formats rows as a Markdown table, with code for the commands."""
+  code = [f"`{row['command']}`" if row["command"] != "-" else "-" for row in found]
+  columns = {key: [row[key] for row in found] for key in COLUMNS}
+  return markdown(columns | {"command": code})
+
+
+def counts(found: Sequence[Row]) -> list[str]:
+  """Counts the verdicts by kind, as a Markdown table."""
+  table = pd.crosstab(
+    *(pd.Series([r[k] for r in found], name=k) for k in ("kind", "verdict"))
   )
+  return markdown({"kind": table.index, **table.to_dict("list")})
 
 
 def _asks_for(claim: Claim, cell: Mapping) -> bool:

@@ -6,23 +6,28 @@ and whether they show it. No JAX.
 
 import dataclasses
 import functools
+import itertools
+import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import scipy.special
 
-from diloco.reproduce.claim import CONTRADICTED, SHOWN
+from diloco.reproduce.claim import CONTRADICTED, SHOWN, Row
 from diloco.reproduce.tables import markdown
 from diloco.scaling_laws import optimum, paper, parametric
 from diloco.scaling_laws import tables as laws
 from diloco.simulate import tables, wallclock
-from diloco.simulate.steady import steady_utilisation
+from diloco.simulate.memory import RATES, memory
+from diloco.simulate.steady import required_bandwidth, steady_utilisation
+from diloco.simulate.tables import papers_workload
 from diloco.spec.fragments import make_fragments
 from diloco.util.shipped import PACKAGE, papers_table
 
 INCONSISTENT = "inconsistent in the paper"
+WORDS = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
 # Layers and seconds per step of Streaming DiLoCo's Table 4.
 SHAPES = {"1B": (24, 0.1), "10B": (48, 0.8), "100B": (108, 4.9)}
 PLAIN: dict[str, Any] = {"method": "data_parallel"}
@@ -32,36 +37,45 @@ Result = tuple[str, str]  # Our numbers and the verdict.
 
 
 @functools.cache
-def lines() -> list[str]:
-  """Computes every claim afresh, in seconds; returns a Markdown table."""
-  words = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
-  rows = []
-  for name, claim in words.items():
+def rows() -> list[Row]:
+  """Computes every claim afresh; what several claims need counts for the first one."""
+  found = []
+  for name, claim in WORDS.items():
     # A contradiction in a paper has no function: its words say what this code does.
-    command = claim.pop("command", None)
-    here, found = claim.pop("here", None), INCONSISTENT
+    here, result, began = claim.get("here"), INCONSISTENT, time.perf_counter()
     if here is None:
-      here, found = globals()[name]()
-    shell = f"`python -m diloco {command}`" if command else "-"
-    rows.append({**claim, "here": here, "command": shell, "verdict": found})
-  return markdown({key: [row[key] for row in rows] for key in rows[0]})
+      here, result = globals()[name]()
+    cost = "-" if "here" in claim else f"{time.perf_counter() - began:.2f} s"
+    row = {"here": here, "cost": cost, "verdict": result}
+    found.append({"choice": "", "command": "-", **claim, **row})
+  return found
+
+
+def choices() -> list[str]:
+  """Lists what a paper contradicts, and what this code does."""
+  wrong = [row for row in rows() if row["verdict"] == INCONSISTENT]
+  keys = ("claim", "source", "paper", "here", "choice")
+  return markdown({key: [row[key] for row in wrong] for key in keys})
 
 
 def verdict(here: str, is_so: bool) -> Result:
   return here, SHOWN if is_so else CONTRADICTED
 
 
+cells_4 = functools.cache(tables.table4)
+
+
 @functools.cache
 def table_4() -> dict[str, list[float]]:
   """Returns our Gbit/s for 95% of each method, from 1B to 100B."""
   found, at = dict[str, list[float]](), tables.TARGETS.index(0.95)
-  for row in tables.table4():
+  for row in cells_4():
     found.setdefault(row.name.split()[1], []).append(row.ours[at])
   return found
 
 
 def cells_of_table_4() -> Result:
-  return _cells(tables.table4())
+  return _cells(cells_4())
 
 
 def cells_of_table_6() -> Result:
@@ -100,6 +114,44 @@ def larger_models_need_less() -> Result:
   return verdict(_list(gbits) + " Gbit/s", gbits == sorted(gbits, reverse=True))
 
 
+def streaming_needs_less() -> Result:
+  method = lambda name: [row.ours for row in cells_4() if row.name.split()[1] == name]
+  more = np.subtract(method("streaming"), method("diloco"))
+  here = f"less in {np.sum(more < 0)} of {more.size} cells of table 4,"
+  return verdict(f"{here} more in {np.sum(more > 0)}", more.max() <= 0)
+
+
+def two_orders_less() -> Result:
+  gbits = table_4()
+  ratios = np.divide(gbits["data_parallel"], gbits["streaming_overlap_fp4"])
+  return verdict(f"{_list([*ratios.round()])} times less", ratios.min() >= 100)
+
+
+def strided_is_busier() -> Result:
+  gbits = _needs({"pattern": "sequential"}, {"pattern": "strided"})
+  return verdict(f"{_list(gbits)} Gbit/s", gbits[1] < gbits[0])
+
+
+def five_steps_are_enough() -> Result:
+  gbits = _needs(*({"tau": tau} for tau in (1, 2, 5, 10)))
+  return verdict(f"{_list(gbits)} Gbit/s", gbits[3] > 0.99 * gbits[2])
+
+
+def _needs(*settings: dict[str, Any]) -> list[float]:
+  """Returns the Gbit/s for 95% at 100B, with 16 bits, in a run without end."""
+  plain = BEST | {"bits": 16}
+  works = [papers_workload(100e9, *SHAPES["100B"], **plain | own) for own in settings]
+  return [round(required_bandwidth(work, 0.95) / 1e9, 2) for work in works]
+
+
+def sent_every() -> Result:
+  count = [len(make_fragments(layers)) for layers, _ in SHAPES.values()]
+  steps = [100 // p for p in count]
+  alone = _list([100 // (p - 1) for p in count])
+  here = f"{_list(steps)}, with the embedding's fragment; without it {alone}"
+  return verdict(here, steps == [11, 5, 2])
+
+
 def deepseek() -> Result:
   shape = tables.TABLE_6["deepseek_v3"]
   ours = _long_run(671e9, *shape, 4e9, **BEST)
@@ -111,7 +163,7 @@ def _long_run(
   params: float, layers: int, seconds: float, rate: float, **fields: Any
 ) -> float:
   """Returns the utilisation of a run without end."""
-  work = tables.papers_workload(params, layers, seconds, **fields)
+  work = papers_workload(params, layers, seconds, **fields)
   return float(steady_utilisation(work, [rate])[0])
 
 
@@ -122,17 +174,14 @@ def hours_of_table_1() -> Result:
 
 
 def terabytes_of_table_1() -> Result:
-  terabits = float(tables.table1()[0]["terabits"])
-  return (
-    f"{terabits:.0f} terabits are {terabits / 8:.0f} TB, for its hours",
-    INCONSISTENT,
-  )
+  bits = float(tables.table1()[0]["terabits"])
+  return f"{bits:.0f} terabits are {bits / 8:.0f} TB, for its hours", INCONSISTENT
 
 
 def fewer_bits() -> Result:
   per_step = {}
   for own in (PLAIN, BEST):
-    work = tables.papers_workload(1e9, *SHAPES["1B"], **own)
+    work = papers_workload(1e9, *SHAPES["1B"], **own)
     per_step[work.method] = work.bits * work.copies / work.whole_plan[0].sync_every
   ratio = per_step["data_parallel"] / per_step["streaming"]
   scaled = ratio * 4 / (4 + 8 / 128)
@@ -147,63 +196,45 @@ def lower_peak() -> Result:
   return verdict(f"{ratio:g}, by layers", ratio == 8)
 
 
-def memory() -> Result:
-  params = 100e9
-  inner, outer = 3 * 4 * params, 2 * 4 * params
-  part = outer * 3 / 108
-  here = f"{outer / inner:.1%}; {inner / 2**30:,.0f} and {part / 2**30:.1f} GiB,"
-  here += f" {part / inner:.2%}"
-  numbers = outer / inner, inner / 2**30, part / 2**30, part / inner
+def memory_of_100B() -> Result:
+  inner, outer, held = (row["GiB"] for row in memory(100e9, 100e9 * 3 / 108)[:3])
+  here = f"{outer / inner:.1%}; {inner:,.0f} and {held:.1f} GiB, {held / inner:.2%}"
+  numbers = outer / inner, inner, held, held / inner
   return verdict(here, np.allclose(numbers, (0.66, 1117, 20, 0.02), rtol=0.1))
 
 
 def offload_time() -> Result:
-  part = 2 * 4 * 100e9 * 3 / 108
-  here = (
-    f"{part / 2e12 * 1e3:.0f} ms at 2 TB/s, which is its memory's speed;"
-    f" {part / 64e9 * 1e3:.0f} ms at 64 GB/s of PCIe 5.0"
-  )
-  return here, INCONSISTENT
+  *_, held = memory(100e9, 100e9 * 3 / 108)
+  times = [f"{held[rate]:.0f} ms at {rate}" for rate in RATES]
+  return ", ".join(times), INCONSISTENT
 
 
 def slopes() -> Result:
   """Fits the loss, not its logarithm, over ln(FLOPs): only that gives their numbers."""
-  found = [_slope(_table_5(name)) for name in ("data_parallel", H100)]
+  pairs = [_table_5(name) for name in ("data_parallel", H100)]
+  found = [np.polyfit(x, loss, 1)[0] for x, loss in pairs]
   # Losses are printed with two digits: each is off by at most 0.005, evenly spread.
-  error = 1.645 * 0.01 / 12**0.5 / _spread(_table_5("data_parallel"))
+  x, _ = pairs[0]
+  error = 1.645 * 0.01 / 12**0.5 / (np.std(x) * len(x) ** 0.5)
   here = f"{found[0]:.5f}, {found[1]:.5f}, each ± {error:.5f} by the printed digits;"
   here += " slopes of the loss over ln(FLOPs), which are no exponents"
   return verdict(here, np.allclose(found, (-0.13149, -0.13539), atol=error, rtol=0))
 
 
 def slopes_differ() -> Result:
-  plain, ours = _table_5("data_parallel"), _table_5(H100)
-  more = [(x, b - a) for (x, a), (_, b) in zip(plain, ours)]
-  slope = _slope(more)
-  rest = [y - slope * x for x, y in more]
-  freedom = len(more) - 2
-  deviation = (np.var(rest) * len(more) / freedom) ** 0.5
-  half = scipy.special.stdtrit(freedom, 0.95) * deviation / _spread(more)
+  (x, plain), (_, ours) = (_table_5(name) for name in ("data_parallel", H100))
+  (slope, _), covariance = np.polyfit(x, ours - plain, 1, cov=True)
+  half = scipy.special.stdtrit(len(x) - 2, 0.95) * covariance[0, 0] ** 0.5
   here = f"{slope:.4f} ± {half:.4f}: 90% interval, paired by size"
   return verdict(here, slope + half < 0)
 
 
-def _table_5(method: str) -> list[tuple[float, float]]:
-  """Returns ln(FLOPs) and loss of each size."""
+def _table_5(method: str) -> np.ndarray:
+  """Returns ln(FLOPs) and loss of each size: float64 [2, sizes]."""
   rows = papers_table("reproduce", "streaming_table5_c4_scaling")
   own = [row for row in rows if row["method"] == method and row["eval_loss"]]
-  return [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
-
-
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-  x, y = np.array(points).T
-  return float(np.polyfit(x, y, 1)[0])
-
-
-def _spread(points: Sequence[tuple[float, float]]) -> float:
-  """Returns the root of the summed squares of x around its mean."""
-  x, _ = np.array(points).T
-  return float(np.std(x) * len(x) ** 0.5)
+  pairs = [(np.log(float(row["flops"])), float(row["eval_loss"])) for row in own]
+  return np.array(pairs).T
 
 
 def outer_is_half() -> Result:
@@ -216,24 +247,41 @@ def outer_is_half() -> Result:
 
 
 def faster_in_wall_clock() -> Result:
+  return _faster(paper.REPLICAS, paper.model_sizes("nominal"), 1, 0.9)
+
+
+def overtraining_is_faster() -> Result:
+  return _faster((2,), paper.model_sizes("nominal")[3:], 16, 1)
+
+
+def _faster(
+  replicas: Iterable[int], sizes: Iterable[float], more: float, share: float
+) -> Result:
+  """Compares the times of DiLoCo and data-parallel at their best batches."""
+  networks = wallclock.NETWORKS.values()
   faster = [
-    _hours("diloco", n, m, network) < _hours("data_parallel", n, m, network)
-    for n in paper.model_sizes("nominal")
-    for m in paper.REPLICAS
-    for network in wallclock.NETWORKS.values()
+    _seconds("diloco", *setting, more) < _seconds("data_parallel", *setting, more)
+    for setting in itertools.product(sizes, replicas, networks)
   ]
   here = f"{sum(faster)} of {len(faster)} settings"
-  return verdict(here, sum(faster) > 0.9 * len(faster))
+  return verdict(here, sum(faster) >= share * len(faster))
 
 
-def _hours(method: str, n: float, m: int, network: wallclock.Network) -> float:
-  """Returns the hours at the best batch; `wallclock.chips` chooses the chips."""
-  name = f"diloco_M{m}" if method == "diloco" else method
-  batch = paper.law("batch_size", name)(n)
-  chips = max(wallclock.chips(n, batch), 2, m)
-  tokens = paper.CHINCHILLA * n
+def _seconds(
+  method: str, n: float, m: int, network: wallclock.Network, more: float
+) -> float:
+  """Returns the time of 20 N * `more` tokens; `wallclock.chips` chooses the chips."""
+  batch = paper.law("batch_size", f"diloco_M{m}" if method == "diloco" else method)(n)
+  chips, tokens = max(wallclock.chips(n, batch), 2, m), paper.CHINCHILLA * n * more
   run = wallclock.Training(n, tokens, batch, m, method, across=network, chips=chips)
-  return wallclock.total_time(run) / 3600
+  return wallclock.total_time(run)
+
+
+def hundred_times_less() -> Result:
+  """H times less per step, and fewer steps: the best batches are larger."""
+  plain, joint = (paper.law("batch_size", name) for name in ("data_parallel", "joint"))
+  ratios = [round(30 * joint(n, 2) / plain(n)) for n in (4e9, 10e9)]
+  return verdict(_list(ratios), min(ratios) > 100)
 
 
 def loss_laws() -> Result:
@@ -319,5 +367,5 @@ def parametric_forms() -> Result:
   return verdict(here, int(np.argmin(errors)) == 2)
 
 
-def _list(numbers: list[float]) -> str:
+def _list(numbers: Sequence[float]) -> str:
   return ", ".join(f"{number:g}" for number in numbers)

@@ -1,8 +1,8 @@
-"""Draws figures 2b and 13 of the scaling-laws paper, from its tables and our fits."""
+"""Draws figures 2 and 13 of the scaling-laws paper, from its tables and our fits."""
 
 import functools
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,28 @@ MARKERS = dict(zip(paper.ALGORITHMS, "o^sDv"))
 MARKER_SIZES = dict(zip(paper.ALGORITHMS, (8, 6, 5, 3, 4)))
 # N of the models that the laws are fitted to, and of those beyond.
 FITTED, LARGE = paper.model_sizes(), paper.model_sizes(models=paper.LARGE)
-TITLES = {
-  "extrapolation": "Laws fitted up to 2.4B, and losses up to 10B",
-  "difference": "DiLoCo against data-parallel",
-}
 
 
-def extrapolation(axes: Axes) -> None:
-  """Draws figure 13: the losses from 35M to 10B and the laws fitted up to 2.4B."""
+def losses(axes: Axes, names: Sequence[str] = paper.ALGORITHMS) -> None:
+  """Draws figure 2a: the losses from 35M to 10B, and laws with a floor up to 2.4B."""
   line = np.geomspace(FITTED[0], LARGE[-1] * 1.2, 60)
-  for algorithm in ("data_parallel", "diloco_M2", "diloco_M4"):
-    for fit, style in ((paper.loss_fit, ":"), (paper.floor_fit, "-")):
-      law = fit(algorithm)
-      axes.plot(line, [law(x) for x in line], style, color=COLORS[algorithm])
+  for algorithm in names:
+    law = paper.floor_fit(algorithm)
+    axes.plot(line, [law(x) for x in line], color=COLORS[algorithm])
     _points(axes, algorithm, lambda losses, plain: losses)
   axes.set(xscale="log", xlabel="parameters N")
   axes.set_ylabel("evaluation loss (nats per token)")
+
+
+def extrapolation(axes: Axes) -> None:
+  """Draws figure 13: also laws without a floor, of three algorithms."""
+  some = ("data_parallel", "diloco_M2", "diloco_M4")
+  losses(axes, some)
+  line = np.geomspace(FITTED[0], LARGE[-1] * 1.2, 60)
+  for algorithm in some:
+    law = paper.loss_fit(algorithm)
+    axes.plot(line, [law(x) for x in line], ":", color=COLORS[algorithm])
+  axes.plot([], [], ":", color="0.4", label="law A N^α")
 
 
 def difference(axes: Axes) -> None:
@@ -52,24 +58,29 @@ def difference(axes: Axes) -> None:
   axes.set(xscale="log", xlabel="parameters N", ylabel="loss above data-parallel (%)")
 
 
+FIGURES = {
+  "c13": ("Laws fitted up to 2.4B, and losses up to 10B", [extrapolation]),
+  "c2": ("DiLoCo against data-parallel", [losses, difference]),
+}
+
+
 def draw(output: pathlib.Path) -> list[str]:
   """Draws both figures as PNG and SVG; returns the paths."""
   paths = []
-  for name, function in (("c13", extrapolation), ("c2", difference)):
-    make = functools.partial(whole_figure, function)
+  for name, (title, parts) in FIGURES.items():
+    make = functools.partial(whole_figure, title, parts)
     paths += palette.save(make, output / f"scaling_{name}", ".png", ".svg")
   return paths
 
 
-def whole_figure(function: Callable[[Axes], None]) -> Figure:
-  """Draws one of the two figures, with a legend below it."""
-  figure, (axes,) = palette.panels(TITLES[function.__name__], height=3.4)
-  function(axes)
+def whole_figure(title: str, parts: Sequence[Callable[[Axes], None]]) -> Figure:
+  """Draws a panel for each part, with a legend below them."""
+  figure, panels = palette.panels(title, [""] * len(parts), height=3.4)
+  for part, axes in zip(parts, panels):
+    part(axes)
   grey: dict[str, Any] = {"color": "0.4"}
-  axes.plot([], [], "*", ms=8, label="measured, not fitted", **grey)
-  axes.plot([], [], label="law A N^α + C", **grey)
-  if function is extrapolation:
-    axes.plot([], [], ":", label="law A N^α", **grey)
+  panels[0].plot([], [], "*", ms=8, label="measured, not fitted", **grey)
+  panels[0].plot([], [], label="law A N^α + C", **grey)
   return palette.legend(figure)
 
 

@@ -11,6 +11,7 @@ python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --ch
   --config.overlap.tau=5
 python -m diloco simulate wallclock --params=1B --tokens=20B --batch_tokens=1048576 \
   --replicas=2
+python -m diloco simulate memory --params=100B --layers=108
 python -m diloco simulate schedule --config=configs/sample.py --out=/tmp/schedule.png
 """
 
@@ -23,10 +24,11 @@ import sys
 
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.simulate import from_config, options, tables, wallclock
+from diloco.simulate import from_config, memory, options, tables, wallclock
 from diloco.simulate.arguments import Answer, Args, assumed, training, workload
 from diloco.simulate.compute_time import CHIP_FLOPS
-from diloco.simulate.options import Command
+from diloco.simulate.limits import NO_ROUNDS
+from diloco.simulate.options import GROUPS, Command
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
 from diloco.util.command import Parser, guarded, make_folder, parse_count
@@ -135,6 +137,18 @@ def compare(args: Args) -> Answer:
   return rows, f"{columns(rows)}\n{text}"
 
 
+def states(args: Args) -> Answer:
+  """Answers how much memory parameters and optimizers need."""
+  papers = {} if "config" in args else {"params": 100e9, "layers": 108}
+  work = workload({"step_time": 1.0, **papers, **args})
+  if work.method == "data_parallel":
+    raise ConfigError(NO_ROUNDS)
+  sizes = work.params_per_layer
+  fragments = [sum(sizes[i] for i in layers) for layers in work.whole_plan[1]]
+  found = memory.memory(sum(sizes), max(fragments))
+  return found, f"{columns(found)}\nfloat32; milliseconds to load it at these rates"
+
+
 def draw_schedule(args: Args) -> Answer:
   """Draws when a config sends and merges its fragments."""
   from diloco.simulate import schedule_figure
@@ -158,28 +172,33 @@ COMMANDS = {
   "table4": Command("Streaming DiLoCo's Table 4, ours against paper", table),
   "table6": Command("Scaling Laws' Table 6, ours against paper", table),
   "table1": Command("Streaming DiLoCo's Table 1, hours at 1 Gbit/s", table),
-  "figure": Command("draw one figure", draw, {"out": options.OUT}),
-  "figures": Command("draw all figures", draw, {"out": options.OUT}),
+  "figure": Command("draw one figure", draw, GROUPS["figure"]),
+  "figures": Command("draw all figures", draw, GROUPS["figure"]),
   "utilisation": Command(
     "utilisation that a link reaches",
     link,
-    options.METHOD | {"gbits": options.GBITS},
+    GROUPS["utilisation"],
   ),
   "bandwidth": Command(
     "link that a utilisation needs",
     link,
-    options.METHOD | {"target": options.TARGET},
+    GROUPS["bandwidth"],
   ),
   "frontier": Command(
     "H, fragment size, tau and bits that suffice for a link",
     frontier,
-    options.MODEL | {"gbits": options.GBITS, "target": options.TARGET},
+    GROUPS["frontier"],
   ),
   "wallclock": Command(
-    "idealised hours, Appendix A of 2503.09799", compare, options.RUN
+    "idealised hours, Appendix A of 2503.09799", compare, GROUPS["wallclock"]
+  ),
+  "memory": Command(
+    "bytes of parameters and optimizers; default 100B, 108 layers",
+    states,
+    GROUPS["memory"],
   ),
   "schedule": Command(
-    "draw a config's sends and merges", draw_schedule, options.SCHEDULE
+    "draw a config's sends and merges", draw_schedule, GROUPS["schedule"]
   ),
 }
 

@@ -27,7 +27,8 @@ def workload(args: Args) -> Workload:
         " --step_time, the seconds of compute per step."
       )
     seconds = args["step_time"] if "step_time" in args else step_time(c, **speed)
-    return from_config.workload(c, seconds, latency)
+    work = from_config.workload(c, seconds, latency)
+    return dataclasses.replace(work, link=args.get("link", work.link))
   require(args, "params", "layers", "step_time")
   fields = {"bits": 4, "tau": 1, "fragment_size": min(3, args["layers"])}
   fields |= fields_of(Workload, args)
@@ -55,8 +56,8 @@ def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
     speed = f": {args['chips']:,} chips of {peak:g} TFLOP/s at an MFU of {mfu:g}"
   return [
     f"step         {work.step_time:.4g} s of compute{speed}",
-    f"assumed      {work.method}, M = {work.replicas}{more}, latency"
-    f" {work.latency:g} s; {sum(work.params_per_layer):,.0f} parameters",
+    f"assumed      {work.method}, M = {work.replicas}{more}, latency {work.latency:g}"
+    f" s, {work.link} link; {sum(work.params_per_layer):,.0f} parameters",
   ]
 
 

@@ -18,7 +18,8 @@ from diloco.simulate import limits
 from diloco.simulate.tables import GRID, TABLE_6, papers_workload
 from diloco.simulate.utilisation import Node, Workload, utilisation
 from diloco.simulate.wallclock import NETWORKS, Training, total_time
-from diloco.util.palette import COLORS, PAGE, legend, looks, panels, save
+from diloco.spec.fragments import make_fragments
+from diloco.util.palette import COLORS, PAGE, legend, looks, panels, save, shades
 
 GREYS = {"forward": "0.8", "backward_activations": "0.6", "backward_parameters": "0.4"}
 Settings = dict[str, dict[str, Any]]  # {label: fields of Workload or Training}.
@@ -126,6 +127,23 @@ def hours(title: str, xlabel: str, lines: dict[str, dict[float, Training]]) -> F
   return legend(figure)
 
 
+def figure_s2() -> Figure:
+  """Draws which layers each fragment has, sequential and strided."""
+  patterns, layers = ("sequential", "strided"), 12
+  title = f"Fragments of 3 of {layers} layers, in the order of their sends"
+  figure, axes = panels(title, patterns, sharey=True)
+  for axis, pattern in zip(axes, patterns):
+    fragments = make_fragments(layers, 3, pattern)
+    for p, color in enumerate(shades(COLORS["streaming"], len(fragments))):
+      rows = [*fragments[p].layers, *[-1 for _ in fragments[p].rest]]
+      axis.barh(rows, 0.9, 0.9, p + 0.55, color=color)
+    axis.set_xticks(range(1, len(fragments) + 1))
+    axis.set(xlabel="fragment", xlim=(0.4, p + 1.6), ylim=(-1.6, layers - 0.4))
+    axis.set_yticks(range(-1, layers), ["embedding", *map(str, range(layers))])
+  axes[0].set_ylabel("layer")
+  return figure
+
+
 def figure_s3() -> Figure:
   """Draws schedules of four methods; two fragments of one layer, H = 2."""
   settings = dict(list(METHODS.items())[:4])
@@ -141,6 +159,21 @@ def figure_s4() -> Figure:
     "100B, 4.9 s per step": MODEL_100B,
   }
   return curves("Simulated compute utilisation", models, METHODS)
+
+
+def figure_s6() -> Figure:
+  """Draws the peak of a sync over the size of a fragment: figure 6b, for 500M."""
+  layers, embedding = 18, 32_000 / (12 * 1536)  # In blocks, of 12 width^2 parameters.
+  sizes = (1, 2, 3, 6, 9, 18)
+  figure, (axis,) = panels("Largest payload of a sync, 500M, 18 layers")
+  for label, embed, look in (("with", embedding, "o-"), ("without", 0, "o:")):
+    peaks = [max(size, embed) / (layers + embed) for size in sizes]
+    axis.plot(sizes, peaks, look, label=f"{label} embedding", color=COLORS["streaming"])
+  axis.set(xscale="log", ylim=(0, 1.05), xlabel="layers per fragment")
+  axis.set_xticks(sizes, map(str, sizes))
+  axis.minorticks_off()
+  axis.set_ylabel("share of DiLoCo's payload")
+  return legend(figure)
 
 
 def figure_s7() -> Figure:

@@ -128,7 +128,8 @@ def ablations(work: Workload, rate: float) -> list[Choice]:
   """Simulates streaming settings on a link.
 
   Args:
-    work: gives parameters, layers, step time and replicas; other fields are ignored.
+    work: gives parameters, layers, step time, replicas and link; other fields are
+      ignored.
     rate: bits per second of the link.
   """
   model = (sum(work.params_per_layer), work.layers, work.step_time)
@@ -137,8 +138,9 @@ def ablations(work: Workload, rate: float) -> list[Choice]:
   for h, size, tau, bits in itertools.product(
     (30, 50, 100, 200, 300), fragment_sizes, (1, 2, 5, 10), (16, 8, 4)
   ):
-    fields = {"sync_every": h, "fragment_size": size, "tau": tau, "bits": bits}
-    one = Workload.of_equal_layers(*model, replicas=work.replicas, **fields)
+    fields: dict[str, Any] = {"replicas": work.replicas, "link": work.link}
+    fields |= {"sync_every": h, "fragment_size": size, "tau": tau, "bits": bits}
+    one = Workload.of_equal_layers(*model, **fields)
     reached = float(steady_utilisation(one, [rate])[0])
     found.append(Choice(h, size, tau, bits, reached, loss_penalty(h, tau)))
   return found

@@ -3,11 +3,14 @@
 import argparse
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diloco.simulate.compute_time import MFU, PEAK_TFLOPS
+from diloco.simulate.utilisation import LINKS
 from diloco.util.command import as_path
+from diloco.util.shipped import PACKAGE
 
 
 def number(text: str) -> float:
@@ -64,53 +67,24 @@ IGNORED = {
   "data_parallel": ("sync_every", "fragment_size", "tau"),
   "diloco": ("fragment_size", "tau"),
 }
-CONFIG = Option("config file, instead of numbers: configs/chinchilla.py:1.3B,M=2", str)
-PARAMS = Option("parameters N, such as 4e9, 4B or 700M", str, "model.dim")
-GBITS = Option("bandwidth of the link in Gbit/s", required=True)
-TARGET = Option("utilisation to reach; default 0.95")
-OUT = Option("folder for the files", as_path, required=True)
 COUNTS = ("params", "tokens", "batch_tokens")  # Numbers such as 700M.
-# Options that determine the step time of a config.
-COMPUTE = {
-  "chips": Option("chips of all replicas together, with --config", whole),
-  "peak_tflops": Option(
-    f"peak TFLOP/s of a chip, with --config; default {PEAK_TFLOPS}"
-  ),
-  "mfu": Option(f"share of the peak that is reached, with --config; default {MFU}"),
-}
-MODEL = {
-  "config": CONFIG,
-  **COMPUTE,
-  "params": PARAMS,
-  "layers": Option("transformer layers", whole, "model.num_layers"),
-  "step_time": Option("seconds of compute per step"),
-  "replicas": Option("replicas M; default 2", whole, "replicas"),
-}
-METHOD = MODEL | {
-  "method": Option("data_parallel, diloco or streaming (default)", str, "algorithm"),
-  "sync_every": Option("inner steps H per round; default 100", whole, "sync_every"),
-  "fragment_size": Option("fragment layers; default 3 or all", whole, "fragments.size"),
-  "tau": Option("inner steps that hide a reduction; default 1", whole, "overlap.tau"),
-  "bits": Option("bits per value on the link; default 4", field="wire.format"),
-  "latency": Option("seconds per reduction; default 0"),
-}
-RUN = {
-  "config": CONFIG,
-  "params": PARAMS,
-  "tokens": Option("training tokens D, such as 20B", str, "train.tokens"),
-  "batch_tokens": Option("tokens per inner step", str, "train.batch_size"),
-  "replicas": Option("replicas M", whole, "replicas"),
-  "sync_every": Option("inner steps H per round; default 30", whole, "sync_every"),
-  "outer_bits": Option("bits per outer gradient; default 16", field="wire.format"),
-  "bits": Option("bits per inner gradient; default 16"),
-  "chips": Option("chips R; default one per 16,384 tokens of the batch, or more"),
-  "network": Option("between datacentres: low (default), medium or high", str),
-  "gbits": Option("Gbit/s between datacentres, instead of the network's"),
-  "latency": Option("seconds between datacentres, instead of the network's"),
-}
-SCHEDULE = {
-  "config": CONFIG._replace(help="config file", required=True),
-  "first": Option("first inner step to draw; default shortly before step H", whole),
-  "last": Option("last inner step to draw; default one round later", whole),
-  "out": Option("picture to write, such as x.png", as_path, required=True),
-}
+TYPES = {"number": number, "text": str, "path": as_path, "whole": whole}
+_FILE = tomllib.loads((PACKAGE / "simulate" / "options.toml").read_text())
+_DEFAULTS = {"peak": PEAK_TFLOPS, "mfu": MFU, "links": ", ".join(LINKS)}
+
+
+def group(name: str) -> dict[str, Option]:
+  """Returns the options of a table of options.toml, with those that it takes over."""
+  found = dict[str, Option]()
+  for option, o in _FILE[name].items():
+    if option == "of":
+      for other in o:
+        found |= group(other)
+    else:
+      own = o | {"help": o["help"].format(**_DEFAULTS)}
+      found[option] = Option(**own | {"type": TYPES[o.get("type", "number")]})
+  return found
+
+
+# Options that determine the step time of a config; those of each table.
+COMPUTE, GROUPS = group("compute"), {name: group(name) for name in _FILE}

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import optimize, sparse
 
 from diloco.simulate.limits import check
-from diloco.simulate.utilisation import Workload, check_rates
+from diloco.simulate.utilisation import LINKS, Workload, check_rates
 from diloco.spec.fields import Range
 
 
@@ -84,7 +84,7 @@ def steady_utilisation(
   found = []
   for rate in check_rates(bandwidths):
     transfer = _bits(work) / rate
-    unit = max(_compute_time(work), transfer + work.layers * work.latency)
+    unit = max(_compute_time(work), transfer + sum(s for _, s in work.transfers))
     round_time = _solve(work, unit, transfer=transfer / unit)
     # The solver stays within 1e-7 of the optimum.
     found.append(min(_compute_time(work) / (round_time * unit), 1.0))
@@ -102,6 +102,7 @@ def required_bandwidth(work: Workload, target: float) -> float:
   transfer = _solve(work, unit, round_time=1.0)
   if transfer < 1e-9:
     late = f" with a latency of {work.latency} s" if work.latency else ""
+    late += f" with the waits of {work.link}" if LINKS[work.link].wait else ""
     raise ValueError(
       f"target is {target}, which no bandwidth reaches{late}; lower the target, or"
       " raise tau or sync_every."
@@ -115,8 +116,8 @@ def _compute_time(work: Workload) -> float:
 
 
 def _bits(work: Workload) -> float:
-  """Returns the bits that a replica sends in a round."""
-  return sum(work.params_per_layer) * work.bits * work.copies
+  """Returns the bits that a replica sends in a round, at full efficiency."""
+  return sum(bits for bits, _ in work.transfers)
 
 
 def _solve(
@@ -138,7 +139,8 @@ def _solve(
   """
   after, before, rounds, nodes, layer = np.array(list(make_rules(work))).T
   share = np.append(work.params_per_layer, 0)[layer] / sum(work.params_per_layer)
-  seconds = nodes * (work.step_time / work.nodes_per_step) + work.latency * (layer >= 0)
+  more = np.array([seconds for _, seconds in work.transfers] + [0.0])[layer]
+  seconds = nodes * (work.step_time / work.nodes_per_step) + more
   # Columns: the time of a round, the transfer of the whole model, and the moments.
   row, one = np.arange(len(after)), np.ones(len(after))
   values = np.concatenate([-rounds, share, -one, one])

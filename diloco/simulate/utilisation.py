@@ -26,7 +26,7 @@ Times are seconds, sizes are bits, bandwidths are bits per second.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,28 @@ from diloco.spec.schedule import Schedule
 
 METHODS = ("data_parallel", "diloco", "streaming")
 STEPS = 300
+
+
+class Link(NamedTuple):
+  """What a link and its replicas lack of the papers' ideal.
+
+  Attributes:
+    efficiency: share of the bandwidth at which payloads cross.
+    wait: for how long a sync waits for the slowest replica, as a share of the compute
+      since the sync before it: replicas are never equally fast.
+  """
+
+  efficiency: float = 1.0
+  wait: float = 0.0
+
+
+# The papers' ideal, and values fitted to measured utilisation (docs/measured.md).
+LINKS = {
+  "ideal": Link(),
+  "nccl": Link(0.97, 0.13),  # NCCL's all-reduce over TCP, four GPUs.
+  "gloo": Link(0.69, 0.03),  # Gloo's all-gather, two hosts.
+  "sites": Link(1.0, 0.09),  # Two sites and a coordinator.
+}
 
 # A schedule, and the layers of each of its fragments.
 Plan = tuple[Schedule, tuple[tuple[int, ...], ...]]
@@ -60,6 +82,7 @@ class Workload:
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
     exchange: gather, psum (all-reduces outer gradients) or pair (sends to one peer).
+    link: one of LINKS: what is lost of the bandwidth and of the time.
 
   Raises:
     ValueError: a value is not possible.
@@ -77,6 +100,7 @@ class Workload:
   latency: NonNegative = 0.0
   plan: Plan | None = None
   exchange: str = "gather"
+  link: Annotated[str, LINKS] = "ideal"
 
   def __post_init__(self) -> None:
     check_fields(self)
@@ -100,6 +124,22 @@ class Workload:
     """Copies of each value that a replica sends, as in the trainer's ledger."""
     exchange = "psum" if self.method == "data_parallel" else self.exchange
     return sizes.copies(exchange, self.replicas)
+
+  @property
+  def transfers(self) -> list[tuple[float, float]]:
+    """The bits of each layer's reduction at full efficiency, and its other seconds.
+
+    A sync waits for the slowest replica before its first reduction, that of the last
+    layer.
+    """
+    schedule, fragments = self.whole_plan
+    link, first = LINKS[self.link], {max(layers) for layers in fragments}
+    wait = link.wait * self.step_time * schedule.sync_every / len(fragments)
+    bits = self.bits * self.copies / link.efficiency
+    return [
+      (params * bits, self.latency + wait * (layer in first))
+      for layer, params in enumerate(self.params_per_layer)
+    ]
 
   @property
   def nodes_per_step(self) -> int:
@@ -171,9 +211,7 @@ def utilisation(
   """
   rate, layers = check_rates(bandwidths), work.layers
   node_time = work.step_time / work.nodes_per_step
-  transfer = [
-    work.latency + p * work.bits * work.copies / rate for p in work.params_per_layer
-  ]
+  transfer = [bits / rate + seconds for bits, seconds in work.transfers]
   clock, link = np.zeros_like(rate), np.zeros_like(rate)
   # Per layer: (step whose forward pass needs the reduction, end of the reduction).
   waiting: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(layers)]

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import pathlib
 import re
+import shlex
 
 import jax
 import pytest
@@ -20,6 +21,7 @@ from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
 from diloco.spec.shapes import matrix_params, num_params
 from diloco.util.command import parse_count
+from diloco.util.shipped import PACKAGE
 from diloco.wire.ledger import Ledger
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
@@ -119,7 +121,8 @@ def test_the_runs_are_those_of_the_scaling_laws():
   module, _ = load("chinchilla")
   plain = [r for r in module.RUNS if "overtrain" not in r]
   # Table 4: seven sizes, data-parallel and M = 1, 2, 4, 8. Table 5: two, without M = 8.
-  assert len(plain) == 7 * 5 + 2 * 4
+  # Table 12: these with hyperparameters of independent fits, too.
+  assert len(plain) == 7 * 5 + 2 * 4 + 2 * 3
   more = [r for r in module.RUNS if "overtrain" in r]
   assert len(more) == 7 * 4 * 3
   assert len(set(module.RUNS)) == len(module.RUNS)
@@ -210,6 +213,71 @@ def test_the_list_as_a_command(capsys):
   assert "9.8G" in largest
   assert listing.main(["configs/none.py"]) == 2
   assert "there is no file configs/none.py; give for example" in capsys.readouterr().err
+
+
+def test_table_12_has_a_run_for_every_loss():
+  module, _ = load("chinchilla")
+  found = set()
+  for arg in module.ITEMS["table 12"]:
+    plain, _, fit = arg.partition(",method=")
+    _, c = load("chinchilla", arg)
+    name = "data_parallel" if c.one_model else f"diloco_M{c.replicas}"
+    fit = fit or ("independent" if c.one_model else "joint")
+    found.add((name, fit, plain.split(",")[0]))
+    hyper = recommend.recommend(
+      paper.num_params(c.model.num_layers, c.model.dim), c.replicas, fit, c.algorithm
+    )
+    assert c.inner.learning_rate == hyper.learning_rate
+  rows = paper.read("table12_fit_extrapolation")
+  assert found == {(r["algorithm"], r["fit"], n) for r in rows for n in ("4B", "10B")}
+
+
+def test_the_runs_of_an_item_have_steps_tokens_flops_and_commands(capsys):
+  assert listing.main(["--of=2503.09799 table 4"]) == 0
+  head, *lines = capsys.readouterr().out.splitlines()
+  assert {"steps", "tokens", "FLOPs"} <= set(head.split())
+  assert len(lines) == 2 * 7 * 5
+  launch = (
+    "python -m diloco.main --config=configs/chinchilla.py:90M,algorithm=diloco,M=8"
+  )
+  assert f"{launch} --workdir=..." in lines
+  [row] = [
+    line.split() for line in lines if line.startswith("chinchilla:90M") and "=8" in line
+  ]
+  assert float(row[-1]) == pytest.approx(6 * 88.9e6 * 1.8e9, rel=0.02)
+  assert listing.main(["--of=2503.09799 table 99"]) == 2
+  assert "write one of 2501.18512 table 5, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("item", "count"),
+  [
+    ("2501.18512 figure 8", 12),
+    ("2501.18512 figure 11a", 13),
+    ("2501.18512 section 3.3.1", 2),
+    ("2503.09799 figure 3b", 25),
+    ("2501.18512 figure 10", 6),
+  ],
+)
+def test_the_command_of_an_ablation_s_run_gives_the_sweep_s_config(item, count):
+  runs = listing.load_module("ablations", "get_sweep", "").paper_runs(item)
+  assert len(runs) == count
+  for label, c, command in [runs[0], runs[-1]]:
+    config, *flags = shlex.split(command)
+    again = load_config(config.removeprefix("--config="), flags)
+    assert again == resolve(c), label
+
+
+def test_every_figure_and_table_with_losses_has_its_runs():
+  with (PACKAGE / "reproduce" / "items.csv").open() as file:
+    rows = [r for r in csv.DictReader(file) if r["kind"] in ("trained", "missing")]
+  modules = [load(name)[0] for name in ("streaming", "chinchilla")]
+  known = [f"{m.PAPER} {item}" for m in modules for item in m.ITEMS]
+  ablations = listing.load_module("ablations", "get_sweep", "")
+  for row in rows:
+    item = f"{row['paper']} {row['item']}"
+    if row["item"].startswith(("figure", "table")):
+      assert item.rstrip("abc") in known or ablations.of_item(item), item
 
 
 def test_dolma_and_overtraining_change_the_data_and_the_budget():

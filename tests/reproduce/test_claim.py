@@ -93,8 +93,10 @@ def test_a_claim_waits_for_the_runs_that_it_asks_for(cell, state, verdict, witho
   found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
   cells = {"x": [Search(Grid("g", [cell]), cell, state)]}
   for table, told in ((found, verdict), (found[:0], without)):
-    lines = claim.lines([claim_of(low=0)], {"x": table}, cells)
-    assert lines[-1].split("|")[-2].strip() == told
+    [row] = claim.rows([claim_of(low=0)], {"x": table}, cells, len)
+    assert row["verdict"] == told
+    asked = cell.get("m", 1) in (1, 2)
+    assert row["cost"] == ("1.00 h" if asked else "0.00 h")
 
 
 def test_a_difference_of_differences_is_told_in_points():
@@ -102,11 +104,11 @@ def test_a_difference_of_differences_is_told_in_points():
   found = pd.DataFrame(rows, columns=["m", "seed", "loss"]).assign(choice=1.0)
   plain = claim_of(low=0)
   gap = claim_of(high=0, than=({"m": 4}, {"m": 3}))
-  told = claim.lines(
-    [plain, gap, claim.Claim("y", *"tsp", {}, {})], {"x": found}, {"x": []}
+  claims = [plain, gap, claim.Claim("y", *"tsp", {}, {})]
+  *_, first, second = claim.lines(claim.rows(claims, {"x": found}, {"x": []}, len))
+  command = "| `reproduce --only=x --out=OUT` | 0.00 h |"
+  assert first.endswith(
+    f"| +0.99% [+0.99, +0.99], 2 seeds; shown if above 0% {command} shown |"
   )
-  assert told[-2].endswith(
-    "| +0.99% [+0.99, +0.99], 2 seeds | above 0% | `--only=x` | shown |"
-  )
-  assert told[-1].endswith("2 seeds | below 0 points | `--only=x` | contradicted |")
-  assert "| +0.02 points [+0.02, +0.02]," in told[-1]
+  assert second.endswith(f"2 seeds; shown if below 0 points {command} contradicted |")
+  assert "| +0.02 points [+0.02, +0.02]," in second

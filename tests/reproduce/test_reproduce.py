@@ -98,21 +98,20 @@ def test_the_page_has_every_claim_and_finished_runs_are_kept(
   assert reproduce.main([*flags, "--report"]) == 0
   page = (tmp_path / "reproduced.md").read_text()
   assert "26 of 26 settings have no result yet." in page
-  assert page.count("| no runs yet |") == 6
+  assert page.count(" h | no runs yet |") == 6
   assert reproduce.main(flags) == 0
   assert Fake.started == 24
   page = (tmp_path / "reproduced.md").read_text()
   claims = [c for c in reproduce.CLAIMS if c.ablation in ("tau", "evaluated")]
   for claim in claims:
-    assert page.count(f"| {claim.text} | {claim.source} | {claim.paper} |") == 1
+    row = f"| {claim.text} | {claim.source} | trained | {claim.paper} |"
+    assert page.count(row) == 1
   # From tau = 1 to 5 the loss grows by 0.04, from 5.01 at seed 0 and from 5.11 at 1.
   assert (
-    "+0.79% [+0.74, +0.84], 2 seeds | below 0.2% | `--only=tau` | contradicted |"
-    in page
+    "+0.79% [+0.74, +0.84], 2 seeds; shown if below 0.2% |"
+    " `reproduce --only=tau --out=OUT` | 0.02 h | contradicted |" in page
   )
-  assert (
-    "-0.20% [-0.21, -0.18], 2 seeds | below 0% | `--only=evaluated` | shown |" in page
-  )
+  assert "-0.20% [-0.21, -0.18], 2 seeds; shown if below 0% |" in page
   # Two seeds train together, and both have the group's 36 s.
   assert "24 runs, 0 failed, 0.1 hours" in page
   assert "no result yet" not in page
@@ -166,8 +165,8 @@ def test_the_ladder_is_run_with_its_own_configs(tmp_path, monkeypatch, capsys):
   # All losses of a seed are alike; seed 0 tunes and is not in the mean.
   claim = "M=2 does better relative to data-parallel at the largest N"
   row = next(line for line in page.splitlines() if line.startswith(f"| {claim} |"))
-  here = "+0.00 points [+0.00, +0.00], 2 seeds | below 0 points | `--only=ladder` |"
-  assert f"{here} not shown at this scale" in row
+  assert "| +0.00 points [+0.00, +0.00], 2 seeds; shown if below 0 points |" in row
+  assert row.endswith(" h | not shown at this scale |")
   assert "| DiLoCo, M=4 | 1081 | 2 | 5.1500 ± 0.0707 | +0.00 ± 0.00 |" in page
 
 
@@ -228,7 +227,7 @@ def test_two_real_runs_make_a_page(tmp_path, monkeypatch):
   page = (tmp_path / "reproduced.md").read_text()
   for row in rows.values():
     assert f"{row['test_loss']:.4f}" in page
-  assert "1 seed | above 0.2% | `--only=fedpart` | not shown at this scale |" in page
+  assert "1 seed; shown if above 0.2% | `reproduce --only=fedpart --out=OUT` |" in page
   times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/*.jsonl")}
   assert reproduce.main(flags) == 0
   assert times == {path: path.stat().st_mtime_ns for path in times}

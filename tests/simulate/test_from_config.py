@@ -263,8 +263,8 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
   numbers = {"params": 12e9, "layers": 12, "step_time": 1.0}
   run = {"params": 1e9, "tokens": 1e10, "batch_tokens": 1e6, "replicas": 2}
   made = [
-    (options.METHOD, arguments.workload(numbers)),
-    (options.RUN, arguments.training(run)),
+    (options.GROUPS["method"], arguments.workload(numbers)),
+    (options.GROUPS["wallclock"], arguments.training(run)),
     (failures.OPTIONS, failures.Machines(chips=1, mtbf=1.0)),
   ]
   compared = {}

@@ -15,7 +15,7 @@ from workloads import workloads
 
 from diloco.simulate import __main__ as command
 from diloco.simulate import tables
-from diloco.simulate.utilisation import Node, Workload, utilisation
+from diloco.simulate.utilisation import LINKS, Link, Node, Workload, utilisation
 
 STEPS = 24  # Fewer than the default, so that the tests are fast.
 RATES = np.geomspace(1e6, 1e12, 13)
@@ -27,7 +27,7 @@ def test_utilisation_is_a_share_that_grows_with_bandwidth_up_to_one(work):
   reached = utilisation(work, RATES, STEPS)
   assert np.all((reached > 0) & (reached <= 1 + 1e-12))
   assert np.all(np.diff(reached) >= -1e-12)
-  instant = dataclasses.replace(work, latency=0.0)
+  instant = dataclasses.replace(work, latency=0.0, link="ideal")
   assert utilisation(instant, [np.inf], STEPS)[0] == pytest.approx(1)
 
 
@@ -96,6 +96,20 @@ def test_one_layer_in_closed_form():
   assert utilisation(work, [1e11])[0] == pytest.approx(0.2 / (0.2 + 0.16))
 
 
+def test_a_link_in_closed_form(monkeypatch):
+  monkeypatch.setitem(LINKS, "mine", Link(0.8, 0.1))
+  monkeypatch.setitem(LINKS, "waits", Link(1.0, 0.1))
+  fields = {"method": "diloco", "sync_every": 50, "bits": 16}
+  work = Workload((1e9,), 0.2, **fields, link="mine")
+  expected = 10 / (10 + 16 / 0.8 + 0.1 * 10)
+  assert utilisation(work, [1e9], 100)[0] == pytest.approx(expected)
+  # Of streaming, each of two fragments waits for a tenth of 25 steps; overlap hides it.
+  work = Workload((1e-9, 1e-9), 0.2, "streaming", 2, 50, 1, link="waits")
+  assert utilisation(work, [1e9], 5000)[0] == pytest.approx(1 / 1.1, rel=2e-2)
+  hidden = dataclasses.replace(work, tau=3)
+  assert utilisation(hidden, [1e9], 5000)[0] > 0.999
+
+
 def test_replicas_in_closed_form():
   # Compute time does not count. For M=2 one copy of the values crosses the link;
   # an all-reduce sends 2 (M-1)/M copies, a gather M-1 copies.
@@ -141,6 +155,7 @@ def test_table_6(monkeypatch):
     ({"tau": 100}, "tau is 100, but sync_every is 100"),
     ({"fragment_size": 25}, "fragments.size is 25, but the model has 24 layers"),
     ({"method": "ring"}, "method is 'ring', but must be one of data_parallel"),
+    ({"link": "tcp"}, "link is 'tcp', but must be one of ideal, nccl, gloo, sites"),
     ({"bits": 0}, "bits is 0, but must be above 0 and at most 64"),
     ({"latency": math.nan}, "latency is nan, but must be at least 0"),
     ({"step_time": math.nan}, "step_time is nan, but must be above 0"),

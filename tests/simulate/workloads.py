@@ -19,6 +19,7 @@ workloads = st.integers(2, 8).flatmap(
       tau=st.integers(0, h - 1),
       bits=st.sampled_from([4, 16, 32]),
       latency=st.sampled_from([0.0, 1e-3, 0.1]),
+      link=st.sampled_from(["ideal", "gloo"]),
     )
   )
 )

@@ -57,9 +57,9 @@ import numpy as np
 from diloco.errors import ConfigError
 from diloco.simulate.arguments import Answer, Args, assumed, fields_of, workload
 from diloco.simulate.limits import NO_ROUNDS, AboveZero, check, check_fields
-from diloco.simulate.options import GBITS, METHOD, Command, Option, number, whole
+from diloco.simulate.options import GROUPS, Command, Option, number, whole
 from diloco.simulate.steady import steady_utilisation
-from diloco.simulate.utilisation import Workload
+from diloco.simulate.utilisation import LINKS, Workload
 from diloco.spec.fields import NonNegative, Positive, Range, Share
 from diloco.util.command import make_folder
 from diloco.util.palette import legend, looks, panels, save
@@ -164,6 +164,7 @@ def simulate(work: Workload, rate: float, machines: Machines) -> Row:
       f" give a shorter one, so that at most {MOST_FAILURES:g} fail."
     )
   speed = float(steady_utilisation(work, [rate])[0])
+  rate *= LINKS[work.link].efficiency
   found = []
   for run in range(machines.runs):
     # Each method meets the same random numbers.
@@ -359,8 +360,8 @@ def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
   return lambda text: [parse(part) for part in text.split(",")]
 
 
-OPTIONS = METHOD | {
-  "gbits": GBITS,
+OPTIONS = GROUPS["method"] | {
+  "gbits": GROUPS["frontier"]["gbits"],
   "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
   "mtbf": Option(
     "mean time between a chip's failures, such as 1y,5y", several(duration), "", True

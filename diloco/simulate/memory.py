@@ -1,0 +1,36 @@
+"""Counts the memory of parameters and optimizers (2501.18512, Section 2.5)."""
+
+from typing import Any
+
+# Bytes per second of an H100 (https://www.nvidia.com/en-gb/data-center/h100): of its
+# memory, which the paper takes for PCIe, and of PCIe 5.0 in one direction.
+RATES = {"2 TB/s": 2e12, "64 GB/s of PCIe": 64e9}
+
+
+def memory(params: float, fragment: float) -> list[dict[str, Any]]:
+  """Returns the memory of one replica in float32, and how long it takes to load it.
+
+  Args:
+    params: N.
+    fragment: parameters of the largest fragment, at most N.
+
+  Returns:
+    Rows with GB (1e9 bytes), GiB (2^30), the share of the first row, and milliseconds
+    at each of RATES. Data-parallel has the first row; DiLoCo adds the second. If hosts
+    hold what is not sent, the device needs the third instead of the second.
+  """
+  states = {
+    "parameters, two moments": 3 * params,
+    "outer parameters, momentum": 2 * params,
+    "of these one fragment": 2 * fragment,
+  }
+  return [
+    {
+      "state": name,
+      "GB": 4 * values / 1e9,
+      "GiB": 4 * values / 2**30,
+      "share": values / (3 * params),
+      **{at: 4e3 * values / rate for at, rate in RATES.items()},
+    }
+    for name, values in states.items()
+  ]
