@@ -37,7 +37,7 @@ def lines() -> list[str]:
   words = tomllib.loads((PACKAGE / "reproduce" / "computed.toml").read_text())
   rows = []
   for name, claim in words.items():
-    # A contradiction in a paper has no function: its words say what this code does.
+    # If a paper contradicts itself, `here` says what this code does; no function does.
     command = claim.pop("command", None)
     here, found = claim.pop("here", None), INCONSISTENT
     if here is None:

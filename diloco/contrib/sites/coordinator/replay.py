@@ -78,7 +78,7 @@ def replay(workdir: pathlib.Path, fields: Mapping[str, Any]) -> int:
         " this run can be computed with it; change its rate or its momentum only."
       )
     print("round  step  fragment    update     other  cosine")
-  # {rounds that are applied: step of the checkpoint that has them}
+  # {number of applied rounds: step of the checkpoint that contains them}
   saved = {calendar.first_after(step): step for step in steps_of(workdir)}
   applied = 0
   if kept[0]:
