@@ -62,7 +62,7 @@ def main(_: list[str]) -> None:
   if FLAGS.print_config:
     sys.exit(guarded(print_config, mistakes=ConfigError))
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
-  # Imported after the flags are parsed, so that --help and flag errors answer at once.
+  # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train
   from diloco.log.log import TrainingDiverged
   from diloco.mesh import memory

@@ -59,9 +59,9 @@ class Run:
     workdir: its folder.
     peers: the processes that train it.
     failed: whether the run ended with an error, while other runs go on.
-    batches: its text.
-    contents: what it reads and is made with, see `diloco.data.contents`.
-    checkpoints, log: what it writes.
+    batches: its training batches.
+    contents: digests of its inputs and its code, see `diloco.data.contents`.
+    checkpoints, log: write its checkpoints and its log.
   """
 
   batches: Batches
@@ -320,10 +320,10 @@ def open_session(
     method: Method = part.method(own, batches, stop) if part else own
     make_shared(workdir, peers)
     stack.enter_context(lock_workdir(workdir, peers))
-    peers.say(f"attention: {attention.choose(c.model, kind)}")
+    peers.print_line(f"attention: {attention.choose(c.model, kind)}")
     if note := summary.note(c):
-      peers.say(f"note: {note}")
-    stack.callback(lambda: method.close("ended"))  # With all that wraps it by then.
+      peers.print_line(f"note: {note}")
+    stack.callback(lambda: method.close("ended"))  # `method` may be wrapped below.
     method.connect()
 
     # Continue from the newest checkpoint, or start at step 0.
@@ -341,7 +341,7 @@ def open_session(
     else:
       first = first_params(c, mesh)
       if first is not None:
-        peers.say(f"Starts from the parameters in {c.init.checkpoint}.")
+        peers.print_line(f"Starts from the parameters in {c.init.checkpoint}.")
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)

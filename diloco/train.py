@@ -23,8 +23,7 @@ def train(
     config: with the fields of `default_config`.
     workdir: receives config.json, checkpoints/, metrics.jsonl, tensorboard/, loss.png
       and summary.json. All processes must see the same folder.
-    peers: the processes that train together; each must call `train`. None: only this
-      process.
+    peers: the processes that train together; all must call `train`. None: this one.
     part: this process's part of a run whose replicas do not all train together, where
       `config` is that of the whole run; None: this is the whole run.
 

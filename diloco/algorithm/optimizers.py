@@ -310,7 +310,7 @@ def _make(
         " not 0; set it to 0."
       )
     given["weight_decay"] = decay
-    if "adam_weight_decay" in known:  # Muon uses Adam for what is no matrix.
+    if "adam_weight_decay" in known:  # Muon uses Adam for other tensors than matrices.
       given["adam_weight_decay"] = decay
   elif "weight_decay" in known:
     arguments = {"weight_decay": 0.0} | arguments  # optax's default is not 0.

@@ -96,7 +96,7 @@ def send(
   """
   # Line 7: outer parameters minus inner parameters, float32.
   delta_M = jax.tree.map(outer_gradient, theta, take(params_M, theta, layers))
-  # Line 8. Each replica draws its own random numbers.
+  # Line 8 of Algorithm 2. Each replica draws its own random numbers.
   numbers = first + jnp.arange(len(jax.tree.leaves(delta_M)[0]))
   keys_M = jax.vmap(partial(jax.random.fold_in, key))(numbers)
   payload, codec_state = exchange.encode(wire, mesh, delta_M, codec_state, keys_M)

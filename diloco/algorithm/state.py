@@ -190,7 +190,7 @@ def outer_params(plan: Plan, state: OuterState) -> PyTree:
   Returns:
     One replica's tree, float32, sharded over fsdp.
   """
-  # Waits for jobs: they and the copies below must not start collectives side by side.
+  # Waits: jobs and the copies below must not start collectives at the same time.
   plan.placement.jobs.settle()
   mean = functools.partial(replica_mean, mesh=plan.mesh)
   thetas = map(mean if plan.own_outer else plan.placement.fetch, state.theta)

@@ -68,7 +68,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-  """How many loops of a program run while a collective is under way.
+  """How many loops of a program run during a collective.
 
   Attributes:
     collective: the collective that the loops may hide.

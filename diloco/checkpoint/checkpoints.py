@@ -30,7 +30,7 @@ from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers, print_line
 from diloco.spec import plugins
 from diloco.util import files
 from diloco.util.orbax_errors import hush, of_orbax, reason_of
@@ -135,11 +135,11 @@ class Checkpoints:
       if record.finished and step == self._c.train.steps:
         whole = files.read_json(self._workdir / "summary.json")
         missing = "nothing was trained." if whole else "its result is computed again."
-        say(f"This run finished before, at step {step}; {missing}")
+        print_line(f"This run finished before, at step {step}; {missing}")
       else:
-        say(f"Going on from the checkpoint of step {step}.")
+        print_line(f"Going on from the checkpoint of step {step}.")
       for sentence in filter(None, (self._check(record, step), mixture)):
-        say(sentence)
+        print_line(sentence)
     if record.finished and step < self._c.train.steps:
       record = dataclasses.replace(record, finished=False, drained=step)
     return Stored(step, record, state)
@@ -176,7 +176,7 @@ class Checkpoints:
           f"--workdir is {self._workdir}, where the damaged checkpoint of step {step}"
           f" cannot be moved to {to} ({error.strerror}); move it away."
         ) from error
-      say(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
+      print_line(f"Moved the checkpoint of step {step}, which cannot be read, to {to}.")
     if unreadable:
       self._peers.broadcast(None)
       self._manager.reload()
@@ -242,7 +242,7 @@ class Checkpoints:
     """
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, Exception) and self._saving and of_orbax(record.pathname):
-      say("")  # Ends the line of the progress bar.
+      print_line("")  # Ends the line of the progress bar.
       self._peers.fail(self._unwritten(self._saving, reason_of(error)), code=2)
     return True
 

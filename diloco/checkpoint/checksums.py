@@ -18,7 +18,7 @@ from diloco.processes.peers import Peers
 from diloco.util.types import PyTree
 
 Shard = Any  # JAX has no public name for the type of `jax.Array.addressable_shards`.
-_BLOCK = 1 << 16  # Indices of the last axis that are weighted at once.
+_BLOCK = 1 << 16  # Indices of the last axis that are weighted together.
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 divided by the golden ratio, odd.
 
 

@@ -15,7 +15,7 @@ from diloco.checkpoint import checksums
 from diloco.checkpoint.record import Record, folder_of, read_record
 from diloco.errors import ConfigError
 from diloco.mesh import memory
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers, print_line
 from diloco.util.orbax_errors import hush, reason_of
 from diloco.util.types import PyTree
 
@@ -65,7 +65,9 @@ def read_newest(
       reason = _changed(found, peers)
       if not reason:
         for other, why in damaged.items() if peers.index == 0 else ():
-          say(f"The checkpoint of step {other} is damaged ({why}); took step {step}.")
+          print_line(
+            f"The checkpoint of step {other} is damaged ({why}); took step {step}."
+          )
         return found
     elif len(unable) < peers.count:
       raise ConfigError(

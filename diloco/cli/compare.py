@@ -62,7 +62,7 @@ def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
 
 
 def joined(runs: Sequence[Run]) -> list[list[Run]]:
-  """Groups the runs that differ only in their seeds, and are equally far."""
+  """Groups the runs that differ only in their seeds and have reached the same step."""
   groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
   for run in runs:
     fields = leaves(run.config.to_dict()).items()
@@ -177,12 +177,11 @@ def idealised(
   """Computes the idealised seconds of a step of each run (2503.09799, Appendix A).
 
   Args:
-    chips: of each run; None: as many as the largest run needs.
+    chips: number of chips of each run; None: as many as the largest run needs.
     across: the network between replicas.
 
   Returns:
-    {name of a run: seconds}; the assumptions and the reasons why runs are missing, one
-    sentence each.
+    {name of a run: seconds}; sentences on assumptions, and on why runs are missing.
   """
   configs = [run.config for run in runs]
   needed = [wallclock.chips(matrix_params(c.model), c.tokens_per_step) for c in configs]
@@ -211,7 +210,7 @@ def draw(
 
   Args:
     seconds: {name of a run: idealised seconds of a step}.
-    across: the network between replicas, of the idealised time.
+    across: the network between replicas that the idealised time assumes.
   """
   from matplotlib.ticker import EngFormatter  # Slow to import.
 
@@ -236,7 +235,7 @@ def draw(
     for panel, place in zip(panels, places):
       # On a logarithmic axis there is no place for 0.
       x = np.array([place.get(t) or math.nan for t in steps], dtype=float)
-      last = np.append(x[1:] != x[:-1], True)  # Of the steps between two sends.
+      last = np.append(x[1:] != x[:-1], True)  # The last step with each x.
       line(panel, x[last], smoothed(loss)[last], **look)
       for t in filter(place.get, run.held_out):
         color = look["color"]

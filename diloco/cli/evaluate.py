@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> None:
       said |= dataclasses.asdict(r)
       print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
   path = args.workdir / f"evaluation_{model.step}.json"
-  before = files.read_json(path) or {}  # Of other tasks, or of the held-out text.
+  before = files.read_json(path) or {}  # The results of earlier calls.
   said = before | said | {"tasks": before.get("tasks", {}) | of_tasks}
   try:
     files.write_json(path, said)
-  except OSError as error:  # Somebody else's run, perhaps.
+  except OSError as error:  # The run may belong to another user.
     print(f"{path} cannot be written ({error.strerror}); it would have:")
     print(json.dumps(said))
   if args.details:

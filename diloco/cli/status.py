@@ -30,11 +30,11 @@ from diloco.util import files
 from diloco.util.command import Parser, as_path, guarded, in_range
 
 ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
-# A run has probably stopped if there is no new line for so many times the usual time
-# of a line, and for so many seconds: evaluations and checkpoints take time too.
+# A run has probably stopped if it adds no line for _PATIENCE times the usual time of a
+# line, and for _LEAST_S seconds: evaluations and checkpoints take time too.
 _PATIENCE, _LEAST_S = 20, 60
-_ROUND_S = 30  # The usual time of a round, whose lines have no times.
-_RECENT = 20  # Steps from which the usual time follows.
+_ROUND_S = 30  # Assumed seconds of a round: lines of rounds have no times.
+_RECENT = 20  # The usual time is that of these newest steps.
 
 
 class Status(NamedTuple):
@@ -143,7 +143,7 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   return Status(_title(config), news, details)
 
 
-# {the file or folder that shows whose folder it is: reads that}
+# {a file or folder that only this kind of folder has: the function that reads it}
 READERS = {
   metrics.FILE: of_run,
   ROUNDS: of_coordinator,
@@ -167,7 +167,7 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
   found = [
     f for depth in depths for name in READERS for f in folder.glob(f"{depth}/{name}")
   ]
-  # The run compiles its first step.
+  # No metrics yet: the run still compiles its first step.
   if not found and (folder / metrics.CONFIG).is_file():
     return [folder]
   if not folder.is_dir():
@@ -231,7 +231,7 @@ def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, 
 
 
 def _has_ended(folder: pathlib.Path) -> bool:
-  """Returns whether the process that locked a folder was of this machine, and ended."""
+  """Returns whether the process that locked a folder ran here, and has ended."""
   with contextlib.suppress(OSError):
     return files.has_ended((folder / ".lock").read_text())
   return False

@@ -75,7 +75,7 @@ def _checked(field: str, value: Any, kind: Any) -> Any:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-  """Returns a value in its type; in another type than those of `_WANTED`, as it is.
+  """Converts a value to its type; returns it unchanged if `_WANTED` lacks the type.
 
   Raises:
     OverflowError, TypeError, ValueError: the value is none of this type.

@@ -29,8 +29,7 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """Refuses fields that do not work together.
 
   Args:
-    values: a config's fields by name, such as "outer.average"; overlap.tau is the
-      largest tau.
+    values: a config's fields by name ("outer.average"); overlap.tau: the largest tau.
     defaults: the default of each field.
 
   Raises:
@@ -38,7 +37,7 @@ def check(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
   """
   data_parallel = values["algorithm"] == "data_parallel"
   for field, choice, reason, needs in (*RULES, *plugins.RULES):
-    if field not in values:  # Of a plug-in that this run does not have.
+    if field not in values:  # Of a plug-in that is not loaded.
       continue
     value, default = values[field], defaults[field]
     if value == default or choice not in (None, value):

@@ -214,7 +214,7 @@ def _resolve(v: dict[str, Any]) -> Config:
 
 
 def check_some(fields: Mapping[str, Any]) -> Config:
-  """Checks fields that are no whole run, as the library's arguments are.
+  """Checks some fields of a config, such as the arguments of the library.
 
   Returns:
     A config with these fields and defaults; it is not resolved.

@@ -26,8 +26,7 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 """
 
 # Fields that became choices or fields of plug-ins: {former field: (its default, the
-# field now, an example of its value)}. A saved config may have such a field at its
-# default.
+# field now, an example of its value)}. A saved config may contain that default.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),

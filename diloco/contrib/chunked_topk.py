@@ -2,8 +2,8 @@
 
   wire.compressor = "chunked_topk(chunk=4096)"
 
-cuts each layer's tensor into chunks of so many consecutive values and keeps the
-largest of every chunk, a share `wire.density` of them. So an index needs few bits, and
+cuts each layer's tensor into chunks of 4,096 consecutive values. It keeps the largest
+values of every chunk, a share `wire.density` of them. So an index needs few bits, and
 no part of a tensor is left out. The last chunk of a layer is padded with zeros.
 SparseLoCo cuts matrices into tiles. It adds error feedback and sends 2 bits per value
 (plug-ins `error_feedback` and `bins`). Source: the abstract and the authors' code

@@ -1,7 +1,7 @@
 """Delayed Nesterov: an outer optimizer with momentum at every N-th sync.
 
 Delayed Nesterov (arXiv 2401.09135) collects N outer gradients. Each takes a plain step
-of g / N at once; only the N-th changes the momentum, m <- mu m + (sum of N) / N, and
+of g / N directly; only the N-th changes the momentum, m <- mu m + (sum of N) / N, and
 takes the momentum's step mu m. With `activation` c, each of the first N - 1 steps also
 takes c mu m, and the N-th takes the rest, (1 - (N - 1) c) mu m. For N = 1 this is
 Nesterov momentum.

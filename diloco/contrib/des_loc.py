@@ -8,11 +8,11 @@ moments every 6 K. Here the outer step synchronises the parameters, as without D
 For the paper's plain mean of the parameters, set `outer.optimizer=sgd` and
 `outer.learning_rate=1`. Step counts are equal on all replicas and need no average.
 
-Source: the abstract and the notes of others; the paper itself was not at hand. The
+Source: the abstract and the notes of others; we have not read the paper itself. The
 authors prove that the method converges. Their guarantees with high probability need
-second moments that are averaged now and then. They report, for language models up to
-1.7B, the loss of Local Adam (which averages all three at one period) with half of its
-bytes, and 170 times fewer bytes than data-parallel.
+second moments that are averaged from time to time. They report, for language models
+up to 1.7B, the loss of Local Adam (which averages all three at one period) with half of
+its bytes, and 170 times fewer bytes than data-parallel.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ Every replica m steps an outer optimizer of its own along
 `Delta(t - H) + (Delta_m(t) - Delta_m(t - H)) / M`: the others' outer gradients of the
 previous sync, and its own new one. The replica continues from the result while its new
 payload is on the way. So no inner step is discarded, a replica uses its own outer
-gradient at once, and over a run every replica applies the mean of every sync.
+gradient immediately, and over a run every replica applies the mean of every sync.
 Streaming's overlap does not reach this: when a sync arrives after tau inner steps, a
 replica discards these tau steps (alpha = 0), so its next outer gradient covers only
 H - tau steps.
@@ -52,12 +52,11 @@ from diloco.wire import exchange
 class Eager(plugins.Extension):
   """Eager updates: an exchange takes a whole round of H steps (arXiv 2502.12996).
 
-  tau and alpha are not used. The replicas' outer parameters differ; their mean is
-  evaluated.
+  tau and alpha have no effect. Evaluates the mean of the replicas' outer parameters.
   """
 
-  # Whether a replica steps at once, along its own new outer gradient and the others'
-  # outer gradients of the previous round.
+  # Whether a replica steps immediately, along its own new outer gradient and the
+  # others' outer gradients of the previous round.
   on: bool = False
 
   def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:

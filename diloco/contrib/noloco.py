@@ -185,7 +185,7 @@ plugins.RULES.append(
     "where replicas exchange parameters and wait",
     {
       **NEEDS,
-      "eager.on": OFF,  # Before tau, which eager updates set to H.
+      "eager.on": OFF,  # First, because eager updates set tau to H.
       "overlap.tau": (0,),
       "overlap.alpha": OFF,
       "wire.compressor": ("quantize",),

@@ -11,7 +11,7 @@ counts as a tensor. The outer step follows, as in EXO's SPARTADiLoCoStrategy.
 
 Source: the authors' code (github.com/exo-explore/gym, exogym/strategy/sparta.py and
 sparta_diloco.py), and notes of others on their workshop paper
-(openreview.net/forum?id=stFPf3gzq1), which was not at hand. The authors report that
+(openreview.net/forum?id=stFPf3gzq1), which we have not read. The authors report that
 0.1% a step keeps the replicas' parameters correlated above 0.9, and that averages may
 arrive some steps late. With SPARTA, they say, DiLoCo's H may be 100 times longer, and
 perplexity is 14% lower than without SPARTA.

@@ -1,4 +1,4 @@
-"""What a run reads, by content and not by path: a run knows its text when it moves."""
+"""Digests what a run reads, so that a run recognises its text under another path."""
 
 import functools
 import hashlib
@@ -40,9 +40,9 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   That is `data.tokenizer` and `data.source`; `data.eval_source` where the held-out text
   is no part of the source's files; files of tasks; and see `made_with`.
 
-  Reads the size, the beginning and the end of each file; of a TFDS data set, what its
-  description says of the split. So the digest takes seconds for terabytes. A change in
-  the middle of a file that keeps the file's size is not seen.
+  Reads the size, the beginning and the end of each file; for a TFDS data set, the sizes
+  in its description. So terabytes take seconds. If the middle of a file changes and its
+  size does not, the digest stays the same.
 
   Raises:
     ConfigError: a file is missing or cannot be read.
@@ -93,7 +93,7 @@ def keep_tokenizer(workdir: pathlib.Path, tokenizer: Tokenizer) -> None:
 
 
 def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
-  """Yields what tells one text from another."""
+  """Yields bytes that differ between different texts."""
   if d.source.startswith("tfds:"):
     info = tfds_split(tfds_builder(d.source, d.data_dir), split)
     yield json.dumps([d.source, split, info.shard_lengths, info.num_bytes]).encode()

@@ -20,12 +20,12 @@ from diloco.data import records
 from diloco.errors import ConfigError
 from diloco.util.command import optional
 
-# What is known of a document in a text file; see `File.scan`.
+# What `File.scan` finds out about a document in a text file.
 DOCUMENT = np.dtype([("offset", "i8"), ("bytes", "i8"), ("hash", "i8")])
 
 LINES = (".jsonl", ".ndjson", ".json")
 ROWS = (".parquet", ".arrow", ".feather")
-# Bytes of a file's start and end that tell it from other files.
+# Number of bytes that `sample` reads at the start and at the end of a file.
 _SAMPLE = 1 << 16
 
 

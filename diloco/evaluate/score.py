@@ -37,8 +37,7 @@ def score(
   seq_len tokens, so no program needs more memory than the held-out loss.
 
   Args:
-    show: whether to show a progress bar on stderr; without a terminal, a line now and
-      then.
+    show: whether to show progress on stderr: a bar, or lines without a terminal.
   """
   place = functools.partial(sharding.place, sharding=sharding.eval_sharding(mesh))
   launched = (

@@ -56,7 +56,7 @@ class Continuation:
   """A query with one choice. Its score is log P(ids[start:] | BOS, ids[:start]).
 
   Attributes:
-    ids: at most seq_len tokens, the last ones of a longer text, as in the harness.
+    ids: the last tokens of the text, at most seq_len, as in lm-evaluation-harness.
     start: the first token that counts.
     truncated: whether tokens were cut off.
   """
@@ -124,8 +124,8 @@ def encode(tokenizer: Tokenizer, item: Item, seq_len: int) -> list[Continuation]
   the longest common prefix of the encoded query and all encoded query-choice pairs. If
   a piece reaches from the query into one choice, the context ends before that piece for
   all choices, so choices are ranked by the probability of the whole text. SentencePiece
-  pieces do not cross spaces by default; then the context is the query, as in the
-  harness.
+  pieces do not cross spaces by default; then the context is the query, as in
+  lm-evaluation-harness.
   """
   query = tokenizer.encode(item.query)
   pairs = [tokenizer.encode(f"{item.query} {choice}") for choice in item.choices]
@@ -172,7 +172,7 @@ TASKS = {
   "hellaswag": "hellaswag/rc_0shot",
   "piqa": "piqa/rc_0shot",
   "arc_easy": "arc_easy/rc_0shot",
-  # 2,376 items of the test split: the harness's default, but not the papers' set.
+  # 2,376 items of the test split: lm-evaluation-harness's default, not the papers' set.
   "arc_easy_test": "arc_easy/test_rc_5shot",
 }
 

@@ -38,7 +38,7 @@ def first_params(c: Config, mesh: Mesh) -> PyTree:
   folder = files.local_path(c.init.checkpoint, field)
   tokenizer, config = load_tokenizer(c.data.tokenizer), folder / load.CONFIG
   read = getattr(registry.get(c.model), "read", None)
-  # isfile is False also without permission.
+  # isfile also returns False if permission is missing.
   known = files.require_json(config, field) if os.path.isfile(config) else {}
   if read and "config" not in known:
     fields, tensors = read(c.model, tokenizer, folder)

@@ -226,12 +226,12 @@ def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> No
   try:
     path.unlink(missing_ok=True)
     path.touch()
-    mode = path.stat().st_mode  # safetensors makes a file that only its owner reads.
-    # It writes the buffers as they lie in memory.
+    mode = path.stat().st_mode  # safetensors makes a file that only its owner can read.
+    # safetensors writes a buffer as it lies in memory, so it must be contiguous.
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, path, metadata={"format": library})
     path.chmod(mode)
-  except Exception as error:  # Of safetensors, also around an OSError.
+  except Exception as error:  # safetensors also wraps an OSError.
     path.unlink(missing_ok=True)
     raise ConfigError(
       f"--output is {str(path.parent)!r}, where no more can be written"

@@ -95,7 +95,7 @@ class Streaming:
 
     Args:
       last: number of the last inner step.
-      final_sync: whether all fragments are synchronised once more. Without this, the
+      final_sync: whether all fragments are synchronised once more. If False, the
         outer parameters lack the inner steps after a fragment's last send.
 
     Raises:
@@ -261,7 +261,7 @@ def _checked(wire: str | WireConfig, outer: Outer, fields: dict[str, Any]) -> Co
 
 def _taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
   """Returns the tau of each replica."""
-  found = np.asarray(tau).tolist()  # Of Python's integers, as in a config.
+  found = np.asarray(tau).tolist()  # Python integers, as in a config.
   taus = tuple(found) if isinstance(found, list) else (found,) * replicas
   if len(taus) != replicas or not all(isinstance(x, int) for x in taus):
     raise ConfigError(

@@ -70,7 +70,7 @@ class Log:
     self.mixtures, self._last_checkpoint = record.mixtures, last_checkpoint
     self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
     self._picture = LossPicture(workdir, c)
-    # All rates at once: a device would compute a single one after the steps in flight.
+    # All rates now: later, a device would compute a rate after the steps in flight.
     self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))
     # The launch that is not reported yet: steps, their metrics, and events.
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
@@ -119,7 +119,7 @@ class Log:
       self._picture.draw()
 
   def results(self, summary: dict[str, Any], text: str) -> None:
-    """Writes generated text, unless it is empty, and passes the summary on."""
+    """Writes generated text, unless it is empty; gives W&B the summary."""
     if self._writer:
       if text:
         self._writer.sample(self._c.train.steps, text)

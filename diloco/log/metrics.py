@@ -23,7 +23,7 @@ FILE = "metrics.jsonl"
 CONFIG = "config.json"
 # Before each line of a text that TensorBoard shows as it is.
 _AS_CODE = "    "
-# Fields of records that are no curves: names, constants and times of the clock.
+# Fields of records that are not drawn as curves: names, constants and clock times.
 _NO_CURVES = ("kind", "step", "fragment", "bytes", "round", "time")
 
 

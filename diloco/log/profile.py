@@ -16,16 +16,16 @@ class Profile:
 
   Steps that are launched together are traced together, so a trace may begin a few steps
   earlier and end a few steps later. The trace changes no result: it waits for the
-  devices before it begins and before it ends, and this time is no training time.
+  devices before it begins and before it ends, and this time does not count as training.
   """
 
   def __init__(self, c: Config, log: Log):
-    self._steps, self._log, self._say = c.profile.range, log, log.peers.say
+    self._steps, self._log, self._print = c.profile.range, log, log.peers.print_line
     self._folder = log.workdir / FOLDER
     if log.peers.count > 1:  # On one machine, their files would have the same name.
       self._folder /= f"process-{log.peers.index}"
     self._first: int | None = None  # The first step of the trace, while it runs.
-    self._annotation = contextlib.ExitStack()  # Of the launch that is traced.
+    self._annotation = contextlib.ExitStack()  # Names the traced steps.
 
   def begin(self, steps: range, state: TrainState) -> None:
     """Begins the trace if steps to trace are launched next.
@@ -37,7 +37,7 @@ class Profile:
     if not self._steps:
       return
     if self._first is None and steps[0] > self._steps[-1]:
-      self._say(f"Traces nothing: the steps of profile.steps are before {steps[0]}.")
+      self._print(f"Traces nothing: the steps of profile.steps are before {steps[0]}.")
       self._steps = range(0)
     elif self._first is None and steps[-1] >= self._steps[0]:
       with self._log.pause():
@@ -65,7 +65,7 @@ class Profile:
         jax.block_until_ready(state)
         traced = f"{self._first} to {steps[-1]}"
         self.close()
-      self._say(f"The trace of the steps {traced} is in {self._folder}.")
+      self._print(f"The trace of the steps {traced} is in {self._folder}.")
 
   def close(self) -> None:
     """Writes a trace that has begun, also if the run ends early."""

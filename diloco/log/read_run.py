@@ -15,7 +15,7 @@ from diloco.log import metrics, workdir
 
 @dataclasses.dataclass
 class Run:
-  """What is known of a run; of a run of several parts, all parts together.
+  """The results of a run so far; a run of several sites counts as one run.
 
   Attributes:
     name: a short name of its folder.

@@ -15,9 +15,9 @@ from diloco.util import files
 # Before the error of one of several runs that train together, in its log.txt. Their
 # process prints `error: `, and its output goes to the log.txt of the first run.
 FAILED = "failed: "
-# What a run has as sums over its parts.
+# Fields whose value for a run of several sites is the sum over its sites.
 _SUMMED = ("replicas", "train.batch_size", "data.shards", "overlap.taus")
-_BLOCK = 1 << 16  # Bytes that are read at once from the end of a file.
+_BLOCK = 1 << 16  # Bytes of one read from the end of a file.
 
 
 def parts_of(folder: pathlib.Path) -> list[pathlib.Path]:

@@ -28,7 +28,7 @@ REPLICA, FSDP = "replica", "fsdp"
 BOTH = (REPLICA, FSDP)
 
 Result = TypeVar("Result")
-# The mesh axis of the leading axis, as above.
+# The mesh axis of the leading axis: one of the three tuples above.
 Leading = tuple[str | None, ...]
 
 

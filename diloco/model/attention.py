@@ -25,10 +25,10 @@ from diloco.mesh import sharding
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line
 
-# How the kinds of devices begin on which a kernel works, and on which `auto` takes it.
+# Beginnings of device kinds: where a kernel works, and where `auto` chooses it.
 _KINDS = {"splash": "TPU", "cudnn": "NVIDIA"}
 _AUTO = {"splash": ("TPU",), "cudnn": ("NVIDIA A100", "NVIDIA H100", "NVIDIA H200")}
-# Positions of a block of splash; each is a multiple of the 128 lanes of a TPU.
+# Block sizes of splash, in positions: multiples of the 128 lanes of a TPU.
 _BLOCKS = (512, 256, 128)
 
 
@@ -69,7 +69,7 @@ def attend(
   kernel = on_tpu if name == "splash" else _cudnn
   if mesh.empty:
     return kernel(*args)
-  # XLA cannot partition a kernel.
+  # XLA cannot partition a kernel, so each device runs the kernel on its own shard.
   spec = P(batch_axes)
   return sharding.on_each_device(kernel, spec, spec)(*args)
 
@@ -113,7 +113,7 @@ def _obstacle(m: ModelConfig, name: str, length: int) -> str:
   if m.dtype != "bfloat16":
     return f"needs model.dtype=bfloat16, and model.dtype is {m.dtype}"
   if m.segment_masks:
-    # Its rule for vmap fails with a mask of all heads, which takes L^2 values anyway.
+    # cuDNN's rule for vmap fails with a mask of all heads, which has L^2 values anyway.
     return "cannot mask documents, and model.segment_masks is true"
   one = jax.ShapeDtypeStruct((1, length, m.num_heads, m.head_size), m.dtype)
   try:

@@ -1,7 +1,7 @@
-"""Whether all processes of a run would compute the same: found before they compile.
+"""Checks, before anything compiles, that all processes of a run compute the same.
 
-JAX does not notice that processes run different programs. They would train on with a
-mixture of two configs, or wait for each other for ever.
+JAX does not notice that processes run different programs. They would go on with a
+mixture of two configs, or wait for each other forever.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
-"""How the processes of a run agree on the launch after which all end.
+"""Ends all processes of a run after the same launch of the training program.
 
 A signal may reach one process or all, in the middle of any launch. Process 0 then asks
 every process how many launches it has finished. All end after the launch that follows
 the largest number. Between its answer and this decision a process finishes no launch.
 
-JAX's preemption service does the same, but takes SIGTERM away from Python. A process
-that waits in JAX for a lost one could then not end.
+JAX's preemption service does the same, but hides SIGTERM from Python. With it, SIGTERM
+could not end a process that waits in JAX for a lost process.
 """
 
 import threading
@@ -28,7 +28,7 @@ class CommonEnd:
   def __init__(self, peers: Peers):
     self.asked, self._over = False, False
     self._peers, self._launches, self._last = peers, 0, 0
-    self._answers = dict[int, int]()  # Of process 0: launches by process.
+    self._answers = dict[int, int]()  # On process 0: {process: its launches}.
     self._began, self._longest = time.monotonic(), 0.0  # Seconds of a launch.
     self._change = threading.Condition()
     self._timer: threading.Timer | None = None
@@ -42,7 +42,7 @@ class CommonEnd:
     Args:
       reason: what asks, for the message.
     """
-    with self._change:  # A signal handler and a watching thread may call at once.
+    with self._change:  # Several threads may call at the same time.
       if self._timer or self._over:
         return
       seconds = PATIENCE + self._longest
@@ -67,7 +67,7 @@ class CommonEnd:
     return ends
 
   def over(self) -> None:
-    """Notes that nothing is left to agree on; what follows may take its time."""
+    """Stops the timer: nothing is left to agree on, so what follows may take long."""
     with self._change:
       self._over = True
       if self._timer:

@@ -13,8 +13,8 @@ from diloco.processes.peers import Peers, process_names
 from diloco.util import files
 from diloco.util.command import free_port
 
-# Seconds after which JAX itself aborts a run whose process is gone. Long, since `Peers`
-# notices it at once, and since a process may be suspended for a while.
+# Seconds after which JAX itself aborts a run whose process is gone. Long, because
+# `Peers` notices this earlier, and because a process may be suspended for a while.
 _HEARTBEAT = 600
 
 
@@ -40,7 +40,7 @@ def initialize(
   """
   devices = None
   if auto:
-    # JAX has a public function only for detecting and joining at once.
+    # The only public function of JAX that detects a cluster also joins it.
     from jax._src import clusters
 
     detect = clusters.ClusterEnv.auto_detect_unset_distributed_params

@@ -1,4 +1,4 @@
-"""The channel between the processes of a run, beside JAX's runtime.
+"""The channel between the processes of a run, in addition to JAX's runtime.
 
 JAX carries the tensors. Each process also keeps one gRPC stream to process 0, from the
 start of the run to its end. It carries small values, such as metrics and data
@@ -31,20 +31,20 @@ import grpc
 import jax
 
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
-# Seconds to wait for a value of a process that is there, but never comes to send it.
+# Seconds to wait for a value of a process that is connected but does not send it.
 PATIENCE = 1800.0
 _BEAT = 10.0  # Seconds between two messages, of which some are empty.
 _SERVICE, _METHOD = "diloco.Peers", "Talk"
 _OPTIONS = (
   # A connection breaks when a machine has confirmed nothing for 30 s. gRPC's own pings
-  # would break that to a suspended process too, so they come once a day.
+  # would also break it to a suspended process, so gRPC pings only once a day.
   ("grpc.keepalive_timeout_ms", 30_000),
   ("grpc.keepalive_time_ms", 86_400_000),
   ("grpc.http2.bdp_probe", 0),  # These are pings as well.
   ("grpc.max_receive_message_length", -1),
   ("grpc.enable_http_proxy", 0),
   ("grpc.so_reuseport", 0),
-  # Every try to connect looks up the name again, at once, and takes at most 5 s.
+  # Every try to connect looks up the name again immediately, and takes at most 5 s.
   ("grpc.use_local_subchannel_pool", 1),
   ("grpc.min_reconnect_backoff_ms", 5_000),
 )
@@ -74,7 +74,7 @@ class Peers:
     self.news = queue.SimpleQueue[tuple[int, str, Any]]()
     self._boxes: dict[int, Box] = {}  # {process that is connected: messages to it}
     self._died, self._refusal, self._met = set[int](), "", index > 0
-    self._change = threading.Condition()  # Of the four above.
+    self._change = threading.Condition()  # For _boxes, _died, _refusal and _met.
     self._ending = threading.Lock()  # Never released: the process ends once.
 
   @classmethod
@@ -164,10 +164,10 @@ class Peers:
     if self.count > 1:
       time.sleep(_GRACE)
 
-  def say(self, line: str) -> None:
+  def print_line(self, line: str) -> None:
     """Writes one line to stderr, in process 0 only."""
     if self.index == 0:
-      say(line)
+      print_line(line)
 
   def fail(self, message: str, code: int = 1) -> None:
     """Reports an error to the user and the other processes, and ends this process.
@@ -175,7 +175,7 @@ class Peers:
     It ends without Python's clean-up, in which JAX waits for the others. Process 0 ends
     last: without it JAX aborts the others. These end when process 0 has their message.
     """
-    say(f"error: {message}")
+    print_line(f"error: {message}")
     if self.count == 1:
       sys.exit(code)
     self._ending.acquire(blocking=False)
@@ -204,7 +204,7 @@ class Peers:
       self._channel = grpc.insecure_channel(address, _OPTIONS)
       messages = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(_outgoing(box))
       try:
-        next(messages)  # Process 0 is there.
+        next(messages)  # Waits until process 0 answers.
         return self._listen(0, box, messages)
       except grpc.RpcError as error:
         box.put(None)
@@ -301,7 +301,7 @@ class Peers:
       return
     time.sleep(pause)
     if self._ending.acquire(blocking=False):
-      say("")  # A progress bar may stand on the line.
+      print_line("")  # A progress bar may stand on the line.
       self.fail(error)
 
   def _await_ends(self) -> None:
@@ -342,6 +342,6 @@ def process_names(ids: list[int]) -> str:
   return f"process{'es' if ids[1:] else ''} {shown}"
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
   """Writes one line to stderr, whole even if other threads write."""
   print(line + "\n", end="", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diloco.processes.common_end import CommonEnd
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers, print_line
 from diloco.util.command import INTERRUPTED
 from diloco.util.orbax_errors import hush
 
@@ -60,7 +60,9 @@ class Stop:
       return
     if not (first and self.unsaved):
       raise KeyboardInterrupt
-    say("\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once.")
+    print_line(
+      "\nCtrl-C: saves and ends after this step; a second Ctrl-C ends at once."
+    )
     if self.common:
       self.common.ask("Ctrl-C")
 
@@ -100,12 +102,12 @@ class Stop:
     saved = f"step {t} is the newest that is saved" if late else f"saved step {t}"
     saved = saved if t else "no step is saved"
     line = f"{what}: {saved} in {workdir}; the same command goes on."
-    self.peers.say(line)
+    self.peers.print_line(line)
     if self.signum == signal.SIGINT:
       raise Interrupted(line)
 
   def finished(self, t: int, workdir: object) -> None:
-    """Notes that the last step t is saved; from now on Ctrl-C ends at once.
+    """Notes that the last step t is saved; from now on Ctrl-C ends immediately.
 
     Raises:
       Interrupted: Ctrl-C came before this call.
@@ -127,7 +129,9 @@ def end_on_signal(peers: Peers) -> Iterator[Stop]:
     if threading.current_thread() is threading.main_thread():
       _handle(stop, stack)
     else:
-      say("Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint.")
+      print_line(
+        "Not in the main thread: SIGTERM and Ctrl-C will not save a checkpoint."
+      )
     yield stop
 
 
@@ -163,7 +167,7 @@ def _raise_soon(report: Callable, lost: "sys.UnraisableHookArgs") -> None:
 
 
 def watch_signals() -> None:
-  """Makes a second Ctrl-C end this process at once, even while XLA compiles.
+  """Makes a second Ctrl-C end this process immediately, even during compilation.
 
   Python calls its signal handlers only between Python instructions. Signals also arrive
   in a pipe, which a thread reads. SIGTERM asks the other processes to end in this way,
@@ -180,7 +184,9 @@ def watch_signals() -> None:
       interrupts += signum == signal.SIGINT
       for watcher in list(_watchers):
         watcher(signum)
-    say("\nSecond Ctrl-C: ended at once; the same command goes on from the checkpoint.")
+    print_line(
+      "\nSecond Ctrl-C: ended at once; the same command goes on from the checkpoint."
+    )
     os._exit(INTERRUPTED)
 
   threading.Thread(target=watch, daemon=True).start()

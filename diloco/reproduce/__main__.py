@@ -84,7 +84,7 @@ def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
 
 
 def _of_ladder(point: Point) -> bool:
-  """Tells the ladder's points, whose size is a number, from those of ablations."""
+  """Returns whether a point is of the ladder: all ablations have the size `small`."""
   return point.get("size") != "small"
 
 
@@ -96,7 +96,7 @@ def ablation(cell: Search) -> str:
 def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
   """Lists the sweeps with runs and minutes; a run that two of them need counts once.
 
-  The numbers are estimates: how far a search goes is not known before.
+  The numbers are estimates: how far a search goes is not known in advance.
   """
   known = set[str]()
   lines = list[dict[str, Any]]()

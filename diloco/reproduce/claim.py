@@ -37,8 +37,8 @@ class Claim:
     text: the claim in words.
     source: paper, table or figure.
     paper: the paper's number.
-    a, b: keys of the points to compare; of several points of a seed, the one with the
-      least loss on the text for choosing counts.
+    a, b: keys of the points to compare. If a seed has several such points, the one with
+      the least `choice` counts.
     low, high: what the claim says of 100 * (a / b - 1).
     column: the number to compare, `loss` or a key of the points.
     than: keys of two other points, whose difference is subtracted.
@@ -66,7 +66,7 @@ def differences(claim: Claim, found: pd.DataFrame) -> list[float]:
   Args:
     claim: the claim.
     found: a row per run, with the keys of the points, seed, loss, and choice: the loss
-      on the text for choosing (`chart.frame`).
+      that chooses the best run (`comparison.frame`).
   """
 
   def by_seed(keys: Mapping) -> pd.Series:

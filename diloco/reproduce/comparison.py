@@ -2,8 +2,8 @@
 
 A row of the table is a cell with all its seeds: mean and standard deviation of the loss
 of the cells' best runs. If runs have a test loss, that is reported, and the other loss
-only chooses the best run. Where a seed tunes a cell and others repeat its best point,
-only the others are reported: the best of many runs is a lucky one.
+only chooses the best run. If one seed tunes a cell and others repeat its best point,
+only the others are reported: the best of many runs is partly luck.
 """
 
 import itertools
@@ -177,7 +177,7 @@ def paired(chart: Chart, table: pd.DataFrame) -> pd.DataFrame:
 
   All cells of a seed see the same text, so their losses rise and fall together, often
   by more than the cells differ. What is left is too small by sqrt((k - 1) / k) for k
-  cells, because each cell is part of the common mean; this is put right (Cousineau
+  cells, because each cell is part of the common mean; a factor corrects it (Cousineau
   2005, Morey 2008). The table of one cell, or with cells that lack seeds, is returned
   as it is.
   """

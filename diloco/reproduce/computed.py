@@ -41,7 +41,7 @@ def rows() -> list[Row]:
   """Computes every claim afresh; what several claims need counts for the first one."""
   found = []
   for name, claim in WORDS.items():
-    # A contradiction in a paper has no function: its words say what this code does.
+    # If a paper contradicts itself, `here` says what this code does; no function does.
     here, result, began = claim.get("here"), INCONSISTENT, time.perf_counter()
     if here is None:
       here, result = globals()[name]()

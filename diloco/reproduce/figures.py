@@ -6,7 +6,7 @@ Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss agains
 in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
 and 8 the best outer learning rate; 9 the loss against H; 11 overtraining. The paper's
 figure 5 shows zero-shot accuracy, which is not in the table. 2 and 11 take means over
-the seeds of a point, without the one that tunes; 3, 4, 6 and 9 take the seeds that all
+the seeds of a point, without the tuning seed; 3, 4, 6 and 9 take the seeds that all
 points of a panel have. The command names the figures whose runs are missing.
 """
 
@@ -77,7 +77,7 @@ def figure_6(table: pd.DataFrame, chip_tokens: float | None = None) -> Figure:
 
   Args:
     table: as `read` returns it.
-    chip_tokens: tokens of a batch on one chip. None: the rule of `wallclock.chips`.
+    chip_tokens: tokens of a batch on one chip. None: `wallclock.chips` decides.
   """
   cells = best(main_grid(table), "params", "curve", "batch")
   largest = _swept(cells)[-1]

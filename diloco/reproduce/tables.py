@@ -18,8 +18,7 @@ MOST_PROBLEMS = 5
 def losses(table: pd.DataFrame) -> list[str]:
   """Lists the best loss of every cell and the difference from data-parallel.
 
-  Numbers are means over the seeds; a standard deviation follows each difference of
-  several seeds.
+  Numbers are means over seeds; differences of several seeds have a standard deviation.
   """
   cells = best(main_grid(table), "params", "curve")
   text = cells["loss"].map("{:.4f}".format)

@@ -35,7 +35,7 @@ from diloco.util.command import (
   parse_options,
 )
 
-NOTES = 5  # The text of `recommend` shows so many notes.
+NOTES = 5  # The most notes in the text of `recommend`.
 ROWS = {
   "algorithm": "{algorithm}, M = {replicas}, {method} laws",
   "learning rate": "{learning_rate:.4g}",
@@ -83,10 +83,10 @@ def make_parser() -> Parser:
 
 def tables(args: argparse.Namespace) -> list[dict]:
   """Computes the paper's tables and prints each of them when it is done."""
-  _tell(args, f"ours [90% interval, {_method(args.bootstrap)}] / paper")
+  _print(args, f"ours [90% interval, {_method(args.bootstrap)}] / paper")
   found = []
   for table in tables_lib.all_tables(args.sizes, args.bootstrap):
-    _tell(args, f"\n{tables_lib.show(table)}")
+    _print(args, f"\n{tables_lib.show(table)}")
     found.append(dataclasses.asdict(table))
   return found
 
@@ -96,7 +96,7 @@ def figures(args: argparse.Namespace) -> list[str]:
   from diloco.scaling_laws import figures  # Matplotlib is slow to import.
 
   paths = figures.draw(make_folder(args.out, "--out"))
-  _tell(args, "\n".join(paths))
+  _print(args, "\n".join(paths))
   return paths
 
 
@@ -139,7 +139,7 @@ def fit(args: argparse.Namespace) -> dict[str, Any]:
         left_out[quantity] = residuals
         missed.append(label + "  ".join(f"{m}: {r:.4f}" for m, r in residuals.items()))
     found[name]["left_out"] = left_out
-  _tell(args, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)]))
+  _print(args, "\n".join([*parameters, *missed, *(f"note: {p}" for p in problems)]))
   return found | {"problems": problems}
 
 
@@ -177,7 +177,7 @@ def recommend(args: argparse.Namespace) -> dict[str, Any]:
   if laws and answer["dp_loss"]:
     notes += laws["data_parallel"].problems
   answer["notes"] = tuple(dict.fromkeys(notes))
-  _tell(args, show_answer(answer))
+  _print(args, show_answer(answer))
   return answer
 
 
@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(data, indent=2, allow_nan=False, default=dataclasses.asdict))
 
 
-def _tell(args: argparse.Namespace, text: str) -> None:
+def _print(args: argparse.Namespace, text: str) -> None:
   if not args.json:
     print(text, flush=True)
 

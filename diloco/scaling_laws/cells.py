@@ -24,10 +24,10 @@ _MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config")
 def joined(runs: pd.DataFrame) -> pd.DataFrame:
   """Joins runs of one setting that differ only in the seed to one row.
 
-  A sweep tunes with one seed, and repeats the best settings with others. So `choice`,
-  by which the best setting is found, is the loss of the tuning seed alone: with a mean,
-  settings that were repeated would compete with lucky single runs. The best of many
-  runs is a lucky one, so a repeated setting is reported without the tuning seed.
+  A sweep tunes with one seed, and repeats the best settings with other seeds. `choice`
+  finds the best setting. It is the loss of the tuning seed alone: if it were a mean, a
+  lucky single run would beat settings that were repeated. The best of many runs is
+  partly luck, so the report of a repeated setting leaves out the tuning seed.
 
   Args:
     runs: a row per run, with the columns of `runs.read`; without `seed`, all seeds

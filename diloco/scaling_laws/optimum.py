@@ -21,7 +21,7 @@ class Optimum(LeastSquares):
   """The parameters q of a form that have the least squared error over all points.
 
   Attributes:
-    form: the form.
+    form: one of FORMS, or FLOOR.
   """
 
   form: Form

@@ -70,7 +70,7 @@ def fit_runs(
       found[name] = _laws(name, group, missing)
     except ValueError as error:  # Too few cells.
       problems.append(str(error))
-  # The laws repeat the problems of their cells.
+  # Laws share cells, so their problems repeat: lists each problem once.
   every = chain(problems, *(law.problems for law in found.values()))
   problems = list(dict.fromkeys(every))
   if strict and problems:

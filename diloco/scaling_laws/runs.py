@@ -11,7 +11,7 @@ import pandas as pd
 from diloco.scaling_laws.cells import joined
 
 NEEDED = ("params", "replicas", "loss", "learning_rate")
-# A loss on text by which nothing was chosen; used if all runs have it.
+# Column of the loss on the test text, which chooses nothing; used if all runs have it.
 TEST_LOSS = "test_loss"
 # Columns that may be absent or empty; both count as 0.
 OPTIONAL = ("outer_learning_rate", "tokens")
@@ -39,7 +39,7 @@ def read(
       loss: held-out loss, nats per token, mean of `losses`: the column `test_loss` if
         all runs have it, else `loss`.
       choice: the column `loss` of one run, by which the best setting is chosen.
-      losses: (seed, loss) of each seed, without the one that tunes if others repeat.
+      losses: (seed, loss) of each seed; without the tuning seed, if there are others.
       all_losses: (seed, loss) of each seed.
       learning_rate: peak of the inner learning rate.
       batch: tokens per step over all replicas, from the columns `batch_sequences` and

@@ -1,7 +1,6 @@
 """Computes intervals of least-squares fits to log y: Student's t or the bootstrap.
 
-In a law in N and M, the points of all M at one N form a group: their errors are
-correlated.
+For a law in N and M, the points at one N form a group: their errors are correlated.
 """
 
 import abc
@@ -91,8 +90,7 @@ class LeastSquares(abc.ABC):
   ) -> Interval:
     """Returns the 90% interval of y of a new run, with the errors of law and run.
 
-    The interval ignores that the law may bend beyond the largest N. `interval` explains
-    `samples`.
+    Ignores that the law may bend beyond the largest N. `interval` explains `samples`.
     """
     value, slopes = self.log_y([params], [replicas])
     return exponentials(self._bounds(value, slopes, 1.0, samples)[0])

@@ -90,7 +90,7 @@ def draw(args: Args) -> Answer:
 
 
 def link(args: Args) -> Answer:
-  """Answers which utilisation a link reaches, or which link a utilisation needs."""
+  """Computes the utilisation of a link, or the bandwidth that a utilisation needs."""
   work, share = workload(args), args.get("target", 0.95)
   if args["command"] == "bandwidth":
     gbits = required_bandwidth(work, share) / 1e9

@@ -49,7 +49,7 @@ def training(args: Args) -> wallclock.Training:
 
 
 def assumed(args: Args, work: Workload, more: str = "") -> list[str]:
-  """Says of which step time, and of which model and method, an answer holds."""
+  """Lists the step time, the model and the method that an answer assumes."""
   speed = ""
   if "config" in args and "step_time" not in args:
     peak, mfu = args.get("peak_tflops", PEAK_TFLOPS), args.get("mfu", MFU)

@@ -8,7 +8,7 @@ from diloco.spec.shapes import flops_per_token
 # Q of Scaling Laws (2503.09799), FLOP/s per chip: between half the peak of TPU v5e and
 # half the peak of v6e (A.3).
 CHIP_FLOPS = 300e12
-# What a chip of the simulators reaches unless the user says more: TPU v5e.
+# Defaults of the simulators: the peak of a TPU v5e, and the share that a run reaches.
 PEAK_TFLOPS, MFU = 197, 0.4
 
 

@@ -55,7 +55,7 @@ def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
 def training(c: Config, **fields: Any) -> wallclock.Training:
   """Makes the training run of a config; `fields` are the other fields of Training.
 
-  N is the papers', without positions and norms, which are sent too: bits are per N.
+  N is the papers', without positions and norms. Bits per N include these.
   """
   n = matrix_params(c.model)
   sent = num_params(c.model) / n
@@ -80,8 +80,8 @@ def gradient_bits(c: Config) -> int:
 def wire_bits(c: Config) -> float:
   """Returns the bits per parameter that a replica sends in a round, with scales.
 
-  Averages of plug-ins count as bytes of the fragments: that they wait for the link is
-  not simulated.
+  The bytes of plug-ins' averages are added to those of the fragments. The simulator
+  ignores that averages wait for the link.
   """
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())

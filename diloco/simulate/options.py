@@ -25,7 +25,7 @@ def number(text: str) -> float:
 
 
 def whole(text: str) -> int:
-  """Parses a whole number; 64 bits hold the positions in a round of so many steps."""
+  """Parses a whole number of at most 12 digits; 64 bits hold positions in a round."""
   if not re.fullmatch(r"-?\d{1,12}", text):
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number up to 12 digits")
   return int(text)

@@ -23,7 +23,7 @@ from diloco.util.palette import COLORS, PAGE, shades
 
 MOST_STEPS = 1000  # More steps would be narrower than a pixel.
 NAMES = {"diloco": "DiLoCo", "streaming": "Streaming DiLoCo"}
-HEIGHT = 0.62  # Of a bar; rows have a height of 1.
+HEIGHT = 0.62  # Height of a bar; a row has the height 1.
 
 
 class Send(NamedTuple):

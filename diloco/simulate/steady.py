@@ -23,7 +23,7 @@ class Rule(NamedTuple):
 
   Attributes:
     after, before: indices of moments in a round. Reduction r has three: its request is
-      3r, its end 3r + 1; at 3r + 2 the forward node starts that needs the reduction.
+      3r, its end 3r + 1, and the start of the forward node that needs it 3r + 2.
     rounds: by how many rounds this `after` is later than this `before`.
     nodes: compute nodes between the two moments.
     layer: the layer that crosses the link between the two moments; -1 for none.

@@ -42,8 +42,7 @@ class Row:
   def distances(self) -> list[int]:
     """By how many grid points ours differs from the paper's, for each cell.
 
-    Neighbouring grid points below 0.5 Gbit/s that are printed as one number count as
-    one.
+    Grid points below 0.5 Gbit/s that are printed as the same number count as one.
     """
     grid = np.unique(PRINTED)
     nearest = lambda cells: np.abs(np.subtract.outer(cells, grid)).argmin(1)

@@ -48,8 +48,8 @@ class Training:
     sync_every: H.
     bits: bits per parameter in the all-reduce of an inner step.
     outer_bits: bits per parameter in the all-reduce of an outer step.
-    chips: R, the number of chips; None: the rule of `chips`.
-    across: network between datacentres; inside of them it is always the fast one.
+    chips: R, the number of chips; None: the function `chips` computes it.
+    across: network between datacentres; a datacentre itself has NETWORKS["high"].
 
   Raises:
     ValueError: a value is not possible; or the run has fewer than two chips, or fewer
@@ -83,7 +83,7 @@ class Training:
 
   @property
   def nodes(self) -> float:
-    """R, given or by the rule of `chips`."""
+    """R: the field `chips` if it is set, else the result of the function `chips`."""
     return self.chips or chips(self.params, self.batch_tokens)
 
 

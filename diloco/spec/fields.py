@@ -361,9 +361,9 @@ class LogConfig:
   wandb_project: str = ""
   # Text that the model continues at the end of the run.
   prompt: str = "The"
-  # Tokens of that continuation. 0: none.
+  # Tokens that the model adds to `prompt`. 0: none.
   sample_tokens: Count = 64
-  # Sampling temperature of that continuation. 0: greedy.
+  # Sampling temperature of the tokens after `prompt`. 0: greedy.
   temperature: NonNegative = 0.8
 
 

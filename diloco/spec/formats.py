@@ -85,5 +85,5 @@ def code_bits(name: str) -> int:
 
 
 def block_bytes(name: str) -> int:
-  """Returns the bytes that a block sends beside its codes; eXmY sends a scale."""
+  """Returns the bytes that a block adds to its codes: for eXmY, one scale."""
   return FORMATS[name].block_bytes if name in FORMATS else 1

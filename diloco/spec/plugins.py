@@ -85,7 +85,7 @@ class BlockFormat(NamedTuple):
 
   Attributes:
     bits: bits per value.
-    block_bytes: bytes that a block sends beside its codes.
+    block_bytes: bytes that a block sends in addition to its codes.
     encode: blocks float32 (N, K, B) and S -> codes uint8 (N, K, B) and these bytes;
       the zeros after the first S values of a layer are only padding.
     decode: codes and bytes -> float32 (N, K, B).
@@ -164,7 +164,7 @@ class Extension:
     return ()
 
   def summed(self) -> tuple[str, ...]:
-    """Lists the fields of this group that a run has as sums over its parts."""
+    """Lists the fields of this group that are summed over the parts of a run."""
     return ()
 
   def joint_steps(self, c: "Config") -> int:
@@ -215,8 +215,7 @@ Group = TypeVar("Group", bound=Extension)
 # {name of the group: its fields}, in the order of registration.
 EXTENSIONS: dict[str, type[Extension]] = {}
 RULES: list[Rule] = []
-# Further names of outer.average: functions like `outer.average`, without its last
-# argument.
+# More names for outer.average: functions like `outer.average` without last argument.
 MEANS: dict[str, Callable[..., PyTree]] = {}
 FORMATS: dict[str, BlockFormat] = {}
 EXCHANGES: dict[str, Exchange] = {

@@ -124,7 +124,7 @@ def check(wire: "WireConfig") -> None:
     size_of(wire.compressor)
   except (TypeError, ValueError) as error:
     reason = str(error).removesuffix(".").replace(" positional", "")
-    if isinstance(error, ConfigError):  # Of the compressor that `of` names.
+    if isinstance(error, ConfigError):  # The error is the inner compressor's.
       reason = reason.replace("wire.compressor", "of")
     raise ConfigError(
       f"wire.compressor is {wire.compressor!r}, but {reason}."
@@ -134,7 +134,7 @@ def check(wire: "WireConfig") -> None:
 def layout(path: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
   """Returns (N, S, R) of a parameter; under `blocks` each layer is coded separately."""
   n = shape[0] if path[0] == "blocks" else 1
-  own = shape[1:] if path[0] == "blocks" else shape  # Of one layer.
+  own = shape[1:] if path[0] == "blocks" else shape  # The shape of one layer.
   return n, math.prod(own), own[-1] if own else 1
 
 

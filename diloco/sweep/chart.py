@@ -19,14 +19,14 @@ class Chart:
   Attributes:
     title: title of the figure.
     x: the key of the points along the x axis, or EVALUATED.
-    by: the keys whose values make a curve.
+    by: keys of the points; points with equal values of these keys form a curve.
     xlabel: label of the x axis.
     log: whether the x axis is logarithmic.
     y: (column, label) of each panel. A column is `loss` or a key of the points, such as
       a tuned rate.
-    against: with what a point is compared. Empty: with the sweep's first cell.
-      PLAIN: with data-parallel at the same x. Else a key of the points: its value is
-      the x with which the point is compared.
+    against: chooses the point with which a point is compared. Empty: the sweep's first
+      cell. PLAIN: data-parallel at the same x. Else a key of the points, whose value is
+      the x of the other point.
     words: {key: {value of the points: what the table and the figure say}}.
   """
 

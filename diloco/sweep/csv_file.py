@@ -113,12 +113,12 @@ def _today(config: dict[str, Any]) -> dict[str, Any]:
   """Returns the fields of a config, which an earlier version may have saved."""
   try:
     return leaves(table.as_json(complete(config)))
-  except (ValueError, TypeError):  # Of other code.
+  except (ValueError, TypeError):  # This version cannot read it.
     return leaves(config)
 
 
 def _papers_n(config: dict[str, Any]) -> int | None:
-  """Counts parameters as the papers do; None for a config of other code."""
+  """Counts parameters as the papers do; None if this version cannot read the config."""
   try:
     return matrix_params(complete(config).model)
   except (ValueError, TypeError):

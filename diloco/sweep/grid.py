@@ -111,8 +111,7 @@ class Grid:
       both cells tune.
 
   Raises:
-    ValueError: a cell or an axis occurs twice in the grid, or a cell sets the value of
-      an axis.
+    ValueError: the grid has a cell or an axis twice, or a cell sets a value of an axis.
   """
 
   name: str

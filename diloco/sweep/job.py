@@ -36,8 +36,7 @@ def run(*directories: str, environment: Mapping[str, str] | None = None) -> int:
   Several runs end together. Their process writes to the log.txt of the first run.
 
   A trainer that was asked to stop has not failed: the driver resumes it. A trainer that
-  was killed (out of memory) leaves no ended.json: the driver resumes such a run a few
-  times.
+  was killed (out of memory) leaves no ended.json: the driver resumes it a few times.
 
   Args:
     environment: additional environment variables of the trainer.

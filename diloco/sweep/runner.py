@@ -1,7 +1,6 @@
 """The driver: asks the grids what to run, starts runs, and notes vanished runs.
 
-The run directories hold the whole state, so the driver can be killed at any moment and
-started again.
+The run directories hold the whole state, so you may kill and restart the driver.
 """
 
 import contextlib

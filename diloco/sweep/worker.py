@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
       f"RUN are {', '.join(map(str, args.run))}, which differ in more than"
       f" {groups.FIELDS}; train them one by one by python -m diloco.sweep.job RUN."
     )
-  # Imported late, so that --help and mistakes answer at once.
+  # Imported late, so that --help and errors in the arguments need no JAX.
   import jax
 
   from diloco import train
   from diloco.mesh import memory
   from diloco.mesh.compiling import announce_compilations
   from diloco.processes import stop
-  from diloco.processes.peers import say
+  from diloco.processes.peers import print_line
   from diloco.together import training as together
 
   stop.watch_signals()
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
   try:
     for group in _by_position(runs):
       if reason or len(group) == 1:
-        say(f"Training one by one{': ' * bool(reason)}{reason}.")
+        print_line(f"Training one by one{': ' * bool(reason)}{reason}.")
         for one in group:
           stopped = False
           with one.own():
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
           if stopped:
             return 0
       else:
-        say(f"Training together: {' '.join(one.workdir.name for one in group)}.")
+        print_line(f"Training together: {' '.join(one.workdir.name for one in group)}.")
         if together.train(group):
           return 0
   except KeyboardInterrupt:

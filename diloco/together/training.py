@@ -2,8 +2,7 @@
 
 `jax.vmap` maps the functions of a single run's method over an axis in front of all
 arrays, the runs. Everything else belongs to each run: text, log, checkpoints,
-evaluation, summary. A run that diverges ends with its error; its numbers touch no other
-run.
+evaluation, summary. A run that diverges ends with its error, without effect on others.
 
 Letters: R runs, M replicas, B sequences, L positions.
 """
@@ -42,7 +41,7 @@ from diloco.log.workdir import FAILED
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
 from diloco.processes.distributed import lock_workdir
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import end_on_signal
 from diloco.session import Run, Session
 from diloco.train import loop
@@ -176,7 +175,7 @@ class Member(Run):
         self.failed = True
         if hasattr(self, "log"):  # Else it trained alone, and has closed its log.
           self.log.close()  # Ends the line of the progress bar.
-        say(f"{FAILED}{error}")
+        print_line(f"{FAILED}{error}")
 
 
 def train(runs: Sequence[Member]) -> bool:
@@ -198,7 +197,9 @@ def train(runs: Sequence[Member]) -> bool:
   """
   with _open(runs) as session:
     if session is None:
-      say("A damaged checkpoint leaves the runs at different steps; start again.")
+      print_line(
+        "A damaged checkpoint leaves the runs at different steps; start again."
+      )
       return False
     return not loop(session) and not all(run.failed for run in runs)
 
@@ -233,7 +234,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
         found = run.checkpoints.restore()
         keep_tokenizer(run.workdir, evaluation.tokenizer)
         if note := summary.note(run.c):
-          say(f"note: {note}")
+          print_line(f"note: {note}")
       # The states of all runs have room on the host.
       restored.append(found and found._replace(arrays=jax.device_get(found.arrays)))
     start = restored[0].step if restored[0] else 0

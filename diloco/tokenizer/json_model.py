@@ -1,7 +1,7 @@
 """Tokenizers of public models: a tokenizer.json, with SentencePiece's methods. No JAX.
 
-Needs the package tokenizers (the extra `hf`). The names of EOS and its like are in
-tokenizer_config.json, in the same folder.
+Needs the package tokenizers (the extra `hf`). tokenizer_config.json, in the same
+folder, names the special tokens, such as EOS.
 """
 
 import json

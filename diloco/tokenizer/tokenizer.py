@@ -47,7 +47,7 @@ class Tokenizer:
     self._ours, self.pieces = _permutation(special, m.get_piece_size())
     self.vocab_size = len(self.pieces)
     self._same = special == (PAD_ID, EOS_ID, BOS_ID, UNK_ID)
-    # A text has no EOS. A piece that is also that of unknown text means unknown there.
+    # Text has no pad, EOS or BOS: in text, the pieces of these mean unknown text.
     never = [i for i in special[:UNK_ID] if i >= 0]
     self._ours[never] = UNK_ID
 
@@ -128,7 +128,7 @@ def load_tokenizer(name: str) -> Tokenizer:
   """
   own = name.endswith((".model", ".json"))
   path = local_path(name, "data.tokenizer") if own else _SHIPPED / f"{name}.model"
-  if not os.path.isfile(path):  # False also without permission.
+  if not os.path.isfile(path):  # Also False if permission is missing.
     shipped = ", ".join(sorted(p.stem for p in _SHIPPED.glob("*.model")))
     raise ConfigError(
       f"data.tokenizer is {name!r}, but there is no file {path}; give a SentencePiece"

@@ -13,7 +13,7 @@ from diloco.util.files import local_path, read_json
 MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.model"
 VERSION = 1
 _DEFAULT = "sotu_2048"
-# What a reader needs of a manifest; a list gives the kind of all its items.
+# Keys and types that a manifest must have; a list has the type of all its items.
 _CONTENT = {
   "tokenizer": {"name": str, "sha256": str, "vocab_size": int},
   "dtype": str,
@@ -26,7 +26,7 @@ _CONTENT = {
 def fill_in(v: dict[str, Any]) -> None:
   """Sets `data.tokenizer` and `model.vocab_size` in flat fields if they are open.
 
-  Prepared data have their tokenizer beside them. Text takes the shipped tokenizer.
+  Prepared data use the tokenizer in their folder. Text uses the shipped tokenizer.
 
   Raises:
     ConfigError: the prepared data or the tokenizer's file are missing or damaged.

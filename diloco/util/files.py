@@ -76,7 +76,7 @@ def holder() -> str:
 
 
 def has_ended(holder: str) -> bool:
-  """Whether the process that `holder` has named was of this machine, and is gone."""
+  """Whether `holder` names a process of this machine that has ended."""
   found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
   return bool(found and not pathlib.Path(f"/proc/{found[1]}").exists())
 

@@ -42,8 +42,8 @@ def reason_of(error: Exception) -> str:
   code = re.search(r"os_error_code='(\d+)'", text)
   if code:
     return os.strerror(int(code[1]))
-  # TensorStore's message ends with its options. The last file that it names before them
-  # is the most precise place.
+  # Drops the options at the end of TensorStore's message, and the text before the last
+  # file: that file is the most precise place of the error.
   text = text.partition(" [tensorstore_spec")[0]
   text = text[max(text.rfind("local file "), 0) :]
   plain = text and type(error) in (ValueError, OSError)

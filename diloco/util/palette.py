@@ -16,7 +16,7 @@ COLORS = {
   "diloco": "#de8f05",  # orange
   "streaming": "#029e73",  # green
 }
-# For what is no algorithm, such as the parts of a step; all of them print on white.
+# Colours of anything but algorithms, such as parts of a step; visible on white paper.
 OTHERS = ("#cc78bc", "#ca9161", "#949494", "#d55e00", "#591e71", "#56b4e9", "#7f7a00")
 
 # The lines of one algorithm, the darkest first.

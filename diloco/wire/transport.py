@@ -5,7 +5,7 @@ every other group, by one permutation per distance; this sends as many bytes as 
 all-gather would. XLA for TPU overlaps permutations with other work, but it does not
 overlap an all-gather inside one slice.
 For GPUs one all-gather sends everything: NCCL may deadlock if several permutations of
-the same devices are under way at once.
+the same devices run at the same time.
 `diloco.algorithm.overlap` runs inner steps between `start` and `finish`.
 
 `host`: the hosts copy payloads from their devices and exchange them over TCP. `carry`

@@ -1,9 +1,9 @@
 """Measures a sync layer by layer.
 
-These programs run beside `send` and `update` of `diloco.algorithm.outer` and change
-nothing. They compare the outer gradients of all replicas in float32, since codes of few
-bits would change cosines and distances. So each replica sends 4 bytes per parameter to
-every other replica; the ledger does not count these bytes.
+These programs run in addition to `send` and `update` of `diloco.algorithm.outer` and
+change nothing. They compare the outer gradients of all replicas in float32, since codes
+of few bits would change cosines and distances. So each replica sends 4 bytes per
+parameter to every other replica; the ledger does not count these bytes.
 
 A fragment is measured part by part. Each layer is a part; one last part has all
 parameters without a layer axis, if the fragment has such parameters (in the trainer's

@@ -26,7 +26,7 @@ NAME = "qwen3"
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3(plugins.Extension):
-  """What model.name=qwen3 has beside the fields of model (docs/models.md)."""
+  """Fields of model.name=qwen3, in addition to those of `model` (docs/models.md)."""
 
   # Heads of keys and values, a divisor of model.num_heads. 0: model.num_heads.
   kv_heads: Count = 0

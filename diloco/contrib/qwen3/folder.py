@@ -177,7 +177,7 @@ def _tensors(
           )
         out[...] = x[rows] if name in _TABLES else x
       if name in _TABLES and public and tokenizer.pieces[shapes.BOS_ID] < 0:
-        # A tokenizer without BOS: EOS, too, separates texts.
+        # Without BOS, EOS separates texts, so BOS gets the row of EOS.
         whole[shapes.BOS_ID] = whole[shapes.EOS_ID]
       yield name, whole
 

@@ -1,9 +1,9 @@
 """The functions of the architecture qwen3.
 
-Pre-RMSNorm, rotated positions, RMSNorm on each head of queries and keys, grouped heads
-of keys and values, SwiGLU feed-forward, no biases; the head is the token embedding or a
-matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack of
-blocks, the cache and the losses are in `diloco.model.transformer`.
+Pre-RMSNorm, rotary positions (RoPE), RMSNorm on each head of queries and keys,
+grouped-query attention, SwiGLU feed-forward, no biases. The head is the token embedding
+or a matrix of its own (Qwen3 technical report, arXiv 2505.09388, section 2). The stack
+of blocks, the cache and the losses are in `diloco.model.transformer`.
 
 Parameters: `parameters` of the package. Letters: B sequences, L positions, D width, H
 query heads, G heads of keys and values, K head size, F feed-forward width, V

@@ -35,9 +35,8 @@ Rules of all_wait and quorum:
   and takes the step count of the group. It does not repeat lost steps.
 - The coordinator never fails, its link is never the bottleneck, and the outer state
   survives, even if all sites are down.
-- If a site hangs, the others wait for the grace time, less the tau steps that hide an
-  exchange.
-- If too few sites are up, the others wait at once, not only at the next send.
+- If a site hangs, the others wait for the grace time minus the time of tau steps.
+- If too few sites are up, the others wait immediately, not only at the next send.
 - With fewer sites an exchange takes as long as with all, and downloads slow nobody.
 
 Times are seconds, sizes are bits, bandwidths are bits per second.
@@ -323,7 +322,7 @@ def draw(rows: list[Row]) -> Any:
 
 
 def goodput(args: Args) -> Answer:
-  """Answers which goodput is left when chips fail."""
+  """Computes the goodput of training when chips fail."""
   fixed = "config" not in args or "step_time" in args
   rows = []
   for chips, mtbf in itertools.product(args["chips"], args["mtbf"]):

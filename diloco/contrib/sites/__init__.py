@@ -1,4 +1,4 @@
-"""Sites that come and go, in the manner of Decoupled DiLoCo (arXiv 2604.21428).
+"""Sites that come and go, as in Decoupled DiLoCo (arXiv 2604.21428).
 
 With `overlap.transport=sites`, which loads this plug-in, every site trains its replicas
 by its own clock, and `coordinator/` relays the payloads (docs/sites.md). No JAX.

@@ -27,7 +27,7 @@ _FINAL = {
   *(Status.INVALID_ARGUMENT, Status.FAILED_PRECONDITION, Status.PERMISSION_DENIED),
   *(Status.UNAUTHENTICATED, Status.UNIMPLEMENTED),
 }
-_DOUBLED_S = 45.0  # A dead connection of this site is noticed by then.
+_DOUBLED_S = 45.0  # The coordinator drops a dead connection in this time.
 _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
 _REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
 
@@ -80,7 +80,7 @@ class Link:
     open_channel: Callable[[], grpc.Channel],
     address: str,
     hello: dict[str, Any],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     room: int,
   ):
     """Prepares the connection; `join` opens it.
@@ -88,19 +88,19 @@ class Link:
     Args:
       open_channel: opens a channel to the coordinator.
       address: of the coordinator, for messages.
-      hello: what the site says of itself: `join` of docs/sites.md.
-      say: prints a line.
+      hello: fields of the message `join` (docs/sites.md), which describe the site.
+      print_line: prints a line.
       room: see above; more than the fragments of the model.
     """
     self.inside, self.reconnects, self.room = 0, 0, room
-    self._open, self._address, self._say = open_channel, address, say
+    self._open, self._address, self._print = open_channel, address, print_line
     own = {"version": messages.VERSION, "session": secrets.token_hex(8)}
     self._hello = hello | own
     self._changed = threading.Condition()
     self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     self._welcome: Welcome | None = None  # Until the training thread takes it.
     self._error: Exception | None = None
-    # Whether this process has ever been welcomed, and whether this connection is.
+    # Whether the coordinator ever welcomed this process, and now on this connection.
     self._known = self._entered = False
     self._started = self._leaving = False
     self._closed: dict[int, Closed] = {}
@@ -257,7 +257,7 @@ class Link:
         raise ConfigError(f"the coordinator at {self._address} {reason}.")
       if not told and now - lost_at > 1:
         told = True
-        self._say(f"{_problem(status, self._address, reason)} This site tries again.")
+        self._print(f"{_problem(status, self._address, reason)} This site tries again.")
       time.sleep(pause)
       pause = min(2 * pause, _RETRY_S[1])
       self.reconnects += 1
@@ -343,7 +343,7 @@ class Link:
       raise BadMessage(f"round {number} after round {self._next - 1}")
     self._published = max(fields["published"], number + 1)
     self._changed.notify_all()
-    # The coordinator waits meanwhile: a site that takes no rounds needs no more.
+    # Receives no more until the training thread takes a round.
     self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
     tokens = {int(site): n for site, n in fields["tokens"].items()}
     own = self._outgoing.pop(number, None)
@@ -355,7 +355,7 @@ class Link:
         raise BadMessage(f"another payload of site {site} than round {number} has")
       payloads[site] = bytes(part)
     for key in [k for k in self._parts if k[0] <= number]:
-      del self._parts[key]  # Late payloads.
+      del self._parts[key]  # These payloads came after their round closed.
     self.inside = fields["inside"]
     refused = tuple(fields.get("refused", ()))
     self._closed[number] = Closed(number, fields["fragment"], tokens, payloads, refused)

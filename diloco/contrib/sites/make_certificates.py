@@ -3,9 +3,9 @@
   python -m diloco make_certificates --out=runs/certificates --sites=4
 
 Writes one folder per party: coordinator/, site-0/, ..., each with ca.pem, cert.pem and
-key.pem. Copy each folder to its machine only, and give it there as --tls. The folder
-authority/ can sign new certificates, so keep it offline. A second call with more sites
-adds them to the same authority and leaves all other files as they are.
+key.pem. Copy each folder only to the machine of its party, which takes it as --tls. The
+folder authority/ can sign new certificates, so keep it offline. A second call with more
+sites adds them to the same authority and leaves all other files as they are.
 
 Needs the library `cryptography` (pip install 'diloco[sites]').
 """

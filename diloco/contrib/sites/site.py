@@ -29,7 +29,7 @@ from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
 from diloco.mesh.sharding import FSDP
-from diloco.processes.peers import Peers, say
+from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
 from diloco.util.types import PyTree
@@ -73,14 +73,15 @@ def make_part(
     address, tls, insecure: see `security.channel`.
 
   Raises:
-    ConfigError: the run has no such site, the address is wrong, or certificates are
-      missing.
+    ConfigError: the site or the address is wrong, or certificates are missing.
   """
   config_of(c, index)
   open_channel = functools.partial(security.channel, address, tls, insecure)
   open_channel().close()  # Finds mistakes.
   hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-  link = Link(open_channel, address, hello, say, room) if peers.index == 0 else None
+  link = (
+    Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
+  )
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
   return SitePart(c, index, shared, peers)
 
@@ -105,7 +106,7 @@ class Site(Wrapper):
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
-    # Rounds that this site has sent, not yet merged: the compressor state before each.
+    # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
     # A thread updates the outer state while the devices train. Several processes must
@@ -113,7 +114,7 @@ class Site(Wrapper):
     self._background = self.part.peers.count == 1
     self._jobs = Jobs(self._background)
     self._waited_s = 0.0
-    self._events = list[Event]()  # Of the current call of `outer` or `drain`.
+    self._events = list[Event]()  # Events of the current `outer` or `drain`.
     # For the summary: rounds that this site merged, those in which its payload counted,
     # its payloads that came too late, steps of the group that it did not train, and how
     # often it began again because of bad numbers.
@@ -175,14 +176,14 @@ class Site(Wrapper):
     step = self._since = calendar.step_before(welcome.round)
     self._account["skipped_steps"] += max(step - t, 0)
     moments = f"of its checkpoint of step {t}" if t else "fresh"
-    self._tell(
+    self._print(
       f"goes on at the group's step {step}: parameters from the group,"
       f" inner optimizer state {moments}, text from {text}."
     )
     return step, _at_step(self._take(state, welcome), step)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs lines 6 to 12 after inner step t; a site that was late goes on later."""
+    """Runs lines 6 to 12 after inner step t; a late site skips to a later step."""
     self._events = []
     t, state = self._outer(t, state)
     return t, state, self._events
@@ -311,7 +312,7 @@ class Site(Wrapper):
       self._miss(t)
       # Error feedback: restores the error to its value before the lost payload.
       state = _with_codec_state(state, p, before)
-    # For audits: the round, how many sites are in it, and whether this one is.
+    # To check a run later: the round, the number of its sites, whether this one counts.
     more: Metrics = {
       "round": np.asarray(number),
       "sites": np.asarray(len(closed.tokens)),
@@ -344,7 +345,7 @@ class Site(Wrapper):
     The inner optimizer and the compressor begin with fresh states. What is in flight
     still counts, unless it is refused.
     """
-    self._tell(f"goes on at step {t} with the group's parameters: {reason}.")
+    self._print(f"goes on at step {t} with the group's parameters: {reason}.")
     self._account["restored"] += 1
     self._restored_at = self._since = t
     self._pending.clear()
@@ -371,7 +372,7 @@ class Site(Wrapper):
     step = self._calendar.step_before(self._applied)
     if step <= t:
       return t, state
-    self._tell(f"was late: goes on at step {step} instead of {t}.")
+    self._print(f"was late: goes on at step {step} instead of {t}.")
     self._account["skipped_steps"] += step - t
     self._since = step
     self._link.ready(self._calendar.first_after(step))
@@ -390,9 +391,9 @@ class Site(Wrapper):
     self._jobs = Jobs(self._background)
     return dataclasses.replace(state, params=params_M, outer=outer)
 
-  def _tell(self, line: str) -> None:
+  def _print(self, line: str) -> None:
     if self.part.peers.index == 0:
-      say(f"Site {self.part.index} {line}")
+      print_line(f"Site {self.part.index} {line}")
 
 
 def _with_codec_state(state: TrainState, p: int, codec_state: PyTree) -> TrainState:

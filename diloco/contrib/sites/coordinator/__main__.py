@@ -64,7 +64,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   from diloco.contrib.sites.coordinator.server import Server
   from diloco.log.metrics import CONFIG
   from diloco.processes.distributed import lock_workdir
-  from diloco.processes.peers import Peers, say
+  from diloco.processes.peers import Peers, print_line
 
   credentials = security.server_credentials(FLAGS.listen, FLAGS.tls, FLAGS.insecure)
   calendar = Calendar(c, c.mesh.fsdp or 1)
@@ -72,14 +72,16 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
     stack.enter_context(lock_workdir(workdir, Peers()))
     journal = Journal(workdir)
     files.write_json(workdir / CONFIG, c.to_dict())
-    board = Board(calendar, journal, say)
+    board = Board(calendar, journal, print_line)
     server = Server(board)
     report = Report(board, workdir, journal)
     stack.callback(report.close)
     board.on_closed = report.closed
     port = await server.serve(FLAGS.listen, credentials)
     place = f"{FLAGS.listen.rpartition(':')[0]}:{port}"
-    say(f"Coordinates {calendar.sites} sites at {place}, from round {board.published}.")
+    print_line(
+      f"Coordinates {calendar.sites} sites at {place}, from round {board.published}."
+    )
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
       loop.add_signal_handler(signum, board.stop)
@@ -108,7 +110,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
         group.finish()
         report.finish()
       else:
-        say("Stopped; the same command goes on, and the sites come back.")
+        print_line("Stopped; the same command goes on, and the sites come back.")
     finally:
       await server.stop()
       if applying.done() and not applying.exception():

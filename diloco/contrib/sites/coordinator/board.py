@@ -28,7 +28,7 @@ from diloco.contrib.sites.coordinator.rounds import (
 from diloco.contrib.sites.messages import BadMessage, Message, number
 from diloco.errors import ConfigError
 
-if TYPE_CHECKING:  # It imports JAX, for which sites must not wait.
+if TYPE_CHECKING:  # It imports JAX, which would make sites wait.
   from diloco.contrib.sites.coordinator.group import OuterGroup
 
 # Measures the payloads {site: bytes} of a round.
@@ -36,8 +36,8 @@ Measure: TypeAlias = Callable[[int, dict[int, bytes]], dict[int, Measured]]
 
 _LARGEST = (1 << 63) - 1
 _RECENT = 2  # Closed rounds in memory.
-# After the last round, the coordinator ends once nothing has happened for so many
-# seconds. Until then, a site that was cut off may come back.
+# After the last round, the coordinator waits this many seconds for further events, then
+# it ends. Until then, a site that lost its connection may come back.
 _LINGER_S = 30.0
 
 
@@ -91,8 +91,8 @@ class Board:
     on_closed: called with every round that closes.
   """
 
-  def __init__(self, calendar: Calendar, journal: Journal, say: Callable[[str], None]):
-    """Starts before the first round, or goes on from the journal; `say` prints."""
+  def __init__(self, calendar: Calendar, journal: Journal, show: Callable[[str], None]):
+    """Starts before the first round, or goes on from the journal; `show` prints."""
     self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run
     steps = [t for t, _ in calendar.rounds if t <= calendar.config.train.steps]
@@ -107,7 +107,7 @@ class Board:
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()
     self.started = self.published > 0
-    self._journal, self._say = journal, say
+    self._journal, self._show = journal, show
     self._group: OuterGroup | None = None
     self._loaded = asyncio.Event()
     self.on_closed: Callable[[Entry], None] = lambda entry: None
@@ -133,7 +133,7 @@ class Board:
     """A site connects."""
     self.rounds.join(site)
     self.notify()
-    self._say(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
+    self._show(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
 
   def gone(self, site: int) -> None:
     """The connection of a site ends; the payloads that came in part are dropped."""
@@ -143,7 +143,7 @@ class Board:
         del self.uploads[key]
     self.notify()
     reason = self._farewells.pop(site, "is gone")
-    self._say(f"Site {site} {reason}: {self.inside()} of {self.calendar.sites}.")
+    self._show(f"Site {site} {reason}: {self.inside()} of {self.calendar.sites}.")
 
   def receive(self, session: Session, message: Message) -> bool:
     """Takes a message of a site that has joined; returns False for its farewell.
@@ -311,7 +311,7 @@ class Board:
     waited = time.monotonic() - self._first_ready
     enough = ready >= self._sites.quorum and waited > self._sites.start_s
     if ready == self.calendar.sites or enough:
-      self._say(f"Training begins with {ready} of {self.calendar.sites} sites.")
+      self._show(f"Training begins with {ready} of {self.calendar.sites} sites.")
       self.started = True
       self.notify()
 
@@ -373,7 +373,7 @@ class Board:
     refused = self._outliers.refused(fragment, measured, tokens)
     for site, reason in refused.items():
       del payloads[site], tokens[site]
-      self._say(f"Refuses the payload of site {site} in round {number}: {reason}.")
+      self._show(f"Refuses the payload of site {site} in round {number}: {reason}.")
     self._outliers.counted(fragment, [measured[k].norm for k in tokens])
     data = {shard: x for k in tokens for shard, x in uploads[k].data.items()}
     waited_s = round(closing.waited_s, 3)

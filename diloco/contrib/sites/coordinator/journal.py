@@ -2,8 +2,8 @@
 
 A round is on disk before it is announced to any site. So a coordinator that was
 killed applies exactly the rounds that the sites may have applied. `rounds.jsonl` has
-one line per closed round, without payloads, for people and audits. `applied.jsonl` has
-the digest of the outer state after each round, for `replay`.
+one line per closed round, without payloads, so that people can check a run.
+`applied.jsonl` has the digest of the outer state after each round, for `replay`.
 """
 
 import contextlib

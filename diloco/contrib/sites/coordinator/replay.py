@@ -94,7 +94,7 @@ def replay(
   if fields or weights is not None:
     other = OtherUpdate(workdir, calendar, plan, state, fields, weights)
     print("round  step  fragment    update     other  cosine")
-  # {rounds that are applied: step of the checkpoint that has them}
+  # {number of applied rounds: step of the checkpoint that contains them}
   saved = {calendar.first_after(step): step for step in steps_of(workdir)}
   applied = 0
   if kept[0]:

@@ -6,7 +6,7 @@ import tqdm
 
 from diloco.contrib.sites.coordinator.board import Board
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
-from diloco.processes.peers import say
+from diloco.processes.peers import print_line
 from diloco.util import files
 from diloco.util.bar import make_bar
 
@@ -50,7 +50,7 @@ class Report:
       "sites": {k: {"late": late[k], "refused": refused[k]} for k in range(sites)},
     }
     files.write_json(self._workdir / "coordinator.json", summary)
-    say(
+    print_line(
       f"All {summary['rounds']} rounds are closed: {full} with all sites,"
       f" {len(lines) - full} with fewer; at most {longest_s:.1f} s of waiting;"
       f" {sum(refused.values())} payloads with bad numbers refused.\n"

@@ -1,7 +1,6 @@
 """The coordinator's end of the connections: who may join, and what a site is sent.
 
-Payloads are relayed while they arrive, so a payload crosses two links in the time of
-one.
+Payloads are relayed while they arrive, so two links take the time of one.
 """
 
 import asyncio
@@ -182,7 +181,7 @@ class Server:
       if message.kind == "welcome":
         at = message.fields["round"]
       yield message
-    sent = dict[tuple[int, int], tuple[Upload, int]]()  # {(round, site): and its bytes}
+    sent = dict[tuple[int, int], tuple[Upload, int]]()  # Bytes sent.
     while not reader.done() and self._sessions.get(session.site) is session:
       news = board.changed
       if board.started and not started:
@@ -212,7 +211,7 @@ class Server:
     board, received = self._board, session.fields.get("received")
     snapshot, data = b"", dict[str, Any]()
     if isinstance(received, int) and board.is_kept(received):
-      # This process was here before. It need not wait for the outer state.
+      # This process was connected before, so it need not wait for the outer state.
       at = received
     else:
       own, digests = session.fields.get("round"), session.fields.get("digests")
