@@ -147,7 +147,6 @@ def traffic(devices: int, **fields) -> dict:
         s.params,
         s.opt_state,
         [tokens] * 3,
-        None,
         tuned,
         [payload],
         c=c,
