@@ -39,7 +39,8 @@ from diloco.algorithm.slices import one_of
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
-from diloco.contrib._shared import NEEDS, alone, step_each
+from diloco.contrib._shared.own_outer import step_each
+from diloco.contrib._shared.rules import NEEDS, alone
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig

@@ -275,7 +275,7 @@ def source_files(name: str) -> list[pathlib.Path]:
 def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  folders = [path.parent for path in folder.glob("*/__init__.py")]
+  folders = [path.parent for path in folder.glob("[!_]*/__init__.py")]
   return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 
