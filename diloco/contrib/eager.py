@@ -23,7 +23,7 @@ replicas is simply applied one round late, they get 3.01, or 2.73 at a lower rat
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -61,10 +61,10 @@ class Eager(plugins.Extension):
   # outer gradients of the previous round.
   on: bool = False
 
-  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
+  def fill_in(self, c: Config) -> dict[str, Any]:
     if not self.on:
       return {}
-    return {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
+    return {"overlap.tau": c.sync_every, "overlap.taus": (), "overlap.alpha": 0.0}
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"eager.on": alone(c)}

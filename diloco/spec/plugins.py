@@ -137,8 +137,8 @@ class Extension:
   also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
   """
 
-  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns other fields that follow from these; v has all fields by name.
+  def fill_in(self, c: "Config") -> dict[str, Any]:
+    """Returns other fields by name that follow from these; c has its steps.
 
     Raises:
       ConfigError: nothing follows.
