@@ -59,10 +59,16 @@ def rate(value: float) -> Point:
 METHODS = load_module("methods", "get_config", "methods")
 DILOCO, LOCAL_ADAMW = METHODS.DILOCO, METHODS.LOCAL_ADAMW
 MEAN, MUON = METHODS.MEAN, METHODS.MUON
-PIER = {
-  "outer.final_fraction": METHODS.PIER_RATE,
-  "outer.final_momentum": METHODS.PIER_MOMENTUM * 0.5,
-}
+PLUGINS = ("des_loc", "warm_start", "restarted", "error_feedback")
+
+
+def falling(fraction: float = 1.0, momentum: float = 0.5) -> Point:
+  ends = f"final_fraction={fraction}, final_momentum={momentum}"
+  text = f"falling(momentum=0.5, nesterov=True, {ends})"
+  return {"plugins": (*PLUGINS, "falling"), "outer.optimizer": text}
+
+
+PIER = falling(METHODS.PIER_RATE, METHODS.PIER_MOMENTUM * 0.5)
 
 SMALL = batch(8, 400)
 H_5 = every(5, **outer(0.7, 0.5))
@@ -99,8 +105,8 @@ STREAMING: dict[str, Point] = {
   "DiLoCo, H=5, outer rate 0.7, mean moments": DILOCO | H_5 | moments(5),
   "H=5, outer rate 0.7, mean moments": H_5 | moments(5),
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
-  "falling outer rate": {"outer.final_fraction": 0.1},
-  "falling outer momentum": {"outer.final_momentum": 0.0},
+  "falling outer rate": falling(fraction=0.1),
+  "falling outer momentum": falling(momentum=0.0),
   "momentum restarts": {
     "outer.optimizer": "restarted(every=10, momentum=0.5, nesterov=True)"
   },
@@ -138,7 +144,7 @@ def get_config(point: Point, text: str):
   c = load_module("sample", "get_config", "sample").get_config()
   # All sequences are shuffled: in a window, each replica stays on few documents.
   c.data.source, c.data.shuffle_window = text, -1
-  add_plugins(c, "des_loc", "warm_start", "restarted", "error_feedback")
+  add_plugins(c, *PLUGINS)
   c.update_from_flattened_dict(CASES[point["case"]][0])
   c.seed = point["seed"]
   c.eval.every, c.checkpoint.every, c.log.every = 0, 0, 10

@@ -32,6 +32,18 @@ LATER = ("bins", "error_feedback")
 PIER_RATE, PIER_MOMENTUM = 0.9 / 1.1, 0.9 / 0.99
 WARM = {"plugins": ("warm_start",), "warm_start.steps": lambda c: c.train.steps // 10}
 
+
+def falling(fraction: float = 1.0, share: float = 1.0) -> dict[str, Value]:
+  """Returns fields with which outer rate and momentum fall to these shares."""
+  rate = f"final_fraction={fraction}"
+
+  def text(c: Config) -> str:
+    ends = f", {rate}, final_momentum={share * momentum(c)})"
+    return c.outer.optimizer.replace("sgd(", "falling(").replace(")", ends)
+
+  return {"plugins": ("falling",), "outer.optimizer": text}
+
+
 METHODS: dict[str, dict[str, Value]] = {
   "data_parallel": {"algorithm": "data_parallel"},
   "diloco": DILOCO,
@@ -80,8 +92,8 @@ METHODS: dict[str, dict[str, Value]] = {
     "outer.learning_rate": 0.7,
     **DILOCO,
   },
-  "falling_rate": {"outer.final_fraction": 0.1},
-  "falling_momentum": {"outer.final_momentum": 0.0},
+  "falling_rate": falling(fraction=0.1),
+  "falling_momentum": falling(share=0.0),
   "restarts": {
     "plugins": ("restarted",),
     "outer.optimizer": lambda c: c.outer.optimizer.replace(
@@ -91,10 +103,10 @@ METHODS: dict[str, dict[str, Value]] = {
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {**DILOCO, **WARM, "warm_start.momentum": False},
   "pier": {
-    "outer.final_fraction": PIER_RATE,
-    "outer.final_momentum": lambda c: PIER_MOMENTUM * momentum(c),
     **DILOCO,
     **WARM,
+    **falling(PIER_RATE, PIER_MOMENTUM),
+    "plugins": ("warm_start", "falling"),
   },
   "eager": DILOCO | {"plugins": ("eager",), "eager.on": True},
   "radial": {"plugins": ("radial",), "outer.average": "radial"},

@@ -14,7 +14,7 @@ import optax
 from diloco.algorithm import optimizers
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event
-from diloco.contrib._shared import NEEDS
+from diloco.contrib._shared.rules import NEEDS
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import Count
 from diloco.spec.plugins import Average, Exchange, Rule

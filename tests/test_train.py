@@ -413,10 +413,6 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
   [
     ({"outer.optimizer": "bogus"}, "outer.optimizer is 'bogus', but optax has no"),
     ({"outer.optimizer": "momo"}, "outer.optimizer cannot step these parameters"),
-    (
-      {"outer.optimizer": "adam", "outer.final_momentum": 0.5},
-      "outer.final_momentum is 0.5, but outer.optimizer is 'adam'",
-    ),
     ({"inner.optimizer": "bogus"}, "inner.optimizer is 'bogus', but optax has no"),
     (
       {"inner.optimizer": "momo", "inner.weight_decay": 0.0},

@@ -54,8 +54,8 @@ def can_update(wire: WireConfig, outer: Outer, mesh: Mesh) -> bool:
   """Says whether `update` supports the optimizer, exchange and number format."""
   if not isinstance(outer, OuterConfig):
     return False
-  if outer.changes or outer.average != "mean":
-    return False  # The state also counts syncs, or the mean needs whole tensors.
+  if outer.average != "mean":
+    return False  # The mean needs whole tensors.
   name, _ = parse("outer.optimizer", outer.optimizer)
   fits = name == "sgd"  # SGD treats each value alone.
   return fits and wire.exchange == "gather" and _can_decode(wire, mesh)

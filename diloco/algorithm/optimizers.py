@@ -32,44 +32,12 @@ from diloco.util.types import PyTree
 Outer: TypeAlias = OuterConfig | optax.GradientTransformation
 
 
-def sgd(
-  learning_rate: optax.ScalarOrSchedule,
-  momentum: optax.ScalarOrSchedule | None = None,
-  nesterov: bool = False,
-  accumulator_dtype: jax.typing.DTypeLike | None = None,
-) -> optax.GradientTransformation:
-  """optax.sgd, whose momentum may also be a schedule.
-
-  Late in training, the inner rate is small and so are new outer gradients, but a large
-  momentum still contains older, larger ones. So both may fall, from the first sync on.
-  """
-  if not callable(momentum):
-    return optax.sgd(learning_rate, momentum, nesterov, accumulator_dtype)
-  trace = lambda value: optax.trace(value, nesterov, accumulator_dtype)
-
-  def init(params: PyTree) -> PyTree:
-    count = optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
-    return count, trace(0.0).init(params)
-
-  def update(
-    updates: PyTree, state: PyTree, params: PyTree | None = None
-  ) -> tuple[PyTree, PyTree]:
-    (count,), old = state
-    updates, new = trace(momentum(count)).update(updates, old)
-    return updates, (optax.ScaleByScheduleState(count + 1), new)
-
-  return optax.chain(
-    optax.GradientTransformation(init, update),
-    optax.scale_by_learning_rate(learning_rate),
-  )
-
-
 OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
   "inner.optimizer": {},
-  "outer.optimizer": {"sgd": sgd},
+  "outer.optimizer": {},
 }
-# Names of outer optimizers whose momentum may be a schedule, or an array.
-FALLING = {"sgd"}
+# Names of outer optimizers whose momentum may be an array.
+TUNED = {"sgd"}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -96,7 +64,7 @@ class OuterTuned(NamedTuple):
   Attributes:
     learning_rate: rate of the first sync.
     momentum: sgd's momentum; None for sgd without momentum, and for optimizers that are
-      not in `FALLING`.
+      not in `TUNED`.
   """
 
   learning_rate: jax.Array | float
@@ -193,7 +161,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
   if isinstance(outer, optax.GradientTransformation):
     return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
-  momentum = arguments.get("momentum") if name in FALLING else None
+  momentum = arguments.get("momentum") if name in TUNED else None
   return OuterTuned(outer.learning_rate, momentum)
 
 
@@ -202,61 +170,13 @@ def make_outer(
 ) -> optax.GradientTransformation:
   """Makes the outer optimizer.
 
-  If its rate or momentum changes, its state counts the syncs of the fragment.
-
   Raises:
     ConfigError: outer.optimizer names no such optimizer.
   """
   if isinstance(outer, optax.GradientTransformation):
     return outer
-  numbers = _outer_numbers(outer, values or outer_tuned(outer))
-  rate = numbers.pop("learning_rate")
-  return _make("outer.optimizer", outer.optimizer, rate, **numbers)
-
-
-def _outer_numbers(
-  outer: OuterConfig, values: OuterTuned
-) -> dict[str, optax.ScalarOrSchedule]:
-  """Returns the outer learning rate and, if sgd has one, the momentum.
-
-  Raises:
-    ConfigError: the momentum changes, but the optimizer has none.
-  """
-  own: dict[str, optax.ScalarOrSchedule] = {"learning_rate": values.learning_rate}
-  if values.momentum is not None:
-    own["momentum"] = values.momentum
-  last = max(outer.decay_syncs - 1, 1)
-  if outer.final_fraction < 1:
-    own["learning_rate"] = optax.cosine_decay_schedule(
-      values.learning_rate, last, alpha=outer.final_fraction
-    )
-  if outer.final_momentum >= 0:
-    if values.momentum is None:
-      raise ConfigError(
-        f"outer.final_momentum is {outer.final_momentum}, but outer.optimizer is"
-        f" {outer.optimizer!r}; choose sgd with a momentum, or set it to -1."
-      )
-    fall, end = optax.cosine_decay_schedule(1.0, last), outer.final_momentum
-    own["momentum"] = lambda count: end + (values.momentum - end) * fall(count)
-  return own
-
-
-def changing(
-  outer: Outer, values: OuterTuned, opt_state: PyTree
-) -> dict[str, jax.Array]:
-  """Returns the outer learning rate and momentum of the next update, float32 [].
-
-  Those that never change are left out.
-
-  Args:
-    opt_state: outer optimizer state of a fragment before the update.
-  """
-  if isinstance(outer, optax.GradientTransformation) or not outer.changes:
-    return {}
-  parts = jax.tree.leaves(opt_state, is_leaf=is_schedule)
-  count = next(x.count for x in parts if is_schedule(x))
-  numbers = _outer_numbers(outer, values).items()
-  return {f"outer_{name}": jnp.float32(x(count)) for name, x in numbers if callable(x)}
+  rate, momentum = values or outer_tuned(outer)
+  return _make("outer.optimizer", outer.optimizer, rate, momentum=momentum)
 
 
 def outer_shardings(
@@ -278,22 +198,24 @@ def _make(
   rate: optax.ScalarOrSchedule,
   decay: jax.Array | float | None = None,
   leading: int = 1,
-  **numbers: optax.ScalarOrSchedule,
+  momentum: jax.Array | float | None = None,
 ) -> optax.GradientTransformation:
-  """Makes the optimizer that `text` names; `numbers` replace its arguments.
+  """Makes the optimizer that `text` names.
 
   Args:
     leading: axes of a tensor under `blocks` before those of a layer.
+    momentum: replaces that of the text; None: that of the text.
   """
   name, arguments = parse(field, text)
-  momentum = arguments.get("momentum")
-  number = isinstance(momentum, int | float) and not isinstance(momentum, bool)
-  if momentum is not None and not (number and 0 <= momentum < 1):
+  own = arguments.get("momentum")
+  number = isinstance(own, int | float) and not isinstance(own, bool)
+  if own is not None and not (number and 0 <= own < 1):
     raise ConfigError(
-      f"{field} is {text!r}, whose momentum is {momentum!r}; give a number of at least"
+      f"{field} is {text!r}, whose momentum is {own!r}; give a number of at least"
       " 0 and below 1."
     )
-  arguments |= numbers
+  if momentum is not None:
+    arguments["momentum"] = momentum
   factory = OWN[field].get(name) or getattr(optax.contrib, name, None)
   factory = factory or getattr(optax, name, None)
   known = inspect.signature(factory).parameters if callable(factory) else {}

@@ -137,13 +137,14 @@ def _update(
     delta = average(delta_M, weights_M, outer)
     cosine = sync_metrics.cosine_of(delta_M, weights_M)
   # Line 11.
-  changing = optimizers.changing(outer, tuned, opt_state)
   step, opt_state = optimizers.make_outer(outer, tuned).update(delta, opt_state, theta)
   theta = optax.apply_updates(theta, step)
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(step)
-  return theta, opt_state, sync_metrics.of_update(*norms, cosine) | changing
+  metrics = sync_metrics.of_update(*norms, cosine)
+  numbers = getattr(opt_state, "hyperparams", {})  # Of optax.inject_hyperparams.
+  return theta, opt_state, metrics | {f"outer_{k}": x for k, x in numbers.items()}
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:

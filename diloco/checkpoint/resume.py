@@ -112,12 +112,9 @@ def check(
     if all(after <= before for before, after in zip(*rates)):
       return f"The run diverged; it goes on with {lines}."
   if changes:
-    hint = ""
-    if "outer.decay_syncs" in changes:
-      hint = f"; to extend the run, set outer.decay_syncs={old.outer.decay_syncs}"
     raise ConfigError(
       f"workdir holds a checkpoint of step {step} made with another config ({lines});"
-      f" choose another --workdir or the same values{hint}."
+      " choose another --workdir or the same values."
     )
   return ""
 

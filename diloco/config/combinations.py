@@ -80,10 +80,6 @@ def check_effects(
       c.wire.format == "fp32" and sizes.coder(c.wire.compressor) in _BUILT_IN,
       "wire.format is fp32, whose values are not rounded",
     ),
-    "outer.decay_syncs": (
-      not c.outer.changes,
-      "outer.final_fraction and outer.final_momentum keep rate and momentum constant",
-    ),
   }
   groups = (effects, *(extension.effects(c) for extension in c.extensions))
   for field, (useless, reason) in (item for own in groups for item in own.items()):

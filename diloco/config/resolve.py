@@ -188,13 +188,6 @@ def _resolve(v: dict[str, Any]) -> Config:
   if v["algorithm"] != "streaming":
     v["fragments.pattern"] = "whole"
     v |= {"overlap.tau": 0, "overlap.taus": (), "overlap.alpha": 0.0}
-  for extension in _build(v).effective:
-    v |= extension.fill_in(v)
-  if v["wire.format"] == "auto":
-    v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
-  v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
-  fill_in(v)
-  v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
   tokens_per_step = v["train.batch_size"] * v["model.seq_len"]
   v["train.steps"] = v["train.steps"] or v["train.tokens"] // tokens_per_step
   if not v["train.steps"]:
@@ -203,12 +196,17 @@ def _resolve(v: dict[str, Any]) -> Config:
       f" set train.tokens to at least one batch of {tokens_per_step} tokens."
     )
   v["train.tokens"] = v["train.steps"] * tokens_per_step
+  for extension in _build(v).effective:
+    v |= extension.fill_in(_build(v))
+  if v["wire.format"] == "auto":
+    v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
+  v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
+  fill_in(v)
+  v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
   if v["inner.weight_decay"] < 0:
     v["inner.weight_decay"] = 1.0 / (v["inner.decay_steps"] or v["train.steps"])
   c = _build(v)
   checks.check_together(c, v, defaults)
-  if c.outer.changes and not c.outer.decay_syncs and c.make_fragments():
-    c = _build(v | {"outer.decay_syncs": max(c.num_updates())})
   checks.check_profile(c)
   return c
 

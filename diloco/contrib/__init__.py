@@ -34,7 +34,18 @@ MOVED = {
   "model.num_kv_heads": (0, "qwen3.kv_heads", 8),
   "model.rope_theta": (1e6, "qwen3.rope_theta", 1e6),
   "model.tie_embeddings": (True, "qwen3.tie_embeddings", False),
+  "outer.decay_syncs": (0, "outer.optimizer", "falling(momentum=0.9, syncs=60)"),
   "outer.fedpart": (False, "fedpart.on", True),
+  "outer.final_fraction": (
+    1.0,
+    "outer.optimizer",
+    "falling(momentum=0.9, nesterov=True, final_fraction=0.1)",
+  ),
+  "outer.final_momentum": (
+    -1.0,
+    "outer.optimizer",
+    "falling(momentum=0.9, nesterov=True, final_momentum=0.0)",
+  ),
   "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
   "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),

@@ -23,7 +23,7 @@ replicas is simply applied one round late, they get 3.01, or 2.73 at a lower rat
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,8 @@ from diloco.algorithm.slices import one_of
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
-from diloco.contrib._shared import NEEDS, alone, step_each
+from diloco.contrib._shared.own_outer import step_each
+from diloco.contrib._shared.rules import NEEDS, alone
 from diloco.mesh.sharding import REPLICA
 from diloco.spec import plugins
 from diloco.spec.fields import WireConfig
@@ -59,10 +60,10 @@ class Eager(plugins.Extension):
   # others' outer gradients of the previous round.
   on: bool = False
 
-  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
+  def fill_in(self, c: Config) -> dict[str, Any]:
     if not self.on:
       return {}
-    return {"overlap.tau": v["sync_every"], "overlap.taus": (), "overlap.alpha": 0.0}
+    return {"overlap.tau": c.sync_every, "overlap.taus": (), "overlap.alpha": 0.0}
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     return {"eager.on": alone(c)}

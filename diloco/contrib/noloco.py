@@ -39,7 +39,8 @@ from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.algorithm.sync_metrics import Metrics, norms
 from diloco.config import Config
 from diloco.config.combinations import OFF
-from diloco.contrib._shared import NEEDS, step_each
+from diloco.contrib._shared.own_outer import step_each
+from diloco.contrib._shared.rules import NEEDS
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import REPLICA, specs
 from diloco.spec import plugins

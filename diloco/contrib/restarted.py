@@ -5,7 +5,7 @@
 Outer momentum restarts (arXiv 2605.28585): a restart forgets the momentum of older
 outer gradients, and keeps the parameters. We read the abstract only, so we could not
 confirm the period, nor whether the update of a restart already has no momentum. Updates
-of a warm start count, too. A rate or momentum that falls goes on falling.
+of a warm start count, too.
 
 Its authors report that periodic restarts widen the range of outer rates and momenta
 with which language models train stably. They explain it by directions in which the
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from diloco.algorithm.optimizers import FALLING, OWN, is_schedule, sgd
+from diloco.algorithm.optimizers import OWN, TUNED
 from diloco.util.types import PyTree
 
 
@@ -39,7 +39,7 @@ def restarted(
     raise ValueError(f"every is {every}, but must be a whole number of at least 1")
   if isinstance(momentum, int | float) and not momentum:
     raise ValueError("without momentum there is nothing to forget")
-  optimizer = sgd(learning_rate, momentum, nesterov)
+  optimizer = optax.sgd(learning_rate, momentum, nesterov)
 
   def init(params: PyTree) -> PyTree:
     return jnp.zeros((), jnp.int32), optimizer.init(params)
@@ -49,11 +49,8 @@ def restarted(
   ) -> tuple[PyTree, PyTree]:
     count, state = state
     again = (count > 0) & (count % every == 0)
-
-    def chosen(fresh: PyTree, old: PyTree) -> PyTree:
-      return old if is_schedule(old) else jnp.where(again, fresh, old)
-
-    state = jax.tree.map(chosen, optimizer.init(params), state, is_leaf=is_schedule)
+    chosen = lambda fresh, old: jnp.where(again, fresh, old)
+    state = jax.tree.map(chosen, optimizer.init(params), state)
     updates, state = optimizer.update(updates, state, params)
     return updates, (count + 1, state)
 
@@ -61,4 +58,4 @@ def restarted(
 
 
 OWN["outer.optimizer"]["restarted"] = restarted
-FALLING.add("restarted")
+TUNED.add("restarted")

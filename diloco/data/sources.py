@@ -115,8 +115,7 @@ def tfds_builder(source: str, data_dir: str) -> Any:
     raise ConfigError(
       f"data.source is {source!r}, but {folder}/dataset_info.json does not exist; name"
       " a version as in tfds:c4/en:3.1.0, set data.data_dir, or prepare the data set:"
-      f" `tfds build {dataset} --file_format=array_record --data_dir={root}`, or"
-      " python -m diloco make_standin for a small stand-in."
+      f" `tfds build {dataset} --file_format=array_record --data_dir={root}`."
     )
   try:
     builder = tfds.builder_from_directory(folder)

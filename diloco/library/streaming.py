@@ -250,12 +250,6 @@ def _checked(wire: str | WireConfig, outer: Outer, fields: dict[str, Any]) -> Co
       raise ConfigError(
         "outer.final_sync is True, but here it is an argument of drain; give it there."
       )
-    if outer.changes and not outer.decay_syncs:
-      raise ConfigError(
-        f"outer.final_fraction is {outer.final_fraction} and outer.final_momentum"
-        f" {outer.final_momentum}, but outer.decay_syncs is 0; give the number of syncs"
-        " of a fragment in which the rate or the momentum changes."
-      )
   return check_some(fields)
 
 

@@ -106,15 +106,6 @@ class OuterConfig:
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).
   learning_rate: NonNegative = 0.4
-  # Final outer learning rate / initial one; cosine decay over as many updates as the
-  # fragment with the most updates has: others may have one fewer. 1: constant, as in
-  # both papers.
-  final_fraction: Share = 1.0
-  # Final momentum of sgd, along the same cosine. Negative: constant, as in both papers.
-  final_momentum: Annotated[float, Range(-1, 1)] = -1.0
-  # Length of this cosine in outer updates of a fragment, joint steps included; later
-  # updates keep the final values. 0: as many as the run has. Set it to extend a run.
-  decay_syncs: Count = 0
   # mean: the replicas' outer gradients are averaged, as in both papers. Or the name of
   # a mean of a plug-in.
   average: str = "mean"
@@ -126,11 +117,6 @@ class OuterConfig:
   # Whether outer parameters and outer optimizer state stay in host memory. The device
   # then holds only the fragments that are in flight.
   offload: bool = False
-
-  @property
-  def changes(self) -> bool:
-    """Whether the rate or the momentum changes from sync to sync."""
-    return self.final_fraction < 1 or self.final_momentum >= 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -509,16 +495,7 @@ class Config(Extended):
 
   def num_syncs(self) -> tuple[int, ...]:
     """Counts the syncs of each fragment in the whole run."""
-    return self._counted(self.make_schedule())
-
-  def num_updates(self) -> tuple[int, ...]:
-    """Counts the updates of each fragment's outer optimizer up to the last step."""
-    if not all(x.updates_early(self) for x in self.extensions):
-      return self.num_syncs()
-    schedule = dataclasses.replace(self.make_schedule(), joint_steps=0)
-    return self._counted(schedule)
-
-  def _counted(self, schedule: Schedule) -> tuple[int, ...]:
+    schedule = self.make_schedule()
     final, every = int(self.outer.final_sync), range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 

@@ -137,8 +137,8 @@ class Extension:
   also a part of `c.model`: its functions get the fields by `m.of(GROUP)`.
   """
 
-  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns other fields that follow from these; v has all fields by name.
+  def fill_in(self, c: "Config") -> dict[str, Any]:
+    """Returns other fields by name that follow from these; c has its steps.
 
     Raises:
       ConfigError: nothing follows.
@@ -274,7 +274,7 @@ def source_files(name: str) -> list[pathlib.Path]:
 def contrib() -> list[str]:
   """Lists the plug-ins that ship with the package, files and folders."""
   folder = pathlib.Path(__file__).parents[1] / "contrib"
-  folders = [path.parent for path in folder.glob("*/__init__.py")]
+  folders = [path.parent for path in folder.glob("[!_]*/__init__.py")]
   return sorted(p.stem for p in (*folders, *folder.glob("[!_]*.py")))
 
 

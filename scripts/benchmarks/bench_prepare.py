@@ -16,12 +16,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import make_standin
 from absl import flags
 from tensorflow_datasets.proto import tf_example_pb2
 
 from diloco.config import command_line
 from diloco.data import make_source
-from diloco.data.prepare import make_standin
 from diloco.data.records import masked_crc32c
 from diloco.errors import ConfigError
 from diloco.spec.fields import DataConfig

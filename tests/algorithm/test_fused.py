@@ -142,7 +142,10 @@ def test_a_mean_with_weights_counts_the_weights():
       "plugins": ("restarted",),
       "outer.optimizer": "restarted(every=2, momentum=0.9)",
     },
-    {"outer.final_fraction": 0.5},
+    {
+      "plugins": ("falling",),
+      "outer.optimizer": "falling(momentum=0.9, final_fraction=0.5)",
+    },
     {"plugins": ("radial",), "outer.average": "radial"},
   ],
 )

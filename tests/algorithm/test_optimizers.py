@@ -10,7 +10,11 @@ from jax.sharding import AxisType
 from diloco.algorithm import optimizers
 from diloco.config import Config
 from diloco.config import resolve as resolve_config
-from diloco.contrib import delayed_nesterov, restarted  # noqa: F401  Register.
+from diloco.contrib import (  # noqa: F401  Register.
+  delayed_nesterov,
+  falling,
+  restarted,
+)
 from diloco.errors import ConfigError
 from diloco.spec.fields import OuterConfig
 from diloco.util.command import load_module
@@ -111,40 +115,14 @@ def test_every_outer_optimizer_descends(name):
     ("restarted(every=0, momentum=0.9)", "every is 0, but must be a whole number"),
     ("restarted(every=3, momentum=0.0)", "without momentum there is nothing to forget"),
     ("restarted(every=3)", "missing 1 required positional argument: 'momentum'"),
+    ("falling(momentum=0.9, final_fraction=0.1, syncs=True)", "syncs is True, but"),
+    ("falling(momentum=0.9, final_fraction=2, syncs=9)", "final_fraction is 2 and"),
+    ("falling(momentum=0.9, syncs=9)", "nothing falls; give final_fraction or final"),
   ],
 )
 def test_an_unknown_outer_optimizer_is_refused(text, message):
   with pytest.raises(ConfigError, match=f"outer.optimizer .*{message}"):
     optimizers.make_outer(OuterConfig(optimizer=text))
-
-
-def test_only_a_momentum_can_fall():
-  outer = OuterConfig("sgd", final_momentum=0.5, decay_syncs=3)
-  with pytest.raises(ConfigError, match=r"momentum is 0.5, .* choose sgd with a"):
-    optimizers.make_outer(outer)
-
-
-@pytest.mark.parametrize("name", ["sgd(", "restarted(every=2, "])
-def test_an_outer_rate_and_momentum_that_change_are_known_before_each_update(name):
-  falls = {"final_fraction": 0.5, "final_momentum": 0.5, "decay_syncs": 3}
-  outer = OuterConfig(f"{name}momentum=0.9)", learning_rate=1.0, **falls)
-  made, tuned = optimizers.make_outer(outer), optimizers.outer_tuned(outer)
-  state, found = made.init(jnp.float32(0)), list[dict[str, float]]()
-  for _ in range(4):
-    numbers = optimizers.changing(outer, tuned, state)
-    found.append({name: round(float(x), 6) for name, x in numbers.items()})
-    _, state = made.update(jnp.float32(1), state, jnp.float32(0))
-  assert [x["outer_learning_rate"] for x in found] == [1.0, 0.75, 0.5, 0.5]
-  assert [x["outer_momentum"] for x in found] == [0.9, 0.7, 0.5, 0.5]
-  same = OuterConfig("sgd(momentum=0.9)", learning_rate=1.0)
-  assert optimizers.changing(same, optimizers.outer_tuned(same), state) == {}
-
-
-def test_the_rate_of_another_optimizer_is_known_too_and_a_constant_left_out():
-  outer = OuterConfig("adam", learning_rate=2.0, final_fraction=0.5, decay_syncs=2)
-  state = optimizers.make_outer(outer).init(jnp.float32(0))
-  numbers = optimizers.changing(outer, optimizers.outer_tuned(outer), state)
-  assert numbers == {"outer_learning_rate": 2.0}
 
 
 def test_keyword_arguments_reach_optax():

@@ -289,7 +289,7 @@ def run(*args: str) -> subprocess.CompletedProcess:
       "--output is '/pr",
     ),
     (
-      "-m diloco.data.prepare.make_standin --name=c4 --data_dir=/tmp",
+      "scripts/benchmarks/make_standin.py --name=c4 --data_dir=/tmp",
       "--name is 'c4'; give c4/en",
     ),
     (

@@ -73,8 +73,9 @@ def make(**fields):
       r"sparta.share is 0.1, but replicas is 1, .*, or set sparta.share=0\.0",
     ),
     (
-      {"outer.decay_syncs": 9},
-      "outer.decay_syncs is 9, but outer.final_fraction and outer.final_momentum keep",
+      {"outer.final_fraction": 0.1},
+      r"final_fraction is 0.1, .*; now it is outer.optimizer='falling\(.*"
+      r"; the plug-in falling has it",
     ),
     (
       {"warm_start.momentum": False},
@@ -221,7 +222,6 @@ def test_a_run_that_never_synchronises_some_parameters_is_refused():
     assert ("final_sync" in str(raised.value)) == hint
   # A saved config is read whatever its number of syncs.
   assert complete(make(**{"train.steps": 10}).to_dict()).train.steps == 10
-  assert complete(make(**{"outer.decay_syncs": 9}).to_dict()).outer.decay_syncs == 9
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_arguments_of_a_compressor_that_cannot_work_are_refused(text, message):
 
 def test_a_saved_field_that_a_plug_in_replaced_is_read_at_its_default_only():
   saved = resolve(make()).to_dict()
-  saved["outer"] |= {"restart_every": 0, "fedpart": False}
+  saved["outer"] |= {"restart_every": 0, "fedpart": False, "final_momentum": -1.0}
   saved["wire"]["chunk"] = 0
   assert complete(saved) == resolve(make())
   saved["outer"]["restart_every"] = 5
@@ -269,14 +269,3 @@ def test_data_parallel_ignores_the_fields_of_the_outer_step():
     "train.steps": 1,
   }
   assert resolve(make(**fields)).train.steps == 1
-
-
-def test_the_outer_rate_falls_until_the_last_sync(tiny):
-  tiny.outer.final_fraction = 0.1
-  c = resolve(tiny)
-  assert c.outer.decay_syncs == max(c.num_syncs()) > 1
-  assert resolve(c) == c
-  tiny.outer.decay_syncs = 3
-  assert resolve(tiny).outer.decay_syncs == 3
-  tiny.outer.decay_syncs, tiny.algorithm = 0, "data_parallel"
-  assert resolve(tiny).outer.decay_syncs == 0

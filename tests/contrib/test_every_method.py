@@ -14,6 +14,7 @@ from diloco.contrib import warm_start
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
+from diloco.spec.call_text import parse
 from diloco.train import train
 from diloco.util.command import load_module
 
@@ -105,7 +106,9 @@ def test_every_method_is_compared():
 def test_a_method_takes_the_momentum_however_it_is_written(tiny):
   tiny.outer.optimizer = "sgd(nesterov=True, momentum=0.8)"
   METHODS.use(tiny, "pier")
-  assert tiny.outer.final_momentum == pytest.approx(0.8 * 0.9 / 0.99)
+  name, arguments = parse("outer.optimizer", tiny.outer.optimizer)
+  assert (name, arguments["momentum"], arguments["nesterov"]) == ("falling", 0.8, True)
+  assert arguments["final_momentum"] == pytest.approx(0.8 * 0.9 / 0.99)
   METHODS.use(tiny, "delayed_nesterov")
   assert tiny.outer.optimizer == "delayed_nesterov(every=4, momentum=0.8)"
 

@@ -17,7 +17,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import tuned
 from diloco.algorithm.state import init_state
 from diloco.config import add_plugins, changed, resolve
-from diloco.contrib import restarted, warm_start  # noqa: F401  Registers its name.
+from diloco.contrib import falling, restarted, warm_start  # noqa: F401  Register.
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
@@ -73,7 +73,7 @@ def by_hand(start, warm, tau, accumulates, restart, rates, momenta):
   return found
 
 
-FALLS = {"final_fraction": 0.2, "final_momentum": 0.3, "decay_syncs": 5}
+FALLING = "falling(final_fraction=0.2, final_momentum=0.3, syncs=5, "
 # A cosine over five updates falls from 1 to 0.
 COSINE = (1 + np.cos(np.pi * np.arange(5) / 4)) / 2
 
@@ -102,9 +102,9 @@ def test_fragments_follow_and_momentum_grows_as_in_numpy(
     fragments=FRAGMENTS.get,
     tau=tau,
     outer=diloco.OuterConfig(
-      f"restarted(every={restart}, momentum={MOMENTUM}, nesterov=True)",
+      (FALLING if falls else f"restarted(every={restart}, ")
+      + f"momentum={MOMENTUM}, nesterov=True)",
       RATE,
-      **(FALLS if falls else {}),
     ),
   )
   # The library refuses a warm start, whose gradients it cannot average.
@@ -212,15 +212,6 @@ def test_a_warm_start_refuses_what_it_cannot_do(tiny, fields, message):
   tiny.warm_start.steps = 4
   with pytest.raises(ConfigError, match=message):
     changed(resolve(tiny), fields)
-
-
-def test_a_falling_rate_ends_with_the_last_update(tiny):
-  add_plugins(tiny, "warm_start")
-  tiny.warm_start.steps, tiny.sync_every, tiny.train.steps = 8, 4, 24
-  tiny.algorithm, tiny.outer.final_fraction = "diloco", 0.1
-  assert resolve(tiny).outer.decay_syncs == 6
-  tiny.warm_start.momentum = False
-  assert resolve(tiny).outer.decay_syncs == 4
 
 
 @pytest.mark.slow("whole runs")

@@ -640,7 +640,7 @@ def test_line_ends_are_read_as_stored(tiny, tmp_path):
 
 def make_standin(*flags):
   return subprocess.run(
-    [sys.executable, "-m", "diloco.data.prepare.make_standin", *flags],
+    [sys.executable, ROOT / "scripts/benchmarks/make_standin.py", *flags],
     env={**os.environ, "PYTHONPATH": str(ROOT)},
     capture_output=True,
     text=True,

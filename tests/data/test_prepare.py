@@ -433,7 +433,7 @@ def tfrecord(tmp_path_factory):
   root = tmp_path_factory.mktemp("tfds")
   run = subprocess.run(
     [
-      *(sys.executable, "-m", "diloco.data.prepare.make_standin"),
+      *(sys.executable, ROOT / "scripts/benchmarks/make_standin.py"),
       f"--data_dir={root}/standin",
     ],
     env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -22,7 +22,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
-from diloco.contrib import error_feedback, restarted  # noqa: F401  Register.
+from diloco.contrib import error_feedback, falling, restarted  # noqa: F401  Register.
 from diloco.mesh.devices import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,38 +90,29 @@ def by_hand(params_M, sync_every, fragment_of, tau, alpha, rates, momenta, resta
 
 
 @pytest.mark.parametrize(
-  ("tau", "alpha", "more", "rates", "momenta", "restart"),
+  ("tau", "alpha", "optimizer", "rates", "momenta", "restart"),
   [
-    (0, 0.0, {}, [0.5], [0.8], 99),
-    (2, 0.5, {}, [0.5], [0.8], 99),
+    (0, 0.0, "sgd(", [0.5], [0.8], 99),
+    (2, 0.5, "sgd(", [0.5], [0.8], 99),
+    (1, 0.0, "restarted(every=2, ", [0.5], [0.8], 2),
+    (1, 0.5, "restarted(every=1, ", [0.5], [0.8], 1),
     # A cosine over three syncs: 1, (1 + 0.2) / 2, 0.2.
-    (0, 0.0, {"final_fraction": 0.2, "decay_syncs": 3}, [0.5, 0.3, 0.1], [0.8], 99),
-    (1, 0.0, {}, [0.5], [0.8], 2),
     *(
-      (
-        *(1, 0.5),
-        {"final_fraction": 0.2, "decay_syncs": 3},
-        *([0.5, 0.3, 0.1], [0.8], every),
+      (tau, alpha, f"falling(syncs=3, {ends}, ", rates, momenta, 99)
+      for tau, alpha, ends, rates, momenta in (
+        (0, 0.0, "final_fraction=0.2", [0.5, 0.3, 0.1], [0.8]),
+        (0, 0.5, "final_momentum=0.2", [0.5], [0.8, 0.5, 0.2]),
+        (
+          *(1, 0.0, "final_momentum=0, final_fraction=0.2"),
+          *([0.5, 0.3, 0.1], [0.8, 0.4, 0.0]),
+        ),
       )
-      for every in (1, 2)
-    ),
-    (0, 0.5, {"final_momentum": 0.2, "decay_syncs": 3}, [0.5], [0.8, 0.5, 0.2], 99),
-    (
-      *(1, 0.0),
-      {"final_momentum": 0, "final_fraction": 0.2, "decay_syncs": 3},
-      *([0.5, 0.3, 0.1], [0.8, 0.4, 0.0], 99),
-    ),
-    (
-      *(0, 0.0),
-      {"final_momentum": 0.2, "decay_syncs": 3},
-      *([0.5], [0.8, 0.5, 0.2], 2),
     ),
   ],
 )
-def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
+def test_any_tree_trains_as_in_numpy(tau, alpha, optimizer, rates, momenta, restart):
   params_M = diloco.replicate(tree(), M)
   leaves, structure = jax.tree.flatten(params_M)
-  name = "sgd(" if restart == 99 else f"restarted(every={restart}, "
   numbers = {"net/0/b": 1, "net/0/w": 0, "net/1/0": 2, "net/1/1": 0, "z": 2}
   method = diloco.streaming(
     params_M,
@@ -129,7 +120,7 @@ def test_any_tree_trains_as_in_numpy(tau, alpha, more, rates, momenta, restart):
     fragments=numbers.get,
     tau=tau,
     alpha=alpha,
-    outer=diloco.OuterConfig(f"{name}momentum=0.8, nesterov=True)", 0.5, **more),
+    outer=diloco.OuterConfig(f"{optimizer}momentum=0.8, nesterov=True)", 0.5),
   )
   _, (params_M, params) = train(method, params_M)
   expected = by_hand(
@@ -188,9 +179,7 @@ def test_a_run_goes_on_from_any_step_bit_for_bit():
     tau=2,
     wire=wire,
     outer=diloco.OuterConfig(
-      "restarted(every=2, momentum=0.9, nesterov=True)",
-      final_fraction=0.1,
-      decay_syncs=4,
+      "falling(momentum=0.9, nesterov=True, final_fraction=0.1, syncs=4)"
     ),
     seed=3,
   )
@@ -306,8 +295,11 @@ def test_mistakes_are_named():
     (good, {"wire": "e9m9"}, "wire.format is 'e9m9'"),
     (good, {"transport": "pigeon"}, "transport is 'pigeon'; choose device or host"),
     (good, {"outer": diloco.OuterConfig("nadam2")}, "outer.optimizer is 'nadam2'"),
-    (good, {"outer": diloco.OuterConfig(final_fraction=0.1)}, "outer.decay_syncs is 0"),
-    (good, {"outer": diloco.OuterConfig(decay_syncs=3)}, "decay_syncs is 3, but"),
+    (
+      good,
+      {"outer": diloco.OuterConfig("falling(momentum=0.9, final_fraction=0.1)")},
+      "syncs is 0, but must be a whole number of at least 1",
+    ),
     (good, {"outer": diloco.OuterConfig(final_sync=True)}, "an argument of drain"),
     (good, {"outer": optax.lbfgs()}, "outer.optimizer cannot step these"),
     (

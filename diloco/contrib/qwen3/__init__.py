@@ -11,7 +11,6 @@ values, K head size, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from diloco.config import Config
@@ -40,10 +39,10 @@ class Qwen3(plugins.Extension):
   # Whether the head is the token embedding. False: the head has its own matrix.
   tie_embeddings: bool = True
 
-  def fill_in(self, v: Mapping[str, Any]) -> dict[str, Any]:
-    if v["model.name"] != NAME:
+  def fill_in(self, c: Config) -> dict[str, Any]:
+    if c.model.name != NAME:
       return {}
-    dim, heads = v["model.dim"], v["model.num_heads"]
+    dim, heads = c.model.dim, c.model.num_heads
     divide("model.dim", dim, "model.num_heads", 0 if self.head_dim else heads)
     size = self.head_dim or dim // heads
     return {"qwen3.kv_heads": self.kv_heads or heads, "qwen3.head_dim": size}

@@ -1,8 +1,4 @@
-"""What several plug-ins have in common.
-
-Some average values of the replicas between the syncs. In others, every replica has
-outer parameters of its own.
-"""
+"""The outer step of methods in which every replica has its own outer parameters."""
 
 import jax
 import numpy as np
@@ -12,32 +8,8 @@ from jax.sharding import Mesh
 from diloco.algorithm import optimizers
 from diloco.algorithm.optimizers import Outer, OuterTuned
 from diloco.algorithm.slices import one_of, put
-from diloco.config import Config
-from diloco.config.combinations import DEVICE, DILOCO, OFF
 from diloco.mesh.sharding import REPLICA
-from diloco.spec.plugins import Rule
 from diloco.util.types import PyTree
-
-# Values that other fields must have if every replica has its own outer parameters.
-NEEDS = {
-  "overlap.transport": DEVICE,
-  "outer.average": ("mean",),
-  "outer.offload": OFF,
-  "outer.final_sync": OFF,
-  "warm_start.steps": OFF,
-  "diagnostics.every": OFF,
-}
-
-
-def averages_of(field: str) -> Rule:
-  """Makes a rule: what other fields must be if `field` lets devices average values."""
-  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE, "eager.on": OFF}
-  return Rule(field, None, "which averages values of the replicas on devices", needs)
-
-
-def alone(c: Config) -> tuple[bool, str]:
-  """Returns whether there is nobody to exchange with, and the reason."""
-  return c.replicas == 1, "replicas is 1, and a single replica sends nothing"
 
 
 def step_each(

@@ -1,6 +1,6 @@
 r"""Writes a small stand-in for a TFDS text data set, from State of the Union texts.
 
-  python -m diloco make_standin --name=c4/en:3.1.0 --data_dir=/tmp/tfds
+  python scripts/benchmarks/make_standin.py --name=c4/en:3.1.0 --data_dir=/tmp/tfds
   python -m diloco.main --config=configs/sample.py --workdir=runs/c4 \
     --config.data.source=tfds:c4/en:3.1.0 --config.data.data_dir=/tmp/tfds
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-  parser = Parser(prog="python -m diloco make_standin", description=__doc__)
+  parser = Parser(description=__doc__)
   names = "c4/en:3.1.0, which is the default, or dolma:1.0.0"
   parser.add_argument("--name", default="c4/en:3.1.0", help=names)
   parser.add_argument("--data_dir", required=True, help="root folder of TFDS data sets")

@@ -1,0 +1,26 @@
+"""What several plug-ins need of other fields. No JAX."""
+
+from diloco.config import Config
+from diloco.config.combinations import DEVICE, DILOCO, OFF
+from diloco.spec.plugins import Rule
+
+# Values that other fields must have if every replica has its own outer parameters.
+NEEDS = {
+  "overlap.transport": DEVICE,
+  "outer.average": ("mean",),
+  "outer.offload": OFF,
+  "outer.final_sync": OFF,
+  "warm_start.steps": OFF,
+  "diagnostics.every": OFF,
+}
+
+
+def averages_of(field: str) -> Rule:
+  """Makes a rule: what other fields must be if `field` lets devices average values."""
+  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE, "eager.on": OFF}
+  return Rule(field, None, "which averages values of the replicas on devices", needs)
+
+
+def alone(c: Config) -> tuple[bool, str]:
+  """Returns whether there is nobody to exchange with, and the reason."""
+  return c.replicas == 1, "replicas is 1, and a single replica sends nothing"
