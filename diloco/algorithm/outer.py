@@ -142,9 +142,8 @@ def _update(
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(step)
-  metrics = sync_metrics.of_update(*norms, cosine)
-  numbers = getattr(opt_state, "hyperparams", {})  # Of optax.inject_hyperparams.
-  return theta, opt_state, metrics | {f"outer_{k}": x for k, x in numbers.items()}
+  metrics = sync_metrics.of_update(*norms, cosine) | sync_metrics.of_rates(opt_state)
+  return theta, opt_state, metrics
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:
