@@ -8,47 +8,35 @@ folders: that of a sweep, or of a run of several sites.
 """
 
 import argparse
-import contextlib
-import datetime
-import json
+import importlib
 import os
 import pathlib
 import statistics
 import sys
 import time
-import types
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from diloco.checkpoint.record import steps_of
-from diloco.config import complete
-from diloco.contrib.sites.calendar import Calendar
 from diloco.errors import ConfigError
 from diloco.log import metrics
-from diloco.log.workdir import backwards, read_config, title
+from diloco.log.status import (
+  READERS,
+  Status,
+  by_fragment,
+  checkpoint,
+  duration,
+  has_ended,
+  heading,
+  last_line,
+  progress,
+)
+from diloco.log.workdir import backwards, read_config
 from diloco.util import files
 from diloco.util.command import Parser, as_path, guarded, in_range
+from diloco.util.shipped import PACKAGE
 
-ROUNDS, SUMMARY = "rounds.jsonl", "summary.json"
-# A run has probably stopped if it adds no line for _PATIENCE times the usual time of a
-# line, and for _LEAST_S seconds: evaluations and checkpoints take time too.
-_PATIENCE, _LEAST_S = 20, 60
-_ROUND_S = 30  # Assumed seconds of a round: lines of rounds have no times.
+SUMMARY = "summary.json"
 _RECENT = 20  # The usual time is that of these newest steps.
-
-
-class Status(NamedTuple):
-  """How a run goes on.
-
-  Attributes:
-    title: algorithm and numbers of the run.
-    news: {what: text}, what is shown of each run of many.
-    details: {what: text}, what is shown of a single run besides.
-  """
-
-  title: str
-  news: dict[str, str]
-  details: dict[str, str]
 
 
 def of_run(folder: pathlib.Path, now: float) -> Status:
@@ -58,19 +46,19 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   found = newest(folder, config)
   if not found["step"]:
     news = {"step": "none yet; compiling the first one"}
-    if _has_ended(folder):
+    if has_ended(folder):
       news = {"step": "none", "state": "stopped"}
-    return Status(_title(config), news, {})
+    return Status(heading(config), news, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   done = t == total and files.read_json(folder / SUMMARY) is not None
   times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
-  age = _age(folder / metrics.FILE, now, usual, done)
-  news = {"step": _of(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
+  age = last_line(folder / metrics.FILE, now, usual, done)
+  news = {"step": progress(t, total) + (f", {rate:,.0f} tokens/s" if rate else "")}
   if rate and total and t < total and "state" not in age:
     left = (total - t) * step["tokens"] / t / rate
-    news["step"] += f", {_time(left)} of training left"
+    news["step"] += f", {duration(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
   if found["eval"]:
     evaluation = found["eval"][0]
@@ -80,10 +68,10 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   details = dict[str, str]()
   if syncs := found["receive"]:
     # From old to new, so that the newest record of a fragment stays.
-    details["last sync"] = _fragments({r["fragment"]: r["step"] for r in syncs[::-1]})
+    details["last sync"] = by_fragment({r["fragment"]: r["step"] for r in syncs[::-1]})
     if "sites" in syncs[0]:
       news["sites"] = f"{syncs[0]['sites']:g} in the last round"
-  return Status(_title(config), news | age, details | _checkpoint(folder))
+  return Status(heading(config), news | age, details | checkpoint(folder))
 
 
 def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
@@ -105,50 +93,10 @@ def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:
   return found
 
 
-def of_coordinator(folder: pathlib.Path, now: float) -> Status:
-  """Reads how the rounds of a run of several sites go on."""
-  config, rounds = read_config(folder), list[dict[str, Any]]()
-  for line in backwards(folder / ROUNDS):
-    with contextlib.suppress(ValueError):  # The last line may be cut short.
-      rounds.append(json.loads(line))
-  if not rounds:
-    return Status(_title(config), {"round": "none closed yet"}, {})
-  last, total, sites = rounds[0], None, None
-  with contextlib.suppress(ConfigError):
-    calendar = Calendar(complete(config))
-    total, sites = len(calendar.rounds), calendar.sites
-  syncs, sent, refused = dict[int, int](), dict[str, int](), dict[int, list[int]]()
-  for r in rounds:
-    syncs.setdefault(r["fragment"], r["step"])
-    for site in r["tokens"]:
-      sent.setdefault(site, r["step"])
-    for site in r.get("refused", ()):
-      refused.setdefault(site, []).append(r["step"])
-  inside = sorted(last["tokens"], key=int)
-  news = {
-    "round": f"{_of(last['round'] + 1, total)}, step {last['step']:,}",
-    "sites": f"{_of(len(inside), sites)} in the last round: {', '.join(inside)}",
-  }
-  if away := sorted(sent.keys() - inside, key=int):
-    news["away"] = ", ".join(f"{k} since step {sent[k]:,}" for k in away)
-  if refused:
-    news["refused"] = ", ".join(
-      f"{len(steps)} of site {k}, the last of step {steps[0]:,}"
-      for k, steps in sorted(refused.items())
-    )
-  ended = files.read_json(folder / "coordinator.json") is not None
-  done = ended and last["round"] + 1 == total  # Else the run is extended.
-  news |= _age(folder / ROUNDS, now, _ROUND_S, done)
-  details = {"last sync": _fragments(syncs)} | _checkpoint(folder)
-  return Status(_title(config), news, details)
-
-
-# {a file or folder that only this kind of folder has: the function that reads it}
-READERS = {
-  metrics.FILE: of_run,
-  ROUNDS: of_coordinator,
-  "journal": of_coordinator,  # Before the first round closes.
-}
+READERS[metrics.FILE] = of_run
+for path in PACKAGE.glob("contrib/**/status.py"):
+  name = path.relative_to(PACKAGE.parent).with_suffix("")
+  importlib.import_module(".".join(name.parts))
 
 
 def read(folder: pathlib.Path, now: float) -> Status:
@@ -193,48 +141,6 @@ def lines(folder: pathlib.Path, now: float) -> list[str]:
     parts = [f"{what} {text}" for what, text in read(run, now).news.items()]
     found.append(f"{name:<{wide}}  {'; '.join(parts)}")
   return found
-
-
-def _title(config: dict[str, Any]) -> str:
-  if not config:
-    return "config not known, because there is no config.json"
-  return title(types.SimpleNamespace(**config))
-
-
-def _of(count: int, total: int | None) -> str:
-  return f"{count:,}" + (f" of {total:,}" if total else "")
-
-
-def _fragments(steps: dict[int, int]) -> str:
-  return ", ".join(f"fragment {p} at {t:,}" for p, t in sorted(steps.items()))
-
-
-def _checkpoint(folder: pathlib.Path) -> dict[str, str]:
-  steps = steps_of(folder)
-  return {"checkpoint": f"step {steps[0]:,}" if steps else "none yet"}
-
-
-def _time(seconds: float) -> str:
-  return str(datetime.timedelta(seconds=round(seconds)))
-
-
-def _age(path: pathlib.Path, now: float, usual: float, done: bool) -> dict[str, str]:
-  if done:
-    return {"state": "finished"}
-  age = now - path.stat().st_mtime
-  state = "probably stopped" * (age > max(_PATIENCE * usual, _LEAST_S))
-  if _has_ended(path.parent):
-    state = "stopped"
-  if not state:
-    return {"last line": f"{max(age, 0):.0f} s ago"}
-  return {"last line": f"{_time(age)} ago", "state": state}
-
-
-def _has_ended(folder: pathlib.Path) -> bool:
-  """Returns whether the process that locked a folder ran here, and has ended."""
-  with contextlib.suppress(OSError):
-    return files.has_ended((folder / ".lock").read_text())
-  return False
 
 
 def show(args: argparse.Namespace) -> None:
