@@ -54,8 +54,7 @@ def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics
 
 def of_rates(opt_state: PyTree) -> Metrics:
   """Returns the numbers that an outer optimizer changes by optax.inject_hyperparams."""
-  numbers = getattr(opt_state, "hyperparams", {})
-  return {f"outer_{name}": x for name, x in numbers.items()}
+  return {f"outer_{k}": x for k, x in getattr(opt_state, "hyperparams", {}).items()}
 
 
 def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array:

@@ -61,10 +61,9 @@ def sequential(num_layers: int, size: int) -> list[range]:
 
 
 # {name in fragments.pattern: function (num_layers, size) -> the layers of fragments}.
-PATTERNS: dict[str, Callable[[int, int], Sequence[Sequence[int]]]] = {
-  "strided": strided,
-  "sequential": sequential,
-}
+PATTERNS = dict[str, Callable[[int, int], Sequence[Sequence[int]]]](
+  strided=strided, sequential=sequential
+)
 
 
 def make_fragments(
