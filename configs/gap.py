@@ -3,7 +3,7 @@
   python -m diloco sweep --sweep=gap:text=arrays:/tmp/text/tokens --results=/tmp/gap \
     --parallel=2 --cores=1
 
-A case changes the sample run (configs/sample.py). All have the same tokens, 1.64M, if
+A case changes the run of configs/batch_32.py. All have the same tokens, 1.64M, if
 their names do not say otherwise; a batch of 32 sequences has 400 steps. A case is
 compared with data-parallel of the same batch. docs/gap.md has the results, and how to
 make the text.
@@ -141,7 +141,7 @@ CASES = cases()
 
 
 def get_config(point: Point, text: str):
-  c = load_module("sample", "get_config", "sample").get_config()
+  c = load_module("batch_32", "get_config", "batch_32").get_config()
   # All sequences are shuffled: in a window, each replica stays on few documents.
   c.data.source, c.data.shuffle_window = text, -1
   add_plugins(c, *PLUGINS)

@@ -1,4 +1,4 @@
-"""The sample run with a method of a later paper: methods:NAME (docs/methods.md).
+"""The run of batch_32 with a method of a later paper: methods:NAME (docs/methods.md).
 
   python -m diloco.main --config=methods:warm_start --workdir=runs/warm
   python -m diloco sweep --sweep=ablations:methods,seeds=3 --results=runs/a
@@ -157,6 +157,6 @@ def use(c, name: str) -> None:
 
 
 def get_config(name: str = "streaming"):
-  c = load_module("sample", "get_config", "sample").get_config()
+  c = load_module("batch_32", "get_config", "batch_32").get_config()
   use(c, name)
   return c

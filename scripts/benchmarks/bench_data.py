@@ -1,6 +1,6 @@
 """Measures the training pipeline: tokens per second and per CPU second.
 
-taskset -c 0 python scripts/benchmarks/bench_data.py --config=configs/sample.py
+taskset -c 0 python scripts/benchmarks/bench_data.py --config=configs/batch_32.py
 """
 
 import time

@@ -19,7 +19,7 @@ from diloco.log import metrics
 from diloco.util import shipped
 
 _CONFIG = config_flags.DEFINE_config_file(
-  "config", shipped.find("sample"), "Config; the script sets diagnostics.every=4."
+  "config", shipped.find("batch_32"), "Config; the script sets diagnostics.every=4."
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder to write to; it must be new.")
 COMPILING = 60  # Steps, of which the first ones compile programs.

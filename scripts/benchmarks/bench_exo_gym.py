@@ -1,4 +1,4 @@
-r"""Trains the sample config's model with exo gym's DiLoCo; prints loss and tokens/s.
+r"""Trains the model of batch_32 with exo gym's DiLoCo; prints loss and tokens/s.
 
   git clone https://github.com/exo-explore/gym /tmp/exogym
   git -C /tmp/exogym checkout 9fa323c26364f4437ffd23517da5d65946003963
@@ -9,7 +9,7 @@ Needs diloco and torch in one environment, and of exo gym's requirements only tq
 numpy. Each replica is a process of its own with one thread. The model, AdamW, the outer
 SGD, each replica's sequences and their order, and the held-out sequences are those of
 
-  python -m diloco.main --config=configs/sample.py --config.algorithm=diloco \
+  python -m diloco.main --config=configs/batch_32.py --config.algorithm=diloco \
     --config.inner.final_fraction=0.1 --config.data.source=arrays:/data/text/tokens
 
 docs/comparison.md has the results.
@@ -147,7 +147,7 @@ def main() -> None:
 
   fields = ["algorithm=diloco", "inner.final_fraction=0.1", f"seed={args.seed}"]
   fields.append(f"data.source=arrays:{args.tokens}")
-  c = load_config("configs/sample.py", [f"--config.{field}" for field in fields])
+  c = load_config("configs/batch_32.py", [f"--config.{field}" for field in fields])
   held_out = held_out_set(c)
   torch.manual_seed(args.seed)
   model = Decoder()

@@ -1,7 +1,7 @@
 """Times a training step beside NanoDO's, in turn, in one process; prints a table.
 
   git clone https://github.com/google-deepmind/nanodo /tmp/nanodo
-  PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_nanodo.py --sizes=sample,5M,35M
+  PYTHONPATH=/tmp/nanodo python scripts/benchmarks/bench_nanodo.py --sizes=1M,5M,35M
 
 NanoDO's model is imported, not copied. Its loss needs grain to be imported, and is one
 line of optax, which is repeated here. Both sides have the same architecture, batch,
@@ -34,11 +34,11 @@ SIZE = (
 SIZES = {
   "105k": (3, 2, 32, 2048, 4, 64, 1, 0, "none"),
   "382k": (5, 4, 64, 2048, 4, 64, 1, 0, "none"),
-  "sample": (4, 2, 128, 2048, 32, 128, 4, 64, "full"),
+  "1M": (4, 2, 128, 2048, 32, 128, 4, 64, "full"),
   "5M": (6, 4, 256, 2048, 16, 256, 4, 128, "dots"),
   "35M": (6, 8, 512, 32_768, 4, 512, 1, 128, "dots"),
 }
-_SIZES = flags.DEFINE_list("sizes", ["sample"], f"Of {', '.join(SIZES)}.")
+_SIZES = flags.DEFINE_list("sizes", ["1M"], f"Of {', '.join(SIZES)}.")
 config_flags.DEFINE_config_dict(
   "ours", default_config(), "Fields of our side, for example --ours.model.remat=dots."
 )

@@ -1,6 +1,6 @@
 """Times the compiled programs of training and prints a table.
 
-  python scripts/benchmarks/bench_step.py --config=configs/sample.py
+  python scripts/benchmarks/bench_step.py --config=configs/batch_32.py
 
 Inner step: M replicas against data-parallel with the same global batch; then 6 and 48
 layers, with their compile times. Outer step: the send, update and merge of one fragment

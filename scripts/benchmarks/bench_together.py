@@ -1,6 +1,6 @@
 """Times runs that train together against one run, and shows their memory.
 
-  python scripts/benchmarks/bench_together.py --config=configs/sample.py --runs=1,2,4,8
+  python scripts/benchmarks/bench_together.py --config=batch_32 --runs=1,2,4,8
   python scripts/benchmarks/bench_together.py --config=chinchilla:35M,M=2 --memory
   python scripts/benchmarks/bench_together.py --config=... --memory --topology=h100:1
 

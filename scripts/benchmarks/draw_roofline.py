@@ -383,7 +383,7 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-  config_flags.DEFINE_config_file("config", "configs/sample.py", "Step to measure.")
+  config_flags.DEFINE_config_file("config", "configs/batch_32.py", "Step to measure.")
   config_flags.DEFINE_config_file(
     "predict", "configs/chinchilla.py:335M,M=2", "Step to count."
   )

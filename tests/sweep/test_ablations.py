@@ -116,8 +116,8 @@ def test_methods_of_later_papers_set_fields_of_any_config():
   point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
   c = resolve(FILE.get_config({**point, "method": "des_loc"}))
   assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (30, 90, 180)
-  sample = resolve(command_line.load_config("sample"))
-  assert resolve(command_line.load_config("methods")) == sample
+  base = resolve(command_line.load_config("batch_32"))
+  assert resolve(command_line.load_config("methods")) == base
   with pytest.raises(ConfigError, match="the method is 'pear'; write one of data_par"):
     command_line.load_config("methods:pear")
 
