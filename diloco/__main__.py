@@ -43,7 +43,7 @@ def listing() -> str:
     doc = ast.get_docstring(ast.parse(file.read_text())) or ""
     lines.append(f"  {name:<19}{doc.partition(chr(10))[0]}")
   names = ", ".join(shipped.names("get_config"))
-  lines += ["", f"Configs to give by name, as --config=sample: {names}."]
+  lines += ["", f"Configs by name, as in --config=sample: {names}."]
   return "\n".join(lines)
 
 

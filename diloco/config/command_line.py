@@ -125,6 +125,8 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
       if wanted:
         text = text.removesuffix(str(error.__context__)) + f"give {wanted}"
     raise ConfigError(f"{text} (see --help)") from error
+  finally:
+    ask_for(())  # Other configs of this process have their own plug-ins.
 
 
 def _with_files(argv: Sequence[str]) -> list[str]:

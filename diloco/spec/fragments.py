@@ -1,7 +1,6 @@
 """Which parameters form a fragment (Streaming DiLoCo, arXiv 2501.18512). No JAX."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -61,9 +60,7 @@ def sequential(num_layers: int, size: int) -> list[range]:
 
 
 # {name in fragments.pattern: function (num_layers, size) -> the layers of fragments}.
-PATTERNS = dict[str, Callable[[int, int], Sequence[Sequence[int]]]](
-  strided=strided, sequential=sequential
-)
+PATTERNS = {"strided": strided, "sequential": sequential}
 
 
 def make_fragments(

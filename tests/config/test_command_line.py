@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from diloco.config import command_line
+from diloco.config import command_line, default_config
 from diloco.data import records
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -364,3 +364,9 @@ def test_another_broken_pipe_is_told(capsys):
     command.guarded(run, mistakes=ConfigError)
   assert command.guarded(run) == 2
   assert "Broken pipe" in capsys.readouterr().err
+
+
+def test_plugins_of_a_flag_are_those_of_this_config_only():
+  loaded = command_line.load_config("sample", ["--config.plugins=fedpart"])
+  assert loaded.plugins == ("fedpart",)
+  assert default_config().plugins == ()

@@ -70,8 +70,8 @@ def test_a_wrong_name_gives_the_known_ones(package):
     command_line.load_config("smaple:1")
   assert str(caught.value) == (
     "there is no file smaple (did you mean sample?); give for example"
-    " configs/sample.py, or one of these names: chinchilla, faults, methods, qwen3,"
-    " sample, streaming, wan."
+    " configs/sample.py, or one of these names: batch_32, chinchilla, faults, methods,"
+    " qwen3, sample, streaming, wan."
   )
   with pytest.raises(
     ConfigError, match=r"or one of these names: ablations, gap, ladder\.$"

@@ -27,10 +27,11 @@ class SitesConfig(plugins.Extension):
   # Fewest payloads with which a round closes.
   quorum: Positive = 1
   # After the quorum, a round waits for the other sites until it is needed: for what is
-  # left of tau inner steps, whose time is measured. If tau is 0, and at most, it waits
-  # so many seconds;
+  # left of tau inner steps, whose time is measured, and at most for so many seconds. If
+  # tau is 0, it waits for so many seconds.
   grace_s: NonNegative = 20.0
-  # and at least so many, if grace_s is not less: networks and machines vary.
+  # A round waits for at least so many seconds after the quorum, if grace_s is not
+  # less: networks and machines vary.
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
