@@ -50,7 +50,9 @@ class Calendar:
 
   @property
   def config(self):
-    return types.SimpleNamespace(of=lambda kind: kind(), to_dict=dict)
+    some = types.SimpleNamespace
+    train, overlap = some(steps=len(self.sizes)), some(taus=(0,))
+    return some(of=lambda kind: kind(), to_dict=dict, train=train, overlap=overlap)
 
   @property
   def rounds(self) -> list[tuple[int, int]]:
