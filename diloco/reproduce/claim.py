@@ -152,12 +152,9 @@ def rows(
       failed = any(one.state == "failed" for one in asked)
       decided = FAILED if failed else verdict(claim, values)
     here = f"{_formatted(claim, values)}; shown if {_range(claim)}"
-    command, cost = (
-      f"reproduce --only={claim.ablation} --out=OUT",
-      f"{hours(asked):.2f} h",
-    )
-    own = (claim.text, claim.source, "trained", claim.paper, here, command, cost)
-    found.append(dict(zip(COLUMNS, (*own, decided))))
+    command, cost = f"reproduce --only={claim.ablation} --out=OUT", hours(asked)
+    own = (claim.text, claim.source, "trained", claim.paper, here, command)
+    found.append(dict(zip(COLUMNS, (*own, f"{cost:.2f} h", decided))))
   return found
 
 

@@ -493,9 +493,9 @@ class Config(Extended):
       whole_round=any(x.whole_round(self) for x in self.extensions),
     )
 
-  def num_syncs(self) -> tuple[int, ...]:
-    """Counts the syncs of each fragment in the whole run."""
-    schedule = self.make_schedule()
+  def num_syncs(self, schedule: Schedule | None = None) -> tuple[int, ...]:
+    """Counts the syncs of each fragment in the whole run; None: by its own schedule."""
+    schedule = schedule or self.make_schedule()
     final, every = int(self.outer.final_sync), range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 

@@ -77,9 +77,7 @@ class Falling(plugins.Extension):
     schedule = c.make_schedule()
     if all(x.updates_early(c) for x in c.extensions):
       schedule = dataclasses.replace(schedule, joint_steps=0)
-    fragments = range(schedule.num_fragments)
-    sends = max(schedule.num_sends(p, c.train.steps) for p in fragments)
-    arguments["syncs"] = sends + int(c.outer.final_sync)
+    arguments["syncs"] = max(c.num_syncs(schedule))
     text = ", ".join(f"{k}={x!r}" for k, x in arguments.items())
     return {"outer.optimizer": f"{NAME}({text})"}
 
