@@ -131,8 +131,7 @@ class Plan:
   @property
   def largest(self) -> int:
     """The fragment with the largest payload."""
-    sizes = [self.payload(p).size for p in range(len(self.fragments))]
-    return int(np.argmax(sizes))
+    return int(np.argmax([self.payload(p).size for p in range(len(self.fragments))]))
 
   def transmitted(self, p: int) -> jax.ShapeDtypeStruct:
     """Describes fragment p's payload when it has arrived; see `transport.carry`."""

@@ -55,8 +55,7 @@ def main() -> int:
 
 def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the processes of one run."""
-  port = free_port()
-  together = [f"--coordinator=localhost:{port}", f"--num_processes={options.n}"]
+  together = [f"--coordinator=localhost:{free_port()}", f"--num_processes={options.n}"]
   return {
     str(i): ["diloco.main", *together, f"--process_id={i}", *options.args]
     for i in range(options.n)

@@ -194,6 +194,8 @@ class Peers:
       if self.index == 0:
         self.send("end", "")
       self._await_ends()
+      if self.index:
+        self._channel.close()
 
   def _join(self, address: str, timeout: float) -> None:
     """Connects to process 0, and sends it the number of this process."""
@@ -203,6 +205,7 @@ class Peers:
       box.put(_message(self.index, self.count))
       self._channel = grpc.insecure_channel(address, _OPTIONS)
       messages = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")(_outgoing(box))
+      self._kept = messages  # The stream ends when nothing refers to them.
       try:
         next(messages)  # Waits until process 0 answers.
         return self._listen(0, box, messages)
@@ -260,6 +263,7 @@ class Peers:
     with self._change:
       if n == self.count and 0 < p < n and p not in self._boxes:
         self._listen(p, box, requests)
+        context.add_callback(lambda: self._forget(p))  # When process p is gone.
       else:
         self._refusal = (
           f"a process came to {self._address} as number {p} of {n}, but {self.count}"
@@ -272,9 +276,9 @@ class Peers:
 
   def _listen(self, p: int, box: Box, messages: Iterator[bytes]) -> None:
     self._boxes[p] = box
-    threading.Thread(target=self._read, args=(p, messages), daemon=True).start()
+    threading.Thread(target=self._read, args=(p, box, messages), daemon=True).start()
 
-  def _read(self, p: int, messages: Iterator[bytes]) -> None:
+  def _read(self, p: int, box: Box, messages: Iterator[bytes]) -> None:
     """Receives the messages of process p until that process fails or is gone."""
     error = (
       f"process {p} of {self.count} is gone. The same command goes on from the last"
@@ -286,17 +290,14 @@ class Peers:
         if kind == "end":
           error = f"process {p}: {value}" if p else value
           pause = _GRACE / 2  # This process may report the same error itself.
+          box.put(_message("end", ""))  # A process that fails waits for this answer.
           break
         if (kind, p) in self._received:
           self._received[kind, p].put(value)
         else:
           self.news.put((p, kind, value))
-    with self._change:
-      box = self._boxes.pop(p)
-      self._died.add(p)
-      self._change.notify()
-    if p or not error:
-      box.put(None)
+    if p == 0:
+      self._forget(p)
     if not error or not self._met:  # Until all have met, process p may come again.
       return
     time.sleep(pause)
@@ -304,8 +305,15 @@ class Peers:
       print_line("")  # A progress bar may stand on the line.
       self.fail(error)
 
+  def _forget(self, p: int) -> None:
+    """Takes process p out: process 0 when its stream is over, p > 0 when 0 says end."""
+    with self._change:
+      self._boxes.pop(p).put(None)
+      self._died.add(p)
+      self._change.notify()
+
   def _await_ends(self) -> None:
-    """Waits until all streams have ended, or too long."""
+    """Waits until no process is left in `_boxes`, or too long."""
     with self._change:
       self._change.wait_for(lambda: not self._boxes, _GRACE)
 

@@ -205,8 +205,7 @@ def memory_of_100B() -> Result:
 
 def offload_time() -> Result:
   *_, held = memory(100e9, 100e9 * 3 / 108)
-  times = [f"{held[rate]:.0f} ms at {rate}" for rate in RATES]
-  return ", ".join(times), INCONSISTENT
+  return ", ".join([f"{held[rate]:.0f} ms at {rate}" for rate in RATES]), INCONSISTENT
 
 
 def slopes() -> Result:

@@ -190,8 +190,7 @@ def figure_s7() -> Figure:
 def figure_s9() -> Figure:
   """Draws utilisation for different tau."""
   settings = {f"tau = {tau}": {"tau": tau} for tau in (0, 1, 2, 5, 10)}
-  title = "Streaming with more overlap"
-  return curves(title, {"100B, 16 bits": MODEL_100B}, settings)
+  return curves("Streaming with more overlap", {"100B, 16 bits": MODEL_100B}, settings)
 
 
 def figure_s14() -> Figure:

@@ -377,21 +377,36 @@ def test_the_launcher_ends_all_when_one_cannot_start(launch, tmp_path):
   assert "error: train.batch_size is 3" in output
 
 
+# A process that is suspended for 2 s before it is gone. JAX aborts a process that is
+# there when process 0 is not, so process 0 must wait for it.
+LATE_EXIT = """
+import os, runpy, sys, time
+leave = os._exit
+os._exit = lambda code: (time.sleep(2), leave(code))
+runpy.run_module("diloco.main", run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.mark.integration("starts two processes")
 def test_two_commands_that_differ_end_with_the_field(tmp_path):
   address = f"localhost:{free_port()}"
-  command = [
-    *(sys.executable, "-m", "diloco.main", f"--workdir={tmp_path / 'run'}"),
+  flags = [
+    f"--workdir={tmp_path / 'run'}",
     f"--config={ROOT / 'tests' / 'process_config.py'}",
     *(f"--coordinator={address}", "--num_processes=2"),
   ]
   env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
   pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-  own = [["--process_id=0"], ["--process_id=1", "--config.checkpoint.every=20"]]
-  both = [subprocess.Popen([*command, *a], cwd=ROOT, env=env, **pipes) for a in own]
+  own = [
+    ["-m", "diloco.main", *flags, "--process_id=0"],
+    ["-c", LATE_EXIT, *flags, "--process_id=1", "--config.checkpoint.every=20"],
+  ]
+  both = [
+    subprocess.Popen([sys.executable, *a], cwd=ROOT, env=env, **pipes) for a in own
+  ]
   for process in both:
     output, _ = process.communicate(timeout=300)
-    assert process.returncode == 2
+    assert process.returncode == 2, output[-5000:]
     assert "process 1 differs from process 0: checkpoint.every is 20, not 21;" in output
   assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
