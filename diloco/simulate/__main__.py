@@ -5,7 +5,6 @@ python -m diloco simulate table6
 python -m diloco simulate figures --out=/tmp/figures
 python -m diloco simulate bandwidth --params=1B --layers=24 --step_time=0.1
 python -m diloco simulate utilisation --params=1B --layers=24 --step_time=0.1 --gbits=2
-python -m diloco simulate frontier --params=1B --layers=24 --step_time=0.1 --gbits=1
 python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64
 python -m diloco simulate bandwidth --config=configs/chinchilla.py:1.3B,M=2 --chips=64 \
   --config.overlap.tau=5
@@ -24,7 +23,7 @@ import sys
 
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.simulate import from_config, memory, options, tables, wallclock
+from diloco.simulate import memory, options, tables, wallclock
 from diloco.simulate.arguments import Answer, Args, assumed, training, workload
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.simulate.limits import NO_ROUNDS
@@ -108,22 +107,6 @@ def link(args: Args) -> Answer:
   return data, "\n".join(lines)
 
 
-def frontier(args: Args) -> Answer:
-  work, gbits, target = workload(args), args["gbits"], args.get("target", 0.95)
-  choices = from_config.frontier(work, gbits * 1e9, target)
-  text = from_config.show(choices)
-  if not choices:
-    most = max(c.utilisation for c in from_config.ablations(work, gbits * 1e9))
-    text = (
-      f"No setting of the papers' ablations reaches a utilisation of {target:g} on"
-      f" {gbits:g} Gbit/s; the best reaches {most:.3g}. Raise --gbits or lower"
-      " --target."
-    )
-  work = dataclasses.replace(work, method="streaming", plan=None)
-  text = "\n".join([text, *assumed(args, work)])
-  return {"choices": choices, "sources": from_config.SOURCES}, text
-
-
 def compare(args: Args) -> Answer:
   run = training(args)
   rows = wallclock.compare(run)
@@ -183,11 +166,6 @@ COMMANDS = {
     "link that a utilisation needs",
     link,
     GROUPS["bandwidth"],
-  ),
-  "frontier": Command(
-    "H, fragment size, tau and bits that suffice for a link",
-    frontier,
-    GROUPS["frontier"],
   ),
   "wallclock": Command(
     "idealised hours, Appendix A of 2503.09799", compare, GROUPS["wallclock"]

@@ -1,20 +1,16 @@
-"""Simulates a config, and searches for settings that suit a link.
+"""Turns a config into the workload, or the training run, that the simulators take.
 
 Shapes, wire sizes and the schedule are those of the trainer.
 """
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
 from diloco.config import Config
 from diloco.simulate import wallclock
-from diloco.simulate.limits import check
-from diloco.simulate.steady import steady_utilisation
 from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
-from diloco.spec.fields import Range
 from diloco.spec.shapes import leaves, matrix_params, num_params, parameters
 from diloco.wire.ledger import average_bytes
 
@@ -89,88 +85,3 @@ def wire_bits(c: Config) -> float:
   more = sum(c.sync_every / a.every * sent[kind] for kind, a in c.averages.items())
   copies = sizes.copies(c.wire.exchange, c.replicas)
   return 8 * (size + (more / copies if more else 0)) / num_params(c.model)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-  """A streaming setting that reaches the target utilisation.
-
-  Attributes:
-    loss_per_cent: the penalty: by how many per cent the evaluation loss exceeds that of
-      H = 30 and tau = 1; see `SOURCES`.
-  """
-
-  sync_every: int
-  fragment_size: int
-  tau: int
-  bits: int
-  utilisation: float
-  loss_per_cent: float
-
-
-# The source of each penalty in Streaming DiLoCo (2501.18512).
-SOURCES = {
-  "H": "Table 5, 500M on C4: 2.67 at H = 30 and 2.69 at H = 100, per factor of 100/30",
-  "tau": "Section 3.3.2, figure 8: below 0.2% up to 10 steps, taken as linear in tau",
-  "fragments": "Section 3.3.1, figure 6: 3 layers chosen; other sizes carry no number",
-  "bits": "Section 3.3.3, figure 11: no difference from 32 to 4 bits",
-}
-
-
-def loss_penalty(sync_every: int, tau: int) -> float:
-  """Returns by how many per cent the loss exceeds that of H = 30 and tau = 1."""
-  per_factor = 100 * (2.69 - 2.67) / 2.67
-  h = max(math.log(sync_every / 30) / math.log(100 / 30), 0.0)
-  return per_factor * h + 0.2 * max(tau - 1, 0) / 9
-
-
-def ablations(work: Workload, rate: float) -> list[Choice]:
-  """Simulates streaming settings on a link.
-
-  Args:
-    work: gives parameters, layers, step time, replicas and link; other fields are
-      ignored.
-    rate: bits per second of the link.
-  """
-  model = (sum(work.params_per_layer), work.layers, work.step_time)
-  fragment_sizes = [size for size in (1, 3, 6) if size <= work.layers]
-  found = []
-  for h, size, tau, bits in itertools.product(
-    (30, 50, 100, 200, 300), fragment_sizes, (1, 2, 5, 10), (16, 8, 4)
-  ):
-    fields: dict[str, Any] = {"replicas": work.replicas, "link": work.link}
-    fields |= {"sync_every": h, "fragment_size": size, "tau": tau, "bits": bits}
-    one = Workload.of_equal_layers(*model, **fields)
-    reached = float(steady_utilisation(one, [rate])[0])
-    found.append(Choice(h, size, tau, bits, reached, loss_penalty(h, tau)))
-  return found
-
-
-def frontier(work: Workload, rate: float, target: float) -> list[Choice]:
-  """Finds the `ablations` that reach `target` on a link, smallest penalty first.
-
-  Settings with equal penalties are ordered by bits, most first, and then by how near
-  their fragments are to 3 layers. A setting is left out if an earlier one has no fewer
-  bits and no larger fragments.
-
-  Args:
-    work, rate: as in `ablations`.
-    target: utilisation between 0 and 1.
-  """
-  check("target", target, Range(0, 1, open=True))
-  found = [c for c in ablations(work, rate) if c.utilisation >= target]
-  found.sort(key=lambda c: (c.loss_per_cent, -c.bits, abs(c.fragment_size - 3)))
-  kept: list[Choice] = []
-  for c in found:
-    if not any(k.bits >= c.bits and k.fragment_size <= c.fragment_size for k in kept):
-      kept.append(c)
-  return kept
-
-
-def show(choices: list[Choice]) -> str:
-  """Formats the choices and the sources of the penalties."""
-  names = ("sync_every", "fragment_size", "tau", "bits", "utilisation")
-  lines = ["".join(f"{name:>14}" for name in names) + f"{'loss, %':>10}"]
-  layout = "{:>14}" * 4 + "{:>14.3f}{:>+10.2f}"
-  lines += [layout.format(*dataclasses.astuple(choice)) for choice in choices]
-  return "\n".join(lines + [f"{name}: {source}" for name, source in SOURCES.items()])

@@ -1,4 +1,4 @@
-"""Tests the simulation of configs: workloads, step times, the frontier, the command."""
+"""Tests the simulation of configs: workloads, step times, the command."""
 
 import argparse
 import contextlib
@@ -85,23 +85,6 @@ def test_psum_all_reduces_float32(tiny):
   assert (work.bits, work.copies) == (32, 2 * 3 / 4)
 
 
-def test_the_frontier_reaches_the_target_and_no_choice_dominates_another():
-  work = Workload.of_equal_layers(1e9, 24, 0.1)
-  choices = from_config.frontier(work, 1e9, 0.95)
-  assert choices
-  assert [c.loss_per_cent for c in choices] == sorted(c.loss_per_cent for c in choices)
-  for i, c in enumerate(choices):
-    assert c.utilisation >= 0.95
-    for better in choices[:i]:
-      assert better.bits < c.bits or better.fragment_size > c.fragment_size
-  assert from_config.frontier(work, 1e3, 0.95) == []
-  assert from_config.loss_penalty(30, 1) == 0
-  assert from_config.loss_penalty(100, 1) == pytest.approx(100 * 0.02 / 2.67)
-  # Figure 8: 0.2% at 10 steps, a third of it a third of the way from 1 to 10.
-  assert from_config.loss_penalty(30, 10) == pytest.approx(0.2)
-  assert from_config.loss_penalty(30, 4) == pytest.approx(0.2 / 3)
-
-
 def test_the_commands(capsys, tmp_path):
   args = [f"--config={CONFIG}", "--chips=64", "--json"]
   assert command.main(["bandwidth", *args]) == 0
@@ -109,15 +92,6 @@ def test_the_commands(capsys, tmp_path):
   work = from_config.workload(load_config(CONFIG), answer["step_time_s"])
   reached = steady_utilisation(work, [answer["gbits"] * 1e9])[0]
   assert reached == pytest.approx(0.95)
-  plain = ["--params=1B", "--layers=24", "--step_time=0.1"]
-  assert command.main(["frontier", *plain, "--gbits=1"]) == 0
-  out = capsys.readouterr().out
-  assert "loss, %" in out
-  assert "Table 5" in out
-  assert command.main(["frontier", *plain, "--gbits=0.01"]) == 0
-  assert capsys.readouterr().out.startswith(
-    "No setting of the papers' ablations reaches a utilisation of 0.95 on 0.01 Gbit/s;"
-  )
   assert command.main(["utilisation", "--layers=3", "--gbits=1"]) == 2
   assert "--params is missing; give it, or a --config" in capsys.readouterr().err
   assert command.main(["utilisation", "--config=no.py", "--gbits=1"]) == 2
@@ -175,7 +149,7 @@ def test_fields_are_set_as_for_the_trainer(capsys):
         ("layers", 3, "--config.model.num_layers"),
       )
     ),
-    ("frontier {} --gbits=1 --replicas=2", "set --config.replicas instead."),
+    ("utilisation {} --gbits=1 --replicas=2", "set --config.replicas instead."),
     ("wallclock {} --tokens=1e9", "set --config.train.tokens instead."),
     ("wallclock {} --outer_bits=4", "set --config.wire.format instead."),
     ("wallclock {} --network=fast", "network is 'fast', but must be one of high, med"),

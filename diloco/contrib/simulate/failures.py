@@ -360,7 +360,7 @@ def several(parse: Callable[[str], Any]) -> Callable[[str], list]:
 
 
 OPTIONS = GROUPS["method"] | {
-  "gbits": GROUPS["frontier"]["gbits"],
+  "gbits": GROUPS["utilisation"]["gbits"],
   "chips": Option("chips of all sites, such as 1024,131072", several(whole), "", True),
   "mtbf": Option(
     "mean time between a chip's failures, such as 1y,5y", several(duration), "", True

@@ -1,0 +1,329 @@
+r"""Plans a run: hours and loss of many settings on a link, and the one to take.
+
+python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06
+python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=1 --chips=64 --replicas=2,4
+python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs/dp \
+  --target=4.4
+
+`python -m diloco simulate plan` is the same. A row is data-parallel, or Streaming
+DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
+sends per token, the final loss above data-parallel with its 90% interval, and the hours
+of the whole run. Only rows are shown that no other row beats in both hours and loss
+(--all shows all). The last line recommends one: with --target the fastest to this loss,
+else the smallest loss among those that reach a utilisation of 0.95.
+
+Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
+`plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
+and float32 count as equal (+0.1 ± 0.3% in docs/reproduced.md). The note of a row says
+what was not measured. Above the largest measured M or H the line through the last two
+goes on; beyond the other ends the nearest value counts.
+
+--curve is a finished data-parallel run of the same data. A run that ends x% above
+data-parallel is assumed to be x% above it at all steps.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import math
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diloco.config import Config, changed
+from diloco.errors import ConfigError
+from diloco.simulate.arguments import Answer, Args, workload
+from diloco.simulate.limits import check
+from diloco.simulate.options import COMPUTE, GROUPS, Command, Option, whole
+from diloco.simulate.steady import steady_utilisation
+from diloco.spec.fields import Range
+from diloco.spec.shapes import matrix_params
+
+H = (5, 10, 30, 100, 300)
+TAU = (1, 5, 10)
+FORMATS = ("e3m0", "fp32")
+# Utilisation from which a slower run is not worth a smaller loss.
+ENOUGH = 0.95
+SMALL = 35e6  # The papers' smallest N.
+# {alpha: (tau, per cent above tau = 1 and alpha = 0, half of the 90% interval)}: 0.14M
+# parameters, M = 2, H = 30, three seeds (docs/reproduced.md, ablation tau).
+LATE = {
+  0.0: ((1, 0, 0), (2, 0.08, 0.29), (5, 0.21, 0.22), (10, 1.25, 0.11)),
+  0.5: ((1, 0.45, 0.5), (2, 0.54, 0.25), (5, 0.66, 0.25), (10, 0.95, 0.38)),
+}
+# The same at 500M: below 0.2% up to 10 steps (2501.18512, section 3.3.2).
+LATE_LARGE = ((1, 0.0, 0.0), (10, 0.2, 0.1))
+
+
+class Cell(NamedTuple):
+  """A row of plan.csv: the final loss above that of data-parallel.
+
+  Attributes:
+    percent: per cent above data-parallel.
+    half: half of the 90% interval over the seeds; of the papers' runs, of which there
+      is one each, what the printed digits leave open.
+  """
+
+  params: float
+  algorithm: str
+  replicas: int
+  sync_every: int
+  percent: float
+  half: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """A setting; percent and half as in `Cell`."""
+
+  method: str
+  replicas: int
+  sync_every: int
+  tau: int
+  format: str
+  utilisation: float
+  bytes_per_token: float
+  percent: float
+  half: float
+  hours: float
+  note: str
+  hours_to_target: float | None = None
+
+
+def cells() -> list[Cell]:
+  """Reads plan.csv."""
+  lines = pathlib.Path(__file__).with_suffix(".csv").read_text().splitlines()[1:]
+  found = (line.split(",") for line in lines)
+  return [
+    Cell(float(n), a, int(m), int(h), float(p), float(x))
+    for n, a, m, h, p, x, _ in found
+  ]
+
+
+def loss_above(
+  c: Config, measured: Sequence[Cell] | None = None
+) -> tuple[float, float, str]:
+  """Predicts by how many per cent a run ends above the best data-parallel run.
+
+  Args:
+    measured: the cells; None: those of plan.csv.
+
+  Returns:
+    Per cent, half of the 90% interval, and what of this was not measured.
+  """
+  n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
+  mine = [x for x in measured or cells() if x.algorithm == c.algorithm]
+  at = {"params": n, "replicas": c.replicas, "sync_every": c.sync_every}
+  percent, half, outside = _between(mine, at)
+  if c.algorithm == "streaming":
+    known = LATE.get(c.overlap.alpha)
+    late = LATE_LARGE if n >= SMALL else known or LATE[0.0]
+    taus, more, wide = zip(*late)
+    percent += float(np.interp(tau, taus, more))
+    half = math.hypot(half, float(np.interp(tau, taus, wide)))
+    outside += [f"alpha = {c.overlap.alpha:g}"] * (known is None)
+    outside += [f"tau = {tau}"] * (tau > taus[-1])
+  return percent, half, ", ".join(dict.fromkeys(outside))
+
+
+_LETTERS = {"params": "N", "replicas": "M", "sync_every": "H"}
+
+
+def _between(
+  some: Sequence[Cell], at: Mapping[str, float]
+) -> tuple[float, float, list[str]]:
+  """Interpolates over the logarithm of each field, the first one last.
+
+  Returns:
+    percent, half, and the fields that are outside of the cells, or between sizes that
+    differ by more than a factor of 10.
+  """
+  if not at:
+    return some[0].percent, some[0].half, []
+  (name, value), *rest = at.items()
+  known = sorted({getattr(x, name) for x in some})
+  low = max((v for v in known if v <= value), default=known[0])
+  high = min((v for v in known if v >= value), default=known[-1])
+  far = not low <= value <= high or (name == "params" and high > 10 * low)
+  if value > high and name != "params":  # The line through the last two goes on.
+    low, high = known[-2:] if known[1:] else (high, high)
+  (a, x, left), (b, y, right) = (
+    _between([cell for cell in some if getattr(cell, name) == v], dict(rest))
+    for v in (low, high)
+  )
+  share = math.log(value / low) / math.log(high / low) if high > low else 0.0
+  outside = [f"{_LETTERS[name]} = {value:.3g}"] * far + left + right
+  return a + share * (b - a), x + min(share, 1) * (y - x), outside
+
+
+def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
+  """Yields data-parallel and the settings of Streaming DiLoCo that the config allows.
+
+  M and the wire's other fields are the config's, if `replicas` is empty.
+  """
+  yield changed(c, {"algorithm": "data_parallel"})
+  taus, rounds = {*TAU, *c.overlap.taus}, {*H, c.sync_every}
+  names = dict.fromkeys((*FORMATS, c.wire.format))
+  for m, h, tau, name in itertools.product(
+    replicas or (c.replicas,), sorted(rounds), sorted(taus), names
+  ):
+    fields: dict[str, Any] = {"replicas": m, "sync_every": h, "wire.format": name}
+    fields |= {"algorithm": "streaming", "overlap.tau": tau, "overlap.taus": ()}
+    try:
+      yield changed(c, fields)
+    except ConfigError:  # For example a tau that is longer than a round.
+      continue
+
+
+def plan(args: Args) -> Answer:
+  """Computes the rows; the first recommended one is the last line of the text."""
+  if "config" not in args:
+    raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
+  c, rate = args["config"], 1e9 * args["gbits"]
+  seconds, found = workload(args).step_time, list[Row]()
+  for one in settings(c, args.get("replicas", ())):
+    # The replicas share the batch, so with M of them each has a part of it.
+    own = {"config": one, "step_time": seconds * c.replicas / one.replicas}
+    work = workload({**own, **{k: args[k] for k in ("latency", "link") if k in args}})
+    reached = float(steady_utilisation(work, [rate])[0])
+    per_step = (
+      sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
+    )
+    is_plain = one.algorithm == "data_parallel"
+    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one)
+    found.append(
+      Row(
+        one.algorithm,
+        one.replicas,
+        one.sync_every if not is_plain else 1,
+        max(one.overlap.taus),
+        one.wire.format if not is_plain else one.inner.gradient_dtype,
+        reached,
+        per_step / one.tokens_per_step,
+        percent,
+        half,
+        one.train.steps * work.step_time / reached / 3600,
+        f"not measured: {note}" if note else "",
+      )
+    )
+  if "target" in args:
+    curve = held_out(args)
+    found = [timed(row, curve, args["target"]) for row in found]
+  kept = found if "all" in args else efficient(found)
+  best = recommended(found)
+  return {"rows": kept, "recommended": best}, show(kept, best, args)
+
+
+def efficient(rows: Sequence[Row]) -> list[Row]:
+  """Leaves out rows that another one beats in hours and loss; fastest first."""
+  kept, digits = list[Row](), lambda hours: float(f"{hours:.3g}")  # As `show` prints.
+  for row in sorted(
+    rows, key=lambda r: (digits(r.hours), r.percent, r.bytes_per_token)
+  ):
+    if not kept or row.percent < kept[-1].percent:
+      kept.append(row)
+  return kept
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+  """Returns the fastest row to the target, if there is one, else see the top."""
+  timed = [row for row in rows if row.hours_to_target is not None]
+  if timed:
+    return min(timed, key=lambda r: (r.hours_to_target, r.percent))
+  fast = [row for row in rows if row.utilisation >= ENOUGH]
+  least = lambda r: (r.percent, r.bytes_per_token)
+  return min(fast, key=least, default=None)
+
+
+def held_out(args: Args) -> list[tuple[float, float]]:
+  """Reads the curve: (share of the run's steps, held-out loss), in order.
+
+  Raises:
+    ConfigError: there is no curve, or it is not of data-parallel.
+  """
+  from diloco.log import read_run  # Imports pandas, which is slow.
+
+  if "curve" not in args:
+    raise ConfigError("--target needs --curve, the folder of a data-parallel run.")
+  run = read_run.read(args["curve"], "curve")
+  if run.config.algorithm != "data_parallel" or len(run.held_out) < 2:
+    raise ConfigError(
+      f"--curve is {args['curve']}, a run of {run.config.algorithm} with"
+      f" {len(run.held_out)} evaluations; give a data-parallel run with eval.every set."
+    )
+  steps = run.config.train.steps
+  return [(step / steps, loss) for step, loss in sorted(run.held_out.items())]
+
+
+def timed(row: Row, curve: Sequence[tuple[float, float]], target: float) -> Row:
+  """Adds the hours to the target; None where the curve does not fall so far."""
+  wanted = target / (1 + row.percent / 100)
+  for (a, high), (b, low) in itertools.pairwise(curve):
+    if low <= wanted:
+      share = b if high <= low else b - (b - a) * max(wanted - low, 0) / (high - low)
+      hours = row.hours * max(share, a)
+      return dataclasses.replace(row, hours_to_target=hours)
+  return row
+
+
+def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
+  """Formats the rows, and recommends one."""
+  head = f"{'method':<14}{'M':>3}{'H':>5}{'tau':>5} {'format':<9}{'busy':>7}"
+  head += f"{'bytes/token':>13}{'loss, %':>16}{'hours':>10}"
+  has_target = "target" in args
+  lines = [head + f"{'to target':>11}" * has_target]
+  for r in rows:
+    above = "0" if r.method == "data_parallel" else f"{r.percent:+.2f} ± {r.half:.2f}"
+    line = f"{r.method:<14}{r.replicas:>3}{r.sync_every:>5}{r.tau:>5} {r.format:<9}"
+    line += (
+      f"{r.utilisation:>7.1%}{r.bytes_per_token:>13,.4g}{above:>16}{r.hours:>10.4g}"
+    )
+    if has_target:
+      line += (
+        f"{'never' if r.hours_to_target is None else f'{r.hours_to_target:.4g}':>11}"
+      )
+    lines.append(f"{line}  {r.note}".rstrip())
+  if best is None:
+    why = f"no setting keeps the replicas busy for {ENOUGH:.0%} of the time"
+    return "\n".join([*lines, f"recommended  none: {why}; raise --gbits, or H."])
+  if best.method == "data_parallel":
+    return "\n".join([*lines, "recommended  --config.algorithm=data_parallel"])
+  flags = f"--config.sync_every={best.sync_every} --config.overlap.tau={best.tau}"
+  flags += f" --config.wire.format={best.format} --config.replicas={best.replicas}"
+  return "\n".join([*lines, f"recommended  {flags}"])
+
+
+def several(text: str) -> list[int]:
+  """Parses whole numbers that are separated by commas."""
+  return [whole(part) for part in text.split(",")]
+
+
+def target(text: str) -> float:
+  """Parses a loss."""
+  try:
+    check("target", float(text), Range(0, open=True))
+  except ValueError as error:
+    raise argparse.ArgumentTypeError(str(error)) from error
+  return float(text)
+
+
+OPTIONS = {
+  name: GROUPS["model"][name] for name in ("config", *COMPUTE, "step_time", "link")
+}
+OPTIONS |= {
+  "gbits": GROUPS["utilisation"]["gbits"],
+  "latency": GROUPS["method"]["latency"],
+  "replicas": Option("numbers of replicas, such as 2,4; default the config's", several),
+  "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
+  "target": Option("held-out loss to reach, nats per token", target),
+  "all": Option("any value: show all rows", str),
+}
+COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
+
+if __name__ == "__main__":
+  from diloco.simulate.__main__ import main
+
+  sys.exit(main(["plan", *sys.argv[1:]]))

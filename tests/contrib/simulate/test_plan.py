@@ -1,0 +1,189 @@
+"""The planner: losses against the runs behind them, hours against closed forms."""
+
+import csv
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from diloco.config import changed
+from diloco.config.command_line import load_config
+from diloco.contrib.simulate import plan
+from diloco.contrib.simulate.plan import Cell, Row
+from diloco.scaling_laws import paper
+from diloco.simulate import __main__ as command
+
+ROOT = pathlib.Path(__file__).parents[3]
+SAMPLE = [f"--config={ROOT / 'configs' / 'sample.py'}", "--step_time=0.06"]
+
+
+@pytest.fixture(scope="module")
+def sample():
+  return load_config(str(ROOT / "configs" / "sample.py"), [])
+
+
+def row(hours, percent, **fields):
+  usual = Row("streaming", 2, 30, 1, "e3m0", 1.0, 8.0, percent, 0.1, hours, "")
+  return dataclasses.replace(usual, **fields)
+
+
+def test_the_small_losses_are_those_of_the_recorded_runs():
+  runs = list(csv.DictReader((ROOT / "docs" / "reproduced.csv").open()))
+  runs = [r for r in runs if r["params"] == "141920" and r["test_loss"]]
+  others = ("tau", "bits", "method", "overtrain", "batch", "fragment", "fedpart")
+
+  def by_seed(cell):
+    """Returns {seed: told loss of the run with the smallest chosen loss}."""
+    found = dict[str, tuple[float, float]]()
+    for r in runs:
+      h = r["point_sync_every"] or ("30" if r["point_fixed"] == "global" else "")
+      same = (r["algorithm"], r["point_replicas"], h)
+      if same == cell and not any(r[f"point_{o}"] for o in others):
+        one = (float(r["loss"]), float(r["test_loss"]))
+        found[r["point_seed"]] = min(found.get(r["point_seed"], one), one)
+    return {seed: told for seed, (_, told) in found.items()}
+
+  plain = by_seed(("data_parallel", "2", "30"))
+  t = {3: 2.92, 4: 2.353}  # Student's t for intervals of 90%.
+  small = [x for x in plan.cells() if x.params == 141_920]
+  assert len(small) > 20
+  for x in small:
+    told = by_seed((x.algorithm, str(x.replicas), str(x.sync_every)))
+    above = [100 * (told[s] / plain[s] - 1) for s in told if s in plain]
+    assert x.percent == pytest.approx(statistics.mean(above), abs=0.006)
+    half = t[len(above)] * statistics.stdev(above) / len(above) ** 0.5
+    assert x.half == pytest.approx(half, abs=0.006)
+
+
+def test_the_losses_of_the_scaling_laws_are_those_of_its_table():
+  table = {x for x in plan.cells() if x.algorithm == "diloco" and x.params > 1e6}
+  names = dict(zip(paper.model_sizes("nominal"), paper.read("table4_loss")))
+  assert {x.params for x in table} == set(names)
+  for x in table:
+    losses = names[x.params]
+    above = float(losses[f"diloco_M{x.replicas}"]) / float(losses["dp"]) - 1
+    assert x.percent == pytest.approx(100 * above, abs=0.006)
+
+
+CELLS = [
+  Cell(1e6, "streaming", 2, 10, 1.0, 0.1),
+  Cell(1e6, "streaming", 2, 100, 3.0, 0.3),
+  Cell(4e6, "streaming", 2, 10, 0.0, 0.1),
+  Cell(4e6, "streaming", 2, 100, 1.0, 0.1),
+  Cell(1e6, "streaming", 8, 10, 9.0, 2.0),
+]
+
+
+@pytest.mark.parametrize(
+  ("fields", "percent", "half", "note"),
+  [
+    ({}, 1.0, 0.1, ""),
+    ({"sync_every": 100}, 3.0, 0.3, ""),
+    ({"sync_every": 30}, 1 + 2 * 0.4771, 0.1 + 0.2 * 0.4771, ""),  # log10(3)
+    ({"sync_every": 5}, 1.0, 0.1, "H = 5"),
+    ({"n": 2e6}, 0.5, 0.1, ""),
+    ({"n": 5e5}, 1.0, 0.1, "N = 5e+05"),
+    ({"replicas": 4}, 5.0, 1.05, ""),
+    ({"replicas": 8}, 9.0, 2.0, ""),
+    ({"replicas": 16}, 13.0, 2.0, "M = 16"),
+    ({"sync_every": 1000}, 5.0, 0.3, "H = 1e+03"),
+    ({"overlap.tau": 5, "overlap.taus": ()}, 1.21, (0.1**2 + 0.22**2) ** 0.5, ""),
+  ],
+)
+def test_the_loss_between_and_beyond_what_was_measured(
+  sample, monkeypatch, fields, percent, half, note
+):
+  monkeypatch.setattr(plan, "matrix_params", lambda m: n)
+  fields = dict(fields)
+  n = fields.pop("n", 1e6)
+  if "replicas" in fields:
+    fields |= {"train.batch_size": 16, "overlap.taus": ()}
+  found = plan.loss_above(changed(sample, fields), CELLS)
+  assert found[:2] == pytest.approx((percent, half), abs=2e-3)
+  assert found[2] == note
+
+
+def test_efficient_rows_are_those_that_no_row_beats():
+  rows = [row(h, p) for h, p in itertools.product((1, 2, 3), (0.5, 1.0))]
+  rows += [row(0.5, 2.0), row(4.0, 0.1), row(4.0, 0.6)]
+  assert [(r.hours, r.percent) for r in plan.efficient(rows)] == [
+    (0.5, 2.0),
+    (1, 0.5),
+    (4.0, 0.1),
+  ]
+
+
+def test_the_smallest_loss_of_the_busy_rows_is_recommended():
+  slow, fast, worse = row(9, 0.1, utilisation=0.5), row(1, 0.9), row(0.9, 2.0)
+  assert plan.recommended([slow, fast, worse]) == fast
+  assert plan.recommended([slow]) is None
+
+
+def test_the_fastest_row_to_the_target_is_recommended():
+  # The curve reaches 4.0 at half of the run and 3.0 at its end.
+  curve = [(0.1, 8.0), (0.5, 4.0), (1.0, 3.0)]
+  rows = [row(10, 0.0), row(6, 5.0), row(5, 40.0), row(8, 0.0)]
+  timed = [plan.timed(r, curve, 3.5) for r in rows]
+  hours = [r.hours_to_target for r in timed]
+  wanted = 3.5 / 1.05  # Without what the loss is above, the curve must fall to this.
+  share = 0.5 + 0.5 * (4.0 - wanted)
+  assert hours == [pytest.approx(7.5), pytest.approx(6 * share), None, pytest.approx(6)]
+  assert plan.recommended(timed) == timed[1]
+
+
+def run(capsys, *args):
+  assert command.main(["plan", *args]) == 0
+  return capsys.readouterr().out
+
+
+def test_hours_on_a_fast_link_are_those_of_the_steps(capsys, sample):
+  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e9", "--json", "--all=1"))
+  hours = sample.train.steps * 0.06 / 3600
+  for r in found["rows"]:
+    assert r["utilisation"] == pytest.approx(1, abs=1e-6)
+    assert r["hours"] == pytest.approx(hours, rel=1e-5)
+  assert {r["method"] for r in found["rows"]} == {"data_parallel", "streaming"}
+
+
+def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
+  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e-4", "--json", "--all=1"))
+  plain = next(r for r in found["rows"] if r["method"] == "data_parallel")
+  sent = 4 * 1_066_624 * 8 / 1e5  # Seconds for float32 gradients of all parameters.
+  hours = sample.train.steps * sent / 3600
+  assert plain["hours"] == pytest.approx(hours, rel=0.01)
+  assert plain["bytes_per_token"] == pytest.approx(4 * 1_066_624 / 512)
+
+
+def test_more_replicas_share_the_batch(capsys):
+  chinchilla = f"--config={ROOT / 'configs' / 'chinchilla.py'}:1.3B,M=2"
+  args = (chinchilla, "--step_time=1", "--gbits=1e9", "--json", "--all=1")
+  found = json.loads(run(capsys, *args, "--replicas=2,4"))
+  hours = {r["replicas"]: r["hours"] for r in found["rows"]}
+  assert hours[2] == pytest.approx(2 * hours[4])
+
+
+def test_the_recommended_flags_can_be_typed(capsys, sample):
+  last = run(capsys, *SAMPLE, "--gbits=0.02").splitlines()[-1]
+  _, *flags = last.split()
+  c = load_config(str(ROOT / "configs" / "sample.py"), flags)
+  assert c.sync_every in plan.H
+
+
+@pytest.mark.parametrize(
+  ("args", "error"),
+  [
+    (["--gbits=1", "--step_time=1"], "--config is missing; plan needs one"),
+    ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
+    ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
+  ],
+)
+def test_mistakes_are_told(args, error):
+  typed = [sys.executable, "-m", "diloco", "plan", *args]
+  found = subprocess.run(typed, capture_output=True, text=True, cwd=ROOT, check=False)
+  assert found.returncode == 2
+  assert error in found.stderr
