@@ -5,7 +5,7 @@ python -m diloco simulate failures --config=configs/chinchilla.py:10B,M=8 \
 
 Goodput is useful tokens per second, divided by the tokens per second that all chips
 compute if no chip fails and no chip waits. A token is useful if its step is part of the
-trained model in the end. There are four methods:
+trained model in the end. There are six methods:
 
 - data_parallel: a failure stops all chips. All restart from the last checkpoint.
 - restart_all: DiLoCo, and a failure of one site stops all sites. All restart from the
@@ -13,6 +13,8 @@ trained model in the end. There are four methods:
 - all_wait: a failed site restarts alone. The other sites wait until all are back.
 - quorum: a failed site restarts alone. The other sites go on while at least `quorum`
   sites are up.
+- elastic: data-parallel that goes on without the chips that fail.
+- elastic_sites: DiLoCo whose sites are elastic inside, and never wait for each other.
 
 Rules of all methods:
 
@@ -38,6 +40,18 @@ Rules of all_wait and quorum:
 - If a site hangs, the others wait for the grace time minus the time of tau steps.
 - If too few sites are up, the others wait immediately, not only at the next send.
 - With fewer sites an exchange takes as long as with all, and downloads slow nobody.
+
+Rules of elastic and elastic_sites:
+
+- A failure stops a data-parallel group for the time `reconfigure`. Then it goes on
+  without the `part` of its chips that hangs together with the failed one. These come
+  back after the time `repair`. What fails during the stop is taken out in that stop.
+- No step is lost, and goodput falls by the share of the chips that are away.
+- With elastic_sites each site is such a group. So M sites behave like one group with
+  1/M of the chips, apart from the link.
+
+The defaults of these three times are fitted to four cells that Decoupled DiLoCo reports
+at 1.2M chips; tests compare them with its cells at 2.4M chips (docs/simulate.md).
 
 Times are seconds, sizes are bits, bandwidths are bits per second.
 """
@@ -69,6 +83,8 @@ METHODS = {
   "restart_all": "DiLoCo, all restart",
   "all_wait": "DiLoCo, all wait",
   "quorum": "DiLoCo, quorum rounds",
+  "elastic": "data-parallel, elastic",
+  "elastic_sites": "DiLoCo, elastic sites",
 }
 MOST_FAILURES = 1e7  # In a run; more take minutes.
 SNAPSHOT_BITS = 64  # Per parameter: the parameter and its outer momentum.
@@ -88,6 +104,9 @@ class Machines:
     hangs: the share of failures that are hangs.
     checkpoint_time: for how long a checkpoint stops all chips.
     checkpoint_every: compute time between checkpoints; None: `daly_period`.
+    reconfigure: for how long a failure stops an elastic group.
+    part: chips that an elastic group loses by a failure.
+    repair: time until these chips are back.
     duration: simulated length of a run.
     runs: number of runs.
     seed: seed of the failures.
@@ -104,6 +123,9 @@ class Machines:
   hangs: Share = 0.0
   checkpoint_time: AboveZero = 30.0
   checkpoint_every: Annotated[float | None, Range(0, open=True)] = None
+  reconfigure: NonNegative = 18.0
+  part: Positive = 256
+  repair: NonNegative = 4800.0
   duration: AboveZero = 30 * UNITS["d"]
   runs: Annotated[int, Range(1, 100_000)] = 10
   seed: Annotated[int, Range(0)] = 0
@@ -174,6 +196,10 @@ def simulate(work: Workload, rate: float, machines: Machines) -> Row:
       rng = np.random.default_rng(seed)
       part = rounds(work, rate, speed, machines, quorum, rng)
       found[run].append(speed * part)
+    for sites, most in ((1, 1.0), (work.replicas, speed)):
+      rng = np.random.default_rng(seed)
+      parts = [elastic(machines, sites, rng) for _ in range(sites)]
+      found[run].append(most * float(np.mean(parts)))
   return Row(
     machines.chips,
     machines.mtbf,
@@ -261,6 +287,29 @@ def rounds(
   return useful / work.replicas * step / seconds
 
 
+def elastic(machines: Machines, sites: int, rng: Rng) -> float:
+  """Simulates one of `sites` groups that go on without the chips that fail.
+
+  Returns:
+    The share of the group's chips that compute, mean over the time.
+  """
+  seconds, chips = machines.duration, machines.chips / sites
+  part, mtbf = min(machines.part / chips, 1.0), machines.mtbf / chips
+  away = list[float]()  # A heap: when the parts that are away come back.
+  clock = useful = 0.0
+  while clock < seconds:
+    end = min(clock + rng.exponential(mtbf), seconds)
+    while clock < end:
+      while away and away[0] <= clock:
+        heapq.heappop(away)
+      until = min([end, *away[:1]])
+      useful += (until - clock) * max(1 - part * len(away), 0.0)
+      clock = until
+    clock += machines.reconfigure + _notice(machines, rng)
+    heapq.heappush(away, clock + machines.repair)
+  return useful / seconds
+
+
 def _notice(machines: Machines, rng: Rng) -> float:
   """Draws the time until a failure is noticed."""
   return machines.grace if rng.random() < machines.hangs else 0.0
@@ -306,8 +355,11 @@ def draw(rows: list[Row]) -> Any:
   """Draws goodput over chips, a panel per mean time between"""
   times = list(dict.fromkeys(row.mtbf_s for row in rows))
   titles = [f"a chip fails once in {show_time(mtbf)}" for mtbf in times]
-  methods = dict.fromkeys(METHODS.values(), "diloco")
-  methods[METHODS["data_parallel"]] = "data_parallel"
+  plain = ("data_parallel", "elastic")
+  methods = {
+    text: "data_parallel" if name in plain else "diloco"
+    for name, text in METHODS.items()
+  }
   figure, axes = panels("Simulated goodput when chips fail", titles, sharey=True)
   for axis, mtbf in zip(axes, times):
     own = sorted((r for r in rows if r.mtbf_s == mtbf), key=lambda r: r.chips)
@@ -371,6 +423,11 @@ OPTIONS = GROUPS["method"] | {
   "hangs": Option("share of failures that are hangs; default 0"),
   "checkpoint_time": Option("how long a checkpoint stops all; default 30s", duration),
   "checkpoint_every": Option("time between checkpoints; default Daly's", duration),
+  "reconfigure": Option(
+    "how long a failure stops an elastic group; default 18s", duration
+  ),
+  "part": Option("chips that an elastic group loses by a failure; default 256", whole),
+  "repair": Option("time until they are back; default 80m", duration),
   "duration": Option("simulated time of a run; default 30d", duration),
   "runs": Option("simulated runs; default 10", whole),
   "seed": Option("seed of the failures; default 0", whole),

@@ -106,6 +106,46 @@ def test_a_failure_loses_the_steps_since_the_last_payload_that_arrived(layers):
   assert reached == pytest.approx(expected / (interval / 600), rel=0.01)
 
 
+def test_an_elastic_group_stops_shortly_and_lacks_a_part():
+  # A failure every 100 s stops 100 chips for 5 s and takes 10 of them for 20 s, of
+  # which the group runs until the next stop.
+  machines = Machines(100, 10_000, reconfigure=5, part=10, repair=20, duration=3e6)
+  up = 100 / (100 + 5)
+  lacks = 0.1 * 100 * -math.expm1(-20 / 100) / 100
+  reached = failures.elastic(machines, 1, np.random.default_rng(4))
+  assert reached == pytest.approx(up * (1 - lacks), rel=0.005)
+  hangs = dataclasses.replace(machines, hangs=1.0, grace=15, repair=0)
+  reached = failures.elastic(hangs, 1, np.random.default_rng(5))
+  assert reached == pytest.approx(100 / (100 + 5 + 15), rel=0.005)
+
+
+# Goodput that Decoupled DiLoCo (arXiv 2604.21428) reports for one failure per chip and
+# year, from public summaries of the paper: {chips: {M: goodput}}; M = 1 is elastic
+# data-parallel.
+REPORTED = {
+  1_200_000: {1: 0.58, 2: 0.70, 8: 0.88, 16: 0.93},
+  2_400_000: {1: 0.40, 8: 0.80, 16: 0.86},
+}
+
+
+@pytest.mark.parametrize("chips", REPORTED)
+def test_the_defaults_explain_the_cells_that_they_were_not_fitted_to(chips):
+  # The cells at 1.2M chips chose the defaults; those at 2.4M chips did not.
+  machines = Machines(chips, failures.UNITS["y"], duration=3 * failures.UNITS["d"])
+  for replicas, reported in REPORTED[chips].items():
+    reached = failures.elastic(machines, replicas, np.random.default_rng(6))
+    assert reached == pytest.approx(reported, abs=0.03)
+
+
+def test_sites_behave_like_one_group_with_their_part_of_the_chips():
+  machines = Machines(8000, 1e6, part=50, repair=3000, duration=3e6, runs=2)
+  row = failures.simulate(sites(8), FAST, machines)
+  one = dataclasses.replace(machines, chips=1000)
+  alone = failures.simulate(sites(2), FAST, one).goodput["elastic"]
+  assert row.goodput["elastic_sites"] == pytest.approx(alone, rel=0.01)
+  assert row.goodput["elastic"] < alone - 0.05
+
+
 def test_a_hang_stops_the_others_for_the_grace_time():
   work = sites(4, method="diloco", sync_every=1)
   machines = Machines(4, 1000, restart=100, grace=40, hangs=1, duration=3e6)
@@ -176,6 +216,7 @@ def test_without_failures_only_checkpoints_and_the_link_cost_time():
   speed = row.utilisation
   wanted = {"data_parallel": 0.99, "restart_all": 0.99 * speed}
   wanted |= {"all_wait": speed, "quorum": speed}
+  wanted |= {"elastic": 1.0, "elastic_sites": speed}
   assert row.goodput == pytest.approx(wanted)
   assert max(row.deviation.values()) == 0
 
