@@ -305,6 +305,7 @@ def open_session(
     raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
   check_all_meet(peers)
   check_same_program(c, peers)
+  summary.baseline(c)  # Finds mistakes.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)

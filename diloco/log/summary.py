@@ -10,7 +10,9 @@ from jax.sharding import Mesh
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
 from diloco.config import Config
+from diloco.config.resolve import leaves
 from diloco.data.contents import repeated
+from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
@@ -66,6 +68,10 @@ def make(
   if c.eval.test_tokens:
     summary["test_loss"] = test
   summary |= method.account(summary)
+  if plain := baseline(c):
+    above = 100 * (losses["outer"] / plain - 1)
+    text_above = f"{above:+.2f}% above {plain:.4f} of {c.log.baseline}, data-parallel"
+    summary["baseline"] = {"percent": above, "text": text_above}
   if log.peers.index == 0:
     files.write_json(log.workdir / FILE, summary)
     log.results(summary, text)
@@ -113,6 +119,27 @@ def _numbers(
     "attention": attention.choose(c.model, jax.devices()[0].device_kind),
     "jax": jax.__version__,
   }
+
+
+def baseline(c: Config) -> float:
+  """Returns the held-out loss of the run in log.baseline; 0 if there is none.
+
+  Raises:
+    ConfigError: that is no finished data-parallel run with the same tokens and text.
+  """
+  if not c.log.baseline:
+    return 0.0
+  folder = files.local_path(c.log.baseline, "log.baseline")
+  found = files.require_json(folder / FILE, "log.baseline")
+  theirs = leaves(files.require_json(folder / "config.json", "log.baseline"))
+  ours = leaves(c.to_dict()) | {"algorithm": "data_parallel"}
+  for field in ("algorithm", "train.tokens", "eval.tokens", "data.source"):
+    if theirs.get(field) != ours[field]:
+      raise ConfigError(
+        f"log.baseline is {c.log.baseline}, whose {field} is {theirs.get(field)}, not"
+        f" {ours[field]}; give a data-parallel run with the same tokens and text."
+      )
+  return found["eval_loss"]["outer"]
 
 
 def note(c: Config) -> str:

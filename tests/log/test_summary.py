@@ -1,14 +1,19 @@
 """The summary: rarely synchronised fragments, and the loss on the test text."""
 
+import json
+import re
+
 import jax
 import pytest
 
-from diloco.config import add_plugins, resolve
+from diloco.config import add_plugins, changed, resolve
 from diloco.data import make_eval_set
+from diloco.errors import ConfigError
 from diloco.evaluate import heldout
 from diloco.interop.load import load
 from diloco.log import summary
 from diloco.train import train
+from diloco.util import files
 
 
 @pytest.mark.parametrize(
@@ -69,3 +74,50 @@ def test_the_test_loss_is_that_of_the_final_parameters_on_the_test_text(tiny, tm
 def test_data_parallel_has_no_such_note(tiny):
   tiny.algorithm, tiny.train.steps = "data_parallel", 1
   assert summary.note(resolve(tiny)) == ""
+
+
+@pytest.fixture
+def plain(tiny, tmp_path):
+  """The folder of a data-parallel run with the loss 2.0."""
+  c = changed(resolve(tiny), {"algorithm": "data_parallel"})
+  files.write_json(tmp_path / "plain" / "config.json", c.to_dict())
+  losses = {"eval_loss": {"outer": 2.0}}
+  files.write_json(tmp_path / "plain" / summary.FILE, losses)
+  return tmp_path / "plain"
+
+
+def test_the_loss_of_the_baseline(tiny, plain):
+  assert summary.baseline(resolve(tiny)) == 0
+  tiny.log.baseline = str(plain)
+  assert summary.baseline(resolve(tiny)) == 2.0
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "said"),
+  [
+    ("algorithm", "diloco", "whose algorithm is diloco, not data_parallel"),
+    ("train.tokens", 5, "whose train.tokens is 5, not"),
+    ("eval.tokens", 5, "whose eval.tokens is 5, not"),
+    ("data.source", "tfds:c4/en:3.1.0", "whose data.source is tfds:c4/en:3.1.0, not"),
+  ],
+)
+def test_a_baseline_that_cannot_be_compared_is_refused(tiny, plain, field, value, said):
+  theirs = json.loads((plain / "config.json").read_text())
+  group, _, name = field.rpartition(".")
+  (theirs[group] if group else theirs)[name] = value
+  files.write_json(plain / "config.json", theirs)
+  tiny.log.baseline = str(plain)
+  with pytest.raises(ConfigError, match=re.escape(said)):
+    train(tiny, plain.parent / "run")
+  assert not (plain.parent / "run").exists()
+
+
+@pytest.mark.integration("a whole run")
+def test_the_end_of_a_run_says_how_far_it_is_above_the_baseline(
+  tiny, plain, tmp_path, capsys
+):
+  tiny.log.baseline = str(plain)
+  found = train(tiny, tmp_path / "run")
+  above = 100 * (found["eval_loss"]["outer"] / 2 - 1)
+  assert found["baseline"]["percent"] == pytest.approx(above)
+  assert f"baseline     {above:+.2f}% above 2.0000 of" in capsys.readouterr().out
