@@ -30,9 +30,10 @@ from diloco.util import command, palette
 # Fields that are columns already, follow from columns, or change no result; plug-ins
 # have more that change none, see `Extension.free`.
 _QUIET = (
-  *("algorithm", "replicas", "sync_every", "seed", "overlap.", "wire.format"),
-  *("fragments.pattern", "train.tokens", "plugins", "sites.", "eval.", "mesh."),
-  *("log.", "checkpoint.", "profile.", "data.data_dir", "data.prefetch"),
+  *("algorithm", "replicas", "sync_every", "seed", "overlap.tau", "overlap.transport"),
+  *("wire.format", "fragments.pattern", "train.tokens", "plugins"),
+  *("sites.", "eval.", "mesh.", "log.", "checkpoint.", "profile."),
+  *("data.data_dir", "data.prefetch"),
 )
 # Fields in which runs that are joined may differ: they change nothing but the noise.
 _NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")

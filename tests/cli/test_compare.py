@@ -67,7 +67,7 @@ def test_the_table_has_what_differs_and_the_results(two):
 
 def test_a_field_that_differs_is_a_column(tmp_path):
   c = tiny_config()
-  c.inner.learning_rate = 0.5
+  c.inner.learning_rate, c.overlap.alpha = 0.5, 0.25
   folders = [
     make_run(tmp_path / "a", config()),
     make_run(tmp_path / "b", resolve(c)),
@@ -75,6 +75,8 @@ def test_a_field_that_differs_is_a_column(tmp_path):
   text = compare.table([read_run.read(folder, folder.name) for folder in folders])
   assert "inner.learning_rate" in text
   assert "0.5" in text
+  assert "overlap.alpha" in text
+  assert "0.25" in text
 
 
 def test_runs_that_differ_in_their_seeds_share_a_line(tmp_path):
