@@ -19,7 +19,7 @@ import pandas as pd
 
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
-from diloco.log.read_run import Run, read_all
+from diloco.log.read_run import Run, joined, read_all
 from diloco.log.workdir import title
 from diloco.simulate import from_config, wallclock
 from diloco.simulate.compute_time import CHIP_FLOPS
@@ -35,9 +35,6 @@ _QUIET = (
   *("sites.", "eval.", "mesh.", "log.", "checkpoint.", "profile."),
   *("data.data_dir", "data.prefetch"),
 )
-# Fields in which runs that are joined may differ: they change nothing but the noise.
-_NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")
-
 ABOVE = "above data-parallel (%)"
 
 
@@ -60,17 +57,6 @@ def _differing(runs: Sequence[Mapping[str, Any]], *also: str) -> list[str]:
   shown = lambda f: f in also or not f.startswith(_QUIET + plugins.free())
   names = filter(shown, dict.fromkeys(itertools.chain(*runs)))
   return [f for f in names if len({repr(run.get(f)) for run in runs}) > 1]
-
-
-def joined(runs: Sequence[Run]) -> list[list[Run]]:
-  """Groups the runs that differ only in their seeds and have reached the same step."""
-  groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
-  for run in runs:
-    fields = leaves(run.config.to_dict()).items()
-    same = [(f, x) for f, x in fields if not f.startswith(noise)]
-    key = repr((run.step, max(run.held_out, default=0), same))
-    groups.setdefault(key, []).append(run)
-  return [*groups.values()]
 
 
 def mean_of(runs: Sequence[Run]) -> Run:

@@ -64,7 +64,7 @@ def page(folders: Sequence[pathlib.Path], config: str) -> str:
   places = dict(zip([run.name for run in runs], folders))
   best = sorted(runs, key=lambda run: min(run.held_out.values(), default=math.inf))
   shown = best[:MOST] if len(runs) > MOST else runs
-  drawn = [compare.mean_of(group) for group in compare.joined(shown)]
+  drawn = [compare.mean_of(group) for group in read_run.joined(shown)]
   seconds, notes = compare.idealised(drawn, None, network)
   notes = compare.incomparable(runs) + notes
   if len(runs) > MOST:

@@ -9,8 +9,13 @@ from typing import Any
 import pandas as pd
 
 from diloco.config import Config
+from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
+from diloco.spec import plugins
+
+# Fields in which runs that are joined may differ: they change nothing but the noise.
+_NOISE = ("seed", "plugins", "log.", "checkpoint.", "profile.", "data.prefetch")
 
 
 @dataclasses.dataclass
@@ -69,6 +74,17 @@ def read(folder: pathlib.Path, name: str) -> Run:
 def read_all(folders: Sequence[pathlib.Path]) -> list[Run]:
   """Reads runs, which get the shortest names that tell them apart."""
   return [read(folder, name) for folder, name in zip(folders, names_of(folders))]
+
+
+def joined(runs: Sequence[Run]) -> list[list[Run]]:
+  """Groups the runs that differ only in their seeds and have reached the same step."""
+  groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
+  for run in runs:
+    fields = leaves(run.config.to_dict()).items()
+    same = [(f, x) for f, x in fields if not f.startswith(noise)]
+    key = repr((run.step, max(run.held_out, default=0), same))
+    groups.setdefault(key, []).append(run)
+  return [*groups.values()]
 
 
 def _by_step(records: Iterable[dict], field: str) -> Any:

@@ -114,7 +114,7 @@ def test_losses_stand_above_those_of_the_best_data_parallel_runs_seed_by_seed(tm
       own, last = dataclasses.replace(c, seed=seed), 8 if name == "short" else 12
       folder = make_run(tmp_path / f"{name}{seed}", own, last=last, loss=loss)
       runs.append(read_run.read(folder, f"{name}_{seed}"))
-  groups = compare.joined(runs)
+  groups = read_run.joined(runs)
   # 4.2 / 4.0, 4.3 / 4.25 and 4.1 / 4.0: 5.00, 1.18 and 2.50%.
   assert compare.above(groups) == ["+2.89 ± 1.94", "+0.00 ± 0.00", "+5.39 ± 3.65", "-"]
   assert compare.above(groups[:1]) == ["-"]
@@ -216,7 +216,7 @@ def test_runs_that_differ_in_seeds_are_drawn_as_their_mean(tmp_path):
     read_run.read(make_run(tmp_path / f"s{seed}", config(seed=seed), loss=loss), "a")
     for seed, loss in ((0, 5.0), (1, 4.0))
   ]
-  [group] = compare.joined(runs)
+  [group] = read_run.joined(runs)
   mean = compare.mean_of(group)
   assert mean.name == "a (n=2)"
   assert mean.held_out == {12: 3.5}
@@ -230,7 +230,7 @@ def test_fields_that_change_no_result_are_no_columns_and_part_no_seeds(tmp_path)
   runs = [
     read_run.read(make_run(tmp_path / name, c), name) for name, c in configs.items()
   ]
-  assert [len(group) for group in compare.joined(runs)] == [2]
+  assert [len(group) for group in read_run.joined(runs)] == [2]
   assert "diagnostics" not in compare.table(runs)
 
 

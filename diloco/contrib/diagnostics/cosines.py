@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from diloco.cli.compare import joined
 from diloco.config import Config
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.log import workdir
-from diloco.log.read_run import read_all
+from diloco.log.read_run import joined, read_all
 from diloco.log.workdir import title
 from diloco.util import palette
 from diloco.util.command import Parser, as_path, check_picture, guarded
