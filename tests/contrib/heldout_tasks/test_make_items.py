@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from diloco.contrib.tasks import make_items
+from diloco.contrib.heldout_tasks import make_items
 from diloco.data.sources import make_source
 from diloco.evaluate.tasks import load_items
 from diloco.spec.fields import DataConfig
