@@ -75,13 +75,16 @@ _QUIET = (
   *("seed", "algorithm", "replicas", "sync_every", "overlap.taus", "plugins"),
   *("log.", "checkpoint.", "eval.", "profile.", "data.prefetch"),
 )
+# Names have these fields; if none of them differs, the first four that do.
+_FIRST = ("model.dim", "train.batch_size", "overlap.tau", "overlap.alpha")
 
 
 def names_of(configs: Sequence[Config]) -> list[str]:
-  """Names settings by method, M and H, and by the other fields that differ."""
+  """Names settings by method, M and H, and by other fields that differ."""
   fields = [leaves(c.to_dict()) for c in configs]
   differ = [f for f in fields[0] if len({repr(own.get(f)) for own in fields}) > 1]
-  shown = [f for f in differ if not f.startswith(_QUIET)]
+  shown = [f for f in _FIRST if f in differ]
+  shown = shown or [f for f in differ if not f.startswith(_QUIET)][:4]
   values = lambda own: [f"{f.rpartition('.')[2]}={own.get(f)}" for f in shown]
   return [", ".join([title(c), *values(own)]) for c, own in zip(configs, fields)]
 
