@@ -177,7 +177,7 @@ class Player:
     channel = functools.partial(
       security.channel, coordinator.address, tls, insecure=not tls
     )
-    said = {"site": site, "config": self.calendar.config.to_dict(), "fsdp": 1} | hello
+    said = {"site": site, "config": self.calendar.config.to_dict()} | hello
     room = 2 * self.calendar.fragments + 2
     self.link = Link(channel, coordinator.address, said, self.said.append, room)
     self.state, self.applied, self.members, self.refused = 0, 0, {}, {}

@@ -161,7 +161,8 @@ def _extension(old: Config, c: Config, step: int) -> str:
 def warn_of_other_shards(c: Config, before: int, now: int) -> None:
   """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
-  if before != now and not plain and c.make_fragments():
+  same = plain or plugins.TRANSPORTS[c.overlap.transport].needs  # As `contrib/sites`.
+  if before != now and not same and c.make_fragments():
     logging.warning(
       f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
       f" gradients lose other bits than before; set mesh.fsdp={before} for the results"

@@ -12,15 +12,9 @@ from diloco.spec import shapes, sizes
 
 @dataclasses.dataclass(frozen=True)
 class Calendar:
-  """The rounds of a run that several sites share.
-
-  Attributes:
-    config: of the whole run.
-    fsdp: devices that share a replica's parameters, on every site.
-  """
+  """The rounds of a run that several sites share; `config` is that of the whole run."""
 
   config: Config
-  fsdp: int = 1
 
   @functools.cached_property
   def rounds(self) -> tuple[tuple[int, int], ...]:
@@ -66,11 +60,11 @@ class Calendar:
     return [str(shard) for shard in self.config.shards_of(own)]
 
   def payload_bytes(self, number: int) -> int:
-    """Counts the bytes of one site's payload of a round."""
+    """Counts the bytes of one site's payload of a round; see `unsharded.py`."""
     c = self.config
     part = c.make_fragments()[self.rounds[number][1]]
     part_shapes = part.shapes(shapes.parameters(c.model))
-    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes, self.fsdp)
+    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes)
 
   def step_before(self, number: int) -> int:
     """Returns the step after which a site goes on that has rounds below `number`.

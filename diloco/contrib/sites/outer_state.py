@@ -28,7 +28,7 @@ def apply(
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
-  Payloads are uint8 [replicas of the site, fsdp, bytes]. Tokens weigh them in the mean.
+  Payloads are uint8 [replicas of the site, 1, bytes]. Tokens weigh them in the mean.
 
   Args:
     plan: of a site, or of the coordinator.
@@ -64,7 +64,7 @@ def place(
 
   Absent sites have empty payloads, so that one program serves all counts.
   """
-  n, *shape = plan.payload(p, calendar.fsdp).shape
+  n, *shape = plan.payload(p, fsdp=1).shape
   codes = np.zeros((calendar.sites, n, *shape), np.uint8)
   for site, data in payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)

@@ -23,12 +23,11 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
-from diloco.contrib.sites import outer_state, security
+from diloco.contrib.sites import outer_state, security, unsharded
 from diloco.contrib.sites.calendar import Calendar, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
-from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
@@ -101,8 +100,7 @@ class Site(Wrapper):
   stop: Stop
 
   def __post_init__(self) -> None:
-    fsdp = self.method.plan.mesh.shape[FSDP]
-    self._link, self._calendar = self.part.link, Calendar(self.part.config, fsdp)
+    self._link, self._calendar = self.part.link, Calendar(self.part.config)
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
@@ -157,11 +155,8 @@ class Site(Wrapper):
     """
     calendar, taus = self._calendar, self.method.plan.schedule.taus
     self._applied = self._taken = calendar.first_after(t - min(taus))
-    welcome = self._link.join(
-      fsdp=calendar.fsdp,
-      round=self._applied,
-      digests=outer_state.digests(state.outer),
-    )
+    digests = outer_state.digests(state.outer)
+    welcome = self._link.join(round=self._applied, digests=digests)
     text = "its own position"
     recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
     if recorded:
@@ -239,7 +234,8 @@ class Site(Wrapper):
       return state
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
-    payload, codec_state, metrics = plan.send(t, p, *arrays, self.part.first_replica)
+    found = unsharded.send(plan, t, p, *arrays, self.part.first_replica)
+    payload, codec_state, metrics = found
     norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
     finite = all(bool(np.isfinite(x.data).all()) for x in norms)
     parts = self.part.peers.all_gather([finite, self.batches.get_state()])

@@ -41,7 +41,7 @@ def test_the_mean_is_weighted_by_tokens(tiny, tokens):
     payloads[site] = np.asarray(code).tobytes()
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)
-  calendar = types.SimpleNamespace(sites=3, fsdp=1)
+  calendar = types.SimpleNamespace(sites=3)
   closed = Closed(0, 0, tokens, payloads)
   found, _, _ = outer_state.apply(plan, calendar, closed, theta, opt_state)
   replicas = [

@@ -142,7 +142,7 @@ class OuterGroup:
   def save(self, step: int, finished: bool = False) -> None:
     """Saves the outer state; deletes payloads that no checkpoint needs any more."""
     config = self._calendar.config.to_dict()
-    record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
+    record = Record(config, self.data, finished=finished)
     self._checkpoints.save(step, TrainState({}, {}, self._outer), record)
     self._checkpoints.wait()
     oldest = min(steps_of(self._workdir))

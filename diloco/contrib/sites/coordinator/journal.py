@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     step: the inner step t after which the fragment was sent.
     tokens: {site: tokens behind each of its replicas' payloads}, ascending sites; its
       keys are the members.
-    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
+    payloads: {site: bytes of uint8 [replicas of the site, 1, bytes]}.
     late: the sites that were expected and did not send.
     data: {shard: [step, position in its text]} that the members sent along.
     waited_s: seconds between the quorum and the closing.

@@ -117,7 +117,7 @@ class Server:
       known = f"the run has the sites 0 to {count - 1} (sites.count)."
       raise Refused(Status.FAILED_PRECONDITION, f"refuses --site={site}: {known}")
     self._check_certificate(site, context)
-    self._check_config(hello.fields.get("config"), hello.fields.get("fsdp"))
+    self._check_config(hello.fields.get("config"))
     self._check_progress(hello)
     old = self._sessions.get(site)
     if old and old.name != name:
@@ -149,21 +149,14 @@ class Server:
       has = f"it has {self._board.published} closed rounds, but this site has {rounds}"
       raise Refused(Status.UNAVAILABLE, f"{has}; {remedy}")
 
-  def _check_config(self, config: Any, fsdp: Any) -> None:
+  def _check_config(self, config: Any) -> None:
     if not isinstance(config, dict):
       raise BadMessage("its `join` has no config")
-    calendar = self._board.calendar
-    changes = resume.differing(calendar.config.to_dict(), config)
+    changes = resume.differing(self._board.calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
       reason = f"has another config than this site ({lines}); give both the same."
       raise Refused(Status.FAILED_PRECONDITION, reason)
-    if fsdp != calendar.fsdp:
-      raise Refused(
-        Status.FAILED_PRECONDITION,
-        f"expects mesh.fsdp={calendar.fsdp}, but this site has {fsdp}; start it and the"
-        " coordinator with the same --config.mesh.fsdp.",
-      )
 
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""

@@ -45,7 +45,7 @@ def hello(**fields) -> bytes:
 
 
 def said(**fields) -> dict:
-  known = {"site": 2, "config": ALL.config.to_dict(), "fsdp": 1, "session": "s"}
+  known = {"site": 2, "config": ALL.config.to_dict(), "session": "s"}
   return {**known, "version": messages.VERSION, "round": 0, "digests": [], **fields}
 
 
@@ -88,12 +88,11 @@ STRANGERS = {
   "no site": ([hello(site="2")], "join.site is '2'"),
   "unknown site": ([hello(site=3)], "refuses --site=3: the run has the sites 0 to 2"),
   "no config": ([hello(config=7)], "has no config"),
-  "no fields": ([hello(config={})], r"another config .*\.\.\.$"),
+  "no fields": ([hello(config={"x": "y" * 2000})], r"another config .*\.\.\.$"),
   "other seed": (
     [hello(config={**ALL.config.to_dict(), "seed": 7})],
     r"has another config than this site \(seed: 0 -> 7\); give both the same",
   ),
-  "other fsdp": ([hello(fsdp=2)], "expects mesh.fsdp=1, but this site has 2"),
   "doubled site": ([hello(site=0)], "refuses --site=0: another process is this site"),
   "other run": ([hello(run="x")], "it coordinates another run; start the coord"),
   "ahead": ([hello(round=10**6)], "closed rounds, but this site has 1000000"),
