@@ -195,7 +195,7 @@ class Player:
 
   def send(self, number: int, **fields) -> None:
     data = {s: [number, {}] for s in self.calendar.shards_of(self.site)}
-    fields = {"tokens": 16, "data": data} | fields
+    fields = {"tokens": 16, "per_step": 8, "data": data} | fields
     self.link.send(number, payload(self.calendar, self.site, number), fields)
 
   def receive(self, until: int) -> None:

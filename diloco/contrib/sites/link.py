@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -42,6 +42,7 @@ class Closed:
     tokens: {site: tokens behind each payload of the site}; its keys are the members.
     payloads: {site: bytes}.
     refused: the sites whose payloads had bad numbers.
+    per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
   """
 
   round: int
@@ -49,6 +50,7 @@ class Closed:
   tokens: dict[int, int]
   payloads: dict[int, bytes]
   refused: tuple[int, ...] = ()
+  per_step: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,7 +347,10 @@ class Link:
     self._changed.notify_all()
     # Receives no more until the training thread takes a round.
     self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
-    tokens = {int(site): n for site, n in fields["tokens"].items()}
+    tokens, per_step = (
+      {int(site): n for site, n in fields[name].items()}
+      for name in ("tokens", "per_step")
+    )
     own = self._outgoing.pop(number, None)
     payloads = dict[int, bytes]()
     for site, crc32 in zip(tokens, fields["crc32"]):
@@ -358,7 +363,8 @@ class Link:
       del self._parts[key]  # These payloads came after their round closed.
     self.inside = fields["inside"]
     refused = tuple(fields.get("refused", ()))
-    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads, refused)
+    p = fields["fragment"]
+    self._closed[number] = Closed(number, p, tokens, payloads, refused, per_step)
     self._next = number + 1
 
 

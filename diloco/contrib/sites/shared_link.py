@@ -60,12 +60,14 @@ class SharedLink:
       found = self._link.closed(number)
       payloads = found.payloads.values()
       tokens, sizes = list(found.tokens.items()), [len(x) for x in payloads]
-      head = [found.fragment, tokens, sizes, found.refused]
+      per_step = list(found.per_step.items())
+      head = [found.fragment, tokens, sizes, found.refused, per_step]
       own = b"".join(payloads)
-    fragment, tokens, sizes, refused = self._peers.broadcast(head)
+    fragment, tokens, sizes, refused, per_step = self._peers.broadcast(head)
     data = io.BytesIO(self._bytes(own, sum(sizes)) if sizes else b"")
     parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
-    return Closed(number, fragment, dict(tokens), parts, tuple(refused))
+    whole = (number, fragment, dict(tokens), parts, tuple(refused), dict(per_step))
+    return Closed(*whole)
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())

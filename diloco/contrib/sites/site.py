@@ -24,7 +24,7 @@ from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
 from diloco.contrib.sites import outer_state, security, unsharded
-from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
@@ -39,7 +39,7 @@ class SitePart:
   """A site's part of a run, for `diloco.train.train`.
 
   Attributes:
-    config: of the whole run.
+    config: of the whole run, as if all sites had this site's batch.
     index: number of the site.
     link: the connection to the coordinator.
     peers: the processes of this site.
@@ -82,7 +82,7 @@ def make_part(
     Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
   )
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
-  return SitePart(c, index, shared, peers)
+  return SitePart(as_all(c), index, shared, peers)
 
 
 @dataclasses.dataclass
@@ -178,9 +178,16 @@ class Site(Wrapper):
     return step, _at_step(self._take(state, welcome), step)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs lines 6 to 12 after inner step t; a late site skips to a later step."""
-    self._events = []
+    """Runs lines 6 to 12 after inner step t, and after later steps that are skipped.
+
+    A late site takes the group's step. A site with sites.pace below 1 trains only some
+    of the group's steps, but sends and merges after all.
+    """
+    self._events, calendar = [], self._calendar
     t, state = self._outer(t, state)
+    last = self.part.config.train.steps
+    while t < last and calendar.trained(t + 1) == calendar.trained(t):
+      t, state = self._outer(t + 1, _at_step(state, t + 1))
     return t, state, self._events
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -243,9 +250,10 @@ class Site(Wrapper):
       return self._restore(t, state, "its parameters are not finite")
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
     c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
-    tokens = steps * c.tokens_per_step // c.replicas
+    per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
-    self._link.send(number, data, {"tokens": tokens, "data": position})
+    fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
+    self._link.send(number, data, fields)
     self._pending[number] = before
     job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
     self._jobs.start(*job)

@@ -17,6 +17,7 @@ CLOSED = {
   "published": 1,
   "fragment": 0,
   "tokens": {"1": 5},
+  "per_step": {"1": 2},
   "crc32": [7],
   "inside": 2,
 }
@@ -54,6 +55,7 @@ def test_a_payload_with_the_right_sum_is_taken():
   link = make_link(b"ab")
   link._receive(Message("closed", CLOSED | {"crc32": [zlib.crc32(b"ab")]}))
   assert link.closed(0).payloads == {1: b"ab"}
+  assert (link.closed(0).tokens, link.closed(0).per_step) == ({1: 5}, {1: 2})
 
 
 def closed(*sites: int) -> Message:

@@ -10,7 +10,9 @@ from diloco.contrib.sites import shared_link
 from diloco.contrib.sites.link import Closed, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 
-CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, refused=(1,))
+CLOSED = Closed(
+  3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, refused=(1,), per_step={0: 1, 2: 3}
+)
 EMPTY = Closed(4, 0, {}, {}, refused=(0, 1, 2))
 WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
 

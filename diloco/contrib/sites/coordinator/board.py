@@ -64,6 +64,7 @@ class Upload:
 
   Attributes:
     tokens: inner tokens behind each replica's payload.
+    per_step: tokens of one of its inner steps.
     data: {shard: [step, position in its text]}.
     total: size of the payload.
     crc32: its checksum; -1 if other bytes came.
@@ -71,6 +72,7 @@ class Upload:
   """
 
   tokens: int
+  per_step: int
   data: dict[str, Any]
   total: int
   crc32: int
@@ -358,6 +360,7 @@ class Board:
     own = self.calendar.shards_of(session.site)
     return Upload(
       number(message, "tokens", 1, _LARGEST),
+      number(message, "per_step", 1, _LARGEST),
       {s: data[s] for s in own if s in data} if isinstance(data, dict) else {},
       total,
       number(message, "crc32", 0, (1 << 32) - 1),
@@ -370,7 +373,8 @@ class Board:
     payloads = {k: bytes(u.received) for k, u in uploads.items()}
     tokens = {k: u.tokens for k, u in uploads.items()}
     measured = await asyncio.to_thread(measure, number, payloads)
-    refused = self._outliers.refused(fragment, measured, tokens)
+    steps = {k: u.tokens / u.per_step for k, u in uploads.items()}
+    refused = self._outliers.refused(fragment, measured, steps)
     for site, reason in refused.items():
       del payloads[site], tokens[site]
       self._show(f"Refuses the payload of site {site} in round {number}: {reason}.")
@@ -378,4 +382,4 @@ class Board:
     data = {shard: x for k in tokens for shard, x in uploads[k].data.items()}
     waited_s = round(closing.waited_s, 3)
     head = (number, fragment, step, tokens, payloads, closing.late, data, waited_s)
-    return Entry(*head, measured)
+    return Entry(*head, measured, {k: uploads[k].per_step for k in tokens})

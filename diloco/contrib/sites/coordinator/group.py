@@ -82,7 +82,7 @@ def round_of(
       f"{workdir} has round {entry.round} of another schedule in its journal"
       f" (fragment {p} after step {entry.step}); choose another --workdir."
     )
-  return Closed(entry.round, p, entry.tokens, entry.payloads)
+  return Closed(entry.round, p, entry.tokens, entry.payloads, per_step=entry.per_step)
 
 
 class OuterGroup:

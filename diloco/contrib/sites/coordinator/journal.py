@@ -37,6 +37,7 @@ class Entry(NamedTuple):
     data: {shard: [step, position in its text]} that the members sent along.
     waited_s: seconds between the quorum and the closing.
     measured: the numbers of all payloads that came in time, refused ones too.
+    per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
   """
 
   round: int
@@ -48,6 +49,7 @@ class Entry(NamedTuple):
   data: dict[str, Any]
   waited_s: float
   measured: dict[int, Measured] = {}  # noqa: RUF012 Nobody changes it.
+  per_step: dict[int, int] = {}  # noqa: RUF012
 
   @property
   def refused(self) -> tuple[int, ...]:
@@ -165,10 +167,13 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
   header = json.loads(file.readline())
   sizes = header["payloads"].items()
   payloads = {int(site): file.read(size) for site, size in sizes}
-  tokens = {int(site): n for site, n in header["tokens"].items()}
+  tokens, per_step = (
+    {int(site): n for site, n in header.get(name, {}).items()}
+    for name in ("tokens", "per_step")
+  )
   measured = {int(k): Measured(*x) for k, x in header.get("measured", {}).items()}
   found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
-  return Entry(**header | found | {"measured": measured})
+  return Entry(**header | found | {"measured": measured, "per_step": per_step})
 
 
 def digests(workdir: pathlib.Path) -> dict[int, int]:

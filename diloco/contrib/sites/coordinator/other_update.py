@@ -69,7 +69,7 @@ class OtherUpdate:
       weights = {k: self._weights.get(k, 1) for k in closed.tokens}
       tokens = {k: n for k, n in weights.items() if n}
       payloads = {k: closed.payloads[k] for k in tokens}
-      closed = dataclasses.replace(closed, tokens=tokens, payloads=payloads)
+      closed = Closed(closed.round, closed.fragment, tokens, payloads)
     if self._recodes:
       closed = dataclasses.replace(closed, payloads=self._recoded(closed))
     args = (self._plan, self._calendar, closed)

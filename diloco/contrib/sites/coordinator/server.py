@@ -155,7 +155,11 @@ class Server:
     changes = resume.differing(self._board.calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
-      reason = f"has another config than this site ({lines}); give both the same."
+      reason = (
+        f"has another config than this site ({lines}); give both the same: only"
+        " sites.batch_size, sites.pace and fields without effect on the result may"
+        " differ (docs/sites.md)."
+      )
       raise Refused(Status.FAILED_PRECONDITION, reason)
 
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
@@ -248,6 +252,7 @@ class Server:
         "fragment": entry.fragment,
         "step": entry.step,
         "tokens": entry.tokens,
+        "per_step": entry.per_step,
         "refused": entry.refused,
         "crc32": sums,
         "published": self._board.published,

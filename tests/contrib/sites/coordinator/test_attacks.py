@@ -10,6 +10,7 @@ import grpc
 import pytest
 from sites import Coordinator, Player, make_calendar, payload, play, wait
 
+from diloco.config import changed
 from diloco.contrib.sites import messages, security
 from diloco.contrib.sites.messages import CHUNK, Message, pack
 
@@ -51,7 +52,8 @@ def said(**fields) -> dict:
 
 def chunk(number: int, offset: int = 0, body: bytes | None = None, **fields) -> bytes:
   data = payload(ALL, 2, number)
-  start = {"total": len(data), "crc32": zlib.crc32(data), "tokens": 1, "data": {}}
+  start = {"total": len(data), "crc32": zlib.crc32(data), "data": {}}
+  start |= {"tokens": 1, "per_step": 1}
   header = {"round": number, "offset": offset, **(start if offset == 0 else {})}
   body = data[offset : offset + CHUNK] if body is None else body
   return pack(Message("chunk", header | fields, body))
@@ -68,7 +70,18 @@ def whole(number: int, more: bytes = b"") -> list[bytes]:
 def test_a_site_that_sends_everything_right_is_no_stranger(run):
   coordinator, players = run
   now = players[0].applied
-  assert say(coordinator, [hello(), *whole(now), *whole(now + 1)]) == (CODES.OK, "")
+  # Its own batch, speed, devices and memory.
+  own = {
+    "sites.batch_size": 4,
+    "sites.pace": 0.5,
+    "mesh.fsdp": 2,
+    "model.remat": "full",
+  }
+  config = changed(ALL.config, own).to_dict()
+  assert say(coordinator, [hello(config=config), *whole(now), *whole(now + 1)]) == (
+    CODES.OK,
+    "",
+  )
   wait(lambda: coordinator.board.inside() == 2)
   play(players, range(now, now + 3))
   for player in players:
@@ -91,7 +104,7 @@ STRANGERS = {
   "no fields": ([hello(config={"x": "y" * 2000})], r"another config .*\.\.\.$"),
   "other seed": (
     [hello(config={**ALL.config.to_dict(), "seed": 7})],
-    r"has another config than this site \(seed: 0 -> 7\); give both the same",
+    r"another config than this site \(seed: 0 -> 7\); give both the same: only sites",
   ),
   "doubled site": ([hello(site=0)], "refuses --site=0: another process is this site"),
   "other run": ([hello(run="x")], "it coordinates another run; start the coord"),

@@ -17,7 +17,7 @@ def entry(number: int) -> Entry:
   data = {"0": [number, {"position": 3}]}
   measured = {0: Measured(0.5, 0.2), 2: Measured(1.0, -0.0), 3: Measured(None)}
   head = (number, number % 2, 3 + number, {0: 5, 2: 6}, payloads, (1,), data, 0.5)
-  return Entry(*head, measured)
+  return Entry(*head, measured, {0: 5, 2: 3})
 
 
 def lines(folder) -> list[dict]:
