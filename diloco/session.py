@@ -174,9 +174,7 @@ class Session:
     if t < self.last and (stops or due):
       with self._paused():
         self._save(t, state)
-    if stops and t < self.last:
-      raise Stopped
-    if all(run.failed for run in self.runs):
+    if (stops and t < self.last) or all(run.failed for run in self.runs):
       raise Stopped
 
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
