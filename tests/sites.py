@@ -195,7 +195,8 @@ class Player:
 
   def send(self, number: int, **fields) -> None:
     data = {s: [number, {}] for s in self.calendar.shards_of(self.site)}
-    fields = {"tokens": 16, "per_step": 8, "data": data} | fields
+    own = {"tokens": 16, "per_step": 8, "data": data, "finished": []}
+    fields = own | fields
     self.link.send(number, payload(self.calendar, self.site, number), fields)
 
   def receive(self, until: int) -> None:

@@ -42,6 +42,9 @@ class SitesConfig(plugins.Extension):
   # A payload whose mean cosine with the others is less does not count, if there are two
   # others; -1: any counts. Honest ones may fall below 0 (2501.18512, figure 18: -0.1).
   least_cosine: Cosine = -1.0
+  # Rounds of each fragment without a site that is away, after which the others train
+  # its text. 0: its text is left alone.
+  lend_after: Count = 1
   # Sequences per inner step of this site, all its replicas together. Sites may differ.
   # 0: its share of train.batch_size.
   batch_size: Count = 0

@@ -27,7 +27,8 @@ from diloco.contrib.sites import outer_state, security, unsharded
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
-from diloco.data.batches import Batches
+from diloco.contrib.sites.texts import Texts
+from diloco.data.batches import Batches, own_replicas
 from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
@@ -107,6 +108,9 @@ class Site(Wrapper):
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
+    own = own_replicas(self.method.c, self.method.mesh)
+    replicas = [self.part.first_replica + m for m in own]
+    self._texts = Texts(self.part.config, replicas, self.batches)
     # A thread updates the outer state while the devices train. Several processes must
     # receive together, so they update it when a round is due.
     self._background = self.part.peers.count == 1
@@ -159,7 +163,10 @@ class Site(Wrapper):
     welcome = self._link.join(round=self._applied, digests=digests)
     text = "its own position"
     recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
-    if recorded:
+    if welcome.skip:
+      self._texts.jump(welcome.data, welcome.skip)
+      text = "the position after what the others have trained"
+    elif recorded:
       own = self.batches.get_state()
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
@@ -253,6 +260,7 @@ class Site(Wrapper):
     per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
     fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
+    fields["finished"] = list(self._texts.finished)
     self._link.send(number, data, fields)
     self._pending[number] = before
     job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
@@ -292,6 +300,8 @@ class Site(Wrapper):
     welcome = self._link.welcome()
     if welcome:
       state = self._take(state, welcome)
+      if welcome.skip:
+        self._texts.jump(welcome.data, welcome.skip)
     for r in range(self._applied, number + 1):
       state = self._update(t, r, state)
     plan, p = self.method.plan, self._calendar.rounds[number][1]
@@ -307,6 +317,12 @@ class Site(Wrapper):
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
+    for site, block in closed.lent.items():
+      self._texts.drop(block.again)
+      if block.reader == self.part.index:
+        self._texts.lend(number, site, block)
+      elif site == self.part.index and not block.again:
+        self._texts.jump(block.positions, block.skip + block.size)
     counted, sent = self.part.index in closed.tokens, number in self._pending
     refused, before = self.part.index in closed.refused, self._pending.pop(number, None)
     if counted:

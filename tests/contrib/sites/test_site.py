@@ -15,7 +15,7 @@ from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
-from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.link import Block, Closed, Welcome
 from diloco.contrib.sites.site import SitePart
 from diloco.mesh.devices import make_mesh
 
@@ -74,12 +74,13 @@ class Link:
   def leave(self, reason):
     pass
 
-  def close(self, payloads, tokens=None, refused=()):
+  def close(self, payloads, tokens=None, refused=(), lent=()):
     """Closes the next round with these payloads {site: bytes}."""
     number = self.newest()[0]
     _, p = self.calendar.rounds[number]
     tokens = tokens or dict.fromkeys(payloads, 192)
-    self.rounds.append(Closed(number, p, tokens, payloads, refused))
+    closed = Closed(number, p, tokens, payloads, refused, lent=dict(lent))
+    self.rounds.append(closed)
 
 
 class Batches:
@@ -176,7 +177,8 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   data, fields = player.link.sent[0]
   assert len(data) == player.calendar.payload_bytes(0)
   position = {"0": [3, {"position": 0}]}
-  assert fields == {"tokens": 3 * 4 * 16, "per_step": 4 * 16, "data": position}
+  tokens = {"tokens": 3 * 4 * 16, "per_step": 4 * 16}
+  assert fields == {**tokens, "data": position, "finished": []}
   before = outer_state.digests(player.state.outer)
   player.link.close({0: data, 1: player.other()})
   player.step()
@@ -409,6 +411,43 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player.enter(start=21)
   assert player.t == 21
   assert player.batches.state == {"0": {"position": 0}}
+
+
+class Texts:
+  """Keeps what it is told."""
+
+  finished = ((7, 1),)
+
+  def __init__(self):
+    self.told = []
+
+  def __getattr__(self, name):
+    return lambda *args: self.told.append((name, *args))
+
+
+def test_a_site_trains_the_text_of_others_and_skips_what_they_have_trained():
+  player = Player()
+  texts = player.site._texts = Texts()
+  player.link.answer = Welcome(0, {"0": [3, {"position": 9}]}, b"", skip=5)
+  player.enter()
+  assert texts.told == [("jump", {"0": [3, {"position": 9}]}, 5)]
+  texts.told.clear()
+  for _ in range(EVERY):
+    player.step()
+  data, fields = player.link.sent[0]
+  assert fields["finished"] == [(7, 1)]
+  of_1, own = Block(0, {"1": [1, {}]}, 0, 4, (3, 1)), Block(1, {"0": [1, {}]}, 4, 8)
+  again = own._replace(again=(0, 0))
+  for lent, told in (
+    ({1: of_1}, [("drop", (3, 1)), ("lend", 0, 1, of_1)]),
+    ({0: own}, [("drop", ()), ("jump", own.positions, 12)]),
+    ({0: again}, [("drop", (0, 0))]),
+  ):
+    player.link.close({0: data, 1: player.other()}, lent=lent)
+    for _ in range(EVERY):
+      player.step()
+    assert texts.told == told
+    texts.told.clear()
 
 
 def test_a_signal_ends_every_wait():

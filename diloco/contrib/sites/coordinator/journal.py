@@ -14,9 +14,11 @@ import os
 import pathlib
 import secrets
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from diloco.contrib.sites.coordinator.rounds import Measured
+from diloco.contrib.sites.link import Block
 from diloco.errors import ConfigError
 from diloco.util import files
 
@@ -38,6 +40,8 @@ class Entry(NamedTuple):
     waited_s: seconds between the quorum and the closing.
     measured: the numbers of all payloads that came in time, refused ones too.
     per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
+    lent: {site that is away: a block of its text}.
+    finished: the blocks that the members have finished, as [round, site].
   """
 
   round: int
@@ -50,6 +54,8 @@ class Entry(NamedTuple):
   waited_s: float
   measured: dict[int, Measured] = {}  # noqa: RUF012 Nobody changes it.
   per_step: dict[int, int] = {}  # noqa: RUF012
+  lent: dict[int, Block] = {}  # noqa: RUF012
+  finished: Sequence[Sequence[int]] = ()
 
   @property
   def refused(self) -> tuple[int, ...]:
@@ -172,8 +178,11 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
     for name in ("tokens", "per_step")
   )
   measured = {int(k): Measured(*x) for k, x in header.get("measured", {}).items()}
-  found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
-  return Entry(**header | found | {"measured": measured, "per_step": per_step})
+  found: dict[str, Any] = {"payloads": payloads, "tokens": tokens}
+  found["late"] = tuple(header["late"])
+  lent = {int(k): Block(*x) for k, x in header.get("lent", {}).items()}
+  found |= {"measured": measured, "per_step": per_step, "lent": lent}
+  return Entry(**header | found)
 
 
 def digests(workdir: pathlib.Path) -> dict[int, int]:

@@ -126,7 +126,7 @@ class Server:
     session = self._sessions[site] = Session(site, name, hello.fields)
     if old:  # The process opened this connection because it had lost that one.
       self._board.gone(site)
-    self._board.joined(site)
+    self._board.joined(site, is_new=hello.fields.get("received") is None)
     return session
 
   def _check_certificate(self, site: int, context: grpc.aio.ServicerContext) -> None:
@@ -220,6 +220,7 @@ class Server:
       "published": board.published,
       "snapshot": len(snapshot),
       "data": data,
+      "skip": board.lending.skip[session.site],
       "started": board.started,
     }
     yield Message("welcome", fields)
@@ -253,6 +254,7 @@ class Server:
         "step": entry.step,
         "tokens": entry.tokens,
         "per_step": entry.per_step,
+        "lent": entry.lent,
         "refused": entry.refused,
         "crc32": sums,
         "published": self._board.published,

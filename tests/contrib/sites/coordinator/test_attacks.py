@@ -154,6 +154,11 @@ BROKEN = {
   "wrong total": (lambda r: [chunk(r, total=1 << 50)], "bytes, not"),
   "no total": (lambda r: [chunk(r, total=None)], "chunk.total is None"),
   "no tokens": (lambda r: [chunk(r, tokens=0)], "chunk.tokens is 0"),
+  "no per_step": (lambda r: [chunk(r, per_step=None)], "chunk.per_step is None"),
+  "no blocks": (
+    lambda r: [chunk(r, finished=[[1]])],
+    r"finished is \[\[1\]\]; it must be",
+  ),
   "no offset": (lambda r: [chunk(r, offset=None, body=b"a")], "chunk.offset is None"),
   "empty": (lambda r: [chunk(r, body=b"")], "out of order"),
   "starts late": (lambda r: [chunk(r, offset=1)], "sent byte 1 of round"),
