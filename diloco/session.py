@@ -156,8 +156,7 @@ class Session:
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Evaluates every eval.every steps; `finish` evaluates after the last one."""
-    every = self.c.eval.every
-    if not every or t % every or t == self.last:
+    if not _is_due(steps, t, self.c.eval.every) or t == self.last:
       return
     with self._paused():
       for run, own in self._each(state):
@@ -171,13 +170,11 @@ class Session:
     Raises:
       Stopped: a signal came, and the state is saved.
     """
-    stops, every = self.stop.after_launch(), self.c.checkpoint.every
-    if t < self.last and (stops or (every and t % every == 0)):
+    stops, due = self.stop.after_launch(), _is_due(steps, t, self.c.checkpoint.every)
+    if t < self.last and (stops or due):
       with self._paused():
         self._save(t, state)
-    if stops and t < self.last:
-      raise Stopped
-    if all(run.failed for run in self.runs):
+    if (stops and t < self.last) or all(run.failed for run in self.runs):
       raise Stopped
 
   def _save(self, t: int, state: TrainState, finished: bool = False) -> None:
@@ -285,6 +282,11 @@ class Session:
     for r, run in enumerate(self.runs):
       if not run.failed:
         yield run, self.method.of_run(arrays, r)
+
+
+def _is_due(steps: range, t: int, every: int) -> bool:
+  """Says whether a multiple of `every` was reached; 0: never. A site's t may jump."""
+  return bool(every) and t // every > (steps[0] - 1) // every
 
 
 @contextlib.contextmanager

@@ -177,7 +177,7 @@ class Player:
     channel = functools.partial(
       security.channel, coordinator.address, tls, insecure=not tls
     )
-    said = {"site": site, "config": self.calendar.config.to_dict(), "fsdp": 1} | hello
+    said = {"site": site, "config": self.calendar.config.to_dict()} | hello
     room = 2 * self.calendar.fragments + 2
     self.link = Link(channel, coordinator.address, said, self.said.append, room)
     self.state, self.applied, self.members, self.refused = 0, 0, {}, {}
@@ -195,7 +195,8 @@ class Player:
 
   def send(self, number: int, **fields) -> None:
     data = {s: [number, {}] for s in self.calendar.shards_of(self.site)}
-    fields = {"tokens": 16, "data": data} | fields
+    own = {"tokens": 16, "per_step": 8, "data": data, "finished": []}
+    fields = own | fields
     self.link.send(number, payload(self.calendar, self.site, number), fields)
 
   def receive(self, until: int) -> None:

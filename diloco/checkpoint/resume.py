@@ -14,8 +14,8 @@ from diloco.spec.formats import PLAIN
 from diloco.spec.sizes import coder
 
 # Fields that may change when a run goes on. They do not change what is computed, with
-# two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`), and
-# model.attention changes the rounding. Plug-ins have more, see `Extension.free`.
+# two exceptions: mesh.fsdp changes the codes (`warn_of_other_shards`); mesh, train and
+# model change the rounding. Plug-ins have more, see `Extension.free`.
 FREE_FIELDS = (
   "log.",
   "profile.",
@@ -23,12 +23,11 @@ FREE_FIELDS = (
   "eval.",
   "checkpoint.",
   "mesh.",
-  "model.attention",
+  "train.accumulate",
+  *("model.attention", "model.remat", "model.unroll", "model.loss_chunk"),
   "overlap.transport",
   "outer.offload",
-  "data.data_dir",
-  "data.eval_",
-  "data.prefetch",
+  *("data.data_dir", "data.eval_", "data.prefetch"),
 )
 # {contents that must stay the same: the fields that say where they lie}
 _PATHS = {
@@ -148,9 +147,8 @@ def _extension(old: Config, c: Config, step: int) -> str:
       f" its last rate), or inner.decay_steps={now} to stretch it (the rate jumps from"
       f" {rates[0]:.3g} to {rates[1]:.3g} at step {step + 1})."
     )
-  same = old.schedule_steps == c.schedule_steps or not cosine
   text = "the learning rate follows the same schedule"
-  if not same:
+  if cosine and old.schedule_steps != c.schedule_steps:
     text = f"the learning rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
   if old.inner.weight_decay != c.inner.weight_decay:
     text += (
@@ -163,7 +161,8 @@ def _extension(old: Config, c: Config, step: int) -> str:
 def warn_of_other_shards(c: Config, before: int, now: int) -> None:
   """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
-  if before != now and not plain and c.make_fragments():
+  same = plain or plugins.TRANSPORTS[c.overlap.transport].needs  # As `contrib/sites`.
+  if before != now and not same and c.make_fragments():
     logging.warning(
       f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
       f" gradients lose other bits than before; set mesh.fsdp={before} for the results"

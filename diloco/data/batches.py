@@ -22,6 +22,9 @@ class Replicas(Protocol):
 class Batches:
   """Endless batches of all replicas: int32 [M, B, L]; for data-parallel [1, M B, L].
 
+  Attributes:
+    data: reads the text of this process's replicas; int32 [R, B, L].
+
   Raises:
     ConfigError: data are missing, too few, or do not fit the model's vocabulary.
   """
@@ -37,13 +40,13 @@ class Batches:
     self._sharding = sharding.batch_sharding(mesh, c.one_model)
     self._own = own_replicas(c, mesh)
     whole, first = (part.config, part.first_replica) if part else (c, 0)
-    self._data = TrainIterator(whole, [first + m for m in self._own])
+    self.data = TrainIterator(whole, [first + m for m in self._own])
 
   def __iter__(self) -> "Batches":
     return self
 
   def __next__(self) -> jax.Array:
-    tokens_RxBxL = next(self._data)
+    tokens_RxBxL = next(self.data)
     tokens_MxBxL = np.zeros((self._c.replicas, *tokens_RxBxL.shape[1:]), np.int32)
     tokens_MxBxL[self._own] = tokens_RxBxL
     tokens = tokens_MxBxL.reshape(self._c.models, -1, tokens_MxBxL.shape[2])
@@ -51,14 +54,14 @@ class Batches:
 
   def get_state(self) -> dict[str, Any]:
     """Positions in this process's shards, see `TrainIterator.get_state`."""
-    return self._data.get_state()
+    return self.data.get_state()
 
   def set_state(self, state: Mapping[str, Any]) -> None:
     """Goes to the positions of all processes, joined."""
-    self._data.set_state(state)
+    self.data.set_state(state)
 
   def close(self) -> None:
-    self._data.close()
+    self.data.close()
 
 
 def own_replicas(c: Config, mesh: Mesh) -> list[int]:

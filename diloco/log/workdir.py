@@ -44,13 +44,16 @@ def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   """
   configs = []
   for part in parts:
-    saved = read_config(part)
-    if not saved:
+    if not (saved := read_config(part)):
       raise ConfigError(f"{part} has no config.json that can be read.")
     configs.append(complete(saved))
   first, *others = (leaves(c.to_dict()) for c in configs)
   summed = sum((x.summed() for x in configs[0].extensions), _SUMMED)
-  return changed(configs[0], {f: sum((v[f] for v in others), first[f]) for f in summed})
+  whole = {f: sum((v[f] for v in others), first[f]) for f in summed}
+  # Parts may have batches of their own, which some replicas or shards do not divide.
+  rows = whole["data.shards"] or whole["replicas"]
+  whole["train.batch_size"] -= whole["train.batch_size"] % rows
+  return changed(configs[0], whole | {"train.accumulate": 1})
 
 
 def read(

@@ -120,7 +120,8 @@ class Transport(NamedTuple):
   Attributes:
     at_hosts: whether hosts hold the outer state, or devices.
     needs: flags that a process must have if it trains only some of the replicas; "":
-      all replicas train together. A checkpoint of such a process has nothing in flight.
+      all replicas train together. A checkpoint of such a process has nothing in flight,
+      and mesh.fsdp does not change its codes.
     make_part: makes this `session.Part`; `diloco.main` has its arguments.
   """
 

@@ -113,7 +113,7 @@ def send(options) -> None:
     number, begin = json.loads(line)
     data = np.random.default_rng(number).bytes(options.sizes[number])
     time.sleep(max(begin - time.time(), 0))
-    link.send(number, data, {"tokens": 1, "data": {}})
+    link.send(number, data, {"tokens": 1, "per_step": 1, "data": {}})
     link.wait_until(number, lambda: False)
     print(time.time(), flush=True)
     link.forget(number + 1)

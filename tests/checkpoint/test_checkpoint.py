@@ -307,6 +307,7 @@ def test_a_removed_field_is_named():
     ({"wire.format": "bf16"}, 4, False),
     ({"wire.format": "bf16", "wire.compressor": "topk"}, 4, True),
     ({"algorithm": "data_parallel"}, 4, False),
+    ({"overlap.transport": "sites"}, 4, False),
   ],
 )
 def test_a_run_that_goes_on_with_other_shards_is_warned(

@@ -111,7 +111,8 @@ def test_a_run_goes_on_with_no_other_value_of_a_field_that_counts(tiny, field, v
   [
     *[("log.every", 3), ("profile.steps", "2:3"), ("init.checkpoint", "/x")],
     *[("eval.tokens", 512), ("checkpoint.every", 3), ("outer.offload", True)],
-    *[("model.attention", "xla"), ("overlap.transport", "host")],
+    *[("model.attention", "xla"), ("model.remat", "full"), ("model.unroll", 0)],
+    *[("model.loss_chunk", 8), ("train.accumulate", 2), ("overlap.transport", "host")],
     *[("data.data_dir", "/x"), ("data.prefetch", 0), ("diagnostics.every", 3)],
   ],
 )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from diloco.config import complete, resolve
-from diloco.contrib.sites.calendar import config_of
+from diloco.config import changed, complete, resolve
+from diloco.contrib.sites.calendar import as_all, config_of
 from diloco.errors import ConfigError
 from diloco.log import workdir
 
@@ -45,6 +45,17 @@ def test_the_configs_of_sites_make_that_of_the_run(tiny, tmp_path):
   assert workdir.parts_of(folders[1]) == folders[1:]
   found = workdir.whole_config(folders)
   assert found == complete(c.to_dict() | {"sites": {"count": 2, **FREE}})
+
+
+def test_the_batches_of_sites_need_not_add_up_to_a_multiple(tiny, tmp_path):
+  tiny.overlap.transport = "sites"
+  folders = [tmp_path / "site-0", tmp_path / "site-1"]
+  for k, (folder, batch) in enumerate(zip(folders, (4, 3))):
+    fields = {"sites.batch_size": batch, "train.accumulate": 2 - k}
+    c = as_all(changed(resolve(tiny), fields))
+    write(folder, "config.json", config_of(c, k).to_dict())
+  found = workdir.whole_config(folders)
+  assert (found.replicas, found.train.batch_size) == (2, 6)
 
 
 # A site has the fields of its own group of one.

@@ -16,6 +16,7 @@ from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
 
 Cosine = Annotated[float, Range(-1, 1)]
+Pace = Annotated[float, Range(0, 1, open=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,15 @@ class SitesConfig(plugins.Extension):
   # A payload whose mean cosine with the others is less does not count, if there are two
   # others; -1: any counts. Honest ones may fall below 0 (2501.18512, figure 18: -0.1).
   least_cosine: Cosine = -1.0
+  # Rounds of each fragment without a site that is away, after which the others train
+  # its text. 0: its text is left alone.
+  lend_after: Count = 1
+  # Sequences per inner step of this site, all its replicas together. Sites may differ.
+  # 0: its share of train.batch_size.
+  batch_size: Count = 0
+  # Share of the group's inner steps that this site trains, evenly spread. A site of
+  # half the speed sets 0.5: it sends in every round, with half the steps.
+  pace: Pace = 1.0
 
   def check(self, c: Config) -> None:
     count = self.count or c.replicas
@@ -49,6 +59,17 @@ class SitesConfig(plugins.Extension):
         f"sites.quorum is {self.quorum}, but there are {count} sites; lower it."
       )
     divide("replicas", c.replicas, "sites.count", count)
+    for name, n in {
+      "a site's replicas * train.accumulate": c.replicas // count * c.train.accumulate,
+      "the data.shards of a site": c.shards // count,
+    }.items():
+      divide("sites.batch_size", self.batch_size, name, n)
+    if self.pace * c.sync_every < 1:
+      raise ConfigError(
+        f"sites.pace is {self.pace}, so this site would train no step in some of the"
+        f" rounds of sync_every = {c.sync_every} steps; raise it to at least"
+        f" {1 / c.sync_every:.3g}."
+      )
 
   def free(self) -> tuple[str, ...]:
     return tuple(f"sites.{x.name}" for x in dataclasses.fields(self)[1:])

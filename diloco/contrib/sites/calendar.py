@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import functools
+import math
 
 from diloco.config import Config, changed
 from diloco.contrib.sites import SitesConfig
@@ -12,15 +13,9 @@ from diloco.spec import shapes, sizes
 
 @dataclasses.dataclass(frozen=True)
 class Calendar:
-  """The rounds of a run that several sites share.
-
-  Attributes:
-    config: of the whole run.
-    fsdp: devices that share a replica's parameters, on every site.
-  """
+  """The rounds of a run that several sites share; `config` is that of the whole run."""
 
   config: Config
-  fsdp: int = 1
 
   @functools.cached_property
   def rounds(self) -> tuple[tuple[int, int], ...]:
@@ -66,11 +61,16 @@ class Calendar:
     return [str(shard) for shard in self.config.shards_of(own)]
 
   def payload_bytes(self, number: int) -> int:
-    """Counts the bytes of one site's payload of a round."""
+    """Counts the bytes of one site's payload of a round; see `unsharded.py`."""
     c = self.config
     part = c.make_fragments()[self.rounds[number][1]]
     part_shapes = part.shapes(shapes.parameters(c.model))
-    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes, self.fsdp)
+    return self.replicas_per_site * sizes.payload_bytes(c.wire, part_shapes)
+
+  def trained(self, step: int) -> int:
+    """Counts the inner steps up to `step` that this site trains; the first is one."""
+    # Rounds before the ceiling: 0.1 * 30 is more than 3.
+    return math.ceil(round(step * self.config.of(SitesConfig).pace, 6))
 
   def step_before(self, number: int) -> int:
     """Returns the step after which a site goes on that has rounds below `number`.
@@ -85,7 +85,7 @@ class Calendar:
     return min(step, open_step - 1, self.config.train.steps)
 
   def steps_behind(self, number: int, since: int) -> int:
-    """Counts the inner steps behind the payload of a round.
+    """Counts the inner steps of this site behind its payload of a round.
 
     Args:
       number: the round.
@@ -93,12 +93,19 @@ class Calendar:
     """
     step, fragment = self.rounds[number]
     before = (t for t, p in reversed(self.rounds[:number]) if p == fragment)
+    begin, end = max(next(before, 0), since), min(step, self.config.train.steps)
     # At least 1: a final sync right after a send has no steps behind it.
-    return max(min(step, self.config.train.steps) - max(next(before, 0), since), 1)
+    return max(self.trained(end) - self.trained(begin), 1)
 
   def first_after(self, step: int) -> int:
     """Returns the first round that is sent after a later step than `step`."""
     return bisect.bisect(self.rounds, step, key=lambda sent: sent[0])
+
+
+def as_all(c: Config) -> Config:
+  """Returns the config of a run whose sites all have this site's batch."""
+  batch = c.of(SitesConfig).batch_size * Calendar(c).sites
+  return changed(c, {"train.batch_size": batch}) if batch else c
 
 
 def config_of(c: Config, site: int) -> Config:

@@ -12,8 +12,8 @@ import secrets
 import threading
 import time
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import grpc
 from grpc import StatusCode as Status
@@ -32,6 +32,25 @@ _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
 _REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
 
 
+class Block(NamedTuple):
+  """A part of the text of a site that is away.
+
+  Attributes:
+    reader: the site that trains it.
+    positions: {shard: [step, position]} of the text, as they were recorded.
+    skip: sequences of each shard between these positions and the block.
+    size: sequences of each shard.
+    again: the round in which it was lent before, and the site whose text it is; ():
+      it is new.
+  """
+
+  reader: int
+  positions: dict[str, Any]
+  skip: int
+  size: int
+  again: Sequence[int] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Closed:
   """A closed round, as a site receives it.
@@ -42,6 +61,8 @@ class Closed:
     tokens: {site: tokens behind each payload of the site}; its keys are the members.
     payloads: {site: bytes}.
     refused: the sites whose payloads had bad numbers.
+    per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
+    lent: {site that is away: a block of its text}.
   """
 
   round: int
@@ -49,6 +70,8 @@ class Closed:
   tokens: dict[int, int]
   payloads: dict[int, bytes]
   refused: tuple[int, ...] = ()
+  per_step: Mapping[int, int] = dataclasses.field(default_factory=dict)
+  lent: Mapping[int, Block] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +82,13 @@ class Welcome:
     round: the first round that the site will receive.
     data: {shard: [step, position in its text]}, as the coordinator recorded them.
     snapshot: the group's outer state as bytes; empty if the site's own is right.
+    skip: sequences of each shard after this position that others have trained.
   """
 
   round: int
   data: dict[str, Any]
   snapshot: bytes
+  skip: int = 0
 
 
 class Link:
@@ -317,7 +342,8 @@ class Link:
     snapshot, self._snapshot = bytes(self._snapshot), bytearray()
     self._started = self._started or fields["started"]
     if not self._known or snapshot:
-      self._welcome = Welcome(fields["round"], fields["data"], snapshot)
+      own = (fields["round"], fields["data"], snapshot, fields["skip"])
+      self._welcome = Welcome(*own)
       self._outgoing.clear()
       self._next = fields["round"]
     self._published = max(fields["published"], self._next)
@@ -345,7 +371,10 @@ class Link:
     self._changed.notify_all()
     # Receives no more until the training thread takes a round.
     self._changed.wait_for(lambda: len(self._closed) < self.room or self._leaving)
-    tokens = {int(site): n for site, n in fields["tokens"].items()}
+    tokens, per_step = (
+      {int(site): n for site, n in fields[name].items()}
+      for name in ("tokens", "per_step")
+    )
     own = self._outgoing.pop(number, None)
     payloads = dict[int, bytes]()
     for site, crc32 in zip(tokens, fields["crc32"]):
@@ -358,7 +387,9 @@ class Link:
       del self._parts[key]  # These payloads came after their round closed.
     self.inside = fields["inside"]
     refused = tuple(fields.get("refused", ()))
-    self._closed[number] = Closed(number, fields["fragment"], tokens, payloads, refused)
+    lent = {int(k): Block(*x) for k, x in fields["lent"].items()}
+    rest = (tokens, payloads, refused, per_step, lent)
+    self._closed[number] = Closed(number, fields["fragment"], *rest)
     self._next = number + 1
 
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-VERSION = 1
+VERSION = 2
 CHUNK = 1 << 14  # Bytes of a payload in one message: 8 ms of a link of 16 Mbit/s.
 LARGEST_HEADER = 1 << 18  # Bytes; the largest header holds a config.
 LARGEST = 4 + LARGEST_HEADER + CHUNK

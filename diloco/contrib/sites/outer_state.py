@@ -28,7 +28,8 @@ def apply(
 ) -> tuple[PyTree, PyTree, Metrics]:
   """Runs lines 10 and 11 of Algorithm 2 on a CPU, with the payloads of a closed round.
 
-  Payloads are uint8 [replicas of the site, fsdp, bytes]. Tokens weigh them in the mean.
+  Payloads are uint8 [replicas of the site, 1, bytes]. In the mean they have
+  the weights of Decoupled DiLoCo (arXiv 2604.21428): tokens x tokens per step.
 
   Args:
     plan: of a site, or of the coordinator.
@@ -43,8 +44,10 @@ def apply(
   mesh = plan.placement.mesh
   payload = place(plan, calendar, closed.fragment, closed.payloads)
   weights = np.zeros((calendar.sites, len(payload) // calendar.sites), np.float32)
+  most = max(closed.per_step.values(), default=1)
   for site, tokens in closed.tokens.items():
-    weights[site] = tokens
+    # In units of the largest step: sites with equal batches have whole numbers.
+    weights[site] = tokens * closed.per_step.get(site, most) / most
   # With equal weights the plain mean: no bit differs from the other transports.
   equal = bool((weights == weights[0]).all())
   with jax.set_mesh(mesh):
@@ -64,7 +67,7 @@ def place(
 
   Absent sites have empty payloads, so that one program serves all counts.
   """
-  n, *shape = plan.payload(p, calendar.fsdp).shape
+  n, *shape = plan.payload(p, fsdp=1).shape
   codes = np.zeros((calendar.sites, n, *shape), np.uint8)
   for site, data in payloads.items():
     codes[site] = np.frombuffer(data, np.uint8).reshape(n, *shape)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco.contrib.sites.link import Closed, Link, Welcome
+from diloco.contrib.sites.link import Block, Closed, Link, Welcome
 from diloco.processes.peers import Peers
 
 
@@ -60,12 +60,15 @@ class SharedLink:
       found = self._link.closed(number)
       payloads = found.payloads.values()
       tokens, sizes = list(found.tokens.items()), [len(x) for x in payloads]
-      head = [found.fragment, tokens, sizes, found.refused]
+      per_step = list(found.per_step.items())
+      lent = list(found.lent.items())
+      head = [found.fragment, tokens, sizes, found.refused, per_step, lent]
       own = b"".join(payloads)
-    fragment, tokens, sizes, refused = self._peers.broadcast(head)
+    fragment, tokens, sizes, refused, per_step, lent = self._peers.broadcast(head)
     data = io.BytesIO(self._bytes(own, sum(sizes)) if sizes else b"")
     parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
-    return Closed(number, fragment, dict(tokens), parts, tuple(refused))
+    whole = (number, fragment, dict(tokens), parts, tuple(refused), dict(per_step))
+    return Closed(*whole, {k: Block(*x) for k, x in lent})
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())
@@ -83,13 +86,13 @@ class SharedLink:
       self._link.leave(reason)
 
   def _welcome(self, own: Welcome | None) -> Welcome | None:
-    head = self._peers.broadcast(own and [own.round, own.data, len(own.snapshot)])
+    of_0 = own and [own.round, own.data, own.skip, len(own.snapshot)]
+    head = self._peers.broadcast(of_0)
     if head is None:
       return None
-    number, data, size = head
-    of_0 = own.snapshot if own else None
-    snapshot = self._bytes(of_0, size) if size else b""
-    return Welcome(number, data, snapshot)
+    number, data, skip, size = head
+    snapshot = self._bytes(own.snapshot if own else None, size) if size else b""
+    return Welcome(number, data, snapshot, skip)
 
   def _bytes(self, own: bytes | None, size: int) -> bytes:
     """Returns the bytes of process 0, which may be many."""

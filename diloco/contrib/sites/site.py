@@ -23,12 +23,12 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
-from diloco.contrib.sites import outer_state, security
-from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites import outer_state, security, unsharded
+from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
-from diloco.data.batches import Batches
-from diloco.mesh.sharding import FSDP
+from diloco.contrib.sites.texts import Texts
+from diloco.data.batches import Batches, own_replicas
 from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
@@ -40,7 +40,7 @@ class SitePart:
   """A site's part of a run, for `diloco.train.train`.
 
   Attributes:
-    config: of the whole run.
+    config: of the whole run, as if all sites had this site's batch.
     index: number of the site.
     link: the connection to the coordinator.
     peers: the processes of this site.
@@ -83,7 +83,7 @@ def make_part(
     Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
   )
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
-  return SitePart(c, index, shared, peers)
+  return SitePart(as_all(c), index, shared, peers)
 
 
 @dataclasses.dataclass
@@ -101,14 +101,16 @@ class Site(Wrapper):
   stop: Stop
 
   def __post_init__(self) -> None:
-    fsdp = self.method.plan.mesh.shape[FSDP]
-    self._link, self._calendar = self.part.link, Calendar(self.part.config, fsdp)
+    self._link, self._calendar = self.part.link, Calendar(self.part.config)
     self._applied = 0  # Rounds below this number are in the site's outer state.
     self._taken = 0  # All replicas have merged the rounds below this number.
     self._since = 0  # The last step that was taken over from the group.
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
+    own = own_replicas(self.method.c, self.method.mesh)
+    replicas = [self.part.first_replica + m for m in own]
+    self._texts = Texts(self.part.config, replicas, self.batches)
     # A thread updates the outer state while the devices train. Several processes must
     # receive together, so they update it when a round is due.
     self._background = self.part.peers.count == 1
@@ -157,14 +159,14 @@ class Site(Wrapper):
     """
     calendar, taus = self._calendar, self.method.plan.schedule.taus
     self._applied = self._taken = calendar.first_after(t - min(taus))
-    welcome = self._link.join(
-      fsdp=calendar.fsdp,
-      round=self._applied,
-      digests=outer_state.digests(state.outer),
-    )
+    digests = outer_state.digests(state.outer)
+    welcome = self._link.join(round=self._applied, digests=digests)
     text = "its own position"
     recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
-    if recorded:
+    if welcome.skip:
+      self._texts.jump(welcome.data, welcome.skip)
+      text = "the position after what the others have trained"
+    elif recorded:
       own = self.batches.get_state()
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
@@ -183,9 +185,16 @@ class Site(Wrapper):
     return step, _at_step(self._take(state, welcome), step)
 
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
-    """Runs lines 6 to 12 after inner step t; a late site skips to a later step."""
-    self._events = []
+    """Runs lines 6 to 12 after inner step t, and after later steps that are skipped.
+
+    A late site takes the group's step. A site with sites.pace below 1 trains only some
+    of the group's steps, but sends and merges after all.
+    """
+    self._events, calendar = [], self._calendar
     t, state = self._outer(t, state)
+    last = self.part.config.train.steps
+    while t < last and calendar.trained(t + 1) == calendar.trained(t):
+      t, state = self._outer(t + 1, _at_step(state, t + 1))
     return t, state, self._events
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -239,7 +248,8 @@ class Site(Wrapper):
       return state
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
-    payload, codec_state, metrics = plan.send(t, p, *arrays, self.part.first_replica)
+    found = unsharded.send(plan, t, p, *arrays, self.part.first_replica)
+    payload, codec_state, metrics = found
     norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
     finite = all(bool(np.isfinite(x.data).all()) for x in norms)
     parts = self.part.peers.all_gather([finite, self.batches.get_state()])
@@ -247,9 +257,11 @@ class Site(Wrapper):
       return self._restore(t, state, "its parameters are not finite")
     data = np.asarray(plan.transport.carry(payload).addressable_data(0)).tobytes()
     c, steps = self.part.config, self._calendar.steps_behind(number, self._since)
-    tokens = steps * c.tokens_per_step // c.replicas
+    per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
-    self._link.send(number, data, {"tokens": tokens, "data": position})
+    fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
+    fields["finished"] = list(self._texts.finished)
+    self._link.send(number, data, fields)
     self._pending[number] = before
     job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
     self._jobs.start(*job)
@@ -288,6 +300,8 @@ class Site(Wrapper):
     welcome = self._link.welcome()
     if welcome:
       state = self._take(state, welcome)
+      if welcome.skip:
+        self._texts.jump(welcome.data, welcome.skip)
     for r in range(self._applied, number + 1):
       state = self._update(t, r, state)
     plan, p = self.method.plan, self._calendar.rounds[number][1]
@@ -303,6 +317,12 @@ class Site(Wrapper):
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
+    for site, block in closed.lent.items():
+      self._texts.drop(block.again)
+      if block.reader == self.part.index:
+        self._texts.lend(number, site, block)
+      elif site == self.part.index and not block.again:
+        self._texts.jump(block.positions, block.skip + block.size)
     counted, sent = self.part.index in closed.tokens, number in self._pending
     refused, before = self.part.index in closed.refused, self._pending.pop(number, None)
     if counted:

@@ -1,17 +1,19 @@
 """The rounds of a run, beside the trainer's schedule and real payloads."""
 
 import functools
+import itertools
 import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import tiny_config, update
 
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.slices import take
 from diloco.config import resolve
-from diloco.contrib.sites.calendar import Calendar, config_of
+from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
@@ -85,6 +87,39 @@ def test_a_payload_weighs_the_steps_since_the_send_before(fields):
     # A site that took over the group's step 2 steps ago has trained 2.
     assert calendar.steps_behind(r, min(t, trained) - 2) == max(min(steps, 2), 1)
     last[p] = t
+
+
+@pytest.mark.parametrize("pace", [1.0, 0.5, 0.3, 0.25, 0.7])
+def test_a_slow_site_trains_its_share_of_every_round(pace):
+  calendar = make(sites__pace=pace, sync_every=4, train__steps=200)
+  trained = [calendar.trained(t) for t in range(201)]
+  assert {b - a for a, b in itertools.pairwise(trained)} <= {0, 1}
+  assert (trained[1], trained[200]) == (1, round(200 * pace))
+  last = dict.fromkeys(range(calendar.fragments), 0)
+  for r, (t, p) in enumerate(calendar.rounds):
+    steps = trained[t] - trained[max(last[p], 0)]
+    assert calendar.steps_behind(r, 0) == steps
+    assert steps - 1 < (t - last[p]) * pace < steps + 1
+    last[p] = t
+
+
+@pytest.mark.parametrize(("count", "batch"), [(0, 6), (2, 4), (4, 2)])
+def test_a_site_with_a_batch_of_its_own_reads_the_same_text(count, batch):
+  """Its sequences are those that it would read in smaller or larger batches."""
+  calendar = make(sites__count=count, sites__batch_size=batch)
+  seen, rows = as_all(calendar.config), []
+  for c in (calendar.config, seen):
+    own = config_of(c, 1)
+    part = types.SimpleNamespace(config=c, first_replica=own.replicas)
+    batches = Batches(own, make_mesh(own, jax.devices()[:1]), part)
+    found = [np.asarray(next(batches)) for _ in range(6)]
+    assert found[0].shape[:2] == (own.replicas, own.train.batch_size // own.replicas)
+    rows.append(np.concatenate(found, axis=1))
+    batches.close()
+  assert own.train.batch_size == batch
+  assert seen.tokens_per_step == batch * calendar.sites * seen.model.seq_len
+  both = min(x.shape[1] for x in rows)
+  assert np.array_equal(rows[0][:, :both], rows[1][:, :both])
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,17 @@ def test_a_run_without_sites_has_none_of_their_fields():
   ("fields", "message"),
   [
     ({"sites.quorum": 3}, "sites.quorum is 3, but there are 2 sites; lower it."),
+    (
+      {"sites.batch_size": 3, "sites.count": 1},
+      "batch_size is 3, .*replicas.* = 2 does",
+    ),
+    ({"sites.batch_size": 3, "train.accumulate": 2}, r"accumulate = 2 does not divide"),
+    (
+      {"sites.batch_size": 3, "data.shards": 4},
+      "the data.shards of a site = 2 does not",
+    ),
+    ({"sites.pace": 0.2}, "sites.pace is 0.2, .* sync_every = 4 .* at least 0.25."),
+    ({"sites.pace": 0}, "sites.pace is 0.0; it must be above 0 and at most 1."),
     ({"sites.count": 3}, "replicas is 2, which sites.count = 3 does not divide;"),
     ({"algorithm": "data_parallel"}, "transport is sites, which .* choose streaming"),
     ({"overlap.transport": "site"}, r"one of device, host.* \(did you mean sites\?\)"),

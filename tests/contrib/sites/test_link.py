@@ -8,7 +8,7 @@ import pytest
 
 from diloco.contrib.sites import link as link_lib
 from diloco.contrib.sites import messages
-from diloco.contrib.sites.link import Link
+from diloco.contrib.sites.link import Block, Link
 from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
 
@@ -17,6 +17,8 @@ CLOSED = {
   "published": 1,
   "fragment": 0,
   "tokens": {"1": 5},
+  "per_step": {"1": 2},
+  "lent": {"2": [1, {"4": [3, 5]}, 7, 8]},
   "crc32": [7],
   "inside": 2,
 }
@@ -54,6 +56,8 @@ def test_a_payload_with_the_right_sum_is_taken():
   link = make_link(b"ab")
   link._receive(Message("closed", CLOSED | {"crc32": [zlib.crc32(b"ab")]}))
   assert link.closed(0).payloads == {1: b"ab"}
+  assert (link.closed(0).tokens, link.closed(0).per_step) == ({1: 5}, {1: 2})
+  assert link.closed(0).lent == {2: Block(1, {"4": [3, 5]}, 7, 8)}
 
 
 def closed(*sites: int) -> Message:
@@ -84,7 +88,7 @@ def test_the_own_payload_does_not_stand_for_that_of_another_site():
 
 
 def test_a_connection_that_comes_back_repeats_what_is_open():
-  fields = {"round": 2, "published": 2, "snapshot": 0, "data": {}, "run": ""}
+  fields = {"round": 2, "published": 2, "snapshot": 0, "data": {}, "skip": 3, "run": ""}
   welcome, link = Message("welcome", fields | {"started": True}), make_link()
   absent = welcome._replace(fields=welcome.fields | {"published": 7, "snapshot": 1})
 

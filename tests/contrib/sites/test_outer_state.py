@@ -18,9 +18,15 @@ from diloco.wire import exchange
 
 
 @pytest.mark.parametrize(
-  "tokens", [{0: 3, 1: 1, 2: 2}, {0: 3, 2: 1}, {0: 5, 1: 5, 2: 5}]
+  ("tokens", "per_step"),
+  [
+    ({0: 3, 1: 1, 2: 2}, {}),
+    ({0: 3, 2: 1}, {0: 7, 2: 7}),
+    ({0: 5, 1: 5, 2: 5}, {0: 5, 1: 5, 2: 5}),
+    ({0: 12, 1: 4, 2: 12}, {0: 2, 1: 4, 2: 6}),
+  ],
 )
-def test_the_mean_is_weighted_by_tokens(tiny, tokens):
+def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_step):
   """As in Decoupled DiLoCo (arXiv 2604.21428); here each site has two replicas."""
   tiny.wire.format = "fp32"
   tiny.outer.optimizer, tiny.outer.learning_rate = "sgd", 0.5
@@ -41,17 +47,22 @@ def test_the_mean_is_weighted_by_tokens(tiny, tokens):
     payloads[site] = np.asarray(code).tobytes()
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)
-  calendar = types.SimpleNamespace(sites=3, fsdp=1)
-  closed = Closed(0, 0, tokens, payloads)
+  calendar = types.SimpleNamespace(sites=3)
+  closed = Closed(0, 0, tokens, payloads, per_step=per_step)
   found, _, _ = outer_state.apply(plan, calendar, closed, theta, opt_state)
   replicas = [
     (n, jax.tree.map(lambda x, m=m: x[m], deltas[site]))
     for site, n in tokens.items()
     for m in range(2)
   ]
-  weights = [n for n, _ in replicas]
+  weights = [n * per_step.get(site, 1) for site, n in tokens.items() for _ in range(2)]
   mean = jax.tree.map(
     lambda *x: np.average(x, axis=0, weights=weights), *(d for _, d in replicas)
   )
   for new, old, delta in zip(*map(jax.tree.leaves, (found, start, mean)), strict=True):
     np.testing.assert_allclose(new, old - 0.5 * delta, rtol=1e-5, atol=1e-6)
+  if len({*per_step.values()}) == 1:  # Equal batches: the bits of tokens alone.
+    closed, theta = Closed(0, 0, tokens, payloads), jax.tree.map(jnp.array, start)
+    args = (closed, theta, make_outer(c.outer).init(theta))
+    alone, _, _ = outer_state.apply(plan, calendar, *args)
+    jax.tree.map(np.testing.assert_array_equal, alone, found)

@@ -7,12 +7,13 @@ import pytest
 from threads import at_once, connected
 
 from diloco.contrib.sites import shared_link
-from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.link import Block, Closed, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
 
-CLOSED = Closed(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, refused=(1,))
+LENT = {1: Block(0, {"1": [3, {}]}, 4, 5, [2, 1])}
+CLOSED = Closed(*(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, (1,), {0: 1, 2: 3}, LENT))
 EMPTY = Closed(4, 0, {}, {}, refused=(0, 1, 2))
-WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
+WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz", 7)
 
 
 class FakeLink(types.SimpleNamespace):

@@ -7,14 +7,15 @@ import jax
 import numpy as np
 import optax
 import pytest
+from conftest import update
 from process_config import get_config
 
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
-from diloco.contrib.sites.calendar import Calendar, config_of
-from diloco.contrib.sites.link import Closed, Welcome
+from diloco.contrib.sites.calendar import Calendar, as_all, config_of
+from diloco.contrib.sites.link import Block, Closed, Welcome
 from diloco.contrib.sites.site import SitePart
 from diloco.mesh.devices import make_mesh
 
@@ -73,12 +74,13 @@ class Link:
   def leave(self, reason):
     pass
 
-  def close(self, payloads, tokens=None, refused=()):
+  def close(self, payloads, tokens=None, refused=(), lent=()):
     """Closes the next round with these payloads {site: bytes}."""
     number = self.newest()[0]
     _, p = self.calendar.rounds[number]
     tokens = tokens or dict.fromkeys(payloads, 192)
-    self.rounds.append(Closed(number, p, tokens, payloads, refused))
+    closed = Closed(number, p, tokens, payloads, refused, lent=dict(lent))
+    self.rounds.append(closed)
 
 
 class Batches:
@@ -98,9 +100,9 @@ class Player:
   def __init__(self, **fields):
     c = get_config()
     c.overlap.transport = "sites"
-    c.update_from_flattened_dict(fields)
+    update(c, fields)
     self.calendar = Calendar(resolve(c))
-    own = config_of(self.calendar.config, 0)
+    own = config_of(as_all(self.calendar.config), 0)
     self.mesh = make_mesh(own)
     with jax.set_mesh(self.mesh):
       method = make_method(own, self.mesh)
@@ -108,7 +110,7 @@ class Player:
     self.link, self.batches, self.ending = Link(self.calendar), Batches(), False
     # With other processes, a site waits for a round when it is due, in no thread.
     peers = types.SimpleNamespace(index=0, count=2, all_gather=lambda value: [value])
-    part = SitePart(self.calendar.config, 0, self.link, peers)
+    part = SitePart(as_all(self.calendar.config), 0, self.link, peers)
     stop = types.SimpleNamespace(received=lambda: self.ending)
     self.site = part.method(method, self.batches, stop)
     self.t, self.events = 0, []
@@ -174,7 +176,9 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
     assert player.received() == []
   data, fields = player.link.sent[0]
   assert len(data) == player.calendar.payload_bytes(0)
-  assert fields == {"tokens": 3 * 4 * 16, "data": {"0": [3, {"position": 0}]}}
+  position = {"0": [3, {"position": 0}]}
+  tokens = {"tokens": 3 * 4 * 16, "per_step": 4 * 16}
+  assert fields == {**tokens, "data": position, "finished": []}
   before = outer_state.digests(player.state.outer)
   player.link.close({0: data, 1: player.other()})
   player.step()
@@ -193,6 +197,30 @@ def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
   player.step(is_told)
   assert player.t == EVERY
   assert list(player.link.sent) == ([] if is_told else [0])
+
+
+def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_group():
+  player, trained = Player(**{"sites.pace": 0.5, "sites.batch_size": 2}), []
+  player.enter()
+  while player.t < 12:
+    trained.append(player.t + 1)
+    player.step()
+    if player.t == 4:
+      assert list(player.link.sent) == [0]  # After step 3.
+    number = (player.t + 1) // EVERY  # Closes what is due in the next steps.
+    if number > len(player.link.rounds) and number - 1 in player.link.sent:
+      data, _ = player.link.sent[number - 1]
+      player.link.close({0: data, 1: player.other()}, {0: 64, 1: 192})
+  assert trained == [1, 3, 5, 7, 9, 11]
+  assert player.learning_rate_count() == {12}
+  fields = [player.link.sent[r][1] for r in range(4)]
+  # Steps 1 and 3; 5; 7 and 9; 11. A batch of two sequences.
+  assert [x["tokens"] for x in fields] == [n * 2 * 16 for n in (2, 1, 2, 1)]
+  assert {x["per_step"] for x in fields} == {2 * 16}
+  merges = [(int(e.metrics["round"]), e.step) for e in player.events[1:] if e.sent == 0]
+  assert merges == [(0, 5), (1, 8), (2, 11)]
+  account = player.account()
+  assert (account["lost"], account["skipped_steps"]) == (0, 0)
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
@@ -383,6 +411,43 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player.enter(start=21)
   assert player.t == 21
   assert player.batches.state == {"0": {"position": 0}}
+
+
+class Texts:
+  """Keeps what it is told."""
+
+  finished = ((7, 1),)
+
+  def __init__(self):
+    self.told = []
+
+  def __getattr__(self, name):
+    return lambda *args: self.told.append((name, *args))
+
+
+def test_a_site_trains_the_text_of_others_and_skips_what_they_have_trained():
+  player = Player()
+  texts = player.site._texts = Texts()
+  player.link.answer = Welcome(0, {"0": [3, {"position": 9}]}, b"", skip=5)
+  player.enter()
+  assert texts.told == [("jump", {"0": [3, {"position": 9}]}, 5)]
+  texts.told.clear()
+  for _ in range(EVERY):
+    player.step()
+  data, fields = player.link.sent[0]
+  assert fields["finished"] == [(7, 1)]
+  of_1, own = Block(0, {"1": [1, {}]}, 0, 4, (3, 1)), Block(1, {"0": [1, {}]}, 4, 8)
+  again = own._replace(again=(0, 0))
+  for lent, told in (
+    ({1: of_1}, [("drop", (3, 1)), ("lend", 0, 1, of_1)]),
+    ({0: own}, [("drop", ()), ("jump", own.positions, 12)]),
+    ({0: again}, [("drop", (0, 0))]),
+  ):
+    player.link.close({0: data, 1: player.other()}, lent=lent)
+    for _ in range(EVERY):
+      player.step()
+    assert texts.told == told
+    texts.told.clear()
 
 
 def test_a_signal_ends_every_wait():

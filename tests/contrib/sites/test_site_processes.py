@@ -49,6 +49,9 @@ class Run:
     self._flags = (f"--config={CONFIG}", *flags)
     make_certificates.make(folder / "tls", sites)
     self._address = f"localhost:{free_port()}"
+    # Of one site: more flags, and its number of devices.
+    self.own: dict[str | int, tuple[str, ...]] = {}
+    self.devices: dict[str | int, int] = {}
     self.processes: dict[str | int, subprocess.Popen] = {}
 
   def start(self, *names: str | int) -> None:
@@ -62,10 +65,12 @@ class Run:
         place = [f"--coordinator={self._address}", f"--site={name}"]
       place += [f"--tls={self.folder / 'tls' / tls}", f"--workdir={self.workdir(name)}"]
       command = [sys.executable, "-m", module, *self._flags, *place]
-      command.append("--config.overlap.transport=sites")
+      command += ["--config.overlap.transport=sites", *self.own.get(name, ())]
+      flag = f"--xla_force_host_platform_device_count={self.devices.get(name, 1)}"
+      env = self._env | {"XLA_FLAGS": f"{self._env['XLA_FLAGS']} {flag}"}
       with (self.folder / f"{name}.log").open("ab") as log:
         self.processes[name] = subprocess.Popen(
-          command, cwd=ROOT, env=self._env, stdout=log, stderr=subprocess.STDOUT
+          command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT
         )
 
   def workdir(self, name: str | int) -> pathlib.Path:
@@ -216,6 +221,23 @@ def test_two_processes_and_two_sites_compute_the_bits_of_one_process(
     assert own["bytes_sent_per_replica"] == want["bytes_sent_per_replica"]
     assert own["site"]["contributed"] == own["site"]["rounds"] == 9
     assert own["site"]["lost"] == own["site"]["skipped_steps"] == 0
+
+
+@pytest.mark.integration("three processes")
+def test_sites_of_other_devices_batches_and_speeds_train_one_model(make_run):
+  flags = ("--config.train.steps=24", "--config.log.sample_tokens=0")
+  run = make_run(2, *flags, "--config.sites.least_grace_s=20")
+  run.devices[0], run.own[0] = 2, ("--config.mesh.fsdp=2", "--config.model.remat=full")
+  run.own[1] = ("--config.sites.batch_size=2", "--config.sites.pace=0.5")
+  run.start()
+  run.finish()
+  audit(run, rounds=8, whole=(0, 1))
+  length = 16
+  for line in run.lines():
+    assert line["per_step"] == {"0": 4 * length, "1": 2 * length}
+    # Rounds are three steps, of which site 1 trains the odd ones of the run.
+    steps = {"0": 3, "1": 2 - line["round"] % 2}
+    assert line["tokens"] == {k: n * line["per_step"][k] for k, n in steps.items()}
 
 
 # A minute each.

@@ -67,7 +67,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   from diloco.processes.peers import Peers, print_line
 
   credentials = security.server_credentials(FLAGS.listen, FLAGS.tls, FLAGS.insecure)
-  calendar = Calendar(c, c.mesh.fsdp or 1)
+  calendar = Calendar(c)
   with contextlib.ExitStack() as stack:
     stack.enter_context(lock_workdir(workdir, Peers()))
     journal = Journal(workdir)

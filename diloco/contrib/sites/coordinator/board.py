@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.lending import Lending
 from diloco.contrib.sites.coordinator.rounds import (
   Closing,
   Measured,
@@ -25,6 +26,7 @@ from diloco.contrib.sites.coordinator.rounds import (
   Rounds,
   Window,
 )
+from diloco.contrib.sites.link import Block
 from diloco.contrib.sites.messages import BadMessage, Message, number
 from diloco.errors import ConfigError
 
@@ -64,14 +66,18 @@ class Upload:
 
   Attributes:
     tokens: inner tokens behind each replica's payload.
+    per_step: tokens of one of its inner steps.
     data: {shard: [step, position in its text]}.
+    finished: the last blocks of other texts that the site has finished.
     total: size of the payload.
     crc32: its checksum; -1 if other bytes came.
     received: its first bytes.
   """
 
   tokens: int
+  per_step: int
   data: dict[str, Any]
+  finished: list[list[int]]
   total: int
   crc32: int
   received: bytearray = dataclasses.field(default_factory=bytearray)
@@ -84,6 +90,7 @@ class Board:
     calendar: all rounds.
     run: name of the run.
     rounds: who is in, and which rounds may close.
+    lending: who trains the texts of sites that are away.
     published: rounds below this number are on the disk, and are sent to the sites.
     started: whether the group has begun.
     uploads: {(open round, site): payload}.
@@ -99,11 +106,12 @@ class Board:
     tau = min(calendar.config.overlap.taus)
     window = Window(sites.grace_s, sites.least_grace_s, tau, steps)
     self.rounds = Rounds(calendar.sites, sites.quorum, window, self.published)
+    self.lending = Lending(calendar, journal.lines())
     self._outliers = Outliers(sites.most_norm, sites.least_cosine)
     for line in journal.lines():
       norms = [line.get("measured", {}).get(k, [None])[0] for k in line["tokens"]]
       self._outliers.counted(line["fragment"], norms)
-    self._members = self.rounds.members.values()
+    self._members = self.rounds.members
     self.uploads: dict[tuple[int, int], Upload] = {}
     self.changed = asyncio.Event()
     self.started = self.published > 0
@@ -127,11 +135,13 @@ class Board:
 
   def inside(self) -> int:
     """Counts the connected sites."""
-    return sum(m.presence is not Presence.AWAY for m in self._members)
+    return sum(m.presence is not Presence.AWAY for m in self._members.values())
 
-  def joined(self, site: int) -> None:
-    """A site connects."""
+  def joined(self, site: int, is_new: bool = True) -> None:
+    """A site connects; whether by another process than before."""
     self.rounds.join(site)
+    if is_new:
+      self.lending.started_again(site)
     self.notify()
     self._show(f"Site {site} is in: {self.inside()} of {self.calendar.sites}.")
 
@@ -307,7 +317,7 @@ class Board:
     """Starts the group when all sites are ready, or when the first waited enough."""
     if self.started:
       return
-    ready = sum(m.presence is Presence.IN for m in self._members)
+    ready = sum(m.presence is Presence.IN for m in self._members.values())
     waited = time.monotonic() - self._first_ready
     enough = ready >= self._sites.quorum and waited > self._sites.start_s
     if ready == self.calendar.sites or enough:
@@ -358,7 +368,9 @@ class Board:
     own = self.calendar.shards_of(session.site)
     return Upload(
       number(message, "tokens", 1, _LARGEST),
+      number(message, "per_step", 1, _LARGEST),
       {s: data[s] for s in own if s in data} if isinstance(data, dict) else {},
+      _names(message.fields.get("finished", [])),
       total,
       number(message, "crc32", 0, (1 << 32) - 1),
     )
@@ -370,7 +382,8 @@ class Board:
     payloads = {k: bytes(u.received) for k, u in uploads.items()}
     tokens = {k: u.tokens for k, u in uploads.items()}
     measured = await asyncio.to_thread(measure, number, payloads)
-    refused = self._outliers.refused(fragment, measured, tokens)
+    steps = {k: u.tokens / u.per_step for k, u in uploads.items()}
+    refused = self._outliers.refused(fragment, measured, steps)
     for site, reason in refused.items():
       del payloads[site], tokens[site]
       self._show(f"Refuses the payload of site {site} in round {number}: {reason}.")
@@ -378,4 +391,36 @@ class Board:
     data = {shard: x for k in tokens for shard, x in uploads[k].data.items()}
     waited_s = round(closing.waited_s, 3)
     head = (number, fragment, step, tokens, payloads, closing.late, data, waited_s)
-    return Entry(*head, measured)
+    per_step = {k: uploads[k].per_step for k in tokens}
+    lent = self._lend(number, per_step)
+    said = [name for k in tokens for name in uploads[k].finished]
+    finished = [name for name in said if tuple(name) in self.lending.open]
+    self.lending.closed(number, tokens, lent, finished)
+    return Entry(*head, measured, per_step, lent, finished)
+
+  def _lend(self, number: int, per_step: dict[int, int]) -> dict[int, Block]:
+    """Chooses blocks of the texts whose positions are known."""
+    applied, known = 0, dict[str, Any]()
+    if self._group:
+      applied, known = self._group.applied, self._group.data
+    positions = {
+      k: {s: known[s] for s in shards}
+      for k, shards in ((k, self.calendar.shards_of(k)) for k in self._members)
+      if known.keys() >= {*shards} and applied > self.lending.sent[k]
+    }
+    away = [k for k, m in self._members.items() if m.presence is Presence.AWAY]
+    return self.lending.choose(number, per_step, away, positions)
+
+
+def _names(found: Any) -> list[list[int]]:
+  """Reads the names of blocks.
+
+  Raises:
+    BadMessage: these are no pairs of whole numbers.
+  """
+  pairs = isinstance(found, list) and all(isinstance(x, list) for x in found)
+  if not pairs or any(len(x) != 2 or {type(n) for n in x} != {int} for x in found):
+    raise BadMessage(
+      f"chunk.finished is {str(found)[:50]}; it must be pairs of numbers"
+    )
+  return found

@@ -82,7 +82,7 @@ def round_of(
       f"{workdir} has round {entry.round} of another schedule in its journal"
       f" (fragment {p} after step {entry.step}); choose another --workdir."
     )
-  return Closed(entry.round, p, entry.tokens, entry.payloads)
+  return Closed(entry.round, p, entry.tokens, entry.payloads, per_step=entry.per_step)
 
 
 class OuterGroup:
@@ -142,7 +142,7 @@ class OuterGroup:
   def save(self, step: int, finished: bool = False) -> None:
     """Saves the outer state; deletes payloads that no checkpoint needs any more."""
     config = self._calendar.config.to_dict()
-    record = Record(config, self.data, finished=finished, fsdp=self._calendar.fsdp)
+    record = Record(config, self.data, finished=finished)
     self._checkpoints.save(step, TrainState({}, {}, self._outer), record)
     self._checkpoints.wait()
     oldest = min(steps_of(self._workdir))

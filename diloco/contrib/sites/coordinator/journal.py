@@ -14,9 +14,11 @@ import os
 import pathlib
 import secrets
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from diloco.contrib.sites.coordinator.rounds import Measured
+from diloco.contrib.sites.link import Block
 from diloco.errors import ConfigError
 from diloco.util import files
 
@@ -32,11 +34,14 @@ class Entry(NamedTuple):
     step: the inner step t after which the fragment was sent.
     tokens: {site: tokens behind each of its replicas' payloads}, ascending sites; its
       keys are the members.
-    payloads: {site: bytes of uint8 [replicas of the site, fsdp, bytes]}.
+    payloads: {site: bytes of uint8 [replicas of the site, 1, bytes]}.
     late: the sites that were expected and did not send.
     data: {shard: [step, position in its text]} that the members sent along.
     waited_s: seconds between the quorum and the closing.
     measured: the numbers of all payloads that came in time, refused ones too.
+    per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
+    lent: {site that is away: a block of its text}.
+    finished: the blocks that the members have finished, as [round, site].
   """
 
   round: int
@@ -48,6 +53,9 @@ class Entry(NamedTuple):
   data: dict[str, Any]
   waited_s: float
   measured: dict[int, Measured] = {}  # noqa: RUF012 Nobody changes it.
+  per_step: dict[int, int] = {}  # noqa: RUF012
+  lent: dict[int, Block] = {}  # noqa: RUF012
+  finished: Sequence[Sequence[int]] = ()
 
   @property
   def refused(self) -> tuple[int, ...]:
@@ -165,10 +173,16 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
   header = json.loads(file.readline())
   sizes = header["payloads"].items()
   payloads = {int(site): file.read(size) for site, size in sizes}
-  tokens = {int(site): n for site, n in header["tokens"].items()}
+  tokens, per_step = (
+    {int(site): n for site, n in header.get(name, {}).items()}
+    for name in ("tokens", "per_step")
+  )
   measured = {int(k): Measured(*x) for k, x in header.get("measured", {}).items()}
-  found = {"payloads": payloads, "tokens": tokens, "late": tuple(header["late"])}
-  return Entry(**header | found | {"measured": measured})
+  found: dict[str, Any] = {"payloads": payloads, "tokens": tokens}
+  found["late"] = tuple(header["late"])
+  lent = {int(k): Block(*x) for k, x in header.get("lent", {}).items()}
+  found |= {"measured": measured, "per_step": per_step, "lent": lent}
+  return Entry(**header | found)
 
 
 def digests(workdir: pathlib.Path) -> dict[int, int]:

@@ -27,8 +27,8 @@ class OtherUpdate:
   """Updates outer parameters with other fields of `outer` or `wire`, or other weights.
 
   With another wire, the payloads are decoded, so their values are those that the sites
-  sent, and coded again: each as one shard, from the compressor's first state, and with
-  the random numbers that its site would draw.
+  sent, and coded again: from the compressor's first state, and with the random numbers
+  that its site would draw.
   """
 
   def __init__(
@@ -61,7 +61,6 @@ class OtherUpdate:
       )
     self._calendar, self._own, self._plan = calendar, plan, method.plan
     self._weights, self._recodes = weights, plan.wire != method.plan.wire
-    self._fsdp = 1 if self._recodes else calendar.fsdp
     self._code = jax.jit(self._encode, static_argnums=1)
 
   def theta(self, closed: Closed, theta: PyTree, opt_state: PyTree) -> PyTree:
@@ -70,11 +69,11 @@ class OtherUpdate:
       weights = {k: self._weights.get(k, 1) for k in closed.tokens}
       tokens = {k: n for k, n in weights.items() if n}
       payloads = {k: closed.payloads[k] for k in tokens}
-      closed = dataclasses.replace(closed, tokens=tokens, payloads=payloads)
+      closed = Closed(closed.round, closed.fragment, tokens, payloads)
     if self._recodes:
       closed = dataclasses.replace(closed, payloads=self._recoded(closed))
-    calendar = dataclasses.replace(self._calendar, fsdp=self._fsdp)
-    return outer_state.apply(self._plan, calendar, closed, theta, opt_state)[0]
+    args = (self._plan, self._calendar, closed)
+    return outer_state.apply(*args, theta, opt_state)[0]
 
   def _recoded(self, closed: Closed) -> dict[int, bytes]:
     step, p = self._calendar.rounds[closed.round]

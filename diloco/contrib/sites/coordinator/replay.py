@@ -88,7 +88,7 @@ def replay(
   from diloco.contrib.sites.coordinator.other_update import OtherUpdate
 
   c = complete(read_config(workdir))
-  calendar = Calendar(c, c.mesh.fsdp or 1)
+  calendar = Calendar(c)
   method, state = group.first_state(calendar, workdir)
   plan, other = method.plan, None
   if fields or weights is not None:

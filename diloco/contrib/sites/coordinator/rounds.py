@@ -87,7 +87,7 @@ class Outliers:
     self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
 
   def refused(
-    self, fragment: int, found: Mapping[int, Measured], tokens: Mapping[int, int]
+    self, fragment: int, found: Mapping[int, Measured], steps: Mapping[int, float]
   ) -> dict[int, str]:
     """Returns {site whose payload does not count in a round: the reason}.
 
@@ -99,13 +99,13 @@ class Outliers:
     Args:
       fragment: the fragment of the round.
       found: the payload of each site that has sent.
-      tokens: {site: tokens behind its payload}.
+      steps: {site: inner steps behind its payload}.
     """
     lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
     reasons = dict[int, str]()
     for site, (norm, cosine) in found.items():
       others = [
-        x.norm * max(tokens[site] / tokens[k], 1)
+        x.norm * max(steps[site] / steps[k], 1)
         for k, x in found.items()
         if k != site and x.norm is not None
       ]

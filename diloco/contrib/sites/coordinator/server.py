@@ -117,7 +117,7 @@ class Server:
       known = f"the run has the sites 0 to {count - 1} (sites.count)."
       raise Refused(Status.FAILED_PRECONDITION, f"refuses --site={site}: {known}")
     self._check_certificate(site, context)
-    self._check_config(hello.fields.get("config"), hello.fields.get("fsdp"))
+    self._check_config(hello.fields.get("config"))
     self._check_progress(hello)
     old = self._sessions.get(site)
     if old and old.name != name:
@@ -126,7 +126,7 @@ class Server:
     session = self._sessions[site] = Session(site, name, hello.fields)
     if old:  # The process opened this connection because it had lost that one.
       self._board.gone(site)
-    self._board.joined(site)
+    self._board.joined(site, is_new=hello.fields.get("received") is None)
     return session
 
   def _check_certificate(self, site: int, context: grpc.aio.ServicerContext) -> None:
@@ -149,21 +149,18 @@ class Server:
       has = f"it has {self._board.published} closed rounds, but this site has {rounds}"
       raise Refused(Status.UNAVAILABLE, f"{has}; {remedy}")
 
-  def _check_config(self, config: Any, fsdp: Any) -> None:
+  def _check_config(self, config: Any) -> None:
     if not isinstance(config, dict):
       raise BadMessage("its `join` has no config")
-    calendar = self._board.calendar
-    changes = resume.differing(calendar.config.to_dict(), config)
+    changes = resume.differing(self._board.calendar.config.to_dict(), config)
     if changes:
       lines = "; ".join(f"{field}: {change}" for field, change in changes.items())
-      reason = f"has another config than this site ({lines}); give both the same."
-      raise Refused(Status.FAILED_PRECONDITION, reason)
-    if fsdp != calendar.fsdp:
-      raise Refused(
-        Status.FAILED_PRECONDITION,
-        f"expects mesh.fsdp={calendar.fsdp}, but this site has {fsdp}; start it and the"
-        " coordinator with the same --config.mesh.fsdp.",
+      reason = (
+        f"has another config than this site ({lines}); give both the same: only"
+        " sites.batch_size, sites.pace and fields without effect on the result may"
+        " differ (docs/sites.md)."
       )
+      raise Refused(Status.FAILED_PRECONDITION, reason)
 
   async def _read(self, session: Session, iterator: AsyncIterator[bytes]) -> None:
     """Takes the site's messages until it leaves or the connection ends."""
@@ -223,6 +220,7 @@ class Server:
       "published": board.published,
       "snapshot": len(snapshot),
       "data": data,
+      "skip": board.lending.skip[session.site],
       "started": board.started,
     }
     yield Message("welcome", fields)
@@ -255,6 +253,8 @@ class Server:
         "fragment": entry.fragment,
         "step": entry.step,
         "tokens": entry.tokens,
+        "per_step": entry.per_step,
+        "lent": entry.lent,
         "refused": entry.refused,
         "crc32": sums,
         "published": self._board.published,

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from sites import Coordinator, Player, make_calendar, payload, play, wait
 
+from diloco.config import changed
 from diloco.contrib.sites import messages, security
 from diloco.contrib.sites.messages import CHUNK, Message, pack
 
@@ -45,13 +46,14 @@ def hello(**fields) -> bytes:
 
 
 def said(**fields) -> dict:
-  known = {"site": 2, "config": ALL.config.to_dict(), "fsdp": 1, "session": "s"}
+  known = {"site": 2, "config": ALL.config.to_dict(), "session": "s"}
   return {**known, "version": messages.VERSION, "round": 0, "digests": [], **fields}
 
 
 def chunk(number: int, offset: int = 0, body: bytes | None = None, **fields) -> bytes:
   data = payload(ALL, 2, number)
-  start = {"total": len(data), "crc32": zlib.crc32(data), "tokens": 1, "data": {}}
+  start = {"total": len(data), "crc32": zlib.crc32(data), "data": {}}
+  start |= {"tokens": 1, "per_step": 1}
   header = {"round": number, "offset": offset, **(start if offset == 0 else {})}
   body = data[offset : offset + CHUNK] if body is None else body
   return pack(Message("chunk", header | fields, body))
@@ -68,7 +70,18 @@ def whole(number: int, more: bytes = b"") -> list[bytes]:
 def test_a_site_that_sends_everything_right_is_no_stranger(run):
   coordinator, players = run
   now = players[0].applied
-  assert say(coordinator, [hello(), *whole(now), *whole(now + 1)]) == (CODES.OK, "")
+  # Its own batch, speed, devices and memory.
+  own = {
+    "sites.batch_size": 4,
+    "sites.pace": 0.5,
+    "mesh.fsdp": 2,
+    "model.remat": "full",
+  }
+  config = changed(ALL.config, own).to_dict()
+  assert say(coordinator, [hello(config=config), *whole(now), *whole(now + 1)]) == (
+    CODES.OK,
+    "",
+  )
   wait(lambda: coordinator.board.inside() == 2)
   play(players, range(now, now + 3))
   for player in players:
@@ -88,12 +101,11 @@ STRANGERS = {
   "no site": ([hello(site="2")], "join.site is '2'"),
   "unknown site": ([hello(site=3)], "refuses --site=3: the run has the sites 0 to 2"),
   "no config": ([hello(config=7)], "has no config"),
-  "no fields": ([hello(config={})], r"another config .*\.\.\.$"),
+  "no fields": ([hello(config={"x": "y" * 2000})], r"another config .*\.\.\.$"),
   "other seed": (
     [hello(config={**ALL.config.to_dict(), "seed": 7})],
-    r"has another config than this site \(seed: 0 -> 7\); give both the same",
+    r"another config than this site \(seed: 0 -> 7\); give both the same: only sites",
   ),
-  "other fsdp": ([hello(fsdp=2)], "expects mesh.fsdp=1, but this site has 2"),
   "doubled site": ([hello(site=0)], "refuses --site=0: another process is this site"),
   "other run": ([hello(run="x")], "it coordinates another run; start the coord"),
   "ahead": ([hello(round=10**6)], "closed rounds, but this site has 1000000"),
@@ -142,6 +154,11 @@ BROKEN = {
   "wrong total": (lambda r: [chunk(r, total=1 << 50)], "bytes, not"),
   "no total": (lambda r: [chunk(r, total=None)], "chunk.total is None"),
   "no tokens": (lambda r: [chunk(r, tokens=0)], "chunk.tokens is 0"),
+  "no per_step": (lambda r: [chunk(r, per_step=None)], "chunk.per_step is None"),
+  "no blocks": (
+    lambda r: [chunk(r, finished=[[1]])],
+    r"finished is \[\[1\]\]; it must be",
+  ),
   "no offset": (lambda r: [chunk(r, offset=None, body=b"a")], "chunk.offset is None"),
   "empty": (lambda r: [chunk(r, body=b"")], "out of order"),
   "starts late": (lambda r: [chunk(r, offset=1)], "sent byte 1 of round"),

@@ -55,7 +55,7 @@ class Four:
     """Closes a round with these payloads {site: bytes}."""
     number = self.board.published
     for k, x in payloads.items():
-      whole = Upload(64, DATA[k], len(x), 0, bytearray(x))
+      whole = Upload(64, 64, DATA[k], [], len(x), 0, bytearray(x))
       self.board.uploads[number, k] = whole
     closing = Closing(number, tuple(payloads), (), 0.0)
     return asyncio.run(self.board._entry(closing, self.measure))

@@ -8,6 +8,7 @@ import wreck
 from diloco.contrib.sites.coordinator import journal as journal_lib
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.contrib.sites.coordinator.rounds import Measured
+from diloco.contrib.sites.link import Block
 from diloco.errors import ConfigError
 from diloco.util import files
 
@@ -17,7 +18,8 @@ def entry(number: int) -> Entry:
   data = {"0": [number, {"position": 3}]}
   measured = {0: Measured(0.5, 0.2), 2: Measured(1.0, -0.0), 3: Measured(None)}
   head = (number, number % 2, 3 + number, {0: 5, 2: 6}, payloads, (1,), data, 0.5)
-  return Entry(*head, measured)
+  lent = {1: Block(0, {"1": [2, {"position": 4}]}, 5, 6, [3, 1])}
+  return Entry(*head, measured, {0: 5, 2: 3}, lent, [[1, 1]])
 
 
 def lines(folder) -> list[dict]:
