@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from grpc import StatusCode as Status
 
-from diloco.contrib.sites import messages
+from diloco.contrib.sites import SitesConfig, messages
 from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
 
@@ -27,7 +27,9 @@ _FINAL = {
   *(Status.INVALID_ARGUMENT, Status.FAILED_PRECONDITION, Status.PERMISSION_DENIED),
   *(Status.UNAUTHENTICATED, Status.UNIMPLEMENTED),
 }
-_DOUBLED_S = 45.0  # The coordinator drops a dead connection in this time.
+# Seconds, beyond those of a keep-alive, after which another process is this site, and
+# not a connection that the coordinator has not dropped yet.
+_DOUBLED_S = 25.0
 _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
 _REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
 
@@ -82,6 +84,7 @@ class Link:
     hello: dict[str, Any],
     print_line: Callable[[str], None],
     room: int,
+    keepalive_s: float = SitesConfig.keepalive_s,
   ):
     """Prepares the connection; `join` opens it.
 
@@ -91,9 +94,11 @@ class Link:
       hello: fields of the message `join` (docs/sites.md), which describe the site.
       print_line: prints a line.
       room: see above; more than the fragments of the model.
+      keepalive_s: `sites.keepalive_s`.
     """
     self.inside, self.reconnects, self.room = 0, 0, room
     self._open, self._address, self._print = open_channel, address, print_line
+    self._doubled_s = 2 * keepalive_s + _DOUBLED_S
     own = {"version": messages.VERSION, "session": secrets.token_hex(8)}
     self._hello = hello | own
     self._changed = threading.Condition()
@@ -252,7 +257,7 @@ class Link:
           " --tls=FOLDER with a certificate of the coordinator's own authority"
           " (python -m diloco make_certificates)."
         )
-      doubled = status is Status.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
+      doubled = status is Status.ALREADY_EXISTS and now - lost_at > self._doubled_s
       if status in _FINAL or doubled:
         raise ConfigError(f"the coordinator at {self._address} {reason}.")
       if not told and now - lost_at > 1:

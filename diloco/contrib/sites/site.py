@@ -23,7 +23,7 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
-from diloco.contrib.sites import outer_state, security
+from diloco.contrib.sites import SitesConfig, outer_state, security
 from diloco.contrib.sites.calendar import Calendar, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
@@ -76,12 +76,15 @@ def make_part(
     ConfigError: the site or the address is wrong, or certificates are missing.
   """
   config_of(c, index)
-  open_channel = functools.partial(security.channel, address, tls, insecure)
+  keepalive_s = c.of(SitesConfig).keepalive_s
+  open_channel = functools.partial(
+    security.channel, address, tls, insecure, keepalive_s
+  )
   open_channel().close()  # Finds mistakes.
   hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-  link = (
-    Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
-  )
+  link = None
+  if peers.index == 0:
+    link = Link(open_channel, address, hello, print_line, room, keepalive_s)
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
   return SitePart(c, index, shared, peers)
 

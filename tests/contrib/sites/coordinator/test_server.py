@@ -1,7 +1,10 @@
 """A real server and real connections: rounds, late sites, restarts, newcomers."""
 
+import contextlib
+import socket
 import threading
 import time
+import types
 from concurrent import futures
 
 import grpc
@@ -296,6 +299,50 @@ def test_a_site_that_is_ahead_waits_for_the_right_coordinator(start, tmp_path_fa
   start.ends_with(right)
   play(players, range(3, 5))
   assert right.lines() == list(range(5))
+
+
+@contextlib.contextmanager
+def through_a_pipe(port: int):
+  """Yields the port of a pipe to another port, and an event that stops the pipe."""
+  stopped, sockets = threading.Event(), [socket.create_server(("127.0.0.1", 0))]
+
+  def copy(source, target):
+    with contextlib.suppress(OSError):
+      while data := source.recv(1 << 16):
+        while stopped.is_set():
+          time.sleep(0.05)
+        target.sendall(data)
+
+  def accept():
+    with contextlib.suppress(OSError):
+      while True:
+        ends = sockets[0].accept()[0], socket.create_connection(("127.0.0.1", port))
+        sockets.extend(ends)
+        for pair in (ends, ends[::-1]):
+          threading.Thread(target=copy, args=pair, daemon=True).start()
+
+  threading.Thread(target=accept, daemon=True).start()
+  yield sockets[0].getsockname()[1], stopped
+  stopped.clear()
+  for x in sockets:
+    x.close()
+
+
+@pytest.mark.integration("waits for gRPC's keep-alives")
+def test_each_party_has_its_own_keepalive(start):
+  slow, quick = (make_calendar(2, keepalive_s=s) for s in (3600.0, 1.0))
+  coordinator, _ = start(slow, ())
+  with through_a_pipe(coordinator.port) as (port, stopped):
+    place = {"address": f"127.0.0.1:{port}"}
+    sites = (types.SimpleNamespace(calendar=c, **place) for c in (quick, slow))
+    asking, silent = (Player(at, k).join() for k, at in enumerate(sites))
+    time.sleep(5)  # The coordinator allows so many questions.
+    assert (asking.link.reconnects, silent.link.reconnects) == (0, 0)
+    stopped.set()
+    wait(lambda: asking.link.reconnects)
+    assert silent.link.reconnects == 0
+    for player in (asking, silent):
+      player.link._leaving = True
 
 
 def test_a_slow_site_holds_a_bounded_number_of_rounds(start):
