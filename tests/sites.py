@@ -22,6 +22,8 @@ from diloco.contrib.sites.coordinator.server import Server
 from diloco.contrib.sites.link import Link
 
 LONG = 60.0  # Seconds after which a test gives up.
+# `Arrival.seconds` of a site.
+ARRIVAL = {"start": 5, "snapshot": 0.5, "first_step": 3, "rounds": 0.6, "compiling": 3}
 
 
 def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:

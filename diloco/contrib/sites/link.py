@@ -138,12 +138,18 @@ class Link:
     assert welcome is not None
     return welcome
 
-  def ready(self, first: int) -> None:
-    """Says that the site will send round `first` and those after it."""
+  def ready(self, first: int, arrival: dict[str, float] | None = None) -> None:
+    """Says that the site will send round `first` and those after it.
+
+    Args:
+      first: that round.
+      arrival: `Arrival.seconds` of a site that has just arrived.
+    """
     with self._changed:
       self._first = first
       if self._entered:
-        self._put("ready", {"round": first})
+        more = {"arrival": arrival} if arrival else {}
+        self._put("ready", {"round": first, **more})
 
   def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
     """Waits until the group begins; returns False if `stopping()` comes first."""

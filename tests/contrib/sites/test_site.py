@@ -12,7 +12,7 @@ from process_config import get_config
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
-from diloco.contrib.sites import outer_state
+from diloco.contrib.sites import arrival, outer_state
 from diloco.contrib.sites.calendar import Calendar, config_of
 from diloco.contrib.sites.link import Closed, Welcome
 from diloco.contrib.sites.site import SitePart
@@ -30,7 +30,7 @@ class Link:
     self.calendar = calendar
     self.rounds = list[Closed]()
     self.published = list[Closed]()  # These are received when the site waits for them.
-    self.sent, self.firsts, self.hello = {}, [], {}
+    self.sent, self.firsts, self.hello, self.arrivals = {}, [], {}, []
     self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
@@ -40,8 +40,9 @@ class Link:
     self.hello, self.base = state, self.answer.round
     return self.answer
 
-  def ready(self, first):
+  def ready(self, first, arrival=None):
     self.firsts.append(first)
+    self.arrivals.append(arrival)
 
   def wait_for_start(self, stopping):
     return not stopping()
@@ -193,6 +194,20 @@ def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
   player.step(is_told)
   assert player.t == EVERY
   assert list(player.link.sent) == ([] if is_told else [0])
+
+
+def test_a_site_tells_once_where_the_time_of_its_start_went():
+  player = Player()
+  player.enter()
+  for _ in range(2):
+    player.step()
+  [seconds] = filter(None, player.link.arrivals)
+  assert arrival.checked(seconds) == seconds
+  [event] = (e for e in player.events if e.kind == "arrival")
+  told = {name: float(x) for name, x in event.metrics.items()}
+  assert told == {f"{k}_s": pytest.approx(s) for k, s in seconds.items()}
+  of_summary = player.account()["arrival_s"]
+  assert of_summary == {k: pytest.approx(s, abs=0.001) for k, s in seconds.items()}
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():

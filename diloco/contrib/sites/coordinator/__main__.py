@@ -76,7 +76,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
     server = Server(board)
     report = Report(board, workdir, journal)
     stack.callback(report.close)
-    board.on_closed = report.closed
+    board.on_closed, board.on_arrival = [report.closed], [report.arrived]
     port = await server.serve(FLAGS.listen, credentials)
     place = f"{FLAGS.listen.rpartition(':')[0]}:{port}"
     print_line(

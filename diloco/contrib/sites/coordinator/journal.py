@@ -20,7 +20,7 @@ from diloco.contrib.sites.coordinator.rounds import Measured
 from diloco.errors import ConfigError
 from diloco.util import files
 
-FOLDER, APPLIED = "journal", "applied.jsonl"
+FOLDER, APPLIED, ARRIVALS = "journal", "applied.jsonl", "arrivals.json"
 
 
 class Entry(NamedTuple):

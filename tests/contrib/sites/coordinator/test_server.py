@@ -1,6 +1,7 @@
 """A real server and real connections: rounds, late sites, restarts, newcomers."""
 
 import contextlib
+import shutil
 import socket
 import threading
 import time
@@ -10,7 +11,16 @@ from concurrent import futures
 import grpc
 import pytest
 import sites
-from sites import Coordinator, Player, in_time, make_calendar, payload, play, wait
+from sites import (
+  ARRIVAL,
+  Coordinator,
+  Player,
+  in_time,
+  make_calendar,
+  payload,
+  play,
+  wait,
+)
 
 from diloco.contrib.sites.coordinator.rounds import Presence
 from diloco.contrib.sites.coordinator.server import Server
@@ -51,6 +61,18 @@ def test_all_rounds_reach_all_sites(start):
     player.leave("finished")
   assert coordinator.over.wait(20)
   assert coordinator.lines() == list(range(len(ALL.rounds)))
+
+
+def test_the_coordinator_tells_how_long_a_site_took_to_arrive(start):
+  coordinator, [player, _] = start(make_calendar(2), (0, 1))
+  told = []
+  coordinator.board.on_arrival.append(lambda *args: told.append(args))
+  player.link.ready(0, {"start": "long"})  # Means nothing to this coordinator.
+  player.link.ready(0, ARRIVAL)
+  wait(lambda: told)
+  assert told == [(0, ARRIVAL)]
+  [line] = (x for x in coordinator.said if "takes part" in x)
+  assert line.startswith("Site 0 takes part after 9.1 s: 5.0 s to start, ")
 
 
 def test_a_payload_with_bad_numbers_counts_nowhere(start):
@@ -299,6 +321,27 @@ def test_a_site_that_is_ahead_waits_for_the_right_coordinator(start, tmp_path_fa
   start.ends_with(right)
   play(players, range(3, 5))
   assert right.lines() == list(range(5))
+
+
+def test_no_site_that_knows_lost_rounds_comes_back_to_a_restored_copy(start, tmp_path):
+  """As docs/operate.md says: the copy gets a new name, and the sites start again."""
+  calendar = make_calendar(2, grace_s=0.3)
+  coordinator, (first, second) = start(calendar, (0, 1))
+  play([first, second], range(3))
+  wait(lambda: coordinator.group.applied == 3)
+  copy = shutil.copytree(coordinator.workdir, tmp_path / "copy")
+  play([first, second], range(3, 5))
+  coordinator.kill()
+  (copy / "journal" / "run").unlink()
+  restored = Coordinator(calendar, copy, port=coordinator.port)
+  start.ends_with(restored)
+  back = Player(restored, 0).join()
+  start.ends_with(back)
+  back.receive(3)
+  play([back], range(3, 6))
+  wait(lambda: "it coordinates another run" in str(second.said))
+  assert restored.board.inside() == 1
+  assert second.link._next == 5
 
 
 @contextlib.contextmanager
