@@ -13,7 +13,7 @@ import numpy as np
 from conftest import tiny_config, update
 
 from diloco.config import resolve
-from diloco.contrib.sites import security
+from diloco.contrib.sites import SitesConfig, security
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.board import Board
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
@@ -22,6 +22,8 @@ from diloco.contrib.sites.coordinator.server import Server
 from diloco.contrib.sites.link import Link
 
 LONG = 60.0  # Seconds after which a test gives up.
+# `Arrival.seconds` of a site.
+ARRIVAL = {"start": 5, "snapshot": 0.5, "first_step": 3, "rounds": 0.6, "compiling": 3}
 
 
 def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
@@ -174,12 +176,14 @@ class Player:
 
   def __init__(self, coordinator: Coordinator, site: int, tls="", **hello):
     self.calendar, self.site, self.said = coordinator.calendar, site, []
+    keepalive_s = self.calendar.config.of(SitesConfig).keepalive_s
     channel = functools.partial(
-      security.channel, coordinator.address, tls, insecure=not tls
+      security.channel, coordinator.address, tls, not tls, keepalive_s
     )
     said = {"site": site, "config": self.calendar.config.to_dict()} | hello
     room = 2 * self.calendar.fragments + 2
-    self.link = Link(channel, coordinator.address, said, self.said.append, room)
+    show = self.said.append
+    self.link = Link(channel, coordinator.address, said, show, room, keepalive_s)
     self.state, self.applied, self.members, self.refused = 0, 0, {}, {}
 
   def join(self, **state) -> "Player":

@@ -17,6 +17,8 @@ OTHERS = {
   "PrimeIntellect-ai/prime-diloco", "exo-explore/gym", "facebookresearch/MuLoCo",
   "gensyn-ai/noloco", "google-deepmind/nanodo", "google-deepmind/xmanager",
   "meta-pytorch/torchft", "pytorch/torchtitan",
+  "Neumann-Labs/ft-diloco", "PrimeIntellect-ai/pccl", "agentenv/yeto",
+  "UnbearableFate/fsb_decoupled_diloco", "jdinalt/forgather",
 }  # fmt: skip
 FOLDERS = (".github", "configs", "diloco", "docs", "examples", "notebooks", "scripts")
 

@@ -20,6 +20,7 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.status import (
+  MORE,
   READERS,
   Status,
   by_fragment,
@@ -45,10 +46,9 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   total = config.get("train", {}).get("steps")
   found = newest(folder, config)
   if not found["step"]:
-    news = {"step": "none yet; compiling the first one"}
-    if has_ended(folder):
-      news = {"step": "none", "state": "stopped"}
-    return Status(heading(config), news, {})
+    ended = {"step": "none", "state": "stopped"}
+    compiling = {"step": "none yet; compiling the first one"}
+    return Status(heading(config), ended if has_ended(folder) else compiling, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
   done = t == total and files.read_json(folder / SUMMARY) is not None
@@ -61,17 +61,16 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
     news["step"] += f", {duration(left)} of training left"
   news["loss"] = f"{step['loss']:.4f}"
   if found["eval"]:
-    evaluation = found["eval"][0]
-    loss = evaluation["loss_outer"]
-    text = "not finite" if loss is None else f"{loss:.4f}"
-    news["held-out"] = f"{text} at {evaluation['step']:,}"
+    loss, at = (found["eval"][0][name] for name in ("loss_outer", "step"))
+    news["held-out"] = f"{'not finite' if loss is None else f'{loss:.4f}'} at {at:,}"
   details = dict[str, str]()
   if syncs := found["receive"]:
     # From old to new, so that the newest record of a fragment stays.
     details["last sync"] = by_fragment({r["fragment"]: r["step"] for r in syncs[::-1]})
-    if "sites" in syncs[0]:
-      news["sites"] = f"{syncs[0]['sites']:g} in the last round"
-  return Status(heading(config), news | age, details | checkpoint(folder))
+  status = Status(heading(config), news | age, details | checkpoint(folder))
+  for add in MORE:
+    add(folder, found, status)
+  return status
 
 
 def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:

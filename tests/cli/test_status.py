@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import tiny_config
+from sites import ARRIVAL
 
 from diloco.cli import status
 from diloco.config import resolve
@@ -124,6 +125,28 @@ def test_a_coordinator_tells_who_is_in(tmp_path, config):
   assert "state        finished" not in status.lines(tmp_path, NOW)
   write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
   assert "state        finished" in status.lines(tmp_path, NOW)
+
+
+def test_how_long_a_site_took_to_arrive_is_told_of_it_and_of_the_coordinator(
+  tmp_path, config
+):
+  text = "after 9.1 s: 5.0 s to start, 0.5 s for the answer of the group, 3.0 s for"
+  lines, record = [*records(9)], {f"{k}_s": s for k, s in ARRIVAL.items()}
+  lines = [{"kind": "arrival", "step": 1, **record}, *lines]
+  write(tmp_path / "alone", lines, config=config)
+  assert not any("took part" in x for x in status.lines(tmp_path / "alone", NOW))
+  lines[-1]["sites"] = 2  # The site has received a round.
+  write(tmp_path / "site-0", lines, config=config)
+  assert f"took part {text}" in told(tmp_path / "site-0")["arrival"]
+  assert told(tmp_path / "site-0")["sites"] == "2 in the last round"
+
+  group = tmp_path / "group"
+  rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
+  write(group, rounds, config=config, name="rounds.jsonl")
+  last = {"10": {"time": NOW - 60, "seconds": ARRIVAL}}
+  (group / "arrivals.json").write_text(json.dumps(last))
+  [line] = (x for x in status.lines(group, NOW) if x.startswith("site 10"))
+  assert f"took part 0:01:00 ago, {text}" in line
 
 
 def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):

@@ -17,6 +17,7 @@ from diloco.spec.plugins import Rule, Transport
 
 Cosine = Annotated[float, Range(-1, 1)]
 Pace = Annotated[float, Range(0, 1, open=True)]
+Seconds = Annotated[float, Range(1, 3600)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,9 @@ class SitesConfig(plugins.Extension):
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
+  # A connection that is silent is asked for an answer after so many seconds, and counts
+  # as broken after so many more. Each party has its own value.
+  keepalive_s: Seconds = 10.0
   # A payload whose norm is more than so many times the usual one does not count; 0: any
   # finite payload counts.
   most_norm: NonNegative = 10.0

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import grpc
 from grpc import StatusCode as Status
 
-from diloco.contrib.sites import messages
+from diloco.contrib.sites import SitesConfig, messages
 from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
 
@@ -27,7 +27,9 @@ _FINAL = {
   *(Status.INVALID_ARGUMENT, Status.FAILED_PRECONDITION, Status.PERMISSION_DENIED),
   *(Status.UNAUTHENTICATED, Status.UNIMPLEMENTED),
 }
-_DOUBLED_S = 45.0  # The coordinator drops a dead connection in this time.
+# Seconds, beyond those of a keep-alive, after which another process is this site, and
+# not a connection that the coordinator has not dropped yet.
+_DOUBLED_S = 25.0
 _RETRY_S = (0.2, 5.0)  # First and longest pause between two tries.
 _REJECTED = 3  # Tries that end without an answer of a coordinator that is there.
 
@@ -107,6 +109,7 @@ class Link:
     hello: dict[str, Any],
     print_line: Callable[[str], None],
     room: int,
+    keepalive_s: float = SitesConfig.keepalive_s,
   ):
     """Prepares the connection; `join` opens it.
 
@@ -116,9 +119,11 @@ class Link:
       hello: fields of the message `join` (docs/sites.md), which describe the site.
       print_line: prints a line.
       room: see above; more than the fragments of the model.
+      keepalive_s: `sites.keepalive_s`.
     """
     self.inside, self.reconnects, self.room = 0, 0, room
     self._open, self._address, self._print = open_channel, address, print_line
+    self._doubled_s = 2 * keepalive_s + _DOUBLED_S
     own = {"version": messages.VERSION, "session": secrets.token_hex(8)}
     self._hello = hello | own
     self._changed = threading.Condition()
@@ -158,12 +163,18 @@ class Link:
     assert welcome is not None
     return welcome
 
-  def ready(self, first: int) -> None:
-    """Says that the site will send round `first` and those after it."""
+  def ready(self, first: int, arrival: dict[str, float] | None = None) -> None:
+    """Says that the site will send round `first` and those after it.
+
+    Args:
+      first: that round.
+      arrival: `Arrival.seconds` of a site that has just arrived.
+    """
     with self._changed:
       self._first = first
       if self._entered:
-        self._put("ready", {"round": first})
+        more = {"arrival": arrival} if arrival else {}
+        self._put("ready", {"round": first, **more})
 
   def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
     """Waits until the group begins; returns False if `stopping()` comes first."""
@@ -277,7 +288,7 @@ class Link:
           " --tls=FOLDER with a certificate of the coordinator's own authority"
           " (python -m diloco make_certificates)."
         )
-      doubled = status is Status.ALREADY_EXISTS and now - lost_at > _DOUBLED_S
+      doubled = status is Status.ALREADY_EXISTS and now - lost_at > self._doubled_s
       if status in _FINAL or doubled:
         raise ConfigError(f"the coordinator at {self._address} {reason}.")
       if not told and now - lost_at > 1:

@@ -12,27 +12,32 @@ import ssl
 
 import grpc
 
+from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.messages import LARGEST
 from diloco.errors import ConfigError
 from diloco.util.files import local_path
 
 NAME = "coordinator"
-# A lost machine is noticed after at most KEEPALIVE_S + KEEPALIVE_TIMEOUT_S seconds.
-KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 10, 10
-OPTIONS = (
-  ("grpc.max_receive_message_length", LARGEST),
-  ("grpc.max_send_message_length", LARGEST),
-  ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_S),
-  ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_S),
-  ("grpc.keepalive_permit_without_calls", 1),
-  # While a ping of another kind has no answer, gRPC sends no keepalive: by default it
-  # waits a minute.
-  ("grpc.http2.ping_timeout_ms", 1000 * KEEPALIVE_TIMEOUT_S),
-  ("grpc.http2.max_pings_without_data", 0),
-  ("grpc.http2.min_ping_interval_without_data_ms", 1000 * KEEPALIVE_S // 2),
-  ("grpc.enable_http_proxy", 0),
-  ("grpc.so_reuseport", 0),
-)
+
+
+def options(keepalive_s: float) -> list[tuple[str, int]]:
+  """Returns gRPC's options; a lost machine is noticed within 2 `keepalive_s`."""
+  keepalive_ms = round(1000 * keepalive_s)
+  return [
+    ("grpc.max_receive_message_length", LARGEST),
+    ("grpc.max_send_message_length", LARGEST),
+    ("grpc.keepalive_time_ms", keepalive_ms),
+    ("grpc.keepalive_timeout_ms", keepalive_ms),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # While a ping of another kind has no answer, gRPC sends no keepalive: by default it
+    # waits a minute.
+    ("grpc.http2.ping_timeout_ms", keepalive_ms),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The other party may ask more often, down to the least `sites.keepalive_s`.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.so_reuseport", 0),
+  ]
 
 
 def site_name(site: int) -> str:
@@ -54,20 +59,24 @@ def server_credentials(
   return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
 
-def channel(address: str, folder: str, insecure: bool) -> grpc.Channel:
+def channel(
+  address: str,
+  folder: str,
+  insecure: bool,
+  keepalive_s: float = SitesConfig.keepalive_s,
+) -> grpc.Channel:
   """Opens a site's channel to the coordinator; connects later.
 
   Raises:
     ConfigError: see `_check`.
   """
   # Retries are ours: they must join again first.
-  options: list[tuple[str, int | str]] = [*OPTIONS, ("grpc.enable_retries", 0)]
+  own: list[tuple[str, int | str]] = [*options(keepalive_s), ("grpc.enable_retries", 0)]
   if not _check(address, folder, insecure, "--coordinator"):
-    return grpc.insecure_channel(address, options)
+    return grpc.insecure_channel(address, own)
   ca, cert, key = _read(folder)
-  options.append(("grpc.ssl_target_name_override", NAME))
-  own = grpc.ssl_channel_credentials(ca, key, cert)
-  return grpc.secure_channel(address, own, options)
+  own.append(("grpc.ssl_target_name_override", NAME))
+  return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), own)
 
 
 def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:

@@ -40,9 +40,9 @@ class SharedLink:
     assert found is not None
     return found
 
-  def ready(self, first: int) -> None:
+  def ready(self, first: int, arrival: dict[str, float] | None = None) -> None:
     if self._link:
-      self._link.ready(first)
+      self._link.ready(first, arrival)
 
   def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
     return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))

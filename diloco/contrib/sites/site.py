@@ -23,7 +23,8 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
-from diloco.contrib.sites import outer_state, security, unsharded
+from diloco.contrib.sites import SitesConfig, outer_state, security, unsharded
+from diloco.contrib.sites.arrival import Arrival, process_began, text
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.link import Closed, Link, Welcome
 from diloco.contrib.sites.shared_link import SharedLink
@@ -45,6 +46,7 @@ class SitePart:
     link: the connection to the coordinator.
     peers: the processes of this site.
     first_replica: number of the site's first replica.
+    arrival: measures where the time goes until the site takes part.
   """
 
   config: Config
@@ -54,6 +56,7 @@ class SitePart:
 
   def __post_init__(self) -> None:
     self.first_replica = self.index * Calendar(self.config).replicas_per_site
+    self.arrival = Arrival(process_began())
 
   def own_config(self) -> Config:
     """Returns the config by which this site trains."""
@@ -76,14 +79,19 @@ def make_part(
     ConfigError: the site or the address is wrong, or certificates are missing.
   """
   config_of(c, index)
-  open_channel = functools.partial(security.channel, address, tls, insecure)
+  keepalive_s = c.of(SitesConfig).keepalive_s
+  open_channel = functools.partial(
+    security.channel, address, tls, insecure, keepalive_s
+  )
   open_channel().close()  # Finds mistakes.
   hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-  link = (
-    Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
-  )
+  link = None
+  if peers.index == 0:
+    link = Link(open_channel, address, hello, print_line, room, keepalive_s)
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
-  return SitePart(as_all(c), index, shared, peers)
+  part = SitePart(as_all(c), index, shared, peers)
+  jax.monitoring.register_event_duration_secs_listener(part.arrival.listen)
+  return part
 
 
 @dataclasses.dataclass
@@ -128,12 +136,13 @@ class Site(Wrapper):
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
     c, sent, own = self.part.config, summary["bytes_sent_per_replica"], self._account
     index, params = self.part.index, summary["params"]
-    text = (
+    line = (
       f"{index} of {self._calendar.sites}: contributed to {own['contributed']} of"
       f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
       f" steps not trained, {own['restored']} times restored from the group"
     )
-    more = {"index": index, "reconnects": self._link.reconnects, "text": text}
+    more = {"index": index, "reconnects": self._link.reconnects, "text": line}
+    more["arrival_s"] = self.part.arrival.seconds
     reference = int(sizes.all_reduce_bytes(c.replicas, params, c.train.steps))
     return {
       "site": own | more,
@@ -158,18 +167,20 @@ class Site(Wrapper):
       ConfigError: the coordinator refuses this site.
     """
     calendar, taus = self._calendar, self.method.plan.schedule.taus
+    self.part.arrival.ends("start")
     self._applied = self._taken = calendar.first_after(t - min(taus))
     digests = outer_state.digests(state.outer)
     welcome = self._link.join(round=self._applied, digests=digests)
-    text = "its own position"
+    self.part.arrival.ends("snapshot")
+    place = "its own position"
     recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
     if welcome.skip:
       self._texts.jump(welcome.data, welcome.skip)
-      text = "the position after what the others have trained"
+      place = "the position after what the others have trained"
     elif recorded:
       own = self.batches.get_state()
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
-      text = "the position that the coordinator recorded"
+      place = "the position that the coordinator recorded"
     if not welcome.snapshot:
       # Goes back to the step before the first open round: the site must train these
       # steps again to send that round.
@@ -180,7 +191,7 @@ class Site(Wrapper):
     moments = f"of its checkpoint of step {t}" if t else "fresh"
     self._print(
       f"goes on at the group's step {step}: parameters from the group,"
-      f" inner optimizer state {moments}, text from {text}."
+      f" inner optimizer state {moments}, text from {place}."
     )
     return step, _at_step(self._take(state, welcome), step)
 
@@ -199,16 +210,29 @@ class Site(Wrapper):
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     if not self._ready:
-      # The first step is compiled, so from now on the others may wait for this site.
-      t, state = self._catch_up(t, state)
-      self._ready = True
-      self._link.ready(self._calendar.first_after(t - 1))
+      # The first step is done, so from now on the others may wait for this site.
+      t, state = self._arrive(t, state)
       if not self._link.wait_for_start(self.stop.received):
         return t, state
     for p in self.method.plan.schedule.sends(t):
       state = self._send(t, p, state)
     state, arrived = self._arrivals(t, state)
     return self._catch_up(t, state) if arrived else (t, state)
+
+  def _arrive(self, t: int, state: TrainState) -> tuple[int, TrainState]:
+    """Takes part in the rounds from now on, after the site's first step."""
+    arrival = self.part.arrival
+    jax.block_until_ready(state.params)
+    arrival.ends("first_step")
+    t, state = self._catch_up(t, state)
+    arrival.ends("rounds")
+    self._ready = True
+    seconds = {k: round(s, 3) for k, s in arrival.seconds.items()}
+    self._print(f"takes part after {text(seconds)}.")
+    of_event = {f"{k}_s": np.float32(s) for k, s in seconds.items()}
+    self._events.append(Event("arrival", 0, t, 0, of_event))
+    self._link.ready(self._calendar.first_after(t - 1), seconds)
+    return t, state
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
     """Receives the rounds in flight after the last step, and the final sync if any."""

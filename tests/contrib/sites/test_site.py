@@ -13,7 +13,7 @@ from process_config import get_config
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
-from diloco.contrib.sites import outer_state
+from diloco.contrib.sites import arrival, outer_state
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.link import Block, Closed, Welcome
 from diloco.contrib.sites.site import SitePart
@@ -31,7 +31,7 @@ class Link:
     self.calendar = calendar
     self.rounds = list[Closed]()
     self.published = list[Closed]()  # These are received when the site waits for them.
-    self.sent, self.firsts, self.hello = {}, [], {}
+    self.sent, self.firsts, self.hello, self.arrivals = {}, [], {}, []
     self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
@@ -41,8 +41,9 @@ class Link:
     self.hello, self.base = state, self.answer.round
     return self.answer
 
-  def ready(self, first):
+  def ready(self, first, arrival=None):
     self.firsts.append(first)
+    self.arrivals.append(arrival)
 
   def wait_for_start(self, stopping):
     return not stopping()
@@ -221,6 +222,20 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
   assert merges == [(0, 5), (1, 8), (2, 11)]
   account = player.account()
   assert (account["lost"], account["skipped_steps"]) == (0, 0)
+
+
+def test_a_site_tells_once_where_the_time_of_its_start_went():
+  player = Player()
+  player.enter()
+  for _ in range(2):
+    player.step()
+  [seconds] = filter(None, player.link.arrivals)
+  assert arrival.checked(seconds) == seconds
+  [event] = (e for e in player.events if e.kind == "arrival")
+  told = {name: float(x) for name, x in event.metrics.items()}
+  assert told == {f"{k}_s": pytest.approx(s) for k, s in seconds.items()}
+  of_summary = player.account()["arrival_s"]
+  assert of_summary == {k: pytest.approx(s, abs=0.001) for k, s in seconds.items()}
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():

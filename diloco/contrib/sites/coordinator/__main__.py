@@ -32,6 +32,9 @@ flags.DEFINE_string("workdir", None, "Folder of the outer state; a run there goe
 flags.DEFINE_string("listen", None, "Address host:port for the sites; port 0: any.")
 flags.DEFINE_string("tls", "", "Folder with ca.pem, cert.pem and key.pem.")
 flags.DEFINE_boolean("insecure", False, "Plain text, on localhost only.")
+flags.DEFINE_string(
+  "metrics", "", "[HOST:]PORT of a page /metrics for Prometheus; HOST: this machine's."
+)
 
 
 def main(_: list[str]) -> None:
@@ -60,6 +63,7 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
   from diloco.contrib.sites.calendar import Calendar
   from diloco.contrib.sites.coordinator.board import Board, Measure
   from diloco.contrib.sites.coordinator.journal import Journal
+  from diloco.contrib.sites.coordinator.page import Page
   from diloco.contrib.sites.coordinator.report import Report
   from diloco.contrib.sites.coordinator.server import Server
   from diloco.log.metrics import CONFIG
@@ -76,7 +80,14 @@ async def coordinate(c: Config, workdir: pathlib.Path) -> None:
     server = Server(board)
     report = Report(board, workdir, journal)
     stack.callback(report.close)
-    board.on_closed = report.closed
+    watchers: list[Report | Page] = [report]
+    if FLAGS.metrics:
+      page = Page(board, workdir, FLAGS.metrics)
+      stack.callback(page.close)
+      watchers.append(page)
+      print_line(f"Metrics for Prometheus are at http://{page.address}/metrics.")
+    board.on_closed = [x.closed for x in watchers]
+    board.on_arrival = [x.arrived for x in watchers]
     port = await server.serve(FLAGS.listen, credentials)
     place = f"{FLAGS.listen.rpartition(':')[0]}:{port}"
     print_line(

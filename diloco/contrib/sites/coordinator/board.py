@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from diloco.contrib.sites import SitesConfig
+from diloco.contrib.sites import SitesConfig, arrival
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.coordinator.journal import Entry, Journal
 from diloco.contrib.sites.coordinator.lending import Lending
@@ -95,7 +95,8 @@ class Board:
     started: whether the group has begun.
     uploads: {(open round, site): payload}.
     changed: replaced and set when there is news.
-    on_closed: called with every round that closes.
+    on_closed: each is called with every round that closes.
+    on_arrival: each is called with every site that arrives, and its `Arrival.seconds`.
   """
 
   def __init__(self, calendar: Calendar, journal: Journal, show: Callable[[str], None]):
@@ -118,7 +119,8 @@ class Board:
     self._journal, self._show = journal, show
     self._group: OuterGroup | None = None
     self._loaded = asyncio.Event()
-    self.on_closed: Callable[[Entry], None] = lambda entry: None
+    self.on_closed: list[Callable[[Entry], None]] = []
+    self.on_arrival: list[Callable[[int, dict[str, float]], None]] = []
     self._first_ready = math.inf
     self._linger_s = max(2 * sites.grace_s, _LINGER_S)
     self._recent: dict[int, Entry] = {}
@@ -136,6 +138,10 @@ class Board:
   def inside(self) -> int:
     """Counts the connected sites."""
     return sum(m.presence is not Presence.AWAY for m in self._members.values())
+
+  def applied(self) -> int:
+    """Counts the rounds in the outer state; 0 before it is read."""
+    return self._group.applied if self._group else 0
 
   def joined(self, site: int, is_new: bool = True) -> None:
     """A site connects; whether by another process than before."""
@@ -167,6 +173,10 @@ class Board:
       last = len(self.calendar.rounds)
       self.rounds.ready(session.site, number(message, "round", 0, last))
       self._first_ready = min(self._first_ready, time.monotonic())
+      if seconds := arrival.checked(message.fields.get("arrival")):
+        self._show(f"Site {session.site} takes part after {arrival.text(seconds)}.")
+        for tell in self.on_arrival:
+          tell(session.site, seconds)
       self.notify()
     elif message.kind == "leave":
       reason = message.fields.get("reason")
@@ -264,7 +274,8 @@ class Board:
         del self.uploads[key]
       self.published = entry.round + 1
       self.notify()
-      self.on_closed(entry)
+      for show in self.on_closed:
+        show(entry)
     return True
 
   async def apply_rounds(self, load: Callable[[], "OuterGroup"]) -> "OuterGroup":

@@ -22,7 +22,7 @@ from diloco.contrib.sites.link import Block
 from diloco.errors import ConfigError
 from diloco.util import files
 
-FOLDER, APPLIED = "journal", "applied.jsonl"
+FOLDER, APPLIED, ARRIVALS = "journal", "applied.jsonl", "arrivals.json"
 
 
 class Entry(NamedTuple):

@@ -1,23 +1,33 @@
 """What the coordinator reports: a progress line, and a summary of the sites."""
 
 import pathlib
+import time
 
 import tqdm
 
 from diloco.contrib.sites.coordinator.board import Board
-from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.journal import ARRIVALS, Entry, Journal
 from diloco.processes.peers import print_line
 from diloco.util import files
 from diloco.util.bar import make_bar
 
 
 class Report:
-  """Shows the rounds that close, and writes coordinator.json at the end."""
+  """Shows the rounds that close, and writes coordinator.json at the end.
+
+  arrivals.json has the last arrival of each site.
+  """
 
   def __init__(self, board: Board, workdir: pathlib.Path, journal: Journal):
     self._board, self._calendar = board, board.calendar
     self._workdir, self._journal = workdir, journal
     self._bar: tqdm.tqdm | None = None
+    self._arrivals = files.read_json(workdir / ARRIVALS) or {}
+
+  def arrived(self, site: int, seconds: dict[str, float]) -> None:
+    """Notes where the time of a site went until it took part."""
+    self._arrivals[str(site)] = {"time": time.time(), "seconds": seconds}
+    files.write_json(self._workdir / ARRIVALS, self._arrivals)
 
   def closed(self, entry: Entry) -> None:
     """Shows a round that closed."""

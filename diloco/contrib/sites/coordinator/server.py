@@ -13,7 +13,7 @@ import grpc
 from grpc import StatusCode as Status
 
 from diloco.checkpoint import resume
-from diloco.contrib.sites import messages, security
+from diloco.contrib.sites import SitesConfig, messages, security
 from diloco.contrib.sites.coordinator.board import Board, Session, Upload
 from diloco.contrib.sites.messages import BadMessage, Message, chunks, pack
 from diloco.errors import ConfigError
@@ -49,9 +49,9 @@ class Server:
     """
     self._tls = credentials is not None
     most = 4 * self._board.calendar.sites + 16  # Connections of all sites, and others.
-    self._server = grpc.aio.server(
-      options=security.OPTIONS, maximum_concurrent_rpcs=most
-    )
+    keepalive_s = self._board.calendar.config.of(SitesConfig).keepalive_s
+    options = security.options(keepalive_s)
+    self._server = grpc.aio.server(options=options, maximum_concurrent_rpcs=most)
     service, _, method = messages.METHOD[1:].partition("/")
     handlers = {method: grpc.stream_stream_rpc_method_handler(self._serve_site)}
     generic = grpc.method_handlers_generic_handler(service, handlers)

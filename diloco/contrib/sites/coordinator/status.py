@@ -6,13 +6,18 @@ import pathlib
 from typing import Any
 
 from diloco.config import complete
+from diloco.contrib.sites.arrival import checked, text
 from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.coordinator.journal import ARRIVALS
 from diloco.errors import ConfigError
+from diloco.log import metrics
 from diloco.log.status import (
+  MORE,
   READERS,
   Status,
   by_fragment,
   checkpoint,
+  duration,
   heading,
   last_line,
   progress,
@@ -59,8 +64,24 @@ def of_coordinator(folder: pathlib.Path, now: float) -> Status:
   done = ended and last["round"] + 1 == total  # Else the run is extended.
   news |= last_line(folder / ROUNDS, now, _ROUND_S, done)
   details = {"last sync": by_fragment(syncs)} | checkpoint(folder)
+  arrivals = files.read_json(folder / ARRIVALS) or {}
+  for site, found in sorted(arrivals.items(), key=lambda item: int(item[0])):
+    seen = f"{duration(now - found['time'])} ago, after {text(found['seconds'])}"
+    details[f"site {site}"] = f"took part {seen}"
   return Status(heading(config), news, details)
 
 
+def of_site(folder: pathlib.Path, found: metrics.Kinds, status: Status) -> None:
+  """Adds what a site has besides other runs."""
+  syncs = found["receive"]
+  if syncs and "sites" in syncs[0]:
+    status.news["sites"] = f"{syncs[0]['sites']:g} in the last round"
+    lines = (x for x in backwards(folder / metrics.FILE) if b'"arrival"' in x)
+    record = metrics.as_record(next(lines, b""))
+    if seconds := checked({k.removesuffix("_s"): s for k, s in record.items()}):
+      status.details["arrival"] = f"took part after {text(seconds)}"
+
+
+MORE.append(of_site)
 READERS[ROUNDS] = of_coordinator
 READERS["journal"] = of_coordinator  # Before the first round closes.

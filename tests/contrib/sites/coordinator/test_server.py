@@ -1,13 +1,26 @@
 """A real server and real connections: rounds, late sites, restarts, newcomers."""
 
+import contextlib
+import shutil
+import socket
 import threading
 import time
+import types
 from concurrent import futures
 
 import grpc
 import pytest
 import sites
-from sites import Coordinator, Player, in_time, make_calendar, payload, play, wait
+from sites import (
+  ARRIVAL,
+  Coordinator,
+  Player,
+  in_time,
+  make_calendar,
+  payload,
+  play,
+  wait,
+)
 
 from diloco.contrib.sites.coordinator.rounds import Presence
 from diloco.contrib.sites.coordinator.server import Server
@@ -48,6 +61,18 @@ def test_all_rounds_reach_all_sites(start):
     player.leave("finished")
   assert coordinator.over.wait(20)
   assert coordinator.lines() == list(range(len(ALL.rounds)))
+
+
+def test_the_coordinator_tells_how_long_a_site_took_to_arrive(start):
+  coordinator, [player, _] = start(make_calendar(2), (0, 1))
+  told = []
+  coordinator.board.on_arrival.append(lambda *args: told.append(args))
+  player.link.ready(0, {"start": "long"})  # Means nothing to this coordinator.
+  player.link.ready(0, ARRIVAL)
+  wait(lambda: told)
+  assert told == [(0, ARRIVAL)]
+  [line] = (x for x in coordinator.said if "takes part" in x)
+  assert line.startswith("Site 0 takes part after 9.1 s: 5.0 s to start, ")
 
 
 def test_a_payload_with_bad_numbers_counts_nowhere(start):
@@ -296,6 +321,71 @@ def test_a_site_that_is_ahead_waits_for_the_right_coordinator(start, tmp_path_fa
   start.ends_with(right)
   play(players, range(3, 5))
   assert right.lines() == list(range(5))
+
+
+def test_no_site_that_knows_lost_rounds_comes_back_to_a_restored_copy(start, tmp_path):
+  """As docs/operate.md says: the copy gets a new name, and the sites start again."""
+  calendar = make_calendar(2, grace_s=0.3)
+  coordinator, (first, second) = start(calendar, (0, 1))
+  play([first, second], range(3))
+  wait(lambda: coordinator.group.applied == 3)
+  copy = shutil.copytree(coordinator.workdir, tmp_path / "copy")
+  play([first, second], range(3, 5))
+  coordinator.kill()
+  (copy / "journal" / "run").unlink()
+  restored = Coordinator(calendar, copy, port=coordinator.port)
+  start.ends_with(restored)
+  back = Player(restored, 0).join()
+  start.ends_with(back)
+  back.receive(3)
+  play([back], range(3, 6))
+  wait(lambda: "it coordinates another run" in str(second.said))
+  assert restored.board.inside() == 1
+  assert second.link._next == 5
+
+
+@contextlib.contextmanager
+def through_a_pipe(port: int):
+  """Yields the port of a pipe to another port, and an event that stops the pipe."""
+  stopped, sockets = threading.Event(), [socket.create_server(("127.0.0.1", 0))]
+
+  def copy(source, target):
+    with contextlib.suppress(OSError):
+      while data := source.recv(1 << 16):
+        while stopped.is_set():
+          time.sleep(0.05)
+        target.sendall(data)
+
+  def accept():
+    with contextlib.suppress(OSError):
+      while True:
+        ends = sockets[0].accept()[0], socket.create_connection(("127.0.0.1", port))
+        sockets.extend(ends)
+        for pair in (ends, ends[::-1]):
+          threading.Thread(target=copy, args=pair, daemon=True).start()
+
+  threading.Thread(target=accept, daemon=True).start()
+  yield sockets[0].getsockname()[1], stopped
+  stopped.clear()
+  for x in sockets:
+    x.close()
+
+
+@pytest.mark.integration("waits for gRPC's keep-alives")
+def test_each_party_has_its_own_keepalive(start):
+  slow, quick = (make_calendar(2, keepalive_s=s) for s in (3600.0, 1.0))
+  coordinator, _ = start(slow, ())
+  with through_a_pipe(coordinator.port) as (port, stopped):
+    place = {"address": f"127.0.0.1:{port}"}
+    sites = (types.SimpleNamespace(calendar=c, **place) for c in (quick, slow))
+    asking, silent = (Player(at, k).join() for k, at in enumerate(sites))
+    time.sleep(5)  # The coordinator allows so many questions.
+    assert (asking.link.reconnects, silent.link.reconnects) == (0, 0)
+    stopped.set()
+    wait(lambda: asking.link.reconnects)
+    assert silent.link.reconnects == 0
+    for player in (asking, silent):
+      player.link._leaving = True
 
 
 def test_a_slow_site_holds_a_bounded_number_of_rounds(start):

@@ -1,0 +1,100 @@
+"""docs/operate.md against the code: its times, numbers, flags, units and script."""
+
+import configparser
+import importlib
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from sites import make_calendar
+
+from diloco.config import default_config
+from diloco.config.resolve import leaves
+from diloco.contrib.sites.coordinator.board import Board
+from diloco.contrib.sites.coordinator.journal import Journal
+from diloco.contrib.sites.coordinator.page import Page
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = (ROOT / "docs/operate.md").read_text()
+TIMES = re.findall(r"^\| .*? \| ([\d., ]+?)[^\d|]* \| `(.*?)` \|", PAGE, re.M)
+FIELDS = leaves(default_config("sites").to_dict())
+# Where a time lies that is no name of a module.
+PLACES = {
+  "grpc.": "diloco/processes/peers.py",
+  "--initialization_timeout": "diloco/main.py",
+  "--signal": "scripts/launchers/slurm.sh",
+}
+
+
+def blocks(kind: str) -> list[str]:
+  return re.findall(rf"^```{kind}\n(.*?)^```$", PAGE, re.M | re.S)
+
+
+def test_the_tables_have_all_times():
+  assert len(TIMES) >= 20
+  named = {where for _, where in TIMES}
+  assert {f"sites.{f}" for f in ("grace_s", "start_s", "keepalive_s")} <= named
+  for module in ("link", "coordinator.board", "coordinator.server"):
+    module = f"diloco.contrib.sites.{module}"
+    names = {n for n in vars(importlib.import_module(module)) if n.endswith("_S")}
+    assert {f"{module}.{n}" for n in names} <= named
+
+
+@pytest.mark.parametrize(("said", "where"), TIMES, ids=lambda x: x)
+def test_every_time_is_that_of_the_code(said, where):
+  values = tuple(float(x) for x in said.split(", "))
+  for start, file in PLACES.items():
+    if where.startswith(start):
+      line = next(x for x in (ROOT / file).read_text().splitlines() if where[2:] in x)
+      number = float(re.findall(r"\d[\d_]*", line)[0])
+      assert number / (1000 if "_ms" in where else 1) == values[0]
+      return
+  if where in FIELDS:
+    assert (FIELDS[where],) == values
+    return
+  module, _, name = where.rpartition(".")
+  found = getattr(importlib.import_module(module), name)
+  assert (found if isinstance(found, tuple) else (found,)) == values
+
+
+def test_every_number_is_on_the_page_for_prometheus(tmp_path):
+  page = Page(Board(make_calendar(2), Journal(tmp_path), print), tmp_path, "0")
+  collected = list(page.registry.collect())
+  page.close()
+  known = {sample.name for metric in collected for sample in metric.samples}
+  known |= {f"{m.name}_total" if m.type == "counter" else m.name for m in collected}
+  named = set(re.findall(r"\b(?:diloco|process)_[a-z_]+", PAGE)) - {"process_id"}
+  assert named <= known
+  ours = {name for name in known if name.startswith("diloco_")}
+  assert {name for name in ours if not name.endswith("_created")} <= named
+
+
+def test_the_alerts_are_rules():
+  [text] = blocks("yaml")
+  [group] = yaml.safe_load(text)["groups"]
+  assert all({"alert", "expr"} <= rule.keys() for rule in group["rules"])
+
+
+@pytest.mark.parametrize("text", blocks("ini"), ids=("coordinator", "site"))
+def test_a_unit_starts_a_command_with_flags_that_exist(text):
+  unit = configparser.ConfigParser(strict=False)
+  unit.optionxform = str
+  unit.read_string(text.replace("\\\n", " "))
+  python, dash, module, *words = unit["Service"]["ExecStart"].split()
+  assert (python, dash) == ("/opt/diloco/bin/python", "-m")
+  name = "coordinator" if words[0] == "coordinator" else module.split(".")[1]
+  code = (ROOT / f"diloco/{name}.py").read_text()
+  if name == "coordinator":
+    code = (ROOT / "diloco/contrib/sites/coordinator/__main__.py").read_text()
+  flags = {word.split("=")[0][2:] for word in words if word.startswith("--")}
+  defined = set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', code))
+  assert {f for f in flags if not f.startswith("config.")} <= defined
+
+
+def test_the_script_prints_what_the_page_says():
+  [script] = blocks("python")
+  found = subprocess.check_output([sys.executable, "-c", script], text=True, cwd=ROOT)
+  assert found.strip() in PAGE
