@@ -116,7 +116,9 @@ def test_another_config_and_a_doubled_site_are_one_sentence(run, folders, monkey
   coordinator, first = run
   config = {**ALL.config.to_dict(), "seed": 9}
   reason = refusal(coordinator, 1, folders / "ours" / "site-1", config=config)
-  assert "another config than this site (seed: 0 -> 9); give both the same." in reason
+  assert (
+    "another config than this site (seed: 0 -> 9); give both the same: only" in reason
+  )
   assert reason.startswith(f"the coordinator at {coordinator.address} has")
   monkeypatch.setattr("diloco.contrib.sites.link._DOUBLED_S", -19)
   reason = refusal(coordinator, 0, folders / "ours" / "site-0")

@@ -35,8 +35,8 @@ class FakeLink(types.SimpleNamespace):
   def send(self, number, data, fields):
     self.told.append(("send", number, data, fields))
 
-  def ready(self, first):
-    self.told.append(("ready", first))
+  def ready(self, first, arrival):
+    self.told.append(("ready", first, arrival))
 
   def forget(self, below):
     self.told.append(("forget", below))
@@ -89,12 +89,12 @@ def test_a_snapshot_comes_once(site):
 
 
 def test_process_0_alone_tells_the_coordinator(site):
-  site.ask(lambda link: link.ready(1))
+  site.ask(lambda link: link.ready(1, {"start": 2.0}))
   site.ask(lambda link: link.send(1, b"ab", {"tokens": 3}))
   site.ask(lambda link: link.forget(1))
   site.ask(lambda link: link.leave("finished"))
-  told = [("ready", 1), ("send", 1, b"ab", {"tokens": 3}), ("forget", 1)]
-  assert site.link.told == [*told, ("leave", "finished")]
+  told = [("ready", 1, {"start": 2.0}), ("send", 1, b"ab", {"tokens": 3})]
+  assert site.link.told == [*told, ("forget", 1), ("leave", "finished")]
   assert site.ask(lambda link: (link.inside, link.reconnects))[0] == (2, 1)
 
 
