@@ -35,6 +35,9 @@ class Texts(TrainIterator):
     self._lent: TrainIterator | None = None  # Of the first block.
     self._left = 0  # Sequences of each shard that are left of it.
     self._at = (-1, 0)  # The last jump.
+    # {site: where its text was left: step of the recorded position, sequences after
+    # it, positions}. So a reader need not begin at the recorded position each time.
+    self._ends: dict[int, tuple[int, int, dict[str, Any]]] = {}
 
   def lend(self, number: int, site: int, block: Block) -> None:
     """Takes a block of a site's text, which round `number` has lent."""
@@ -68,16 +71,22 @@ class Texts(TrainIterator):
     if not self._blocks:
       return next(self._own)
     number, site, block = self._blocks[0]
+    recorded = max(step for step, _ in block.positions.values())
     if self._lent is None:
       n = Calendar(self._c).replicas_per_site
       replicas = [r % n + n * site for r in self._replicas]
-      own = {shard: x for shard, (_, x) in block.positions.items()}
+      first = {shard: x for shard, (_, x) in block.positions.items()}
+      step, begin, state = self._ends.get(site, (-1, 0, {}))
+      if step != recorded or begin > block.skip:
+        begin, state = 0, first
       c = changed(self._c, {"data.prefetch": 0})
       self._lent, self._left = TrainIterator(c, replicas), block.size
-      self._lent.set_state(_skipped(c, replicas, own, block.skip))
+      self._lent.set_state(_skipped(c, replicas, state, block.skip - begin))
     tokens = next(self._lent)
     self._left -= self._c.train.batch_size // self._c.shards
     if self._left <= 0:
+      end = block.skip + block.size - self._left
+      self._ends[site] = (recorded, end, self._lent.get_state())
       self._close_block()
       self._blocks.popleft()
       self.finished.append([number, site])

@@ -67,21 +67,25 @@ class Lending:
     share = math.ceil(normal * len(per_step) / len(self._sites))
     load = {k: sum(b.reader == k for b in self.open.values()) for k in per_step}
     gone = [k for k in away if number - self.sent[k] > absent]
+    rows = {k: max(n // tokens, 1) for k, n in per_step.items()}
+    turn = lambda i: (load[i], self._taken[i], i)
     for k in self._sites:
-      reader = min(load, key=lambda i: (load[i], self._taken[i], i))
-      rows = max(per_step[reader] // tokens, 1)  # The reader's batches are whole.
       orphans = (
-        block._replace(reader=reader, again=name)
+        (name, block)
         for name, block in self.open.items()
         if name[1] == k and block.reader in (-1, *gone)
       )
       if orphan := next(orphans, None):
-        found[k] = orphan
+        name, block = orphan
+        # If possible, by whole batches: a reader goes on to the end of its last batch.
+        reader = min(load, key=lambda i: (block.size % rows[i] > 0, turn(i)))
+        found[k] = block._replace(reader=reader, again=name)
       elif k in gone and k in positions and number >= self._lent[k] + absent:
-        size = math.ceil(share / rows) * rows
+        reader = min(load, key=turn)
+        size = math.ceil(share / rows[reader]) * rows[reader]
         found[k] = Block(reader, dict(positions[k]), self.skip[k], size)
       if k in found:
-        load[reader] += 1
+        load[found[k].reader] += 1
     return found
 
   def closed(
