@@ -169,6 +169,7 @@ class Site(Wrapper):
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       text = "the position that the coordinator recorded"
     if not welcome.snapshot:
+      self._link.offer(self._applied, state.outer)  # The first site's is the group's.
       # Goes back to the step before the first open round: the site must train these
       # steps again to send that round.
       step = calendar.step_before(self._link.newest()[1])
@@ -186,6 +187,9 @@ class Site(Wrapper):
     """Runs lines 6 to 12 after inner step t; a late site skips to a later step."""
     self._events = []
     t, state = self._outer(t, state)
+    every = self.part.config.checkpoint.every
+    if every and t % every == 0:  # Newcomers may start from this state.
+      self._link.offer(self._applied, state.outer)
     return t, state, self._events
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -332,7 +336,9 @@ class Site(Wrapper):
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
     closed, plan = self._link.closed(number), self.method.plan
-    return closed, outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+    found = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+    self._link.applied(number, *found[:2])
+    return closed, found
 
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""

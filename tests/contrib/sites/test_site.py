@@ -35,6 +35,7 @@ class Link:
     self.news = None
     self.base = 0  # Rounds below this number were never received.
     self.forgotten = 0  # Rounds below this number need no room.
+    self.offered = []
 
   def join(self, **state):
     self.hello, self.base = state, self.answer.round
@@ -69,6 +70,12 @@ class Link:
 
   def forget(self, below):
     self.forgotten = below
+
+  def applied(self, number, theta, opt_state):
+    self.noted = number, outer_state.digest(theta, opt_state)
+
+  def offer(self, applied, outer):
+    self.offered.append((applied, outer_state.digests(outer)))
 
   def leave(self, reason):
     pass
@@ -193,6 +200,20 @@ def test_a_site_sends_after_its_first_step_if_the_group_has_begun(is_told):
   player.step(is_told)
   assert player.t == EVERY
   assert list(player.link.sent) == ([] if is_told else [0])
+
+
+def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
+  player = Player(**{"checkpoint.every": EVERY + TAU})
+  first = outer_state.digests(player.state.outer)
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  player.link.close({1: player.other()})
+  for _ in range(TAU):
+    player.step()
+  [own] = outer_state.digests(player.state.outer)
+  assert player.link.noted == (0, own)
+  assert player.link.offered == [(0, first), (1, [own])]
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():
