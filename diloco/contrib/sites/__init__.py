@@ -16,6 +16,7 @@ from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
 
 Cosine = Annotated[float, Range(-1, 1)]
+Seconds = Annotated[float, Range(0.1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,9 @@ class SitesConfig(plugins.Extension):
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
+  # With a folder instead of a coordinator: seconds without a sign of a site after which
+  # it counts as gone, and after which another site closes the rounds in its place.
+  lost_s: Seconds = 20.0
   # A payload whose norm is more than so many times the usual one does not count; 0: any
   # finite payload counts.
   most_norm: NonNegative = 10.0

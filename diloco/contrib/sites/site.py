@@ -9,6 +9,7 @@ nothing, or is refused; it goes on with the group's parameters.
 
 import dataclasses
 import functools
+import importlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -70,18 +71,23 @@ def make_part(
 
   Args:
     c, index, peers: see `SitePart`; process 0 connects to the coordinator.
-    address, tls, insecure: see `security.channel`.
+    address, tls, insecure: see `security.channel`; or a folder or a bucket, which has
+      a slash in its address.
 
   Raises:
     ConfigError: the site or the address is wrong, or certificates are missing.
   """
   config_of(c, index)
-  open_channel = functools.partial(security.channel, address, tls, insecure)
-  open_channel().close()  # Finds mistakes.
-  hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-  link = (
-    Link(open_channel, address, hello, print_line, room) if peers.index == 0 else None
-  )
+  if "/" in address:
+    # This module needs the coordinator's rules, so it lies in a layer above.
+    make = importlib.import_module(f"{__package__}.folder.part").make_link
+    make = functools.partial(make, c, index, address, tls, insecure, print_line)
+  else:
+    open_channel = functools.partial(security.channel, address, tls, insecure)
+    open_channel().close()  # Finds mistakes.
+    hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
+    make = functools.partial(Link, open_channel, address, hello, print_line, room)
+  link = make() if peers.index == 0 else None
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
   return SitePart(c, index, shared, peers)
 
