@@ -37,7 +37,7 @@ flags.DEFINE_boolean(
 flags.DEFINE_string(
   "coordinator",
   None,
-  "Address, host:port, of process 0; with --site, that of diloco.coordinator.",
+  "Address, host:port, of process 0; with --site, of diloco.coordinator, or a folder.",
 )
 flags.DEFINE_integer("site", None, "This site, from 0 (docs/sites.md).", lower_bound=0)
 flags.DEFINE_string(

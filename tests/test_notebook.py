@@ -24,6 +24,7 @@ PICTURES = {
   "quickstart": 4,
   "scaling_laws": 4,
   "simulators": 4,
+  "two_places": 1,
 }
 MACHINE = ("/tmp/", "/root/", "/home/", "/content/", "Traceback", "Warning")
 
@@ -161,6 +162,17 @@ def test_the_simulators_answer_for_a_small_model(folder, capsys):
   assert "Gbit/s for 95%" in capsys.readouterr().out
 
 
+def test_two_places_take_a_number_each_and_a_third_one_ends(
+  folder, tmp_path, monkeypatch
+):
+  monkeypatch.setenv("GROUP", str(tmp_path / "group"))
+  assert [run("two_places", slice(2))["SITE"] for _ in range(2)] == [0, 1]
+  with pytest.raises(SystemExit, match="Two places are there already"):
+    run("two_places", slice(2))
+  c = run("two_places", slice(3), **{"SITE = None": "SITE = 1"})["c"]
+  assert (c.replicas, c.overlap.transport) == (2, "sites")
+
+
 SMALL = {
   "model.num_layers": 2,
   "model.dim": 16,
@@ -232,10 +244,17 @@ def test_a_whole_notebook_runs(name, tmp_path):
   stub = "class display:\n  clear_output = staticmethod(lambda: None)\n"
   text = "\n".join(cells).replace("from IPython import display\n", stub)
   (tmp_path / "cells.py").write_text(text)
-  subprocess.run(
-    [sys.executable, str(tmp_path / "cells.py")],
-    cwd=ROOT / "notebooks",
-    env={**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path)},
-    timeout=900,
-    check=True,
-  )
+  group = {"GROUP": str(tmp_path / "group")}
+  places = [
+    subprocess.Popen(
+      [sys.executable, str(tmp_path / "cells.py")],
+      cwd=ROOT / "notebooks",
+      env={**os.environ, "MPLBACKEND": "agg", "TMPDIR": str(tmp_path), **group},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for _ in range(2 if name == "two_places" else 1)
+  ]
+  said = [place.communicate(timeout=900)[0] for place in places]
+  assert [place.returncode for place in places] == [0] * len(places)
+  assert len({*re.findall("CRC-32 .*", "".join(said))}) == (name == "two_places")

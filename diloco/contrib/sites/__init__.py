@@ -18,6 +18,7 @@ from diloco.spec.plugins import Rule, Transport
 Cosine = Annotated[float, Range(-1, 1)]
 Pace = Annotated[float, Range(0, 1, open=True)]
 Seconds = Annotated[float, Range(1, 3600)]
+Wait = Annotated[float, Range(0.1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,9 @@ class SitesConfig(plugins.Extension):
   # A connection that is silent is asked for an answer after so many seconds, and counts
   # as broken after so many more. Each party has its own value.
   keepalive_s: Seconds = 10.0
+  # With a folder instead of a coordinator: seconds without a sign of a site after which
+  # it counts as gone, and after which another site closes the rounds in its place.
+  lost_s: Wait = 20.0
   # A payload whose norm is more than so many times the usual one does not count; 0: any
   # finite payload counts.
   most_norm: NonNegative = 10.0

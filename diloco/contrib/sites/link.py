@@ -21,6 +21,7 @@ from grpc import StatusCode as Status
 from diloco.contrib.sites import SitesConfig, messages
 from diloco.contrib.sites.messages import BadMessage, Message
 from diloco.errors import ConfigError
+from diloco.util.types import PyTree
 
 # Statuses after which it is useless to try again.
 _FINAL = {
@@ -219,6 +220,12 @@ class Link:
       for number in [r for r in self._closed if r < below]:
         del self._closed[number]
       self._changed.notify_all()
+
+  def applied(self, number: int, theta: PyTree, opt_state: PyTree) -> None:
+    """Takes a fragment's outer state after a round; a coordinator has its own."""
+
+  def offer(self, applied: int, outer: PyTree) -> None:
+    """Takes the outer state after `applied` rounds; a coordinator has its own."""
 
   def leave(self, reason: str) -> None:
     """Tells the coordinator that the site goes, and closes the connection.

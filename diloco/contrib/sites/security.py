@@ -88,7 +88,8 @@ def _check(address: str, folder: str, insecure: bool, flag: str) -> bool:
   """
   host, _, port = address.rpartition(":")
   if not host or not port.isdecimal() or int(port) > 65535:
-    raise ConfigError(f"{flag} is {address!r}; give host:port.")
+    other = ", or a folder such as ./group" if flag == "--coordinator" else ""
+    raise ConfigError(f"{flag} is {address!r}; give host:port{other}.")
   if bool(folder) == insecure:
     raise ConfigError(
       f"--tls is {folder!r} and --insecure is {insecure}; give --tls=FOLDER with"

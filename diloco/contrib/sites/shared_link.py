@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 
 from diloco.contrib.sites.link import Block, Closed, Link, Welcome
 from diloco.processes.peers import Peers
+from diloco.util.types import PyTree
 
 
 class SharedLink:
@@ -80,6 +81,14 @@ class SharedLink:
   def forget(self, below: int) -> None:
     if self._link:
       self._link.forget(below)
+
+  def applied(self, number: int, theta: PyTree, opt_state: PyTree) -> None:
+    if self._link:
+      self._link.applied(number, theta, opt_state)
+
+  def offer(self, applied: int, outer: PyTree) -> None:
+    if self._link:
+      self._link.offer(applied, outer)
 
   def leave(self, reason: str) -> None:
     if self._link:

@@ -9,6 +9,7 @@ nothing, or is refused; it goes on with the group's parameters.
 
 import dataclasses
 import functools
+import importlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -73,21 +74,27 @@ def make_part(
 
   Args:
     c, index, peers: see `SitePart`; process 0 connects to the coordinator.
-    address, tls, insecure: see `security.channel`.
+    address, tls, insecure: see `security.channel`; or a folder or a bucket, which has
+      a slash in its address.
 
   Raises:
     ConfigError: the site or the address is wrong, or certificates are missing.
   """
   config_of(c, index)
-  keepalive_s = c.of(SitesConfig).keepalive_s
-  open_channel = functools.partial(
-    security.channel, address, tls, insecure, keepalive_s
-  )
-  open_channel().close()  # Finds mistakes.
-  hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-  link = None
-  if peers.index == 0:
-    link = Link(open_channel, address, hello, print_line, room, keepalive_s)
+  if "/" in address:
+    # This module needs the coordinator's rules, so it lies in a layer above.
+    make = importlib.import_module(f"{__package__}.folder.part").make_link
+    make = functools.partial(make, c, index, address, tls, insecure, print_line)
+  else:
+    keepalive_s = c.of(SitesConfig).keepalive_s
+    open_channel = functools.partial(
+      security.channel, address, tls, insecure, keepalive_s
+    )
+    open_channel().close()  # Finds mistakes.
+    hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
+    own = (open_channel, address, hello, print_line, room, keepalive_s)
+    make = functools.partial(Link, *own)
+  link = make() if peers.index == 0 else None
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
   part = SitePart(as_all(c), index, shared, peers)
   jax.monitoring.register_event_duration_secs_listener(part.arrival.listen)
@@ -182,6 +189,7 @@ class Site(Wrapper):
       self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
       place = "the position that the coordinator recorded"
     if not welcome.snapshot:
+      self._link.offer(self._applied, state.outer)  # The first site's is the group's.
       # Goes back to the step before the first open round: the site must train these
       # steps again to send that round.
       step = calendar.step_before(self._link.newest()[1])
@@ -201,11 +209,14 @@ class Site(Wrapper):
     A late site takes the group's step. A site with sites.pace below 1 trains only some
     of the group's steps, but sends and merges after all.
     """
-    self._events, calendar = [], self._calendar
+    self._events, calendar, before = [], self._calendar, t - 1
     t, state = self._outer(t, state)
     last = self.part.config.train.steps
     while t < last and calendar.trained(t + 1) == calendar.trained(t):
       t, state = self._outer(t + 1, _at_step(state, t + 1))
+    every = self.part.config.checkpoint.every
+    if every and t // every > before // every:  # Newcomers may start from this state.
+      self._link.offer(self._applied, state.outer)
     return t, state, self._events
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -376,7 +387,9 @@ class Site(Wrapper):
     """Waits for a closed round, and runs its outer step."""
     self._link.wait_until(number, lambda: False)
     closed, plan = self._link.closed(number), self.method.plan
-    return closed, outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+    found = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
+    self._link.applied(number, *found[:2])
+    return closed, found
 
   def _miss(self, t: int) -> None:
     """Counts a round that closed without this site; the next ones may wait again."""

@@ -36,6 +36,7 @@ class Link:
     self.news = None
     self.base = 0  # Rounds below this number were never received.
     self.forgotten = 0  # Rounds below this number need no room.
+    self.offered = []
 
   def join(self, **state):
     self.hello, self.base = state, self.answer.round
@@ -71,6 +72,12 @@ class Link:
 
   def forget(self, below):
     self.forgotten = below
+
+  def applied(self, number, theta, opt_state):
+    self.noted = number, outer_state.digest(theta, opt_state)
+
+  def offer(self, applied, outer):
+    self.offered.append((applied, outer_state.digests(outer)))
 
   def leave(self, reason):
     pass
@@ -236,6 +243,20 @@ def test_a_site_tells_once_where_the_time_of_its_start_went():
   assert told == {f"{k}_s": pytest.approx(s) for k, s in seconds.items()}
   of_summary = player.account()["arrival_s"]
   assert of_summary == {k: pytest.approx(s, abs=0.001) for k, s in seconds.items()}
+
+
+def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
+  player = Player(**{"checkpoint.every": EVERY + TAU})
+  first = outer_state.digests(player.state.outer)
+  player.enter()
+  for _ in range(EVERY):
+    player.step()
+  player.link.close({1: player.other()})
+  for _ in range(TAU):
+    player.step()
+  [own] = outer_state.digests(player.state.outer)
+  assert player.link.noted == (0, own)
+  assert player.link.offered == [(0, first), (1, [own])]
 
 
 def test_a_late_site_merges_all_rounds_and_takes_the_step_of_the_group():

@@ -11,12 +11,12 @@ import dataclasses
 import math
 import time
 import zlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from diloco.contrib.sites import SitesConfig, arrival
 from diloco.contrib.sites.calendar import Calendar
-from diloco.contrib.sites.coordinator.journal import Entry, Journal
+from diloco.contrib.sites.coordinator.journal import Entry
 from diloco.contrib.sites.coordinator.lending import Lending
 from diloco.contrib.sites.coordinator.rounds import (
   Closing,
@@ -83,6 +83,20 @@ class Upload:
   received: bytearray = dataclasses.field(default_factory=bytearray)
 
 
+class ClosedRounds(Protocol):
+  """What a board needs of a `Journal`."""
+
+  @property
+  def rounds(self) -> Sequence[int]: ...
+  @property
+  def closed(self) -> int: ...
+  @property
+  def run(self) -> str: ...
+  def lines(self) -> list[dict[str, Any]]: ...
+  def read(self, number: int) -> Entry: ...
+  def write(self, entry: Entry) -> None: ...
+
+
 class Board:
   """Payloads and rounds of one run.
 
@@ -99,7 +113,9 @@ class Board:
     on_arrival: each is called with every site that arrives, and its `Arrival.seconds`.
   """
 
-  def __init__(self, calendar: Calendar, journal: Journal, show: Callable[[str], None]):
+  def __init__(
+    self, calendar: Calendar, journal: ClosedRounds, show: Callable[[str], None]
+  ):
     """Starts before the first round, or goes on from the journal; `show` prints."""
     self._sites = sites = calendar.config.of(SitesConfig)
     self.calendar, self.published, self.run = calendar, journal.closed, journal.run

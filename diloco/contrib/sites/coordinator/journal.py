@@ -106,7 +106,7 @@ class Journal:
 
   def write(self, entry: Entry) -> None:
     """Puts a round on the disk; returns when the disk has it."""
-    parts = [json.dumps(_header(entry)).encode() + b"\n", *entry.payloads.values()]
+    parts = [json.dumps(header_of(entry)).encode() + b"\n", *entry.payloads.values()]
     crc32 = 0
     with files.replacing(_path(self._workdir, entry.round)) as file:
       for part in parts:
@@ -141,10 +141,8 @@ class Journal:
     return _records(self._lines)
 
   def _write_line(self, entry: Entry) -> None:
-    line = _header(entry) | {"refused": entry.refused}
-    del line["data"]
     with self._lines.open("ab") as file:
-      file.write(json.dumps(line).encode() + b"\n")
+      file.write(line_of(entry))
 
 
 def kept(workdir: pathlib.Path) -> list[int]:
@@ -169,9 +167,13 @@ def read(workdir: pathlib.Path, number: int) -> Entry:
     raise ConfigError(
       f"{path} cannot be read ({error.strerror}); restore it from a copy."
     ) from error
-  file = io.BytesIO(content)
-  header = json.loads(file.readline())
-  sizes = header["payloads"].items()
+  end = content.index(b"\n")
+  return entry_of(json.loads(content[:end]), memoryview(content)[end + 1 : -4])
+
+
+def entry_of(header: dict[str, Any], body: bytes | memoryview) -> Entry:
+  """Makes a round of its header and its payloads, one after the other."""
+  file, sizes = io.BytesIO(body), header["payloads"].items()
   payloads = {int(site): file.read(size) for site, size in sizes}
   tokens, per_step = (
     {int(site): n for site, n in header.get(name, {}).items()}
@@ -204,6 +206,14 @@ def _path(workdir: pathlib.Path, number: int) -> pathlib.Path:
   return workdir / FOLDER / f"{number:09d}.round"
 
 
-def _header(entry: Entry) -> dict[str, Any]:
+def line_of(entry: Entry) -> bytes:
+  """Returns the line of a round in rounds.jsonl."""
+  line = header_of(entry) | {"refused": entry.refused}
+  del line["data"]
+  return json.dumps(line).encode() + b"\n"
+
+
+def header_of(entry: Entry) -> dict[str, Any]:
+  """Returns a round without its payloads."""
   sizes = {site: len(data) for site, data in entry.payloads.items()}
   return entry._asdict() | {"payloads": sizes}

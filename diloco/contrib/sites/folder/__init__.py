@@ -1,0 +1,1 @@
+"""A folder or a bucket instead of a coordinator (docs/sites.md)."""

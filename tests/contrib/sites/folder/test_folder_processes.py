@@ -1,0 +1,156 @@
+"""Sites as processes of this machine that share a folder."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from diloco.contrib.sites.folder.store import unpack
+from diloco.interop.load import load
+
+ROOT = pathlib.Path(__file__).parents[4]
+LONG = 900  # Seconds after which a test gives up.
+
+
+class Run:
+  """The sites of one run, which share the folder `group`."""
+
+  def __init__(self, folder: pathlib.Path, *flags: str):
+    self.folder, self.group = folder, folder / "group"
+    self._flags = (f"--config={ROOT / 'tests' / 'process_config.py'}", *flags)
+    self._env = {
+      **os.environ,
+      "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
+      "JAX_PLATFORMS": "cpu",
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+    self.processes: dict[int, subprocess.Popen] = {}
+
+  def start(self, *sites: int) -> None:
+    for site in sites:
+      place = [f"--coordinator={self.group}", f"--site={site}"]
+      place += [
+        "--config.overlap.transport=sites",
+        f"--workdir={self.folder / str(site)}",
+      ]
+      self.processes[site] = self.run(site, *place)
+
+  def run(self, name: int | str, *place: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "diloco.main", *self._flags, *place]
+    with (self.folder / f"{name}.log").open("ab") as log:
+      pipes = {"stdout": log, "stderr": subprocess.STDOUT}
+      return subprocess.Popen(command, cwd=ROOT, env=self._env, **pipes)
+
+  def kill(self, site: int) -> None:
+    process = self.processes.pop(site)
+    process.kill()
+    process.wait()
+
+  def finish(self) -> None:
+    for site, process in self.processes.items():
+      assert process.wait(LONG) == 0, self.log(site)[-4000:]
+
+  def log(self, name: int | str) -> str:
+    return (self.folder / f"{name}.log").read_text(errors="replace")
+
+  def lines(self) -> list[dict]:
+    lines = (self.group / "rounds.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+  def params(self, *names: int | str) -> list:
+    return [load(self.folder / str(name)).params for name in names]
+
+  def await_rounds(self, more: int) -> None:
+    """Waits until so many more rounds are closed."""
+    newest = lambda: max(
+      (p.stem for p in self.group.glob("journal/*.round")), default=-1
+    )
+    wanted, deadline = int(newest()) + more, time.monotonic() + LONG
+    while int(newest()) < wanted:
+      for site, process in self.processes.items():
+        assert not process.poll(), f"{site}:\n{self.log(site)[-4000:]}"
+      assert time.monotonic() < deadline
+      time.sleep(0.1)
+
+  def holder(self) -> int:
+    return unpack((self.group / "lease").read_bytes())[0]["site"]
+
+
+@pytest.fixture
+def make_run(tmp_path):
+  runs = []
+
+  def make(*flags: str) -> Run:
+    runs.append(Run(tmp_path, *flags))
+    return runs[-1]
+
+  yield make
+  for run in runs:
+    for process in run.processes.values():
+      process.kill()
+      process.wait()
+
+
+def assert_same_bits(models: list) -> None:
+  for other in models[1:]:
+    jax.tree.map(np.testing.assert_array_equal, models[0], other)
+
+
+@pytest.mark.integration("starts three processes")
+def test_two_sites_with_a_folder_compute_the_bits_of_one_process(make_run):
+  run = make_run(
+    *("--config.train.steps=24", "--config.outer.final_sync=true"),
+    # Otherwise a busy machine may be late for a round.
+    *("--config.plugins=sites", "--config.sites.least_grace_s=20"),
+    "--config.log.sample_tokens=0",
+  )
+  run.start(0, 1)
+  alone = run.run(
+    "alone", f"--workdir={run.folder / 'alone'}", "--config.plugins=sites"
+  )
+  run.finish()
+  assert alone.wait(LONG) == 0, run.log("alone")[-4000:]
+  assert_same_bits(run.params(0, 1, "alone"))
+  assert [line["round"] for line in run.lines()] == list(range(9))
+  assert all(len(line["tokens"]) == 2 for line in run.lines())
+
+
+@pytest.mark.slow("kills processes for a minute")
+def test_holders_are_killed_and_come_back_and_no_round_is_lost(make_run):
+  run = make_run(
+    *("--config.train.steps=900", "--config.sync_every=6", "--config.replicas=3"),
+    *("--config.train.batch_size=6", "--config.checkpoint.every=60"),
+    *("--config.log.every=20", "--config.sites.grace_s=2", "--config.sites.lost_s=3"),
+  )
+  run.start(0, 1, 2)
+  killed = []
+  for _ in range(2):
+    run.await_rounds(30)
+    killed.append(run.holder())
+    run.kill(killed[-1])
+    run.await_rounds(10)
+    run.start(killed[-1])
+  run.finish()
+  lines = run.lines()
+  assert [line["round"] for line in lines] == list(range(900 // 6))
+  for site in {*killed}:
+    assert any(str(site) not in line["tokens"] for line in lines)
+  assert_same_bits(run.params(0, 1, 2))
+  for site in range(3):
+    for text in (run.folder / str(site) / "metrics.jsonl").read_text().splitlines():
+      record = json.loads(text)
+      if record["kind"] == "receive":
+        line = lines[round(record["round"])]
+        assert record["sites"] == len(line["tokens"])
+        assert bool(record["counted"]) == (str(site) in line["tokens"])
+  # Old rounds are deleted.
+  assert len(list(run.group.glob("journal/*.round"))) < 40
+  assert len(list(run.group.glob("snapshots/*.state"))) <= 2
+  assert len(list(run.group.glob("payloads/*"))) <= 6
