@@ -29,7 +29,6 @@ class Run:
       "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
       "JAX_PLATFORMS": "cpu",
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
     self.processes: dict[int, subprocess.Popen] = {}
 
@@ -42,7 +41,8 @@ class Run:
       ]
       self.processes[site] = self.run(site, *place)
 
-  def run(self, name: int | str, *place: str) -> subprocess.Popen:
+  def run(self, name: int | str, *place: str, devices: int = 1) -> subprocess.Popen:
+    self._env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-m", "diloco.main", *self._flags, *place]
     with (self.folder / f"{name}.log").open("ab") as log:
       pipes = {"stdout": log, "stderr": subprocess.STDOUT}
@@ -112,9 +112,9 @@ def test_two_sites_with_a_folder_compute_the_bits_of_one_process(make_run):
     "--config.log.sample_tokens=0",
   )
   run.start(0, 1)
-  alone = run.run(
-    "alone", f"--workdir={run.folder / 'alone'}", "--config.plugins=sites"
-  )
+  # As with the sites, each replica has a device of its own.
+  own = (f"--workdir={run.folder / 'alone'}", "--config.plugins=sites")
+  alone = run.run("alone", *own, devices=2)
   run.finish()
   assert alone.wait(LONG) == 0, run.log("alone")[-4000:]
   assert_same_bits(run.params(0, 1, "alone"))
