@@ -8,8 +8,8 @@ rate. A setting without limit gives the compute time of a step. Beside the measu
 of every run is that of `python -m diloco plan` for this compute time. Needs root,
 iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png.
 
-Evaluations and compiling do not count. JAX_COMPILATION_CACHE_DIR=FOLDER keeps programs
-from one run to the next.
+Evaluations do not count, nor what compiles: the first quarter of a run counts as long
+as its steps take later.
 """
 
 import argparse
@@ -99,7 +99,8 @@ def curve(records: list[dict]) -> list[tuple[int, float, float]]:
   """Returns (step, seconds of training, held-out loss).
 
   Pauses for evaluations do not count: after one, the time of the logged steps is the
-  median of all. Nor does the time before the first logged step, in which JAX compiles.
+  median of all. The first quarter, in which JAX compiles, counts as long as its steps
+  take later on average.
   """
   times = sorted((r["step"], r["time"]) for r in records if r["kind"] == "step")
   losses = {r["step"]: r["loss_outer"] for r in records if r["kind"] == "eval"}
@@ -107,7 +108,10 @@ def curve(records: list[dict]) -> list[tuple[int, float, float]]:
   each = np.diff(when) / np.diff(steps)
   pauses = np.isin(steps[:-1], list(losses))
   each = np.where(pauses, np.median(each), each)
-  clock = np.cumsum([steps[0] * np.median(each), *(each * np.diff(steps))])
+  warm = steps[:-1] >= steps[-1] / 4
+  mean = np.average(each[warm], weights=np.diff(steps)[warm])
+  each = np.where(warm, each, mean)
+  clock = np.cumsum([steps[0] * mean, *(each * np.diff(steps))])
   at = dict(zip(steps, clock))
   return [(step, float(at[step]), loss) for step, loss in sorted(losses.items())]
 
@@ -146,7 +150,8 @@ def picture(rows: pd.DataFrame):
   """Draws a panel for each rate."""
   rates = sorted(rows["rate_mbit_s"].unique())
   names = [f"{rate:g} Mbit/s" for rate in rates]
-  figure, panels = palette.panels("Loss over time, two processes", names, sharey=True)
+  title, same = "Loss over time, two processes", {"sharex": True, "sharey": True}
+  figure, panels = palette.panels(title, names, **same)
   streaming = [name for name in SETTINGS if name != PLAIN]
   colors = dict(zip(streaming, shades(COLORS["streaming"], len(streaming))))
   for panel, rate in zip(panels, rates):
