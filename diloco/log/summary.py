@@ -16,6 +16,7 @@ from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
+from diloco.log.metrics import CONFIG
 from diloco.model import attention, sampling
 from diloco.processes.peers import Peers
 from diloco.spec import sizes
@@ -131,7 +132,7 @@ def baseline(c: Config) -> float:
     return 0.0
   folder = files.local_path(c.log.baseline, "log.baseline")
   found = files.require_json(folder / FILE, "log.baseline")
-  theirs = leaves(files.require_json(folder / "config.json", "log.baseline"))
+  theirs = leaves(files.require_json(folder / CONFIG, "log.baseline"))
   ours = leaves(c.to_dict()) | {"algorithm": "data_parallel"}
   for field in ("algorithm", "train.tokens", "eval.tokens", "data.source"):
     if theirs.get(field) != ours[field]:

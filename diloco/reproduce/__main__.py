@@ -171,9 +171,8 @@ def report(
     figures.append("")
   text = (shipped.PACKAGE / "reproduce" / "page.md").read_text()
   facts = _facts(found, rows, args) | {"hours": sum(seconds.values()) / 3600}
-  open_ones = (claim.NOT_SHOWN, claim.NO_RUNS, claim.MISSING, claim.FAILED)
   trained = [row["verdict"] for row in claims if row["kind"] == "trained"]
-  facts["decided"] = sum(verdict not in open_ones for verdict in trained)
+  facts["decided"] = trained.count(claim.SHOWN) + trained.count(claim.CONTRADICTED)
   facts["by_chance"] = facts["decided"] * (1 - claim.CONFIDENCE) / 2
   joined = {name: "\n".join(part) for name, part in parts.items()}
   with files.replacing(args.out / PAGE) as file:

@@ -22,7 +22,6 @@ goes on; beyond the other ends the nearest value counts.
 data-parallel is assumed to be x% above it at all steps.
 """
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -34,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.config import Config, changed
+from diloco.contrib.simulate.failures import several
 from diloco.errors import ConfigError
 from diloco.simulate.arguments import Answer, Args, workload
 from diloco.simulate.limits import check
@@ -103,19 +103,17 @@ def cells() -> list[Cell]:
   ]
 
 
-def loss_above(
-  c: Config, measured: Sequence[Cell] | None = None
-) -> tuple[float, float, str]:
+def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
   """Predicts by how many per cent a run ends above the best data-parallel run.
 
   Args:
-    measured: the cells; None: those of plan.csv.
+    measured: the cells, such as those of plan.csv.
 
   Returns:
     Per cent, half of the 90% interval, and what of this was not measured.
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
-  mine = [x for x in measured or cells() if x.algorithm == c.algorithm]
+  mine = [x for x in measured if x.algorithm == c.algorithm]
   at = {"params": n, "replicas": c.replicas, "sync_every": c.sync_every}
   percent, half, outside = _between(mine, at)
   if c.algorithm == "streaming":
@@ -179,11 +177,11 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
 
 
 def plan(args: Args) -> Answer:
-  """Computes the rows; the first recommended one is the last line of the text."""
+  """Computes the rows; the recommended one is the last line of the text."""
   if "config" not in args:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
   c, rate = args["config"], 1e9 * args["gbits"]
-  seconds, found = workload(args).step_time, list[Row]()
+  seconds, found, measured = workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch, so with M of them each has a part of it.
     own = {"config": one, "step_time": seconds * c.replicas / one.replicas}
@@ -193,7 +191,7 @@ def plan(args: Args) -> Answer:
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
     )
     is_plain = one.algorithm == "data_parallel"
-    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one)
+    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, measured)
     found.append(
       Row(
         one.algorithm,
@@ -210,6 +208,7 @@ def plan(args: Args) -> Answer:
       )
     )
   if "target" in args:
+    check("target", args["target"], Range(0, open=True))
     curve = held_out(args)
     found = [timed(row, curve, args["target"]) for row in found]
   kept = found if "all" in args else efficient(found)
@@ -296,29 +295,17 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
   return "\n".join([*lines, f"recommended  {flags}"])
 
 
-def several(text: str) -> list[int]:
-  """Parses whole numbers that are separated by commas."""
-  return [whole(part) for part in text.split(",")]
-
-
-def target(text: str) -> float:
-  """Parses a loss."""
-  try:
-    check("target", float(text), Range(0, open=True))
-  except ValueError as error:
-    raise argparse.ArgumentTypeError(str(error)) from error
-  return float(text)
-
-
 OPTIONS = {
   name: GROUPS["model"][name] for name in ("config", *COMPUTE, "step_time", "link")
 }
 OPTIONS |= {
   "gbits": GROUPS["utilisation"]["gbits"],
   "latency": GROUPS["method"]["latency"],
-  "replicas": Option("numbers of replicas, such as 2,4; default the config's", several),
+  "replicas": Option(
+    "numbers of replicas, such as 2,4; default the config's", several(whole)
+  ),
   "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
-  "target": Option("held-out loss to reach, nats per token", target),
+  "target": Option("held-out loss to reach, nats per token"),
   "all": Option("any value: show all rows", str),
 }
 COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
