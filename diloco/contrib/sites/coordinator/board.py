@@ -123,9 +123,10 @@ class Board:
     tau = min(calendar.config.overlap.taus)
     window = Window(sites.grace_s, sites.least_grace_s, tau, steps)
     self.rounds = Rounds(calendar.sites, sites.quorum, window, self.published)
-    self.lending = Lending(calendar, journal.lines())
+    lines = journal.lines()
+    self.lending = Lending(calendar, lines)
     self._outliers = Outliers(sites.most_norm, sites.least_cosine)
-    for line in journal.lines():
+    for line in lines:
       norms = [line.get("measured", {}).get(k, [None])[0] for k in line["tokens"]]
       self._outliers.counted(line["fragment"], norms)
     self._members = self.rounds.members
