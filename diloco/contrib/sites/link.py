@@ -135,7 +135,8 @@ class Link:
     self._known = self._entered = False
     self._started = self._leaving = False
     self._closed: dict[int, Closed] = {}
-    self._next = 0  # The next round to receive.
+    self._next = 0  # The next round to receive,
+    self._last: list[int] | None = None  # and the CRC-32s of the one before, if known.
     self._published = 0  # Rounds that the coordinator has closed.
     self._welcomed: dict[str, Any] = {}  # The welcome of this connection,
     self._snapshot = bytearray()  # and the part of its snapshot that has come.
@@ -312,7 +313,8 @@ class Link:
       self._requests, self._entered, self._welcomed = requests, False, {}
       self._parts.clear()
       received = self._next if self._known else None
-      self._put("join", {**self._hello, "received": received})
+      own = {"received": received, "last": self._last}
+      self._put("join", self._hello | own)
     try:
       with contextlib.closing(self._open()) as channel:
         call = channel.stream_stream(messages.METHOD)
@@ -363,7 +365,7 @@ class Link:
       own = (fields["round"], fields["data"], snapshot, fields["skip"])
       self._welcome = Welcome(*own)
       self._outgoing.clear()
-      self._next = fields["round"]
+      self._next, self._last = fields["round"], None
     self._published = max(fields["published"], self._next)
     self._hello["run"] = fields["run"]
     self._known = self._entered = True
@@ -408,7 +410,7 @@ class Link:
     lent = {int(k): Block(*x) for k, x in fields["lent"].items()}
     rest = (tokens, payloads, refused, per_step, lent)
     self._closed[number] = Closed(number, fields["fragment"], *rest)
-    self._next = number + 1
+    self._next, self._last = number + 1, fields["crc32"]
 
 
 def _is_rejection(status: Status | None, reason: str) -> bool:

@@ -15,6 +15,7 @@ from grpc import StatusCode as Status
 from diloco.checkpoint import resume
 from diloco.contrib.sites import SitesConfig, messages, security
 from diloco.contrib.sites.coordinator.board import Board, Session, Upload
+from diloco.contrib.sites.coordinator.journal import Entry
 from diloco.contrib.sites.messages import BadMessage, Message, chunks, pack
 from diloco.errors import ConfigError
 
@@ -119,6 +120,7 @@ class Server:
     self._check_certificate(site, context)
     self._check_config(hello.fields.get("config"))
     self._check_progress(hello)
+    await self._check_history(hello)
     old = self._sessions.get(site)
     if old and old.name != name:
       reason = "another process is this site; give each its own number."
@@ -148,6 +150,23 @@ class Server:
     if rounds > self._board.published:
       has = f"it has {self._board.published} closed rounds, but this site has {rounds}"
       raise Refused(Status.UNAVAILABLE, f"{has}; {remedy}")
+
+  async def _check_history(self, hello: Message) -> None:
+    """Refuses a process whose last round this coordinator has closed differently.
+
+    So it was restored from a copy, and its group has closed as many rounds again.
+    """
+    received, sums = hello.fields.get("received"), hello.fields.get("last")
+    if sums is None or not isinstance(received, int):
+      return  # A process that was never in is compared by its outer state.
+    if self._board.is_kept(received - 1):
+      entry = await self._board.entry(received - 1)
+      if sums != _sums(entry):
+        reason = (
+          f"closed round {received - 1} differently than this site knows, so it was"
+          " restored from a copy; start the site again, then it takes the group's state"
+        )
+        raise Refused(Status.FAILED_PRECONDITION, reason)
 
   def _check_config(self, config: Any) -> None:
     if not isinstance(config, dict):
@@ -236,7 +255,7 @@ class Server:
     except ConfigError as error:
       reason = "it no longer has the rounds that this site lacks"
       raise Refused(Status.UNAVAILABLE, reason) from error
-    sums = [zlib.crc32(data) for data in entry.payloads.values()]
+    sums = _sums(entry)
     for (site, data), crc32 in zip(entry.payloads.items(), sums):
       if self._board.is_owner(session.name, at, site):
         continue
@@ -261,6 +280,10 @@ class Server:
         "inside": self._board.inside(),
       },
     )
+
+
+def _sums(entry: Entry) -> list[int]:
+  return [zlib.crc32(data) for data in entry.payloads.values()]
 
 
 def _short(reason: str) -> str:

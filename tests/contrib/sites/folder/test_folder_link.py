@@ -217,6 +217,19 @@ def test_a_site_that_comes_back_with_its_own_state_needs_no_snapshot(start):
   assert stranger.numbers == stay[0].numbers
 
 
+def test_a_site_that_knows_lost_rounds_takes_the_state_of_a_restored_folder(start):
+  calendar = make_calendar(2, grace_s=0.1)
+  [first, second] = start(calendar, (0, 1))
+  play([first, second], range(2))
+  second.leave("stopped")
+  own = {"applied": 5, "numbers": [7] * ALL.fragments}
+  [back] = start(calendar, (1,), state=own)
+  assert (back.welcome.round, bool(back.welcome.snapshot)) == (0, True)
+  back.receive(2)
+  play([first, back], range(2, 4))
+  assert back.numbers == first.numbers
+
+
 def test_a_site_that_was_away_for_long_gets_a_snapshot_in_mid_run(start):
   stores = []
 
