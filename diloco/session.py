@@ -32,6 +32,7 @@ from diloco.processes.distributed import check_all_meet, lock_workdir, make_shar
 from diloco.processes.peers import Peers
 from diloco.processes.stop import Stop, Stopped, end_on_signal
 from diloco.spec import plugins
+from diloco.spec.schedule import reaches
 from diloco.util.files import local_path
 from diloco.util.types import PyTree
 
@@ -156,13 +157,12 @@ class Session:
 
   def _evaluate(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Evaluates every eval.every steps; `finish` evaluates after the last one."""
-    if not _is_due(steps, t, self.c.eval.every) or t == self.last:
-      return
-    with self._paused():
-      for run, own in self._each(state):
-        with run.own():
-          scores = self.evaluation(self.method.params(own))
-          run.log.evaluation(t, scores.numbers)
+    if t < self.last and reaches(steps[0], t, self.c.eval.every):
+      with self._paused():
+        for run, own in self._each(state):
+          with run.own():
+            scores = self.evaluation(self.method.params(own))
+            run.log.evaluation(t, scores.numbers)
 
   def _keep(self, steps: range, t: int, state: TrainState, *_: object) -> None:
     """Saves every checkpoint.every steps, and if a signal asks the run to end.
@@ -170,7 +170,7 @@ class Session:
     Raises:
       Stopped: a signal came, and the state is saved.
     """
-    stops, due = self.stop.after_launch(), _is_due(steps, t, self.c.checkpoint.every)
+    stops, due = self.stop.after_launch(), reaches(steps[0], t, self.c.checkpoint.every)
     if t < self.last and (stops or due):
       with self._paused():
         self._save(t, state)
@@ -282,11 +282,6 @@ class Session:
     for r, run in enumerate(self.runs):
       if not run.failed:
         yield run, self.method.of_run(arrays, r)
-
-
-def _is_due(steps: range, t: int, every: int) -> bool:
-  """Says whether a multiple of `every` was reached; 0: never. A site's t may jump."""
-  return bool(every) and t // every > (steps[0] - 1) // every
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import wreck
 
-from diloco import session, train
+from diloco import train
 from diloco.algorithm.method import DiLoCo
 from diloco.algorithm.placement import Jobs
 from diloco.checkpoint import checkpoints as checkpoint
@@ -172,18 +172,6 @@ def test_an_interrupt_before_the_first_step_is_one_line(tmp_path):
   assert process.returncode == 130
   assert "error: interrupted; the same command goes on" in stderr
   assert "Traceback" not in stderr
-
-
-@pytest.mark.parametrize(
-  ("first", "t", "every", "due"),
-  [
-    *[(5, 5, 5, True), (6, 6, 5, False), (3, 5, 5, True), (5, 5, 0, False)],
-    *[(4, 6, 5, True), (6, 9, 5, False), (6, 21, 5, True)],  # A site's step jumps,
-    (7, 4, 5, False),  # or goes back.
-  ],
-)
-def test_what_is_due_at_a_step_is_done_after_a_jump_over_it(first, t, every, due):
-  assert session._is_due(range(first, first + 1), t, every) == due
 
 
 @pytest.mark.integration("starts processes and stops them")

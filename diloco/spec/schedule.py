@@ -169,3 +169,8 @@ class Schedule:
     offsets = {self.offset(p) for p in range(self.num_fragments)}
     ends = (n * self.sync_every + offset for n in rounds for offset in offsets)
     return max(map(self.overlap_steps, ends), default=0)
+
+
+def reaches(first: int, last: int, every: int) -> bool:
+  """Returns whether a multiple of `every` is among the steps first to last; 0: none."""
+  return bool(every) and last // every > (first - 1) // every

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
 from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
-from diloco.spec.schedule import Schedule
+from diloco.spec.schedule import Schedule, reaches
 
 
 def test_patterns_match_figure_2():
@@ -169,3 +169,15 @@ def test_what_was_drained_is_not_sent_or_received_again():
   assert not extended.sends(8)
   assert not extended.in_flight(8)
   assert [t for t in range(8, 15) if extended.sends(t)] == [10, 12, 14]
+
+
+@pytest.mark.parametrize(
+  ("first", "last", "every", "due"),
+  [
+    *[(5, 5, 5, True), (6, 6, 5, False), (3, 5, 5, True), (5, 5, 0, False)],
+    *[(4, 6, 5, True), (6, 9, 5, False), (6, 21, 5, True)],  # A site's step jumps,
+    (7, 4, 5, False),  # or goes back.
+  ],
+)
+def test_what_is_due_is_found_after_a_jump_over_it(first, last, every, due):
+  assert reaches(first, last, every) == due

@@ -34,6 +34,7 @@ from diloco.data.batches import Batches, own_replicas
 from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
+from diloco.spec.schedule import reaches
 from diloco.util.types import PyTree
 
 
@@ -209,13 +210,13 @@ class Site(Wrapper):
     A late site takes the group's step. A site with sites.pace below 1 trains only some
     of the group's steps, but sends and merges after all.
     """
-    self._events, calendar, before = [], self._calendar, t - 1
+    self._events, calendar, first = [], self._calendar, t
     t, state = self._outer(t, state)
     last = self.part.config.train.steps
     while t < last and calendar.trained(t + 1) == calendar.trained(t):
       t, state = self._outer(t + 1, _at_step(state, t + 1))
-    every = self.part.config.checkpoint.every
-    if every and t // every > before // every:  # Newcomers may start from this state.
+    if reaches(first, t, self.part.config.checkpoint.every):
+      # Newcomers may start from this state.
       self._link.offer(self._applied, state.outer)
     return t, state, self._events
 

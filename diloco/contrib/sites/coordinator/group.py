@@ -18,6 +18,7 @@ from diloco.errors import ConfigError
 from diloco.interop.init import first_params
 from diloco.mesh.devices import make_mesh
 from diloco.model import registry
+from diloco.spec.schedule import reaches
 from diloco.util.types import PyTree
 
 _KEPT = 64  # Rounds whose digests are kept, for sites that come back.
@@ -169,10 +170,9 @@ class OuterGroup:
 
   def _is_due(self, step: int) -> bool:
     """Returns whether a checkpoint is due after the round that was just applied."""
-    c, latest = self._calendar.config, self._checkpoints.latest
-    every, rounds = c.checkpoint.every, self._calendar.rounds
-    if not every or self.applied == len(rounds) or rounds[self.applied][0] == step:
+    c, rounds = self._calendar.config, self._calendar.rounds
+    if self.applied == len(rounds) or rounds[self.applied][0] == step:
       return False  # A checkpoint holds all rounds of its step, or none.
     if step == c.train.steps:
       return False  # `finish` saves this step with the final sync, which comes later.
-    return step // every > (latest or 0) // every
+    return reaches((self._checkpoints.latest or 0) + 1, step, c.checkpoint.every)
