@@ -1,5 +1,6 @@
 """Sites that share a folder: rounds, late sites, holders that are killed or wake up."""
 
+import asyncio
 import json
 import threading
 from concurrent import futures
@@ -10,6 +11,8 @@ from sites import after, in_time, make_calendar, payload, play, wait
 
 from diloco.contrib.sites.folder import lease
 from diloco.contrib.sites.folder import link as link_lib
+from diloco.contrib.sites.folder.holder import Holder, record_of
+from diloco.contrib.sites.folder.journal import StoreJournal
 from diloco.contrib.sites.folder.store import pack
 from diloco.errors import ConfigError
 
@@ -162,6 +165,27 @@ def test_a_former_holder_that_wakes_up_writes_no_round_differently(
   play(players, range(5, 7))
   assert states(players) == {tuple(first.numbers)}
   assert all(path.read_bytes() == data for path, data in files.items())
+
+
+def test_a_record_that_a_new_holder_finds_does_not_show_that_its_site_is_there(
+  tmp_path,
+):
+  store = Brisk(tmp_path)
+  record = {"session": "killed", "ready": 0, "sent": [], "reason": "", "beat": 1}
+  store.put(record_of(1), pack(record))
+  new = Holder(store, ALL, StoreJournal(store), 60.0, print)
+
+  async def look():
+    task = asyncio.create_task(new.close_rounds(None, True, lambda: True))
+    for beat, inside in ((1, 0), (2, 1)):
+      store.put(record_of(1), pack(found := record | {"beat": beat}))
+      async with asyncio.timeout(20):
+        while new._seen[1].record != found:
+          await asyncio.sleep(0.01)
+      assert new.news()["inside"] == inside
+    task.cancel()
+
+  asyncio.run(look())
 
 
 def test_old_rounds_are_deleted_and_a_newcomer_begins_with_a_snapshot(start, tmp_path):
