@@ -110,8 +110,14 @@ class Server:
     except (TimeoutError, StopAsyncIteration) as error:
       raise BadMessage("it did not say which site it is") from error
     hello = messages.unpack(first)
-    if hello.kind != "join" or hello.fields.get("version") != messages.VERSION:
-      raise BadMessage("its first message is no `join` of this version of diloco")
+    if hello.kind != "join":
+      raise BadMessage("its first message is no `join`")
+    if (version := hello.fields.get("version")) != messages.VERSION:
+      reason = (
+        f"speaks version {messages.VERSION} of the protocol, but this site version"
+        f" {str(version)[:9]}; install the same revision of diloco on both"
+      )
+      raise Refused(Status.FAILED_PRECONDITION, reason)
     name, count = str(hello.fields.get("session"))[:50], self._board.calendar.sites
     site = messages.number(hello, "site", 0, messages.LARGEST)
     if site >= count:

@@ -97,7 +97,7 @@ STRANGERS = {
   "deep json": ([struct.pack(">I", len(DEEP)) + DEEP], "are no message"),
   "header too large": ([struct.pack(">I", 1 << 30) + b"{}"], "too large"),
   "other message": ([pack(Message("ready", {"round": 0}))], "no `join`"),
-  "other version": ([hello(version=0)], "no `join` of this version"),
+  "other version": ([hello(version=0)], "but this site version 0; install the same"),
   "no site": ([hello(site="2")], "join.site is '2'"),
   "unknown site": ([hello(site=3)], "refuses --site=3: the run has the sites 0 to 2"),
   "no config": ([hello(config=7)], "has no config"),
