@@ -69,6 +69,9 @@ class Server:
     return port
 
   async def stop(self) -> None:
+    """Ends the connections; the sites try again."""
+    self._sessions.clear()
+    self._board.notify()
     await self._server.stop(grace=1)
 
   async def _serve_site(

@@ -1,5 +1,6 @@
 """A real server and real connections: rounds, late sites, restarts, newcomers."""
 
+import asyncio
 import contextlib
 import shutil
 import socket
@@ -162,6 +163,16 @@ def test_nobody_begins_alone(start):
   play([second], range(1))
   first.receive(1)
   assert first.members == {0: (0, 1)}
+
+
+def test_a_coordinator_that_stops_ends_all_connections_without_an_error(start, caplog):
+  coordinator, players = start(make_calendar(2), (0, 1))
+  play(players, range(1))
+  stop = coordinator.server.stop()
+  asyncio.run_coroutine_threadsafe(stop, coordinator._loop).result(60)
+  wait(lambda: all(player.link.reconnects for player in players))
+  assert not caplog.records
+  assert not [line for line in coordinator.said if "gone" in line]
 
 
 def test_a_site_tells_an_error_of_the_coordinator_from_its_absence(start, monkeypatch):
