@@ -76,6 +76,7 @@ class Log:
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - self._spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
+    self._at = math.inf  # The last step that was reported.
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
@@ -172,7 +173,7 @@ class Log:
       return
     (steps, by_step, events), self._pending = self._pending, None
     found = [{name: _local(x) for name, x in m._asdict().items()} for m in by_step]
-    now = time.perf_counter()
+    now, every = time.perf_counter(), self._c.log.every
     if self._clock is not None:
       self._spent.busy_s += now - self._clock
       self._spent.steps += len(steps)
@@ -187,11 +188,12 @@ class Log:
       )
       self._bar.update(steps[-1] - self._bar.n)
     for t, values in zip(steps, found):
+      before, self._at = min(self._at, t - 1), t  # A site may skip steps.
       self._check_finite(t, values["loss"], "loss")
       self._check_finite(t, values["grad_norm"], "gradient norm")
       if t == steps[-1]:
         self.events(events)
-      if t % self._c.log.every and t < self._c.train.steps:
+      if t // every == before // every and t < self._c.train.steps:
         continue  # Skips steps that are not logged: links may be slow.
       extra = {
         "time": time.time(),
@@ -213,7 +215,7 @@ class Log:
 
   def _write_step(self, t: int, inner: dict[str, list[float]], extra: dict) -> None:
     loss, rate = float(np.mean(inner["loss"])), extra["tokens_per_s"]
-    if t % self._c.log.every == 0 and self._writer:
+    if self._writer and (t < self._c.train.steps or t % self._c.log.every == 0):
       values = {
         "tokens": t * self._c.tokens_per_step,
         "loss": loss,
@@ -224,14 +226,12 @@ class Log:
         "learning_rate": float(self._rates[t - 1]),
         **extra,
       }
-      peak = hardware.peak_flops(jax.devices()[0].device_kind)
-      if peak and rate:
+      if rate and (peak := hardware.peak_flops(jax.devices()[0].device_kind)):
         flops = rate * flops_per_token(self._c.model)
         values["mfu"] = flops / (peak * jax.device_count())
       self._writer.write("step", t, values)
     if self._bar:
-      more = self.note()
-      note = f", {more}" if more else ""
+      note = f", {more}" if (more := self.note()) else ""
       self._bar.set_postfix_str(
         f"loss {loss:.3f}, {rate or 0:,.0f} tokens/s, {self._last_sync}{note}",
         refresh=False,

@@ -1,21 +1,21 @@
 """Audits a run of several sites: no round is lost, and all sites agree.
 
-Reads the coordinator's rounds.jsonl, the metrics.jsonl of every site, and the last
+Reads the group's rounds.jsonl, the metrics.jsonl of every site, and the last
 checkpoints of all.
 """
 
 import contextlib
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sites_run import ROOT
+from sites_run import COORDINATOR, ROOT
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
-from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.calendar import Calendar, as_all
 
 # Numbers of a merge that every site computes from the same payloads.
 _SHARED = ("fragment", "sites", "outer_update_norm")
@@ -40,13 +40,20 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 
 def audit(
-  folder: pathlib.Path, path: str, fields: Sequence[str], measured: slice
+  folder: pathlib.Path,
+  group: str,
+  path: str,
+  fields: Sequence[str],
+  of_site: Mapping[int, Sequence[str]],
+  measured: slice,
 ) -> dict[str, Any]:
   """Audits the run in `folder`, which has finished.
 
   Args:
-    folder: with the workdirs of the coordinator and the sites.
+    folder: with the workdirs of the sites.
+    group: the name of the coordinator's workdir there, or of the folder of the sites.
     path, fields: see `config`.
+    of_site: {site: more fields of its own}.
     measured: the rounds whose tokens count.
 
   Returns:
@@ -57,15 +64,18 @@ def audit(
       merges: how many rounds each site merged, by its metrics.
   """
   calendar = Calendar(config(path, fields))
-  rounds = [*lines(folder / "coordinator/rounds.jsonl")]
+  rounds = [*lines(folder / group / "rounds.jsonl")]
   by_site = {
     k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)
   }
   problems, merges = check_rounds(rounds, calendar), list[int]()
   for k, records in by_site.items():
     problems += check_site(k, records, rounds, calendar)
+    own = Calendar(as_all(config(path, [*fields, *of_site.get(k, [])])))
+    problems += check_tokens(k, rounds, own)
     merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
-  problems += check_merges(by_site) + check_states(folder, calendar.sites)
+  names = [group] * (group == COORDINATOR) + [f"site-{k}" for k in by_site]
+  problems += check_merges(by_site) + check_states(folder, names)
   tokens = sum(sum(r["tokens"].values()) for r in rounds[measured])
   return {
     "problems": problems,
@@ -135,12 +145,36 @@ def check_site(
       problems.append(f"site {k} merged round {record['round']:g} as {own}")
   sent = {(r["step"], r["fragment"]) for r in records if r["kind"] == "send"}
   steps = [r["step"] for r in records]
+  # A site writes what it sent one launch later. So a kill may cut off its newest send,
+  # but not those before it.
+  cut, at = set[int](), 0
+  for record in records:
+    if record["kind"] == "arrival" and at:
+      cut.add(calendar.first_after(at))
+    if record["kind"] in ("arrival", "send"):
+      at = record["step"]
   for r in rounds:
-    # A kill may cut off the last line, but not those before it.
-    if str(k) in r["tokens"] and (r["step"], r["fragment"]) not in sent:
+    is_logged = (r["step"], r["fragment"]) in sent or r["round"] in cut
+    if str(k) in r["tokens"] and not is_logged:
       problems.append(f"round {r['round']} has a payload that site {k} never sent")
   if calendar.rounds and max(steps, default=0) < calendar.config.train.steps:
     problems.append(f"site {k} ended at step {max(steps, default=0)}")
+  return problems
+
+
+def check_tokens(k: int, rounds: list[dict], calendar: Calendar) -> list[str]:
+  """Checks the tokens behind the payloads of a site; `calendar` has its own fields."""
+  per_step = calendar.config.tokens_per_step // calendar.config.replicas
+  problems = []
+  for r in rounds:
+    if tokens := r["tokens"].get(str(k)):
+      steps = tokens / r["per_step"][str(k)]
+      most = calendar.steps_behind(r["round"], 0)
+      if r["per_step"][str(k)] != per_step or steps != round(steps) or steps > most:
+        problems.append(
+          f"round {r['round']} has {tokens} tokens of site {k}, not those of 1 to"
+          f" {most} steps of {per_step}"
+        )
   return problems
 
 
@@ -160,18 +194,18 @@ def check_merges(records: dict[int, list[dict]]) -> list[str]:
   return problems
 
 
-def check_states(folder: pathlib.Path, sites: int) -> list[str]:
+def check_states(folder: pathlib.Path, names: Sequence[str]) -> list[str]:
   """Compares the outer parameters of the last checkpoints, bit for bit."""
-  found = {k: outer_parameters(folder / f"site-{k}") for k in range(sites)}
-  found[-1] = outer_parameters(folder / "coordinator")
+  found = {name: outer_parameters(folder / name) for name in names}
+  first = next(iter(found.values()))
   problems = []
-  for k, arrays in found.items():
-    if not arrays or arrays.keys() != found[-1].keys():
-      problems.append(f"site {k} has no last checkpoint like that of the coordinator")
+  for name, arrays in found.items():
+    if not arrays or arrays.keys() != first.keys():
+      problems.append(f"{name} has no last checkpoint like that of {names[0]}")
       continue
-    different = [n for n, x in arrays.items() if x.tobytes() != found[-1][n].tobytes()]
+    different = [n for n, x in arrays.items() if x.tobytes() != first[n].tobytes()]
     if different:
-      problems.append(f"site {k} ends with other values of {different[:3]}")
+      problems.append(f"{name} ends with other values of {different[:3]}")
   return problems
 
 

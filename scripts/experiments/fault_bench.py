@@ -1,19 +1,26 @@
-"""Trains four sites through a storm of faults: goodput, an audit, a table.
+"""Trains sites through a storm of faults: goodput, an audit, a table.
 
   python scripts/experiments/fault_bench.py --out=/tmp/storm --faults=10 --every=60
   python scripts/experiments/fault_bench.py --out=/tmp/calm --faults=0
 
 The coordinator and each site have a network namespace (netns.py) and run
 configs/faults.py. The storm follows from --seed: a site is killed, paused, cut off or
-slowed, or the coordinator is killed. A killed process starts again with the same
-command after --restart_after seconds. With --baseline the run has no coordinator: the
-sites exchange with overlap.transport=host, and when a process ends, all start again
-from the last checkpoint.
+slowed, or their leader is killed: the coordinator. A killed process starts again with
+the same command after --restart_after seconds.
+
+With --folder the sites share a folder of the disk; their leader is the site that has
+the lease, and a site that is cut off sees an empty folder that it cannot write. With
+--baseline the sites exchange with overlap.transport=host; their leader is process 0,
+and when a process ends, all start again from the last checkpoint.
+
+Sites may differ, for instance one of two that has half the speed of the other:
+
+  ... --config.replicas=2 --step=0.1,0.2 --of_site=1:--config.sites.pace=0.5
 
 Goodput is the tokens behind all applied contributions over seconds, while the storm
 lasts (--faults times --every seconds; without faults until the end). It begins after
 the first rounds, in which programs compile. The run goes on to its end. The audit
-(fault_audit.py) reads the coordinator's rounds.jsonl, the metrics.jsonl of all sites,
+(fault_audit.py) reads the group's rounds.jsonl, the metrics.jsonl of all sites,
 and the last checkpoints. Writes faults.json in --out, which must be new. Needs root,
 iproute2 and the package cryptography.
 """
@@ -34,12 +41,13 @@ import fault_audit
 import netns
 import sites_run
 
+from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.folder.store import unpack
 from diloco.util.command import Parser
 
 CONFIG = "configs/faults.py"
-SITES = 4
-COORDINATOR = -1
-KINDS = ("kill", "pause", "cut", "slow", "kill coordinator")
+LEADER = -1  # The coordinator, if there is one.
+KINDS = ("kill", "pause", "cut", "slow", "kill leader")
 LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
 WARM = {False: 15, True: 50}  # Rounds, in the baseline steps, before all is compiled.
 BACK_S = 10.0  # A process that starts again is not struck so long.
@@ -53,7 +61,7 @@ class Fault:
   Attributes:
     at: seconds after the first rounds.
     kind: one of KINDS.
-    site: which site it strikes; COORDINATOR.
+    site: which site it strikes; LEADER.
     seconds: how long it lasts; for `kill` until the process starts again.
   """
 
@@ -63,22 +71,22 @@ class Fault:
   seconds: float
 
 
-def draw(seed: int, faults: int, every: float, restart_after: float) -> list[Fault]:
+def draw(options, sites: int) -> list[Fault]:
   """Draws a storm: times are uniform, and so are kinds and sites.
 
   A site, or the coordinator, is struck again only after its last fault has ended. If
   all that a kind could strike are busy, the fault comes later.
   """
-  rng = random.Random(seed)
-  times = sorted(rng.uniform(0, faults * every) for _ in range(faults))
+  rng, seconds = random.Random(options.seed), options.faults * options.every
+  times = sorted(rng.uniform(0, seconds) for _ in range(options.faults))
   free_at = collections.defaultdict[int, float](float)
   storm = list[Fault]()
   for at in times:
-    kind = rng.choice(KINDS)
-    seconds = restart_after if "kill" in kind else rng.uniform(2, LONGEST_S)
-    sites = [COORDINATOR] if kind == "kill coordinator" else [*range(SITES)]
-    rng.shuffle(sites)
-    site = min(sites, key=lambda k: max(free_at[k], at))
+    kind = rng.choice(options.kinds)
+    seconds = options.restart_after if "kill" in kind else rng.uniform(2, LONGEST_S)
+    struck = [LEADER] if kind == "kill leader" else [*range(sites)]
+    rng.shuffle(struck)
+    site = min(struck, key=lambda k: max(free_at[k], at))
     at = max(free_at[site], at)
     free_at[site] = at + seconds + (BACK_S if "kill" in kind else 1)
     storm.append(Fault(at, kind, site, seconds))
@@ -88,38 +96,50 @@ def draw(seed: int, faults: int, every: float, restart_after: float) -> list[Fau
 class Run:
   """The processes of a run in their namespaces, and what happens to them."""
 
-  def __init__(self, options, network: netns.Network):
+  def __init__(self, options, sites: int, network: netns.Network):
     self.options, self.network = options, network
     self.folder: pathlib.Path = options.out
     self.processes: dict[int, subprocess.Popen] = {}
     self.unplanned = list[str]()  # Processes that ended by themselves, with an error.
     self.restarts = 0
     self._events = sched.scheduler(time.monotonic)
-    self.everyone = (
-      [*range(SITES)] if options.baseline else [COORDINATOR, *range(SITES)]
-    )
+    self.everyone = [*range(sites)]
+    if not (options.baseline or options.folder):
+      self.everyone.insert(0, LEADER)
     # An all-gather sends a payload to each of the others; to the coordinator, once.
-    self.rate = options.rate * (SITES - 1 if options.baseline else 1)
+    self.rate = options.rate * (sites - 1 if options.baseline else 1)
 
   def start(self, who: int) -> None:
     """Starts a process; its output goes on in the same file."""
-    fields = [*self.options.fields, f"--config.seed={self.options.seed}"]
+    o = self.options
+    fields = [*o.fields, f"--config.seed={o.seed}", *o.of_site.get(who, [])]
     place = (self.folder, CONFIG, fields)
-    if self.options.baseline:
+    if o.baseline:
       fields.append("--config.overlap.transport=host")
-      command = sites_run.process(self.network, range(1, SITES + 1), who, *place)
-    elif who == COORDINATOR:
+      nodes = range(1, len(self.everyone) + 1)
+      command = sites_run.process(self.network, nodes, who, *place)
+    elif who == LEADER:
       command = sites_run.coordinator(self.network, *place)
     else:
-      command = sites_run.site(self.network, who, *place)
+      command = sites_run.site(self.network, who, *place, shared=o.folder)
     # A restart does not compile again.
-    env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder.absolute() / "compiled")}
+    env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    if o.step and who != LEADER:
+      command = sites_run.paced(command)
+      env["STEP_S"] = str(o.step[min(who, len(o.step) - 1)])
     log = self.folder / f"{self.name(who)}.log"
     self.processes[who] = sites_run.start(command, log, **env)
 
   def name(self, who: int) -> str:
-    return sites_run.names(SITES)[who + 1]
+    return sites_run.names(who + 1)[who + 1]
+
+  def leader(self) -> int:
+    """Returns who leads now: the coordinator, process 0, or who has the lease."""
+    if self.options.folder:
+      lease = self.folder / sites_run.GROUP / "lease"
+      return unpack(lease.read_bytes())[0]["site"]
+    return 0 if self.options.baseline else LEADER
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
@@ -127,9 +147,11 @@ class Run:
 
   def strike(self, fault: Fault) -> None:
     """Lets a fault begin; it ends by itself."""
-    print(f"{fault.at:6.1f} s: {fault.kind} {self.name(fault.site)}", flush=True)
-    # Without a coordinator, process 0 leads.
-    who = max(fault.site, 0) if self.options.baseline else fault.site
+    who = self.leader() if fault.site == LEADER else fault.site
+    if self.processes[who].poll() is not None:  # The leader may be dead already.
+      self.after(1, self.strike, fault)
+      return
+    print(f"{fault.at:6.1f} s: {fault.kind} {self.name(who)}", flush=True)
     if "kill" in fault.kind:
       self.processes[who].kill()
       if not self.options.baseline:  # There `look_after` starts all again.
@@ -138,15 +160,27 @@ class Run:
       self.processes[who].send_signal(signal.SIGSTOP)
       self.after(fault.seconds, self.processes[who].send_signal, signal.SIGCONT)
     elif fault.kind == "cut":
-      self.network.connect(who + 1, up=False)
-      self.after(fault.seconds, self.network.connect, who + 1, True)
+      self.connect(who, False)
+      self.after(fault.seconds, self.connect, who, True)
     else:
       self.network.limit(self.rate / SLOWER, [who + 1])
-      self.after(fault.seconds, self._full_rate, who)
+      self.after(fault.seconds, self.full_rate, who)
 
-  def _full_rate(self, who: int) -> None:
+  def connect(self, who: int, up: bool) -> None:
+    """Cuts a site off from its group, or joins them again."""
+    if not self.options.folder:
+      self.network.connect(who + 1, up)
+      return
+    # A process in a network namespace has mounts of its own. They end with it.
+    group = str(self.folder / sites_run.GROUP)
+    mount = ["umount"] if up else ["mount", "-t", "tmpfs", "-o", "ro", "cut"]
+    inside = ["nsenter", "-m", "-t", str(self.processes[who].pid), *mount, group]
+    subprocess.run(inside, stderr=subprocess.DEVNULL)
+
+  def full_rate(self, who: int) -> None:
     self.network.limit(None, [who + 1])
-    self.network.limit(self.rate, [who + 1], upload_only=True)
+    upload_only = not self.options.both_ways
+    self.network.limit(self.rate, [who + 1], upload_only=upload_only)
 
   def _again(self, who: int) -> None:
     self.processes[who].wait()
@@ -179,6 +213,9 @@ class Run:
 
   def progress(self) -> int:
     """Counts closed rounds; in the baseline, the steps of the metrics so far."""
+    if self.options.folder:
+      found = (self.folder / sites_run.GROUP / "journal").glob("*.round")
+      return max((int(path.stem) + 1 for path in found), default=0)
     if not self.options.baseline:
       path = self.folder / sites_run.COORDINATOR / "rounds.jsonl"
       return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -238,7 +275,9 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
     summary = options.out / "run/summary.json"
   else:
     measured = slice(observed["first"], observed["reached"])
-    audit = fault_audit.audit(options.out, CONFIG, options.fields, measured)
+    group = sites_run.GROUP if options.folder else sites_run.COORDINATOR
+    args = (options.out, group, CONFIG, options.fields, options.of_site)
+    audit = fault_audit.audit(*args, measured)
     found |= audit
     tokens, summary = audit["tokens"], options.out / "site-0/summary.json"
   found["tokens_per_s"] = tokens / observed["seconds"]
@@ -257,12 +296,28 @@ def parse(argv=None):
   add("--every", type=float, default=60, help="mean seconds between two faults")
   add("--restart_after", type=float, default=5, help="seconds until a restart")
   add("--rate", type=float, default=4e6, help="bits per second of the uploads")
+  add("--both_ways", action="store_true", help="--rate limits downloads, too")
+  numbers = lambda text: [float(x) for x in text.split(",")]
+  text = "seconds of an inner step of site 0, 1, ...; more sites have the last"
+  add("--step", type=numbers, default=[], help=text)
+  text = "a field of site K alone, K:--config.NAME=VALUE; may be repeated"
+  add("--of_site", action="append", default=[], help=text)
+  add("--kinds", help=f"comma-separated kinds of fault, of {', '.join(KINDS)}")
   add("--limit", type=float, default=3600, help="seconds; then the run is stopped")
-  add("--baseline", action="store_true", help="all restart from the last checkpoint")
+  how = parser.add_mutually_exclusive_group().add_argument
+  how("--folder", action="store_true", help="no coordinator: the sites share a folder")
+  how("--baseline", action="store_true", help="all restart from the last checkpoint")
   options, options.fields = parser.parse_known_args(argv)
   for field in options.fields:
     if not field.startswith("--config."):
       parser.error(f"{field} is unknown; give --config.NAME=VALUE")
+  own = [field.partition(":") for field in options.of_site]
+  options.of_site = {int(k): [f for j, _, f in own if j == k] for k, _, _ in own}
+  known = [kind for kind in KINDS if kind != "slow" or not options.folder]
+  options.kinds = options.kinds.split(",") if options.kinds else known
+  if unknown := {*options.kinds} - {*known}:
+    parser.error(f"--kinds has {', '.join(unknown)}; choose of {', '.join(known)}")
+  options.out = options.out.absolute()
   return options
 
 
@@ -272,11 +327,13 @@ def main() -> None:
   if options.out.exists() and any(options.out.iterdir()):
     sys.exit(f"error: --out is {options.out}, which is not empty; choose a new folder.")
   options.out.mkdir(parents=True, exist_ok=True)
-  storm = draw(options.seed, options.faults, options.every, options.restart_after)
-  sites_run.certificates(options.out, SITES)
-  with netns.star(SITES + 1) as network:
-    run = Run(options, network)
-    network.limit(run.rate, range(1, SITES + 1), upload_only=True)
+  sites = Calendar(fault_audit.config(CONFIG, options.fields)).sites
+  storm = draw(options, sites)
+  sites_run.certificates(options.out, sites)
+  with netns.star(sites + 1) as network:
+    run = Run(options, sites, network)
+    for k in range(sites):
+      run.full_rate(k)
     try:
       observed = weather(run, storm)
     finally:

@@ -14,7 +14,7 @@ import netns
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PORT = 7777
-COORDINATOR = "coordinator"
+COORDINATOR, GROUP = "coordinator", "group"
 
 
 def names(sites: int) -> list[str]:
@@ -31,7 +31,7 @@ def coordinator(
   network: netns.Network, folder: pathlib.Path, config: str, fields: Sequence[str]
 ) -> list[str]:
   """Returns the command of the coordinator; `folder` has its workdir and its keys."""
-  own = [f"--listen={listen(network)}"]
+  own = [f"--listen={listen(network)}", f"--tls={folder / 'tls' / COORDINATOR}"]
   return _of_site(network, 0, "coordinator", folder, config, [*own, *fields])
 
 
@@ -41,9 +41,14 @@ def site(
   folder: pathlib.Path,
   config: str,
   fields: Sequence[str],
+  shared: bool = False,
 ) -> list[str]:
-  """Returns the command of site k; `folder` has its workdir and its keys."""
-  own = [f"--site={k}", f"--coordinator={listen(network)}"]
+  """Returns the command of site k; `folder` has its workdir and its keys.
+
+  If the sites share a folder instead of a coordinator, it is folder/GROUP.
+  """
+  group = [f"--coordinator={listen(network)}", f"--tls={folder / 'tls' / f'site-{k}'}"]
+  own = [f"--site={k}", *([f"--coordinator={folder / GROUP}"] if shared else group)]
   return _of_site(network, k + 1, "main", folder, config, [*own, *fields])
 
 
@@ -63,14 +68,20 @@ def process(
 
 def _of_site(network, node, module, folder, config, fields) -> list[str]:
   name = names(node)[node]
-  own = ["--config.overlap.transport=sites", f"--workdir={folder / name}"]
-  own += [f"--tls={folder / 'tls' / name}", *fields]
+  own = ["--config.overlap.transport=sites", f"--workdir={folder / name}", *fields]
   return _python(network, node, module, config, own)
 
 
 def _python(network, node, module, config, fields) -> list[str]:
   argv = [sys.executable, "-m", f"diloco.{module}", f"--config={config}", *fields]
   return network.command(node, argv)
+
+
+def paced(command: Sequence[str]) -> list[str]:
+  """Returns the command of a training process whose inner steps take STEP_S seconds."""
+  at = command.index("-m")
+  script = ROOT / "scripts/experiments/paced_site.py"
+  return [*command[:at], str(script), *command[at + 2 :]]
 
 
 def start(command: Sequence[str], log: pathlib.Path, **variables: str):

@@ -60,6 +60,27 @@ def test_metrics_of_the_newest_launch_are_not_fetched(tiny, tmp_path):
   recorder.close()
 
 
+@pytest.mark.parametrize(
+  ("trained", "logged"),
+  [
+    (range(1, 25), [10, 20]),
+    (range(12, 25), [20]),  # Goes on from a checkpoint.
+    (range(1, 25, 2), [11, 21]),  # A site with sites.pace = 0.5.
+    ([8, 9, 23], [23]),  # A site that was late.
+  ],
+)
+def test_a_step_is_logged_in_each_period_also_if_steps_are_skipped(
+  trained, logged, tiny, tmp_path
+):
+  tiny.log.every, tiny.train.steps = 10, 24
+  recorder, of_step = make_recorder(tiny, tmp_path), InnerMetrics(*[np.ones(1)] * 3)
+  for t in trained:
+    recorder.launched(range(t, t + 1), [of_step], [])
+  recorder.flush()
+  assert [r["step"] for r in metrics.read(tmp_path)] == logged
+  recorder.close()
+
+
 def test_the_progress_line_fits_80_columns(tiny, tmp_path, capsys):
   tiny.train.steps = 100_000
   recorder = make_recorder(tiny, tmp_path)

@@ -15,24 +15,41 @@ audit, bench = _load("fault_audit"), _load("fault_bench")
 FIELDS = ["--config.train.steps=31"]
 
 
+def _draw(seed, faults, every, *flags):
+  argv = [f"--seed={seed}", f"--faults={faults}", f"--every={every}", *flags]
+  return bench.draw(bench.parse(["--out=x", *argv]), sites=4)
+
+
 def test_a_storm_follows_from_its_seed():
-  assert bench.draw(3, 20, 5, 4) == bench.draw(3, 20, 5, 4)
-  assert bench.draw(3, 20, 5, 4) != bench.draw(4, 20, 5, 4)
+  assert _draw(3, 20, 5) == _draw(3, 20, 5)
+  assert _draw(3, 20, 5) != _draw(4, 20, 5)
 
 
 def test_a_storm_has_as_many_faults_of_every_kind_as_asked():
-  storm = bench.draw(1, 200, 60, 5)
+  storm = _draw(1, 200, 60)
   assert len(storm) == 200
   assert {f.kind for f in storm} == {*bench.KINDS}
-  assert {f.site for f in storm} == {bench.COORDINATOR, *range(bench.SITES)}
-  assert all((f.site < 0) == (f.kind == "kill coordinator") for f in storm)
+  assert {f.site for f in storm} == {bench.LEADER, *range(4)}
+  assert all((f.site < 0) == (f.kind == "kill leader") for f in storm)
   mean = sum(f.at for f in storm) / 200
   assert 0.8 < mean / (200 * 60 / 2) < 1.2  # Spread evenly over 200 minutes.
 
 
+@pytest.mark.parametrize(
+  ("flags", "kinds"),
+  [
+    (["--folder"], {"kill", "pause", "cut", "kill leader"}),
+    (["--kinds=kill,pause"], {"kill", "pause"}),
+    (["--folder", "--kinds=kill,pause"], {"kill", "pause"}),
+  ],
+)
+def test_a_storm_has_the_kinds_that_are_asked_and_possible(flags, kinds):
+  assert {f.kind for f in _draw(1, 60, 60, *flags)} == kinds
+
+
 @pytest.mark.parametrize("every", [0.5, 3, 60])
 def test_nothing_is_struck_again_before_its_fault_has_ended(every):
-  storm = bench.draw(7, 100, every, 5)
+  storm = _draw(7, 100, every)
   assert storm == sorted(storm, key=lambda f: f.at)
   ends = {}
   for fault in storm:
@@ -47,6 +64,16 @@ def test_flags_of_the_config_are_kept_and_others_refused(capsys):
   with pytest.raises(SystemExit):
     bench.parse(["--out=x", "--nonsense=1"])
   assert "--nonsense=1 is unknown" in capsys.readouterr().err
+  with pytest.raises(SystemExit):
+    bench.parse(["--out=x", "--folder", "--kinds=kill,slow"])
+  assert "--kinds has slow" in capsys.readouterr().err
+
+
+def test_a_site_may_have_fields_of_its_own():
+  flags = ["sites.pace=0.5", "sites.batch_size=1"]
+  given = [f"--of_site={k}:--config.{f}" for k, f in zip((1, 1), flags)]
+  options = bench.parse(["--out=x", *given])
+  assert options.of_site == {1: [f"--config.{f}" for f in flags]}
 
 
 @pytest.fixture
@@ -65,8 +92,9 @@ def rounds(calendar):
         "round": number,
         "fragment": fragment,
         "step": step,
-        "tokens": {str(k): 10 for k in members},
+        "tokens": {str(k): 64 for k in members},
         "payloads": {str(k): 5 for k in members},
+        "per_step": {str(k): 64 for k in members},
         "late": [2] if number == 1 else [],
         "waited_s": 2.0 if number == 1 else 0.1,
       }
@@ -92,17 +120,22 @@ def test_sums_over_the_coordinators_log(rounds):
   assert audit.count(rounds, sites=4) == {**sums, "longest_wait_s": 2.0}
 
 
-def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path):
-  files = {"coordinator/rounds.jsonl": rounds}
+@pytest.mark.parametrize("group", ["coordinator", "group"])
+def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path, group):
+  files = {f"{group}/rounds.jsonl": rounds}
   files |= {f"site-{k}/metrics.jsonl": _metrics(k, rounds) for k in range(4)}
   for name, records in files.items():
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in records))
   monkeypatch.setattr(audit, "outer_parameters", lambda path: {"theta": np.ones(1)})
-  found = audit.audit(tmp_path, bench.CONFIG, FIELDS, slice(0, 3))
+  args = (tmp_path, group, bench.CONFIG, FIELDS, {}, slice(0, 3))
+  found = audit.audit(*args)
   assert (found["problems"], found["rounds"]) == ([], len(rounds))
-  assert found["tokens"] == pytest.approx((3 * 4 - 1) * 10 / 3)  # Site 2 missed one.
+  assert found["tokens"] == pytest.approx((3 * 4 - 1) * 64 / 3)  # Site 2 missed one.
   assert found["merges"] == [len(rounds)] * 4
+  # Site 1 has half the tokens in a step, and its payloads say otherwise.
+  args[4][1] = ["--config.sites.batch_size=1"]
+  assert len(audit.audit(*args)["problems"]) == len(rounds)
 
 
 def test_a_sound_log_has_no_problems(rounds, calendar):
@@ -147,6 +180,29 @@ def test_a_site_whose_metrics_disagree_with_the_log_is_found(rounds, calendar):
   assert "ended at step" in problems(lambda r: r.pop())[0]
 
 
+def test_a_kill_may_cut_off_the_newest_send_and_no_other(rounds, calendar):
+  records = _metrics(1, rounds)
+  sends = [i for i, r in enumerate(records) if r["kind"] == "send"]
+  arrival = {"kind": "arrival", "step": records[sends[3]]["step"] + 2}
+  check = lambda of_site: audit.check_site(1, of_site, rounds, calendar)
+  killed = [*records[: sends[3]], arrival, *records[sends[3] + 1 :]]
+  assert check(killed) == []
+  killed.remove(records[sends[2]])
+  # Then this one was the newest, so round 3 must be there.
+  assert check(killed) == ["round 3 has a payload that site 1 never sent"]
+  assert len(check(records[: sends[3]] + records[sends[3] + 1 :])) == 1
+
+
+@pytest.mark.parametrize("tokens", [65, 31 * 64])
+def test_a_payload_with_more_or_other_tokens_than_its_steps_is_found(
+  tokens, rounds, calendar
+):
+  assert audit.check_tokens(1, rounds, calendar) == []
+  rounds[2]["tokens"]["1"] = tokens
+  (problem,) = audit.check_tokens(1, rounds, calendar)
+  assert f"round 2 has {tokens} tokens of site 1" in problem
+
+
 def test_sites_that_computed_other_numbers_from_a_round_are_found(rounds):
   sites = {k: _metrics(k, rounds) for k in range(4)}
   next(r for r in sites[3] if r["kind"] == "receive")["outer_update_norm"] = 0.6
@@ -157,14 +213,15 @@ def test_sites_that_computed_other_numbers_from_a_round_are_found(rounds):
 def test_one_other_bit_in_a_last_checkpoint_is_found(monkeypatch, tmp_path):
   arrays = {"9.theta": np.arange(4, dtype=np.float32)}
   changed = {"9.theta": np.nextafter(arrays["9.theta"], 9)}
+  names = ["coordinator", *(f"site-{k}" for k in range(4))]
   for name, different, expected in (
     ("site-2", arrays, []),
-    ("site-2", changed, ["site 2 ends with other values of ['9.theta']"]),
-    ("site-1", {}, ["site 1 has no last checkpoint like that of the coordinator"]),
+    ("site-2", changed, ["site-2 ends with other values of ['9.theta']"]),
+    ("site-1", {}, ["site-1 has no last checkpoint like that of coordinator"]),
   ):
     stored = lambda path, n=name, x=different: x if path.name == n else arrays
     monkeypatch.setattr(audit, "outer_parameters", stored)
-    assert audit.check_states(tmp_path, 4) == expected
+    assert audit.check_states(tmp_path, names) == expected
 
 
 def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
@@ -176,9 +233,11 @@ def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
 
 @pytest.mark.slow("a storm of faults")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
-def test_a_run_survives_a_storm_and_its_audit(tmp_path):
-  argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2"]
-  argv += ["--config.train.steps=400", "--limit=300"]
+@pytest.mark.parametrize("flags", [[], ["--folder", "--config.sites.lost_s=2"]])
+def test_a_run_survives_a_storm_and_its_audit(tmp_path, flags):
+  argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2", *flags]
+  argv += ["--config.train.steps=400", "--limit=300", "--step=0.1,0.2"]
+  argv += [f"--of_site={k}:--config.sites.pace=0.5" for k in (1, 2, 3)]
   subprocess.run([sys.executable, SCRIPTS / "fault_bench.py", *argv], check=True)
   found = json.loads((tmp_path / "run/faults.json").read_text())
   assert found["problems"] == []

@@ -83,7 +83,7 @@ def unpack(content: bytes) -> tuple[dict[str, Any], memoryview] | None:
 class Folder(Store):
   """A folder of this machine: a disk, or a file system of several machines."""
 
-  poll_s = 0.05
+  poll_s = 0.02
 
   def __init__(self, root: pathlib.Path):
     """Makes the folders of a group."""

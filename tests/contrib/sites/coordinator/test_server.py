@@ -23,6 +23,8 @@ from sites import (
   wait,
 )
 
+from diloco.contrib.sites.coordinator.board import Board
+from diloco.contrib.sites.coordinator.journal import Journal
 from diloco.contrib.sites.coordinator.rounds import Presence
 from diloco.contrib.sites.coordinator.server import Server
 from diloco.errors import ConfigError
@@ -218,6 +220,18 @@ def test_the_run_goes_on_after_the_coordinator_was_killed(start, kept):
   assert {p.state for p in players} == {coordinator.state}
   assert coordinator.lines() == list(range(kept + 6))
   assert all(player.link.reconnects > 0 for player in players)
+
+
+def test_a_restarted_coordinator_waits_for_all_also_if_a_checkpoint_has_their_round(
+  start,
+):
+  coordinator, players = start()
+  play(players, range(2))
+  coordinator.kill()
+  Journal(coordinator.workdir).forget(before=2)
+  board = Board(coordinator.calendar, Journal(coordinator.workdir), print)
+  board.rounds.sent(0, 2, now=0.0)
+  assert board.rounds.close(now=1.0) is None
 
 
 def test_rounds_close_while_a_restarted_coordinator_reads_the_outer_state(

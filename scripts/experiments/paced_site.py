@@ -1,0 +1,28 @@
+"""Runs diloco.main as if an inner step took STEP_S seconds, for fault_bench.py.
+
+The process sleeps until its launch of inner steps has taken this time, as it would wait
+for a device. So sites of given speeds share the cores of one machine.
+"""
+
+import os
+import runpy
+import time
+
+import jax
+
+from diloco.algorithm.method import DiLoCo
+
+STEP_S = float(os.environ["STEP_S"])
+_inner = DiLoCo.inner
+
+
+def inner(self, steps, state, tokens):
+  """Takes the place of `DiLoCo.inner`."""
+  end = time.monotonic() + STEP_S * len(steps)
+  found = jax.block_until_ready(_inner(self, steps, state, tokens))
+  time.sleep(max(end - time.monotonic(), 0))
+  return found
+
+
+DiLoCo.inner = inner
+runpy.run_module("diloco.main", run_name="__main__", alter_sys=True)
