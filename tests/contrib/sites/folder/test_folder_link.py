@@ -143,7 +143,7 @@ def test_a_former_holder_that_wakes_up_writes_no_round_differently(
     stores.append(Frozen(root))
     return stores[-1]
 
-  players = start(SHORT, store=store, lost_s=1.5)
+  players = start(SHORT, store=store, lost_s=3.0)
   first = holder(players)
   play(players, range(2))
   frozen = stores[players.index(first)]
