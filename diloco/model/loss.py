@@ -42,9 +42,10 @@ def token_losses(
   head_VxD = head_VxD.astype(x_BxLxD.dtype)
 
   def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
-    _, log_z_T, nll_T = _logits(x_BxCxD, head_VxD, targets_BxC, batch_axes)
-    shape = targets_BxC.shape
-    return nll_T.reshape(shape), jnp.square(log_z_T).reshape(shape)
+    logits_TxV, target_T = _logits(x_BxCxD, head_VxD, targets_BxC, batch_axes)
+    log_z_T = jax.nn.logsumexp(logits_TxV, axis=-1)
+    found = log_z_T - target_T, jnp.square(log_z_T)
+    return found[0].reshape(targets_BxC.shape), found[1].reshape(targets_BxC.shape)
 
   chunks = _chunks(x_BxLxD, chunk), _chunks(targets_BxL, chunk)
   nll, z2 = jax.lax.map(lambda args: losses(*args), chunks)
@@ -128,16 +129,21 @@ def _local(
     grad_DxV: jax.Array, args: tuple[jax.Array, jax.Array]
   ) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], jax.Array]]:
     x_BxCxD, targets_BxC = args
-    logits_TxV, log_z_T, nll_T = _logits(x_BxCxD, w_VxD, targets_BxC)
+    logits_TxV, target_T = _logits(x_BxCxD, w_VxD, targets_BxC)
+    highest_T = logits_TxV.max(axis=-1)
+    exp_TxV = _kept(jnp.exp(logits_TxV - highest_T[:, None]))
+    z_T = exp_TxV.sum(axis=-1)
+    log_z_T = jnp.log(z_T) + highest_T
     # d nll / d logits is p - onehot, and d log(Z)^2 / d logits is 2 log(Z) p.
-    p_TxV = jnp.exp(logits_TxV - log_z_T[:, None]) * (1 + 2 * z_loss * log_z_T)[:, None]
+    p_TxV = exp_TxV * ((1 + 2 * z_loss * log_z_T) / z_T)[:, None]
     hit_TxV = jnp.arange(len(w_VxD)) == targets_BxC.reshape(-1, 1)
     g_TxV = ((p_TxV - hit_TxV) / tokens).astype(w_VxD.dtype)
     grad_TxD = dot("tv,vd->td", g_TxV, w_VxD).astype(w_VxD.dtype)
-    # XLA for CPU is fast at this product only if the transpose is an array of its own.
+    # XLA for CPU is fast at this product only if the transposes, here and after the
+    # loop, are arrays of their own.
     x_DxT = jax.lax.optimization_barrier(x_BxCxD.reshape(grad_TxD.shape).T)
     grad_DxV += dot("dt,tv->dv", x_DxT, g_TxV)
-    sums = nll_T.sum(), jnp.square(log_z_T).sum()
+    sums = (log_z_T - target_T).sum(), jnp.square(log_z_T).sum()
     return grad_DxV, (sums, grad_TxD.reshape(x_BxCxD.shape))
 
   grad_DxV = jnp.zeros(w_VxD.shape[::-1], jnp.float32)
@@ -146,7 +152,8 @@ def _local(
   nll, z2 = (jnp.sum(a) / tokens for a in sums)
   if axes:
     nll, z2, grad_DxV = jax.lax.psum((nll, z2, grad_DxV), axes)
-  grads = _join(grad_x), grad_DxV.T.astype(head_VxD.dtype)
+  grad_VxD = jax.lax.optimization_barrier(grad_DxV).T
+  grads = _join(grad_x), grad_VxD.astype(head_VxD.dtype)
   return (nll + z_loss * z2, nll), grads
 
 
@@ -167,16 +174,20 @@ objective.defvjp(_forward, _backward)
 
 def _logits(
   x_BxCxD: jax.Array, w_VxD: jax.Array, targets_BxC: jax.Array, batch_axes: Axes = ()
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns float32 logits (T, V), log(Z) and -log p(target) (T,)."""
+) -> tuple[jax.Array, jax.Array]:
+  """Returns float32 logits (T, V), and those of the targets (T,)."""
   # Two axes, because XLA for CPU is slow at the gradients of products with more.
   x_TxD, targets_T = x_BxCxD.reshape(-1, x_BxCxD.shape[-1]), targets_BxC.reshape(-1)
   logits_TxV = jnp.einsum("td,vd->tv", x_TxD, w_VxD, preferred_element_type=jnp.float32)
   if batch_axes:
     logits_TxV = jax.lax.with_sharding_constraint(logits_TxV, P(batch_axes))
-  log_z_T = jax.nn.logsumexp(logits_TxV, axis=-1)
-  target_T = jnp.take_along_axis(logits_TxV, targets_T[:, None], axis=-1)[:, 0]
-  return logits_TxV, log_z_T, log_z_T - target_T
+  return logits_TxV, jnp.take_along_axis(logits_TxV, targets_T[:, None], axis=-1)[:, 0]
+
+
+def _kept(a: jax.Array) -> jax.Array:
+  """On CPUs, keeps values that XLA would compute again for each use."""
+  barrier = jax.lax.optimization_barrier
+  return jax.lax.platform_dependent(a, cpu=barrier, default=lambda a: a)
 
 
 def _chunks(a: jax.Array, chunk: int) -> jax.Array:
