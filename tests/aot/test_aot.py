@@ -13,6 +13,7 @@ import conftest
 import jax
 import numpy as np
 import pytest
+from dry_run_needs import needs_cuda_plugin, needs_libtpu
 from jax.experimental import topologies
 
 from diloco.algorithm.make import make_plan
@@ -27,16 +28,6 @@ from diloco.spec import sizes
 from diloco.spec.shapes import num_params
 
 TESTS = pathlib.Path(__file__).parents[1]
-
-needs_libtpu = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="libtpu is not installed (pip install libtpu)",
-)
-
-needs_cuda_plugin = pytest.mark.skipif(
-  importlib.util.find_spec("jax_cuda12_plugin") is None,
-  reason="JAX's CUDA plugin is not installed (pip install 'jax[cuda12-local]')",
-)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,6 @@ def run(command: str, **environment: str) -> str:
     (f"bench_checkpoint.py {CONFIG} --workdir={{}}", "checksums after reading"),
     (f"bench_diagnostics.py {LONGER} --workdir={{}}", "of the run's time"),
     (f"bench_together.py {CONFIG} --repeats=1 --runs=1,2", "   2 "),
-    (f"draw_roofline.py {CONFIG} --repeats=1 --out={{}}.png", "wrote"),
     (f"{ACCELERATOR} --repeats=1", "one device"),
   ],
 )

@@ -1,16 +1,16 @@
-"""Counts the bytes that compiled programs read and write."""
+"""Counts the bytes and the FLOPs of compiled programs."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 import pytest
-import traffic
-from test_aot import needs_cuda_plugin, needs_libtpu
+from dry_run_needs import needs_cuda_plugin, needs_libtpu
 
 from diloco.aot import topology
 from diloco.aot.programs import Programs
 from diloco.config import default_config, resolve
+from diloco.contrib.roofline import hlo_work
 
 # Of a TPU program: one copy to the vector memory, one fusion that changes a row.
 IN_PLACE = """
@@ -41,19 +41,19 @@ ENTRY %main (x: f32[8,128], y: f32[8,128], i: s32[]) -> f32[8,128] {
   [("log", 8 + 1), ("y", 8 + 1 + 1)],
 )
 def test_slices_and_vector_memory(operand, moved):
-  assert traffic.nbytes(IN_PLACE.replace("MEMORY", operand)) == moved * 128 * 4
+  assert hlo_work.nbytes(IN_PLACE.replace("MEMORY", operand)) == moved * 128 * 4
 
 
 def test_an_operation_reads_operands_and_writes_results():
   x = jnp.ones((100, 10))
   text = jax.jit(lambda x, y: 2 * x + y).lower(x, x).compile().as_text()
-  assert traffic.nbytes(text) == 3 * 4 * 1000
+  assert hlo_work.nbytes(text) == 3 * 4 * 1000
 
 
 def test_a_loop_counts_each_round():
   def program(rounds):
     loop = lambda x: jax.lax.fori_loop(0, rounds, lambda i, x: jnp.cos(x), x)
-    return traffic.nbytes(jax.jit(loop).lower(jnp.ones(10_000)).compile().as_text())
+    return hlo_work.nbytes(jax.jit(loop).lower(jnp.ones(10_000)).compile().as_text())
 
   # A round reads and writes x; the counter adds little.
   each = (program(7) - program(5)) / 2
@@ -64,7 +64,48 @@ def test_a_loop_without_a_known_end_is_an_error():
   program = lambda n, x: jax.lax.fori_loop(0, n, lambda i, x: jnp.cos(x), x)
   text = jax.jit(program).lower(3, jnp.ones(100)).compile().as_text()
   with pytest.raises(ValueError, match=r"rounds of loop 'while.* are not known"):
-    traffic.nbytes(text)
+    hlo_work.nbytes(text)
+
+
+# Forms of a matrix product in TPU programs: plain, a weight's gradient over 8
+# sequences, a batch of 8, and a fusion of one with a sum.
+PRODUCTS = """
+%fused (param_0: bf16[64,32], param_1: bf16[32,16]) -> bf16[64,16] {
+  %param_0 = bf16[64,32]{1,0} parameter(0)
+  %param_1 = bf16[32,16]{1,0} parameter(1)
+  %c = bf16[64,16]{1,0} convolution(%param_0, %param_1), dim_labels=bf_io->bf
+  ROOT %s = bf16[64,16]{1,0} add(%c, %c)
+}
+
+ENTRY %main (a: bf16[64,32], b: bf16[32,16]) -> bf16[64,16] {
+  %a = bf16[64,32]{1,0} parameter(0)
+  %b = bf16[32,16]{1,0} parameter(1)
+  %x = bf16[8,64,32]{2,1,0} parameter(2)
+  %y = bf16[8,64,16]{2,1,0} parameter(3)
+  %z = bf16[8,32,16]{2,1,0} parameter(4)
+  %plain = bf16[64,16]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+  %w = bf16[32,16,1]{2,1,0} convolution(%x, %y), window={size=8}
+  %t = bf16[8,64,16]{2,1,0} convolution(%x, %z), window={size=8 stride=7 lhs_dilate=8}
+  ROOT %f = bf16[64,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused
+}
+"""
+
+
+def test_flops_of_the_forms_of_a_product_on_tpus():
+  one = 2 * 64 * 32 * 16
+  found = {x.name: x.flops for x in hlo_work.works(PRODUCTS)}
+  assert found == pytest.approx({"plain": one, "w": 8 * one, "t": 8 * one, "f": one})
+
+
+def test_flops_of_batched_products_in_a_loop():
+  def loop(x, y):
+    body = lambda i, x: jnp.einsum("bij,bjk->bik", x, y)
+    return jax.lax.fori_loop(0, 3, body, x)
+
+  args = jnp.ones((4, 64, 48)), jnp.ones((4, 48, 48))
+  text = jax.jit(loop).lower(*args).compile().as_text()
+  flops = sum(x.rounds * x.flops for x in hlo_work.works(text))
+  assert flops == pytest.approx(3 * 4 * 2 * 64 * 48 * 48)
 
 
 def ratios(chip: str) -> dict[str, float]:
@@ -85,7 +126,7 @@ def ratios(chip: str) -> dict[str, float]:
   }
   with jax.set_mesh(programs.mesh):
     texts = {k: programs.lower[k]().compile().as_text() for k in least}
-  moved = {k: traffic.nbytes(text) for k, text in texts.items()}
+  moved = {k: hlo_work.nbytes(text) for k, text in texts.items()}
   for k, n in least.items():
     print(f"{k:<7} {moved[k]:>14,} bytes   least {n:>13,}   {moved[k] / n:.2f}")
   return {k: moved[k] / least[k] for k in least}
