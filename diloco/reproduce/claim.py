@@ -40,7 +40,7 @@ class Claim:
     a, b: keys of the points to compare. If a seed has several such points, the one with
       the least `choice` counts.
     low, high: what the claim says of 100 * (a / b - 1).
-    column: the number to compare, `loss` or a key of the points.
+    column: the number to compare: `loss`, `accuracy` or a key of the points.
     than: keys of two other points, whose difference is subtracted.
   """
 
@@ -103,7 +103,7 @@ def span(claim: Claim, values: Sequence[float]) -> tuple[float, float]:
   Best rates and batches are points of a grid, which may be the same for all seeds. So
   their mean has no Student's interval, and all seeds must agree.
   """
-  if claim.column != "loss" and len(values) > 1:
+  if claim.column not in ("loss", "accuracy") and len(values) > 1:
     return min(values), max(values)
   return interval(values)
 

@@ -49,6 +49,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       loss: the test loss if all these runs have one, else the evaluation loss.
       more: by how many per cent the loss exceeds that of the row with which it is
         compared, at the same seed; NaN if that row has no result.
+      accuracy: of the first task, in per cent; NaN if none was scored.
       bytes: bytes that one replica sent.
     If chart.x is EVALUATED, a cell has three rows, one per key of `_PARAMETERS`.
   """
@@ -69,6 +70,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       EVALUATED: name,
       "choice": row["loss"],
       "loss": row[f"{test}loss{end}"],
+      "accuracy": 100 * (math.nan if row["accuracy"] is None else row["accuracy"]),
       "bytes": row["bytes_sent"],
     }
     for cell, row in best.values()
@@ -153,12 +155,19 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   name = from_what.get(chart.against, "difference (%)")
   columns[name] = _with_deviation(spread(chart, table, "more"), "{:+.2f}")
   columns["bytes sent"] = spread(chart, table, "bytes")["mean"].map("{:,.0f}".format)
-  for y, label in chart.y:
-    if y not in ("loss", "more"):
+  for y, label in _panels(chart, table):
+    if y == "accuracy":
+      columns[label] = _with_deviation(spread(chart, table, y), "{:.2f}")
+    elif y not in ("loss", "more"):
       columns[f"{label}, mean"] = spread(chart, table, y)["mean"].map("{:.3g}".format)
   if not chart.by:
     del columns["curve"]
   return tables.markdown(columns)
+
+
+def _panels(chart: Chart, table: pd.DataFrame) -> list[tuple[str, str]]:
+  """Returns `chart.y` without columns of which no run has a value."""
+  return [(y, label) for y, label in chart.y if table[y].notna().any()]
 
 
 def _with_deviation(cells: pd.DataFrame, form: str) -> pd.Series:
@@ -208,8 +217,9 @@ def figure(chart: Chart, table: pd.DataFrame) -> Figure:
     own = own[own[chart.x] != own[chart.against]]
   words = not _numbers(own[chart.x])
   height = 1.3 + 0.2 * own[chart.x].nunique() if words else 3.2
-  figure, panels = palette.panels(chart.title, [""] * len(chart.y), height)
-  for panel, (y, label) in zip(panels, chart.y):
+  ys = _panels(chart, own)
+  figure, panels = palette.panels(chart.title, [""] * len(ys), height)
+  for panel, (y, label) in zip(panels, ys):
     cells = spread(chart, own, y)
     _draw_panel(panel, cells, chart, label)
     if y == "more":

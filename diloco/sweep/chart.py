@@ -5,11 +5,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 PLAIN = "data-parallel"
+ACCURACY = "accuracy (%)"
 LOSS = "held-out loss (nats per token)"
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).
 EVALUATED = "evaluated"
 # Columns that `frame` adds to the keys of the points.
-_ADDED = (EVALUATED, "choice", "loss", "more", "bytes", "seed")
+_ADDED = (EVALUATED, "choice", "loss", "more", "accuracy", "bytes", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Chart:
     by: keys of the points; points with equal values of these keys form a curve.
     xlabel: label of the x axis.
     log: whether the x axis is logarithmic.
-    y: (column, label) of each panel. A column is `loss` or a key of the points, such as
-      a tuned rate.
+    y: (column, label) of each panel. A column is `loss`, `more`, `accuracy` or a key of
+      the points, such as a tuned rate. Without any accuracy, its panel is left out.
     against: chooses the point with which a point is compared. Empty: the sweep's first
       cell. PLAIN: data-parallel at the same x. Else a key of the points, whose value is
       the x of the other point.

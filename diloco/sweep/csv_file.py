@@ -35,6 +35,7 @@ EXPORTED_FIELDS = {
 _NOTED = ("name", "group", "revision", "status", "error", "finished")
 # Columns after the fields.
 _RESULTS = (*_NOTED, *SUMMARY_COLUMNS, "config")
+_NEWER = {"accuracy"}  # Columns that an older file may lack.
 # The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
 _PAPERS_N = "matrix_params"
 
@@ -69,7 +70,8 @@ def load(path: pathlib.Path, results: pathlib.Path) -> int:
     reader = csv.DictReader(file)
     try:
       found = reader.fieldnames or ()
-      missing = [c for c in (*EXPORTED_FIELDS, *_RESULTS) if c not in found]
+      asked = {*EXPORTED_FIELDS, *_RESULTS} - _NEWER
+      missing = sorted(asked - {*found})
       if missing:
         raise ValueError(f"there is no column {', '.join(missing)}")
       for line in reader:
@@ -134,7 +136,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   if None in line or None in line.values():
     raise ValueError("it does not have as many cells as the first line")
   summary = {
-    field: kind(line[column]) if line[column] else None
+    field: kind(line[column]) if line.get(column) else None
     for column, (field, kind) in SUMMARY_COLUMNS.items()
   }
   loss = summary["eval_loss.outer"]

@@ -30,8 +30,9 @@ from diloco.util import files
 Row = dict[str, Any]
 
 # Columns from summary.json: the field in that file and its type. Losses are held-out
-# losses in nats per token; test losses are empty if eval.test_tokens is 0. Bytes are
-# bytes that one replica sends, in total and at the step that sends most.
+# losses in nats per token; test losses are empty if eval.test_tokens is 0. The accuracy
+# is that of the first task, empty if none was scored. Bytes are bytes that one replica
+# sends, in total and at the step that sends most.
 SUMMARY_COLUMNS = {
   "params": ("params", int),
   "tokens": ("tokens", int),
@@ -43,6 +44,7 @@ SUMMARY_COLUMNS = {
   "test_loss_mean": ("test_loss.mean", float),
   "test_loss_first": ("test_loss.first", float),
   "bits_per_byte": ("bits_per_byte", float),
+  "accuracy": ("accuracy", float),
   "bytes_sent": ("bytes_sent_per_replica", int),
   "peak_bytes": ("peak_bytes_per_sync", int),
   "syncs": ("syncs", int),
@@ -96,7 +98,8 @@ def read_row(directory: pathlib.Path) -> Row:
   # The trainer writes summary.json, then the job writes ended.json. Reading them in the
   # opposite order never finds an end without its summary.
   ended = files.read_json(directory / "ended.json") or {}
-  summary = leaves(files.read_json(directory / "summary.json") or {})
+  result = files.read_json(directory / "summary.json") or {}
+  summary = leaves({"accuracy": _accuracy(directory, result)} | result)
   row: Row = {
     **{"point": {}, "group": "", "revision": None},
     **{"attempts": 0, "started": "", "vanished": 0},
@@ -124,6 +127,14 @@ def read_row(directory: pathlib.Path) -> Row:
     row["status"] = "failed"
     row["error"] = f"the held-out loss of the final evaluation is {loss}; see {log}."
   return row
+
+
+def _accuracy(directory: pathlib.Path, result: Row) -> float | None:
+  """Returns the accuracy of the first task: of eval.tasks, or of `diloco evaluate`."""
+  paths = sorted(directory.glob("evaluation_*.json"))
+  records = [result, *(files.read_json(path) or {} for path in paths)]
+  tasks = [task for one in records for task in (one.get("tasks") or {}).values()]
+  return tasks[0]["accuracy"] if tasks else None
 
 
 def note(directory: pathlib.Path, **changes: Any) -> None:

@@ -50,6 +50,12 @@ def test_for_a_best_rate_all_seeds_must_agree(values, verdict):
   assert claim.verdict(claim_of("outer_lr", low=0), values) == verdict
 
 
+def test_an_accuracy_has_an_interval_as_a_loss_has():
+  own = claim_of("accuracy", low=0)
+  assert claim.verdict(own, [1.0, 1.1, 1.2]) == "shown"
+  assert claim.verdict(own, [0.1, 5.0, 0.1]) == "not shown at this scale"
+
+
 def test_the_interval_contains_the_true_mean_in_nine_of_ten_cases():
   draws = np.random.default_rng(0).normal(3.0, 2.0, (4000, 3))
   pairs = [claim.interval(values.tolist()) for values in draws]

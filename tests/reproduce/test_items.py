@@ -70,9 +70,10 @@ def test_the_command_exists(command):
     assert args.command != "figure" or args.name in figures.FIGURES
   if "config" in values:
     load_config(values["config"], [w for w in words if w.startswith("--config.")])
-  ablations = reproduce.load_module("ablations", "get_sweep", "").ABLATIONS
+  files = ("ablations", reproduce.SCORED)
+  known = [reproduce.load_module(file, "get_sweep", "").ABLATIONS for file in files]
   for only in values.get("only", "").split(","):
-    assert only in {"", reproduce.LADDER, *ablations}
+    assert only in {"", reproduce.LADDER}.union(*known)
   assert values.get("tasks", "piqa") in TASKS
   if "of" in values:
     assert list_configs.runs_of(values["of"])

@@ -1,5 +1,6 @@
 """The command reproduce: claims, verdicts, the page, and runs from end to end."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -16,14 +17,14 @@ from diloco.reproduce import __main__ as reproduce
 from diloco.reproduce import comparison
 from diloco.sweep import table
 from diloco.sweep.grid import Grid, Sweep
-from diloco.sweep.load import load_sweep
 from diloco.sweep.search import search_all
 from diloco.util import files
 
 
 @pytest.mark.parametrize("name", sorted({c.ablation for c in reproduce.CLAIMS}))
 def test_every_claim_has_runs_and_a_range(name):
-  sweep = load_sweep(name if name == reproduce.LADDER else f"ablations:{name}")
+  args = argparse.Namespace(only=name, seeds=1, text="", items="")
+  sweep = reproduce.sweeps(args)[name]
   searches = search_all(sweep.grids, lambda point: None)
   found = [p for s in searches for p in s.points or [s.cell]]
   if name == "evaluated":
@@ -38,12 +39,14 @@ def test_every_claim_has_runs_and_a_range(name):
       assert b, claim
       assert not any(p in b for p in a)
     assert math.isfinite(claim.low) != math.isfinite(claim.high)
-    assert claim.column == "loss" or all(claim.column in p for p in a + b)
+    known = claim.column in ("loss", "accuracy")
+    assert known or all(claim.column in p for p in a + b)
 
 
 def test_every_ablation_of_the_papers_and_the_ladder_have_a_claim():
-  names = reproduce.load_module("ablations", "get_sweep", "").ABLATIONS
-  wanted = {*names, reproduce.LADDER} - {"methods"}
+  files = ("ablations", reproduce.SCORED)
+  names = [reproduce.load_module(file, "get_sweep", "").ABLATIONS for file in files]
+  wanted = {reproduce.LADDER}.union(*names) - {"methods", "weights"}
   assert {c.ablation for c in reproduce.CLAIMS} == wanted
 
 

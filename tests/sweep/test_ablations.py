@@ -216,10 +216,11 @@ def test_a_chart_reports_the_test_loss_of_the_run_that_the_other_loss_chose(tmp_
     assert some["loss"].tolist() == [loss + 2.0**-8] * 2
 
 
-def ended(cell, loss, test_loss=None, **tuned):
+def ended(cell, loss, test_loss=None, accuracy=None, **tuned):
   """A cell whose search has ended, and the row of its best run."""
   found = Search(Grid("g", [cell]), cell, "interior", best={**cell, **tuned})
-  return found, {"loss": loss, "test_loss": test_loss, "bytes_sent": 7}
+  row = {"loss": loss, "test_loss": test_loss, "accuracy": accuracy, "bytes_sent": 7}
+  return found, row
 
 
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
@@ -316,7 +317,7 @@ def test_the_run_that_tuned_is_not_reported_beside_those_that_repeat_it():
   cells = [
     (
       Search(grid, cell, "interior", best={**cell, "lr": 1}),
-      {"loss": losses[cell["x"], cell["seed"]], "test_loss": None, "bytes_sent": 7},
+      ended({}, losses[cell["x"], cell["seed"]])[1],
     )
     for grid in (tuned, repeats)
     for cell in grid.cells
@@ -361,6 +362,23 @@ def test_bars_have_the_size_of_the_scatter_of_each_cell():
     )
     squares.append((drawn["std"] ** 2).mean())
   assert np.mean(squares) == pytest.approx(1, rel=0.1)
+
+
+def test_a_chart_has_the_accuracies_of_the_runs_that_have_one(tmp_path):
+  own = Chart("t", "x", y=(("loss", "nats"), ("accuracy", "accuracy (%)")))
+  scores = {(1, 0): 0.5, (1, 1): 0.52, (2, 0): 0.25, (2, 1): None}
+  cells = [
+    ended({"x": x, "seed": seed}, 2.0, accuracy=a) for (x, seed), a in scores.items()
+  ]
+  table = comparison.frame(own, cells)
+  lines = comparison.lines(own, table)
+  assert lines[0].endswith("| bytes sent | accuracy (%) |")
+  assert lines[2].endswith("| 7 | 51.00 ± 1.41 |")
+  assert lines[3].endswith("| 7 | 25.00 |")
+  assert len(comparison.figure(own, table).axes) == 2
+  none = table.assign(accuracy=math.nan)
+  assert len(comparison.figure(own, none).axes) == 1
+  assert comparison.lines(own, none)[0].endswith("| bytes sent |")
 
 
 def test_curves_are_named_as_in_the_other_figures():

@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser = command.Parser(prog="python -m diloco make_items", description=__doc__)
   add, at_least = parser.add_argument, command.in_range
   add("--source", required=True, help="as data.source; its documents for evaluation")
+  add("--split", default="eval", help="all: every document of --source is held out")
   add("--data_dir", default="", help="as data.data_dir")
   add("--output", type=command.as_path, required=True, help="folder to write")
   add("--items", type=at_least(1), default=4000, help="items of each task")
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
   """Writes the files of both tasks."""
   folder = command.make_folder(args.output, "--output")
   data = DataConfig(source=args.source, data_dir=args.data_dir)
-  source = make_source(data, "eval")
+  source = make_source(data, args.split)
   texts = [text.split() for text in (source[i] for i in range(len(source)))]
   for task in TASKS:
     rng = np.random.default_rng((args.seed, TASKS.index(task)))

@@ -1,0 +1,192 @@
+"""Small runs of both papers that also answer questions at the end (docs/ablations.md).
+
+  python -m diloco make_items --source=files:TEXT --output=/tmp/items
+  python -m diloco sweep --results=runs/a --parallel=2 --cores=1 \
+    --sweep=accuracies:bits,seeds=3,items=/tmp/items/word.jsonl
+
+The argument is a name of ABLATIONS, and after it any of seeds, text (a data.source) and
+items (a task of eval.tasks; without it, the runs answer nothing). Rates are those of
+configs/ablations.py and configs/ladder.py; seed 0 chose them, so seeds begin with 1.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from diloco.config import add_plugins
+from diloco.errors import ConfigError
+from diloco.sweep.chart import ACCURACY, LOSS, PLAIN, Chart
+from diloco.sweep.grid import Grid, Point, Sweep, power
+from diloco.util.command import load_module, parse_options
+
+SMALL = load_module("ablations", "get_config", "ablations")
+LADDER = load_module("ladder", "get_config", "ladder")
+ROOT2 = SMALL.ROOT2
+# The best inner rates of data-parallel and of DiLoCo with M = 2 in docs/ladder.md, as
+# powers of ROOT2. Streaming takes that of DiLoCo.
+OF_SIZE = {105: (-11, -10), 185: (-13, -13), 382: (-15, -15)}
+# {M, or 0 for data-parallel: power and outer rate with batches of 8, 16, 32}, the best
+# ones of seed 0 in `batch` of configs/ablations.py.
+OF_BATCH = {
+  0: ((-10, 0.8), (-10, 0.8), (-11, 0.8)),
+  1: ((-11, 0.6), (-11, 0.8), (-11, 0.6)),
+  2: ((-12, 1.0), (-12, 1.0), (-11, 0.6)),
+  4: ((-13, 1.2), (-12, 1.2), (-12, 0.8)),
+}
+_M2 = SMALL.replicas(2) + SMALL.streaming([{}])  # Data-parallel, DiLoCo, streaming.
+_BOTH = (("loss", LOSS), ("accuracy", ACCURACY))
+_MORE = (("loss", LOSS), ("more", "above data-parallel (%)"), ("accuracy", ACCURACY))
+
+
+def _sizes() -> list[Point]:
+  points = [{"size": size, **cell, "outer_lr": 0.6} for size in OF_SIZE for cell in _M2]
+  for p in points:
+    p["lr"] = power(ROOT2, OF_SIZE[p["size"]][p["replicas"] - 1])
+    p["batch"] = 4 if (p["size"], p["replicas"]) == (105, 1) else 8
+  return points
+
+
+def _large_batches() -> list[Point]:
+  found = []
+  for cell, rates in zip(SMALL.replicas(1, 2, 4), OF_BATCH.values()):
+    for batch, (k, outer) in zip((8, 16, 32), rates):
+      found.append(cell | {"batch": batch, "lr": power(ROOT2, k), "outer_lr": outer})
+  return found
+
+
+_OF_4_BITS = lambda cell: cell["compressor"] == "quantize" or cell["bits"] == 4
+# {name: cells without seed, and how they are compared}. Cells without a size are small.
+ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
+  "sizes": (
+    _sizes(),
+    Chart(
+      "Streaming over N (2501.18512, figure 5)",
+      "size",
+      SMALL.ALGORITHM,
+      "thousands of parameters",
+      log=True,
+      y=_MORE,
+      against=PLAIN,
+    ),
+  ),
+  "large_batch": (
+    _large_batches(),
+    Chart(
+      "Accuracy over the batch (2503.09799, figures 3, 5, 15 to 19)",
+      "batch",
+      SMALL.ALGORITHM,
+      "sequences per step, at the best rates",
+      log=True,
+      y=_BOTH,
+    ),
+  ),
+  "bits": (
+    [
+      *filter(_OF_4_BITS, SMALL.compressions()),
+      *SMALL.streaming([{"compressor": "ties", "bits": 4}]),
+    ],
+    Chart(
+      "Accuracy over bits (2501.18512, figure 11)",
+      "bits",
+      ("compressor",),
+      "bits of a value, or the same bytes",
+      log=True,
+      y=_BOTH,
+    ),
+  ),
+  "alpha": (
+    SMALL.streaming(SMALL.cross(alpha=(0.0, 0.25, 0.5, 0.75, 1.0), tau=(5,))),
+    Chart(
+      "Mixing (2501.18512, section 2.3)",
+      "alpha",
+      xlabel="α, the replica's own share; τ = 5",
+      y=_BOTH,
+    ),
+  ),
+  "replicas_h": (
+    SMALL.streaming(SMALL.cross(replicas=(2, 4), sync_every=(30, 100))),
+    Chart(
+      "Replicas and H (2501.18512, table 6)",
+      "sync_every",
+      SMALL.ALGORITHM,
+      "inner steps between syncs H",
+      log=True,
+      y=_BOTH,
+    ),
+  ),
+  "overtrain_streaming": (
+    [cell | {"overtrain": times} for cell in _M2 for times in (1, 4)],
+    Chart(
+      "Overtraining of streaming (2501.18512, table 1)",
+      "overtrain",
+      SMALL.ALGORITHM,
+      "multiple of the tokens",
+      log=True,
+      y=_MORE,
+      against=PLAIN,
+    ),
+  ),
+  "weights": (
+    [cell | {"weights": w} for cell in _M2 for w in ("float32", "bfloat16")],
+    Chart(
+      "Weights of 16 bits (2503.09799, section 3)",
+      "weights",
+      SMALL.ALGORITHM,
+      y=_BOTH,
+    ),
+  ),
+  "streaming_rate": (
+    [c | {"outer_lr": r} for c in _M2[1:] for r in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)],
+    Chart(
+      "Outer rate of streaming (2501.18512, section 3.2)",
+      "outer_lr",
+      SMALL.ALGORITHM,
+      "outer rate",
+      y=_BOTH,
+    ),
+  ),
+}
+OPTIONS = {"seeds": int, "text": str, "items": str}
+
+
+def get_sweep(argument: str = "") -> Sweep:
+  """Makes the sweep of an ablation.
+
+  Raises:
+    ConfigError: the name or an option is unknown.
+  """
+  name, _, rest = argument.partition(",")
+  if name not in ABLATIONS:
+    raise ConfigError(f"the ablation is {name!r}; write one of {', '.join(ABLATIONS)}.")
+  (some, chart), options = ABLATIONS[name], parse_options(rest, OPTIONS)
+  text, seeds = options.get("text", "sotu"), options.get("seeds", 1)
+  if seeds < 1:
+    raise ConfigError(f"the argument is {argument!r}; give at least one seed.")
+  cells = [
+    {"size": "small", **cell, "scored": True, "seed": seed}
+    for cell in some
+    for seed in range(1, seeds + 1)
+  ]
+  return Sweep(
+    functools.partial(get_config, text=text, items=options.get("items", "")),
+    [Grid(name, cells)],
+    {"XLA_FLAGS": "--xla_backend_optimization_level=1"},
+    chart,
+  )
+
+
+def get_config(point: Point, text: str = "sotu", items: str = ""):
+  """Makes the config of a point: that of configs/ablations.py or of the ladder."""
+  ties = point.get("compressor") == "ties"
+  if point["size"] == "small":
+    sent = {"compressor": "topk"} if ties else {}
+    c = SMALL.get_config(point | sent, text=text)
+  else:
+    c = LADDER.get_config(point, text)
+    if c.algorithm == "streaming":  # Its last sync follows the last inner step too.
+      c.fragments.size, c.outer.final_sync = 1, True
+  if ties:
+    add_plugins(c, "ties_merging")
+    c.outer.average = "ties_merging"
+  c.eval.tasks = items
+  c.model.param_dtype = point.get("weights", "float32")
+  return c
