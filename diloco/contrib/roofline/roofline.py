@@ -17,17 +17,15 @@ MFU       at most: the FLOPs of training over those of the chips in a step's tim
 memory    of the program that needs most, with the state, of what XLA gives
 """
 
-import ast
-import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
 from diloco.config import Config, changed, command_line, resolve
+from diloco.contrib.roofline.bounds import Bound, bound, settings
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
@@ -47,52 +45,6 @@ _BANDWIDTH = {
   **{"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9},
   **{"h100": 3.35e12, "h200": 4.8e12},
 }
-
-
-class Bound(NamedTuple):
-  """Seconds that a program needs at least: in all, of its products, of its bytes."""
-
-  seconds: float
-  products: float
-  memory: float
-
-
-def bound(hlo: str, peak: float, bandwidth: float) -> Bound:
-  """Bounds the time of a compiled program on one device.
-
-  Args:
-    hlo: its text.
-    peak: FLOP/s of the device.
-    bandwidth: bytes per second of its main memory.
-  """
-  from diloco.contrib.roofline.hlo_work import works
-
-  found = [
-    (x.rounds * x.flops / peak, x.rounds * x.nbytes / bandwidth) for x in works(hlo)
-  ]
-  products, memory = (sum(column) for column in zip(*found))
-  return Bound(sum(map(max, found)), products, memory)
-
-
-def settings(tries: Sequence[str]) -> Iterator[dict[str, Any]]:
-  """Yields each combination of values of `FIELD=VALUE,VALUE`.
-
-  Raises:
-    ConfigError: one has another form.
-  """
-  for text in tries:
-    if not all(text.partition("=")[::2]):
-      raise ConfigError(f"--try is {text!r}; write a field and values, as a.b=1,2.")
-  fields = [text.partition("=")[::2] for text in tries]
-  for values in itertools.product(*(v.split(",") for _, v in fields)):
-    yield {name: _value(value) for (name, _), value in zip(fields, values)}
-
-
-def _value(text: str) -> object:
-  try:
-    return ast.literal_eval(text)
-  except (SyntaxError, ValueError):  # A name, such as dots.
-    return text
 
 
 def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from dry_run_needs import needs_libtpu
 
-from diloco.contrib.roofline import roofline
+from diloco.contrib.roofline import bounds
 from diloco.errors import ConfigError
 
 SMALL = (
@@ -32,28 +32,28 @@ def test_the_longer_of_products_and_bytes_counts_for_each_operation():
   text = jax.jit(program).lower(*args).compile().as_text()
   flops, moved = 2 * 256**3, 3 * 4 * 256**2
   peak, bandwidth = 1e9, 1e6
-  found = roofline.bound(text, peak, bandwidth)
+  found = bounds.bound(text, peak, bandwidth)
   # The bytes of the product take longer than its FLOPs here, with 1e8 bytes/s not.
   assert found.products == pytest.approx(flops / peak)
   assert found.memory == pytest.approx((moved + 80_000) / bandwidth, rel=0.01)
   assert found.seconds == pytest.approx(found.memory, rel=1e-6)
-  found = roofline.bound(text, peak, 1e8)
+  found = bounds.bound(text, peak, 1e8)
   assert found.seconds == pytest.approx(flops / peak + 80_000 / 1e8, rel=0.01)
 
 
 def test_each_combination_of_values_is_tried():
   tries = ["model.remat=none,dots", "model.unroll=1,0"]
-  assert list(roofline.settings(tries)) == [
+  assert list(bounds.settings(tries)) == [
     {"model.remat": remat, "model.unroll": unroll}
     for remat in ("none", "dots")
     for unroll in (1, 0)
   ]
-  assert list(roofline.settings([])) == [{}]
+  assert list(bounds.settings([])) == [{}]
 
 
 def test_a_try_without_values_is_refused():
   with pytest.raises(ConfigError, match=r"--try is 'model\.remat'; write a field"):
-    list(roofline.settings(["model.remat"]))
+    list(bounds.settings(["model.remat"]))
 
 
 @needs_libtpu

@@ -34,7 +34,9 @@ def row(hours, percent, **fields):
 
 def test_the_small_losses_are_those_of_the_recorded_runs():
   runs = list(csv.DictReader((ROOT / "docs" / "reproduced.csv").open()))
-  runs = [r for r in runs if r["params"] == "141920" and r["test_loss"]]
+  # Runs with an accuracy trained on another text.
+  runs = [r for r in runs if r["params"] == "141920" and not r["accuracy"]]
+  runs = [r for r in runs if r["test_loss"]]
   others = ("tau", "bits", "method", "overtrain", "batch", "fragment", "fedpart")
 
   def by_seed(cell):
