@@ -26,6 +26,7 @@ from diloco.log import metrics
 from diloco.log.loss_picture import LossPicture
 from diloco.mesh import hardware
 from diloco.processes.peers import Peers
+from diloco.spec.schedule import reaches
 from diloco.spec.shapes import flops_per_token
 from diloco.util import files
 from diloco.util.bar import make_bar
@@ -76,7 +77,7 @@ class Log:
     self._pending: tuple[range, list[InnerMetrics], list[Event]] | None = None
     self._began = time.perf_counter() - self._spent.wall_s
     self._clock: float | None = None  # When the last steps were reported.
-    self._at = math.inf  # The last step that was reported.
+    self._at = c.train.steps  # The last reported step; before any, the last of all.
     self._last_sync = "no sync yet"
     self._bar: tqdm.tqdm | None = None
     self.note: Callable[[], str] = lambda: ""
@@ -173,7 +174,7 @@ class Log:
       return
     (steps, by_step, events), self._pending = self._pending, None
     found = [{name: _local(x) for name, x in m._asdict().items()} for m in by_step]
-    now, every = time.perf_counter(), self._c.log.every
+    now = time.perf_counter()
     if self._clock is not None:
       self._spent.busy_s += now - self._clock
       self._spent.steps += len(steps)
@@ -193,7 +194,7 @@ class Log:
       self._check_finite(t, values["grad_norm"], "gradient norm")
       if t == steps[-1]:
         self.events(events)
-      if t // every == before // every and t < self._c.train.steps:
+      if not reaches(before + 1, t, self._c.log.every) and t < self._c.train.steps:
         continue  # Skips steps that are not logged: links may be slow.
       extra = {
         "time": time.time(),

@@ -44,8 +44,8 @@ def token_losses(
   def losses(x_BxCxD: jax.Array, targets_BxC: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits_TxV, target_T = _logits(x_BxCxD, head_VxD, targets_BxC, batch_axes)
     log_z_T = jax.nn.logsumexp(logits_TxV, axis=-1)
-    found = log_z_T - target_T, jnp.square(log_z_T)
-    return found[0].reshape(targets_BxC.shape), found[1].reshape(targets_BxC.shape)
+    shape = targets_BxC.shape
+    return (log_z_T - target_T).reshape(shape), jnp.square(log_z_T).reshape(shape)
 
   chunks = _chunks(x_BxLxD, chunk), _chunks(targets_BxL, chunk)
   nll, z2 = jax.lax.map(lambda args: losses(*args), chunks)

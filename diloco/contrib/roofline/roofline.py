@@ -48,9 +48,9 @@ _BANDWIDTH = {
 
 
 def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:
-  """Compiles the programs of a config; returns milliseconds per step, and a row.
+  """Compiles the programs of a config; returns seconds per step, and a row.
 
-  The milliseconds are infinite if a program does not fit.
+  The seconds are infinite if a program does not fit.
   """
   import jax
 
