@@ -26,7 +26,7 @@ import netns
 import numpy as np
 import sites_run
 
-from diloco.contrib.sites import security
+from diloco.contrib.sites import SitesConfig, security
 from diloco.contrib.sites.coordinator.board import Board
 from diloco.contrib.sites.coordinator.journal import Journal
 from diloco.contrib.sites.coordinator.rounds import Measured
@@ -52,7 +52,8 @@ class Calendar:
   def config(self):
     some = types.SimpleNamespace
     train, overlap = some(steps=len(self.sizes)), some(taus=(0,))
-    return some(of=lambda kind: kind(), to_dict=dict, train=train, overlap=overlap)
+    sites = SitesConfig(lend_after=0)  # There is no text to lend.
+    return some(of=lambda _: sites, to_dict=dict, train=train, overlap=overlap)
 
   @property
   def rounds(self) -> list[tuple[int, int]]:
