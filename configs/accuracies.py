@@ -1,4 +1,4 @@
-"""Small runs of both papers that also answer questions at the end (docs/ablations.md).
+"""More small runs of both papers, which may answer questions (docs/ablations.md).
 
   python -m diloco make_items --source=files:TEXT --output=/tmp/items
   python -m diloco sweep --results=runs/a --parallel=2 --cores=1 \
@@ -7,6 +7,8 @@
 The argument is a name of ABLATIONS, and after it any of seeds, text (a data.source) and
 items (a task of eval.tasks; without it, the runs answer nothing). Rates are those of
 configs/ablations.py and configs/ladder.py; seed 0 chose them, so seeds begin with 1.
+The text of two_texts is a folder whose training and held-out split are texts of
+different kinds.
 """
 
 import functools
@@ -15,7 +17,7 @@ from collections.abc import Sequence
 from diloco.config import add_plugins
 from diloco.errors import ConfigError
 from diloco.sweep.chart import ACCURACY, LOSS, PLAIN, Chart
-from diloco.sweep.grid import Grid, Point, Sweep, power
+from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.util.command import load_module, parse_options
 
 SMALL = load_module("ablations", "get_config", "ablations")
@@ -24,6 +26,8 @@ ROOT2 = SMALL.ROOT2
 # The best inner rates of data-parallel and of DiLoCo with M = 2 in docs/ladder.md, as
 # powers of ROOT2. Streaming takes that of DiLoCo.
 OF_SIZE = {105: (-11, -10), 185: (-13, -13), 382: (-15, -15)}
+# The same of DiLoCo at 105: {M: power and batch}.
+OF_105 = {1: (-12, 4), 2: (-10, 8), 4: (-12, 8)}
 # {M, or 0 for data-parallel: power and outer rate with batches of 8, 16, 32}, the best
 # ones of seed 0 in `batch` of configs/ablations.py.
 OF_BATCH = {
@@ -53,7 +57,37 @@ def _large_batches() -> list[Point]:
   return found
 
 
+def _rounds() -> list[Point]:
+  of_105 = [(105, m, k, batch) for m, (k, batch) in OF_105.items()]
+  larger = [(size, 2, k, 8) for size, (_, k) in OF_SIZE.items() if size > 105]
+  return [
+    {"size": size, "algorithm": "diloco", "replicas": m, "batch": batch}
+    | {"lr": power(ROOT2, k), "sync_every": h}
+    for h in (5, 30, 300)
+    for size, m, k, batch in (*of_105, *larger)
+  ]
+
+
+def _eight_seeds() -> list[Point]:
+  """Lists what decides the claims that three seeds left open and that cost little."""
+  tau_5, alpha, fragment = {"tau": 5}, {"alpha": 0.5}, {"fragment": 3}
+  named = {
+    "4 bits": {"compressor": "quantize", "bits": 4},
+    "32 bits": {"compressor": "quantize", "bits": 32},
+    "τ = 5": tau_5,
+    "α = 0.5": alpha,
+    "α = 0.5, τ = 5": alpha | tau_5,
+    "τ = 1 and 5": {"tau_2": 5},
+    "3 layers, strided": fragment | {"pattern": "strided"},
+    "3 layers, sequential": fragment | {"pattern": "sequential"},
+    "6 layers": {"fragment": 6},
+  }
+  cells = SMALL.streaming([{"name": name, **some} for name, some in named.items()])
+  return [*cells, *SMALL.cross(name=("DiLoCo",), algorithm=("diloco",), replicas=(2,))]
+
+
 _OF_4_BITS = lambda cell: cell["compressor"] == "quantize" or cell["bits"] == 4
+EIGHT = "eight_seeds"  # It has eight seeds at least.
 # {name: cells without seed, and how they are compared}. Cells without a size are small.
 ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
   "sizes": (
@@ -144,7 +178,42 @@ ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
       y=_BOTH,
     ),
   ),
+  "rounds": (
+    _rounds(),
+    Chart(
+      "Outer rates and H over N (2503.09799, figures 8, 9)",
+      "sync_every",
+      ("size", "replicas"),
+      "inner steps between syncs H",
+      log=True,
+      y=(("outer_lr", "best outer rate"), ("loss", LOSS)),
+      words={"size": {n: f"{n},000 parameters" for n in OF_SIZE}},
+    ),
+  ),
+  "two_texts": (
+    [cell | {"overtrain": x, "texts": 2} for cell in (_M2[0], _M2[2]) for x in (1, 4)],
+    Chart(
+      "Another text than that of training (2503.09799, figure 11)",
+      "overtrain",
+      SMALL.ALGORITHM,
+      "multiple of the tokens",
+      log=True,
+      y=_MORE,
+      against=PLAIN,
+    ),
+  ),
+  EIGHT: (
+    _eight_seeds(),
+    Chart(
+      "Claims that three seeds left open, with eight",
+      "name",
+      xlabel="streaming with 4 bits and τ = 1, if nothing else is said",
+      y=_BOTH,
+    ),
+  ),
 }
+# The outer rates that are tried: those of the paper, and larger ones.
+AXES = {"rounds": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)}
 OPTIONS = {"seeds": int, "text": str, "items": str}
 
 
@@ -164,11 +233,13 @@ def get_sweep(argument: str = "") -> Sweep:
   cells = [
     {"size": "small", **cell, "scored": True, "seed": seed}
     for cell in some
-    for seed in range(1, seeds + 1)
+    for seed in range(1, max(seeds, 8 * (name == EIGHT)) + 1)
   ]
+  rates = AXES.get(name)
+  axes = [Axis("outer_lr", rates, first=(0.6,))] if rates else []
   return Sweep(
     functools.partial(get_config, text=text, items=options.get("items", "")),
-    [Grid(name, cells)],
+    [Grid(name, cells, axes)],
     {"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     chart,
   )
@@ -182,8 +253,11 @@ def get_config(point: Point, text: str = "sotu", items: str = ""):
     c = SMALL.get_config(point | sent, text=text)
   else:
     c = LADDER.get_config(point, text)
-    if c.algorithm == "streaming":  # Its last sync follows the last inner step too.
-      c.fragments.size, c.outer.final_sync = 1, True
+    c.sync_every = point.get("sync_every", c.sync_every)
+    # The last sync follows the last inner step too.
+    c.outer.final_sync = c.algorithm == "streaming" or "sync_every" in point
+    if c.algorithm == "streaming":
+      c.fragments.size = 1
   if ties:
     add_plugins(c, "ties_merging")
     c.outer.average = "ties_merging"

@@ -22,6 +22,9 @@ CELLS = {
   "overtrain_streaming": 6,
   "weights": 6,
   "streaming_rate": 12,
+  "rounds": 15,
+  "two_texts": 4,
+  "eight_seeds": 10,
 }
 
 
@@ -29,10 +32,11 @@ CELLS = {
 def test_every_config_resolves_and_scores_the_items(name):
   sweep = load_sweep(f"accuracies:{name},seeds=2,items=/items/word.jsonl")
   (grid,) = sweep.grids
-  assert len(grid.cells) == 2 * CELLS[name]
+  seeds = {1, 2} if name != FILE.EIGHT else {*range(1, 9)}
+  assert len(grid.cells) == len(seeds) * CELLS[name]
   found = [resolve(sweep.config({**cell})) for cell in grid.cells]
   assert {c.eval.tasks for c in found} == {"/items/word.jsonl"}
-  assert {c.seed for c in found} == {1, 2}
+  assert {c.seed for c in found} == seeds
   assert len({json.dumps(as_json(c)) for c in found}) == len(found)
 
 
