@@ -7,8 +7,8 @@
 The argument is a name of ABLATIONS, and after it any of seeds, text (a data.source) and
 items (a task of eval.tasks; without it, the runs answer nothing). Rates are those of
 configs/ablations.py and configs/ladder.py; seed 0 chose them, so seeds begin with 1.
-The text of two_texts is a folder whose training and held-out split are texts of
-different kinds.
+The text of two_texts is TEXT_of_two, a folder whose training and held-out splits are
+texts of different kinds.
 """
 
 import functools
@@ -258,6 +258,8 @@ def get_config(point: Point, text: str = "sotu", items: str = ""):
     c.outer.final_sync = c.algorithm == "streaming" or "sync_every" in point
     if c.algorithm == "streaming":
       c.fragments.size = 1
+  if "texts" in point:
+    c.data.source = f"{text}_of_two"
   if ties:
     add_plugins(c, "ties_merging")
     c.outer.average = "ties_merging"
