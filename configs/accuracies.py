@@ -77,7 +77,7 @@ def _eight_seeds() -> list[Point]:
     "τ = 5": tau_5,
     "α = 0.5": alpha,
     "α = 0.5, τ = 5": alpha | tau_5,
-    "τ = 1 and 5": {"tau_2": 5},
+    "α = 0.5, τ = 1 and 5": alpha | {"tau_2": 5},
     "3 layers, strided": fragment | {"pattern": "strided"},
     "3 layers, sequential": fragment | {"pattern": "sequential"},
     "6 layers": {"fragment": 6},
