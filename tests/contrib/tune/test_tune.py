@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from diloco.cli import tune
 from diloco.config import Config, changed, resolve
+from diloco.contrib.tune import tune
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 def made_up(c: Config) -> float:

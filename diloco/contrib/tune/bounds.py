@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from diloco.contrib.roofline.hlo_work import works
+from diloco.contrib.tune.hlo_work import works
 from diloco.errors import ConfigError
 
 

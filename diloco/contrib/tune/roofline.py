@@ -25,7 +25,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from diloco.config import Config, changed, command_line, resolve
-from diloco.contrib.roofline.bounds import Bound, bound, settings
+from diloco.contrib.tune.bounds import Bound, bound, settings
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
