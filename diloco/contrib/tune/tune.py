@@ -3,33 +3,44 @@
   python -m diloco tune --config=configs/sample.py
   python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
 
-Times the inner step on the devices that are here. It tries the values of one field
-after the other, each in turn with the fastest so far, and prints a row for each:
+Times the inner step on the devices that are here; for others, `python -m diloco
+roofline` bounds the times. It tries the values of one field after the other, each in
+turn with the fastest so far, and prints a row for each:
 
 ms     median time of an inner step of all replicas
-ratio  time of the fastest before over this time
+ratio  time of the fastest before over this time; inf: that one does not fit
 
 The last line has the flags of the fastest settings. The text is not read.
+
+Not tried: what a trial of the inner step cannot judge (data.prefetch, outer.offload,
+overlap.transport), kernels of attention that the devices do not have, and mesh.fsdp
+where each shard is coded by itself, because it changes the codes.
 """
 
 import itertools
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.inner import inner_step
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import init_state
+from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
+from diloco.contrib.tune.bounds import as_flags
 from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
+from diloco.model import attention
+from diloco.util.bar import make_bar
 
 _CONFIG = config_flags.DEFINE_config_file(
   "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
@@ -41,13 +52,28 @@ _SECONDS = flags.DEFINE_float(
 # differences are noise.
 _BETTER = 0.98
 Fields = dict[str, Any]
-# Times two configs in turn; returns both times in seconds. Raises MemoryError if the
-# second needs too much memory.
+# Times two configs in turn; returns both times in seconds, infinity for a config that
+# does not fit in the memory. Raises ConfigError if one cannot work.
 Timer = Callable[[Config, Config], tuple[float, float]]
 
 
-def candidates(c: Config) -> Iterator[list[Fields]]:
-  """Yields values to try, for one field or for fields that depend on each other."""
+def candidates(c: Config, devices: Sequence[Any]) -> Iterator[list[Fields]]:
+  """Yields values to try, for one field or for fields that depend on each other.
+
+  Args:
+    devices: they have a `device_kind`.
+  """
+  n, most, kind = (
+    len(devices),
+    math.gcd(c.replicas, len(devices)),
+    devices[0].device_kind,
+  )
+  now = c.mesh.replica or n // (c.mesh.fsdp or n // most)
+  rows = [k for k in range(1, most + 1) if most % k == 0 and k != now]
+  if not coded_by_shard(c):
+    yield [{"mesh.replica": k, "mesh.fsdp": n // k} for k in rows]
+  kernels = {"cudnn", "splash", "xla"} - {attention.choose(c.model, kind)}
+  yield [{"model.attention": name} for name in sorted(kernels)]
   pairs = itertools.product(("none", "dots", "full"), (1, 0))
   blocks = [{"model.remat": remat, "model.unroll": unroll} for remat, unroll in pairs]
   yield blocks
@@ -58,24 +84,32 @@ def candidates(c: Config) -> Iterator[list[Fields]]:
   yield blocks  # Another microbatch may want other values.
 
 
-def search(c: Config, timer: Timer) -> Fields:
-  """Prints the rows; returns the fastest fields that differ from the config's."""
-  best = dict[str, Any]()
-  for fields in itertools.chain(*candidates(c)):
-    text, current = " ".join(f"{k}={v}" for k, v in fields.items()), changed(c, best)
-    try:
-      trial = changed(c, best | fields)
-      if trial == current:
+def search(c: Config, timer: Timer, groups: Sequence[list[Fields]]) -> Fields:
+  """Prints the rows; returns the fastest fields that differ from the config's.
+
+  Args:
+    groups: from `candidates`.
+  """
+  best, tried = dict[str, Any](), {c}
+  every = list(itertools.chain(*groups))
+  with make_bar(iterable=every, unit="setting", disable=None, leave=False) as bar:
+    show = bar.write
+    show(f"{'setting':<38}{'ms':>10}{'ratio':>8}")
+    for fields in bar:
+      text = " ".join(f"{field}={value}" for field, value in fields.items())
+      current = changed(c, best)
+      try:
+        trial = changed(c, best | fields)
+        if trial in tried:
+          continue
+        tried.add(trial)
+        before, now = timer(current, trial)
+      except ConfigError:  # A batch cannot be divided so, for example.
         continue
-      before, now = timer(current, trial)
-    except ConfigError:  # A batch cannot be divided so, for example.
-      continue
-    except MemoryError:
-      print(f"{text:<38} out of memory")
-      continue
-    print(f"{text:<38}{1e3 * now:10.2f}{before / now:8.2f}")
-    if now < _BETTER * before:
-      best |= fields
+      row = f"{1e3 * now:10.2f}{before / now:8.2f}"
+      show(f"{text:<38}{' out of memory' if math.isinf(now) else row}")
+      if now < _BETTER * before:
+        best |= fields
   return best
 
 
@@ -84,54 +118,83 @@ class Steps:
 
   def __init__(self, c: Config):
     self._c, self._mesh = c, make_mesh(c)
-    self._begin()
+    self._held = list[Any]()  # The state; empty: there is none yet.
+
+  def _begin(self, mesh: Mesh) -> None:
+    """Makes the first state. The outer state is kept for the memory that it takes."""
+    self._held = []  # There is one state at a time.
+    c, self._mesh = self._c, mesh
+    with jax.set_mesh(mesh):
+      state = init_state(c, mesh, make_plan(c, mesh))
     shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
     tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape, np.int32)
-    place = sharding.batch_sharding(self._mesh, c.one_model)
-    self._rest = (jax.device_put(tokens, place), optimizers.tuned(c))
-
-  def _begin(self) -> None:
-    """Makes the first state. The outer state is kept for the memory that it takes."""
-    with jax.set_mesh(self._mesh):
-      self._state = init_state(self._c, self._mesh, make_plan(self._c, self._mesh))
-    self._held = [self._state.params, self._state.opt_state]
+    place = sharding.batch_sharding(mesh, c.one_model)
+    rest = (jax.device_put(tokens, place), optimizers.tuned(c), state.outer)
+    self._held = [state.params, state.opt_state, *rest]
 
   def _seconds(self, c: Config) -> float:
     """Runs one step, which compiles the first time; returns its time."""
+    mesh = make_mesh(c)
+    attention.check(c.model, mesh.devices.flat[0].device_kind)
+    if mesh != self._mesh or not self._held:
+      self._begin(mesh)
+    *arguments, _ = self._held
     start = time.perf_counter()
-    with jax.set_mesh(self._mesh):
-      *self._held[:], metrics = inner_step(*self._held, *self._rest, c=c)
+    with jax.set_mesh(mesh):
+      *self._held[:2], metrics = inner_step(*arguments, c=c)
     jax.block_until_ready(metrics)
     return time.perf_counter() - start
 
-  def __call__(self, *pair: Config) -> tuple[float, float]:
-    """Times two configs in turn; raises MemoryError if there is too little memory."""
+  def _fits(self, c: Config) -> bool:
+    """Whether there is enough memory. Compiles the step, without the clock."""
     try:
-      for c in pair:  # Compiles, without the clock.
-        self._seconds(c)
+      self._seconds(c)
     except jax.errors.JaxRuntimeError as error:
       if not memory.explain(error):
         raise
-      self._begin()  # The step may have freed the state.
-      raise MemoryError from error
+      self._held = []  # The step may have freed the state.
+      return False
+    return True
+
+  def __call__(self, *pair: Config) -> tuple[float, float]:
+    """Times two configs in turn."""
+    fit = [self._fits(c) for c in pair]
     rows = list[list[float]]()
+    if not all(fit):  # One run is enough: anything is better than what does not fit.
+      rows = [[self._seconds(c) if x else math.inf for c, x in zip(pair, fit)]]
     end = time.perf_counter() + _SECONDS.value
-    while len(rows) < 3 or time.perf_counter() < end:
+    while all(fit) and (len(rows) < 3 or time.perf_counter() < end):
       rows.append([self._seconds(c) for c in pair])
-    before, now = map(statistics.median, zip(*rows))
-    return before, now
+    # Other jobs slow both steps of a row, but not all rows.
+    ratio = statistics.median(before / now for before, now in rows)
+    now = statistics.median(now for _, now in rows)
+    return ratio * now, now
+
+
+def measure(
+  c: Config, timer: Timer, groups: Sequence[list[Fields]]
+) -> tuple[Fields, float]:
+  """Searches, and times the result beside the config once more; returns the ratio.
+
+  Raises:
+    ConfigError: nothing fits in the memory.
+  """
+  best = search(c, timer, groups)
+  before, now = timer(c, changed(c, best))
+  if math.isinf(now):
+    raise ConfigError(
+      "nothing fits in the memory; lower train.batch_size, or use more devices."
+    )
+  return (best, before / now) if best and now < before else ({}, 1.0)
 
 
 def main(_: list[str]) -> None:
-  c = resolve(_CONFIG.value)
-  steps = Steps(c)
-  print(f"{'setting':<38}{'ms':>10}{'ratio':>8}")
-  best = search(c, steps)
-  before, now = steps(c, changed(c, best))
-  settings = " ".join(f"--config.{field}={value}" for field, value in best.items())
-  print(
-    f"{before / now:.2f} times as fast as the config: {settings or 'no other flag'}"
-  )
+  c, devices = resolve(_CONFIG.value), jax.devices()
+  attention.check(c.model, devices[0].device_kind)
+  groups = list(candidates(c, devices))
+  best, ratio = measure(c, Steps(c), groups)
+  settings = as_flags(best) or "no other flag"
+  print(f"{ratio:.2f} times as fast as the config: {settings}")
 
 
 if __name__ == "__main__":
