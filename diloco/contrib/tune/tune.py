@@ -2,6 +2,7 @@
 
   python -m diloco tune --config=configs/sample.py
   python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
+  python -m diloco main --config=sample $(python -m diloco tune --config=sample --flags)
 
 Times the inner step on the devices that are here; for others, `python -m diloco
 roofline` bounds the times. It tries the values of one field after the other, each in
@@ -12,6 +13,11 @@ ratio  time of the fastest before over this time; inf: that one does not fit
 
 The last line has the flags of the fastest settings. The text is not read.
 
+What was found is remembered for the same step, devices, cores and versions, in
+~/.cache/diloco/tune or $XDG_CACHE_HOME. Training never looks there: a run must not
+depend on a file that nobody sees. So --flags prints flags for the command of the run,
+and the run's config.json has their fields.
+
 Not tried: what a trial of the inner step cannot judge (data.prefetch, outer.offload,
 overlap.transport), kernels of attention that the devices do not have, and mesh.fsdp
 where each shard is coded by itself, because it changes the codes.
@@ -20,9 +26,10 @@ where each shard is coded by itself, because it changes the codes.
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
@@ -36,7 +43,10 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.state import init_state
 from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
+from diloco.config.resolve import leaves
+from diloco.contrib.tune import cache
 from diloco.contrib.tune.bounds import as_flags
+from diloco.contrib.tune.cache import Found
 from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
 from diloco.model import attention
@@ -48,6 +58,10 @@ _CONFIG = config_flags.DEFINE_config_file(
 _SECONDS = flags.DEFINE_float(
   "seconds", 1.0, "Seconds of timed steps per row.", lower_bound=0.0
 )
+_AGAIN = flags.DEFINE_bool("again", False, "Measure, even if the result is remembered.")
+_FLAGS = flags.DEFINE_bool(
+  "flags", False, "Print only the flags to stdout, and the rest to stderr."
+)
 # A setting replaces another if its step takes at most this share of the time: smaller
 # differences are noise.
 _BETTER = 0.98
@@ -57,17 +71,10 @@ Fields = dict[str, Any]
 Timer = Callable[[Config, Config], tuple[float, float]]
 
 
-def candidates(c: Config, devices: Sequence[Any]) -> Iterator[list[Fields]]:
-  """Yields values to try, for one field or for fields that depend on each other.
-
-  Args:
-    devices: they have a `device_kind`.
-  """
-  n, most, kind = (
-    len(devices),
-    math.gcd(c.replicas, len(devices)),
-    devices[0].device_kind,
-  )
+def candidates(c: Config, devices: Sequence[jax.Device]) -> Iterator[list[Fields]]:
+  """Yields values to try, for one field or for fields that depend on each other."""
+  n, kind = len(devices), devices[0].device_kind
+  most = math.gcd(c.replicas, n)
   now = c.mesh.replica or n // (c.mesh.fsdp or n // most)
   rows = [k for k in range(1, most + 1) if most % k == 0 and k != now]
   if not coded_by_shard(c):
@@ -84,16 +91,19 @@ def candidates(c: Config, devices: Sequence[Any]) -> Iterator[list[Fields]]:
   yield blocks  # Another microbatch may want other values.
 
 
-def search(c: Config, timer: Timer, groups: Sequence[list[Fields]]) -> Fields:
+def search(
+  c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None = None
+) -> Fields:
   """Prints the rows; returns the fastest fields that differ from the config's.
 
   Args:
     groups: from `candidates`.
+    out: where the rows go; None: stdout.
   """
   best, tried = dict[str, Any](), {c}
   every = list(itertools.chain(*groups))
   with make_bar(iterable=every, unit="setting", disable=None, leave=False) as bar:
-    show = bar.write
+    show = lambda row: bar.write(row, file=out)
     show(f"{'setting':<38}{'ms':>10}{'ratio':>8}")
     for fields in bar:
       text = " ".join(f"{field}={value}" for field, value in fields.items())
@@ -110,7 +120,8 @@ def search(c: Config, timer: Timer, groups: Sequence[list[Fields]]) -> Fields:
       show(f"{text:<38}{' out of memory' if math.isinf(now) else row}")
       if now < _BETTER * before:
         best |= fields
-  return best
+  own = leaves(c.to_dict())
+  return {field: value for field, value in best.items() if value != own[field]}
 
 
 class Steps:
@@ -172,29 +183,39 @@ class Steps:
 
 
 def measure(
-  c: Config, timer: Timer, groups: Sequence[list[Fields]]
-) -> tuple[Fields, float]:
-  """Searches, and times the result beside the config once more; returns the ratio.
+  c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None
+) -> Found:
+  """Searches, and times the result beside the config once more.
 
   Raises:
     ConfigError: nothing fits in the memory.
   """
-  best = search(c, timer, groups)
+  best = search(c, timer, groups, out)
   before, now = timer(c, changed(c, best))
   if math.isinf(now):
     raise ConfigError(
       "nothing fits in the memory; lower train.batch_size, or use more devices."
     )
-  return (best, before / now) if best and now < before else ({}, 1.0)
+  return Found(best, before / now) if best and now < before else Found({}, 1.0)
 
 
 def main(_: list[str]) -> None:
   c, devices = resolve(_CONFIG.value), jax.devices()
+  out = sys.stderr if _FLAGS.value else None
   attention.check(c.model, devices[0].device_kind)
   groups = list(candidates(c, devices))
-  best, ratio = measure(c, Steps(c), groups)
-  settings = as_flags(best) or "no other flag"
-  print(f"{ratio:.2f} times as fast as the config: {settings}")
+  of = cache.conditions(cache.step(c, groups), devices) | {"seconds": _SECONDS.value}
+  found = None if _AGAIN.value else cache.read(c, of)
+  if found:
+    print(f"measured {found.when}; --again measures again", file=out)
+  else:
+    found = measure(c, Steps(c), groups, out)
+    cache.write(of, found)
+  settings = as_flags(found.fields)
+  if _FLAGS.value:
+    print(settings)
+  ratio = f"{found.ratio:.2f} times as fast as the config"
+  print(f"{ratio}: {settings or 'no other flag'}", file=out)
 
 
 if __name__ == "__main__":
