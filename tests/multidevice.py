@@ -438,6 +438,7 @@ def main() -> None:
     "two_on_each": (2, {"replicas": 4, "mesh.replica": 2}),
     "four_on_one": (1, {"replicas": 4}),
     "one_copy": (1, one_model),
+    "one_copy_on_2": (2, {**one_model, "mesh.replica": 1}),
     "two_copies": (2, one_model),
     "two_copies_on_8": (8, one_model),
     "accumulated": (2, {**one_model, "train.accumulate": 2}),

@@ -6,6 +6,8 @@ import pathlib
 import re
 from collections.abc import Sequence
 
+from diloco.spec import plugins
+
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "diloco"
 PAGE = (ROOT / "docs/design.md").read_text()
@@ -56,7 +58,7 @@ def test_imports_go_down_without_exception():
 def test_the_core_cites_no_later_paper_and_names_no_plug_in():
   """Apart from eXmY's format and PaLM's count of FLOPs, and an example of a plug-in."""
   own = {"2501.18512", "2503.09799", "2405.13938", "2204.02311"}
-  names = {p.stem for p in (PACKAGE / "contrib").glob("[a-z]*")} - {"sparta"}
+  names = {*plugins.contrib()} - {"sparta"}
   for folder in (
     "algorithm",
     "wire",

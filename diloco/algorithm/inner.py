@@ -201,7 +201,9 @@ def _all_reduced(c: Config, grads: PyTree, *more: *More) -> tuple[PyTree, *More]
   """Averages over the axis REPLICA: gradients in inner.gradient_dtype, and `more`."""
 
   def mean_of(sent: PyTree, *more: *More) -> tuple[PyTree, *More]:
-    means, *others = jax.lax.pmean((sent, *more), REPLICA)
+    # XLA refuses an all-reduce over an axis of one device if another axis is sharded.
+    alone = jax.sharding.get_abstract_mesh().shape[REPLICA] == 1
+    means, *others = (sent, *more) if alone else jax.lax.pmean((sent, *more), REPLICA)
     return jax.tree.map(lambda x: x.astype(c.model.param_dtype), means), *others
 
   def mean_widened(sent: PyTree, *more: *More) -> tuple[PyTree, *More]:

@@ -158,11 +158,16 @@ def _extension(old: Config, c: Config, step: int) -> str:
   return f"Extends the run from {before} to {now} steps: {text}."
 
 
-def warn_of_other_shards(c: Config, before: int, now: int) -> None:
-  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
+def coded_by_shard(c: Config) -> bool:
+  """Whether each shard is coded by itself, so that mesh.fsdp changes the codes."""
   plain = coder(c.wire.compressor) == "quantize" and c.wire.format in PLAIN
   same = plain or plugins.TRANSPORTS[c.overlap.transport].needs  # As `contrib/sites`.
-  if before != now and not same and c.make_fragments():
+  return not same and bool(c.make_fragments())
+
+
+def warn_of_other_shards(c: Config, before: int, now: int) -> None:
+  """Warns if a run goes on with another size of the fsdp axis, which changes codes."""
+  if before != now and coded_by_shard(c):
     logging.warning(
       f"mesh.fsdp was {before} and is {now}: each shard is coded by itself, so outer"
       f" gradients lose other bits than before; set mesh.fsdp={before} for the results"

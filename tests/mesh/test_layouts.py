@@ -139,7 +139,9 @@ def test_shards_draw_other_numbers_and_copies_the_same(
 
 
 @LONG
-@pytest.mark.parametrize("layout", ["two_copies", "two_copies_on_8", "accumulated"])
+@pytest.mark.parametrize(
+  "layout", ["one_copy_on_2", "two_copies", "two_copies_on_8", "accumulated"]
+)
 def test_data_parallel_trains_the_same_model_on_every_layout(multidevice, layout):
   losses = multidevice["losses"]
   np.testing.assert_allclose(losses[layout], losses["one_copy"], rtol=2e-4)

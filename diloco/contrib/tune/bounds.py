@@ -2,10 +2,10 @@
 
 import ast
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from diloco.contrib.roofline.hlo_work import works
+from diloco.contrib.tune.hlo_work import works
 from diloco.errors import ConfigError
 
 
@@ -44,6 +44,11 @@ def settings(tries: Sequence[str]) -> Iterator[dict[str, Any]]:
   fields = [text.partition("=")[::2] for text in tries]
   for values in itertools.product(*(v.split(",") for _, v in fields)):
     yield {name: _value(value) for (name, _), value in zip(fields, values)}
+
+
+def as_flags(fields: Mapping[str, Any]) -> str:
+  """Returns the flags that set some fields, for a command line."""
+  return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 
 def _value(text: str) -> object:

@@ -10,7 +10,7 @@ from dry_run_needs import needs_cuda_plugin, needs_libtpu
 from diloco.aot import topology
 from diloco.aot.programs import Programs
 from diloco.config import default_config, resolve
-from diloco.contrib.roofline import hlo_work
+from diloco.contrib.tune import hlo_work
 
 # Of a TPU program: one copy to the vector memory, one fusion that changes a row.
 IN_PLACE = """

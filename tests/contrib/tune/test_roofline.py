@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from dry_run_needs import needs_libtpu
 
-from diloco.contrib.roofline import bounds
+from diloco.contrib.tune import bounds
 from diloco.errors import ConfigError
 
 SMALL = (

@@ -25,7 +25,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from diloco.config import Config, changed, command_line, resolve
-from diloco.contrib.roofline.bounds import Bound, bound, settings
+from diloco.contrib.tune.bounds import Bound, as_flags, bound, settings
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
@@ -83,8 +83,8 @@ def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:
   step = inner.seconds + outer
   flops = flops_per_token(c.model) * c.tokens_per_step / len(devices)
   return step if most <= hbm else math.inf, (
-    f"{1e3 * inner.seconds:>10.1f}{1e3 * inner.products:>10.1f}"
-    f"{1e3 * inner.memory:>10.1f}{1e3 * outer:>10.2f}{outer / step:>8.1%}"
+    f"{1e3 * inner.seconds:>10.2f}{1e3 * inner.products:>10.2f}"
+    f"{1e3 * inner.memory:>10.2f}{1e3 * outer:>10.2f}{outer / step:>8.1%}"
     f"{flops / (step * peak):>7.0%}{most / 2**30:>9.1f} GiB{most / hbm:>6.0%}"
   )
 
@@ -107,10 +107,9 @@ def main(_: list[str]) -> None:
   )
   found = list[tuple[float, str]]()
   for fields in rows:
-    flag = " ".join(f"--config.{name}={value}" for name, value in fields.items())
     text = " ".join(f"{name}={value}" for name, value in fields.items())
     step, line = row(changed(c, fields), devices, topology.partition(":")[0])
-    found.append((step, flag))
+    found.append((step, as_flags(fields)))
     print(f"{text or 'the config':<40}{line}", flush=True)
   step, flag = min(found)
   if math.isinf(step):
@@ -118,7 +117,7 @@ def main(_: list[str]) -> None:
       f"nothing fits {_SLICES.value} x {topology}; raise train.accumulate, or shard"
       " more (mesh.fsdp)."
     )
-  print(f"fastest that fits, {1e3 * step:.1f} ms at least: {flag or 'the config'}")
+  print(f"fastest that fits, {1e3 * step:.2f} ms at least: {flag or 'no other flag'}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""Finds the fastest settings that change no result beyond rounding.
+
+  python -m diloco tune --config=configs/sample.py
+  python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
+  python -m diloco main --config=sample $(python -m diloco tune --config=sample --flags)
+
+Times the inner step on the devices that are here; for others, `python -m diloco
+roofline` bounds the times. It tries the values of one field after the other, each in
+turn with the fastest so far, and prints a row for each:
+
+ms     median time of an inner step of all replicas
+ratio  time of the fastest before over this time; inf: that one does not fit
+
+The last line has the flags of the fastest settings. The text is not read.
+
+What was found is remembered for the same step, devices, cores and versions, in
+~/.cache/diloco/tune or $XDG_CACHE_HOME. Training never looks there: a run must not
+depend on a file that nobody sees. So --flags prints flags for the command of the run,
+and the run's config.json has their fields.
+
+Not tried: what a trial of the inner step cannot judge (data.prefetch, outer.offload,
+overlap.transport), kernels of attention that the devices do not have, and mesh.fsdp
+where each shard is coded by itself, because it changes the codes.
+"""
+
+import itertools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TextIO
+
+import jax
+import numpy as np
+from absl import flags
+from jax.sharding import Mesh
+from ml_collections import config_flags
+
+from diloco.algorithm import optimizers
+from diloco.algorithm.inner import inner_step
+from diloco.algorithm.make import make_plan
+from diloco.algorithm.state import init_state
+from diloco.checkpoint.resume import coded_by_shard
+from diloco.config import Config, ConfigError, changed, command_line, resolve
+from diloco.config.resolve import leaves
+from diloco.contrib.tune import cache
+from diloco.contrib.tune.bounds import as_flags
+from diloco.contrib.tune.cache import Found
+from diloco.mesh import memory, sharding
+from diloco.mesh.devices import make_mesh
+from diloco.model import attention
+from diloco.util.bar import make_bar
+
+_CONFIG = config_flags.DEFINE_config_file(
+  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
+)
+_SECONDS = flags.DEFINE_float(
+  "seconds", 1.0, "Seconds of timed steps per row.", lower_bound=0.0
+)
+_AGAIN = flags.DEFINE_bool("again", False, "Measure, even if the result is remembered.")
+_FLAGS = flags.DEFINE_bool(
+  "flags", False, "Print only the flags to stdout, and the rest to stderr."
+)
+# A setting replaces another if its step takes at most this share of the time: smaller
+# differences are noise.
+_BETTER = 0.98
+Fields = dict[str, Any]
+# Times two configs in turn; returns both times in seconds, infinity for a config that
+# does not fit in the memory. Raises ConfigError if one cannot work.
+Timer = Callable[[Config, Config], tuple[float, float]]
+
+
+def candidates(c: Config, devices: Sequence[jax.Device]) -> Iterator[list[Fields]]:
+  """Yields values to try, for one field or for fields that depend on each other."""
+  n, kind = len(devices), devices[0].device_kind
+  most = math.gcd(c.replicas, n)
+  now = c.mesh.replica or n // (c.mesh.fsdp or n // most)
+  rows = [k for k in range(1, most + 1) if most % k == 0 and k != now]
+  if not coded_by_shard(c):
+    yield [{"mesh.replica": k, "mesh.fsdp": n // k} for k in rows]
+  kernels = {"cudnn", "splash", "xla"} - {attention.choose(c.model, kind)}
+  yield [{"model.attention": name} for name in sorted(kernels)]
+  pairs = itertools.product(("none", "dots", "full"), (1, 0))
+  blocks = [{"model.remat": remat, "model.unroll": unroll} for remat, unroll in pairs]
+  yield blocks
+  powers = [2**k for k in range(c.train.batch_size.bit_length())]
+  yield [{"train.accumulate": n} for n in powers]
+  chunks = [n for n in (2**k for k in range(6, 16)) if n < c.model.seq_len]
+  yield [{"model.loss_chunk": n} for n in (0, *chunks)]
+  yield blocks  # Another microbatch may want other values.
+
+
+def search(
+  c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None = None
+) -> Fields:
+  """Prints the rows; returns the fastest fields that differ from the config's.
+
+  Args:
+    groups: from `candidates`.
+    out: where the rows go; None: stdout.
+  """
+  best, tried = dict[str, Any](), {c}
+  every = list(itertools.chain(*groups))
+  with make_bar(iterable=every, unit="setting", disable=None, leave=False) as bar:
+    show = lambda row: bar.write(row, file=out)
+    show(f"{'setting':<38}{'ms':>10}{'ratio':>8}")
+    for fields in bar:
+      text = " ".join(f"{field}={value}" for field, value in fields.items())
+      current = changed(c, best)
+      try:
+        trial = changed(c, best | fields)
+        if trial in tried:
+          continue
+        tried.add(trial)
+        before, now = timer(current, trial)
+      except ConfigError:  # A batch cannot be divided so, for example.
+        continue
+      row = f"{1e3 * now:10.2f}{before / now:8.2f}"
+      show(f"{text:<38}{' out of memory' if math.isinf(now) else row}")
+      if now < _BETTER * before:
+        best |= fields
+  own = leaves(c.to_dict())
+  return {field: value for field, value in best.items() if value != own[field]}
+
+
+class Steps:
+  """Compiles inner steps, and times them on one state."""
+
+  def __init__(self, c: Config):
+    self._c, self._mesh = c, make_mesh(c)
+    self._held = list[Any]()  # The state; empty: there is none yet.
+
+  def _begin(self, mesh: Mesh) -> None:
+    """Makes the first state. The outer state is kept for the memory that it takes."""
+    self._held = []  # There is one state at a time.
+    c, self._mesh = self._c, mesh
+    with jax.set_mesh(mesh):
+      state = init_state(c, mesh, make_plan(c, mesh))
+    shape = (c.models, c.train.batch_size // c.models, c.model.seq_len)
+    tokens = np.random.default_rng(0).integers(0, c.model.vocab_size, shape, np.int32)
+    place = sharding.batch_sharding(mesh, c.one_model)
+    rest = (jax.device_put(tokens, place), optimizers.tuned(c), state.outer)
+    self._held = [state.params, state.opt_state, *rest]
+
+  def _seconds(self, c: Config) -> float:
+    """Runs one step, which compiles the first time; returns its time."""
+    mesh = make_mesh(c)
+    attention.check(c.model, mesh.devices.flat[0].device_kind)
+    if mesh != self._mesh or not self._held:
+      self._begin(mesh)
+    *arguments, _ = self._held
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+      *self._held[:2], metrics = inner_step(*arguments, c=c)
+    jax.block_until_ready(metrics)
+    return time.perf_counter() - start
+
+  def _fits(self, c: Config) -> bool:
+    """Whether there is enough memory. Compiles the step, without the clock."""
+    try:
+      self._seconds(c)
+    except jax.errors.JaxRuntimeError as error:
+      if not memory.explain(error):
+        raise
+      self._held = []  # The step may have freed the state.
+      return False
+    return True
+
+  def __call__(self, *pair: Config) -> tuple[float, float]:
+    """Times two configs in turn."""
+    fit = [self._fits(c) for c in pair]
+    rows = list[list[float]]()
+    if not all(fit):  # One run is enough: anything is better than what does not fit.
+      rows = [[self._seconds(c) if x else math.inf for c, x in zip(pair, fit)]]
+    end = time.perf_counter() + _SECONDS.value
+    while all(fit) and (len(rows) < 3 or time.perf_counter() < end):
+      rows.append([self._seconds(c) for c in pair])
+    # Other jobs slow both steps of a row, but not all rows.
+    ratio = statistics.median(before / now for before, now in rows)
+    now = statistics.median(now for _, now in rows)
+    return ratio * now, now
+
+
+def measure(
+  c: Config, timer: Timer, groups: Sequence[list[Fields]], out: TextIO | None
+) -> Found:
+  """Searches, and times the result beside the config once more.
+
+  Raises:
+    ConfigError: nothing fits in the memory.
+  """
+  best = search(c, timer, groups, out)
+  before, now = timer(c, changed(c, best))
+  if math.isinf(now):
+    raise ConfigError(
+      "nothing fits in the memory; lower train.batch_size, or use more devices."
+    )
+  return Found(best, before / now) if best and now < before else Found({}, 1.0)
+
+
+def main(_: list[str]) -> None:
+  c, devices = resolve(_CONFIG.value), jax.devices()
+  out = sys.stderr if _FLAGS.value else None
+  attention.check(c.model, devices[0].device_kind)
+  groups = list(candidates(c, devices))
+  of = cache.conditions(cache.step(c, groups), devices) | {"seconds": _SECONDS.value}
+  found = None if _AGAIN.value else cache.read(c, of)
+  if found:
+    print(f"measured {found.when}; --again measures again", file=out)
+  else:
+    found = measure(c, Steps(c), groups, out)
+    cache.write(of, found)
+  settings = as_flags(found.fields)
+  if _FLAGS.value:
+    print(settings)
+  ratio = f"{found.ratio:.2f} times as fast as the config"
+  print(f"{ratio}: {settings or 'no other flag'}", file=out)
+
+
+if __name__ == "__main__":
+  flags.mark_flag_as_required("config")
+  command_line.run(main)
