@@ -29,8 +29,12 @@ def losses(**points: str) -> dict[str, float]:
 
 
 def of_config(some=RUNS, **own) -> dict[str, float]:
-  """{seed: loss} of Streaming DiLoCo's small runs that differ from BASE in `own`."""
+  """{seed: loss} of Streaming DiLoCo's small runs that differ from BASE in `own`.
+
+  None is the default of a field, which a recorded config leaves out.
+  """
   wanted = BASE | {name.replace("__", "."): value for name, value in own.items()}
+  wanted = {name: value for name, value in wanted.items() if value is not None}
   shared = {"algorithm": "streaming", "replicas": "2", "sync_every": "30"}
   shared |= {"batch_sequences": "8", "tokens": "921600", "dim": "32"}
   shared |= {"learning_rate": "0.0220971", "outer_learning_rate": "0.8"}
@@ -78,8 +82,8 @@ CLAIMS = {
   "FedDropout is worse than top-k": lambda: (sparse("random"), sparse("topk")),
   "4 bits are as good as 32": lambda: (eight(), eight(wire__format="fp32")),
   "The strided pattern is better": lambda: (
-    eight(fragments__size=3),
-    eight(fragments__size=3, fragments__pattern="sequential"),
+    eight(fragments__size=None),
+    eight(fragments__size=None, fragments__pattern="sequential"),
   ),
 }
 
