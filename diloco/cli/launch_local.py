@@ -3,8 +3,10 @@
   python -m diloco launch_local -n 4 -- --config=configs/sample.py --workdir=runs/run
   python -m diloco launch_local -n 2 --sites -- --config=configs/sample.py \\
     --workdir=runs/sites
+  python -m diloco launch_local -n 2 -- plan --config=sample --probe
 
-Every process is a `diloco.main` with the arguments after `--`. Every output line begins
+Every process is a `diloco.main` with the arguments after `--`, or the command that is
+the first of them. Every output line begins
 with the number of its process. If a process fails, the others have 20 seconds to report
 it and end; then they are killed. SIGTERM and SIGINT are passed on to all processes; a
 second signal kills them. The exit status is that of the first process that failed. With
@@ -56,9 +58,9 @@ def main() -> int:
 def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
   """Returns {name: module and arguments} of the processes of one run."""
   together = [f"--coordinator=localhost:{free_port()}", f"--num_processes={options.n}"]
+  args = options.args if options.args[0][0] != "-" else ["main", *options.args]
   return {
-    str(i): ["diloco.main", *together, f"--process_id={i}", *options.args]
-    for i in range(options.n)
+    str(i): ["diloco", *args, *together, f"--process_id={i}"] for i in range(options.n)
   }
 
 

@@ -27,7 +27,7 @@ from diloco.simulate import memory, options, tables, wallclock
 from diloco.simulate.arguments import Answer, Args, assumed, training, workload
 from diloco.simulate.compute_time import CHIP_FLOPS
 from diloco.simulate.limits import NO_ROUNDS
-from diloco.simulate.options import GROUPS, Command
+from diloco.simulate.options import GROUPS, Command, Option
 from diloco.simulate.steady import required_bandwidth, steady_utilisation
 from diloco.util import palette, shipped
 from diloco.util.command import Parser, guarded, make_folder, parse_count
@@ -47,9 +47,9 @@ def make_parser() -> Parser:
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, _, own) in known().items():
     command = commands.add_parser(name, help=text, argument_default=argparse.SUPPRESS)
-    command.add_argument("--json", action="store_true", help="print JSON")
-    for option, o in own.items():
-      command.add_argument(f"--{option}", help=o.help, type=o.type, required=o.required)
+    for option, o in {"json": Option("print JSON", bool), **own}.items():
+      kind = {"action": "store_true"} if o.type is bool else {"type": o.type}
+      command.add_argument(f"--{option}", help=o.help, required=o.required, **kind)
   commands.choices["figure"].add_argument("name", help="for example s4 or c10")
   return parser
 
@@ -162,11 +162,7 @@ COMMANDS = {
     link,
     GROUPS["utilisation"],
   ),
-  "bandwidth": Command(
-    "link that a utilisation needs",
-    link,
-    GROUPS["bandwidth"],
-  ),
+  "bandwidth": Command("link that a utilisation needs", link, GROUPS["bandwidth"]),
   "wallclock": Command(
     "idealised hours, Appendix A of 2503.09799", compare, GROUPS["wallclock"]
   ),
@@ -182,8 +178,9 @@ COMMANDS = {
 
 
 def known() -> dict[str, Command]:
-  """Returns the simulators: those above, and the `COMMAND` of each file of contrib."""
-  names = [p.stem for p in sorted((shipped.PACKAGE / "contrib/simulate").glob("*.py"))]
+  """Returns the simulators: those above, and the `COMMAND`s of the files of contrib."""
+  files = sorted((shipped.PACKAGE / "contrib/simulate").glob("*.py"))
+  names = [p.stem for p in files if "\nCOMMAND = " in p.read_text()]
   load = lambda name: importlib.import_module(f"diloco.contrib.simulate.{name}")
   return COMMANDS | {name: load(name).COMMAND for name in names}
 

@@ -36,7 +36,7 @@ class Option(NamedTuple):
 
   Attributes:
     help: meaning, unit and default.
-    type: converts the text.
+    type: converts the text; bool: the option has none, and is given or not.
     field: the config field that gives this value. Such an option excludes --config.
     required: whether the option must be given.
   """

@@ -1,23 +1,22 @@
 """Trains whole runs over limited links: held-out loss against wall-clock time.
 
-  python scripts/experiments/loss_over_time.py --out=/tmp/time --rates=4,16
+  python scripts/experiments/loss_over_time.py --out=/tmp/time --rates=6,25
 
 Two replicas, each a process on a core of its own in a network namespace (netns.py),
 train the small model of the ablations on the same tokens, with each of SETTINGS at each
-rate. A setting without limit gives the compute time of a step. Beside the measured time
-of every run is that of `python -m diloco plan` for this compute time. Needs root,
-iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png.
+rate. Beside the time of every run is that of the planner, with what its --probe has
+measured in the same namespaces. Needs root, iproute2 and an idle machine. Writes
+loss_over_time.csv, .md and .png, and keeps a run of each setting.
 
 Evaluations do not count, nor what compiles: the first quarter of a run counts as long
 as its steps take later.
 """
 
 import argparse
-import dataclasses
+import json
 import pathlib
-import runpy
+import shutil
 import sys
-import tempfile
 
 import netns
 import numpy as np
@@ -26,7 +25,8 @@ import sites_run
 import wan_run
 from sites_run import ROOT
 
-from diloco.config import Config, resolve
+from diloco.config import Config
+from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.simulate import from_config
@@ -40,96 +40,90 @@ MODEL = {
   "model.num_layers": 6,
   "model.num_heads": 2,
   "model.dim": 32,
-  "train.batch_size": 8,
-  "inner.warmup_steps": 180,
+  "train.batch_size": 32,
+  "train.steps": 450,
+  "inner.learning_rate": 0.0221,
+  "inner.warmup_steps": 45,
   "outer.optimizer": "sgd(momentum=0.5, nesterov=True)",
   "outer.learning_rate": 0.8,
   "data.shuffle_window": -1,
+  "eval.every": 35,  # Not always at the same place of a round.
   "eval.tokens": 16_384,
   "eval.batch_size": 8,
 }
 PLAIN = "data-parallel"
 SETTINGS = {
   PLAIN: {"algorithm": "data_parallel", "inner.learning_rate": 0.0312},
-  "H = 10": {"sync_every": 10, "overlap.tau": 1},
-  "H = 30": {"sync_every": 30, "overlap.tau": 1},
-  "H = 30, float32": {"sync_every": 30, "overlap.tau": 5, "wire.format": "fp32"},
-  "H = 100, float32": {"sync_every": 100, "overlap.tau": 1, "wire.format": "fp32"},
+  "H = 5": {"sync_every": 5, "overlap.tau": 1},
+  "H = 10, tau = 5": {"sync_every": 10},
+  "H = 20, tau = 2": {"sync_every": 20, "overlap.tau": 2},
+  "H = 15, float32": {"sync_every": 15, "overlap.tau": 1, "wire.format": "fp32"},
+  "H = 50, tau = 5, bf16": {"sync_every": 50, "wire.format": "bf16"},
 }
-RATE = {"inner.learning_rate": 0.0221}  # Of streaming.
 
 
-def fields(options: argparse.Namespace, name: str) -> dict:
-  """Returns the fields in which a setting differs from configs/wan.py."""
-  every = {"train.steps": options.steps, "eval.every": options.steps // 12}
-  return MODEL | every | RATE | SETTINGS[name]
+def flags(name: str) -> list[str]:
+  """Returns the flags of a setting, beside configs/wan.py."""
+  return [f"--config.{k}={v}" for k, v in (MODEL | SETTINGS[name]).items()]
 
 
-def resolved(options: argparse.Namespace, name: str) -> Config:
-  c = runpy.run_path(str(ROOT / wan_run.CONFIG))["get_config"]()
-  c.update_from_flattened_dict(fields(options, name))
-  return resolve(c)
-
-
-def train(
-  options: argparse.Namespace, name: str, network: netns.Network, rate: float | None
-) -> list[dict]:
-  """Trains a setting to its end; returns the lines of its metrics.jsonl.
+def run(
+  options: argparse.Namespace, name: str, network: netns.Network, change=list
+) -> pathlib.Path:
+  """Trains a setting to its end, in the folder that is returned.
 
   Args:
-    rate: bits per second of every link; None: no limit.
+    change: makes the command that runs from that of training.
 
   Raises:
     RuntimeError: a process failed.
   """
-  with tempfile.TemporaryDirectory(prefix="time_") as folder:
-    workdir = pathlib.Path(folder)
-    network.limit(rate)
-    processes = wan_run.start(options, fields(options, name), network, workdir)
-    try:
-      codes = [p.wait(timeout=options.timeout) for p in processes]
-    finally:
-      sites_run.stop(processes)
-    if any(codes):
-      raise RuntimeError(f"{name}: {(workdir / '0.log').read_text()[-3000:]}")
-    return list(metrics.Follower(workdir / "run").records())
+  workdir = options.out / name.replace(" ", "")
+  shutil.rmtree(workdir, ignore_errors=True)
+  workdir.mkdir()
+  processes = wan_run.start(options, MODEL | SETTINGS[name], network, workdir, change)
+  try:
+    codes = [p.wait(timeout=3600) for p in processes]
+  finally:
+    sites_run.stop(processes)
+  if any(codes):
+    raise RuntimeError(f"{name}: {(workdir / '0.log').read_text()[-3000:]}")
+  return workdir
 
 
-def curve(records: list[dict]) -> list[tuple[int, float, float]]:
+def as_probe(command: list[str]) -> list[str]:
+  """Returns the command of the planner's probe; training's ends with the folder."""
+  at = command.index("diloco.main")
+  plan = ["diloco.contrib.simulate.plan", "--probe", "--json"]
+  return [*command[:at], *plan, *command[at + 1 : -1]]
+
+
+def curve(records: list[dict], sync_every: int) -> list[tuple[int, float, float]]:
   """Returns (step, seconds of training, held-out loss).
 
-  Pauses for evaluations do not count: after one, the time of the logged steps is the
-  median of all. The first quarter, in which JAX compiles, counts as long as its steps
-  take later on average.
+  Pauses for evaluations do not count: after one, the logged steps take as long as those
+  at the same place of other rounds. The first quarter, in which JAX compiles, counts as
+  long as its steps take later on average.
   """
   times = sorted((r["step"], r["time"]) for r in records if r["kind"] == "step")
   losses = {r["step"]: r["loss_outer"] for r in records if r["kind"] == "eval"}
   steps, when = np.array(times).T
-  each = np.diff(when) / np.diff(steps)
-  pauses = np.isin(steps[:-1], list(losses))
-  each = np.where(pauses, np.median(each), each)
+  each = pd.Series(np.diff(when) / np.diff(steps))
   warm = steps[:-1] >= steps[-1] / 4
-  mean = np.average(each[warm], weights=np.diff(steps)[warm])
-  each = np.where(warm, each, mean)
-  clock = np.cumsum([steps[0] * mean, *(each * np.diff(steps))])
+  each[~warm | np.isin(steps[:-1], list(losses))] = np.nan
+  each = each.fillna(each.groupby(steps[:-1] % sync_every).transform("mean"))
+  each = each.fillna(each[warm].mean())
+  each[~warm] = np.average(each[warm], weights=np.diff(steps)[warm])
+  clock = np.cumsum([steps[0] * each[0], *(each * np.diff(steps))])
   at = dict(zip(steps, clock))
   return [(step, float(at[step]), loss) for step, loss in sorted(losses.items())]
 
 
-def compute_seconds(records: list[dict]) -> float:
-  """Returns the median seconds of a step."""
-  times = sorted((r["step"], r["time"]) for r in records if r["kind"] == "step")
-  steps, seconds = np.array(times[len(times) // 5 :]).T
-  return float(np.median(np.diff(seconds) / np.diff(steps)))
-
-
-def predicted(c: Config, compute_s: float, rate: float) -> float:
+def predicted(c: Config, measured: dict[str, float]) -> float:
   """Returns the seconds of the whole run, as the planner computes them."""
-  # Gloo's all-reduce reaches the rate of slow links, its all-gather does not
-  # (docs/measured.md).
-  link = "ideal" if c.one_model else "gloo"
-  work = dataclasses.replace(from_config.workload(c, compute_s), link=link)
-  return c.train.steps * compute_s / float(steady_utilisation(work, [rate])[0])
+  work = from_config.workload(c, measured["step_time"], measured["latency"])
+  busy = float(steady_utilisation(work, [1e9 * measured["gbits"]])[0])
+  return c.train.steps * work.step_time / busy
 
 
 def table(rows: pd.DataFrame) -> str:
@@ -168,18 +162,19 @@ def main(options: argparse.Namespace) -> None:
   netns.prepare()
   make_folder(options.out, "--out")
   found = list[dict]()
-  with netns.star(2) as network:
-    compute_s = compute_seconds(train(options, "H = 30", network, None))
-    print(f"a step computes for {1e3 * compute_s:.2f} ms")
+  with netns.star(2, mtu=1500) as network:
     for rate in options.rates:
+      network.limit(rate)
+      log = (run(options, "H = 5", network, as_probe) / "0.log").read_text()
+      measured = json.loads(log.splitlines()[-1])["measured"]
+      print(f"{rate / 1e6:g} Mbit/s: the probe measures {measured}", flush=True)
       for name in options.settings:
-        planned = predicted(resolved(options, name), compute_s, rate)
-        if planned > options.longest:
-          print(f"{name} at {rate / 1e6:g} Mbit/s would take {planned:.0f} s: left out")
-          continue
-        run = {"setting": name, "rate_mbit_s": rate / 1e6, "planned_s": planned}
-        for step, seconds, loss in curve(train(options, name, network, rate)):
-          found.append(run | {"step": step, "seconds": seconds, "loss": loss})
+        c = load_config(str(ROOT / wan_run.CONFIG), flags(name))
+        setting = {"setting": name, "rate_mbit_s": rate / 1e6}
+        setting["planned_s"] = predicted(c, measured)
+        records = metrics.Follower(run(options, name, network) / "run").records()
+        for step, seconds, loss in curve(list(records), c.sync_every):
+          found.append(setting | {"step": step, "seconds": seconds, "loss": loss})
         rows = pd.DataFrame(found)
         rows.to_csv(options.out / "loss_over_time.csv", index=False)
         print(table(rows).splitlines()[-1], flush=True)
@@ -192,11 +187,8 @@ def parse(argv=None) -> argparse.Namespace:
   add = parser.add_argument
   add("--out", type=pathlib.Path, required=True, help="folder for the results")
   rates = lambda text: [1e6 * float(x) for x in text.split(",")]
-  add("--rates", type=rates, default=rates("4,16"), help="Mbit/s, with commas")
+  add("--rates", type=rates, default=rates("6,25"), help="Mbit/s, with commas")
   add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-  add("--steps", type=int, default=1800)
-  add("--longest", type=float, default=900, help="seconds of a run; else left out")
-  add("--timeout", type=float, default=1800, help="seconds for each run")
   return parser.parse_args(argv, argparse.Namespace(replicas=2, transport="host"))
 
 

@@ -26,7 +26,8 @@ from collections.abc import Iterable, Iterator, Sequence
 # A namespace's name: PREFIX, its maker's process id, '-', a number or hub or probe.
 PREFIX = "diloco"
 # The frame size of long-distance research networks. Headers (66 bytes per frame) and
-# acknowledgements (66 bytes) add 1% to a bulk transfer; with frames of 1500, 7%.
+# acknowledgements (66 bytes) add 1% to a bulk transfer; with frames of 1500, 7%. But a
+# bucket must hold two frames: 18 kB of 9000 bytes cross before a slow link limits them.
 MTU = 9000
 # IPv6 would send packets of its own. With Reno, payload in both directions uses 93% of
 # 1 Mbit/s and at least 97% of 4 Mbit/s to 1 Gbit/s. BBR uses only 61% of 1 Gbit/s: on
@@ -68,12 +69,14 @@ class Network:
     names: the nodes' namespaces.
     addresses: the nodes' IPv4 addresses.
     hub: the bridge's namespace; its port{i} is the other end of node i's eth0.
+    mtu: bytes of a frame.
     residents: process ids of idle processes, one in each node.
   """
 
   names: tuple[str, ...]
   addresses: tuple[str, ...]
   hub: str
+  mtu: int
   residents: tuple[int, ...]
 
   def command(self, node: int, argv: Sequence[str]) -> list[str]:
@@ -103,7 +106,7 @@ class Network:
           # Fails, without harm, if there was no limit.
           subprocess.run([*tc, "del", "dev", device, "root"], capture_output=True)
         else:
-          _run(*tc, "replace", "dev", device, "root", "tbf", *_bucket(rate))
+          _run(*tc, "replace", "dev", device, "root", "tbf", *_bucket(rate, self.mtu))
 
   def connect(self, node: int, up: bool) -> None:
     """Cuts a node's link, or makes it whole again; addresses and routes stay."""
@@ -120,23 +123,24 @@ class Network:
     return int(fields[0]), int(fields[8])
 
 
-def _bucket(rate: float) -> list[str]:
+def _bucket(rate: float, mtu: int) -> list[str]:
   # The bucket holds 2 ms of traffic (25 kB at 100 Mbit/s), at least two frames: enough
   # for late timers, but too little to carry a packed fragment without waiting. The
   # queue holds 50 ms of traffic, at least 16 frames, then drops, as a router would.
-  burst = max(rate / 8 * 2e-3, 2 * (MTU + 14))
-  queue = max(rate / 8 * 50e-3, 16 * (MTU + 14))
+  burst = max(rate / 8 * 2e-3, 2 * (mtu + 14))
+  queue = max(rate / 8 * 50e-3, 16 * (mtu + 14))
   return ["rate", f"{rate:.0f}bit", "burst", f"{burst:.0f}", "limit", f"{queue:.0f}"]
 
 
 @contextlib.contextmanager
-def star(nodes: int) -> Iterator[Network]:
+def star(nodes: int, mtu: int = MTU) -> Iterator[Network]:
   """Makes the namespaces; at the end removes them and kills the processes inside.
 
   First removes the namespaces that killed processes have left.
 
   Args:
     nodes: 2 to 250.
+    mtu: bytes of a frame.
 
   Raises:
     RuntimeError: a command failed; see `prepare`.
@@ -148,11 +152,11 @@ def star(nodes: int) -> Iterator[Network]:
   hub = f"{prefix}hub"
   residents = list[subprocess.Popen]()
   try:
-    _make_hub(hub)
+    _make_hub(hub, mtu)
     for i, (name, address) in enumerate(zip(names, addresses)):
-      _make_node(i, name, address, hub)
+      _make_node(i, name, address, hub, mtu)
     residents += map(_settle, names)
-    yield Network(names, addresses, hub, tuple(p.pid for p in residents))
+    yield Network(names, addresses, hub, mtu, tuple(p.pid for p in residents))
   finally:
     for name in (*names, hub):
       _remove(name)
@@ -172,13 +176,13 @@ def remove_stale() -> list[str]:
   return removed
 
 
-def _make_hub(hub: str) -> None:
+def _make_hub(hub: str, mtu: int) -> None:
   _run("ip", "netns", "add", hub)
   _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge", "forward_delay", "0")
-  _run("ip", "-n", hub, "link", "set", "bridge", "up", "mtu", str(MTU))
+  _run("ip", "-n", hub, "link", "set", "bridge", "up", "mtu", str(mtu))
 
 
-def _make_node(i: int, name: str, address: str, hub: str) -> None:
+def _make_node(i: int, name: str, address: str, hub: str, mtu: int) -> None:
   port = f"port{i}"
   _run("ip", "netns", "add", name)
   for namespace in (name, hub):
@@ -189,8 +193,8 @@ def _make_node(i: int, name: str, address: str, hub: str) -> None:
         ["ip", "netns", "exec", namespace, "sh", "-c", write], capture_output=True
       )
   _run(
-    *("ip", "-n", hub, "link", "add", port, "mtu", str(MTU), "type", "veth"),
-    *("peer", "name", "eth0", "mtu", str(MTU), "netns", name),
+    *("ip", "-n", hub, "link", "add", port, "mtu", str(mtu), "type", "veth"),
+    *("peer", "name", "eth0", "mtu", str(mtu), "netns", name),
   )
   _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
   # One segment per frame. Otherwise the kernel passes on 64 kB at a time, and the

@@ -99,10 +99,13 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
   return trace
 
 
-def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
+def start(
+  options, fields: dict, network: netns.Network, workdir: pathlib.Path, change=list
+):
   """Starts one process per replica, and a coordinator for sites, with logs in workdir.
 
-  The process of replica i is pinned to a core; the log is i.log.
+  The process of replica i is pinned to a core; the log is i.log. `change` makes the
+  command that runs from that of training.
   """
   cores, commands = sorted(os.sched_getaffinity(0)), list[list[str]]()
   flags = [f"--config.{name}={value}" for name, value in fields.items()]
@@ -112,7 +115,7 @@ def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
       command = sites_run.site(network, i, *where)
     else:
       command = sites_run.process(network, nodes(options), i, *where)
-    commands.append(["taskset", "-c", str(cores[i % len(cores)]), *command])
+    commands.append(["taskset", "-c", str(cores[i % len(cores)]), *change(command)])
   if options.transport == "sites":
     sites_run.certificates(workdir, options.replicas)
     commands.append(sites_run.coordinator(network, *where))

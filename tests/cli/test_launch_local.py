@@ -1,5 +1,6 @@
 """The launcher waits for its processes, and ends the others if one fails."""
 
+import argparse
 import io
 import subprocess
 import sys
@@ -36,6 +37,20 @@ def test_the_first_failure_counts(names, needed, ended, said, monkeypatch, capsy
   assert [x.startswith(f"process {y}") for x, y in zip(lines, said, strict=True)] == [
     True for _ in said
   ]
+
+
+@pytest.mark.parametrize(
+  ("args", "begin"),
+  [
+    (["--config=c"], ["diloco", "main", "--config=c"]),
+    (["plan", "--config=c"], ["diloco", "plan", "--config=c"]),
+  ],
+)
+def test_a_command_may_be_given(args, begin):
+  commands = launch_local.run_commands(argparse.Namespace(n=2, args=args))
+  for i, one in commands.items():
+    assert one[: len(begin)] == begin
+    assert one[-2:] == ["--num_processes=2", f"--process_id={i}"]
 
 
 def test_lines_of_a_process_are_shown_without_those_of_gloo(capsys):

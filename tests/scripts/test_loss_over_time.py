@@ -12,34 +12,51 @@ import loss_over_time  # noqa: E402
 
 
 def records(pause):
-  """A step takes 2 s and is logged every 5 steps; an evaluation takes `pause`.
+  """A step takes 2 s, and from 5 steps before a round's end on 4 s; logged every 5.
 
-  Something compiles for 17 s before step 10.
+  An evaluation takes `pause`, and something compiles for 17 s before step 10.
   """
   found, clock = [], 100.0
-  for step in range(5, 61, 5):
+  for step in range(5, 121, 5):
     found.append({"kind": "step", "step": step, "time": clock})
-    if step % 20 == 0:
+    if step % 35 == 0 or step == 120:
       found.append({"kind": "eval", "step": step, "loss_outer": 5.0 - step / 100})
-    clock += 10.0 + (pause if step % 20 == 0 else 0.0) + 17.0 * (step == 5)
+    clock += 10.0 + 10.0 * (step % 20 == 15) + pause * (step % 35 == 0)
+    clock += 17.0 * (step == 5)
   return found
 
 
 @pytest.mark.parametrize("pause", [0.0, 33.0])
 def test_pauses_do_not_count(pause):
-  curve = loss_over_time.curve(records(pause))
-  assert curve == [(20, 40.0, 4.8), (40, 80.0, 4.6), (60, 120.0, 4.4)]
-  assert loss_over_time.compute_seconds(records(pause)) == pytest.approx(2.0)
+  curve = loss_over_time.curve(records(pause), sync_every=20)
+  steps, seconds, losses = zip(*curve)
+  assert (steps, losses) == ((35, 70, 105, 120), (4.65, 4.3, 3.95, 3.8))
+  # The measured part, from step 30 on, has 5 of 18 intervals of 20 s.
+  begin = 30 * (13 * 10 + 5 * 20) / 90
+  assert seconds == pytest.approx([begin + x for x in (10, 100, 190, 230)])
+
+
+MEASURED = {"step_time": 0.01, "latency": 0.0, "gbits": 4e-3}
 
 
 def test_the_plan_waits_for_the_link():
-  options = loss_over_time.parse(["--out=/nowhere", "--steps=600"])
-  plain = loss_over_time.resolved(options, loss_over_time.PLAIN)
+  flags = loss_over_time.flags
+  load = lambda name: loss_over_time.load_config(
+    str(ROOT / "configs/wan.py"), flags(name)
+  )
+  plain = load(loss_over_time.PLAIN)
   sent = 32 * 141_920 / 4e6  # Seconds for the float32 gradients of a step.
-  seconds = loss_over_time.predicted(plain, 0.01, 4e6)
-  assert seconds == pytest.approx(600 * (sent + 0.01), rel=0.05)
+  seconds = loss_over_time.predicted(plain, MEASURED)
+  assert seconds == pytest.approx(450 * (sent + 0.01), rel=0.05)
   for name in loss_over_time.SETTINGS:
-    c = loss_over_time.resolved(options, name)
-    fast = loss_over_time.predicted(c, 0.01, 1e15)
-    assert fast == pytest.approx(600 * 0.01, rel=0.15)
-    assert loss_over_time.predicted(c, 0.01, 1e6) > fast
+    fast = loss_over_time.predicted(load(name), MEASURED | {"gbits": 1e6})
+    assert fast == pytest.approx(450 * 0.01)
+    assert loss_over_time.predicted(load(name), MEASURED) > fast
+
+
+def test_the_probe_has_the_flags_of_the_run_but_no_folder():
+  run = ["python", "-m", "diloco.main", "--config=c", "--process_id=1", "--workdir=w"]
+  assert loss_over_time.as_probe(run) == [
+    *("python", "-m", "diloco.contrib.simulate.plan", "--probe", "--json"),
+    *("--config=c", "--process_id=1"),
+  ]

@@ -4,6 +4,7 @@ python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06
 python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=1 --chips=64 --replicas=2,4
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs/dp \
   --target=4.4
+python -m diloco launch_local -n 2 -- plan --config=sample --probe
 
 `python -m diloco simulate plan` is the same. A row is data-parallel, or Streaming
 DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
@@ -17,6 +18,9 @@ Time comes from the simulator (`steady.py`). The loss comes from measurements: t
 and float32 count as equal (+0.1 ± 0.3% in docs/reproduced.md). The note of a row says
 what was not measured. Above the largest measured M or H the line through the last two
 goes on; beyond the other ends the nearest value counts.
+
+--probe measures the step on this machine, and the link between the processes that are
+started together; the flags in the first line repeat the plan without it (`probe.py`).
 
 --curve is a finished data-parallel run of the same data. A run that ends x% above
 data-parallel is assumed to be x% above it at all steps.
@@ -45,6 +49,8 @@ from diloco.spec.shapes import matrix_params
 H = (5, 10, 30, 100, 300)
 TAU = (1, 5, 10)
 FORMATS = ("e3m0", "fp32")
+MEASURED = (*COMPUTE, "step_time", "latency", "link")  # What --probe replaces.
+JOIN = ("coordinator", "num_processes", "process_id", "distributed")  # Its processes.
 # Utilisation from which a slower run is not worth a smaller loss.
 ENOUGH = 0.95
 SMALL = 35e6  # The papers' smallest N.
@@ -180,8 +186,12 @@ def plan(args: Args) -> Answer:
   """Computes the rows; the recommended one is the last line of the text."""
   if "config" not in args:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
+  probed = measured(args)
+  args |= {name: value for name, value in probed.items() if name != "residual"}
+  if "gbits" not in args:
+    raise ConfigError("--gbits is missing; give it, or measure it by --probe.")
   c, rate = args["config"], 1e9 * args["gbits"]
-  seconds, found, measured = workload(args).step_time, list[Row](), cells()
+  seconds, found, known = workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch, so with M of them each has a part of it.
     own = {"config": one, "step_time": seconds * c.replicas / one.replicas}
@@ -191,7 +201,7 @@ def plan(args: Args) -> Answer:
       sum(bits for bits, _ in work.transfers) / 8 / work.whole_plan[0].sync_every
     )
     is_plain = one.algorithm == "data_parallel"
-    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, measured)
+    percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, known)
     found.append(
       Row(
         one.algorithm,
@@ -213,7 +223,27 @@ def plan(args: Args) -> Answer:
     found = [timed(row, curve, args["target"]) for row in found]
   kept = found if "all" in args else efficient(found)
   best = recommended(found)
-  return {"rows": kept, "recommended": best}, show(kept, best, args)
+  answer, text = {"rows": kept, "recommended": best}, show(kept, best, args)
+  if not probed:
+    return answer, text
+  names = ("step_time", "gbits", "latency")
+  flags = " ".join(f"--{name}={args[name]:g}" for name in names if name in args)
+  left = f" (residual {probed['residual']:.1%})" if "residual" in probed else ""
+  return answer | {"measured": probed}, f"measured  {flags}{left}\n{text}"
+
+
+def measured(args: Args) -> dict[str, float]:
+  """Measures step time and link with --probe; see `probe.measure`."""
+  given = [name for name in (MEASURED if "probe" in args else JOIN) if name in args]
+  if given and "probe" in args:
+    raise ConfigError(f"--probe measures step and link; leave out --{given[0]}.")
+  if given:
+    raise ConfigError(f"--{given[0]} needs --probe; add it, or leave out both.")
+  if "probe" not in args:
+    return {}
+  from diloco.contrib.simulate import probe  # Imports JAX.
+
+  return probe.measure(args)
 
 
 def efficient(rows: Sequence[Row]) -> list[Row]:
@@ -299,7 +329,7 @@ OPTIONS = {
   name: GROUPS["model"][name] for name in ("config", *COMPUTE, "step_time", "link")
 }
 OPTIONS |= {
-  "gbits": GROUPS["utilisation"]["gbits"],
+  "gbits": GROUPS["utilisation"]["gbits"]._replace(required=False),
   "latency": GROUPS["method"]["latency"],
   "replicas": Option(
     "numbers of replicas, such as 2,4; default the config's", several(whole)
@@ -307,6 +337,11 @@ OPTIONS |= {
   "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
   "target": Option("held-out loss to reach, nats per token"),
   "all": Option("any value: show all rows", str),
+  "probe": Option("measure step_time here; between processes gbits and latency", bool),
+  "coordinator": Option("with --probe: host:port of process 0", str),
+  "num_processes": Option("with --probe: number of processes", whole),
+  "process_id": Option("with --probe: this process, from 0", whole),
+  "distributed": Option("with --probe: auto, as for diloco.main", str),
 }
 COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
 

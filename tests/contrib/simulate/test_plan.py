@@ -182,6 +182,10 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
     (["--gbits=1", "--step_time=1"], "--config is missing; plan needs one"),
     ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
     ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
+    (SAMPLE, "--gbits is missing; give it, or measure it by --probe"),
+    ([*SAMPLE, "--probe"], "--probe measures step and link; leave out --step_time"),
+    ([SAMPLE[0], "--probe"], "one process, so there is no link to measure; start two"),
+    ([*SAMPLE, "--process_id=0"], "--process_id needs --probe; add it, or leave out"),
   ],
 )
 def test_mistakes_are_told(args, error):
@@ -189,3 +193,12 @@ def test_mistakes_are_told(args, error):
   found = subprocess.run(typed, capture_output=True, text=True, cwd=ROOT, check=False)
   assert found.returncode == 2
   assert error in found.stderr
+
+
+def test_a_plan_without_a_probe_does_not_import_jax():
+  text = (
+    "import sys; from diloco.contrib.simulate import plan;"
+    " from diloco.simulate.__main__ import main;"
+    f" main(['plan', *{SAMPLE}, '--gbits=0.02']); assert 'jax' not in sys.modules"
+  )
+  subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True)
