@@ -52,7 +52,7 @@ def test_every_item_has_one_row_or_one_for_each_part(paper, items):
 
 
 def test_a_missing_item_has_a_reason_and_every_item_a_command():
-  assert {row["kind"] for row in ROWS} == KINDS
+  assert {row["kind"] for row in ROWS} <= KINDS
   for row in ROWS:
     assert row["what"]
     assert row["command"]
