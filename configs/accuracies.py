@@ -83,7 +83,12 @@ def _eight_seeds() -> list[Point]:
     "6 layers": {"fragment": 6},
   }
   cells = SMALL.streaming([{"name": name, **some} for name, some in named.items()])
-  return [*cells, *SMALL.cross(name=("DiLoCo",), algorithm=("diloco",), replicas=(2,))]
+  return [*cells, {"name": "DiLoCo", "algorithm": "diloco", "replicas": 2}]
+
+
+def _over_tokens(title: str) -> Chart:
+  x = ("overtrain", SMALL.ALGORITHM, "multiple of the tokens")
+  return Chart(title, *x, log=True, y=_MORE, against=PLAIN)
 
 
 _OF_4_BITS = lambda cell: cell["compressor"] == "quantize" or cell["bits"] == 4
@@ -149,15 +154,7 @@ ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
   ),
   "overtrain_streaming": (
     [cell | {"overtrain": times} for cell in _M2 for times in (1, 4)],
-    Chart(
-      "Overtraining of streaming (2501.18512, table 1)",
-      "overtrain",
-      SMALL.ALGORITHM,
-      "multiple of the tokens",
-      log=True,
-      y=_MORE,
-      against=PLAIN,
-    ),
+    _over_tokens("Overtraining of streaming (2501.18512, table 1)"),
   ),
   "weights": (
     [cell | {"weights": w} for cell in _M2 for w in ("float32", "bfloat16")],
@@ -192,15 +189,7 @@ ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
   ),
   "two_texts": (
     [cell | {"overtrain": x, "texts": 2} for cell in (_M2[0], _M2[2]) for x in (1, 4)],
-    Chart(
-      "Another text than that of training (2503.09799, figure 11)",
-      "overtrain",
-      SMALL.ALGORITHM,
-      "multiple of the tokens",
-      log=True,
-      y=_MORE,
-      against=PLAIN,
-    ),
+    _over_tokens("Another text than that of training (2503.09799, figure 11)"),
   ),
   EIGHT: (
     _eight_seeds(),
