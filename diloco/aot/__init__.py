@@ -1,1 +1,10 @@
 """Dry run for TPUs and GPUs: compiles training programs without the devices."""
+
+import os
+
+
+def look_for_no_device() -> None:
+  """Keeps JAX on the CPU, and libtpu from looking for a TPU and its other users."""
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")

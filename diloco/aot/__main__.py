@@ -10,11 +10,10 @@ finds the smallest slices on which training fits. TPUs need the extra `tpu`, GPU
 extra `gpu-aot`; see docs/aot.md.
 """
 
-import os
-
 from absl import flags
 from ml_collections import config_flags
 
+from diloco.aot import look_for_no_device
 from diloco.config import command_line
 
 _CONFIG = config_flags.DEFINE_config_file(
@@ -38,10 +37,7 @@ _QUICK = flags.DEFINE_bool(
 
 
 def main(_: list[str]) -> None:
-  # Without these variables, libtpu looks for a TPU and for other processes that use it.
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+  look_for_no_device()
   from diloco.aot.report import find, report
 
   topology = str(_TOPOLOGY.value)

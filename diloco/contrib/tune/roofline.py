@@ -18,12 +18,12 @@ memory    of the program that needs most, with the state, of what XLA gives
 """
 
 import math
-import os
 from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
+from diloco.aot import look_for_no_device
 from diloco.config import Config, changed, command_line, resolve
 from diloco.contrib.tune.bounds import Bound, as_flags, bound, settings
 from diloco.errors import ConfigError
@@ -90,10 +90,7 @@ def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:
 
 
 def main(_: list[str]) -> None:
-  # As in `diloco.aot.__main__`: nothing looks for a real device.
-  os.environ["JAX_PLATFORMS"] = "cpu"
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+  look_for_no_device()
   from diloco.aot.topology import describe
   from diloco.mesh.devices import fit_eval_batch
 
