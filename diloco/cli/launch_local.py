@@ -6,11 +6,11 @@
   python -m diloco launch_local -n 2 -- plan --config=sample --probe
 
 Every process is a `diloco.main` with the arguments after `--`, or the command that is
-the first of them. Every output line begins
-with the number of its process. If a process fails, the others have 20 seconds to report
-it and end; then they are killed. SIGTERM and SIGINT are passed on to all processes; a
-second signal kills them. The exit status is that of the first process that failed. With
---devices=K each process has K forced CPU devices.
+the first of them. Every output line begins with the number of its process. If a process
+fails, the others have 20 seconds to report it and end; then they are killed. SIGTERM
+and SIGINT are passed on to all processes; a second signal kills them. The exit status
+is that of the first process that failed. With --devices=K each process has K forced CPU
+devices.
 
 With --sites, the N processes are the sites of one run, and one more process is their
 coordinator (docs/sites.md). They write to the folders site-0, site-1, ... and group of

@@ -178,9 +178,9 @@ COMMANDS = {
 
 
 def known() -> dict[str, Command]:
-  """Returns the simulators: those above, and the `COMMAND`s of the files of contrib."""
-  files = sorted((shipped.PACKAGE / "contrib/simulate").glob("*.py"))
-  names = [p.stem for p in files if "\nCOMMAND = " in p.read_text()]
+  """Returns the simulators: those above, and the `COMMAND` of each file of contrib."""
+  files = (shipped.PACKAGE / "contrib/simulate").glob("[!_]*.py")
+  names = [p.stem for p in sorted(files)]
   load = lambda name: importlib.import_module(f"diloco.contrib.simulate.{name}")
   return COMMANDS | {name: load(name).COMMAND for name in names}
 

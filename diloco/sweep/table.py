@@ -16,6 +16,7 @@ has a directory with run.json and ended.json only.
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import pathlib
@@ -131,10 +132,13 @@ def read_row(directory: pathlib.Path) -> Row:
 
 def _accuracy(directory: pathlib.Path, result: Row) -> float | None:
   """Returns the accuracy of the first task: of eval.tasks, or of `diloco evaluate`."""
-  paths = sorted(directory.glob("evaluation_*.json"))
-  records = [result, *(files.read_json(path) or {} for path in paths)]
-  tasks = [task for one in records for task in (one.get("tasks") or {}).values()]
-  return tasks[0]["accuracy"] if tasks else None
+  later = (
+    files.read_json(p) or {} for p in sorted(directory.glob("evaluation_*.json"))
+  )
+  for record in itertools.chain([result], later):
+    for task in (record.get("tasks") or {}).values():
+      return task["accuracy"]
+  return None
 
 
 def note(directory: pathlib.Path, **changes: Any) -> None:

@@ -20,7 +20,7 @@ what was not measured. Above the largest measured M or H the line through the la
 goes on; beyond the other ends the nearest value counts.
 
 --probe measures the step on this machine, and the link between the processes that are
-started together; the flags in the first line repeat the plan without it (`probe.py`).
+started together; the flags in the first line repeat the plan without it (`_probe.py`).
 
 --curve is a finished data-parallel run of the same data. A run that ends x% above
 data-parallel is assumed to be x% above it at all steps.
@@ -233,7 +233,7 @@ def plan(args: Args) -> Answer:
 
 
 def measured(args: Args) -> dict[str, float]:
-  """Measures step time and link with --probe; see `probe.measure`."""
+  """Measures step time and link with --probe; see `_probe.measure`."""
   given = [name for name in (MEASURED if "probe" in args else JOIN) if name in args]
   if given and "probe" in args:
     raise ConfigError(f"--probe measures step and link; leave out --{given[0]}.")
@@ -241,9 +241,9 @@ def measured(args: Args) -> dict[str, float]:
     raise ConfigError(f"--{given[0]} needs --probe; add it, or leave out both.")
   if "probe" not in args:
     return {}
-  from diloco.contrib.simulate import probe  # Imports JAX.
+  from diloco.contrib.simulate import _probe  # Imports JAX.
 
-  return probe.measure(args)
+  return _probe.measure(args)
 
 
 def efficient(rows: Sequence[Row]) -> list[Row]:

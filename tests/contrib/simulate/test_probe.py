@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from diloco.config.command_line import load_config
-from diloco.contrib.simulate import probe
+from diloco.contrib.simulate import _probe as probe
 from diloco.errors import ConfigError
 from diloco.simulate import __main__ as command
 
