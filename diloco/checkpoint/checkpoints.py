@@ -222,7 +222,11 @@ class Checkpoints:
       raise ConfigError(self._unwritten(step, reason_of(error))) from None
 
   def _unwritten(self, step: int, reason: str) -> str:
-    """Removes the unfinished checkpoint; returns why it was not finished."""
+    """Removes the unfinished checkpoint; returns why it was not finished.
+
+    A process that is gone is a cause, too: then this process ends here and says so.
+    """
+    self._peers.await_loss()
     self._remove_parts()
     return disk.unwritten(self._workdir, step, self._size, reason)
 

@@ -168,26 +168,47 @@ def test_close_does_not_tell_the_error_again(c, tmp_path, full_disk, monkeypatch
   assert names(tmp_path / "checkpoints") == []
 
 
+class Pair(Peers):
+  """The first of two processes; the other never answers. `told` is what it reports."""
+
+  def __init__(self, is_lost: bool):
+    super().__init__(0, 2)
+    self.is_lost, self.told = is_lost, queue.Queue()
+
+  def all_gather(self, value):
+    return [value]
+
+  def await_loss(self):
+    if self.is_lost:
+      self.told.put(("process 1 of 2 is gone", 1))
+      raise SystemExit(1)  # The class itself ends the process.
+
+  def fail(self, message, code=1):
+    self.told.put((message, code))
+
+
 def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
-  class Pair(Peers):
-    """The first of two processes; the other never answers."""
-
-    def __init__(self):
-      super().__init__(0, 2)
-      self.told = queue.Queue()
-
-    def all_gather(self, value):
-      return [value]
-
-    def fail(self, message, code=1):
-      self.told.put((message, code))
-
-  pair = Pair()
+  pair = Pair(is_lost=False)
   checkpoints = open_checkpoints(tmp_path, c, pair)
   checkpoints.save(12, state(12), Record(c.to_dict()))
   message, code = pair.told.get(timeout=60)  # Nobody called `wait` or `save`.
   assert "step 12 cannot be written (No space left on device)" in message
   assert code == 2
+
+
+def test_a_lost_process_is_named_where_a_checkpoint_fails_for_it(
+  c, tmp_path, monkeypatch
+):
+  def fail(*args, **kwargs):
+    raise RuntimeError("UNAVAILABLE: the other process did not come to a barrier")
+
+  monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+  pair = Pair(is_lost=True)
+  checkpoints = open_checkpoints(tmp_path, c, pair)
+  with pytest.raises(SystemExit):
+    checkpoints.save(12, state(12), Record(c.to_dict()))
+  assert pair.told.get(timeout=60) == ("process 1 of 2 is gone", 1)
+  assert pair.told.empty()  # Nobody is told to make room on the disk.
 
 
 def test_a_part_that_a_kill_left_is_removed(c, tmp_path):
