@@ -22,6 +22,11 @@ OUTER_SOURCE = (
   "0.4 at M=2 and 0.7 at M=8 are printed; figure 7: rises with M, not with N"
 )
 
+_H = 30  # That of the paper's laws.
+_SMALLEST = 34e6  # Slightly below the exact size of 35M.
+# Momentum 0.9 averages ten rounds; with 160, 0.5 is 2.4 points better (docs/tuning.md).
+_FEW_ROUNDS = 300
+
 
 @dataclasses.dataclass(frozen=True)
 class Recommendation:
@@ -113,6 +118,12 @@ def recommend(
   notes = _notes(params, 1 if plain else replicas, own)
   if not plain and not source.startswith(algorithm):
     notes.insert(0, f"no run of {algorithm} was fitted: the laws are of {source}.")
+  rounds = steps // _H
+  if own is None and not plain and params < _SMALLEST and rounds < _FEW_ROUNDS:
+    notes.append(
+      f"this run has {rounds} rounds of H = {_H}: small runs with so few end best with"
+      " outer momentum 0.5 and an outer rate of about 0.7 (docs/tuning.md)."
+    )
   ratio = sequences * seq_len / batch_tokens
   if not 0.6 < ratio < 1.7:
     notes.append(
@@ -140,10 +151,10 @@ def recommend(
 def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
   """Writes sentences on where N, M and the budget are beyond the fitted runs."""
   if own is None:
-    # The bounds lie slightly beyond the exact sizes of 35M and 10B.
+    # 10.1e9 lies slightly beyond the exact size of 10B.
     stretched = {
       f"N = {params:g} is beyond what the laws were fitted to, 35M to 2.4B, and tried"
-      " at, 4B and 10B: sweep nearby.": not 34e6 < params < 10.1e9,
+      " at, 4B and 10B: sweep nearby.": not _SMALLEST < params < 10.1e9,
       f"M = {replicas} is beyond the 8 replicas that the laws were fitted to; the outer"
       " rate is that of 8: sweep it.": replicas > 8,
     }

@@ -96,7 +96,7 @@ def test_predictions_at_fitted_sizes_are_near_the_data():
 @pytest.mark.parametrize(
   ("arguments", "note"),
   [
-    ((1e6, 2), "N = 1e.06 is beyond what the laws were fitted to"),
+    ((1e6, 1, "joint", "data_parallel"), "N = 1e.06 is beyond what the laws were"),
     ((1e9, 16), "M = 16 is beyond the 8 replicas"),
     ((35e6, 8, "joint", "diloco", 1, 2048, 64), "rounded batch is .* times the law's"),
   ],
@@ -104,6 +104,16 @@ def test_predictions_at_fitted_sizes_are_near_the_data():
 def test_a_note_says_where_a_law_is_stretched(arguments, note):
   (found,) = lib.recommend(*arguments).notes
   assert re.search(note, found)
+
+
+def test_a_note_advises_on_runs_with_few_rounds():
+  found = lib.recommend(1e6)
+  assert found.steps == 1220
+  assert "40 rounds of H = 30" in found.notes[1]
+  assert "outer momentum 0.5" in found.notes[1]
+  for other in ({"overtrain": 100}, {"algorithm": "data_parallel"}, {"params": 35e6}):
+    notes = lib.recommend(**{"params": 1e6, **other}).notes
+    assert not any("momentum" in note for note in notes)
 
 
 @pytest.mark.parametrize(
