@@ -203,14 +203,32 @@ def _written(program: dict[str, Computation], name: str) -> list[int]:
 
 def _rounds(program: dict[str, Computation], loop: Operation) -> int:
   """Returns how often the body of a loop runs."""
-  known = re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop.rest)
+  if known := re.findall(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+    return int(known[0])
   condition = program[loop.called("condition")].values()
-  limits = [x.rest for x in condition if x.kind == "constant" and x.type[:5] == "s32[]"]
-  if not known and len(limits) != 1:
+  integers = [x for x in condition if re.match(r"[su]32\[\]", x.type)]
+  limits = [_number(x) for x in integers if x.kind == "constant"]
+  if len(limits) != 1:
     raise ValueError(
       f"the rounds of loop {loop.name!r} are not known; adapt {__file__}."
     )
-  return int(known[0] if known else limits[0].split(")")[0])
+  counters = [x.rest for x in integers if x.kind == "get-tuple-element"]
+  return -(-limits[0] // _stride(program[loop.called("body")], counters))
+
+
+def _stride(body: Computation, counters: list[str]) -> int:
+  """Returns what a loop adds to its counter: 2 where XLA has unrolled it once."""
+  *_, root = body.values()
+  index = [int(n) for n in re.findall(r"index=(\d+)", " ".join(counters))]
+  if root.kind != "tuple" or len(index) != 1:
+    return 1
+  added = body[root.operands[index[0]]]
+  found = [body[y] for y in added.operands if y in body and added.kind == "add"]
+  return next((_number(y) for y in found if y.kind == "constant"), 1)
+
+
+def _number(constant: Operation) -> int:
+  return int(constant.rest.split(")")[0])
 
 
 def _size(types: str) -> int:

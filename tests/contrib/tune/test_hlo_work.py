@@ -67,6 +67,44 @@ def test_a_loop_without_a_known_end_is_an_error():
     hlo_work.nbytes(text)
 
 
+# Of a v5p program: XLA gathers a weight in 16 shards beside the products with them, two
+# in a round.
+UNROLLED = """
+%condition (p: (u32[], f32[64])) -> pred[] {
+  %p = (u32[]{:T(128)}, f32[64]{0}) parameter(0)
+  %limit = u32[]{:T(128)} constant(16), metadata={op_name="dot_general"}
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%body (p: (u32[], f32[64])) -> (u32[], f32[64]) {
+  %p = (u32[]{:T(128)}, f32[64]{0}) parameter(0)
+  %two = u32[]{:T(128)} constant(STRIDE)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=0
+  %x = f32[64]{0} get-tuple-element(%p), index=1
+  %next = u32[]{:T(128)S(6)} add(%i, %two), metadata={op_name="dot_general"}
+  %cos = f32[64]{0} cosine(%x)
+  ROOT %out = (u32[]{:T(128)}, f32[64]{0}) tuple(%next, %cos)
+}
+
+ENTRY %main (x: f32[64]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %zero = u32[]{:T(128)} constant(0)
+  %in = (u32[]{:T(128)}, f32[64]{0}) tuple(%zero, %x)
+  %loop = (u32[], f32[64]{0}) while(%in), condition=%condition, body=%body
+  ROOT %end = f32[64]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(("stride", "rounds"), [(1, 16), (2, 8), (3, 6)])
+def test_rounds_of_a_loop_that_xla_has_unrolled(stride, rounds):
+  found = {
+    x.name: x.rounds for x in hlo_work.works(UNROLLED.replace("STRIDE", f"{stride}"))
+  }
+  assert found["cos"] == rounds
+
+
 # Forms of a matrix product in TPU programs: plain, a weight's gradient over 8
 # sequences, a batch of 8, and a fusion of one with a sum.
 PRODUCTS = """
