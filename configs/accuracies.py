@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 from diloco.config import add_plugins
 from diloco.errors import ConfigError
-from diloco.sweep.chart import ACCURACY, LOSS, PLAIN, Chart
+from diloco.reproduce.runs import curve_name
+from diloco.sweep.chart import ACCURACY, EVALUATED, LOSS, PLAIN, Chart
 from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
 from diloco.util.command import load_module, parse_options
 
@@ -83,7 +84,19 @@ def _eight_seeds() -> list[Point]:
     "6 layers": {"fragment": 6},
   }
   cells = SMALL.streaming([{"name": name, **some} for name, some in named.items()])
-  return [*cells, {"name": "DiLoCo", "algorithm": "diloco", "replicas": 2}]
+  cells.append({"name": "DiLoCo", "algorithm": "diloco", "replicas": 2})
+  others = {
+    "": SMALL.replicas(1),
+    ", 32 sequences": [
+      c for c in _large_batches() if (c["replicas"], c["batch"]) == (1, 32)
+    ],
+    ", 0.105M": [c for c in _sizes() if c["size"] == 105],
+  }
+  for what, some in others.items():
+    for cell in some:
+      name = curve_name(cell["algorithm"], cell["replicas"])
+      cells.append({"name": name + what, **cell})
+  return cells
 
 
 def _over_tokens(title: str) -> Chart:
@@ -92,7 +105,7 @@ def _over_tokens(title: str) -> Chart:
 
 
 _OF_4_BITS = lambda cell: cell["compressor"] == "quantize" or cell["bits"] == 4
-EIGHT = "eight_seeds"  # It has eight seeds at least.
+EIGHT = ("eight_seeds", "evaluated_by_eight")  # They have eight seeds at least.
 # {name: cells without seed, and how they are compared}. Cells without a size are small.
 ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
   "sizes": (
@@ -191,13 +204,21 @@ ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
     [cell | {"overtrain": x, "texts": 2} for cell in (_M2[0], _M2[2]) for x in (1, 4)],
     _over_tokens("Another text than that of training (2503.09799, figure 11)"),
   ),
-  EIGHT: (
+  EIGHT[0]: (
     _eight_seeds(),
     Chart(
       "Claims that three seeds left open, with eight",
       "name",
       xlabel="streaming with 4 bits and τ = 1, if nothing else is said",
       y=_BOTH,
+    ),
+  ),
+  EIGHT[1]: (
+    _eight_seeds()[:1],
+    Chart(
+      "Evaluated parameters, eight seeds (2501.18512, table 3)",
+      EVALUATED,
+      xlabel="parameters",
     ),
   ),
 }
@@ -222,7 +243,7 @@ def get_sweep(argument: str = "") -> Sweep:
   cells = [
     {"size": "small", **cell, "scored": True, "seed": seed}
     for cell in some
-    for seed in range(1, max(seeds, 8 * (name == EIGHT)) + 1)
+    for seed in range(1, max(seeds, 8 * (name in EIGHT)) + 1)
   ]
   rates = AXES.get(name)
   axes = [Axis("outer_lr", rates, first=(0.6,))] if rates else []
