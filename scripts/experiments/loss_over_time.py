@@ -123,7 +123,8 @@ def predicted(c: Config, measured: dict[str, float]) -> float:
   """Returns the seconds of the whole run, as the planner computes them."""
   work = from_config.workload(c, measured["step_time"], measured["latency"])
   busy = float(steady_utilisation(work, [1e9 * measured["gbits"]])[0])
-  return c.train.steps * work.step_time / busy
+  per_step = 0 if c.one_model else measured["sync_time"] / c.sync_every
+  return c.train.steps * (work.step_time / busy + per_step)
 
 
 def table(rows: pd.DataFrame) -> str:

@@ -1,10 +1,11 @@
-"""Measures what `python -m diloco plan --probe` needs: a step here, and the link.
+"""Measures what `python -m diloco plan --probe` needs: a step, a sync, and the link.
 
 The processes that train together start with the flags of `diloco.main`, for example by
 `python -m diloco launch_local -n 2 -- plan --config=sample --probe`. All time the
-compiled inner step at once, and the slowest counts. Then they exchange payloads of some
-sizes as the trainer does (`diloco.wire.transport`), and a line through time over bytes
-has the latency and the rate. What the transport lacks of the link is in both.
+compiled inner step at once, and the slowest counts; then what syncs compute. Then they
+exchange payloads of some sizes as the trainer does (`diloco.wire.transport`): a line
+through time over bytes has the latency and the rate. What the transport lacks of the
+link is in both.
 """
 
 import contextlib
@@ -71,6 +72,7 @@ def measure(args: dict[str, Any]) -> dict[str, Any]:
 
   Returns:
     step_time: seconds of an inner step, of all replicas at once.
+    sync_time: seconds by which the syncs of all fragments lengthen a round.
     gbits, latency, residual: of the link, as in `Line`; only with several processes.
     All have four digits.
   """
@@ -113,6 +115,7 @@ def _measured(c: Config, peers: Peers, has_rate: bool) -> dict[str, float]:
   elif c.one_model:  # Its steps would exchange gradients.
     c = changed(c, {"algorithm": "streaming"})
   found = {"step_time": max(peers.all_gather(step_seconds(c)))}
+  found["sync_time"] = max(peers.all_gather(sync_seconds(c, peers)))
   if not alone:
     line = _link(c, peers)
     found |= {"gbits": 8e-9 * line.rate, "latency": line.latency}
@@ -145,6 +148,42 @@ def step_seconds(c: Config) -> float:
       end = min(end, time.perf_counter() + _SECONDS)  # The first block compiles.
       blocks.append((time.perf_counter() - start) / _BLOCK)
   return statistics.median(blocks[1:])
+
+
+def sync_seconds(c: Config, peers: Peers) -> float:
+  """Returns the seconds that the syncs of all fragments take from the inner steps.
+
+  These are the seconds of send, update and merge on the devices. An exchange, and an
+  update on hosts, counts only where inner steps run on CPUs, which it shares: by its
+  CPU time, as it waits for the link.
+  """
+  mesh, total, on_cpus = make_mesh(c), 0.0, jax.default_backend() == "cpu"
+  plan, clock, everyone = make_plan(c, mesh), time.perf_counter, [True] * c.replicas
+  kind = {"wire": plan.wire, "outer": plan.outer, "mesh": plan.placement.mesh}
+  plan.transport.connect()
+  with jax.set_mesh(mesh):
+    state = init_state(c, mesh, plan)
+    params, outer = state.params, state.outer
+    for p, theta in enumerate(outer.theta):
+      theta, opt_state = plan.placement.bring((theta, outer.opt_state[p]))
+      codec_state, times = outer.codec_state[p], list[float]()
+      for _ in range(1 + _REPEATS):  # The first one compiles.
+        peers.all_gather(None)
+        start = clock()
+        payload, codec_state, _ = plan.send(1, p, params, theta, codec_state)
+        jax.block_until_ready(payload)
+        sent, cpus = clock() - start, time.process_time()
+        payload = jax.block_until_ready(plan.transport.carry(payload))
+        cpus, start = time.process_time() - cpus, clock()
+        with plan.placement.on_mesh():
+          found = plan.form.update(theta, opt_state, payload, plan.tuned, **kind)
+        theta, opt_state, _ = jax.block_until_ready(found)
+        updated, start = clock() - start, clock()
+        params = jax.block_until_ready(plan.merge(p, params, theta, everyone))
+        shared = cpus + updated if on_cpus else updated * (not plan.placement.at_hosts)
+        times.append(sent + shared + clock() - start)
+      total += statistics.median(times[1:])
+  return total
 
 
 def _exchanges(c: Config, peers: Peers) -> Iterator[tuple[float, float]]:

@@ -19,8 +19,12 @@ and float32 count as equal (+0.1 ± 0.3% in docs/reproduced.md). The note of a r
 what was not measured. Above the largest measured M or H the line through the last two
 goes on; beyond the other ends the nearest value counts.
 
---probe measures the step on this machine, and the link between the processes that are
-started together; the flags in the first line repeat the plan without it (`_probe.py`).
+What syncs compute, --sync_time seconds of each round, lengthens a run and is no part of
+the utilisation.
+
+--probe measures step and syncs on this machine, and the link between the processes that
+are started together; the flags in the first line repeat the plan without it
+(`_probe.py`).
 
 --curve is a finished data-parallel run of the same data. A run that ends x% above
 data-parallel is assumed to be x% above it at all steps.
@@ -49,7 +53,13 @@ from diloco.spec.shapes import matrix_params
 H = (5, 10, 30, 100, 300)
 TAU = (1, 5, 10)
 FORMATS = ("e3m0", "fp32")
-MEASURED = (*COMPUTE, "step_time", "latency", "link")  # What --probe replaces.
+MEASURED = (
+  *COMPUTE,
+  "step_time",
+  "sync_time",
+  "latency",
+  "link",
+)  # What --probe replaces.
 JOIN = ("coordinator", "num_processes", "process_id", "distributed")  # Its processes.
 # Utilisation from which a slower run is not worth a smaller loss.
 ENOUGH = 0.95
@@ -190,7 +200,8 @@ def plan(args: Args) -> Answer:
   args |= {name: value for name, value in probed.items() if name != "residual"}
   if "gbits" not in args:
     raise ConfigError("--gbits is missing; give it, or measure it by --probe.")
-  c, rate = args["config"], 1e9 * args["gbits"]
+  c, rate, sync = args["config"], 1e9 * args["gbits"], args.get("sync_time", 0.0)
+  check("sync_time", sync, Range(0))
   seconds, found, known = workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
     # The replicas share the batch, so with M of them each has a part of it.
@@ -202,6 +213,7 @@ def plan(args: Args) -> Answer:
     )
     is_plain = one.algorithm == "data_parallel"
     percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, known)
+    step = work.step_time / reached + (0 if is_plain else sync / one.sync_every)
     found.append(
       Row(
         one.algorithm,
@@ -213,7 +225,7 @@ def plan(args: Args) -> Answer:
         per_step / one.tokens_per_step,
         percent,
         half,
-        one.train.steps * work.step_time / reached / 3600,
+        one.train.steps * step / 3600,
         f"not measured: {note}" if note else "",
       )
     )
@@ -226,7 +238,7 @@ def plan(args: Args) -> Answer:
   answer, text = {"rows": kept, "recommended": best}, show(kept, best, args)
   if not probed:
     return answer, text
-  names = ("step_time", "gbits", "latency")
+  names = ("step_time", "sync_time", "gbits", "latency")
   flags = " ".join(f"--{name}={args[name]:g}" for name in names if name in args)
   left = f" (residual {probed['residual']:.1%})" if "residual" in probed else ""
   return answer | {"measured": probed}, f"measured  {flags}{left}\n{text}"
@@ -331,13 +343,14 @@ OPTIONS = {
 OPTIONS |= {
   "gbits": GROUPS["utilisation"]["gbits"]._replace(required=False),
   "latency": GROUPS["method"]["latency"],
+  "sync_time": Option("seconds that the syncs of a round compute; default 0"),
   "replicas": Option(
     "numbers of replicas, such as 2,4; default the config's", several(whole)
   ),
   "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
   "target": Option("held-out loss to reach, nats per token"),
   "all": Option("any value: show all rows", str),
-  "probe": Option("measure step_time here; between processes gbits and latency", bool),
+  "probe": Option("measure step and syncs; between processes gbits and latency", bool),
   "coordinator": Option("with --probe: host:port of process 0", str),
   "num_processes": Option("with --probe: number of processes", whole),
   "process_id": Option("with --probe: this process, from 0", whole),

@@ -152,6 +152,16 @@ def test_hours_on_a_fast_link_are_those_of_the_steps(capsys, sample):
   assert {r["method"] for r in found["rows"]} == {"data_parallel", "streaming"}
 
 
+def test_syncs_lengthen_a_round_but_not_data_parallel(capsys, sample):
+  args = (*SAMPLE, "--gbits=1e9", "--json", "--all=1")
+  without = json.loads(run(capsys, *args))["rows"]
+  rounds = {r["sync_every"]: sample.train.steps / r["sync_every"] for r in without}
+  for r, s in zip(without, json.loads(run(capsys, *args, "--sync_time=0.03"))["rows"]):
+    more = 0 if r["method"] == "data_parallel" else 0.03 * rounds[r["sync_every"]]
+    assert s["hours"] - r["hours"] == pytest.approx(more / 3600, abs=1e-9)
+    assert s["utilisation"] == r["utilisation"]
+
+
 def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
   found = json.loads(run(capsys, *SAMPLE, "--gbits=1e-4", "--json", "--all=1"))
   plain = next(r for r in found["rows"] if r["method"] == "data_parallel")
@@ -182,6 +192,7 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
     (["--gbits=1", "--step_time=1"], "--config is missing; plan needs one"),
     ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
     ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
+    ([*SAMPLE, "--gbits=1", "--sync_time=-1"], "sync_time is -1.0, but must be"),
     (SAMPLE, "--gbits is missing; give it, or measure it by --probe"),
     ([*SAMPLE, "--probe"], "--probe measures step and link; leave out --step_time"),
     ([SAMPLE[0], "--probe"], "one process, so there is no link to measure; start two"),

@@ -1,14 +1,17 @@
 """The probe: a line through made-up times, and two processes that print their plan."""
 
+import itertools
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
 from diloco.config.command_line import load_config
 from diloco.contrib.simulate import _probe as probe
 from diloco.errors import ConfigError
+from diloco.processes.peers import Peers
 from diloco.simulate import __main__ as command
 
 CONFIG = str(pathlib.Path(__file__).parents[3] / "configs" / "wan.py")
@@ -55,6 +58,28 @@ def test_messages_are_as_large_as_fragments():
   assert large == 4 * (2048 * 32 + 64 * 32 + 32)
 
 
+@pytest.mark.parametrize(
+  ("transport", "backend", "seconds"),
+  # An update on hosts lengthens no inner step of other devices.
+  [
+    ("device", "cpu", 3),
+    ("device", "gpu", 3),
+    ("host", "cpu", 3 + 10),
+    ("host", "gpu", 2),
+  ],
+)
+def test_what_counts_as_the_time_of_a_sync(monkeypatch, transport, backend, seconds):
+  c = load_config(CONFIG, [*SMALL, f"--config.overlap.transport={transport}"])
+  monkeypatch.setattr(probe.jax, "default_backend", lambda: backend)
+  # A second passes at each look at the clock: send, update and merge take one each. An
+  # exchange takes ten seconds of the cores.
+  wall, cpu = itertools.count(), itertools.count(step=10 * (transport == "host"))
+  clocks = {"perf_counter": lambda: next(wall), "process_time": lambda: next(cpu)}
+  monkeypatch.setattr(probe, "time", types.SimpleNamespace(**clocks))
+  assert len(c.make_fragments()) == 3
+  assert probe.sync_seconds(c, Peers()) == 3 * seconds
+
+
 @pytest.mark.integration("starts two processes")
 def test_the_printed_flags_repeat_the_plan(capfd):
   plan = ["plan", f"--config={CONFIG}", *SMALL]
@@ -68,6 +93,7 @@ def test_the_printed_flags_repeat_the_plan(capfd):
   first, *rest = [line.removeprefix("[0] ") for line in lines]
   label, *flags = first.partition(" (residual")[0].split()
   assert label == "measured"
-  assert [x.partition("=")[0] for x in flags] == ["--step_time", "--gbits", "--latency"]
+  names = [x.partition("=")[0] for x in flags]
+  assert names == ["--step_time", "--sync_time", "--gbits", "--latency"]
   assert command.main([*plan, *flags]) == 0
   assert capfd.readouterr().out.splitlines() == [line.rstrip() for line in rest]
