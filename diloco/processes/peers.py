@@ -76,6 +76,7 @@ class Peers:
     self._died, self._refusal, self._met = set[int](), "", index > 0
     self._change = threading.Condition()  # For _boxes, _died, _refusal and _met.
     self._ending = threading.Lock()  # Never released: the process ends once.
+    self._failing = threading.Lock()  # Never released: it tells one error.
 
   @classmethod
   def meet(cls, address: str, count: int, index: int, timeout: float) -> "Peers":
@@ -175,9 +176,11 @@ class Peers:
     It ends without Python's clean-up, in which JAX waits for the others. Process 0 ends
     last: without it JAX aborts the others. These end when process 0 has their message.
     """
-    print_line(f"error: {message}")
     if self.count == 1:
+      print_line(f"error: {message}")
       sys.exit(code)
+    self._failing.acquire()  # For ever, if another thread ends this process.
+    print_line(f"error: {message}")
     self._ending.acquire(blocking=False)
     self.send("end", message)
     self._await_ends()

@@ -38,6 +38,15 @@ def told(codes, capfd, count=1) -> list[str]:
   return [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
 
 
+def test_a_process_tells_one_error_of_its_threads(codes, capfd):
+  peers = Peers(0, 2)
+  for message in ("the disk is full.", "the disk is full."):
+    threading.Thread(target=peers.fail, args=(message,), daemon=True).start()
+  assert told(codes, capfd) == ["error: the disk is full."]
+  with pytest.raises(queue.Empty):
+    codes.get(timeout=0.5)
+
+
 def test_missing_processes_are_named_to_all_that_came(codes, capfd):
   port = free_port()
   found = meet([0, 2], count=5, timeout=1, port=port)
