@@ -85,17 +85,8 @@ def _eight_seeds() -> list[Point]:
   }
   cells = SMALL.streaming([{"name": name, **some} for name, some in named.items()])
   cells.append({"name": "DiLoCo", "algorithm": "diloco", "replicas": 2})
-  others = {
-    "": SMALL.replicas(1),
-    ", 32 sequences": [
-      c for c in _large_batches() if (c["replicas"], c["batch"]) == (1, 32)
-    ],
-    ", 0.105M": [c for c in _sizes() if c["size"] == 105],
-  }
-  for what, some in others.items():
-    for cell in some:
-      name = curve_name(cell["algorithm"], cell["replicas"])
-      cells.append({"name": name + what, **cell})
+  for cell in SMALL.replicas(1):
+    cells.append({"name": curve_name(cell["algorithm"], cell["replicas"]), **cell})
   return cells
 
 

@@ -24,7 +24,7 @@ CELLS = {
   "streaming_rate": 12,
   "rounds": 15,
   "two_texts": 4,
-  "eight_seeds": 17,
+  "eight_seeds": 12,
   "evaluated_by_eight": 1,
 }
 
