@@ -37,6 +37,10 @@ OF_BATCH = {
   2: ((-12, 1.0), (-12, 1.0), (-11, 0.6)),
   4: ((-13, 1.2), (-12, 1.2), (-12, 0.8)),
 }
+# The outer rates that `rounds` tries: those of the paper, and larger ones. It begins at
+# 0.6, but {(size, H): others} where smaller sizes showed that larger ones are better.
+RATES = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+FIRST = {(382, 30): (0.8,), (382, 300): (1.0, 1.2)}
 _M2 = SMALL.replicas(2) + SMALL.streaming([{}])  # Data-parallel, DiLoCo, streaming.
 _BOTH = (("loss", LOSS), ("accuracy", ACCURACY))
 _MORE = (("loss", LOSS), ("more", "above data-parallel (%)"), ("accuracy", ACCURACY))
@@ -213,8 +217,6 @@ ABLATIONS: dict[str, tuple[Sequence[Point], Chart]] = {
     ),
   ),
 }
-# The outer rates that are tried: those of the paper, and larger ones.
-AXES = {"rounds": (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)}
 OPTIONS = {"seeds": int, "text": str, "items": str}
 
 
@@ -236,11 +238,20 @@ def get_sweep(argument: str = "") -> Sweep:
     for cell in some
     for seed in range(1, max(seeds, 8 * (name in EIGHT)) + 1)
   ]
-  rates = AXES.get(name)
-  axes = [Axis("outer_lr", rates, first=(0.6,))] if rates else []
+  grids = [Grid(name, cells, [])]
+  if name == "rounds":
+    first = [FIRST.get((cell["size"], cell["sync_every"]), (0.6,)) for cell in cells]
+    grids = [
+      Grid(
+        name,
+        [cell for cell, own in zip(cells, first) if own == rates],
+        [Axis("outer_lr", RATES, first=rates)],
+      )
+      for rates in sorted({*first})
+    ]
   return Sweep(
     functools.partial(get_config, text=text, items=options.get("items", "")),
-    [Grid(name, cells, axes)],
+    grids,
     {"XLA_FLAGS": "--xla_backend_optimization_level=1"},
     chart,
   )

@@ -32,10 +32,10 @@ CELLS = {
 @pytest.mark.parametrize("name", FILE.ABLATIONS)
 def test_every_config_resolves_and_scores_the_items(name):
   sweep = load_sweep(f"accuracies:{name},seeds=2,items=/items/word.jsonl")
-  (grid,) = sweep.grids
+  cells = [cell for grid in sweep.grids for cell in grid.cells]
   seeds = {1, 2} if name not in FILE.EIGHT else {*range(1, 9)}
-  assert len(grid.cells) == len(seeds) * CELLS[name]
-  found = [resolve(sweep.config({**cell})) for cell in grid.cells]
+  assert len(cells) == len(seeds) * CELLS[name]
+  found = [resolve(sweep.config({**cell})) for cell in cells]
   assert {c.eval.tasks for c in found} == {"/items/word.jsonl"}
   assert {c.seed for c in found} == seeds
   assert len({json.dumps(as_json(c)) for c in found}) == len(found)
