@@ -12,7 +12,13 @@ with (DOCS / "reproduced.csv").open() as file:
   DONE = [row for row in csv.DictReader(file) if row["status"] == "done"]
 # Those of configs/accuracies.py have a text of another day.
 RUNS = [row for row in DONE if not row["point_scored"]]
-SCORED = [row for row in DONE if row["point_scored"] and not row["point_texts"]]
+SCORED = [
+  row
+  for row in DONE
+  if row["point_scored"]
+  and not row["point_texts"]
+  and row["point_weights"] != "bfloat16"
+]
 # 95% quantiles of Student's t by number of seeds.
 STUDENT = {3: 2.919986, 8: 1.894579}
 BASE = {"fragments.size": 1, "overlap.taus": [1, 1], "wire.format": "e3m0"}
@@ -28,7 +34,7 @@ def losses(**points: str) -> dict[str, float]:
   }
 
 
-def of_config(some=RUNS, **own) -> dict[str, float]:
+def of_config(some=RUNS, column: str = "test_loss", **own) -> dict[str, float]:
   """{seed: loss} of Streaming DiLoCo's small runs that differ from BASE in `own`.
 
   None is the default of a field, which a recorded config leaves out.
@@ -45,8 +51,19 @@ def of_config(some=RUNS, **own) -> dict[str, float]:
     fields = {k: v for k, v in config.items() if k.split(".")[0] in GROUPS}
     fields.pop("overlap.tau", None)  # `taus` has it.
     if fields == wanted and all(run[k] == v for k, v in shared.items()):
-      found[run["seed"]] = float(run["test_loss"])
+      found[run["seed"]] = float(run[column])
   return found
+
+
+def of_one(algorithm: str, rate: str) -> dict[str, float]:
+  """{seed: loss} of the small scored runs with one copy and D tokens."""
+  wanted = {"algorithm": algorithm, "replicas": "1", "learning_rate": rate}
+  wanted |= {"tokens": "921600", "dim": "32", "batch_sequences": "8", "num_layers": "6"}
+  return {
+    run["seed"]: float(run["test_loss"])
+    for run in SCORED
+    if all(run[k] == v for k, v in wanted.items())
+  }
 
 
 def tau(
@@ -81,6 +98,14 @@ CLAIMS = {
   "At the bytes of 4 bits, DARE is": lambda: (sparse("dare"), of_config()),
   "FedDropout is worse than top-k": lambda: (sparse("random"), sparse("topk")),
   "4 bits are as good as 32": lambda: (eight(), eight(wire__format="fp32")),
+  "Outer parameters are better than the first replica": lambda: (
+    eight(),
+    eight(column="test_loss_first"),
+  ),
+  "With 1D tokens, M=1 is better": lambda: (
+    of_one("diloco", "0.015625"),
+    of_one("data_parallel", "0.03125"),
+  ),
   "The strided pattern is better": lambda: (
     eight(fragments__size=None),
     eight(fragments__size=None, fragments__pattern="sequential"),
