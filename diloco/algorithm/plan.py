@@ -185,8 +185,14 @@ class Plan:
   ) -> tuple[PyTree, PyTree, Metrics]:
     """Lines 10 and 11 as one job: carries the payloads, then updates the fragment."""
     with TraceAnnotation("exchange"):
-      payload, mesh = self.transport.carry(payload), self.placement.mesh
-    kind = {"wire": self.wire, "outer": self.outer, "mesh": mesh}
+      payload = self.transport.carry(payload)
+    return self.update_with(payload, theta, opt_state)
+
+  def update_with(
+    self, payload: jax.Array, theta: PyTree, opt_state: PyTree
+  ) -> tuple[PyTree, PyTree, Metrics]:
+    """Lines 10 and 11 with everyone's payloads, where the outer state lives."""
+    kind = {"wire": self.wire, "outer": self.outer, "mesh": self.placement.mesh}
     with TraceAnnotation("receive"), self.placement.on_mesh():
       return self.form.update(theta, opt_state, payload, self.tuned, **kind)
 

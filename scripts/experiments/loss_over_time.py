@@ -27,6 +27,7 @@ from sites_run import ROOT
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
+from diloco.contrib.simulate.plan import run_seconds
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.simulate import from_config
@@ -123,8 +124,7 @@ def predicted(c: Config, measured: dict[str, float]) -> float:
   """Returns the seconds of the whole run, as the planner computes them."""
   work = from_config.workload(c, measured["step_time"], measured["latency"])
   busy = float(steady_utilisation(work, [1e9 * measured["gbits"]])[0])
-  per_step = 0 if c.one_model else measured["sync_time"] / c.sync_every
-  return c.train.steps * (work.step_time / busy + per_step)
+  return run_seconds(c, work.step_time / busy, measured["sync_time"])
 
 
 def table(rows: pd.DataFrame) -> str:

@@ -159,7 +159,6 @@ def sync_seconds(c: Config, peers: Peers) -> float:
   """
   mesh, total, on_cpus = make_mesh(c), 0.0, jax.default_backend() == "cpu"
   plan, clock, everyone = make_plan(c, mesh), time.perf_counter, [True] * c.replicas
-  kind = {"wire": plan.wire, "outer": plan.outer, "mesh": plan.placement.mesh}
   plan.transport.connect()
   with jax.set_mesh(mesh):
     state = init_state(c, mesh, plan)
@@ -175,9 +174,8 @@ def sync_seconds(c: Config, peers: Peers) -> float:
         sent, cpus = clock() - start, time.process_time()
         payload = jax.block_until_ready(plan.transport.carry(payload))
         cpus, start = time.process_time() - cpus, clock()
-        with plan.placement.on_mesh():
-          found = plan.form.update(theta, opt_state, payload, plan.tuned, **kind)
-        theta, opt_state, _ = jax.block_until_ready(found)
+        found = jax.block_until_ready(plan.update_with(payload, theta, opt_state))
+        theta, opt_state, _ = found
         updated, start = clock() - start, clock()
         params = jax.block_until_ready(plan.merge(p, params, theta, everyone))
         shared = cpus + updated if on_cpus else updated * (not plan.placement.at_hosts)

@@ -213,7 +213,6 @@ def plan(args: Args) -> Answer:
     )
     is_plain = one.algorithm == "data_parallel"
     percent, half, note = (0.0, 0.0, "") if is_plain else loss_above(one, known)
-    step = work.step_time / reached + (0 if is_plain else sync / one.sync_every)
     found.append(
       Row(
         one.algorithm,
@@ -225,7 +224,7 @@ def plan(args: Args) -> Answer:
         per_step / one.tokens_per_step,
         percent,
         half,
-        one.train.steps * step / 3600,
+        run_seconds(one, work.step_time / reached, sync) / 3600,
         f"not measured: {note}" if note else "",
       )
     )
@@ -242,6 +241,16 @@ def plan(args: Args) -> Answer:
   flags = " ".join(f"--{name}={args[name]:g}" for name in names if name in args)
   left = f" (residual {probed['residual']:.1%})" if "residual" in probed else ""
   return answer | {"measured": probed}, f"measured  {flags}{left}\n{text}"
+
+
+def run_seconds(c: Config, step: float, sync: float) -> float:
+  """Returns the seconds of a run.
+
+  Args:
+    step: seconds of a step, with what it waits for the link.
+    sync: seconds that the syncs of a round compute; data-parallel has none.
+  """
+  return c.train.steps * (step + (0 if c.one_model else sync / c.sync_every))
 
 
 def measured(args: Args) -> dict[str, float]:
