@@ -15,7 +15,7 @@ from diloco.algorithm import optimizers
 from diloco.algorithm.slices import take
 from diloco.algorithm.state import Event
 from diloco.contrib._shared.rules import NEEDS
-from diloco.spec import plugins, shapes
+from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count
 from diloco.spec.plugins import Average, Exchange, Rule
 
@@ -42,7 +42,8 @@ class Mixing(plugins.Extension):
 
   def averages(self, c):
     rows, width = shapes.parameters(c.model)["embed"]["tokens"]
-    mixing = Average(self.every, rows * width, self.average)
+    sent = sizes.average_bytes(c.replicas, rows * width)
+    mixing = Average(self.every, sent, self.average)
     return {"mixing": mixing} if self.every else {}
 
   def average(self, t, plan, state):
@@ -50,7 +51,8 @@ class Mixing(plugins.Extension):
     tokens_M = embed["tokens"]
     embed["tokens"] = jnp.broadcast_to(tokens_M.mean(axis=0), tokens_M.shape)
     params = state.params | {"embed": embed}
-    return dataclasses.replace(state, params=params), tokens_M[0].size
+    sent = sizes.average_bytes(plan.replicas, tokens_M[0].size)
+    return dataclasses.replace(state, params=params), sent
 
 
 @dataclasses.dataclass(frozen=True)

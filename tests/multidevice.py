@@ -212,6 +212,17 @@ def pairs(devices: int) -> list[float]:
   return [programs.compile("update").crossing, booked]
 
 
+def coded_moments(devices: int, **fields) -> list[float]:
+  """Bytes that a replica sends and books when it averages moments in 4 bits."""
+  own = {"des_loc.first_every": 1, "des_loc.format": "e3m0"}
+  c = make_config(**fields, **own)
+  programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
+  with jax.set_mesh(programs.mesh):
+    plan = make_plan(c, programs.mesh)
+    _, (event,) = conftest.averaged(c, 1, plan, init_state(c, programs.mesh, plan))
+  return [programs.compile(event.fragment).crossing, event.sent]
+
+
 def whole_models() -> dict:
   """Bytes on one device while a replica's model is joined, relative to a shard."""
   c = make_config(**{"mesh.replica": 2, "mesh.fsdp": 4})
@@ -455,6 +466,10 @@ def main() -> None:
       "4 of 4": lambda: averages(4, replicas=4),
     },
     "pairs": {"2": lambda: pairs(2), "8": lambda: pairs(8)},
+    "coded_moments": {
+      "8": lambda: coded_moments(8),
+      "4 of 4": lambda: coded_moments(4, replicas=4),
+    },
     "whole_models": {"2 of 4": whole_models},
     "losses": {
       name: functools.partial(losses, n, **f) for name, (n, f) in layouts.items()

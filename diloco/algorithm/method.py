@@ -31,7 +31,6 @@ from diloco.algorithm.state import (
   outer_params,
 )
 from diloco.config import Config
-from diloco.spec import sizes
 from diloco.util.types import PyTree
 
 
@@ -194,8 +193,7 @@ class BetweenSyncs(Wrapper):
     c, plan, averages = self.method.c, self.method.plan, list[Event]()
     for kind in c.averages_after(t):
       with TraceAnnotation(kind):
-        state, values = c.averages[kind].run(t, plan, state)
-      sent = sizes.average_bytes(c.replicas, values)
+        state, sent = c.averages[kind].run(t, plan, state)
       averages.append(Event("average", kind, t, sent, {}))
     t, state, events = self.method.outer(t, state)
     return t, state, averages + events

@@ -36,7 +36,7 @@ from diloco.spec import sizes
 from diloco.spec.shapes import flops_per_token, matrix_params, num_params, parameters
 from diloco.util import shipped
 from diloco.util.command import Parser, guarded, load_module, prefixed
-from diloco.wire.ledger import all_reduced_bytes, average_bytes
+from diloco.wire.ledger import all_reduced_bytes
 
 CONFIGS = shipped.folder("configs")
 DEFAULT = (CONFIGS / "streaming.py", CONFIGS / "chinchilla.py")
@@ -119,9 +119,9 @@ def traffic(c: Config) -> tuple[int, int]:
     shapes = fragment.shapes(whole)
     most = max(most, sizes.exchanged_bytes(c.wire, shapes))
     sent += times * sizes.sync_bytes(c.wire, c.replicas, shapes)
-  of_average, warm = average_bytes(c), min(c.joint_steps, c.train.steps)
-  for kind, (every, *_) in c.averages.items():
-    sent += (c.train.steps // every - warm // every) * of_average[kind]
+  warm = min(c.joint_steps, c.train.steps)
+  for every, in_average, _ in c.averages.values():
+    sent += (c.train.steps // every - warm // every) * in_average
   return most, sent
 
 

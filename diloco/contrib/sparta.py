@@ -62,13 +62,15 @@ class Sparta(plugins.Extension):
     if not self.share:
       return {}
     values = count(self.share, parameters(c.model))
-    return {KIND: Average(self.every, values, self.average)}
+    sent = sizes.average_bytes(c.replicas, values)
+    return {KIND: Average(self.every, sent, self.average)}
 
   def average(self, t: int, plan: Plan, state: TrainState) -> tuple[TrainState, int]:
     key = plan.key(t, _KEY)
     params = average(state.params, key, share=self.share, mesh=plan.mesh)
     values = count(self.share, plan.parameters, plan.mesh.shape[FSDP])
-    return dataclasses.replace(state, params=params), values
+    sent = sizes.average_bytes(plan.replicas, values)
+    return dataclasses.replace(state, params=params), sent
 
   def programs(self, c: Config, plan: Plan, state: TrainState) -> Iterator[Call]:
     if self.share:

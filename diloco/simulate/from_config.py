@@ -12,7 +12,6 @@ from diloco.simulate import wallclock
 from diloco.simulate.utilisation import Workload
 from diloco.spec import sizes
 from diloco.spec.shapes import leaves, matrix_params, num_params, parameters
-from diloco.wire.ledger import average_bytes
 
 
 def workload(c: Config, seconds: float, latency: float = 0.0) -> Workload:
@@ -81,7 +80,6 @@ def wire_bits(c: Config) -> float:
   """
   whole = parameters(c.model)
   size = sum(sizes.exchanged_bytes(c.wire, f.shapes(whole)) for f in c.make_fragments())
-  sent = average_bytes(c)
-  more = sum(c.sync_every / a.every * sent[kind] for kind, a in c.averages.items())
+  more = sum(c.sync_every / a.every * a.sent for a in c.averages.values())
   copies = sizes.copies(c.wire.exchange, c.replicas)
   return 8 * (size + (more / copies if more else 0)) / num_params(c.model)

@@ -65,18 +65,18 @@ class Rule(NamedTuple):
 
 
 class Average(NamedTuple):
-  """float32 values that all replicas average between the syncs.
+  """Values that all replicas average between the syncs.
 
   Attributes:
     every: inner steps between two averages.
-    values: values of one replica, if no tensor is sharded.
+    sent: bytes that one replica sends in an average, if no tensor is sharded.
     run: averages them after inner step t, before the outer step. Arguments: t, the
-      `Plan`, the `TrainState`. Returns the new `TrainState`, and the values that one
-      replica's devices averaged.
+      `Plan`, the `TrainState`. Returns the new `TrainState`, and the bytes that one
+      replica's devices sent.
   """
 
   every: int
-  values: int
+  sent: int
   run: Callable[..., tuple[Any, int]]
 
 

@@ -61,14 +61,3 @@ def gradient_bytes(c: Config) -> int:
   value_bytes = sizes.DTYPE_BYTES[c.inner.gradient_dtype]
   params = num_params(c.model)
   return int(sizes.all_reduce_bytes(c.replicas, params, 1, value_bytes))
-
-
-def average_bytes(c: Config) -> dict[str, int]:
-  """Counts the bytes that one replica sends in one average of each kind in use.
-
-  Here tensors are not sharded. A run counts what its own optimizer and mesh average.
-  """
-  return {
-    kind: sizes.average_bytes(c.replicas, average.values)
-    for kind, average in c.averages.items()
-  }

@@ -100,6 +100,17 @@ def by_hand(c, masks=None):
   u_M, v_M = [0 * x for x in x_M], [0 * x for x in x_M]
   outer, sent = [x[0].copy() for x in x_M], {}
   mean = lambda a: np.broadcast_to(a.mean(axis=0), a.shape).copy()
+  own = c.of(des_loc.DesLoc)
+
+  def average(i, a):
+    """The mean of a moment of leaf i, or a step to the mean of its 4-bit codes."""
+    if own.format == "fp32":
+      return mean(a)
+    layers = 5 if i < 2 else 1  # Each layer of a block is coded separately.
+    parts = a.reshape(M * layers, -1)
+    coded = np.stack([ref.block_quantise(x, 4) for x in parts]).reshape(a.shape)
+    return a + mean(coded) - coded
+
   parts = ref.make_fragments(5, c.fragments.size, c.fragments.pattern)
   # The layers or the whole of each leaf that belongs to a fragment.
   places = [
@@ -115,13 +126,10 @@ def by_hand(c, masks=None):
       x_M[i] = x_M[i] - rate * hat
       if masks:
         x_M[i] = np.where(masks[t][i], mean(x_M[i]), x_M[i])
-      own = c.of(des_loc.DesLoc)
       if own.first_every and t % own.first_every == 0:
-        u_M[i] = mean(u_M[i])
-      if (
-        c.of(des_loc.DesLoc).second_every and t % c.of(des_loc.DesLoc).second_every == 0
-      ):
-        v_M[i] = mean(v_M[i])
+        u_M[i] = average(i, u_M[i])
+      if own.second_every and t % own.second_every == 0:
+        v_M[i] = np.maximum(average(i, v_M[i]), 0)
     for p in ref.sent_at(t, len(parts), c.sync_every) if t <= STEPS else []:
       sent[p, t] = [outer[i][at] - x_M[i][:, at].mean(axis=0) for i, at in places[p]]
     for p in range(len(parts)):
@@ -193,6 +201,51 @@ def test_sparta_averages_the_drawn_values_before_the_outer_step(
   assert sent == {"sparta": [round(4 / 3 * 4 * drawn)] * len(steps)}
 
 
+@pytest.mark.parametrize("fields", [{}, STREAMING])
+def test_moments_in_four_bits_move_to_the_mean_of_their_codes(fields):
+  own = {"des_loc.first_every": 3, "des_loc.second_every": 5, "des_loc.format": "e3m0"}
+  c = make_config(**own, **fields, **{"wire.block_size": 4})
+  params_M, outer, sent = by_package(c)
+  want_M, want = by_hand(c)
+  assert_close(params_M, want_M)
+  assert_close(outer, want)
+  # Each layer of 6 and 12 values and the embedding of 28: codes, and a scale for four.
+  one = 5 * (3 + 2) + 5 * (6 + 3) + 14 + 7
+  times = {"first_moments": STEPS // 3, "second_moments": STEPS // 5}
+  # M = 3: each replica gathers the codes of two others.
+  assert sent == {kind: [2 * one] * n for kind, n in times.items()}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_coded_mean_keeps_the_mean_of_the_replicas_and_brings_them_together(dtype):
+  c = make_config(**{"des_loc.first_every": 1, "des_loc.format": "e3m0"})
+  plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
+  wire = c.of(des_loc.DesLoc).wire(plan.wire)
+  to_mean = lambda x: des_loc.coded_mean(x, wire=wire, mesh=plan.mesh, least=-jnp.inf)
+  old = jax.tree.map(lambda x: np.asarray(x, dtype), gradients(0))
+  new = to_mean(jax.tree.map(jnp.asarray, old))
+  apart = lambda x: np.square(np.float64(x) - np.float64(x).mean(axis=0)).sum()
+  for x, y in zip(jax.tree.leaves(old), map(np.asarray, jax.tree.leaves(new))):
+    assert y.dtype == dtype
+    near = 1e-6 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(
+      np.float64(y).mean(axis=0), np.float64(x).mean(axis=0), atol=near
+    )
+    # Nearest codes of E3M0 are at most a third away: a ninth of the squares is left.
+    assert apart(y) < apart(x) / 4
+  same = jax.tree.map(lambda x: jnp.stack([jnp.float32(x)] * M), ONE)
+  want = jax.tree.map(np.asarray, same)
+  for x, y in zip(jax.tree.leaves(to_mean(same)), jax.tree.leaves(want)):
+    np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_a_format_of_moments_that_does_not_exist_is_refused(tiny):
+  add_plugins(tiny, "des_loc")
+  tiny.des_loc.first_every, tiny.des_loc.format = 4, "int4"
+  with pytest.raises(ConfigError, match=r"des_loc\.format is 'int4'"):
+    resolve(tiny)
+
+
 def test_a_warm_start_averages_nothing_because_its_replicas_are_equal():
   fields = {"sparta.share": 0.1, "des_loc.first_every": 2, "des_loc.second_every": 4}
   c = make_config(**fields, **{"warm_start.steps": 4})
@@ -249,8 +302,14 @@ def test_moments_are_known_by_their_names(tiny, optimizer, first, second):
   plan = make_plan(c, mesh)
   state = abstract_state(c, mesh, plan).opt_state
   for kind, times in ((des_loc.FIRST, first), (des_loc.SECOND, second)):
-    found = des_loc.moments_of(plan, state, kind)
-    assert sum(moment.values for moment in found) == times * num_params(c.model)
+    assert count(plan, state, kind) == times * num_params(c.model)
+
+
+def count(plan, state, kind):
+  """Counts the values of the moments of a kind in one replica."""
+  leaves = jax.tree.leaves(state)
+  found = [x for own, x in des_loc.moments(plan.parameters, state) if own == kind]
+  return sum(np.prod(leaves[i].shape[1:], dtype=int) for i in jax.tree.leaves(found))
 
 
 def test_muon_has_a_second_moment_of_few_parameters(tiny):
@@ -259,10 +318,8 @@ def test_muon_has_a_second_moment_of_few_parameters(tiny):
   mesh = make_mesh(c, jax.devices()[:1])
   plan = make_plan(c, mesh)
   state = abstract_state(c, mesh, plan).opt_state
-  values = {
-    kind: sum(moment.values for moment in des_loc.moments_of(plan, state, kind))
-    for kind in (des_loc.FIRST, des_loc.SECOND)
-  }
+  kinds = (des_loc.FIRST, des_loc.SECOND)
+  values = {kind: count(plan, state, kind) for kind in kinds}
   matrices = num_params(c.model) - values[des_loc.SECOND]
   assert values[des_loc.FIRST] == num_params(c.model)
   assert matrices == 12 * c.model.num_layers * c.model.dim**2

@@ -11,7 +11,12 @@ LONG = pytest.mark.integration("compiles for eight devices")
 def multidevice():
   # test_mesh.py has the traffic of two devices with packed payloads.
   parts = ("losses", "gradients", "whole_models", "shards", "arrivals", "library")
-  parts += ("traffic=8,chunked,feedback,psum,psum_8,psum_of_4", "averages", "pairs")
+  parts += (
+    "traffic=8,chunked,feedback,psum,psum_8,psum_of_4",
+    "averages",
+    "pairs",
+    "coded_moments",
+  )
   return run_on_8_devices(*parts, "attentions")
 
 
@@ -199,6 +204,13 @@ def test_averages_send_the_bytes_that_are_booked(multidevice, layout):
   assert set(found["booked"]) == {"sparta", "second_moments"}
   assert found["right"]
   assert found["changed"] == found["expected"]
+
+
+@LONG
+@pytest.mark.parametrize("layout", ["8", "4 of 4"])
+def test_moments_in_four_bits_send_the_bytes_that_are_booked(multidevice, layout):
+  crossing, booked = multidevice["coded_moments"][layout]
+  assert crossing == booked > 0
 
 
 @LONG
