@@ -51,6 +51,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
         compared, at the same seed; NaN if that row has no result.
       accuracy: of the first task, in per cent; NaN if none was scored.
       bytes: bytes that one replica sent.
+      per_token: the same, for each token of the run.
     If chart.x is EVALUATED, a cell has three rows, one per key of `_PARAMETERS`.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
@@ -72,6 +73,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       "loss": row[f"{test}loss{end}"],
       "accuracy": 100 * (math.nan if row["accuracy"] is None else row["accuracy"]),
       "bytes": row["bytes_sent"],
+      "per_token": row["bytes_sent"] / row["tokens"],
     }
     for cell, row in best.values()
     for name, end in which.items()
@@ -215,12 +217,14 @@ def figure(chart: Chart, table: pd.DataFrame) -> Figure:
     bars += ";\nof losses, after the mean of each seed is subtracted"
   if chart.by_name:  # A point that is compared with itself lies at 0.
     own = own[own[chart.x] != own[chart.against]]
-  words = not _numbers(own[chart.x])
+  words = not _numbers(own[chart.along or chart.x])
   height = 1.3 + 0.2 * own[chart.x].nunique() if words else 3.2
   ys = _panels(chart, own)
   figure, panels = palette.panels(chart.title, [""] * len(ys), height)
   for panel, (y, label) in zip(panels, ys):
     cells = spread(chart, own, y)
+    if chart.along:
+      cells[chart.x] = cells[chart.x].map(own.groupby(chart.x)[chart.along].mean())
     _draw_panel(panel, cells, chart, label)
     if y == "more":
       (panel.axvline if words else panel.axhline)(0, color="black", lw=0.8, zorder=1)
@@ -260,5 +264,6 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> N
     panel.set_yticks(range(len(ticks)), ticks)
   else:
     panel.set(xlabel=chart.xlabel or chart.x, ylabel=label)
-    panel.set_xticks(ticks, [f"{t}" for t in ticks])
+    if not chart.along:
+      panel.set_xticks(ticks, [f"{t}" for t in ticks])
   panel.minorticks_off()

@@ -10,7 +10,7 @@ LOSS = "held-out loss (nats per token)"
 # The x of a chart that compares the parameters of a run (2501.18512, table 3).
 EVALUATED = "evaluated"
 # Columns that `frame` adds to the keys of the points.
-_ADDED = (EVALUATED, "choice", "loss", "more", "accuracy", "bytes", "seed")
+_ADDED = (EVALUATED, "choice", "loss", "more", "accuracy", "bytes", "per_token", "seed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Chart:
     against: chooses the point with which a point is compared. Empty: the sweep's first
       cell. PLAIN: data-parallel at the same x. Else a key of the points, whose value is
       the x of the other point.
+    along: the column along the x axis of the figure, if it is not `x`; numbers.
     words: {key: {value of the points: what the table and the figure say}}.
   """
 
@@ -38,6 +39,7 @@ class Chart:
   log: bool = False
   y: tuple[tuple[str, str], ...] = (("loss", LOSS),)
   against: str = ""
+  along: str = ""
   words: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
 
   @property
@@ -48,6 +50,7 @@ class Chart:
   def check(self, keys: Collection[str]) -> None:
     """Raises a ValueError if the chart asks for a key that no point has."""
     asked = {self.x, *self.by, *(column for column, _ in self.y)}
+    asked |= {self.along} if self.along else set()
     if self.against:
       asked.add("algorithm" if self.against == PLAIN else self.against)
     for name in sorted(asked - {*keys, *_ADDED}):

@@ -1,0 +1,129 @@
+"""The gap at equal bytes: rates tuned together for every H, for streaming and a method.
+
+  python -m diloco sweep --sweep=frontier:text=arrays:/tmp/text/tokens \
+    --results=/tmp/frontier --parallel=2 --cores=1
+
+The argument may name a size (270k or 1M; without it, both). 270k is a model of the
+ladder on `text`, 1M is the sample run on its own text. In every case the inner rate,
+the outer rate and the momentum are tuned together with seed 0, by the loss on the first
+65,536 held-out tokens. The method averages AdamW's moments too, in 4 bits. The best
+settings run with three seeds, and are compared on the next 65,536 tokens, seed by seed,
+with data-parallel, whose inner rate is tuned, too. Results: docs/gap.md.
+"""
+
+import functools
+
+from diloco.config import add_plugins
+from diloco.errors import ConfigError
+from diloco.sweep.chart import Chart
+from diloco.sweep.grid import Axis, Grid, Point, Sweep, power
+from diloco.util.command import load_module, parse_options
+
+LADDER = load_module("ladder", "get_config", "ladder")
+SAMPLE = load_module("sample", "get_config", "sample")
+ROOT2 = 2**0.5
+SIZES = ("1M", "270k")
+PLAIN = "data-parallel"
+# Which moments of AdamW are averaged at every round, in 4 bits.
+METHODS = {"streaming": (), "both moments": ("first", "second")}
+# {size: {H: inner rate as a power of ROOT2, outer rate, momentum}}. At
+# 270k the search begins there. At 1M they were tuned before (docs/benchmarks.md and
+# docs/gap.md), as the rate of data-parallel was.
+FIRST = {
+  "1M": {10: (-17, 0.7, 0.5), 30: (-18, 0.7, 0.7)},
+  "270k": {
+    5: (-14, 0.5, 0.5),
+    10: (-14, 0.7, 0.5),
+    30: (-14, 0.7, 0.7),
+    100: (-15, 0.7, 0.7),
+  },
+}
+PLAIN_LR = {"1M": -17, "270k": -14}
+SEEDS = (0, 1, 2)
+
+
+def get_config(point: Point, text: str = "sotu"):
+  """Makes the config of a point.
+
+  A point has size, method and lr; but for data-parallel also sync_every, outer_lr and
+  momentum; perhaps a seed.
+  """
+  if point["size"] == "1M":
+    c = SAMPLE.get_config()
+  else:
+    own = {"algorithm": "streaming", "replicas": 2, "batch": 8, "lr": 1.0}
+    c = LADDER.get_config({"size": 269, **own}, text)
+    c.fragments.size, c.overlap.tau = 1, 1
+  c.seed, c.inner.learning_rate = point.get("seed", 0), point["lr"]
+  if point["method"] == PLAIN:
+    c.algorithm = "data_parallel"
+  else:
+    c.sync_every, c.outer.learning_rate = point["sync_every"], point["outer_lr"]
+    c.outer.optimizer = f"sgd(momentum={point['momentum']}, nesterov=True)"
+    if averaged := METHODS[point["method"]]:
+      add_plugins(c, "des_loc")
+      c.des_loc.format = "e3m0"
+      for moment in averaged:
+        c.des_loc[f"{moment}_every"] = c.sync_every
+  # The first tokens choose the settings; the next ones are reported.
+  c.eval.tokens, c.eval.test_tokens, c.eval.every = 65_536, 65_536, 0
+  c.checkpoint.every, c.model.remat, c.model.unroll = 0, "dots", 1
+  c.log.every, c.log.tensorboard, c.log.sample_tokens = 10, False, 0
+  return c
+
+
+def get_sweep(argument: str = "") -> Sweep:
+  """Makes the sweep. The argument may have text=SOURCE and size=SIZE."""
+  options = parse_options(argument, {"text": str, "size": str})
+  sizes = (options["size"],) if "size" in options else SIZES
+  for size in sizes:
+    if size not in SIZES:
+      raise ConfigError(f"the size is {size!r}; write one of {', '.join(SIZES)}.")
+  grids = list[Grid]()
+  for size in sizes:
+    plain = {"case": f"{size} {PLAIN}", "against": f"{size} {PLAIN}"}
+    plain |= {"size": size, "method": PLAIN}
+    grids += _tuned(plain, [_lr(PLAIN_LR[size])], known=size == "1M")
+    for method in METHODS:
+      for h, (k, rate, momentum) in FIRST[size].items():
+        own = {"case": f"{size} {method}, H = {h}", "method": method, "sync_every": h}
+        axes = [_lr(k), Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4), (rate,))]
+        axes += [Axis("momentum", (0.3, 0.5, 0.7, 0.8, 0.9), (momentum,))]
+        grids += _tuned(plain | own, axes, known=size == "1M")
+  return Sweep(
+    functools.partial(get_config, text=options.get("text", "sotu")),
+    grids,
+    environment={"XLA_FLAGS": "--xla_backend_optimization_level=1"},
+    chart=Chart(
+      "The gap at equal bytes",
+      "case",
+      ("size", "method"),
+      "bytes that a replica sends for each token",
+      log=True,
+      y=(("more", "above data-parallel (%)"),),
+      against="against",
+      along="per_token",
+      words={"size": {}, "method": {}},
+    ),
+  )
+
+
+def _lr(k: int) -> Axis:
+  return Axis("lr", (power(ROOT2, k),), ratio=ROOT2)
+
+
+def _tuned(cell: Point, axes: list[Axis], known: bool) -> list[Grid]:
+  """Makes the grids that tune a cell and repeat its best point with all seeds.
+
+  Args:
+    known: whether the first values of the axes are the best ones.
+  """
+  seeds = [cell | {"seed": seed} for seed in SEEDS]
+  if known:
+    best = {axis.name: (axis.first or axis.values)[0] for axis in axes}
+    return [Grid(cell["case"], [point | best for point in seeds])]
+  unseeded = lambda point: {k: v for k, v in point.items() if k != "seed"}
+  return [
+    Grid(cell["case"], [cell], axes),
+    Grid(f"seeds of {cell['case']}", seeds, (), unseeded),
+  ]
