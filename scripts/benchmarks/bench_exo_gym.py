@@ -23,21 +23,19 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from exogym import trainer
 from exogym.strategy.diloco import DiLoCoStrategy
 from exogym.strategy.optim import OptimSpec
-from torch import nn
 from torch.utils.data import TensorDataset
+from torch_model import LENGTH, Decoder
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
 from diloco.data import TrainIterator, make_eval_set
 from diloco.util.command import free_port
 
-LAYERS, HEADS, WIDTH, VOCABULARY, LENGTH = 4, 2, 128, 2048, 128
 REPLICAS, PER_REPLICA, SYNC_EVERY = 2, 16, 10
-PEAK, WARMUP, Z_LOSS, BOS = 4e-3, 25, 1e-4, 2
+PEAK, WARMUP = 4e-3, 25
 # Ours is 0.0025 times the schedule, torch's is multiplied by the learning rate.
 WEIGHT_DECAY = 0.0025 / PEAK
 RUN = "diloco"
@@ -51,64 +49,6 @@ def connect(backend: str, rank: int, world_size: int) -> None:
 
 # Processes of replicas import this file too, so they get the replacement.
 trainer.init_process_group_portsafe = connect
-
-
-class Block(nn.Module):
-  """A block of `diloco.model.decoder`."""
-
-  def __init__(self) -> None:
-    super().__init__()
-    self.norms = nn.ModuleList(_norm(WIDTH) for _ in range(2))
-    self.head_norms = nn.ModuleList(_norm(WIDTH // HEADS) for _ in range(2))
-    self.qkv, self.out = _linear(WIDTH, 3 * WIDTH), _linear(WIDTH, WIDTH)
-    self.up, self.down = _linear(WIDTH, 4 * WIDTH), _linear(4 * WIDTH, WIDTH)
-    for matrix in self.qkv.weight.data.split(WIDTH):  # Three matrices of their own.
-      nn.init.xavier_uniform_(matrix)
-
-  def forward(self, x: torch.Tensor) -> torch.Tensor:
-    split = (*x.shape[:-1], HEADS, WIDTH // HEADS)
-    q, k, v = (
-      part.reshape(split).transpose(1, 2)
-      for part in self.qkv(self.norms[0](x)).split(WIDTH, -1)
-    )
-    y = F.scaled_dot_product_attention(
-      self.head_norms[0](q), self.head_norms[1](k), v, is_causal=True
-    )
-    x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-    return x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
-
-
-class Decoder(nn.Module):
-  """`diloco.model.decoder`; called with (ids,), returns the mean loss."""
-
-  def __init__(self) -> None:
-    super().__init__()
-    self.tokens, self.positions = (
-      nn.Parameter(torch.randn(rows, WIDTH) / WIDTH**0.5)
-      for rows in (VOCABULARY, LENGTH)
-    )
-    self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-    self.norm = _norm(WIDTH)
-
-  def forward(self, batch: tuple[torch.Tensor]) -> torch.Tensor:
-    targets = batch[0].long()
-    inputs = F.pad(targets[:, :-1], (1, 0), value=BOS)
-    x = self.blocks(F.embedding(inputs, self.tokens) + self.positions)
-    logits = (self.norm(x) @ self.tokens.T).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten())
-    if self.training:
-      loss = loss + Z_LOSS * logits.logsumexp(-1).square().mean()
-    return loss
-
-
-def _norm(width: int) -> nn.LayerNorm:
-  return nn.LayerNorm(width, eps=1e-6, bias=False)
-
-
-def _linear(inputs: int, outputs: int) -> nn.Linear:
-  layer = nn.Linear(inputs, outputs, bias=False)
-  nn.init.xavier_uniform_(layer.weight)
-  return layer
 
 
 class TimedDiLoCo(DiLoCoStrategy):

@@ -5,7 +5,7 @@
 Two replicas, each a process on a core of its own in a network namespace (netns.py),
 train the small model of the ablations on the same tokens, with each of SETTINGS at each
 rate. Beside the time of every run is that of the planner, with what its --probe has
-measured in the same namespaces. Needs root, iproute2 and an idle machine. Writes
+measured just before in the same namespaces: the speed of a shared machine drifts. Needs root, iproute2 and an idle machine. Writes
 loss_over_time.csv, .md and .png, and keeps a run of each setting.
 
 Evaluations do not count, nor what compiles: the first quarter of a run counts as long
@@ -56,6 +56,7 @@ PLAIN = "data-parallel"
 SETTINGS = {
   PLAIN: {"algorithm": "data_parallel", "inner.learning_rate": 0.0312},
   "H = 5": {"sync_every": 5, "overlap.tau": 1},
+  "H = 10": {"sync_every": 10, "overlap.tau": 1},
   "H = 10, tau = 5": {"sync_every": 10},
   "H = 20, tau = 2": {"sync_every": 20, "overlap.tau": 2},
   "H = 15, float32": {"sync_every": 15, "overlap.tau": 1, "wire.format": "fp32"},
@@ -166,10 +167,10 @@ def main(options: argparse.Namespace) -> None:
   with netns.star(2, mtu=1500) as network:
     for rate in options.rates:
       network.limit(rate)
-      log = (run(options, "H = 5", network, as_probe) / "0.log").read_text()
-      measured = json.loads(log.splitlines()[-1])["measured"]
-      print(f"{rate / 1e6:g} Mbit/s: the probe measures {measured}", flush=True)
       for name in options.settings:
+        log = (run(options, name, network, as_probe) / "0.log").read_text()
+        measured = json.loads(log.splitlines()[-1])["measured"]
+        print(f"{name}: the probe measures {measured}", flush=True)
         c = load_config(str(ROOT / wan_run.CONFIG), flags(name))
         setting = {"setting": name, "rate_mbit_s": rate / 1e6}
         setting["planned_s"] = predicted(c, measured)
