@@ -84,8 +84,7 @@ class DesLoc(plugins.Extension):
 
   def wire(self, wire: WireConfig) -> WireConfig:
     """Returns how moments are sent, given how outer gradients are."""
-    own = {"compressor": "quantize", "format": self.format, "exchange": "gather"}
-    return dataclasses.replace(wire, rounding="nearest", **own)
+    return WireConfig(format=self.format, block_size=wire.block_size)
 
   def sent(self, wire: WireConfig, replicas: int, found: Shapes, fsdp: int = 1) -> int:
     """Counts the bytes that one replica sends for moments of these shapes."""
@@ -141,12 +140,12 @@ class DesLoc(plugins.Extension):
     for found, numbers in moments(plan.parameters, state.opt_state):
       if found == kind:
         x_M = jax.tree.map(leaves.__getitem__, numbers)
-        function, kwargs = mean, {"mesh": plan.mesh}
+        call = Call(kind, {"inner optimizer": x_M}, mean, (x_M,), {"mesh": plan.mesh})
         if self.format != "fp32":
           least = 0.0 if kind == SECOND else -math.inf
-          function = coded_mean
-          kwargs |= {"wire": self.wire(plan.wire), "least": least}
-        yield numbers, Call(kind, {"inner optimizer": x_M}, function, (x_M,), kwargs)
+          more = {"wire": self.wire(plan.wire), "least": least}
+          call = call._replace(function=coded_mean, kwargs={**call.kwargs, **more})
+        yield numbers, call
 
 
 plugins.register("des_loc", DesLoc)

@@ -115,7 +115,7 @@ def test_methods_of_later_papers_set_fields_of_any_config():
   )
   point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
   c = resolve(FILE.get_config({**point, "method": "des_loc"}))
-  assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (30, 90, 180)
+  assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (30, 90, 180, "fp32")
   base = resolve(command_line.load_config("batch_32"))
   assert resolve(command_line.load_config("methods")) == base
   with pytest.raises(ConfigError, match="the method is 'pear'; write one of data_par"):
@@ -220,7 +220,21 @@ def ended(cell, loss, test_loss=None, accuracy=None, **tuned):
   """A cell whose search has ended, and the row of its best run."""
   found = Search(Grid("g", [cell]), cell, "interior", best={**cell, **tuned})
   row = {"loss": loss, "test_loss": test_loss, "accuracy": accuracy, "bytes_sent": 7}
-  return found, row
+  return found, row | {"tokens": 14}
+
+
+def test_a_figure_has_another_column_along_x_than_the_table():
+  own = Chart("t", "case", ("method",), "bytes", True, along="per_token")
+  cells = [ended({"case": c, "method": m}, 2.0) for c, m in (("a", "x"), ("b", "y"))]
+  for (_, row), sent in zip(cells, (28, 7), strict=True):
+    row["bytes_sent"] = sent
+  table = comparison.frame(own, cells)
+  assert table["case"].tolist() == ["a", "b"]
+  (panel,) = comparison.figure(own, table).axes
+  points = [container.lines[0].get_xdata().tolist() for container in panel.containers]
+  assert points == [[2.0], [0.5]]
+  with pytest.raises(ValueError, match="'kilobytes', which no cell"):
+    Chart("t", "case", along="kilobytes").check(["case"])
 
 
 def test_a_chart_gives_mean_and_deviation_over_seeds(tmp_path):
