@@ -32,10 +32,10 @@ METHODS = {"streaming": (), "both moments": ("first", "second")}
 FIRST = {
   "1M": {10: (-17, 0.7, 0.5), 30: (-18, 0.7, 0.7)},
   "270k": {
-    5: (-14, 0.5, 0.5),
     10: (-14, 0.7, 0.5),
     30: (-14, 0.7, 0.7),
     100: (-15, 0.7, 0.7),
+    5: (-14, 0.5, 0.5),
   },
 }
 PLAIN_LR = {"1M": -17, "270k": -14}
@@ -84,8 +84,8 @@ def get_sweep(argument: str = "") -> Sweep:
     plain = {"case": f"{size} {PLAIN}", "against": f"{size} {PLAIN}"}
     plain |= {"size": size, "method": PLAIN}
     grids += _tuned(plain, [_lr(PLAIN_LR[size])], known=size == "1M")
-    for method in METHODS:
-      for h, (k, rate, momentum) in FIRST[size].items():
+    for h, (k, rate, momentum) in FIRST[size].items():
+      for method in METHODS:
         own = {"case": f"{size} {method}, H = {h}", "method": method, "sync_every": h}
         axes = [_lr(k), Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4), (rate,))]
         axes += [Axis("momentum", (0.3, 0.5, 0.7, 0.8, 0.9), (momentum,))]
