@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from diloco.reproduce import drawing, tables
 from diloco.reproduce.runs import curve_name
@@ -146,7 +147,7 @@ def lines(chart: Chart, table: pd.DataFrame) -> list[str]:
   cells = spread(chart, table)
   columns = {
     "curve": cells["curve"],
-    chart.xlabel or chart.x: cells[chart.x],
+    chart.x if chart.along else chart.xlabel or chart.x: cells[chart.x],
     "seeds": cells["count"],
     "held-out loss": _with_deviation(cells, "{:.4f}"),
   }
@@ -266,4 +267,7 @@ def _draw_panel(panel: Axes, cells: pd.DataFrame, chart: Chart, label: str) -> N
     panel.set(xlabel=chart.xlabel or chart.x, ylabel=label)
     if not chart.along:
       panel.set_xticks(ticks, [f"{t}" for t in ticks])
+    elif chart.log:
+      panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+      panel.xaxis.set_major_formatter("{x:g}")
   panel.minorticks_off()

@@ -115,7 +115,12 @@ def test_methods_of_later_papers_set_fields_of_any_config():
   )
   point = {"size": "small", "algorithm": "diloco", "replicas": 2, "seed": 0}
   c = resolve(FILE.get_config({**point, "method": "des_loc"}))
-  assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (30, 90, 180, "fp32")
+  assert (c.sync_every, *dataclasses.astuple(c.of(des_loc.DesLoc))) == (
+    30,
+    90,
+    180,
+    "fp32",
+  )
   base = resolve(command_line.load_config("batch_32"))
   assert resolve(command_line.load_config("methods")) == base
   with pytest.raises(ConfigError, match="the method is 'pear'; write one of data_par"):
