@@ -5,8 +5,9 @@
 Two replicas, each a process on a core of its own in a network namespace (netns.py),
 train the small model of the ablations on the same tokens, with each of SETTINGS at each
 rate. Beside the time of every run is that of the planner, with what its --probe has
-measured just before in the same namespaces: the speed of a shared machine drifts. Needs root, iproute2 and an idle machine. Writes
-loss_over_time.csv, .md and .png, and keeps a run of each setting.
+measured just before in the same namespaces: the speed of a shared machine drifts. Needs
+root, iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png, and keeps a
+run of each setting.
 
 Evaluations do not count, nor what compiles: the first quarter of a run counts as long
 as its steps take later.
