@@ -149,10 +149,11 @@ def picture(rows: pd.DataFrame):
   names = [f"{rate:g} Mbit/s" for rate in rates]
   title, same = "Loss over time, two processes", {"sharex": True, "sharey": True}
   figure, panels = palette.panels(title, names, **same)
-  streaming = [name for name in SETTINGS if name != PLAIN]
+  shown = [name for name in SETTINGS if name in {*rows["setting"]}]
+  streaming = [name for name in shown if name != PLAIN]
   colors = dict(zip(streaming, shades(COLORS["streaming"], len(streaming))))
   for panel, rate in zip(panels, rates):
-    for name in SETTINGS:
+    for name in shown:
       own = rows[(rows["rate_mbit_s"] == rate) & (rows["setting"] == name)]
       color = colors.get(name, COLORS["data_parallel"])
       panel.plot(own["seconds"], own["loss"], ".-", color=color, label=name)
