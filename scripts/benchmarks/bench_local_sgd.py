@@ -42,8 +42,8 @@ def local_sgd(rank: int, c: Config, port: int, rounds: int, found) -> None:
       model((batch,)).backward()
       torch.nn.utils.clip_grad_norm_(model.parameters(), c.inner.clip_norm)
       adamw.step()
+      average.average_parameters(model.parameters())  # Of those with a gradient.
       adamw.zero_grad()
-      average.average_parameters(model.parameters())
     if rank == 0:
       found.send((time.perf_counter() - start) / steps)
       found.recv()  # Until the next turn. The other replica waits in its average.
@@ -63,6 +63,7 @@ def main() -> None:
   for rank in range(c.replicas):
     options = (rank, c, port, args.rounds, there)
     spawn.Process(target=local_sgd, args=options, daemon=True).start()
+  there.close()  # If a process fails, its end closes too, and recv raises.
   here.recv()  # The first turn warms up.
   for _ in range(args.turns):
     ours.append(step_seconds(c))
