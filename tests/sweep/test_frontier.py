@@ -1,0 +1,58 @@
+"""The gap at equal bytes: its page against its runs, and what its points train."""
+
+import csv
+import pathlib
+import re
+import statistics
+
+import pytest
+
+from diloco.config import resolve
+from diloco.contrib.des_loc import DesLoc
+from diloco.errors import ConfigError
+from diloco.util.command import load_module
+
+ROOT = pathlib.Path(__file__).parents[2]
+FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier")
+
+
+def test_the_page_says_what_the_runs_say():
+  losses, sent = dict[tuple[str, str], float](), dict[str, float]()
+  for row in csv.DictReader((ROOT / "docs" / "frontier.csv").open()):
+    if row["point_size"] == "1M":
+      case = row["point_case"].removeprefix("1M ")
+      losses[case, row["seed"]] = float(row["test_loss"])
+      sent[case] = float(row["bytes_sent"]) / float(row["tokens"])
+  page = (ROOT / "docs" / "gap.md").read_text()
+  page = page.partition("## At equal bytes")[2].partition("\n## ")[0]
+  for case in {case for case, _ in losses} - {"data-parallel"}:
+    line = next(line for line in page.splitlines() if line.startswith(f"| {case}"))
+    *_, loss, more, bytes_per_token, _, _ = line.replace("**", "").split("|")
+    told = [100 * (losses[case, s] / losses["data-parallel", s] - 1) for s in "012"]
+    mean, deviation = map(float, re.findall(r"[\d.]+", more))
+    assert mean == pytest.approx(statistics.mean(told), abs=0.006)
+    assert deviation == pytest.approx(statistics.stdev(told), abs=0.006)
+    mean, _ = map(float, re.findall(r"[\d.]+", loss))
+    assert mean == pytest.approx(
+      statistics.mean(losses[case, s] for s in "012"), abs=6e-4
+    )
+    assert float(bytes_per_token) == pytest.approx(sent[case], abs=0.5)
+
+
+def test_a_method_averages_its_moments_at_every_round_in_four_bits():
+  rates = {"lr": 0.004, "outer_lr": 0.7, "momentum": 0.7}
+  for size in FILE.SIZES:
+    point = {"size": size, "sync_every": 30, **rates}
+    c = resolve(FILE.get_config(point | {"method": "both moments"}))
+    own = c.of(DesLoc)
+    assert (own.first_every, own.second_every, own.format) == (30, 30, "e3m0")
+    assert (c.sync_every, c.wire.format, c.overlap.taus) == (30, "e3m0", (1, 1))
+    assert c.outer.optimizer == "sgd(momentum=0.7, nesterov=True)"
+    plain = resolve(FILE.get_config(point | {"method": FILE.PLAIN}))
+    assert plain.algorithm == "data_parallel"
+    assert plain.train == c.train
+
+
+def test_a_size_that_does_not_exist_is_refused():
+  with pytest.raises(ConfigError, match="the size is '2M'; write one of 1M, 270k"):
+    FILE.get_sweep("size=2M")
