@@ -46,7 +46,10 @@ def local_sgd(rank: int, c: Config, port: int, rounds: int, found) -> None:
       adamw.zero_grad()
     if rank == 0:
       found.send((time.perf_counter() - start) / steps)
-      found.recv()  # Until the next turn. The other replica waits in its average.
+      try:
+        found.recv()  # Until the next turn; the other replica waits in its average.
+      except EOFError:
+        return
 
 
 def main() -> None:
