@@ -84,14 +84,12 @@ class DesLoc(plugins.Extension):
 
   def wire(self, wire: WireConfig) -> WireConfig:
     """Returns how moments are sent, given how outer gradients are."""
+    if self.format == "fp32":
+      return WireConfig(format="fp32", exchange="psum")
     return WireConfig(format=self.format, block_size=wire.block_size)
 
   def sent(self, wire: WireConfig, replicas: int, found: Shapes, fsdp: int = 1) -> int:
     """Counts the bytes that one replica sends for moments of these shapes."""
-    if self.format == "fp32":
-      each = shapes.leaves(found)
-      shards = (math.prod(shapes.shard(path, shape, fsdp)) for path, shape in each)
-      return sizes.average_bytes(replicas, fsdp * sum(shards))
     return sizes.sync_bytes(self.wire(wire), replicas, found, fsdp)
 
   def check(self, c: Config) -> None:

@@ -5,29 +5,30 @@
 
 PyTorch trains each replica in a process with one thread and averages the parameters
 every H steps (torch.distributed's PeriodicModelAverager); its AdamW is fused. Ours
-trains both in one process. The two take turns, so other work meets both. Batches are
+trains all in one process, without syncs. The two take turns of H steps. Batches are
 random tokens in memory. The config's model must be the one of torch_model.py.
 """
 
-import argparse
 import multiprocessing
 import os
-import statistics
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from absl import flags
+from bench_step import Bench
+from ml_collections import config_flags
+from timing import in_turn, print_devices
 from torch.distributed.algorithms.model_averaging import averagers
 from torch_model import LENGTH, VOCABULARY, Decoder
 
-from diloco.config import Config
-from diloco.config.command_line import load_config
-from diloco.contrib.simulate._probe import step_seconds
+from diloco.config import Config, command_line, resolve
 from diloco.util.command import free_port
 
 
-def local_sgd(rank: int, c: Config, port: int, rounds: int, found) -> None:
-  """Trains one replica; the first one sends the seconds of a step, for each turn."""
+def local_sgd(rank: int, c: Config, port: int, turns) -> None:
+  """Trains one replica; the first one waits for each turn, and sends its seconds."""
   os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
   torch.set_num_threads(1)
   dist.init_process_group("gloo", rank=rank, world_size=c.replicas)
@@ -37,47 +38,49 @@ def local_sgd(rank: int, c: Config, port: int, rounds: int, found) -> None:
   average = averagers.PeriodicModelAverager(period=c.sync_every, warmup_steps=0)
   batch = torch.randint(VOCABULARY, (c.train.batch_size // c.replicas, LENGTH))
   while True:
-    start, steps = time.perf_counter(), c.sync_every * rounds
-    for _ in range(steps):
+    if rank == 0:
+      turns.recv()
+    dist.barrier()  # The others wait for the turn, too.
+    start = time.perf_counter()
+    for _ in range(c.sync_every):
       model((batch,)).backward()
       torch.nn.utils.clip_grad_norm_(model.parameters(), c.inner.clip_norm)
       adamw.step()
       average.average_parameters(model.parameters())  # Of those with a gradient.
       adamw.zero_grad()
     if rank == 0:
-      found.send((time.perf_counter() - start) / steps)
-      try:
-        found.recv()  # Until the next turn; the other replica waits in its average.
-      except EOFError:
-        return
+      turns.send(time.perf_counter() - start)
 
 
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-  parser.add_argument("--config", default="sample")
-  parser.add_argument("--turns", type=int, default=5)
-  parser.add_argument("--rounds", type=int, default=10, help="Of H steps, in a turn.")
-  args, flags = parser.parse_known_args()
-  c = load_config(args.config, flags)
-  ours, theirs = list[float](), list[float]()
+def main(argv) -> None:
+  del argv
+  print_devices()
+  c = resolve(flags.FLAGS.config)
+  bench, port = Bench(c), free_port()
   spawn = multiprocessing.get_context("spawn")
   here, there = spawn.Pipe()
-  port = free_port()
-  for rank in range(c.replicas):
-    options = (rank, c, port, args.rounds, there)
-    spawn.Process(target=local_sgd, args=options, daemon=True).start()
+  replicas = [
+    spawn.Process(target=local_sgd, args=(rank, c, port, there), daemon=True)
+    for rank in range(c.replicas)
+  ]
+  for replica in replicas:
+    replica.start()
   there.close()  # If a process fails, its end closes too, and recv raises.
-  here.recv()  # The first turn warms up.
-  for _ in range(args.turns):
-    ours.append(step_seconds(c))
+
+  def theirs() -> float:
     here.send(None)
-    theirs.append(here.recv())
-  rows = {"PyTorch, local SGD": theirs, "diloco, inner step": ours}
-  print(f"{args.config}: M = {c.replicas}, {c.tokens_per_step} tokens per step")
-  for name, seconds in rows.items():
-    turns = ", ".join(f"{1e3 * x:.1f}" for x in seconds)
-    print(f"{name}: {1e3 * statistics.median(seconds):.1f} ms (turns: {turns})")
+    return here.recv() / c.sync_every
+
+  ours = lambda: float(np.mean([bench.inner() for _ in range(c.sync_every)]))
+  times = in_turn(theirs, ours)
+  for replica in replicas:
+    replica.terminate()
+  print(f"M = {c.replicas}, {c.tokens_per_step} tokens per step")
+  for name, seconds in zip(("PyTorch, local SGD", "diloco, inner step"), times):
+    print(f"{name} {1e3 * seconds:8.2f} ms")
 
 
 if __name__ == "__main__":
-  main()
+  config_flags.DEFINE_config_file("config", None, "The config to time.")
+  flags.mark_flag_as_required("config")
+  command_line.run(main)
