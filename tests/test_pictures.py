@@ -78,7 +78,8 @@ def of_chart(x: str, *values, **fields) -> Figure:
   pairs = [
     (
       Search(Grid("g", [cell]), cell, "interior", best=cell),
-      {"loss": 5 + i / 10, "test_loss": None, "accuracy": None, "bytes_sent": 7},
+      {"loss": 5 + i / 10, "test_loss": None, "accuracy": None}
+      | {"bytes_sent": 7, "tokens": 2},
     )
     for i, cell in enumerate(cells)
   ]

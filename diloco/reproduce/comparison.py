@@ -52,7 +52,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
         compared, at the same seed; NaN if that row has no result.
       accuracy: of the first task, in per cent; NaN if none was scored.
       bytes: bytes that one replica sent.
-      per_token: the same, for each token of the run.
+      per_token: the same, for each token of the run; NaN if its tokens are unknown.
     If chart.x is EVALUATED, a cell has three rows, one per key of `_PARAMETERS`.
   """
   which = _PARAMETERS if chart.x == EVALUATED else {"outer": ""}
@@ -74,7 +74,7 @@ def frame(chart: Chart, cells: Sequence[tuple[Search, Row | None]]) -> pd.DataFr
       "loss": row[f"{test}loss{end}"],
       "accuracy": 100 * (math.nan if row["accuracy"] is None else row["accuracy"]),
       "bytes": row["bytes_sent"],
-      "per_token": row["bytes_sent"] / row["tokens"],
+      "per_token": row["bytes_sent"] / (row["tokens"] or math.nan),
     }
     for cell, row in best.values()
     for name, end in which.items()

@@ -74,7 +74,8 @@ def test_a_wrong_name_gives_the_known_ones(package):
     " qwen3, sample, streaming, wan."
   )
   with pytest.raises(
-    ConfigError, match=r"or one of these names: ablations, accuracies, gap, ladder\.$"
+    ConfigError,
+    match=r"one of these names: ablations, accuracies, frontier, gap, ladder\.$",
   ):
     command.load_module("laddr", "get_sweep", "configs/ladder.py")
   for name in ("other/sample.py", "diloco/none.py", "diloco/../x"):
