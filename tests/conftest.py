@@ -108,6 +108,14 @@ def pytest_terminal_summary(terminalreporter):
     )
 
 
+def first_of(why: str, first, *others) -> list:
+  """Cases of a test: the first is in the integration tier, the others are slow."""
+  as_tuple = lambda case: case if isinstance(case, tuple) else (case,)
+  found = [pytest.param(*as_tuple(first), marks=pytest.mark.integration(why))]
+  slow = pytest.mark.slow(f"{why}; one case is in integration")
+  return found + [pytest.param(*as_tuple(case), marks=slow) for case in others]
+
+
 def tiny_config() -> ml_collections.ConfigDict:
   """Returns a small config: two replicas, four fragments, State of the Union texts."""
   c = config_lib.default_config()

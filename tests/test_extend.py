@@ -10,6 +10,7 @@ import sys
 import later_papers  # noqa: F401  Registers a method of each kind.
 import plugins  # Registers `signs`, `feedback` and `bigram`.
 import pytest
+from conftest import first_of
 
 from diloco import train
 from diloco.cli import list_configs
@@ -43,8 +44,7 @@ def test_a_registered_compressor_works_in_trainer_ledger_and_simulator(tiny, tmp
   assert summary["eval_loss"]["outer"] < 7.7  # log(2048) is 7.62.
 
 
-@pytest.mark.integration("whole runs")
-@pytest.mark.parametrize("transport", ["device", "host"])
+@pytest.mark.parametrize("transport", first_of("whole runs", "device", "host"))
 def test_the_state_of_a_compressor_is_saved_and_resumed_exactly(
   tiny, tmp_path, transport
 ):

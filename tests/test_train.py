@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import wreck
+from conftest import first_of
 
 from diloco import train
 from diloco.algorithm.method import DiLoCo
@@ -136,8 +137,10 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(finished, tmp_path):
     assert a[field] == b[field]
 
 
-@pytest.mark.integration("starts processes and stops them")
-@pytest.mark.parametrize(("signum", "status"), [("SIGTERM", 0), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+  ("signum", "status"),
+  first_of("starts and stops processes", ("SIGTERM", 0), ("SIGINT", 130)),
+)
 def test_a_signal_saves_and_the_run_goes_on(finished, tmp_path, signum, status):
   process = start(
     tmp_path, "--config.checkpoint.every=0", stderr=subprocess.PIPE, text=True
@@ -220,8 +223,9 @@ def test_another_config_is_refused_with_the_difference(finished, tmp_path):
   assert "checkpoint of step 12 made with another config" in stderr
 
 
-@pytest.mark.integration("starts a process for each run")
-@pytest.mark.parametrize("harm", [wreck.cut, wreck.flip])
+@pytest.mark.parametrize(
+  "harm", first_of("starts a process for each run", wreck.flip, wreck.cut)
+)
 def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)
@@ -239,7 +243,7 @@ def test_a_damaged_checkpoint_is_passed_over(finished, tmp_path, harm):
   assert_same_end(workdir, finished)
 
 
-@pytest.mark.integration("starts a process for each run")
+@pytest.mark.slow("starts a process for each run")
 def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   workdir = tmp_path / "copy"
   shutil.copytree(finished, workdir)

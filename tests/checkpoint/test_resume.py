@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import update
+from conftest import first_of, update
 
 from diloco import train
 from diloco.checkpoint import resume
@@ -34,8 +34,7 @@ def short(tiny):
   return tiny
 
 
-@pytest.mark.integration("whole runs")
-@pytest.mark.parametrize("algorithm", ["data_parallel", "diloco"])
+@pytest.mark.parametrize("algorithm", first_of("whole runs", "diloco", "data_parallel"))
 def test_without_fragments_in_flight_an_extended_run_equals_a_long_run(
   short, tmp_path, algorithm, capsys
 ):

@@ -36,6 +36,10 @@ def trained(request, tmp_path_factory):
   return workdir, train_in(workdir, algorithm=request.param)
 
 
+# For tests to which one algorithm is enough.
+ONE = pytest.mark.parametrize("trained", ["streaming"], indirect=True)
+
+
 def train_in(workdir, **fields):
   """Trains, and returns the outer parameters of the last evaluation."""
   seen = []
@@ -190,11 +194,10 @@ def test_a_model_that_cannot_be_loaded_is_explained_in_one_sentence(trained, tmp
     restore.load(copy)
 
 
-@pytest.mark.integration("restores dozens of damaged checkpoints")
+@ONE
+@pytest.mark.slow("restores dozens of damaged checkpoints")
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")  # By Orbax.
 def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
-  if "data_parallel" in str(trained[0]):
-    pytest.skip("one algorithm is enough")
   models = {step: restore.load(trained[0], step).params for step in (8, 9)}
   newest, older = trained[0] / "checkpoints" / "9", 0
   for name, harm in wreck.all_of(newest, flips=1):
@@ -212,10 +215,9 @@ def test_no_damage_of_any_file_changes_the_model(trained, tmp_path, capsys):
   assert older > 20
 
 
+@ONE
 @pytest.mark.integration("whole runs, and a process")
 def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp_path):
-  if "data_parallel" in str(trained[0]):
-    pytest.skip("one algorithm is enough")
   code = (
     "import sys; from diloco.cli import export;"
     "from diloco.interop import load as restore;"
@@ -241,9 +243,8 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
     np.testing.assert_allclose(a["scores"], b["scores"], rtol=1e-5)
 
 
+@ONE
 def test_commands(trained, tmp_path, capsys):
-  if "data_parallel" in str(trained[0]):
-    pytest.skip("one algorithm is enough")
   out = str(tmp_path / "out")
   assert export.main([f"--workdir={trained[0]}", f"--output={out}"]) == 0
   assert "model.safetensors" in capsys.readouterr().out

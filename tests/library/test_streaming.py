@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from conftest import first_of
 from threads import free_port
 
 import diloco
@@ -350,8 +351,7 @@ def test_the_example_that_is_stopped_ends_as_one_that_is_not(
   assert ends[1].partition("loss")[2] == ends[2].partition("loss")[2]
 
 
-@pytest.mark.integration("two processes")
-@pytest.mark.parametrize("transport", ["host", "device"])
+@pytest.mark.parametrize("transport", first_of("two processes", "device", "host"))
 def test_two_processes_train_together(transport):
   address = f"localhost:{free_port()}"
   script = ROOT / "examples/two_processes.py"

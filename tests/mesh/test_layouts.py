@@ -17,7 +17,12 @@ def multidevice():
     "pairs",
     "coded_moments",
   )
-  return run_on_8_devices(*parts, "attentions")
+  return run_on_8_devices(*parts)
+
+
+@pytest.fixture(scope="module")
+def attentions():
+  return run_on_8_devices("attentions")["attentions"]["all"]
 
 
 @LONG
@@ -48,9 +53,9 @@ def test_the_diagnostics_do_not_depend_on_the_layout():
       np.testing.assert_allclose(found[name], x, rtol=1e-4, err_msg=message)
 
 
-@LONG
-def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
-  errors = multidevice["attentions"]["all"]["errors"]
+@pytest.mark.slow("compiles every kernel")
+def test_every_attention_under_the_map_agrees_with_numpy(attentions):
+  errors = attentions["errors"]
   assert len(errors) == 7
   for case, of_y_and_gradients in errors.items():
     # Rounding to bfloat16 changes a value by at most 2^-9.
@@ -58,9 +63,9 @@ def test_every_attention_under_the_map_agrees_with_numpy(multidevice):
     assert max(of_y_and_gradients) < limit, case
 
 
-@LONG
-def test_splash_trains_data_parallel_like_xla(multidevice):
-  losses = multidevice["attentions"]["all"]["losses"]
+@pytest.mark.slow("compiles every kernel")
+def test_splash_trains_data_parallel_like_xla(attentions):
+  losses = attentions["losses"]
   np.testing.assert_allclose(losses["splash"], losses["xla"], rtol=1e-5)
 
 

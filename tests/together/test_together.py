@@ -180,7 +180,7 @@ def test_a_run_that_diverges_leaves_the_others_alone(tmp_path, alone):
   assert "evaluation   outer parameters" in last
 
 
-@pytest.mark.integration("groups of whole runs")
+@pytest.mark.slow("groups of whole runs")
 def test_a_run_that_diverges_alone_leaves_the_rest_of_the_group(tmp_path, alone):
   """A group with a saved run trains one by one."""
   worse = (*POINTS[1][:3], 1e30)
@@ -202,7 +202,7 @@ def test_a_crash_is_not_blamed_on_the_divergence_of_another_run(tmp_path):
   assert job._error(str(log), lines, 1) == "exit status 1: Killed by a fault"
 
 
-@pytest.mark.integration("groups of whole runs")
+@pytest.mark.slow("groups of whole runs")
 def test_a_run_with_a_damaged_checkpoint_leaves_the_rest_of_the_group(tmp_path):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
   (folders[0] / "checkpoints" / "4").mkdir(parents=True)  # Nothing is in it.

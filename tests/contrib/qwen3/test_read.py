@@ -82,7 +82,7 @@ def test_a_stored_head_that_the_config_ties_must_be_the_embedding(tiny, tmp_path
     start.first_params(c, make_mesh(c))
 
 
-@pytest.mark.integration("whole runs")
+@pytest.mark.slow("whole runs")
 def test_training_starts_there_and_a_resumed_run_does_not_read_it(tiny, tmp_path):
   tiny.overlap.tau, tiny.checkpoint.keep = 2, 9
   make_folder(tiny, tmp_path / "hf")

@@ -80,7 +80,7 @@ def test_what_counts_as_the_time_of_a_sync(monkeypatch, transport, backend, seco
   assert probe.sync_seconds(c, Peers()) == 3 * seconds
 
 
-@pytest.mark.integration("starts two processes")
+@pytest.mark.slow("starts two processes")
 def test_the_printed_flags_repeat_the_plan(capfd):
   plan = ["plan", f"--config={CONFIG}", *SMALL]
   launch = [sys.executable, "-m", "diloco", "launch_local", "-n", "2", "--"]

@@ -127,7 +127,7 @@ def test_a_site_with_a_batch_of_its_own_reads_the_same_text(count, batch):
   [
     *[("e3m0", 4), ("e3m0", 2), ("fp32", 2), ("e4m3fn", 4)],
     *(
-      pytest.param(*case, marks=pytest.mark.integration("more of the same"))
+      pytest.param(*case, marks=pytest.mark.slow("more of the same"))
       for case in [("fp32", 4), ("e4m3fn", 2)]
     ),
   ],

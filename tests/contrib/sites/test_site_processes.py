@@ -223,7 +223,7 @@ def test_two_processes_and_two_sites_compute_the_bits_of_one_process(
     assert own["site"]["lost"] == own["site"]["skipped_steps"] == 0
 
 
-@pytest.mark.integration("three processes")
+@pytest.mark.slow("three processes")
 def test_sites_of_other_devices_batches_and_speeds_train_one_model(make_run):
   flags = ("--config.train.steps=24", "--config.log.sample_tokens=0")
   run = make_run(2, *flags, "--config.sites.least_grace_s=20")

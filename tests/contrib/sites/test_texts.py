@@ -190,7 +190,10 @@ class Group:
     return [known[r][1] for r in rows[block.skip : count] if r in known]
 
 
-@pytest.mark.parametrize("window", [0, -1, 5])
+@pytest.mark.parametrize(
+  "window",
+  [0, *(pytest.param(w, marks=pytest.mark.slow("more of the same")) for w in (-1, 5))],
+)
 def test_the_text_of_a_site_that_is_away_is_trained_once_by_the_others(window):
   group = Group(make_calendar(**{"data.shuffle_window": window}))
   for t in range(1, STEPS + 1):

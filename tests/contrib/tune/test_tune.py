@@ -121,7 +121,7 @@ def test_other_meshes_are_tried_where_no_code_depends_on_the_mesh(c):
   assert fields_of(c, "mesh.fsdp", n=8) == []
 
 
-@pytest.mark.integration("compiles steps of a dozen settings")
+@pytest.mark.slow("compiles steps of a dozen settings")
 def test_the_command_prints_flags_that_a_run_takes(tmp_path, monkeypatch):
   monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT}")
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

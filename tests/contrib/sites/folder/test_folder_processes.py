@@ -103,7 +103,7 @@ def assert_same_bits(models: list) -> None:
     jax.tree.map(np.testing.assert_array_equal, models[0], other)
 
 
-@pytest.mark.integration("starts three processes")
+@pytest.mark.slow("starts three processes")
 def test_two_sites_with_a_folder_compute_the_bits_of_one_process(make_run):
   run = make_run(
     *("--config.train.steps=24", "--config.outer.final_sync=true"),
