@@ -95,14 +95,8 @@ def check(found, want):
   assert {name: a[name] for name in SAME} == {name: b[name] for name in SAME}
 
 
-@pytest.mark.parametrize(
-  "algorithm",
-  [
-    pytest.param("streaming", marks=pytest.mark.integration("groups of whole runs")),
-    pytest.param("diloco", marks=pytest.mark.slow("whole runs")),
-    pytest.param("data_parallel", marks=pytest.mark.slow("whole runs")),
-  ],
-)
+@pytest.mark.slow("groups of whole runs")
+@pytest.mark.parametrize("algorithm", ["streaming", "diloco", "data_parallel"])
 def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
   folders = folders_of(tmp_path, algorithm, POINTS)
   train_together(algorithm, POINTS, folders)
