@@ -18,7 +18,7 @@ RATES = ("lr", "outer_lr", "momentum")
 
 
 @pytest.mark.parametrize(
-  ("size", "title"), [("1M", "## At equal bytes"), ("270k", "### At 0.27M")]
+  ("size", "title"), [("1M-800", "## At equal bytes"), ("270k", "### At 0.27M")]
 )
 def test_the_page_says_what_the_runs_say(size, title):
   rows = [*csv.DictReader((ROOT / "docs" / "frontier.csv").open())]
@@ -64,5 +64,5 @@ def test_a_method_averages_its_moments_at_every_round_in_four_bits():
 
 
 def test_a_size_that_does_not_exist_is_refused():
-  with pytest.raises(ConfigError, match="the size is '2M'; write one of 1M, 270k"):
+  with pytest.raises(ConfigError, match="the size is '2M'; write one of 1M, 1M-800"):
     FILE.get_sweep("size=2M")
