@@ -29,7 +29,7 @@ AVERAGED = "both moments"  # Of AdamW, at every round, in 4 bits.
 # begins there. At 1M they were tuned before (docs/gap.md), as the rate of data-parallel
 # was.
 FIRST = {
-  "1M": {10: (-16, 0.5, 0.7)},
+  "1M": {10: (-16, 0.35, 0.8)},
   "1M-800": {10: (-17, 0.7, 0.5), 30: (-18, 0.7, 0.7)},
   "270k": {
     10: (-14, 0.7, 0.5),

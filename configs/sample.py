@@ -17,8 +17,8 @@ def get_config():
   c.fragments.size = 1
   c.overlap.tau = 1
   # Momentum, rates and batch belong together: docs/tuning.md.
-  c.outer.optimizer = "sgd(momentum=0.7, nesterov=True)"
-  c.outer.learning_rate = 0.5
+  c.outer.optimizer = "sgd(momentum=0.8, nesterov=True)"
+  c.outer.learning_rate = 0.35
 
   c.model.num_layers = 4
   c.model.dim = 128
