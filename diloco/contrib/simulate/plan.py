@@ -30,6 +30,7 @@ are started together; the flags in the first line repeat the plan without it
 data-parallel is assumed to be x% above it at all steps.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -130,6 +131,11 @@ def loss_above(c: Config, measured: Sequence[Cell]) -> tuple[float, float, str]:
   """
   n, tau = float(matrix_params(c.model)), max(c.overlap.taus)
   mine = [x for x in measured if x.algorithm == c.algorithm]
+  # Where all runs of a size have another M, they say nothing about this M.
+  ran = collections.defaultdict[float, set[int]](set)
+  for x in mine:
+    ran[x.params].add(x.replicas)
+  mine = [x for x in mine if c.replicas in ran[x.params] or len(ran[x.params]) > 1]
   at = {"params": n, "replicas": c.replicas, "sync_every": c.sync_every}
   percent, half, outside = _between(mine, at)
   if c.algorithm == "streaming":
