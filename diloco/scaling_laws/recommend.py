@@ -122,7 +122,8 @@ def recommend(
   if own is None and not plain and params < _SMALLEST and rounds < _FEW_ROUNDS:
     notes.append(
       f"this run has {rounds} rounds of H = {_H}: small runs with so few end best with"
-      " outer momentum 0.5 and an outer rate of about 0.7 (docs/tuning.md)."
+      " outer momentum 0.5 to 0.8 and an outer rate of about 2 (1 - momentum)"
+      " (docs/tuning.md)."
     )
   ratio = sequences * seq_len / batch_tokens
   if not 0.6 < ratio < 1.7:

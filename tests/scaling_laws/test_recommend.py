@@ -110,7 +110,7 @@ def test_a_note_advises_on_runs_with_few_rounds():
   found = lib.recommend(1e6)
   assert found.steps == 1220
   assert "40 rounds of H = 30" in found.notes[1]
-  assert "outer momentum 0.5" in found.notes[1]
+  assert "outer momentum 0.5 to 0.8" in found.notes[1]
   for other in ({"overtrain": 100}, {"algorithm": "data_parallel"}, {"params": 35e6}):
     notes = lib.recommend(**{"params": 1e6, **other}).notes
     assert not any("momentum" in note for note in notes)

@@ -17,15 +17,28 @@ FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier
 RATES = ("lr", "outer_lr", "momentum")
 
 
+def _chosen(row):
+  """Sorts runs by the loss that chooses: that of seed 0."""
+  return row["seed"] != "0", float(row["loss"])
+
+
 @pytest.mark.parametrize(
-  ("size", "title"), [("1M-800", "## At equal bytes"), ("270k", "### At 0.27M")]
+  ("size", "title", "cases"),
+  [
+    ("1M", "## At equal bytes", 3),
+    ("1M-800", "### With a warm-up of 800", 5),
+    ("270k", "### At 0.27M", 6),
+  ],
 )
-def test_the_page_says_what_the_runs_say(size, title):
+def test_the_page_says_what_the_runs_say(size, title, cases):
   rows = [*csv.DictReader((ROOT / "docs" / "frontier.csv").open())]
   rows = [row for row in rows if row["point_size"] == size]
-  # Seeds other than 0 have the best rates only.
   rates = lambda row: [row["point_case"], *(row[f"point_{k}"] for k in RATES)]
-  best = [rates(row) for row in rows if row["seed"] == "1"]
+  ended = {row["point_case"] for row in rows if row["seed"] == "2"}
+  best = [
+    rates(min((r for r in rows if r["point_case"] == case), key=_chosen))
+    for case in ended
+  ]
   losses, sent = dict[tuple[str, str], float](), dict[str, float]()
   for row in rows:
     if rates(row) in best:
@@ -34,7 +47,7 @@ def test_the_page_says_what_the_runs_say(size, title):
       sent[case] = float(row["bytes_sent"]) / float(row["tokens"])
   page = (ROOT / "docs" / "gap.md").read_text()
   page = page.partition(title)[2].partition("\n##")[0]
-  assert len(sent) == 5
+  assert len(sent) == cases
   for case in sent.keys() - {"data-parallel"}:
     line = next(line for line in page.splitlines() if line.startswith(f"| {case}"))
     *_, loss, more, bytes_per_token, _, _ = line.replace("**", "").split("|")
