@@ -48,15 +48,15 @@ def get_config(point: Point, text: str = "sotu"):
   A point has size, method and lr; but for data-parallel also sync_every, outer_lr and
   momentum; perhaps a seed.
   """
-  if point["size"] in ("1M", "1M-800"):
-    c = SAMPLE.get_config()
-    if point["size"] == "1M-800":  # As the sample run was.
-      c.inner.warmup_steps, c.outer.learning_rate = 800, 0.7
-      c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
-  else:
+  if point["size"] == "270k":
     own = {"algorithm": "streaming", "replicas": 2, "batch": 8, "lr": 1.0}
     c = LADDER.get_config({"size": 269, **own}, text)
     c.fragments.size, c.overlap.tau = 1, 1
+  else:
+    c = SAMPLE.get_config()
+  if point["size"] == "1M-800":  # As the sample run was, data-parallel too.
+    c.inner.warmup_steps, c.outer.learning_rate = 800, 0.7
+    c.outer.optimizer = "sgd(momentum=0.5, nesterov=True)"
   c.seed, c.inner.learning_rate = point.get("seed", 0), point["lr"]
   if point["method"] == PLAIN:
     c.algorithm = "data_parallel"

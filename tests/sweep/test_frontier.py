@@ -9,12 +9,14 @@ import pytest
 
 from diloco.config import resolve
 from diloco.contrib.des_loc import DesLoc
+from diloco.contrib.simulate import plan
 from diloco.errors import ConfigError
 from diloco.util.command import load_module
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILE = load_module(str(ROOT / "configs" / "frontier.py"), "get_sweep", "frontier")
 RATES = ("lr", "outer_lr", "momentum")
+SEEDS = ("0", "1", "2")
 
 
 def _chosen(row):
@@ -22,17 +24,15 @@ def _chosen(row):
   return row["seed"] != "0", float(row["loss"])
 
 
-@pytest.mark.parametrize(
-  ("size", "title", "cases"),
-  [
-    ("1M", "## At equal bytes", 3),
-    ("1M-800", "### With a warm-up of 800", 5),
-    ("270k", "### At 0.27M", 6),
-  ],
-)
-def test_the_page_says_what_the_runs_say(size, title, cases):
-  rows = [*csv.DictReader((ROOT / "docs" / "frontier.csv").open())]
-  rows = [row for row in rows if row["point_size"] == size]
+def best_runs(size):
+  """Reads the runs of a size with the best rates of each case that has all seeds.
+
+  Returns:
+    {(case, seed): loss on the tokens that tell}, {case: bytes for each token}, and
+    {(case, seed): per cent above data-parallel}.
+  """
+  with (ROOT / "docs" / "frontier.csv").open() as file:
+    rows = [row for row in csv.DictReader(file) if row["point_size"] == size]
   rates = lambda row: [row["point_case"], *(row[f"point_{k}"] for k in RATES)]
   ended = {row["point_case"] for row in rows if row["seed"] == "2"}
   best = [
@@ -45,21 +45,47 @@ def test_the_page_says_what_the_runs_say(size, title, cases):
       case = row["point_case"].removeprefix(f"{size} ")
       losses[case, row["seed"]] = float(row["test_loss"])
       sent[case] = float(row["bytes_sent"]) / float(row["tokens"])
+  plain = {seed: losses["data-parallel", seed] for seed in SEEDS}
+  above = {key: 100 * (loss / plain[key[1]] - 1) for key, loss in losses.items()}
+  return losses, sent, above
+
+
+@pytest.mark.parametrize(
+  ("size", "title", "cases"),
+  [
+    ("1M", "## At equal bytes", 3),
+    ("1M-800", "### With a warm-up of 800", 5),
+    ("270k", "### At 0.27M", 6),
+  ],
+)
+def test_the_page_says_what_the_runs_say(size, title, cases):
+  losses, sent, above = best_runs(size)
   page = (ROOT / "docs" / "gap.md").read_text()
   page = page.partition(title)[2].partition("\n##")[0]
   assert len(sent) == cases
   for case in sent.keys() - {"data-parallel"}:
     line = next(line for line in page.splitlines() if line.startswith(f"| {case}"))
     *_, loss, more, bytes_per_token, _, _ = line.replace("**", "").split("|")
-    told = [100 * (losses[case, s] / losses["data-parallel", s] - 1) for s in "012"]
+    told = [above[case, seed] for seed in SEEDS]
     mean, deviation = map(float, re.findall(r"-?[\d.]+", more))
     assert mean == pytest.approx(statistics.mean(told), abs=0.006)
     assert deviation == pytest.approx(statistics.stdev(told), abs=0.006)
     mean, _ = map(float, re.findall(r"[\d.]+", loss))
     assert mean == pytest.approx(
-      statistics.mean(losses[case, s] for s in "012"), abs=6e-4
+      statistics.mean(losses[case, seed] for seed in SEEDS), abs=6e-4
     )
     assert float(bytes_per_token) == pytest.approx(sent[case], abs=0.5)
+
+
+def test_the_planner_has_the_losses_of_these_runs():
+  _, _, above = best_runs("270k")
+  found = [x for x in plan.cells() if x.params == 269_416]
+  assert [(x.replicas, x.sync_every) for x in found] == [(2, 10), (2, 30), (2, 100)]
+  for x in found:
+    told = [above[f"{x.algorithm}, H = {x.sync_every}", seed] for seed in SEEDS]
+    assert x.percent == pytest.approx(statistics.mean(told), abs=0.006)
+    half = 2.92 * statistics.stdev(told) / 3**0.5  # Student's t, 90%.
+    assert x.half == pytest.approx(half, abs=0.006)
 
 
 def test_a_method_averages_its_moments_at_every_round_in_four_bits():
@@ -77,5 +103,7 @@ def test_a_method_averages_its_moments_at_every_round_in_four_bits():
 
 
 def test_a_size_that_does_not_exist_is_refused():
-  with pytest.raises(ConfigError, match="the size is '2M'; write one of 1M, 1M-800"):
+  with pytest.raises(
+    ConfigError, match="the size is '2M'; write one of 1M, 1M-800, 270k"
+  ):
     FILE.get_sweep("size=2M")

@@ -16,8 +16,9 @@ else the smallest loss among those that reach a utilisation of 0.95.
 Time comes from the simulator (`steady.py`). The loss comes from measurements: those of
 `plan.csv` for N, M and H, interpolated over their logarithms, and `LATE` for tau. E3M0
 and float32 count as equal (+0.1 ± 0.3% in docs/reproduced.md). The note of a row says
-what was not measured. Above the largest measured M or H the line through the last two
-goes on; beyond the other ends the nearest value counts.
+what was not measured. A size whose runs all have another M is left out. Above the
+largest measured M or H the line through the last two goes on; beyond the other ends the
+nearest value counts.
 
 What syncs compute, --sync_time seconds of each round, lengthens a run and is no part of
 the utilisation.

@@ -62,29 +62,6 @@ def test_the_small_losses_are_those_of_the_recorded_runs():
     assert x.half == pytest.approx(half, abs=0.006)
 
 
-def test_the_losses_of_the_frontier_are_those_of_its_runs():
-  with (ROOT / "docs" / "frontier.csv").open() as file:
-    runs = [r for r in csv.DictReader(file) if r["point_size"] == "270k"]
-  names = ("case", "lr", "outer_lr", "momentum")
-  rates = lambda r: [r[f"point_{name}"] for name in names]
-  best = [rates(r) for r in runs if r["seed"] == "2"]  # Only the best ones have seed 2.
-  told = {
-    (r["point_method"], r["point_sync_every"], r["seed"]): float(r["test_loss"])
-    for r in runs
-    if rates(r) in best
-  }
-  found = [x for x in plan.cells() if x.params == 269_416]
-  assert [(x.replicas, x.sync_every) for x in found] == [(2, 10), (2, 30), (2, 100)]
-  for x in found:
-    above = [
-      100 * (told[x.algorithm, str(x.sync_every), s] / told["data-parallel", "", s] - 1)
-      for s in "012"
-    ]
-    assert x.percent == pytest.approx(statistics.mean(above), abs=0.006)
-    half = 2.92 * statistics.stdev(above) / 3**0.5
-    assert x.half == pytest.approx(half, abs=0.006)
-
-
 def test_the_losses_of_the_scaling_laws_are_those_of_its_table():
   table = {x for x in plan.cells() if x.algorithm == "diloco" and x.params > 1e6}
   names = dict(zip(paper.model_sizes("nominal"), paper.read("table4_loss")))
