@@ -7,10 +7,10 @@ The argument may name a size (without it, all). 270k is a model of the ladder on
 inner rate, outer rate and momentum are tuned together with seed 0, by the loss on the
 first 65,536 held-out tokens; so is the inner rate of data-parallel. 1M is the sample
 run on its own text, 1M-800 the same with a warm-up of 800 steps: their rates are known,
-but for 1M with H = 30.
-The method averages AdamW's moments too, in 4 bits. The best settings run with three
-seeds, and are compared with data-parallel on the next 65,536 tokens, seed by seed.
-Results: docs/gap.md.
+but for 1M with H = 30. The method averages AdamW's moments too, in 4 bits. At 270k,
+LATE has three ways to merge what arrives after ten steps. The best settings run with
+three seeds, and are compared with data-parallel on the next 65,536 tokens, seed by
+seed. Results: docs/gap.md.
 """
 
 import functools
@@ -42,13 +42,21 @@ FIRST = {
 KNOWN = {"1M": (10,), "1M-800": (10, 30), "270k": ()}
 PLAIN_LR = {"1M": -16, "1M-800": -17, "270k": -14}
 SEEDS = (0, 1, 2)
+# 270k, H = 30, tau = 10: {method: outer rate, momentum, alpha}, tuned by hand with seed
+# 0 and the inner rate of tau = 1.
+DELAYED = "tau = 10, delayed averaging"
+LATE = {
+  "tau = 10": (0.7, 0.7, 0.0),
+  "tau = 10, alpha = 0.5": (1.0, 0.7, 0.5),
+  DELAYED: (0.7, 0.8, 0.0),
+}
 
 
 def get_config(point: Point, text: str = "sotu"):
   """Makes the config of a point.
 
   A point has size, method and lr; but for data-parallel also sync_every, outer_lr and
-  momentum; perhaps a seed.
+  momentum; perhaps a seed, tau and alpha.
   """
   if point["size"] == "270k":
     own = {"algorithm": "streaming", "replicas": 2, "batch": 8, "lr": 1.0}
@@ -65,6 +73,10 @@ def get_config(point: Point, text: str = "sotu"):
   else:
     c.sync_every, c.outer.learning_rate = point["sync_every"], point["outer_lr"]
     c.outer.optimizer = f"sgd(momentum={point['momentum']}, nesterov=True)"
+    c.overlap.tau, c.overlap.alpha = point.get("tau", 1), point.get("alpha", 0.0)
+    if point["method"] == DELAYED:
+      add_plugins(c, "delayed_averaging")
+      c.wire.compressor = "delayed_averaging(of='quantize')"
     if point["method"] == AVERAGED:
       add_plugins(c, "des_loc")
       c.des_loc.format = "e3m0"
@@ -94,6 +106,11 @@ def get_sweep(argument: str = "") -> Sweep:
         axes = [_lr(k), Axis("outer_lr", (0.35, 0.5, 0.7, 1.0, 1.4), (rate,))]
         axes += [Axis("momentum", (0.3, 0.5, 0.7, 0.8, 0.9), (momentum,))]
         grids += _tuned(plain | own, axes, known=h in KNOWN[size])
+    for method, (rate, momentum, alpha) in LATE.items() if size == "270k" else ():
+      own = {"case": f"{size} {method}, H = 30", "method": method, "tau": 10}
+      own |= {"sync_every": 30, "alpha": alpha, "lr": power(ROOT2, -14)}
+      own |= {"outer_lr": rate, "momentum": momentum}
+      grids += _tuned(plain | own, [], known=True)
   return Sweep(
     functools.partial(get_config, text=options.get("text", "sotu")),
     grids,

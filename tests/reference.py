@@ -294,6 +294,7 @@ def simulate(
   outer,
   compress: Compress = uncompressed,
   feedback: float = 0.0,
+  keep: bool = False,
   stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
   drain: bool = True,
 ) -> Result:
@@ -312,6 +313,7 @@ def simulate(
     compress: what the wire does to an outer gradient.
     feedback: beta of error feedback: a replica sends beta times what its earlier codes
       lost, plus the outer gradient.
+    keep: whether a replica adds the steps since the send to what it merges.
     stored: rounds values to the type in which replicas keep their parameters. The outer
       gradient starts from the rounded outer parameters, which were merged.
     drain: whether fragments still in flight after step T are received.
@@ -346,6 +348,9 @@ def simulate(
     for key in keys[p]:
       local, merged = theta_m[m][key], flight[p]["theta"][key]
       theta_m[m][key] = stored(alpha * local + (1 - alpha) * merged)
+      if keep:
+        steps = local - flight[p]["start"][m][key]
+        theta_m[m][key] = stored(theta_m[m][key] + steps)
     flight[p]["waiting"].remove(m)
     result.log.append(("merge", t, p, m))
 
@@ -368,6 +373,7 @@ def simulate(
           delta[key] += decoded.reshape(delta_m.shape) / M
           payload += num_bytes
       flight[p] = {"sent": t, "delta": delta, "theta": None, "waiting": list(range(M))}
+      flight[p]["start"] = [dict(flat) for flat in theta_m]
       result.log.append(("send", t, p))
       result.payload.append(payload)
 

@@ -76,7 +76,9 @@ class ErrorFeedback(plugins.Extension):
   """Error feedback has no fields of its own; wire.compressor chooses it."""
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
-    lossless = c.wire.format == "fp32" and sizes.coder(c.wire.compressor) == "quantize"
+    name, arguments = parse("wire.compressor", c.wire.compressor)
+    own = name == "error_feedback" and sizes.coder(arguments["of"]) == "quantize"
+    lossless = own and c.wire.format == "fp32"
     return {
       "wire.compressor": (lossless, "wire.format is fp32: no code loses anything")
     }

@@ -4,7 +4,7 @@ The reference was written without sight of the package. Drawn are schedules down
 H=1, ragged fragments, up to four replicas, blocks, and states before draining.
 
 The package is driven as the training loop drives it, through `make_plan`,
-`init_outer`, `outer_step`, `drain` and `outer_params`; only the inner step is replaced,
+`init_outer`, `Plan.step`, `drain` and `outer_params`; only the inner step is replaced,
 by a table of increments that differ between replicas and steps.
 """
 
@@ -22,7 +22,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from diloco.algorithm.make import make_plan
-from diloco.algorithm.outer import drain, outer_step
+from diloco.algorithm.outer import drain
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import default_config, resolve
@@ -56,6 +56,7 @@ class Program:
   block: int | None = None
   exchange: str = "gather"
   feedback: float = 0.0
+  keep: bool = False  # Delayed averaging: equal taus only.
   chunk: int = 0  # With one, half of each chunk is sent in e1m0.
   dtype: str = "float32"  # Of the replicas' parameters.
   exact: bool = True
@@ -77,6 +78,8 @@ PROGRAMS = (
   # SparseLoCo: no outer momentum.
   Program(M=3, optimizer="sgd", lr=1.0, mu=0.0, chunk=4, feedback=0.75, exact=False),
   Program(M=2, block=4, alpha=0.5, feedback=1.0, exact=False),
+  Program(M=2, keep=True),
+  Program(M=2, block=4, keep=True, dtype="bfloat16", layers=5, size=2),
 )
 
 
@@ -98,7 +101,7 @@ def draw_params(program: Program, *seed: int) -> ref.Params:
 
 def plan_of(program: Program, start: ref.Params) -> Plan:
   """The plan of a program; `run` adds the schedule."""
-  c = default_config("chunked_topk", "error_feedback")
+  c = default_config("chunked_topk", "delayed_averaging", "error_feedback")
   c.replicas = program.M
   c.sync_every = 100  # Replaced.
   c.outer.final_sync = True  # `run` has other steps.
@@ -123,6 +126,8 @@ def plan_of(program: Program, start: ref.Params) -> Plan:
   if program.feedback:
     of = c.wire.compressor
     c.wire.compressor = f"error_feedback(beta={program.feedback}, of={of!r})"
+  if program.keep:
+    c.wire.compressor = f"delayed_averaging(of={c.wire.compressor!r})"
   c.wire.exchange = program.exchange
   c = resolve(c)
   mesh = make_mesh(c, jax.devices()[:1])
@@ -167,7 +172,7 @@ def run(program: Program, H: int, taus, T: int, start, inner):
     state = init_outer(plan, params_M)
     for t in range(1, T + 1):
       params_M = inner(params_M, t)
-      params_M, state, more = outer_step(plan, t, params_M, state)
+      params_M, state, more = plan.step(plan, t, params_M, state)
       events += more
     before = snapshot(program, plan, params_M, state, events)
     params_M, state, more = drain(plan, T, params_M, state)
@@ -224,6 +229,7 @@ def reference_run(program: Program, H, taus, T, start, table, drain) -> ref.Resu
     outer=rule(),
     compress=compress,
     feedback=program.feedback,
+    keep=program.keep,
     stored=lambda x: x.astype(program.dtype).astype(np.float64),
     drain=drain,
   )
@@ -279,7 +285,7 @@ def cases(draw):
   program = draw(st.sampled_from(PROGRAMS))
   H = draw(st.integers(1, 5))
   tau = st.integers(0, H - 1)
-  if draw(st.booleans()):
+  if program.keep or draw(st.booleans()):
     taus = (draw(tau),) * program.M
   else:
     taus = tuple(draw(tau) for _ in range(program.M))
@@ -312,6 +318,9 @@ def check(program: Program, H: int, taus: tuple[int, ...], T: int):
 # Errors of three rounds.
 @example(case=(PROGRAMS[11], 4, (1, 0, 3), 15))
 @example(case=(PROGRAMS[12], 4, (1, 1), 15))
+# Steps that are kept over three rounds, and in the drain.
+@example(case=(PROGRAMS[13], 4, (3, 3), 15))
+@example(case=(PROGRAMS[14], 5, (2, 2), 19))
 # More fragments than steps between two sends of one.
 @example(case=(PROGRAMS[3], 2, (1, 0, 1, 1), 7))
 @settings(max_examples=50, deadline=None, derandomize=True, database=None)
