@@ -215,17 +215,23 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   """Checks some fields of a config, such as the arguments of the library.
 
   Returns:
-    A config with these fields and defaults; it is not resolved.
+    A config with these fields and defaults; it is not resolved. A compressor of a
+    plug-in brings this.
 
   Raises:
     ConfigError: a field has a value that cannot work.
   """
-  defaults = _defaults(())
-  v = checks.check_each(defaults | dict(fields), defaults, _kinds(()))
+  coder = str(fields.get("wire.compressor", "")).partition("(")[0]
+  names = tuple({coder}.intersection(plugins.contrib()))
+  defaults = _defaults(names)
+  given = defaults | dict(fields) | {"plugins": names}
+  v = checks.check_each(given, defaults, _kinds(names))
   c = _build(v)
   checks.check_names(c)
   combinations.check(v, defaults)
   combinations.check_effects(c, v, defaults)
+  for extension in c.extensions:
+    extension.check(c)
   return c
 
 

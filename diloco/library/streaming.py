@@ -192,7 +192,7 @@ def streaming(
   replicas = _replicas(params_M)
   taus = _taus(tau, replicas)
   fields = {"sync_every": sync_every, "seed": seed, "overlap.transport": transport}
-  fields |= {"overlap.tau": max(taus), "overlap.alpha": alpha}
+  fields |= {"overlap.tau": max(taus), "overlap.taus": taus, "overlap.alpha": alpha}
   c = _checked(wire, outer, fields)
   schedule = Schedule(len(parts), sync_every, taus)
   mesh = mesh or _mesh_of(params_M)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco.algorithm.make import make_plan
-from diloco.algorithm.state import Event, init_outer
+import diloco
 from diloco.aot.programs import Programs
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -20,28 +19,33 @@ TEXT = "delayed_averaging(of='quantize')"
 FIELDS = {"plugins": ("delayed_averaging",), "wire.compressor": TEXT}
 
 
-def test_one_replica_with_rate_one_trains_as_if_it_never_synced(tiny):
+def library(**given):
+  params_M = diloco.replicate({"w": jnp.zeros((3, 4)), "z": jnp.zeros(5)}, 1)
+  args = {"sync_every": 4, "tau": 3, "wire": diloco.WireConfig(TEXT, "fp32")}
+  args |= {"fragments": lambda path: int(path == "z")}
+  outer = diloco.OuterConfig("sgd", 1.0)
+  return params_M, diloco.streaming(params_M, outer=outer, **args | given)
+
+
+def test_one_replica_with_rate_one_trains_as_if_it_never_synced():
   """The outer parameters become those that it sent; its later steps are added."""
-  one = {"replicas": 1, "overlap.tau": 3, "wire.format": "fp32"}
-  one |= {"outer.optimizer": "sgd", "outer.learning_rate": 1.0}
-  conftest.update(tiny, FIELDS | one)
-  c = resolve(tiny)
-  mesh = make_mesh(c, jax.devices()[:1])
-  shapes = {"blocks": {"w": (3, 4)}, "embed": {"t": (5,)}}
-  plan = make_plan(c, mesh, shapes)
-  is_shape = lambda x: isinstance(x, tuple)
-  zeros = jax.tree.map(lambda s: jnp.zeros((1, *s)), shapes, is_leaf=is_shape)
-  params_M, events = zeros, list[Event]()
-  with jax.set_mesh(mesh):
-    state = init_outer(plan, params_M)
-    for t in range(1, 14):
-      params_M = jax.tree.map(lambda x, t=t: x + 2.0 ** (t % 5), params_M)
-      params_M, state, more = plan.step(plan, t, params_M, state)
-      events += more
-  assert len([e for e in events if e.kind == "receive"]) > 5
+  params_M, method = library()
+  state, received = method.init(params_M), 0
+  for t in range(1, 14):
+    params_M = jax.tree.map(lambda x, t=t: x + 2.0 ** (t % 5), params_M)
+    params_M, state, events = method.step(t, params_M, state)
+    received += sum(event.kind == "receive" for event in events)
+  assert received == 4
   want = sum(2.0 ** (t % 5) for t in range(1, 14))
   for leaf in jax.tree.leaves(params_M):
     np.testing.assert_array_equal(leaf, np.full(leaf.shape, want))
+
+
+def test_the_library_refuses_what_cannot_work():
+  with pytest.raises(ConfigError, match=r"overlap.alpha is 0.5; choose 0"):
+    library(alpha=0.5)
+  with pytest.raises(ConfigError, match=r"overlap.tau is 0: no inner step runs"):
+    library(tau=0)
 
 
 @pytest.mark.integration("trains one and a half small models")

@@ -74,25 +74,27 @@ class DelayedAveraging(plugins.Extension):
     return parse("wire.compressor", c.wire.compressor)[0] == NAME
 
   def check(self, c: Config) -> None:
-    works = {
+    if not self.chosen(c):
+      return
+    start, transport = f"wire.compressor is {c.wire.compressor}", c.overlap.transport
+    needs = {  # Field: value, whether it works, what works.
       "overlap.alpha": (c.overlap.alpha, not c.overlap.alpha, "0"),
       "overlap.taus": (c.overlap.taus, len({*c.overlap.taus}) == 1, "equal ones"),
       "overlap.transport": (
-        c.overlap.transport,
-        c.overlap.transport in ("device", "host"),
+        transport,
+        transport in ("device", "host"),
         "device or host",
       ),
     }
-    for field, (value, good, choice) in works.items() if self.chosen(c) else ():
-      if not good:
+    for field, (value, works, choice) in needs.items():
+      if not works:
         raise ConfigError(
-          f"wire.compressor is {c.wire.compressor}, but {field} is {value}; choose"
-          f" {choice}, or another compressor."
+          f"{start}, but {field} is {value}; choose {choice}, or another compressor."
         )
-    if self.chosen(c) and c.own_outer:
+    if c.own_outer:
       raise ConfigError(
-        f"wire.compressor is {c.wire.compressor}, but every replica has outer"
-        " parameters of its own; choose another compressor."
+        f"{start}, but every replica has outer parameters of its own; choose another"
+        " compressor."
       )
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
