@@ -53,7 +53,7 @@ def best_runs(size):
 @pytest.mark.parametrize(
   ("size", "title", "cases"),
   [
-    ("1M", "## At equal bytes", 3),
+    ("1M", "## At equal bytes", 5),
     ("1M-800", "### With a warm-up of 800", 5),
     ("270k", "### At 0.27M", 6),
   ],
