@@ -77,10 +77,14 @@ def test_the_page_says_what_the_runs_say(size, title, cases):
     assert float(bytes_per_token) == pytest.approx(sent[case], abs=0.5)
 
 
-def test_the_planner_has_the_losses_of_these_runs():
-  _, _, above = best_runs("270k")
-  found = [x for x in plan.cells() if x.params == 269_416]
-  assert [(x.replicas, x.sync_every) for x in found] == [(2, 10), (2, 30), (2, 100)]
+@pytest.mark.parametrize(
+  ("size", "params", "rounds"),
+  [("270k", 269_416, (10, 30, 100)), ("1M", 1_066_624, (10, 30))],
+)
+def test_the_planner_has_the_losses_of_these_runs(size, params, rounds):
+  _, _, above = best_runs(size)
+  found = [x for x in plan.cells() if x.params == params]
+  assert [(x.replicas, x.sync_every) for x in found] == [(2, h) for h in rounds]
   for x in found:
     told = [above[f"{x.algorithm}, H = {x.sync_every}", seed] for seed in SEEDS]
     assert x.percent == pytest.approx(statistics.mean(told), abs=0.006)
