@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array
 
 from diloco.algorithm.plan import Plan
-from diloco.algorithm.slices import as_merged, put, take
+from diloco.algorithm.slices import outer_gradient, put, take
 from diloco.algorithm.state import Event, OuterState, TrainState
 from diloco.config import Config
 from diloco.errors import ConfigError
@@ -160,7 +160,7 @@ def steps_since(
   """
 
   def one(theta: Array, x_M: Array, state: PyTree) -> Array:
-    return x_M.astype(jnp.float32) - (as_merged(theta, x_M) - state[1])
+    return state[1] - outer_gradient(theta, x_M)  # That of the send, less that of now.
 
   return jax.tree.map(one, theta, take(params_M, theta, layers), codec_state)
 
