@@ -59,17 +59,7 @@ def rate(value: float) -> Point:
 METHODS = load_module("methods", "get_config", "methods")
 DILOCO, LOCAL_ADAMW = METHODS.DILOCO, METHODS.LOCAL_ADAMW
 MEAN, MUON = METHODS.MEAN, METHODS.MUON
-PLUGINS = ("des_loc", "warm_start", "restarted", "error_feedback")
-
-
-def falling(fraction: float = 1.0, momentum: float = 0.5) -> Point:
-  ends = f"final_fraction={fraction}, final_momentum={momentum}"
-  text = f"falling(momentum=0.5, nesterov=True, {ends})"
-  return {"plugins": (*PLUGINS, "falling"), "outer.optimizer": text}
-
-
-PIER = falling(METHODS.PIER_RATE, METHODS.PIER_MOMENTUM * 0.5)
-
+PLUGINS = ("des_loc", "warm_start", "error_feedback")
 SMALL = batch(8, 400)
 H_5 = every(5, **outer(0.7, 0.5))
 # Settings of both algorithms: {name: fields}.
@@ -105,15 +95,9 @@ STREAMING: dict[str, Point] = {
   "DiLoCo, H=5, outer rate 0.7, mean moments": DILOCO | H_5 | moments(5),
   "H=5, outer rate 0.7, mean moments": H_5 | moments(5),
   **{f"outer rate {r}, momentum {m}": outer(r, m) for r, m in OUTER},
-  "falling outer rate": falling(fraction=0.1),
-  "falling outer momentum": falling(momentum=0.0),
-  "momentum restarts": {
-    "outer.optimizer": "restarted(every=10, momentum=0.5, nesterov=True)"
-  },
   "warm start 160": warm(160),
   "warm start 320": warm(320),
   "warm start 320, momentum from zero": warm(320, momentum=False),
-  "Pier's decays, warm start 160": warm(160) | PIER,
   "tau=0": {"overlap.tau": 0},
   "H=5, outer rate 0.7, momentum 0.5": H_5,
   "error feedback": {"wire.compressor": "error_feedback(beta=1.0, of='quantize')"},

@@ -13,7 +13,6 @@ from typing import Any
 
 from diloco.config import Config, add_plugins, resolve
 from diloco.errors import ConfigError
-from diloco.spec.call_text import parse
 from diloco.util.command import load_module
 
 # A value, or how to compute it from a run's config.
@@ -28,20 +27,7 @@ MUON = {"inner.optimizer": "muon(consistent_rms=0.2, adam_b2=0.99)"}
 FLOAT32, TWO_BITS = {"wire.format": "fp32"}, {"wire.format": "bins2"}
 # A plug-in of 2 bits, and one that sends later what the codes lost.
 LATER = ("bins", "error_feedback")
-# Pier's outer rate falls from 1.1 to 0.9, its outer momentum from 0.99 to 0.9.
-PIER_RATE, PIER_MOMENTUM = 0.9 / 1.1, 0.9 / 0.99
 WARM = {"plugins": ("warm_start",), "warm_start.steps": lambda c: c.train.steps // 10}
-
-
-def falling(fraction: float = 1.0, share: float = 1.0) -> dict[str, Value]:
-  """Returns fields with which outer rate and momentum fall to these shares."""
-  rate = f"final_fraction={fraction}"
-
-  def text(c: Config) -> str:
-    ends = f", {rate}, final_momentum={share * momentum(c)})"
-    return c.outer.optimizer.replace("sgd(", "falling(").replace(")", ends)
-
-  return {"plugins": ("falling",), "outer.optimizer": text}
 
 
 METHODS: dict[str, dict[str, Value]] = {
@@ -84,60 +70,9 @@ METHODS: dict[str, dict[str, Value]] = {
     **LOCAL_ADAMW,
   },
   "sparta": DILOCO | {"plugins": ("sparta",), "sparta.share": 0.005},
-  "noloco": {
-    "replicas": 4,
-    "plugins": ("noloco",),
-    "wire.exchange": "pair",
-    "outer.optimizer": "sgd(momentum=0.5)",
-    "outer.learning_rate": 0.7,
-    **DILOCO,
-  },
-  "falling_rate": falling(fraction=0.1),
-  "falling_momentum": falling(share=0.0),
-  "restarts": {
-    "plugins": ("restarted",),
-    "outer.optimizer": lambda c: c.outer.optimizer.replace(
-      "sgd(", "restarted(every=10, "
-    ),
-  },
   "warm_start": DILOCO | WARM,
   "warm_start_zero": {**DILOCO, **WARM, "warm_start.momentum": False},
-  "pier": {
-    **DILOCO,
-    **WARM,
-    **falling(PIER_RATE, PIER_MOMENTUM),
-    "plugins": ("warm_start", "falling"),
-  },
-  "eager": DILOCO | {"plugins": ("eager",), "eager.on": True},
-  "radial": {"plugins": ("radial",), "outer.average": "radial"},
-  # The paper's g is of one worker, so N of them are about one mean of all replicas.
-  "delayed_nesterov": {
-    "plugins": ("delayed_nesterov",),
-    "outer.optimizer": lambda c: f"delayed_nesterov(every=4, momentum={momentum(c)})",
-    "outer.learning_rate": lambda c: 4 * c.outer.learning_rate,
-    **DILOCO,
-  },
-  "gpa": {
-    "algorithm": "data_parallel",
-    "plugins": ("gpa",),
-    "inner.optimizer": "gpa(b1=0.9, b2=0.99)",
-  },
 }
-
-
-def momentum(c: Config) -> float:
-  """Returns the momentum of the outer optimizer.
-
-  Raises:
-    ConfigError: it has none.
-  """
-  _, arguments = parse("outer.optimizer", c.outer.optimizer)
-  if not isinstance(arguments.get("momentum"), float):
-    raise ConfigError(
-      f"outer.optimizer is {c.outer.optimizer!r}, which has no momentum; the method"
-      " needs one, for example sgd(momentum=0.9, nesterov=True)."
-    )
-  return arguments["momentum"]
 
 
 def use(c, name: str) -> None:

@@ -134,8 +134,6 @@ def tiny_config() -> ml_collections.ConfigDict:
 def update(c: ml_collections.ConfigDict, fields: dict) -> None:
   """Sets fields; those of plug-ins that ship with the package add the plug-in."""
   groups = {field.partition(".")[0] for field in fields}
-  if fields.get("wire.exchange") == "pair":
-    groups.add("noloco")
   config_lib.add_plugins(c, *sorted(groups & {*plugins.contrib()}))
   c.update_from_flattened_dict(fields)
 

@@ -37,7 +37,7 @@ from diloco.algorithm.state import (
 from diloco.aot import hlo
 from diloco.aot.programs import Programs
 from diloco.config import Config, resolve
-from diloco.contrib import noloco, sparta  # noqa: F401  Registers wire.exchange=pair.
+from diloco.contrib import sparta
 from diloco.contrib.diagnostics import measure
 from diloco.contrib.diagnostics.outer_step import losses as losses_of
 from diloco.mesh import sharding
@@ -200,16 +200,6 @@ def averages(devices: int, **fields) -> dict:
   values = sparta.count(0.1, plan.parameters, mesh.shape[sharding.FSDP])
   found = {"crossing": crossing, "booked": booked, "right": bool(right)}
   return found | {"changed": changed, "expected": [values, n]}
-
-
-def pairs(devices: int) -> list[float]:
-  """Bytes that a replica sends and books in an exchange of NoLoCo."""
-  fields = {"wire.exchange": "pair", "wire.format": "fp32", "overlap.tau": 0}
-  c = make_config(**fields)
-  programs = Programs(c, make_mesh(c, jax.devices()[:devices]))
-  with jax.set_mesh(programs.mesh):
-    booked = make_plan(c, programs.mesh).sync_bytes(programs.fragment)
-  return [programs.compile("update").crossing, booked]
 
 
 def coded_moments(devices: int, **fields) -> list[float]:
@@ -399,10 +389,8 @@ def library(devices: int, fsdp: int, kind: str) -> list[list[float]]:
     params_M,
     sync_every=4,
     fragments=diloco.Stacked("net", size=2) if kind == "stacked" else by_path,
-    tau=int(kind != "pairs"),
-    wire=diloco.WireConfig(
-      format="fp32", exchange="pair" if kind == "pairs" else "gather"
-    ),
+    tau=1,
+    wire="fp32",
     mesh=mesh,
   )
   state = method.init(params_M)
@@ -465,7 +453,6 @@ def main() -> None:
       "8": lambda: averages(8),
       "4 of 4": lambda: averages(4, replicas=4),
     },
-    "pairs": {"2": lambda: pairs(2), "8": lambda: pairs(8)},
     "coded_moments": {
       "8": lambda: coded_moments(8),
       "4 of 4": lambda: coded_moments(4, replicas=4),
@@ -480,7 +467,7 @@ def main() -> None:
     },
     "library": {
       f"{kind}, {devices}": functools.partial(library, devices, fsdp, kind)
-      for kind in ("by path", "stacked", "pairs")
+      for kind in ("by path", "stacked")
       for devices, fsdp in ((1, 1), (8, 2))
     },
     "diagnosed": {

@@ -15,7 +15,7 @@ OTHERS = {
   "Adnan082/diloco-measured",
   "AI-Hypercomputer/maxtext", "PrimeIntellect-ai/OpenDiloco", "PrimeIntellect-ai/prime",
   "PrimeIntellect-ai/prime-diloco", "exo-explore/gym", "facebookresearch/MuLoCo",
-  "gensyn-ai/noloco", "google-deepmind/nanodo", "google-deepmind/xmanager",
+  "google-deepmind/nanodo", "google-deepmind/xmanager",
   "meta-pytorch/torchft", "pytorch/torchtitan",
   "Neumann-Labs/ft-diloco", "PrimeIntellect-ai/pccl", "agentenv/yeto",
   "UnbearableFate/fsb_decoupled_diloco", "jdinalt/forgather",

@@ -423,8 +423,8 @@ def test_jax_processes_unknown_to_the_peers_are_refused(tiny, tmp_path, monkeypa
       "inner.optimizer cannot step these parameters",
     ),
     (
-      {"plugins": ("gpa",), "inner.optimizer": "gpa"},
-      "inner.optimizer is gpa, which averages one model",
+      {"inner.optimizer": "schedule_free_adamw"},
+      "inner.optimizer is schedule_free_adamw, which averages one model",
     ),
   ],
 )

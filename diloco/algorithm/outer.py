@@ -142,8 +142,7 @@ def _update(
   places = optimizers.outer_shardings(outer, theta, mesh)
   theta, opt_state = jax.lax.with_sharding_constraint((theta, opt_state), places)
   norms = optax.tree.norm(delta), optax.tree.norm(step)
-  metrics = sync_metrics.of_update(*norms, cosine) | sync_metrics.of_rates(opt_state)
-  return theta, opt_state, metrics
+  return theta, opt_state, sync_metrics.of_update(*norms, cosine)
 
 
 def average(delta_M: PyTree, weights_M: jax.Array | None, outer: Outer) -> PyTree:

@@ -52,11 +52,6 @@ def of_update(delta: jax.Array, update: jax.Array, cosine: jax.Array) -> Metrics
   }
 
 
-def of_rates(opt_state: PyTree) -> Metrics:
-  """Returns the numbers that an outer optimizer changes by optax.inject_hyperparams."""
-  return {f"outer_{k}": x for k, x in getattr(opt_state, "hyperparams", {}).items()}
-
-
 def cosine_of(delta_M: PyTree, weights_M: jax.Array | None) -> jax.Array:
   """Computes `mean_cosine` of outer gradients; NaN if they have weights."""
   if weights_M is not None:

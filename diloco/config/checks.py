@@ -100,7 +100,7 @@ def unknown(field: str, known: Iterable[str]) -> str:
   if field in plugins.moved():
     _, now, value = plugins.moved()[field]
     hint = plugins.hint(str(value)) or plugins.hint(now)
-    return f"; now it is {now}={value!r}{hint}"
+    return f"; now it is {now}={value!r}{hint}" if now else hint
   hint = plugins.hint(field)
   return f"{meant(field, known)}{hint}; diloco.main --print_config shows all"
 

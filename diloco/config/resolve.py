@@ -151,11 +151,12 @@ def complete(saved: Mapping[str, Any]) -> Config:
 def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the fields of a config read from JSON by name.
 
-  Older versions saved the fields of some plug-ins with every run; these are left out.
+  Older versions saved the fields of some plug-ins with every run; these are left out,
+  also if the plug-in was removed.
   """
   v = leaves(saved)
   names = plugins_of(v)
-  absent = {*plugins.contrib()}.difference(names)
+  absent = {*plugins.contrib(), *plugins.REMOVED}.difference(names)
   v = {f: x for f, x in v.items() if f.partition(".")[0] not in absent}
   return v | {"plugins": names}
 

@@ -26,7 +26,8 @@ DiLoCo with AdamW for every M, from 150M to 3.1B parameters (sources: abstract, 
 """
 
 # Fields that became choices or fields of plug-ins: {former field: (its default, the
-# field now, an example of its value)}. A saved config may contain that default.
+# field now, an example of its value)}. If the plug-in was removed, (its default, "",
+# the plug-in). A saved config may contain that default.
 MOVED = {
   "log.diagnostics_every": (0, "diagnostics.every", 4),
   "model.head_dim": (0, "qwen3.head_dim", 128),
@@ -34,19 +35,11 @@ MOVED = {
   "model.num_kv_heads": (0, "qwen3.kv_heads", 8),
   "model.rope_theta": (1e6, "qwen3.rope_theta", 1e6),
   "model.tie_embeddings": (True, "qwen3.tie_embeddings", False),
-  "outer.decay_syncs": (0, "outer.optimizer", "falling(momentum=0.9, syncs=60)"),
+  "outer.decay_syncs": (0, "", "falling"),
   "outer.fedpart": (False, "fedpart.on", True),
-  "outer.final_fraction": (
-    1.0,
-    "outer.optimizer",
-    "falling(momentum=0.9, nesterov=True, final_fraction=0.1)",
-  ),
-  "outer.final_momentum": (
-    -1.0,
-    "outer.optimizer",
-    "falling(momentum=0.9, nesterov=True, final_momentum=0.0)",
-  ),
-  "outer.restart_every": (0, "outer.optimizer", "restarted(every=10, momentum=0.9)"),
+  "outer.final_fraction": (1.0, "", "falling"),
+  "outer.final_momentum": (-1.0, "", "falling"),
+  "outer.restart_every": (0, "", "restarted"),
   "wire.chunk": (0, "wire.compressor", "chunked_topk(chunk=4096)"),
   "wire.error_feedback": (0, "wire.compressor", "error_feedback(beta=1, of='topk')"),
 }

@@ -12,10 +12,9 @@ The source is the paper's abstract and the authors' code, whose words are "lazy 
 and "momentum produce". They report that GPT-2 XL trains 2.7 to 3.7 times as fast on 256
 A100, with the same validation loss. Their warm start takes a tenth of the steps. Then
 their code raises the outer rate along a line for another tenth, and lowers rate (1.1 to
-0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that; the plug-in
-`falling` lets both fall from the first update on.
-We could not confirm in the paper: that its runs had these values, and the step at which
-they begin.
+0.9) and momentum (0.99 to 0.9) along a cosine. This file does not do that. We could
+not confirm in the paper: that its runs had these values, and the step at which they
+begin.
 """
 
 import dataclasses

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
   from diloco.spec.fields import Config
 
 CONTRIB = "diloco.contrib"
+# Plug-ins that the package no longer has; revision e367008 is the last that has them.
+REMOVED = {
+  *("delayed_nesterov", "eager", "falling", "gpa", "noloco", "radial", "restarted"),
+}
 
 # Lines 6 to 12, with the arguments of `outer.outer_step`; returns the parameters, the
 # outer state and the events.
@@ -247,10 +251,9 @@ def load(names: Iterable[str]) -> dict[str, type[Extension]]:
       importlib.import_module(module)
     except Exception as error:  # A module may raise anything.
       reason = error if isinstance(error, ImportError) else f"it raises {error!r}"
-      raise ConfigError(
-        f"plugins names {name!r}, but {reason}; is its folder on PYTHONPATH, or is it"
-        f" one of {', '.join(contrib())}?"
-      ) from error
+      ask = f"; is its folder on PYTHONPATH, or is it one of {', '.join(contrib())}?"
+      remedy = f"{hint(name)}." if name in REMOVED else ask
+      raise ConfigError(f"plugins names {name!r}, but {reason}{remedy}") from error
     places = {n: f"{kind.__module__}." for n, kind in EXTENSIONS.items()}
     # A package may define them in its files.
     own = [n for n, place in places.items() if place.startswith(f"{module}.")]
@@ -301,5 +304,7 @@ def hint(name: str) -> str:
   Its names are its own, also with a number, `NAME.FIELD` and `NAME(...)`.
   """
   name = re.split(r"[.(]", name)[0]
+  if name in REMOVED:
+    return f"; {name} was removed: the last revision that has it is e367008"
   own = name if name in contrib() else name.rstrip("0123456789")
   return f"; the plug-in {own} has it: set plugins=('{own}',)" * (own in contrib())

@@ -138,18 +138,10 @@ def test_a_mean_with_weights_counts_the_weights():
   "fields",
   [
     {"outer.optimizer": "lamb"},
-    {
-      "plugins": ("restarted",),
-      "outer.optimizer": "restarted(every=2, momentum=0.9)",
-    },
-    {
-      "plugins": ("falling",),
-      "outer.optimizer": "falling(momentum=0.9, final_fraction=0.5)",
-    },
-    {"plugins": ("radial",), "outer.average": "radial"},
+    {"plugins": ("ties_merging",), "outer.average": "ties_merging"},
   ],
 )
-def test_updates_that_mix_values_or_count_syncs_take_whole_tensors(fields):
+def test_updates_that_mix_values_take_whole_tensors(fields):
   c = make_config(**fields)
   form = form_of(c)
   assert form.send is fused.send

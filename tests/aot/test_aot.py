@@ -149,7 +149,6 @@ def test_offloaded_outer_state_is_counted_at_the_host(tiny):
     },
     {"sparta.share": 0.01, "des_loc.second_every": 8},
     {"outer.offload": True},
-    {"wire.exchange": "pair", "wire.format": "fp32", "overlap.tau": 0},
   ],
 )
 def test_arguments_and_the_rest_of_the_state_make_the_whole(tiny, fields):

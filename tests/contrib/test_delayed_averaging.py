@@ -66,7 +66,6 @@ def test_a_run_resumes_exactly_while_fragments_are_in_flight(tiny, tmp_path):
     ({"overlap.alpha": 0.5}, r"but overlap.alpha is 0.5; choose 0"),
     ({"overlap.taus": (1, 2)}, r"but overlap.taus is \(1, 2\); choose equal ones"),
     ({"overlap.tau": 0}, r"overlap.tau is 0: no inner step runs during an exchange"),
-    ({"eager.on": True}, "every replica has outer parameters of its own; choose"),
     ({"wire.compressor": TEXT.replace("quantize", "zip")}, "of is 'zip'; choose one"),
   ],
 )

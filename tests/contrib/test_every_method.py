@@ -11,10 +11,8 @@ from diloco.algorithm.make import make_plan
 from diloco.aot.programs import Programs
 from diloco.config import resolve
 from diloco.contrib import warm_start
-from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.mesh.devices import make_mesh
-from diloco.spec.call_text import parse
 from diloco.train import train
 from diloco.util.command import load_module
 
@@ -39,18 +37,8 @@ CHANGES = {
   "muloco": ("muon_diloco", {"send", "update", "bytes"}),
   "des_loc": ("local_adamw", {"first_moments", "second_moments"}),
   "sparta": ("diloco", {"sparta"}),
-  # One peer receives as much as the other replica of two; nothing is merged.
-  "noloco": ("diloco", SHAPES - {"bytes"} | {"numbers"}),
-  "falling_rate": ("streaming", {"update"}),
-  "falling_momentum": ("streaming", {"update"}),
-  "restarts": ("streaming", {"update"}),
   "warm_start": ("diloco", {"joint step", "follow", "schedule"}),
   "warm_start_zero": ("warm_start", {"follow"}),
-  "pier": ("warm_start", {"follow", "update"}),
-  "eager": ("diloco", {"schedule", *OUTER_STEP}),
-  "radial": ("streaming", {"update"}),
-  "delayed_nesterov": ("diloco", {"update", "numbers"}),
-  "gpa": ("data_parallel", {"inner step"}),
 }
 
 
@@ -101,22 +89,6 @@ def test_a_method_changes_these_programs_and_no_other(name):
 
 def test_every_method_is_compared():
   assert {*CHANGES, "streaming", "data_parallel"} == {*METHODS.METHODS}
-
-
-def test_a_method_takes_the_momentum_however_it_is_written(tiny):
-  tiny.outer.optimizer = "sgd(nesterov=True, momentum=0.8)"
-  METHODS.use(tiny, "pier")
-  name, arguments = parse("outer.optimizer", tiny.outer.optimizer)
-  assert (name, arguments["momentum"], arguments["nesterov"]) == ("falling", 0.8, True)
-  assert arguments["final_momentum"] == pytest.approx(0.8 * 0.9 / 0.99)
-  METHODS.use(tiny, "delayed_nesterov")
-  assert tiny.outer.optimizer == "delayed_nesterov(every=4, momentum=0.8)"
-
-
-def test_a_method_refuses_an_optimizer_without_the_momentum_that_it_needs(tiny):
-  tiny.outer.optimizer = "sgd"
-  with pytest.raises(ConfigError, match=r"outer.optimizer is 'sgd', which has no mom"):
-    METHODS.use(tiny, "pier")
 
 
 @pytest.mark.slow("trains 80 steps of every method")

@@ -77,9 +77,9 @@ def test_the_outer_parameters_are_those_that_were_evaluated(trained):
 @pytest.mark.integration("whole runs, and a process")
 @pytest.mark.parametrize(
   "fields",
-  [{"overlap.transport": "host"}, {"outer.offload": True}, {"eager.on": True}],
+  [{"overlap.transport": "host"}, {"outer.offload": True}],
 )
-def test_outer_state_of_hosts_or_of_each_replica_is_loaded(fields, tmp_path, capsys):
+def test_outer_state_of_hosts_is_loaded(fields, tmp_path, capsys):
   params = train_in(tmp_path, **fields)
   assert_same_bits(restore.load(tmp_path).params, params)
   capsys.readouterr()

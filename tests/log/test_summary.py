@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from diloco.config import add_plugins, changed, resolve
+from diloco.config import changed, resolve
 from diloco.data import make_eval_set
 from diloco.errors import ConfigError
 from diloco.evaluate import heldout
@@ -29,10 +29,6 @@ def test_fewer_than_three_syncs_of_a_fragment_are_told(tiny, steps, said):
   assert ("final_sync" in note) == bool(said)
   tiny.outer.final_sync = True
   assert summary.note(resolve(tiny)) == ""
-  tiny.outer.final_sync = False
-  add_plugins(tiny, "eager")
-  tiny.eager.on = True  # Has no final sync.
-  assert "final_sync" not in summary.note(resolve(tiny))
 
 
 def test_held_out_documents_in_the_training_text_are_told(tiny, tmp_path):

@@ -109,21 +109,12 @@ def test_runs_that_train_together_equal_single_runs(tmp_path, alone, algorithm):
   assert len(losses) == (3 if algorithm == "data_parallel" else 4)
 
 
-# What eager updates refuse.
-NOT_EAGER = {"outer.final_sync": False, "sparta.share": 0.0, "des_loc.first_every": 0}
-NOT_EAGER["diagnostics.every"] = 0
-
-
 @pytest.mark.slow("whole runs")
-@pytest.mark.parametrize(
-  "fields",
-  [{"warm_start.steps": 4}, {"eager.on": True} | NOT_EAGER],
-)
-def test_warm_starts_and_eager_updates_run_together(tmp_path, fields):
+def test_warm_starts_run_together(tmp_path):
   folders = folders_of(tmp_path, "streaming", POINTS[:2])
   made = [make_config("streaming", *point) for point in POINTS[:2]]
   for c in made:
-    update(c, fields)
+    update(c, {"warm_start.steps": 4})
   configs = [resolve(c) for c in made]
   together.train([together.Member(c, f) for c, f in zip(configs, folders)])
   train.train(configs[1], tmp_path / "alone")

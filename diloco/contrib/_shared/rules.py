@@ -17,7 +17,7 @@ NEEDS = {
 
 def averages_of(field: str) -> Rule:
   """Makes a rule: what other fields must be if `field` lets devices average values."""
-  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE, "eager.on": OFF}
+  needs = {"algorithm": DILOCO, "overlap.transport": DEVICE}
   return Rule(field, None, "which averages values of the replicas on devices", needs)
 
 
