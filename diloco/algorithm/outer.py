@@ -59,7 +59,7 @@ def outer_step(
     theta = state.theta[p]
     if plan.schedule.is_outer_step(p, t):  # Once, at the earliest arrival.
       theta, opt_state = plan.placement.bring((theta, state.opt_state[p]))
-      payload = state.in_flight[str(p)]
+      payload = state.in_flight[p]
       # Lines 10 and 11.
       theta, opt_state, received = plan.update(t, p, payload, theta, opt_state)
       state = state.after_update(p, *plan.placement.keep((theta, opt_state)))

@@ -65,7 +65,7 @@ def inner_steps(
       *arrays, *tokens, numbers, c=c, averaged=steps[-1] <= c.joint_steps
     )
     return TrainState(params_M, opt_state_M, state.outer), [metrics]
-  sent = [str(p) for p in plan.schedule.sends(steps[0] - 1)]
+  sent = plan.schedule.sends(steps[0] - 1)
   # The list of tokens has a fixed length, so that one program serves every count.
   spare = plan.schedule.longest_overlap - len(tokens)
   params_M, opt_state_M, by_step, arrived = overlapped_exchange(

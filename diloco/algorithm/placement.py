@@ -10,6 +10,7 @@ overlap.transport=host   The outer state lives on the hosts: every process holds
 
 import contextlib
 import dataclasses
+import operator
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -33,11 +34,15 @@ class Jobs:
   In the foreground, a job runs when its fragment arrives. If it ran earlier, it
   would delay inner steps, because devices run programs in launch order. In the
   background, a thread runs the jobs in the order of the sends while the devices train.
+
+  What is in flight is in the state alone. A result counts only if the job began with
+  exactly the arrays that the state has when the fragment arrives.
   """
 
   def __init__(self, background: bool):
     self._thread = futures.ThreadPoolExecutor(1, "exchange") if background else None
-    self._jobs: dict[int, futures.Future[PyTree]] = {}
+    # {p: (arguments, result) of the job that began last}
+    self._jobs: dict[int, tuple[PyTree, futures.Future[PyTree]]] = {}
     self._waited_s = 0.0
 
   def start(self, p: int, job: Callable[..., PyTree], *args: PyTree) -> None:
@@ -48,16 +53,19 @@ class Jobs:
     """
     if self._thread:
       run = lambda: jax.block_until_ready(job(*args))
-      self._jobs[p] = self._thread.submit(run)
+      self._jobs[p] = args, self._thread.submit(run)
 
   def finish(self, p: int, job: Callable[..., Result], *args: PyTree) -> Result:
-    """Returns the result of fragment p's job; called when the fragment arrives."""
+    """Returns `job(*args)`; called when fragment p arrives."""
     if self._thread is None:
       return job(*args)
-    if p not in self._jobs:  # The fragment was sent before the run resumed.
+    began_with, _ = self._jobs.get(p, (None, None))
+    if not _are_same(began_with, args):
+      # The run resumed, or went back to an earlier state. The thread runs a job that it
+      # drops to its end first, so all processes exchange in the same order.
       self.start(p, job, *args)
     began = time.perf_counter()
-    result = self._jobs.pop(p).result()
+    result = self._jobs.pop(p)[1].result()
     self._waited_s = time.perf_counter() - began
     return result
 
@@ -68,7 +76,7 @@ class Jobs:
   def settle(self) -> None:
     """Waits for all jobs."""
     # Otherwise two threads could start collectives, in another order on each process.
-    futures.wait(self._jobs.values())
+    futures.wait(result for _, result in self._jobs.values())
 
   def close(self) -> None:
     """Drops the jobs that have not begun; waits for none."""
@@ -156,6 +164,12 @@ def make_placement(mesh: Mesh, hosts: Mesh | None, offload: bool) -> Placement:
         f" {', '.join(kinds) or 'none'}; unset it or set overlap.transport=host."
       )
   return Placement(mesh, mesh, offload=offload)
+
+
+def _are_same(a: PyTree, b: PyTree) -> bool:
+  """Returns whether two trees hold the same arrays, not only equal ones."""
+  x, y = jax.tree.leaves(a), jax.tree.leaves(b)
+  return len(x) == len(y) and all(map(operator.is_, x, y))
 
 
 def _in_memory(tree: PyTree, kind: str) -> PyTree:

@@ -42,14 +42,14 @@ class OuterState:
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
-    in_flight: {str(p): payload} of each fragment that is sent and not yet updated,
+    in_flight: {p: payload} of each fragment that is sent and not yet updated,
       uint8 [M, fsdp, bytes].
   """
 
   theta: tuple[PyTree, ...]
   opt_state: tuple[PyTree, ...]
   codec_state: tuple[PyTree, ...]
-  in_flight: dict[str, PyTree]
+  in_flight: dict[int, PyTree]
 
   def after_send(
     self,
@@ -63,7 +63,7 @@ class OuterState:
     return dataclasses.replace(
       self.after_update(p, theta, opt_state),
       codec_state=replaced(self.codec_state, p, codec_state),
-      in_flight={**self.in_flight, str(p): payload},
+      in_flight={**self.in_flight, p: payload},
     )
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
@@ -72,7 +72,7 @@ class OuterState:
       replaced(self.theta, p, theta),
       replaced(self.opt_state, p, opt_state),
       self.codec_state,
-      {k: payload for k, payload in self.in_flight.items() if k != str(p)},
+      {k: payload for k, payload in self.in_flight.items() if k != p},
     )
 
 
@@ -175,7 +175,7 @@ def abstract_outer(
     theta_at, opt_at, codec_at = _outer_shardings(state, *kind)
     places = (*plan.placement.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
-  payloads = {str(p): plan.payload(p, fsdp) for p in in_flight}
+  payloads = {p: plan.payload(p, fsdp) for p in in_flight}
   return _outer_state(parts, payloads)
 
 
@@ -288,7 +288,7 @@ def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh, each: bool) -> Part
   return theta_at, opt_at, codec_at
 
 
-def _outer_state(parts: list[Parts], in_flight: dict[str, PyTree]) -> OuterState:
+def _outer_state(parts: list[Parts], in_flight: dict[int, PyTree]) -> OuterState:
   """Joins theta, opt_state and codec_state of each fragment."""
   thetas, opt_states, codec_states = zip(*parts) if parts else ((), (), ())
   return OuterState(thetas, opt_states, codec_states, in_flight)

@@ -183,7 +183,7 @@ def test_stochastic_rounding_draws_anew_for_each_replica_and_step():
     state = init_outer(plan, start_M)
     moved_M = jax.tree.map(lambda x: 1.1 * x, start_M)
     _, state, _ = outer_step(plan, t, moved_M, state)
-    return np.asarray(state.in_flight["0"])
+    return np.asarray(state.in_flight[0])
 
   with jax.set_mesh(plan.mesh):
     first, again, later = sent(2), sent(2), sent(4)

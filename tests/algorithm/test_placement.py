@@ -13,7 +13,6 @@ import pytest
 from diloco.algorithm import placement
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.outer import drain, outer_step
-from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import init_outer, outer_params
 from diloco.config import resolve
 from diloco.errors import ConfigError
@@ -45,7 +44,7 @@ def start(plan):
   return params_M, init_outer(plan, params_M)
 
 
-def walk(plan, steps: int = STEPS, at_every_step=lambda plan: plan):
+def walk(plan, steps: int = STEPS, before_every_step=lambda t, params_M, state: None):
   """A run whose inner steps are random increments: (replicas, outer, events)."""
   rng = np.random.default_rng(0)
   with jax.set_mesh(plan.mesh):
@@ -53,7 +52,8 @@ def walk(plan, steps: int = STEPS, at_every_step=lambda plan: plan):
     events = []
     for t in range(1, steps + 1):
       add = lambda x: x + jnp.asarray(0.1 * rng.standard_normal(x.shape), jnp.float32)
-      params_M, plan = jax.tree.map(add, params_M), at_every_step(plan)
+      params_M = jax.tree.map(add, params_M)
+      before_every_step(t, params_M, state)
       params_M, state, more = outer_step(plan, t, params_M, state)
       events += more
     params_M, state, more = drain(plan, steps, params_M, state)
@@ -117,13 +117,18 @@ def test_a_failed_exchange_names_the_reason_and_the_remedy(tiny, monkeypatch):
     walk(plan)
 
 
-def test_a_fragment_sent_before_a_restart_arrives_after_it(tiny):
+@pytest.mark.parametrize("kept", [lambda x: x, jnp.copy], ids=["itself", "a copy"])
+def test_a_state_that_goes_back_merges_its_own_payloads(tiny, kept):
   plan = host(tiny)
   expected = walk(plan)
-  # A resumed process has new jobs; here the run resumes after every step.
-  jobs = lambda place: dataclasses.replace(place, jobs=Jobs(background=True))
-  resumed = lambda plan: dataclasses.replace(plan, placement=jobs(plan.placement))
-  assert_same(walk(plan, at_every_step=resumed)[:2], expected[:2])
+
+  def abandon_a_future(t, params_M, state):
+    """Fragments of the state arrive, and others are sent; nothing of it counts."""
+    future_M, state = jax.tree.map(lambda x: x + t, params_M), jax.tree.map(kept, state)
+    for later in range(t, t + t % 6):
+      future_M, state, _ = outer_step(plan, later, future_M, state)
+
+  assert_same(walk(plan, before_every_step=abandon_a_future)[:2], expected[:2])
 
 
 def test_offloaded_outer_state_lives_in_host_memory_and_changes_no_result(tiny):

@@ -299,8 +299,8 @@ class Site(Wrapper):
     fields["finished"] = list(self._texts.finished)
     self._link.send(number, data, fields)
     self._pending[number] = before
-    job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
-    self._jobs.start(*job)
+    job = functools.partial(self._outer_step, number)
+    self._jobs.start(number, job, outer.theta[p], outer.opt_state[p])
     self._events.append(Event("send", p, t, len(data) // plan.replicas, metrics))
     return _with_codec_state(state, p, codec_state)
 
@@ -348,8 +348,10 @@ class Site(Wrapper):
   def _update(self, t: int, number: int, state: TrainState) -> TrainState:
     """Lines 10 and 11 with one closed round."""
     p, outer = self._calendar.rounds[number][1], state.outer
-    job = (number, self._outer_step, number, outer.theta[p], outer.opt_state[p])
-    closed, (theta, opt_state, metrics) = self._jobs.finish(*job)
+    job = functools.partial(self._outer_step, number)
+    closed, (theta, opt_state, metrics) = self._jobs.finish(
+      number, job, outer.theta[p], outer.opt_state[p]
+    )
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
