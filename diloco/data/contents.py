@@ -1,7 +1,6 @@
 """Digests what a run reads, so that a run recognises its text under another path."""
 
 import functools
-import hashlib
 import json
 import pathlib
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
-from diloco.data.text_file import sample
+from diloco.data.text_file import digest, sample
 from diloco.processes.agree import made_with
 from diloco.spec.fields import DataConfig
 from diloco.tokenizer.tokenizer import Tokenizer
@@ -49,14 +48,14 @@ def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
   """
   found = {"data.tokenizer": tokenizer.sha256}
   with files_lib.reading():
-    found["data.source"] = _digest(_parts(c.data, c.data.train_split))
+    found["data.source"] = digest(_parts(c.data, c.data.train_split))
     source = c.data.eval_source or c.data.source
     if c.data.eval_source or source.startswith(("arrays:", "tfds:")):
       data = DataConfig(source=source, data_dir=c.data.data_dir)
-      found["data.eval_source"] = _digest(_parts(data, c.data.eval_split))
+      found["data.eval_source"] = digest(_parts(data, c.data.eval_split))
   for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
     if task.is_file():
-      found[f"the task {task}"] = _digest(sample(task))
+      found[f"the task {task}"] = digest(sample(task))
   return found | made_with(c)
 
 
@@ -109,10 +108,3 @@ def _parts(d: DataConfig, split: str) -> Iterable[bytes]:
     field = "" if text.field == "text" else f":{text.field}"
     yield f"{text.kind}{field}".encode()
     yield from sample(text.path)
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-  digest = hashlib.sha256()
-  for part in parts:
-    digest.update(f"{len(part)}:".encode() + part)
-  return digest.hexdigest()

@@ -5,6 +5,7 @@ import codecs
 import dataclasses
 import functools
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -203,6 +204,14 @@ def sample(path: pathlib.Path) -> Iterable[bytes]:
     yield file.read(_SAMPLE)
     file.seek(max(size - _SAMPLE, 0))
     yield file.read(_SAMPLE)
+
+
+def digest(parts: Iterable[bytes]) -> str:
+  """Returns the SHA-256 of parts, which differs where they are cut differently."""
+  found = hashlib.sha256()
+  for part in parts:
+    found.update(f"{len(part)}:".encode() + part)
+  return found.hexdigest()
 
 
 def _is_json_line(line: bytes) -> bool:

@@ -237,11 +237,6 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
     ConfigError, match="has split 'train' instead of 'eval'; repeat the old"
   ):
     prepare.tokenize(lines, "eval", "sotu_2048", folder)
-  pathlib.Path(lines.removeprefix("files:").replace("*", "0")).write_text(
-    '{"text": "changed"}'
-  )
-  with pytest.raises(ConfigError, match=r"has revision .* instead of"):
-    prepare.tokenize(lines, "train", "sotu_2048", folder)
   with (
     units.lock(folder),
     pytest.raises(ConfigError, match="another process is working there"),
@@ -251,6 +246,41 @@ def test_a_folder_takes_one_preparation(lines, tmp_path, in_line):
   (tmp_path / "b" / "thesis.tex").touch()
   with pytest.raises(ConfigError, match=r"holds other files \(thesis.tex\)"):
     prepare.tokenize(lines, "train", "sotu_2048", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+  ("when", "new"),  # Instead of "one": a word as long, or a longer one.
+  [("finished", "two"), ("interrupted", "three"), ("while it runs", "two")],
+)
+def test_a_text_that_changes_is_not_taken_for_the_one_before(
+  tmp_path, in_line, monkeypatch, when, new
+):
+  text, folder = tmp_path / "a.jsonl", tmp_path / "a"
+  row = '{"text": "one"}\n'
+  text.write_text(row * 9_000)  # Longer than the beginning and the end that count.
+  make = lambda: prepare.tokenize(f"files:{text}", "all", "sotu_2048", folder)
+  write = prepare._tokenize_unit
+
+  def change(*args, **kwargs):
+    write(*args, **kwargs)
+    text.write_text(row * 4_500 + row.replace("one", new) + row * 4_499)
+    os.utime(text, (1e9, 1e9))
+    if when == "interrupted":
+      raise Killed
+
+  with monkeypatch.context() as patch:
+    if when == "finished":
+      make()
+      write = lambda *args, **kwargs: None
+      change()
+    else:
+      patch.setattr(prepare, "_tokenize_unit", change)
+      with pytest.raises((Killed, ConfigError), match=r"no longer|^$"):
+        make()
+  said = r"files are no longer those .* put the old files back with their times, or"
+  for _ in range(2):
+    with pytest.raises(ConfigError, match=said):
+      make()
 
 
 def test_a_refused_folder_stays_as_it_was(lines, tmp_path, in_line):

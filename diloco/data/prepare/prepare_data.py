@@ -11,8 +11,8 @@ first goes to <output>/train and the second to <output>/validation; one split go
 Files are text, JSON lines, parquet or Arrow, also compressed (docs/data.md).
 
 After an interruption, start the same command again: finished files stay, and at most
-one file of each process is made again. docs/data.md has sizes,
-docs/benchmarks.md speeds.
+one file of each process is made again. Text that has changed since is refused.
+docs/data.md has sizes, docs/benchmarks.md speeds.
 """
 
 import argparse

@@ -8,12 +8,11 @@ number of processes.
 import array
 import contextlib
 import functools
-import hashlib
 import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from diloco.data import files as files_lib
 from diloco.data.documents import encode_document
 from diloco.data.prepare import pieces as pieces_lib
 from diloco.data.prepare.units import Units, lock, run_units
+from diloco.data.text_file import digest, sample
 from diloco.errors import ConfigError
 from diloco.tokenizer import vocabulary
 from diloco.tokenizer.tokenizer import load_tokenizer
@@ -74,13 +74,12 @@ def tokenize(
     folder / f"{i:05}-of-{len(groups):05}.npy": pieces
     for i, pieces in enumerate(groups)
   }
-  revision = json.dumps([(p.file.path.name, p.size, p.start, p.stop) for p in files])
   dtype = "uint16" if model.vocab_size <= 1 << 16 else "uint32"
   plan = {
     "version": vocabulary.VERSION,
     "source": source,
     "split": split,
-    "revision": hashlib.sha256(revision.encode()).hexdigest(),
+    "revision": _revision(files),
     "tokenizer": {
       "name": pathlib.Path(tokenizer).name,
       "sha256": model.sha256,
@@ -99,6 +98,9 @@ def tokenize(
         file.write(model.serialized())
     if not (folder / MANIFEST).is_file():
       run_units(make, units, workers, f"{source} {split}")
+      # Some units may have read a file before it changed, and others after that.
+      files = pieces_lib.make_pieces(source, split, data_dir)
+      _check_plan(folder, plan | {"revision": _revision(files)})
       _join(folder, plan, units)
     for path in units:
       _index_path(path).unlink(missing_ok=True)
@@ -116,6 +118,19 @@ def _refuse_other_files(folder: pathlib.Path) -> None:
       )
 
 
+def _revision(files: Sequence[pieces_lib.Piece]) -> str:
+  """Digests name, time, size, beginning and end of files: terabytes take seconds."""
+
+  def parts() -> Iterator[bytes]:
+    for p in files:
+      path = p.file.path
+      yield json.dumps([path.name, path.stat().st_mtime_ns, p.start, p.stop]).encode()
+      yield from sample(path)
+
+  with files_lib.reading():
+    return digest(parts())
+
+
 def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
   """Writes the plan; if the folder has one already, checks that both are equal."""
   for path in (folder / MANIFEST, folder / PLAN):
@@ -126,6 +141,13 @@ def _check_plan(folder: pathlib.Path, plan: dict[str, Any]) -> None:
           f"--output has {path}, which is damaged; delete the folder and start again."
         )
       for key, value in plan.items():
+        if old.get(key) != value and key == "revision":
+          raise ConfigError(
+            f"--source is {plan['source']!r}, and its files are no longer those with"
+            f" which {str(folder)!r} was begun (their names, times, sizes, beginnings"
+            " and ends count); put the old files back with their times, or choose"
+            " another --output."
+          )
         if old.get(key) != value:
           raise ConfigError(
             f"--output is {str(folder)!r}, which has {key} {old.get(key)!r} instead of"
