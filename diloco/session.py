@@ -61,12 +61,10 @@ class Run:
     peers: the processes that train it.
     failed: whether the run ended with an error, while other runs go on.
     batches: its training batches.
-    contents: digests of its inputs and its code, see `diloco.data.contents`.
     checkpoints, log: write its checkpoints and its log.
   """
 
   batches: Batches
-  contents: dict[str, str]
   checkpoints: Checkpoints
   log: Log
 
@@ -198,7 +196,7 @@ class Session:
       finished=finished,
       fsdp=self.mesh.shape[FSDP],
       drained=self.method.plan.schedule.drained,
-      contents=run.contents,
+      contents=run.log.contents,
       mixtures=run.log.mixtures,
     )
 
@@ -302,7 +300,6 @@ def open_session(
     raise ConfigError(f"overlap.transport is {name}, which needs {needs}.")
   check_all_meet(peers)
   check_same_program(c, peers)
-  summary.baseline(c)  # Finds mistakes.
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(end_on_signal(peers))
     mesh = make_mesh(c)
@@ -311,7 +308,8 @@ def open_session(
     stack.enter_context(jax.set_mesh(mesh))
     batches = stack.enter_context(contextlib.closing(Batches(c, mesh, part)))
     evaluation = Evaluation(c, mesh)
-    read = contents(c, evaluation.tokenizer)
+    read = contents(c, evaluation.tokenizer, evaluation.held_out)
+    summary.baseline(c, read)  # Finds mistakes.
     if peers.count > 1:
       check_same(peers, read, "give all the same text, tokenizer and tasks")
     own = make_method(c, mesh)
@@ -343,13 +341,12 @@ def open_session(
       t, state, record = 0, method.init(params=first), Record(c.to_dict())
     if peers.index == 0:
       keep_tokenizer(workdir, evaluation.tokenizer)
-    log = Log(c, workdir, record, lambda: checkpoints.latest, peers)
+    log = Log(c, workdir, record, lambda: checkpoints.latest, peers, read)
     stack.enter_context(contextlib.closing(log))
     log.note, log.recovers = method.note, method.recovers
     profile = stack.enter_context(contextlib.closing(Profile(c, log)))
     run = Run(c, workdir, peers)
     run.batches, run.checkpoints, run.log = batches, checkpoints, log
-    run.contents = read
     yield Session(
       *(method, [run], batches, evaluation, stop, mesh, profile, workdir),
       *(t, state, record.finished),

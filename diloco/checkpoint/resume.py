@@ -7,6 +7,7 @@ from absl import logging
 
 from diloco.algorithm.optimizers import learning_rate
 from diloco.config import Config, complete
+from diloco.config.comparable import FREE_OF_MODEL
 from diloco.config.resolve import difference
 from diloco.errors import ConfigError
 from diloco.spec import plugins
@@ -24,7 +25,7 @@ FREE_FIELDS = (
   "checkpoint.",
   "mesh.",
   "train.accumulate",
-  *("model.attention", "model.remat", "model.unroll", "model.loss_chunk"),
+  *FREE_OF_MODEL,
   "overlap.transport",
   "outer.offload",
   *("data.data_dir", "data.eval_", "data.prefetch"),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from diloco.config.comparable import TRAINED_ON, differing, model_fields
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
 from diloco.log.read_run import Run, joined, read_all
@@ -128,13 +129,19 @@ def table(runs: Sequence[Run]) -> str:
 def above(groups: Sequence[Sequence[Run]]) -> list[str]:
   """Returns by how many % each group's held-out loss is above data-parallel's.
 
-  Of the data-parallel groups that were evaluated after the same tokens, the best one
-  counts. Losses are compared seed by seed.
+  Of the data-parallel groups of the same model that were evaluated after the same
+  tokens, on the same text, the best one counts. Losses are compared seed by seed.
   """
   found, texts = [_final(group) for group in groups], list[str]()
-  plain = [x for x, g in zip(found, groups) if g[0].config.algorithm == "data_parallel"]
-  for tokens, losses in found:
-    rivals = (theirs for t, theirs in plain if t == tokens > 0)
+  pairs = [*zip(groups, found)]
+  plain = [(g[0], x) for g, x in pairs if g[0].config.algorithm == "data_parallel"]
+  for group, (tokens, losses) in pairs:
+    run, same = group[0], model_fields(group[0].basis)
+    rivals = (
+      theirs
+      for other, (t, theirs) in plain
+      if t == tokens > 0 and not apart(run, other, *same)
+    )
     best = min(rivals, key=lambda theirs: np.mean([*theirs.values()]), default={})
     gaps = [100 * (losses[seed] / best[seed] - 1) for seed in losses.keys() & best]
     spread = f" ± {np.std(gaps, ddof=1):.2f}" if len(gaps) > 1 else ""
@@ -246,20 +253,20 @@ def label(run: Run) -> str:
 
 def incomparable(runs: Sequence[Run]) -> list[str]:
   """Warns of losses per token that runs have on different texts or tokens."""
-  configs = [run.config for run in runs]
-  tokenizers = {c.data.tokenizer for c in configs}
-  texts = {
-    (c.data.eval_source or c.data.source, c.data.eval_split, c.eval.tokens)
-    for c in configs
-  }
-  pairs = (("held-out texts", texts), ("tokenizers", tokenizers))
-  found = " and ".join(name for name, values in pairs if len(values) > 1)
+  found = dict[str, None]()
+  for a, b in itertools.combinations(runs, 2):
+    found |= dict.fromkeys(apart(a, b))
   if not found:
     return []
   return [
-    f"The runs have different {found}, so their losses per token cannot be compared;"
-    " on one text, bits/byte can."
+    f"The runs differ in {' and '.join(found)}, so their losses per token cannot be"
+    " compared; on one held-out text, bits/byte can."
   ]
+
+
+def apart(a: Run, b: Run, *more: str) -> list[str]:
+  """Names why the losses of two runs cannot be compared; the table shows the rest."""
+  return [f for f in differing(a.basis, b.basis, *more) if f not in TRAINED_ON]
 
 
 def missing(run: Run) -> list[str]:

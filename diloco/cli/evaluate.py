@@ -11,16 +11,19 @@ choice. --heldout adds the held-out loss and needs the data.
 import argparse
 import dataclasses
 import json
+import pathlib
 import sys
 from typing import Any
 
 import jax
 
-from diloco.config import changed
+from diloco.config import Config, changed
+from diloco.config.comparable import HELD_OUT, basis, differing
 from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.load import load
+from diloco.log.workdir import read_contents
 from diloco.util import command, files
 
 
@@ -48,8 +51,9 @@ def run(args: argparse.Namespace) -> None:
       print(tasks.line(name, values))
     if args.heldout:
       r = evaluation.loss(model.params)
-      said |= dataclasses.asdict(r)
-      print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte")
+      note = _note(args.workdir, model.config, evaluation)
+      said |= dataclasses.asdict(r) | {"note": note}
+      print(f"held-out {r.loss:.4f} nats/token, {r.bits_per_byte:.4f} bits/byte{note}")
   path = args.workdir / f"evaluation_{model.step}.json"
   before = files.read_json(path) or {}  # The results of earlier calls.
   said = before | said | {"tasks": before.get("tasks", {}) | of_tasks}
@@ -60,6 +64,17 @@ def run(args: argparse.Namespace) -> None:
     print(json.dumps(said))
   if args.details:
     args.details.write_text("".join(json.dumps(d) + "\n" for d in details))
+
+
+def _note(workdir: pathlib.Path, c: Config, evaluation: Evaluation) -> str:
+  """Warns if the run was evaluated on another text than this; "" if it was not."""
+  now = basis(c.to_dict(), {HELD_OUT: evaluation.held_out})
+  then = basis(c.to_dict(), read_contents(workdir))
+  return "".join(
+    f"; {what} is {new} and was {old} when the run was evaluated, so this loss cannot"
+    " be compared with those of the run"
+    for what, (new, old) in differing(now, then).items()
+  )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco.config import Config
+from diloco.config.comparable import HELD_OUT
 from diloco.data import files as files_lib
 from diloco.data.sources import tfds_builder, tfds_split
 from diloco.data.text_file import digest, sample
@@ -33,26 +34,25 @@ class Repeated(NamedTuple):
   share: float
 
 
-def contents(c: Config, tokenizer: Tokenizer) -> dict[str, str]:
+def contents(c: Config, tokenizer: Tokenizer, held_out: str) -> dict[str, str]:
   """Digests what a run depends on besides its config: {what: hexadecimal or version}.
 
-  That is `data.tokenizer` and `data.source`; `data.eval_source` where the held-out text
-  is no part of the source's files; files of tasks; and see `made_with`.
+  That is `data.tokenizer`, `data.source`, the held-out tokens, files of tasks; and see
+  `made_with`.
 
-  Reads the size, the beginning and the end of each file; for a TFDS data set, the sizes
-  in its description. So terabytes take seconds. If the middle of a file changes and its
-  size does not, the digest stays the same.
+  Of `data.source`, reads the size, the beginning and the end of each file; for a TFDS
+  data set, the sizes in its description. So terabytes take seconds. If the middle of a
+  file changes and its size does not, the digest stays the same.
+
+  Args:
+    held_out: `EvalSet.digest`.
 
   Raises:
     ConfigError: a file is missing or cannot be read.
   """
-  found = {"data.tokenizer": tokenizer.sha256}
+  found = {"data.tokenizer": tokenizer.sha256, HELD_OUT: held_out}
   with files_lib.reading():
     found["data.source"] = digest(_parts(c.data, c.data.train_split))
-    source = c.data.eval_source or c.data.source
-    if c.data.eval_source or source.startswith(("arrays:", "tfds:")):
-      data = DataConfig(source=source, data_dir=c.data.data_dir)
-      found["data.eval_source"] = digest(_parts(data, c.data.eval_split))
   for task in map(pathlib.Path, map(str.strip, c.eval.tasks.split(","))):
     if task.is_file():
       found[f"the task {task}"] = digest(sample(task))

@@ -18,6 +18,7 @@ import numpy as np
 from diloco.config import Config
 from diloco.data.documents import MOST_TOKENS, Documents, Sequences, make_documents
 from diloco.data.files import more_documents
+from diloco.data.text_file import digest
 from diloco.errors import ConfigError
 
 
@@ -36,6 +37,11 @@ class EvalSet:
   weights: np.ndarray
   num_tokens: int
   num_bytes: int
+
+  @property
+  def digest(self) -> str:
+    """The SHA-256 of the tokens that count; batch size and L do not change it."""
+    return digest([self.tokens.reshape(-1)[: self.num_tokens].tobytes()])
 
 
 class TrainIterator(Iterator[np.ndarray]):

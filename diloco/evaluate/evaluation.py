@@ -36,6 +36,7 @@ class Evaluation:
 
   Attributes:
     tokenizer: the config's tokenizer.
+    held_out: the digest of the held-out tokens; "" without held-out text.
 
   Raises:
     ConfigError: the held-out text or the items of a task are missing.
@@ -45,6 +46,7 @@ class Evaluation:
     """Loads the tasks and, if `held_out`, the held-out text."""
     self._c, self._mesh = c, mesh
     self._eval_set = make_eval_set(c) if held_out else None
+    self.held_out = self._eval_set.digest if self._eval_set else ""
     test = held_out and c.eval.test_tokens > 0
     self._test_set = make_eval_set(c, test=True) if test else None
     self.tokenizer = load_tokenizer(c.data.tokenizer)

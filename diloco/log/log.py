@@ -9,7 +9,7 @@ import contextlib
 import math
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -47,6 +47,7 @@ class Log:
     note: returns more text for the progress line.
     recovers: `Method.recovers`.
     mixtures: `Record.mixtures` of the run.
+    contents: `diloco.data.contents` of the run.
   """
 
   def __init__(
@@ -56,6 +57,7 @@ class Log:
     record: Record,
     last_checkpoint: Callable[[], int | None],
     peers: Peers,
+    contents: Mapping[str, str] = {},
   ):
     """Opens the files.
 
@@ -69,7 +71,10 @@ class Log:
     self._c, self.workdir, self.peers = c, workdir, peers
     self.ledger, self._spent = Ledger(**record.ledger), Spent(**record.spent)
     self.mixtures, self._last_checkpoint = record.mixtures, last_checkpoint
-    self._writer = metrics.MetricsWriter(workdir, c) if peers.index == 0 else None
+    self.contents = dict(contents)
+    self._writer = (
+      metrics.MetricsWriter(workdir, c, contents) if peers.index == 0 else None
+    )
     self._picture = LossPicture(workdir, c)
     # All rates now: later, a device would compute a rate after the steps in flight.
     self._rates = np.asarray(learning_rate(c)(np.arange(c.train.steps)))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config
+from diloco.config.comparable import HELD_OUT, digests
 from diloco.config.resolve import leaves
 from diloco.util import files
 from diloco.util.command import optional
@@ -20,7 +21,7 @@ from diloco.util.command import optional
 # {kind: records in order of steps}
 Kinds = dict[str, list[dict[str, Any]]]
 FILE = "metrics.jsonl"
-CONFIG = "config.json"
+CONFIG, CONTENTS = "config.json", "contents.json"
 # Before each line of a text that TensorBoard shows as it is.
 _AS_CODE = "    "
 # Fields of records that are not drawn as curves: names, constants and clock times.
@@ -33,11 +34,18 @@ class MetricsWriter:
   Every line is one JSON object with `step` and `kind`: step, send, receive, eval,
   sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
   the steps since its checkpoint again, with the same numbers; `read` takes the last.
-  The config is in config.json, for commands that read a run.
+  For commands that read a run, the config is in config.json; digests of its text, its
+  tokenizer and the held-out tokens of its last evaluation are in contents.json.
   """
 
-  def __init__(self, workdir: pathlib.Path, c: Config):
+  def __init__(
+    self, workdir: pathlib.Path, c: Config, contents: Mapping[str, str] = {}
+  ):
     files.write_json(workdir / CONFIG, c.to_dict())
+    self._contents = workdir / CONTENTS, digests(contents)
+    before = files.read_json(workdir / CONTENTS) or {}
+    of_losses = {HELD_OUT: before[HELD_OUT]} if HELD_OUT in before else {}
+    files.write_json(workdir / CONTENTS, digests(contents) | of_losses)
     path = workdir / FILE
     files.cut_half_line(path)
     self._file = path.open("a", buffering=1)  # Line by line, so that one can follow it.
@@ -58,6 +66,8 @@ class MetricsWriter:
   def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
     """Writes a record of plain Python numbers and lists of numbers."""
     record = self._append(kind, step, values)
+    if kind == "eval":  # The held-out text may differ from that of earlier evaluations.
+      files.write_json(*self._contents)
     curves = scalars(record)
     if self._tensorboard:
       for name, value in curves.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from diloco.config import Config
-from diloco.config.resolve import leaves
+from diloco.config.comparable import Basis, basis
 from diloco.errors import ConfigError
 from diloco.log import metrics, workdir
 from diloco.spec import plugins
@@ -31,6 +31,7 @@ class Run:
     sent: {step: bytes that one replica has sent so far}.
     peak: the most bytes that one replica sent at a single step.
     tokens_per_s: of all replicas together; None before the second step.
+    basis: what the losses are of.
     seeds: runs of which this is the mean.
   """
 
@@ -42,6 +43,7 @@ class Run:
   sent: dict[int, float]
   peak: int
   tokens_per_s: float | None
+  basis: Basis
   seeds: int = 1
 
   @property
@@ -68,6 +70,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
     sent=_by_step(of("step"), "bytes_sent").mean().to_dict(),
     peak=max(map(_peak, read_parts)),
     tokens_per_s=sum(speeds) if speeds and all(speeds) else None,
+    basis=basis(c.to_dict(), workdir.read_contents(workdir.parts_of(folder)[0])),
   )
 
 
@@ -80,9 +83,9 @@ def joined(runs: Sequence[Run]) -> list[list[Run]]:
   """Groups the runs that differ only in their seeds and have reached the same step."""
   groups, noise = dict[str, list[Run]](), _NOISE + plugins.free()
   for run in runs:
-    fields = leaves(run.config.to_dict()).items()
-    same = [(f, x) for f, x in fields if not f.startswith(noise)]
-    key = repr((run.step, max(run.held_out, default=0), same))
+    fields, contents = run.basis
+    same = [(f, x) for f, x in fields.items() if not f.startswith(noise)]
+    key = repr((run.step, max(run.held_out, default=0), same, contents))
     groups.setdefault(key, []).append(run)
   return [*groups.values()]
 

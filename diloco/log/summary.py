@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,14 +10,15 @@ from jax.sharding import Mesh
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState, first_replica, replica_mean
-from diloco.config import Config
-from diloco.config.resolve import leaves
+from diloco.config import Config, complete
+from diloco.config.comparable import basis, differing, model_fields
 from diloco.data.contents import repeated
 from diloco.errors import ConfigError
 from diloco.evaluate import tasks
 from diloco.evaluate.evaluation import Evaluation, Scores
 from diloco.log.log import Log
 from diloco.log.metrics import CONFIG
+from diloco.log.workdir import read_contents
 from diloco.model import attention, sampling
 from diloco.processes.peers import Peers
 from diloco.spec import sizes
@@ -65,11 +67,10 @@ def make(
     )
     text = evaluation.tokenizer.decode([*prompt, *ids])
   summary = _numbers(c, log, losses, scores)
-  summary["tokenizer"] = evaluation.tokenizer.sha256
   if c.eval.test_tokens:
     summary["test_loss"] = test
   summary |= method.account(summary)
-  if plain := baseline(c):
+  if plain := baseline(c, log.contents):
     above = 100 * (losses["outer"] / plain - 1)
     text_above = f"{above:+.2f}% above {plain:.4f} of {c.log.baseline}, data-parallel"
     summary["baseline"] = {"percent": above, "text": text_above}
@@ -122,24 +123,29 @@ def _numbers(
   }
 
 
-def baseline(c: Config) -> float:
+def baseline(c: Config, contents: Mapping[str, str]) -> float:
   """Returns the held-out loss of the run in log.baseline; 0 if there is none.
 
+  Args:
+    contents: `diloco.data.contents` of this run.
+
   Raises:
-    ConfigError: that is no finished data-parallel run with the same tokens and text.
+    ConfigError: that is no finished data-parallel run of this model, tokens and text.
   """
   if not c.log.baseline:
     return 0.0
   folder = files.local_path(c.log.baseline, "log.baseline")
   found = files.require_json(folder / FILE, "log.baseline")
-  theirs = leaves(files.require_json(folder / CONFIG, "log.baseline"))
-  ours = leaves(c.to_dict()) | {"algorithm": "data_parallel"}
-  for field in ("algorithm", "train.tokens", "eval.tokens", "data.source"):
-    if theirs.get(field) != ours[field]:
-      raise ConfigError(
-        f"log.baseline is {c.log.baseline}, whose {field} is {theirs.get(field)}, not"
-        f" {ours[field]}; give a data-parallel run with the same tokens and text."
-      )
+  config = complete(files.require_json(folder / CONFIG, "log.baseline"))
+  theirs = basis(config.to_dict(), read_contents(folder))
+  ours = basis(c.to_dict() | {"algorithm": "data_parallel"}, contents)
+  same = ("algorithm", "train.tokens", *model_fields(ours))
+  apart = differing(ours, theirs, *same)
+  for field, (value, of_baseline) in apart.items():
+    raise ConfigError(
+      f"log.baseline is {c.log.baseline}, where {field} is {of_baseline}, not {value};"
+      " give a data-parallel run of the same model, tokens and text."
+    )
   return found["eval_loss"]["outer"]
 
 

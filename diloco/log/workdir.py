@@ -36,6 +36,11 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return files.read_json(folder / metrics.CONFIG) or {}
 
 
+def read_contents(folder: pathlib.Path) -> dict[str, str]:
+  """Reads what the losses of a run are of; {} for a run of an earlier version."""
+  return files.read_json(folder / metrics.CONTENTS) or {}
+
+
 def whole_config(parts: Sequence[pathlib.Path]) -> Config:
   """Returns the config of a run, joined from those of its parts if it has several.
 

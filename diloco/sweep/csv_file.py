@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from diloco.config import Config, changed, complete
+from diloco.config.comparable import HELD_OUT
 from diloco.config.resolve import leaves
 from diloco.spec.shapes import matrix_params
 from diloco.sweep import table
@@ -36,6 +37,8 @@ _NOTED = ("name", "group", "revision", "status", "error", "finished")
 # Columns after the fields.
 _RESULTS = (*_NOTED, *SUMMARY_COLUMNS, "config")
 _NEWER = {"accuracy"}  # Columns that an older file may lack.
+# {column: what is digested in it}; runs of earlier versions have none.
+_DIGESTS = {"tokenizer": "data.tokenizer", "text": "data.source", "held_out": HELD_OUT}
 # The papers' N (12 layers dim^2 + vocab dim): `params` also has positions and norms.
 _PAPERS_N = "matrix_params"
 
@@ -49,7 +52,8 @@ def export(rows: Iterable[Row], path: pathlib.Path) -> int:
   """
   ended = [row for row in rows if row["status"] in ("done", "failed")]
   asked = sorted({f"point_{name}" for row in ended for name in row["point"]})
-  columns = [*asked, *EXPORTED_FIELDS, _PAPERS_N, *_RESULTS]
+  known = _DIGESTS if any(row["contents"] for row in ended) else ()
+  columns = [*asked, *EXPORTED_FIELDS, *known, _PAPERS_N, *_RESULTS]
   cells = pd.DataFrame(map(_line, ended), columns=columns, dtype=object)
   with files.replacing(path) as file:
     cells.to_csv(file, index=False)
@@ -105,6 +109,7 @@ def _line(row: Row) -> dict[str, Any]:
   return {
     **{f"point_{name}": value for name, value in row["point"].items()},
     **{column: config[field] for column, field in EXPORTED_FIELDS.items()},
+    **{column: row["contents"].get(what) for column, what in _DIGESTS.items()},
     _PAPERS_N: _papers_n(row["config"]),
     **{column: _six_digits(row[column]) for column in (*_NOTED, *SUMMARY_COLUMNS)},
     "config": json.dumps(rest, sort_keys=True),
@@ -149,6 +154,7 @@ def _run(line: dict[str, str]) -> dict[str, dict]:
   asked = {c: text for c, text in line.items() if c.startswith("point_") and text}
   return {
     "config.json": table.as_json(changed(Config(), fields)),
+    "contents.json": {what: line[c] for c, what in _DIGESTS.items() if line.get(c)},
     "summary.json": summary,
     "ended.json": {"failed": False, "error": "", "finished": line["finished"]},
     "run.json": {

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from diloco.config import resolve
+from diloco.config.comparable import TRAINED_ON, basis, differing
 from diloco.errors import ConfigError
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep, describe, key
@@ -113,8 +114,24 @@ class Driver:
     return cells
 
   def cells(self) -> list[Search]:
-    """Searches all cells; the losses come from `rows`."""
-    return search_all(self.sweep.grids, self._loss)
+    """Searches all cells; the losses come from `rows`.
+
+    Raises:
+      ConfigError: the losses cannot be compared.
+    """
+    cells = search_all(self.sweep.grids, self._loss)
+    table.check_texts(self.asked(cells))
+    for cell in cells:
+      configs = [c for point in cell.points if (c := self._plan(point).config)]
+      for c in configs[1:]:
+        found = differing(basis(configs[0], {}), basis(c, {})).keys() - {*TRAINED_ON}
+        if found:
+          raise ConfigError(
+            f"the cell {describe(cell.cell)} has points that differ in"
+            f" {' and '.join(sorted(found))}, so their losses cannot be compared; give"
+            " each value a cell."
+          )
+    return cells
 
   def todo(self, cells: list[Search]) -> dict[str, Plan]:
     """Returns the runs without a result that the cells ask for, by name."""

@@ -2,6 +2,7 @@
 
 The directories are the only record. RESULTS/runs/NAME holds
 
+  contents.json digests of the text and the tokenizer of its losses
   config.json   every field of the run's config, resolved
   run.json      notes of the driver: point, group, revision, attempts, started, running,
                 vanished
@@ -21,11 +22,14 @@ import json
 import math
 import pathlib
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from diloco.config import Config, complete
+from diloco.config.comparable import CONTENT, Basis, basis, differing
 from diloco.config.resolve import leaves
+from diloco.errors import ConfigError
+from diloco.log.workdir import read_contents
 from diloco.util import files
 
 Row = dict[str, Any]
@@ -92,9 +96,9 @@ def read_row(directory: pathlib.Path) -> Row:
 
   Returns:
     The notes; `folder` (the directory), its `name`, `config` ({} if the point has no
-    valid config), `error` and `finished`; SUMMARY_COLUMNS (None unless the run is
-    done); `status`: running (also after the run vanished, until a driver notices),
-    interrupted (to be resumed), done or failed.
+    valid config), `contents` (digests of text and tokenizer), `error` and `finished`;
+    SUMMARY_COLUMNS (None unless the run is done); `status`: running (also after the run
+    vanished, until a driver notices), interrupted (to be resumed), done or failed.
   """
   # The trainer writes summary.json, then the job writes ended.json. Reading them in the
   # opposite order never finds an end without its summary.
@@ -109,6 +113,7 @@ def read_row(directory: pathlib.Path) -> Row:
     "folder": directory,
     "name": directory.name,
     "config": files.read_json(directory / "config.json") or {},
+    "contents": read_contents(directory),
     "error": None,
     "finished": ended.get("finished"),
   }
@@ -128,6 +133,25 @@ def read_row(directory: pathlib.Path) -> Row:
     row["status"] = "failed"
     row["error"] = f"the held-out loss of the final evaluation is {loss}; see {log}."
   return row
+
+
+def check_texts(rows: Iterable[Row]) -> None:
+  """Refuses runs whose text or tokenizer has changed under the same path.
+
+  Raises:
+    ConfigError: names two such runs.
+  """
+  first = dict[tuple, tuple[Row, Basis]]()
+  for row in sorted(rows, key=lambda row: row["started"]):
+    own = basis(row["config"], row["contents"])
+    old, before = first.setdefault(own.chosen, (row, own))
+    for what, (now, then) in differing(own, before).items():
+      if what.startswith(CONTENT):
+        raise ConfigError(
+          f"{row['folder']} has another text than {old['folder']}: {what} is {now}, not"
+          f" {then}, so their losses cannot be compared; put back what was there, and"
+          f" remove {row['folder']}, or give another --results."
+        )
 
 
 def _accuracy(directory: pathlib.Path, result: Row) -> float | None:

@@ -219,19 +219,19 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
       for run in {run.c.seed: run for run in runs}.values()
     }
     evaluation, method = Evaluation(c, mesh), make_method(c, mesh)
-    read = contents(c, evaluation.tokenizer)  # The runs have the same text.
+    # The runs have the same text.
+    read = contents(c, evaluation.tokenizer, evaluation.held_out)
     restored = list[Stored | None]()
     for run in runs:
       stack.callback(run.out.close)
       stack.enter_context(lock_workdir(run.workdir, run.peers))
       run.batches = batches[run.c.seed]
-      run.contents = read
-      args = (run.workdir, run.c, method, run.peers, run.contents)
-      run.checkpoints = Checkpoints(*args)
+      run.checkpoints = Checkpoints(run.workdir, run.c, method, run.peers, read)
       stack.enter_context(contextlib.closing(run.checkpoints))
       found = None
       with run.own():
         found = run.checkpoints.restore()
+        summary.baseline(run.c, read)  # Finds mistakes.
         keep_tokenizer(run.workdir, evaluation.tokenizer)
         if note := summary.note(run.c):
           print_line(f"note: {note}")
@@ -244,7 +244,7 @@ def _open(runs: Sequence[Member]) -> Iterator[Session | None]:
     for run, found in zip(runs, restored):
       record = found.record if found else Record(run.c.to_dict())
       latest = lambda run=run: run.checkpoints.latest
-      run.log = Log(run.c, run.workdir, record, latest, run.peers)
+      run.log = Log(run.c, run.workdir, record, latest, run.peers, read)
       stack.enter_context(contextlib.closing(run.log))
       if found:
         run.batches.set_state(record.data)

@@ -7,7 +7,8 @@ import pytest
 from conftest import tiny_config, update
 
 from diloco.cli import compare, status
-from diloco.config import resolve
+from diloco.config import changed, resolve
+from diloco.config.comparable import HELD_OUT
 from diloco.contrib.sites.calendar import config_of
 from diloco.log import read_run
 from diloco.simulate import wallclock
@@ -240,5 +241,26 @@ def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):
   folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
   runs = [read_run.read(folder, folder.name) for folder in folders]
   [sentence] = compare.incomparable(runs)
-  assert "different held-out texts, so" in sentence
+  assert "The runs differ in data.eval_source, so their losses" in sentence
   assert compare.incomparable(runs[:1] * 2) == []
+
+
+def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
+  plain = config(algorithm="data_parallel")
+  configs = {"a": plain, "b": plain, "c": dataclasses.replace(plain, seed=1)}
+  runs = []
+  for name, c in configs.items():
+    folder = make_run(tmp_path / name, c)
+    texts = {"data.source": "old", HELD_OUT: "new" if name == "b" else "old"}
+    (folder / "contents.json").write_text(json.dumps(texts))
+    runs.append(read_run.read(folder, name))
+  a, b, c = runs
+  [sentence] = compare.incomparable(runs)
+  assert "differ in the content of data.eval_source, so their losses" in sentence
+  assert compare.incomparable([a, c]) == []
+  assert read_run.joined(runs) == [[a, c], [b]]
+  assert compare.above([[a], [b]]) == ["+0.00", "+0.00"]  # Each is its only rival.
+  other = read_run.read(make_run(tmp_path / "d", config(), loss=3.0), "d")
+  wide = changed(other.config, {"model.dim": 32})
+  wider = read_run.read(make_run(tmp_path / "e", wide, loss=3.0), "e")
+  assert compare.above([[a], [other], [wider]]) == ["+0.00", "-50.00", "-"]

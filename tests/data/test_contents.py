@@ -10,6 +10,7 @@ import pytest
 from diloco import data as data_lib
 from diloco import train
 from diloco.config import resolve
+from diloco.config.comparable import HELD_OUT
 from diloco.data.contents import contents, repeated
 from diloco.data.prepare import tokenize as prepare
 from diloco.data.sources import make_source
@@ -37,7 +38,8 @@ def folder(tmp_path):
 def of(tiny, **fields):
   tiny.data.update(fields)
   c = resolve(tiny)
-  return contents(c, data_lib.load_tokenizer(c.data.tokenizer))
+  held_out = data_lib.make_eval_set(c).digest
+  return contents(c, data_lib.load_tokenizer(c.data.tokenizer), held_out)
 
 
 def test_a_text_is_the_same_wherever_it_lies(tiny, folder, tmp_path):
@@ -67,12 +69,19 @@ def test_paragraphs_are_another_text_than_files(tiny, folder):
   assert of(tiny, source=f"paragraphs:{folder}")["data.source"] != whole["data.source"]
 
 
-def test_a_held_out_text_of_its_own_has_its_own_digest(tiny, folder):
-  assert "data.eval_source" not in of(tiny, source="sotu")
+def test_the_held_out_tokens_have_a_digest_of_their_own(tiny, folder):
   before = of(tiny, eval_source=f"files:{folder}")
-  (folder / "07.txt").write_text("Another text.")
-  after = of(tiny, eval_source=f"files:{folder}")
-  assert {w for w in after if after[w] != before[w]} == {"data.eval_source"}
+  (folder / "07.txt").write_text("A text that is not held out.")
+  tiny.eval.batch_size, tiny.model.seq_len = 1, 8
+  assert of(tiny, eval_source=f"files:{folder}") == before
+  long = (folder / "00.txt").read_text() * 500  # More than beginning and end.
+  middle = len(long) // 2
+  for text in (long, long[:middle] + "x" + long[middle + 1 :]):
+    (folder / "00.txt").write_text(text)
+    tiny.eval.tokens = 0
+    after = of(tiny, eval_source=f"files:{folder}")
+    assert {w for w in after if after[w] != before[w]} == {HELD_OUT}
+    before = after
 
 
 def test_the_files_of_tasks_and_plugins_are_known(tiny, tmp_path, monkeypatch):
@@ -190,13 +199,11 @@ def test_a_run_goes_on_with_moved_data_and_refuses_others(
   tiny.data.source = f"arrays:{moved}"
   again = train.train(tiny, workdir)
   assert again["eval_loss"] == first["eval_loss"]
-  assert again["tokenizer"] == data_lib.load_tokenizer(str(SHIPPED)).sha256
+  sha256 = data_lib.load_tokenizer(str(SHIPPED)).sha256
 
   # Without the data, and from another folder, the run still has its tokenizer.
   shutil.rmtree(moved)
   monkeypatch.chdir(tmp_path)
   model = load(os.path.relpath(workdir, tmp_path))
-  assert (
-    data_lib.load_tokenizer(model.config.data.tokenizer).sha256 == again["tokenizer"]
-  )
-  assert files.read_json(workdir / "summary.json")["tokenizer"] == again["tokenizer"]
+  assert data_lib.load_tokenizer(model.config.data.tokenizer).sha256 == sha256
+  assert files.read_json(workdir / "contents.json")["data.tokenizer"] == sha256[:12]

@@ -18,6 +18,7 @@ from numpy_decoder import numpy_decoder
 from diloco import train
 from diloco.cli import evaluate
 from diloco.config import resolve
+from diloco.config.comparable import HELD_OUT
 from diloco.data import load_tokenizer
 from diloco.evaluate import score, tasks
 from diloco.evaluate.evaluation import Evaluation
@@ -200,6 +201,13 @@ def test_training_and_the_command_give_the_same_results(tmp_path, capsys, monkey
   assert capsys.readouterr().out.startswith("held-out ")
   # Each command adds to what is known of the step.
   assert json.loads((tmp_path / "evaluation_7.json").read_text()) == said
+
+  (tmp_path / "contents.json").write_text(json.dumps({HELD_OUT: "another text"}))
+  assert evaluate.main([f"--workdir={tmp_path}", "--heldout"]) == 0
+  note = "was another text when the run was evaluated, so this loss cannot be compared"
+  assert note in capsys.readouterr().out
+  assert note in json.loads((tmp_path / "evaluation_7.json").read_text())["note"]
+  (tmp_path / "contents.json").unlink()
 
   def read_only(path, value):
     raise PermissionError(errno.EACCES, "Permission denied", str(path))

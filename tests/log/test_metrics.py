@@ -9,6 +9,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from diloco import config as config_lib
+from diloco.config.comparable import HELD_OUT
 from diloco.log import metrics
 
 
@@ -96,6 +97,23 @@ def test_a_line_cut_short_by_a_kill_spoils_no_other_line(tiny, tmp_path):
   before = path.read_bytes()
   write(tmp_path, c)
   assert path.read_bytes() == before
+
+
+def test_the_digest_of_the_held_out_tokens_is_that_of_the_last_evaluation(
+  tiny, tmp_path
+):
+  c = config_lib.resolve(tiny)
+  saved = lambda: json.loads((tmp_path / "contents.json").read_text())
+  start = lambda held_out: metrics.MetricsWriter(
+    tmp_path, c, {HELD_OUT: held_out, "data.source": "0123456789abcdef", "jax": "0.9"}
+  )
+  start("one").write("eval", 4, {})
+  assert saved() == {HELD_OUT: "one", "data.source": "0123456789ab"}
+  writer = start("two")
+  writer.write("step", 5, {})
+  assert saved()[HELD_OUT] == "one"
+  writer.write("eval", 8, {})
+  assert saved()[HELD_OUT] == "two"
 
 
 RECORDS = [

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from diloco.config import changed, resolve
+from diloco.config.comparable import HELD_OUT
 from diloco.data import make_eval_set
 from diloco.errors import ConfigError
 from diloco.evaluate import heldout
@@ -83,25 +84,36 @@ def plain(tiny, tmp_path):
 
 
 def test_the_loss_of_the_baseline(tiny, plain):
-  assert summary.baseline(resolve(tiny)) == 0
+  assert summary.baseline(resolve(tiny), {}) == 0
   tiny.log.baseline = str(plain)
-  assert summary.baseline(resolve(tiny)) == 2.0
+  tiny.model.remat = "dots"  # As the rates, it makes no other model.
+  assert summary.baseline(resolve(tiny), {}) == 2.0
 
 
 @pytest.mark.parametrize(
   ("field", "value", "said"),
   [
-    ("algorithm", "diloco", "whose algorithm is diloco, not data_parallel"),
-    ("train.tokens", 5, "whose train.tokens is 5, not"),
-    ("eval.tokens", 5, "whose eval.tokens is 5, not"),
-    ("data.source", "tfds:c4/en:3.1.0", "whose data.source is tfds:c4/en:3.1.0, not"),
+    ("algorithm", "diloco", "where algorithm is diloco, not data_parallel"),
+    ("train.steps", 5, "where train.tokens is 320, not 768"),
+    ("eval.tokens", 5, "where eval.tokens is 5, not"),
+    ("data.source", "tfds:c4/en:3.1.0", "where data.source is tfds:c4/en:3.1.0, not"),
+    ("data.eval_source", "files:/x", "where data.eval_source is files:/x, not sotu"),
+    ("data.tokenizer", "/x.model", "where data.tokenizer is /x.model, not sotu_2048"),
+    ("model.seq_len", 32, "where model.seq_len is 32, not 16"),
+    ("model.num_layers", 4, "where model.num_layers is 4, not 3"),
+    ("", {HELD_OUT: "123"}, "where the content of data.eval_source is 123, not "),
   ],
 )
 def test_a_baseline_that_cannot_be_compared_is_refused(tiny, plain, field, value, said):
   theirs = json.loads((plain / "config.json").read_text())
   group, _, name = field.rpartition(".")
   (theirs[group] if group else theirs)[name] = value
-  files.write_json(plain / "config.json", theirs)
+  if field == "model.seq_len":  # As many tokens in half as many steps.
+    theirs["train"]["steps"] = 6
+  if field:
+    files.write_json(plain / "config.json", theirs)
+  else:
+    files.write_json(plain / "contents.json", value)
   tiny.log.baseline = str(plain)
   with pytest.raises(ConfigError, match=re.escape(said)):
     train(tiny, plain.parent / "run")

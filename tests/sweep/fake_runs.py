@@ -54,7 +54,8 @@ class Fake:
     self.started, self.ends, self._end = [], [], end or self.good
 
   @staticmethod
-  def good(run, saved):
+  def good(run, saved, text="one"):
+    (run / "contents.json").write_text(json.dumps({"data.source": text}))
     (run / "summary.json").write_text(json.dumps(summary_of(saved)))
 
   def start(self, run):

@@ -21,7 +21,9 @@ from fake_runs import (
 )
 
 from diloco.config import resolve
+from diloco.errors import ConfigError
 from diloco.sweep import table
+from diloco.sweep.csv_file import export, load
 from diloco.sweep.grid import Axis, Grid, Sweep, powers
 from diloco.sweep.runner import ATTEMPTS, drive
 from diloco.sweep.table import alone, as_json, digest
@@ -35,6 +37,37 @@ def test_a_sweep_ends_with_interior_points_and_never_repeats_a_run(tmp_path):
   again = Fake()
   finish(make_driver(make_sweep(), tmp_path, again))
   assert again.started == []
+
+
+def test_a_text_that_changes_ends_the_sweep(tmp_path):
+  """Also where the earlier runs come from a file."""
+  finish(make_driver(make_sweep(high=2**-8), tmp_path / "old", Fake()))
+  old = rows_of(tmp_path / "old")
+  export(old, tmp_path / "old.csv")
+  load(tmp_path / "old.csv", tmp_path / "new")
+  backend = Fake(lambda run, saved: Fake.good(run, saved, text="two"))
+  driver = make_driver(make_sweep(), tmp_path / "new", backend, parallel=1)
+  said = "{} has another text than {}: the content of data.source is two, not one, so"
+  with pytest.raises(ConfigError) as error:
+    finish(driver)
+  folders = [
+    tmp_path / "new/runs" / name for name in (*backend.started, old[0]["name"])
+  ]
+  assert str(error.value).startswith(said.format(*folders))
+  assert "remove {}, or give another --results".format(*folders) in str(error.value)
+
+
+def test_losses_with_different_tokenizers_are_not_tuned(tmp_path):
+  def with_tokenizer(point):
+    c = config({"replicas": 1, "lr": 1})
+    c.data.tokenizer, c.model.vocab_size = point["tokenizer"], 2048
+    return c
+
+  grid = Grid("g", [{}], (Axis("tokenizer", ("sotu_2048", "other.model")),))
+  backend = Fake()
+  with pytest.raises(ConfigError, match="points that differ in data"):
+    finish(make_driver(Sweep(with_tokenizer, [grid]), tmp_path, backend))
+  assert backend.started == []
 
 
 def test_runs_that_end_while_no_driver_is_there_are_not_repeated(tmp_path):

@@ -1,0 +1,82 @@
+"""Which runs have losses that can be compared: texts and tokens are equal. No JAX."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from diloco.config.resolve import leaves
+
+HELD_OUT, CONTENT = "the held-out tokens", "the content of "
+# The training text: runs of different ones may be compared by one held-out text.
+TRAINED_ON = ("data.source", "data.train_split")
+# {what a run knows by content: the fields that choose it}
+_CHOSEN_BY = {
+  "data.tokenizer": ("data.tokenizer",),
+  "data.source": TRAINED_ON,
+  HELD_OUT: ("data.eval_source", "data.eval_split", "eval.tokens", "data.tokenizer"),
+}
+# Fields of a model that change nothing but speed, memory and rounding.
+FREE_OF_MODEL = ("model.attention", "model.remat", "model.unroll", "model.loss_chunk")
+
+
+class Basis(NamedTuple):
+  """What the losses of a run rest on.
+
+  Attributes:
+    fields: all fields of its config by name.
+    contents: `digests`; {} for a run of an earlier version.
+  """
+
+  fields: Mapping[str, Any]
+  contents: Mapping[str, str]
+
+  @property
+  def chosen(self) -> tuple[Any, ...]:
+    """The values of the fields that choose text and tokenizer."""
+    return tuple(self.fields.get(f) for fs in _CHOSEN_BY.values() for f in fs)
+
+
+def digests(contents: Mapping[str, str]) -> dict[str, str]:
+  """Takes what counts from `diloco.data.contents`, 12 digits of each digest."""
+  return {what: contents[what][:12] for what in _CHOSEN_BY if what in contents}
+
+
+def basis(config: Mapping[str, Any], contents: Mapping[str, str]) -> Basis:
+  """Makes a `Basis` of a config as JSON has it, and of `diloco.data.contents`."""
+  fields = leaves(config)
+  held_out = fields.get("data.eval_source") or fields.get("data.source")
+  return Basis(fields | {"data.eval_source": held_out}, digests(contents))
+
+
+def model_fields(run: Basis) -> list[str]:
+  """Lists the fields that make the model; an architecture of a plug-in has a group."""
+  groups = ("model.", f"{run.fields['model.name']}.")
+  return [f for f in run.fields if f.startswith(groups) and f not in FREE_OF_MODEL]
+
+
+def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, Any]]:
+  """Finds why the losses of two runs cannot be compared.
+
+  Where the contents of both runs are known, they decide, and not the paths. So data may
+  move, and another text under the same path is noticed.
+
+  Args:
+    more: further fields in which the runs must not differ.
+
+  Returns:
+    {field: its values in ours and theirs}, or if only the content differs, {CONTENT and
+    the field: the digests}.
+  """
+  pairs = {
+    field: (ours.fields.get(field), theirs.fields.get(field))
+    for field in dict.fromkeys([*more, *(f for fs in _CHOSEN_BY.values() for f in fs)])
+  }
+  found = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+  for what, chosen_by in _CHOSEN_BY.items():
+    a, b = (x.contents.get(what) for x in (ours, theirs))
+    if a is None or b is None:
+      continue
+    if a == b:
+      found = {f: pair for f, pair in found.items() if f not in chosen_by}
+    elif not found.keys() & {*chosen_by}:
+      found[CONTENT + chosen_by[0]] = a, b
+  return found
