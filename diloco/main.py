@@ -18,18 +18,15 @@ import sys
 import traceback
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from diloco.config import resolve
-from diloco.config.command_line import run
+from diloco.config.command_line import define_config, run
 from diloco.errors import ConfigError
 from diloco.util.command import guarded, interrupted, make_folder
 from diloco.util.files import disk_is_full
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
-)
+define_config()
 flags.DEFINE_string("workdir", None, "Folder of the run; a run that is there goes on.")
 flags.DEFINE_boolean(
   "print_config", False, "Print every field with value and meaning, and end."

@@ -11,14 +11,11 @@ extra `gpu-aot`; see docs/aot.md.
 """
 
 from absl import flags
-from ml_collections import config_flags
 
 from diloco.aot import look_for_no_device
 from diloco.config import command_line
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
-)
+_CONFIG = command_line.define_config()
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
   None,

@@ -8,18 +8,16 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
 from diloco.config.checks import unknown
-from diloco.config.resolve import ask_for, default_config, leaves, plugins_of, resolve
+from diloco.config.resolve import default_config, leaves, plugins_of, resolve
 from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Config
-from diloco.util import shipped
 from diloco.util.command import guarded, load_module, located, meant
 
 
@@ -37,6 +35,26 @@ class _WholeNumber(flags.IntegerParser):
 
 
 config_flags.register_flag_parser_for_type(int, _WholeNumber())
+# The arguments that `_parse` reads, with those of flag files. ml_collections looks
+# there for the fields that are set.
+_ARGUMENTS: list[str] = []
+
+
+class _Made(flags.ArgumentParser):
+  """Gives ml_collections the config that `_take_config` has made of --config."""
+
+  def __init__(self, config: ml_collections.ConfigDict):
+    self._config = config
+
+  def parse(self, argument: str) -> ml_collections.ConfigDict:
+    return self._config
+
+
+def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
+  """Defines the flags --config and --config.FIELD."""
+  text = "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
+  where = {"flag_values": values, "sys_argv": _ARGUMENTS}
+  return config_flags.DEFINE_config_file("config", None, text, **where)
 
 
 def run(main: Callable[[list[str]], object]) -> None:
@@ -89,7 +107,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     ConfigError: the file does not exist, or a field has a value that cannot work.
   """
   values, argv = flags.FlagValues(), ["", f"--config={name}", *overrides]
-  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  define_config(values)
   _parse(values, argv)
   return resolve(values["config"].value)
 
@@ -100,10 +118,11 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
   Raises:
     ConfigError: a flag is missing, is unknown or has a wrong value.
   """
-  if "config" in values:
-    argv = _with_files(argv)
-    _check_config(argv)
   try:
+    argv = [*argv[:1], *values.read_flags_from_files(argv[1:], force_gnu=False)]
+    _ARGUMENTS[:] = argv
+    if "config" in values:
+      _take_config(values, argv)
     return values(argv)
   except flags.UnrecognizedFlagError as error:
     flag, fields = f"--{error.flagname}", leaves(Config().to_dict())
@@ -112,64 +131,83 @@ def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
       known += [f"--config.{field}" for field in fields]
     text = f"there is no flag {flag}{meant(flag, known)}; see --help."
     raise ConfigError(text) from error
+  except UnicodeError as error:
+    raise ConfigError("--flagfile names a file that is no text in UTF-8.") from error
   except flags.Error as error:
-    text = str(error)
+    text = str(error).removeprefix("ERROR:: ")
     missing = re.findall(r"Flag (--\w+) must have a value other than None", text)
     wrong = re.match(r"flag --([\w.]+)=", text)
     if missing:
       text = f"{' and '.join(missing)} must be given"
-    elif wrong:
+    elif wrong and wrong[1] in values:
       parser = values[wrong[1]].parser
       others = {"bool": "true or false", "tuple": "values such as (1, 2)"}
       wanted = parser.syntactic_help or others.get(parser.flag_type())
       if wanted:
         text = text.removesuffix(str(error.__context__)) + f"give {wanted}"
     raise ConfigError(f"{text} (see --help)") from error
-  finally:
-    ask_for(())  # Other configs of this process have their own plug-ins.
 
 
-def _with_files(argv: Sequence[str]) -> list[str]:
-  """Replaces the name of a shipped config by its file; ml_collections needs a file."""
-  found = []
-  for before, argument in zip(["", *argv], argv):
-    flag = re.match(r"--?config=", argument)
-    start = flag.end() if flag else 0
-    if flag or before in ("--config", "-config"):
-      path, colon, rest = argument[start:].partition(":")
-      argument = argument[:start] + shipped.find(path) + colon + rest
-    found.append(argument)
-  return found
+def _take_config(values: flags.FlagValues, argv: Sequence[str]) -> None:
+  """Makes the config of --config, with every field that it leaves out.
 
-
-def _check_config(argv: Sequence[str]) -> None:
-  """Checks the config file, and the names of the fields that flags set.
+  A field that a flag sets has its default until then, because ml_collections takes the
+  type of a flag from the value in the config.
 
   Raises:
     ConfigError: the file does not return a config, or a field does not exist.
   """
-  lines = "\n".join(argv)
-  naming = r"^--?config\.(plugins|overlap\.transport)[=\n](.*)"
-  given = dict[str, Any](re.findall(naming, lines, re.MULTILINE))
-  given["plugins"] = re.findall(r"[\w.]+", given.get("plugins", ""))
-  ask_for(asked := plugins_of(given))
-  name = re.search(r"^--?config[=\n](.*)", lines, re.MULTILINE)
-  known = leaves(Config().to_dict())
-  if name:
-    own = leaves(_check_file(name[1]).to_dict())
-    ask_for((*asked, *{*plugins_of(own)}.difference(own.get("plugins", ()))))
-    known |= leaves(default_config().to_dict()) | own  # With fields of plug-ins.
-  for flag, field in re.findall(r"^(--?(?:no)?config\.([^=\n]+))", lines, re.MULTILINE):
-    if not name:
-      raise ConfigError(f"{flag} needs a --config before it.")
+  files, fields = list[str](), list[tuple[str, str]]()
+  for word, after in zip(argv, [*argv[1:], ""]):
+    flag = re.fullmatch(r"--?(?:no)?config(\.[^=]+)?(=.*)?", word, re.DOTALL)
+    if flag:
+      value = after if flag[2] is None else flag[2][1:]
+      fields += [(flag[1][1:], value)] if flag[1] else []
+      files += [] if flag[1] else [value]
+  if not files:
+    if fields:
+      raise ConfigError(f"--config.{fields[0][0]} needs a --config before it.")
+    return
+  config = _check_file(files[-1])
+  named = [x for field, x in fields if field == "plugins"]
+  asked = dict(fields) | {"plugins": re.findall(r"[\w.]+", " ".join(named))}
+  defaults = default_config(*plugins_of(leaves(config)), *plugins_of(asked))
+  _fill_in(config, defaults)
+  usual = leaves(Config().to_dict()) | leaves(defaults)
+  known = usual | leaves(config)
+  for field, _ in fields:
     if field not in known:
       raise ConfigError(f"--config.{field} is no field{unknown(field, known)}.")
-    if known[field] is None:  # ml_collections takes the type of a flag from the value.
-      raise ConfigError(f"{field} is None in {name[1]}; give it a value there.")
+    if field in usual:
+      group, _, name = field.rpartition(".")
+      holder = config[group] if group else config
+      with holder.ignore_type():
+        holder[name] = usual[field]
+  for field, value in leaves(config).items():
+    if value is None:
+      raise ConfigError(
+        f"{field} is None in {files[-1]}; give it a value there, or by the flag"
+        f" --config.{field}."
+      )
+  values["config"].parser = _Made(config=config.lock())
+
+
+def _fill_in(
+  config: ml_collections.ConfigDict, defaults: ml_collections.ConfigDict
+) -> None:
+  """Gives a config the fields that it lacks."""
+  with config.unlocked():
+    for name, value in defaults.items():
+      if name not in config:
+        config[name] = value
+      elif isinstance(value, ml_collections.ConfigDict):
+        group = dict(config.items(preserve_field_references=True))[name]
+        if isinstance(group, ml_collections.ConfigDict):
+          _fill_in(group, value)
 
 
 def _check_file(name: str) -> ml_collections.ConfigDict:
-  """Returns the config of a file.
+  """Returns the config of a file; flags may change it.
 
   Raises:
     ConfigError: there is none.
@@ -186,4 +224,6 @@ def _check_file(name: str) -> ml_collections.ConfigDict:
     raise ConfigError(
       f"{name}: get_config() returns no config; return default_config() with changes."
     )
+  if isinstance(config, ml_collections.FrozenConfigDict):
+    return ml_collections.ConfigDict(config)
   return config

@@ -65,9 +65,10 @@ def text(config: ml_collections.ConfigDict) -> str:
   Raises:
     ConfigError: a field has a value that cannot work.
   """
-  given, used = leaves(config.to_dict()), leaves(resolve(config).to_dict())
+  c = resolve(config)
+  given, used = leaves(config), leaves(c.to_dict())
   lines = ["Set a field by --config.NAME=VALUE, or in a config file by c.NAME = VALUE."]
-  for group in groups(config.plugins):
+  for group in groups(c.plugins):
     lines += ["", _filled(f"{group.name.upper() or 'RUN'}: {group.meaning}")]
     for field in group.fields:
       value, final = given[field.name], used[field.name]

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_collections
+from ml_collections import config_dict
 
 from diloco.config import checks, combinations
 from diloco.errors import ConfigError
@@ -22,15 +23,34 @@ _ALONE = {
 }
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-  """Flattens groups of fields: {"model.dim": 512, ...}; lists (JSON) become tuples."""
+def leaves(
+  config: Mapping[str, Any] | ml_collections.ConfigDict, prefix: str = ""
+) -> dict[str, Any]:
+  """Flattens groups of fields: {"model.dim": 512, ...}; lists (JSON) become tuples.
+
+  A placeholder of ml_collections that has no value yet is None.
+  """
   found = dict[str, Any]()
-  for name, value in config.items():
-    if isinstance(value, Mapping) and (value or not (prefix or name in _ALONE)):
+  if isinstance(config, ml_collections.ConfigDict):
+    items = config.items(preserve_field_references=True)
+  else:
+    items = config.items()
+  for name, value in items:
+    is_group = isinstance(value, Mapping | ml_collections.ConfigDict)
+    if is_group and (value or not (prefix or name in _ALONE)):
       found |= leaves(value, f"{prefix}{name}.")
     else:
+      value = _held(value)
       found[prefix + name] = tuple(value) if isinstance(value, list) else value
   return found
+
+
+def _held(value: Any) -> Any:
+  """Returns what a field reference holds, or else the value itself."""
+  try:
+    return value.get() if isinstance(value, ml_collections.FieldReference) else value
+  except config_dict.RequiredValueError:
+    return None
 
 
 def _types(group: object) -> dict[str, Any]:
@@ -50,21 +70,6 @@ def _kinds(names: Sequence[str]) -> dict[str, Any]:
   return leaves(kinds)
 
 
-# Plug-ins that the flag --config.plugins names; the config file does not know it.
-_asked_for: tuple[str, ...] = ()
-
-
-def ask_for(names: Sequence[str]) -> None:
-  """Gives every `default_config` from now on the fields of these plug-ins.
-
-  Raises:
-    ConfigError: a plug-in cannot be imported.
-  """
-  global _asked_for
-  plugins.load(names)
-  _asked_for = tuple(names)
-
-
 def default_config(*names: str) -> ml_collections.ConfigDict:
   """Returns the defaults of fields.py, which config files and flags change.
 
@@ -76,7 +81,7 @@ def default_config(*names: str) -> ml_collections.ConfigDict:
   """
   # `resolve` checks types, with better sentences; it also takes 5e8 steps.
   c = ml_collections.ConfigDict(Config().to_dict(), type_safe=False)
-  add_plugins(c, *names, *_asked_for)
+  add_plugins(c, *names)
   return c
 
 
@@ -133,7 +138,8 @@ def resolve(config: ml_collections.ConfigDict | Config) -> Config:
   Raises:
     ConfigError: a field has a value that cannot work.
   """
-  c = _resolve(leaves(config.to_dict()))
+  fields = config.to_dict() if isinstance(config, Config) else config
+  c = _resolve(leaves(fields))
   combinations.check_effects(c, leaves(c.to_dict()), _defaults(c.plugins))
   checks.check_all_synced(c)
   return c

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import config_dict
 from test_config import make
 
 from diloco.config import command_line, default_config, resolve
@@ -87,7 +87,7 @@ def test_a_whole_number_may_be_written_in_other_ways(value):
 def test_a_flag_takes_a_whole_number_with_an_exponent(text, number):
   values = flags.FlagValues()
   argv = ["program", "--config=sample", f"--config.train.tokens={text}"]
-  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  command_line.define_config(values)
   if number is None:
     with pytest.raises(ConfigError, match=f"tokens={re.escape(text)}: give an integer"):
       command_line._parse(values, argv)
@@ -96,16 +96,28 @@ def test_a_flag_takes_a_whole_number_with_an_exponent(text, number):
     assert values["config"].value.train.tokens == number
 
 
-def test_flags_that_change_a_field_of_another_type(tmp_path):
+@pytest.mark.parametrize("value", ["None", "'a'", "HOLDER(int)", "NEEDED(int)"])
+def test_a_flag_takes_the_place_of_a_value_that_cannot_work(value, tmp_path):
   path = tmp_path / "c.py"
   path.write_text(
+    "from ml_collections.config_dict import placeholder as HOLDER\n"
+    "from ml_collections.config_dict import required_placeholder as NEEDED\n"
     "from diloco.config import default_config\n"
-    "def get_config(which):\n"
+    "def get_config():\n"
     "  c = default_config()\n"
-    "  c.train.steps = None if which == 'none' else 1e3\n"
+    f"  c.train.steps = {value}\n"
+    "  c.log.every = c.eval.get_ref('batch_size')\n"
     "  return c\n"
   )
-  c = command_line.load_config(f"{path}:float", ["--config.train.steps=200"])
-  assert c.train.steps == 200
-  with pytest.raises(ConfigError, match=r"^train.steps is None in .*c.py:none; gi"):
-    command_line.load_config(f"{path}:none", ["--config.train.steps=200"])
+  given = ["--config.train.steps=200", "--config.eval.batch_size=8"]
+  c = command_line.load_config(str(path), given)
+  assert (c.train.steps, c.log.every) == (200, 8)  # The reference follows the flag.
+  with pytest.raises(ConfigError, match=r"steps is (None in .*c.py; give|'a'; give a)"):
+    command_line.load_config(str(path))
+
+
+def test_a_placeholder_without_a_value_is_a_mistake_in_code_too():
+  c = make()
+  c.train.steps = config_dict.required_placeholder(int)
+  with pytest.raises(ConfigError, match=r"^train.steps is None; give a whole number"):
+    resolve(c)

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
-from diloco.config import command_line, default_config
+from diloco.config import command_line, default_config, describe
 from diloco.data import records
 from diloco.errors import ConfigError
 from diloco.log import metrics
@@ -39,7 +38,7 @@ def get_config(arg="name"):
 def sentence(*args: str, workdir: tuple[str, ...] = ("--workdir=/tmp",)) -> str:
   """Returns the error that a program with a config and some flags prints."""
   values, argv = flags.FlagValues(), ["program", *args, *workdir]
-  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  command_line.define_config(values)
   flags.DEFINE_string("workdir", None, "", flag_values=values)
   flags.DEFINE_integer("number", 1, "", lower_bound=1, flag_values=values)
   flags.DEFINE_enum("mode", "a", ["a", "b"], "", flag_values=values)
@@ -95,10 +94,38 @@ def test_values_after_a_space_and_paths_with_spaces(tmp_path):
   path.write_bytes((ROOT / "configs" / "sample.py").read_bytes())
   values, argv = flags.FlagValues(), ["program", "--config", str(path)]
   argv += ["--config.seed", "4", "--noconfig.model.qk_norm", "word"]
-  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  command_line.define_config(values)
   assert command_line._parse(values, argv) == ["program", "word"]
   config = values["config"].value
   assert (config.seed, config.model.qk_norm) == (4, False)
+
+
+@pytest.mark.parametrize("made", ["ConfigDict", "FrozenConfigDict"])
+def test_a_file_may_leave_fields_out_and_flags_may_lie_in_a_file(made, tmp_path):
+  path, flag_file = tmp_path / "c.py", tmp_path / "flags.txt"
+  path.write_text(
+    "import ml_collections\n"
+    "def get_config():\n"
+    f"  return ml_collections.{made}({{'train': {{'steps': 400}}, 'plugins': ()}})\n"
+  )
+  for given, said in (
+    (f"--config={path}\n--config.wire.density=0.5", "wire.density = 0.5 (default 0.1)"),
+    ("--config=sample\n--config.sync_every=5", "sync_every = 5 (default 100)"),
+    (f"--config={path}\n--config.plugins=eager,sparta", "sparta.every = 1"),
+  ):
+    flag_file.write_text(given)
+    values, argv = flags.FlagValues(), ["program", f"--flagfile={flag_file}"]
+    command_line.define_config(values)
+    flags.DEFINE_string("flagfile", "", "", flag_values=values)
+    command_line._parse(values, argv)
+    config = values["config"].value
+    config.unlock().wire.compressor = "topk"
+    assert said in describe.text(config).splitlines()
+  flag_file.write_text("--config=sample\n--config.sync_evry=5")
+  assert "sync_evry is no field (did you" in sentence(f"--flagfile={flag_file}")
+  flag_file.write_bytes(b"\xff")
+  assert "--flagfile names a file that is no t" in sentence(f"--flagfile={flag_file}")
+  assert "Unable to open flagfile" in sentence("--flagfile=/none/such")
 
 
 def test_a_config_file_with_an_error_is_named_with_the_line(tmp_path):
@@ -320,6 +347,7 @@ def test_the_trainer_ends_with_one_sentence(tmp_path):
     (("configs/none.py",), "error: there is no file configs/none.py; give"),
     (("configs/sample.py", "word"), "error: word is given besides the flags; write"),
     (("configs/sample.py",), "error: --workdir is "),
+    (("configs/sample.py", "--flagfile=/none/such"), "error: Unable to open flagfile"),
     (("configs/sample.py", "--config.overlap.tau=99"), "error: overlap.tau is 99, but"),
   ):
     flag = f"--workdir={tmp_path}/file"

@@ -8,7 +8,6 @@ import tomllib
 
 import pytest
 from absl import flags
-from ml_collections import config_flags
 
 from diloco.config import command_line
 from diloco.errors import ConfigError
@@ -45,7 +44,7 @@ def test_a_config_is_found_by_each_of_its_names(package, name):
   assert command_line.load_config(name).model.dim == 128
   values = flags.FlagValues()
   argv = ["program", "-config", name, "--config.seed=3"]
-  config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+  command_line.define_config(values)
   command_line._parse(values, argv)
   assert (values["config"].value.seed, values["config"].value.model.dim) == (3, 128)
 

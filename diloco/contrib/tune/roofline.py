@@ -21,7 +21,6 @@ import math
 from typing import Any
 
 from absl import flags
-from ml_collections import config_flags
 
 from diloco.aot import look_for_no_device
 from diloco.config import Config, changed, command_line, resolve
@@ -29,9 +28,7 @@ from diloco.contrib.tune.bounds import Bound, as_flags, bound, settings
 from diloco.errors import ConfigError
 from diloco.util.command import one_line
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
-)
+_CONFIG = command_line.define_config()
 _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "Chip and grid, as v5e:16x16, or GPU and number, as h100:8."
 )

@@ -35,7 +35,6 @@ import jax
 import numpy as np
 from absl import flags
 from jax.sharding import Mesh
-from ml_collections import config_flags
 
 from diloco.algorithm import optimizers
 from diloco.algorithm.inner import inner_step
@@ -52,9 +51,7 @@ from diloco.mesh.devices import make_mesh
 from diloco.model import attention
 from diloco.util.bar import make_bar
 
-_CONFIG = config_flags.DEFINE_config_file(
-  "config", None, "A file with get_config(), or a name: sample, chinchilla:1.3B,M=2."
-)
+_CONFIG = command_line.define_config()
 _SECONDS = flags.DEFINE_float(
   "seconds", 1.0, "Seconds of timed steps per row.", lower_bound=0.0
 )

@@ -33,8 +33,6 @@ def test_to_name_the_transport_is_enough(tmp_path):
   (tmp_path / "file.py").write_text(FILE)
   file = str(tmp_path / "file.py")
   assert load_config(file, flags[:1]).of(SitesConfig).count == 1
-  # As every command of the documents does.
-  assert load_config(f"{file}:2", flags[1:]).of(SitesConfig).grace_s == 2
   with pytest.raises(ConfigError, match=r"line 8\); write default_config\('sites'\)"):
     load_config(f"{file}:2")
 

@@ -13,10 +13,9 @@ import signal
 from typing import TYPE_CHECKING
 
 from absl import flags, logging
-from ml_collections import config_flags
 
 from diloco.config import Config, resolve
-from diloco.config.command_line import run
+from diloco.config.command_line import define_config, run
 from diloco.errors import ConfigError
 from diloco.util import files
 from diloco.util.command import make_folder
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
   from diloco.contrib.sites.coordinator.group import OuterGroup
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file(
-  "config", None, "The config of the run, the same as that of the sites."
-)
+define_config()
 flags.DEFINE_string("workdir", None, "Folder of the outer state; a run there goes on.")
 flags.DEFINE_string("listen", None, "Address host:port for the sites; port 0: any.")
 flags.DEFINE_string("tls", "", "Folder with ca.pem, cert.pem and key.pem.")
