@@ -15,7 +15,6 @@ from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, changed, resolve
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
-from diloco.mesh.devices import fit_eval_batch
 from diloco.model import attention
 from diloco.spec.shapes import flops_per_token, num_params
 from diloco.util.command import one_line
@@ -38,13 +37,15 @@ def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines
   """
   _check_quick(topology, quick)
   devices = describe(topology, slices)
-  c = fit_eval_batch(resolve(config), len(devices))
-  programs = Programs(c, make_mesh(c, devices, slices))
+  c = resolve(config)
+  programs = Programs(c, make_mesh(c, devices))
   hbm, (replica, fsdp) = _memory(devices), programs.mesh.devices.shape
   yield (
     f"{slices} x {topology}: {len(devices)} {devices[0].device_kind} of {_size(hbm)},"
     f" mesh replica {replica} x fsdp {fsdp}, attention"
     f" {attention.choose(c.model, devices[0].device_kind)}"
+    + "; some replica lies on several slices"
+    * bool(replica % slices)
   )
   flops = flops_per_token(c.model) * c.tokens_per_step
   yield (
@@ -100,12 +101,12 @@ def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
   for grid in TOPOLOGIES[chip]:
     where = f"{slices} x {chip}:{grid}"
     devices = describe(f"{chip}:{grid}", slices)
-    hbm, c = _memory(devices), fit_eval_batch(resolve(config), len(devices))
+    hbm, c = _memory(devices), resolve(config)
     accumulate, state = c.train.accumulate, 0
     while state <= hbm:
       try:
         c = changed(c, {"train.accumulate": accumulate})
-        programs = Programs(c, make_mesh(c, devices, slices))
+        programs = Programs(c, make_mesh(c, devices))
         state = sum(programs.on_device.values())
         fits, result = _try(c, programs, hbm, quick)
       except ConfigError as error:

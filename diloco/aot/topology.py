@@ -4,6 +4,7 @@ libtpu describes the slices, the CUDA plugin of JAX describes the nodes.
 """
 
 import importlib.util
+import math
 import pathlib
 
 import jax
@@ -13,7 +14,6 @@ from jax.sharding import Mesh
 from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh import devices as run_mesh
-from diloco.mesh.sharding import REPLICA
 from diloco.model import attention
 from diloco.util.command import one_line
 
@@ -32,6 +32,29 @@ TOPOLOGIES = {
 }
 
 
+# A kind of device of each chip, as in `jax.Device.device_kind`.
+_KINDS = {
+  **{"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"},
+  **{"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"},
+}
+
+
+def count(topology: str) -> tuple[int, str]:
+  """Returns the number of devices of a slice or node, and their kind.
+
+  Args:
+    topology: as in `describe`.
+
+  Raises:
+    ConfigError: there is no such topology.
+  """
+  chip, _, grid = topology.partition(":")
+  if grid not in TOPOLOGIES.get(chip, ()):
+    known = "; ".join(f"{k}: {', '.join(v)}" for k, v in TOPOLOGIES.items())
+    raise ConfigError(f"--topology={topology} does not exist; choose from {known}.")
+  return math.prod(map(int, grid.split("x"))), _KINDS[chip]
+
+
 def describe(topology: str, slices: int = 1) -> list[jax.Device]:
   """Lists the devices of a topology, slice by slice.
 
@@ -42,10 +65,8 @@ def describe(topology: str, slices: int = 1) -> list[jax.Device]:
   Raises:
     ConfigError: there is no such topology, or libtpu or the CUDA plugin is missing.
   """
+  count(topology)
   chip, _, grid = topology.partition(":")
-  if grid not in TOPOLOGIES.get(chip, ()):
-    known = "; ".join(f"{k}: {', '.join(v)}" for k, v in TOPOLOGIES.items())
-    raise ConfigError(f"--topology={topology} does not exist; choose from {known}.")
   if chip in GPUS:
     return _describe_nodes(chip, grid, slices)
   if importlib.util.find_spec("libtpu") is None:
@@ -78,18 +99,11 @@ def _describe_nodes(chip: str, gpus: str, nodes: int) -> list[jax.Device]:
   return list(found.devices)
 
 
-def make_mesh(c: Config, devices: list[jax.Device], slices: int) -> Mesh:
-  """Makes the mesh of a resolved config, with every replica on one slice.
+def make_mesh(c: Config, devices: list[jax.Device]) -> Mesh:
+  """Makes the mesh of a resolved config, as a run does.
 
   Raises:
-    ConfigError: the layout does not fit, or a replica would lie on two slices.
+    ConfigError: the layout does not fit the devices, or the attention does not.
   """
-  mesh = run_mesh.make_mesh(c, devices)
   attention.check(c.model, devices[0].device_kind)
-  groups = mesh.shape[REPLICA]
-  if groups % slices:
-    raise ConfigError(
-      f"--slices is {slices}, but must divide the {groups} groups of replicas of the"
-      " mesh, so that each replica lies on one slice; change --slices or mesh.replica."
-    )
-  return mesh
+  return run_mesh.make_mesh(c, devices)

@@ -115,10 +115,12 @@ class Checkpoints:
       The checkpoint; None if there is none.
 
     Raises:
-      ConfigError: the checkpoint was made with another config, or see `read_newest`.
+      ConfigError: the checkpoint was made with another config, the disk has no room for
+        those that follow, or see `read_newest`.
     """
     steps = self._peers.broadcast(steps_of(self._workdir))
     if not steps:
+      self._check_room()
       return None
     like = lambda step, record: tree_of(self._like(step, record))
     remedy = "choose another --workdir, or move these away to train from the start"
@@ -142,7 +144,14 @@ class Checkpoints:
         print_line(sentence)
     if record.finished and step < self._c.train.steps:
       record = dataclasses.replace(record, finished=False, drained=step)
+    if not record.finished:
+      self._check_room()
     return Stored(step, record, state)
+
+  def _check_room(self) -> None:
+    shapes = self._method.abstract(0, self._method.plan.mesh.shape[FSDP], drained=True)
+    size = disk.needed(tree_of(shapes))
+    disk.check_room(self._workdir, size, self._c.checkpoint, self._c.train.steps)
 
   def _like(self, step: int, record: Record) -> TrainState:
     """Describes the state of a checkpoint of this run.

@@ -1,6 +1,7 @@
 """Free disk for a checkpoint, and the error if there is too little."""
 
 import errno
+import math
 import os
 import pathlib
 import shutil
@@ -10,14 +11,46 @@ import jax
 
 from diloco.checkpoint.record import steps_of
 from diloco.errors import ConfigError
+from diloco.spec.fields import CheckpointConfig
 
 _METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.
 
 
 def needed(tree: Any) -> int:
-  """Returns how many bytes a checkpoint of these global arrays takes on the disk."""
+  """Returns the bytes on the disk of a checkpoint of these global arrays or shapes."""
   leaves = jax.tree.leaves(tree)
-  return sum(x.nbytes for x in leaves) + _METADATA * len(leaves)
+  values = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  return values + _METADATA * len(leaves)
+
+
+def at_once(c: CheckpointConfig, steps: int) -> int:
+  """Returns how many checkpoints a run of so many steps has at once, at most."""
+  # The oldest one goes when the newest one is complete.
+  return min(c.keep + 1, -(-steps // c.every) if c.every else 1)
+
+
+def check_room(
+  workdir: pathlib.Path, size: int, c: CheckpointConfig, steps: int
+) -> None:
+  """Checks that the disk has room for all checkpoints that a run keeps at once.
+
+  Args:
+    workdir: folder of the run, which need not exist.
+    size: bytes of a checkpoint.
+    steps: inner steps of the run.
+
+  Raises:
+    ConfigError: less is free.
+  """
+  most, there = at_once(c, steps), len(steps_of(workdir))
+  place = next(p for p in (workdir, *workdir.absolute().parents) if p.is_dir())
+  disk = shutil.disk_usage(place)
+  if disk.total and disk.free < (most - there) * size:
+    raise ConfigError(
+      f"--workdir is {workdir}, where {_text(disk.free)} are free, but {most - there}"
+      f" more checkpoints of {_text(size)} will be there at once; make room, raise the"
+      " quota, or lower checkpoint.keep."
+    )
 
 
 def check(workdir: pathlib.Path, step: int, size: int) -> None:

@@ -65,20 +65,7 @@ class TrainIterator(Iterator[np.ndarray]):
       ConfigError: data are missing, too few, or do not fit the model's vocabulary.
       ValueError: there is no such replica.
     """
-    batch = c.train.batch_size * c.model.seq_len
-    _check_memory("model.seq_len", c.model.seq_len, 1)
-    _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
-    _check_memory("data.prefetch", c.data.prefetch, batch)
-    window = c.shards * c.model.seq_len
-    _check_memory("data.shuffle_window", c.data.shuffle_window, window)
-    documents = make_documents(c, "train")
-    if len(documents) < c.shards:
-      field = "data.shards" if c.data.shards else "replicas"
-      raise ConfigError(
-        f"{field} is {c.shards}, but data.source {c.data.source!r} has only"
-        f" {len(documents)} training documents; {more_documents(c.data.source)}, or"
-        f" lower {field}."
-      )
+    documents = training_documents(c)
     ids = range(c.replicas) if replica_ids is None else replica_ids
     if not set(ids) <= set(range(c.replicas)):
       raise ValueError(f"replica_ids is {ids}; give ids from 0 to {c.replicas - 1}.")
@@ -131,6 +118,29 @@ class TrainIterator(Iterator[np.ndarray]):
   def close(self) -> None:
     """Ends the background threads. The iterator cannot be used afterwards."""
     self._finalizer()
+
+
+def training_documents(c: Config) -> Documents:
+  """Opens the documents on which a run trains.
+
+  Raises:
+    ConfigError: data are missing, too few, or do not fit the model's vocabulary.
+  """
+  batch = c.train.batch_size * c.model.seq_len
+  _check_memory("model.seq_len", c.model.seq_len, 1)
+  _check_memory("train.batch_size", c.train.batch_size, c.model.seq_len)
+  _check_memory("data.prefetch", c.data.prefetch, batch)
+  window = c.shards * c.model.seq_len
+  _check_memory("data.shuffle_window", c.data.shuffle_window, window)
+  documents = make_documents(c, "train")
+  if len(documents) < c.shards:
+    field = "data.shards" if c.data.shards else "replicas"
+    raise ConfigError(
+      f"{field} is {c.shards}, but data.source {c.data.source!r} has only"
+      f" {len(documents)} training documents; {more_documents(c.data.source)}, or"
+      f" lower {field}."
+    )
+  return documents
 
 
 def _close_all(shards: dict[int, Any]) -> None:

@@ -1,5 +1,6 @@
 """Evaluates parameters on the held-out text and the tasks of a config."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,9 @@ class Evaluation:
 
   def __init__(self, c: Config, mesh: Mesh, held_out: bool = True):
     """Loads the tasks and, if `held_out`, the held-out text."""
+    # Each device takes as many sequences as every other.
+    rows = -(-c.eval.batch_size // mesh.size) * mesh.size
+    c = dataclasses.replace(c, eval=dataclasses.replace(c.eval, batch_size=rows))
     self._c, self._mesh = c, mesh
     self._eval_set = make_eval_set(c) if held_out else None
     self.held_out = self._eval_set.digest if self._eval_set else ""

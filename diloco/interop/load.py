@@ -23,7 +23,7 @@ from diloco.checkpoint.record import Record, steps_of
 from diloco.config import Config, changed, complete
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
-from diloco.mesh.devices import fit_eval_batch, make_inference_mesh
+from diloco.mesh.devices import make_inference_mesh
 from diloco.spec import plugins, shapes
 from diloco.spec.fields import ModelConfig
 from diloco.util.command import one_line, optional
@@ -39,8 +39,7 @@ class Model:
   """A trained model on the devices of this process.
 
   Attributes:
-    config: config of the run, with mesh fields and attention for these devices, and
-      `eval.batch_size` rounded up to a multiple of their number.
+    config: config of the run, with mesh fields and attention for these devices.
     step: inner steps of training; `config.train.steps` if the run is finished.
     params: outer parameters, one replica's tree, float32, sharded over `mesh`; for
       data-parallel the parameters.
@@ -73,11 +72,11 @@ def load(workdir: str | pathlib.Path, step: int | None = None) -> Model:
   if (workdir / WEIGHTS).exists():
     return _load_export(workdir, step, mesh)
 
-  like = lambda _, record: _outer_arrays(_config(record, workdir, mesh), mesh)
+  like = lambda _, record: _outer_arrays(_config(record, workdir), mesh)
   with jax.set_mesh(mesh):
     remedy = f"choose another {'--workdir' if step is None else '--step'}"
     found = damage.read_newest(workdir, _steps(workdir, step), like, remedy)
-    c = _config(found.record, workdir, mesh)
+    c = _config(found.record, workdir)
     return Model(c, found.step, _outer_params(c, found.arrays, mesh), mesh)
 
 
@@ -100,20 +99,20 @@ def _steps(workdir: pathlib.Path, step: int | None) -> list[int]:
   return [step]
 
 
-def _config(record: Record, workdir: pathlib.Path, mesh: Mesh) -> Config:
-  """Returns the config of a checkpoint, for this mesh."""
+def _config(record: Record, workdir: pathlib.Path) -> Config:
+  """Returns the config of a checkpoint, for the devices here."""
   try:
-    return _here(complete(record.config), workdir, mesh)
+    return _here(complete(record.config), workdir)
   except (TypeError, ConfigError) as error:
     raise ConfigError(f"the config in {workdir} cannot be used: {error}") from error
 
 
-def _here(c: Config, folder: pathlib.Path, mesh: Mesh) -> Config:
-  """Changes devices and tokenizer of a config to this mesh and the folder's copy."""
+def _here(c: Config, folder: pathlib.Path) -> Config:
+  """Changes devices and tokenizer of a config to those here and the folder's copy."""
   here = {"mesh.replica": 0, "mesh.fsdp": 0, "model.attention": "auto"}
   if (folder / TOKENIZER).is_file():  # The other may have moved or changed since.
     here["data.tokenizer"] = str(folder / TOKENIZER)
-  return fit_eval_batch(changed(c, here), mesh.size)
+  return changed(c, here)
 
 
 def _method(c: Config, mesh: Mesh) -> Method:
@@ -146,7 +145,7 @@ def _load_export(folder: pathlib.Path, step: int | None, mesh: Mesh) -> Model:
     raise ConfigError(
       f"step is {step}, but {folder} is an export of step {exported}; leave step out."
     )
-  c = _here(saved, folder, mesh)
+  c = _here(saved, folder)
   params = place(export_tensors(c.model, folder, "workdir"), mesh)
   return Model(c, exported, params, mesh)
 

@@ -9,13 +9,13 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
-from diloco.config import Config, changed
+from diloco.config import Config
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import mesh_of
 
 
 def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Makes the mesh of a config; derives `mesh.replica` and `mesh.fsdp` if they are 0.
+  """Makes the mesh of a config, see `layout`.
 
   Args:
     devices: devices to use, default all of them.
@@ -24,8 +24,20 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     ConfigError: the layout does not fit the devices, the replicas or the batch.
   """
   devices = jax.devices() if devices is None else devices
-  # For data-parallel, m counts copies of the one model.
-  n, m = len(devices), c.replicas
+  replica, fsdp = layout(c, len(devices))
+  return mesh_of(device_grid(devices, replica, fsdp))
+
+
+def layout(c: Config, n: int) -> tuple[int, int]:
+  """Divides n devices: derives `mesh.replica` and `mesh.fsdp` if they are 0.
+
+  Returns:
+    The sizes of the axes replica and fsdp.
+
+  Raises:
+    ConfigError: the layout does not fit the devices, the replicas or the batch.
+  """
+  m = c.replicas  # For data-parallel, m counts copies of the one model.
   replica, fsdp = c.mesh.replica, c.mesh.fsdp
   if not replica and fsdp:
     replica = n // fsdp
@@ -46,15 +58,11 @@ def make_mesh(c: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
   rows = c.train.batch_size // (m * c.train.accumulate)
   if rows % fsdp:
     raise ConfigError(
-      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences; raise"
+      f"mesh.fsdp is {fsdp}, but a replica's microbatch has {rows} sequences;"
+      f" {'lower train.accumulate, or ' * (c.train.accumulate > 1)}raise"
       f" train.batch_size to a multiple of {m * c.train.accumulate * fsdp}."
     )
-  if c.eval.batch_size % n:
-    raise ConfigError(
-      f"eval.batch_size is {c.eval.batch_size}, which {n} devices do not divide;"
-      f" choose a multiple of {n}."
-    )
-  return mesh_of(device_grid(devices, replica, fsdp))
+  return replica, fsdp
 
 
 def replica_mesh(
@@ -79,11 +87,6 @@ def replica_mesh(
   fitting = range(1, len(devices) // fsdp + 1)
   rows = max(k for k in fitting if replicas % k == 0)
   return mesh_of(device_grid(devices[: rows * fsdp], rows, fsdp))
-
-
-def fit_eval_batch(c: Config, devices: int) -> Config:
-  """Rounds eval.batch_size up to a multiple of the devices, as `make_mesh` demands."""
-  return changed(c, {"eval.batch_size": -(-c.eval.batch_size // devices) * devices})
 
 
 def make_inference_mesh() -> Mesh:

@@ -321,7 +321,7 @@ class EvalConfig:
   tasks: str = ""
   # Items per task: the first ones of the task. 0: all.
   task_items: Count = 0
-  # Sequences per evaluation batch, a multiple of the number of devices.
+  # Sequences per evaluation batch, rounded up to a multiple of the number of devices.
   batch_size: Positive = 32
 
 

@@ -30,7 +30,6 @@ from diloco.aot.programs import nbytes
 from diloco.config import Config, changed, command_line
 from diloco.errors import ConfigError
 from diloco.mesh import hardware
-from diloco.mesh.devices import fit_eval_batch
 from diloco.model import attention
 from diloco.spec.shapes import flops_per_token
 
@@ -62,7 +61,7 @@ def base_config(name: str) -> Config:
 
 def cases(size: str, kind: str, devices: int) -> Iterator[Case]:
   """Yields our steps of a size, with all attentions that the device can compute."""
-  c = fit_eval_batch(base_config(size), devices)
+  c = base_config(size)
   for name in _ATTENTION.value:
     chosen = changed(c, {"model.attention": name})
     try:

@@ -88,7 +88,7 @@ def main(argv) -> None:
   if _MEMORY.value:
     mesh = make_mesh(c)
     if _TOPOLOGY.value:
-      mesh = topology.make_mesh(c, topology.describe(_TOPOLOGY.value), 1)
+      mesh = topology.make_mesh(c, topology.describe(_TOPOLOGY.value))
     print("runs   arguments   temporary (GB)")
     for count in counts:
       arguments, temporary = memory(c, count, mesh)

@@ -8,6 +8,7 @@ import pytest
 
 from diloco.checkpoint import disk
 from diloco.errors import ConfigError
+from diloco.spec.fields import CheckpointConfig
 from diloco.util.files import disk_is_full
 
 
@@ -49,3 +50,20 @@ def test_a_full_disk_is_explained_wherever_it_is_met():
   assert "cannot write (No space left on device); make" in disk_is_full(caught.value)
   assert disk_is_full(FileNotFoundError("metrics.jsonl")) is None
   assert disk_is_full(ValueError("No space left on device")) is None
+
+
+@pytest.mark.parametrize(
+  ("every", "there", "most"), [(0, 0, 1), (60, 0, 2), (10, 0, 3), (10, 2, 1)]
+)
+def test_a_run_starts_only_if_all_its_checkpoints_fit(
+  tmp_path, monkeypatch, every, there, most
+):
+  c = CheckpointConfig(every=every, keep=2)
+  for step in range(there):
+    (tmp_path / "run" / "checkpoints" / str(step)).mkdir(parents=True)
+  fill(monkeypatch, free=most * 10**9)
+  disk.check_room(tmp_path / "run", 10**9, c, steps=100)
+  fill(monkeypatch, free=most * 10**9 - 1)
+  sentence = rf"{most} more checkpoints of 1\.0 GB will be there at once; .*\.keep\.$"
+  with pytest.raises(ConfigError, match=sentence):
+    disk.check_room(tmp_path / "run", 10**9, c, steps=100)

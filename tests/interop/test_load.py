@@ -51,6 +51,7 @@ def train_in(workdir, **fields):
 
   c = conftest.tiny_config()
   c.train.steps, c.log.sample_tokens = 9, 0
+  c.eval.batch_size = 3  # Four devices take 4.
   c.checkpoint.every, c.checkpoint.keep = 4, 5
   conftest.update(c, fields)
   with pytest.MonkeyPatch.context() as patch:
@@ -224,7 +225,7 @@ def test_any_number_of_devices_gives_the_same_parameters_and_scores(trained, tmp
     "from diloco.cli import evaluate;"
     "m = restore.load(sys.argv[1]); q = m.params['blocks']['attention']['q'];"
     "assert len(q.sharding.device_set) == 4 and not q.sharding.is_fully_replicated;"
-    "assert m.config.eval.batch_size % 4 == 0; export.export(m, sys.argv[2]);"
+    "export.export(m, sys.argv[2]);"
     "evaluate.main(sys.argv[3:])"
   )
   devices = "--xla_force_host_platform_device_count=4"

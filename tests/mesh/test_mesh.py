@@ -75,12 +75,6 @@ def test_replicas_and_batches_have_to_fit_the_mesh(tiny, devices, fields, messag
     make_mesh(resolve(tiny), jax.devices()[:1] * devices)
 
 
-def test_evaluation_batches_must_divide_over_the_devices(tiny):
-  tiny.eval.batch_size = 5
-  with pytest.raises(ConfigError, match=r"eval.batch_size is 5, which 2 dev"):
-    make_mesh(resolve(tiny), jax.devices()[:1] * 2)
-
-
 def test_a_leading_axis_has_the_name_that_is_given(tiny):
   mesh = make_mesh(resolve(tiny), jax.devices()[:1])
   like = {"embed": {"x": np.zeros((1, 5))}, "blocks": {"y": np.zeros((1, 3, 5))}}

@@ -58,7 +58,7 @@ def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:
 
   kind = devices[0].device_kind
   peak, hbm = hardware.peak_flops(kind) or math.nan, hardware.hbm_bytes(kind) or 0
-  programs = Programs(c, make_mesh(c, devices, _SLICES.value))
+  programs = Programs(c, make_mesh(c, devices))
   bounds, most = dict[str, Bound](), 0
   for name in ("inner step", "send", "update", "merge"):
     if name not in programs.lower:
@@ -89,12 +89,11 @@ def row(c: Config, devices: list[Any], chip: str) -> tuple[float, str]:
 def main(_: list[str]) -> None:
   look_for_no_device()
   from diloco.aot.topology import describe
-  from diloco.mesh.devices import fit_eval_batch
 
   rows = list(settings(_TRY.value))
   topology = str(_TOPOLOGY.value)
   devices = describe(topology, _SLICES.value)
-  c = fit_eval_batch(resolve(_CONFIG.value), len(devices))
+  c = resolve(_CONFIG.value)
   print(
     f"{'':<40}{'ms':>10}{'products':>10}{'memory':>10}{'outer':>10}{'share':>8}"
     f"{'MFU':>7}{'memory':>13}{'':>6}"

@@ -153,7 +153,7 @@ def ratios(chip: str) -> dict[str, float]:
   c.model.num_layers, c.model.dim, c.model.num_heads = 4, 1024, 8
   c.train.steps = 1000
   c = resolve(c)
-  programs = Programs(c, topology.make_mesh(c, topology.describe(chip), slices=1))
+  programs = Programs(c, topology.make_mesh(c, topology.describe(chip)))
   theta = programs.state.outer.theta[programs.fragment]
   values = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(theta))
   assert values > 200e6
