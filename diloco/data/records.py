@@ -5,6 +5,7 @@ of the bytes: uint32), little-endian. Each CRC-32C (RFC 3720) is stored rotated 
 15 bits plus 0xA282EAD8. The reader checks both CRCs of every record that it yields.
 """
 
+import io
 import os
 import pathlib
 from collections.abc import Iterator
@@ -20,18 +21,19 @@ def read_tfrecord(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
   Raises:
     ValueError: the file is damaged or has fewer records.
   """
-  with path.open("rb") as file:
+  # What opens a file in a bucket cannot peek.
+  with path.open("rb") as raw, io.BufferedReader(raw) as file:
     for i in range(stop):
       if not file.peek(1):
         raise ValueError(
           f"{path} ends after {i} records, but its data set says that it has at least"
           f" {stop}; fetch the file again."
         )
-      size = int.from_bytes(_read_checked(file, 8), "little")
+      size = int.from_bytes(_read_checked(file, 8, path), "little")
       if i < start:
         file.seek(size + 4, os.SEEK_CUR)
       else:
-        yield _read_checked(file, size)
+        yield _read_checked(file, size, path)
 
 
 def read_array_record(path: pathlib.Path, start: int, stop: int) -> Iterator[bytes]:
@@ -108,12 +110,12 @@ def masked_crc32c(block: bytes) -> int:
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _read_checked(file: BinaryIO, size: int) -> bytes:
+def _read_checked(file: BinaryIO, size: int, path: pathlib.PurePath) -> bytes:
   """Reads `size` bytes and checks the CRC that follows them."""
   block, crc = file.read(size), file.read(4)
   if len(crc) < 4 or masked_crc32c(block) != int.from_bytes(crc, "little"):
     raise ValueError(
-      f"{file.name} is cut short, damaged or not a TFRecord file; fetch it again and"
+      f"{path} is cut short, damaged or not a TFRecord file; fetch it again and"
       " repeat the command."
     )
   return block

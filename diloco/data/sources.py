@@ -111,7 +111,14 @@ def tfds_builder(source: str, data_dir: str) -> Any:
   dataset = source.removeprefix("tfds:")
   root = epath.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
   folder = root / dataset.replace(":", "/")
-  if not (folder / "dataset_info.json").exists():
+  try:
+    is_there = (folder / "dataset_info.json").exists()
+  except ImportError as error:
+    raise ConfigError(
+      f"data.data_dir is {data_dir!r}, which needs another package"
+      f" ({one_line(error)}): pip install gcsfs for gs://, s3fs for s3://."
+    ) from error
+  if not is_there:
     raise ConfigError(
       f"data.source is {source!r}, but {folder}/dataset_info.json does not exist; name"
       " a version as in tfds:c4/en:3.1.0, set data.data_dir, or prepare the data set:"

@@ -1,6 +1,7 @@
 """Preparation gives the same files after any kill, and finds damage."""
 
 import gzip
+import importlib.util
 import itertools
 import json
 import os
@@ -16,6 +17,8 @@ import time
 import numpy as np
 import pytest
 from array_record.python import array_record_module
+from etils import epath
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboardX.record_writer import RecordWriter
@@ -515,6 +518,34 @@ def test_arrays_from_tfrecord_slices_are_those_of_array_record(
   assert len(a) == 188
   for i in range(len(a)):
     np.testing.assert_array_equal(a[i], b[i])
+
+
+class Bucket(LocalFileSystem):
+  """Stands for gs://: the bucket `root` is the root of this machine."""
+
+  protocol = ("gs", "gcs")
+
+  @classmethod
+  def _strip_protocol(cls, path):
+    return super()._strip_protocol(str(path).replace("gs://root/", "/"))
+
+
+def test_a_bucket_gives_the_same_arrays(tfrecord, tmp_path, in_line, monkeypatch):
+  where = f"gs://root{tfrecord}"
+  if importlib.util.find_spec("gcsfs") is None:
+    with pytest.raises(ConfigError, match=r"data_dir is 'gs://root.* install gcsfs"):
+      prepare.tokenize("tfds:c4/en:3.1.0", "train", "sotu_2048", tmp_path / "no", where)
+  # Without the cache of file systems by name, in fsspec and in etils.
+  backend = type(epath.backend.fsspec_backend)
+  monkeypatch.setattr(
+    backend, "fs", lambda self, path: Bucket(skip_instance_cache=True)
+  )
+  for name, folder in (("here", str(tfrecord)), ("there", where)):
+    args = "tfds:c4/en:3.1.0", "validation", "sotu_2048", tmp_path / name
+    prepare.tokenize(*args, data_dir=f"{folder}/tfrecord")
+  assert contents(tmp_path / "here") == contents(tmp_path / "there")
+  [piece] = pieces.make_pieces("tfds:c4/en:3.1.0", "train", f"{where}/standin")
+  assert str(piece.file.path).startswith(f"{where}/standin/c4/en/3.1.0/c4-train.array")
 
 
 @pytest.mark.parametrize("damage", ["bit", "cut", "short"])

@@ -8,9 +8,10 @@ import argparse
 import dataclasses
 import itertools
 import lzma
-import pathlib
 import zlib
 from collections.abc import Iterable, Iterator
+
+from etils import epath  # Also reads gs:// and s3:// paths.
 
 from diloco.data import files as files_lib
 from diloco.data import records as records_lib
@@ -77,7 +78,7 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
         " tfrecord."
       )
     ranges = [
-      (File(pathlib.Path(f.filename), kind), f.skip, f.skip + f.take)
+      (File(epath.Path(f.filename), kind), f.skip, f.skip + f.take)
       for f in sources_lib.tfds_split(builder, split).file_instructions
     ]
   else:
@@ -89,7 +90,7 @@ def make_pieces(source: str, split: str, data_dir: str = "") -> list[Piece]:
     ranges = [(file, 0, 0) for file in files_lib.list_files(source)]
   with files_lib.reading():
     return [
-      Piece(file, start, stop, i, split, file.path.stat().st_size)
+      Piece(file, start, stop, i, split, epath.Path(file.path).stat().length)
       for i, (file, start, stop) in enumerate(ranges)
     ]
 
