@@ -3,16 +3,21 @@
 #
 #   export ACCELERATOR=v5litepod-16
 #   scripts/launchers/tpu_multislice.sh create   # Requests the slices; may wait in a queue.
-#   scripts/launchers/tpu_multislice.sh setup    # Installs this repository on all hosts.
-#   scripts/launchers/tpu_multislice.sh run --config=configs/chinchilla.py:1.3B,M=2 \
-#     --workdir=/mnt/runs/1.3B         # One process per host; continues a run.
+#   scripts/launchers/tpu_multislice.sh setup    # Installs this clone on all hosts.
+#   scripts/launchers/tpu_multislice.sh run --config=chinchilla:1.3B,M=2 \
+#     --workdir=/mnt/runs/1.3B         # Starts one process per host, or continues a run.
+#   scripts/launchers/tpu_multislice.sh log      # The last lines of every host.
 #   scripts/launchers/tpu_multislice.sh stop     # SIGTERM: all save the same step and end.
 #   scripts/launchers/tpu_multislice.sh delete
 #
+# `run` ends when the processes are started. They go on without this machine, so it may
+# lose its connection or be switched off. Without a clone, give `setup` a wheel:
+# `setup diloco-0.1.0-py3-none-any.whl`.
+#
 # Settings are environment variables: NAME, ZONE, PROJECT, SLICES (2), ACCELERATOR
 # (v5litepod-256), RUNTIME (v2-alpha-tpuv5-lite). --workdir must lie on a file system
-# that all hosts mount, for instance Filestore or a bucket through gcsfuse. DRY_RUN=1
-# prints the commands and does not run them.
+# that all hosts mount, for instance Filestore. DRY_RUN=1 prints the commands and does
+# not run them.
 set -euo pipefail
 
 NAME="${NAME:-diloco}"
@@ -34,7 +39,10 @@ everywhere() {
   queued ssh "$NAME" --node=all --worker=all --command="$1"
 }
 
-command="${1:?create, setup, run, stop or delete}"
+# Whether the process that `run` started is there; its number may belong to another now.
+RUNS="grep -qs diloco.main /proc/\$(cat $NAME.pid 2>/dev/null)/cmdline"
+
+command="${1:?create, setup, run, log, stop or delete}"
 shift
 case "$command" in
   create)
@@ -42,26 +50,45 @@ case "$command" in
       --accelerator-type="$ACCELERATOR" --runtime-version="$RUNTIME"
     ;;
   setup)
-    tar --exclude-vcs -czf "/tmp/$NAME.tgz" -C "$(dirname "$0")/.." .
-    queued scp "/tmp/$NAME.tgz" "$NAME:" --node=all --worker=all
+    package="${1:-}"
+    unpack=""
+    if [[ -z "$package" ]]; then
+      clone="$(cd "$(dirname "$0")/../.." && pwd)"
+      if [[ ! -e "$clone/pyproject.toml" ]]; then
+        echo "error: $clone is no clone of diloco; give setup a wheel of it." >&2
+        exit 2
+      fi
+      package="/tmp/$NAME.tgz"
+      # Without what git ignores: runs and environments may be large.
+      git -C "$clone" ls-files -z --cached --others --exclude-standard |
+        tar -C "$clone" --null --ignore-failed-read -T - -czf "$package"
+      unpack="rm -rf diloco && mkdir diloco && tar -xzf $NAME.tgz -C diloco &&"
+    fi
+    file="$(basename "$package")"
+    queued scp "$package" "$NAME:" --node=all --worker=all
     # The Python of the image may be too old for diloco.
-    everywhere "mkdir -p diloco && tar -xzf $NAME.tgz -C diloco &&
-      python3 -m pip install -q uv && python3 -m uv venv -q --python=3.11 env &&
-      python3 -m uv pip install -q --python=env ./diloco 'jax[tpu]'"
+    everywhere "$unpack python3 -m pip install -q uv &&
+      python3 -m uv venv -q --allow-existing --python=3.12 env &&
+      python3 -m uv pip install -q --python=env ./${file/#$NAME.tgz/diloco} 'jax[tpu]'"
     ;;
   run)
     # JAX finds the other hosts and slices; no address is needed.
-    everywhere "cd diloco && ../env/bin/python -m diloco.main --distributed=auto \
-      --initialization_timeout=600 $(printf '%q ' "$@")"
+    everywhere "if $RUNS; then echo 'a run is there; stop it first.' >&2; exit 2; fi
+      nohup env/bin/python -m diloco.main --distributed=auto \
+      --initialization_timeout=600 $(printf '%q ' "$@") \
+      >> $NAME.log 2>&1 < /dev/null & echo \$! > $NAME.pid"
+    ;;
+  log)
+    everywhere "tail -n 20 $NAME.log"
     ;;
   stop)
-    everywhere "pkill -TERM -f '[d]iloco.main'"
+    everywhere "if $RUNS; then kill \$(cat $NAME.pid); fi; while $RUNS; do sleep 1; done"
     ;;
   delete)
     queued delete "$NAME" --force
     ;;
   *)
-    echo "$command is none of create, setup, run, stop and delete." >&2
+    echo "$command is none of create, setup, run, log, stop and delete." >&2
     exit 2
     ;;
 esac
