@@ -282,7 +282,8 @@ class DataConfig:
   # Another source for the held-out text, named like `source`. Empty: `source`. Scaling
   # Laws trains on Dolma and evaluates on C4 (section 5.2).
   eval_source: str = ""
-  # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders.
+  # Splits of a TFDS data set, or slices such as train[:99%]. For arrays: subfolders, or
+  # the splits from which they were prepared.
   train_split: str = "train"
   eval_split: str = "validation"
   # Folder of the TFDS data sets. Empty: the default of TFDS.

@@ -45,8 +45,17 @@ def fill_in(v: dict[str, Any]) -> None:
 
 
 def split_folder(source: str, split: str) -> pathlib.Path:
-  """Returns the folder of a split of `arrays:<folder>`."""
-  return local_path(source.removeprefix("arrays:"), "data.source") / split
+  """Returns the folder of a split of `arrays:<folder>`.
+
+  That is the folder of this name or, if there is none, the one that was prepared from
+  this split: Dolma's train[:99%] lies in train.
+  """
+  root = local_path(source.removeprefix("arrays:"), "data.source")
+  if not (root / split).is_dir():
+    for path in sorted(root.glob(f"*/{MANIFEST}")):
+      if (read_json(path) or {}).get("split") == split:
+        return path.parent
+  return root / split
 
 
 def read_manifest(folder: pathlib.Path) -> dict[str, Any]:

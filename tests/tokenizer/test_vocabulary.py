@@ -44,6 +44,15 @@ def test_the_folder_of_prepared_data_is_all_that_training_needs(tiny, prepared):
   assert data_lib.make_eval_set(c).num_bytes > 0
 
 
+def test_a_split_is_found_by_its_folder_or_by_what_it_was_prepared_from(prepared):
+  source = f"arrays:{prepared}"
+  for split in ("validation", "eval"):
+    assert vocabulary.split_folder(source, split) == prepared / "validation"
+  assert vocabulary.split_folder(source, "train[:99%]") == prepared / "train[:99%]"
+  (prepared / "eval").mkdir()
+  assert vocabulary.split_folder(source, "eval") == prepared / "eval"
+
+
 def test_values_of_the_user_are_kept_and_contradictions_refused(tiny, prepared):
   tiny.data.source, tiny.model.vocab_size = f"arrays:{prepared}", 4096
   c = config_lib.resolve(tiny)
