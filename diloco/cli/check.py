@@ -11,6 +11,7 @@ seconds: `python -m diloco aot` with the same flags says it.
 """
 
 import argparse
+import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -19,8 +20,7 @@ from diloco.aot import look_for_no_device
 from diloco.config import Config, changed
 from diloco.config.command_line import load_config
 from diloco.errors import ConfigError
-from diloco.util.command import Parser, guarded, in_range
-from diloco.util.files import local_path
+from diloco.util.command import Parser, as_path, guarded, in_range
 
 
 def devices(c: Config, topology: str, slices: int) -> str:
@@ -45,7 +45,7 @@ def devices(c: Config, topology: str, slices: int) -> str:
   )
 
 
-def checkpoints(c: Config, workdir: str | None) -> str:
+def checkpoints(c: Config, workdir: pathlib.Path | None) -> str:
   """Describes what the checkpoints take.
 
   Raises:
@@ -65,8 +65,7 @@ def checkpoints(c: Config, workdir: str | None) -> str:
   mesh = make_mesh(one, jax.devices()[:1])
   size = needed(tree_of(abstract_state(one, mesh, make_plan(one, mesh))))
   if workdir:
-    folder = local_path(workdir, "--workdir")
-    check_room(folder, size, c.checkpoint, c.train.steps)
+    check_room(workdir, size, c.checkpoint, c.train.steps)
   most = at_once(c.checkpoint, c.train.steps)
   return f"{size / 1e9:,.1f} GB each, at most {most} at once"
 
@@ -156,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   text = "chip and grid of a slice, as v5e:8x8; or GPUs of a node, as h100:8"
   add("--topology", required=True, help=text)
   add("--slices", type=in_range(1), default=1, help="slices or nodes; default 1")
-  add("--workdir", help="folder of the run, if its disk can be seen from here")
+  text = "folder of the run, if its disk can be seen from here"
+  add("--workdir", type=as_path, help=text)
   args, others = parser.parse_known_args(argv)
   return guarded(run, args, others, mistakes=ConfigError)
 
