@@ -17,7 +17,7 @@ def get_config():
   c.model.remat, c.model.unroll = "full", 1
   c.train.batch_size, c.train.accumulate, c.train.steps = 32, 2, 400
   c.inner.learning_rate, c.inner.warmup_steps = 4e-3, 25
-  c.outer.learning_rate = 0.5
+  c.outer.learning_rate, c.outer.optimizer = 0.5, "sgd(momentum=0.5, nesterov=True)"
   c.data.shuffle_window = 1024
   c.eval.every, c.checkpoint.every, c.log.every = 100, 100, 1
   c.eval.tokens = 65_536

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from diloco.util.command import load_module
+
 ROOT = pathlib.Path(__file__).parents[1]
 
 
@@ -70,6 +72,16 @@ def test_cases_and_runs_of_the_gap():
   (earlier,) = stated(page, "**# cases with windows.**")
   assert 3 * now == len(shuffled)
   assert 3 * earlier + 6 == len(rows) - len(shuffled)  # Six of an earlier Muon.
+
+
+def test_the_recorded_runs_of_the_gap_are_those_that_the_sweep_asks_for():
+  gap = load_module("gap", "get_config", "gap")
+  for row in table("gap.csv"):
+    if '"data.shuffle_window": -1' in row["config"]:
+      c = gap.get_config({"case": row["point_case"], "seed": 0}, "sotu")
+      assert c.outer.optimizer == row["outer_optimizer"]
+      assert c.outer.learning_rate == float(row["outer_learning_rate"])
+      assert c.inner.learning_rate == float(row["learning_rate"])
 
 
 def test_claims_and_verdicts():
