@@ -205,8 +205,7 @@ def _resolve(v: dict[str, Any]) -> Config:
   v["train.tokens"] = v["train.steps"] * tokens_per_step
   for extension in _build(v).effective:
     v |= extension.fill_in(_build(v))
-  if v["wire.format"] == "auto":
-    v["wire.format"] = "fp32" if v["algorithm"] == "diloco" else "e3m0"
+  v["wire.format"] = _format(v)
   v["overlap.taus"] = tuple(v["overlap.taus"] or [v["overlap.tau"]] * v["replicas"])
   fill_in(v)
   v["model.ff_dim"] = v["model.ff_dim"] or 4 * v["model.dim"]
@@ -222,8 +221,8 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   """Checks some fields of a config, such as the arguments of the library.
 
   Returns:
-    A config with these fields and defaults; it is not resolved. A compressor of a
-    plug-in brings this.
+    A config with these fields and defaults; of the fields that follow from others, only
+    the wire format is filled in. A compressor of a plug-in brings this.
 
   Raises:
     ConfigError: a field has a value that cannot work.
@@ -233,6 +232,7 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   defaults = _defaults(names)
   given = defaults | dict(fields) | {"plugins": names}
   v = checks.check_each(given, defaults, _kinds(names))
+  v["wire.format"] = _format(v)
   c = _build(v)
   checks.check_names(c)
   combinations.check(v, defaults)
@@ -240,6 +240,13 @@ def check_some(fields: Mapping[str, Any]) -> Config:
   for extension in c.extensions:
     extension.check(c)
   return c
+
+
+def _format(v: Mapping[str, Any]) -> str:
+  """Returns the number format of the wire."""
+  if v["wire.format"] != "auto":
+    return str(v["wire.format"])
+  return "fp32" if v["algorithm"] == "diloco" else "e3m0"
 
 
 def _build(v: Mapping[str, Any]) -> Config:

@@ -5,14 +5,17 @@ The outer step knows parameters as {"blocks": leaves (N, ...), other names: leav
 turns a tree of a user into this form and back; no array is copied.
 """
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import PyTreeDef
+from jax.tree_util import KeyPath, PyTreeDef
 
 from diloco.errors import ConfigError
+from diloco.library.arguments import whole_number
 from diloco.spec.fragments import PATTERNS, Fragment, make_fragments
 from diloco.spec.shapes import Shapes
 from diloco.util.types import PyTree
@@ -77,15 +80,19 @@ def make_layout(
     fragments: see `diloco.streaming`.
 
   Raises:
-    ConfigError: a leaf is not floating-point or has no values, or `fragments` does not
-      fit the tree.
+    ConfigError: a leaf is no array, is not floating-point or has no values, two leaves
+      have the same path, or `fragments` does not fit the tree.
   """
   leaves, structure = jax.tree.flatten_with_path(params_M)
-  path_of = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
   named = [(path_of(path), leaf) for path, leaf in leaves]
   if not named:
     raise ConfigError("params_M has no leaves; give the parameters of the replicas.")
   for path, leaf in named:
+    if not hasattr(leaf, "dtype"):
+      raise ConfigError(
+        f"the leaf {path} of params_M is {leaf!r}; give an array whose first axis is"
+        " the replicas, see diloco.replicate."
+      )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise ConfigError(
         f"the leaf {path} of params_M has the type {leaf.dtype}, but all parameters"
@@ -96,7 +103,16 @@ def make_layout(
         f"the leaf {path} of params_M has the shape {leaf.shape}, which has no values;"
         " keep this leaf outside of params_M."
       )
+  if not (fragments is None or isinstance(fragments, Stacked) or callable(fragments)):
+    raise ConfigError(
+      f"fragments is {fragments!r}; give diloco.Stacked(...), a function, or None."
+    )
   paths = [path for path, _ in named]
+  for path, count in collections.Counter(paths).items():
+    if count > 1:
+      raise ConfigError(
+        f"params_M has {count} leaves with the path {path}; rename one of them."
+      )
   if isinstance(fragments, Stacked):
     tops, parts = _stacked(named, fragments)
   else:
@@ -107,16 +123,12 @@ def make_layout(
 def _by_path(
   paths: list[str], fragment_of: Callable[[str], int]
 ) -> tuple[list[str], tuple[Fragment, ...]]:
-  numbers = [fragment_of(path) for path in paths]
-  for path, p in zip(paths, numbers):
-    if not isinstance(p, int) or p < 0:
-      raise ConfigError(
-        f"fragments({path!r}) is {p!r}; return the number of a fragment, from 0."
-      )
-  count = max(numbers) + 1
-  for p in sorted({*range(count)} - {*numbers}):
+  numbers = [whole_number(f"fragments({p!r})", fragment_of(p)) for p in paths]
+  used, last = {*numbers}, max(numbers)
+  count = next(p for p in itertools.count() if p not in used)
+  if count <= last:
     raise ConfigError(
-      f"fragments gives no leaf to fragment {p} of 0..{count - 1}; number the fragments"
+      f"fragments gives no leaf to fragment {count} of 0..{last}; number the fragments"
       " without a gap."
     )
   name = lambda p: f"fragment_{p}"
@@ -128,6 +140,11 @@ def _by_path(
 def _stacked(
   named: list[tuple[str, jax.Array]], how: Stacked
 ) -> tuple[list[str], tuple[Fragment, ...]]:
+  if not isinstance(how.path, str):
+    raise ConfigError(
+      f"fragments is Stacked, whose path is {how.path!r}; give the path of the layers,"
+      " such as 'params/blocks'."
+    )
   for name, choices in (
     ("pattern", tuple(PATTERNS)),
     ("rest", ("last", "first")),
@@ -147,7 +164,13 @@ def _stacked(
       f" {sorted(layers) or 'none, because there is no such leaf'}; this axis must be"
       " the layers, equally many in every leaf."
     )
-  parts = make_fragments(layers.pop(), how.size, how.pattern, how.rest)
+  size = whole_number("fragments.size", how.size)
+  parts = make_fragments(layers.pop(), size, how.pattern, how.rest)
   if all(below):
     parts = tuple(f for f in parts if f.layers)
   return ["blocks" if is_in else "embed" for is_in in below], parts
+
+
+def path_of(path: KeyPath) -> str:
+  """Spells the path of a leaf, such as params/Dense_0/kernel."""
+  return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -8,8 +8,9 @@
   params_M, state, events = method.drain(T, params_M, state)
   params = method.params(state)
 
-`diloco.train` trains with the same object. Every leaf of `params_M` has the replicas as
-its first axis. An ending `_M` says so throughout the package.
+The trainer has a loop of its own and runs the same outer step (`algorithm/outer.py`).
+Every leaf of `params_M` has the replicas as its first axis. An ending `_M` says so
+throughout the package.
 """
 
 import dataclasses
@@ -18,10 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import Outer
@@ -34,11 +34,11 @@ from diloco.algorithm.state import (
   init_outer,
   outer_params,
 )
-from diloco.config import Config
 from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
-from diloco.library.layout import Fragments, Layout, Stacked, make_layout
-from diloco.mesh.sharding import FSDP, REPLICA, mesh_of
+from diloco.library import arguments
+from diloco.library.layout import Fragments, Layout, make_layout, path_of
+from diloco.mesh.sharding import REPLICA
 from diloco.spec.fields import OuterConfig, WireConfig
 from diloco.spec.fragments import Fragment
 from diloco.spec.schedule import Schedule
@@ -84,9 +84,9 @@ class Streaming:
     Returns:
       New parameters, new state, and an event for each send and receive.
     """
-    args = (self.plan, t, self.layout.split(params_M), state)
-    found, state, events = self.plan.step(*args)
-    return self.layout.join(found), state, events
+    parts_M = self.layout.split(params_M)
+    parts_M, state, events = self.plan.step(self.plan, t, parts_M, state)
+    return self.layout.join(parts_M), state, events
 
   def drain(
     self, last: int, params_M: PyTree, state: OuterState, final_sync: bool = False
@@ -106,9 +106,9 @@ class Streaming:
         "final_sync is True, but where every replica has outer parameters of its own"
         " there is no final sync; leave it out."
       )
-    args = (self.plan, last, self.layout.split(params_M), state, final_sync)
-    found, state, events = drain(*args)
-    return self.layout.join(found), state, events
+    parts_M = self.layout.split(params_M)
+    parts_M, state, events = drain(self.plan, last, parts_M, state, final_sync)
+    return self.layout.join(parts_M), state, events
 
   def params(self, state: OuterState) -> PyTree:
     """Returns the outer parameters, float32, without the axis of the replicas.
@@ -172,7 +172,7 @@ def streaming(
     tau: inner steps between a send and its merge, of all replicas or of each.
     alpha: weight of a replica's own parameters in a merge.
     wire: a number format (fp32, bf16, e3m0, any eXmY), or a WireConfig with compressor,
-      block size and rounding.
+      block size and rounding, whose format is e3m0 unless it says another.
     outer: the outer optimizer. An OuterConfig names one with its rate. With SGD this is
       faster than a transformation of optax, because its steps run piece by piece.
     seed: of compressors that draw random numbers.
@@ -187,21 +187,15 @@ def streaming(
   """
   if transport not in ("device", "host"):
     raise ConfigError(f"transport is {transport!r}; choose device or host.")
-  _check_kinds(fragments, wire, outer)
   layout, parts = make_layout(params_M, fragments)
-  replicas = _replicas(params_M)
-  taus = _taus(tau, replicas)
+  replicas = arguments.count_replicas(params_M)
+  taus = arguments.read_taus(tau, replicas)
   fields = {"sync_every": sync_every, "seed": seed, "overlap.transport": transport}
   fields |= {"overlap.tau": max(taus), "overlap.taus": taus, "overlap.alpha": alpha}
-  c = _checked(wire, outer, fields)
-  schedule = Schedule(len(parts), sync_every, taus)
-  mesh = mesh or _mesh_of(params_M)
-  if mesh.axis_names != (REPLICA, FSDP) or replicas % mesh.shape[REPLICA]:
-    raise ConfigError(
-      f"mesh has the axes {dict(mesh.shape)}; give one with the axes {REPLICA} and"
-      f" {FSDP}, the first of a size that divides {replicas} replicas, for example"
-      f" diloco.replica_mesh({replicas})."
-    )
+  c = arguments.check_fields(wire, outer, fields)
+  schedule = Schedule(len(parts), c.sync_every, taus)
+  mesh = arguments.mesh_under(params_M) if mesh is None else mesh
+  arguments.check_mesh(mesh, replicas)
   plan = make_plan(
     c,
     mesh,
@@ -222,72 +216,23 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
     replicas: M.
     mesh: from `diloco.replica_mesh`; the replicas are sharded over its axis `replica`.
       None: they stay on the device of the parameters.
+
+  Raises:
+    ConfigError: a leaf is no array, or M is no whole number that fits the mesh.
   """
-  copies = lambda x: jnp.broadcast_to(jnp.asarray(x)[None], (replicas, *jnp.shape(x)))
-  params_M = jax.tree.map(copies, params)
-  return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA))) if mesh else params_M
+  replicas = check_some({"replicas": replicas}).replicas
 
-
-def _check_kinds(fragments: object, wire: object, outer: object) -> None:
-  if not (fragments is None or isinstance(fragments, Stacked) or callable(fragments)):
-    raise ConfigError(
-      f"fragments is {fragments!r}; give diloco.Stacked(...), a function, or None."
-    )
-  if not isinstance(wire, str | WireConfig):
-    raise ConfigError(f"wire is {wire!r}; give a number format or diloco.WireConfig.")
-  if not isinstance(outer, OuterConfig | optax.GradientTransformation):
-    raise ConfigError(
-      f"outer is {outer!r}; give a diloco.OuterConfig or a transformation of optax."
-    )
-
-
-def _checked(wire: str | WireConfig, outer: Outer, fields: dict[str, Any]) -> Config:
-  """Checks the arguments by the limits and rules of the fields with these names."""
-  fields |= {"wire.format": wire} if isinstance(wire, str) else _fields("wire", wire)
-  if isinstance(outer, OuterConfig):
-    fields |= _fields("outer", outer)
-    if outer.final_sync:
+  def copies(path: KeyPath, x: Any) -> jax.Array:
+    try:
+      return jnp.broadcast_to(jnp.asarray(x)[None], (replicas, *jnp.shape(x)))
+    except TypeError as error:
       raise ConfigError(
-        "outer.final_sync is True, but here it is an argument of drain; give it there."
-      )
-  return check_some(fields)
+        f"the leaf {path_of(path)} of params is {x!r}, which is no array; keep this"
+        " leaf outside of params."
+      ) from error
 
-
-def _taus(tau: int | Sequence[int], replicas: int) -> tuple[int, ...]:
-  """Returns the tau of each replica."""
-  found = np.asarray(tau).tolist()  # Python integers, as in a config.
-  taus = tuple(found) if isinstance(found, list) else (found,) * replicas
-  if len(taus) != replicas or not all(isinstance(x, int) for x in taus):
-    raise ConfigError(
-      f"tau is {tau}; give a whole number, or {replicas} of them, one per replica."
-    )
-  return taus
-
-
-def _fields(group: str, values: WireConfig | OuterConfig) -> dict[str, Any]:
-  return {f"{group}.{name}": x for name, x in dataclasses.asdict(values).items()}
-
-
-def _replicas(params_M: PyTree) -> int:
-  """Returns M, the first axis of every leaf."""
-  found = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(params_M)}
-  if len(found) != 1 or not min(found):
-    raise ConfigError(
-      f"params_M has leaves with first axes of {sorted(found)}; the first axis of every"
-      " leaf must be the replicas, see diloco.replicate."
-    )
-  return found.pop()
-
-
-def _mesh_of(params_M: PyTree) -> Mesh:
-  """Returns the mesh of the parameters; one device becomes a mesh of 1 x 1."""
-  sharding = getattr(jax.tree.leaves(params_M)[0], "sharding", None)
-  if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-    return sharding.mesh
-  devices = sorted(sharding.device_set, key=lambda d: d.id) if sharding else []
-  if len(devices) > 1:
-    raise ConfigError(
-      f"params_M lies on {len(devices)} devices, but not on a mesh; give mesh, for"
-      " example from diloco.replica_mesh."
-    )
-  return mesh_of(np.asarray([devices or jax.devices()[:1]], dtype=object))
+  params_M = jax.tree.map_with_path(copies, params)
+  if mesh is None:
+    return params_M
+  arguments.check_mesh(mesh, replicas)
+  return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA)))

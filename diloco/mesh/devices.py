@@ -10,6 +10,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 from diloco.config import Config
+from diloco.config.resolve import check_some
 from diloco.errors import ConfigError
 from diloco.mesh.sharding import mesh_of
 
@@ -77,12 +78,16 @@ def replica_mesh(
     devices: default all; devices that do not fit are left out.
 
   Raises:
-    ConfigError: there are fewer than `fsdp` devices.
+    ConfigError: `replicas` is no number of replicas, or there are fewer than `fsdp`
+      devices.
   """
+  c = check_some({"replicas": replicas, "mesh.fsdp": fsdp})
+  replicas, fsdp = c.replicas, c.mesh.fsdp
   devices = jax.devices() if devices is None else devices
   if not 1 <= fsdp <= len(devices):
     raise ConfigError(
-      f"fsdp is {fsdp}, but there are {len(devices)} devices; choose at most as many."
+      f"fsdp is {fsdp}, but there are {len(devices)} devices; choose a number from 1 to"
+      f" {len(devices)}."
     )
   fitting = range(1, len(devices) // fsdp + 1)
   rows = max(k for k in fitting if replicas % k == 0)

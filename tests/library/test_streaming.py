@@ -218,6 +218,7 @@ def test_leaves_of_any_shape_and_type_are_coded():
   shapes = enumerate(zip(SHAPES, dtypes), start=1)
   leaves = {str(i): jnp.full((M, 4, *s), i, dtype) for i, (s, dtype) in shapes}
   first_M = {"layers": leaves, "rest": jnp.ones((M,))}
+  grown = lambda x: jnp.stack([x[0] * 1.25, x[1] * 1.5])
   found = []
   for wire in ("fp32", "e3m4"):
     params_M = jax.tree.map(jnp.copy, first_M)
@@ -225,8 +226,12 @@ def test_leaves_of_any_shape_and_type_are_coded():
     method = diloco.streaming(params_M, sync_every=2, fragments=how, wire=wire)
     state = method.init(params_M)
     for t in range(1, 7):
-      params_M = jax.tree.map(lambda x: (x * 1.25).astype(x.dtype), params_M)
+      params_M = jax.tree.map(grown, params_M)
       params_M, state, _ = method.step(t, params_M, state)
+    # Replicas are equal after a sync: the layers now, the rest after step 5.
+    rest = grown(jnp.ones(M))
+    for x in jax.tree.leaves({**params_M, "rest": params_M["rest"] / rest}):
+      np.testing.assert_allclose(np.float32(x[0]), np.float32(x[1]), rtol=1e-6)
     found.append(params_M)
   plain, coded = found
   for x, y in zip(jax.tree.leaves(plain), jax.tree.leaves(coded)):
@@ -238,8 +243,21 @@ def test_mistakes_are_named():
   bad = {**good, "count": jnp.zeros((M, 1), jnp.int32)}
   uneven = {**good, "z": jnp.zeros((3, 5))}
   stack = {"layers": {"w": jnp.zeros((M, 3, 2)), "b": jnp.zeros((M, 4))}}
+  alike = {"a/b": good["z"], "a": {"b": good["z"]}}
   cases = [
     ({}, {}, "params_M has no leaves"),
+    (tree()["net"][1], {}, r"params_M has leaves with first axes of \[0, 6\]"),
+    ({"a": 1.0}, {}, r"the leaf a of params_M is 1\.0; give an array whose first axis"),
+    (alike, {}, "params_M has 2 leaves with the path a/b; rename"),
+    (
+      good,
+      {"fragments": lambda path: path == "z"},
+      r"fragments\('.*'\) is False; give",
+    ),
+    (good, {"fragments": lambda path: 10**18}, r"no leaf to fragment 0 of 0\.\.10{18}"),
+    (stack, {"fragments": diloco.Stacked(None)}, "whose path is None; give the path"),
+    (good, {"tau": [[1], [1, 2]]}, r"tau is \[1\]; give a whole number"),
+    (good, {"mesh": "cpu"}, "mesh is cpu; give one with the axes"),
     (bad, {}, "the leaf count of params_M has the type int32"),
     ({**good, "no": jnp.zeros((M, 0))}, {}, r"the leaf no of params_M has the shape"),
     (uneven, {}, r"first axes of \[2, 3\]"),
@@ -250,7 +268,7 @@ def test_mistakes_are_named():
     (good, {"sync_every": 2.5}, "sync_every is 2.5; give a whole number"),
     (good, {"sync_every": "6"}, "sync_every is '6'; give a whole number"),
     (good, {"alpha": None}, "overlap.alpha is None; give a number"),
-    (good, {"tau": 1.5}, r"tau is 1\.5; give a whole number, or 2"),
+    (good, {"tau": 1.5}, r"tau is 1\.5; give a whole number"),
     (good, {"fragments": 3}, "fragments is 3; give diloco.Stacked"),
     (good, {"wire": None}, "wire is None; give a number format"),
     (good, {"outer": "sgd"}, "outer is 'sgd'; give a diloco.OuterConfig"),
@@ -269,15 +287,27 @@ def test_mistakes_are_named():
       {"wire": diloco.WireConfig(format="fp32", exchange="psum"), "transport": "host"},
       "wire.exchange is psum, where",
     ),
-    (good, {"mesh": jax.make_mesh((1,), ("data",))}, "mesh has the axes {'data': 1}"),
+    (
+      good,
+      {"mesh": jax.make_mesh((1,), ("data",))},
+      r"mesh is Mesh\('data': 1.* divides 2 repl",
+    ),
   ]
   for params_M, arguments, message in cases:
     with pytest.raises(diloco.ConfigError, match=message):
       diloco.streaming(params_M, **{"sync_every": 6} | arguments)
+  for params, replicas, message in (
+    *((tree(), n, f"replicas is {n}; ") for n in (-1, 0, 2.5, True)),
+    ({"w": jnp.sin}, M, "the leaf w of params is .*, which is no array; keep"),
+  ):
+    with pytest.raises(diloco.ConfigError, match=message):
+      diloco.replicate(params, replicas)
 
 
-def test_tau_is_a_number_of_any_kind():
-  params_M = diloco.replicate(tree(), M)
+def test_numbers_may_be_of_any_kind():
+  params_M = diloco.replicate(tree(), np.int64(M))
+  number = lambda path: np.int64(path == "z")
+  assert len(diloco.streaming(params_M, sync_every=6, fragments=number).fragments) == 2
   for tau in (2, np.int64(2), np.asarray([2] * M)):
     method = diloco.streaming(params_M, sync_every=6, tau=tau)
     assert method.plan.schedule.taus == (2,) * M
