@@ -44,12 +44,15 @@ class OuterState:
       like the replicas' parameters; empty if the compressor has no state.
     in_flight: {p: payload} of each fragment that is sent and not yet updated,
       uint8 [M, fsdp, bytes].
+    steps: in the library, int32 [2] on the host: finished inner steps, and the step of
+      the last drain (0: none). None in the trainer, whose record has both.
   """
 
   theta: tuple[PyTree, ...]
   opt_state: tuple[PyTree, ...]
   codec_state: tuple[PyTree, ...]
   in_flight: dict[int, PyTree]
+  steps: PyTree = None
 
   def after_send(
     self,
@@ -68,11 +71,11 @@ class OuterState:
 
   def after_update(self, p: int, theta: PyTree, opt_state: PyTree) -> "OuterState":
     """Returns the state with fragment p updated and no longer in flight."""
-    return OuterState(
-      replaced(self.theta, p, theta),
-      replaced(self.opt_state, p, opt_state),
-      self.codec_state,
-      {k: payload for k, payload in self.in_flight.items() if k != p},
+    return dataclasses.replace(
+      self,
+      theta=replaced(self.theta, p, theta),
+      opt_state=replaced(self.opt_state, p, opt_state),
+      in_flight={k: payload for k, payload in self.in_flight.items() if k != p},
     )
 
 

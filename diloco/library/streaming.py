@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
@@ -66,14 +67,15 @@ class Streaming:
 
   def init(self, params_M: PyTree) -> OuterState:
     """Makes the first outer state; outer parameters are those of replica 0."""
-    return init_outer(self.plan, self.layout.split(params_M))
+    state = init_outer(self.plan, self.layout.split(params_M))
+    return dataclasses.replace(state, steps=_steps(0, 0))
 
   def step(
     self, t: int, params_M: PyTree, state: OuterState
   ) -> tuple[PyTree, OuterState, list[Event]]:
     """Sends, receives and merges the fragments that are due after inner step t.
 
-    Call it after every inner step. Steps without a due fragment cost nothing.
+    Call it once after every inner step. Steps without a due fragment cost nothing.
     `params_M` and `state` are donated: use only what is returned.
 
     Args:
@@ -83,9 +85,14 @@ class Streaming:
 
     Returns:
       New parameters, new state, and an event for each send and receive.
+
+    Raises:
+      ConfigError: the state is not that of this method after step t - 1.
     """
+    t, drained = self._check("t", t, 1, state), self.plan.schedule.drained
     parts_M = self.layout.split(params_M)
     parts_M, state, events = self.plan.step(self.plan, t, parts_M, state)
+    state = dataclasses.replace(state, steps=_steps(t, drained))
     return self.layout.join(parts_M), state, events
 
   def drain(
@@ -99,15 +106,18 @@ class Streaming:
         outer parameters lack the inner steps after a fragment's last send.
 
     Raises:
-      ConfigError: every replica has outer parameters of its own.
+      ConfigError: the state is not that of this method after step `last`; or every
+        replica has outer parameters of its own, and `final_sync` is set.
     """
     if final_sync and self.plan.own_outer:
       raise ConfigError(
         "final_sync is True, but where every replica has outer parameters of its own"
         " there is no final sync; leave it out."
       )
+    last = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
     parts_M, state, events = drain(self.plan, last, parts_M, state, final_sync)
+    state = dataclasses.replace(state, steps=_steps(last, last))
     return self.layout.join(parts_M), state, events
 
   def params(self, state: OuterState) -> PyTree:
@@ -124,7 +134,10 @@ class Streaming:
       params_M: parameters of all replicas, or their shapes.
     """
     in_flight = self.plan.schedule.in_flight(t)
-    return abstract_outer(self.plan, self.layout.split(params_M), in_flight)
+    state = abstract_outer(self.plan, self.layout.split(params_M), in_flight)
+    place = NamedSharding(self.plan.mesh, P())
+    steps = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
+    return dataclasses.replace(state, steps=steps)
 
   def sync_bytes(self, p: int) -> int:
     """Counts the bytes that one replica sends in one sync of fragment p."""
@@ -137,6 +150,30 @@ class Streaming:
   def close(self) -> None:
     """Ends the thread of transport="host"."""
     self.plan.placement.jobs.close()
+
+  def _check(self, name: str, step: int, ahead: int, state: OuterState) -> int:
+    """Returns an argument as an int; the state must be that after `step - ahead`."""
+    step = arguments.whole_number(name, step)
+    last, drained = np.asarray(state.steps).tolist()
+    if step != last + ahead:
+      raise ConfigError(
+        f"{name} is {step}, but state is that after step {last}; call step once after"
+        f" every inner step, so that {name} is {last + ahead} here."
+      )
+    schedule = self.plan.schedule
+    if drained != schedule.drained:
+      raise ConfigError(
+        f"state was drained after step {drained} (0: never), but this method begins"
+        f" after step {schedule.drained}; use method.after_drain({drained})."
+      )
+    flying = schedule.in_flight(last)
+    if state.in_flight.keys() != flying.keys():
+      raise ConfigError(
+        f"state has the fragments {sorted(state.in_flight)} in flight after step"
+        f" {last}, but this method has {sorted(flying)}; drain with the method of the"
+        f" state, then use the new method's after_drain({last})."
+      )
+    return step
 
   def _describe(self, fragment: Fragment) -> tuple[str, ...]:
     parts, layers = self.plan.parameters, list(fragment.layers)
@@ -236,3 +273,8 @@ def replicate(params: PyTree, replicas: int, mesh: Mesh | None = None) -> PyTree
     return params_M
   arguments.check_mesh(mesh, replicas)
   return jax.device_put(params_M, NamedSharding(mesh, P(REPLICA)))
+
+
+def _steps(last: int, drained: int) -> np.ndarray:
+  """Makes `OuterState.steps`."""
+  return np.asarray([last, drained], np.int32)

@@ -139,11 +139,11 @@ class Schedule:
     Returns:
       {p: step at which fragment p was sent}.
     """
+    age = lambda p: (t - self.offset(p)) % self.sync_every  # Steps since p was due.
     return {
-      p: sent
+      p: t - age(p)
       for p in range(self.num_fragments)
-      for sent in range(max(t - min(self.taus) + 1, 1), t + 1)
-      if self.is_sent(p, sent)
+      if age(p) < min(self.taus) and self.is_sent(p, t - age(p))
     }
 
   def overlap_steps(self, t: int) -> int:

@@ -209,6 +209,42 @@ def test_a_finished_run_is_extended():
   assert kinds == [("send", 12), ("receive", 14)]
 
 
+def test_a_state_takes_no_step_but_the_next():
+  params_M = diloco.replicate({"w": jnp.ones(3)}, M)
+  make = lambda tau: diloco.streaming(params_M, sync_every=6, tau=tau)
+  method = make((1, 3))  # Sent after step 6, merged after steps 7 and 9.
+
+  def refused(call, t, state, message):
+    with pytest.raises(diloco.ConfigError, match=f"^{message}"):
+      call(t, params_M, state)
+
+  state, after = method.init(params_M), "but state is that after step"
+  for t in (0, 2, 6):  # As with `if t % 6 == 0: method.step(...)`.
+    refused(method.step, t, state, f"t is {t}, {after} 0; .* t is 1 here")
+  for t in range(1, 7):
+    params_M, state, _ = method.step(t, params_M, state)
+  places = jax.tree.map(lambda x: x.sharding, method.abstract_state(params_M, 6))
+  restored = jax.device_put(jax.tree.map(np.asarray, state), places)
+  for at_6 in (state, restored):
+    for t in (5, 6, 8):
+      refused(method.step, t, at_6, f"t is {t}, {after} 6; .* t is 7 here")
+    for t in (5, 7):
+      refused(method.drain, t, at_6, f"last is {t}, {after} 6; .* last is 6 here")
+    for t in (7.0, "7", None):
+      refused(method.step, t, at_6, f"t is {t!r}; give a whole number")
+    message = (
+      r"state has the fragments \[0\] in flight after step 6, .* method has \[\]"
+    )
+    refused(make(0).step, 7, at_6, message)
+    message = r"state was drained after step 0 \(0: never\), .* begins after step 6"
+    refused(method.after_drain(6).step, 7, at_6, message)
+  params_M, state, _ = method.drain(6, params_M, state)
+  message = r"state was drained after step 6 .* use method.after_drain\(6\)"
+  refused(method.step, 7, state, message)
+  refused(method.drain, 6, state, message)
+  assert method.after_drain(6).step(7, params_M, state)[2] == []
+
+
 SHAPES = [(), (1,), (7,), (3, 5), (1, 1, 3), (70_001,)]
 
 
