@@ -22,7 +22,7 @@ from diloco.algorithm.state import OuterState, TrainState
 from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Record
-from diloco.config import resolve
+from diloco.config import changed, resolve
 from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
@@ -98,6 +98,16 @@ def test_a_run_does_not_start_again_if_no_checkpoint_can_be_read(c, tmp_path):
     checkpoints.restore()
   assert names(tmp_path / "checkpoints") == ["10", "12"]
   assert open_checkpoints(tmp_path / "new", c).restore() is None
+
+
+def test_an_extended_run_knows_where_it_was_drained(c, tmp_path):
+  c = changed(c, {"inner.decay_steps": 12, "train.steps": 12})
+  record = Record(changed(c, {"train.steps": 8}).to_dict(), finished=True)
+  with contextlib.closing(open_checkpoints(tmp_path, c)) as checkpoints:
+    checkpoints.save(8, state(8), record)
+    checkpoints.wait()
+    restored = checkpoints.restore().record
+  assert (restored.drained, restored.finished) == (8, False)
 
 
 def test_a_step_that_cannot_be_saved_is_an_error(c, tmp_path):
