@@ -73,7 +73,9 @@ class Log:
     self.mixtures, self._last_checkpoint = record.mixtures, last_checkpoint
     self.contents = dict(contents)
     self._writer = (
-      metrics.MetricsWriter(workdir, c, contents) if peers.index == 0 else None
+      metrics.MetricsWriter(workdir, c, contents, last_checkpoint() or 0)
+      if peers.index == 0
+      else None
     )
     self._picture = LossPicture(workdir, c)
     # All rates now: later, a device would compute a rate after the steps in flight.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from diloco.config import Config
-from diloco.log.metrics import Follower
+from diloco.log.metrics import Follower, drop_after
 from diloco.log.workdir import title
 from diloco.util import palette
 
@@ -29,7 +29,7 @@ class LossPicture:
   def __init__(self, workdir: pathlib.Path, c: Config):
     self._follower, self._path, self._c = Follower(workdir), workdir / FILE, c
     self._loss, self._held_out = dict[int, float](), dict[int, float]()
-    self._sends = set[int]()
+    self._sends, self._newest = dict[int, None](), 0
 
   def draw(self) -> pathlib.Path:
     """Replaces the picture; a reader never sees a part of it."""
@@ -56,11 +56,15 @@ class LossPicture:
   def _read(self) -> None:
     for r in self._follower.records():
       if r["kind"] == "step":
+        if r["step"] <= self._newest:  # The run went on from an earlier step.
+          for some in (self._loss, self._held_out, self._sends):
+            drop_after(r["step"], some)
+        self._newest = r["step"]
         self._loss[r["step"]] = r["loss"]
       elif r["kind"] == "eval":
         self._held_out[r["step"]] = r["loss_outer"]
       elif r["kind"] == "send":
-        self._sends.add(r["step"])
+        self._sends[r["step"]] = None
 
   def _mark_sends(self, axes: Any) -> None:
     """Marks the steps after which fragments are sent, at the bottom."""

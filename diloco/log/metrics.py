@@ -4,6 +4,7 @@ TensorBoard and Weights & Biases call a number by the same name, see `scalars`.
 """
 
 import json
+import math
 import pathlib
 import secrets
 import textwrap
@@ -33,14 +34,24 @@ class MetricsWriter:
 
   Every line is one JSON object with `step` and `kind`: step, send, receive, eval,
   sample, or a kind of a plug-in. Lines are only appended: a resumed run writes
-  the steps since its checkpoint again, with the same numbers; `read` takes the last.
+  the steps since its checkpoint again, and readers drop what earlier attempts wrote.
   For commands that read a run, the config is in config.json; digests of its text, its
   tokenizer and the held-out tokens of its last evaluation are in contents.json.
   """
 
   def __init__(
-    self, workdir: pathlib.Path, c: Config, contents: Mapping[str, str] = {}
+    self,
+    workdir: pathlib.Path,
+    c: Config,
+    contents: Mapping[str, str] = {},
+    start: int = 0,
   ):
+    """Opens the files.
+
+    Args:
+      contents: `diloco.data.contents` of this process.
+      start: the step from which the run goes on.
+    """
     files.write_json(workdir / CONFIG, c.to_dict())
     self._contents = workdir / CONTENTS, digests(contents)
     before = files.read_json(workdir / CONTENTS) or {}
@@ -54,8 +65,9 @@ class MetricsWriter:
     if c.log.tensorboard:
       import tensorboardX
 
+      # TensorBoard drops what earlier attempts have written from `purge_step` on.
       self._tensorboard = tensorboardX.SummaryWriter(
-        str(workdir / "tensorboard"), flush_secs=30
+        str(workdir / "tensorboard"), flush_secs=30, purge_step=start + 1
       )
       fields = leaves(c.to_dict()).items()
       text = "\n".join(f"{field} = {value!r}" for field, value in fields)
@@ -135,18 +147,30 @@ def as_record(line: bytes) -> dict[str, Any]:
 
 
 def read(workdir: pathlib.Path, kind: str = "step") -> list[dict[str, Any]]:
-  """Reads the records of one kind in order of steps; of repeated records the last."""
+  """Reads the records of one kind in order of steps, without abandoned attempts."""
   return read_kinds(workdir, kind)[kind]
 
 
 def read_kinds(workdir: pathlib.Path, *kinds: str) -> Kinds:
   """Reads records as `read`, of several kinds in one pass over the file."""
   found: dict[str, dict] = {kind: {} for kind in kinds}
+  newest = 0
   for record in Follower(workdir).records():
-    if record["kind"] in found:
-      place = (record["step"], record.get("fragment", 0))
-      found[record["kind"]][place] = record
+    kind, step = record["kind"], record["step"]
+    if kind == "step":
+      if step <= newest:  # The run went on from an earlier step.
+        for some in found.values():
+          drop_after((step, math.inf), some)
+      newest = step
+    if kind in found:
+      found[kind][step, record.get("fragment", 0)] = record
   return {kind: [rs[place] for place in sorted(rs)] for kind, rs in found.items()}
+
+
+def drop_after(place: Any, records: dict[Any, Any]) -> None:
+  """Drops what a run has written after a place to which it has gone back."""
+  for later in [other for other in records if other > place]:
+    del records[later]
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:

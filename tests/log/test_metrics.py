@@ -7,19 +7,26 @@ import types
 
 import pytest
 from tensorboardX.proto import event_pb2
+from tensorboardX.proto.event_pb2 import SessionLog
 
 from diloco import config as config_lib
+from diloco.checkpoint.record import Record
 from diloco.config.comparable import HELD_OUT
 from diloco.log import metrics
+from diloco.log.log import Log
+from diloco.processes.peers import Peers
 
 
-def test_the_last_record_of_a_repeated_step_counts(tmp_path):
-  records = [
-    {"kind": "step", "step": t, "loss": x} for t, x in ((1, 3), (2, 2), (1, 1))
-  ]
-  text = "\n".join(json.dumps(r) for r in records) + '\n{"kind": "st'
-  (tmp_path / "metrics.jsonl").write_text(text)
-  assert [r["loss"] for r in metrics.read(tmp_path)] == [1, 2]
+def test_what_a_run_wrote_before_it_went_back_does_not_count(tmp_path):
+  at = lambda kind, t, x: json.dumps({"kind": kind, "step": t, "loss": x})
+  first = [at("step", t, t) for t in range(1, 6)]
+  first += [at("eval", t, t) for t in (2, 5)] + [at("send", 3, 3)]
+  again = [at("send", 3, 30), at("step", 3, 30), '{"kind": "st']  # From step 2.
+  (tmp_path / "metrics.jsonl").write_text("\n".join([*first, *again]))
+  found = metrics.read_kinds(tmp_path, "step", "eval", "send")
+  losses = {kind: [r["loss"] for r in records] for kind, records in found.items()}
+  assert losses == {"step": [1, 2, 30], "eval": [2], "send": [30]}
+  assert [r["loss"] for r in metrics.read(tmp_path, "eval")] == [2]
 
 
 class WandbRun:
@@ -184,3 +191,12 @@ def test_tensorboard_has_the_config_the_sample_and_one_tag_per_number(tiny, tmp_
   assert {tag: x for tag, ((x, _),) in found.items()} == {
     name: value for names in NAMES for name, value in names.items()
   }
+
+
+def test_tensorboard_drops_what_came_after_the_checkpoint(tiny, tmp_path):
+  tiny.log.tensorboard = True
+  c = config_lib.resolve(tiny)
+  Log(c, tmp_path, Record({}), lambda: 5, Peers()).close()
+  (path,) = (tmp_path / "tensorboard").iterdir()
+  starts = [e.step for e in events(path) if e.session_log.status == SessionLog.START]
+  assert starts == [6]
