@@ -19,7 +19,6 @@ See `coded_mean`; docs/gap.md has what it gains and sends.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -140,8 +139,7 @@ class DesLoc(plugins.Extension):
         x_M = jax.tree.map(leaves.__getitem__, numbers)
         call = Call(kind, {"inner optimizer": x_M}, mean, (x_M,), {"mesh": plan.mesh})
         if self.format != "fp32":
-          least = 0.0 if kind == SECOND else -math.inf
-          more = {"wire": self.wire(plan.wire), "least": least}
+          more = {"wire": self.wire(plan.wire), "positive": kind == SECOND}
           call = call._replace(function=coded_mean, kwargs={**call.kwargs, **more})
         yield numbers, call
 
@@ -193,18 +191,22 @@ def mean(x_M: PyTree, *, mesh: Mesh) -> PyTree:
   )
 
 
-@partial(jax.jit, static_argnames=("wire", "mesh", "least"), donate_argnums=0)
-def coded_mean(x_M: PyTree, *, wire: WireConfig, mesh: Mesh, least: float) -> PyTree:
+@partial(jax.jit, static_argnames=("wire", "mesh", "positive"), donate_argnums=0)
+def coded_mean(x_M: PyTree, *, wire: WireConfig, mesh: Mesh, positive: bool) -> PyTree:
   """Moves moments to the mean of their codes: x_m += mean(Q(x)) - Q(x_m).
 
   The mean over the replicas stays as it was, and replicas that agree stay as they are:
   what Q rounds away is kept, not sent. It is the step of CHOCO-Gossip (arXiv
   1902.00340) without its memory of what was sent before.
 
+  A value whose code is rounded up may step back by more than its size, if the others
+  send less. A second moment would then be 0 or negative, and Adam divides by its root.
+  So `positive` values stop at the smaller of x_m and mean(Q(x)).
+
   Args:
     x_M: a moment of all replicas, a tree like the parameters; donated.
     wire: how it is coded.
-    least: smallest value that a moment may have.
+    positive: whether the moment is never negative, as second moments are.
   """
   delta_M = jax.tree.map(lambda x_M: x_M.astype(jnp.float32), x_M)
   keys_M = jax.random.split(jax.random.key(0), len(jax.tree.leaves(x_M)[0]))  # Unused.
@@ -216,6 +218,10 @@ def coded_mean(x_M: PyTree, *, wire: WireConfig, mesh: Mesh, least: float) -> Py
   all_M = exchange.decode(wire, mesh, payload, like, (None,))
 
   def move(x_M: jax.Array, own_M: jax.Array, all_M: jax.Array) -> jax.Array:
-    return jnp.maximum(x_M + all_M.mean(axis=0) - own_M, least).astype(x_M.dtype)
+    mean = all_M.mean(axis=0)
+    new_M = x_M + mean - own_M
+    if positive:
+      new_M = jnp.maximum(new_M, jnp.minimum(x_M, mean))
+    return new_M.astype(x_M.dtype)
 
   return jax.tree.map(move, x_M, own_M, all_M)

@@ -1,5 +1,6 @@
 """DES-LOC and SPARTA against float64 NumPy, and in whole runs of the trainer."""
 
+import functools
 import json
 import shutil
 
@@ -22,6 +23,8 @@ from diloco.contrib import des_loc, sparta
 from diloco.errors import ConfigError
 from diloco.log import metrics, read_run
 from diloco.mesh.devices import make_mesh
+from diloco.mesh.sharding import mesh_of
+from diloco.spec.fields import WireConfig
 from diloco.spec.shapes import num_params
 from diloco.together import training as together
 
@@ -102,14 +105,15 @@ def by_hand(c, masks=None):
   mean = lambda a: np.broadcast_to(a.mean(axis=0), a.shape).copy()
   own = c.of(des_loc.DesLoc)
 
-  def average(i, a):
+  def average(i, a, positive=False):
     """The mean of a moment of leaf i, or a step to the mean of its 4-bit codes."""
     if own.format == "fp32":
       return mean(a)
     layers = 5 if i < 2 else 1  # Each layer of a block is coded separately.
     parts = a.reshape(M * layers, -1)
     coded = np.stack([ref.block_quantise(x, 4) for x in parts]).reshape(a.shape)
-    return a + mean(coded) - coded
+    least = np.minimum(a, mean(coded)) if positive else -np.inf
+    return np.maximum(a + mean(coded) - coded, least)
 
   parts = ref.make_fragments(5, c.fragments.size, c.fragments.pattern)
   # The layers or the whole of each leaf that belongs to a fragment.
@@ -129,7 +133,7 @@ def by_hand(c, masks=None):
       if own.first_every and t % own.first_every == 0:
         u_M[i] = average(i, u_M[i])
       if own.second_every and t % own.second_every == 0:
-        v_M[i] = np.maximum(average(i, v_M[i]), 0)
+        v_M[i] = average(i, v_M[i], positive=True)
     for p in ref.sent_at(t, len(parts), c.sync_every) if t <= STEPS else []:
       sent[p, t] = [outer[i][at] - x_M[i][:, at].mean(axis=0) for i, at in places[p]]
     for p in range(len(parts)):
@@ -221,7 +225,7 @@ def test_a_coded_mean_keeps_the_mean_of_the_replicas_and_brings_them_together(dt
   c = make_config(**{"des_loc.first_every": 1, "des_loc.format": "e3m0"})
   plan = make_plan(c, make_mesh(c, jax.devices()[:1]), jax.tree.map(np.shape, ONE))
   wire = c.of(des_loc.DesLoc).wire(plan.wire)
-  to_mean = lambda x: des_loc.coded_mean(x, wire=wire, mesh=plan.mesh, least=-jnp.inf)
+  to_mean = lambda x: des_loc.coded_mean(x, wire=wire, mesh=plan.mesh, positive=False)
   old = jax.tree.map(lambda x: np.asarray(x, dtype), gradients(0))
   new = to_mean(jax.tree.map(jnp.asarray, old))
   apart = lambda x: np.square(np.float64(x) - np.float64(x).mean(axis=0)).sum()
@@ -237,6 +241,29 @@ def test_a_coded_mean_keeps_the_mean_of_the_replicas_and_brings_them_together(dt
   want = jax.tree.map(np.asarray, same)
   for x, y in zip(jax.tree.leaves(to_mean(same)), jax.tree.leaves(want)):
     np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+@pytest.mark.parametrize("m", [2, 4, 8])
+def test_moments_in_four_bits_leave_adam_small_steps(m):
+  """After a second moment of 0, the next step is hundreds of times the inner rate."""
+  wire = WireConfig(format="e3m0", block_size=16)
+  mesh = mesh_of(np.asarray([jax.devices()[:1]]))
+  average = functools.partial(des_loc.coded_mean, wire=wire, mesh=mesh)
+  rng, largest = RNG(m), []
+  scales = np.exp(rng.normal(size=512))
+  u_M = v_M = np.zeros((m, 512), np.float32)
+  for t in range(1, 10):
+    g_M = np.float32(rng.normal(size=(m, 512)) * scales)
+    u_M, v_M = 0.9 * u_M + 0.1 * g_M, 0.99 * v_M + 0.01 * g_M**2
+    step_M = u_M / (1 - 0.9**t) / (np.sqrt(v_M / (1 - 0.99**t)) + 1e-8)
+    largest.append(np.abs(step_M).max())
+    if t % 3 == 0:
+      u_M, v_M = (
+        np.asarray(average({"x": jnp.asarray(x)}, positive=positive)["x"])
+        for x, positive in ((u_M, False), (v_M, True))
+      )
+      assert (v_M > 0).all()
+  assert max(largest) < 4
 
 
 def test_a_format_of_moments_that_does_not_exist_is_refused(tiny):
