@@ -11,14 +11,55 @@ or independent), overtrain (multiplies the budget of 20 tokens per parameter) an
 The sizes of Table 3, 35M to 10B, have its shapes and token budgets. Any other size from
 10M on takes the nearest shape of the same family: width 64 * heads, 3 layers for every
 4 heads. Learning rates and batch are those of `python -m diloco scaling_laws
-recommend`. H is 30, as in the paper. The default algorithm is streaming; the paper uses
-diloco. Runs with overtrain train on Dolma and are evaluated on C4, as in section 5.2.
+recommend`. Runs with overtrain train on Dolma and are evaluated on C4 (section 5.2).
+
+Without algorithm=, a run is Streaming DiLoCo with the rates and the batch of this
+paper, which has algorithm=diloco. A field, its value, and where the value is from:
+
+  algorithm = streaming          ours; section 3 has diloco
+  sync_every = 30                section 3
+  train.accumulate = 1           ours; the table below has what fits
+  model.vocab_size = 32768       section 3
+  model.seq_len = 2048           section 3
+  model.qk_norm = True           section 3
+  model.z_loss = 0.0001          ours; section 3 gives no weight
+  model.param_dtype = float32    ours; section 3: --config.model.param_dtype=bfloat16
+  model.remat = full             ours
+  model.loss_chunk = 256         ours
+  inner.optimizer = adamw(b1=0.9, b2=0.99, eps=1e-8)  section 3; eps is ours
+  inner.gradient_dtype = bfloat16  section 3
+  inner.warmup_steps = 1000      section 3
+  inner.final_fraction = 0.05    section 3
+  inner.clip_norm = 1.0          section 3
+  outer.optimizer = sgd(momentum=0.9, nesterov=True)  section 3
+  data.source = tfds:c4/en:3.1.0  section 3; the version is ours
+  eval.every = 1000              ours
+  eval.tokens = 4194304          ours
+
+Weight decay is 1 / steps (section 3). The tasks are those of section 3 where their
+package is installed (docs/evaluation.md), else none.
+
+What a run costs (6 N FLOPs per token; hours of a v5e at 40% of its peak), grid of each
+of two slices of v5e and train.accumulate that hold M = 2 (docs/aot.md), and the paper's
+loss (Tables 4 and 5) of data-parallel and of DiLoCo with M = 1, 2, 4 and 8:
+
+  size  tokens  FLOPs   chip hours  slices      loss
+  35M   0.7B    1.5e17  0.53        1x1 1       3.485 3.482 3.508 3.554 3.621
+  90M   1.8B    9.6e17  3.4         1x1 1       3.167 3.162 3.182 3.213 3.265
+  180M  3.6B    4.0e18  14          1x1 2       2.950 2.943 2.957 2.981 3.019
+  330M  6.6B    1.3e19  47          1x1 8       2.784 2.777 2.788 2.808 2.841
+  550M  11B     3.7e19  130         2x2 2       2.653 2.645 2.657 2.673 2.698
+  1.3B  26B     2.0e20  700         2x2 4       2.460 2.451 2.464 2.472 2.493
+  2.4B  48B     7.0e20  2500        2x4 4       2.326 2.317 2.323 2.332 2.351
+  4B    80B     2.0e21  7100        2x4 16      2.224 2.219 2.220 2.230
+  10B   200B    1.2e22  41000       4x8 4       2.090 2.086 2.086 2.096
 """
 
 import math
 
 from diloco.config import ALGORITHMS, default_config
 from diloco.errors import ConfigError
+from diloco.evaluate import tasks
 from diloco.scaling_laws import paper, predict
 from diloco.scaling_laws.recommend import recommend
 from diloco.util.command import parse_count, parse_options
@@ -101,7 +142,7 @@ def get_config(arg: str = "35M"):
   if data == "dolma":
     c.data.source = "tfds:dolma:1.0.0"
     c.data.eval_source = "tfds:c4/en:3.1.0"
-  c.eval.every, c.eval.tokens = 1000, 2**22
+  c.eval.every, c.eval.tokens, c.eval.tasks = 1000, 2**22, tasks.of_the_papers()
   return c
 
 

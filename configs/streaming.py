@@ -7,19 +7,58 @@
 The argument is the scale, and after it any of M, H, algorithm, data (c4 or dolma) and
 tokens. `RUNS` lists the runs of Tables 5 to 7, `ITEMS` those of each table and figure.
 
-From the paper: shapes and token budgets (Table 2; its "hidden" column is the
-feed-forward width), M = 2, strided fragments of 3 layers, tau = 1, alpha = 0, E3M0,
-outer Nesterov momentum at learning rate 0.4 (sections 3.2 and 3.3), and sequences of
-1,024 tokens on C4 and 2,048 on Dolma. On Dolma the batch grows with M (Table 7).
+Shapes and token budgets are those of Table 2 (its "hidden" column is the feed-forward
+width). On Dolma, sequences have 2,048 tokens (section 3.2.2) and the batch grows with M
+(Table 7). The paper states neither the inner learning rate nor the batch: both come
+from the power laws of Scaling Laws (arXiv 2503.09799) for M = 2. A field, its value,
+and where the value is from:
 
-The paper states neither the inner learning rate nor the batch. Both come from the power
-laws of Scaling Laws (arXiv 2503.09799) for M = 2.
+  replicas = 2                   section 3.2
+  sync_every = 100               section 3.2.1, which also has 30
+  fragments.size = 3             section 3.3.1
+  fragments.pattern = strided    section 3.3.1
+  overlap.tau = 1                section 3.3.2
+  overlap.alpha = 0.0            ours; section 3.3.2 has 0 and 0.5 and names no choice
+  wire.format = e3m0             section 2.4
+  wire.block_size = 128          ours
+  outer.learning_rate = 0.4      section 3.2
+  outer.optimizer = sgd(momentum=0.9, nesterov=True)  section 2.1; 0.9 is ours
+  inner.optimizer = adamw(b1=0.9, b2=0.99, eps=1e-8)  section 4; the numbers are ours
+  inner.warmup_steps = 1000      ours
+  inner.final_fraction = 0.05    ours
+  inner.clip_norm = 1.0          ours
+  inner.gradient_dtype = bfloat16  ours
+  model.vocab_size = 32000       table 2
+  model.seq_len = 1024           section 3.2
+  model.qk_norm = True           section 3.2
+  model.z_loss = 0.0001          section 3.2
+  model.param_dtype = float32    ours
+  model.remat = full             ours
+  model.loss_chunk = 256         ours
+  data.source = tfds:c4/en:3.1.0  section 3.2; the version is ours
+  eval.every = 1000              ours
+  eval.tokens = 4194304          ours
+
+The tasks are those of Table 5 where their package is installed (docs/evaluation.md),
+else none. What a run costs (6 N FLOPs per token; hours of a v5e at 40% of its peak),
+and the paper's loss on C4 (Table 5) of data-parallel, DiLoCo with H = 30, and streaming
+with H = 30 and 100:
+
+  size  tokens  FLOPs   chip hours  loss
+  35M   0.7B    1.5e17  0.52        3.51 3.54 3.53 3.56
+  100M  1.5B    7.9e17  2.8         3.19 3.21 3.21 3.22
+  200M  3.5B    3.9e18  14          2.97 2.98 2.98 3.00
+  300M  6.0B    1.2e19  43          2.80 2.81 2.81 2.83
+  500M  11B     3.7e19  130         2.67 2.68 2.67 2.69
+  1B    25B     1.9e20  670         2.49 2.49 2.48 2.50
+  4B    83B     2.1e21  7300        2.25 2.26
 """
 
 import math
 
 from diloco.config import ALGORITHMS, default_config
 from diloco.errors import ConfigError
+from diloco.evaluate import tasks
 from diloco.spec.shapes import matrix_params
 from diloco.util.command import parse_options
 
@@ -103,5 +142,5 @@ def get_config(arg: str = "35M"):
   else:
     c.data.source = "tfds:dolma:1.0.0"
     c.data.train_split, c.data.eval_split = "train[:99%]", "train[99%:]"
-  c.eval.every, c.eval.tokens = 1000, 2**22
+  c.eval.every, c.eval.tokens, c.eval.tasks = 1000, 2**22, tasks.of_the_papers()
   return c

