@@ -1,8 +1,7 @@
 """A method of each kind, as a user would write it: one file that no other one knows.
 
-`alone` exchanges nothing: every replica's outer parameters follow it. `median` averages
-by the median. `Mixing` averages the embeddings every few steps. `Calm` begins with
-joint steps. `signed` is an outer optimizer.
+`median` averages by the median. `Mixing` averages the embeddings every few steps.
+`Calm` begins with joint steps. `signed` is an outer optimizer.
 """
 
 import dataclasses
@@ -12,25 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from diloco.algorithm import optimizers
-from diloco.algorithm.slices import take
-from diloco.algorithm.state import Event
-from diloco.contrib._shared.rules import NEEDS
 from diloco.spec import plugins, shapes, sizes
 from diloco.spec.fields import Count
-from diloco.spec.plugins import Average, Exchange, Rule
-
-
-def follow(plan, t, params_M, state, last_send=None):
-  events = []
-  for p in plan.schedule.sends(t, last_send):
-    part_M = take(params_M, plan.shapes[p], plan.layers[p])
-    # Copies, because the next inner step donates the parameters.
-    theta_M = jax.tree.map(lambda x_M: jnp.array(x_M, jnp.float32), part_M)
-    state = state.after_update(p, theta_M, state.opt_state[p])
-    norm_M = jax.vmap(optax.tree.norm)(theta_M)
-    sent = plan.sync_bytes(p)
-    events.append(Event("send", p, t, sent, {"outer_grad_norm": norm_M}))
-  return params_M, state, events
+from diloco.spec.plugins import Average
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +61,6 @@ def median(delta_M, weights_M):
   return jax.tree.map(lambda x_M: jnp.median(x_M, axis=0), delta_M)
 
 
-plugins.EXCHANGES["alone"] = Exchange(
-  lambda replicas: 0, own_outer=True, outer_step=follow
-)
-plugins.RULES.append(Rule("wire.exchange", "alone", "which sends nothing", NEEDS))
 plugins.MEANS["median"] = median
 plugins.register("mixing", Mixing)
 plugins.register("calm", Calm)

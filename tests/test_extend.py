@@ -102,7 +102,6 @@ def test_other_commands_import_the_plugins_of_a_run(tiny, tmp_path):
 
 
 KINDS = {
-  "own outer parameters": {"wire.exchange": "alone", "overlap.tau": 0},
   "mean": {"outer.average": "median", "wire.format": "fp32"},
   "between syncs": {"mixing.every": 2},
   "start": {"calm.steps": 5},

@@ -9,9 +9,10 @@ from diloco.algorithm.placement import Placement, make_placement
 from diloco.algorithm.plan import Form, Plan
 from diloco.config import Config
 from diloco.mesh.sharding import abstract
-from diloco.spec import plugins, shapes
+from diloco.spec import shapes
 from diloco.spec.fields import WireConfig
 from diloco.spec.fragments import Fragment
+from diloco.spec.plugins import OuterStep
 from diloco.spec.schedule import Schedule
 from diloco.spec.shapes import Shapes
 from diloco.wire.transport import make_transport
@@ -50,7 +51,7 @@ def make_plan(
   parts = tuple(f.shapes(parameters) for f in fragments)
   for part in parts:  # Finds mistakes in the optimizer; computes nothing.
     outer_shardings(outer_optimizer, abstract(part, "float32"), mesh)
-  step = plugins.EXCHANGES[c.wire.exchange].outer_step or outer.outer_step
+  step: OuterStep = outer.outer_step
   for extension in c.extensions:
     step = extension.outer_step(c, step)
   return Plan(
@@ -62,26 +63,19 @@ def make_plan(
     wire=c.wire,
     outer=outer_optimizer,
     tuned=outer_tuned(outer_optimizer),
-    own_outer=c.own_outer,
     alpha=c.overlap.alpha,
     seed=c.seed,
     mesh=mesh,
     placement=placement,
     transport=transport,
-    form=choose_form(c.wire, outer_optimizer, placement, c.own_outer),
+    form=choose_form(c.wire, outer_optimizer, placement),
     step=step,
   )
 
 
-def choose_form(
-  wire: WireConfig, optimizer: Outer, placement: Placement, own_outer: bool = False
-) -> Form:
-  """Chooses the plain or the fused form of lines 7 and 8, and of lines 10 and 11.
-
-  Args:
-    own_outer: whether every replica has outer parameters of its own.
-  """
-  sends = outer if own_outer or not fused.can_send(wire, placement.devices) else fused
+def choose_form(wire: WireConfig, optimizer: Outer, placement: Placement) -> Form:
+  """Chooses the plain or the fused form of lines 7 and 8, and of lines 10 and 11."""
+  sends = fused if fused.can_send(wire, placement.devices) else outer
   updates = fused if fused.can_update(wire, optimizer, placement.mesh) else outer
   update = updates.update if placement.at_hosts else updates.update_in_place
   return Form(sends.send, update, outer.merge)

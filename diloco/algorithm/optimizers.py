@@ -36,8 +36,6 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
   "inner.optimizer": {},
   "outer.optimizer": {},
 }
-# Names of outer optimizers whose momentum may be an array.
-TUNED = {"sgd"}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -63,8 +61,7 @@ class OuterTuned(NamedTuple):
 
   Attributes:
     learning_rate: rate of the first sync.
-    momentum: sgd's momentum; None for sgd without momentum, and for optimizers that are
-      not in `TUNED`.
+    momentum: sgd's momentum; None for sgd without momentum, and for other optimizers.
   """
 
   learning_rate: jax.Array | float
@@ -161,7 +158,7 @@ def outer_tuned(outer: Outer) -> OuterTuned:
   if isinstance(outer, optax.GradientTransformation):
     return OuterTuned(0.0, None)
   name, arguments = parse("outer.optimizer", outer.optimizer)
-  momentum = arguments.get("momentum") if name in TUNED else None
+  momentum = arguments.get("momentum") if name == "sgd" else None
   return OuterTuned(outer.learning_rate, momentum)
 
 
@@ -179,17 +176,14 @@ def make_outer(
   return _make("outer.optimizer", outer.optimizer, rate, momentum=momentum)
 
 
-def outer_shardings(
-  outer: Outer, theta: PyTree, mesh: Mesh, leading: Leading = ()
-) -> tuple[PyTree, PyTree]:
+def outer_shardings(outer: Outer, theta: PyTree, mesh: Mesh) -> tuple[PyTree, PyTree]:
   """Returns NamedShardings of a fragment's outer parameters and optimizer state.
 
   Args:
-    theta: the fragment's outer parameters without a leading axis, or their shapes.
-    leading: (REPLICA,) if every replica has its own; see `diloco.mesh.sharding`.
+    theta: the fragment's outer parameters, or their shapes.
   """
-  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh, leading)
-  return sharding.with_leading(sharding.shardings(theta, mesh), leading), opt_at
+  opt_at = state_shardings("outer.optimizer", make_outer(outer), theta, mesh)
+  return sharding.shardings(theta, mesh), opt_at
 
 
 def _make(

@@ -84,8 +84,7 @@ def send(
 
   Args:
     params_M: parameters of all replicas.
-    theta: outer parameters of the fragment, on the devices, leaves (...); or those of
-      each replica, (M, ...).
+    theta: outer parameters of the fragment, on the devices.
     codec_state: compressor state of the fragment; donated.
     layers: int32 (n,), the fragment's layers.
     key: PRNG key of this step and fragment.

@@ -58,7 +58,6 @@ class Plan:
     wire: compressor and number format of payloads.
     outer: the outer optimizer.
     tuned: learning rate and momentum of the outer optimizer.
-    own_outer: whether every replica has outer parameters of its own.
     alpha: weight of a replica's own parameters in a merge.
     seed: seed of the compressors' random numbers.
     mesh: the device mesh.
@@ -76,7 +75,6 @@ class Plan:
   wire: WireConfig
   outer: Outer
   tuned: OuterTuned
-  own_outer: bool
   alpha: float
   seed: int | jax.Array
   mesh: Mesh
@@ -144,7 +142,7 @@ class Plan:
   def kind(self, p: int) -> dict[str, Any]:
     """Returns static arguments of jitted functions that handle fragment p."""
     present = {"wire": self.wire, "outer": self.outer, "mesh": self.mesh}
-    return {"keys": tuple(self.shapes[p]), "each": self.own_outer, **present}
+    return {"keys": tuple(self.shapes[p]), **present}
 
   def send(
     self,

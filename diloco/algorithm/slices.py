@@ -85,7 +85,7 @@ def outer_gradient(theta: jax.Array, x_M: jax.Array) -> jax.Array:
   """Returns outer minus inner parameters of all replicas, float32 (M, ...).
 
   Args:
-    theta: outer parameters, (...), or those of each replica, (M, ...).
+    theta: outer parameters, (...).
     x_M: inner parameters, (M, ...).
   """
   return as_merged(theta, x_M) - x_M.astype(jnp.float32)

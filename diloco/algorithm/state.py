@@ -36,9 +36,7 @@ class OuterState:
 
   Attributes:
     theta: outer parameters of each fragment, {'blocks': (n, ...)} and/or
-      {'embed': ...}, float32, sharded over fsdp, the same for every replica. If
-      `Plan.own_outer` is set, every replica has its own; then the leaves of theta and
-      of opt_state are (M, ...).
+      {'embed': ...}, float32, sharded over fsdp, the same for every replica.
     opt_state: outer optimizer state of each fragment.
     codec_state: compressor state of each fragment, leaves (M, ...) shaped and sharded
       like the replicas' parameters; empty if the compressor has no state.
@@ -174,8 +172,7 @@ def abstract_outer(
   for p, layers in enumerate(plan.layers):
     init = functools.partial(_init_fragment, **plan.kind(p))
     state = jax.eval_shape(init, params_M, layers)
-    kind = (plan.outer, plan.mesh, plan.own_outer)
-    theta_at, opt_at, codec_at = _outer_shardings(state, *kind)
+    theta_at, opt_at, codec_at = _outer_shardings(state, plan.outer, plan.mesh)
     places = (*plan.placement.shardings((theta_at, opt_at)), codec_at)
     parts.append(sharding.structs(state, places))
   payloads = {p: plan.payload(p, fsdp) for p in in_flight}
@@ -195,8 +192,7 @@ def outer_params(plan: Plan, state: OuterState) -> PyTree:
   """
   # Waits: jobs and the copies below must not start collectives at the same time.
   plan.placement.jobs.settle()
-  mean = functools.partial(replica_mean, mesh=plan.mesh)
-  thetas = map(mean if plan.own_outer else plan.placement.fetch, state.theta)
+  thetas = map(plan.placement.fetch, state.theta)
   return slices.join(thetas, plan.layers, plan.parameters, plan.mesh)
 
 
@@ -250,41 +246,31 @@ def abstract_inner(c: Config, mesh: Mesh) -> tuple[PyTree, PyTree]:
   return sharding.structs((params_M, opt_state_M), (params_at, opt_at))
 
 
-@functools.partial(jax.jit, static_argnames=("keys", "each", "wire", "outer", "mesh"))
+@functools.partial(jax.jit, static_argnames=("keys", "wire", "outer", "mesh"))
 def _init_fragment(
   params_M: PyTree,
   layers: np.ndarray,
   *,
   keys: tuple[str, ...],
-  each: bool,
   wire: WireConfig,
   outer: Outer,
   mesh: Mesh,
 ) -> Parts:
-  """Makes the first theta, opt_state and codec_state of a fragment.
-
-  Args:
-    each: whether every replica has its own theta and opt_state.
-  """
+  """Makes the first theta, opt_state and codec_state of a fragment."""
   part_M = slices.take(params_M, keys, layers)
-  init = optimizers.make_outer(outer).init
-  own = lambda x_M: x_M if each else x_M[0]
-  theta = jax.tree.map(lambda x_M: own(x_M).astype(jnp.float32), part_M)
-  opt_state = jax.vmap(init)(theta) if each else init(theta)
+  theta = jax.tree.map(lambda x_M: x_M[0].astype(jnp.float32), part_M)
+  opt_state = optimizers.make_outer(outer).init(theta)
   codec_state = exchange.init_state(wire, jax.tree.map(jnp.float32, part_M))
   state = (theta, opt_state, codec_state)
-  places = _outer_shardings(state, outer, mesh, each)
+  places = _outer_shardings(state, outer, mesh)
   return jax.lax.with_sharding_constraint(state, places)
 
 
-def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh, each: bool) -> Parts:
+def _outer_shardings(state: Parts, outer: Outer, mesh: Mesh) -> Parts:
   """Returns device shardings of a fragment's theta, opt_state and codec_state."""
   theta, _, codec_state = state
-  if each:
-    theta = slices.one_of(theta)
-  leading = (REPLICA,) if each else ()
-  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh, leading)
-  led = theta_at if each else sharding.with_leading(theta_at, (REPLICA,))
+  theta_at, opt_at = optimizers.outer_shardings(outer, theta, mesh)
+  led = sharding.with_leading(theta_at, (REPLICA,))
   codec_at = jax.tree.map(
     lambda at, tensor: jax.tree.map(lambda _: at, tensor), led, codec_state
   )

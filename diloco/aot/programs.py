@@ -26,7 +26,6 @@ from diloco.algorithm.state import OuterState, abstract_state
 from diloco.aot import hlo
 from diloco.config import Config, changed
 from diloco.mesh import sharding
-from diloco.spec import plugins
 from diloco.util.types import PyTree
 from diloco.wire.transport import transmit
 
@@ -153,13 +152,9 @@ class Programs:
     wire = {"wire": c.wire, "mesh": self.mesh}
     merged = {"parameters": params, "outer parameters": theta}
     sent = merged | {"compressor": codec_state}
-    hooks = [plugins.EXCHANGES[c.wire.exchange].programs]
-    hooks += [extension.programs for extension in c.extensions]
-    for hook in filter(None, hooks):
-      for name, held, function, args, kwargs in hook(c, plan, self.state):
-        self._add(name, held, function, *args, **kwargs)
-    if "update" in self.lower:  # An outer step of a plug-in.
-      return
+    for extension in c.extensions:
+      for call in extension.programs(c, plan, self.state):
+        self._add(call.name, call.held, call.function, *call.args, **call.kwargs)
     mine = (params, theta, codec_state, layers, key)
     self._add("send", sent, plan.form.send, *mine, **wire)
     here = (params, theta, layers, everyone)

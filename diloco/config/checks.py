@@ -177,10 +177,9 @@ def check_all_synced(c: Config) -> None:
     joint = c.joint_steps
     after = f" after {joint} joint steps" if joint else ""
     field = "the number of joint steps or sync_every" if joint else "sync_every"
-    final = "" if c.own_outer else ", or set outer.final_sync=true"
     raise ConfigError(
       f"train.steps is {c.train.steps}, but with sync_every={c.sync_every}{after} some"
       f" parameters are first synchronised at step {first}, so the outer parameters,"
       f" which are evaluated, would not contain all training; train longer or lower"
-      f" {field}{final}."
+      f" {field}, or set outer.final_sync=true."
     )

@@ -31,7 +31,7 @@ from diloco.algorithm.optimizers import make_inner
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState, abstract_params
 from diloco.config import Config
-from diloco.contrib._shared.rules import alone, averages_of
+from diloco.contrib._rules import alone, averages_of
 from diloco.errors import ConfigError
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA

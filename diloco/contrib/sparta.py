@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import TrainState
 from diloco.config import Config
-from diloco.contrib._shared.rules import alone, averages_of
+from diloco.contrib._rules import alone, averages_of
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins, sizes

@@ -57,9 +57,6 @@ class WarmStart(plugins.Extension):
   def joint_steps(self, c: Config) -> int:
     return self.steps
 
-  def updates_early(self, c: Config) -> bool:
-    return self.momentum
-
   def outer_step(self, c: Config, step: OuterStep) -> OuterStep:
     own = partial(outer_step, momentum=self.momentum, step=step)
     return own if self.steps else step

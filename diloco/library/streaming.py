@@ -106,14 +106,8 @@ class Streaming:
         outer parameters lack the inner steps after a fragment's last send.
 
     Raises:
-      ConfigError: the state is not that of this method after step `last`; or every
-        replica has outer parameters of its own, and `final_sync` is set.
+      ConfigError: the state is not that of this method after step `last`.
     """
-    if final_sync and self.plan.own_outer:
-      raise ConfigError(
-        "final_sync is True, but where every replica has outer parameters of its own"
-        " there is no final sync; leave it out."
-      )
     last = self._check("last", last, 0, state)
     parts_M = self.layout.split(params_M)
     parts_M, state, events = drain(self.plan, last, parts_M, state, final_sync)

@@ -171,11 +171,10 @@ def _few_syncs(c: Config) -> str:
   few = min(c.num_syncs(), default=_ENOUGH_SYNCS)
   if few >= _ENOUGH_SYNCS or c.outer.final_sync:
     return ""
-  final = "" if c.own_outer else ", or set outer.final_sync=true"
   return (
     f"some fragments are synchronised only {few} time{'s' * (few > 1)} in"
     f" {c.train.steps} steps, so the outer parameters lag behind the replicas' mean;"
-    f" train longer or lower sync_every{final}."
+    " train longer or lower sync_every, or set outer.final_sync=true."
   )
 
 

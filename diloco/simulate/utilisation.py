@@ -81,7 +81,7 @@ class Workload:
     bits: bits per value on the link.
     latency: seconds added to every reduction.
     plan: a schedule, and the layers of each fragment. None: the plan of the method.
-    exchange: gather, psum (all-reduces outer gradients) or pair (sends to one peer).
+    exchange: gather, or psum (all-reduces outer gradients).
     link: one of LINKS: what is lost of the bandwidth and of the time.
 
   Raises:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from diloco.spec.fragments import Fragment, make_fragments
-from diloco.spec.plugins import EXCHANGES, EXTENSIONS, Average, Extension, Group
+from diloco.spec.plugins import EXTENSIONS, Average, Extension, Group
 from diloco.spec.schedule import Schedule
 
 
@@ -143,9 +143,8 @@ class WireConfig:
   # gather: all-gathers packed codes, decodes them, and averages the values in float32.
   # A replica sends its codes M - 1 times. psum: all-reduces decoded float32 values, the
   # simplest form of the papers' outer step. A replica sends 8 (M - 1) / M bytes per
-  # value: fewer than gather with fp32 and M > 2. Or the name of an exchange of a
-  # plug-in.
-  exchange: str = "gather"
+  # value: fewer than gather with fp32 and M > 2.
+  exchange: Literal["gather", "psum"] = "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -427,15 +426,6 @@ class Config(Extended):
     return self.algorithm == "data_parallel"
 
   @property
-  def own_outer(self) -> bool:
-    """Whether every replica has outer parameters of its own."""
-    exchange = EXCHANGES.get(self.wire.exchange)
-    own = (exchange and exchange.own_outer) or any(
-      x.own_outer(self) for x in self.extensions
-    )
-    return bool(own) and not self.one_model
-
-  @property
   def joint_steps(self) -> int:
     """The first steps, in which replicas average gradients and send nothing else."""
     steps = (x.joint_steps(self) for x in self.extensions)
@@ -494,12 +484,11 @@ class Config(Extended):
       self.sync_every,
       self.overlap.taus,
       joint_steps=self.joint_steps,
-      whole_round=any(x.whole_round(self) for x in self.extensions),
     )
 
-  def num_syncs(self, schedule: Schedule | None = None) -> tuple[int, ...]:
-    """Counts the syncs of each fragment in the whole run; None: by its own schedule."""
-    schedule = schedule or self.make_schedule()
+  def num_syncs(self) -> tuple[int, ...]:
+    """Counts the syncs of each fragment in the whole run."""
+    schedule = self.make_schedule()
     final, every = int(self.outer.final_sync), range(schedule.num_fragments)
     return tuple(schedule.num_sends(p, self.train.steps) + final for p in every)
 

@@ -2,9 +2,9 @@
 
 A plug-in is a module or a package that `plugins` names; `diloco.contrib` has those of
 later papers. It registers names for fields that take names (`compressors.register`,
-`FORMATS`, `EXCHANGES`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`),
-or an `Extension`: fields of its own, and what they do. Config, ledger, checkpoints,
-sweeps and simulators ask this file.
+`FORMATS`, `MEANS`, `TRANSPORTS`, `optimizers.OWN`, `registry.register`), or an
+`Extension`: fields of its own, and what they do. Config, ledger, checkpoints, sweeps
+and simulators ask this file.
 """
 
 import dataclasses
@@ -101,23 +101,6 @@ class BlockFormat(NamedTuple):
   decode: Callable[[Any, Any], Any]
 
 
-class Exchange(NamedTuple):
-  """How replicas exchange a fragment, by the name in wire.exchange.
-
-  Attributes:
-    copies: how often one of M replicas sends its bytes.
-    own_outer: whether every replica has outer parameters of its own.
-    outer_step: lines 6 to 12, with the arguments of `outer.outer_step`; None: those.
-    programs: the programs of this outer step, for the dry run; see
-      `Extension.programs`.
-  """
-
-  copies: Callable[[int], float]
-  own_outer: bool = False
-  outer_step: OuterStep | None = None
-  programs: Callable[..., Iterable[Call]] | None = None
-
-
 class Transport(NamedTuple):
   """Who carries payloads between replicas, by the name in overlap.transport.
 
@@ -176,18 +159,6 @@ class Extension:
     """Counts the first steps, in which replicas average gradients and stay equal."""
     return 0
 
-  def updates_early(self, c: "Config") -> bool:
-    """Returns whether the outer optimizer is updated in the joint steps, too."""
-    return True
-
-  def whole_round(self, c: "Config") -> bool:
-    """Returns whether an exchange takes a whole round of H steps."""
-    return False
-
-  def own_outer(self, c: "Config") -> bool:
-    """Returns whether every replica has outer parameters of its own."""
-    return False
-
   def averages(self, c: "Config") -> dict[str, Average]:
     """Returns what is averaged between the syncs, by kind."""
     return {}
@@ -209,10 +180,7 @@ class Extension:
     """
 
   def programs(self, c: "Config", plan: Any, state: PyTree) -> Iterable[Call]:
-    """Yields programs for the dry run.
-
-    A plug-in with an outer step of its own yields all of its programs.
-    """
+    """Yields programs for the dry run, beside those of Algorithm 2."""
     return ()
 
 
@@ -223,10 +191,6 @@ RULES: list[Rule] = []
 # More names for outer.average: functions like `outer.average` without last argument.
 MEANS: dict[str, Callable[..., PyTree]] = {}
 FORMATS: dict[str, BlockFormat] = {}
-EXCHANGES: dict[str, Exchange] = {
-  "gather": Exchange(lambda replicas: replicas - 1),  # An all-gather of payloads.
-  "psum": Exchange(lambda replicas: 2 * (replicas - 1) / replicas),  # A ring.
-}
 TRANSPORTS = {"device": Transport(at_hosts=False), "host": Transport(at_hosts=True)}
 
 

@@ -25,11 +25,9 @@ class Schedule:
       step has been received, so this schedule begins after it. 0: the run's start.
     joint_steps: the first steps, in which replicas stay equal. Until then nothing is
       sent, and a fragment that is due follows the replicas.
-    whole_round: whether an exchange takes a whole round: every tau is H, and a fragment
-      arrives when it is sent again.
 
   Raises:
-    ConfigError: a tau is not below H; with `whole_round`, it is above H.
+    ConfigError: a tau is not below H.
   """
 
   num_fragments: int
@@ -37,11 +35,10 @@ class Schedule:
   taus: tuple[int, ...]
   drained: int = 0
   joint_steps: int = 0
-  whole_round: bool = False
 
   def __post_init__(self) -> None:
     for tau in self.taus:
-      if not 0 <= tau < self.sync_every + self.whole_round:
+      if not 0 <= tau < self.sync_every:
         raise ConfigError(
           f"overlap.tau is {tau}, but sync_every is {self.sync_every}; tau must"
           f" lie in 0..{self.sync_every - 1}, so lower tau or raise sync_every."

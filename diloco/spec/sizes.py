@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diloco.errors import ConfigError
 from diloco.spec.call_text import parse
 from diloco.spec.formats import PLAIN, block_bytes, code_bits
-from diloco.spec.plugins import EXCHANGES, check_name
+from diloco.spec.plugins import check_name
 from diloco.spec.shapes import Shapes, leaves, shard
 
 if TYPE_CHECKING:
@@ -108,14 +108,13 @@ def coder(text: str) -> str:
 
 
 def check(wire: "WireConfig") -> None:
-  """Checks the names of the compressor, the exchange and the number format.
+  """Checks the names of the compressor and the number format.
 
   Raises:
     ConfigError: a name is unknown, or an argument of the compressor cannot work.
   """
   name, arguments = parse("wire.compressor", wire.compressor)
   check_name("wire.compressor", name, (*SIZES, *MAKERS))
-  check_name("wire.exchange", wire.exchange, EXCHANGES)
   if wire.format not in PLAIN:
     code_bits(wire.format)
   try:
@@ -170,10 +169,10 @@ def copies(exchange: str, replicas: int) -> float:
   """Counts how often a replica sends its bytes.
 
   Args:
-    exchange: a name of `plugins.EXCHANGES`.
+    exchange: gather, an all-gather of payloads, or psum, an all-reduce in a ring.
     replicas: M.
   """
-  return EXCHANGES[exchange].copies(replicas)
+  return replicas - 1 if exchange == "gather" else 2 * (replicas - 1) / replicas
 
 
 def average_bytes(replicas: int, values: int) -> int:

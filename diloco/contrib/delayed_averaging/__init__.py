@@ -91,11 +91,6 @@ class DelayedAveraging(plugins.Extension):
         raise ConfigError(
           f"{start}, but {field} is {value}; choose {choice}, or another compressor."
         )
-    if c.own_outer:
-      raise ConfigError(
-        f"{start}, but every replica has outer parameters of its own; choose another"
-        " compressor."
-      )
 
   def effects(self, c: Config) -> dict[str, tuple[bool, str]]:
     useless = self.chosen(c) and not any(c.overlap.taus)

@@ -1,18 +1,8 @@
 """What several plug-ins need of other fields. No JAX."""
 
 from diloco.config import Config
-from diloco.config.combinations import DEVICE, DILOCO, OFF
+from diloco.config.combinations import DEVICE, DILOCO
 from diloco.spec.plugins import Rule
-
-# Values that other fields must have if every replica has its own outer parameters.
-NEEDS = {
-  "overlap.transport": DEVICE,
-  "outer.average": ("mean",),
-  "outer.offload": OFF,
-  "outer.final_sync": OFF,
-  "warm_start.steps": OFF,
-  "diagnostics.every": OFF,
-}
 
 
 def averages_of(field: str) -> Rule:
