@@ -30,7 +30,8 @@ cd "$(dirname "$0")/.."
 source "$venv/bin/activate"
 export JAX_PLATFORMS=cpu COVERAGE_CORE=sysmon
 
-pip install --quiet --upgrade --upgrade-strategy eager '.[test]'
+# With libtpu, so that the dry run is tested, too.
+pip install --quiet --upgrade --upgrade-strategy eager '.[test,tpu]'
 # Every Python process runs this line when it starts: tests start processes, which do
 # not read the filters of pytest.
 echo 'import warnings; warnings.filterwarnings(' \

@@ -29,6 +29,8 @@ from diloco.mesh import sharding
 from diloco.util.types import PyTree
 from diloco.wire.transport import transmit
 
+_LEAST = 9  # XLA's number for its effort level O0.
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -188,7 +190,7 @@ class Programs:
     Raises:
       jax.errors.JaxRuntimeError: XLA refuses the program, for example for its memory.
     """
-    effort: dict[str, Any] = {"exec_time_optimization_effort": -1.0} if quick else {}
+    effort: dict[str, Any] = {"optimization_level": _LEAST} if quick else {}
     with jax.set_mesh(self.mesh):
       lowered = self.lower[name]()
       start = time.perf_counter()

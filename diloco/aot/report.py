@@ -14,12 +14,16 @@ from diloco.aot.programs import Program, Programs, nbytes
 from diloco.aot.topology import GPUS, TOPOLOGIES, describe, make_mesh
 from diloco.config import Config, changed, resolve
 from diloco.errors import ConfigError
-from diloco.mesh import hardware
+from diloco.mesh import hardware, memory
 from diloco.model import attention
 from diloco.spec.shapes import flops_per_token, num_params
 from diloco.util.command import one_line
 
 Lines = Iterator[str]
+
+
+class TooLarge(ConfigError):
+  """A program needs more memory than a device has."""
 
 
 def report(config: ConfigDict, topology: str, slices: int, quick: bool) -> Lines:
@@ -107,11 +111,11 @@ def find(config: ConfigDict, chip: str, slices: int, quick: bool) -> Lines:
       try:
         c = changed(c, {"train.accumulate": accumulate})
         programs = Programs(c, make_mesh(c, devices))
-        state = sum(programs.on_device.values())
-        fits, result = _try(c, programs, hbm, quick)
       except ConfigError as error:
         yield f"{where}: {error}"
         break
+      state = sum(programs.on_device.values())
+      fits, result = _try(c, programs, hbm, quick)
       yield f"{where}, train.accumulate={accumulate}: {result}"
       if fits:
         return
@@ -131,7 +135,11 @@ def _check_quick(topology: str, quick: bool) -> None:
 
 
 def _try(c: Config, programs: Programs, hbm: int, quick: bool) -> tuple[bool, str]:
-  """Returns whether all programs fit, and the largest program or the reason."""
+  """Returns whether all programs fit, and the largest program or the reason.
+
+  Raises:
+    ConfigError: XLA refuses a program, but not for its memory.
+  """
   state, gradients = sum(programs.on_device.values()), nbytes(programs.state.params)
   if state > hbm:
     return False, f"the state alone takes {_size(state)}"
@@ -143,7 +151,7 @@ def _try(c: Config, programs: Programs, hbm: int, quick: bool) -> tuple[bool, st
       if x.total > hbm:
         return False, f"{x.name} does not fit, {_size(x.total)} of {_size(hbm)}"
       totals[x.name] = x.total
-  except ConfigError as error:
+  except TooLarge as error:
     return False, str(error)
   largest = max(totals, key=totals.__getitem__)
   return True, f"fits, {_size(totals[largest])} of {_size(hbm)} in {largest}"
@@ -153,13 +161,17 @@ def _compile(programs: Programs, quick: bool) -> Iterator[Program]:
   """Compiles one program after another.
 
   Raises:
-    ConfigError: XLA refuses a program.
+    TooLarge: XLA refuses a program, because it needs too much memory.
+    ConfigError: XLA refuses a program for another reason.
   """
   for name in programs.lower:
     try:
       yield programs.compile(name, quick)
     except jax.errors.JaxRuntimeError as error:
-      raise ConfigError(f"{name} does not fit: {_reason(error)}") from error
+      needed, text = _needed(error), one_line(error)[:200]
+      if needed or memory.explain(error):
+        raise TooLarge(f"{name} does not fit: {needed or text}") from error
+      raise ConfigError(f"XLA refuses {name}: {text}") from error
 
 
 def activations(c: Config, mesh: Mesh) -> int:
@@ -193,10 +205,9 @@ def _described(window: hlo.Window) -> str:
   return f"{c.kind} {result} hidden by {window.hidden} of {window.loops} loops"
 
 
-def _reason(error: Exception) -> str:
-  """Returns XLA's reason for refusing a program, in one sentence."""
-  text = one_line(error)
+def _needed(error: Exception) -> str:
+  """Returns the memory that a program needs, if XLA refuses it for that; else ""."""
   size = r"(\d+\.\d+[KMG])"
   middle = r"(?: of |\) exceeds available HBM \()"
-  used = re.search(rf"(?:Used |temporaries \(){size}{middle}{size}", text)
-  return f"XLA needs {used[1]} of {used[2]}" if used else text[:200]
+  used = re.search(rf"(?:Used |temporaries \(){size}{middle}{size}", one_line(error))
+  return f"XLA needs {used[1]} of {used[2]}" if used else ""

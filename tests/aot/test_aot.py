@@ -398,3 +398,28 @@ def test_the_search_ends_at_the_first_grid_on_which_all_programs_fit(tiny, monke
   assert "the state alone takes" in small
   assert "fits" in enough
   assert "does not fit" not in enough
+
+
+@pytest.mark.parametrize(
+  ("error", "said"),
+  [
+    ("INVALID_ARGUMENT: No such compile option: 'x'", "XLA refuses inner step: INVALI"),
+    ("RESOURCE_EXHAUSTED: no room", "inner step does not fit: RESOURCE_EXHAUSTED"),
+    ("INTERNAL: Used 9.1G of 8.0G hbm.", "does not fit: XLA needs 9.1G of 8"),
+  ],
+)
+def test_only_a_lack_of_memory_does_not_fit(tiny, monkeypatch, error, said):
+  def refuse(*_):
+    raise jax.errors.JaxRuntimeError(error)
+
+  monkeypatch.setattr(report, "TOPOLOGIES", {"cpu": ("1x1",)})
+  monkeypatch.setattr(report, "describe", lambda topology, slices: jax.devices()[:1])
+  monkeypatch.setattr(report, "_memory", lambda devices: 2**30)
+  monkeypatch.setattr(Programs, "compile", refuse)
+  with pytest.raises(ConfigError, match=said):
+    list(report.report(tiny, "cpu:1x1", 1, quick=False))
+  # The search goes on only if memory was the reason.
+  end = "no cpu slice fits" if "fit" in said else said
+  with pytest.raises(ConfigError, match=end):
+    for _ in zip(report.find(tiny, "cpu", 1, quick=False), range(20)):
+      pass
