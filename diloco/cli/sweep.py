@@ -8,6 +8,7 @@ python -m diloco sweep --sweep=... --results=/shared/sweep --backend=slurm \
   --parallel=64 --slurm_options=slurm_partition=gpu,gpus_per_node=8,timeout_min=600
 
 Runs are processes on this machine (--backend=local) or Slurm jobs (--backend=slurm).
+--config.FIELD=VALUE changes a field of every run, as for diloco.main.
 """
 
 import argparse
@@ -40,28 +41,33 @@ def make_backend(
   return Slurm(results, environment, options)
 
 
-def run(args: argparse.Namespace) -> int:
-  """Does what the flags ask for; returns the exit status."""
+def run(args: argparse.Namespace, fields: Sequence[str]) -> int:
+  """Does what the flags ask for; returns the exit status.
+
+  Args:
+    fields: flags --config.FIELD=VALUE.
+  """
   if args.results is None and not args.show:
     raise ConfigError("--results is missing; give the folder that holds all runs.")
   if args.export:
-    export_runs(args.results, args.export, args.sweep)
+    sweep = load_sweep(args.sweep, fields) if args.sweep else None
+    export_runs(args.results, args.export, sweep)
   elif args.imported:
     import_runs(args.results, args.imported)
   elif args.show:
-    show(Driver(load_sweep(args.sweep), args.results, Local(0, {})))
+    show(Driver(load_sweep(args.sweep, fields), args.results, Local(0, {})))
   else:
-    return drive_sweep(args, load_sweep(args.sweep))
+    return drive_sweep(args, load_sweep(args.sweep, fields))
   return 0
 
 
-def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: str) -> None:
-  """Writes the CSV file of --export: all runs, or those that --sweep asks for."""
+def export_runs(results: pathlib.Path, path: pathlib.Path, sweep: Sweep | None) -> None:
+  """Writes the CSV file of --export: all runs, or those that the sweep asks for."""
   if not (results / "runs").is_dir():
     raise ConfigError(f"--results={results} holds no runs; run a sweep first.")
   command.make_parent(path, "--export", "a file name.csv")
   if sweep:
-    driver = Driver(load_sweep(sweep), results, Local(0, {}))
+    driver = Driver(sweep, results, Local(0, {}))
     rows = driver.asked(driver.cells())
   else:
     rows = [*table.read_rows(results).values()]
@@ -157,7 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   only.add_argument("--show", action="store_true", help=text)
   text = "run failed runs once more"
   only.add_argument("--retry_failed", action="store_true", help=text)
-  return command.guarded(run, parser.parse_args(argv))
+  args, fields = parser.parse_known_args(argv)
+  if wrong := [word for word in fields if not word.startswith("--config.")]:
+    parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+  return command.guarded(run, args, fields)
 
 
 if __name__ == "__main__":

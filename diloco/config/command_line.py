@@ -112,6 +112,27 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
   return resolve(values["config"].value)
 
 
+def with_flags(
+  config: ml_collections.ConfigDict, given: Sequence[str]
+) -> ml_collections.ConfigDict:
+  """Changes the fields of a config that no file has.
+
+  Args:
+    config: has all fields of `given`.
+    given: flags such as --config.overlap.tau=5.
+
+  Raises:
+    ConfigError: a value has another type than its field.
+  """
+  values, argv = flags.FlagValues(), ["", *given]
+  config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv)
+  try:
+    values(argv)
+  except flags.Error as error:
+    raise ConfigError(f"{error}; diloco.main --print_config shows all.") from error
+  return values["config"].value
+
+
 def _parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
   """Parses flags into `values`; returns the other arguments.
 

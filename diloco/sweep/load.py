@@ -1,21 +1,29 @@
 """Loads a sweep file, and prepares what its runs share. No JAX."""
 
+import dataclasses
+import itertools
 import pathlib
+from collections.abc import Sequence
 
+from diloco.config.checks import unknown
+from diloco.config.command_line import with_flags
+from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
 from diloco.sweep.grid import Sweep
-from diloco.sweep.search import search_all
+from diloco.sweep.search import Search, search_all
 from diloco.util import command
 
 
-def load_sweep(name: str) -> Sweep:
+def load_sweep(name: str, fields: Sequence[str] = ()) -> Sweep:
   """Runs a sweep file.
 
   Args:
     name: a file or the name of a shipped sweep; an argument follows a colon.
+    fields: flags --config.FIELD=VALUE, which change the config of every point.
 
   Raises:
-    ConfigError: the file has an error, or returns no sweep that can be searched.
+    ConfigError: the file has an error, or returns no sweep that can be searched; there
+      is no such field, or the points of the sweep differ in it.
   """
   path, _, argument = name.partition(":")
   if not path:
@@ -25,10 +33,36 @@ def load_sweep(name: str) -> Sweep:
     sweep = module.get_sweep(*filter(None, [argument]))
     if not isinstance(sweep, Sweep):
       raise ValueError(f"get_sweep() returns {sweep!r}; return a Sweep of grid.py.")
-    search_all(sweep.grids, lambda point: None)  # Calls `like` for every cell.
+    searches = search_all(sweep.grids, lambda point: None)  # Calls `like` everywhere.
   except Exception as error:
     raise ConfigError(f"{path}: {command.located(error, module.__file__)}") from error
-  return sweep
+  return _with_fields(sweep, searches, fields) if fields else sweep
+
+
+def _with_fields(
+  sweep: Sweep, searches: Sequence[Search], fields: Sequence[str]
+) -> Sweep:
+  """Returns a sweep whose points all have some fields.
+
+  Raises:
+    ConfigError: there is no such field, the points differ in it, or its value is wrong.
+  """
+  some = [point for search in searches for point in search.points]
+  for search in searches:
+    beside = [axis.beside(p) for axis in search.grid.axes for p in search.points[:1]]
+    some += itertools.chain.from_iterable(beside)
+  plain = [leaves(sweep.config(dict(point)).to_dict()) for point in some]
+  for flag in fields:
+    field = flag.removeprefix("--config.").partition("=")[0]
+    if field not in plain[0]:
+      raise ConfigError(f"--config.{field} is no field{unknown(field, plain[0])}.")
+    if len({repr(values.get(field)) for values in plain}) > 1:
+      raise ConfigError(
+        f"{flag} is given, but the runs differ in {field}; leave it out."
+      )
+  config = lambda point: with_flags(sweep.config(point), fields)
+  config(dict(some[0]))  # Finds values of a wrong type.
+  return dataclasses.replace(sweep, config=config)
 
 
 def shared_programs(results: pathlib.Path) -> dict[str, str]:

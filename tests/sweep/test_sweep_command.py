@@ -22,12 +22,15 @@ from fake_runs import (
 
 from diloco.cli import sweep as cli
 from diloco.config import complete
+from diloco.config.resolve import leaves
+from diloco.errors import ConfigError
 from diloco.reproduce import comparison
 from diloco.spec.shapes import num_params
 from diloco.sweep import table
 from diloco.sweep.csv_file import export
 from diloco.sweep.grid import Axis, Grid, Sweep
 from diloco.sweep.load import load_sweep
+from diloco.sweep.search import search_all
 from diloco.sweep.table import alone
 
 
@@ -148,6 +151,40 @@ def test_an_export_with_a_sweep_has_the_runs_of_this_sweep_only(tmp_path):
   with out.open(newline="") as file:
     assert {row["name"] for row in csv.DictReader(file)} == names
   assert 3 == len(names) < len(rows_of(results))
+
+
+def test_flags_of_fields_change_every_run_of_a_sweep(tmp_path):
+  fields = ["--config.data.source=arrays:/data/c4", "--config.train.accumulate=2"]
+  fields += ["--config.data.tokenizer=", "--config.eval.tokens=1e6"]
+  sweep = load_sweep("ablations:batch,scale=paper,size=35M", fields)
+  plain = load_sweep("ablations:batch,scale=paper,size=35M")
+  changed = {"data.source": "arrays:/data/c4", "train.accumulate": 2}
+  changed |= {"data.tokenizer": "", "eval.tokens": 1_000_000}
+  points = [p for s in search_all(sweep.grids, lambda point: None) for p in s.points]
+  assert len(points) > 10
+  for point in points:
+    before, after = (leaves(s.config(point).to_dict()) for s in (plain, sweep))
+    assert after == before | changed
+
+
+@pytest.mark.parametrize(
+  ("flag", "message"),
+  [
+    ("--config.data.sauce=x", r"data.sauce is no field \(did you mean data.source\?\)"),
+    ("--config.train.accumulate=two", "accumulate"),
+    ("--config.inner.learning_rate=1", "but the runs differ in inner.learning_rate"),
+    ("--config.train.batch_size=64", "but the runs differ in train.batch_size; leave"),
+  ],
+)
+def test_fields_that_a_sweep_cannot_take_are_refused(flag, message):
+  with pytest.raises(ConfigError, match=message):
+    load_sweep("ablations:batch,scale=paper,size=35M", [flag])
+
+
+def test_other_unknown_flags_stay_mistakes(capsys):
+  with pytest.raises(SystemExit):
+    cli.main(["--sweep=ladder", "--show_all", "--results=x"])
+  assert "unrecognized arguments: --show_all" in capsys.readouterr().err
 
 
 def test_the_chart_of_the_docs_is_drawn(tmp_path, monkeypatch):
