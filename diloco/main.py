@@ -16,12 +16,15 @@ and --process_id, or with --distributed=auto; see docs/cluster.md.
 
 import sys
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from absl import flags, logging
 
 from diloco.config import resolve
 from diloco.config.command_line import define_config, run
 from diloco.errors import ConfigError
+from diloco.spec import plugins
 from diloco.util.command import guarded, interrupted, make_folder
 from diloco.util.files import disk_is_full
 
@@ -32,16 +35,10 @@ flags.DEFINE_boolean(
   "print_config", False, "Print every field with value and meaning, and end."
 )
 flags.DEFINE_string(
-  "coordinator",
-  None,
-  "Address, host:port, of process 0; with --site, of diloco.coordinator, or a folder.",
+  "coordinator", None, "Address, host:port, of process 0, if there are several."
 )
 flags.DEFINE_integer("site", None, "This site, from 0 (docs/sites.md).", lower_bound=0)
-flags.DEFINE_string(
-  "process0", None, "With --site, if it has several processes: host:port of the first."
-)
-flags.DEFINE_string("tls", "", "With --site: folder with ca.pem, cert.pem and key.pem.")
-flags.DEFINE_boolean("insecure", False, "With --site: plain text, on localhost only.")
+flags.DEFINE_string("group", None, "Folder or bucket in which the sites of a run meet.")
 flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
 flags.DEFINE_integer("process_id", None, "This process, from 0.", lower_bound=0)
 flags.DEFINE_enum(
@@ -58,6 +55,9 @@ flags.DEFINE_integer(
 def main(_: list[str]) -> None:
   if FLAGS.print_config:
     sys.exit(guarded(print_config, mistakes=ConfigError))
+  # These errors need not wait for the other processes, nor for JAX.
+  make_part = find_part()
+  workdir = make_folder(FLAGS.workdir, "--workdir")
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train
@@ -67,38 +67,19 @@ def main(_: list[str]) -> None:
   from diloco.processes import distributed as processes
   from diloco.processes import stop
   from diloco.processes.peers import Peers, ProcessLost
-  from diloco.spec.plugins import TRANSPORTS
   from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
   stop.watch_signals()
   try:
-    # These errors need not wait for the other processes.
-    c = resolve(FLAGS.config)
-    workdir = make_folder(FLAGS.workdir, "--workdir")
-    alone = FLAGS.site is None
-    for name in ("process0", "tls", "insecure") if alone else ():
-      if FLAGS[name].value:
-        raise ConfigError(
-          f"--{name} is {FLAGS[name].value}, but --site is not given; add --site=K."
-        )
     peers = processes.initialize(
-      FLAGS.coordinator if alone else FLAGS.process0,
+      FLAGS.coordinator,
       FLAGS.num_processes,
       FLAGS.process_id,
       auto=FLAGS.distributed == "auto",
       timeout=FLAGS.initialization_timeout,
     )
-    part = None
-    if not alone:
-      make_part = TRANSPORTS[c.overlap.transport].make_part
-      if not make_part:
-        raise ConfigError(
-          f"overlap.transport is {c.overlap.transport}, which needs no --coordinator"
-          " and --site (docs/sites.md)."
-        )
-      group = (FLAGS.coordinator or "", FLAGS.tls, FLAGS.insecure)
-      part = make_part(c, FLAGS.site, *group, peers)
+    part = make_part(peers) if make_part else None
     if peers.index == 0:
       announce_compilations()
     train.train(FLAGS.config, workdir, peers, part)
@@ -124,6 +105,28 @@ def main(_: list[str]) -> None:
     if not reason:
       traceback.print_exc()
     peers.fail(reason or f"{type(error).__name__}: {error}")
+
+
+def find_part() -> Callable[[Any], Any] | None:
+  """Checks the config; returns what makes this process's part of a run of sites.
+
+  Raises:
+    ConfigError: the config or the flags cannot work, or the group has another config.
+  """
+  c = resolve(FLAGS.config)
+  transport = plugins.TRANSPORTS[c.overlap.transport]
+  if (FLAGS.site is None) != (FLAGS.group is None):
+    raise ConfigError(
+      f"--site is {FLAGS.site} and --group is {FLAGS.group}; give both, or none."
+    )
+  if FLAGS.site is None:
+    return None
+  if not transport.make_part:
+    raise ConfigError(
+      f"overlap.transport is {c.overlap.transport}, which needs no --group and --site"
+      " (docs/sites.md)."
+    )
+  return transport.make_part(c, FLAGS.site, FLAGS.group)
 
 
 def print_config() -> None:

@@ -1,29 +1,28 @@
-"""A coordinator without JAX in a thread, and sites that send random payloads."""
+"""Sites that share a folder and train nothing, and a storage with bad manners."""
 
 import asyncio
 import contextlib
 import functools
-import json
+import hashlib
 import pathlib
 import threading
 import time
 import zlib
 
+import jax.numpy as jnp
 import numpy as np
 from conftest import tiny_config, update
 
+from diloco.algorithm.state import OuterState
 from diloco.config import resolve
-from diloco.contrib.sites import SitesConfig, security
+from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar
-from diloco.contrib.sites.coordinator.board import Board
-from diloco.contrib.sites.coordinator.journal import Entry, Journal
-from diloco.contrib.sites.coordinator.rounds import Measured
-from diloco.contrib.sites.coordinator.server import Server
-from diloco.contrib.sites.link import Link
+from diloco.contrib.sites.group.link import Link
+from diloco.contrib.sites.group.rounds import Measured
+from diloco.util.storage import Folder, Storage
 
 LONG = 60.0  # Seconds after which a test gives up.
-# `Arrival.seconds` of a site.
-ARRIVAL = {"start": 5, "snapshot": 0.5, "first_step": 3, "rounds": 0.6, "compiling": 3}
+BEATS = 200  # Sites of tests show often that they are there.
 
 
 def make_calendar(sites: int = 3, steps: int = 40, **fields) -> Calendar:
@@ -42,27 +41,12 @@ def payload(calendar: Calendar, site: int, number: int) -> bytes:
   return np.random.default_rng((site, number)).bytes(size)
 
 
-class Group:
-  """An outer state whose bytes tell which payloads were applied, in which order."""
-
-  def __init__(self, journal: Journal):
-    self.applied, self.state, self.digests = 0, 0, [0]
-    self.snapshot_bytes, self.data = 100_000, {}
-    for number in journal.rounds:
-      self.apply(journal.read(number))
-
-  def apply(self, entry: Entry) -> None:
-    assert entry.round == self.applied
-    self.state = after(self.state, entry.payloads)
-    self.digests.append(self.state)
-    self.data |= entry.data
-    self.applied += 1
-
-  def snapshot(self) -> tuple[int, bytes]:
-    return self.applied, self.state.to_bytes(4) * (self.snapshot_bytes // 4)
-
-  def agrees(self, applied: int, digests: list[int]) -> bool:
-    return applied < len(self.digests) and digests == [self.digests[applied]]
+def fields_of(calendar: Calendar, site: int, number: int) -> dict:
+  """What a site says of its payload."""
+  per_step = calendar.config.tokens_per_step // calendar.config.replicas
+  at = [calendar.rounds[number][0], {"documents": 9, "position": {"at": number}}]
+  data = dict.fromkeys(calendar.shards_of(site), at)
+  return {"tokens": per_step, "per_step": per_step, "data": data}
 
 
 def after(state: int, payloads: dict[int, bytes]) -> int:
@@ -72,160 +56,132 @@ def after(state: int, payloads: dict[int, bytes]) -> int:
   return state
 
 
-class Coordinator:
-  """A real server on localhost, in a thread of its own."""
+class Brisk(Folder):
+  """A folder that is looked at often."""
 
-  def __init__(self, calendar: Calendar, workdir: pathlib.Path, tls="", port=0):
-    self.calendar, self.workdir, self.tls, self.port = calendar, workdir, tls, port
-    self.said: list[str] = []
-    self.bad: set[tuple[int, int]] = set()  # Pairs (site, round).
-    self.error: BaseException | None = None
-    self._up, self.over = threading.Event(), threading.Event()
-    self._thread = threading.Thread(target=self._run, daemon=True)
-    self._thread.start()
-    assert self._up.wait(LONG)
-    if self.error:
-      raise self.error
+  poll_s = 0.01
 
-  @property
-  def address(self) -> str:
-    return f"localhost:{self.port}"
 
-  @property
-  def state(self) -> int:
-    """The outer state after all closed rounds, which a thread applies."""
-    wait(lambda: self.group.applied == self.board.published)
-    return self.group.state
+class Late(Brisk):
+  """Shows new files late, in another order, in parts at first, and lists some twice."""
 
-  def call(self, function):
-    """Calls a function in the coordinator's event loop."""
-    done = asyncio.run_coroutine_threadsafe(_coroutine(function), self._loop)
-    return done.result(LONG)
+  def __init__(self, root: pathlib.Path, seed: int = 0):
+    super().__init__(root)
+    self._seed, self._seen = seed, dict[tuple[str, bytes], int]()
+    self._old = dict[str, bytes]()
+    self.halves = 0
+
+  def get(self, name: str) -> bytes | None:
+    found = super().get(name)
+    if found is None:
+      return None
+    # How often this version has been read, and how often it must be.
+    version = (name, hashlib.md5(found).digest())
+    looks = self._seen[version] = self._seen.get(version, -1) + 1
+    wanted = hashlib.md5(f"{self._seed} {version}".encode()).digest()[0] % 6
+    if looks < wanted:
+      return self._old.get(name)  # As a cache would answer.
+    if looks == wanted:
+      self.halves += 1
+      return found[: len(found) // 2]
+    self._old[name] = found
+    return found
+
+  def names(self, folder: str) -> list[str]:
+    found = super().names(folder)
+    return found[: len(found) // 2] + found[::-1]
+
+
+class Mortal(Link):
+  """A link that can be killed."""
+
+  async def _main(self) -> None:
+    self.loop, self.task = asyncio.get_running_loop(), asyncio.current_task()
+    with contextlib.suppress(asyncio.CancelledError):
+      await super()._main()
 
   def kill(self) -> None:
     """Ends the thread without a farewell, as if the process was killed."""
-    deadline = time.monotonic() + LONG
-    while self._thread.is_alive():  # Before Python 3.12 `wait_for` may miss a cancel.
-      with contextlib.suppress(RuntimeError):  # The loop is closed.
-        self._loop.call_soon_threadsafe(self._cancel)
-      self._thread.join(0.1)
-      assert time.monotonic() < deadline
+    self.loop.call_soon_threadsafe(self.task.cancel)
+    self._thread.join(10)
+    assert not self._thread.is_alive()
 
-  def _cancel(self) -> None:
-    for task in self._tasks:  # gRPC's own tasks crash Python if they are cancelled.
-      task.cancel()
 
-  def restart(self) -> "Coordinator":
-    """Kills the coordinator, and starts another in its folder, at its address."""
-    self.kill()
-    return Coordinator(self.calendar, self.workdir, self.tls, self.port)
+class Player:
+  """A site that trains nothing; its outer state is a number for each fragment."""
 
-  def lines(self) -> list[int]:
-    """Returns the rounds of rounds.jsonl."""
-    return [entry["round"] for entry in read_lines(self.workdir)]
-
-  def _run(self) -> None:
-    try:
-      asyncio.run(self._serve())
-    except asyncio.CancelledError:
-      pass
-    except BaseException as error:
-      self.error = error
-    finally:
-      self._up.set()
+  def __init__(
+    self, calendar: Calendar, storage: Storage, site: int, state: dict | None = None
+  ):
+    self.calendar, self.site, self.said = calendar, site, []
+    self.bad = set[tuple[int, int]]()  # Pairs (site, round).
+    show = self.said.append
+    self.link = Mortal(storage, "PATH", calendar, site, self.measure, show)
+    self.applied, self.numbers = 0, [0] * calendar.fragments
+    self.members, self.refused = {}, {}
+    vars(self).update(state or {})
 
   def measure(self, number: int, payloads: dict[int, bytes]) -> dict[int, Measured]:
     """Random bytes may be any numbers; the tests say which ones are bad."""
     bad = Measured(None)
     return {k: bad if (k, number) in self.bad else Measured(1.0) for k in payloads}
 
-  async def _serve(self) -> None:
-    self._loop = asyncio.get_running_loop()
-    journal = Journal(self.workdir)
-    self.board = Board(self.calendar, journal, self.said.append)
+  @property
+  def outer(self) -> OuterState:
+    theta = tuple(jnp.uint32(x) for x in self.numbers)
+    return OuterState(theta, theta, (), {})
 
-    def load():
-      self.group = Group(journal)
-      return self.group
+  def offer(self) -> None:
+    make = lambda: (outer_state.digests(self.outer), outer_state.to_bytes(self.outer))
+    self.link.offer(self.applied, make)
 
-    self.server = Server(self.board)
-    listen = f"localhost:{self.port}"
-    credentials = security.server_credentials(listen, self.tls, not self.tls)
-    self.port = await self.server.serve(listen, credentials)
-    work = (self.board.close_rounds(self.measure), self.board.apply_rounds(load))
-    self._tasks = [asyncio.create_task(x) for x in work]
-    self._up.set()
-    try:
-      await asyncio.gather(*self._tasks)
-      self.over.set()
-    finally:
-      await self.server._server.stop(grace=None)
-
-
-async def _coroutine(function):
-  return function()
-
-
-def read_lines(workdir: pathlib.Path) -> list[dict]:
-  text = (workdir / "rounds.jsonl").read_text()
-  return [json.loads(line) for line in text.splitlines()]
-
-
-class Player:
-  """A site that trains nothing: sends its payloads, and keeps what it receives."""
-
-  def __init__(self, coordinator: Coordinator, site: int, tls="", **hello):
-    self.calendar, self.site, self.said = coordinator.calendar, site, []
-    keepalive_s = self.calendar.config.of(SitesConfig).keepalive_s
-    channel = functools.partial(
-      security.channel, coordinator.address, tls, not tls, keepalive_s
-    )
-    said = {"site": site, "config": self.calendar.config.to_dict()} | hello
-    room = 2 * self.calendar.fragments + 2
-    show = self.said.append
-    self.link = Link(channel, coordinator.address, said, show, room, keepalive_s)
-    self.state, self.applied, self.members, self.refused = 0, 0, {}, {}
-
-  def join(self, **state) -> "Player":
-    """Joins, from the first state or from the state of another player."""
-    hello = {"round": self.applied, "digests": [self.state]} | state
-    welcome = in_time(lambda: self.link.join(**hello))
-    self.applied = welcome.round
-    if welcome.snapshot:
-      self.state = int.from_bytes(welcome.snapshot[:4])
-    self.welcome = welcome
-    self.link.ready(self.applied)
+  def join(self) -> "Player":
+    digests = outer_state.digests(self.outer)
+    self.welcome = in_time(lambda: self.link.join(self.applied, digests))
+    self.take(self.welcome)
+    if not self.welcome.snapshot:
+      self.offer()
+    self.link.ready(self.link.newest()[1])
     return self
 
+  def take(self, welcome) -> None:
+    self.applied = welcome.round
+    if welcome.snapshot:
+      numbers = np.frombuffer(welcome.snapshot, np.uint32)
+      self.numbers = numbers[: len(self.numbers)].tolist()
+
   def send(self, number: int, **fields) -> None:
-    data = {s: [number, {}] for s in self.calendar.shards_of(self.site)}
-    own = {"tokens": 16, "per_step": 8, "data": data, "finished": []}
-    fields = own | fields
+    fields = fields_of(self.calendar, self.site, number) | fields
     self.link.send(number, payload(self.calendar, self.site, number), fields)
 
   def receive(self, until: int) -> None:
     """Applies the rounds below a number when they are closed."""
+    deadline = time.monotonic() + LONG
+    late = lambda: time.monotonic() > deadline
     while self.applied < until:
-      late = after_a_long_time()
       assert self.link.wait_until(self.applied, late), f"no round {self.applied}"
+      if welcome := self.link.welcome():
+        self.take(welcome)
+        continue
       closed = self.link.closed(self.applied)
       for site, data in closed.payloads.items():
         assert data == payload(self.calendar, site, closed.round)
       assert closed.payloads.keys() == closed.tokens.keys()
       self.members[closed.round] = tuple(closed.tokens)
       self.refused[closed.round] = closed.refused
-      self.state = after(self.state, closed.payloads)
+      p = closed.fragment
+      self.numbers[p] = after(self.numbers[p], closed.payloads)
+      theta = jnp.uint32(self.numbers[p])
+      self.link.applied(self.applied, outer_state.digest(theta, theta))
       self.applied += 1
       self.link.forget(self.applied)
 
   def leave(self, reason: str = "stopped") -> None:
     in_time(lambda: self.link.leave(reason))
 
-
-def after_a_long_time():
-  """Returns a function that becomes true."""
-  deadline = time.monotonic() + LONG
-  return lambda: time.monotonic() > deadline
+  @property
+  def holds(self) -> bool:
+    return self.link._lease.held
 
 
 def in_time(function):
@@ -263,14 +219,3 @@ def play(players: list[Player], rounds: range) -> None:
       player.send(number)
     for player in players:
       player.receive(number + 1)
-
-
-@contextlib.contextmanager
-def leaving(*players: Player):
-  """Players leave at the end, also of a test that fails."""
-  try:
-    yield
-  finally:
-    for player in players:
-      with contextlib.suppress(Exception):
-        player.leave()

@@ -1,4 +1,4 @@
-"""docs/operate.md against the code: its times, numbers, flags, units and script."""
+"""docs/operate.md against the code: its times, flags, unit and script."""
 
 import configparser
 import importlib
@@ -8,14 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import yaml
-from sites import make_calendar
 
 from diloco.config import default_config
 from diloco.config.resolve import leaves
-from diloco.contrib.sites.coordinator.board import Board
-from diloco.contrib.sites.coordinator.journal import Journal
-from diloco.contrib.sites.coordinator.page import Page
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs/operate.md").read_text()
@@ -36,9 +31,9 @@ def blocks(kind: str) -> list[str]:
 def test_the_tables_have_all_times():
   assert len(TIMES) >= 20
   named = {where for _, where in TIMES}
-  assert {f"sites.{f}" for f in ("grace_s", "start_s", "keepalive_s")} <= named
-  for module in ("link", "coordinator.board", "coordinator.server"):
-    module = f"diloco.contrib.sites.{module}"
+  assert {f"sites.{f}" for f in ("grace_s", "start_s", "lost_s")} <= named
+  for module in ("contrib.sites.group.link", "util.storage"):
+    module = f"diloco.{module}"
     names = {n for n in vars(importlib.import_module(module)) if n.endswith("_S")}
     assert {f"{module}.{n}" for n in names} <= named
 
@@ -60,36 +55,15 @@ def test_every_time_is_that_of_the_code(said, where):
   assert (found if isinstance(found, tuple) else (found,)) == values
 
 
-def test_every_number_is_on_the_page_for_prometheus(tmp_path):
-  page = Page(Board(make_calendar(2), Journal(tmp_path), print), tmp_path, "0")
-  collected = list(page.registry.collect())
-  page.close()
-  known = {sample.name for metric in collected for sample in metric.samples}
-  known |= {f"{m.name}_total" if m.type == "counter" else m.name for m in collected}
-  named = set(re.findall(r"\b(?:diloco|process)_[a-z_]+", PAGE)) - {"process_id"}
-  assert named <= known
-  ours = {name for name in known if name.startswith("diloco_")}
-  assert {name for name in ours if not name.endswith("_created")} <= named
-
-
-def test_the_alerts_are_rules():
-  [text] = blocks("yaml")
-  [group] = yaml.safe_load(text)["groups"]
-  assert all({"alert", "expr"} <= rule.keys() for rule in group["rules"])
-
-
-@pytest.mark.parametrize("text", blocks("ini"), ids=("coordinator", "site"))
-def test_a_unit_starts_a_command_with_flags_that_exist(text):
+def test_the_unit_starts_a_command_with_flags_that_exist():
+  [text] = blocks("ini")
   unit = configparser.ConfigParser(strict=False)
   unit.optionxform = str
   unit.read_string(text.replace("\\\n", " "))
   python, dash, module, *words = unit["Service"]["ExecStart"].split()
-  assert (python, dash) == ("/opt/diloco/bin/python", "-m")
-  name = "coordinator" if words[0] == "coordinator" else module.split(".")[1]
-  code = (ROOT / f"diloco/{name}.py").read_text()
-  if name == "coordinator":
-    code = (ROOT / "diloco/contrib/sites/coordinator/__main__.py").read_text()
+  assert (python, dash, module) == ("/opt/diloco/bin/python", "-m", "diloco.main")
   flags = {word.split("=")[0][2:] for word in words if word.startswith("--")}
+  code = (ROOT / "diloco/main.py").read_text()
   defined = set(re.findall(r'DEFINE_\w+\(\s*"(\w+)"', code))
   assert {f for f in flags if not f.startswith("config.")} <= defined
 

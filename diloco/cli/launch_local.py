@@ -12,9 +12,9 @@ and SIGINT are passed on to all processes; a second signal kills them. The exit 
 is that of the first process that failed. With --devices=K each process has K forced CPU
 devices.
 
-With --sites, the N processes are the sites of one run, and one more process is their
-coordinator (docs/sites.md). They write to the folders site-0, site-1, ... and group of
-the workdir. A site that fails ends nobody else.
+With --sites, the N processes are the sites of one run (docs/sites.md). They write to
+the folders site-0, site-1, ... of the workdir, and meet in its folder group. A site
+that fails ends nobody else.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from typing import IO
 
 from diloco.util.command import Parser, as_path, free_port, guarded, in_range
 
-COORDINATOR = "group"
 GRACE = 20.0  # Seconds from the failure of a process until the others are killed.
 # What every process prints about its connections.
 _GLOO = re.compile(r"\[Gloo\] Rank \d+ is connected to .*")
@@ -40,14 +39,13 @@ def main() -> int:
   parser = Parser(description=__doc__)
   parser.add_argument("-n", type=in_range(1), required=True, help="number of processes")
   parser.add_argument("--devices", type=int, default=0, help="CPU devices per process")
-  parser.add_argument("--sites", action="store_true", help="N sites, a coordinator")
+  parser.add_argument("--sites", action="store_true", help="each process is a site")
   parser.add_argument("args", nargs="+", help="-- and arguments of diloco.main")
   options = parser.parse_args()
   commands = site_commands(options) if options.sites else run_commands(options)
   processes = {name: start(command, options) for name, command in commands.items()}
   forward_signals(list(processes.values()))
-  # Without the coordinator the sites would wait for ever.
-  needed = {COORDINATOR} if options.sites else set(processes)
+  needed = set() if options.sites else set(processes)
   with futures.ThreadPoolExecutor(2 * len(processes)) as threads:
     for name, p in processes.items():
       assert p.stdout is not None  # `start` makes a pipe.
@@ -65,18 +63,14 @@ def run_commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def site_commands(options: argparse.Namespace) -> dict[str, list[str]]:
-  """Returns {name: module and arguments} of a coordinator and its sites."""
+  """Returns {name: module and arguments} of the sites of one run."""
   own = argparse.ArgumentParser(allow_abbrev=False)
   own.add_argument("--workdir", type=as_path, required=True)
   known, args = own.parse_known_args(options.args)
-  address, workdir = f"localhost:{free_port()}", known.workdir
-  args += ["--insecure", "--config.overlap.transport=sites"]
-  args.append(f"--config.sites.count={options.n}")
-  listen = [f"--listen={address}", f"--workdir={workdir / COORDINATOR}"]
-  group = ["diloco.coordinator", *listen]
-  site = ["diloco.main", f"--coordinator={address}"]
-  return {COORDINATOR: [*group, *args]} | {
-    str(i): [*site, f"--site={i}", f"--workdir={workdir / f'site-{i}'}", *args]
+  args += ["--config.overlap.transport=sites", f"--config.sites.count={options.n}"]
+  site = ["diloco.main", f"--group={known.workdir / 'group'}"]
+  return {
+    str(i): [*site, f"--site={i}", f"--workdir={known.workdir / f'site-{i}'}", *args]
     for i in range(options.n)
   }
 

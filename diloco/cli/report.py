@@ -47,7 +47,7 @@ def folders_of(folder: pathlib.Path) -> list[pathlib.Path]:
   if not found:
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, where no run has a step; give the folder of a run,"
-      " or of sites, not of their coordinator."
+      " or of sites, not of their group."
     )
   return found
 

@@ -3,8 +3,8 @@ r"""Shows how runs go on, here or on another machine. Only reads the files of th
 python -m diloco status runs/sample
 python -m diloco status runs/sites --follow=5
 
-WORKDIR is the --workdir of diloco.main or of diloco.coordinator, or a folder of such
-folders: that of a sweep, or of a run of several sites.
+WORKDIR is the --workdir of diloco.main, or the --group of several sites, or a folder of
+such folders: that of a sweep, or of a run of several sites.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def find(folder: pathlib.Path) -> list[pathlib.Path]:
   if not found:
     raise ConfigError(
       f"WORKDIR is {str(folder)!r}, where no run has written {' or '.join(READERS)}"
-      " yet; give the --workdir of diloco.main or of diloco.coordinator."
+      " yet; give the --workdir of diloco.main, or the --group of sites."
     )
   return sorted({path.parent for path in found})
 
@@ -157,7 +157,7 @@ def show(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
   parser = Parser(prog="python -m diloco status", description=__doc__)
   add = parser.add_argument
-  text = "folder of a run, of a coordinator, or of several of them"
+  text = "folder of a run, of a group of sites, or of several of them"
   add("workdir", metavar="WORKDIR", type=as_path, nargs="+", help=text)
   text = "show it again every so many seconds; default 10"
   kind = in_range(0.1, 86_400.0)

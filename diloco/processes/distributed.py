@@ -59,8 +59,7 @@ def initialize(
   host, _, port = address.rpartition(":")
   if None in given or not host or not port.isdigit() or not 0 <= index < count:
     raise ConfigError(
-      f"--coordinator (of a site: --process0) is {coordinator}, --num_processes"
-      f" {num_processes} and"
+      f"--coordinator is {coordinator}, --num_processes {num_processes} and"
       f" --process_id {process_id}; give host:port, the number of processes, and to"
       " each process its own number from 0, or use --distributed=auto."
     )

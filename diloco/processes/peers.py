@@ -219,7 +219,7 @@ class Peers:
           raise ProcessLost(
             f"process {self.index} of {self.count} found no process 0 at {address}"
             f" within {timeout} s ({error.details()}); start it, or correct"
-            " --coordinator (of a site: --process0)."
+            " --coordinator."
           ) from error
         time.sleep(0.2)
 
@@ -234,7 +234,7 @@ class Peers:
     except RuntimeError as error:
       raise ProcessLost(
         f"process 0 cannot listen at port {port}, which is in use or not"
-        " allowed; choose another port in --coordinator (of a site: --process0)."
+        " allowed; choose another port in --coordinator."
       ) from error
     self._server.start()
     is_over = lambda: self._refusal or len(self._boxes) == self.count - 1
@@ -246,9 +246,8 @@ class Peers:
       note = f" ({process_names(died)} came and went again)" if died else ""
       message = self._refusal or (
         f"{process_names(missing)} of {self.count} did not come to {address} within"
-        f" {timeout} s{note}; start all with the same --coordinator (of a site:"
-        " --process0) and --num_processes, and see whether their machines reach that"
-        " address."
+        f" {timeout} s{note}; start all with the same --coordinator and"
+        " --num_processes, and see whether their machines reach that address."
       )
       self.send("end", message)
       self._server.stop(_GRACE).wait()

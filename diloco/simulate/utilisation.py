@@ -58,7 +58,6 @@ LINKS = {
   "ideal": Link(),
   "nccl": Link(0.97, 0.13),  # NCCL's all-reduce over TCP, four GPUs.
   "gloo": Link(0.69, 0.03),  # Gloo's all-gather, two hosts.
-  "sites": Link(1.0, 0.09),  # Two sites and a coordinator.
 }
 
 # A schedule, and the layers of each of its fragments.

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sites_run import COORDINATOR, ROOT
+import sites_run
+from sites_run import GROUP, ROOT
 
 from diloco.config import Config
 from diloco.config.command_line import load_config
@@ -41,7 +42,6 @@ def lines(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 def audit(
   folder: pathlib.Path,
-  group: str,
   path: str,
   fields: Sequence[str],
   of_site: Mapping[int, Sequence[str]],
@@ -50,8 +50,7 @@ def audit(
   """Audits the run in `folder`, which has finished.
 
   Args:
-    folder: with the workdirs of the sites.
-    group: the name of the coordinator's workdir there, or of the folder of the sites.
+    folder: with the workdirs of the sites, and GROUP/rounds.jsonl.
     path, fields: see `config`.
     of_site: {site: more fields of its own}.
     measured: the rounds whose tokens count.
@@ -64,9 +63,10 @@ def audit(
       merges: how many rounds each site merged, by its metrics.
   """
   calendar = Calendar(config(path, fields))
-  rounds = [*lines(folder / group / "rounds.jsonl")]
+  rounds = [*lines(folder / GROUP / "rounds.jsonl")]
   by_site = {
-    k: [*lines(folder / f"site-{k}/metrics.jsonl")] for k in range(calendar.sites)
+    k: [*lines(folder / sites_run.name(k) / "metrics.jsonl")]
+    for k in range(calendar.sites)
   }
   problems, merges = check_rounds(rounds, calendar), list[int]()
   for k, records in by_site.items():
@@ -74,8 +74,9 @@ def audit(
     own = Calendar(as_all(config(path, [*fields, *of_site.get(k, [])])))
     problems += check_tokens(k, rounds, own)
     merges.append(len({r["round"] for r in records if r["kind"] == "receive"}))
-  names = [group] * (group == COORDINATOR) + [f"site-{k}" for k in by_site]
-  problems += check_merges(by_site) + check_states(folder, names)
+  problems += check_merges(by_site) + check_states(
+    folder, [*map(sites_run.name, by_site)]
+  )
   tokens = sum(sum(r["tokens"].values()) for r in rounds[measured])
   return {
     "problems": problems,

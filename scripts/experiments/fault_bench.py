@@ -3,15 +3,15 @@
   python scripts/experiments/fault_bench.py --out=/tmp/storm --faults=10 --every=60
   python scripts/experiments/fault_bench.py --out=/tmp/calm --faults=0
 
-The coordinator and each site have a network namespace (netns.py) and run
-configs/faults.py. The storm follows from --seed: a site is killed, paused, cut off or
-slowed, or their leader is killed: the coordinator. A killed process starts again with
-the same command after --restart_after seconds.
+Each site has a network namespace (netns.py) and runs configs/faults.py. The storm
+follows from --seed: a site is killed, paused, cut off or slowed, or the site that has
+the lease is killed. A killed process starts again with the same command after
+--restart_after seconds.
 
-With --folder the sites share a folder of the disk; their leader is the site that has
-the lease, and a site that is cut off sees an empty folder that it cannot write. With
---baseline the sites exchange with overlap.transport=host; their leader is process 0,
-and when a process ends, all start again from the last checkpoint.
+The sites meet in a folder of the disk; a site that is cut off sees an empty folder that
+it cannot write. With --s3 they meet in a bucket, behind links that are cut and slowed.
+With --baseline they exchange with overlap.transport=host; then process 0 is the one
+that is killed, and when a process ends, all start again from the last checkpoint.
 
 Sites may differ, for instance one of two that has half the speed of the other:
 
@@ -21,8 +21,8 @@ Goodput is the tokens behind all applied contributions over seconds, while the s
 lasts (--faults times --every seconds; without faults until the end). It begins after
 the first rounds, in which programs compile. The run goes on to its end. The audit
 (fault_audit.py) reads the group's rounds.jsonl, the metrics.jsonl of all sites,
-and the last checkpoints. Writes faults.json in --out, which must be new. Needs root,
-iproute2 and the package cryptography.
+and the last checkpoints. Writes faults.json in --out, which must be new. Needs root and
+iproute2, and moto[server] for --s3.
 """
 
 import collections
@@ -31,6 +31,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import re
 import sched
 import signal
 import subprocess
@@ -42,11 +43,11 @@ import netns
 import sites_run
 
 from diloco.contrib.sites.calendar import Calendar
-from diloco.contrib.sites.folder.store import unpack
+from diloco.contrib.sites.group.records import unpack
 from diloco.util.command import Parser
 
 CONFIG = "configs/faults.py"
-LEADER = -1  # The coordinator, if there is one.
+LEADER = -1  # Whoever leads when the fault strikes.
 KINDS = ("kill", "pause", "cut", "slow", "kill leader")
 LONGEST_S = 15.0  # A pause, a cut or a slow link lasts 2 s to this long.
 WARM = {False: 15, True: 50}  # Rounds, in the baseline steps, before all is compiled.
@@ -74,8 +75,8 @@ class Fault:
 def draw(options, sites: int) -> list[Fault]:
   """Draws a storm: times are uniform, and so are kinds and sites.
 
-  A site, or the coordinator, is struck again only after its last fault has ended. If
-  all that a kind could strike are busy, the fault comes later.
+  A site, or the leader, is struck again only after its last fault has ended. If all
+  that a kind could strike are busy, the fault comes later.
   """
   rng, seconds = random.Random(options.seed), options.faults * options.every
   times = sorted(rng.uniform(0, seconds) for _ in range(options.faults))
@@ -104,10 +105,10 @@ class Run:
     self.restarts = 0
     self._events = sched.scheduler(time.monotonic)
     self.everyone = [*range(sites)]
-    if not (options.baseline or options.folder):
-      self.everyone.insert(0, LEADER)
-    # An all-gather sends a payload to each of the others; to the coordinator, once.
+    # An all-gather sends a payload to each of the others.
     self.rate = options.rate * (sites - 1 if options.baseline else 1)
+    self.bucket = sites_run.Bucket(network, self.folder) if options.s3 else None
+    self._progress_at = self._progress = 0
 
   def start(self, who: int) -> None:
     """Starts a process; its output goes on in the same file."""
@@ -118,28 +119,28 @@ class Run:
       fields.append("--config.overlap.transport=host")
       nodes = range(1, len(self.everyone) + 1)
       command = sites_run.process(self.network, nodes, who, *place)
-    elif who == LEADER:
-      command = sites_run.coordinator(self.network, *place)
     else:
-      command = sites_run.site(self.network, who, *place, shared=o.folder)
+      group = self.bucket.address if self.bucket else ""
+      command = sites_run.site(self.network, who, *place, group)
     # A restart does not compile again.
     env = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    if o.step and who != LEADER:
+    env |= self.bucket.variables if self.bucket else {}
+    if o.step:
       command = sites_run.paced(command)
       env["STEP_S"] = str(o.step[min(who, len(o.step) - 1)])
-    log = self.folder / f"{self.name(who)}.log"
+    log = self.folder / f"{sites_run.name(who)}.log"
     self.processes[who] = sites_run.start(command, log, **env)
 
-  def name(self, who: int) -> str:
-    return sites_run.names(who + 1)[who + 1]
+  def file(self, name: str) -> bytes:
+    """Returns a file of the group."""
+    if self.bucket:
+      return self.bucket.file(name)
+    return (self.folder / sites_run.GROUP / name).read_bytes()
 
   def leader(self) -> int:
-    """Returns who leads now: the coordinator, process 0, or who has the lease."""
-    if self.options.folder:
-      lease = self.folder / sites_run.GROUP / "lease"
-      return unpack(lease.read_bytes())[0]["site"]
-    return 0 if self.options.baseline else LEADER
+    """Returns who leads now: process 0 of the baseline, or who has the lease."""
+    return 0 if self.options.baseline else unpack(self.file("lease"))[0]["site"]
 
   def after(self, seconds: float, action, *arguments) -> None:
     """Calls a function later, in `wait`."""
@@ -151,7 +152,7 @@ class Run:
     if self.processes[who].poll() is not None:  # The leader may be dead already.
       self.after(1, self.strike, fault)
       return
-    print(f"{fault.at:6.1f} s: {fault.kind} {self.name(who)}", flush=True)
+    print(f"{fault.at:6.1f} s: {fault.kind} {sites_run.name(who)}", flush=True)
     if "kill" in fault.kind:
       self.processes[who].kill()
       if not self.options.baseline:  # There `look_after` starts all again.
@@ -168,7 +169,7 @@ class Run:
 
   def connect(self, who: int, up: bool) -> None:
     """Cuts a site off from its group, or joins them again."""
-    if not self.options.folder:
+    if self.options.baseline or self.bucket:
       self.network.connect(who + 1, up)
       return
     # A process in a network namespace has mounts of its own. They end with it.
@@ -201,7 +202,7 @@ class Run:
           self.after(self.options.restart_after, self._again, who)
     else:
       for who in failed:
-        self.unplanned.append(f"{self.name(who)} ended with {codes[who]}")
+        self.unplanned.append(f"{sites_run.name(who)} ended with {codes[who]}")
         print(f"  {self.unplanned[-1]}", flush=True)
         self.after(self.options.restart_after, self._again, who)
     return all(rc == 0 for rc in codes.values())
@@ -213,14 +214,21 @@ class Run:
 
   def progress(self) -> int:
     """Counts closed rounds; in the baseline, the steps of the metrics so far."""
-    if self.options.folder:
-      found = (self.folder / sites_run.GROUP / "journal").glob("*.round")
-      return max((int(path.stem) + 1 for path in found), default=0)
-    if not self.options.baseline:
-      path = self.folder / sites_run.COORDINATOR / "rounds.jsonl"
-      return path.read_bytes().count(b"\n") if path.exists() else 0
-    found = fault_audit.lines(self.folder / "run/metrics.jsonl")
-    return max((r["step"] for r in found if r["kind"] == "step"), default=0)
+    if self.options.baseline:
+      found = fault_audit.lines(self.folder / "run/metrics.jsonl")
+      return max((r["step"] for r in found if r["kind"] == "step"), default=0)
+    if self.bucket and time.monotonic() - self._progress_at < 1:
+      return self._progress  # A process must ask.
+    self._progress_at = time.monotonic()
+    if self.bucket:
+      query = f"?list-type=2&prefix={sites_run.GROUP}/journal/"
+      text = (self.bucket.fetch(f"/{sites_run.BUCKET}{query}") or b"").decode()
+    else:
+      journal = self.folder / sites_run.GROUP / "journal"
+      text = " ".join(path.name for path in journal.glob("*.round"))
+    rounds = [int(r) + 1 for r in re.findall(r"(\d{9})\.round", text)]
+    self._progress = max([self._progress, *rounds])
+    return self._progress
 
 
 def weather(run: Run, storm: list[Fault]) -> dict:
@@ -275,8 +283,7 @@ def result(options, storm: list[Fault], observed: dict) -> dict:
     summary = options.out / "run/summary.json"
   else:
     measured = slice(observed["first"], observed["reached"])
-    group = sites_run.GROUP if options.folder else sites_run.COORDINATOR
-    args = (options.out, group, CONFIG, options.fields, options.of_site)
+    args = (options.out, CONFIG, options.fields, options.of_site)
     audit = fault_audit.audit(*args, measured)
     found |= audit
     tokens, summary = audit["tokens"], options.out / "site-0/summary.json"
@@ -305,7 +312,7 @@ def parse(argv=None):
   add("--kinds", help=f"comma-separated kinds of fault, of {', '.join(KINDS)}")
   add("--limit", type=float, default=3600, help="seconds; then the run is stopped")
   how = parser.add_mutually_exclusive_group().add_argument
-  how("--folder", action="store_true", help="no coordinator: the sites share a folder")
+  how("--s3", action="store_true", help="the sites meet in a bucket, not in a folder")
   how("--baseline", action="store_true", help="all restart from the last checkpoint")
   options, options.fields = parser.parse_known_args(argv)
   for field in options.fields:
@@ -313,7 +320,8 @@ def parse(argv=None):
       parser.error(f"{field} is unknown; give --config.NAME=VALUE")
   own = [field.partition(":") for field in options.of_site]
   options.of_site = {int(k): [f for j, _, f in own if j == k] for k, _, _ in own}
-  known = [kind for kind in KINDS if kind != "slow" or not options.folder]
+  over_links = options.s3 or options.baseline
+  known = [kind for kind in KINDS if kind != "slow" or over_links]
   options.kinds = options.kinds.split(",") if options.kinds else known
   if unknown := {*options.kinds} - {*known}:
     parser.error(f"--kinds has {', '.join(unknown)}; choose of {', '.join(known)}")
@@ -329,15 +337,19 @@ def main() -> None:
   options.out.mkdir(parents=True, exist_ok=True)
   sites = Calendar(fault_audit.config(CONFIG, options.fields)).sites
   storm = draw(options, sites)
-  sites_run.certificates(options.out, sites)
   with netns.star(sites + 1) as network:
     run = Run(options, sites, network)
     for k in range(sites):
       run.full_rate(k)
     try:
       observed = weather(run, storm)
+      if run.bucket:  # For the audit.
+        (options.out / sites_run.GROUP).mkdir()
+        path = options.out / sites_run.GROUP / "rounds.jsonl"
+        path.write_bytes(run.file("rounds.jsonl"))
     finally:
-      sites_run.stop(run.processes.values())
+      own = [run.bucket.process] if run.bucket else []
+      sites_run.stop([*run.processes.values(), *own])
   found = result(options, storm, observed)
   (options.out / "faults.json").write_text(json.dumps(found, indent=1) + "\n")
   print(json.dumps(found, indent=1))

@@ -193,7 +193,7 @@ def parse(argv=None) -> argparse.Namespace:
   rates = lambda text: [1e6 * float(x) for x in text.split(",")]
   add("--rates", type=rates, default=rates("6,25"), help="Mbit/s, with commas")
   add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-  return parser.parse_args(argv, argparse.Namespace(replicas=2, transport="host"))
+  return parser.parse_args(argv, argparse.Namespace(replicas=2))
 
 
 if __name__ == "__main__":

@@ -171,9 +171,8 @@ def main() -> None:
     "wan.csv": [*filter(exchanged, gloo)],
     "wan.csv, data-parallel": [row for row in gloo if not exchanged(row)],
     "wan_m4.csv": [*filter(exchanged, wan("wan_m4.csv", "gloo"))],
-    "wan_sites.csv": wan("wan_sites.csv", "sites"),
   }
-  for name in ("L40S, DiLoCo", "wan.csv", "wan_sites.csv"):
+  for name in ("L40S, DiLoCo", "wan.csv"):
     print(f"{sets[name][0].transport}: {fit(sets[name])}")
   print("\n" + "\n".join(summary(sets)))
   for name, rows in sets.items():

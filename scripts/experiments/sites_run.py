@@ -1,38 +1,33 @@
-"""Commands, processes and certificates of runs in network namespaces.
+"""Commands and processes of runs in network namespaces.
 
-With sites, node 0 of the star is the coordinator's, node K + 1 is that of site K.
+With sites, node K + 1 of the star is that of site K. Node 0 has the S3 server, if the
+sites meet in a bucket.
 """
 
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import netns
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PORT = 7777
-COORDINATOR, GROUP = "coordinator", "group"
+GROUP = "group"  # The folder of the sites, beside their workdirs.
+BUCKET = "bucket"
+_FETCH = """
+import sys, urllib.request
+method, url = sys.argv[1:]
+with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+  sys.stdout.buffer.write(answer.read())
+"""
 
 
-def names(sites: int) -> list[str]:
-  """Returns the names of the coordinator and of the sites: those of their folders."""
-  return [COORDINATOR, *(f"site-{k}" for k in range(sites))]
-
-
-def listen(network: netns.Network) -> str:
-  """Returns the coordinator's address."""
-  return f"{network.addresses[0]}:{PORT}"
-
-
-def coordinator(
-  network: netns.Network, folder: pathlib.Path, config: str, fields: Sequence[str]
-) -> list[str]:
-  """Returns the command of the coordinator; `folder` has its workdir and its keys."""
-  own = [f"--listen={listen(network)}", f"--tls={folder / 'tls' / COORDINATOR}"]
-  return _of_site(network, 0, "coordinator", folder, config, [*own, *fields])
+def name(k: int) -> str:
+  """Returns the name of site k's workdir."""
+  return f"site-{k}"
 
 
 def site(
@@ -41,15 +36,16 @@ def site(
   folder: pathlib.Path,
   config: str,
   fields: Sequence[str],
-  shared: bool = False,
+  group: str = "",
 ) -> list[str]:
-  """Returns the command of site k; `folder` has its workdir and its keys.
+  """Returns the command of site k, with its workdir in `folder`.
 
-  If the sites share a folder instead of a coordinator, it is folder/GROUP.
+  Args:
+    group: where the sites meet; "": in folder/GROUP.
   """
-  group = [f"--coordinator={listen(network)}", f"--tls={folder / 'tls' / f'site-{k}'}"]
-  own = [f"--site={k}", *([f"--coordinator={folder / GROUP}"] if shared else group)]
-  return _of_site(network, k + 1, "main", folder, config, [*own, *fields])
+  own = [f"--site={k}", f"--group={group or folder / GROUP}"]
+  own += ["--config.overlap.transport=sites", f"--workdir={folder / name(k)}"]
+  return _python(network, k + 1, config, [*own, *fields])
 
 
 def process(
@@ -63,17 +59,11 @@ def process(
   """Returns the command of process k of one run on all `nodes`, without sites."""
   own = [f"--coordinator={network.addresses[nodes[0]]}:{PORT}", f"--process_id={k}"]
   own += [f"--num_processes={len(nodes)}", f"--workdir={folder / 'run'}"]
-  return _python(network, nodes[k], "main", config, [*fields, *own])
+  return _python(network, nodes[k], config, [*fields, *own])
 
 
-def _of_site(network, node, module, folder, config, fields) -> list[str]:
-  name = names(node)[node]
-  own = ["--config.overlap.transport=sites", f"--workdir={folder / name}", *fields]
-  return _python(network, node, module, config, own)
-
-
-def _python(network, node, module, config, fields) -> list[str]:
-  argv = [sys.executable, "-m", f"diloco.{module}", f"--config={config}", *fields]
+def _python(network, node, config, fields) -> list[str]:
+  argv = [sys.executable, "-m", "diloco.main", f"--config={config}", *fields]
   return network.command(node, argv)
 
 
@@ -98,9 +88,38 @@ def stop(processes: Iterable[subprocess.Popen]) -> None:
     started.wait()
 
 
-def certificates(folder: pathlib.Path, sites: int) -> None:
-  """Makes folder/tls/NAME with ca.pem, cert.pem and key.pem for each of `names`."""
-  flags = [f"--out={folder / 'tls'}", f"--sites={sites}"]
-  env = {**os.environ, "PYTHONPATH": str(ROOT)}
-  argv = [sys.executable, "-m", "diloco", "make_certificates", *flags]
-  subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, env=env)
+class Bucket:
+  """An S3 server of moto in node 0, with one bucket.
+
+  Attributes:
+    address: of the group in the bucket.
+    variables: what a site needs in its environment.
+  """
+
+  address = f"s3://{BUCKET}/{GROUP}"
+
+  def __init__(self, network: netns.Network, folder: pathlib.Path):
+    """Starts the server, with its log in `folder`."""
+    self._network = network
+    self._url = f"http://{network.addresses[0]}:{PORT}"
+    self.variables: Mapping[str, str] = {
+      "AWS_ENDPOINT_URL": self._url,
+      "AWS_ACCESS_KEY_ID": "any",
+      "AWS_SECRET_ACCESS_KEY": "any",
+    }
+    argv = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(PORT)]
+    self.process = start(network.command(0, argv), folder / "s3.log")
+    for _ in range(100):
+      if self.fetch(f"/{BUCKET}", "PUT") is not None:
+        return
+    raise RuntimeError(f"the S3 server does not begin; see {folder / 's3.log'}")
+
+  def fetch(self, path: str, method: str = "GET") -> bytes | None:
+    """Asks the server from its own node; None if it has no such file."""
+    argv = [sys.executable, "-c", _FETCH, method, self._url + path]
+    done = subprocess.run(self._network.command(0, argv), capture_output=True)
+    return done.stdout if done.returncode == 0 else None
+
+  def file(self, of_group: str) -> bytes:
+    """Returns a file of the group; empty if it is not there."""
+    return self.fetch(f"/{BUCKET}/{GROUP}/{of_group}") or b""

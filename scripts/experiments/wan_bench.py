@@ -6,9 +6,8 @@ Each replica has one network namespace and one process (netns.py), and a core of
 own if there are enough cores. Each method is one run of `diloco.main` with
 configs/wan.py, during which the rate of the links falls step by step. A measurement
 begins some steps after a change and ends whole rounds later. Bytes are those of the
-interfaces' counters, headers included. With --transport=sites every replica is a site,
-and a coordinator relays the payloads, over a link without limit. Needs root and
-iproute2. Writes wan.csv, wan.md and wan.png; keeps the rows of other methods in --out.
+interfaces' counters, headers included. Needs root and iproute2. Writes wan.csv, wan.md
+and wan.png; keeps the rows of other methods in --out.
 
 Utilisation is compute time over wall time. The compute time of a step is the median of
 the measured steps; most steps exchange nothing. Data-parallel has no such steps, so it
@@ -24,7 +23,7 @@ import netns
 import numpy as np
 import pandas as pd
 from sites_run import ROOT
-from wan_run import CONFIG, Phase, Trace, nodes, run
+from wan_run import CONFIG, Phase, Trace, run
 
 from diloco.config import Config, resolve
 from diloco.errors import ConfigError
@@ -153,7 +152,7 @@ def measure(options, method: str, network: netns.Network, rows: list[dict]):
 
   Args:
     method: name of the method.
-    network: a star with the nodes of `wan_run.nodes`.
+    network: a star with a node for each replica.
     rows: the rows of other methods; data-parallel uses DiLoCo's compute times.
 
   Raises:
@@ -278,7 +277,6 @@ def parse(argv=None):
   text = "comma-separated, in Mbit/s"
   add("--rates", type=rates, default=rates("4,16,64,256,1000"), help=text)
   add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-  add("--transport", choices=("host", "sites"), default="host")
   add("--repeats", type=int, default=1, help="measurements for each rate")
   add("--rounds", type=int, default=1, help="rounds of H steps for each rate")
   add("--seconds", type=float, default=8, help="aim for a data-parallel row")
@@ -288,8 +286,6 @@ def parse(argv=None):
   options = parser.parse_args(argv)
   # In the order of METHODS: data-parallel uses the compute time of DiLoCo's run.
   options.methods = [m for m in METHODS if m in options.methods]
-  if options.transport == "sites" and "data-parallel" in options.methods:
-    parser.error("--transport is sites, which has no data-parallel; give --methods.")
   return options
 
 
@@ -298,7 +294,7 @@ def main(options) -> None:
   make_folder(options.out, "--out")
   rows = load(options)
   print(HEADER)
-  with netns.star(nodes(options).stop) as network:
+  with netns.star(options.replicas) as network:
     for method in options.methods:
       rows += measure(options, method, network, rows)
       save(options, rows)

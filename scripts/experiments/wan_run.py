@@ -64,20 +64,14 @@ class Trace:
     return float(np.median(np.diff(times) / np.diff(steps)))
 
 
-def nodes(options) -> range:
-  """Returns the nodes of the replicas: with sites, node 0 is the coordinator's."""
-  first = int(options.transport == "sites")
-  return range(first, first + options.replicas)
-
-
 def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> Trace:
   """Trains once through all phases.
 
   Args:
-    options: replicas, transport, and timeout in seconds.
+    options: replicas, and timeout in seconds.
     fields: the fields of the config that differ from CONFIG.
     phases: the phases, in order.
-    network: a star with the nodes of `nodes`.
+    network: a star with a node for each replica.
 
   Raises:
     RuntimeError: a process failed, or the run took longer than `timeout`.
@@ -102,23 +96,17 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
 def start(
   options, fields: dict, network: netns.Network, workdir: pathlib.Path, change=list
 ):
-  """Starts one process per replica, and a coordinator for sites, with logs in workdir.
+  """Starts one process per replica, with logs in workdir.
 
   The process of replica i is pinned to a core; the log is i.log. `change` makes the
   command that runs from that of training.
   """
   cores, commands = sorted(os.sched_getaffinity(0)), list[list[str]]()
   flags = [f"--config.{name}={value}" for name, value in fields.items()]
-  where = (workdir, CONFIG, flags)
-  for i in range(options.replicas):
-    if options.transport == "sites":
-      command = sites_run.site(network, i, *where)
-    else:
-      command = sites_run.process(network, nodes(options), i, *where)
+  nodes = range(options.replicas)
+  for i in nodes:
+    command = sites_run.process(network, nodes, i, workdir, CONFIG, flags)
     commands.append(["taskset", "-c", str(cores[i % len(cores)]), *change(command)])
-  if options.transport == "sites":
-    sites_run.certificates(workdir, options.replicas)
-    commands.append(sites_run.coordinator(network, *where))
   logs = [workdir / f"{i}.log" for i in range(len(commands))]
   # By default XLA makes one thread per core. A process has one core here, and an
   # exchange in the background would occupy its only thread.
@@ -130,14 +118,13 @@ def sample(
 ) -> None:
   """Reads the counters of the replicas' links fifty times a second."""
   while not stop.wait(0.02):
-    sent = np.mean([network.counters(i)[1] for i in nodes(options)])
+    sent = np.mean([network.counters(i)[1] for i in range(options.replicas)])
     trace.samples.append((time.time(), float(sent)))
 
 
 def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
   """Reads metrics.jsonl as it grows, and sets the rate when a phase starts."""
-  folder = "site-0" if options.transport == "sites" else "run"
-  follower, step = metrics.Follower(workdir / folder), 0
+  follower, step = metrics.Follower(workdir / "run"), 0
   deadline = time.time() + options.timeout
   waiting = list(phases)
   while step < phases[-1].last:
@@ -147,10 +134,10 @@ def follow(options, phases, network, processes, workdir, trace: Trace) -> None:
       what = f"process {failed[0]} ended early" if failed else "the run took too long"
       raise RuntimeError(f"{what}, at step {step}:\n{log}")
     time.sleep(0.02)
-    if (workdir / folder / metrics.FILE).exists():
+    if (workdir / "run" / metrics.FILE).exists():
       trace.records += follower.records()
     steps = [r["step"] for r in trace.records if r["kind"] == "step"]
     step = max(steps, default=0)
     if waiting and step >= waiting[0].starts:
-      network.limit(waiting.pop(0).rate, nodes(options))
+      network.limit(waiting.pop(0).rate)
       trace.changes.append(time.time())

@@ -56,9 +56,9 @@ def test_sites_are_one_run_and_a_sweep_has_its_best_runs(tmp_path, monkeypatch):
   assert "the 2 runs with the least held-out loss" in page
 
 
-def test_the_folder_of_a_coordinator_has_no_run(tmp_path):
+def test_the_folder_of_a_group_has_no_run(tmp_path):
   (tmp_path / "rounds.jsonl").write_text("")
-  with pytest.raises(ConfigError, match="of sites, not of their coordinator"):
+  with pytest.raises(ConfigError, match="of sites, not of their group"):
     report.folders_of(tmp_path)
 
 

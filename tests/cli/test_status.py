@@ -1,4 +1,4 @@
-"""The status of runs and coordinators, read from the files that a run leaves so far."""
+"""The status of runs and groups, read from the files that a run leaves so far."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from conftest import tiny_config
-from sites import ARRIVAL
 
 from diloco.cli import status
 from diloco.config import resolve
@@ -104,7 +103,7 @@ def test_a_finished_run_is_told_as_finished(tmp_path, config):
   assert "state        finished" in status.lines(tmp_path, NOW)
 
 
-def test_a_coordinator_tells_who_is_in(tmp_path, config):
+def test_a_group_tells_who_is_in(tmp_path, config):
   line = lambda r, step, **sites: {
     **{"round": r, "fragment": r % 4, "step": step, "late": []},
     **{"tokens": {k[1:]: 64 for k in sites}, "waited_s": 0.1},
@@ -121,32 +120,29 @@ def test_a_coordinator_tells_who_is_in(tmp_path, config):
   assert said in status.lines(tmp_path, NOW)
   # The four fragments are sent after the steps 4, 5, 6 and 7, then every four steps.
   assert "round        3 of 9, step 3" in found
-  (tmp_path / "coordinator.json").write_text("{}")  # Of the run before it was extended.
   assert "state        finished" not in status.lines(tmp_path, NOW)
   write(tmp_path, [line(8, 9, s0=1)], config=config, name="rounds.jsonl")
   assert "state        finished" in status.lines(tmp_path, NOW)
 
 
-def test_how_long_a_site_took_to_arrive_is_told_of_it_and_of_the_coordinator(
-  tmp_path, config
-):
-  text = "after 9.1 s: 5.0 s to start, 0.5 s for the answer of the group, 3.0 s for"
-  lines, record = [*records(9)], {f"{k}_s": s for k, s in ARRIVAL.items()}
-  lines = [{"kind": "arrival", "step": 1, **record}, *lines]
-  write(tmp_path / "alone", lines, config=config)
-  assert not any("took part" in x for x in status.lines(tmp_path / "alone", NOW))
-  lines[-1]["sites"] = 2  # The site has received a round.
-  write(tmp_path / "site-0", lines, config=config)
-  assert f"took part {text}" in told(tmp_path / "site-0")["arrival"]
-  assert told(tmp_path / "site-0")["sites"] == "2 in the last round"
+def test_rounds_that_rounds_jsonl_lacks_are_read_from_their_files(tmp_path, config):
+  line = {"round": 0, "fragment": 0, "step": 4, "tokens": {"0": 64, "1": 64}}
+  write(tmp_path, [line], age=9000, config=config, name="rounds.jsonl")
+  newer = line | {"round": 1, "fragment": 1, "step": 5, "tokens": {"1": 64}}
+  (tmp_path / "journal").mkdir()
+  path = tmp_path / "journal/000000001.round"
+  path.write_bytes(json.dumps(newer).encode() + b"\n\x00\xffpayload")
+  os.utime(path, (NOW - 3, NOW - 3))
+  found = status.lines(tmp_path, NOW)
+  assert "round        2 of 9, step 5" in found
+  assert "away         0 since step 4" in found
+  assert "last line    3 s ago" in found
 
-  group = tmp_path / "group"
-  rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
-  write(group, rounds, config=config, name="rounds.jsonl")
-  last = {"10": {"time": NOW - 60, "seconds": ARRIVAL}}
-  (group / "arrivals.json").write_text(json.dumps(last))
-  [line] = (x for x in status.lines(group, NOW) if x.startswith("site 10"))
-  assert f"took part 0:01:00 ago, {text}" in line
+
+def test_a_site_that_never_sent_is_named(tmp_path, config):
+  line = {"round": 0, "fragment": 0, "step": 4, "tokens": {"0": 64}}
+  write(tmp_path, [line], config=config, name="rounds.jsonl")
+  assert "never sent   1" in status.lines(tmp_path, NOW)
 
 
 def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):
@@ -157,7 +153,7 @@ def test_a_folder_of_runs_has_a_line_for_each(tmp_path, config):
   assert all("step 9 of 12" in line for line in lines)
 
 
-def test_a_run_of_sites_has_a_line_for_each_site_and_its_coordinator(tmp_path, config):
+def test_a_run_of_sites_has_a_line_for_each_site_and_their_group(tmp_path, config):
   rounds = [{"round": 0, "fragment": 0, "step": 1, "tokens": {"0": 64}}]
   for run in (tmp_path, tmp_path / "sites"):
     write(run, rounds, config=config, name="rounds.jsonl")
@@ -192,7 +188,7 @@ def test_a_run_that_died_before_its_first_step_is_stopped(tmp_path, config):
   ]
 
 
-def test_a_coordinator_has_closed_no_round_yet(tmp_path, config):
+def test_a_group_has_closed_no_round_yet(tmp_path, config):
   write(tmp_path, [], config=config, name="rounds.jsonl")
   (tmp_path / "rounds.jsonl").unlink()
   (tmp_path / "journal").mkdir()

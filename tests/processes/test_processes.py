@@ -416,7 +416,7 @@ def test_two_commands_that_differ_end_with_the_field(tmp_path):
   [(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2), ("localhost", 2, 0)],
 )
 def test_incomplete_or_wrong_flags_are_refused(given):
-  flags = r"--coordinator \(of a site: --process0\) is {}, --num_processes {} and"
+  flags = r"--coordinator is {}, --num_processes {} and"
   shown = flags + " --process_id {}; give host:port"
   with pytest.raises(ConfigError, match=shown.format(*given)):
     processes.initialize(*given)

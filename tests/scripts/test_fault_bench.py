@@ -26,7 +26,7 @@ def test_a_storm_follows_from_its_seed():
 
 
 def test_a_storm_has_as_many_faults_of_every_kind_as_asked():
-  storm = _draw(1, 200, 60)
+  storm = _draw(1, 200, 60, "--s3")
   assert len(storm) == 200
   assert {f.kind for f in storm} == {*bench.KINDS}
   assert {f.site for f in storm} == {bench.LEADER, *range(4)}
@@ -38,9 +38,9 @@ def test_a_storm_has_as_many_faults_of_every_kind_as_asked():
 @pytest.mark.parametrize(
   ("flags", "kinds"),
   [
-    (["--folder"], {"kill", "pause", "cut", "kill leader"}),
+    ([], {"kill", "pause", "cut", "kill leader"}),
     (["--kinds=kill,pause"], {"kill", "pause"}),
-    (["--folder", "--kinds=kill,pause"], {"kill", "pause"}),
+    (["--s3"], {*bench.KINDS}),
   ],
 )
 def test_a_storm_has_the_kinds_that_are_asked_and_possible(flags, kinds):
@@ -65,7 +65,7 @@ def test_flags_of_the_config_are_kept_and_others_refused(capsys):
     bench.parse(["--out=x", "--nonsense=1"])
   assert "--nonsense=1 is unknown" in capsys.readouterr().err
   with pytest.raises(SystemExit):
-    bench.parse(["--out=x", "--folder", "--kinds=kill,slow"])
+    bench.parse(["--out=x", "--kinds=kill,slow"])
   assert "--kinds has slow" in capsys.readouterr().err
 
 
@@ -114,27 +114,26 @@ def _metrics(k, rounds):
   return [*records, {"kind": "step", "step": 31}]
 
 
-def test_sums_over_the_coordinators_log(rounds):
+def test_sums_over_the_log_of_the_group(rounds):
   n = len(rounds)
   sums = {"rounds": n, "full": n - 1, "fewer": 1, "lost": 1, "late": 1}
   assert audit.count(rounds, sites=4) == {**sums, "longest_wait_s": 2.0}
 
 
-@pytest.mark.parametrize("group", ["coordinator", "group"])
-def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path, group):
-  files = {f"{group}/rounds.jsonl": rounds}
+def test_an_audit_reads_all_logs(rounds, monkeypatch, tmp_path):
+  files = {"group/rounds.jsonl": rounds}
   files |= {f"site-{k}/metrics.jsonl": _metrics(k, rounds) for k in range(4)}
   for name, records in files.items():
     (tmp_path / name).parent.mkdir()
     (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in records))
   monkeypatch.setattr(audit, "outer_parameters", lambda path: {"theta": np.ones(1)})
-  args = (tmp_path, group, bench.CONFIG, FIELDS, {}, slice(0, 3))
+  args = (tmp_path, bench.CONFIG, FIELDS, {}, slice(0, 3))
   found = audit.audit(*args)
   assert (found["problems"], found["rounds"]) == ([], len(rounds))
   assert found["tokens"] == pytest.approx((3 * 4 - 1) * 64 / 3)  # Site 2 missed one.
   assert found["merges"] == [len(rounds)] * 4
   # Site 1 has half the tokens in a step, and its payloads say otherwise.
-  args[4][1] = ["--config.sites.batch_size=1"]
+  args[3][1] = ["--config.sites.batch_size=1"]
   assert len(audit.audit(*args)["problems"]) == len(rounds)
 
 
@@ -213,11 +212,11 @@ def test_sites_that_computed_other_numbers_from_a_round_are_found(rounds):
 def test_one_other_bit_in_a_last_checkpoint_is_found(monkeypatch, tmp_path):
   arrays = {"9.theta": np.arange(4, dtype=np.float32)}
   changed = {"9.theta": np.nextafter(arrays["9.theta"], 9)}
-  names = ["coordinator", *(f"site-{k}" for k in range(4))]
+  names = [f"site-{k}" for k in range(4)]
   for name, different, expected in (
     ("site-2", arrays, []),
     ("site-2", changed, ["site-2 ends with other values of ['9.theta']"]),
-    ("site-1", {}, ["site-1 has no last checkpoint like that of coordinator"]),
+    ("site-1", {}, ["site-1 has no last checkpoint like that of site-0"]),
   ):
     stored = lambda path, n=name, x=different: x if path.name == n else arrays
     monkeypatch.setattr(audit, "outer_parameters", stored)
@@ -233,7 +232,9 @@ def test_lines_that_a_kill_cut_short_are_skipped(tmp_path):
 
 @pytest.mark.slow("a storm of faults")
 @pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
-@pytest.mark.parametrize("flags", [[], ["--folder", "--config.sites.lost_s=2"]])
+@pytest.mark.parametrize(
+  "flags", [["--config.sites.lost_s=2"], ["--s3", "--config.sites.lost_s=8"]]
+)
 def test_a_run_survives_a_storm_and_its_audit(tmp_path, flags):
   argv = [f"--out={tmp_path}/run", "--faults=6", "--every=3", "--seed=2", *flags]
   argv += ["--config.train.steps=400", "--limit=300", "--step=0.1,0.2"]

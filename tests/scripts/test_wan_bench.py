@@ -157,15 +157,6 @@ def test_repeats_measure_a_rate_several_times_in_a_row():
     assert before.last <= after.starts < after.first
 
 
-def test_sites_have_the_nodes_after_the_coordinators(capsys):
-  given = options("--transport=sites", "--methods", "Streaming")
-  assert [*wan_run.nodes(given)] == [1, 2]
-  assert [*wan_run.nodes(options())] == [0, 1]
-  with pytest.raises(SystemExit):
-    options("--transport=sites")
-  assert "no data-parallel" in capsys.readouterr().err
-
-
 def test_results_of_other_methods_are_kept(tmp_path):
   given = bench.parse([f"--out={tmp_path}", "--methods", "Streaming"])
   assert bench.load(given) == []

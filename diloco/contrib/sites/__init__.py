@@ -1,11 +1,12 @@
 """Sites that come and go, as in Decoupled DiLoCo (arXiv 2604.21428).
 
 With `overlap.transport=sites`, which loads this plug-in, every site trains its replicas
-by its own clock, and `coordinator/` relays the payloads (docs/sites.md). No JAX.
+by its own clock, and the sites meet in a folder or a bucket (docs/sites.md). No JAX.
 """
 
 import dataclasses
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 from diloco.config import Config
 from diloco.config.checks import divide
@@ -15,9 +16,12 @@ from diloco.spec import plugins
 from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
 
+if TYPE_CHECKING:  # They import JAX.
+  from diloco.contrib.sites.site import SitePart
+  from diloco.processes.peers import Peers
+
 Cosine = Annotated[float, Range(-1, 1)]
 Pace = Annotated[float, Range(0, 1, open=True)]
-Seconds = Annotated[float, Range(1, 3600)]
 Wait = Annotated[float, Range(0.1)]
 
 
@@ -38,11 +42,8 @@ class SitesConfig(plugins.Extension):
   least_grace_s: NonNegative = 2.0
   # Seconds that the first site waits for the others before the first round.
   start_s: NonNegative = 300.0
-  # A connection that is silent is asked for an answer after so many seconds, and counts
-  # as broken after so many more. Each party has its own value.
-  keepalive_s: Seconds = 10.0
-  # With a folder instead of a coordinator: seconds without a sign of a site after which
-  # it counts as gone, and after which another site closes the rounds in its place.
+  # Seconds without a sign of a site after which it counts as gone. If it closed the
+  # rounds, another site then takes its place.
   lost_s: Wait = 20.0
   # A payload whose norm is more than so many times the usual one does not count; 0: any
   # finite payload counts.
@@ -50,9 +51,6 @@ class SitesConfig(plugins.Extension):
   # A payload whose mean cosine with the others is less does not count, if there are two
   # others; -1: any counts. Honest ones may fall below 0 (2501.18512, figure 18: -0.1).
   least_cosine: Cosine = -1.0
-  # Rounds of each fragment without a site that is away, after which the others train
-  # its text. 0: its text is left alone.
-  lend_after: Count = 1
   # Sequences per inner step of this site, all its replicas together. Sites may differ.
   # 0: its share of train.batch_size.
   batch_size: Count = 0
@@ -72,6 +70,12 @@ class SitesConfig(plugins.Extension):
       "the data.shards of a site": c.shards // count,
     }.items():
       divide("sites.batch_size", self.batch_size, name, n)
+    if self.batch_size > c.train.batch_size:
+      raise ConfigError(
+        f"sites.batch_size is {self.batch_size}, but all sites together have"
+        f" train.batch_size = {c.train.batch_size}, which bounds the weight of one;"
+        " raise train.batch_size for all sites."
+      )
     if self.pace * c.sync_every < 1:
       raise ConfigError(
         f"sites.pace is {self.pace}, so this site would train no step in some of the"
@@ -86,16 +90,35 @@ class SitesConfig(plugins.Extension):
     return ("sites.count",)
 
 
-def make_part(*args: Any) -> Any:
-  """Imports `site.make_part`, which needs JAX, and calls it."""
-  from diloco.contrib.sites import site
+def make_part(c: Config, site: int, address: str) -> Callable[["Peers"], "SitePart"]:
+  """Finds what is wrong before JAX starts, and before anything of a group changes.
 
-  return site.make_part(*args)
+  Args:
+    c: config of the whole run.
+    site: number of the site.
+    address: folder or bucket of the group.
+
+  Returns:
+    A function of the processes of the site, which makes its `session.Part`.
+
+  Raises:
+    ConfigError: there is no such site, or the group has another config.
+  """
+  from diloco.contrib.sites.group.open import open_group
+
+  storage = open_group(c, site, address)
+
+  def make(peers: "Peers") -> "SitePart":
+    from diloco.contrib.sites.site import make_part
+
+    return make_part(c, site, storage, address, peers)
+
+  return make
 
 
 plugins.register("sites", SitesConfig)
 plugins.TRANSPORTS["sites"] = Transport(
-  at_hosts=True, needs="--coordinator and --site (docs/sites.md)", make_part=make_part
+  at_hosts=True, needs="--group and --site (docs/sites.md)", make_part=make_part
 )
 NEEDS = {"algorithm": DILOCO}
 plugins.RULES.append(

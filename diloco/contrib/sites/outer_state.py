@@ -1,7 +1,7 @@
 """The outer step of a closed round, and the outer state as bytes.
 
-The coordinator and every site run the same program on a CPU with the same payloads. So
-all hold the same outer state, and float32 values cross only to newcomers.
+Every site runs the same program on a CPU with the same payloads. So all hold the same
+outer state, and float32 values cross only to newcomers.
 """
 
 import zlib
@@ -18,7 +18,7 @@ from diloco.algorithm.plan import Plan
 from diloco.algorithm.state import OuterState
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.contrib.sites.calendar import Calendar
-from diloco.contrib.sites.link import Closed
+from diloco.contrib.sites.group.journal import Closed
 from diloco.mesh import sharding
 from diloco.util.types import PyTree
 
@@ -32,7 +32,7 @@ def apply(
   the weights of Decoupled DiLoCo (arXiv 2604.21428): tokens x tokens per step.
 
   Args:
-    plan: of a site, or of the coordinator.
+    plan: of a site.
     theta, opt_state: outer parameters and optimizer state of the fragment.
 
   Returns:

@@ -1,29 +1,28 @@
-"""The connection of a site of several processes: process 0 has it and tells the rest.
+"""The link of a site of several processes: process 0 has it and tells the rest.
 
 All processes of the site call every method together, in the same order, so that all of
 them merge the same rounds after the same steps.
 """
 
-import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax.experimental import multihost_utils
 
-from diloco.contrib.sites.link import Block, Closed, Link, Welcome
+from diloco.contrib.sites.group.journal import Closed, closed_of, header_of
+from diloco.contrib.sites.group.link import Link, Welcome
 from diloco.processes.peers import Peers
-from diloco.util.types import PyTree
 
 
 class SharedLink:
   """Has the methods of a `Link`."""
 
   def __init__(self, link: Link | None, peers: Peers):
-    """Shares a connection.
+    """Shares a link.
 
     Args:
-      link: the connection; None on all processes but process 0.
+      link: the link; None on all processes but process 0.
       peers: the processes of this site.
     """
     self._link, self._peers = link, peers
@@ -32,18 +31,14 @@ class SharedLink:
   def inside(self) -> int:
     return self._link.inside if self._link else 0
 
-  @property
-  def reconnects(self) -> int:
-    return self._link.reconnects if self._link else 0
+  def join(self, applied: int, digests: list[int]) -> Welcome:
+    welcome = self._share(self._link.join(applied, digests) if self._link else None)
+    assert welcome is not None
+    return welcome
 
-  def join(self, **state: object) -> Welcome:
-    found = self._welcome(self._link.join(**state) if self._link else None)
-    assert found is not None
-    return found
-
-  def ready(self, first: int, arrival: dict[str, float] | None = None) -> None:
+  def ready(self, first: int) -> None:
     if self._link:
-      self._link.ready(first, arrival)
+      self._link.ready(first)
 
   def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
     return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))
@@ -56,54 +51,50 @@ class SharedLink:
     return self._peers.broadcast(self._link and self._link.wait_until(number, stopping))
 
   def closed(self, number: int) -> Closed:
-    head, own = None, None
+    header, body = None, None
     if self._link:
-      found = self._link.closed(number)
-      payloads = found.payloads.values()
-      tokens, sizes = list(found.tokens.items()), [len(x) for x in payloads]
-      per_step = list(found.per_step.items())
-      lent = list(found.lent.items())
-      head = [found.fragment, tokens, sizes, found.refused, per_step, lent]
-      own = b"".join(payloads)
-    fragment, tokens, sizes, refused, per_step, lent = self._peers.broadcast(head)
-    data = io.BytesIO(self._bytes(own, sum(sizes)) if sizes else b"")
-    parts = {site: data.read(size) for (site, _), size in zip(tokens, sizes)}
-    whole = (number, fragment, dict(tokens), parts, tuple(refused), dict(per_step))
-    return Closed(*whole, {k: Block(*x) for k, x in lent})
+      closed = self._link.closed(number)
+      header, body = header_of(closed), b"".join(closed.payloads.values())
+    header = self._peers.broadcast(header)
+    size = sum(header["payloads"].values())
+    return closed_of(header, self._bytes(body, size) if size else b"")
 
   def newest(self) -> tuple[int, int]:
     received, published = self._peers.broadcast(self._link and self._link.newest())
     return received, published
 
+  def absent(self) -> list[int]:
+    return self._peers.broadcast(self._link and self._link.absent())
+
   def welcome(self) -> Welcome | None:
-    return self._welcome(self._link.welcome() if self._link else None)
+    return self._share(self._link.welcome() if self._link else None)
 
   def forget(self, below: int) -> None:
     if self._link:
       self._link.forget(below)
 
-  def applied(self, number: int, theta: PyTree, opt_state: PyTree) -> None:
+  def applied(self, number: int, digest: int) -> None:
     if self._link:
-      self._link.applied(number, theta, opt_state)
+      self._link.applied(number, digest)
 
-  def offer(self, applied: int, outer: PyTree) -> None:
+  def offer(self, applied: int, make: Callable[[], tuple[list[int], bytes]]) -> None:
     if self._link:
-      self._link.offer(applied, outer)
+      self._link.offer(applied, make)
 
   def leave(self, reason: str) -> None:
     if self._link:
       self._link.leave(reason)
 
-  def _welcome(self, own: Welcome | None) -> Welcome | None:
-    of_0 = own and [own.round, own.data, own.skip, len(own.snapshot)]
+  def _share(self, welcome: Welcome | None) -> Welcome | None:
+    of_0 = welcome and [welcome.round, welcome.data, len(welcome.snapshot)]
     head = self._peers.broadcast(of_0)
     if head is None:
       return None
-    number, data, skip, size = head
-    snapshot = self._bytes(own.snapshot if own else None, size) if size else b""
-    return Welcome(number, data, snapshot, skip)
+    number, data, size = head
+    snapshot = welcome.snapshot if welcome else None
+    return Welcome(number, data, self._bytes(snapshot, size) if size else b"")
 
-  def _bytes(self, own: bytes | None, size: int) -> bytes:
+  def _bytes(self, data: bytes | None, size: int) -> bytes:
     """Returns the bytes of process 0, which may be many."""
-    values = np.frombuffer(own or bytes(size), np.uint8)
+    values = np.frombuffer(data or bytes(size), np.uint8)
     return np.asarray(multihost_utils.broadcast_one_to_all(values)).tobytes()

@@ -1,15 +1,13 @@
 """A site's part of Algorithm 2: sends its payloads, merges the rounds of the group.
 
 A site runs its inner steps by its own clock. After step t it sends its payload of the
-round that is due, and after step t + tau it merges that round as the coordinator closed
-it. A site that finds rounds closed beyond its own step was late: it merges them all,
+round that is due, and after step t + tau it merges that round as the group closed it. A
+site that finds rounds closed beyond its own step was late: it merges them all,
 takes the group's step count, and goes on from there. A site with bad numbers sends
 nothing, or is refused; it goes on with the group's parameters.
 """
 
 import dataclasses
-import functools
-import importlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -24,17 +22,19 @@ from diloco.algorithm.placement import Jobs
 from diloco.algorithm.state import Event, TrainState, replaced
 from diloco.algorithm.sync_metrics import Metrics
 from diloco.config import Config
-from diloco.contrib.sites import SitesConfig, outer_state, security, unsharded
-from diloco.contrib.sites.arrival import Arrival, process_began, text
+from diloco.contrib.sites import outer_state, unsharded
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
-from diloco.contrib.sites.link import Closed, Link, Welcome
+from diloco.contrib.sites.group.journal import Closed
+from diloco.contrib.sites.group.link import Link, Welcome
+from diloco.contrib.sites.measure import measure_when_called
 from diloco.contrib.sites.shared_link import SharedLink
-from diloco.contrib.sites.texts import Texts
-from diloco.data.batches import Batches, own_replicas
+from diloco.data.batches import Batches
+from diloco.errors import ConfigError
 from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
 from diloco.spec.schedule import reaches
+from diloco.util.storage import Storage
 from diloco.util.types import PyTree
 
 
@@ -45,10 +45,9 @@ class SitePart:
   Attributes:
     config: of the whole run, as if all sites had this site's batch.
     index: number of the site.
-    link: the connection to the coordinator.
+    link: to the group.
     peers: the processes of this site.
     first_replica: number of the site's first replica.
-    arrival: measures where the time goes until the site takes part.
   """
 
   config: Config
@@ -58,7 +57,6 @@ class SitePart:
 
   def __post_init__(self) -> None:
     self.first_replica = self.index * Calendar(self.config).replicas_per_site
-    self.arrival = Arrival(process_began())
 
   def own_config(self) -> Config:
     """Returns the config by which this site trains."""
@@ -69,45 +67,28 @@ class SitePart:
 
 
 def make_part(
-  c: Config, index: int, address: str, tls: str, insecure: bool, peers: Peers
+  c: Config, index: int, storage: Storage, address: str, peers: Peers
 ) -> SitePart:
   """Prepares a site, which joins when training begins.
 
   Args:
-    c, index, peers: see `SitePart`; process 0 connects to the coordinator.
-    address, tls, insecure: see `security.channel`; or a folder or a bucket, which has
-      a slash in its address.
-
-  Raises:
-    ConfigError: the site or the address is wrong, or certificates are missing.
+    c, index, peers: see `SitePart`; process 0 has the link.
+    storage, address: from `open_group`.
   """
-  config_of(c, index)
-  if "/" in address:
-    # This module needs the coordinator's rules, so it lies in a layer above.
-    make = importlib.import_module(f"{__package__}.folder.part").make_link
-    make = functools.partial(make, c, index, address, tls, insecure, print_line)
-  else:
-    keepalive_s = c.of(SitesConfig).keepalive_s
-    open_channel = functools.partial(
-      security.channel, address, tls, insecure, keepalive_s
-    )
-    open_channel().close()  # Finds mistakes.
-    hello, room = {"site": index, "config": c.to_dict()}, Calendar(c).room
-    own = (open_channel, address, hello, print_line, room, keepalive_s)
-    make = functools.partial(Link, *own)
-  link = make() if peers.index == 0 else None
+  calendar, link = Calendar(c), None
+  if peers.index == 0:
+    measure = measure_when_called(calendar)
+    link = Link(storage, address, calendar, index, measure, print_line)
   shared = link if link and peers.count == 1 else SharedLink(link, peers)
-  part = SitePart(as_all(c), index, shared, peers)
-  jax.monitoring.register_event_duration_secs_listener(part.arrival.listen)
-  return part
+  return SitePart(as_all(c), index, shared, peers)
 
 
 @dataclasses.dataclass
 class Site(Wrapper):
-  """Trains like `method`, and exchanges payloads with the coordinator; see `Method`.
+  """Trains like `method`, and exchanges payloads with its group; see `Method`.
 
   Attributes:
-    part: which site this is, and its connection.
+    part: which site this is, and its link.
     batches: follow the site's step.
     stop: knows whether a signal came, so that the site must not wait for others.
   """
@@ -124,9 +105,6 @@ class Site(Wrapper):
     # {round that this site has sent and not merged: compressor state before the send}
     self._pending = dict[int, PyTree]()
     self._ready = False
-    own = own_replicas(self.method.c, self.method.mesh)
-    replicas = [self.part.first_replica + m for m in own]
-    self._texts = Texts(self.part.config, replicas, self.batches)
     # A thread updates the outer state while the devices train. Several processes must
     # receive together, so they update it when a round is due.
     self._background = self.part.peers.count == 1
@@ -138,7 +116,8 @@ class Site(Wrapper):
     # often it began again because of bad numbers.
     names = ("rounds", "contributed", "lost", "skipped_steps", "restored")
     self._account = dict.fromkeys(names, 0)
-    # The step of the last of these, until a payload of this site counts again.
+    self._absent = list[int]()  # Sites that have sent nothing in the whole run.
+    # The step of the last restore, until a payload of this site counts again.
     self._restored_at: int | None = None
 
   def account(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +128,7 @@ class Site(Wrapper):
       f" {own['rounds']} rounds, {own['lost']} came too late, {own['skipped_steps']}"
       f" steps not trained, {own['restored']} times restored from the group"
     )
-    more = {"index": index, "reconnects": self._link.reconnects, "text": line}
-    more["arrival_s"] = self.part.arrival.seconds
+    more = {"index": index, "absent": self._absent, "text": line}
     reference = int(sizes.all_reduce_bytes(c.replicas, params, c.train.steps))
     return {
       "site": own | more,
@@ -172,25 +150,14 @@ class Site(Wrapper):
     """Joins the group with the site's own checkpoint of step t, or its first state.
 
     Raises:
-      ConfigError: the coordinator refuses this site.
+      ConfigError: another process is this site, or the group is of another run.
     """
     calendar, taus = self._calendar, self.method.plan.schedule.taus
-    self.part.arrival.ends("start")
     self._applied = self._taken = calendar.first_after(t - min(taus))
-    digests = outer_state.digests(state.outer)
-    welcome = self._link.join(round=self._applied, digests=digests)
-    self.part.arrival.ends("snapshot")
-    place = "its own position"
-    recorded = {s: x for s, (step, x) in welcome.data.items() if step > t}
-    if welcome.skip:
-      self._texts.jump(welcome.data, welcome.skip)
-      place = "the position after what the others have trained"
-    elif recorded:
-      own = self.batches.get_state()
-      self.batches.set_state({s: recorded.get(s, x) for s, x in own.items()})
-      place = "the position that the coordinator recorded"
+    welcome = self._link.join(self._applied, outer_state.digests(state.outer))
+    place = self._find_text(t, welcome.data)
     if not welcome.snapshot:
-      self._link.offer(self._applied, state.outer)  # The first site's is the group's.
+      self._offer(state)  # The first site's is the group's.
       # Goes back to the step before the first open round: the site must train these
       # steps again to send that round.
       step = calendar.step_before(self._link.newest()[1])
@@ -204,6 +171,30 @@ class Site(Wrapper):
     )
     return step, _at_step(self._take(state, welcome), step)
 
+  def _find_text(self, t: int, recorded: Mapping[str, Any]) -> str:
+    """Goes to the recorded positions of later steps than t; returns a description.
+
+    A bad position ends no site: it goes on where its checkpoint is.
+    """
+    before = self.batches.get_state()
+    try:
+      later = {
+        s: recorded[s][1] for s in before.keys() & recorded if recorded[s][0] > t
+      }
+      if later:
+        self.batches.set_state(before | later)
+        return "the position that the group recorded"
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+      self.batches.set_state(before)
+      self._print(f"cannot use the recorded position in its text ({error!r}).")
+    return "its own position"
+
+  def _offer(self, state: TrainState) -> None:
+    """Gives the link the outer state, from which newcomers may start."""
+    outer = state.outer
+    make = lambda: (outer_state.digests(outer), outer_state.to_bytes(outer))
+    self._link.offer(self._applied, make)
+
   def outer(self, t: int, state: TrainState) -> tuple[int, TrainState, list[Event]]:
     """Runs lines 6 to 12 after inner step t, and after later steps that are skipped.
 
@@ -216,8 +207,7 @@ class Site(Wrapper):
     while t < last and calendar.trained(t + 1) == calendar.trained(t):
       t, state = self._outer(t + 1, _at_step(state, t + 1))
     if reaches(first, t, self.part.config.checkpoint.every):
-      # Newcomers may start from this state.
-      self._link.offer(self._applied, state.outer)
+      self._offer(state)
     return t, state, self._events
 
   def _outer(self, t: int, state: TrainState) -> tuple[int, TrainState]:
@@ -233,17 +223,12 @@ class Site(Wrapper):
 
   def _arrive(self, t: int, state: TrainState) -> tuple[int, TrainState]:
     """Takes part in the rounds from now on, after the site's first step."""
-    arrival = self.part.arrival
     jax.block_until_ready(state.params)
-    arrival.ends("first_step")
     t, state = self._catch_up(t, state)
-    arrival.ends("rounds")
     self._ready = True
-    seconds = {k: round(s, 3) for k, s in arrival.seconds.items()}
-    self._print(f"takes part after {text(seconds)}.")
-    of_event = {f"{k}_s": np.float32(s) for k, s in seconds.items()}
-    self._events.append(Event("arrival", 0, t, 0, of_event))
-    self._link.ready(self._calendar.first_after(t - 1), seconds)
+    self._print(f"takes part after step {t}.")
+    self._events.append(Event("arrival", 0, t, 0, {}))
+    self._link.ready(self._calendar.first_after(t - 1))
     return t, state
 
   def drain(self, t: int, state: TrainState) -> tuple[TrainState, list[Event]]:
@@ -252,6 +237,7 @@ class Site(Wrapper):
     state = self._drain(t, state)
     if self._applied < len(self._calendar.rounds):  # A signal came.
       raise Stopped(late=True, events=self._events)  # The last checkpoint is older.
+    self._absent = self._link.absent()
     return state, self._events
 
   def _drain(self, last: int, state: TrainState) -> TrainState:
@@ -269,9 +255,22 @@ class Site(Wrapper):
     return state
 
   def close(self, reason: str) -> None:
+    """Leaves the group.
+
+    Raises:
+      ConfigError: the run is finished, but not that of all replicas.
+    """
     self._jobs.close()
     self._link.leave(reason)
     self.method.close(reason)
+    if self._absent and reason == "finished":
+      sites = f"site {', '.join(map(str, self._absent))}"
+      raise ConfigError(
+        f"the run is finished and saved, but {sites} of {self._calendar.sites} sent no"
+        " payload in any round, so fewer replicas than the config says have trained;"
+        f" start {sites} and go on with a larger train.steps, or keep the result as one"
+        " of fewer replicas."
+      )
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
     """Lines 7 and 8; nothing if the round is closed or the site just began again."""
@@ -296,7 +295,6 @@ class Site(Wrapper):
     per_step = c.tokens_per_step // c.replicas
     position = {shard: [t, x] for _, part in parts for shard, x in part.items()}
     fields = {"tokens": steps * per_step, "per_step": per_step, "data": position}
-    fields["finished"] = list(self._texts.finished)
     self._link.send(number, data, fields)
     self._pending[number] = before
     job = functools.partial(self._outer_step, number)
@@ -336,8 +334,6 @@ class Site(Wrapper):
     welcome = self._link.welcome()
     if welcome:
       state = self._take(state, welcome)
-      if welcome.skip:
-        self._texts.jump(welcome.data, welcome.skip)
     for r in range(self._applied, number + 1):
       state = self._update(t, r, state)
     plan, p = self.method.plan, self._calendar.rounds[number][1]
@@ -355,12 +351,6 @@ class Site(Wrapper):
     self._applied = number + 1
     self._link.forget(self._applied)
     self._account["rounds"] += 1
-    for site, block in closed.lent.items():
-      self._texts.drop(block.again)
-      if block.reader == self.part.index:
-        self._texts.lend(number, site, block)
-      elif site == self.part.index and not block.again:
-        self._texts.jump(block.positions, block.skip + block.size)
     counted, sent = self.part.index in closed.tokens, number in self._pending
     refused, before = self.part.index in closed.refused, self._pending.pop(number, None)
     if counted:
@@ -391,7 +381,7 @@ class Site(Wrapper):
     self._link.wait_until(number, lambda: False)
     closed, plan = self._link.closed(number), self.method.plan
     found = outer_state.apply(plan, self._calendar, closed, theta, opt_state)
-    self._link.applied(number, *found[:2])
+    self._link.applied(number, outer_state.digest(*found[:2]))
     return closed, found
 
   def _miss(self, t: int) -> None:

@@ -11,7 +11,7 @@ from diloco.algorithm.make import make_plan
 from diloco.algorithm.optimizers import make_outer
 from diloco.config import resolve
 from diloco.contrib.sites import outer_state
-from diloco.contrib.sites.link import Closed
+from diloco.contrib.sites.group.journal import Closed
 from diloco.mesh.devices import make_mesh
 from diloco.mesh.sharding import abstract
 from diloco.wire import exchange
@@ -48,7 +48,7 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   start = jax.tree.map(np.asarray, theta)
   opt_state = make_outer(c.outer).init(theta)
   calendar = types.SimpleNamespace(sites=3)
-  closed = Closed(0, 0, tokens, payloads, per_step=per_step)
+  closed = Closed(0, 0, 1, tokens, payloads, per_step)
   found, _, _ = outer_state.apply(plan, calendar, closed, theta, opt_state)
   replicas = [
     (n, jax.tree.map(lambda x, m=m: x[m], deltas[site]))
@@ -62,7 +62,7 @@ def test_the_mean_is_weighted_by_tokens_and_tokens_per_step(tiny, tokens, per_st
   for new, old, delta in zip(*map(jax.tree.leaves, (found, start, mean)), strict=True):
     np.testing.assert_allclose(new, old - 0.5 * delta, rtol=1e-5, atol=1e-6)
   if len({*per_step.values()}) == 1:  # Equal batches: the bits of tokens alone.
-    closed, theta = Closed(0, 0, tokens, payloads), jax.tree.map(jnp.array, start)
+    closed, theta = Closed(0, 0, 1, tokens, payloads), jax.tree.map(jnp.array, start)
     args = (closed, theta, make_outer(c.outer).init(theta))
     alone, _, _ = outer_state.apply(plan, calendar, *args)
     jax.tree.map(np.testing.assert_array_equal, alone, found)

@@ -1,4 +1,4 @@
-"""All processes of a site get what process 0 received from the coordinator."""
+"""All processes of a site get what process 0 received from the group."""
 
 import types
 
@@ -7,22 +7,34 @@ import pytest
 from threads import at_once, connected
 
 from diloco.contrib.sites import shared_link
-from diloco.contrib.sites.link import Block, Closed, Welcome
+from diloco.contrib.sites.group.journal import Closed
+from diloco.contrib.sites.group.link import Welcome
+from diloco.contrib.sites.group.rounds import Measured
 from diloco.contrib.sites.shared_link import SharedLink
 
-LENT = {1: Block(0, {"1": [3, {}]}, 4, 5, [2, 1])}
-CLOSED = Closed(*(3, 1, {0: 5, 2: 6}, {0: b"ab", 2: b"cde"}, (1,), {0: 1, 2: 3}, LENT))
-EMPTY = Closed(4, 0, {}, {}, refused=(0, 1, 2))
-WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz", 7)
+CLOSED = Closed(
+  round=3,
+  fragment=1,
+  step=9,
+  tokens={0: 5, 2: 6},
+  payloads={0: b"ab", 2: b"cde"},
+  per_step={0: 1, 2: 3},
+  refused=(1,),
+  measured={0: Measured(1.0, 0.5), 1: Measured(None)},
+  data={"0": [9, {}]},
+)
+EMPTY = Closed(4, 0, 9, {}, {}, refused=(0, 1, 2))
+WELCOME = Welcome(3, {"0": [1, {}]}, b"xyz")
 
 
 class FakeLink(types.SimpleNamespace):
-  """A connection that has all answers."""
+  """A link that has all answers."""
 
-  inside, reconnects = 2, 1
+  inside = 2
   closed = staticmethod({3: CLOSED, 4: EMPTY}.__getitem__)
   newest = staticmethod(lambda: (4, 5))
-  join = staticmethod(lambda **state: WELCOME)
+  join = staticmethod(lambda applied, digests: WELCOME)
+  absent = staticmethod(lambda: [1])
   wait_until = staticmethod(lambda number, stopping: not stopping())
   wait_for_start = staticmethod(lambda stopping: not stopping())
 
@@ -35,8 +47,8 @@ class FakeLink(types.SimpleNamespace):
   def send(self, number, data, fields):
     self.told.append(("send", number, data, fields))
 
-  def ready(self, first, arrival):
-    self.told.append(("ready", first, arrival))
+  def ready(self, first):
+    self.told.append(("ready", first))
 
   def forget(self, below):
     self.told.append(("forget", below))
@@ -68,10 +80,11 @@ def site():
 @pytest.mark.parametrize(
   ("call", "answer"),
   [
-    (lambda link: link.join(round=0), WELCOME),
+    (lambda link: link.join(0, []), WELCOME),
     (lambda link: link.closed(3), CLOSED),
     (lambda link: link.closed(4), EMPTY),
     (lambda link: link.newest(), (4, 5)),
+    (lambda link: link.absent(), [1]),
     (lambda link: link.wait_until(3, lambda: False), True),
     (lambda link: link.wait_for_start(lambda: True), False),
   ],
@@ -88,14 +101,14 @@ def test_a_snapshot_comes_once(site):
   ]
 
 
-def test_process_0_alone_tells_the_coordinator(site):
-  site.ask(lambda link: link.ready(1, {"start": 2.0}))
+def test_process_0_alone_tells_the_group(site):
+  site.ask(lambda link: link.ready(1))
   site.ask(lambda link: link.send(1, b"ab", {"tokens": 3}))
   site.ask(lambda link: link.forget(1))
   site.ask(lambda link: link.leave("finished"))
-  told = [("ready", 1, {"start": 2.0}), ("send", 1, b"ab", {"tokens": 3})]
+  told = [("ready", 1), ("send", 1, b"ab", {"tokens": 3})]
   assert site.link.told == [*told, ("forget", 1), ("leave", "finished")]
-  assert site.ask(lambda link: (link.inside, link.reconnects))[0] == (2, 1)
+  assert site.ask(lambda link: link.inside) == {0: 2, 1: 0, 2: 0}
 
 
 def test_bytes_cross_the_devices_as_they_are(monkeypatch):

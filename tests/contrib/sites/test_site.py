@@ -1,4 +1,4 @@
-"""A site's part of Algorithm 2 with a connection that does as it is told."""
+"""A site's part of Algorithm 2 with a link that does as it is told."""
 
 import dataclasses
 import types
@@ -13,38 +13,42 @@ from process_config import get_config
 from diloco.algorithm.method import make_method
 from diloco.checkpoint.checkpoints import Checkpoints, Record
 from diloco.config import resolve
-from diloco.contrib.sites import arrival, outer_state
+from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
-from diloco.contrib.sites.link import Block, Closed, Welcome
+from diloco.contrib.sites.group.journal import Closed
+from diloco.contrib.sites.group.link import Welcome
 from diloco.contrib.sites.site import SitePart
+from diloco.errors import ConfigError
 from diloco.mesh.devices import make_mesh
 
 EVERY, TAU = 3, 2  # As in process_config.
 
 
 class Link:
-  """Has the methods of a real connection; the tests say which rounds are closed."""
+  """Has the methods of a real link; the tests say which rounds are closed."""
 
-  inside, reconnects = 2, 0
+  inside = 2
 
   def __init__(self, calendar):
     self.calendar = calendar
     self.rounds = list[Closed]()
     self.published = list[Closed]()  # These are received when the site waits for them.
-    self.sent, self.firsts, self.hello, self.arrivals = {}, [], {}, []
+    self.sent, self.firsts, self.missing, self.left, self.hello = {}, [], [], [], None
     self.answer = Welcome(0, {}, b"")
     self.news = None
     self.base = 0  # Rounds below this number were never received.
     self.forgotten = 0  # Rounds below this number need no room.
     self.offered = []
 
-  def join(self, **state):
-    self.hello, self.base = state, self.answer.round
+  def join(self, applied, digests):
+    self.hello, self.base = applied, self.answer.round
     return self.answer
 
-  def ready(self, first, arrival=None):
+  def ready(self, first):
     self.firsts.append(first)
-    self.arrivals.append(arrival)
+
+  def absent(self):
+    return self.missing
 
   def wait_for_start(self, stopping):
     return not stopping()
@@ -73,22 +77,21 @@ class Link:
   def forget(self, below):
     self.forgotten = below
 
-  def applied(self, number, theta, opt_state):
-    self.noted = number, outer_state.digest(theta, opt_state)
+  def applied(self, number, digest):
+    self.noted = number, digest
 
-  def offer(self, applied, outer):
-    self.offered.append((applied, outer_state.digests(outer)))
+  def offer(self, applied, make):
+    self.offered.append((applied, make()[0]))
 
   def leave(self, reason):
-    pass
+    self.left.append(reason)
 
-  def close(self, payloads, tokens=None, refused=(), lent=()):
+  def close(self, payloads, tokens=None, refused=()):
     """Closes the next round with these payloads {site: bytes}."""
     number = self.newest()[0]
-    _, p = self.calendar.rounds[number]
+    step, p = self.calendar.rounds[number]
     tokens = tokens or dict.fromkeys(payloads, 192)
-    closed = Closed(number, p, tokens, payloads, refused, lent=dict(lent))
-    self.rounds.append(closed)
+    self.rounds.append(Closed(number, p, step, tokens, payloads, refused=refused))
 
 
 class Batches:
@@ -99,6 +102,8 @@ class Batches:
     return self.state
 
   def set_state(self, state):
+    if state["0"] == {"documents": 1, "position": "bad"}:
+      raise TypeError("string indices must be integers")
     self.state = state
 
 
@@ -186,7 +191,7 @@ def test_a_site_on_time_sends_and_merges_by_the_schedule():
   assert len(data) == player.calendar.payload_bytes(0)
   position = {"0": [3, {"position": 0}]}
   tokens = {"tokens": 3 * 4 * 16, "per_step": 4 * 16}
-  assert fields == {**tokens, "data": position, "finished": []}
+  assert fields == {**tokens, "data": position}
   before = outer_state.digests(player.state.outer)
   player.link.close({0: data, 1: player.other()})
   player.step()
@@ -229,20 +234,6 @@ def test_a_slow_site_of_a_small_batch_sends_and_merges_by_the_schedule_of_the_gr
   assert merges == [(0, 5), (1, 8), (2, 11)]
   account = player.account()
   assert (account["lost"], account["skipped_steps"]) == (0, 0)
-
-
-def test_a_site_tells_once_where_the_time_of_its_start_went():
-  player = Player()
-  player.enter()
-  for _ in range(2):
-    player.step()
-  [seconds] = filter(None, player.link.arrivals)
-  assert arrival.checked(seconds) == seconds
-  [event] = (e for e in player.events if e.kind == "arrival")
-  told = {name: float(x) for name, x in event.metrics.items()}
-  assert told == {f"{k}_s": pytest.approx(s) for k, s in seconds.items()}
-  of_summary = player.account()["arrival_s"]
-  assert of_summary == {k: pytest.approx(s, abs=0.001) for k, s in seconds.items()}
 
 
 def test_a_site_offers_its_outer_state_at_first_and_with_every_checkpoint():
@@ -438,52 +429,44 @@ def test_a_restarted_site_repeats_no_step_that_the_group_has():
   player = Player()
   player.link.answer = Welcome(6, {"0": [24, {"position": 9}]}, b"")
   player.enter(start=21)  # Has merged the rounds up to step 18.
-  assert player.link.hello["round"] == 6
+  assert player.link.hello == 6
   assert player.t == 18  # Round 6 of step 21 is open: the site sends it again.
   assert player.batches.state == {"0": {"position": 9}}
   player = Player()
   player.link.answer = Welcome(6, {"0": [21, {"position": 9}]}, b"")
-  player.link.rounds = [Closed(6, 0, {0: 192}, {0: player.other()})]
+  player.link.rounds = [Closed(6, 0, 21, {0: 192}, {0: player.other()})]
   player.enter(start=21)
   assert player.t == 21
   assert player.batches.state == {"0": {"position": 0}}
 
 
-class Texts:
-  """Keeps what it is told."""
-
-  finished = ((7, 1),)
-
-  def __init__(self):
-    self.told = []
-
-  def __getattr__(self, name):
-    return lambda *args: self.told.append((name, *args))
-
-
-def test_a_site_trains_the_text_of_others_and_skips_what_they_have_trained():
+@pytest.mark.parametrize(
+  "recorded", [{"0": 5}, {"0": [9, {"documents": 1, "position": "bad"}]}, {"0": "xy"}]
+)
+def test_a_bad_position_in_the_text_ends_no_site(recorded, capsys):
   player = Player()
-  texts = player.site._texts = Texts()
-  player.link.answer = Welcome(0, {"0": [3, {"position": 9}]}, b"", skip=5)
+  player.link.answer = Welcome(0, recorded, b"")
   player.enter()
-  assert texts.told == [("jump", {"0": [3, {"position": 9}]}, 5)]
-  texts.told.clear()
+  assert player.batches.state == {"0": {"position": 0}}
+  assert "Site 0 cannot use the recorded position" in capsys.readouterr().err
+
+
+def test_a_run_of_which_a_site_took_no_part_is_no_success():
+  player = Player(**{"train.steps": EVERY + TAU})
+  player.enter()
   for _ in range(EVERY):
     player.step()
-  data, fields = player.link.sent[0]
-  assert fields["finished"] == [(7, 1)]
-  of_1, own = Block(0, {"1": [1, {}]}, 0, 4, (3, 1)), Block(1, {"0": [1, {}]}, 4, 8)
-  again = own._replace(again=(0, 0))
-  for lent, told in (
-    ({1: of_1}, [("drop", (3, 1)), ("lend", 0, 1, of_1)]),
-    ({0: own}, [("drop", ()), ("jump", own.positions, 12)]),
-    ({0: again}, [("drop", (0, 0))]),
-  ):
-    player.link.close({0: data, 1: player.other()}, lent=lent)
-    for _ in range(EVERY):
-      player.step()
-    assert texts.told == told
-    texts.told.clear()
+  player.link.close({1: player.other()})
+  for _ in range(TAU):
+    player.step()
+  player.link.missing = [1]
+  with jax.set_mesh(player.mesh):
+    player.site.drain(player.t, player.state)
+  assert player.account()["absent"] == [1]
+  with pytest.raises(ConfigError, match="but site 1 of 2 sent no payload in any round"):
+    player.site.close("finished")
+  assert player.link.left == ["finished"]
+  player.site.close("ended")
 
 
 def test_a_signal_ends_every_wait():

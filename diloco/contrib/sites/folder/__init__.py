@@ -1,1 +1,0 @@
-"""A folder or a bucket instead of a coordinator (docs/sites.md)."""

@@ -1,0 +1,199 @@
+"""The closed rounds of a group: a file for each, which is written once. No JAX.
+
+These files decide which rounds are closed. A holder of the lease that finds a round
+there takes it as it is. With each snapshot of the outer state, old rounds are deleted;
+the head of the snapshot keeps all that people want to know of them. `rounds.jsonl` is
+only for people: it has a line for each round, and is made again of these files.
+"""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from diloco.contrib.sites.group.records import pack, read
+from diloco.contrib.sites.group.rounds import Measured
+from diloco.util.storage import Storage
+
+FOLDER, LINES = "journal", "rounds.jsonl"
+# What values of another kind than expected lead to.
+_DAMAGE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_RECENT = 2  # Rounds in memory, with their payloads.
+
+
+class Closed(NamedTuple):
+  """A closed round.
+
+  Attributes:
+    round: its number.
+    fragment: the fragment p.
+    step: the inner step t after which the fragment was sent.
+    tokens: {site: tokens behind each of its replicas' payloads}, ascending sites; its
+      keys are the members.
+    payloads: {site: bytes of uint8 [replicas of the site, 1, bytes]}.
+    per_step: {site: tokens of one of its replicas' inner steps}; {}: all are equal.
+    late: the sites that were expected and did not send.
+    refused: the sites whose payloads came in time, but had bad numbers.
+    measured: the numbers of all payloads that came in time, refused ones too.
+    waited_s: seconds between the quorum and the closing.
+    data: {shard: [step, position in its text]} that the members sent along.
+  """
+
+  round: int
+  fragment: int
+  step: int
+  tokens: Mapping[int, int]
+  payloads: Mapping[int, bytes]
+  per_step: Mapping[int, int] = {}
+  late: Sequence[int] = ()
+  refused: Sequence[int] = ()
+  measured: Mapping[int, Measured] = {}
+  waited_s: float = 0.0
+  data: Mapping[str, Any] = {}
+
+
+def header_of(closed: Closed) -> dict[str, Any]:
+  """Returns a round as JSON values, with the sizes of its payloads."""
+  sizes = {site: len(data) for site, data in closed.payloads.items()}
+  return closed._asdict() | {"payloads": sizes}
+
+
+def closed_of(header: Mapping[str, Any], body: bytes | memoryview) -> Closed:
+  """Makes a round of its header and its payloads, one after the other."""
+  by_site = lambda name: {int(site): x for site, x in header[name].items()}
+  payloads, start = dict[int, bytes](), 0
+  for site, size in by_site("payloads").items():
+    payloads[site] = bytes(body[start : start + size])
+    start += size
+  numbers = {name: by_site(name) for name in ("tokens", "per_step")}
+  measured = {site: Measured(*x) for site, x in by_site("measured").items()}
+  lists = {name: tuple(header[name]) for name in ("late", "refused")}
+  return Closed(
+    **{**header, **numbers, **lists, "payloads": payloads, "measured": measured}
+  )
+
+
+def line_of(header: Mapping[str, Any]) -> bytes:
+  """Returns the line of a round in rounds.jsonl."""
+  line = {name: value for name, value in header.items() if name != "data"}
+  return json.dumps(line).encode() + b"\n"
+
+
+def headers_in(lines: Iterable[bytes]) -> dict[int, dict[str, Any]]:
+  """Reads lines of rounds.jsonl, of which some may be damaged."""
+  found = dict[int, dict[str, Any]]()
+  for line in lines:
+    with contextlib.suppress(*_DAMAGE):
+      header = json.loads(line)
+      if (
+        header.keys() >= {"fragment", "step", "tokens"} and type(header["round"]) is int
+      ):
+        found[header["round"]] = header
+  return found
+
+
+class Journal:
+  """The closed rounds, as one site sees them.
+
+  Attributes:
+    first: rounds below this number may be deleted.
+    closed: rounds below this number are closed.
+    data: {shard: [step, position in its text]} of these rounds.
+    headers: {round: its header}, of the rounds from `first` on that this site has seen.
+  """
+
+  def __init__(self, storage: Storage):
+    self._storage, self.first, self.closed = storage, 0, 0
+    self.data, self.headers = dict[str, Any](), dict[int, dict[str, Any]]()
+    self._recent = dict[int, Closed]()
+
+  def begin(self, number: int, head: Mapping[str, Any]) -> None:
+    """Begins with the head of a snapshot after `number` rounds, unless it has more."""
+    if number > self.closed:
+      self.closed, self.data = number, dict(head["data"])
+      self.headers |= {header["round"]: header for header in head["rounds"]}
+
+  def head(self, digests: list[int], since: int, until: int) -> dict[str, Any]:
+    """Returns the head of a snapshot.
+
+    Args:
+      digests: of the outer state; see `records.Record`.
+      since: the number of rounds of the snapshot before.
+      until: that of this snapshot.
+    """
+    rounds = [self.headers[r] for r in range(since, until)]
+    return {"digests": digests, "data": self.data, "rounds": rounds}
+
+  def advance(self) -> None:
+    """Finds the rounds that have closed since."""
+    while closed := self.find(self.closed):
+      self._note(closed)
+
+  def find(self, number: int) -> Closed | None:
+    """Returns a round; None if it is not there in whole."""
+    if number in self._recent:
+      return self._recent[number]
+    found = read(self._storage, path_of(number))
+    with contextlib.suppress(*_DAMAGE):
+      return closed_of(*found) if found else None
+    return None
+
+  def write(self, closed: Closed) -> bool:
+    """Closes a round; returns False if it is closed, perhaps with other payloads."""
+    data = pack(header_of(closed), *closed.payloads.values())
+    if not self._storage.create(path_of(closed.round), data):
+      return False
+    self._note(closed)
+    return True
+
+  def write_lines(self) -> None:
+    """Writes rounds.jsonl, so that people can check a run."""
+    lines = headers_in((self._storage.get(LINES) or b"").splitlines()) | self.headers
+    if lines.keys() != {*range(self.closed)}:  # Somebody has changed it.
+      lines = history(self._storage) | self.headers
+    text = b"".join(line_of(lines[r]) for r in sorted(lines))
+    self._storage.put(LINES, text)
+
+  def forget(self, first: int) -> None:
+    """Takes over that the rounds below a number may be deleted."""
+    self.first = max(self.first, first)
+    for number in [r for r in [*self.headers] if r < self.first]:
+      self.headers.pop(number, None)
+
+  def _note(self, closed: Closed) -> None:
+    # As if it was read from a file, so that all sites have the same.
+    self.headers[closed.round] = json.loads(json.dumps(header_of(closed)))
+    self._recent[closed.round] = closed
+    self._recent.pop(closed.round - _RECENT, None)
+    self.data |= closed.data
+    self.closed = max(self.closed, closed.round + 1)
+
+
+def history(storage: Storage) -> dict[int, dict[str, Any]]:
+  """Returns the headers of all rounds before the newest snapshot."""
+  found = dict[int, dict[str, Any]]()
+  for name in storage.names("snapshots"):
+    if name.endswith(".head") and (head := read(storage, f"snapshots/{name}")):
+      found |= {header["round"]: header for header in head[0]["rounds"]}
+  return found
+
+
+def number_of(name: str) -> int | None:
+  """Returns the round in the name of a file; None for other files."""
+  found = re.match(r"(\d{9})\.", name)
+  return int(found[1]) if found else None
+
+
+def path_of(number: int) -> str:
+  return f"{FOLDER}/{number:09d}.round"
+
+
+def head_of(number: int) -> str:
+  """Names the head of the snapshot after `number` rounds."""
+  return f"snapshots/{number:09d}.head"
+
+
+def state_of(number: int) -> str:
+  """Names the outer state of this snapshot."""
+  return f"snapshots/{number:09d}.state"

@@ -1,0 +1,93 @@
+"""Which site closes the rounds: the one that has the lease. No I/O, no JAX.
+
+The holder of the lease changes a counter in a file again and again. A site that sees no
+change for some seconds of its own clock claims the lease. No clocks are compared, so it
+does not matter what time they show. Two sites may have the lease for a moment, or the
+former holder may wake up: this costs time, but no round can be written twice
+(`journal.py`).
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+_BEATS = 8  # Changes of the counter in the time after which the lease is lost.
+
+
+class Lease:
+  """What a site knows of the lease, and whether the site has it.
+
+  Attributes:
+    held: whether this site closes rounds.
+    seen: the newest record of a holder, {} before there is one. It has the name of the
+      holder, the number of the claim (`term`), the counter (`beat`), whether the holder
+      has `left`, and what the holder adds.
+    beat_s: seconds between two changes of the counter.
+  """
+
+  def __init__(self, name: str, lost_s: float):
+    """Starts without a lease.
+
+    Args:
+      name: of this process, random.
+      lost_s: seconds without a change after which a site claims the lease.
+    """
+    self.held, self.seen, self.beat_s = False, dict[str, Any](), lost_s / _BEATS
+    self._name, self._lost_s = name, lost_s
+    self._term = 0  # Of this site's claim; 0: it has none.
+    self._claimed_at = self._beat_at = self._changed_at = 0.0
+    self._patience = 1.0
+
+  def observe(self, found: Mapping[str, Any] | None, now: float) -> None:
+    """Takes the record that is there, if any."""
+    if not self._changed_at:
+      self._renew(now)
+    if not found or not _is_record(found) or _rank(found) < _rank(self.seen):
+      return  # A former holder woke up and wrote: the holder will write again.
+    if _rank(found) != _rank(self.seen):
+      self._renew(now)
+    self.seen = dict(found)
+    if found["name"] != self._name:
+      self.held, self._term = False, 0
+    elif self._term and now - self._claimed_at >= self.beat_s:
+      self.held = True  # Nobody else claimed the lease in this time.
+
+  def is_due(self, now: float) -> bool:
+    """Returns whether this site must write `record` now."""
+    if self._term:
+      return now >= self._beat_at
+    gone = not self.seen or self.seen["left"]
+    return now - self._changed_at > self._patience * (
+      self.beat_s if gone else self._lost_s
+    )
+
+  def record(self, now: float, **more: object) -> dict[str, Any]:
+    """Returns the next record of a holder, or of a site that claims the lease."""
+    if not self._term:
+      self._term, self._claimed_at = self.seen.get("term", 0) + 1, now
+    self._beat_at = now + self.beat_s
+    own = {"name": self._name, "term": self._term, "left": False}
+    beat = self.seen["beat"] + 1 if self.seen.get("name") == self._name else 0
+    self.seen = self.seen | more | own | {"beat": beat}
+    return self.seen
+
+  def leave(self) -> dict[str, Any]:
+    """Returns the last record of a holder, which another site follows at once."""
+    self.held = False
+    return self.seen | {"beat": self.seen["beat"] + 1, "left": True}
+
+  def _renew(self, now: float) -> None:
+    # Not all sites claim the lease at the same moment.
+    self._changed_at, self._patience = now, random.uniform(1.0, 1.5)
+
+
+def _is_record(found: Mapping[str, Any]) -> bool:
+  kinds = {"name": str, "term": int, "beat": int, "left": bool}
+  added = {"site": int, "snapshot": int, "first": int, "inside": int, "started": bool}
+  kinds |= {name: kind for name, kind in added.items() if name in found}
+  return all(isinstance(found.get(name), kind) for name, kind in kinds.items())
+
+
+def _rank(record: Mapping[str, Any]) -> tuple[int, str, int]:
+  """Orders records: of two that claim at once, one goes before the other."""
+  return record.get("term", 0), record.get("name", ""), record.get("beat", -1)

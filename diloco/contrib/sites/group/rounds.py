@@ -1,0 +1,270 @@
+"""Which round closes when, and with whom. No I/O, no JAX.
+
+A round is one send of one fragment, by all sites. Rounds close in the order of the
+schedule. A round closes when every expected site has sent its payload, or when a quorum
+has sent and the grace window is over. A site that misses a round is not expected again
+until it reports that it has caught up, so it delays the others once, by the window at
+most. A site that misses one round after another is waited for half as long, then a
+quarter as long. Of the payloads that came, `Outliers` refuses those with bad numbers.
+Times are seconds of any clock that never goes back.
+"""
+
+import collections
+import dataclasses
+import enum
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+_LEAST_PATIENCE = 0.25
+_LATELY = 8  # Rounds of a fragment whose norms show what is usual.
+_PACES = 16  # Pairs of rounds whose times show how long a step takes.
+
+
+class Presence(enum.Enum):
+  """Whether a site takes part."""
+
+  AWAY = "away"  # It gives no sign.
+  JOINED = "joined"  # There, but it has not trained its first step yet.
+  IN = "in"  # Expected in every round from `Member.first` on.
+  LATE = "late"  # Missed a round, and has not caught up.
+
+
+@dataclasses.dataclass
+class Member:
+  """What the holder of the lease knows of one site.
+
+  Attributes:
+    presence: whether the site takes part.
+    first: the first round in which the site is expected.
+    late: how often the site missed a round.
+    patience: share of the window that a round waits for this site.
+  """
+
+  presence: Presence = Presence.AWAY
+  first: int = 0
+  late: int = 0
+  patience: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Closing:
+  """A round that closes.
+
+  Attributes:
+    round: its number.
+    members: the sites whose payloads count, ascending.
+    late: the sites that were expected and did not send.
+    waited_s: seconds between the quorum and the closing.
+  """
+
+  round: int
+  members: tuple[int, ...]
+  late: tuple[int, ...]
+  waited_s: float
+
+
+class Measured(NamedTuple):
+  """The numbers of a payload.
+
+  Attributes:
+    norm: the largest norm of the site's replicas; None if a value is not finite.
+    cosine: the mean cosine with the other payloads that are finite; None if there are
+      fewer than two others.
+  """
+
+  norm: float | None
+  cosine: float | None = None
+
+
+class Outliers:
+  """Refuses payloads with bad numbers, by what the group has sent lately."""
+
+  def __init__(self, most_norm: float, least_cosine: float):
+    """Starts without a past; for the arguments see the fields of `sites`."""
+    self._most_norm, self._least_cosine = most_norm, least_cosine
+    self._norms: dict[int, collections.deque[list[float]]] = {}  # By fragment.
+
+  def refused(
+    self, fragment: int, found: Mapping[int, Measured], steps: Mapping[int, float]
+  ) -> dict[int, str]:
+    """Returns {site whose payload does not count in a round: the reason}.
+
+    The limit of a norm is `most_norm` times the larger of two medians: of the norms
+    that counted in the last rounds of this fragment, and of the other norms of this
+    round. So nobody is refused if the whole group changes. A payload with more steps
+    behind it may be larger than the others in proportion.
+
+    Args:
+      fragment: the fragment of the round.
+      found: the payload of each site that has sent.
+      steps: {site: inner steps behind its payload}.
+    """
+    lately = [x for norms in self._norms.get(fragment, ()) for x in norms]
+    reasons = dict[int, str]()
+    for site, (norm, cosine) in found.items():
+      others = [
+        x.norm * max(steps[site] / steps[k], 1)
+        for k, x in found.items()
+        if k != site and x.norm is not None
+      ]
+      usual = max((statistics.median_low(x) for x in (lately, others) if x), default=0)
+      if norm is None:
+        reasons[site] = "not all values are finite"
+      elif self._most_norm and usual and norm > self._most_norm * usual:
+        reasons[site] = f"its norm is {norm:.3g}, but {usual:.3g} is usual"
+      elif cosine is not None and cosine < self._least_cosine:
+        reasons[site] = f"its mean cosine with the others is {cosine:.2f}"
+    return reasons
+
+  def counted(self, fragment: int, norms: Iterable[float | None]) -> None:
+    """Takes the norms of the payloads that counted in a round."""
+    new = collections.deque[list[float]](maxlen=_LATELY)
+    known = self._norms.setdefault(fragment, new)
+    known.append([norm for norm in norms if norm is not None])
+
+
+@dataclasses.dataclass
+class Window:
+  """How long a round waits after its quorum: for what is left of tau inner steps.
+
+  The first site that sends trains tau more steps before it needs the round, so until
+  then a wait costs nothing. The time of a step is measured: the median of those between
+  the first payloads of successive rounds.
+
+  Attributes:
+    most_s: the longest wait; also if tau is 0, before a step is measured, and in a
+      final sync.
+    least_s: the shortest wait, unless most_s is less.
+    tau: inner steps between a send and the earliest merge.
+    steps: the inner step after which each round is sent, without those of a final sync.
+  """
+
+  most_s: float
+  least_s: float = 0.0
+  tau: int = 0
+  steps: Sequence[int] = ()
+
+  def __post_init__(self) -> None:
+    self._first: dict[int, float] = {}  # {round: when its first payload came}
+    self._paces = collections.deque[float](maxlen=_PACES)  # Seconds per step.
+
+  def sent(self, number: int, now: float) -> None:
+    """Takes the time of a payload."""
+    if number in self._first or number >= len(self.steps):
+      return
+    self._first[number] = now
+    before = self._first.get(number - 1)
+    steps = self.steps[number] - self.steps[number - 1] if number else 0
+    if before is not None and steps:
+      self._paces.append((now - before) / steps)
+
+  def closed(self, number: int) -> None:
+    """Forgets the rounds before a round that closes."""
+    self._first = {r: at for r, at in self._first.items() if r >= number}
+
+  def seconds(self, number: int, quorum_at: float) -> float:
+    """Returns how long a round waits for the other sites after its quorum."""
+    if not (self.tau and self._paces and number in self._first):
+      return self.most_s
+    needed_at = self._first[number] + self.tau * statistics.median(self._paces)
+    return min(max(needed_at - quorum_at, self.least_s), self.most_s)
+
+
+class Rounds:
+  """The state of all open rounds.
+
+  Attributes:
+    closed: rounds below this number are closed.
+    members: {site: Member}.
+  """
+
+  def __init__(self, sites: int, quorum: int, window: Window, closed: int = 0):
+    """Starts before the first round, or goes on with another holder.
+
+    Args:
+      sites: number of sites, K.
+      quorum: payloads without which no round closes.
+      window: how long a round waits for the other sites after the quorum.
+      closed: rounds that are closed already.
+    """
+    self.closed, self._quorum, self._window = closed, quorum, window
+    self.members = {k: Member(first=closed) for k in range(sites)}
+    self._sent: dict[int, set[int]] = {}  # {open round: sites that have sent}
+    self._quorum_at: dict[int, float] = {}
+    # After a change of the holder, sites that are still on their way are expected.
+    self._returning: set[int] = set()
+
+  def expect_return(self, sites: tuple[int, ...]) -> None:
+    """Expects the sites that were in the last round, for one window."""
+    self._returning = set(sites)
+
+  def join(self, site: int) -> None:
+    """A site comes; it is not expected before `ready`."""
+    self.members[site].presence = Presence.JOINED
+
+  def ready(self, site: int, first: int) -> None:
+    """A site reports that it will send round `first` and those after it."""
+    member = self.members[site]
+    self._returning.discard(site)
+    if member.presence is not Presence.AWAY:
+      member.presence, member.first = Presence.IN, max(first, self.closed)
+
+  def leave(self, site: int) -> None:
+    """A site goes. What it has sent still counts."""
+    self.members[site].presence = Presence.AWAY
+    self._returning.discard(site)
+
+  def sent(self, site: int, number: int, now: float) -> bool:
+    """A payload is complete; returns False if its round closed without it."""
+    if number < self.closed:
+      return False
+    sites = self._sent.setdefault(number, set())
+    sites.add(site)
+    self.members[site].patience = 1.0
+    self._window.sent(number, now)
+    if len(sites) >= self._quorum:
+      self._quorum_at.setdefault(number, now)
+    return True
+
+  def has(self, site: int, number: int) -> bool:
+    """Returns whether a site has sent its payload of an open round."""
+    return site in self._sent.get(number, ())
+
+  def close(self, now: float) -> Closing | None:
+    """Closes the next round if it may close."""
+    number = self.closed
+    have = self._sent.get(number, set())
+    if len(have) < self._quorum:
+      return None
+    missing = self._expected(number) - have
+    if now < self.deadline():
+      return None
+    for site in missing:
+      self._returning.discard(site)
+      member = self.members[site]
+      member.late += 1
+      member.patience = max(member.patience / 2, _LEAST_PATIENCE)
+      if member.presence is Presence.IN:
+        member.presence = Presence.LATE
+    self._sent.pop(number)
+    quorum_at = self._quorum_at.pop(number)
+    self._window.closed(number)
+    self.closed += 1
+    return Closing(number, tuple(sorted(have)), tuple(sorted(missing)), now - quorum_at)
+
+  def deadline(self) -> float:
+    """Returns when the next round closes even if nothing happens; or infinity."""
+    missing = self._expected(self.closed) - self._sent.get(self.closed, set())
+    patience = max((self.members[site].patience for site in missing), default=0.0)
+    quorum_at = self._quorum_at.get(self.closed, math.inf)
+    return quorum_at + patience * self._window.seconds(self.closed, quorum_at)
+
+  def _expected(self, number: int) -> set[int]:
+    inside = {
+      site
+      for site, member in self.members.items()
+      if member.presence is Presence.IN and member.first <= number
+    }
+    return inside | self._returning

@@ -1,0 +1,92 @@
+"""Repeats the outer steps of a group of sites from its files, without training.
+
+python -m diloco replay runs/group
+
+GROUP is the --group of the sites, a folder or a bucket. From the oldest snapshot on,
+every closed round is applied again. The bits of the outer state are compared with those
+of the newer snapshots, and with those that the sites have noted.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from diloco.errors import ConfigError
+from diloco.util.command import Parser, guarded
+
+
+def replay(args: argparse.Namespace) -> int:
+  """Repeats the rounds that are kept; returns 1 if a bit differs.
+
+  Raises:
+    ConfigError: there is no group, or its oldest snapshot is damaged.
+  """
+  os.environ["JAX_PLATFORMS"] = "cpu"
+  import json
+
+  from diloco.config import complete
+  from diloco.contrib.sites import outer_state
+  from diloco.contrib.sites.calendar import Calendar
+  from diloco.contrib.sites.group import journal, records
+  from diloco.contrib.sites.measure import method_on_cpu
+  from diloco.log.metrics import CONFIG
+  from diloco.util.storage import open_storage
+
+  storage = open_storage(args.group, "GROUP", writes=False)
+  known = sorted(storage.names("snapshots"))
+  oldest = next((journal.number_of(x) for x in known if x.endswith(".state")), None)
+  config = storage.get(CONFIG)
+  if oldest is None or config is None:
+    raise ConfigError(
+      f"GROUP is {args.group!r}, where no group of sites is; give the --group of a run."
+    )
+  calendar = Calendar(complete(json.loads(config)))
+  found = records.read(storage, journal.state_of(oldest))
+  if found is None:
+    raise ConfigError(
+      f"{journal.state_of(oldest)} is damaged; restore it from a copy of {args.group}."
+    )
+  method = method_on_cpu(calendar)
+  state = outer_state.from_bytes(bytes(found[1]), method.init().outer)
+  # {number of applied rounds: {who says so: digests of the outer state}}
+  noted = dict[int, dict[str, list[int]]]()
+  for name in known:
+    if name.endswith(".head") and (head := records.read(storage, f"snapshots/{name}")):
+      number = journal.number_of(name) or 0
+      noted.setdefault(number, {})[f"the snapshot {name}"] = head[0]["digests"]
+  for site in range(calendar.sites):
+    if record := records.read_record(storage, calendar, site):
+      for r, digests in record["digests"].items():
+        noted.setdefault(int(r), {})[f"site {site}"] = digests
+  rounds, applied, compared = journal.Journal(storage), oldest, 0
+  while True:
+    digests = outer_state.digests(state)
+    for name, said in noted.get(applied, {}).items():
+      if said != digests:
+        print(f"After {applied} rounds, {name} has other bits than the rounds give.")
+        return 1
+      compared += 1
+    closed = rounds.find(applied)
+    if closed is None:
+      break
+    p = closed.fragment
+    theta, opt_state, _ = outer_state.apply(
+      method.plan, calendar, closed, state.theta[p], state.opt_state[p]
+    )
+    state, applied = state.after_update(p, theta, opt_state), applied + 1
+  print(
+    f"Rounds {oldest} to {applied - 1} of {len(calendar.rounds)} repeated, {compared}"
+    " notes of the outer state compared; no bit differs."
+  )
+  return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = Parser(prog="python -m diloco replay", description=__doc__)
+  parser.add_argument("group", metavar="GROUP")
+  return guarded(replay, parser.parse_args(argv), mistakes=ConfigError)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,253 @@
+"""Files in a folder or in a bucket, by one set of methods. No JAX.
+
+A folder is a disk, or a file system of several machines. A bucket is s3://, gs://,
+az:// and what else `obstore` knows: this one package without dependencies speaks to all
+clouds, and creates a file only if it is absent. A file is written by one request.
+"""
+
+import abc
+import contextlib
+import datetime
+import errno
+import os
+import pathlib
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.util.command import make_folder, optional
+from diloco.util.files import local_path
+
+_STALE_S = 3600.0  # An unfinished file that is so old is of a process that was killed.
+# Errors of a folder that only a person can mend.
+_LASTING = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG}
+# What file systems without hard links answer.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
+_TRIES = {"max_retries": 3, "retry_timeout": datetime.timedelta(seconds=20)}
+# A large file may take long on a slow link; a machine that is gone should not.
+_CLIENT = {"timeout": "30m", "connect_timeout": "10s", "allow_http": True}
+
+
+class Storage(abc.ABC):
+  """Files by name, such as `sites/0`.
+
+  All methods raise OSError if the disk, the network or the server fails; the caller may
+  repeat any of them.
+
+  Attributes:
+    poll_s: seconds between two looks for news.
+  """
+
+  poll_s: float
+
+  @abc.abstractmethod
+  def get(self, name: str) -> bytes | None:
+    """Returns the bytes of a file; None if it is not there."""
+
+  @abc.abstractmethod
+  def put(self, name: str, data: bytes) -> None:
+    """Writes a file, or replaces one, in one piece."""
+
+  def create(self, name: str, data: bytes) -> bool:
+    """Writes a file in one piece; returns False if other bytes are there already.
+
+    The answer to a request that worked may be lost, and the request be repeated. So a
+    file with the same bytes counts as written by this call.
+    """
+    return self._create(name, data) or self.get(name) == data
+
+  @abc.abstractmethod
+  def _create(self, name: str, data: bytes) -> bool:
+    """Writes a file; returns False if it is there already."""
+
+  @abc.abstractmethod
+  def delete(self, name: str) -> None:
+    """Deletes a file, if it is there."""
+
+  @abc.abstractmethod
+  def names(self, folder: str) -> list[str]:
+    """Lists the names of a folder's files, perhaps late and not all of them."""
+
+
+class Folder(Storage):
+  """A folder of this machine."""
+
+  poll_s = 0.02
+
+  def __init__(self, root: pathlib.Path):
+    self._root = root
+
+  def get(self, name: str) -> bytes | None:
+    try:
+      return (self._root / name).read_bytes()
+    except FileNotFoundError:
+      return None
+
+  def put(self, name: str, data: bytes) -> None:
+    with self._unfinished(name, data) as path:
+      path.replace(self._root / name)
+
+  def _create(self, name: str, data: bytes) -> bool:
+    with self._unfinished(name, data) as path:
+      try:
+        # Unlike a rename, a link replaces nothing; and the file is complete at once.
+        (self._root / name).hardlink_to(path)
+      except FileExistsError:
+        return False
+    return True
+
+  def delete(self, name: str) -> None:
+    (self._root / name).unlink(missing_ok=True)
+
+  def names(self, folder: str) -> list[str]:
+    try:
+      return os.listdir(self._root / folder)
+    except FileNotFoundError:
+      return []
+
+  def clear(self) -> None:
+    """Deletes what killed processes have left unfinished."""
+    with self._unfinished("now", b"") as path:
+      now = path.stat().st_mtime  # By the clock of the file system.
+      for other in self._root.rglob("*.tmp"):
+        with contextlib.suppress(OSError):
+          if now - other.stat().st_mtime > _STALE_S:
+            other.unlink()
+
+  @contextlib.contextmanager
+  def _unfinished(self, name: str, data: bytes) -> Iterator[pathlib.Path]:
+    """Writes a file that nobody reads, with a name that nobody else has."""
+    path = self._root / f"{name}.{secrets.token_hex(4)}.tmp"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+      yield path
+    finally:
+      path.unlink(missing_ok=True)
+
+
+class Bucket(Storage):
+  """A bucket, or a folder in a bucket."""
+
+  poll_s = 1.0
+
+  def __init__(self, store: Any):
+    """Takes a store of `obstore.store`."""
+    import obstore
+
+    self._obstore, self._store = obstore, store
+
+  def get(self, name: str) -> bytes | None:
+    with _as_os_error(), contextlib.suppress(FileNotFoundError):
+      return bytes(self._obstore.get(self._store, name).bytes())
+    return None
+
+  def put(self, name: str, data: bytes) -> None:
+    with _as_os_error():
+      self._obstore.put(self._store, name, data, use_multipart=False)
+
+  def _create(self, name: str, data: bytes) -> bool:
+    with _as_os_error():
+      try:
+        put = self._obstore.put
+        put(self._store, name, data, mode="create", use_multipart=False)
+      except self._obstore.exceptions.AlreadyExistsError:
+        return False
+    return True
+
+  def delete(self, name: str) -> None:
+    with _as_os_error(), contextlib.suppress(FileNotFoundError):
+      self._obstore.delete(self._store, name)
+
+  def names(self, folder: str) -> list[str]:
+    with _as_os_error():
+      pages = self._obstore.list(self._store, folder)
+      return [x["path"].removeprefix(f"{folder}/") for page in pages for x in page]
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+  """Turns the errors of obstore, which take many lines, into those of a disk."""
+  from obstore import exceptions
+
+  refused = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+  try:
+    yield
+  except OSError:
+    raise
+  except exceptions.BaseError as error:
+    number = errno.EACCES if isinstance(error, refused) else errno.EIO
+    raise OSError(number, _short(error)) from error
+
+
+def _short(error: Exception) -> str:
+  return str(error).partition("\n")[0][:300]
+
+
+def folder_of(address: str, flag: str) -> pathlib.Path:
+  """Returns a folder that exists.
+
+  Raises:
+    ConfigError: there is none.
+  """
+  folder = local_path(address, flag)
+  if not folder.is_dir():
+    raise ConfigError(f"{flag} is {address!r}, but there is no such folder.")
+  return folder
+
+
+def open_storage(address: str, flag: str, writes: bool = True) -> Storage:
+  """Opens a folder or a bucket.
+
+  Args:
+    address: a path of this machine, or an address such as s3://BUCKET/NAME.
+    flag: the flag or field with the address, for messages.
+    writes: whether files will be written; then a folder is made if it does not exist.
+
+  Raises:
+    ConfigError: the package obstore is not installed, or there is nothing to read;
+      nothing can be written; or two processes could create the same file.
+    OSError: the file system or the network fails, perhaps not for long.
+  """
+  is_bucket = "://" in address
+  if is_bucket:
+    needs = f"{flag} is {address!r}, and buckets need"
+    stores = optional("obstore.store", needs, "bucket")
+  try:
+    if is_bucket:
+      options = {"retry_config": _TRIES, "client_options": _CLIENT}
+      options = {} if address.startswith(("memory:", "file:")) else options
+      storage: Storage = Bucket(stores.from_url(address, **options))
+    else:
+      storage = Folder(
+        make_folder(address, flag) if writes else folder_of(address, flag)
+      )
+    if not writes:
+      return storage
+    if isinstance(storage, Folder):
+      storage.clear()
+    probe = f"{secrets.token_hex(4)}.tmp"
+    storage.create(probe, b"one")
+    is_exclusive = not storage.create(probe, b"two")
+    storage.delete(probe)
+  except Exception as error:
+    lasting = _LASTING | _NO_LINKS | {errno.ENOENT, None}
+    if isinstance(error, ConfigError):
+      raise
+    if isinstance(error, OSError) and error.errno not in lasting:
+      raise
+    why = error.strerror if isinstance(error, OSError) and error.strerror else error
+    raise ConfigError(
+      f"{flag} is {address!r}, where nothing can be written ({_short(Exception(why))});"
+      " give a folder with hard links, or a bucket, that this machine can write."
+    ) from error
+  if not is_exclusive:
+    raise ConfigError(
+      f"{flag} is {address!r}, where two processes can create the same file; give"
+      " another folder or bucket."
+    )
+  return storage

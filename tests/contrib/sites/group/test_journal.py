@@ -1,0 +1,82 @@
+"""Closed rounds are written once, and their files alone say which are closed."""
+
+import json
+
+import pytest
+from sites import Brisk, fields_of, make_calendar, payload
+
+from diloco.contrib.sites.group.journal import (
+  Closed,
+  Journal,
+  closed_of,
+  head_of,
+  header_of,
+)
+from diloco.contrib.sites.group.records import pack
+from diloco.contrib.sites.group.rounds import Measured
+
+CALENDAR = make_calendar(2)
+
+
+def closed(number: int, sites=(0, 1), **fields) -> Closed:
+  step, fragment = CALENDAR.rounds[number]
+  said = {site: fields_of(CALENDAR, site, number) for site in sites}
+  whole = Closed(
+    round=number,
+    fragment=fragment,
+    step=step,
+    tokens={site: x["tokens"] for site, x in said.items()},
+    payloads={site: payload(CALENDAR, site, number) for site in sites},
+    per_step={site: x["per_step"] for site, x in said.items()},
+    measured={0: Measured(1.0), 1: Measured(None)},
+    data={shard: at for x in said.values() for shard, at in x["data"].items()},
+  )
+  return whole._replace(**fields)
+
+
+def test_a_round_is_read_as_it_was_written_and_written_once(tmp_path):
+  first, second = Journal(Brisk(tmp_path)), Journal(Brisk(tmp_path))
+  entry = closed(0, sites=(0,), late=(1,), refused=(1,), waited_s=0.5)
+  assert first.write(entry)
+  assert not second.write(closed(0))
+  second.advance()
+  assert (second.closed, second.find(0)) == (1, entry)
+  assert second.headers == first.headers
+  assert second.data == entry.data
+  # An answer that was lost is asked for again.
+  assert first.write(entry)
+
+
+def test_a_round_crosses_as_a_header_and_bytes():
+  entry = closed(3)
+  header = json.loads(json.dumps(header_of(entry)))
+  assert closed_of(header, b"".join(entry.payloads.values())) == entry
+
+
+@pytest.mark.parametrize(
+  "lines", [None, b"", b'{"round": 99}\nx\n', b"\xff\xfe\n[]\n", b"as it was"]
+)
+def test_lines_for_people_decide_nothing_and_come_back_in_full(tmp_path, lines):
+  storage = Brisk(tmp_path)
+  journal = Journal(storage)
+  for number in range(3):
+    journal.write(closed(number))
+  storage.put(head_of(3), pack(journal.head([5], 0, 3)))
+  journal.write_lines()
+  path = tmp_path / "rounds.jsonl"
+  before = path.read_bytes()
+  assert [json.loads(x)["round"] for x in before.splitlines()] == [0, 1, 2]
+  assert b"documents" not in before
+  if lines is None:
+    path.unlink()
+  elif lines != b"as it was":
+    path.write_bytes(before[:40] + lines + before[100:])
+  # A new process that knows the snapshot alone.
+  journal = Journal(storage)
+  journal.forget(3)
+  journal.begin(3, {"digests": [5], "data": {}, "rounds": []})
+  journal.write(closed(3))
+  assert journal.closed == 4
+  journal.write_lines()
+  assert path.read_bytes().startswith(before)
+  assert [json.loads(x)["round"] for x in path.read_bytes().splitlines()][-1] == 3

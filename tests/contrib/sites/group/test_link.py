@@ -1,0 +1,378 @@
+"""Sites that share a folder: rounds, late sites, holders that are killed or wake up."""
+
+import json
+import os
+import threading
+from concurrent import futures
+
+import pytest
+from sites import (
+  BEATS,
+  Brisk,
+  Late,
+  Player,
+  after,
+  fields_of,
+  in_time,
+  make_calendar,
+  payload,
+  play,
+  wait,
+)
+
+from diloco.contrib.sites.group import lease
+from diloco.contrib.sites.group import link as link_lib
+from diloco.contrib.sites.group.records import pack
+from diloco.errors import ConfigError
+from diloco.wire.transport import ExchangeFailed
+
+ALL = make_calendar(least_grace_s=20.0)
+SHORT = make_calendar(grace_s=0.1)  # Rounds wait for that long, because of a kill.
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+  monkeypatch.setattr(lease, "_BEATS", BEATS)
+
+
+@pytest.fixture
+def start(tmp_path):
+  """A function that starts players, who all end with the test."""
+  started = []
+
+  def begin(calendar=ALL, sites=(0, 1, 2), storage=Brisk, state=None):
+    players = [
+      Player(calendar, storage(tmp_path / "group"), site, state) for site in sites
+    ]
+    started.extend(players)
+    players[0].join()  # Alone, so that it gets the lease.
+    with futures.ThreadPoolExecutor() as pool:
+      [*pool.map(Player.join, players[1:])]
+    return players
+
+  (tmp_path / "group").mkdir()
+  yield begin
+  for player in started:
+    if player.link._thread.is_alive():
+      player.leave()
+
+
+def states(players) -> set:
+  return {tuple(player.numbers) for player in players}
+
+
+def holder(players):
+  """Returns the site that closes rounds, when all know it."""
+
+  def found():
+    names = {p.link._lease.seen.get("name") for p in players}
+    return next((p for p in players if p.holds and names == {p.link._name}), None)
+
+  wait(found)
+  return found()
+
+
+def test_all_rounds_reach_all_sites(start):
+  players = start()
+  play(players, range(10))
+  for player in players:
+    assert set(player.members.values()) == {(0, 1, 2)}
+    assert tuple(player.numbers) == expected(10)
+    assert player.link.inside == 3
+
+
+def test_listings_and_files_that_come_late_and_in_parts_change_no_bit(start):
+  halves = []
+
+  def late(root):
+    halves.append(Late(root, seed=len(halves)))
+    return halves[-1]
+
+  players = start(storage=late)
+  play(players, range(8))
+  assert states(players) == {expected(8)}
+  assert all(store.halves for store in halves)
+
+
+def expected(rounds: int) -> tuple[int, ...]:
+  """The outer state if all sites are in every round."""
+  numbers = [0] * ALL.fragments
+  for r, (_, p) in enumerate(ALL.rounds[:rounds]):
+    numbers[p] = after(numbers[p], {site: payload(ALL, site, r) for site in range(3)})
+  return tuple(numbers)
+
+
+def test_a_holder_that_is_killed_is_followed_by_another_site(start):
+  players = start(make_calendar(grace_s=0.1, lost_s=1.5))
+  first = holder(players)
+  play(players, range(3))
+  first.link.kill()
+  rest = [p for p in players if p is not first]
+  play(rest, range(3, 6))
+  assert holder(rest) is not first
+  assert states(rest) == {tuple(rest[0].numbers)}
+  [back] = start(first.calendar, (first.site,))
+  assert (back.welcome.round, back.welcome.snapshot) == (0, b"")
+  back.receive(6)
+  play([*rest, back], range(6, 12))
+  assert states([*rest, back]) == {tuple(back.numbers)}
+  assert (0, 1, 2) in [back.members[r] for r in range(6, 12)]
+
+
+class Frozen(Brisk):
+  """Stops its process in the middle of a call."""
+
+  def __init__(self, root):
+    super().__init__(root)
+    self.goes_on, self.waits = threading.Event(), threading.Event()
+    self.goes_on.set()
+    self.stops_at = None
+
+  def __getattribute__(self, name):
+    own = super().__getattribute__
+    if name in ("get", "put", "create", "delete"):
+      return lambda path, *data: own("_call")(own(name), path, *data)
+    return own(name)
+
+  def _call(self, method, path, *data):
+    if self.stops_at and path.startswith(self.stops_at) and len(data):
+      self.stops_at = None
+      self.goes_on.clear()
+      self.waits.set()
+    self.goes_on.wait(60)
+    return method(path, *data)
+
+
+@pytest.mark.parametrize("moment", ["journal/", "snapshots/"])
+def test_a_former_holder_that_wakes_up_writes_no_round_differently(
+  start, moment, tmp_path
+):
+  stores = []
+
+  def storage(root):
+    stores.append(Frozen(root))
+    return stores[-1]
+
+  players = start(make_calendar(grace_s=0.1, lost_s=3.0), storage=storage)
+  first = holder(players)
+  play(players, range(2))
+  frozen = stores[players.index(first)]
+  frozen.stops_at = moment
+  rest = [p for p in players if p is not first]
+  for player in players:
+    player.send(2)
+  if moment == "snapshots/":
+    first.offer()
+  assert frozen.waits.wait(60)
+  play(rest, range(2, 5))
+  files = {p: p.read_bytes() for p in (tmp_path / "group/journal").glob("*.round")}
+  assert len(files) == 5
+  frozen.goes_on.set()
+  first.receive(5)
+  assert first.members[3] == tuple(p.site for p in rest)
+  wait(lambda: not first.holds)
+  first.link.ready(5)
+  play(players, range(5, 7))
+  assert states(players) == {tuple(first.numbers)}
+  assert all(path.read_bytes() == data for path, data in files.items())
+
+
+def test_old_rounds_are_deleted_and_a_newcomer_begins_with_a_snapshot(start, tmp_path):
+  players = start(SHORT)
+  path, away = tmp_path / "group", players[2]
+  numbers = lambda folder, kind="*": sorted(
+    {int(x.name[:9]) for x in (path / folder).glob(kind)}
+  )
+  play(players, range(3))
+  away.leave("stopped")
+  stay = players[:2]
+  (path / "payloads" / "000000001.site-2").write_bytes(b"of a site that was killed")
+  (path / "journal" / "000000001.round.cafe.tmp").write_bytes(b"also")
+  for applied in (4, 6, 8):
+    play(stay, range(min(p.applied for p in stay), applied))
+    for player in stay:  # One of them has the lease.
+      player.offer()
+    wait(lambda applied=applied: numbers("snapshots")[-1] == applied)
+  wait(lambda: numbers("snapshots", "*.state") == [6, 8])
+  assert numbers("journal") == [6, 7]
+  assert numbers("payloads") == []
+  # The rounds that it lacks are gone; but its text goes on where it was.
+  [back] = start(away.calendar, (2,))
+  assert back.welcome.round == 8
+  assert back.welcome.data == back.link._journal.data
+  assert back.welcome.data["2"] == fields_of(SHORT, 2, 2)["data"]["2"]
+  assert back.welcome.data["0"] == fields_of(SHORT, 0, 7)["data"]["0"]
+  assert back.numbers == stay[0].numbers
+  play([*stay, back], range(8, 10))
+  assert states([*stay, back]) == {tuple(back.numbers)}
+  os.remove(path / "rounds.jsonl")  # It is only for people.
+  for player in (*stay, back):
+    player.leave("finished")
+  assert numbers("journal") == [6, 7, 8, 9]
+  assert numbers("snapshots", "*.state") == [6, 8]
+  lines = (path / "rounds.jsonl").read_text().splitlines()
+  assert [json.loads(line)["round"] for line in lines] == list(range(10))
+
+
+def test_a_site_that_comes_back_with_its_own_state_needs_no_snapshot(start):
+  calendar = SHORT
+  players = start(calendar)
+  play(players, range(3))
+  away, stay = players[2], players[:2]
+  away.leave("stopped")
+  play(stay, range(3, 5))
+  own = {"applied": 3, "numbers": away.numbers}
+  [back] = start(calendar, (2,), state=own)
+  assert (back.welcome.round, back.welcome.snapshot) == (3, b"")
+  back.receive(5)
+  assert back.numbers == stay[0].numbers
+  back.leave("stopped")
+  # Other numbers after as many rounds are not the group's.
+  own["numbers"] = [x + 1 for x in away.numbers]
+  [stranger] = start(calendar, (2,), state=own)
+  assert stranger.welcome.snapshot
+  stranger.receive(5)
+  assert stranger.numbers == stay[0].numbers
+
+
+def test_a_site_that_knows_lost_rounds_takes_the_state_of_a_restored_folder(start):
+  calendar = make_calendar(2, grace_s=0.1)
+  [first, second] = start(calendar, (0, 1))
+  play([first, second], range(2))
+  second.leave("stopped")
+  own = {"applied": 5, "numbers": [7] * ALL.fragments}
+  [back] = start(calendar, (1,), state=own)
+  assert (back.welcome.round, bool(back.welcome.snapshot)) == (0, True)
+  back.receive(2)
+  play([first, back], range(2, 4))
+  assert back.numbers == first.numbers
+
+
+def test_a_site_that_was_away_for_long_gets_a_snapshot_in_mid_run(start):
+  stores = []
+
+  def storage(root):
+    stores.append(Frozen(root))
+    return stores[-1]
+
+  players = start(SHORT, storage=storage)
+  first = holder(players)
+  play(players, range(2))
+  away = next(p for p in players if p is not first)
+  stay = [p for p in players if p is not away]
+  stores[players.index(away)].goes_on.clear()
+  for applied in (4, 6):
+    play(stay, range(stay[0].applied, applied))
+    first.offer()
+    wait(lambda applied=applied: first.link._lease.seen["snapshot"] == applied)
+  wait(lambda: first.link._journal.first == 4)
+  play(stay, range(6, 7))
+  stores[players.index(away)].goes_on.set()
+  away.receive(7)
+  assert set(away.members) == {0, 1, 6}
+  assert away.numbers == first.numbers
+
+
+def test_a_payload_with_bad_numbers_counts_nowhere(start):
+  players = start()
+  for player in players:
+    player.bad = {(1, 1), (0, 3), (1, 3), (2, 3)}
+  play(players, range(5))
+  for player in players:
+    assert [player.members[r] for r in (0, 1, 3)] == [(0, 1, 2), (0, 2), ()]
+    assert [player.refused[r] for r in (0, 1, 3)] == [(), (1,), (0, 1, 2)]
+  assert states(players) == {tuple(players[0].numbers)}
+
+
+def test_garbage_in_the_folder_changes_nothing(start, tmp_path, monkeypatch):
+  path, whole = tmp_path / "group", pack(fields_of(ALL, 0, 0), b"short")
+  record = {"session": "x", "beat": 1, "sent": [], "digests": {}, "reason": ""}
+  for name, data in {
+    "lease": pack({"name": "x", "term": 9, "beat": 1, "left": True, "snapshot": "no"}),
+    "sites/0": pack(record | {"ready": 10**9}),
+    "sites/1": pack({"session": 5, "sent": "all"}),
+    "sites/2": pack(record | {"ready": 0, "beat": "many"}),
+    "sites/7": b"",
+    "rounds.jsonl": b"\xff{\n5\n{}\n",
+    "journal/notes.txt": b"mine",
+    "journal/000000009.round": pack({"round": 9}, b"of another version"),
+    "snapshots/x": b"",
+    "payloads/000000000.site-0": whole,
+    "payloads/000000001.site-2": b"{}",
+  }.items():
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).write_bytes(data)
+  players = start()
+  play(players, range(5))
+  assert states(players) == {expected(5)}
+  # A damaged round is named until it is repaired.
+  monkeypatch.setattr(link_lib, "_QUIET_S", 0)
+  play(players, range(5, 9))
+  for player in players:
+    player.send(9)
+  name = "journal/000000009.round"
+  wait(
+    lambda: any(f"PATH: {name} is missing or damaged" in str(p.said) for p in players)
+  )
+  (path / name).unlink()
+  play(players, range(9, 11))
+  assert states(players) == {expected(11)}
+
+
+@pytest.mark.parametrize("fields", [{"tokens": 2**62}, {"data": {"1": [0, "here"]}}])
+def test_a_payload_that_cannot_be_one_counts_nowhere(start, fields):
+  [first, second] = start(make_calendar(2, grace_s=0.1), (0, 1))
+  second.send(0, **fields)
+  first.send(0)
+  first.receive(1)
+  assert first.members == {0: (0,)}
+  said = [x for x in first.said + second.said if "site 1: its payload" in x]
+  assert len(said) == 1
+  assert first.link.absent() == [1]
+  second.receive(1)
+  second.send(1)
+  wait(lambda: (1, 1) in first.link._holder._payloads)
+  first.send(1)
+  first.receive(2)
+  assert first.members[1] == (0, 1)
+  assert first.link.absent() == []
+
+
+def test_a_second_process_of_a_site_ends(start):
+  [first, second] = start(make_calendar(2), (0, 1))
+
+  def intrude():
+    [intruder] = start(make_calendar(2), (1,))
+    in_time(lambda: intruder.link.wait_until(5, lambda: False))
+
+  with pytest.raises(ConfigError, match="--site is 1, but another process at PATH is"):
+    intrude()
+  play([first, second], range(3))
+  assert second.members == first.members == dict.fromkeys(range(3), (0, 1))
+
+
+def test_a_site_with_another_outer_state_ends_and_comes_back(start):
+  players = start(SHORT)
+  first = holder(players)
+  play(players, range(2))
+  other = next(p for p in players if p is not first)
+  stay = [p for p in players if p is not other]
+  other.numbers = [x + 1 for x in other.numbers]  # For instance a bad memory chip.
+  play(players, range(2, 2 + ALL.fragments))
+  for player in stay:  # One of them has the lease.
+    player.offer()
+  said = "after 6 rounds is not that of the group at PATH; start the site again"
+  with pytest.raises(ExchangeFailed, match=said):
+    in_time(lambda: other.link.wait_until(99, lambda: False))
+  own = {"applied": other.applied, "numbers": other.numbers}
+  [back] = start(first.calendar, (other.site,), state=own)
+  assert back.welcome.snapshot
+  play([*stay, back], range(back.applied, back.applied + 1))
+  assert states([*stay, back]) == {tuple(first.numbers)}
+
+
+def test_a_folder_without_the_rounds_of_a_site_is_refused(start):
+  with pytest.raises(
+    ConfigError, match="PATH, which has no closed round, but this site"
+  ):
+    start(ALL, (0,), state={"applied": 3, "numbers": [1] * ALL.fragments})

@@ -1,0 +1,99 @@
+"""The files of a group alone repeat its outer steps."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from sites import Brisk, fields_of, make_calendar
+
+from diloco.contrib.sites import measure, outer_state, replay
+from diloco.contrib.sites.group.journal import Closed, Journal, head_of, state_of
+from diloco.contrib.sites.group.records import pack, record_of
+
+CALENDAR = make_calendar(3, steps=20)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """The files of a group, {name: bytes}: 6 rounds, snapshots after 2 and 4."""
+  folder = tmp_path_factory.mktemp("group")
+  storage = Brisk(folder)
+  storage.put("config.json", json.dumps(CALENDAR.config.to_dict()).encode())
+  journal, method = Journal(storage), measure.method_on_cpu(CALENDAR)
+  with jax.set_mesh(method.mesh):
+    state = method.init().outer
+  for number in range(6):
+    if number in (2, 4):
+      digests = outer_state.digests(state)
+      head = journal.head(digests, number - 2, number)
+      storage.put(head_of(number), pack(head))
+      storage.put(state_of(number), pack({}, outer_state.to_bytes(state)))
+    closed = closed_of(number)
+    assert journal.write(closed)
+    p = closed.fragment
+    theta, opt_state, _ = outer_state.apply(
+      method.plan, CALENDAR, closed, state.theta[p], state.opt_state[p]
+    )
+    state = state.after_update(p, theta, opt_state)
+  record = {"session": "x", "beat": 1, "ready": 0, "sent": [], "reason": ""}
+  record["digests"] = {"6": outer_state.digests(state)}
+  storage.put(record_of(1), pack(record))
+  for number in (0, 1):
+    storage.delete(f"journal/{number:09d}.round")
+  return {
+    str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()
+  }
+
+
+def closed_of(number: int) -> Closed:
+  """A round with random codes and scales, which are all finite."""
+  rng, (step, p) = np.random.default_rng(number), CALENDAR.rounds[number]
+  draw = lambda: rng.integers(0, 120, CALENDAR.payload_bytes(number), np.uint8)
+  said = {site: fields_of(CALENDAR, site, number) for site in (0, 2)}
+  return Closed(
+    round=number,
+    fragment=p,
+    step=step,
+    tokens={site: x["tokens"] for site, x in said.items()},
+    payloads={site: draw().tobytes() for site in said},
+  )
+
+
+@pytest.fixture
+def group(files, tmp_path):
+  storage = Brisk(tmp_path)
+  for name, data in files.items():
+    storage.put(name, data)
+  return storage
+
+
+def test_all_kept_rounds_are_repeated(group, tmp_path, capsys):
+  before = {*tmp_path.rglob("*")}
+  assert replay.main([str(tmp_path)]) == 0
+  said = "Rounds 2 to 5 of 17 repeated, 3 notes of the outer state compared; no bit"
+  assert said in capsys.readouterr().out
+  assert {*tmp_path.rglob("*")} == before  # Also a copy without rights to write.
+
+
+def test_other_bits_are_named(group, tmp_path, capsys):
+  data = bytearray(group.get("journal/000000004.round"))
+  head, body = data[: data.index(b"\n")], data[data.index(b"\n") + 1 : -4]
+  other = bytes(x ^ 1 for x in body)  # As if other payloads had counted.
+  group.put("journal/000000004.round", pack(json.loads(bytes(head)), other))
+  assert replay.main([str(tmp_path)]) == 1
+  said = "After 6 rounds, site 1 has other bits than the rounds give."
+  assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("harm", "said"),
+  [
+    (lambda group: group.delete("config.json"), "where no group of sites is"),
+    (lambda group: group.put(state_of(2), b"half"), f"{state_of(2)} is damaged"),
+  ],
+)
+def test_mistakes(group, tmp_path, capsys, harm, said):
+  harm(group)
+  assert replay.main([str(tmp_path)]) == 2
+  assert said in capsys.readouterr().err

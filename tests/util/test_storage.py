@@ -1,0 +1,245 @@
+"""Files in folders and buckets: whole or not there, and created once."""
+
+import errno
+import os
+import pathlib
+import threading
+import time
+import urllib.request
+from concurrent import futures
+from http import server
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco.util import storage as storage_lib
+from diloco.util.storage import Bucket, Folder, open_storage
+
+obstore = pytest.importorskip("obstore")
+
+
+class Proxy(server.BaseHTTPRequestHandler):
+  """Stands before an S3 server, and loses, repeats or delays what is written."""
+
+  protocol_version = "HTTP/1.1"
+
+  def _pass(self):
+    size = int(self.headers.get("Content-Length", 0))
+    body, put = self.rfile.read(size) if size else None, self.command == "PUT"
+    fault = self.server.faults.pop(0) if put and self.server.faults else ""
+    if fault == "lost before":
+      self.close_connection = True
+      return
+    answer = self._ask(body)
+    if fault == "twice":  # As a network may deliver a packet again.
+      answer = self._ask(body)
+    if fault == "late":
+      self.server.late.set()
+      self.server.goes_on.wait(60)
+    if fault == "lost after":
+      self.close_connection = True
+      return
+    status, headers, data = answer
+    self.send_response(status)
+    for name in ("ETag", "Content-Type", "Last-Modified"):
+      if name in headers:
+        self.send_header(name, headers[name])
+    self.send_header("Content-Length", str(len(data)))
+    self.end_headers()
+    self.wfile.write(data)
+
+  def _ask(self, body):
+    own = ("connection", "content-length", "transfer-encoding")
+    headers = {k: v for k, v in self.headers.items() if k.lower() not in own}
+    headers["Content-Type"] = "application/octet-stream"
+    url = f"http://127.0.0.1:{self.server.behind}{self.path}"
+    ask = urllib.request.Request(url, body, headers, method=self.command)
+    try:
+      with urllib.request.urlopen(ask) as answer:
+        return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+      return error.code, error.headers, error.read()
+
+  do_GET = do_PUT = do_POST = _pass
+
+  def log_message(self, *_):
+    pass
+
+
+@pytest.fixture(scope="module")
+def s3():
+  """An S3 server over HTTP, behind a proxy with bad manners."""
+  moto = pytest.importorskip("moto.server")
+  with pytest.MonkeyPatch.context() as patch:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+      patch.setenv(name, "any")
+    behind = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    behind.start()
+    proxy = server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    proxy.behind = behind.get_host_and_port()[1]
+    proxy.faults, proxy.late, proxy.goes_on = [], threading.Event(), threading.Event()
+    thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+    thread.start()
+    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+    make = f"http://127.0.0.1:{proxy.behind}/bucket"
+    urllib.request.urlopen(urllib.request.Request(make, method="PUT")).close()
+    yield proxy
+    proxy.shutdown()
+    behind.stop()
+
+
+@pytest.fixture(params=["a disk", "memory", "s3"])
+def storage(request, tmp_path):
+  if request.param == "a disk":
+    return open_storage(f"{tmp_path}/group", "--group")
+  if request.param == "memory":
+    return Bucket(obstore.store.MemoryStore())
+  request.getfixturevalue("s3")
+  return open_storage(f"s3://bucket/{tmp_path.name}", "--group")
+
+
+def test_files_are_written_read_listed_and_deleted(storage):
+  assert storage.get("sites/0") is None
+  assert storage.names("sites") == []
+  storage.put("sites/0", b"one")
+  storage.put("sites/0", b"two")
+  storage.put("other", b"")
+  assert storage.get("sites/0") == b"two"
+  assert storage.names("sites") == ["0"]
+  storage.delete("sites/0")
+  storage.delete("sites/0")
+  assert storage.names("sites") == []
+  storage.put("large", large := os.urandom(6 << 20))  # Not in parts.
+  assert storage.get("large") == large
+
+
+def test_a_file_is_created_once(storage):
+  assert storage.create("journal/0", b"one")
+  assert not storage.create("journal/0", b"two")
+  assert storage.create("journal/0", b"one")  # As if the answer had been lost.
+  assert storage.get("journal/0") == b"one"
+  assert storage.names("journal") == ["0"]
+  assert storage.create("journal/1", bytes(6 << 20))
+  assert not storage.create("journal/1", b"two")
+
+
+def test_of_many_that_create_a_file_at_once_one_succeeds(storage):
+  with futures.ThreadPoolExecutor(8) as pool:
+    for turn in range(5):
+      make = lambda i, turn=turn: storage.create(f"journal/{turn}", b"%d" % i * 9999)
+      made = [*pool.map(make, range(8))]
+      assert sum(made) == 1
+      assert storage.get(f"journal/{turn}") == b"%d" % made.index(True) * 9999
+
+
+def test_threads_may_write_one_file_at_once(tmp_path):
+  storage = Folder(tmp_path)
+  with futures.ThreadPoolExecutor(8) as pool:
+    for _ in pool.map(lambda i: storage.put("sites/0", b"%d" % i * 9999), range(100)):
+      pass
+  assert len(storage.get("sites/0")) in (9999, 2 * 9999)
+  assert storage.names("sites") == ["0"]
+
+
+@pytest.mark.parametrize("fault", ["lost before", "lost after", "twice"])
+def test_a_request_that_is_lost_or_comes_twice_counts_once(s3, tmp_path, fault):
+  storage = open_storage(f"s3://bucket/{tmp_path.name}", "--group")
+
+  def write(call):
+    for _ in range(9):
+      try:
+        return call()
+      except OSError:  # The caller tries again.
+        continue
+    raise AssertionError("it never works")
+
+  s3.faults[:] = [fault, fault]
+  assert write(lambda: storage.create("journal/0", b"one"))
+  assert not storage.create("journal/0", b"two")
+  s3.faults[:] = [fault]
+  write(lambda: storage.put("sites/0", b"three"))
+  s3.faults.clear()
+  assert storage.get("journal/0") == b"one"
+  assert storage.get("sites/0") == b"three"
+
+
+def test_an_answer_that_comes_late_is_that_of_the_one_who_wrote(s3, tmp_path):
+  storage = open_storage(f"s3://bucket/{tmp_path.name}", "--group")
+  s3.faults[:] = ["late"]
+  s3.late.clear()
+  s3.goes_on.clear()
+  with futures.ThreadPoolExecutor(1) as pool:
+    first = pool.submit(storage.create, "journal/0", b"one")
+    assert s3.late.wait(60)
+    assert not storage.create("journal/0", b"two")
+    s3.goes_on.set()
+    assert first.result(60)
+  assert storage.get("journal/0") == b"one"
+
+
+def test_what_killed_processes_left_is_deleted_when_it_is_old(tmp_path):
+  (tmp_path / "sites").mkdir()
+  old, new = tmp_path / "sites/0.cafe.tmp", tmp_path / "lease.1234.tmp"
+  for path in (old, new, tmp_path / "mine"):
+    path.write_bytes(b"half")
+  for path in (old, tmp_path / "mine"):
+    os.utime(path, (time.time() - 4000,) * 2)
+  open_storage(str(tmp_path), "--group")
+  found = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+  assert found == {new.name, "mine"}
+
+
+def fails(number):
+  def call(*_):
+    raise OSError(number, os.strerror(number))
+
+  return call
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_a_folder_without_hard_links_is_refused(tmp_path, monkeypatch, number):
+  monkeypatch.setattr(pathlib.Path, "hardlink_to", fails(number))
+  with pytest.raises(ConfigError, match="give a folder with hard links, or a bucket"):
+    open_storage(f"{tmp_path}/group", "--group")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EMFILE, errno.ENOSPC])
+def test_an_error_that_may_pass_is_no_mistake_of_the_user(
+  tmp_path, monkeypatch, number
+):
+  monkeypatch.setattr(pathlib.Path, "hardlink_to", fails(number))
+  with pytest.raises(OSError, match=os.strerror(number)) as error:
+    open_storage(f"{tmp_path}/group", "--group")
+  assert not isinstance(error.value, ConfigError)
+
+
+def test_a_server_that_is_away_is_no_mistake_of_the_user(monkeypatch):
+  monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+  for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+    monkeypatch.setenv(name, "any")
+  monkeypatch.setitem(storage_lib._TRIES, "max_retries", 0)
+  with pytest.raises(OSError, match=r"127\.0\.0\.1:9") as error:
+    open_storage("s3://bucket/run", "--group")
+  assert "\n" not in str(error.value)
+
+
+def test_a_bucket_that_lets_two_create_a_file_is_refused(tmp_path, monkeypatch):
+  create = lambda self, name, data: self.put(name, data) or True
+  monkeypatch.setattr(Bucket, "_create", create)
+  with pytest.raises(ConfigError, match="two processes can create the same file"):
+    open_storage(f"memory:///{tmp_path.name}", "--group")
+
+
+@pytest.mark.parametrize(
+  ("address", "said"),
+  [
+    ("/proc/nowhere", "'/proc/nowhere', where nothing can be written"),
+    ("foo://bucket/a", "Unable to recognise URL"),
+    ("s3://", "Unable to recognise URL"),
+  ],
+)
+def test_an_address_that_cannot_work_is_one_sentence(address, said):
+  with pytest.raises(ConfigError, match=said) as error:
+    open_storage(address, "--group")
+  assert "\n" not in str(error.value)
+  assert str(error.value).startswith(f"--group is {address!r}")
