@@ -8,6 +8,7 @@ nothing, or is refused; it goes on with the group's parameters.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
