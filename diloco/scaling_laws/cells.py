@@ -18,7 +18,10 @@ CELL = ["algorithm", "replicas", "params"]
 AXES = ["learning_rate", "batch", "outer_learning_rate"]
 # Other columns of an export that runs of one setting share.
 _SHAPE = ("num_layers", "dim", "vocab_size", "seq_len")
-_MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config")
+_TEXT = ("tokenizer", "text", "held_out")  # Digests; "" for runs of earlier versions.
+_MORE = ("outer_optimizer", *_SHAPE, "tokens", "sync_every", "config", *_TEXT)
+# The most by which D / N of runs of one budget may differ: D is rounded to batches.
+BUDGET = 1.1
 
 
 def joined(runs: pd.DataFrame) -> pd.DataFrame:
@@ -70,17 +73,16 @@ def best_of_cells(runs: pd.DataFrame) -> pd.DataFrame:
       problems: sentences about the cell's grid.
 
   Raises:
-    ValueError: two runs of a cell have the same hyperparameters.
+    ValueError: two runs of a cell have the same hyperparameters, or runs differ in what
+      is no hyperparameter.
   """
+  _refuse_mixed(runs)
   alike = _alike(runs)
   if len(alike):
     run, (first, second, *_) = alike.iloc[0], alike.index
-    text = alike.loc[:, alike.map(lambda x: isinstance(x, str)).all()]
-    differ = ", ".join(text.columns[text.nunique() > 1])
-    remedy = f"choose by --where; they differ in {differ}" if differ else "keep one"
     raise ValueError(
       f"two runs of {_name(run)} have {_values(run, AXES, ', ')} (lines {first} and"
-      f" {second}); {remedy}."
+      f" {second}); {_remedy(alike)}."
     )
   runs = runs.assign(choice=runs.get("choice", runs["loss"]))
   return pd.DataFrame([_best(some) for _, some in runs.groupby(CELL)])
@@ -138,6 +140,46 @@ def fit_best_batch(
       f" {low:g} to {high:g}; add {'smaller' if best < low else 'larger'} ones."
     )
   return best
+
+
+def _refuse_mixed(runs: pd.DataFrame) -> None:
+  """Refuses runs of other vocabularies, texts, lengths, H or budgets.
+
+  Their losses follow no common law, and the best run of a cell would be the one with
+  the fewest words, the least H or the most tokens.
+
+  Raises:
+    ValueError: names the column, two values and how to choose.
+  """
+  columns = [(column, runs) for column in ("vocab_size", "seq_len", *_TEXT)]
+  synced = runs[runs["algorithm"] != "data_parallel"].groupby("algorithm")
+  columns += [("sync_every", some) for _, some in synced]
+  for column, some in columns:
+    values = some.get(column, pd.Series(dtype=str)).replace("", None).dropna()
+    values = values if column in _TEXT else pd.to_numeric(values, errors="coerce")
+    first = values.drop_duplicates()
+    if len(first) > 1:
+      a, b = (str(value).removesuffix(".0") for value in first[:2])
+      raise ValueError(
+        f"the runs have {column} {a} (line {first.index[0]}) and {b} (line"
+        f" {first.index[1]}), so their losses follow no common law; choose by"
+        f" --where={column}={a}."
+      )
+  for _, some in runs[runs["tokens"] > 0].groupby(CELL):
+    ends = some.sort_values("tokens").iloc[[0, -1]]
+    least, most = ends["tokens"]
+    if most > BUDGET * least:
+      raise ValueError(
+        f"two runs of {_name(ends.iloc[0])} have {least:g} and {most:g} tokens (lines"
+        f" {ends.index[0]} and {ends.index[1]}); {_remedy(ends)}."
+      )
+
+
+def _remedy(runs: pd.DataFrame) -> str:
+  """Says how to choose one of several runs: by other columns, which are text."""
+  text = runs.loc[:, runs.map(lambda x: isinstance(x, str)).all()]
+  differ = ", ".join(text.columns[text.nunique() > 1])
+  return f"choose by --where; they differ in {differ}" if differ else "keep one"
 
 
 def _alike(runs: pd.DataFrame) -> pd.DataFrame:

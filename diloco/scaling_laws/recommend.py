@@ -161,7 +161,6 @@ def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
     }
     return [note for note, holds in stretched.items() if holds]
   n, m = own.sizes, own.replicas
-  least, most = own.tokens_per_param or (1, 1)
   stretched = {
     f"N = {params:g} is beyond the runs' sizes, {n[0]:g} to {n[-1]:g}: sweep"
     " nearby.": not 0.99 * n[0] < params < 1.01 * n[-1],
@@ -170,8 +169,6 @@ def _notes(params: float, replicas: int, own: results.Laws | None) -> list[str]:
     "the results do not say how many tokens the runs had (no column tokens): the"
     f" budget is {paper.CHINCHILLA} tokens per parameter, the loss is for"
     " theirs.": own.tokens_per_param is None,
-    f"the runs had {least:.3g} to {most:.3g} tokens per parameter, which the law of the"
-    " loss mixes: choose rows of one budget by --where.": most > 1.1 * least,
   }
   return [note for note, holds in stretched.items() if holds] + list(own.problems)
 

@@ -5,7 +5,7 @@ from itertools import chain
 
 import pandas as pd
 
-from diloco.scaling_laws.cells import best_of_cells, missing_cells
+from diloco.scaling_laws.cells import BUDGET, best_of_cells, missing_cells
 from diloco.scaling_laws.fits import Fit, fit_power_law
 
 
@@ -106,6 +106,12 @@ def _laws(
       " law predicts nothing: tune larger sizes, or give each N its share of tokens."
     )
   ratios = cells["tokens"] / cells["params"]
+  least, most = min(ratios), max(ratios)
+  if most > BUDGET * least > 0:
+    problems.append(
+      f"the runs of {name} had {least:.3g} to {most:.3g} tokens per parameter, which"
+      " the law of the loss mixes: choose rows of one budget by --where."
+    )
   # dict() keeps the last rate of each M, so the sort puts swept rates and large N last.
   outer = cells[cells["outer_learning_rate"] > 0]
   outer = outer.assign(swept=["outer_learning_rate" in s for s in outer["swept"]])
@@ -116,7 +122,7 @@ def _laws(
     fit_swept("batch"),
     tuple(sorted(set(cells["params"]))),
     tuple(replicas),
-    (min(ratios), max(ratios)) if all(ratios) else None,
+    (least, most) if least else None,
     dict(zip(outer["replicas"], outer["outer_learning_rate"])),
     tuple(problems),
   )

@@ -254,9 +254,9 @@ def test_notes_list_the_problems_of_your_own_runs(tmp_path, capsys, own_rows):
   assert main(["fit", path, "--any", "--json"]) == 0
   assert {edge, few, missing} <= {*json.loads(capsys.readouterr().out)["problems"]}
   rows = [{**r, "tokens": r["params"] * r["replicas"]} for r in own_rows]
-  answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}")
+  answer = ask(capsys, "--params=4e6", f"--results={write(path, rows)}", "--any")
   (note,) = answer["notes"]
-  assert note.startswith("the runs had 1 to 2 tokens per parameter")
+  assert note.startswith("the runs of streaming_joint had 1 to 2 tokens per parameter")
 
 
 def test_the_answer_comes_before_its_notes(tmp_path, capsys, own_rows):

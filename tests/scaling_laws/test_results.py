@@ -216,6 +216,54 @@ def test_columns_in_which_runs_alike_differ_are_named(tmp_path):
     cells.best_of_cells(runs.read(write(tmp_path / "runs.csv", twice)))
 
 
+@pytest.mark.parametrize(
+  ("column", "usual", "other", "said"),
+  [
+    (
+      "sync_every",
+      30,
+      100,
+      r"the runs have sync_every 30 \(line 2\) and 100 \(line 56",
+    ),
+    (
+      "vocab_size",
+      2048,
+      8192,
+      "the runs have vocab_size 2048 .* --where=vocab_size=2048",
+    ),
+    (
+      "text",
+      "0a",
+      "0b",
+      "the runs have text 0a .* and 0b .* choose by --where=text=0a",
+    ),
+    ("tokens", 1e6, 4e6, "1e.07, M = 1 have 1e.06 and 4e.06 tokens .* differ in note"),
+  ],
+)
+def test_runs_of_another_kind_are_not_the_best_of_a_cell(
+  tmp_path, column, usual, other, said
+):
+  """They have rates and batches of their own, and lower losses at one size."""
+  table = as_file(make_runs((1,))).assign(**{column: usual}, note="usual")
+  more = table[table["params"] == 1e7].assign(**{column: other}, note="other")
+  for name in ("loss", "learning_rate"):
+    more[name] *= 0.9
+  table = pd.concat([table, more], ignore_index=True)
+  path = write(tmp_path / "runs.csv", table.sort_values("params", kind="stable"))
+  for strict in (True, False):
+    with pytest.raises(ValueError, match=said):
+      results.fit_runs(runs.read(path), strict=strict)
+  laws, _ = results.fit_runs(runs.read(path, {"note": "usual"}), strict=False)
+  assert laws["diloco_M1"].loss.law.alpha == pytest.approx(LOSS.alpha)
+
+
+def test_data_parallel_has_no_h_and_older_runs_no_digest():
+  plain = make_runs((1,), "data_parallel").assign(sync_every="1", text="")
+  table = pd.concat([plain, make_runs((1,)).assign(sync_every="30.0", text="0a")])
+  table = pd.concat([table, make_runs((2,)).assign(sync_every="30", text="0a")])
+  assert len(cells.best_of_cells(table.reset_index(drop=True))) == 9
+
+
 def test_one_size_has_no_law():
   table = make_runs()
   with pytest.raises(ValueError, match="needs at least 2 different sizes N"):
@@ -239,8 +287,6 @@ def test_the_command_fits_a_file(tmp_path, capsys):
   other = table[:1].assign(sync_every=100, loss=1.0)
   failed = table[:1].assign(status="failed", loss="")
   path = write(tmp_path / "runs.csv", pd.concat([table, other, failed]))
-  with pytest.raises(ValueError, match=r"two runs .* they differ in sync_every\."):
-    results.fit_runs(runs.read(path))
   found = runs.read(path, {"sync_every": "30.0"})
   assert len(found) == len(make_runs())
   assert found["batch"].to_numpy() == pytest.approx(make_runs()["batch"].to_numpy())
@@ -251,7 +297,8 @@ def test_the_command_fits_a_file(tmp_path, capsys):
   assert line.startswith("diloco_joint      loss")
   assert "A 20 [20, 20]" in line
   assert cli.main(["fit", path]) == 2
-  assert capsys.readouterr().err.startswith("error: two runs of diloco")
+  said = "error: the runs have sync_every 30 (line 2) and 100 (line 245), so"
+  assert capsys.readouterr().err.startswith(said)
 
 
 def test_the_command_prints_residuals_at_the_largest_size(tmp_path, capsys):
