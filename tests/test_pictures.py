@@ -20,7 +20,6 @@ from matplotlib.text import Text
 from diloco.cli import compare
 from diloco.config import add_plugins, resolve
 from diloco.contrib.diagnostics import __main__ as diagnostics
-from diloco.contrib.simulate import failures
 from diloco.log import read_run, workdir
 from diloco.log.loss_picture import LossPicture
 from diloco.reproduce import comparison, runs
@@ -106,12 +105,6 @@ def of_links() -> Figure:
   return wan_bench.picture(options, rows)
 
 
-def of_failures() -> Figure:
-  goodput = dict.fromkeys(failures.METHODS, 0.5)
-  sizes, numbers = (1000, 10_000), (1e7, 1.0, 0.9, goodput, goodput)
-  return failures.draw([failures.Row(chips, *numbers) for chips in sizes])
-
-
 def of_schedule() -> Figure:
   c = resolve(tiny_config())
   return schedule_figure.make(c, schedule_figure.planned(c, 1, 12), 1, 12)
@@ -136,7 +129,6 @@ PICTURES: dict[str, Callable[[pathlib.Path], Figure]] = {
     name: lambda _, n=name: simulated.FIGURES[n]()
     for name in ("s2", "s3", "s6", "s9", "c6")
   },
-  "failures": lambda _: of_failures(),
   "extrapolation": lambda _: law_figures.whole_figure(*law_figures.FIGURES["c13"]),
   "losses and difference": lambda _: law_figures.whole_figure(
     *law_figures.FIGURES["c2"]

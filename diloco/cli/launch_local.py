@@ -3,7 +3,6 @@
   python -m diloco launch_local -n 4 -- --config=configs/sample.py --workdir=runs/run
   python -m diloco launch_local -n 2 --sites -- --config=configs/sample.py \\
     --workdir=runs/sites
-  python -m diloco launch_local -n 2 -- plan --config=sample --probe
 
 Every process is a `diloco.main` with the arguments after `--`, or the command that is
 the first of them. Every output line begins with the number of its process. If a process

@@ -4,17 +4,14 @@
 
 Two replicas, each a process on a core of its own in a network namespace (netns.py),
 train the small model of the ablations on the same tokens, with each of SETTINGS at each
-rate. Beside the time of every run is that of the planner, with what its --probe has
-measured just before in the same namespaces: the speed of a shared machine drifts. Needs
-root, iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png, and keeps a
-run of each setting.
+rate. Needs root, iproute2 and an idle machine. Writes loss_over_time.csv, .md and .png,
+and keeps a run of each setting.
 
 Evaluations do not count, nor what compiles: the first quarter of a run counts as long
 as its steps take later.
 """
 
 import argparse
-import json
 import pathlib
 import shutil
 import sys
@@ -26,13 +23,9 @@ import sites_run
 import wan_run
 from sites_run import ROOT
 
-from diloco.config import Config
 from diloco.config.command_line import load_config
-from diloco.contrib.simulate.plan import run_seconds
 from diloco.errors import ConfigError
 from diloco.log import metrics
-from diloco.simulate import from_config
-from diloco.simulate.steady import steady_utilisation
 from diloco.util import palette
 from diloco.util.command import Parser, guarded, make_folder
 from diloco.util.palette import COLORS, shades
@@ -70,13 +63,8 @@ def flags(name: str) -> list[str]:
   return [f"--config.{k}={v}" for k, v in (MODEL | SETTINGS[name]).items()]
 
 
-def run(
-  options: argparse.Namespace, name: str, network: netns.Network, change=list
-) -> pathlib.Path:
+def run(options: argparse.Namespace, name: str, network: netns.Network) -> pathlib.Path:
   """Trains a setting to its end, in the folder that is returned.
-
-  Args:
-    change: makes the command that runs from that of training.
 
   Raises:
     RuntimeError: a process failed.
@@ -84,7 +72,7 @@ def run(
   workdir = options.out / name.replace(" ", "")
   shutil.rmtree(workdir, ignore_errors=True)
   workdir.mkdir()
-  processes = wan_run.start(options, MODEL | SETTINGS[name], network, workdir, change)
+  processes = wan_run.start(options, MODEL | SETTINGS[name], network, workdir)
   try:
     codes = [p.wait(timeout=3600) for p in processes]
   finally:
@@ -92,13 +80,6 @@ def run(
   if any(codes):
     raise RuntimeError(f"{name}: {(workdir / '0.log').read_text()[-3000:]}")
   return workdir
-
-
-def as_probe(command: list[str]) -> list[str]:
-  """Returns the command of the planner's probe; training's ends with the folder."""
-  at = command.index("diloco.main")
-  plan = ["diloco.contrib.simulate.plan", "--probe", "--json"]
-  return [*command[:at], *plan, *command[at + 1 : -1]]
 
 
 def curve(records: list[dict], sync_every: int) -> list[tuple[int, float, float]]:
@@ -122,24 +103,12 @@ def curve(records: list[dict], sync_every: int) -> list[tuple[int, float, float]
   return [(step, float(at[step]), loss) for step, loss in sorted(losses.items())]
 
 
-def predicted(c: Config, measured: dict[str, float]) -> float:
-  """Returns the seconds of the whole run, as the planner computes them."""
-  work = from_config.workload(c, measured["step_time"], measured["latency"])
-  busy = float(steady_utilisation(work, [1e9 * measured["gbits"]])[0])
-  return run_seconds(c, work.step_time / busy, measured["sync_time"])
-
-
 def table(rows: pd.DataFrame) -> str:
-  """Formats a line for each run: its time, that of the plan, and the last loss."""
-  lines = ["| setting | Mbit/s | seconds | planned | difference | last loss |"]
-  lines += ["|---|--:|--:|--:|--:|--:|"]
+  """Formats a line for each run: its time and the last loss."""
+  lines = ["| setting | Mbit/s | seconds | last loss |", "|---|--:|--:|--:|"]
   for (name, rate), own in rows.groupby(["setting", "rate_mbit_s"], sort=False):
     last = own.iloc[-1]
-    apart = last["seconds"] / last["planned_s"] - 1
-    lines.append(
-      f"| {name} | {rate:g} | {last['seconds']:.1f} | {last['planned_s']:.1f}"
-      f" | {apart:+.1%} | {last['loss']:.3f} |"
-    )
+    lines.append(f"| {name} | {rate:g} | {last['seconds']:.1f} | {last['loss']:.3f} |")
   return "\n".join(lines)
 
 
@@ -170,12 +139,8 @@ def main(options: argparse.Namespace) -> None:
     for rate in options.rates:
       network.limit(rate)
       for name in options.settings:
-        log = (run(options, name, network, as_probe) / "0.log").read_text()
-        measured = json.loads(log.splitlines()[-1])["measured"]
-        print(f"{name}: the probe measures {measured}", flush=True)
         c = load_config(str(ROOT / wan_run.CONFIG), flags(name))
         setting = {"setting": name, "rate_mbit_s": rate / 1e6}
-        setting["planned_s"] = predicted(c, measured)
         records = metrics.Follower(run(options, name, network) / "run").records()
         for step, seconds, loss in curve(list(records), c.sync_every):
           found.append(setting | {"step": step, "seconds": seconds, "loss": loss})

@@ -93,20 +93,17 @@ def run(options, fields: dict, phases: list[Phase], network: netns.Network) -> T
   return trace
 
 
-def start(
-  options, fields: dict, network: netns.Network, workdir: pathlib.Path, change=list
-):
+def start(options, fields: dict, network: netns.Network, workdir: pathlib.Path):
   """Starts one process per replica, with logs in workdir.
 
-  The process of replica i is pinned to a core; the log is i.log. `change` makes the
-  command that runs from that of training.
+  The process of replica i is pinned to a core; the log is i.log.
   """
   cores, commands = sorted(os.sched_getaffinity(0)), list[list[str]]()
   flags = [f"--config.{name}={value}" for name, value in fields.items()]
   nodes = range(options.replicas)
   for i in nodes:
     command = sites_run.process(network, nodes, i, workdir, CONFIG, flags)
-    commands.append(["taskset", "-c", str(cores[i % len(cores)]), *change(command)])
+    commands.append(["taskset", "-c", str(cores[i % len(cores)]), *command])
   logs = [workdir / f"{i}.log" for i in range(len(commands))]
   # By default XLA makes one thread per core. A process has one core here, and an
   # exchange in the background would occupy its only thread.

@@ -10,7 +10,6 @@ import pytest
 
 from diloco.config import add_plugins, resolve
 from diloco.config.command_line import load_config
-from diloco.contrib.simulate import failures
 from diloco.simulate import __main__ as command
 from diloco.simulate import arguments, from_config, options
 from diloco.simulate.steady import steady_utilisation
@@ -239,7 +238,6 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
   made = [
     (options.GROUPS["method"], arguments.workload(numbers)),
     (options.GROUPS["wallclock"], arguments.training(run)),
-    (failures.OPTIONS, failures.Machines(chips=1, mtbf=1.0)),
   ]
   compared = {}
   for group, used in made:
@@ -249,4 +247,4 @@ def test_every_default_that_the_help_states_is_the_one_that_is_used():
         with contextlib.suppress(argparse.ArgumentTypeError):  # A rule, in words.
           compared[name] = option.type(stated[1])
           assert compared[name] == getattr(used, name), name
-  assert {"sync_every", "fragment_size", "tau", "outer_bits", "runs"} <= {*compared}
+  assert {"sync_every", "fragment_size", "tau", "outer_bits"} <= {*compared}

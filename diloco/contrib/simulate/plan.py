@@ -4,7 +4,6 @@ python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06
 python -m diloco plan --config=chinchilla:1.3B,M=2 --gbits=1 --chips=64 --replicas=2,4
 python -m diloco plan --config=sample --gbits=0.02 --step_time=0.06 --curve=runs/dp \
   --target=4.4
-python -m diloco launch_local -n 2 -- plan --config=sample --probe
 
 `python -m diloco simulate plan` is the same. A row is data-parallel, or Streaming
 DiLoCo with some M, H, tau and number format. It shows utilisation, bytes that a replica
@@ -23,10 +22,6 @@ nearest value counts.
 What syncs compute, --sync_time seconds of each round, lengthens a run and is no part of
 the utilisation.
 
---probe measures step and syncs on this machine, and the link between the processes that
-are started together; the flags in the first line repeat the plan without it
-(`_probe.py`).
-
 --curve is a finished data-parallel run of the same data. A run that ends x% above
 data-parallel is assumed to be x% above it at all steps.
 """
@@ -43,7 +38,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.config import Config, changed
-from diloco.contrib.simulate.failures import several
 from diloco.errors import ConfigError
 from diloco.simulate.arguments import Answer, Args, workload
 from diloco.simulate.limits import check
@@ -55,14 +49,6 @@ from diloco.spec.shapes import matrix_params
 H = (5, 10, 30, 100, 300)
 TAU = (1, 5, 10)
 FORMATS = ("e3m0", "fp32")
-MEASURED = (
-  *COMPUTE,
-  "step_time",
-  "sync_time",
-  "latency",
-  "link",
-)  # What --probe replaces.
-JOIN = ("coordinator", "num_processes", "process_id", "distributed")  # Its processes.
 # Utilisation from which a slower run is not worth a smaller loss.
 ENOUGH = 0.95
 SMALL = 35e6  # The papers' smallest N.
@@ -203,10 +189,6 @@ def plan(args: Args) -> Answer:
   """Computes the rows; the recommended one is the last line of the text."""
   if "config" not in args:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
-  probed = measured(args)
-  args |= {name: value for name, value in probed.items() if name != "residual"}
-  if "gbits" not in args:
-    raise ConfigError("--gbits is missing; give it, or measure it by --probe.")
   c, rate, sync = args["config"], 1e9 * args["gbits"], args.get("sync_time", 0.0)
   check("sync_time", sync, Range(0))
   seconds, found, known = workload(args).step_time, list[Row](), cells()
@@ -241,13 +223,7 @@ def plan(args: Args) -> Answer:
     found = [timed(row, curve, args["target"]) for row in found]
   kept = found if "all" in args else efficient(found)
   best = recommended(found)
-  answer, text = {"rows": kept, "recommended": best}, show(kept, best, args)
-  if not probed:
-    return answer, text
-  names = ("step_time", "sync_time", "gbits", "latency")
-  flags = " ".join(f"--{name}={args[name]:g}" for name in names if name in args)
-  left = f" (residual {probed['residual']:.1%})" if "residual" in probed else ""
-  return answer | {"measured": probed}, f"measured  {flags}{left}\n{text}"
+  return {"rows": kept, "recommended": best}, show(kept, best, args)
 
 
 def run_seconds(c: Config, step: float, sync: float) -> float:
@@ -258,20 +234,6 @@ def run_seconds(c: Config, step: float, sync: float) -> float:
     sync: seconds that the syncs of a round compute; data-parallel has none.
   """
   return c.train.steps * (step + (0 if c.one_model else sync / c.sync_every))
-
-
-def measured(args: Args) -> dict[str, float]:
-  """Measures step time and link with --probe; see `_probe.measure`."""
-  given = [name for name in (MEASURED if "probe" in args else JOIN) if name in args]
-  if given and "probe" in args:
-    raise ConfigError(f"--probe measures step and link; leave out --{given[0]}.")
-  if given:
-    raise ConfigError(f"--{given[0]} needs --probe; add it, or leave out both.")
-  if "probe" not in args:
-    return {}
-  from diloco.contrib.simulate import _probe  # Imports JAX.
-
-  return _probe.measure(args)
 
 
 def efficient(rows: Sequence[Row]) -> list[Row]:
@@ -353,24 +315,22 @@ def show(rows: Sequence[Row], best: Row | None, args: Args) -> str:
   return "\n".join([*lines, f"recommended  {flags}"])
 
 
+def several(text: str) -> list[int]:
+  """Parses whole numbers with commas between them."""
+  return [whole(part) for part in text.split(",")]
+
+
 OPTIONS = {
   name: GROUPS["model"][name] for name in ("config", *COMPUTE, "step_time", "link")
 }
 OPTIONS |= {
-  "gbits": GROUPS["utilisation"]["gbits"]._replace(required=False),
+  "gbits": GROUPS["utilisation"]["gbits"],
   "latency": GROUPS["method"]["latency"],
   "sync_time": Option("seconds that the syncs of a round compute; default 0"),
-  "replicas": Option(
-    "numbers of replicas, such as 2,4; default the config's", several(whole)
-  ),
+  "replicas": Option("numbers of replicas, such as 2,4; default the config's", several),
   "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
   "target": Option("held-out loss to reach, nats per token"),
   "all": Option("any value: show all rows", str),
-  "probe": Option("measure step and syncs; between processes gbits and latency", bool),
-  "coordinator": Option("with --probe: host:port of process 0", str),
-  "num_processes": Option("with --probe: number of processes", whole),
-  "process_id": Option("with --probe: this process, from 0", whole),
-  "distributed": Option("with --probe: auto, as for diloco.main", str),
 }
 COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
 
