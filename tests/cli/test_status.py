@@ -195,7 +195,7 @@ def test_a_group_has_closed_no_round_yet(tmp_path, config):
   assert status.lines(tmp_path, NOW)[1].split() == ["round", "none", "closed", "yet"]
 
 
-@pytest.mark.parametrize("command", ["status", "compare", "report"])
+@pytest.mark.parametrize("command", ["status", "compare"])
 def test_commands_that_look_at_runs_need_no_jax(command):
   code = f"import sys, diloco.cli.{command}; print('jax' in sys.modules)"
   done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -4,9 +4,8 @@
   python -m diloco tune --config=chinchilla:335M,M=2 --config.model.seq_len=1024
   python -m diloco main --config=sample $(python -m diloco tune --config=sample --flags)
 
-Times the inner step on the devices that are here; for others, `python -m diloco
-roofline` bounds the times. It tries the values of one field after the other, each in
-turn with the fastest so far, and prints a row for each:
+Times the inner step on the devices that are here. It tries the values of one field
+after the other, each in turn with the fastest so far, and prints a row for each:
 
 ms     median time of an inner step of all replicas
 ratio  time of the fastest before over this time; inf: that one does not fit
@@ -44,7 +43,6 @@ from diloco.checkpoint.resume import coded_by_shard
 from diloco.config import Config, ConfigError, changed, command_line, resolve
 from diloco.config.resolve import leaves
 from diloco.contrib.tune import cache
-from diloco.contrib.tune.bounds import as_flags
 from diloco.contrib.tune.cache import Found
 from diloco.mesh import memory, sharding
 from diloco.mesh.devices import make_mesh
@@ -208,7 +206,7 @@ def main(_: list[str]) -> None:
   else:
     found = measure(c, Steps(c), groups, out)
     cache.write(of, found)
-  settings = as_flags(found.fields)
+  settings = " ".join(f"--config.{k}={v}" for k, v in found.fields.items())
   if _FLAGS.value:
     print(settings)
   ratio = f"{found.ratio:.2f} times as fast as the config"
