@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--split", default="eval", help="all: every document of --source is held out")
   add("--data_dir", default="", help="as data.data_dir")
   add("--output", type=command.as_path, required=True, help="folder to write")
-  add("--items", type=at_least(1), default=4000, help="items of each task")
+  add("--items", type=at_least(CHOICES), default=4000, help="items of each task")
   add("--context", type=at_least(1), default=16, help="words before the choices")
   add("--words", type=at_least(3), default=6, help="words of a choice of `order`")
   add("--seed", type=at_least(0), default=0)
@@ -77,20 +77,30 @@ def cut(
   places = [
     (text, start) for text in texts for start in range(0, len(text) - size + 1, size)
   ]
-  if len(places) < max(items, CHOICES):
+  if len(places) < items:
     raise ConfigError(
       f"--items is {items}, but the held-out text has only {len(places)} passages of"
       f" {size} words; lower --items, --context or --words, or give a longer --source."
     )
-  chosen = (places[i] for i in rng.permutation(len(places))[: max(items, CHOICES)])
+  chosen = (places[i] for i in rng.permutation(len(places))[:items])
   return [
     (text[start : start + context], text[start + context : start + size])
     for text, start in chosen
-  ][:items]
+  ]
 
 
 def next_words(passages: Sequence[Passage], rng: Rng) -> Iterator[dict]:
-  """Yields items whose wrong choices follow other passages."""
+  """Yields items whose wrong choices follow other passages.
+
+  Raises:
+    ConfigError: the passages have too few different next words.
+  """
+  different = len({tuple(right) for _, right in passages})
+  if different < CHOICES:
+    raise ConfigError(
+      f"--items is {len(passages)}, but only {different} different words follow so many"
+      f" passages, and an item needs {CHOICES}; raise --items, or give other text."
+    )
   for query, right in passages:
     others = {tuple(right)}
     while len(others) < CHOICES:
