@@ -170,7 +170,12 @@ def settings(c: Config, replicas: Sequence[int]) -> Iterator[Config]:
   """Yields data-parallel and the settings of Streaming DiLoCo that the config allows.
 
   M and the wire's other fields are the config's, if `replicas` is empty.
+
+  Raises:
+    ConfigError: a number of replicas cannot share the batch.
   """
+  for m in replicas:
+    changed(c, {"replicas": m, "overlap.taus": ()})
   yield changed(c, {"algorithm": "data_parallel"})
   taus, rounds = {*TAU, *c.overlap.taus}, {*H, c.sync_every}
   names = dict.fromkeys((*FORMATS, c.wire.format))
@@ -191,10 +196,14 @@ def plan(args: Args) -> Answer:
     raise ConfigError("--config is missing; plan needs one, such as --config=sample.")
   c, rate, sync = args["config"], 1e9 * args["gbits"], args.get("sync_time", 0.0)
   check("sync_time", sync, Range(0))
+  if "curve" in args and "target" not in args:
+    raise ConfigError("--curve is only for --target; give both, or none of them.")
   seconds, found, known = workload(args).step_time, list[Row](), cells()
   for one in settings(c, args.get("replicas", ())):
-    # The replicas share the batch, so with M of them each has a part of it.
-    own = {"config": one, "step_time": seconds * c.replicas / one.replicas}
+    # The replicas share the batch. --step_time is that of the config's M replicas, so
+    # another M has other devices; --chips are those of all replicas, whatever M is.
+    faster = one.replicas / c.replicas if "step_time" in args else 1
+    own = {"config": one, "step_time": seconds / faster}
     work = workload({**own, **{k: args[k] for k in ("latency", "link") if k in args}})
     reached = float(steady_utilisation(work, [rate])[0])
     per_step = (
@@ -330,7 +339,7 @@ OPTIONS |= {
   "replicas": Option("numbers of replicas, such as 2,4; default the config's", several),
   "curve": Option("folder of a data-parallel run, for --target", pathlib.Path),
   "target": Option("held-out loss to reach, nats per token"),
-  "all": Option("any value: show all rows", str),
+  "all": Option("show all rows", bool),
 }
 COMMAND = Command("H, tau, format and M for a link: hours and loss", plan, OPTIONS)
 

@@ -17,6 +17,7 @@ from diloco.contrib.simulate import plan
 from diloco.contrib.simulate.plan import Cell, Row
 from diloco.scaling_laws import paper
 from diloco.simulate import __main__ as command
+from diloco.spec.shapes import flops_per_token
 
 ROOT = pathlib.Path(__file__).parents[3]
 SAMPLE = [f"--config={ROOT / 'configs' / 'sample.py'}", "--step_time=0.06"]
@@ -146,7 +147,7 @@ def run(capsys, *args):
 
 
 def test_hours_on_a_fast_link_are_those_of_the_steps(capsys, sample):
-  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e9", "--json", "--all=1"))
+  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e9", "--json", "--all"))
   hours = sample.train.steps * 0.06 / 3600
   for r in found["rows"]:
     assert r["utilisation"] == pytest.approx(1, abs=1e-6)
@@ -155,7 +156,7 @@ def test_hours_on_a_fast_link_are_those_of_the_steps(capsys, sample):
 
 
 def test_syncs_lengthen_a_round_but_not_data_parallel(capsys, sample):
-  args = (*SAMPLE, "--gbits=1e9", "--json", "--all=1")
+  args = (*SAMPLE, "--gbits=1e9", "--json", "--all")
   without = json.loads(run(capsys, *args))["rows"]
   rounds = {r["sync_every"]: sample.train.steps / r["sync_every"] for r in without}
   for r, s in zip(without, json.loads(run(capsys, *args, "--sync_time=0.03"))["rows"]):
@@ -165,7 +166,7 @@ def test_syncs_lengthen_a_round_but_not_data_parallel(capsys, sample):
 
 
 def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
-  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e-4", "--json", "--all=1"))
+  found = json.loads(run(capsys, *SAMPLE, "--gbits=1e-4", "--json", "--all"))
   plain = next(r for r in found["rows"] if r["method"] == "data_parallel")
   sent = 4 * 1_066_624 * 8 / 1e5  # Seconds for float32 gradients of all parameters.
   hours = sample.train.steps * sent / 3600
@@ -173,12 +174,18 @@ def test_data_parallel_waits_for_its_gradients_on_a_slow_link(capsys, sample):
   assert plain["bytes_per_token"] == pytest.approx(4 * 1_066_624 / 512)
 
 
-def test_more_replicas_share_the_batch(capsys):
-  chinchilla = f"--config={ROOT / 'configs' / 'chinchilla.py'}:1.3B,M=2"
-  args = (chinchilla, "--step_time=1", "--gbits=1e9", "--json", "--all=1")
-  found = json.loads(run(capsys, *args, "--replicas=2,4"))
-  hours = {r["replicas"]: r["hours"] for r in found["rows"]}
-  assert hours[2] == pytest.approx(2 * hours[4])
+def test_more_replicas_share_the_batch_and_all_chips(capsys):
+  name = f"{ROOT / 'configs' / 'chinchilla.py'}:1.3B,M=2"
+  args = (f"--config={name}", "--gbits=1e9", "--json", "--all", "--replicas=2,4")
+  hours = {}
+  for speed in ("--step_time=1", "--chips=64"):
+    rows = json.loads(run(capsys, *args, speed))["rows"]
+    hours[speed] = {r["replicas"]: r["hours"] for r in rows}
+  c = load_config(name)
+  one = {m: c.train.steps / 3600 * 2 / m for m in (2, 4)}
+  assert hours["--step_time=1"] == pytest.approx(one)
+  seconds = flops_per_token(c.model) * c.train.tokens / (64 * 197e12 * 0.4)
+  assert hours["--chips=64"] == pytest.approx(dict.fromkeys((2, 4), seconds / 3600))
 
 
 def test_the_recommended_flags_can_be_typed(capsys, sample):
@@ -193,6 +200,9 @@ def test_the_recommended_flags_can_be_typed(capsys, sample):
   [
     (["--gbits=1", "--step_time=1"], "--config is missing; plan needs one"),
     ([*SAMPLE, "--gbits=1", "--target=4"], "--target needs --curve, the folder"),
+    ([*SAMPLE, "--gbits=1", "--curve=/etc"], "--curve is only for --target; give"),
+    ([*SAMPLE, "--gbits=1", "--replicas=2,0"], "replicas is 0; it must be at least 1"),
+    ([*SAMPLE, "--gbits=1", "--replicas=3"], "batch_size is 4, which replicas * train"),
     ([*SAMPLE, "--gbits=1", "--target=0"], "target is 0.0, but must be above 0"),
     ([*SAMPLE, "--gbits=1", "--sync_time=-1"], "sync_time is -1.0, but must be"),
     (SAMPLE, "the following arguments are required: --gbits"),
