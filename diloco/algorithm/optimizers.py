@@ -36,6 +36,8 @@ OWN: dict[str, dict[str, Callable[..., optax.GradientTransformation]]] = {
   "inner.optimizer": {},
   "outer.optimizer": {},
 }
+# Arguments of optax's optimizers that weigh the past against a new gradient.
+_DECAY_RATES = {"momentum", "b1", "b2", "b3", "beta"}
 # The most optimizer state that fsdp may leave unsharded, as a share of the bytes of the
 # parameters on a device.
 _WHOLE = 0.1
@@ -201,13 +203,14 @@ def _make(
     momentum: replaces that of the text; None: that of the text.
   """
   name, arguments = parse(field, text)
-  own = arguments.get("momentum")
-  number = isinstance(own, int | float) and not isinstance(own, bool)
-  if own is not None and not (number and 0 <= own < 1):
-    raise ConfigError(
-      f"{field} is {text!r}, whose momentum is {own!r}; give a number of at least"
-      " 0 and below 1."
-    )
+  for decay_rate in _DECAY_RATES & arguments.keys():
+    own = arguments[decay_rate]
+    number = isinstance(own, int | float) and not isinstance(own, bool)
+    if own is not None and not (number and 0 <= own < 1):
+      raise ConfigError(
+        f"{field} is {text!r}, whose {decay_rate} is {own!r}; give a number of at least"
+        " 0 and below 1."
+      )
   if momentum is not None:
     arguments["momentum"] = momentum
   factory = OWN[field].get(name) or getattr(optax.contrib, name, None)

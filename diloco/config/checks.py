@@ -4,7 +4,6 @@
 sentence with the field, its value and the remedy.
 """
 
-import math
 import numbers
 import re
 import typing
@@ -14,6 +13,7 @@ from typing import Any
 from diloco.config import combinations
 from diloco.errors import ConfigError
 from diloco.spec import plugins, shapes, sizes
+from diloco.spec.call_text import LARGEST_FLOAT
 from diloco.spec.fields import Config, Range
 from diloco.util.command import meant
 
@@ -66,8 +66,10 @@ def _checked(field: str, value: Any, kind: Any) -> Any:
   except (OverflowError, TypeError, ValueError) as error:
     base = getattr(kind, "__origin__", kind)
     raise ConfigError(f"{field} is {value!r}; give {_WANTED[base]}.") from error
-  if isinstance(value, float) and not math.isfinite(value):
-    raise ConfigError(f"{field} is {value}; give a finite number.")
+  if isinstance(value, float) and not abs(value) <= LARGEST_FLOAT:
+    raise ConfigError(
+      f"{field} is {value}; give a finite number, at most {LARGEST_FLOAT:.2g}."
+    )
   for limits in getattr(kind, "__metadata__", ()):
     if isinstance(limits, Range) and value not in limits:
       raise ConfigError(f"{field} is {value}; it must be {limits}.")

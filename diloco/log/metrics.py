@@ -142,7 +142,7 @@ def as_record(line: bytes) -> dict[str, Any]:
   try:
     record = json.loads(line)
     return record if "kind" in record and "step" in record else {}
-  except (ValueError, TypeError):
+  except (RecursionError, TypeError, ValueError):
     return {}
 
 

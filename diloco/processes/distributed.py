@@ -57,7 +57,8 @@ def initialize(
     return Peers()
   address, count, index = coordinator or "", num_processes or 0, process_id or 0
   host, _, port = address.rpartition(":")
-  if None in given or not host or not port.isdigit() or not 0 <= index < count:
+  is_port = port.isdecimal() and 0 < int(port) <= 65535
+  if None in given or not host or not is_port or not 0 <= index < count:
     raise ConfigError(
       f"--coordinator is {coordinator}, --num_processes {num_processes} and"
       f" --process_id {process_id}; give host:port, the number of processes, and to"

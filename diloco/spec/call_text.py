@@ -5,6 +5,9 @@ from typing import Any
 
 from diloco.errors import ConfigError
 
+# The largest number of float32, in which all training computes.
+LARGEST_FLOAT = 3.4028235e38
+
 
 def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
   """Parses a name and its keyword arguments.
@@ -14,18 +17,29 @@ def parse(field: str, text: str) -> tuple[str, dict[str, Any]]:
     text: such as "adamw(b1=0.9)"; arguments are Python literals.
 
   Raises:
-    ConfigError: the text is not a name, alone or with keyword arguments.
+    ConfigError: the text is not a name, alone or with keyword arguments, or a number in
+      it is too large for float32.
   """
   try:
     call = ast.parse(text.strip(), mode="eval").body
     if isinstance(call, ast.Name):
-      return call.id, {}
-    if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
-      pairs = [(k.arg, ast.literal_eval(k.value)) for k in call.keywords]
-      return call.func.id, {str(name): value for name, value in pairs}
-  except (SyntaxError, ValueError, AttributeError):  # The last: it is no text.
-    pass
-  raise ConfigError(
-    f"{field} is {text!r}; write a name, alone or with keyword arguments, for example"
-    " sgd(momentum=0.9, nesterov=True)."
-  )
+      call = ast.Call(call, [], [])
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+      raise ValueError("no name with arguments")
+    if call.args:
+      raise ValueError("an argument without a name")
+    arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+  # A text may be nested too deeply; a value that is no text has no `strip`.
+  except (AttributeError, MemoryError, RecursionError, SyntaxError, ValueError):
+    raise ConfigError(
+      f"{field} is {text!r}; write a name, alone or with keyword arguments, for example"
+      " sgd(momentum=0.9, nesterov=True)."
+    ) from None
+  for node in ast.walk(call):
+    value = node.value if isinstance(node, ast.Constant) else 0
+    if isinstance(value, int | float) and not value <= LARGEST_FLOAT:
+      raise ConfigError(
+        f"{field} is {text!r}, which has the number {value:.3g}; give at most"
+        f" {LARGEST_FLOAT:.2g}."
+      )
+  return call.func.id, arguments

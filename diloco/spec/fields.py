@@ -302,7 +302,7 @@ class DataConfig:
   # epoch; a text then stays in memory, arrays stay on disk.
   shuffle_window: Annotated[int, Range(-1, LARGEST)] = 0
   # Batches that a background thread prepares ahead. 0: no thread.
-  prefetch: Count = 2
+  prefetch: Annotated[int, Range(0, 1000)] = 2
 
 
 @dataclasses.dataclass(frozen=True)

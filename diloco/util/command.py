@@ -134,14 +134,14 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def in_range(least: float, most: float = math.inf) -> Callable[[str], float]:
-  """Makes the type of an option: a number from `least` to `most`.
+  """Makes the type of an option: a finite number from `least` to `most`.
 
   The number is an integer if `least` is one.
   """
 
   def number(text: str) -> float:
     value = type(least)(text)
-    if not least <= value <= most:
+    if not least <= value <= most or value == math.inf:
       raise argparse.ArgumentTypeError(f"{text}; give {least:g} to {most:g}")
     return value
 

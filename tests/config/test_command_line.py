@@ -229,6 +229,7 @@ def test_numbers_are_shown_with_three_digits_and_a_prefix():
     ((1,), "1.5", "argument -x: invalid number value: '1.5'"),
     ((2.0, 1e9), "1", "argument -x: 1; give 2 to 1e+09"),
     ((0.0,), "nan", "argument -x: nan; give 0 to inf"),
+    ((0.0,), "1e400", "argument -x: 1e400; give 0 to inf"),
   ],
 )
 def test_a_number_has_limits(limits, text, message, capsys):

@@ -692,7 +692,7 @@ def test_a_crash_while_batches_are_prefetched_keeps_its_exit_code():
     ({"model.vocab_size": 100}, "model.vocab_size is 100, but data.tokenizer"),
     ({"replicas": 500, "train.batch_size": 500}, "replicas is 500, but data.source"),
     ({"data.shuffle_window": 1 << 30}, "data.shuffle_window is 1073741824, which"),
-    ({"data.prefetch": 1 << 30}, "data.prefetch is 1073741824, which reads and"),
+    ({"data.prefetch": 1001}, "data.prefetch is 1001; it must be .* at most 1000"),
     ({"train.batch_size": 1 << 30}, "lower it to at most 8388608"),
     ({"model.seq_len": 1 << 30}, "model.seq_len is 1073741824, which reads and"),
   ],

@@ -132,6 +132,7 @@ def test_a_wrong_index_is_told_with_its_line_and_the_range(tmp_path):
     '{"query": "q", "choices": [1, 2], "gold": 0}',
     '{"query": "q", "choices": ["a", "b"], "gold": 0.9}',
     '{"query": "q", "choices": ["a", "b"], "gold": Infinity}',
+    pytest.param("[" * 50_000, id="deep"),
   ],
 )
 def test_items_of_wrong_types_are_refused(tmp_path, line):

@@ -413,7 +413,10 @@ def test_two_commands_that_differ_end_with_the_field(tmp_path):
 
 @pytest.mark.parametrize(
   "given",
-  [(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2), ("localhost", 2, 0)],
+  [
+    *[(None, 2, 0), ("localhost:1", None, 0), ("localhost:1", 2, 2)],
+    *[("localhost", 2, 0), ("localhost:99999", 2, 1), ("localhost:0", 2, 0)],
+  ],
 )
 def test_incomplete_or_wrong_flags_are_refused(given):
   flags = r"--coordinator is {}, --num_processes {} and"
