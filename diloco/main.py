@@ -23,10 +23,9 @@ from absl import flags, logging
 
 from diloco.config import resolve
 from diloco.config.command_line import define_config, run
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, explain
 from diloco.spec import plugins
 from diloco.util.command import guarded, interrupted, make_folder
-from diloco.util.files import disk_is_full
 
 FLAGS = flags.FLAGS
 define_config()
@@ -61,13 +60,11 @@ def main(_: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs a page per checkpoint.
   # Imported after the flags are parsed, so that --help and flag errors answer fast.
   from diloco import train
-  from diloco.log.log import TrainingDiverged
   from diloco.mesh import memory
   from diloco.mesh.compiling import announce_compilations
   from diloco.processes import distributed as processes
   from diloco.processes import stop
   from diloco.processes.peers import Peers, ProcessLost
-  from diloco.wire.transport import ExchangeFailed
 
   peers = Peers()
   stop.watch_signals()
@@ -84,11 +81,6 @@ def main(_: list[str]) -> None:
       announce_compilations()
     train.train(FLAGS.config, workdir, peers, part)
     peers.close()
-  except (ConfigError, TrainingDiverged, ProcessLost) as error:
-    peers.fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
-  except ExchangeFailed as error:
-    peers.await_loss()
-    peers.fail(str(error))
   except stop.Interrupted:
     peers.close()
     sys.exit(interrupted())
@@ -98,13 +90,15 @@ def main(_: list[str]) -> None:
       interrupted(),
     )
   except Exception as error:
-    reason = memory.explain(error) or disk_is_full(error)
-    if peers.count == 1 and not reason:
+    reason = memory.explain(error)
+    told = (reason, 1) if reason else explain(error)
+    if peers.count == 1 and not told:
       raise
-    peers.await_loss()
-    if not reason:
+    if not isinstance(error, ConfigError | ProcessLost):
+      peers.await_loss()  # It may be the cause.
+    if not told:
       traceback.print_exc()
-    peers.fail(reason or f"{type(error).__name__}: {error}")
+    peers.fail(*(told or (f"{type(error).__name__}: {error}", 1)))
 
 
 def find_part() -> Callable[[Any], Any] | None:

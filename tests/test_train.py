@@ -257,7 +257,7 @@ def test_a_full_disk_costs_nothing_but_time(finished, tmp_path, monkeypatch):
   assert "Traceback" not in stderr
   sentence = (
     f"error: --workdir is {workdir}, where the checkpoint of step 12 cannot be written"
-    " (File too large): it needs 1."
+    " (File too large); mend this, then the"
   )
   assert stderr.splitlines()[-1].startswith(sentence)
   assert stderr.endswith(" same command goes on from the checkpoint of step 10.\n")

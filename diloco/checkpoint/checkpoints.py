@@ -27,13 +27,13 @@ from diloco.checkpoint import checksums, disk, resume
 from diloco.checkpoint.damage import Stored, read_newest
 from diloco.checkpoint.record import Record, folder_of, steps_of
 from diloco.config import Config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, explain
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, print_line
 from diloco.spec import plugins
 from diloco.util import files
-from diloco.util.orbax_errors import hush, of_orbax, reason_of
+from diloco.util.orbax_errors import hush, of_orbax
 
 
 class Checkpoints:
@@ -55,7 +55,7 @@ class Checkpoints:
     self._workdir, self._c, self._method = workdir, c, method
     self._peers, self._contents = peers or Peers(), contents or {}
     self._saving: int | None = None  # The step that Orbax writes in the background.
-    self._failed = False
+    self._failed: Exception | None = None  # Why the newest save failed, if it did.
     self._size = 0  # Bytes of a checkpoint.
     hush()
     if self._peers.count > 1:  # Before the filter of `hush`, which drops Orbax's logs.
@@ -82,8 +82,8 @@ class Checkpoints:
     """Starts to save. Copies the arrays before it returns, so they may be donated.
 
     Raises:
-      ConfigError: there is a checkpoint of this step or a later one, the disk is full,
-        or the previous checkpoint could not be written.
+      ConfigError: there is a checkpoint of this step or a later one.
+      ConfigError, TryAgain: the disk is full, or see `wait`.
     """
     # Waits for jobs, because saving may use the devices of all processes, too.
     self._method.plan.placement.jobs.settle()
@@ -194,7 +194,7 @@ class Checkpoints:
     """Waits until the last checkpoint is written.
 
     Raises:
-      ConfigError: it could not be written.
+      ConfigError, TryAgain: it could not be written.
     """
     if self._saving is not None:
       with self._explained(self._saving):
@@ -220,24 +220,24 @@ class Checkpoints:
     """Turns an error that Orbax raises while it writes into one sentence.
 
     Raises:
-      ConfigError: the checkpoint cannot be written.
+      ConfigError, TryAgain: the checkpoint cannot be written.
     """
     try:
       yield
     except Exception as error:  # Orbax and TensorStore have no type for a full disk.
       if memory.explain(error):
         raise
-      self._saving, self._failed = None, True
-      raise ConfigError(self._unwritten(step, reason_of(error))) from None
+      self._saving, self._failed = None, error
+      raise self._unwritten(step, error) from None
 
-  def _unwritten(self, step: int, reason: str) -> str:
-    """Removes the unfinished checkpoint; returns why it was not finished.
+  def _unwritten(self, step: int, error: Exception) -> Exception:
+    """Removes the unfinished checkpoint; returns the error that says why.
 
     A process that is gone is a cause, too: then this process ends here and says so.
     """
     self._peers.await_loss()
     self._remove_parts()
-    return disk.unwritten(self._workdir, step, self._size, reason)
+    return disk.unwritten(self._workdir, step, self._size, error)
 
   def _remove_parts(self) -> None:
     """Deletes unfinished checkpoints, because others may need the disk."""
@@ -256,7 +256,9 @@ class Checkpoints:
     error = record.exc_info and record.exc_info[1]
     if isinstance(error, Exception) and self._saving and of_orbax(record.pathname):
       print_line("")  # Ends the line of the progress bar.
-      self._peers.fail(self._unwritten(self._saving, reason_of(error)), code=2)
+      told = explain(self._unwritten(self._saving, error))
+      assert told  # These errors are no bugs.
+      self._peers.fail(*told)
     return True
 
 

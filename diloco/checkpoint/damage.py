@@ -4,6 +4,7 @@ A reader gets exactly what was saved, or a reason why not: checksums find damage
 the file formats do not reveal.
 """
 
+import errno
 import pathlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from diloco.checkpoint import checksums
 from diloco.checkpoint.record import Record, folder_of, read_record
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, passing
 from diloco.mesh import memory
 from diloco.processes.peers import Peers, print_line
 from diloco.util.orbax_errors import hush, reason_of
@@ -53,6 +54,7 @@ def read_newest(
   Raises:
     ConfigError: no checkpoint is whole, or some processes cannot read one that others
       can: then older checkpoints are no remedy.
+    Exception: the system refuses now what it may allow later (`errors.passing`).
   """
   hush()
   peers = peers or Peers()
@@ -120,6 +122,9 @@ def _read(
   except Exception as error:  # Damaged files make Orbax raise any exception.
     if memory.explain(error):
       raise  # An older checkpoint needs as much memory, so it would fail, too.
+    # Too many open files, a stale handle: no damage. EIO may also be a bad disk.
+    if (cause := passing(error)) and cause.errno != errno.EIO:
+      raise
     return None, reason_of(error)
 
 

@@ -1,4 +1,4 @@
-"""Free disk for a checkpoint, and the error if there is too little."""
+"""Free disk for a checkpoint, and the error if a checkpoint cannot be written."""
 
 import errno
 import math
@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 
+from diloco import errors
 from diloco.checkpoint.record import steps_of
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.spec.fields import CheckpointConfig
+from diloco.util.orbax_errors import reason_of
 
 _METADATA = 2048  # Bytes on the disk that an array takes besides its values, at most.
 
@@ -40,13 +42,13 @@ def check_room(
     steps: inner steps of the run.
 
   Raises:
-    ConfigError: less is free.
+    TryAgain: less is free.
   """
   most, there = at_once(c, steps), len(steps_of(workdir))
   place = next(p for p in (workdir, *workdir.absolute().parents) if p.is_dir())
   disk = shutil.disk_usage(place)
   if disk.total and disk.free < (most - there) * size:
-    raise ConfigError(
+    raise TryAgain(
       f"--workdir is {workdir}, where {_text(disk.free)} are free, but {most - there}"
       f" more checkpoints of {_text(size)} will be there at once; make room, raise the"
       " quota, or lower checkpoint.keep."
@@ -57,23 +59,40 @@ def check(workdir: pathlib.Path, step: int, size: int) -> None:
   """Checks that the disk has room for a whole checkpoint.
 
   Raises:
-    ConfigError: less is free than `size`, the bytes of the checkpoint of this step.
+    TryAgain: less is free than `size`, the bytes of the checkpoint of this step.
   """
   disk = shutil.disk_usage(workdir)
   if disk.total and disk.free < size:
-    raise ConfigError(unwritten(workdir, step, size, os.strerror(errno.ENOSPC)))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise unwritten(workdir, step, size, full)
 
 
-def unwritten(workdir: pathlib.Path, step: int, size: int, reason: str) -> str:
-  """Explains why a checkpoint of `size` bytes cannot be written, and what to do."""
-  free = shutil.disk_usage(workdir).free
+def unwritten(
+  workdir: pathlib.Path, step: int, size: int, error: Exception
+) -> ConfigError | TryAgain:
+  """Makes the error that says why a checkpoint cannot be written, and what to do.
+
+  Args:
+    step: that of the checkpoint.
+    size: its bytes.
+    error: what Orbax or the system says.
+  """
   older = [s for s in steps_of(workdir) if s < step]
   start = f"the checkpoint of step {older[0]}" if older else "the start"
-  return (
+  what = (
     f"--workdir is {workdir}, where the checkpoint of step {step} cannot be written"
-    f" ({reason}): it needs {_text(size)} and {_text(free)} are free; make room or"
-    f" raise the quota, then the same command goes on from {start}."
+    f" ({reason_of(error)})"
   )
+  goes_on = f"the same command goes on from {start}."
+  if errors.is_full(error):
+    free = shutil.disk_usage(workdir).free
+    return TryAgain(
+      f"{what}: it needs {_text(size)} and {_text(free)} are free; make room or raise"
+      f" the quota, then {goes_on}"
+    )
+  if errors.of_system(error) and not errors.passing(error):
+    return ConfigError(f"{what}; mend this, then {goes_on}")
+  return TryAgain(f"{what}; {goes_on}")
 
 
 def _text(size: int) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from diloco.aot import look_for_no_device
 from diloco.config import Config, changed
 from diloco.config.command_line import load_config
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.util.command import Parser, as_path, guarded, in_range
 
 
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, others: Sequence[str]) -> int:
     """Prints what a part is, or why it cannot work; returns whether it can."""
     try:
       found = describe(*given)
-    except ConfigError as error:
+    except (ConfigError, TryAgain) as error:
       print(f"{part:<12} no: {error}", flush=True)
       return False
     print(f"{part:<12} {found}", flush=True)

@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
   add("--heldout", action="store_true", help="add the held-out loss")
   add("--data_dir", help="root of TFDS data sets; default: the run's")
   add("--details", type=path, help="one JSON line per item")
-  return command.guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
+  return command.guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--format", default=DILOCO, help=help_)
   dtypes, help_ = ("float32", "bfloat16"), "for the formats of an architecture"
   parser.add_argument("--dtype", choices=dtypes, default="float32", help=help_)
-  return guarded(run, parser.parse_args(argv), mistakes=(ConfigError, OSError))
+  return guarded(run, parser.parse_args(argv), mistakes=ConfigError)
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> No
     library: whose tensors they are, such as np or pt (PyTorch).
 
   Raises:
-    ConfigError: safetensors is missing, or the disk is full.
+    ConfigError: safetensors is missing, or the file cannot be written.
   """
   save_file = optional("safetensors.numpy", "exports need", "export").save_file
   try:
@@ -233,6 +233,6 @@ def save(tensors: dict[str, np.ndarray], path: pathlib.Path, library: str) -> No
   except Exception as error:  # safetensors also wraps an OSError.
     path.unlink(missing_ok=True)
     raise ConfigError(
-      f"--output is {str(path.parent)!r}, where no more can be written"
-      f" ({one_line(error)}); make room."
+      f"--output is {str(path.parent)!r}, where {path.name} cannot be written"
+      f" ({one_line(error)}); mend this, or give another folder."
     ) from error

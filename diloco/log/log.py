@@ -22,6 +22,7 @@ from diloco.algorithm.state import Event
 from diloco.checkpoint.record import Record, Spent
 from diloco.checkpoint.resume import DIVERGED
 from diloco.config import Config
+from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.loss_picture import LossPicture
 from diloco.mesh import hardware
@@ -33,7 +34,7 @@ from diloco.util.bar import make_bar
 from diloco.wire.ledger import Ledger, all_reduced_bytes
 
 
-class TrainingDiverged(RuntimeError):
+class TrainingDiverged(ConfigError):
   """A loss or a gradient is NaN or infinite."""
 
 

@@ -12,8 +12,8 @@ other process of two noticed after 9.3 s that one was killed; a stream breaks af
 that were launched before.
 
 A message is a JSON list. The first of a stream is [index, count], the others are [kind,
-value]. The kind is value, report, end or a kind of news; an end has an error, or "".
-Empty messages show that their sender is there.
+value]. The kind is value, report, end or a kind of news. The value of an end is an
+error and its exit status, or null. Empty messages show that their sender is there.
 """
 
 import contextlib
@@ -29,6 +29,8 @@ from typing import Any
 
 import grpc
 import jax
+
+from diloco.errors import TryAgain
 
 _GRACE = 5.0  # Seconds to wait for the errors of others, which may explain this one.
 # Seconds to wait for a value of a process that is connected but does not send it.
@@ -51,7 +53,7 @@ _OPTIONS = (
 Box = queue.SimpleQueue[bytes | None]  # Messages to a process; None ends the stream.
 
 
-class ProcessLost(RuntimeError):
+class ProcessLost(TryAgain):
   """A process did not come, or is gone."""
 
 
@@ -182,7 +184,7 @@ class Peers:
     self._failing.acquire()  # For ever, if another thread ends this process.
     print_line(f"error: {message}")
     self._ending.acquire(blocking=False)
-    self.send("end", message)
+    self.send("end", [message, code])
     self._await_ends()
     sys.stdout.flush()
     os._exit(code)
@@ -195,7 +197,7 @@ class Peers:
       if jax.distributed.is_initialized():
         jax.distributed.shutdown()
       if self.index == 0:
-        self.send("end", "")
+        self.send("end", None)
       self._await_ends()
       if self.index:
         self._channel.close()
@@ -249,7 +251,7 @@ class Peers:
         f" {timeout} s{note}; start all with the same --coordinator and"
         " --num_processes, and see whether their machines reach that address."
       )
-      self.send("end", message)
+      self.send("end", [message, 1])
       self._server.stop(_GRACE).wait()
       raise ProcessLost(message)
 
@@ -272,7 +274,7 @@ class Peers:
           f" are expected and {sorted([0, *self._boxes])} are there; give each its own"
           " --process_id and all the same --num_processes."
         )
-        box.put(_message("end", self._refusal))
+        box.put(_message("end", [self._refusal, 1]))
       self._change.notify()
     yield from _outgoing(box)
 
@@ -286,13 +288,14 @@ class Peers:
       f"process {p} of {self.count} is gone. The same command goes on from the last"
       " checkpoint."
     )
-    pause = 0.0
+    code, pause = 1, 0.0
     with contextlib.suppress(grpc.RpcError):  # The connection broke.
       for kind, value in filter(None, map(json.loads, messages)):
         if kind == "end":
-          error = f"process {p}: {value}" if p else value
+          text, code = value or ("", 0)
+          error = f"process {p}: {text}" if p else text
           pause = _GRACE / 2  # This process may report the same error itself.
-          box.put(_message("end", ""))  # A process that fails waits for this answer.
+          box.put(_message("end", None))  # A process that fails waits for this answer.
           break
         if (kind, p) in self._received:
           self._received[kind, p].put(value)
@@ -305,7 +308,7 @@ class Peers:
     time.sleep(pause)
     if self._ending.acquire(blocking=False):
       print_line("")  # A progress bar may stand on the line.
-      self.fail(error)
+      self.fail(error, code)
 
   def _forget(self, p: int) -> None:
     """Takes process p out: process 0 when its stream is over, p > 0 when 0 says end."""

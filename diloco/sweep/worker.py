@@ -15,7 +15,6 @@ from diloco.errors import ConfigError
 from diloco.sweep import saved, table
 from diloco.together import groups
 from diloco.util.command import Parser, guarded, interrupted
-from diloco.util.files import disk_is_full
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
   except KeyboardInterrupt:
     return interrupted()
   except Exception as error:
-    found = memory.explain(error) or disk_is_full(error)
+    found = memory.explain(error)
     if not found:
       raise
     print(f"error: {found} With fewer runs at once (--vectorize) less is needed.")

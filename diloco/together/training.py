@@ -31,11 +31,11 @@ from diloco.checkpoint.record import Record
 from diloco.config import Config
 from diloco.data.batches import Batches
 from diloco.data.contents import contents, keep_tokenizer
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.evaluate.evaluation import Evaluation
 from diloco.interop.init import first_params
 from diloco.log import summary
-from diloco.log.log import Log, TrainingDiverged
+from diloco.log.log import Log
 from diloco.log.profile import Profile
 from diloco.log.workdir import FAILED
 from diloco.mesh.devices import make_mesh
@@ -165,13 +165,13 @@ class Member(Run):
   def own(self) -> Iterator[None]:
     """Writes all output to the run's log.txt.
 
-    A ConfigError, or a loss that diverges, ends this run only.
+    What is wrong with one run, such as a loss that diverges, ends this run only.
     """
     out = self.out
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
       try:
         yield
-      except (ConfigError, TrainingDiverged) as error:
+      except (ConfigError, TryAgain) as error:
         self.failed = True
         if hasattr(self, "log"):  # Else it trained alone, and has closed its log.
           self.log.close()  # Ends the line of the progress bar.

@@ -19,9 +19,10 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
+from diloco import errors
 from diloco.errors import ConfigError
 from diloco.util import shipped
-from diloco.util.files import disk_is_full, local_path
+from diloco.util.files import local_path
 
 INTERRUPTED = 128 + signal.SIGINT  # Exit status of a program that Ctrl-C ended.
 UNREAD = 128 + signal.SIGPIPE  # Exit status of a program whose output nobody reads.
@@ -32,16 +33,16 @@ Kind = type | tuple[str, ...]
 def guarded(
   run: Callable[..., Any],
   *args: Any,
-  mistakes: type[Exception] | tuple[type[Exception], ...] = (ValueError, OSError),
+  mistakes: type[Exception] = ValueError,
 ) -> int:
-  """Calls `run(*args)`; a mistake of the user becomes one sentence, exit status 2.
+  """Calls `run(*args)`; its error becomes one sentence and the status of `errors`.
 
   Ctrl-C becomes one word, exit status 130. If the reader of the output has ended, as in
   `... | head`, that is no mistake: no word, exit status 141.
 
   Args:
     args: its arguments.
-    mistakes: exceptions that mean a mistake of the user. Programs that use JAX pass
+    mistakes: an exception that means a mistake of the user. Programs that use JAX pass
       ConfigError, because a ValueError of JAX is a bug and needs its traceback.
 
   Returns:
@@ -58,10 +59,11 @@ def guarded(
       # Python flushes again at its end; that must not fail, too.
       os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
       return UNREAD
-    if not isinstance(error, mistakes):
+    if not (told := errors.explain(error, mistakes)):
       raise
-    print(f"error: {disk_is_full(error) or error}", file=sys.stderr)
-    return 2
+    sentence, status = told
+    print(f"error: {sentence}", file=sys.stderr)
+    return status
   return status if isinstance(status, int) else 0
 
 

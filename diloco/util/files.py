@@ -13,7 +13,6 @@ from typing import IO, Any, BinaryIO
 
 from diloco.errors import ConfigError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Some file systems know no locks, for example Lustre without the mount option flock.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS}
 
@@ -40,17 +39,6 @@ def local_path(text: str | os.PathLike, name: str) -> pathlib.Path:
   if reason:
     raise ConfigError(f"{name} is {text!r}, {reason}.")
   return pathlib.Path(path)
-
-
-def disk_is_full(error: BaseException) -> str | None:
-  """Returns a sentence about an error that means a full disk; None for others."""
-  if not isinstance(error, OSError) or error.errno not in _FULL:
-    return None
-  where = f" {error.filename}" if error.filename else ""
-  return (
-    f"cannot write{where} ({os.strerror(error.errno)}); make room or raise the quota,"
-    " then the same command goes on from what it has saved."
-  )
 
 
 def try_lock(file: IO) -> bool:
@@ -118,16 +106,17 @@ def require_json(path: pathlib.Path, field: str) -> dict[str, Any]:
   Raises:
     ConfigError: the file is absent, holds no JSON object, or cannot be read.
   """
+  cause: OSError | None = None
   try:
-    found, reason = read_json(path), "it is missing or damaged"
+    if (content := read_json(path)) is not None:
+      return content
   except OSError as error:
-    found, reason = None, str(error.strerror)
-  if found is None:
-    raise ConfigError(
-      f"{field} is {str(path.parent)!r}, whose {path.name} cannot be read ({reason});"
-      " write it again, or give another folder."
-    )
-  return found
+    cause = error
+  reason = cause.strerror if cause else "it is missing or damaged"
+  raise ConfigError(
+    f"{field} is {str(path.parent)!r}, whose {path.name} cannot be read ({reason});"
+    " write it again, or give another folder."
+  ) from cause
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

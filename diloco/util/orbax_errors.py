@@ -8,11 +8,12 @@ about which Python complains. Callers of Orbax use this file to report the reaso
 import functools
 import logging
 import os
-import re
 import sys
 import traceback
 import warnings
 from typing import Any
+
+from diloco.errors import of_system
 
 
 @functools.cache  # Once per process.
@@ -34,14 +35,13 @@ def of_orbax(text: str) -> bool:
 
 def reason_of(error: Exception) -> str:
   """Returns why a call of Orbax failed, in one line."""
+  system = of_system(error)
+  if system and system.strerror:
+    where = f": {system.filename}" if system.filename else ""
+    return f"{system.strerror}{where}"
   while isinstance(error.__cause__, Exception):
     error = error.__cause__
-  if isinstance(error, OSError) and error.strerror:
-    return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
   text = str(error).partition("\n")[0]
-  code = re.search(r"os_error_code='(\d+)'", text)
-  if code:
-    return os.strerror(int(code[1]))
   # Drops the options at the end of TensorStore's message, and the text before the last
   # file: that file is the most precise place of the error.
   text = text.partition(" [tensorstore_spec")[0]

@@ -24,7 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.mesh import sharding
 from diloco.mesh.sharding import FSDP, REPLICA
 from diloco.spec import plugins
@@ -35,7 +35,7 @@ from diloco.wire import exchange
 _OWN_STREAM = {"_xla_gpu_collective_stream": "p2p"}
 
 
-class ExchangeFailed(RuntimeError):
+class ExchangeFailed(TryAgain):
   """An exchange of payloads failed: another process is probably gone."""
 
 

@@ -23,7 +23,7 @@ from diloco.checkpoint import checkpoints as checkpoint
 from diloco.checkpoint import damage, resume
 from diloco.checkpoint.checkpoints import Record
 from diloco.config import changed, resolve
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.mesh.devices import make_mesh
 from diloco.processes.peers import Peers
 
@@ -124,12 +124,27 @@ def test_nothing_is_written_where_there_is_no_room(c, tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     full = types.SimpleNamespace(total=10**12, free=100)
     patch.setattr(shutil, "disk_usage", lambda path: full)
-    with pytest.raises(ConfigError, match=r"it needs 0\.0 MB and 0\.0 MB are free"):
+    with pytest.raises(TryAgain, match=r"it needs 0\.0 MB and 0\.0 MB are free"):
       checkpoints.save(12, state(12), Record(c.to_dict()))
   assert names(tmp_path / "checkpoints") == ["10"]
   checkpoints.save(12, state(12), Record(c.to_dict()))
   checkpoints.close()
   assert open_checkpoints(tmp_path, c).restore().step == 12
+
+
+def test_too_many_open_files_are_no_damage(c, tmp_path, monkeypatch):
+  save(tmp_path, c, [10, 12])
+
+  def refused(*args):
+    raise ValueError(f"Error opening file [os_error_code='{errno.EMFILE}' ...]")
+
+  checkpoints = open_checkpoints(tmp_path, c)
+  with monkeypatch.context() as patch:
+    patch.setattr(damage, "read_arrays", refused)
+    with pytest.raises(ValueError, match="os_error_code"):
+      checkpoints.restore()
+  assert names(tmp_path / "checkpoints") == ["10", "12"]
+  assert checkpoints.restore().step == 12
 
 
 @pytest.fixture
@@ -143,12 +158,12 @@ def full_disk(monkeypatch):
 
 
 def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capfd):
-  with contextlib.suppress(ConfigError):
+  with contextlib.suppress(TryAgain):
     save(tmp_path, c, [10])
   checkpoints = open_checkpoints(tmp_path, c)
   assert checkpoints.restore() is None
   checkpoints.save(12, state(12), Record(c.to_dict()))
-  with pytest.raises(ConfigError, match=r"step 12 cannot be written \(No space left"):
+  with pytest.raises(TryAgain, match=r"step 12 cannot be written \(No space left"):
     checkpoints.save(14, state(14), Record(c.to_dict()))
   checkpoints.close()
   assert names(tmp_path / "checkpoints") == []
@@ -158,7 +173,7 @@ def test_an_error_of_the_saving_thread_is_told_once(c, tmp_path, full_disk, capf
 def test_an_error_of_the_saving_thread_is_told_by_close(c, tmp_path, full_disk):
   checkpoints = open_checkpoints(tmp_path, c)
   checkpoints.save(12, state(12), Record(c.to_dict()))
-  with pytest.raises(ConfigError, match=r"step 12 cannot be written .* from the start"):
+  with pytest.raises(TryAgain, match=r"step 12 cannot be written .* from the start"):
     checkpoints.close()
 
 
@@ -172,7 +187,7 @@ def test_close_does_not_tell_the_error_again(c, tmp_path, full_disk, monkeypatch
     open_checkpoints(tmp_path, c).close()
   checkpoints = open_checkpoints(tmp_path, c)
   checkpoints.save(12, state(12), Record(c.to_dict()))
-  with pytest.raises(ConfigError, match="step 12 cannot be written"):
+  with pytest.raises(TryAgain, match="step 12 cannot be written"):
     checkpoints.wait()
   checkpoints.close()
   assert names(tmp_path / "checkpoints") == []
@@ -203,7 +218,7 @@ def test_processes_end_at_once_when_one_cannot_write(c, tmp_path, full_disk):
   checkpoints.save(12, state(12), Record(c.to_dict()))
   message, code = pair.told.get(timeout=60)  # Nobody called `wait` or `save`.
   assert "step 12 cannot be written (No space left on device)" in message
-  assert code == 2
+  assert code == 1
 
 
 def test_a_lost_process_is_named_where_a_checkpoint_fails_for_it(

@@ -1,5 +1,7 @@
-"""Room on the disk is asked for before a checkpoint is written."""
+"""Room on the disk is asked for; what cannot be written says why."""
 
+import errno
+import os
 import shutil
 import types
 
@@ -7,9 +9,8 @@ import jax
 import pytest
 
 from diloco.checkpoint import disk
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, TryAgain
 from diloco.spec.fields import CheckpointConfig
-from diloco.util.files import disk_is_full
 
 
 def fill(monkeypatch, free: int, total: int = 10**12):
@@ -25,7 +26,7 @@ def test_a_checkpoint_needs_its_values_and_little_more():
 def test_a_disk_without_room_is_explained_in_one_sentence(tmp_path, monkeypatch):
   fill(monkeypatch, free=1_300_000_000)
   disk.check(tmp_path, 40, 1_300_000_000)
-  with pytest.raises(ConfigError) as error:
+  with pytest.raises(TryAgain) as error:
     disk.check(tmp_path, 40, 5_200_000_000)
   sentence = (
     f"--workdir is {tmp_path}, where the checkpoint of step 40 cannot be written (No"
@@ -35,7 +36,7 @@ def test_a_disk_without_room_is_explained_in_one_sentence(tmp_path, monkeypatch)
   assert str(error.value) == sentence
   (tmp_path / "checkpoints" / "30").mkdir(parents=True)
   (tmp_path / "checkpoints" / "40.orbax-checkpoint-tmp").mkdir()
-  with pytest.raises(ConfigError, match=r"goes on from the checkpoint of step 30\.$"):
+  with pytest.raises(TryAgain, match=r"goes on from the checkpoint of step 30\.$"):
     disk.check(tmp_path, 40, 5_200_000_000)
 
 
@@ -44,12 +45,21 @@ def test_a_file_system_that_does_not_tell_its_size_is_tried(tmp_path, monkeypatc
   disk.check(tmp_path, 40, 10**9)
 
 
-def test_a_full_disk_is_explained_wherever_it_is_met():
-  with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError) as caught:
-    full.write(b"metrics")
-  assert "cannot write (No space left on device); make" in disk_is_full(caught.value)
-  assert disk_is_full(FileNotFoundError("metrics.jsonl")) is None
-  assert disk_is_full(ValueError("No space left on device")) is None
+@pytest.mark.parametrize(
+  ("error", "kind", "rest"),
+  [
+    (PermissionError(errno.EACCES, "Permission denied", "/"), ConfigError, "mend"),
+    (OSError(errno.ESTALE, os.strerror(errno.ESTALE)), TryAgain, "the same command"),
+    (ValueError("no [os_error_code='27' ...]"), ConfigError, "mend this, then"),
+    (TimeoutError("0 of 2 futures"), TryAgain, "the same command"),
+    (RuntimeError("UNAVAILABLE"), TryAgain, "the same command"),
+  ],
+)
+def test_the_cause_is_named_and_room_only_if_it_lacks(tmp_path, error, kind, rest):
+  found = disk.unwritten(tmp_path, 40, 10**9, error)
+  assert type(found) is kind
+  assert f"cannot be written ({disk.reason_of(error)}); {rest}" in str(found)
+  assert "room" not in str(found)
 
 
 @pytest.mark.parametrize(
@@ -65,5 +75,5 @@ def test_a_run_starts_only_if_all_its_checkpoints_fit(
   disk.check_room(tmp_path / "run", 10**9, c, steps=100)
   fill(monkeypatch, free=most * 10**9 - 1)
   sentence = rf"{most} more checkpoints of 1\.0 GB will be there at once; .*\.keep\.$"
-  with pytest.raises(ConfigError, match=sentence):
+  with pytest.raises(TryAgain, match=sentence):
     disk.check_room(tmp_path / "run", 10**9, c, steps=100)

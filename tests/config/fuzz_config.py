@@ -150,11 +150,11 @@ def run(
       with contextlib.redirect_stderr(io.StringIO()):
         train.train(c, workdir)
     return "trained"
+  except TrainingDiverged:
+    return "diverged"
   except ConfigError as error:
     plain = "\n" not in str(error) and len(str(error)) < 1000
     return "refused" if plain else f"other: no sentence: {error}"
-  except TrainingDiverged:
-    return "diverged"
   except TooSlow:
     return f"slow: more than {limit_s} s"
   except (Exception, SystemExit) as error:

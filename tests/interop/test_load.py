@@ -16,7 +16,7 @@ import wreck
 from diloco import train
 from diloco.checkpoint.record import Record
 from diloco.cli import evaluate, export, generate
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, explain
 from diloco.evaluate import heldout
 from diloco.interop import load as restore
 
@@ -287,9 +287,12 @@ def test_commands(trained, tmp_path, capsys):
 
 
 def test_an_export_to_a_full_disk_is_one_sentence(trained, tmp_path, monkeypatch):
-  def full(*args, **kinds):
-    raise RuntimeError("I/O error: File too large")  # As safetensors' own error.
+  def full(*args, **kinds):  # As safetensors' own error.
+    raise RuntimeError("I/O error: No space left on device (os error 28)")
 
   monkeypatch.setattr("safetensors.numpy.save_file", full)
-  with pytest.raises(ConfigError, match=r"can be written \(.*too large\); make room"):
+  with pytest.raises(ConfigError, match=r"cannot be written \(.*; mend") as caught:
     export.export(restore.load(trained[0]), tmp_path)
+  sentence, status = explain(caught.value)
+  assert "make room" in sentence
+  assert status == 1

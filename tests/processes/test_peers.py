@@ -32,9 +32,9 @@ def codes(monkeypatch) -> queue.SimpleQueue:
   return found
 
 
-def told(codes, capfd, count=1) -> list[str]:
+def told(codes, capfd, count=1, status=1) -> list[str]:
   """Waits until processes end in an error; returns what they say."""
-  assert [codes.get(timeout=10) for _ in range(count)] == [1] * count
+  assert [codes.get(timeout=10) for _ in range(count)] == [status] * count
   return [line for line in capfd.readouterr().err.splitlines() if "error: " in line]
 
 
@@ -278,10 +278,10 @@ def connections(port: int) -> Iterator[socket.socket]:
         yield s
 
 
-def test_an_error_is_told_by_all(codes, capfd):
+def test_an_error_and_its_exit_status_are_those_of_all(codes, capfd):
   peers = connected(3)
-  threading.Thread(target=peers[1].fail, args=("no data.",)).start()
-  said = told(codes, capfd, count=3)
+  threading.Thread(target=peers[1].fail, args=("no data.", 2)).start()
+  said = told(codes, capfd, count=3, status=2)
   assert sorted(said) == ["error: no data.", *["error: process 1: no data."] * 2]
 
 
