@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from diloco.algorithm.method import Method
 from diloco.algorithm.state import TrainState
@@ -27,13 +28,17 @@ from diloco.checkpoint import checksums, disk, resume
 from diloco.checkpoint.damage import Stored, read_newest
 from diloco.checkpoint.record import Record, folder_of, steps_of
 from diloco.config import Config
-from diloco.errors import ConfigError, explain
+from diloco.errors import ConfigError, TryAgain, explain, of_system
 from diloco.mesh import memory
 from diloco.mesh.sharding import FSDP
 from diloco.processes.peers import Peers, print_line
 from diloco.spec import plugins
 from diloco.util import files
 from diloco.util.orbax_errors import hush, of_orbax
+
+# Orbax counts the seconds of a save by the machine's clock, which may be set forward or
+# wake up after days. No save reaches this limit; its milliseconds fit into 32 bits.
+_LIMIT_S = 20 * 24 * 3600
 
 
 class Checkpoints:
@@ -60,18 +65,19 @@ class Checkpoints:
     hush()
     if self._peers.count > 1:  # Before the filter of `hush`, which drops Orbax's logs.
       logs.getLogger("absl").filters.insert(0, self._on_log)
+    handlers = ocp.DefaultCheckpointHandlerRegistry()
+    # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of the
+    # time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
+    plain = ocp.PyTreeCheckpointHandler(use_compression=False)
+    handlers.add("state", ocp.args.PyTreeSave, plain)
     self._manager = ocp.CheckpointManager(
       folder_of(workdir),
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=c.checkpoint.keep,
+        preservation_policy=preservation_policy.LatestN(c.checkpoint.keep),
         cleanup_tmp_directories=True,  # Parts of checkpoints, left by a kill.
+        async_options=ocp.AsyncOptions(timeout_secs=_LIMIT_S),
       ),
-      item_handlers={
-        # Trained numbers hardly shrink: zstd saves 8% of the disk, and takes most of
-        # the time of a checkpoint (scripts/benchmarks/bench_checkpoint.py).
-        "state": ocp.PyTreeCheckpointHandler(use_compression=False),
-        "record": ocp.JsonCheckpointHandler(),
-      },
+      handler_registry=handlers,
     )
 
   @property
@@ -83,14 +89,22 @@ class Checkpoints:
 
     Raises:
       ConfigError: there is a checkpoint of this step or a later one.
-      ConfigError, TryAgain: the disk is full, or see `wait`.
+      ConfigError, TryAgain: the disk is full, or see `wait`; but if the previous save
+        has timed out, this one takes its place.
     """
     # Waits for jobs, because saving may use the devices of all processes, too.
     self._method.plan.placement.jobs.settle()
     tree = tree_of(state)
     sums = checksums.compute(tree, self._peers)
     record = dataclasses.replace(record, checksums=sums)
-    self.wait()
+    late = self._saving
+    try:
+      self.wait()
+    except TryAgain:
+      if not isinstance(of_system(self._failed), TimeoutError):
+        raise
+      print_line(f"Saving step {late} timed out; saves step {step} in its place.")
+      self._failed = None
     self._size = disk.needed(tree)
     disk.check(self._workdir, step, self._size)
     self._saving = step

@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import threading
+import time
 import types
 
 import conftest
@@ -129,6 +130,45 @@ def test_nothing_is_written_where_there_is_no_room(c, tmp_path, monkeypatch):
   assert names(tmp_path / "checkpoints") == ["10"]
   checkpoints.save(12, state(12), Record(c.to_dict()))
   checkpoints.close()
+  assert open_checkpoints(tmp_path, c).restore().step == 12
+
+
+def test_a_clock_that_is_set_forward_during_a_save_changes_nothing(
+  c, tmp_path, monkeypatch
+):
+  clock, write, ahead = time.time, ocp.JsonCheckpointHandler._save_fn, []
+  monkeypatch.setattr(time, "time", lambda: clock() + sum(ahead))
+
+  async def set_forward(*args):
+    await write(*args)
+    ahead.append(3 * 24 * 3600)  # A laptop wakes up after days.
+    time.sleep(0.3)  # Orbax looks at the clock every 0.1 s.
+
+  monkeypatch.setattr(ocp.JsonCheckpointHandler, "_save_fn", set_forward)
+  save(tmp_path, c, [10, 12])
+  assert len(ahead) == 2
+  assert open_checkpoints(tmp_path, c).restore().step == 12
+
+
+def test_a_save_that_times_out_is_tried_again_with_the_next(
+  c, tmp_path, monkeypatch, capsys
+):
+  finalize, saves = ocp.PyTreeCheckpointHandler.finalize, []
+
+  def late_once(handler, directory):
+    saves.append(directory)
+    if len(saves) == 1:
+      raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    finalize(handler, directory)
+
+  monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", late_once)
+  checkpoints = open_checkpoints(tmp_path, c)
+  checkpoints.save(10, state(10), Record(c.to_dict()))
+  checkpoints.save(12, state(12), Record(c.to_dict()))
+  checkpoints.close()
+  said = "Saving step 10 timed out; saves step 12 in its place."
+  assert said in capsys.readouterr().err
+  assert names(tmp_path / "checkpoints") == ["12"]
   assert open_checkpoints(tmp_path, c).restore().step == 12
 
 
