@@ -46,12 +46,15 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   total = config.get("train", {}).get("steps")
   found = newest(folder, config)
   if not found["step"]:
-    ended = {"step": "none", "state": "stopped"}
-    compiling = {"step": "none yet; compiling the first one"}
-    return Status(heading(config), ended if has_ended(folder) else compiling, {})
+    news = {"step": "none yet; compiling the first one"}
+    if has_ended(folder):
+      news = {"step": "none", "state": "stopped"}
+    if _is_finished(folder, 0):
+      news = {"step": "none", "state": "finished"}
+    return Status(heading(config), news, {})
   step = found["step"][0]
   t, rate = step["step"], step["tokens_per_s"]
-  done = t == total and files.read_json(folder / SUMMARY) is not None
+  done = _is_finished(folder, 0 if t == total else step["time"])
   times = [r["time"] for r in found["step"][:_RECENT]]
   usual = statistics.median(abs(a - b) for a, b in zip(times, times[1:] or times))
   age = last_line(folder / metrics.FILE, now, usual, done)
@@ -71,6 +74,16 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   for add in MORE:
     add(folder, found, status)
   return status
+
+
+def _is_finished(folder: pathlib.Path, trained: float) -> bool:
+  """Returns whether a run wrote its summary after it trained a step at this time.
+
+  A site that jumped to the group's last step has logged an earlier step. A run that
+  goes on from an older checkpoint may have the summary of its first end.
+  """
+  path = folder / SUMMARY
+  return files.read_json(path) is not None and trained <= path.stat().st_mtime
 
 
 def newest(folder: pathlib.Path, config: dict[str, Any]) -> metrics.Kinds:

@@ -89,7 +89,7 @@ def last_line(
 
 
 def has_ended(folder: pathlib.Path) -> bool:
-  """Returns whether the process that locked a folder was of this machine, and ended."""
+  """Returns whether the process that locked a folder is known here, and has ended."""
   with contextlib.suppress(OSError):
     return files.has_ended((folder / ".lock").read_text())
   return False

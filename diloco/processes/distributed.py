@@ -146,7 +146,8 @@ def lock_workdir(folder: pathlib.Path, peers: Peers) -> Iterator[None]:
   with (folder / ".lock").open("a+") as file:
     is_free = peers.index > 0 or files.try_lock(file)
     file.seek(0)
-    holder = peers.broadcast("" if is_free else file.read() or "another process")
+    holder = file.readline().strip() or "another process"
+    holder = peers.broadcast("" if is_free else holder)
     if holder:
       raise ConfigError(
         f"--workdir is {str(folder)!r}, where {holder} is training; wait for its end,"

@@ -59,14 +59,26 @@ def try_lock(file: IO) -> bool:
 
 
 def holder() -> str:
-  """Names this process, for a lock file."""
-  return f"process {os.getpid()} on {socket.gethostname()}"
+  """Names this process, for a lock file: a line for people, a line for `has_ended`."""
+  return f"process {os.getpid()} on {socket.gethostname()}\n{_processes()}\n"
 
 
 def has_ended(holder: str) -> bool:
-  """Whether `holder` names a process of this machine that has ended."""
-  found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
-  return bool(found and not pathlib.Path(f"/proc/{found[1]}").exists())
+  """Whether `holder` names a process that has ended, as far as this machine knows.
+
+  A process of another boot or container, which may have the same host name, is not
+  known here.
+  """
+  known = re.fullmatch(rf"process (\d+) on .*\n{re.escape(_processes())}\n", holder)
+  return bool(known and not pathlib.Path(f"/proc/{known[1]}").exists())
+
+
+def _processes() -> str:
+  """Identifies the processes whose numbers this process knows: a boot, a namespace."""
+  with contextlib.suppress(OSError):  # Not on Linux.
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"boot {boot}, {os.readlink('/proc/self/ns/pid')}"
+  return f"unknown to {os.getpid()}"
 
 
 @contextlib.contextmanager

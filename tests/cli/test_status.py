@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ from conftest import tiny_config
 
 from diloco.cli import status
 from diloco.config import resolve
+from diloco.util import files
 
 NOW = 1_000_000.0
 
@@ -76,16 +76,29 @@ def test_a_run_without_new_lines_has_probably_stopped(tmp_path, config, age, sto
   assert found["step"].endswith("of training left") != stopped
 
 
-def test_a_run_of_this_machine_has_stopped_if_its_process_is_gone(tmp_path, config):
+def lock(folder, number: int) -> str:
+  """Locks a folder like a process of this machine with this number."""
+  text = files.holder().replace(f"process {os.getpid()} on", f"process {number} on")
+  (folder / ".lock").write_text(text)
+  return text
+
+
+def test_a_run_has_stopped_if_its_process_is_known_here_and_gone(tmp_path, config):
   write(tmp_path, records(9), config=config)
   gone = subprocess.Popen(["true"])
   gone.wait()
-  for number, host, state in (
-    (gone.pid, socket.gethostname(), "stopped"),
-    (os.getpid(), socket.gethostname(), None),
-    (gone.pid, "another", None),
+  for number, changes, state in (
+    (gone.pid, {}, "stopped"),
+    (os.getpid(), {}, None),
+    # A container that has the machine's host name, a boot before, an older lock.
+    (gone.pid, {"pid:[": "pid:[1"}, None),
+    (gone.pid, {"boot ": "boot 0"}, None),
+    (gone.pid, {f"\n{files.holder().splitlines()[1]}\n": ""}, None),
   ):
-    (tmp_path / ".lock").write_text(f"process {number} on {host}")
+    text = lock(tmp_path, number)
+    for before, after in changes.items():
+      assert before in text
+      (tmp_path / ".lock").write_text(text.replace(before, after))
     found = told(tmp_path)
     assert found.get("state") == state
     assert ("training left" in found["step"]) == (state is None)
@@ -97,10 +110,16 @@ def test_a_slow_run_has_not_stopped(tmp_path, config):
   assert "last line    1900 s ago" in status.lines(tmp_path, NOW)
 
 
-def test_a_finished_run_is_told_as_finished(tmp_path, config):
-  write(tmp_path, records(12), age=9000, config=config)
+# A site may jump to the last step, even before it has logged one.
+@pytest.mark.parametrize("last", [12, 9, 0])
+def test_a_run_that_wrote_its_summary_last_is_finished(tmp_path, config, last):
+  write(tmp_path, records(last), age=9000, config=config)
+  lock(tmp_path, 2**22 + 1)
   (tmp_path / "summary.json").write_text("{}")
   assert "state        finished" in status.lines(tmp_path, NOW)
+  os.utime(tmp_path / "summary.json", (0, 0))  # The run was extended and goes on.
+  finished = "state        finished" in status.lines(tmp_path, NOW)
+  assert finished == (last != 9)
 
 
 def test_a_group_tells_who_is_in(tmp_path, config):
@@ -181,7 +200,7 @@ def test_a_run_that_compiles_has_no_step_yet(tmp_path, config):
 
 def test_a_run_that_died_before_its_first_step_is_stopped(tmp_path, config):
   write(tmp_path, [], config=config)
-  (tmp_path / ".lock").write_text(f"process {2**22 + 1} on {socket.gethostname()}")
+  lock(tmp_path, 2**22 + 1)
   assert [line.split()[1] for line in status.lines(tmp_path, NOW)[1:]] == [
     "none",
     "stopped",
