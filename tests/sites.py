@@ -174,7 +174,6 @@ class Player:
       theta = jnp.uint32(self.numbers[p])
       self.link.applied(self.applied, outer_state.digest(theta, theta))
       self.applied += 1
-      self.link.forget(self.applied)
 
   def leave(self, reason: str = "stopped") -> None:
     in_time(lambda: self.link.leave(reason))

@@ -20,7 +20,6 @@ from typing import Any
 from diloco.errors import ConfigError
 from diloco.log import metrics
 from diloco.log.status import (
-  MORE,
   READERS,
   Status,
   by_fragment,
@@ -70,10 +69,7 @@ def of_run(folder: pathlib.Path, now: float) -> Status:
   if syncs := found["receive"]:
     # From old to new, so that the newest record of a fragment stays.
     details["last sync"] = by_fragment({r["fragment"]: r["step"] for r in syncs[::-1]})
-  status = Status(heading(config), news | age, details | checkpoint(folder))
-  for add in MORE:
-    add(folder, found, status)
-  return status
+  return Status(heading(config), news | age, details | checkpoint(folder))
 
 
 def _is_finished(folder: pathlib.Path, trained: float) -> bool:

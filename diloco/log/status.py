@@ -35,8 +35,6 @@ class Status(NamedTuple):
 
 # {the file or folder that shows whose folder it is: reads that, at a time}.
 READERS: dict[str, Callable[[pathlib.Path, float], Status]] = {}
-# Functions of a folder, its newest records by kind and its `Status`, to which they add.
-MORE: list[Callable[[pathlib.Path, dict[str, Any], Status], None]] = []
 
 
 def heading(config: dict[str, Any]) -> str:

@@ -254,7 +254,7 @@ def weather(run: Run, storm: list[Fault]) -> dict:
     if warm and now - first > run.options.limit:
       print(f"stopped after {run.options.limit:g} s", flush=True)
       break
-    if not warm and now - began > 300:
+    if not warm and now - began > 900:
       raise RuntimeError(f"training does not begin; see {run.folder}")
   reached, seconds = counted or (at, changed - first)
   return {

@@ -5,8 +5,7 @@ by its own clock, and the sites meet in a folder or a bucket (docs/sites.md). No
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 from diloco.config import Config
 from diloco.config.checks import divide
@@ -15,10 +14,6 @@ from diloco.errors import ConfigError
 from diloco.spec import plugins
 from diloco.spec.fields import Count, NonNegative, Positive, Range
 from diloco.spec.plugins import Rule, Transport
-
-if TYPE_CHECKING:  # They import JAX.
-  from diloco.contrib.sites.site import SitePart
-  from diloco.processes.peers import Peers
 
 Cosine = Annotated[float, Range(-1, 1)]
 Pace = Annotated[float, Range(0, 1, open=True)]
@@ -90,30 +85,11 @@ class SitesConfig(plugins.Extension):
     return ("sites.count",)
 
 
-def make_part(c: Config, site: int, address: str) -> Callable[["Peers"], "SitePart"]:
-  """Finds what is wrong before JAX starts, and before anything of a group changes.
+def make_part(c: Config, site: int, address: str) -> Any:
+  """Imports `site.make_part`, which needs JAX, and calls it."""
+  from diloco.contrib.sites.site import make_part
 
-  Args:
-    c: config of the whole run.
-    site: number of the site.
-    address: folder or bucket of the group.
-
-  Returns:
-    A function of the processes of the site, which makes its `session.Part`.
-
-  Raises:
-    ConfigError: there is no such site, or the group has another config.
-  """
-  from diloco.contrib.sites.group.open import open_group
-
-  storage = open_group(c, site, address)
-
-  def make(peers: "Peers") -> "SitePart":
-    from diloco.contrib.sites.site import make_part
-
-    return make_part(c, site, storage, address, peers)
-
-  return make
+  return make_part(c, site, address)
 
 
 plugins.register("sites", SitesConfig)

@@ -31,18 +31,13 @@ def method_on_cpu(calendar: Calendar) -> Method:
   return make_method(config_of(c, 0), make_mesh(c, jax.devices("cpu")[:1]))
 
 
-def measure_when_called(calendar: Calendar) -> Measure:
-  """Returns a `Measure` whose programs are made when it is called first."""
-
-  @functools.cache
-  def make() -> Measure:
-    plan = method_on_cpu(calendar).plan
-    # On a CPU of this process alone, also if the site has several.
-    mesh = plan.placement.devices
-    alone = dataclasses.replace(plan, placement=Placement(mesh, mesh))
-    return measurer(alone, calendar)
-
-  return lambda number, payloads: make()(number, payloads)
+@functools.cache
+def measurer_of(calendar: Calendar) -> Measure:
+  """Makes a `Measure` on a CPU of this process alone, also if the site has several."""
+  plan = method_on_cpu(calendar).plan
+  mesh = plan.placement.devices
+  alone = dataclasses.replace(plan, placement=Placement(mesh, mesh))
+  return measurer(alone, calendar)
 
 
 def measurer(plan: Plan, calendar: Calendar) -> Measure:

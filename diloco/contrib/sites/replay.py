@@ -35,35 +35,31 @@ def replay(args: argparse.Namespace) -> int:
 
   storage = open_storage(args.group, "GROUP", writes=False)
   known = sorted(storage.names("snapshots"))
-  oldest = next((journal.number_of(x) for x in known if x.endswith(".state")), None)
-  config = storage.get(CONFIG)
-  if oldest is None or config is None:
+  oldest = (
+    next((journal.number_of(x) for x in known if x.endswith(".state")), None) or 0
+  )
+  config, found = storage.get(CONFIG), records.read(storage, journal.state_of(oldest))
+  if config is None or found is None:
     raise ConfigError(
-      f"GROUP is {args.group!r}, where no group of sites is; give the --group of a run."
+      f"GROUP is {args.group!r}, whose {CONFIG} or {journal.state_of(oldest)} is"
+      " missing or damaged; give the --group of a run, or restore the file from a copy."
     )
   calendar = Calendar(complete(json.loads(config)))
-  found = records.read(storage, journal.state_of(oldest))
-  if found is None:
-    raise ConfigError(
-      f"{journal.state_of(oldest)} is damaged; restore it from a copy of {args.group}."
-    )
   method = method_on_cpu(calendar)
   state = outer_state.from_bytes(bytes(found[1]), method.init().outer)
-  # {number of applied rounds: {who says so: digests of the outer state}}
-  noted = dict[int, dict[str, list[int]]]()
+  # (number of applied rounds, who says so, digests of the outer state)
+  noted = list[tuple[int, str, list[int]]]()
   for name in known:
     if name.endswith(".head") and (head := records.read(storage, f"snapshots/{name}")):
-      number = journal.number_of(name) or 0
-      noted.setdefault(number, {})[f"the snapshot {name}"] = head[0]["digests"]
+      noted.append((journal.number_of(name) or 0, name, head[0]["digests"]))
   for site in range(calendar.sites):
-    if record := records.read_record(storage, calendar, site):
-      for r, digests in record["digests"].items():
-        noted.setdefault(int(r), {})[f"site {site}"] = digests
+    record = records.read_record(storage, calendar, site)
+    digests = record["digests"] if record else {}
+    noted += [(int(r), f"site {site}", x) for r, x in digests.items()]
   rounds, applied, compared = journal.Journal(storage), oldest, 0
   while True:
-    digests = outer_state.digests(state)
-    for name, said in noted.get(applied, {}).items():
-      if said != digests:
+    for _, name, said in [x for x in noted if x[0] == applied]:
+      if said != outer_state.digests(state):
         print(f"After {applied} rounds, {name} has other bits than the rounds give.")
         return 1
       compared += 1

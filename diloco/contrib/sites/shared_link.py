@@ -15,8 +15,32 @@ from diloco.contrib.sites.group.link import Link, Welcome
 from diloco.processes.peers import Peers
 
 
+def _tell(name: str) -> Callable[..., None]:
+  """Makes a method that process 0 alone calls."""
+
+  def method(self: "SharedLink", *args: Any) -> None:
+    if self._link:
+      getattr(self._link, name)(*args)
+
+  return method
+
+
+def _ask(name: str) -> Callable[..., Any]:
+  """Makes a method that process 0 calls, and whose result it tells the others."""
+
+  def method(self: "SharedLink", *args: Any) -> Any:
+    return self._peers.broadcast(self._link and getattr(self._link, name)(*args))
+
+  return method
+
+
 class SharedLink:
   """Has the methods of a `Link`."""
+
+  ready, send, applied = _tell("ready"), _tell("send"), _tell("applied")
+  offer, leave = _tell("offer"), _tell("leave")
+  wait_for_start, wait_until = _ask("wait_for_start"), _ask("wait_until")
+  newest, absent = _ask("newest"), _ask("absent")
 
   def __init__(self, link: Link | None, peers: Peers):
     """Shares a link.
@@ -36,20 +60,6 @@ class SharedLink:
     assert welcome is not None
     return welcome
 
-  def ready(self, first: int) -> None:
-    if self._link:
-      self._link.ready(first)
-
-  def wait_for_start(self, stopping: Callable[[], bool]) -> bool:
-    return self._peers.broadcast(self._link and self._link.wait_for_start(stopping))
-
-  def send(self, number: int, data: bytes, fields: dict[str, Any]) -> None:
-    if self._link:
-      self._link.send(number, data, fields)
-
-  def wait_until(self, number: int, stopping: Callable[[], bool]) -> bool:
-    return self._peers.broadcast(self._link and self._link.wait_until(number, stopping))
-
   def closed(self, number: int) -> Closed:
     header, body = None, None
     if self._link:
@@ -59,31 +69,8 @@ class SharedLink:
     size = sum(header["payloads"].values())
     return closed_of(header, self._bytes(body, size) if size else b"")
 
-  def newest(self) -> tuple[int, int]:
-    received, published = self._peers.broadcast(self._link and self._link.newest())
-    return received, published
-
-  def absent(self) -> list[int]:
-    return self._peers.broadcast(self._link and self._link.absent())
-
   def welcome(self) -> Welcome | None:
     return self._share(self._link.welcome() if self._link else None)
-
-  def forget(self, below: int) -> None:
-    if self._link:
-      self._link.forget(below)
-
-  def applied(self, number: int, digest: int) -> None:
-    if self._link:
-      self._link.applied(number, digest)
-
-  def offer(self, applied: int, make: Callable[[], tuple[list[int], bytes]]) -> None:
-    if self._link:
-      self._link.offer(applied, make)
-
-  def leave(self, reason: str) -> None:
-    if self._link:
-      self._link.leave(reason)
 
   def _share(self, welcome: Welcome | None) -> Welcome | None:
     of_0 = welcome and [welcome.round, welcome.data, len(welcome.snapshot)]

@@ -10,7 +10,7 @@ nothing, or is refused; it goes on with the group's parameters.
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -27,7 +27,8 @@ from diloco.contrib.sites import outer_state, unsharded
 from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Link, Welcome
-from diloco.contrib.sites.measure import measure_when_called
+from diloco.contrib.sites.group.open import open_group
+from diloco.contrib.sites.measure import measurer_of
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
@@ -35,7 +36,6 @@ from diloco.processes.peers import Peers, print_line
 from diloco.processes.stop import Stop, Stopped
 from diloco.spec import sizes
 from diloco.spec.schedule import reaches
-from diloco.util.storage import Storage
 from diloco.util.types import PyTree
 
 
@@ -67,21 +67,31 @@ class SitePart:
     return Site(method, self, batches, stop)
 
 
-def make_part(
-  c: Config, index: int, storage: Storage, address: str, peers: Peers
-) -> SitePart:
-  """Prepares a site, which joins when training begins.
+def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart]:
+  """Finds what is wrong before JAX starts, and before anything of a group changes.
 
   Args:
-    c, index, peers: see `SitePart`; process 0 has the link.
-    storage, address: from `open_group`.
+    c: config of the whole run.
+    index: number of the site.
+    address: folder or bucket of the group.
+
+  Returns:
+    A function of the processes of the site, which prepares it; process 0 has the link.
+
+  Raises:
+    ConfigError: there is no such site, or the group has another config.
   """
-  calendar, link = Calendar(c), None
-  if peers.index == 0:
-    measure = measure_when_called(calendar)
-    link = Link(storage, address, calendar, index, measure, print_line)
-  shared = link if link and peers.count == 1 else SharedLink(link, peers)
-  return SitePart(as_all(c), index, shared, peers)
+  storage = open_group(c, index, address)
+
+  def make(peers: Peers) -> SitePart:
+    calendar = Calendar(c)
+    measure = lambda number, payloads: measurer_of(calendar)(number, payloads)
+    args = (storage, address, calendar, index, measure, print_line)
+    link = None if peers.index else Link(*args)
+    shared = link if link and peers.count == 1 else SharedLink(link, peers)
+    return SitePart(as_all(c), index, shared, peers)
+
+  return make
 
 
 @dataclasses.dataclass
@@ -179,10 +189,8 @@ class Site(Wrapper):
     """
     before = self.batches.get_state()
     try:
-      later = {
-        s: recorded[s][1] for s in before.keys() & recorded if recorded[s][0] > t
-      }
-      if later:
+      known = {s: recorded[s] for s in before.keys() & recorded}
+      if later := {s: place for s, (step, place) in known.items() if step > t}:
         self.batches.set_state(before | later)
         return "the position that the group recorded"
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -269,8 +277,8 @@ class Site(Wrapper):
       raise ConfigError(
         f"the run is finished and saved, but {sites} of {self._calendar.sites} sent no"
         " payload in any round, so fewer replicas than the config says have trained;"
-        f" start {sites} and go on with a larger train.steps, or keep the result as one"
-        " of fewer replicas."
+        " train again with all sites and another --group, or keep the result as one of"
+        " fewer replicas."
       )
 
   def _send(self, t: int, p: int, state: TrainState) -> TrainState:
@@ -284,8 +292,8 @@ class Site(Wrapper):
       return state
     before = jax.tree.map(jnp.copy, outer.codec_state[p])  # `send` donates its own.
     arrays = (state.params, outer.theta[p], outer.codec_state[p])
-    found = unsharded.send(plan, t, p, *arrays, self.part.first_replica)
-    payload, codec_state, metrics = found
+    first = self.part.first_replica
+    payload, codec_state, metrics = unsharded.send(plan, t, p, *arrays, first)
     norms = jnp.asarray(metrics["outer_grad_norm"]).addressable_shards
     finite = all(bool(np.isfinite(x.data).all()) for x in norms)
     parts = self.part.peers.all_gather([finite, self.batches.get_state()])
@@ -350,7 +358,6 @@ class Site(Wrapper):
       number, job, outer.theta[p], outer.opt_state[p]
     )
     self._applied = number + 1
-    self._link.forget(self._applied)
     self._account["rounds"] += 1
     counted, sent = self.part.index in closed.tokens, number in self._pending
     refused, before = self.part.index in closed.refused, self._pending.pop(number, None)
@@ -436,7 +443,6 @@ class Site(Wrapper):
     for p, theta in enumerate(outer.theta):
       params_M = whole.merge(p, params_M, theta, (True,) * whole.replicas)
     self._applied = self._taken = welcome.round
-    self._link.forget(self._applied)
     self._pending.clear()
     self._jobs.close()
     self._jobs = Jobs(self._background)

@@ -7,16 +7,8 @@ from diloco.config import complete
 from diloco.contrib.sites.calendar import Calendar
 from diloco.contrib.sites.group.journal import FOLDER, LINES, headers_in
 from diloco.errors import ConfigError
-from diloco.log import metrics
-from diloco.log.status import (
-  MORE,
-  READERS,
-  Status,
-  by_fragment,
-  heading,
-  last_line,
-  progress,
-)
+from diloco.log import status
+from diloco.log.status import Status
 from diloco.log.workdir import backwards, read_config
 
 _ROUND_S = 30  # Assumed seconds of a round: lines of rounds have no times.
@@ -32,22 +24,22 @@ def of_group(folder: pathlib.Path, now: float) -> Status:
       newest = path
   rounds = [by_number[r] for r in sorted(by_number, reverse=True)]
   if not rounds:
-    return Status(heading(config), {"round": "none closed yet"}, {})
+    return Status(status.heading(config), {"round": "none closed yet"}, {})
   last, total, sites = rounds[0], None, None
   with contextlib.suppress(ConfigError):
     calendar = Calendar(complete(config))
     total, sites = len(calendar.rounds), calendar.sites
-  syncs, sent, refused = dict[int, int](), dict[str, int](), dict[int, list[int]]()
+  sent, refused = dict[str, int](), dict[int, list[int]]()
   for r in rounds:
-    syncs.setdefault(r["fragment"], r["step"])
     for site in r["tokens"]:
       sent.setdefault(site, r["step"])
     for site in r.get("refused", ()):
       refused.setdefault(site, []).append(r["step"])
   inside = sorted(last["tokens"], key=int)
   news = {
-    "round": f"{progress(last['round'] + 1, total)}, step {last['step']:,}",
-    "sites": f"{progress(len(inside), sites)} in the last round: {', '.join(inside)}",
+    "round": f"{status.progress(last['round'] + 1, total)}, step {last['step']:,}",
+    "sites": f"{status.progress(len(inside), sites)} in the last round:"
+    f" {', '.join(inside)}",
   }
   if away := sorted(sent.keys() - inside, key=int):
     news["away"] = ", ".join(f"{k} since step {sent[k]:,}" for k in away)
@@ -58,17 +50,9 @@ def of_group(folder: pathlib.Path, now: float) -> Status:
       f"{len(steps)} of site {k}, the last of step {steps[0]:,}"
       for k, steps in sorted(refused.items())
     )
-  news |= last_line(newest, now, _ROUND_S, last["round"] + 1 == total)
-  return Status(heading(config), news, {"last sync": by_fragment(syncs)})
+  news |= status.last_line(newest, now, _ROUND_S, last["round"] + 1 == total)
+  return Status(status.heading(config), news, {})
 
 
-def of_site(folder: pathlib.Path, found: metrics.Kinds, status: Status) -> None:
-  """Adds what a site has besides other runs."""
-  syncs = found["receive"]
-  if syncs and "sites" in syncs[0]:
-    status.news["sites"] = f"{syncs[0]['sites']:g} in the last round"
-
-
-MORE.append(of_site)
-READERS[LINES] = of_group
-READERS[FOLDER] = of_group  # Before there are lines.
+status.READERS[LINES] = of_group
+status.READERS[FOLDER] = of_group  # Before there are lines.

@@ -89,8 +89,8 @@ def test_other_bits_are_named(group, tmp_path, capsys):
 @pytest.mark.parametrize(
   ("harm", "said"),
   [
-    (lambda group: group.delete("config.json"), "where no group of sites is"),
-    (lambda group: group.put(state_of(2), b"half"), f"{state_of(2)} is damaged"),
+    (lambda group: group.delete("config.json"), "whose config.json or snapshots/"),
+    (lambda group: group.put(state_of(2), b"half"), f"{state_of(2)} is missing or"),
   ],
 )
 def test_mistakes(group, tmp_path, capsys, harm, said):

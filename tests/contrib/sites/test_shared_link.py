@@ -50,9 +50,6 @@ class FakeLink(types.SimpleNamespace):
   def ready(self, first):
     self.told.append(("ready", first))
 
-  def forget(self, below):
-    self.told.append(("forget", below))
-
   def leave(self, reason):
     self.told.append(("leave", reason))
 
@@ -83,7 +80,7 @@ def site():
     (lambda link: link.join(0, []), WELCOME),
     (lambda link: link.closed(3), CLOSED),
     (lambda link: link.closed(4), EMPTY),
-    (lambda link: link.newest(), (4, 5)),
+    (lambda link: [*link.newest()], [4, 5]),
     (lambda link: link.absent(), [1]),
     (lambda link: link.wait_until(3, lambda: False), True),
     (lambda link: link.wait_for_start(lambda: True), False),
@@ -104,10 +101,9 @@ def test_a_snapshot_comes_once(site):
 def test_process_0_alone_tells_the_group(site):
   site.ask(lambda link: link.ready(1))
   site.ask(lambda link: link.send(1, b"ab", {"tokens": 3}))
-  site.ask(lambda link: link.forget(1))
   site.ask(lambda link: link.leave("finished"))
   told = [("ready", 1), ("send", 1, b"ab", {"tokens": 3})]
-  assert site.link.told == [*told, ("forget", 1), ("leave", "finished")]
+  assert site.link.told == [*told, ("leave", "finished")]
   assert site.ask(lambda link: link.inside) == {0: 2, 1: 0, 2: 0}
 
 

@@ -64,6 +64,7 @@ class Link:
     return number < self.newest()[0]
 
   def closed(self, number):
+    self.forgotten = number + 1
     return self.rounds[number - self.base]
 
   def welcome(self):
@@ -73,9 +74,6 @@ class Link:
   def newest(self):
     received = self.base + len(self.rounds)
     return received, received + len(self.published)
-
-  def forget(self, below):
-    self.forgotten = below
 
   def applied(self, number, digest):
     self.noted = number, digest

@@ -112,8 +112,8 @@ class Holder:
           if self._journal.closed <= closed.round:
             raise OSError(f"{path_of(closed.round)} is missing or damaged")
           return
-        for key in [k for k in self._payloads if k[0] <= closed.round]:
-          del self._payloads[key]
+        kept = {k: x for k, x in self._payloads.items() if k[0] > closed.round}
+        self._payloads = kept
       await asyncio.sleep(self._storage.poll_s)
 
   def _start(self) -> tuple[Rounds, Outliers]:
@@ -155,13 +155,13 @@ class Holder:
       rounds.leave(site)
       seen.session, seen.ready = "", None
       reason = record["reason"] if record else ""
-      self._count(rounds, f"Site {site} {f'has {reason}' if reason else 'is gone'}")
+      self._count(f"Site {site} {f'has {reason}' if reason else 'is gone'}")
     if not (is_in and record):
       return
     if not seen.session:
       seen.session = record["session"]
       rounds.join(site)
-      self._count(rounds, f"Site {site} is in")
+      self._count(f"Site {site} is in")
     if record["ready"] is not None and record["ready"] != seen.ready:
       # Of a site that was there before this holder, open rounds are here already.
       sent = record["sent"] if seen.ready is None else []
@@ -169,9 +169,8 @@ class Holder:
       seen.ready = record["ready"]
       self._first_ready = min(self._first_ready, time.monotonic())
 
-  def _count(self, rounds: Rounds, line: str) -> None:
-    away = sum(m.presence is Presence.AWAY for m in rounds.members.values())
-    self.inside = self._calendar.sites - away
+  def _count(self, line: str) -> None:
+    self.inside = sum(bool(seen.session) for seen in self._seen.values())
     self._print(f"{line}: {self.inside} of {self._calendar.sites}.")
 
   def _begin(self, rounds: Rounds) -> None:

@@ -122,7 +122,7 @@ class Journal:
       since: the number of rounds of the snapshot before.
       until: that of this snapshot.
     """
-    rounds = [self.headers[r] for r in range(since, until)]
+    rounds = [self.headers[r] for r in range(since, until) if r in self.headers]
     return {"digests": digests, "data": self.data, "rounds": rounds}
 
   def advance(self) -> None:

@@ -26,24 +26,11 @@ from typing import Any
 
 from diloco.contrib.sites import SitesConfig
 from diloco.contrib.sites.calendar import Calendar
+from diloco.contrib.sites.group import journal, records
 from diloco.contrib.sites.group.holder import Holder, Measure
-from diloco.contrib.sites.group.journal import (
-  Closed,
-  Journal,
-  head_of,
-  number_of,
-  path_of,
-  state_of,
-)
+from diloco.contrib.sites.group.journal import Closed, Journal
 from diloco.contrib.sites.group.lease import Lease
-from diloco.contrib.sites.group.records import (
-  Record,
-  pack,
-  payload_of,
-  read,
-  read_record,
-  record_of,
-)
+from diloco.contrib.sites.group.records import Record, pack
 from diloco.errors import ConfigError
 from diloco.util.storage import Storage
 from diloco.wire.transport import ExchangeFailed
@@ -108,7 +95,7 @@ class Link:
     self._welcome: Welcome | None = None  # Until the training thread takes it.
     self._known = False  # Whether there was a welcome.
     self._closed = dict[int, Closed]()
-    self._next = 0  # The next round to receive.
+    self._first = self._next = 0  # The first and the next round to receive.
     self._published = 0  # Rounds that the group has closed.
     self._outgoing = dict[int, bytes]()  # Files with payloads of open rounds.
     self._sent = set[int]()  # Those that are in the storage.
@@ -122,7 +109,6 @@ class Link:
     # The process that was this site before, and the last that it had written.
     self._before: Record | None = None
     self._holder: Holder | None = None
-    self._holding_since = 0  # The claim that was shown.
 
   # What the training thread calls.
 
@@ -166,8 +152,10 @@ class Link:
     return number < self._next
 
   def closed(self, number: int) -> Closed:
-    """Returns a closed round that is neither forgotten nor part of a snapshot."""
+    """Returns a closed round, and forgets those before."""
     with self._changed:
+      for before in [r for r in self._closed if r < number]:
+        del self._closed[before]
       return self._closed[number]
 
   def welcome(self) -> Welcome | None:
@@ -187,12 +175,6 @@ class Link:
     shards = {k: self._calendar.shards_of(k) for k in range(self._calendar.sites)}
     known = self._journal.data.keys()
     return [k for k, own in shards.items() if not known >= {*own}]
-
-  def forget(self, below: int) -> None:
-    """Frees the rounds below this number."""
-    with self._changed:
-      for number in [r for r in self._closed if r < below]:
-        del self._closed[number]
 
   def applied(self, number: int, digest: int) -> None:
     """Takes the digest of a fragment's outer state after a round."""
@@ -296,7 +278,8 @@ class Link:
 
   async def _write_record(self, record: Record) -> None:
     self._beats += 1
-    await self._write(record_of(self._site), pack({**record, "beat": self._beats}))
+    data = pack({**record, "beat": self._beats})
+    await self._write(records.record_of(self._site), data)
 
   async def _check_alone(self, now: float) -> None:
     """Looks for another process of this site; keeps what an earlier one has left.
@@ -305,7 +288,7 @@ class Link:
       ConfigError: another process is this site.
     """
     args = (self._storage, self._calendar, self._site)
-    other = await asyncio.to_thread(read_record, *args)
+    other = await asyncio.to_thread(records.read_record, *args)
     if self._record is None:
       self._before = other
       with self._changed:
@@ -314,9 +297,10 @@ class Link:
       return
     if other is None or other["session"] == self._name:
       return
-    is_before = self._before is not None and other["session"] == self._before["session"]
+    before = self._before or other
+    is_before = self._before is not None and other["session"] == before["session"]
     # An old file may still be seen for a while.
-    if is_before and self._before and other["beat"] <= self._before["beat"]:
+    if is_before and other["beat"] <= before["beat"]:
       return
     # The process that was there first goes on, unless it was away for long.
     if is_before or now - self._record_at > self._lost_s:
@@ -327,9 +311,11 @@ class Link:
 
   async def _follow(self) -> None:
     """Looks who has the lease; claims or keeps it."""
-    found = await self._read("lease")
+    found, held = await self._read("lease"), self._lease.held
     now = time.monotonic()
     self._lease.observe(found[0] if found else None, now)
+    if self._lease.held and not held:
+      self._print(f"Group: site {self._site} closes the rounds.")
     if self._lease.is_due(now):
       news: dict[str, Any] = {"site": self._site}
       if self._holder:
@@ -352,15 +338,13 @@ class Link:
     if snapshot is None or snapshot == self._checked or not self._known:
       return
     own = self._digests.get(snapshot)
-    head = await self._read(head_of(snapshot)) if own else None
+    head = await self._read(journal.head_of(snapshot)) if own else None
     if not head:
       return
     if head[0]["digests"] != own:
       # Without digests it takes the group's state when it starts again.
-      await self._write_record(
-        {**self._own_record(), "digests": {}, "reason": "stopped"}
-      )
       self._digests.clear()
+      await self._write_record({**self._own_record(), "reason": "stopped"})
       raise ExchangeFailed(
         f"the outer state of site {self._site} after {snapshot} rounds is not that of"
         f" the group at {self._address}; start the site again, then it takes the"
@@ -374,7 +358,7 @@ class Link:
       self._sent &= self._outgoing.keys()
       waiting = {r: x for r, x in self._outgoing.items() if r not in self._sent}
     for number, data in waiting.items():
-      await self._write(payload_of(number, self._site), data)
+      await self._write(records.payload_of(number, self._site), data)
       self._sent.add(number)
 
   async def _read_rounds(self) -> None:
@@ -388,25 +372,26 @@ class Link:
     with self._changed:
       self._published = max(self._journal.closed, self._next)
       self._changed.notify_all()
-    room = self._calendar.room
-    while self._next < self._journal.closed and len(self._closed) < room:
+    # One that the site has taken, and those before a snapshot, need no room.
+    held = lambda: sum(r >= self._first for r in self._closed) - 1
+    while self._next < self._journal.closed and held() < self._calendar.room:
       closed = await asyncio.to_thread(self._journal.find, self._next)
       if closed:
-        await self._take(closed)
+        self._take(closed)
+        if closed.round in self._sent:
+          name = records.payload_of(closed.round, self._site)
+          await asyncio.to_thread(self._storage.delete, name)
       elif self._next < self._journal.first:
         await self._skip()
       else:
-        raise OSError(f"{path_of(self._next)} is missing or damaged")
+        raise OSError(f"{journal.path_of(self._next)} is missing or damaged")
 
-  async def _take(self, closed: Closed) -> None:
-    number = closed.round
+  def _take(self, closed: Closed) -> None:
     with self._changed:
-      self._closed[number] = closed
-      self._outgoing.pop(number, None)
-      self._next = number + 1
+      self._closed[closed.round] = closed
+      self._outgoing.pop(closed.round, None)
+      self._next = closed.round + 1
       self._changed.notify_all()
-    if number in self._sent:
-      await asyncio.to_thread(self._storage.delete, payload_of(number, self._site))
 
   async def _find_place(self) -> None:
     """Finds out what the site lacks, as soon as the group has an outer state.
@@ -425,7 +410,7 @@ class Link:
         )
       self._welcomed_with(Welcome(0, {}), own)
       return
-    head = await self._read(head_of(snapshot))
+    head = await self._read(journal.head_of(snapshot))
     if not head:
       return
     self._journal.begin(snapshot, head[0])
@@ -440,7 +425,8 @@ class Link:
   async def _skip(self) -> None:
     """Takes the newest snapshot, and begins with the rounds after it."""
     number = self._lease.seen["snapshot"]
-    head, state = await self._read(head_of(number)), await self._read(state_of(number))
+    head = await self._read(journal.head_of(number))
+    state = await self._read(journal.state_of(number))
     if head and state:
       self._journal.begin(number, head[0])
       welcome = Welcome(number, self._journal.data.copy(), bytes(state[1]))
@@ -451,6 +437,7 @@ class Link:
       self._welcome, self._next = welcome, welcome.round
       self._digests[welcome.round] = digests
       self._published = max(self._journal.closed, self._next)
+      self._first = welcome.round
       self._outgoing.clear()
       self._known = True
       self._changed.notify_all()
@@ -462,9 +449,6 @@ class Link:
     seen = self._lease.seen
     if not (self._known and self._lease.held and seen.get("snapshot") is not None):
       return
-    if self._holding_since != seen["term"]:
-      self._holding_since = seen["term"]
-      self._print(f"Group: site {self._site} closes the rounds.")
     args = (self._storage, self._calendar, self._journal, bool(seen.get("started")))
     self._holder = Holder(*args, self._print)
     try:
@@ -480,9 +464,9 @@ class Link:
       return
     number, digests, state = offered
     if before is None or before < number:
-      await self._write(state_of(number), pack({}, state))
+      await self._write(journal.state_of(number), pack({}, state))
       head = self._journal.head(digests, before or 0, number)
-      await self._write(head_of(number), pack(head))
+      await self._write(journal.head_of(number), pack(head))
       await asyncio.to_thread(self._journal.write_lines)
       if self._lease.held:
         news = {"snapshot": number, "first": before or 0}
@@ -495,12 +479,12 @@ class Link:
     """Deletes the rounds below `first`; a site that lacks them takes a snapshot."""
     for folder in ("journal", "payloads", "snapshots"):
       for name in self._storage.names(folder):
-        number = number_of(name)
+        number = journal.number_of(name)
         if number is not None and number < first and not name.endswith(".head"):
           self._storage.delete(f"{folder}/{name}")
 
   async def _read(self, name: str) -> tuple[dict[str, Any], memoryview] | None:
-    return await asyncio.to_thread(read, self._storage, name)
+    return await asyncio.to_thread(records.read, self._storage, name)
 
   async def _write(self, name: str, data: bytes) -> None:
     await asyncio.to_thread(self._storage.put, name, data)

@@ -14,24 +14,15 @@ from diloco.util.storage import Storage, open_storage
 def open_group(c: Config, site: int, address: str) -> Storage:
   """Opens the storage of a group for a site.
 
+  The first site writes the config of the run; it is compared with that of the others.
+
   Raises:
     ConfigError: there is no such site, nothing can be written at the address, or
       another run is there.
     OSError: the file system or the network fails, perhaps not for long.
   """
   config_of(c, site)
-  storage = open_storage(address, "--group")
-  check_config(storage, address, c)
-  return storage
-
-
-def check_config(storage: Storage, address: str, c: Config) -> None:
-  """Writes the config of the run, or compares it with that of the other sites.
-
-  Raises:
-    ConfigError: they differ, or the file is damaged.
-  """
-  own, found = c.to_dict(), None
+  storage, own, found = open_storage(address, "--group"), c.to_dict(), None
   storage.create(CONFIG, (json.dumps(own, indent=2) + "\n").encode())
   with contextlib.suppress(RecursionError, ValueError):
     found = json.loads(storage.get(CONFIG) or b"")
@@ -46,3 +37,4 @@ def check_config(storage: Storage, address: str, c: Config) -> None:
       f"--group is {address}, where a run with another config is ({lines}); give the"
       " same config, or another folder."
     )
+  return storage

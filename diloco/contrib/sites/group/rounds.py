@@ -38,13 +38,11 @@ class Member:
   Attributes:
     presence: whether the site takes part.
     first: the first round in which the site is expected.
-    late: how often the site missed a round.
     patience: share of the window that a round waits for this site.
   """
 
   presence: Presence = Presence.AWAY
   first: int = 0
-  late: int = 0
   patience: float = 1.0
 
 
@@ -216,17 +214,14 @@ class Rounds:
     self.members[site].presence = Presence.AWAY
     self._returning.discard(site)
 
-  def sent(self, site: int, number: int, now: float) -> bool:
-    """A payload is complete; returns False if its round closed without it."""
-    if number < self.closed:
-      return False
+  def sent(self, site: int, number: int, now: float) -> None:
+    """A payload of an open round is there."""
     sites = self._sent.setdefault(number, set())
     sites.add(site)
     self.members[site].patience = 1.0
     self._window.sent(number, now)
     if len(sites) >= self._quorum:
       self._quorum_at.setdefault(number, now)
-    return True
 
   def has(self, site: int, number: int) -> bool:
     """Returns whether a site has sent its payload of an open round."""
@@ -244,7 +239,6 @@ class Rounds:
     for site in missing:
       self._returning.discard(site)
       member = self.members[site]
-      member.late += 1
       member.patience = max(member.patience / 2, _LEAST_PATIENCE)
       if member.presence is Presence.IN:
         member.presence = Presence.LATE
