@@ -14,7 +14,6 @@ import numpy as np
 from diloco.algorithm import sync_metrics
 from diloco.algorithm.method import Method, make_method
 from diloco.algorithm.placement import Placement
-from diloco.algorithm.plan import Plan
 from diloco.config import changed
 from diloco.contrib.sites import outer_state
 from diloco.contrib.sites.calendar import Calendar, config_of
@@ -32,17 +31,14 @@ def method_on_cpu(calendar: Calendar) -> Method:
 
 
 @functools.cache
-def measurer_of(calendar: Calendar) -> Measure:
-  """Makes a `Measure` on a CPU of this process alone, also if the site has several."""
+def measurer(calendar: Calendar) -> Measure:
+  """Returns a function that measures the payloads {site: bytes} of a round.
+
+  It runs on a CPU of this process alone, also if the site has several processes.
+  """
   plan = method_on_cpu(calendar).plan
   mesh = plan.placement.devices
-  alone = dataclasses.replace(plan, placement=Placement(mesh, mesh))
-  return measurer(alone, calendar)
-
-
-def measurer(plan: Plan, calendar: Calendar) -> Measure:
-  """Returns a function that measures the payloads {site: bytes} of a round."""
-  mesh = plan.placement.mesh
+  plan = dataclasses.replace(plan, placement=Placement(mesh, mesh))
 
   @functools.partial(jax.jit, static_argnums=1)
   def products(payload: jax.Array, p: int) -> jax.Array:

@@ -28,7 +28,7 @@ from diloco.contrib.sites.calendar import Calendar, as_all, config_of
 from diloco.contrib.sites.group.journal import Closed
 from diloco.contrib.sites.group.link import Link, Welcome
 from diloco.contrib.sites.group.open import open_group
-from diloco.contrib.sites.measure import measurer_of
+from diloco.contrib.sites.measure import measurer
 from diloco.contrib.sites.shared_link import SharedLink
 from diloco.data.batches import Batches
 from diloco.errors import ConfigError
@@ -85,7 +85,7 @@ def make_part(c: Config, index: int, address: str) -> Callable[[Peers], SitePart
 
   def make(peers: Peers) -> SitePart:
     calendar = Calendar(c)
-    measure = lambda number, payloads: measurer_of(calendar)(number, payloads)
+    measure = lambda number, payloads: measurer(calendar)(number, payloads)
     args = (storage, address, calendar, index, measure, print_line)
     link = None if peers.index else Link(*args)
     shared = link if link and peers.count == 1 else SharedLink(link, peers)

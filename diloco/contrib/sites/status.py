@@ -1,5 +1,6 @@
 """Shows how the rounds of several sites go on, from the files of their group."""
 
+import collections
 import contextlib
 import pathlib
 
@@ -29,12 +30,11 @@ def of_group(folder: pathlib.Path, now: float) -> Status:
   with contextlib.suppress(ConfigError):
     calendar = Calendar(complete(config))
     total, sites = len(calendar.rounds), calendar.sites
-  sent, refused = dict[str, int](), dict[int, list[int]]()
+  sent = dict[str, int]()
   for r in rounds:
     for site in r["tokens"]:
       sent.setdefault(site, r["step"])
-    for site in r.get("refused", ()):
-      refused.setdefault(site, []).append(r["step"])
+  refused = collections.Counter(site for r in rounds for site in r.get("refused", ()))
   inside = sorted(last["tokens"], key=int)
   news = {
     "round": f"{status.progress(last['round'] + 1, total)}, step {last['step']:,}",
@@ -46,10 +46,7 @@ def of_group(folder: pathlib.Path, now: float) -> Status:
   if never := {str(k) for k in range(sites or 0)} - sent.keys():
     news["never sent"] = ", ".join(sorted(never, key=int))
   if refused:
-    news["refused"] = ", ".join(
-      f"{len(steps)} of site {k}, the last of step {steps[0]:,}"
-      for k, steps in sorted(refused.items())
-    )
+    news["refused"] = ", ".join(f"{n} of site {k}" for k, n in sorted(refused.items()))
   news |= status.last_line(newest, now, _ROUND_S, last["round"] + 1 == total)
   return Status(status.heading(config), news, {})
 

@@ -42,12 +42,9 @@ def send(
   arrays = (params_M, codec_state, plan.layers[p])
   gathered = _gather(*arrays, keys=tuple(plan.shapes[p]), mesh=mesh)
   part_M, state = jax.tree.map(functools.partial(_first_copy, alone), gathered)
-  one = dataclasses.replace(
-    plan,
-    mesh=alone,
-    placement=dataclasses.replace(plan.placement, devices=alone),
-    layers=tuple(np.arange(len(x), dtype=x.dtype) for x in plan.layers),
-  )
+  placement = dataclasses.replace(plan.placement, devices=alone)
+  layers = tuple(np.arange(len(x), dtype=x.dtype) for x in plan.layers)
+  one = dataclasses.replace(plan, mesh=alone, placement=placement, layers=layers)
   with jax.set_mesh(alone):
     payload, state, metrics = one.send(t, p, part_M, theta, state, first)
   scatter = lambda x, old: sharding.place(sharding.local_parts(x), old.sharding)

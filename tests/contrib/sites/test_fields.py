@@ -55,6 +55,7 @@ def test_a_run_without_sites_has_none_of_their_fields():
       {"sites.batch_size": 3, "data.shards": 4},
       "the data.shards of a site = 2 does not",
     ),
+    ({"sites.batch_size": 16}, "sites.batch_size is 16, but all .*batch_size = 4"),
     ({"sites.pace": 0.2}, "sites.pace is 0.2, .* sync_every = 4 .* at least 0.25."),
     ({"sites.pace": 0}, "sites.pace is 0.0; it must be above 0 and at most 1."),
     ({"sites.count": 3}, "replicas is 2, which sites.count = 3 does not divide;"),

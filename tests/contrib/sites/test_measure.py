@@ -32,7 +32,7 @@ class Four:
     with jax.set_mesh(method.mesh):
       self.state = method.init().outer
     self.plan, self.mesh = method.plan, method.mesh
-    self.measure = measure.measurer(self.plan, self.calendar)
+    self.measure = measure.measurer(self.calendar)
     self._encode = jax.jit(self._encoded)
     self.said = []
     self.holder = self.new_holder(Journal(Brisk(folder)))

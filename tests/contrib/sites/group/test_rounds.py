@@ -131,14 +131,6 @@ def rounds_of(sites: int, quorum: int = 1, grace_s: float = 10) -> Rounds:
   return rounds
 
 
-def test_a_round_closes_at_once_when_all_have_sent():
-  rounds = rounds_of(3)
-  for site in (2, 0, 1):
-    assert rounds.close(now=5) is None
-    rounds.sent(site, 0, now=5)
-  assert rounds.close(now=5) == rounds_closing(0, (0, 1, 2))
-
-
 def rounds_closing(number, members, late=(), waited_s=0.0):
   return Closing(number, members, late, waited_s)
 
@@ -186,27 +178,6 @@ def test_a_site_is_not_expected_before_its_first_round():
   assert rounds.close(now=1) is None
 
 
-def test_no_round_closes_below_the_quorum_however_long_it_takes():
-  rounds = rounds_of(3, quorum=2)
-  rounds.sent(0, 0, now=0)
-  rounds.leave(1)
-  rounds.leave(2)
-  assert rounds.close(now=1e9) is None
-  rounds.sent(0, 0, now=1e9)  # The same site does not count twice.
-  assert rounds.close(now=2e9) is None
-  rounds.join(1)
-  rounds.sent(1, 0, now=3e9)
-  assert rounds.close(now=3e9) == rounds_closing(0, (0, 1))
-
-
-def test_a_payload_counts_even_if_its_site_has_left():
-  rounds = rounds_of(2)
-  rounds.sent(1, 0, now=0)
-  rounds.leave(1)
-  rounds.sent(0, 0, now=1)
-  assert rounds.close(now=1).members == (0, 1)
-
-
 def test_after_a_restart_the_last_members_are_expected_for_one_window():
   rounds = Rounds(3, 1, Window(10), closed=4)
   rounds.expect_return((0, 1))
@@ -217,17 +188,6 @@ def test_after_a_restart_the_last_members_are_expected_for_one_window():
   assert rounds.close(now=10) == rounds_closing(4, (0,), (1,), 10)
   rounds.sent(0, 5, now=10)
   assert rounds.close(now=10) == rounds_closing(5, (0,))
-
-
-def test_a_site_that_comes_back_and_leaves_again_is_not_expected():
-  rounds = Rounds(2, 1, Window(10), closed=4)
-  rounds.expect_return((0, 1))
-  for site in (0, 1):
-    rounds.join(site)
-  rounds.ready(0, 4)
-  rounds.leave(1)
-  rounds.sent(0, 4, now=0)
-  assert rounds.close(now=0) == rounds_closing(4, (0,))
 
 
 def paced(tau=3, least_s=0.5, first=0):
