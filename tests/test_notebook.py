@@ -4,12 +4,15 @@ Default tests run the cells with smaller numbers, in seconds. Slow tests run the
 notebooks in a kernel, as notebooks/run_notebooks.py does.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import venv
+import zipfile
 
 import pytest
 
@@ -26,6 +29,7 @@ PICTURES = {
   "simulators": 4,
   "two_places": 1,
 }
+PIP = [sys.executable, "-m", "pip", "install", "--quiet"]
 MACHINE = ("/tmp/", "/root/", "/home/", "/content/", "Traceback", "Warning")
 
 
@@ -80,42 +84,64 @@ def test_in_a_clone_the_first_cell_only_finds_the_root(folder, monkeypatch, keep
   ("device", "extra"),
   [("accel0", "[tpu]"), ("vfio/0", "[tpu]"), ("nvidia0", "[gpu]"), ("null", "")],
 )
-def test_elsewhere_the_first_cell_clones_and_installs(
-  device, extra, monkeypatch, keeps_path, tmp_path
+@pytest.mark.parametrize("place", ["", "drive/MyDrive", "drive/MyDrive/wheels", "git"])
+def test_elsewhere_the_first_cell_installs(
+  place, device, extra, monkeypatch, keeps_path, tmp_path
 ):
-  """Runs against a folder of devices, with `git` and `pip` replaced."""
+  """Runs against a folder of devices, with `pip` replaced."""
   (tmp_path / "dev" / device).parent.mkdir(parents=True)
   (tmp_path / "dev" / device).touch()
   here = tmp_path / "content"
-  here.mkdir()
+  (here / place).mkdir(parents=True)
   monkeypatch.chdir(here)
-  commands = []
-
-  def fake_run(command, check):
-    commands.append(command)
-    if command[0] == "git":
-      (here / "diloco/diloco").mkdir(parents=True)
-      (here / "diloco/diloco/train.py").touch()
-
-  monkeypatch.setattr(subprocess, "run", fake_run)
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
   cell = code("quickstart")[0].replace('"/dev"', repr(str(tmp_path / "dev")))
-  cell = re.sub('REPOSITORY = ".*?"', 'REPOSITORY = "https://example.org/r"', cell)
+  address, source = "https://example.org/r", "git+https://example.org/r"
+  if place != "git":
+    address, name = "", "diloco-0.1.0-py3-none-any.whl"
+    (here / place / name).touch()
+    source = (here / place / name).as_uri()
+  cell = re.sub('REPOSITORY = ".*?"', f'REPOSITORY = "{address}"', cell)
+  commands = []
+  monkeypatch.setattr(
+    subprocess, "run", lambda command, check: commands.append(command)
+  )
   exec(cell, {})
-  clone, install = commands
-  assert clone[-2:] == ["https://example.org/r", "diloco"]
-  assert install[-1] == f"{here}/diloco{extra}"
-  assert pathlib.Path.cwd() == here / "diloco"
-  exec(cell, {})  # A second run finds the clone.
-  assert len(commands) == 2
+  assert commands == [[*PIP, f"diloco{extra} @ {source}"]]
+  assert pathlib.Path.cwd() == here
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: "installed")
+  exec(cell, {})  # A second run installs nothing.
+  assert len(commands) == 1
 
 
-def test_elsewhere_without_an_address_the_first_cell_says_what_to_do(
+def test_elsewhere_without_a_wheel_the_first_cell_says_what_to_do(
   monkeypatch, tmp_path
 ):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(subprocess, "run", None)
-  with pytest.raises(SystemExit, match="in a clone of diloco, or set REPOSITORY"):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(SystemExit, match="Upload a wheel of diloco beside this noteb"):
     exec(re.sub('REPOSITORY = ".*?"', 'REPOSITORY = ""', code("quickstart")[0]), {})
+
+
+@pytest.mark.integration("makes an environment and installs a wheel there")
+def test_the_first_cell_installs_a_real_wheel(tmp_path):
+  """Without the dependencies, which would be downloaded."""
+  wheel = tmp_path / "diloco-0.1.0-py3-none-any.whl"
+  with zipfile.ZipFile(wheel, "w") as file:
+    file.writestr("diloco/__init__.py", "")
+    file.writestr(
+      "diloco-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any"
+    )
+    about = "Metadata-Version: 2.1\nName: diloco\nVersion: 0.1.0\n"
+    file.writestr("diloco-0.1.0.dist-info/METADATA", about)
+    file.writestr("diloco-0.1.0.dist-info/RECORD", "")
+  venv.create(tmp_path / "env", with_pip=True)
+  (tmp_path / "cell.py").write_text(code(NAMES[0])[0] + "\nimport diloco\n")
+  env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+  env |= {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}
+  command = [tmp_path / "env" / "bin" / "python", "cell.py"]
+  subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=300)
 
 
 def run(name: str, cells: slice = slice(None), **smaller: str) -> dict:

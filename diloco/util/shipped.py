@@ -1,6 +1,7 @@
 """Finds the files that ship with the package. No JAX.
 
-A wheel holds the configs and launchers inside the package, a clone beside it.
+A wheel holds configs, launchers and docs/ladder.csv inside the package, a clone beside
+it.
 """
 
 import csv
@@ -17,7 +18,7 @@ def papers_table(package: str, name: str) -> list[dict[str, str]]:
 
 
 def folder(name: str) -> pathlib.Path:
-  """Returns the folder `configs` or `scripts`."""
+  """Returns the folder `configs`, `scripts` or `docs`; a wheel has parts of these."""
   inside = PACKAGE / name
   return inside if inside.is_dir() else PACKAGE.parent / name
 

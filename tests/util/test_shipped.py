@@ -86,9 +86,9 @@ def test_every_named_config_resolves(package):
     assert command_line.load_config(name).train.steps > 0
 
 
-def test_the_wheel_holds_configs_and_launchers():
+def test_the_wheel_holds_configs_launchers_and_the_notebooks_table():
   files = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
-  assert set(files) == {"configs", "scripts/launchers"}
+  assert set(files) == {"configs", "docs/ladder.csv", "scripts/launchers"}
   for source, target in files.items():
     assert target == f"diloco/{source}"
     assert (ROOT / source).exists()
