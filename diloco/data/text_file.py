@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import lzma
+import os
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -198,9 +199,10 @@ def _scan(file: File, size: int, changed: int) -> np.ndarray:
 
 def sample(path: pathlib.Path) -> Iterable[bytes]:
   """Yields the size, the beginning and the end of a file."""
-  size = path.stat().st_size
-  yield str(size).encode()
   with path.open("rb") as file:
+    size = file.seek(0, os.SEEK_END)  # Paths in buckets have another kind of `stat`.
+    yield str(size).encode()
+    file.seek(0)
     yield file.read(_SAMPLE)
     file.seek(max(size - _SAMPLE, 0))
     yield file.read(_SAMPLE)

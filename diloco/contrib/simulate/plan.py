@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.config import Config, changed
+from diloco.config.comparable import basis, differing, model_fields
 from diloco.errors import ConfigError
 from diloco.simulate.arguments import Answer, Args, workload
 from diloco.simulate.limits import check
@@ -270,7 +271,8 @@ def held_out(args: Args) -> list[tuple[float, float]]:
   """Reads the curve: (share of the run's steps, held-out loss), in order.
 
   Raises:
-    ConfigError: there is no curve, or it is not of data-parallel.
+    ConfigError: there is no curve, or it is of no data-parallel run of the config's
+      model and tokens.
   """
   from diloco.log import read_run  # Imports pandas, which is slow.
 
@@ -282,6 +284,14 @@ def held_out(args: Args) -> list[tuple[float, float]]:
       f"--curve is {args['curve']}, a run of {run.config.algorithm} with"
       f" {len(run.held_out)} evaluations; give a data-parallel run with eval.every set."
     )
+  ours = basis(args["config"].to_dict(), {})
+  same = ("train.tokens", *model_fields(ours))
+  for field, (value, of_curve) in differing(ours, run.basis, *same).items():
+    if field in same:  # The text of a plan need not be on this machine.
+      raise ConfigError(
+        f"--curve is {args['curve']}, where {field} is {of_curve}, and --config has"
+        f" {value}; give a run of the same model and tokens."
+      )
   steps = run.config.train.steps
   return [(step / steps, loss) for step, loss in sorted(run.held_out.items())]
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath  # Also reads gs:// and s3:// paths.
 from numpy.typing import ArrayLike, DTypeLike
 
 from diloco.data import arrays as arrays_lib
@@ -124,7 +125,8 @@ def _revision(files: Sequence[pieces_lib.Piece]) -> str:
   def parts() -> Iterator[bytes]:
     for p in files:
       path = p.file.path
-      yield json.dumps([path.name, path.stat().st_mtime_ns, p.start, p.stop]).encode()
+      changed = epath.Path(path).stat().mtime  # Seconds; the path may be in a bucket.
+      yield json.dumps([path.name, changed, p.start, p.stop]).encode()
       yield from sample(path)
 
   with files_lib.reading():

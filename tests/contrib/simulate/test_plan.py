@@ -15,6 +15,7 @@ from diloco.config import changed
 from diloco.config.command_line import load_config
 from diloco.contrib.simulate import plan
 from diloco.contrib.simulate.plan import Cell, Row
+from diloco.errors import ConfigError
 from diloco.scaling_laws import paper
 from diloco.simulate import __main__ as command
 from diloco.spec.shapes import flops_per_token
@@ -139,6 +140,21 @@ def test_the_fastest_row_to_the_target_is_recommended():
   share = 0.5 + 0.5 * (4.0 - wanted)
   assert hours == [pytest.approx(7.5), pytest.approx(6 * share), None, pytest.approx(6)]
   assert plan.recommended(timed) == timed[1]
+
+
+def test_the_curve_is_that_of_the_configs_model_and_tokens(tmp_path, sample):
+  plain = changed(sample, {"algorithm": "data_parallel", "data.source": "files:/x"})
+  (tmp_path / "config.json").write_text(json.dumps(plain.to_dict()))
+  evals = [{"kind": "eval", "step": t, "loss_outer": 9 - t / 800} for t in (800, 3200)]
+  lines = "".join(json.dumps(r | {"bits_per_byte": 1}) + "\n" for r in evals)
+  (tmp_path / "metrics.jsonl").write_text(lines)
+  args = {"config": sample, "curve": tmp_path}
+  assert plan.held_out(args) == [(0.25, 8.0), (1.0, 5.0)]
+  for field, value in (("train.steps", 800), ("model.dim", 64)):
+    other = args | {"config": changed(sample, {field: value})}
+    said = r"train.tokens is 1638400, and --config has" if "train" in field else field
+    with pytest.raises(ConfigError, match=f"where {said}"):
+      plan.held_out(other)
 
 
 def run(capsys, *args):
