@@ -55,7 +55,7 @@ def test_links_lead_to_pages_or_to_the_repository(target, source, link):
   [
     ("[a page](data.md#own)", "[a page](data.md#own)"),
     ("[`outer.py`](../diloco/algorithm/outer.py)", "`outer.py`"),
-    ("[this](../configs/gap.py)", "this (`configs/gap.py`)"),
+    ("[this](../configs/wan.py)", "this (`configs/wan.py`)"),
     ("![1](figures/wan.png)", "![1](figures/wan.png)"),
   ],
 )

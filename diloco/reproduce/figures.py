@@ -4,10 +4,11 @@ python -m diloco.reproduce.figures docs/ladder.csv --out=docs/figures --prefix=l
 
 Figures are numbered as in the paper (arXiv 2503.09799). 2 shows the loss against N, and
 in per cent above data-parallel; 3 and 4 the loss against the batch; 6 idealised time; 7
-and 8 the best outer learning rate; 9 the loss against H; 11 overtraining. The paper's
-figure 5 shows zero-shot accuracy, which is not in the table. 2 and 11 take means over
-the seeds of a point, without the tuning seed; 3, 4, 6 and 9 take the seeds that all
-points of a panel have. The command names the figures whose runs are missing.
+the best outer learning rate. The ablations of configs/ablations.py draw H and
+overtraining. The paper's figure 5 shows zero-shot accuracy, which is not in the table.
+Figure 2 takes means over the seeds of a point, without the tuning seed; 3, 4 and 6 take
+the seeds that all points of a panel have. The command names the figures whose runs are
+missing.
 """
 
 import argparse
@@ -27,9 +28,8 @@ from diloco.util.command import Parser, as_path, guarded, in_range, make_folder
 from diloco.util.palette import panels as make_panels
 from diloco.util.palette import save
 
-FILLS = ("full", "none", "left", "top", "right", "bottom")
 UNITS = {"h": 3600.0, "s": 1.0, "ms": 1e-3}
-PARAMS, CADENCE = "parameters N", "inner steps between syncs H"
+PARAMS = "parameters N"
 
 
 class Missing(ValueError):
@@ -112,63 +112,7 @@ def figure_7(table: pd.DataFrame) -> Figure:
   return drawing.legend(figure)
 
 
-def figure_8(table: pd.DataFrame) -> Figure:
-  """Draws the best outer learning rate against H (mean over N), and against N."""
-  some = _outer_swept(main_grid(table, any_cadence=True))
-  cells = best(some, "curve", "sync_every", "params")
-  if cells["sync_every"].nunique() < 2:
-    raise Missing("outer learning rates were tried at one H only")
-  columns = {"sync_every": CADENCE, "params": PARAMS}
-  if cells["params"].nunique() < 2:
-    print("figure 8: the panel over N is left out, rates were tried at one N only")
-    del columns["params"]
-  title = "Best outer learning rate" + " by H and by size" * (len(columns) == 2)
-  figure, panels = make_panels(title, [""] * len(columns))
-  for panel, (x, label) in zip(panels, columns.items()):
-    rates = cells.groupby(["curve", x])["outer_learning_rate"]
-    spread = rates.agg(["mean", "min", "max"]).reset_index()
-    drawing.lines(panel, spread, x, "mean")
-    for name, some in spread.groupby("curve"):
-      style: dict[str, Any] = {"color": drawing.look(name)["color"], "alpha": 0.15}
-      panel.fill_between(some[x], some["min"], some["max"], lw=0, **style)
-    panel.set(xscale="log", xlabel=label, ylabel=drawing.OUTER_RATE)
-  return drawing.legend(figure, "Lines: mean. Shades: least and greatest.")
-
-
-def figure_9(table: pd.DataFrame) -> Figure:
-  """Draws the loss against H by M and N, at the best outer learning rate of each H."""
-  some = main_grid(table, any_cadence=True)
-  cells = best(some, "params", "curve", "sync_every")
-  count = cells.groupby(["params", "curve"])["loss"].count()
-  sizes = sorted({n for n, _ in count.index[count > 1]})
-  if not sizes:
-    raise Missing("no cell was run at two H")
-  title = "Loss against H, at the best outer learning rates"
-  return _panel_per_size(cells, sizes, "sync_every", CADENCE, title)
-
-
-def figure_11(table: pd.DataFrame) -> Figure:
-  """Draws the loss against training FLOPs 6 N D, by algorithm and overtraining."""
-  cells = best(main_grid(table, any_budget=True), "curve", "overtrain", "params")
-  multiples = sorted(set(cells["overtrain"]))
-  if len(multiples) < 2:
-    raise Missing("no run is overtrained")
-  if len(multiples) > len(FILLS):
-    raise Missing(f"there are {len(multiples)} budgets; at most {len(FILLS)} are drawn")
-  cells = cells.assign(flops=6 * cells["params"] * cells["tokens"])
-  figure, (panel,) = make_panels("Loss against compute, with overtraining")
-  for multiple, fill in zip(multiples, FILLS):
-    some = cells[cells["overtrain"] == multiple]
-    drawing.lines(panel, some, "flops", "loss", fillstyle=fill)
-    key: dict[str, Any] = {"color": "grey", "marker": "o", "ls": "", "fillstyle": fill}
-    panel.plot([], [], label=f"{multiple:g}x tokens", **key)
-  panel.set(
-    xscale="log", yscale="log", xlabel="training compute 6 N D (FLOP)", ylabel=LOSS
-  )
-  return drawing.legend(figure)
-
-
-FIGURES = {n: globals()[f"figure_{n}"] for n in (2, 3, 4, 6, 7, 8, 9, 11)}
+FIGURES = {n: globals()[f"figure_{n}"] for n in (2, 3, 4, 6, 7)}
 
 
 def _outer_swept(table: pd.DataFrame) -> pd.DataFrame:

@@ -43,26 +43,19 @@ def curve_name(algorithm: str, replicas: int | None = None) -> str:
   return name if replicas is None else f"{name}, M={replicas}"
 
 
-def main_grid(
-  table: pd.DataFrame, any_cadence: bool = False, any_budget: bool = False
-) -> pd.DataFrame:
+def main_grid(table: pd.DataFrame) -> pd.DataFrame:
   """Selects the runs with the most frequent H, without overtraining.
 
   Data-parallel does not sync, so its H does not matter.
 
   Args:
     table: as `read` returns it.
-    any_cadence: whether to take runs of all H; then data-parallel is left out.
-    any_budget: whether to take overtrained runs too.
   """
   plain = table["curve"] == PLAIN
   cadences = table.loc[~plain, "sync_every"]
-  if any_cadence or cadences.empty:
-    usual = plain != any_cadence
-  else:
-    usual = plain | (table["sync_every"] == statistics.mode(cadences))
-  budget = any_budget | (table["overtrain"] == 1)
-  return table[usual & budget]
+  if not cadences.empty:
+    plain |= table["sync_every"] == statistics.mode(cadences)
+  return table[plain & (table["overtrain"] == 1)]
 
 
 def best(table: pd.DataFrame, *by: str) -> pd.DataFrame:

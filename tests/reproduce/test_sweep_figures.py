@@ -142,10 +142,6 @@ def test_algorithms_with_the_same_replicas_are_different_curves(tmp_path):
     for s in (0, 1)
   ]
   table = runs_lib.read(write(tmp_path / "t.csv", rows))
-  for figure in (figures.figure_7, figures.figure_8, figures.figure_9):
-    for panel in figure(table).axes:
-      names = [line.get_label() for line in panel.lines]
-      assert len(names) == 2
   assert names_of(figures.figure_7(table)) == ["DiLoCo, M=2", "streaming, M=2"]
 
 
@@ -203,16 +199,14 @@ def test_the_unit_is_the_largest_in_which_a_time_is_at_least_one():
   assert figures._unit(0.01) == figures._unit(1e-5) == "ms"
 
 
-@pytest.mark.parametrize("figure", [figures.figure_7, figures.figure_8])
-def test_both_of_two_curves_that_coincide_are_seen(table, figure):
-  for panel in figure(runs_lib.read(table)).axes:
-    one, two = panel.lines
-    assert one.get_xydata().tolist() == two.get_xydata().tolist()
-    assert one.get_markersize() > two.get_markersize()
-    assert (one.get_linestyle(), two.get_linestyle()) == ("-", "--")
+def test_both_of_two_curves_that_coincide_are_seen(table):
+  one, two = figures.figure_7(runs_lib.read(table)).axes[0].lines
+  assert one.get_xydata().tolist() == two.get_xydata().tolist()
+  assert one.get_markersize() > two.get_markersize()
+  assert (one.get_linestyle(), two.get_linestyle()) == ("-", "--")
 
 
-def test_outer_rates_tried_at_one_size_have_no_panel_over_sizes(tmp_path, capsys):
+def test_outer_rates_tried_at_one_size_have_no_figure(tmp_path, capsys):
   rows = [
     row(m, 100_000, h=h, outer=o) for m in (1, 2) for h in (1, 10) for o in (4, 6, 8)
   ]
@@ -220,8 +214,6 @@ def test_outer_rates_tried_at_one_size_have_no_panel_over_sizes(tmp_path, capsys
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
   said = capsys.readouterr().out
   assert "figure 7: left out, outer learning rates were tried at one N only" in said
-  assert "figure 8: the panel over N is left out" in said
-  assert len(figures.figure_8(runs_lib.read(path)).axes) == 1
 
 
 def test_color_shows_the_algorithm_and_shade_shows_the_replicas(table):
@@ -235,27 +227,10 @@ def _first_panel(table):
   return figures.figure_2(runs_lib.read(table)).axes[0]
 
 
-def test_fill_shows_overtraining_and_color_shows_the_algorithm(table):
-  figure = figures.figure_11(runs_lib.read(table))
-  (panel,) = figure.axes
-  drawn = [line for line in panel.lines if len(line.get_xdata())]
-  assert len(drawn) == 6
-  assert len({(line.get_color(), line.get_fillstyle()) for line in drawn}) == 6
-  assert len({line.get_color() for line in drawn}) == 3
-  (key,) = figure.legends
-  entries = dict(zip((t.get_text() for t in key.get_texts()), key.legend_handles))
-  assert [*entries][:3] == ["DiLoCo, M=2", "DiLoCo, M=1", "data-parallel"]
-  assert [*entries][3:] == ["1x tokens", "4x tokens"]
-  fills = {name: entries[name].get_fillstyle() for name in [*entries][3:]}
-  assert fills == {"1x tokens": "full", "4x tokens": "none"}
-  assert {entries[name].get_color() for name in fills} == {"grey"}
-
-
 def test_the_command_names_figures_without_runs(tmp_path, capsys):
   path = write(tmp_path / "t.csv", [row(m, 100_000) for m in (0, 1, 2)])
   assert figures.main([str(path), f"--out={tmp_path}"]) == 0
   said = capsys.readouterr().out
-  assert "figure 11: left out, no run is overtrained" in said
   assert (
     "figure 4: left out, data-parallel was tried with three batches at no N" in said
   )

@@ -74,7 +74,7 @@ def test_a_wrong_name_gives_the_known_ones(package):
   )
   with pytest.raises(
     ConfigError,
-    match=r"one of these names: ablations, accuracies, frontier, gap, ladder\.$",
+    match=r"one of these names: ablations, accuracies, frontier, ladder\.$",
   ):
     command.load_module("laddr", "get_sweep", "configs/ladder.py")
   for name in ("other/sample.py", "diloco/none.py", "diloco/../x"):
