@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from diloco.config.comparable import TRAINED_ON, differing, model_fields
+from diloco.config.comparable import apart, incomparable, model_fields
 from diloco.config.resolve import leaves
 from diloco.log.loss_picture import line, points, smoothed
 from diloco.log.read_run import Run, joined, read_all
@@ -140,7 +140,7 @@ def above(groups: Sequence[Sequence[Run]]) -> list[str]:
     rivals = (
       theirs
       for other, (t, theirs) in plain
-      if t == tokens > 0 and not apart(run, other, *same)
+      if t == tokens > 0 and not apart(run.basis, other.basis, *same)
     )
     best = min(rivals, key=lambda theirs: np.mean([*theirs.values()]), default={})
     gaps = [100 * (losses[seed] / best[seed] - 1) for seed in losses.keys() & best]
@@ -251,24 +251,6 @@ def label(run: Run) -> str:
   return f"{name}: " * (name != run.config.algorithm) + method
 
 
-def incomparable(runs: Sequence[Run]) -> list[str]:
-  """Warns of losses per token that runs have on different texts or tokens."""
-  found = dict[str, None]()
-  for a, b in itertools.combinations(runs, 2):
-    found |= dict.fromkeys(apart(a, b))
-  if not found:
-    return []
-  return [
-    f"The runs differ in {' and '.join(found)}, so their losses per token cannot be"
-    " compared; on one held-out text, bits/byte can."
-  ]
-
-
-def apart(a: Run, b: Run, *more: str) -> list[str]:
-  """Names why the losses of two runs cannot be compared; the table shows the rest."""
-  return [f for f in differing(a.basis, b.basis, *more) if f not in TRAINED_ON]
-
-
 def missing(run: Run) -> list[str]:
   """Says what a run lacks, one sentence each."""
   if not run.loss:
@@ -292,7 +274,8 @@ def compare(args: argparse.Namespace) -> None:
   means = [mean_of(group) for group in joined(runs)]
   seconds, notes = idealised(means, args.chips, across)
   print(table(runs) + "\n")
-  print("\n".join([*incomparable(runs), *notes, *itertools.chain(*map(missing, runs))]))
+  warned = incomparable([run.basis for run in runs])
+  print("\n".join([*warned, *notes, *itertools.chain(*map(missing, runs))]))
   out = args.out or args.workdir[0] / "compare.png"
   palette.save(lambda: draw(means, seconds, across), out)
   print(f"picture      {out}")

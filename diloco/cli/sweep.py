@@ -16,9 +16,13 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+import pandas as pd
+
+from diloco.config.comparable import basis, incomparable
 from diloco.errors import ConfigError
 from diloco.reproduce import comparison
 from diloco.sweep import csv_file, progress, table
+from diloco.sweep.chart import Chart
 from diloco.sweep.grid import Sweep
 from diloco.sweep.load import load_sweep, shared_programs
 from diloco.sweep.local import Local
@@ -114,12 +118,20 @@ def drive_sweep(args: argparse.Namespace, sweep: Sweep) -> int:
     status = drive(driver, progress.Live())
     if sweep.chart:
       picture = results / f"{sweep.grids[0].name}.png"
-      found = comparison.frame(sweep.chart, driver.best_rows())
-      print("\n".join(comparison.lines(sweep.chart, found)))
+      found = show_chart(sweep.chart, driver)
       if not found.empty:
         comparison.draw(sweep.chart, found, picture)
         print(f"\n{comparison.SPREAD}\nfigure       {picture}")
   return status
+
+
+def show_chart(chart: Chart, driver: Driver) -> pd.DataFrame:
+  """Prints the table of a sweep, and what makes losses incomparable; returns it."""
+  cells = driver.best_rows()
+  found = comparison.frame(chart, cells)
+  texts = [basis(row["config"], row["contents"]) for _, row in cells if row]
+  print("\n".join([*comparison.lines(chart, found), *incomparable(texts)]))
+  return found
 
 
 def show(driver: Driver) -> None:
@@ -132,8 +144,8 @@ def show(driver: Driver) -> None:
   rows = [*driver.asked(cells), *refused]
   print("\n".join(progress.lines(cells, rows, waiting)))
   if driver.sweep.chart:
-    found = comparison.frame(driver.sweep.chart, driver.best_rows())
-    print("\n".join(["", *comparison.lines(driver.sweep.chart, found)]))
+    print()
+    show_chart(driver.sweep.chart, driver)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """Which runs have losses that can be compared: texts and tokens are equal. No JAX."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from diloco.config.resolve import leaves
@@ -80,3 +81,22 @@ def differing(ours: Basis, theirs: Basis, *more: str) -> dict[str, tuple[Any, An
     elif not found.keys() & {*chosen_by}:
       found[CONTENT + chosen_by[0]] = a, b
   return found
+
+
+def apart(ours: Basis, theirs: Basis, *more: str) -> list[str]:
+  """Names why held-out losses cannot be compared; training texts may be different."""
+  return [f for f in differing(ours, theirs, *more) if f not in TRAINED_ON]
+
+
+def incomparable(runs: Sequence[Basis]) -> list[str]:
+  """Warns of losses per token that runs have on different texts or tokens."""
+  distinct = {repr((run.chosen, run.contents)): run for run in runs}.values()
+  found = dict[str, None]()
+  for ours, theirs in itertools.combinations(distinct, 2):
+    found |= dict.fromkeys(apart(ours, theirs))
+  if not found:
+    return []
+  return [
+    f"The runs differ in {' and '.join(found)}, so their losses per token cannot be"
+    " compared; on one held-out text, bits/byte can."
+  ]

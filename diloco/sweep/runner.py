@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from diloco.config import resolve
-from diloco.config.comparable import TRAINED_ON, basis, differing
+from diloco.config.comparable import apart, basis
 from diloco.errors import ConfigError
 from diloco.sweep import progress, table
 from diloco.sweep.grid import Point, Sweep, describe, key
@@ -124,11 +124,10 @@ class Driver:
     for cell in cells:
       configs = [c for point in cell.points if (c := self._plan(point).config)]
       for c in configs[1:]:
-        found = differing(basis(configs[0], {}), basis(c, {})).keys() - {*TRAINED_ON}
-        if found:
+        if found := apart(basis(configs[0], {}), basis(c, {})):
           raise ConfigError(
             f"the cell {describe(cell.cell)} has points that differ in"
-            f" {' and '.join(sorted(found))}, so their losses cannot be compared; give"
+            f" {' and '.join(found)}, so their losses cannot be compared; give"
             " each value a cell."
           )
     return cells

@@ -8,7 +8,7 @@ from conftest import tiny_config, update
 
 from diloco.cli import compare, status
 from diloco.config import changed, resolve
-from diloco.config.comparable import HELD_OUT
+from diloco.config.comparable import HELD_OUT, incomparable
 from diloco.contrib.sites.calendar import config_of
 from diloco.log import read_run
 from diloco.simulate import wallclock
@@ -240,9 +240,9 @@ def test_losses_on_different_texts_are_not_compared_in_silence(tmp_path):
   c.data.eval_source = "files:/other"
   folders = [make_run(tmp_path / "a", config()), make_run(tmp_path / "b", resolve(c))]
   runs = [read_run.read(folder, folder.name) for folder in folders]
-  [sentence] = compare.incomparable(runs)
+  [sentence] = incomparable([run.basis for run in runs])
   assert "The runs differ in data.eval_source, so their losses" in sentence
-  assert compare.incomparable(runs[:1] * 2) == []
+  assert incomparable([runs[0].basis] * 2) == []
 
 
 def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
@@ -255,9 +255,9 @@ def test_a_text_that_changed_under_its_name_is_noticed(tmp_path):
     (folder / "contents.json").write_text(json.dumps(texts))
     runs.append(read_run.read(folder, name))
   a, b, c = runs
-  [sentence] = compare.incomparable(runs)
+  [sentence] = incomparable([run.basis for run in runs])
   assert "differ in the content of data.eval_source, so their losses" in sentence
-  assert compare.incomparable([a, c]) == []
+  assert incomparable([a.basis, c.basis]) == []
   assert read_run.joined(runs) == [[a, c], [b]]
   assert compare.above([[a], [b]]) == ["+0.00", "+0.00"]  # Each is its only rival.
   other = read_run.read(make_run(tmp_path / "d", config(), loss=3.0), "d")

@@ -24,9 +24,9 @@ from diloco.cli import sweep as cli
 from diloco.config import complete
 from diloco.config.resolve import leaves
 from diloco.errors import ConfigError
-from diloco.reproduce import comparison
 from diloco.spec.shapes import num_params
 from diloco.sweep import table
+from diloco.sweep.chart import Chart
 from diloco.sweep.csv_file import export
 from diloco.sweep.grid import Axis, Grid, Sweep
 from diloco.sweep.load import load_sweep
@@ -187,7 +187,7 @@ def test_other_unknown_flags_stay_mistakes(capsys):
   assert "unrecognized arguments: --show_all" in capsys.readouterr().err
 
 
-def test_the_chart_of_the_docs_is_drawn(tmp_path, monkeypatch):
+def test_the_chart_of_the_docs_is_shown(tmp_path, monkeypatch, capsys):
   blocks = (ROOT / "docs" / "sweep.md").read_text().split("```python\n")[1:]
   for name, block in zip(("small", "seeds"), blocks, strict=True):
     (tmp_path / f"{name}.py").write_text(block.split("```")[0])
@@ -195,9 +195,23 @@ def test_the_chart_of_the_docs_is_drawn(tmp_path, monkeypatch):
   sweep = load_sweep(str(tmp_path / "seeds.py"))
   driver = make_driver(sweep, tmp_path / "r", Fake())
   finish(driver)
-  found = comparison.frame(sweep.chart, driver.best_rows())
-  lines = comparison.lines(sweep.chart, found)
+  cli.show_chart(sweep.chart, driver)
+  lines = capsys.readouterr().out.splitlines()
   assert [line.split(" | ")[:2] for line in lines[2:]] == [["| 10", "3"], ["| 50", "3"]]
+
+
+def test_a_table_with_losses_of_several_texts_says_so(tmp_path, capsys):
+  def of_tokens(point):
+    c = config({"replicas": 1, "lr": 1})
+    c.eval.tokens = point["tokens"]
+    return c
+
+  grid = Grid("g", [{"tokens": n} for n in (100, 200)])
+  driver = make_driver(Sweep(of_tokens, [grid]), tmp_path, Fake())
+  finish(driver)
+  cli.show_chart(Chart("", "tokens"), driver)
+  said = "The runs differ in eval.tokens, so their losses per token cannot be compared"
+  assert said in capsys.readouterr().out
 
 
 @pytest.mark.integration("runs a sweep")
